@@ -1,0 +1,81 @@
+"""The rollout engine contract: token ids in, token ids out, one request a sample, asynchronous.
+
+``core/engines/hf.py`` (transformers, in process), ``core/engines/scripted.py`` (tests) and
+``core/engines/vllm.py`` satisfy it; one test suite holds for all of them. Only ``make_engine`` knows their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from core.types import Trajectory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one response is sampled.
+
+    ``temperature=0`` is greedy. ``top_k=-1`` and ``top_p=1.0`` switch truncation off. ``stop`` strings
+    are matched on the decoded response, and the token that completes one is the last that is kept.
+    Stop ids and the end-of-sequence id are kept as the last token; ``ignore_eos`` samples past the latter.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        rules = (
+            (self.max_tokens >= 1, "max_tokens", "at least 1"),
+            (self.temperature >= 0, "temperature", "0 (greedy) or positive"),
+            (0 < self.top_p <= 1, "top_p", "in (0, 1]"),
+            (self.top_k == -1 or self.top_k >= 1, "top_k", "-1 (off) or at least 1"),
+        )
+        for holds, name, rule in rules:
+            if not holds:
+                raise ValueError(f"SamplingParams.{name}={getattr(self, name)}: must be {rule}")
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """One sample to draw. The response depends on the weights and on these fields only, not on the
+    other requests in flight (up to rounding: batched kernels may move a logit by an ulp)."""
+
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+
+
+class RolloutEngine(Protocol):
+    """What the loop needs of an engine."""
+
+    policy_version: int
+
+    async def sample(self, request: SampleRequest) -> Trajectory:
+        """A one-turn trajectory. ``logprobs`` are those of the sampled tokens under the distribution that
+        was sampled from: after temperature, top-k and top-p (temperature 1 for greedy). Requests with equal
+        ``prompt_ids`` in flight together share one prefill. Cancelling the awaiting task aborts the
+        request and frees its place."""
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replaces all weights, in memory, for the requests that start afterwards, and sets
+        ``policy_version``. Raises ValueError where a name is unknown, missing or of another shape, and
+        RuntimeError where requests are in flight."""
+
+    def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:
+        """Log-probs ``log p(token t | tokens < t)`` at temperature 1 for t = 1..len-1, computed by the
+        engine's own weights: compared with the learner's after every update."""
+
+    def close(self) -> None:
+        """Frees what the engine holds. Requests in flight are cancelled."""

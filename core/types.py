@@ -1,0 +1,273 @@
+"""The values that flow through the loop, and the one alignment rule.
+
+Axes: ``P`` prompts a step, ``G`` trajectories a prompt, ``B = P * G`` sequences, ``T`` tokens.
+A tensor's name carries its axes: ``adv_BT``, ``reward_B``, ``groups_P``.
+
+**Alignment.** Entry ``[b, t]`` of any ``[B, T]`` tensor describes the token ``input_ids[b, t]``.
+A log-prob is ``log p(token t | tokens < t)``, a value is that of the state in which token ``t`` is
+chosen, so both come from the hidden state at ``t - 1``. That shift happens in exactly one function
+(``core.learner.hidden_before_token``); nothing else in the repository moves a tensor by one.
+
+Nothing here imports torch: the scorers, the configuration and the reports use these types too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Stop(str, Enum):
+    """Why an engine stopped writing."""
+
+    EOS = "eos"  # the policy wrote the end-of-sequence token
+    STOP_TOKEN = "stop_token"  # one of the request's stop ids, kept as the last token
+    STOP_STRING = "stop_string"  # a stop string was completed by the last token
+    LENGTH = "length"  # the token budget ran out: the response is truncated
+    ABORT = "abort"  # given up before it ended; never trained on
+
+
+class ScoreStatus(str, Enum):
+    """What became of an answer. Everything but OK and WRONG is also a rate in the metrics."""
+
+    OK = "ok"
+    WRONG = "wrong"
+    PARSE_ERROR = "parse_error"  # the scorer found no answer to judge
+    TIMEOUT = "timeout"
+    CRASH = "crash"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question, tokenised once.
+
+    ``ordinal`` is the number of the prompt in the order of drawing; with the run's seed it decides
+    everything about the prompt, sampling seeds included. ``uid`` names the data row, so that the
+    same question can be paired across runs.
+    """
+
+    ordinal: int
+    uid: str
+    token_ids: tuple[int, ...]
+    messages: tuple[Mapping[str, Any], ...]
+    ground_truth: Any
+    data_source: str
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of the response and who wrote it: ``policy``, ``tool``, ..."""
+
+    role: str
+    text: str
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """One flat token stream and the mask of the tokens that the policy wrote.
+
+    Shapes (R response tokens):
+        prompt_ids     [len(prompt)] int32
+        response_ids   [R] int32    everything after the prompt, tool output included
+        response_mask  [R] bool     True where the policy wrote the token
+        logprobs       [R] float32  the engine's, under the distribution it sampled from; 0 elsewhere
+    """
+
+    prompt_ids: np.ndarray
+    response_ids: np.ndarray
+    response_mask: np.ndarray
+    logprobs: np.ndarray
+    segments: tuple[Segment, ...]
+    stop: Stop
+    policy_version: int
+    seed: int
+    turns: int = 1
+    tool_calls: int = 0
+
+    def __post_init__(self) -> None:
+        for name, dtype in (
+            ("prompt_ids", np.int32),
+            ("response_ids", np.int32),
+            ("response_mask", np.bool_),
+            ("logprobs", np.float32),
+        ):
+            value = np.array(getattr(self, name), dtype=dtype)
+            value.flags.writeable = False
+            object.__setattr__(self, name, value)
+        lengths = {len(self.response_ids), len(self.response_mask), len(self.logprobs)}
+        if len(lengths) != 1:
+            raise ValueError(f"response_ids, response_mask and logprobs differ in length: {sorted(lengths)}")
+
+    @property
+    def response_text(self) -> str:
+        """What the policy wrote, and nothing else: the text a scorer may judge."""
+        return "".join(segment.text for segment in self.segments if segment.role == "policy")
+
+    @property
+    def truncated(self) -> bool:
+        return self.stop is Stop.LENGTH
+
+
+@dataclass(frozen=True)
+class Score:
+    """A verdict: ``value`` trains, ``parts`` explain. ``parts["acc"]`` is what counts as correct."""
+
+    value: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    status: ScoreStatus = ScoreStatus.OK
+    masked: bool = False  # carries no loss and is left out of every denominator
+    pred: str | None = None  # the answer that was read from the text; maj@k votes on it
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.value):
+            raise ValueError(f"a score must be finite, got {self.value}")
+        object.__setattr__(self, "parts", {"acc": self.value, **self.parts})
+
+    @property
+    def acc(self) -> float:
+        return self.parts["acc"]
+
+    def plus(self, name: str, amount: float) -> Score:
+        """The score with a named component added to its value; ``acc`` keeps its meaning."""
+        return dataclasses.replace(self, value=self.value + amount, parts={**self.parts, name: amount})
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredGroup:
+    """A prompt with its ``G`` trajectories and their scores: the unit that is kept or dropped."""
+
+    prompt: Prompt
+    trajectories: tuple[Trajectory, ...]
+    scores: tuple[Score, ...]
+    baseline: Score | None = None  # of a greedy answer, where the estimator asks for one
+
+    def __post_init__(self) -> None:
+        if len(self.trajectories) != len(self.scores):
+            raise ValueError(f"{len(self.trajectories)} trajectories but {len(self.scores)} scores")
+
+    def __len__(self) -> int:
+        return len(self.trajectories)
+
+
+# field -> (axes, the phase that sets it)
+BATCH_FIELDS = {
+    "input_ids": ("BT", "make_batch"),
+    "attention_mask": ("BT", "make_batch"),
+    "response_mask": ("BT", "make_batch"),
+    "loss_mask": ("BT", "make_batch"),
+    "group": ("B", "make_batch"),
+    "reward": ("B", "make_batch"),
+    "in_group_stats": ("B", "make_batch"),
+    "rollout_log_probs": ("BT", "make_batch"),
+    "baseline": ("B", "make_batch, for an estimator with a greedy baseline"),
+    "old_log_probs": ("BT", "compute_log_probs"),
+    "ref_log_prob": ("BT", "compute_log_probs, with a KL term"),
+    "values": ("BT", "compute_log_probs, with a critic"),
+    "advantages": ("BT", "compute_advantages"),
+    "returns": ("BT", "compute_advantages"),
+    "loss_weight": ("BT", "with_loss_weight, once an optimizer step"),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class TrainBatch:
+    """What a step trains on. Later phases add fields with :meth:`adding`; none is changed in place.
+
+    Shapes:
+        input_ids          [B, T] int64    prompt then response, right-padded
+        attention_mask     [B, T] bool     a real token
+        response_mask      [B, T] bool     written by the policy
+        loss_mask          [B, T] bool     response_mask less the rows that carry no loss
+        group              [B]    int64    index of the row's prompt in the step
+        reward             [B]    float32  the shaped score
+        in_group_stats     [B]    bool     the row's reward enters its group's statistics
+        rollout_log_probs  [B, T] float32  as the engine reported them
+        baseline           [B]    float32  score of the greedy answer to the row's prompt
+        old_log_probs      [B, T] float32  the learner's, before the step's first update
+        ref_log_prob       [B, T] float32  the reference policy's
+        values             [B, T] float32  the critic's
+        advantages         [B, T] float32  0 where response_mask is False
+        returns            [B, T] float32  the critic's target
+        loss_weight        [B, T] float32  the token's share of the objective, over all ranks
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    response_mask: Tensor
+    loss_mask: Tensor
+    group: Tensor
+    reward: Tensor
+    in_group_stats: Tensor
+    rollout_log_probs: Tensor
+    baseline: Tensor | None = None
+    old_log_probs: Tensor | None = None
+    ref_log_prob: Tensor | None = None
+    values: Tensor | None = None
+    advantages: Tensor | None = None
+    returns: Tensor | None = None
+    loss_weight: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        axes = dict(zip("BT", self.input_ids.shape, strict=True))
+        for name, (names, _) in BATCH_FIELDS.items():
+            value = getattr(self, name)
+            wanted = tuple(axes[axis] for axis in names)
+            if value is not None and tuple(value.shape) != wanted:
+                raise ValueError(f"TrainBatch.{name} has shape {tuple(value.shape)}, expected {wanted} ({names})")
+
+    def __len__(self) -> int:
+        return self.input_ids.shape[0]
+
+    def need(self, name: str) -> Tensor:
+        """The field, or an error that names the phase which should have set it."""
+        value = getattr(self, name)
+        if value is None:
+            raise ValueError(f"TrainBatch.{name} is not set yet: {BATCH_FIELDS[name][1]} sets it")
+        return value
+
+    def adding(self, **fields: Tensor) -> TrainBatch:
+        """A batch with these fields set as well."""
+        return dataclasses.replace(self, **fields)
+
+    def rows(self, index: Any) -> TrainBatch:
+        """The rows of ``index`` (a slice, a list or a tensor of row numbers), with every field that is set."""
+        present = {name: getattr(self, name) for name in BATCH_FIELDS}
+        return TrainBatch(**{name: value if value is None else value[index] for name, value in present.items()})
+
+
+class StepMetrics:
+    """The numbers of one step. A name is written once; a value is finite."""
+
+    def __init__(self, step: int):
+        self.step = step
+        self.values: dict[str, float] = {}
+
+    def add(self, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            if name in self.values:
+                raise ValueError(f"metric {name!r} was written twice in step {self.step}")
+            number = float(value)
+            if not math.isfinite(number):
+                raise ValueError(f"metric {name!r} is {number} in step {self.step}")
+            self.values[name] = number
+
+    @contextmanager
+    def time(self, phase: str) -> Iterator[None]:
+        """Records ``timing_s/<phase>``, also where the phase raises."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add({f"timing_s/{phase}": time.perf_counter() - start})
