@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -243,8 +243,18 @@ class TrainBatch:
 
     def rows(self, index: Any) -> TrainBatch:
         """The rows of ``index`` (a slice, a list or a tensor of row numbers), with every field that is set."""
-        present = {name: getattr(self, name) for name in BATCH_FIELDS}
-        return TrainBatch(**{name: value if value is None else value[index] for name, value in present.items()})
+        return self._map(lambda value, axes: value[index])
+
+    def cut(self, width: int) -> TrainBatch:
+        """The first ``width`` columns: padding removed from a piece whose longest row is that long."""
+        return self._map(lambda value, axes: value[:, :width] if axes == "BT" else value)
+
+    def to(self, device: Any) -> TrainBatch:
+        return self._map(lambda value, axes: value.to(device, non_blocking=True))
+
+    def _map(self, f: Callable[[Tensor, str], Tensor]) -> TrainBatch:
+        present = {name: (getattr(self, name), axes) for name, (axes, _) in BATCH_FIELDS.items()}
+        return TrainBatch(**{n: None if value is None else f(value, axes) for n, (value, axes) in present.items()})
 
 
 class StepMetrics:

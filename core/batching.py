@@ -1,0 +1,144 @@
+"""From groups to tensors, and from a batch to the pieces that memory allows.
+
+What defines the objective (which rows make an optimizer step, and each token's weight in it) is
+decided here once, before anything is split by memory: micro-batches and ranks only add up partial sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core.losses import loss_weights
+from core.types import ScoredGroup, ScoreStatus, TrainBatch, Trajectory
+
+
+def make_batch(groups: Sequence[ScoredGroup], pad_id: int) -> TrainBatch:
+    """The ``P`` groups as one right-padded batch of ``B`` rows, in the order of the groups.
+
+    A row whose score is masked has an empty ``loss_mask``: no loss, and out of every denominator. An
+    answer that could not be graded is out of its group's statistics too; one that was cut short is not.
+    """
+    rows = [(t, s) for group in groups for t, s in zip(group.trajectories, group.scores, strict=True)]
+    if not rows:
+        raise ValueError("make_batch needs at least one group")
+    width = max(len(t.prompt_ids) + len(t.response_ids) for t, _ in rows)
+    trajectories = [t for t, _ in rows]
+    response_mask = _padded(trajectories, width, "response_mask", False, torch.bool)
+    live = torch.tensor([not s.masked for _, s in rows])
+    errored = torch.tensor([s.masked and s.status in (ScoreStatus.TIMEOUT, ScoreStatus.CRASH) for _, s in rows])
+    sizes = torch.tensor([len(group) for group in groups])
+    baselines = [group.baseline for group in groups]
+    return TrainBatch(
+        input_ids=_padded(trajectories, width, "response_ids", pad_id, torch.int64),
+        attention_mask=_lengths(trajectories)[:, None] > torch.arange(width),
+        response_mask=response_mask,
+        loss_mask=response_mask & live[:, None],
+        group=torch.arange(len(groups)).repeat_interleave(sizes),
+        reward=torch.tensor([s.value for _, s in rows], dtype=torch.float32),
+        in_group_stats=~errored,
+        rollout_log_probs=_padded(trajectories, width, "logprobs", 0.0, torch.float32),
+        baseline=None
+        if None in baselines
+        else torch.tensor([b.value for b in baselines], dtype=torch.float32).repeat_interleave(sizes),
+    )
+
+
+def _lengths(trajectories: Sequence[Trajectory]) -> Tensor:
+    return torch.tensor([len(t.prompt_ids) + len(t.response_ids) for t in trajectories])
+
+
+def _padded(trajectories: Sequence[Trajectory], width: int, name: str, fill, dtype: torch.dtype) -> Tensor:
+    """[B, width]; the prompt's stretch holds its ids, or ``fill`` for what only responses have."""
+    out = np.full((len(trajectories), width), fill)
+    for row, trajectory in zip(out, trajectories, strict=True):
+        start, value = len(trajectory.prompt_ids), getattr(trajectory, name)
+        if name == "response_ids":
+            row[:start] = trajectory.prompt_ids
+        row[start : start + len(value)] = value
+    return torch.from_numpy(out).to(dtype)
+
+
+def token_rewards(batch: TrainBatch) -> Tensor:
+    """[B, T]: the row's reward on the last token that the policy wrote.
+
+    Not on the last token of the response: where that is a tool's output, GAE and the returns would
+    never see the reward. A response with no policy token gets none.
+    """
+    positions = torch.arange(batch.response_mask.shape[1])
+    last = torch.where(batch.response_mask, positions, -1).amax(dim=1)
+    at_last = (positions == last[:, None]) & batch.response_mask
+    return at_last * batch.reward[:, None]
+
+
+def optimizer_steps(
+    batch: TrainBatch,
+    *,
+    prompts: int,
+    epochs: int = 1,
+    agg_mode: str = "token-mean",
+    scale_factor: float,
+    shuffle_seed: int | None = None,
+) -> Iterator[TrainBatch]:
+    """The batches of the step's optimizer steps, each with its ``loss_weight``.
+
+    ``scale_factor`` is the constant that seq-mean-token-sum-norm divides by.
+
+    ``prompts`` groups make one optimizer step (verl's ``ppo_mini_batch_size``), in the order of the
+    batch or, with ``shuffle_seed``, shuffled anew in every epoch. A step never splits a group; the
+    last one is smaller where the number of groups does not divide.
+    """
+    n_groups = int(batch.group.max()) + 1
+    for epoch in range(epochs):
+        order = np.arange(n_groups)
+        if shuffle_seed is not None:
+            order = np.random.default_rng((shuffle_seed, epoch)).permutation(n_groups)
+        for start in range(0, n_groups, prompts):
+            chosen = torch.isin(batch.group, torch.from_numpy(order[start : start + prompts]))
+            rows = batch.rows(chosen.nonzero()[:, 0])
+            weight = loss_weights(rows.loss_mask, agg_mode, scale_factor=scale_factor)
+            yield rows.adding(loss_weight=weight)
+
+
+def split_idle_rows(batch: TrainBatch, *, only_advantages_train: bool) -> tuple[TrainBatch, TrainBatch]:
+    """The rows that can move a weight, and those that cannot; either may be empty.
+
+    ``loss_weight`` was computed before, over all rows, so the objective stays. A row without weight
+    never moves anything. One whose advantages are all zero does not either, if nothing but the
+    policy-gradient term trains (no KL loss, no entropy bonus, no critic).
+    """
+    busy = (batch.need("loss_weight") != 0).any(dim=1)
+    if only_advantages_train:
+        busy &= (batch.need("advantages") != 0).any(dim=1)
+    return batch.rows(busy.nonzero()[:, 0]), batch.rows((~busy).nonzero()[:, 0])
+
+
+def micro_batches(
+    batch: TrainBatch, *, max_rows: int | None = None, max_tokens: int | None = None
+) -> Iterator[tuple[Tensor, TrainBatch]]:
+    """Pieces of similar length with their row numbers, each cut to its longest row.
+
+    ``max_rows`` bounds the rows of a piece, ``max_tokens`` its rows times its width, padding
+    included, so that the budget is never exceeded. Raises ValueError for a row that alone is over it.
+    """
+    lengths = batch.attention_mask.sum(dim=1)
+    order = torch.argsort(lengths, descending=True, stable=True)
+    if max_tokens is not None and len(order) and int(lengths[order[0]]) > max_tokens:
+        raise ValueError(
+            f"a sequence of {int(lengths[order[0]])} tokens is longer than the token budget of {max_tokens}: "
+            "raise ppo_max_token_len_per_gpu (or log_prob_max_token_len_per_gpu)"
+        )
+    start = 0
+    while start < len(order):
+        width = int(lengths[order[start]])
+        rows = len(order) - start
+        if max_rows is not None:
+            rows = min(rows, max_rows)
+        if max_tokens is not None:
+            rows = min(rows, max_tokens // width)
+        index = order[start : start + rows]
+        yield index, batch.rows(index).cut(width)
+        start += rows

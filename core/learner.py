@@ -1,0 +1,311 @@
+"""One rank of the learner: the policy (and reference) and the critic, their passes and their updates.
+
+Everything is computed on the positions that the policy wrote and nowhere else. A batch that reaches
+``update`` is one optimizer step with its ``loss_weight``; what this file does with memory (micro-batches,
+chunks of the head) adds up partial sums and cannot change the objective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from core.batching import micro_batches, split_idle_rows
+from core.config.schema import ActorConfig, CriticConfig, OptimConfig
+from core.head import token_log_probs_and_entropy
+from core.kl import kl_penalty
+from core.losses import LossConfig, resolve_policy_loss, value_loss
+from core.models import ModelError
+from core.types import TrainBatch
+
+
+@dataclass(frozen=True)
+class MicroBatchSize:
+    """A memory knob: at most so many rows, or so many tokens (padding included), in one pass."""
+
+    max_rows: int | None = None
+    max_tokens: int | None = None
+
+    def split(self, batch: TrainBatch) -> Iterator[tuple[Tensor, TrainBatch]]:
+        return micro_batches(batch, max_rows=self.max_rows, max_tokens=self.max_tokens)
+
+
+def hidden_before_token(hidden_BTH: Tensor, mask_BT: Tensor) -> Tensor:
+    """[N, H]: for each token of the mask the hidden state at the position before it, which predicts it.
+
+    The one place where anything is shifted. A prompt has at least one token, so position 0 is never asked for.
+    """
+    if bool(mask_BT[:, 0].any()):
+        raise ValueError("the first token of a sequence has no state before it: it must belong to the prompt")
+    return hidden_BTH[:, :-1][mask_BT[:, 1:]]
+
+
+def scattered(values_N: Tensor, mask_BT: Tensor) -> Tensor:
+    """[B, T] with ``values_N`` where the mask is True, 0 elsewhere; differentiable."""
+    return torch.zeros(mask_BT.shape, dtype=values_N.dtype, device=values_N.device).masked_scatter(mask_BT, values_N)
+
+
+class Policy:
+    """A causal language model that is read through its log-probs."""
+
+    def __init__(self, module: nn.Module, *, temperature: float, compute_dtype: torch.dtype | None = None):
+        self.module = module
+        self.temperature = temperature
+        self.compute_dtype = compute_dtype
+        self.check_head()
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    def precision(self) -> contextlib.AbstractContextManager:
+        if self.compute_dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.compute_dtype)
+
+    def token_stats(self, batch: TrainBatch, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
+        """Log-prob of each policy token and entropy of its distribution, both [B, T] and 0 elsewhere.
+
+        Rows are padded on the right and attention is causal, so no real token can see the padding and
+        no attention mask is needed.
+        """
+        mask = batch.response_mask
+        with self.precision():
+            hidden = self.module.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+            head = self.module.get_output_embeddings()
+            log_prob, entropy = token_log_probs_and_entropy(
+                hidden_before_token(hidden, mask),
+                head.weight,
+                batch.input_ids[mask],
+                temperature=self.temperature,
+                bias=head.bias,
+                entropy_grad=entropy_grad,
+            )
+        return scattered(log_prob, mask), scattered(entropy, mask)
+
+    @torch.no_grad()
+    def log_probs(self, batch: TrainBatch, size: MicroBatchSize) -> tuple[Tensor, Tensor]:
+        """:meth:`token_stats` of the whole batch, [B, T] on the batch's device, without gradients."""
+        dtype = torch.promote_types(next(self.module.parameters()).dtype, torch.float32)
+        log_prob = torch.zeros(batch.input_ids.shape, dtype=dtype)
+        entropy = torch.zeros_like(log_prob)
+        for index, micro in size.split(batch):
+            width = micro.input_ids.shape[1]
+            one, other = self.token_stats(micro.to(self.device))
+            log_prob[index, :width], entropy[index, :width] = one.cpu().to(dtype), other.cpu().to(dtype)
+        return log_prob, entropy
+
+    @torch.no_grad()
+    def check_head(self) -> None:
+        """The chunked head must compute what the model computes: some models scale or cap their logits."""
+        head = self.module.get_output_embeddings()
+        if head is None or not isinstance(head, nn.Linear):
+            raise ModelError(f"{type(self.module).__name__} has no linear output head")
+        ids = torch.arange(4, device=self.device)[None] % self.module.config.vocab_size
+        with self.precision():
+            hidden = self.module.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            ours, theirs = head(hidden), self.module(input_ids=ids, use_cache=False).logits
+        if not torch.allclose(ours.float(), theirs.float(), atol=1e-2, rtol=1e-2):
+            raise ModelError(
+                f"{type(self.module).__name__} changes its logits after the head (a cap or a scale), which the chunked "
+                "log-prob does not do; use a model without final_logit_softcapping / logit_scale"
+            )
+
+
+class Stepper:
+    """AdamW with clipping; a non-finite gradient norm skips the step and is counted."""
+
+    def __init__(self, module: nn.Module, config: OptimConfig, grad_clip: float):
+        self.module = module
+        self.base_lr = config.lr
+        self.grad_clip = grad_clip
+        self.optimizer = torch.optim.AdamW(
+            module.parameters(), lr=config.lr, betas=tuple(config.betas), weight_decay=config.weight_decay, fused=True
+        )
+
+    def step(self, lr_multiplier: float) -> tuple[float, bool]:
+        """Clips, steps and clears the gradients. Returns the norm before clipping and whether it stepped."""
+        norm = float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.grad_clip))
+        finite = math.isfinite(norm)
+        if finite:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.base_lr * lr_multiplier
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm, finite
+
+
+class Means:
+    """Token-weighted means over the optimizer steps of one update, per name over the tokens it was computed on."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = defaultdict(float)
+        self.counts: dict[str, float] = defaultdict(float)
+        self.peaks: dict[str, float] = {}
+
+    def tokens(self, stats: dict[str, Tensor], mask_BT: Tensor) -> None:
+        for name, value_BT in stats.items():
+            self.sums[name] += float(torch.where(mask_BT, value_BT.detach(), 0.0).sum())
+            self.counts[name] += float(mask_BT.sum())
+
+    def value(self, name: str, value: float, *, counts: bool = True) -> None:
+        """A number for an optimizer step; ``counts=False`` adds another partial sum to the same step."""
+        self.sums[name] += value
+        self.counts[name] += counts
+
+    def peak(self, name: str, value: float) -> None:
+        """A maximum over everything, beside the means."""
+        self.peaks[name] = max(self.peaks.get(name, value), value)
+
+    def result(self, prefix: str) -> dict[str, float]:
+        means = {name: total / max(self.counts[name], 1.0) for name, total in self.sums.items()}
+        return {f"{prefix}/{name}": value for name, value in {**means, **self.peaks}.items()}
+
+
+def add_mismatch(means: Means, log_prob_BT: Tensor, batch: TrainBatch) -> None:
+    """How far the engine's log-probs are from the learner's, on the same weights (verl's ``rollout_corr/*``).
+
+    ``kl`` and ``k3_kl`` estimate KL(engine, learner) on the engine's own samples (Schulman's k1 and k3).
+    """
+    mask = batch.response_mask
+    log_ratio = torch.where(mask, log_prob_BT - batch.rollout_log_probs, 0.0).detach()
+    stats = {"kl": -log_ratio, "k3_kl": log_ratio.exp() - log_ratio - 1, "logp_diff_mean": log_ratio.abs()}
+    means.tokens(stats, mask)
+    means.peak("logp_diff_max", float(log_ratio.abs().max()))
+
+
+class Actor(Policy):
+    """The policy that is trained."""
+
+    def __init__(self, module: nn.Module, config: ActorConfig, **kwargs):
+        super().__init__(module, **kwargs)
+        self.config = config
+        self.policy_loss = resolve_policy_loss(config.policy_loss.loss_mode)
+        self.loss_config = LossConfig.from_actor(config)
+        self.stepper = Stepper(module, config.optim, config.grad_clip)
+        self.size = (
+            MicroBatchSize(max_tokens=config.ppo_max_token_len_per_gpu)
+            if config.use_dynamic_bsz
+            else MicroBatchSize(max_rows=config.ppo_micro_batch_size_per_gpu)
+        )
+
+    def update(self, steps: Iterable[TrainBatch], lr_multiplier: float) -> dict[str, float]:
+        """One AdamW step for each batch of ``steps``. Returns ``actor/...`` metrics.
+
+        Where ``old_log_probs`` is not set the batch is the only optimizer step of its rollout, the
+        ratio is one by definition and the pass's own log-probs, detached, stand for the old ones.
+        """
+        means, skipped = Means(), 0
+        self.mismatch = Means()
+        for batch in steps:
+            for name in ("pg_loss", "kl_loss")[: 1 + self.config.use_kl_loss]:
+                means.value(name, 0.0)
+            self.accumulate(batch, means)
+            norm, stepped = self.stepper.step(lr_multiplier)
+            skipped += not stepped
+            if stepped:
+                means.value("grad_norm", norm)
+        metrics = {**means.result("actor"), **self.mismatch.result("rollout_corr")}
+        metrics["actor/lr"] = self.config.optim.lr * lr_multiplier
+        metrics["actor/skipped_updates"] = skipped
+        if self.config.use_kl_loss:
+            metrics["actor/kl_coef"] = self.config.kl_loss_coef
+        return metrics
+
+    def accumulate(self, batch: TrainBatch, means: Means) -> None:
+        """Adds the gradients of one optimizer step, micro-batch by micro-batch."""
+        only_advantages = not self.config.use_kl_loss and self.config.entropy_coeff == 0
+        busy, idle = split_idle_rows(batch, only_advantages_train=only_advantages)
+        for _, micro in self.size.split(busy):
+            self.objective(micro.to(self.device), means).backward()
+        if batch.old_log_probs is None and len(idle):  # nothing trains on them, but the metrics are of every row
+            log_prob, entropy = self.log_probs(idle, self.size)
+            means.tokens({"entropy": entropy}, idle.response_mask)
+            add_mismatch(self.mismatch, log_prob, idle)
+
+    def objective(self, micro: TrainBatch, means: Means) -> Tensor:
+        """The micro-batch's partial sum of the loss: policy gradient - entropy bonus + KL."""
+        config, mask, weight = self.config, micro.response_mask, micro.need("loss_weight")
+        log_prob, entropy = self.token_stats(micro, entropy_grad=config.entropy_coeff != 0)
+        old = log_prob.detach() if micro.old_log_probs is None else micro.old_log_probs
+        loss_BT, stats = self.policy_loss(log_prob, old, micro.need("advantages"), mask, self.loss_config)
+        loss = pg_loss = (weight * loss_BT).sum()
+        means.value("pg_loss", float(pg_loss.detach()), counts=False)
+        if config.entropy_coeff != 0:
+            loss = loss - config.entropy_coeff * (weight * entropy).sum()
+        if config.use_kl_loss:
+            kl_loss = (weight * kl_penalty(log_prob, micro.need("ref_log_prob"), config.kl_loss_type, mask)).sum()
+            loss = loss + config.kl_loss_coef * kl_loss
+            means.value("kl_loss", float(kl_loss.detach()), counts=False)
+        if micro.old_log_probs is None:  # the pass that would have measured these was skipped
+            stats = {**stats, "entropy": entropy}
+            add_mismatch(self.mismatch, log_prob, micro)
+        means.tokens(stats, mask)
+        return loss
+
+
+class Critic:
+    """The value function: one number a state."""
+
+    def __init__(self, module: nn.Module, config: CriticConfig, *, compute_dtype: torch.dtype | None = None):
+        self.module = module
+        self.config = config
+        self.compute_dtype = compute_dtype
+        self.stepper = Stepper(module, config.optim, config.grad_clip)
+        self.size = (
+            MicroBatchSize(max_tokens=config.ppo_max_token_len_per_gpu)
+            if config.use_dynamic_bsz
+            else MicroBatchSize(max_rows=config.ppo_micro_batch_size_per_gpu)
+        )
+
+    device = Policy.device
+    precision = Policy.precision
+
+    def token_values(self, batch: TrainBatch) -> Tensor:
+        """[B, T]: the value of the state in which each policy token is chosen, 0 elsewhere."""
+        mask = batch.response_mask
+        with self.precision():
+            values_BT1 = self.module(input_ids=batch.input_ids, use_cache=False).logits
+        dtype = torch.promote_types(values_BT1.dtype, torch.float32)
+        return scattered(hidden_before_token(values_BT1, mask)[:, 0].to(dtype), mask)
+
+    @torch.no_grad()
+    def values(self, batch: TrainBatch) -> Tensor:
+        """:meth:`token_values` of the whole batch, [B, T], without gradients."""
+        out = torch.zeros(batch.input_ids.shape)
+        for index, micro in self.size.split(batch):
+            out[index, : micro.input_ids.shape[1]] = self.token_values(micro.to(self.device)).cpu().float()
+        return out
+
+    def update(self, steps: Iterable[TrainBatch], lr_multiplier: float) -> dict[str, float]:
+        """One AdamW step for each batch of ``steps``. Returns ``critic/...`` metrics."""
+        means, skipped = Means(), 0
+        for batch in steps:
+            means.value("vf_loss", 0.0)
+            for _, micro in self.size.split(split_idle_rows(batch, only_advantages_train=False)[0]):
+                self.objective(micro.to(self.device), means).backward()
+            norm, stepped = self.stepper.step(lr_multiplier)
+            skipped += not stepped
+            if stepped:
+                means.value("grad_norm", norm)
+        metrics = means.result("critic")
+        metrics["critic/lr"] = self.config.optim.lr * lr_multiplier
+        metrics["critic/skipped_updates"] = skipped
+        return metrics
+
+    def objective(self, micro: TrainBatch, means: Means) -> Tensor:
+        """The micro-batch's partial sum of the clipped value loss."""
+        values = self.token_values(micro)
+        loss_BT, stats = value_loss(
+            values, micro.need("returns"), micro.need("values"), micro.response_mask, self.config.cliprange_value
+        )
+        loss = (micro.need("loss_weight") * loss_BT).sum()
+        means.value("vf_loss", float(loss.detach()), counts=False)
+        means.tokens({**stats, "vpred_mean": values}, micro.response_mask)
+        return loss

@@ -1,0 +1,105 @@
+"""Tokenizers and models as the configuration asks for them. The one place that calls ``from_pretrained``."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from core.config.schema import ModelConfig
+
+log = logging.getLogger(__name__)
+
+
+class ModelError(ValueError):
+    """A model or tokenizer that cannot be used as configured."""
+
+
+def resolve_path(path: str) -> str:
+    """A hub id as it is; a local path expanded and checked. Raises ModelError where it does not exist."""
+    if not path.startswith(("/", ".", "~")):
+        return path
+    local = Path(path).expanduser()
+    if not (local / "config.json").exists():
+        raise ModelError(
+            f"actor_rollout_ref.model.path={path}: no config.json there; give a Hugging Face folder or a hub id (org/name)"
+        )
+    return str(local)
+
+
+def load_tokenizer(model: ModelConfig) -> Any:
+    """The tokenizer, with a pad token in any case and the configured chat template."""
+    _import_external(model)
+    path = resolve_path(model.tokenizer_path or model.path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    if tokenizer.pad_token_id is None:
+        # Padding never carries loss or attention, so any id serves; eos exists in every tokenizer that can stop.
+        if tokenizer.eos_token_id is None:
+            raise ModelError(f"{path}: the tokenizer has neither a pad nor an eos token; set one in its tokenizer_config.json")
+        tokenizer.pad_token = tokenizer.eos_token
+        log.info("the tokenizer has no pad token: %r is used", tokenizer.pad_token)
+    if model.custom_chat_template is not None:
+        tokenizer.chat_template = model.custom_chat_template
+    return tokenizer
+
+
+def load_policy(model: ModelConfig, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The causal language model with dropout off: a ratio between two passes must be the policies' alone."""
+    _import_external(model)
+    path = resolve_path(model.path)
+    policy = transformers.AutoModelForCausalLM.from_pretrained(
+        path, config=_config(model, path), dtype=dtype, trust_remote_code=model.trust_remote_code
+    )
+    return _prepared(policy, model)
+
+
+def load_critic(model: ModelConfig, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A copy of the policy's body with a fresh one-number head on every token (PPO's value function)."""
+    _import_external(model)
+    path = resolve_path(model.path)
+    config = _config(model, path)
+    config.num_labels = 1
+    config.classifier_dropout = 0.0
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)  # the head is new: the run's seed decides it, not what ran before
+        critic = transformers.AutoModelForTokenClassification.from_pretrained(
+            path, config=config, dtype=dtype, trust_remote_code=model.trust_remote_code
+        )
+    return _prepared(critic, model)
+
+
+def _import_external(model: ModelConfig) -> None:
+    for name in filter(None, (model.external_lib or "").split(",")):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ModelError(f"actor_rollout_ref.model.external_lib={name}: {error}") from error
+
+
+def _config(model: ModelConfig, path: str) -> Any:
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    for name, value in model.override_config.items():
+        if not hasattr(config, name):
+            raise ModelError(f"actor_rollout_ref.model.override_config.{name}: {type(config).__name__} has no such field")
+        setattr(config, name, value)
+    return config
+
+
+def _prepared(module: nn.Module, model: ModelConfig) -> nn.Module:
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    for name in ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout"):
+        if hasattr(module.config, name):
+            setattr(module.config, name, 0.0)
+    for part in module.modules():  # attention modules keep the rate as a plain number of their own
+        if isinstance(getattr(part, "attention_dropout", None), float):
+            part.attention_dropout = 0.0
+    if model.enable_gradient_checkpointing:
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return module.train()  # gradient checkpointing works in training mode only; with dropout off they agree
