@@ -1,0 +1,110 @@
+"""What can be known to be wrong with the rewards before anything is trained."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import inspect
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from core.rewards.grading import Executor, Failure, Grader, Job
+from core.types import Prompt
+from reward_scores import SCORERS, UnknownDataSource
+
+MANAGERS = ("naive", "batch", "prime", "dapo")
+ON_ERROR = ("zero", "mask", "raise")
+SHOWN = 3  # rows named for one kind of problem; the rest is counted
+
+
+def option_problems(reward_model: Any) -> list[str]:
+    """What is wrong with ``reward_model``: its manager, ``on_error`` and the scorers' options."""
+    problems = [
+        f"reward_model.{key}={value!r}: must be one of {', '.join(known)}"
+        for key, value, known in (
+            ("reward_manager", reward_model.reward_manager, MANAGERS),
+            ("on_error", reward_model.on_error, ON_ERROR),
+        )
+        if value not in known
+    ]
+    scorers = {scorer.name: scorer for scorer in SCORERS.values()}
+    for name, options in (reward_model.reward_kwargs or {}).items():
+        key = f"reward_model.reward_kwargs.{name}"
+        if name not in scorers:
+            near = difflib.get_close_matches(str(name), scorers, n=1) or sorted(scorers)
+            problems.append(f"{key}: not a scorer's name; use {', '.join(near)}")
+        elif not isinstance(options or {}, Mapping):
+            problems.append(f"{key}={options!r}: must map the scorer's options to values, as in {{method: flexible}}")
+        else:
+            known = list(inspect.signature(scorers[name].score).parameters)[3:]
+            unknown = sorted(set(options or {}) - set(known))
+            if unknown:
+                has = f"it has {', '.join(known)}" if known else "it has none"
+                problems.append(f"{key}: no option {', '.join(unknown)}; {has}")
+    return problems
+
+
+def find_problems(grader: Grader, executor: Executor, rows: Iterable[Prompt | Mapping[str, Any]]) -> list[str]:
+    """Rows without a scorer or that their scorer cannot grade, and scorers that fail on their own examples."""
+    found = _Findings()
+    used: dict[str, str] = {}
+    for number, row in enumerate(rows):
+        where, data_source, ground_truth = _read(row, number)
+        try:
+            scorer = grader.scorer(data_source)
+        except UnknownDataSource as error:
+            found.add(f"data.reward_fn_key: {error}; or set custom_reward_function.path", where)
+            continue
+        used.setdefault(scorer.name, data_source)
+        trouble = scorer.check_ground_truth(ground_truth, **grader.options(scorer))
+        if trouble:
+            found.add(f"ground truth that {scorer.name} cannot grade", f"{where}: {trouble}")
+    for data_source in used.values():
+        for problem in asyncio.run(_grade_examples(grader, executor, data_source)):
+            found.add(problem)
+    return found.lines()
+
+
+async def _grade_examples(grader: Grader, executor: Executor, data_source: str) -> list[str]:
+    problems = []
+    scorer = grader.scorer(data_source)
+    for response, ground_truth, acc in scorer.examples:
+        result = await executor.run(Job(data_source, response, ground_truth, {}))
+        what = f"{scorer.name}: its own example {response!r:.200} (ground truth {ground_truth!r:.100})"
+        if isinstance(result, Failure):
+            problems.append(f"{what} failed ({result.status.value}): {result.detail.strip().splitlines()[-1]}")
+        elif result.acc != acc:
+            problems.append(f"{what} got acc={result.acc}, not {acc}")
+    return problems
+
+
+class _Findings:
+    """Problems in the order found, each once, with the first few rows that have it."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.rows: dict[str, list[str]] = {}
+
+    def add(self, problem: str, row: str | None = None) -> None:
+        self.counts[problem] += 1
+        rows = self.rows.setdefault(problem, [])
+        if row is not None and len(rows) < SHOWN:
+            rows.append(row)
+
+    def lines(self) -> list[str]:
+        return [self._line(problem, count) for problem, count in self.counts.items()]
+
+    def _line(self, problem: str, count: int) -> str:
+        rows = self.rows[problem]
+        if not rows:
+            return problem
+        more = f"; and {count - len(rows)} more" if count > len(rows) else ""
+        return f"{problem} ({count} rows): {'; '.join(rows)}{more}"
+
+
+def _read(row: Prompt | Mapping[str, Any], number: int) -> tuple[str, str, Any]:
+    """Where the row is, its data source and its ground truth."""
+    if isinstance(row, Prompt):
+        return f"uid {row.uid}", row.data_source, row.ground_truth
+    return f"row {number}", row["data_source"], (row.get("reward_model") or {}).get("ground_truth")

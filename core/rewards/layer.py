@@ -1,0 +1,87 @@
+"""From a finished trajectory to its :class:`Score`: which scorer, what it sees, and what happens when it fails."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from core.rewards.check import find_problems, option_problems
+from core.rewards.custom import CustomFunction, RewardConfigError
+from core.rewards.grading import Executor, Failure, Grader, InProcess, Job
+from core.types import Prompt, Score, ScoreStatus, Trajectory
+
+
+class RewardError(RuntimeError):
+    """A reward function failed on a sample and ``reward_model.on_error=raise``."""
+
+
+class RewardLayer:
+    """Scores trajectories as ``reward_model`` and ``custom_reward_function`` say.
+
+    ``reward_model.reward_kwargs`` maps a scorer's name to its options: ``{"gsm8k": {"method": "flexible"}}``.
+    Raises RewardConfigError, with all problems, for a configuration that cannot work.
+    """
+
+    def __init__(self, config: Any, tokenizer: Any = None):
+        reward, custom = config.reward_model, config.custom_reward_function
+        problems = option_problems(reward)
+        function = None
+        if custom.path:
+            try:
+                function = CustomFunction(custom.path, custom.name or "compute_score", custom.reward_kwargs)
+            except RewardConfigError as error:
+                problems += error.problems
+        if problems:
+            raise RewardConfigError(problems)
+        self.on_error = reward.on_error
+        self.grader = Grader(reward.reward_kwargs, function)
+        self.executor: Executor = InProcess(self.grader)
+
+    async def score(self, prompt: Prompt, trajectory: Trajectory) -> Score:
+        """The verdict on what the policy wrote. A failing scorer raises only with ``on_error=raise``."""
+        extra_info = {**prompt.extra_info, "rollout": rollout_facts(trajectory)}
+        job = Job(prompt.data_source, trajectory.response_text, prompt.ground_truth, extra_info)
+        result = await self.executor.run(job)
+        return self._after(result, job, prompt.uid) if isinstance(result, Failure) else result
+
+    def _after(self, failure: Failure, job: Job, uid: str) -> Score:
+        if self.on_error == "raise":
+            raise RewardError(
+                f"scoring failed ({failure.status.value}) on uid={uid!r}, data_source={job.data_source!r}, "
+                f"ground_truth={job.ground_truth!r:.300}, response (its end)={job.response[-1000:]!r}\n{failure.detail}"
+                "reward_model.on_error=zero or =mask goes on without it"
+            )
+        return Score(0.0, {"acc": 0.0}, failure.status, masked=self.on_error == "mask")
+
+    def check(self, rows: Iterable[Prompt | Mapping[str, Any]]) -> None:
+        """Looks at every row and grades the examples of the scorers in use, where the answers will be graded.
+
+        ``rows`` are prompts or rows of the data schema. Raises RewardConfigError with all problems.
+        """
+        problems = find_problems(self.grader, self.executor, rows)
+        if problems:
+            raise RewardConfigError(problems)
+
+    def close(self) -> None:
+        self.executor.close()
+
+
+def rollout_facts(trajectory: Trajectory) -> dict[str, Any]:
+    """What ``extra_info["rollout"]`` tells a scorer about how the response came about.
+
+    ``segments`` is the role-tagged text: a scorer's ``response`` is the policy's part of it only.
+    """
+    return {
+        "num_turns": trajectory.turns,
+        "num_tool_calls": trajectory.tool_calls,
+        "response_length": len(trajectory.response_ids),
+        "truncated": trajectory.truncated,
+        "segments": [{"role": segment.role, "text": segment.text} for segment in trajectory.segments],
+    }
+
+
+def status_rates(scores: Sequence[Score]) -> dict[str, float]:
+    """``reward/<status>_rate`` for every status, 0 included; nothing for no scores."""
+    counts = Counter(score.status for score in scores)
+    return {f"reward/{status.value}_rate": counts[status] / len(scores) for status in ScoreStatus if scores}

@@ -1,0 +1,54 @@
+"""Pure scoring functions, one file per kind of answer, and the table that says which data source uses which.
+
+``reward_model.reward_kwargs`` chooses a variant by the scorer's name: ``{"gsm8k": {"method": "flexible"}}``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from types import ModuleType
+
+from reward_scores import gsm8k, hops, math_reward
+from reward_scores.verdict import Scorer, any_ground_truth
+
+
+def _scorer(module: ModuleType) -> Scorer:
+    check = getattr(module, "check_ground_truth", any_ground_truth)
+    return Scorer(module.__name__.rpartition(".")[2], module.score, module.EXAMPLES, check)
+
+
+_HOPS, _GSM8K, _MATH = _scorer(hops), _scorer(gsm8k), _scorer(math_reward)
+
+# A name that ends in * stands for every data source that starts so.
+SCORERS: dict[str, Scorer] = {
+    "lab/hops": _HOPS,
+    "openai/gsm8k": _GSM8K,
+    "lighteval/MATH": _MATH,
+    "DigitalLearningGmbH/MATH-lighteval": _MATH,
+    "HuggingFaceH4/MATH-500": _MATH,
+}
+
+
+class UnknownDataSource(ValueError):
+    """No scorer is known for a data source."""
+
+
+def scorer_for(data_source: str) -> Scorer:
+    """The scorer of a data source; :class:`UnknownDataSource`, with the nearest names, where there is none."""
+    exact = SCORERS.get(data_source)
+    if exact is not None and not data_source.endswith("*"):
+        return exact
+    for name, scorer in SCORERS.items():
+        if name.endswith("*") and str(data_source).startswith(name[:-1]):
+            return scorer
+    raise UnknownDataSource(f"no scorer for data_source={data_source!r}; {_nearest(str(data_source))}")
+
+
+def _nearest(data_source: str) -> str:
+    folded = {name.casefold(): name for name in SCORERS}
+    wanted = data_source.casefold()
+    near = [folded[name] for name in difflib.get_close_matches(wanted, folded, n=3, cutoff=0.6)]
+    near += [name for key, name in folded.items() if wanted and wanted in key and name not in near]
+    if near:
+        return f"nearest: {', '.join(near[:3])}"
+    return f"known: {', '.join(sorted(SCORERS))}"

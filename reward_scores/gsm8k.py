@@ -1,0 +1,106 @@
+"""GSM8K: a number after ``####``.
+
+``strict`` and ``flexible`` are verl's ``gsm8k.compute_score``, mistakes included: ``#### 72.``, ``#### $72`` and
+``#### 72.0`` are wrong, and only the last 300 characters are read. ``robust`` compares numbers instead of strings.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Mapping
+from typing import Any
+
+from core.types import Score
+from reward_scores.verdict import graded, no_answer
+
+METHODS = ("strict", "flexible", "robust")
+WINDOW = 300  # characters from the end that the published variants read
+EXAMPLES = (
+    ("She has 48 / 2 = 24 clips, 72 in all.\n#### 72", "72", 1.0),
+    ("#### -5", "-5", 1.0),
+    ("She has 48 / 2 = 24 clips.\n#### 24", "72", 0.0),
+    ("I do not know.", "72", 0.0),
+)
+_STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
+_FLEXIBLE = re.compile(r"\-?[0-9\.\,]+")
+_NUMBER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|-?\.[0-9]+")
+
+
+def score(
+    response: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    method: str = "strict",
+    format_score: float = 0.0,
+    correct_score: float = 1.0,
+) -> Score:
+    """``correct_score`` for the gold number, ``format_score`` for another one, 0 where there is none.
+
+    ``method="robust"`` reads the first number after the last ``####``, or the last number where there is no
+    ``####``, ignores currency, markup and separators, and compares by value; the part ``format`` is 1 with ``####``.
+    """
+    if method not in METHODS:
+        raise ValueError(f"gsm8k method={method!r}: must be one of {', '.join(METHODS)}")
+    parts = {"format": float("####" in response)} if method == "robust" else {}
+    answer = extract(response, method)
+    if answer is None:
+        return no_answer(**parts)
+    right = answer == (canonical(ground_truth) if method == "robust" else ground_truth)
+    return graded(right, answer, correct_score if right else format_score, **parts)
+
+
+def extract(response: str, method: str) -> str | None:
+    """The answer as text, or None where there is none."""
+    if method == "robust":
+        return _extract_robust(response)
+    tail = response[-WINDOW:]
+    if method == "strict":
+        found = _STRICT.findall(tail)
+        return found[-1].replace(",", "") if found else None
+    found = [text for text in _FLEXIBLE.findall(tail) if text not in ("", ".")]
+    return found[-1] if found else None
+
+
+def _extract_robust(response: str) -> str | None:
+    _, mark, tail = response.rpartition("####")
+    numbers = _NUMBER.findall(_plain(tail))
+    if not numbers:
+        return None
+    return canonical(numbers[0 if mark else -1])
+
+
+def _plain(text: str) -> str:
+    """Full-width digits and the minus sign of typography as ASCII; signs joined to the number that follows."""
+    text = unicodedata.normalize("NFKC", text).replace("\u2212", "-")
+    return re.sub(r"(?<![0-9])-[ $*{]+(?=[0-9.])", "-", text)
+
+
+def canonical(number: Any) -> str | None:
+    """One spelling a value: no separators, no leading or trailing zeros; None where it is not a number.
+
+    Works on text, so that a number of any length is cheap.
+    """
+    text = re.sub(r"[\s$%]|\.(?=\s*$)", "", _plain(str(number)))
+    if not _NUMBER.fullmatch(text):
+        return None
+    digits = text.replace(",", "").removeprefix("-")
+    whole, _, fraction = digits.partition(".")
+    whole, fraction = whole.lstrip("0") or "0", fraction.rstrip("0")
+    value = f"{whole}.{fraction}" if fraction else whole
+    return value if value == "0" or not text.startswith("-") else f"-{value}"
+
+
+def check_ground_truth(
+    ground_truth: Any, method: str = "strict", format_score: float = 0.0, correct_score: float = 1.0
+) -> str | None:
+    if canonical(ground_truth) is None:
+        return f"must be a number, got {ground_truth!r}"
+    if method == "robust" or (
+        isinstance(ground_truth, str) and extract(f"#### {ground_truth}", method) == ground_truth
+    ):
+        return None
+    return (
+        f"{ground_truth!r} is never equal to an answer under method={method}: write a string of digits without "
+        "separators, or set reward_model.reward_kwargs.gsm8k.method=robust"
+    )

@@ -1,0 +1,33 @@
+"""The lab task: an optional chain of letters, then ``#`` and the letter where the hops lead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from core.types import Score
+from reward_scores.verdict import graded, no_answer
+
+EXAMPLES = (
+    ("abcd#d", "d", 1.0),
+    ("#d", "d", 1.0),
+    ("#a #d\n", "d", 1.0),
+    ("abcd#a", "d", 0.0),
+    ("abcd", "d", 0.0),
+)
+
+
+def score(response: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None) -> Score:
+    """1 where the text after the last ``#`` is the gold letter. ``chain`` is 1 where a path stands before it."""
+    path, mark, answer = response.rpartition("#")
+    answer = answer.strip()
+    chain = float(bool(path.strip()))
+    if not mark or not answer:
+        return no_answer(chain=chain)
+    return graded(answer == ground_truth, answer, chain=chain)
+
+
+def check_ground_truth(ground_truth: Any) -> str | None:
+    if isinstance(ground_truth, str) and len(ground_truth) == 1 and ground_truth.isalpha():
+        return None
+    return f"must be one letter, got {ground_truth!r}"

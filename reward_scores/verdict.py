@@ -1,0 +1,50 @@
+"""What every scorer is made of: the two kinds of verdict, and the record that the table holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from core.types import Score, ScoreStatus
+
+# response, ground truth, the accuracy that the scorer must give it
+Example = tuple[str, Any, float]
+
+
+def graded(right: bool, pred: str | None, value: float | None = None, **parts: float) -> Score:
+    """The score of an answer that could be judged: ``acc`` is 1 or 0, and so is ``value`` unless given."""
+    acc = float(right)
+    status = ScoreStatus.OK if right else ScoreStatus.WRONG
+    return Score(acc if value is None else float(value), {"acc": acc, **parts}, status, pred=pred)
+
+
+def no_answer(value: float = 0.0, **parts: float) -> Score:
+    """The score of a response in which no answer was found."""
+    return Score(float(value), {"acc": 0.0, **parts}, ScoreStatus.PARSE_ERROR)
+
+
+def any_ground_truth(ground_truth: Any, **options: Any) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A scoring function and what it says about itself.
+
+    Args:
+        name: the key of its options in ``reward_model.reward_kwargs``.
+        score: ``score(response, ground_truth, extra_info, **options) -> Score``; pure.
+        examples: answers that it must grade as stated, graded when a run starts.
+        check_ground_truth: ``(ground_truth, **options) -> problem or None``.
+    """
+
+    name: str
+    score: Callable[..., Score]
+    examples: tuple[Example, ...]
+    check_ground_truth: Callable[..., str | None] = any_ground_truth
+
+    def __call__(
+        self, response: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None, **options: Any
+    ) -> Score:
+        return self.score(response, ground_truth, extra_info or {}, **options)
