@@ -1,0 +1,169 @@
+"""Log-probs and entropies of the output head without the logits of the whole batch.
+
+Logits of ``[N, V]`` are the largest tensor of language-model training: 4,096 tokens of a 128k vocabulary are 2 GiB in
+float32, several times over with the softmax and its gradient. Here a chunk of tokens at a time is projected, reduced to
+two numbers a token, and projected again in the backward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK_ELEMENTS = 2**23  # logits alive at a time: 32 MiB in float32
+
+
+def token_log_probs_and_entropy(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    labels_N: Tensor,
+    *,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    with_entropy: bool = True,
+    chunk_elements: int = CHUNK_ELEMENTS,
+    entropy_grad: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-prob of each label and entropy of each distribution under ``softmax(hidden @ weight.T / temperature)``.
+
+    Gradients reach ``hidden``, ``weight`` and ``bias`` through the log-probs, and through the entropies with
+    ``entropy_grad=True``. At most about three tensors of ``chunk_elements`` are alive beyond the inputs, the outputs
+    and the gradients; the value changes memory and speed only. The softmax is in float32 (float64 for float64 inputs);
+    weight gradients of lower precision are summed over chunks in float32.
+
+    Shapes:
+        hidden_NH  [N, H] float
+        weight_VH  [V, H] float  cast to hidden's dtype where it differs
+        labels_N   [N]    int64
+        bias       [V]    float
+        results    [N], [N] (None with ``with_entropy=False``) float32, or float64
+    """
+    if temperature <= 0:
+        raise ValueError(f"temperature={temperature}: a distribution needs a temperature > 0")
+    log_prob, entropy = _ChunkedHead.apply(
+        hidden_NH,
+        weight_VH.to(hidden_NH.dtype),
+        bias,
+        labels_N,
+        temperature,
+        max(1, chunk_elements // weight_VH.shape[0]),
+        with_entropy,
+        entropy_grad,
+    )
+    return log_prob, entropy
+
+
+def _without_autocast(method: Callable) -> Callable:
+    """Products are in the inputs' precision, reductions in float32: autocast must not choose again."""
+
+    @functools.wraps(method)
+    def run(ctx, *args):
+        device = next(item.device.type for item in args if isinstance(item, Tensor))
+        with torch.autocast(device, enabled=False):
+            return method(ctx, *args)
+
+    return run
+
+
+class _ChunkedHead(torch.autograd.Function):
+    @staticmethod
+    @_without_autocast
+    def forward(ctx, hidden, weight, bias, labels, temperature, rows, with_entropy, entropy_grad):
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        log_prob, normaliser = hidden.new_empty(len(hidden), dtype=dtype), hidden.new_empty(len(hidden), dtype=dtype)
+        entropy = torch.empty_like(log_prob) if with_entropy else None
+        for part in _chunks(len(hidden), rows):
+            logits = _logits(hidden[part], weight, bias, temperature, dtype)
+            chosen = logits.gather(1, labels[part, None])[:, 0]
+            normaliser[part] = logits.logsumexp(-1)
+            log_prob[part] = chosen - normaliser[part]
+            if with_entropy:
+                log_probs = logits.sub_(normaliser[part, None])
+                entropy[part] = -torch.linalg.vecdot(log_probs.exp(), log_probs)
+        ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy if entropy_grad else None)
+        ctx.temperature, ctx.rows = temperature, rows
+        ctx.set_materialize_grads(False)
+        if entropy is not None and not entropy_grad:
+            ctx.mark_non_differentiable(entropy)
+        return log_prob, entropy
+
+    @staticmethod
+    @once_differentiable
+    @_without_autocast
+    def backward(ctx, grad_log_prob, grad_entropy):
+        hidden, weight, bias, labels, normaliser, entropy = ctx.saved_tensors
+        for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
+        dtype = normaliser.dtype
+        grad_hidden = torch.zeros_like(hidden) if for_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=dtype) if for_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=dtype) if for_bias else None
+        for part in _chunks(len(hidden), ctx.rows):
+            log_probs = _logits(hidden[part], weight, bias, ctx.temperature, dtype).sub_(normaliser[part, None])
+            grad = _grad_logits(
+                log_probs,
+                labels[part],
+                None if grad_log_prob is None else grad_log_prob[part],
+                None if grad_entropy is None or entropy is None else (grad_entropy[part], entropy[part]),
+            )
+            if for_bias:
+                grad_bias += grad.sum(0) / ctx.temperature
+            grad = grad.div_(ctx.temperature).to(hidden.dtype)
+            if for_hidden:
+                torch.mm(grad, weight, out=grad_hidden[part])
+            if for_weight:
+                _accumulate(grad_weight, grad, hidden[part])
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def _chunks(total: int, rows: int) -> Iterator[slice]:
+    return (slice(start, min(start + rows, total)) for start in range(0, total, rows))
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, dtype: torch.dtype) -> Tensor:
+    logits = (hidden @ weight.T).to(dtype)
+    if bias is not None:
+        logits += bias
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _grad_logits(
+    log_probs: Tensor, labels: Tensor, grad_log_prob: Tensor | None, for_entropy: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """Gradient in the tempered logits z; overwrites ``log_probs``.
+
+    ``d log p_label / dz_j = [j = label] - p_j`` and ``dH / dz_j = -p_j (log p_j + H)``.
+    """
+    if for_entropy is None:
+        return _minus_probs(log_probs.exp_(), labels, grad_log_prob)
+    grad_entropy, entropy = for_entropy
+    probs = log_probs.exp()
+    grad = log_probs.add_(entropy[:, None]).mul_(probs).mul_(-grad_entropy[:, None])
+    return grad if grad_log_prob is None else grad.add_(_minus_probs(probs, labels, grad_log_prob))
+
+
+def _minus_probs(probs: Tensor, labels: Tensor, grad: Tensor) -> Tensor:
+    result = probs.mul_(-grad[:, None])
+    return result.scatter_add_(1, labels[:, None], grad[:, None])
+
+
+def _accumulate(total_VH: Tensor, grad_NV: Tensor, hidden_NH: Tensor) -> None:
+    """``total += grad.T @ hidden``, in blocks of the vocabulary where the product has another precision."""
+    if total_VH.dtype == grad_NV.dtype:
+        total_VH.addmm_(grad_NV.T, hidden_NH)
+        return
+    block = max(1, CHUNK_ELEMENTS // max(hidden_NH.shape[1], 1))
+    for part in _chunks(len(total_VH), block):
+        total_VH[part] += grad_NV[:, part].T @ hidden_NH

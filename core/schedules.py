@@ -1,0 +1,82 @@
+"""Learning-rate schedules: multipliers of the base rate at an index that counts RL steps.
+
+The functions are the published ones, index 0 included, where a warm-up gives 0. :func:`multiplier` is what the trainer
+calls: it takes the index ``step + 1``, so that the first step moves the weights.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+
+def constant(index: int, warmup: int) -> float:
+    """Linear from 0 to 1 over ``warmup`` steps, then 1."""
+    return min(1.0, index / max(warmup, 1)) if index < warmup else 1.0
+
+
+def cosine(index: int, warmup: int, total: int, min_lr_ratio: float = 0.0, num_cycles: float = 0.5) -> float:
+    """Linear warm-up, then ``num_cycles`` waves of a cosine between 1 and ``min_lr_ratio`` (arXiv:1608.03983, eq. 5).
+
+    Half a wave ends at ``min_lr_ratio`` at index ``total``; beyond it the wave goes on, as published.
+    """
+    if index < warmup:
+        return index / max(warmup, 1)
+    progress = (index - warmup) / max(total - warmup, 1)
+    wave = 0.5 * (1 + math.cos(2 * math.pi * num_cycles * progress))
+    return max(0.0, min_lr_ratio + (1 - min_lr_ratio) * wave)
+
+
+def wsd(index: int, warmup: int, total: int, min_lr_ratio: float = 0.0, stable_ratio: float = 0.9) -> float:
+    """Warm-up, a plateau, then half a cosine wave down to ``min_lr_ratio`` (arXiv:2404.06395, section 4).
+
+    The plateau takes ``stable_ratio`` of the steps after the warm-up, rounded down.
+    """
+    if index < warmup:
+        return index / max(warmup, 1)
+    stable = int((total - warmup) * stable_ratio)
+    if index < warmup + stable:
+        return 1.0
+    if index >= total:
+        return min_lr_ratio
+    progress = (index - warmup - stable) / max(total - warmup - stable, 1)
+    return min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+class OptimConfig(Protocol):
+    """The keys of ``optim`` that a schedule reads.
+
+    lr_warmup_steps: steps of warm-up; negative or None: ``lr_warmup_steps_ratio`` of the run.
+    lr_scheduler_type: constant or cosine.
+    min_lr_ratio: where a cosine ends; None is 0.
+    """
+
+    lr_warmup_steps: int | None
+    lr_warmup_steps_ratio: float
+    lr_scheduler_type: str
+    min_lr_ratio: float | None
+    num_cycles: float
+
+
+def warmup_steps(config: OptimConfig, total_steps: int) -> int:
+    """Steps of warm-up in a run of ``total_steps``."""
+    if config.lr_warmup_steps is not None and config.lr_warmup_steps >= 0:
+        return config.lr_warmup_steps
+    return int(config.lr_warmup_steps_ratio * total_steps)
+
+
+def multiplier(config: OptimConfig, step: int, total_steps: int) -> float:
+    """The multiplier of ``optim.lr`` in RL step ``step`` of ``total_steps``, counted from 0.
+
+    It is the schedule's at index ``step + 1``: with a warm-up of w steps the first one trains at 1/w and the w-th
+    at 1, where the published trainers spend their first step at 0. All optimizer steps of an RL step share it.
+
+    Raises:
+        ValueError: an unknown ``lr_scheduler_type``.
+    """
+    warmup, index = warmup_steps(config, total_steps), step + 1
+    if config.lr_scheduler_type == "constant":
+        return constant(index, warmup)
+    if config.lr_scheduler_type == "cosine":
+        return cosine(index, warmup, total_steps, config.min_lr_ratio or 0.0, config.num_cycles)
+    raise ValueError(f"optim.lr_scheduler_type={config.lr_scheduler_type}: choose constant or cosine")
