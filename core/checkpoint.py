@@ -18,8 +18,8 @@ Names in the root::
 Who writes takes the lock of the root (:meth:`CheckpointStore.claim`): two runs in one folder would delete each
 other's work. Reading takes no lock and changes nothing.
 
-This module imports neither torch nor transformers: what goes into the folder is the caller's affair
-(``core/run_state.py``, ``core/export.py``).
+What goes into the folder is the caller's affair; ``core/run_state.py`` and ``core/export.py`` have the parts, those
+of the former under their names here too. Importing this module imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -46,9 +46,23 @@ from core.manifest import (
     verify,
     write_durably,
 )
-from core.provenance import Provenance
+from core.provenance import ModelFingerprint, Provenance
+from core.run_state import DriverState, load_tensors, rng_state, save_tensors, set_rng_state
 
-__all__ = ["Checkpoint", "CheckpointError", "CheckpointStore", "DamagedCheckpoint", "resolve_resume"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointStore",
+    "DamagedCheckpoint",
+    "DriverState",
+    "ModelFingerprint",
+    "Provenance",
+    "load_tensors",
+    "resolve_resume",
+    "rng_state",
+    "save_tensors",
+    "set_rng_state",
+]
 
 TRACKER = "latest_checkpointed_iteration.txt"
 LOCK = ".writer.lock"
@@ -153,8 +167,8 @@ class CheckpointStore:
             lock = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise CheckpointError(
-                f"cannot write checkpoints to {self.root}: {error}. Set trainer.default_local_dir to a folder that this "
-                "user can write"
+                f"cannot write checkpoints to {self.root}: {error}. Set trainer.default_local_dir to a folder that "
+                "this user can write"
             ) from error
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -306,7 +320,7 @@ def resolve_resume(trainer: ResumeSettings, store: CheckpointStore) -> Checkpoin
     if newer and not trainer.val_only:
         raise CheckpointError(
             f"{what}, but {store.root} already holds global_step_{newer[-1]}, and two runs in one folder cannot be "
-            "told apart. Choose another trainer.experiment_name (or trainer.default_local_dir), move the newer checkpoints "
-            "away, or continue that run with trainer.resume_mode=auto"
+            "told apart. Choose another trainer.experiment_name (or trainer.default_local_dir), move the newer "
+            "checkpoints away, or continue that run with trainer.resume_mode=auto"
         )
     return chosen

@@ -73,9 +73,9 @@ class Checkpoint:
             self._check_model(name, saved.models.get(name), run.models.get(name))
         if saved.seed != run.seed:
             raise CheckpointError(
-                f"trainer.seed={run.seed}, but {self.folder} was written with seed {saved.seed}: a resumed run must keep "
-                f"its seed, which decides the order of the data. Set trainer.seed={saved.seed}, or start another run "
-                "(trainer.experiment_name)"
+                f"trainer.seed={run.seed}, but {self.folder} was written with seed {saved.seed}: a resumed run must "
+                f"keep its seed, which decides the order of the data. Set trainer.seed={saved.seed}, or choose another "
+                "trainer.experiment_name"
             )
         pairs = [(name, getattr(saved, name), getattr(run, name)) for name in ("ranks", "threads", "config_hash")]
         for name in sorted(saved.versions.keys() | run.versions.keys()):

@@ -1,0 +1,209 @@
+"""Model weights as Hugging Face folders: the ``actor/`` of every checkpoint is one, and so is an export.
+
+``python -m core.export RUN_OR_CHECKPOINT OUT`` writes a folder that transformers and vLLM load: the newest complete
+checkpoint of a run folder, or the ``global_step_N`` that is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import logging
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from core.checkpoint import Checkpoint, CheckpointError, CheckpointStore
+from core.manifest import MANIFEST, verify
+from core.provenance import ModelFingerprint
+
+log = logging.getLogger(__name__)
+
+TRAINING_STATE = ".pt"  # files of a checkpoint's model folder with this ending resume a run and are not exported
+
+
+def export_hf(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Writes ``model`` (a transformers model) and its tokenizer so that ``from_pretrained(folder)`` gives equal logits.
+
+    Raises:
+        OSError: as the file system says.
+    """
+    from safetensors import SafetensorError
+
+    config = getattr(model, "generation_config", None)
+    with _quiet():
+        try:
+            if config is not None:
+                model.generation_config = storable_generation_config(config)
+            model.save_pretrained(folder)
+        except SafetensorError as error:  # says "... (os error 28)" of a full disk
+            number = re.search(r"os error (\d+)", str(error))
+            raise OSError(int(number[1]), str(error), str(folder)) if number else error from error
+        finally:
+            if config is not None:
+                model.generation_config = config
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+
+
+def storable_generation_config(config: Any) -> Any:
+    """``config``, or a mended copy: transformers loads some published ones that it then refuses to save, such as a
+    temperature beside ``do_sample=False``. A run must not die of that at its first checkpoint."""
+    from transformers import GenerationConfig
+
+    ids = {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    sampling = copy.deepcopy(config)
+    sampling.do_sample = True
+    for candidate in (config, sampling):
+        try:
+            candidate.validate(strict=True)
+        except ValueError as error:
+            log.info("generation_config of the model is not valid: %s", error)
+        else:
+            return candidate
+    return GenerationConfig(**ids)
+
+
+def load_weights(model: Any, folder: Path) -> None:
+    """Puts the weights in ``folder``, which :func:`export_hf` wrote, into ``model``, bit for bit.
+
+    Goes through ``from_pretrained``, the one reader that knows sharded files, tied weights and the renamings that
+    transformers applies on saving; needs memory for a second copy meanwhile.
+
+    Raises:
+        CheckpointError: a parameter is missing, left over, or of another shape.
+    """
+    import torch
+
+    widest = functools.reduce(torch.promote_types, {value.dtype for value in model.parameters()})
+    with _quiet():
+        try:
+            loaded, info = type(model).from_pretrained(
+                folder, config=copy.deepcopy(model.config), dtype=widest, output_loading_info=True
+            )
+        except RuntimeError as error:
+            raise CheckpointError(f"{folder} holds weights of another model: {error}") from error
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info.get(what):
+            raise CheckpointError(f"{folder} holds weights of another model: {what} {sorted(info[what])[:5]}")
+    model.load_state_dict(loaded.state_dict())
+
+
+def planned_fingerprint(config: Any, auto_class: Any = None, **kwargs: Any) -> ModelFingerprint:
+    """The fingerprint of the model that a transformers ``config`` describes, before any weight is read.
+
+    Args:
+        auto_class: ``AutoModelForCausalLM`` unless given.
+        kwargs: for its ``from_config``, such as ``trust_remote_code``.
+    """
+    import torch
+    import transformers
+
+    with torch.device("meta"):
+        return ModelFingerprint.of((auto_class or transformers.AutoModelForCausalLM).from_config(config, **kwargs))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' own progress bars, which would write over the run's."""
+    from transformers.utils import logging as transformers_logging
+
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+# ---------------------------------------------------------------- the command
+
+
+def find_checkpoint(source: Path) -> Checkpoint:
+    """The checkpoint in ``source``, or the newest complete one of the run folder ``source``. Changes nothing there.
+
+    Raises:
+        CheckpointError: there is none, or all are damaged.
+    """
+    if (source / MANIFEST).exists() and not CheckpointStore(source).steps():
+        return verify(source)
+    found = CheckpointStore(source).latest()
+    if found is None:
+        raise CheckpointError(f"{source}: neither a checkpoint (global_step_N) nor a run folder with checkpoints")
+    return found
+
+
+def export(source: Path, out: Path, *, dtype: str | None = None, trust_remote_code: bool = False) -> Checkpoint:
+    """Writes the policy of a checkpoint to the new folder ``out``.
+
+    Args:
+        dtype: a torch dtype by name, such as ``bfloat16``; None copies the files as they are (float32 masters).
+
+    Raises:
+        CheckpointError: no checkpoint, a damaged one, or ``out`` exists and is not empty.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out} exists and is not an empty folder: give the export a new one")
+    found = find_checkpoint(source)
+    actor = found.path("actor")
+    unfinished = out.with_name(f".tmp-{out.name}")  # renamed at the end: a folder of the final name is complete
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        if dtype is None:
+            _copy_model(found, actor, unfinished)
+        else:
+            _convert_model(actor, unfinished, dtype, trust_remote_code)
+        unfinished.replace(out)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    return found
+
+
+def _copy_model(found: Checkpoint, actor: Path, out: Path) -> None:
+    for name in found.files:
+        if name.startswith("actor/") and not name.endswith(TRAINING_STATE):
+            target = out / (found.folder / name).relative_to(actor)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(found.folder / name, target)
+
+
+def _convert_model(actor: Path, out: Path, dtype: str, trust_remote_code: bool) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    wanted = getattr(torch, dtype, None)
+    if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
+        raise CheckpointError(f"--dtype={dtype}: not a floating-point type of torch, such as bfloat16 or float32")
+    with _quiet():
+        model = AutoModelForCausalLM.from_pretrained(actor, dtype=wanted, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(actor, trust_remote_code=trust_remote_code)
+    export_hf(model, tokenizer, out)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m core.export", description="Write a checkpoint's policy as a model."
+    )
+    parser.add_argument("source", type=Path, help="a run folder (its newest complete checkpoint) or a global_step_N")
+    parser.add_argument("out", type=Path, help="the folder to write; must not exist or be empty")
+    parser.add_argument("--dtype", help="convert the weights, for example to bfloat16; default: as trained")
+    parser.add_argument("--trust-remote-code", action="store_true", help="for models that bring their own code")
+    args = parser.parse_args(arguments)
+    try:
+        found = export(args.source, args.out, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
+    except (CheckpointError, OSError) as error:
+        print(f"core.export: {error}", file=sys.stderr)
+        return 2
+    print(f"{args.out}: the policy after step {found.step} of {found.folder.parent}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
