@@ -7,8 +7,7 @@ two numbers a token, and projected again in the backward pass.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -57,34 +56,17 @@ def token_log_probs_and_entropy(
     return log_prob, entropy
 
 
-def _without_autocast(method: Callable) -> Callable:
-    """Products are in the inputs' precision, reductions in float32: autocast must not choose again."""
-
-    @functools.wraps(method)
-    def run(ctx, *args):
-        device = next(item.device.type for item in args if isinstance(item, Tensor))
-        with torch.autocast(device, enabled=False):
-            return method(ctx, *args)
-
-    return run
-
-
 class _ChunkedHead(torch.autograd.Function):
+    # Products are in the inputs' precision and reductions in float32: autocast must not choose again, and must not
+    # choose differently in the two passes.
+
     @staticmethod
-    @_without_autocast
     def forward(ctx, hidden, weight, bias, labels, temperature, rows, with_entropy, entropy_grad):
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        log_prob, normaliser = hidden.new_empty(len(hidden), dtype=dtype), hidden.new_empty(len(hidden), dtype=dtype)
-        entropy = torch.empty_like(log_prob) if with_entropy else None
-        for part in _chunks(len(hidden), rows):
-            logits = _logits(hidden[part], weight, bias, temperature, dtype)
-            chosen = logits.gather(1, labels[part, None])[:, 0]
-            normaliser[part] = logits.logsumexp(-1)
-            log_prob[part] = chosen - normaliser[part]
-            if with_entropy:
-                log_probs = logits.sub_(normaliser[part, None])
-                entropy[part] = -torch.linalg.vecdot(log_probs.exp(), log_probs)
-        ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy if entropy_grad else None)
+        with torch.autocast(hidden.device.type, enabled=False):
+            log_prob, entropy, normaliser, kept = _forward(
+                hidden, weight, bias, labels, temperature, rows, with_entropy, keep=any(ctx.needs_input_grad)
+            )
+        ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy if entropy_grad else None, kept)
         ctx.temperature, ctx.rows = temperature, rows
         ctx.set_materialize_grads(False)
         if entropy is not None and not entropy_grad:
@@ -93,39 +75,72 @@ class _ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @_without_autocast
     def backward(ctx, grad_log_prob, grad_entropy):
-        hidden, weight, bias, labels, normaliser, entropy = ctx.saved_tensors
-        for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
-        dtype = normaliser.dtype
-        grad_hidden = torch.zeros_like(hidden) if for_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=dtype) if for_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=dtype) if for_bias else None
-        for part in _chunks(len(hidden), ctx.rows):
+        if grad_log_prob is None and grad_entropy is None:
+            return (None,) * 8
+        with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
+            grads = _backward(ctx, grad_log_prob, grad_entropy)
+        return *grads, None, None, None, None, None
+
+
+def _forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    temperature: float,
+    rows: int,
+    with_entropy: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Log-probs [N], entropies [N] if wanted, the log of the softmax's denominator [N], and where one chunk
+    is all, its [N, V] log-softmax to ``keep`` for the backward pass.
+    """
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    log_prob, normaliser = (torch.empty(len(hidden), dtype=dtype, device=hidden.device) for _ in range(2))
+    entropy = torch.empty_like(log_prob) if with_entropy else None
+    log_probs = None
+    for part in _chunks(len(hidden), rows):
+        logits = _logits(hidden[part], weight, bias, temperature, dtype)
+        normaliser[part] = logits.logsumexp(-1)
+        log_probs = logits.sub_(normaliser[part, None])
+        log_prob[part] = log_probs.gather(1, labels[part, None])[:, 0]
+        if with_entropy:
+            entropy[part] = -torch.linalg.vecdot(log_probs.exp(), log_probs)
+    return log_prob, entropy, normaliser, log_probs if keep and len(hidden) <= rows else None
+
+
+def _backward(ctx, grad_log_prob: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Gradients of hidden, weight and bias, each only where it is wanted."""
+    hidden, weight, bias, labels, normaliser, entropy, kept = ctx.saved_tensors
+    for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
+    dtype = normaliser.dtype
+    grad_hidden = torch.empty_like(hidden) if for_hidden else None
+    grad_weight = torch.zeros_like(weight, dtype=dtype) if for_weight else None
+    grad_bias = torch.zeros_like(bias, dtype=dtype) if for_bias else None
+    for part in _chunks(len(hidden), ctx.rows):
+        if kept is None:
             log_probs = _logits(hidden[part], weight, bias, ctx.temperature, dtype).sub_(normaliser[part, None])
-            grad = _grad_logits(
-                log_probs,
-                labels[part],
-                None if grad_log_prob is None else grad_log_prob[part],
-                None if grad_entropy is None or entropy is None else (grad_entropy[part], entropy[part]),
-            )
-            if for_bias:
-                grad_bias += grad.sum(0) / ctx.temperature
-            grad = grad.div_(ctx.temperature).to(hidden.dtype)
-            if for_hidden:
-                torch.mm(grad, weight, out=grad_hidden[part])
-            if for_weight:
-                _accumulate(grad_weight, grad, hidden[part])
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        else:
+            log_probs = kept.clone()
+        grad = _grad_logits(
+            log_probs,
+            labels[part],
+            None if grad_log_prob is None else grad_log_prob[part],
+            None if grad_entropy is None else (grad_entropy[part], entropy[part]),
+        ).div_(ctx.temperature)
+        if for_bias:
+            grad_bias += grad.sum(0)
+        grad = grad.to(hidden.dtype)
+        if for_hidden:
+            torch.mm(grad, weight, out=grad_hidden[part])
+        if for_weight:
+            _accumulate(grad_weight, grad, hidden[part])
+    return (
+        grad_hidden,
+        None if grad_weight is None else grad_weight.to(weight.dtype),
+        None if grad_bias is None else grad_bias.to(bias.dtype),
+    )
 
 
 def _chunks(total: int, rows: int) -> Iterator[slice]:
