@@ -118,13 +118,16 @@ class _Step:
 
     def draw(self) -> bool:
         """Begins as many groups as the keep rate suggests. False where nothing is left to wait for."""
-        while len(self.in_flight) < self.limits.in_flight and self.drawn < self.limits.drawn and self.too_few_expected():
+        while self.may_draw() and self.too_few_expected():
             if self.next_to_draw not in self.judged:
                 task = asyncio.ensure_future(self.roll_group(self.next_to_draw))
                 self.in_flight[task] = self.next_to_draw
                 self.drawn += 1
             self.next_to_draw += 1
         return bool(self.in_flight)
+
+    def may_draw(self) -> bool:
+        return len(self.in_flight) < self.limits.in_flight and self.drawn < self.limits.drawn
 
     def too_few_expected(self) -> bool:
         # A carried group counts once the ordinals below it are begun: skipping one of them would be a bias.

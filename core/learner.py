@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ from core.config.schema import ActorConfig, CriticConfig, OptimConfig
 from core.head import token_log_probs_and_entropy
 from core.kl import kl_penalty
 from core.losses import LossConfig, resolve_policy_loss, value_loss
+from core.metrics import Means, add_mismatch
 from core.models import ModelError
 from core.types import TrainBatch
 
@@ -141,45 +141,6 @@ class Stepper:
         return norm, finite
 
 
-class Means:
-    """Token-weighted means over the optimizer steps of one update, per name over the tokens it was computed on."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, float] = defaultdict(float)
-        self.counts: dict[str, float] = defaultdict(float)
-        self.peaks: dict[str, float] = {}
-
-    def tokens(self, stats: dict[str, Tensor], mask_BT: Tensor) -> None:
-        for name, value_BT in stats.items():
-            self.sums[name] += float(torch.where(mask_BT, value_BT.detach(), 0.0).sum())
-            self.counts[name] += float(mask_BT.sum())
-
-    def value(self, name: str, value: float, *, counts: bool = True) -> None:
-        """A number for an optimizer step; ``counts=False`` adds another partial sum to the same step."""
-        self.sums[name] += value
-        self.counts[name] += counts
-
-    def peak(self, name: str, value: float) -> None:
-        """A maximum over everything, beside the means."""
-        self.peaks[name] = max(self.peaks.get(name, value), value)
-
-    def result(self, prefix: str) -> dict[str, float]:
-        means = {name: total / max(self.counts[name], 1.0) for name, total in self.sums.items()}
-        return {f"{prefix}/{name}": value for name, value in {**means, **self.peaks}.items()}
-
-
-def add_mismatch(means: Means, log_prob_BT: Tensor, batch: TrainBatch) -> None:
-    """How far the engine's log-probs are from the learner's, on the same weights (verl's ``rollout_corr/*``).
-
-    ``kl`` and ``k3_kl`` estimate KL(engine, learner) on the engine's own samples (Schulman's k1 and k3).
-    """
-    mask = batch.response_mask
-    log_ratio = torch.where(mask, log_prob_BT - batch.rollout_log_probs, 0.0).detach()
-    stats = {"kl": -log_ratio, "k3_kl": log_ratio.exp() - log_ratio - 1, "logp_diff_mean": log_ratio.abs()}
-    means.tokens(stats, mask)
-    means.peak("logp_diff_max", float(log_ratio.abs().max()))
-
-
 class Actor(Policy):
     """The policy that is trained."""
 
@@ -204,13 +165,16 @@ class Actor(Policy):
         means, skipped = Means(), 0
         self.mismatch = Means()
         for batch in steps:
-            for name in ("pg_loss", "kl_loss")[: 1 + self.config.use_kl_loss]:
-                means.value(name, 0.0)
-            self.accumulate(batch, means)
+            one = Means()
+            one.value("pg_loss", 0.0)
+            if self.config.use_kl_loss:
+                one.value("kl_loss", 0.0)
+            self.accumulate(batch, one)
             norm, stepped = self.stepper.step(lr_multiplier)
             skipped += not stepped
-            if stepped:
-                means.value("grad_norm", norm)
+            if stepped:  # the numbers of a skipped step are no numbers
+                one.value("grad_norm", norm)
+                means.merge(one)
         metrics = {**means.result("actor"), **self.mismatch.result("rollout_corr")}
         metrics["actor/lr"] = self.config.optim.lr * lr_multiplier
         metrics["actor/skipped_updates"] = skipped
@@ -287,13 +251,15 @@ class Critic:
         """One AdamW step for each batch of ``steps``. Returns ``critic/...`` metrics."""
         means, skipped = Means(), 0
         for batch in steps:
-            means.value("vf_loss", 0.0)
+            one = Means()
+            one.value("vf_loss", 0.0)
             for _, micro in self.size.split(split_idle_rows(batch, only_advantages_train=False)[0]):
-                self.objective(micro.to(self.device), means).backward()
+                self.objective(micro.to(self.device), one).backward()
             norm, stepped = self.stepper.step(lr_multiplier)
             skipped += not stepped
             if stepped:
-                means.value("grad_norm", norm)
+                one.value("grad_norm", norm)
+                means.merge(one)
         metrics = means.result("critic")
         metrics["critic/lr"] = self.config.optim.lr * lr_multiplier
         metrics["critic/skipped_updates"] = skipped

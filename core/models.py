@@ -1,4 +1,7 @@
-"""Tokenizers and models as the configuration asks for them. The one place that calls ``from_pretrained``."""
+"""Tokenizers and models as the configuration asks for them. The one place that calls ``from_pretrained``.
+
+transformers is imported where it is used: the trainer's module stays light to import.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
 from core.config.schema import ModelConfig
@@ -27,20 +29,25 @@ def resolve_path(path: str) -> str:
     local = Path(path).expanduser()
     if not (local / "config.json").exists():
         raise ModelError(
-            f"actor_rollout_ref.model.path={path}: no config.json there; give a Hugging Face folder or a hub id (org/name)"
+            f"actor_rollout_ref.model.path={path}: no config.json there; give a Hugging Face "
+            "folder or a hub id (org/name)"
         )
     return str(local)
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
     """The tokenizer, with a pad token in any case and the configured chat template."""
+    import transformers
+
     _import_external(model)
     path = resolve_path(model.tokenizer_path or model.path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     if tokenizer.pad_token_id is None:
         # Padding never carries loss or attention, so any id serves; eos exists in every tokenizer that can stop.
         if tokenizer.eos_token_id is None:
-            raise ModelError(f"{path}: the tokenizer has neither a pad nor an eos token; set one in its tokenizer_config.json")
+            raise ModelError(
+                f"{path}: the tokenizer has neither a pad nor an eos token; set one in its tokenizer_config.json"
+            )
         tokenizer.pad_token = tokenizer.eos_token
         log.info("the tokenizer has no pad token: %r is used", tokenizer.pad_token)
     if model.custom_chat_template is not None:
@@ -50,6 +57,8 @@ def load_tokenizer(model: ModelConfig) -> Any:
 
 def load_policy(model: ModelConfig, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The causal language model with dropout off: a ratio between two passes must be the policies' alone."""
+    import transformers
+
     _import_external(model)
     path = resolve_path(model.path)
     policy = transformers.AutoModelForCausalLM.from_pretrained(
@@ -60,6 +69,8 @@ def load_policy(model: ModelConfig, dtype: torch.dtype = torch.float32) -> nn.Mo
 
 def load_critic(model: ModelConfig, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A copy of the policy's body with a fresh one-number head on every token (PPO's value function)."""
+    import transformers
+
     _import_external(model)
     path = resolve_path(model.path)
     config = _config(model, path)
@@ -82,10 +93,14 @@ def _import_external(model: ModelConfig) -> None:
 
 
 def _config(model: ModelConfig, path: str) -> Any:
+    import transformers
+
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     for name, value in model.override_config.items():
         if not hasattr(config, name):
-            raise ModelError(f"actor_rollout_ref.model.override_config.{name}: {type(config).__name__} has no such field")
+            raise ModelError(
+                f"actor_rollout_ref.model.override_config.{name}: {type(config).__name__} has no such field"
+            )
         setattr(config, name, value)
     return config
 

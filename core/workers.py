@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from core.batching import optimizer_steps
-from core.checkpoint import load_tensors, save_tensors
 from core.config.schema import Config
 from core.engines import RolloutEngine, make_engine
 from core.export import export_hf
 from core.learner import Actor, Critic, MicroBatchSize, Policy
 from core.losses import aggregation
 from core.models import load_critic, load_policy
+from core.provenance import ModelFingerprint
+from core.run_state import load_tensors, save_tensors
 from core.types import TrainBatch
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ class Workers(Protocol):
     """The remote phases of a step. Batches travel whole; how they are split is the workers' business."""
 
     engine: RolloutEngine
+    full_precision: bool  # no bf16 anywhere: engine and learner then agree to rounding
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """The learner's log-probs and entropies of the policy tokens at the rollout temperature, [B, T] each."""
@@ -52,8 +54,8 @@ class Workers(Protocol):
     def sync_weights(self, version: int) -> dict[str, float]:
         """Hands the learner's weights to the engine, in memory, and proves by a probe that they arrived."""
 
-    def fingerprint(self) -> dict[str, Any]:
-        """What a checkpoint must agree on to be loaded: architecture and shapes."""
+    def fingerprints(self) -> dict[str, ModelFingerprint]:
+        """Architecture and shapes of each model: what a checkpoint must agree on to be loaded."""
 
     def save(self, folder: Path) -> None:
         """Writes ``actor/`` (a Hugging Face folder and the optimizer) and ``critic/`` into ``folder``."""
@@ -117,12 +119,13 @@ class LocalWorkers:
         ours = log_probs.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
         return compare_probe(ours, self.engine.probe(ids), bf16=self.actor.compute_dtype is not None)
 
-    def fingerprint(self) -> dict[str, Any]:
+    @property
+    def full_precision(self) -> bool:
+        return self.actor.compute_dtype is None
+
+    def fingerprints(self) -> dict[str, ModelFingerprint]:
         models = {"actor": self.actor, **({"critic": self.critic} if self.critic else {})}
-        return {
-            name: {key: list(value.shape) for key, value in part.module.state_dict().items()}
-            for name, part in models.items()
-        }
+        return {name: ModelFingerprint.of(part.module) for name, part in models.items()}
 
     def save(self, folder: Path) -> None:
         export_hf(self.actor.module, self.tokenizer, folder / "actor")

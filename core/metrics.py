@@ -1,0 +1,125 @@
+"""What a step says about its data, under verl's names.
+
+``critic/score/*`` is what the scorer gave, ``critic/rewards/*`` what trained (shaped, less a KL penalty in
+the reward). ``response_length/*`` counts every token after the prompt, tool output included;
+``clip_ratio`` is the share that ran into the limit. ``reward/<part>/mean`` follows each part of the scores.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core.rewards import status_rates
+from core.types import Score, ScoredGroup, TrainBatch
+
+RAW_SCORE = "score"  # the part that keeps what the scorer gave, before a recipe shapes it
+
+
+class Means:
+    """Token-weighted means over the optimizer steps of one update, per name over the tokens it was computed on."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = defaultdict(float)
+        self.counts: dict[str, float] = defaultdict(float)
+        self.peaks: dict[str, float] = {}
+
+    def tokens(self, stats: dict[str, Tensor], mask_BT: Tensor) -> None:
+        for name, value_BT in stats.items():
+            self.sums[name] += float(torch.where(mask_BT, value_BT.detach(), 0.0).sum())
+            self.counts[name] += float(mask_BT.sum())
+
+    def value(self, name: str, value: float, *, counts: bool = True) -> None:
+        """A number for an optimizer step; ``counts=False`` adds another partial sum to the same step."""
+        self.sums[name] += value
+        self.counts[name] += counts
+
+    def peak(self, name: str, value: float) -> None:
+        """A maximum over everything, beside the means."""
+        self.peaks[name] = max(self.peaks.get(name, value), value)
+
+    def merge(self, other: Means) -> None:
+        for name, total in other.sums.items():
+            self.sums[name] += total
+            self.counts[name] += other.counts[name]
+        for name, value in other.peaks.items():
+            self.peak(name, value)
+
+    def result(self, prefix: str) -> dict[str, float]:
+        means = {name: total / max(self.counts[name], 1.0) for name, total in self.sums.items()}
+        return {f"{prefix}/{name}": value for name, value in {**means, **self.peaks}.items()}
+
+
+def add_mismatch(means: Means, log_prob_BT: Tensor, batch: TrainBatch) -> None:
+    """How far the engine's log-probs are from the learner's, on the same weights (verl's ``rollout_corr/*``).
+
+    ``kl`` and ``k3_kl`` estimate KL(engine, learner) on the engine's own samples (Schulman's k1 and k3).
+    """
+    mask = batch.response_mask
+    log_ratio = torch.where(mask, log_prob_BT - batch.rollout_log_probs, 0.0).detach()
+    stats = {"kl": -log_ratio, "k3_kl": log_ratio.exp() - log_ratio - 1, "logp_diff_mean": log_ratio.abs()}
+    means.tokens(stats, mask)
+    means.peak("logp_diff_max", float(log_ratio.abs().max()))
+
+
+def data_metrics(groups: Sequence[ScoredGroup], batch: TrainBatch) -> dict[str, float]:
+    """Means and extremes over the step's trajectories."""
+    scores = [score for group in groups for score in group.scores]
+    trajectories = [t for group in groups for t in group.trajectories]
+    lengths = np.array([len(t.response_ids) for t in trajectories])
+    prompts = np.array([len(t.prompt_ids) for t in trajectories])
+    values = np.array([[score.acc for score in group.scores] for group in groups if len(group)], dtype=float)
+    metrics = {
+        **_spread("critic/score", np.array([score.parts[RAW_SCORE] for score in scores])),
+        "critic/acc/mean": float(np.mean([score.acc for score in scores])),
+        **_spread("critic/rewards", batch.reward.numpy()),
+        **_spread("response_length", lengths),
+        "response_length/clip_ratio": float(np.mean([t.truncated for t in trajectories])),
+        **_spread("prompt_length", prompts),
+        **_spread("num_turns", np.array([t.turns for t in trajectories])),
+        "tool_call_counts/mean": float(np.mean([t.tool_calls for t in trajectories])),
+        **{f"reward/{name}/mean": mean for name, mean in part_means(scores).items()},
+        **{f"reward/{name}_rate": rate for name, rate in status_rates(scores).items()},
+        "reward/zero_variance_share": float(np.mean(np.ptp(values, axis=1) <= 1e-6)),
+        "reward/masked_share": float(np.mean([score.masked for score in scores])),
+        "perf/total_num_tokens": float(lengths.sum() + prompts.sum()),
+    }
+    for name in ("advantages", "returns", "values"):
+        value_BT = getattr(batch, name)
+        if value_BT is not None and (name != "returns" or batch.values is not None):
+            metrics.update(_spread(f"critic/{name}", value_BT[batch.response_mask].numpy()))
+    if batch.values is not None:
+        metrics["critic/vf_explained_var"] = explained_variance(
+            batch.values, batch.need("returns"), batch.response_mask
+        )
+    return metrics
+
+
+def part_means(scores: Iterable[Score]) -> dict[str, float]:
+    """Mean of each part over the scores that have it."""
+    parts = defaultdict(list)
+    for score in scores:
+        for name, value in score.parts.items():
+            parts[name].append(value)
+    return {name: float(np.mean(values)) for name, values in sorted(parts.items())}
+
+
+def explained_variance(values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor) -> float:
+    """``1 - Var(returns - values) / Var(returns)`` over the policy tokens: 1 is a perfect critic."""
+    returns, residual = returns_BT[mask_BT], (returns_BT - values_BT)[mask_BT]
+    return float(1 - residual.var(correction=0) / (returns.var(correction=0) + 1e-5))
+
+
+def _spread(name: str, values: np.ndarray | Tensor) -> dict[str, float]:
+    values = values.numpy() if isinstance(values, torch.Tensor) else values
+    if not len(values):  # a step in which no answer holds a token
+        values = np.zeros(1)
+    return {
+        f"{name}/mean": float(values.mean()),
+        f"{name}/max": float(values.max()),
+        f"{name}/min": float(values.min()),
+    }

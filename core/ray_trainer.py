@@ -1,0 +1,196 @@
+"""The loop: collect, log-probs, advantages, update, sync. Recipes override its hooks, never ``fit``.
+
+The hooks are phases that take and return values: :meth:`RayPPOTrainer.generate`,
+:meth:`~RayPPOTrainer.shape_reward`, :meth:`~RayPPOTrainer.keep_group` and
+:meth:`~RayPPOTrainer.compute_advantages`. What surrounds the loop (starting, stopping, saving,
+validating) is in :class:`core.run.Run`, which this class extends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+from core.advantages import AdvantageInputs, resolve_estimator
+from core.batching import make_batch, token_rewards
+from core.collect import CollectLimits, collect
+from core.engines import SampleRequest, SamplingParams
+from core.faults import kill_point
+from core.kl import kl_in_reward
+from core.metrics import RAW_SCORE, Means, add_mismatch
+from core.run import Run
+from core.schedules import multiplier
+from core.seeds import sampling_seed
+from core.types import Prompt, Score, ScoredGroup, StepMetrics, TrainBatch, Trajectory
+
+GREEDY = -1  # the sample index of a greedy baseline answer
+
+
+class RayPPOTrainer(Run):
+    """PPO and GRPO as they are, and the base of every other recipe.
+
+    ``RayPPOTrainer(config).init_workers()`` checks the data, loads the models and finds the checkpoint
+    to go on from; ``.fit()`` trains.
+    """
+
+    def fit(self) -> None:
+        """Trains to the last step. Each turn of the loop makes one policy version."""
+        with self.running():
+            self.workers.sync_weights(self.step)
+            self.validate_before_training()
+            while not self.finished():
+                metrics = StepMetrics(self.step + 1)
+                with metrics.time("step"):
+                    groups_P = self.collect(metrics)
+                    batch = make_batch(groups_P, self.tokenizer.pad_token_id)
+                    batch = self.compute_log_probs(batch, metrics)
+                    with metrics.time("adv"):
+                        batch = self.compute_advantages(batch, metrics)
+                    self.update(batch, metrics)
+                    with metrics.time("update_weights"):
+                        metrics.add(self.workers.sync_weights(metrics.step))
+                self.complete_step(groups_P, batch, metrics)
+
+    # -- hooks: a recipe overrides these ---------------------------------------------------------
+
+    async def generate(self, prompt: Prompt, sample_index: int, sampling: SamplingParams) -> Trajectory:
+        """One trajectory. Base: a single turn of the engine."""
+        seed = sampling_seed(self.config.trainer.seed, prompt.ordinal, sample_index)
+        return await self.workers.engine.sample(SampleRequest(prompt.token_ids, sampling, seed))
+
+    def shape_reward(self, score: Score, trajectory: Trajectory) -> Score:
+        """The score that trains; validation never calls it. Base: the scorer's."""
+        return score
+
+    def keep_group(self, group: ScoredGroup) -> bool:
+        """Whether a step may train on the group; validation never calls it. Base: always."""
+        return True
+
+    def compute_advantages(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
+        """Sets ``advantages`` and ``returns`` by ``algorithm.adv_estimator``, after a KL penalty in the reward."""
+        algorithm = self.config.algorithm
+        rewards_BT = token_rewards(batch)
+        if algorithm.use_kl_in_reward:
+            rewards_BT = self.penalised(rewards_BT, batch, metrics)
+        inputs = AdvantageInputs(
+            token_level_rewards=rewards_BT,
+            response_mask=batch.response_mask,
+            group=batch.group,
+            in_group_stats=batch.in_group_stats,
+            values=batch.values,
+            baseline=batch.baseline,
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+            norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+        )
+        advantages_BT, returns_BT = resolve_estimator(algorithm.adv_estimator)(inputs)
+        return batch.adding(advantages=advantages_BT, returns=returns_BT)
+
+    # -- phases ----------------------------------------------------------------------------------
+
+    def collect(self, metrics: StepMetrics) -> tuple[ScoredGroup, ...]:
+        """The step's groups: the lowest ordinals that pass ``keep_group``. Sets the next step's start."""
+        data, filters = self.config.data, self.config.algorithm.filter_groups
+        in_flight = data.gen_batch_size or data.train_batch_size
+        limits = CollectLimits(data.train_batch_size, in_flight, (filters.max_num_gen_batches or 2**40) * in_flight)
+        with metrics.time("gen"):
+            collected = self.runner.run(
+                collect(
+                    self.roll_group,
+                    self.keep_group,
+                    self.fresh_collect_state(),
+                    limits,
+                    raise_on_exhausted=filters.on_exhausted == "raise",
+                    stop_requested=self.stop_requested,
+                )
+            )
+        self.collect_state = collected.state
+        metrics.add(collected.metrics)
+        return collected.groups
+
+    async def roll_group(self, ordinal: int) -> ScoredGroup:
+        """Generates, scores and shapes one group; each answer is scored while others still decode."""
+        prompt, rollout = self.stream.prompt(ordinal), self.config.actor_rollout_ref.rollout
+
+        async def roll(index: int, sampling: SamplingParams) -> tuple[Trajectory, Score]:
+            trajectory, score = await self.generate_and_score(prompt, index, sampling)
+            return trajectory, self.shape_reward(score, trajectory)
+
+        rolls = [roll(index, self.train_sampling) for index in range(rollout.n)]
+        if self.needs.baseline:
+            rolls.append(roll(GREEDY, dataclasses.replace(self.train_sampling, temperature=0.0)))
+        trajectories, scores = zip(*await asyncio.gather(*rolls), strict=True)
+        kill_point("rollout", self.step + 1)
+        n = rollout.n
+        return ScoredGroup(prompt, trajectories[:n], scores[:n], scores[n] if self.needs.baseline else None)
+
+    async def generate_and_score(
+        self, prompt: Prompt, index: int, sampling: SamplingParams
+    ) -> tuple[Trajectory, Score]:
+        """A trajectory and the scorer's verdict, which keeps its own value as a part: shaping may change the value."""
+        trajectory = await self.generate(prompt, index, sampling)
+        score = await self.reward.score(prompt, trajectory)
+        return trajectory, dataclasses.replace(score, parts={**score.parts, RAW_SCORE: score.value})
+
+    async def evaluate(self) -> list[ScoredGroup]:
+        """The validation prompts, answered and scored; nothing shapes or filters."""
+        n = self.config.actor_rollout_ref.rollout.val_kwargs.n
+
+        async def group(prompt: Prompt) -> ScoredGroup:
+            rolls = (self.generate_and_score(prompt, index, self.val_sampling) for index in range(n))
+            trajectories, scores = zip(*await asyncio.gather(*rolls), strict=True)
+            return ScoredGroup(prompt, trajectories, scores)
+
+        return await asyncio.gather(*map(group, self.val_prompts))
+
+    def compute_log_probs(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
+        """Sets ``old_log_probs``, ``ref_log_prob`` and ``values``, each only where something reads it.
+
+        With one optimizer step a batch the ratio is one by definition: the update's own pass then gives the
+        old log-probs, and the pass here is saved.
+        """
+        if self.needs.old_log_probs(batch):
+            with metrics.time("old_log_prob"):
+                log_prob_BT, entropy_BT = self.workers.compute_log_probs(batch)
+            batch = batch.adding(old_log_probs=log_prob_BT)
+            entropy, mismatch = Means(), Means()
+            entropy.tokens({"entropy": entropy_BT}, batch.response_mask)
+            add_mismatch(mismatch, log_prob_BT, batch)
+            metrics.add({**entropy.result("actor"), **mismatch.result("rollout_corr")})
+        if self.needs.ref:
+            with metrics.time("ref"):
+                batch = batch.adding(ref_log_prob=self.workers.compute_ref_log_prob(batch))
+        if self.needs.critic:
+            with metrics.time("values"):
+                batch = batch.adding(values=self.workers.compute_values(batch))
+        return batch
+
+    def penalised(self, rewards_BT, batch: TrainBatch, metrics: StepMetrics):
+        """The token rewards less the KL penalty, [B, T]; moves the controller by the batch's KL."""
+        controller = self.kl_controller
+        coefficient = controller.value
+        rewards_BT, current_kl = kl_in_reward(
+            rewards_BT,
+            batch.need("old_log_probs"),
+            batch.need("ref_log_prob"),
+            batch.response_mask,
+            self.config.algorithm.kl_penalty,
+            coefficient,
+        )
+        controller.update(current_kl, len(batch))
+        metrics.add({"actor/reward_kl_penalty": current_kl, "actor/reward_kl_penalty_coeff": coefficient})
+        return rewards_BT
+
+    def update(self, batch: TrainBatch, metrics: StepMetrics) -> None:
+        """The critic's optimizer steps, then the policy's once ``trainer.critic_warmup`` is over."""
+        step, config = metrics.step, self.config
+        if self.needs.critic:
+            rate = multiplier(config.critic.optim, step - 1, self.total_steps)
+            with metrics.time("update_critic"):
+                metrics.add(self.workers.update_critic(batch, rate))
+        if step > config.trainer.critic_warmup:
+            rate = multiplier(config.actor_rollout_ref.actor.optim, step - 1, self.total_steps)
+            with metrics.time("update_actor"):
+                metrics.add(self.workers.update_actor(batch, rate))
+        kill_point("sync", step)
+        self.stop_if_gradients_are_lost(batch, metrics)

@@ -1,0 +1,318 @@
+"""What surrounds the loop: starting, resuming, validating, saving and stopping a run."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import logging
+import os
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from core import advantages, run_state
+from core.checkpoint import CheckpointStore, resolve_resume
+from core.collect import CollectState, StopRequested, fresh_enough
+from core.config import to_yaml
+from core.config.schema import Config
+from core.data import PromptStream, load_val_prompts
+from core.engines import SamplingParams
+from core.faults import kill_point
+from core.interrupts import GracefulStop
+from core.kl import make_controller
+from core.metrics import data_metrics
+from core.models import load_tokenizer
+from core.provenance import Provenance
+from core.rewards import RewardLayer
+from core.tracking import Tracker, dump_jsonl, generation_row
+from core.types import ScoredGroup, StepMetrics, TrainBatch
+from core.validation import ValRecord, validation_metrics
+from core.workers import LocalWorkers
+
+log = logging.getLogger(__name__)
+
+MISMATCH_BOUND = {"fp32": 1e-4, "bf16": 0.02}  # mean |engine - learner| log-prob that is rounding, not a fault
+
+
+class NonFiniteGradients(RuntimeError):
+    """Too many steps in a row without a usable gradient."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Which parts of a step the configuration makes necessary."""
+
+    critic: bool
+    ref: bool
+    baseline: bool  # a greedy answer to every prompt
+    every_old_log_prob: bool
+    prompts_per_optimizer_step: int
+
+    @classmethod
+    def of(cls, config: Config) -> Needs:
+        algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+        estimator = advantages.NEEDS.get(algorithm.adv_estimator, advantages.Needs())
+        return cls(
+            critic=estimator.critic,
+            ref=algorithm.use_kl_in_reward or actor.use_kl_loss,
+            baseline=estimator.greedy_baseline,
+            every_old_log_prob=algorithm.use_kl_in_reward or actor.ppo_epochs > 1,
+            prompts_per_optimizer_step=actor.ppo_mini_batch_size,
+        )
+
+    def old_log_probs(self, batch: TrainBatch) -> bool:
+        """Whether the step needs a pass for the old log-probs: not if it makes one optimizer step of the batch."""
+        return self.every_old_log_prob or int(batch.group.max()) >= self.prompts_per_optimizer_step
+
+
+class Run:
+    """State and surroundings of a run; :class:`core.ray_trainer.RayPPOTrainer` adds the loop."""
+
+    evaluate: Callable[[], Awaitable[list[ScoredGroup]]]  # the trainer's: it goes through the generate hook
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.run_dir = Path(config.trainer.default_local_dir)
+        self.needs = Needs.of(config)
+        self.step = 0  # complete steps
+        self.saved_step: int | None = None
+        self.collect_state = CollectState()
+        self.lost_gradients_in_row = 0
+        ctrl = config.algorithm.kl_ctrl
+        self.kl_controller = make_controller(ctrl.type, ctrl.kl_coef, ctrl.target_kl, ctrl.horizon)
+        rollout = config.actor_rollout_ref.rollout
+        self.train_sampling = self.sampling(rollout, rollout.do_sample)
+        self.val_sampling = self.sampling(rollout.val_kwargs, rollout.val_kwargs.do_sample)
+
+    def sampling(self, part: Any, do_sample: bool) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=self.config.data.max_response_length,
+            temperature=part.temperature if do_sample else 0.0,
+            top_p=part.top_p if do_sample else 1.0,
+            top_k=part.top_k if do_sample else -1,
+            ignore_eos=self.config.actor_rollout_ref.rollout.ignore_eos,
+        )
+
+    # -- starting --------------------------------------------------------------------------------
+
+    def init_workers(self) -> Run:
+        """Checks the data, the scorers and the checkpoint, then loads the models and resumes.
+
+        Raises DataError, RewardConfigError, CheckpointError or ModelError, the first three before a model loads.
+        """
+        config = self.config
+        self.tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+        self.stream = PromptStream(config.data, self.tokenizer, config.trainer.seed)
+        self.val_prompts = load_val_prompts(config.data, self.tokenizer)
+        self.reward = RewardLayer(config, self.tokenizer)
+        self.reward.check([*self.stream.rows(), *self.val_prompts])
+        self.total_steps = self.count_steps()
+        keep = config.trainer.max_actor_ckpt_to_keep
+        self.store = CheckpointStore(self.run_dir, keep=keep)
+        checkpoint = resolve_resume(config.trainer, self.store)
+        self.prepare_torch()
+        self.workers = LocalWorkers(
+            config, self.tokenizer, self.device, needs_ref=self.needs.ref, needs_critic=self.needs.critic
+        )
+        if checkpoint is not None:
+            self.resume(checkpoint)
+        return self
+
+    def count_steps(self) -> int:
+        """``trainer.total_training_steps``, or the whole batches of ``trainer.total_epochs`` epochs."""
+        trainer, batch_size = self.config.trainer, self.config.data.train_batch_size
+        if trainer.total_training_steps is not None:
+            return trainer.total_training_steps
+        steps = trainer.total_epochs * self.stream.steps_per_epoch(batch_size)
+        if steps == 0:
+            raise ValueError(
+                f"data.train_batch_size={batch_size}: an epoch has only {len(self.stream)} prompts; "
+                "lower it, or set trainer.total_training_steps"
+            )
+        return steps
+
+    def prepare_torch(self) -> None:
+        """Threads and seeds: with equal ones a run on the CPU repeats to the bit."""
+        trainer = self.config.trainer
+        torch.set_num_threads(trainer.cpu_threads or os.cpu_count() or 1)
+        torch.manual_seed(trainer.seed)
+        self.device = torch.device(trainer.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+    def provenance(self) -> Provenance:
+        digest = hashlib.sha256(to_yaml(self.config).encode()).hexdigest()
+        return Provenance(
+            models=self.workers.fingerprints(),
+            seed=self.config.trainer.seed,
+            ranks=1,
+            threads=torch.get_num_threads(),
+            config_hash=digest,
+        )
+
+    def resume(self, checkpoint: Any) -> None:
+        """Goes on after the checkpoint's step, as if the run had never stopped."""
+        changed = checkpoint.check_compatible(self.provenance())
+        if changed:
+            log.warning("resuming %s with changes, so not to the bit: %s", checkpoint.folder, "; ".join(changed))
+        self.workers.load(checkpoint.folder)
+        state = run_state.DriverState.load(checkpoint.folder)
+        self.step = self.saved_step = state.step
+        self.collect_state = CollectState(state.next_ordinal, state.values["keep_rate"], state.carried)
+        self.lost_gradients_in_row = state.values["lost_gradients_in_row"]
+        self.kl_controller.load_state_dict(state.values["kl_controller"])
+        run_state.set_rng_state(run_state.load_tensors(checkpoint.path("rng.pt")))
+        log.info("resumed after step %d from %s", self.step, checkpoint.folder)
+
+    # -- around the loop -------------------------------------------------------------------------
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Signals, event loop and tracker for the time of ``fit``; the run's status says how it ended."""
+        only_validates = self.config.trainer.val_only
+        folder = self.run_dir / f"val_only_step_{self.step}" if only_validates else self.run_dir
+        resume_step = self.step if self.saved_step is not None and not only_validates else None
+        self.tracker = Tracker(folder, self.config, resume_step=resume_step, recipe=self.run_dir.parent.name)
+        if not only_validates:
+            self.tracker.progress(self.total_steps)
+        status = "failed"
+        try:
+            with GracefulStop() as self.stop, asyncio.Runner() as self.runner:
+                try:
+                    yield
+                    status = "finished"
+                except StopRequested:
+                    status = "stopped"
+                    self.save()
+                    log.warning("stopped after step %d of %d; the same command goes on", self.step, self.total_steps)
+        finally:
+            self.tracker.close(status)
+            self.workers.close()
+            self.reward.close()
+
+    def stop_requested(self) -> bool:
+        return self.stop.requested
+
+    def finished(self) -> bool:
+        """Whether the last step is done; with dynamic sampling also when the epochs have no prompt left."""
+        trainer = self.config.trainer
+        if trainer.val_only or self.step >= self.total_steps:
+            return True
+        out_of_prompts = self.collect_state.next_ordinal >= trainer.total_epochs * len(self.stream)
+        return trainer.total_training_steps is None and out_of_prompts
+
+    def is_due(self, frequency: int) -> bool:
+        return frequency > 0 and (self.step % frequency == 0 or self.finished())
+
+    def complete_step(self, groups_P: Sequence[ScoredGroup], batch: TrainBatch, metrics: StepMetrics) -> None:
+        """Measures, validates, logs and saves. The line is on disk before the checkpoint that it belongs to."""
+        trainer = self.config.trainer
+        self.step = metrics.step
+        self.describe(groups_P, batch, metrics)
+        if trainer.rollout_data_dir:
+            dump_jsonl(trainer.rollout_data_dir, self.step, self.generation_rows(groups_P))
+        if self.is_due(trainer.test_freq):
+            self.validate(metrics)
+        self.tracker.log(metrics)
+        if self.is_due(trainer.save_freq):
+            self.save()
+        kill_point("between", self.step)
+
+    def describe(self, groups_P: Sequence[ScoredGroup], batch: TrainBatch, metrics: StepMetrics) -> None:
+        """Adds what the step's data and times say."""
+        oldest = min(t.policy_version for group in groups_P for t in group.trajectories)
+        if oldest < self.step - 1 - self.config.trainer.max_staleness:
+            raise RuntimeError(
+                f"step {self.step} trained on samples of policy {oldest}, older than max_staleness allows"
+            )
+        metrics.add(data_metrics(groups_P, batch))
+        values = metrics.values
+        metrics.add(
+            {
+                "training/global_step": self.step,
+                "training/epoch": self.stream.epoch(groups_P[-1].prompt.ordinal),
+                "perf/time_per_step": values["timing_s/step"],
+                "perf/throughput": values["perf/total_num_tokens"] / values["timing_s/step"],
+            }
+        )
+        bound = MISMATCH_BOUND["fp32" if self.workers.full_precision else "bf16"]
+        if values.get("rollout_corr/logp_diff_mean", 0.0) > bound:
+            log.warning(
+                "step %d: engine and learner log-probs differ by %.3g on average (bound %g): samples are off-policy",
+                self.step,
+                values["rollout_corr/logp_diff_mean"],
+                bound,
+            )
+
+    def fresh_collect_state(self) -> CollectState:
+        """What collecting may carry into the step under ``trainer.max_staleness``."""
+        return fresh_enough(self.collect_state, self.step - self.config.trainer.max_staleness)
+
+    # -- validation ------------------------------------------------------------------------------
+
+    def validate_before_training(self) -> None:
+        trainer = self.config.trainer
+        if self.val_prompts and (trainer.val_only or (trainer.val_before_train and self.step == 0)):
+            metrics = StepMetrics(self.step)
+            self.validate(metrics)
+            self.tracker.log(metrics)
+
+    def validate(self, metrics: StepMetrics) -> None:
+        """Answers every validation prompt ``val_kwargs.n`` times; no hook that shapes or filters is called."""
+        with metrics.time("testing"):
+            groups = self.runner.run(self.evaluate())
+        records = [ValRecord.of(group) for group in groups]
+        metrics.add(validation_metrics(records))
+        rows = self.generation_rows(groups)
+        self.tracker.log_validation(metrics.step, records)
+        self.tracker.log_samples(metrics.step, rows)
+        if self.config.trainer.validation_data_dir:
+            dump_jsonl(self.config.trainer.validation_data_dir, metrics.step, rows)
+
+    def generation_rows(self, groups: Sequence[ScoredGroup]) -> list[dict[str, Any]]:
+        rows = []
+        for group in groups:
+            text = self.tokenizer.decode(group.prompt.token_ids)
+            for trajectory, score in zip(group.trajectories, group.scores, strict=True):
+                row = generation_row(self.step, group.prompt, text, trajectory, score)
+                rows.append({**row, "ordinal": group.prompt.ordinal})
+        return rows
+
+    # -- saving and giving up --------------------------------------------------------------------
+
+    def save(self) -> None:
+        """A checkpoint of the last complete step, unless there is one."""
+        if self.saved_step == self.step or self.step == 0:
+            return
+        state = run_state.DriverState(
+            step=self.step,
+            next_ordinal=self.collect_state.next_ordinal,
+            carried=self.collect_state.carried if self.config.trainer.max_staleness else {},
+            values={
+                "keep_rate": self.collect_state.keep_rate,
+                "lost_gradients_in_row": self.lost_gradients_in_row,
+                "kl_controller": self.kl_controller.state_dict(),
+            },
+        )
+        with self.store.writing(self.step, self.provenance()) as folder:
+            self.workers.save(folder)
+            state.save(folder)
+            run_state.save_tensors(folder / "rng.pt", run_state.rng_state())
+        self.saved_step = self.step
+
+    def stop_if_gradients_are_lost(self, batch: TrainBatch, metrics: StepMetrics) -> None:
+        """Ends the run, with the step's data saved, after too many steps in a row that skipped an update."""
+        skipped = sum(metrics.values.get(f"{name}/skipped_updates", 0) for name in ("actor", "critic"))
+        self.lost_gradients_in_row = self.lost_gradients_in_row + 1 if skipped else 0
+        bound = self.config.trainer.health.max_nonfinite_in_row
+        if self.lost_gradients_in_row < bound:
+            return
+        path = self.run_dir / f"nonfinite_step_{metrics.step}.pt"
+        run_state.save_tensors(path, {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)})
+        raise NonFiniteGradients(
+            f"{bound} steps in a row had a non-finite gradient norm; the last step's batch is in {path}. "
+            "Lower optim.lr or grad_clip, look at the batch, or raise trainer.health.max_nonfinite_in_row"
+        )
