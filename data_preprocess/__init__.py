@@ -1,0 +1,1 @@
+"""Public data sets -> parquet rows of the one schema (``core/rows.py``), one script a data set, and a check command."""

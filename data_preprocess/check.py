@@ -1,0 +1,179 @@
+"""What is in a parquet file of rows, and what is wrong with it.
+
+    python -m data_preprocess.check FILE.parquet... [--tokenizer PATH] [--max_prompt_length N]
+
+Exit status: 0; 1 where a file has a problem (a note, such as copies of a question, is none); 2 for wrong arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from core.encode import ChatError, Encoder
+from core.rows import DataError, Problems, Row, RowFile, sha256_of
+
+
+@dataclass
+class Findings:
+    """What one pass over a file counted."""
+
+    rows: int = 0
+    sources: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
+    characters: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    prompts: Counter[str] = field(default_factory=Counter)  # by prompt hash
+    contents: dict[str, set[str]] = field(default_factory=dict)  # prompt hash -> content hashes
+    names: dict[str, set[str]] = field(default_factory=dict)  # name -> content hashes
+    problems: Problems = field(default_factory=Problems)
+
+
+def inspect(
+    path: str,
+    encoder: Encoder | None = None,
+    prompt_key: str = "prompt",
+    reward_fn_key: str = "data_source",
+    any_source: bool = False,
+) -> Findings:
+    """Counts a file's rows and collects their problems; DataError where it cannot be read at all."""
+    file = RowFile(path, prompt_key, reward_fn_key)
+    findings = Findings(rows=len(file))
+    for row in file.rows(findings.problems):
+        findings.sources[row.data_source] += 1
+        findings.kinds["plain string" if isinstance(row.prompt, str) else "chat"] += 1
+        findings.characters.append(_characters(row))
+        findings.prompts[row.prompt_hash] += 1
+        findings.contents.setdefault(row.prompt_hash, set()).add(row.content_hash)
+        if row.name is not None:
+            findings.names.setdefault(row.name, set()).add(row.content_hash)
+        if encoder is not None:
+            _count_tokens(row, encoder, findings)
+        _check_answer(row, any_source, findings.problems)
+    return findings
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parse(argv)
+    try:
+        encoder = _encoder(args.tokenizer) if args.tokenizer else None
+    except (OSError, ValueError) as error:
+        print(f"--tokenizer={args.tokenizer}: no tokenizer could be loaded from it ({error})", file=sys.stderr)
+        return 2
+    bad, seen = 0, {}
+    for path in args.files:
+        try:
+            findings = inspect(path, encoder, args.prompt_key, args.reward_fn_key, args.any_source)
+            lines = findings.problems.lines()
+            print(f"{path}\n  sha256        {sha256_of(path)}")
+            print("\n".join(_report(findings, args.max_prompt_length)))
+        except DataError as error:
+            findings, lines = Findings(), error.problems
+            print(path)
+        for other, prompts in seen.items():
+            shared = len(prompts & set(findings.prompts))
+            if shared:
+                print(f"  note          {shared} prompts are also in {other}")
+        seen[path] = set(findings.prompts)
+        print("\n".join(f"  problem       {line}" for line in lines) or "  problems      none")
+        bad += bool(lines)
+    return 1 if bad else 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m data_preprocess.check", description="Check parquet files of rows.")
+    parser.add_argument("files", nargs="+", metavar="FILE.parquet")
+    parser.add_argument("--tokenizer", metavar="PATH", help="also count tokens, with this tokenizer's chat template")
+    parser.add_argument("--max_prompt_length", type=int, metavar="N", help="count the prompts that are longer")
+    parser.add_argument("--prompt_key", default="prompt", help="data.prompt_key (default %(default)s)")
+    parser.add_argument("--reward_fn_key", default="data_source", help="data.reward_fn_key (default %(default)s)")
+    parser.add_argument(
+        "--any_source", action="store_true", help="a custom reward function scores: any data_source will do"
+    )
+    args = parser.parse_args(argv)
+    if args.max_prompt_length is not None and not args.tokenizer:
+        parser.error("--max_prompt_length counts tokens: give --tokenizer too")
+    return args
+
+
+def _encoder(path: str) -> Encoder:
+    from transformers import AutoTokenizer
+
+    return Encoder(AutoTokenizer.from_pretrained(path))
+
+
+def _characters(row: Row) -> int:
+    if isinstance(row.prompt, str):
+        return len(row.prompt)
+    return sum(len(message.get("content") or "") for message in row.prompt)
+
+
+def _count_tokens(row: Row, encoder: Encoder, findings: Findings) -> None:
+    try:
+        findings.tokens.append(len(encoder.encode([row.prompt])[0]))
+    except ChatError as error:
+        fix = "mend the roles, or set another chat template"
+        findings.problems.add(row.file, "the chat template refuses a prompt", fix, row.number, str(error))
+
+
+def _check_answer(row: Row, any_source: bool, problems: Problems) -> None:
+    """The ground truth by itself, and in the eyes of the scorer that will read it."""
+    from reward_scores import UnknownDataSource, scorer_for
+
+    gold = row.ground_truth
+    if gold is not None and not (gold.strip() if isinstance(gold, str) else gold or gold in (0, False)):
+        problems.add(row.file, "the ground truth is empty", "fill it or leave the row out", row.number)
+        return
+    if any_source:
+        return
+    try:
+        complaint = scorer_for(row.data_source).check_ground_truth(gold)
+    except UnknownDataSource as error:
+        fix = "correct the name, or check with --any_source if a custom reward function scores it"
+        problems.add(row.file, str(error), fix, row.number)
+        return
+    if complaint:
+        fix = "correct the row or leave it out"
+        problems.add(row.file, f"the scorer of {row.data_source} cannot grade a row", fix, row.number, complaint)
+
+
+def _report(findings: Findings, limit: int | None) -> list[str]:
+    lines = [
+        f"  rows          {findings.rows}",
+        f"  data sources  {_counted(findings.sources)}",
+        f"  prompts       {_counted(findings.kinds)}; {len(findings.prompts)} different",
+        f"  characters    {_spread(findings.characters)}",
+    ]
+    if findings.tokens:
+        over = f"; {sum(n > limit for n in findings.tokens)} longer than {limit}" if limit is not None else ""
+        lines.append(f"  tokens        {_spread(findings.tokens)}{over}")
+    copies = sum(findings.prompts.values()) - len(findings.prompts)
+    disputed = sum(len(contents) > 1 for contents in findings.contents.values())
+    reused = sum(len(contents) > 1 for contents in findings.names.values())
+    notes = (
+        (copies, f"{copies} rows repeat an earlier prompt"),
+        (disputed, f"{disputed} prompts have more than one ground truth or data source"),
+        (reused, f"{reused} names (source/split/index) stand for different questions"),
+    )
+    return lines + [f"  note          {text}" for count, text in notes if count]
+
+
+def _counted(counter: Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counter.most_common()) or "none"
+
+
+def _spread(values: Sequence[int]) -> str:
+    if not values:
+        return "none"
+    names = ("min", "5%", "median", "95%", "max")
+    quantiles = np.percentile(values, [0, 5, 50, 95, 100])
+    return "  ".join(f"{name} {value:.0f}" for name, value in zip(names, quantiles, strict=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
