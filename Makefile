@@ -1,0 +1,47 @@
+# make lab    the laptop lab: set-up, base model, GRPO, report
+# make test   set-up and the tests (what .ci/run runs)
+# TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu make setup    takes torch from another index
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := torch==2.13.0
+STAMP := $(VENV)/.installed
+
+.PHONY: setup lab test test-slow test-gpu bench lint format report clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test]"
+	touch $(STAMP)
+
+lab: setup
+	bash recipes/grpo/run_lab.sh
+
+test: setup lint
+	$(BIN)/python -m pytest -n 2
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow
+
+test-gpu: setup
+	$(BIN)/python -m pytest -m gpu tests/gpu
+
+bench: setup
+	$(BIN)/python -m tests.benchmarks
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+report: setup
+	$(BIN)/python -m core.report --index
+
+clean:
+	rm -rf $(VENV) outputs
