@@ -98,14 +98,14 @@ class CheckpointStore:
     def folder(self, step: int) -> Path:
         return self.root / f"global_step_{step}"
 
-    def latest(self, *, set_aside: bool = False) -> Checkpoint | None:
+    def latest(self, *, tidy: bool = False) -> Checkpoint | None:
         """The newest complete checkpoint, or None where there is no checkpoint at all.
 
         Damaged ones are skipped with a warning that names folder, file and reason.
 
         Args:
-            set_aside: rename the damaged ones that are newer than the one returned to ``damaged-global_step_N``, so
-                that they cannot come between later. For a writer only.
+            tidy: for the writer, who goes on from here: rename the damaged ones to ``damaged-global_step_N``, so that
+                they cannot come between later, and prune what a killed writer did not get to.
 
         Raises:
             CheckpointError: checkpoints exist and all are damaged: starting over silently would throw a run away.
@@ -121,8 +121,10 @@ class CheckpointStore:
                 continue
             for step, reason in damaged.items():
                 log.warning("damaged checkpoint skipped: %s; using step %d instead", reason, found.step)
-                if set_aside:
+                if tidy:
                     self._set_aside(step)
+            if tidy:
+                self._prune(found.step)
             return found
         if damaged:
             reasons = "\n  ".join(damaged.values())
@@ -236,13 +238,13 @@ class CheckpointStore:
         else:
             os.rename(self.folder(step), self.root / f".old-global_step_{step}")
 
-    def _prune(self, written: int) -> None:
-        """Deletes all but the ``keep`` newest complete ones, whoever wrote them; never the one just written."""
-        complete = [step for step in self.steps() if step != written and self._looks_complete(step)]
+    def _prune(self, sound: int) -> None:
+        """Deletes all but the ``keep`` newest complete ones, whoever wrote them; never the one known to be sound."""
+        complete = [step for step in self.steps() if step != sound and self._looks_complete(step)]
         surplus = [] if self.keep is None else complete[: max(0, len(complete) + 1 - self.keep)]
         for step in surplus:
             os.rename(self.folder(step), self.root / f".trash-global_step_{step}")
-            kill_point("checkpoint_prune", written)
+            kill_point("checkpoint_prune", sound)
         self._clear(".old-", ".trash-")
 
     def _put_back(self) -> None:
@@ -306,7 +308,7 @@ def resolve_resume(trainer: ResumeSettings, store: CheckpointStore) -> Checkpoin
     if not trainer.val_only:
         store.claim()
     if trainer.resume_mode == "auto":
-        return store.latest(set_aside=not trainer.val_only)
+        return store.latest(tidy=not trainer.val_only)
     if trainer.resume_mode == "disable":
         chosen, what = None, "trainer.resume_mode=disable starts at step 0"
     elif trainer.resume_mode == "resume_path":

@@ -1,0 +1,251 @@
+"""Kills a training command again and again, lets it resume, and compares the result with an undisturbed run.
+
+The command is any that (1) takes its run folder from ``cmd_factory(folder)``, (2) writes one line a step to
+``metrics.jsonl`` there, (3) keeps its checkpoints there, and (4) when started again goes on by itself.
+
+    whole = run_uninterrupted(command, tmp / "whole")
+    killed = run_with_kills(command, tmp / "killed", [AtPoint("update", 3), AtRandom()], random.Random(0))
+    assert compare_runs(whole.folder, killed.folder) == []
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from core.checkpoint import CheckpointStore, load_tensors
+from core.faults import VARIABLE
+
+ROOT = Path(__file__).resolve().parents[2]
+POLL_S = 0.001
+TIMES = ("timing_s/", "perf/")  # metrics that no two runs share
+
+CmdFactory = Callable[[Path], list[str]]
+
+
+@dataclass(frozen=True)
+class AtPoint:
+    """At the named moment of ``core.faults``, once."""
+
+    phase: str
+    step: int
+
+
+@dataclass(frozen=True)
+class AtRandom:
+    """At a random later step, and at a random moment within ``step_seconds`` after that step's metrics appeared."""
+
+    step_seconds: float = 0.5
+
+
+@dataclass(frozen=True)
+class AtTime:
+    """This long after the start of the process: to hit imports, loading and resuming."""
+
+    seconds: float
+
+
+Kill = AtPoint | AtRandom | AtTime
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run that reached its end. ``landed`` are the kills that hit a living process, in order."""
+
+    folder: Path
+    launches: int
+    landed: tuple[Kill, ...]
+
+
+class RunFailed(AssertionError):
+    """The command ended otherwise than by success or by the kill that was meant for it."""
+
+
+def run_uninterrupted(
+    cmd_factory: CmdFactory, folder: Path, *, env: Mapping[str, str] | None = None, timeout: float = 600
+) -> Outcome:
+    """Runs the command to its end."""
+    with _launched(cmd_factory(folder), folder, dict(env or {})) as process:
+        _check(_wait(process, timeout), folder, expected=0)
+    return Outcome(folder, 1, ())
+
+
+def run_with_kills(
+    cmd_factory: CmdFactory,
+    folder: Path,
+    kills: Sequence[Kill],
+    rng: random.Random,
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 600,
+) -> Outcome:
+    """Starts the command once for every kill, in order, and then lets it run to its end.
+
+    A kill that does not land (the run ended before it) is left out of ``Outcome.landed``.
+
+    Raises:
+        RunFailed: a launch failed by itself, or took longer than ``timeout`` seconds.
+    """
+    landed = []
+    for kill in kills:
+        extra = {VARIABLE: f"{kill.phase}:{kill.step}"} if isinstance(kill, AtPoint) else {}
+        with _launched(cmd_factory(folder), folder, {**(env or {}), **extra}) as process:
+            if isinstance(kill, AtTime):
+                _sleep_while_alive(process, kill.seconds)
+                process.kill()
+            elif isinstance(kill, AtRandom):
+                _wait_for_step(process, folder / "metrics.jsonl", rng, timeout)
+                _sleep_while_alive(process, rng.uniform(0, kill.step_seconds))
+                process.kill()
+            status = _wait(process, timeout)
+        if status != 0:
+            _check(status, folder, expected=-signal.SIGKILL)
+            landed.append(kill)
+    last = run_uninterrupted(cmd_factory, folder, env=env, timeout=timeout)
+    return Outcome(last.folder, len(kills) + 1, tuple(landed))
+
+
+class _launched:
+    """The command as a process group of its own, its output in ``<folder>.log``; nothing of it outlives the block."""
+
+    def __init__(self, command: list[str], folder: Path, env: Mapping[str, str]):
+        self.command, self.folder = command, folder
+        self.env = {**{k: v for k, v in os.environ.items() if k != VARIABLE}, "PYTHONPATH": str(ROOT), **env}
+
+    def __enter__(self) -> subprocess.Popen:
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        with open(_log(self.folder), "a") as log:
+            self.process = subprocess.Popen(
+                self.command, cwd=ROOT, env=self.env, stdout=log, stderr=log, start_new_session=True
+            )
+        return self.process
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):  # the usual case: nothing is left
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def _log(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.log")
+
+
+def _wait(process: subprocess.Popen, timeout: float) -> int:
+    try:
+        return process.wait(timeout)
+    except subprocess.TimeoutExpired as error:
+        raise RunFailed(f"{process.args} still runs after {timeout} s") from error
+
+
+def _check(status: int, folder: Path, *, expected: int) -> None:
+    if status != expected:
+        tail = "\n".join(_log(folder).read_text(errors="replace").splitlines()[-30:])
+        raise RunFailed(f"exit status {status}, expected {expected}. The end of {_log(folder)}:\n{tail}")
+
+
+def _sleep_while_alive(process: subprocess.Popen, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while process.poll() is None and time.monotonic() < end:
+        time.sleep(POLL_S)
+
+
+def _wait_for_step(process: subprocess.Popen, metrics: Path, rng: random.Random, timeout: float) -> None:
+    """Until this process has written metrics and the file has as many lines as before, or up to three more."""
+    before = _lines(metrics)
+    target = max(1, len(before) + rng.randrange(4) - 1)
+    end = time.monotonic() + timeout
+    while process.poll() is None and time.monotonic() < end:
+        lines = _lines(metrics)
+        # A resumed run cuts the file back to its checkpoint first: only a new last line is news.
+        if lines and lines[-1:] != before[-1:] and len(lines) >= target:
+            return
+        time.sleep(POLL_S)
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+# ---------------------------------------------------------------- comparing
+
+
+def compare_runs(a: Path, b: Path, *, ignore: Sequence[str] = TIMES) -> list[str]:
+    """What differs between two finished runs: their last checkpoints to the bit, and their metrics without times.
+
+    Empty where nothing does. Every file of the checkpoint counts: weights, optimizer, RNG and driver state.
+    """
+    return [*_compare_checkpoints(a, b), *_compare_metrics(a / "metrics.jsonl", b / "metrics.jsonl", ignore)]
+
+
+def _compare_checkpoints(a: Path, b: Path) -> Iterator[str]:
+    left, right = CheckpointStore(a).latest(), CheckpointStore(b).latest()
+    if left is None or right is None:
+        yield f"no checkpoint in {a if left is None else b}"
+        return
+    if left.step != right.step:
+        yield f"the last checkpoint is of step {left.step} there, {right.step} here"
+        return
+    for name in sorted(left.files.keys() | right.files.keys()):
+        if name not in left.files or name not in right.files:
+            yield f"{name} is only in the checkpoint of {a if name in left.files else b}"
+        elif left.files[name]["sha256"] != right.files[name]["sha256"]:
+            yield from _compare_files(name, left.folder / name, right.folder / name)
+
+
+def _compare_files(name: str, a: Path, b: Path) -> Iterator[str]:
+    """The hashes differ: which values do? (A zip may differ where its content does not.)"""
+    if a.suffix == ".pt":
+        left, right = dict(_leaves(load_tensors(a))), dict(_leaves(load_tensors(b)))
+    elif a.suffix == ".safetensors":
+        from safetensors.numpy import load_file
+
+        left, right = ({key: _bits(value) for key, value in load_file(path).items()} for path in (a, b))
+    else:
+        yield f"{name} differs"
+        return
+    different = [key for key in sorted(left.keys() | right.keys()) if left.get(key) != right.get(key)]
+    if different:
+        yield f"{name}: {len(different)} of {len(left)} values differ, such as {', '.join(different[:3])}"
+
+
+def _leaves(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(item, f"{where}/{key}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{where}/{index}")
+    elif hasattr(value, "numpy"):
+        import torch
+
+        yield where, (str(value.dtype), tuple(value.shape), value.reshape(-1).view(torch.uint8).numpy().tobytes())
+    else:
+        yield where, repr(value)
+
+
+def _bits(array: Any) -> tuple[str, tuple[int, ...], bytes]:
+    return str(array.dtype), array.shape, array.tobytes()
+
+
+def _compare_metrics(a: Path, b: Path, ignore: Sequence[str]) -> Iterator[str]:
+    left, right = _lines(a), _lines(b)
+    if len(left) != len(right):
+        yield f"{len(left)} lines of metrics in {a}, {len(right)} in {b}"
+    for number, (one, other) in enumerate(zip(left, right, strict=False), start=1):
+        there, here = _metrics(one, ignore), _metrics(other, ignore)
+        for key in sorted(there.keys() | here.keys()):
+            if there.get(key) != here.get(key):
+                yield f"metrics line {number}, {key}: {there.get(key)} there, {here.get(key)} here"
+
+
+def _metrics(line: str, ignore: Sequence[str]) -> dict[str, str]:
+    return {key: json.dumps(value) for key, value in json.loads(line).items() if not key.startswith(tuple(ignore))}
