@@ -8,7 +8,18 @@ from __future__ import annotations
 import difflib
 from types import ModuleType
 
-from reward_scores import gsm8k, hops, math_reward
+from reward_scores import (
+    countdown,
+    geo3k,
+    gsm8k,
+    hops,
+    math_dapo,
+    math_reward,
+    multiply,
+    prime_math,
+    qa_em,
+    qa_em_format,
+)
 from reward_scores.verdict import Scorer, any_ground_truth
 
 
@@ -17,15 +28,43 @@ def _scorer(module: ModuleType) -> Scorer:
     return Scorer(module.__name__.rpartition(".")[2], module.score, module.EXAMPLES, check)
 
 
-_HOPS, _GSM8K, _MATH = _scorer(hops), _scorer(gsm8k), _scorer(math_reward)
+_MATH, _DAPO, _PRIME, _QA = _scorer(math_reward), _scorer(math_dapo), _scorer(prime_math), _scorer(qa_em)
 
 # A name that ends in * stands for every data source that starts so.
 SCORERS: dict[str, Scorer] = {
-    "lab/hops": _HOPS,
-    "openai/gsm8k": _GSM8K,
+    "lab/hops": _scorer(hops),
+    "openai/gsm8k": _scorer(gsm8k),
     "lighteval/MATH": _MATH,
     "DigitalLearningGmbH/MATH-lighteval": _MATH,
     "HuggingFaceH4/MATH-500": _MATH,
+    "math": _DAPO,
+    "math_dapo": _DAPO,
+    "math_dapo_reasoning": _DAPO,
+    "aime*": _DAPO,
+    "numina_aops_forum": _PRIME,
+    "numina_synthetic_math": _PRIME,
+    "numina_amc_aime": _PRIME,
+    "numina_synthetic_amc": _PRIME,
+    "numina_cn_k12": _PRIME,
+    "numina_olympiads": _PRIME,
+    "hiyouga/geometry3k": _scorer(geo3k),
+    "nq": _QA,
+    "triviaqa": _QA,
+    "popqa": _QA,
+    "hotpotqa": _QA,
+    "2wikimultihopqa": _QA,
+    "musique": _QA,
+    "bamboogle": _QA,
+    "searchR1_nq": _QA,
+    "searchR1_triviaqa": _QA,
+    "searchR1_popqa": _QA,
+    "searchR1_hotpotqa": _QA,
+    "searchR1_2wikimultihopqa": _QA,
+    "searchR1_musique": _QA,
+    "searchR1_bamboogle": _QA,
+    "qa_em_format": _scorer(qa_em_format),
+    "countdown": _scorer(countdown),
+    "multiply": _scorer(multiply),
 }
 
 

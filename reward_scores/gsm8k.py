@@ -46,6 +46,8 @@ def score(
     answer = extract(response, method)
     if answer is None:
         return no_answer(**parts)
+    if not re.search("[0-9]", answer):  # a lone "." or ",": published, it earns what a wrong answer does
+        return no_answer(format_score, **parts)
     right = answer == (canonical(ground_truth) if method == "robust" else ground_truth)
     return graded(right, answer, correct_score if right else format_score, **parts)
 
@@ -58,8 +60,8 @@ def extract(response: str, method: str) -> str | None:
     if method == "strict":
         found = _STRICT.findall(tail)
         return found[-1].replace(",", "") if found else None
-    found = [text for text in _FLEXIBLE.findall(tail) if text not in ("", ".")]
-    return found[-1] if found else None
+    found = _FLEXIBLE.findall(tail)
+    return next((text for text in reversed(found) if text != "."), "." if found else None)
 
 
 def _extract_robust(response: str) -> str | None:

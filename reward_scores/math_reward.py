@@ -1,7 +1,7 @@
 """MATH: the last ``\\boxed{...}``, compared as text after the normalisation of Hendrycks et al. (2021).
 
-Published semantics are verl's ``math_reward``: text equality, no algebra. 1,000 is not 1000, 0.25 is not 1/4, and a
-last box that is not closed loses an earlier one.
+``published`` is verl's ``math_reward``: text equality, no algebra. 1,000 is not 1000, 0.25 is not 1/4, and a last box
+that is not closed loses an earlier one. ``robust`` reads the last box that is closed and compares values.
 """
 
 from __future__ import annotations
@@ -11,8 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from core.types import Score
+from reward_scores.equivalence import cleaned, equivalent
+from reward_scores.latex import closing_brace
 from reward_scores.verdict import graded, no_answer
 
+MAX_BOXES = 20  # from the end, that are looked at for a closed one
+METHODS = ("published", "robust")
 EXAMPLES = (
     (r"So the graph has $\boxed{2}$ vertical asymptotes.", "2", 1.0),
     (r"\boxed{\dfrac12}", r"\frac{1}{2}", 1.0),
@@ -20,11 +24,17 @@ EXAMPLES = (
     (r"\boxed{3}", "2", 0.0),
     ("The answer is 2.", "2", 0.0),
 )
-_BRACE = re.compile(r"[{}]")
 
 
-def score(response: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None) -> Score:
-    """1 where the last boxed answer equals the gold one after :func:`strip_string`."""
+def score(
+    response: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None, method: str = "published"
+) -> Score:
+    """1 where the last boxed answer equals the gold one after :func:`strip_string`, or, ``robust``, in value."""
+    if method not in METHODS:
+        raise ValueError(f"math_reward method={method!r}: must be one of {', '.join(METHODS)}")
+    if method == "robust":
+        answer = last_closed_box(response)
+        return no_answer() if answer is None else graded(equivalent(answer, ground_truth), cleaned(answer))
     answer = unbox(last_box(response))
     if answer is None:
         return no_answer()
@@ -40,11 +50,18 @@ def last_box(text: str) -> str | None:
         start = text.rfind("\\fbox")
     if start < 0:
         return None
-    depth = 0
-    for brace in _BRACE.finditer(text, start):
-        depth += 1 if brace.group() == "{" else -1
-        if depth == 0 and brace.group() == "}":
-            return text[start : brace.end()]
+    end = closing_brace(text, start)
+    return None if end is None else text[start : end + 1]
+
+
+def last_closed_box(text: str) -> str | None:
+    """What the last closed ``\\boxed{...}`` or ``\\fbox{...}`` holds, or what follows ``\\boxed `` on its line."""
+    for found in list(re.finditer(r"\\(?:boxed|fbox)\s*(\{|(?<=\s)[^\s${}]+)", text))[: -MAX_BOXES - 1 : -1]:
+        if found[1] != "{":
+            return found[1]
+        end = closing_brace(text, found.start(1))
+        if end is not None:
+            return text[found.end() : end]
     return None
 
 
@@ -148,9 +165,9 @@ def _slash_to_fraction(text: str) -> str:
     return f"\\frac{{{whole[1]}}}{{{whole[2]}}}" if whole else text
 
 
-def check_ground_truth(ground_truth: Any) -> str | None:
+def check_ground_truth(ground_truth: Any, method: str = "published") -> str | None:
     if not isinstance(ground_truth, str):
-        return f"must be a string, got {ground_truth!r}"
-    if not normalised(ground_truth):
-        return f"{ground_truth!r} normalises to nothing, which an empty box would match"
+        return f"must be a string, got {ground_truth!r:.200}"
+    if not (cleaned(ground_truth) if method == "robust" else normalised(ground_truth)):
+        return f"{ground_truth!r:.200} normalises to nothing, which an empty box would match"
     return None

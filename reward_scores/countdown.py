@@ -1,0 +1,76 @@
+"""Countdown: an equation in ``<answer>`` that reaches the target, using every number once (TinyZero).
+
+Published semantics, on the response alone: the last line's last ``<answer>`` counts; 1 for a right equation, 0.1 for
+any other, 0 for none. The equation is computed without ``eval``, and a power too large to compute is a wrong answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from core.types import Score
+from reward_scores.arithmetic import CannotEvaluate, evaluate
+from reward_scores.verdict import graded, no_answer
+
+_GOLD = {"target": 9, "numbers": [1, 2, 3]}
+EXAMPLES = (
+    ("<think>add, then multiply</think>\n<answer> (1 + 2) * 3 </answer>", _GOLD, 1.0),
+    ("<answer>1 + 2 * 3</answer>", _GOLD, 0.0),
+    ("<answer>3 * 3</answer>", _GOLD, 0.0),
+    ("<answer>9**9**9</answer>", {"target": 1, "numbers": [9, 9, 9]}, 0.0),
+    ("(1 + 2) * 3", _GOLD, 0.0),
+)
+PROMPT_END = "Assistant:"  # the published scorer reads prompt and response, and looks behind this
+TOLERANCE = 1e-5
+
+
+def score(
+    response: str,
+    ground_truth: Mapping[str, Any],
+    extra_info: Mapping[str, Any] | None = None,
+    format_score: float = 0.1,
+    correct_score: float = 1.0,
+) -> Score:
+    """Grades the response; ``ground_truth`` holds ``target`` and ``numbers``."""
+    equation = extract(PROMPT_END + response)
+    if equation is None:
+        return no_answer()
+    right = uses_numbers(equation, ground_truth["numbers"]) and reaches(equation, ground_truth["target"])
+    return graded(right, equation, correct_score if right else format_score)
+
+
+def extract(text: str) -> str | None:
+    """The equation in a prompt and its response, as published."""
+    for mark in (PROMPT_END, "<|im_start|>assistant"):
+        if mark in text:
+            last_line = text.partition(mark)[2].rpartition("\n")[2]
+            found = re.findall(r"<answer>(.*?)</answer>", last_line)
+            return found[-1].strip() if found else None
+    return None
+
+
+def uses_numbers(equation: str, numbers: Any) -> bool:
+    """Whether the equation holds exactly these numbers, each as often as it is given."""
+    found = re.findall(r"\d+", equation)
+    if len(found) != len(numbers) or max(map(len, found), default=0) > 4000:
+        return False
+    return sorted(map(int, found)) == sorted(numbers)
+
+
+def reaches(equation: str, target: float) -> bool:
+    if not re.fullmatch(r"[\d+\-*/().\s]+", equation):
+        return False
+    try:
+        return abs(evaluate(equation) - target) < TOLERANCE
+    except (CannotEvaluate, OverflowError):
+        return False
+
+
+def check_ground_truth(ground_truth: Any, format_score: float = 0.1, correct_score: float = 1.0) -> str | None:
+    if not isinstance(ground_truth, Mapping) or not {"target", "numbers"} <= set(ground_truth):
+        return f"must hold target and numbers, got {ground_truth!r:.200}"
+    if len(ground_truth["numbers"]) == 0:
+        return "has no numbers"
+    return None

@@ -1,0 +1,194 @@
+"""Formulas as text, compared by their values: no ``eval``, no algebra that may not end, no imports.
+
+Two formulas are taken for equal where they agree at fixed points of the complex plane, a test of identity that is
+wrong with probability about zero (Schwartz-Zippel) and that also tells ``sqrt(x^2)`` from ``x``. Numbers without
+roots are compared exactly.
+"""
+
+from __future__ import annotations
+
+import cmath
+import math
+import re
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+
+Value = Fraction | float | complex
+MAX_CHARS = 500
+MAX_DEPTH = 40
+MAX_BITS = 4096  # of an exact power
+TOLERANCE = 1e-12  # relative, where a root or a transcendental number makes a number inexact
+POINT_TOLERANCE = 1e-9  # relative, at a point: formulas written differently round differently
+_TOKEN = re.compile(r"\s*(?:(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)|([^\W\d_]+)|(\*\*|[-+*/^()!]))")
+_FUNCTIONS: dict[str, Callable[[complex], complex]] = {
+    "sqrt": cmath.sqrt,
+    "ln": cmath.log,
+    "log": cmath.log,
+    "exp": cmath.exp,
+    "sin": cmath.sin,
+    "cos": cmath.cos,
+    "tan": cmath.tan,
+}
+_CONSTANTS = {"pi": math.pi}
+_POINTS = (complex(0.7391, 0.4142), complex(-1.3203, 0.2718), complex(-0.5772, -1.6449))
+
+
+class NotAnExpression(ValueError):
+    """The text is not a formula, has no value, or is too large to compute."""
+
+
+def same_value(one: str, other: str) -> bool:
+    """Whether two formulas have the same value, for all values of their one-letter names."""
+    try:
+        tokens = [_tokens(one), _tokens(other)]
+        letters = sorted({text for side in tokens for text in side if len(text) == 1 and text.isalpha()})
+        for point in range(len(_POINTS) if letters else 1):
+            one_value, other_value = (_evaluate(side, _environment(letters, point)) for side in tokens)
+            if not _agree(one_value, other_value, POINT_TOLERANCE if letters else TOLERANCE):
+                return False
+        return True
+    except (NotAnExpression, ArithmeticError, ValueError):
+        return False
+
+
+def _environment(letters: list[str], point: int) -> dict[str, complex]:
+    return {name: _POINTS[(point + at) % len(_POINTS)] + at / 7 for at, name in enumerate(letters)}
+
+
+def _agree(one: Value, other: Value, tolerance: float) -> bool:
+    if isinstance(one, Fraction) and isinstance(other, Fraction):
+        return one == other
+    one, other = complex(one), complex(other)
+    return cmath.isfinite(one) and cmath.isclose(one, other, rel_tol=tolerance)
+
+
+def _tokens(text: str) -> list[str]:
+    """Numbers, names and operators; a name that is no function or constant is a product of letters, two at most."""
+    if len(text) > MAX_CHARS:
+        raise NotAnExpression(f"longer than {MAX_CHARS} characters")
+    text, at, tokens = text.strip(), 0, []
+    while at < len(text):
+        found = _TOKEN.match(text, at)
+        if found is None:
+            raise NotAnExpression(f"{text[at]!r} is no part of a formula")
+        at = found.end()
+        number, name, operator = found.groups()
+        if name and name not in _FUNCTIONS and name not in _CONSTANTS:
+            if len(name) > 2:
+                raise NotAnExpression(f"{name!r} is a word")
+            tokens += name
+        else:
+            tokens.append(number or name or operator.replace("**", "^"))
+    return tokens
+
+
+def _evaluate(tokens: list[str], letters: Mapping[str, complex]) -> Value:
+    reader = _Reader(tokens, letters)
+    value = reader.sum(0)
+    if reader.at < len(tokens):
+        raise NotAnExpression(f"{tokens[reader.at]!r} is out of place")
+    return value
+
+
+class _Reader:
+    """A descent over ``sum > product > sign > power > factorial > atom``; adjacent factors are multiplied."""
+
+    def __init__(self, tokens: list[str], letters: Mapping[str, complex]):
+        self.tokens, self.letters, self.at = tokens, letters, 0
+
+    def peek(self) -> str:
+        return self.tokens[self.at] if self.at < len(self.tokens) else ""
+
+    def take(self) -> str:
+        token = self.peek()
+        self.at += 1
+        return token
+
+    def sum(self, depth: int) -> Value:
+        if depth > MAX_DEPTH:
+            raise NotAnExpression(f"more than {MAX_DEPTH} levels")
+        value = self.product(depth)
+        while self.peek() in ("+", "-"):
+            value = value + self.product(depth) if self.take() == "+" else value - self.product(depth)
+        return value
+
+    def product(self, depth: int) -> Value:
+        value = self.sign(depth)
+        while self.peek() and self.peek() not in ("+", "-", ")"):
+            operator = self.take() if self.peek() in ("*", "/") else "*"
+            factor = self.sign(depth)
+            value = value / factor if operator == "/" else value * factor
+        return value
+
+    def sign(self, depth: int) -> Value:
+        minus = False
+        while self.peek() in ("+", "-"):
+            minus ^= self.take() == "-"
+        value = self.power(depth)
+        return -value if minus else value
+
+    def power(self, depth: int) -> Value:
+        base = self.factorial(depth)
+        if self.peek() != "^":
+            return base
+        self.take()
+        if depth > MAX_DEPTH:
+            raise NotAnExpression(f"more than {MAX_DEPTH} levels")
+        return _power(base, self._exponent(depth + 1))
+
+    def _exponent(self, depth: int) -> Value:
+        minus = False
+        while self.peek() in ("+", "-"):
+            minus ^= self.take() == "-"
+        value = self.power(depth)
+        return -value if minus else value
+
+    def factorial(self, depth: int) -> Value:
+        value = self.atom(depth)
+        while self.peek() == "!":
+            self.take()
+            if not (isinstance(value, Fraction) and value.denominator == 1 and 0 <= value <= 170):
+                raise NotAnExpression("the factorial of something else than a whole number up to 170")
+            value = Fraction(math.factorial(int(value)))
+        return value
+
+    def atom(self, depth: int) -> Value:
+        token = self.take()
+        if token == "(":
+            value = self.sum(depth + 1)
+            if self.take() != ")":
+                raise NotAnExpression("a parenthesis is not closed")
+            return value
+        if token in _FUNCTIONS:
+            return _apply(token, self.atom(depth + 1)) if depth < MAX_DEPTH else self.sum(MAX_DEPTH + 1)
+        if token in _CONSTANTS:
+            return _CONSTANTS[token]
+        if token in self.letters:
+            return self.letters[token]
+        if token[:1].isdigit() or token[:1] == ".":
+            return _number(token)
+        raise NotAnExpression(f"{token or 'the end'!r} is out of place")
+
+
+def _number(token: str) -> Fraction:
+    _, _, exponent = token.lower().partition("e")
+    if exponent and len(exponent) > 4:
+        raise NotAnExpression("an exponent of more than three digits")
+    return Fraction(token)
+
+
+def _apply(name: str, value: Value) -> Value:
+    if name == "sqrt" and isinstance(value, Fraction) and value >= 0:
+        above, below = math.isqrt(value.numerator), math.isqrt(value.denominator)
+        if above * above == value.numerator and below * below == value.denominator:
+            return Fraction(above, below)
+    return _FUNCTIONS[name](complex(value))
+
+
+def _power(base: Value, exponent: Value) -> Value:
+    if isinstance(exponent, Fraction) and exponent.denominator == 1:
+        size = 1 if not isinstance(base, Fraction) else max(base.numerator.bit_length(), base.denominator.bit_length())
+        if abs(exponent) * size > MAX_BITS:
+            raise NotAnExpression(f"a power of more than {MAX_BITS} bits")
+        return base ** int(exponent)
+    return complex(base) ** complex(exponent)

@@ -1,0 +1,130 @@
+"""Reading LaTeX answers: the last box, and a formula as plain text."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+MAX_CHARS = 2000
+MAX_DEPTH = 50
+_BRACE = re.compile(r"[{}]")
+_TOKEN = re.compile(r"\\[a-zA-Z]+\s*|\\.|[{}$~]|[^\\{}$~]+", re.DOTALL)
+_SYMBOLS = {
+    "pi": "pi",
+    "infty": "inf",
+    "cup": "U",
+    "cdot": "*",
+    "times": "*",
+    "div": "/",
+    "le": "<=",
+    "leq": "<=",
+    "ge": ">=",
+    "geq": ">=",
+    "theta": "\u03b8",
+    "pm": "\u00b1",
+    **{char: char for char in "{}%$&#_"},
+    **dict.fromkeys(" ,;:", " "),
+}
+
+
+class NotLatex(ValueError):
+    """Too long or too deeply nested to be an answer."""
+
+
+def closing_brace(text: str, start: int) -> int | None:
+    """Where the first group after ``start`` ends; None where it does not."""
+    depth = 0
+    for brace in _BRACE.finditer(text, start):
+        depth += 1 if brace.group() == "{" else -1
+        if depth == 0 and brace.group() == "}":
+            return brace.start()
+    return None
+
+
+def last_box(text: str, *openings: str) -> str | None:
+    """What the last of these boxes holds (an opening ends in a brace); None where it is not closed."""
+    start, opening = max(((text.rfind(opening), opening) for opening in openings), default=(-1, ""))
+    if start < 0:
+        return None
+    end = closing_brace(text, start)
+    return None if end is None else text[start + len(opening) : end]
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a fraction and a root are written. ``powers`` puts the group behind ``^`` in parentheses."""
+
+    fraction: str
+    root: str
+    powers: bool
+
+
+PLAIN = Style("{0}/{1}", "sqrt({1})", powers=False)  # as pylatexenc does: precedence and a root's index are lost
+EXACT = Style("(({0})/({1}))", "(({1})**(1/({0})))", powers=True)
+
+
+def to_text(latex: str, style: Style) -> str:
+    r"""A formula as text: ``\frac{1}{2}\pi`` as ``1/2pi``. Unknown commands vanish, their arguments stay.
+
+    Raises NotLatex beyond MAX_CHARS characters or MAX_DEPTH nested groups.
+    """
+    if len(latex) > MAX_CHARS:
+        raise NotLatex(f"longer than {MAX_CHARS} characters")
+    return _group(_TOKEN.findall(latex)[::-1], style, 0).strip()
+
+
+def _group(tokens: list[str], style: Style, depth: int) -> str:
+    """Consumes tokens (the next one is the last of the list) up to the brace that closes the group."""
+    if depth > MAX_DEPTH:
+        raise NotLatex(f"more than {MAX_DEPTH} nested groups")
+    text = ""
+    while tokens:
+        if tokens[-1] == "}":
+            tokens.pop()
+            if depth:
+                break
+            continue  # closes nothing
+        opens = tokens[-1] == "{"
+        piece = _piece(tokens, style, depth)
+        text += f"({piece})" if opens and style.powers and text.endswith("^") else piece
+    return text
+
+
+def _piece(tokens: list[str], style: Style, depth: int) -> str:
+    token = tokens.pop()
+    if token == "{":
+        return _group(tokens, style, depth + 1)
+    if not token.startswith("\\"):
+        return {"$": "", "~": " "}.get(token, token)
+    name = token[1:].strip() or token[1:]
+    if name in ("frac", "dfrac", "tfrac"):
+        return style.fraction.format(_argument(tokens, style, depth), _argument(tokens, style, depth))
+    if name == "sqrt":
+        index = _option(tokens)
+        return style.root.format(index, _argument(tokens, style, depth))
+    return _SYMBOLS.get(name, "")
+
+
+def _argument(tokens: list[str], style: Style, depth: int) -> str:
+    """The next group, command or character."""
+    while tokens and tokens[-1].isspace():
+        tokens.pop()
+    if not tokens or tokens[-1] == "}":
+        return ""
+    if tokens[-1][0] in "\\{$~":
+        return _piece(tokens, style, depth + 1)
+    text = tokens.pop().lstrip()
+    if text[1:]:
+        tokens.append(text[1:])
+    return text[0]
+
+
+def _option(tokens: list[str]) -> str:
+    """The index of a root in brackets, 2 where there is none."""
+    found = re.match(r"\s*\[([^\]]*)\]", tokens[-1]) if tokens else None
+    if found is None:
+        return "2"
+    rest = tokens.pop()[found.end() :]
+    if rest:
+        tokens.append(rest)
+    return found[1]
