@@ -154,10 +154,10 @@ def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Group-relative advantage (arXiv:2402.03300, eq. 3 in its outcome form, section 4.1.2).
+    """Group-relative advantage (arXiv:2402.03300, section 4.1.2: the outcome form of eq. 3).
 
     ``A_i = (R_i - mean_group) / (std_group + epsilon)``, std with Bessel's correction. Without the division
-    (``norm_adv_by_std_in_grpo=False``) it is Dr. GRPO's (arXiv:2503.20783, eq. 3). A group of one keeps its reward.
+    (``norm_adv_by_std_in_grpo=False``) it is Dr. GRPO's (arXiv:2503.20783). A group of one keeps its reward.
 
     Shapes:
         advantages, returns  [B, T], equal
@@ -169,7 +169,7 @@ def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Leave-one-out baseline (arXiv:2402.14740, eq. 8): ``A_i = R_i - mean of the group's other rewards``.
+    """Leave-one-out baseline (arXiv:2402.14740): ``A_i = R_i - mean of the group's other rewards``.
 
     Computed as ``n / (n - 1) * (R_i - mean_group)``. A group of one keeps its reward.
 
@@ -182,7 +182,7 @@ def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def opo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Length-weighted baseline (arXiv:2505.23585, eq. 7): ``A_i = R_i - sum_j L_j R_j / sum_j L_j``.
+    """Length-weighted baseline (arXiv:2505.23585): ``A_i = R_i - sum_j L_j R_j / sum_j L_j``.
 
     ``L_j`` is the number of response tokens of row j. A group of one keeps its reward.
 
@@ -194,7 +194,7 @@ def opo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Group policy gradient (arXiv:2504.02546, eq. 7): ``A_i = alpha (R_i - mean_group)``.
+    """Group policy gradient (arXiv:2504.02546): ``A_i = alpha (R_i - mean_group)``.
 
     ``alpha = B / number of rows with R != 0`` makes up for the groups that carry no gradient; it is taken
     over the whole batch.
@@ -202,7 +202,7 @@ def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     Shapes:
         advantages, returns  [B, T], equal
     """
-    alpha = inputs.counted_B.sum() / inputs.rewards_B.count_nonzero().clamp(min=1)
+    alpha = inputs.counted_B.sum() / inputs.rewards_B.count_nonzero().clamp(min=1)  # in float32, as published
     advantages = inputs.spread(alpha * group_stats(inputs).centred_B)
     return advantages, advantages
 
@@ -236,7 +236,7 @@ def grpo_passk(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Reward to go less the greedy answer's reward (arXiv:2310.10505, eq. 6).
+    """Reward to go less the greedy answer's reward (arXiv:2310.10505).
 
     Shapes:
         advantages  [B, T]  returns less ``baseline``
@@ -252,7 +252,7 @@ def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Discounted reward to go, whitened over the batch's tokens (arXiv:2501.03262, section 3).
+    """Discounted reward to go, whitened over the batch's tokens (arXiv:2501.03262).
 
     ``G_t = r_t + gamma G_{t+1}``, where "t+1" is the next token that the policy wrote.
 
@@ -274,7 +274,7 @@ def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Reward less the group's mean, then whitened over the batch's tokens (arXiv:2501.03262, section 3).
+    """Reward less the group's mean, then whitened over the batch's tokens (arXiv:2501.03262).
 
     Shapes:
         advantages, returns  [B, T], equal

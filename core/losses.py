@@ -63,7 +63,7 @@ def _stats(mask_BT: Tensor, **stats: Tensor) -> Stats:
 def vanilla(
     log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor, config: LossConfig
 ) -> tuple[Tensor, Stats]:
-    """PPO's clipped surrogate (arXiv:1707.06347, eq. 7) with dual clip (arXiv:1912.09729, eq. 5).
+    """PPO's clipped surrogate (arXiv:1707.06347, eq. 7) with dual clip (arXiv:1912.09729).
 
     ``max(-A r, -A clip(r, 1 - low, 1 + high))``, and where A < 0 at most ``-A c``. With high > low it is
     DAPO's clip-higher (arXiv:2503.14476, eq. 10). The log-ratio is clamped to +-20.
@@ -71,7 +71,12 @@ def vanilla(
     Shapes:
         all tensors  [B, T]
         stats        pg_clipfrac, pg_clipfrac_lower (dual clip at work), ppo_kl  [B, T]
+
+    Raises:
+        ValueError: ``clip_ratio_c`` is not above 1.
     """
+    if config.clip_ratio_c <= 1:
+        raise ValueError(f"actor.clip_ratio_c={config.clip_ratio_c}: the dual clip's bound on the ratio must be > 1")
     logp, old, adv = _inside(response_mask_BT, log_prob_BT, old_log_prob_BT, advantages_BT)
     log_ratio = (logp - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = log_ratio.exp()
@@ -115,7 +120,7 @@ def gspo(
 def sapo(
     log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor, config: LossConfig
 ) -> tuple[Tensor, Stats]:
-    """A soft gate in place of the clip (SAPO, arXiv:2511.20347, eq. 5 and 6).
+    """A soft gate in place of the clip (SAPO, arXiv:2511.20347).
 
     ``-A * 4 / tau * sigmoid(tau (r - 1))``, tau by the sign of A. Averaged per sequence: see :data:`AGGREGATION`.
 
@@ -134,7 +139,7 @@ def sapo(
 def gpg(
     log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor, config: LossConfig
 ) -> tuple[Tensor, Stats]:
-    """The plain policy gradient ``-A log p`` of GPG (arXiv:2504.02546, eq. 6), which is REINFORCE's.
+    """The plain policy gradient ``-A log p`` of GPG (arXiv:2504.02546), which is REINFORCE's.
 
     Shapes:
         all tensors  [B, T]
@@ -253,7 +258,7 @@ def loss_weights(
 
     Shapes:
         loss_mask_BT  [B, T]  bool or 0/1
-        result        [B, T]  float32 (float64 is ``result.double()`` of exact integers' quotients: pass a float64 mask)
+        result        [B, T]  float32; float64 for a float64 mask
 
     Args:
         scale_factor: ``actor.loss_scale_factor``.

@@ -1,0 +1,302 @@
+"""Which function each file of golden vectors is about, and how its inputs map onto ours.
+
+An adapter yields :class:`Comparison` objects for a case at a precision ("f64" or "f32"). :data:`ADAPTERS` is the table
+that the tests and ``python -m tests.conformance`` go through; a file that is not in it is reported, not failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core import advantages, kl, losses, masked, schedules
+from core.head import token_log_probs_and_entropy
+from core.types import TrainBatch
+from tests.golden_io import Case, Comparison
+
+Adapter = Callable[[Case, str], Iterator[Comparison]]
+
+EMPTY_STEP = "a step without a token has loss 0 and gradient 0; published: NaN, from 0 / 0"
+NAN_OUTSIDE = "what lies outside the mask is selected away; published: NaN * 0 = NaN in the seq-mean modes"
+# Whitened or divided by a spread that is rounding error in float32 (README of the vectors).
+ILL_CONDITIONED = ("near", "gae bs=1 T=2 gamma=1.0 lam=0.95 gap-mask", "rewards=allone groups=singletons")
+RANKS = "the weights are made of the whole step's counts, so there is no call without them to refuse"
+
+
+def _tensor(values: Any, precision: str) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64 if precision == "f64" else torch.float32)
+
+
+def _mask(values: Any) -> Tensor:
+    return torch.tensor(values).bool()
+
+
+def _tolerance(precision: str, f64: float, f32: float = 4e-5) -> float:
+    return f64 if precision == "f64" else f32
+
+
+# -- advantages -------------------------------------------------------------------------------------------------------
+
+
+def _advantage(name: str, f64: float, case: Case, precision: str) -> Iterator[Comparison]:
+    """Off the mask ours is 0; gae's published value there is left over from the recursion, so it is not compared."""
+    given, config = case.inputs, case.inputs.get("config", {})
+    mask = _mask(given["response_mask"])
+    norm = given.get("norm_adv_by_std_in_grpo", config.get("norm_adv_by_std_in_grpo", True))
+    inputs = advantages.AdvantageInputs(
+        token_level_rewards=_tensor(given["token_level_rewards"], precision),
+        response_mask=mask,
+        group=torch.tensor(given.get("index", list(range(len(mask))))),
+        values=_tensor(given["values"], precision) if "values" in given else None,
+        baseline=_tensor(given["reward_baselines"], precision) if "reward_baselines" in given else None,
+        gamma=given.get("gamma", config.get("gamma", 1.0)),
+        lam=given.get("lam", 1.0),
+        norm_adv_by_std_in_grpo=norm,
+    )
+    got = dict(zip(("advantages", "returns"), advantages.ESTIMATORS[name](inputs), strict=True))
+    tolerance = _tolerance(precision, f64)
+    if precision == "f32" and any(text in case.name for text in ILL_CONDITIONED):
+        tolerance = 1e-4
+    if name == "grpo" and 1 in torch.unique(inputs.group, return_counts=True)[1]:
+        tolerance = max(tolerance, 1e-7)  # the published 1 + 1e-6 is a float32 number whatever the inputs are
+    for field, value in got.items():
+        # The float64 result is the truth for both precisions: every input is exact in float32.
+        yield Comparison(field, value, case.want("f64")[field], tolerance, mask if name == "gae" else None)
+
+
+# -- policy losses ----------------------------------------------------------------------------------------------------
+
+
+def _policy(name: str, case: Case, precision: str) -> Iterator[Comparison]:
+    given, want = case.inputs, case.want(precision)
+    mask = _mask(given["response_mask"])
+    log_prob = _tensor(given["log_prob"], precision).requires_grad_()
+    old, adv = _tensor(given["old_log_prob"], precision), _tensor(given["advantages"], precision)
+    defaults = {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None, "clip_ratio_c": 3.0}
+    config = SimpleNamespace(**{**defaults, "tau_pos": 1.0, "tau_neg": 1.05, **case.params})
+    loss_BT, stats = losses.policy_loss(name)(log_prob, old, adv, mask, config)
+    if given.get("rollout_is_weights") is not None:
+        loss_BT = loss_BT * _tensor(given["rollout_is_weights"], precision)
+    mode = losses.aggregation(name, case.params["loss_agg_mode"])
+    loss = _aggregated(loss_BT, mask, mode, case.params.get("global_batch_info") or {})
+    loss.backward()
+    empty = not bool(mask.any())
+    departure = EMPTY_STEP if empty else ""
+    tolerance = _tolerance(precision, 1e-6)
+    yield Comparison("loss", loss.detach(), 0.0 if empty else want["loss"], tolerance, departure=departure)
+    grad = torch.zeros_like(log_prob) if empty else want["grad_log_prob"]
+    yield Comparison("grad_log_prob", log_prob.grad, grad, tolerance, departure=departure)
+    for metric, value in want["metrics"].items():
+        yield Comparison(metric, masked.masked_mean(stats[metric.split("/")[1]], mask), value, max(tolerance, 1e-6))
+
+
+def _aggregated(loss_BT: Tensor, mask: Tensor, mode: str, info: dict[str, Any]) -> Tensor:
+    """The published ``agg_loss``: dp_size undoes the mean that data-parallel training takes of gradients."""
+    weight = losses.loss_weights(
+        mask.to(loss_BT.dtype),
+        mode,
+        scale_factor=info.get("loss_scale_factor"),
+        total_tokens=info.get("batch_num_tokens"),
+        total_rows=info.get("global_batch_size"),
+    )
+    return losses.weighted_sum(loss_BT, weight) * (info.get("dp_size") or 1)
+
+
+def _agg_loss(case: Case, precision: str) -> Iterator[Comparison]:
+    want = case.want(precision)
+    loss_mat = _tensor(case.inputs["loss_mat"], precision).requires_grad_()
+    mask = _mask(case.inputs["loss_mask"])
+    loss = _aggregated(loss_mat, mask, case.params["loss_agg_mode"], case.params)
+    if "error" in want:
+        partial_counts = (case.params.get("dp_size") or 1) > 1
+        yield Comparison("loss", loss.detach(), want["error"], 0.0, departure=RANKS if partial_counts else "")
+        return
+    loss.backward()
+    expected, departure = want["loss"], ""
+    if expected != expected:  # NaN
+        departure = NAN_OUTSIDE if bool(mask.any()) else EMPTY_STEP
+        expected = _published_without_nan(case)
+    yield Comparison("loss", loss.detach(), expected, _tolerance(precision, 1e-6), departure=departure)
+    if "grad" in want and not departure:
+        yield Comparison("grad", loss_mat.grad, want["grad"], _tolerance(precision, 1e-6))
+
+
+def _published_without_nan(case: Case) -> float:
+    """The formulas of the published table in plain Python, over the entries of the mask only."""
+    rows = [
+        [x for x, m in zip(*pair, strict=True) if m]
+        for pair in zip(case.inputs["loss_mat"], case.inputs["loss_mask"], strict=True)
+    ]
+    rows = [row for row in rows if row]
+    if not rows:
+        return 0.0
+    mode, width = case.params["loss_agg_mode"], len(case.inputs["loss_mat"][0])
+    if mode == "seq-mean-token-mean":
+        return sum(sum(row) / len(row) for row in rows) / len(rows)
+    total = sum(map(sum, rows)) / len(rows)
+    return total / (case.params.get("loss_scale_factor") or width) if mode.endswith("norm") else total
+
+
+def _agg_loss_partition(case: Case, precision: str) -> Iterator[Comparison]:
+    """Micro-batches take their rows of weights that were computed once, over the whole step."""
+    loss_mat, mask = _tensor(case.inputs["loss_mat"], precision), _mask(case.inputs["loss_mask"])
+    want, params = case.want(precision), case.params
+    weight = losses.loss_weights(
+        mask.to(loss_mat.dtype),
+        params["loss_agg_mode"],
+        scale_factor=params["loss_scale_factor"],
+        total_rows=params["global_batch_size"],
+    )
+    ranks = case.inputs["micro_batches_per_rank"]
+    per_micro = [
+        [float(losses.weighted_sum(loss_mat[rows], weight[rows])) * params["dp_size"] for rows in rank]
+        for rank in ranks
+    ]
+    tolerance = _tolerance(precision, 1e-6)
+    for got, expected in zip(per_micro, want["per_micro"], strict=True):
+        yield Comparison("per_micro", got, expected, tolerance)
+    total = sum(map(sum, per_micro)) / params["dp_size"]
+    yield Comparison("mean_over_ranks_of_sum_over_micro", total, want["full_batch_loss"], tolerance)
+    yield Comparison("full_batch_loss", losses.weighted_sum(loss_mat, weight), want["full_batch_loss"], tolerance)
+
+
+def _value_loss(case: Case, precision: str) -> Iterator[Comparison]:
+    given, want, mask = case.inputs, case.want(precision), _mask(case.inputs["response_mask"])
+    vpreds = _tensor(given["vpreds"], precision).requires_grad_()
+    returns, old = _tensor(given["returns"], precision), _tensor(given["values"], precision)
+    loss_BT, stats = losses.value_loss(vpreds, returns, old, case.params["cliprange_value"], mask)
+    loss = _aggregated(loss_BT, mask, case.params["loss_agg_mode"], {})
+    loss.backward()
+    tolerance = _tolerance(precision, 1e-6)
+    yield Comparison("vf_loss", loss.detach(), want["vf_loss"], tolerance)
+    yield Comparison("grad_vpreds", vpreds.grad, want["grad_vpreds"], tolerance)
+    yield Comparison("vf_clipfrac", masked.masked_mean(stats["vf_clipfrac"], mask), want["vf_clipfrac"], 1e-6)
+
+
+# -- KL ---------------------------------------------------------------------------------------------------------------
+
+
+def _kl_penalty(case: Case, precision: str) -> Iterator[Comparison]:
+    log_prob = _tensor(case.inputs["logprob"], precision).requires_grad_()
+    ref = _tensor(case.inputs["ref_logprob"], precision)
+    value = kl.kl_penalty(log_prob, ref, case.params["kl_penalty"])
+    value.sum().backward()
+    want = case.want(precision)
+    yield Comparison("kl", value.detach(), want["kl"], _tolerance(precision, 1e-9))
+    yield Comparison("grad", log_prob.grad, want["grad_sum_wrt_logprob"], _tolerance(precision, 1e-9))
+
+
+def _apply_kl_penalty(case: Case, precision: str) -> Iterator[Comparison]:
+    given, params, want = case.inputs, case.params, case.want(precision)
+    scores, mask = _tensor(given["token_level_scores"], precision), _mask(given["response_mask"])
+    batch = TrainBatch(
+        input_ids=torch.zeros(mask.shape, dtype=torch.int64),
+        attention_mask=mask,
+        response_mask=mask,
+        loss_mask=mask,
+        group=torch.arange(len(mask)),
+        reward=scores.sum(-1),
+        in_group_stats=torch.ones(len(mask), dtype=torch.bool),
+        rollout_log_probs=torch.zeros_like(scores),
+        old_log_probs=_tensor(given["old_log_probs"], precision),
+        ref_log_prob=_tensor(given["ref_log_prob"], precision),
+    )
+    controller = kl.KLController(params["type"], params["kl_coef"], params["target_kl"], params["horizon"])
+    rewards, controller, metrics = kl.kl_in_reward(scores, batch, controller, params["kl_penalty"])
+    tolerance = _tolerance(precision, 1e-6)
+    yield Comparison("token_level_rewards", rewards, want["token_level_rewards"], tolerance)
+    yield Comparison("coef_after", controller.value, want["coef_after"], tolerance)
+    for name, value in want["metrics"].items():
+        yield Comparison(name, metrics[name], value, tolerance)
+
+
+def _kl_controller(case: Case, precision: str) -> Iterator[Comparison]:
+    params = case.params
+    controller = kl.KLController(
+        params["type"], params["kl_coef"], params.get("target_kl", 0.1), params.get("horizon", 10000)
+    )
+    values = []
+    for current in case.inputs["current_kl"]:
+        controller = controller.updated(current, params.get("n_steps", 1))
+        values.append(controller.value)
+    yield Comparison("value_after_each_update", values, case.want("f64")["value_after_each_update"], 1e-9)
+
+
+# -- primitives -------------------------------------------------------------------------------------------------------
+
+
+def _masked_ops(case: Case, precision: str) -> Iterator[Comparison]:
+    values, mask = _tensor(case.inputs["values"], precision), _mask(case.inputs["mask"])
+    functions = {
+        "masked_sum": masked.masked_sum,
+        "masked_sum_axis-1": partial(masked.masked_sum, dim=-1),
+        "masked_mean": masked.masked_mean,
+        "masked_mean_axis-1": partial(masked.masked_mean, dim=-1),
+        "masked_var_unbiased": masked.masked_var,
+        "masked_var_biased": partial(masked.masked_var, unbiased=False),
+        "masked_whiten": masked.masked_whiten,
+        "masked_whiten_noshift": partial(masked.masked_whiten, shift_mean=False),
+    }
+    for name, expected in case.want(precision).items():
+        tolerance = _tolerance(precision, 1e-5 if "whiten" in name else 1e-6)
+        if isinstance(expected, dict):
+            continue
+        yield Comparison(name, functions[name](values, mask), expected, tolerance)
+
+
+def _lr_schedule(case: Case, precision: str) -> Iterator[Comparison]:
+    params, expected = case.params, case.expected["lr_at_step"]
+    warmup, total = params["num_warmup_steps"], params.get("num_training_steps", 0)
+    functions = {
+        "constant": lambda i: schedules.constant(i, warmup),
+        "cosine": lambda i: schedules.cosine(i, warmup, total, params["min_lr_ratio"], params["num_cycles"]),
+        "wsd": lambda i: schedules.wsd(i, warmup, total, params["min_lr_ratio"], params["stable_ratio"]),
+    }
+    yield Comparison("lr_at_step", [functions[params["type"]](i) for i in range(len(expected))], expected, 1e-12)
+
+
+def _entropy_logprob(case: Case, precision: str) -> Iterator[Comparison]:
+    """Logits go through the head as hidden states of an identity matrix, in chunks of two tokens."""
+    logits, labels = _tensor(case.inputs["logits"], precision), torch.tensor(case.inputs["labels"])
+    vocabulary, want = logits.shape[-1], case.want("f64")
+    log_prob, entropy = token_log_probs_and_entropy(
+        logits.reshape(-1, vocabulary),
+        torch.eye(vocabulary, dtype=logits.dtype),
+        labels.reshape(-1),
+        chunk_elements=2 * vocabulary,
+    )
+    yield Comparison("logprobs", log_prob.reshape(labels.shape), want["logprobs"], _tolerance(precision, 1e-9))
+    yield Comparison("entropy", entropy.reshape(labels.shape), want["entropy"], _tolerance(precision, 1e-9))
+
+
+ADAPTERS: dict[str, Adapter] = {
+    "adv_gae": partial(_advantage, "gae", 1e-5),
+    "adv_gpg": partial(_advantage, "gpg", 1e-9),
+    "adv_grpo": partial(_advantage, "grpo", 1e-9),
+    "adv_grpo_passk": partial(_advantage, "grpo_passk", 1e-9),
+    "adv_opo": partial(_advantage, "opo", 1e-9),
+    "adv_reinforce_plus_plus": partial(_advantage, "reinforce_plus_plus", 1e-5),
+    "adv_reinforce_plus_plus_baseline": partial(_advantage, "reinforce_plus_plus_baseline", 1e-5),
+    "adv_remax": partial(_advantage, "remax", 1e-9),
+    "adv_rloo": partial(_advantage, "rloo", 1e-9),
+    "agg_loss": _agg_loss,
+    "agg_loss_partition": _agg_loss_partition,
+    "apply_kl_penalty": _apply_kl_penalty,
+    "entropy_logprob": _entropy_logprob,
+    "kl_controller": _kl_controller,
+    "kl_penalty": _kl_penalty,
+    "lr_schedule": _lr_schedule,
+    "masked_ops": _masked_ops,
+    "policy_cispo": partial(_policy, "cispo"),
+    "policy_gpg": partial(_policy, "gpg"),
+    "policy_gspo": partial(_policy, "gspo"),
+    "policy_reinforce": partial(_policy, "reinforce"),
+    "policy_sapo": partial(_policy, "sapo"),
+    "policy_vanilla": partial(_policy, "vanilla"),
+    "value_loss": _value_loss,
+}
