@@ -1,0 +1,398 @@
+"""Reports of recorded runs, and the tables of ``results/``.
+
+    python -m core.report RUN [RUN ...] [--out DIR]       report.md and report.html
+    python -m core.report --publish RUN --as grpo/lab_s1   the small copy in results/ that is committed
+    python -m core.report --index [--check]                results/README.md and the table in README.md
+
+A RUN is a run folder (``outputs/<recipe>/<run>``) or a published copy (``results/<recipe>/<run>``). Runs that differ
+in their seeds only are one experiment: mean, spread and interval over seeds. Experiments are compared by question.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from core import result_tables
+from core.recorded import (
+    RecordedRun,
+    RunError,
+    decoding,
+    group_name,
+    group_runs,
+    load_run,
+    publish,
+    summarise,
+)
+from core.report_html import Block, Curves, Fold, Gallery, Heading, Line, Table, Text, html, markdown
+from core.result_tables import change, experiment_table, experiments, percent, run_table
+from core.validation import paired_comparison, welch_interval
+
+Group = list[RecordedRun]
+SMOOTHED_BEYOND = 60  # steps
+NOT_PHASES = {"timing_s/step", "timing_s/testing", "timing_s/save_checkpoint"}  # the whole, and what is not in it
+
+# title, {metric: its label}, note
+PANELS = (
+    ("Reward", {"critic/rewards/mean": "trained on", "critic/score/mean": "scorer's"}, "mean over the step's samples"),
+    ("Accuracy on training prompts", {"reward/acc/mean": ""}, ""),
+    ("Response length", {"response_length/mean": ""}, "tokens"),
+    ("Truncated responses", {"response_length/clip_ratio": ""}, "share"),
+    ("Entropy", {"actor/entropy": ""}, "nats a token"),
+    (
+        "Clip fractions",
+        {"actor/pg_clipfrac": "policy", "actor/pg_clipfrac_lower": "dual clip", "critic/vf_clipfrac": "value"},
+        "share of tokens",
+    ),
+    ("Gradient norm", {"actor/grad_norm": "policy", "critic/grad_norm": "critic"}, "before clipping"),
+    (
+        "KL",
+        {
+            "actor/ppo_kl": "to the old policy",
+            "actor/kl_loss": "to the reference",
+            "actor/reward_kl_penalty": "in reward",
+        },
+        "nats a token",
+    ),
+    ("Explained variance of the critic", {"critic/vf_explained_var": ""}, ""),
+    (
+        "Engine against learner",
+        {"rollout_corr/logp_diff_mean": "mean", "rollout_corr/logp_diff_max": "largest"},
+        "|log-prob|",
+    ),
+    ("Groups kept", {"collect/keep_rate": ""}, "share of prompts drawn"),
+)
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+# --- what was learnt ---
+
+
+def headline(runs: Sequence[RecordedRun]) -> str:
+    """A line for each experiment and data source: accuracy before and after, with interval and questions."""
+    found = experiments([summarise(run) for run in runs])
+    lines = [experiment.sentence for experiment in found if experiment.metric.startswith("mean@")]
+    return "\n".join(lines) if lines else "no validation was recorded"
+
+
+def learnt(runs: Sequence[RecordedRun]) -> Iterator[Block]:
+    summaries = [summarise(run) for run in runs]
+    yield Text(headline(runs), strong=True)
+    yield experiment_table(summaries)
+    yield run_table(summaries)
+    yield Text(
+        "Accuracy in percent at the last validation, with 95 % intervals: of one run over questions, of several seeds "
+        "after their standard deviation (±) over seeds."
+    )
+
+
+# --- curves ---
+
+
+def _mean_line(lines: Sequence[Line]) -> Line:
+    """The mean of several seeds at the steps that all of them have."""
+    shared = sorted(set.intersection(*(set(line.steps) for line in lines)))
+    tables = [dict(zip(line.steps, line.values, strict=True)) for line in lines]
+    values = [statistics.fmean(table[step] for table in tables) for step in shared]
+    return Line(lines[0].label, shared, values, lines[0].group, lines[0].variant)
+
+
+def _running_mean(line: Line) -> Line:
+    """The mean over a thirtieth of the curve around each step."""
+    reach = max(1, len(line.steps) // 60)
+    values = [statistics.fmean(line.values[max(0, i - reach) : i + reach + 1]) for i in range(len(line.values))]
+    return replace(line, values=values)
+
+
+def _with_mean(lines: Sequence[Line]) -> list[Line]:
+    """A short single line as it is; several seeds, or a long curve, faint under their mean."""
+    lines = [line for line in lines if line.steps]
+    long = any(len(line.steps) > SMOOTHED_BEYOND for line in lines)
+    if not lines or (len(lines) == 1 and not long):
+        return lines
+    mean = _mean_line(lines)
+    return [*(replace(line, label="", faint=True) for line in lines), _running_mean(mean) if long else mean]
+
+
+def _label(groups: Sequence[Group], group: Group, part: str) -> str:
+    name = group_name([run.name for run in group]) if len(groups) > 1 else ""
+    return ", ".join(word for word in (name, part) if word)
+
+
+def _metric_panel(groups: Sequence[Group], title: str, metrics: Mapping[str, str], note: str) -> Curves | None:
+    present = {m: part for m, part in metrics.items() if any(run.series(m)[0] for g in groups for run in g)}
+    if title == "Reward" and len(present) == 2:
+        reward, score = metrics
+        if all(run.series(reward) == run.series(score) for group in groups for run in group):
+            del present[score]
+    lines: list[Line] = []
+    for at, group in enumerate(groups):
+        for variant, (metric, part) in enumerate(present.items()):
+            label = _label(groups, group, part if len(present) > 1 else "")
+            lines += _with_mean([Line(label, *run.series(metric), at, variant) for run in group])
+    return Curves(title, lines, note=note) if lines else None
+
+
+def _accuracy_panel(groups: Sequence[Group]) -> Curves | None:
+    lines: list[Line] = []
+    sources = list(dict.fromkeys(source for group in groups for run in group for source in run.points()))
+    for at, group in enumerate(groups):
+        for variant, source in enumerate(sources):
+            label = _label(groups, group, source if len(sources) > 1 else "")
+            lines += _with_mean([_accuracy_line(run, source, label, at, variant, len(group) == 1) for run in group])
+    note = "held-out, 95 % interval" if all(len(g) == 1 for g in groups) else "held-out, mean over seeds"
+    return Curves("Validation accuracy", lines, note=note) if lines else None
+
+
+def _accuracy_line(run: RecordedRun, source: str, label: str, group: int, variant: int, interval: bool) -> Line:
+    points = [p for p in run.points().get(source, []) if p.name.startswith("mean@")]
+    estimates = [p.estimate for p in points]
+    bounded = interval and all(e.low is not None for e in estimates)
+    low, high = ([e.low for e in estimates], [e.high for e in estimates]) if bounded else (None, None)
+    return Line(label, [p.step for p in points], [e.value for e in estimates], group, variant, low=low, high=high)
+
+
+def _phase_panel(groups: Sequence[Group], group: Group) -> Curves | None:
+    """Mean seconds of each phase over the seeds, for the steps that all of them have; the rest of the step on top."""
+    rows = [{row["step"]: row for row in run.metrics if row.get("timing_s/step")} for run in group]
+    steps = sorted(set.intersection(*(set(table) for table in rows)))
+    names = sorted({n for t in rows for r in t.values() for n in r if n.startswith("timing_s/")} - NOT_PHASES)
+    if not steps or not names:
+        return None
+
+    def seconds(name: str, step: float) -> float:
+        return statistics.fmean(table[step].get(name, 0.0) for table in rows)
+
+    parts = {name.removeprefix("timing_s/"): [seconds(name, step) for step in steps] for name in names}
+    whole = [seconds("timing_s/step", step) for step in steps]
+    parts["rest"] = [max(0.0, total - sum(p[i] for p in parts.values())) for i, total in enumerate(whole)]
+    largest = sorted(parts, key=lambda name: -sum(parts[name]))
+    note = " ".join(["seconds a step", _label(groups, group, "") and f"({_label(groups, group, '')})"]).strip()
+    shown = [name for name in largest if sum(parts[name]) > 0.005 * sum(whole)]
+    return Curves("Time by phase", [Line(name, steps, parts[name]) for name in shown], stacked=True, note=note)
+
+
+def curves(groups: Sequence[Group]) -> Iterator[Block]:
+    panels = [_accuracy_panel(groups), *(_metric_panel(groups, *panel) for panel in PANELS)]
+    panels += [_phase_panel(groups, group) for group in groups]
+    yield Heading("Curves")
+    yield Text(
+        "A faint line is one seed, or the single steps; the strong line over it is the mean over seeds and, in curves "
+        f"of more than {SMOOTHED_BEYOND} steps, over neighbouring steps. Bands are 95 % intervals over questions."
+    )
+    yield Gallery([panel for panel in panels if panel])
+
+
+# --- comparison ---
+
+
+def _question_means(group: Group) -> dict[str, dict[str, float]]:
+    """``data_source -> uid -> accuracy`` at each run's last validation, averaged over the seeds that have it."""
+    pooled: dict[str, dict[str, list[float]]] = {}
+    for run in group:
+        for source, by_uid in run.accuracy_at(max(run.validation, default=-1)).items():
+            for uid, accuracy in by_uid.items():
+                pooled.setdefault(source, {}).setdefault(uid, []).append(accuracy)
+    return {source: {uid: statistics.fmean(v) for uid, v in by_uid.items()} for source, by_uid in pooled.items()}
+
+
+def _seed_values(group: Group) -> dict[str, list[float]]:
+    """``data_source -> mean accuracy`` of each seed at the last validation."""
+    found = experiments([summarise(run) for run in group])
+    return {each.source: each.values("after") for each in found if each.metric.startswith("mean@")}
+
+
+def comparison(groups: Sequence[Group]) -> Iterator[Block]:
+    """Every experiment against the first one: by question, and over seeds where both have several."""
+    names = [group_name([run.name for run in group]) for group in groups]
+    rows = []
+    for other in range(1, len(groups)):
+        a, b = _question_means(groups[0]), _question_means(groups[other])
+        over = _seed_values(groups[0]), _seed_values(groups[other])
+        for source in sorted(over[0].keys() & over[1].keys()):
+            values = [each[source] for each in over]
+            shared = a.get(source, {}).keys() & b.get(source, {}).keys()
+            paired = paired_comparison(a[source], b[source]) if shared else None
+            welch = welch_interval(*values) if min(map(len, values)) > 1 else None
+            count = str(paired.difference.n) if paired else "none recorded"
+            cells = [f"{names[other]} − {names[0]}", source, count, change(paired) if paired else ""]
+            cells.append(percent(welch, signed=True) if welch else "")
+            rows.append(cells)
+    yield Heading("Comparison")
+    yield Table(["difference", "evaluated on", "shared questions", "by question, paired", "over seeds, Welch"], rows)
+    yield Text(
+        "Accuracy in points with 95 % intervals. The paired interval is over questions for these very policies; what "
+        "another seed would give is the interval over seeds, which needs at least two seeds on both sides."
+    )
+    if len({decoding(group[0].config) for group in groups}) > 1:
+        yield Text("The runs decoded differently in validation: the difference is not one of the policies alone.")
+
+
+def config_difference(groups: Sequence[Group]) -> Table:
+    """The keys in which the experiments' configurations differ, seeds and names of runs left out."""
+    first = [group[0] for group in groups]
+    keys = sorted({key for run in first for key in run.config})
+    rows = [[key, *(_cell(run.config.get(key, "absent")) for run in first)] for key in keys]
+    rows = [row for row in rows if len(set(row[1:])) > 1]
+    return Table(["key", *(group_name([run.name for run in group]) for group in groups)], rows)
+
+
+# --- samples, configuration, provenance ---
+
+
+def samples(run: RecordedRun) -> Iterator[Block]:
+    """The same questions before and after, as many as both validations kept."""
+    steps = sorted({row["step"] for row in run.samples})
+    if not steps:
+        return
+    first, last = ({_sample_key(r): r for r in run.samples if r["step"] == step} for step in (steps[0], steps[-1]))
+    rows = [
+        [str(last[key]["input"])[-600:], _cell(last[key].get("gts")), _answer(first[key]), _answer(last[key])]
+        for key in last
+        if key in first
+    ]
+    yield Heading(f"Samples of {run.name}")
+    if len(steps) == 1:
+        yield Table(["question", "expected", f"step {steps[0]}"], [row[:3] for row in rows], prose=True)
+    else:
+        yield Table(["question", "expected", f"step {steps[0]}", f"step {steps[-1]}"], rows, prose=True)
+
+
+def _sample_key(row: Mapping[str, Any]) -> Any:
+    return row.get("uid", row["input"])
+
+
+def _answer(row: Mapping[str, Any]) -> str:
+    text = str(row["output"])
+    return f"{text if len(text) <= 1500 else text[:700] + ' […] ' + text[-700:]}\n(score {row['score']:g})"
+
+
+def configuration(groups: Sequence[Group]) -> Iterator[Block]:
+    yield Heading("Configuration")
+    if len(groups) > 1:
+        yield Heading("Where the runs differ", 3)
+        yield config_difference(groups)
+    run = groups[0][0]
+    changed = run.manifest.get("changed_from_defaults", {})
+    yield Heading(f"Where {run.name} differs from the defaults", 3)
+    rows = [[key, *map(_cell, pair)] for key, pair in sorted(changed.items())]
+    yield Table(["key", "default", "here"], rows) if rows else Text("Nowhere.")
+    yield Fold("All keys", [Table(["key", "value"], [[key, _cell(value)] for key, value in run.config.items()])])
+
+
+def provenance(groups: Sequence[Group]) -> Iterator[Block]:
+    runs = [run for group in groups for run in group]
+    rows = [[title, *(_cell(read(run)) for run in runs)] for title, read in _PROVENANCE.items()]
+    yield Heading("Provenance")
+    yield Table(["", *(run.name for run in runs)], [row for row in rows if any(row[1:])])
+    packages = sorted({name for run in runs for name in run.session["packages"]})
+    versions = [[name, *(run.session["packages"].get(name, "") for run in runs)] for name in packages]
+    yield Fold("Package versions", [Table(["package", *(run.name for run in runs)], versions)])
+
+
+def _git(run: RecordedRun) -> str:
+    git = run.session["git"]
+    if not git["commit"]:
+        return "not a git checkout"
+    return git["commit"][:12] + (f", uncommitted changes {git['diff_sha256'][:12]}" if git["dirty"] else "")
+
+
+def _resumes(run: RecordedRun) -> str:
+    steps = [s["resumed_from_step"] for s in run.manifest["sessions"] if s["resumed_from_step"] is not None]
+    gaps = [s["gap"] for s in run.manifest["sessions"] if "gap" in s]
+    return "; ".join([*(f"resumed after step {step}" for step in steps), *gaps])
+
+
+def _hardware(run: RecordedRun) -> str:
+    machine = run.session["hardware"]
+    gpus = f", {len(machine['gpus'])} x {machine['gpus'][0]}" if machine["gpus"] else ""
+    return f"{machine['cores']} cores, {machine['cpu']}, {machine['memory_gib']} GiB{gpus}"
+
+
+_PROVENANCE = {
+    "status": lambda run: run.status,
+    "command": lambda run: run.session["command"],
+    "commit": _git,
+    "started": lambda run: run.manifest["sessions"][0]["started"],
+    "ended": lambda run: run.session["ended"],
+    "interruptions": _resumes,
+    "seconds in steps": lambda run: f"{run.seconds:.0f}",
+    "hardware": _hardware,
+    "threads": lambda run: ", ".join(f"{k} {v}" for k, v in run.session["threads"].items() if v is not None),
+    "seeds": lambda run: ", ".join(f"{k}={v}" for k, v in run.manifest["seeds"].items()),
+    "data": lambda run: "; ".join(f"{Path(d['path']).name} {d['sha256'][:12]}" for d in run.manifest["data"]),
+}
+
+
+# --- the page ---
+
+
+def page(runs: Sequence[RecordedRun]) -> tuple[str, list[Block]]:
+    """Title and blocks of the report."""
+    groups = group_runs(runs)
+    blocks = [*learnt([run for group in groups for run in group]), *curves(groups)]
+    if len(groups) > 1:
+        blocks += comparison(groups)
+    for group in groups:
+        blocks += samples(group[0])
+    blocks += [*configuration(groups), *provenance(groups)]
+    return " and ".join(group_name([run.name for run in group]) for group in groups), blocks
+
+
+def write_report(runs: Sequence[RecordedRun], out: Path) -> Path:
+    """Writes ``report.md`` and ``report.html`` into ``out``."""
+    title, blocks = page(runs)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "report.md").write_text(markdown(title, blocks), encoding="utf-8")
+    (out / "report.html").write_text(html(title, blocks), encoding="utf-8")
+    return out / "report.html"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m core.report", description="Reports of recorded runs.")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="run folders: outputs/<recipe>/<run> or results/...")
+    parser.add_argument("--out", type=Path, help="folder for the report (default: the run's, or outputs/reports)")
+    parser.add_argument("--publish", metavar="RUN", help="copy a run's small files to results/")
+    parser.add_argument("--as", dest="name", metavar="RECIPE/RUN", help="its name there (default: its own)")
+    parser.add_argument("--index", action="store_true", help="regenerate results/README.md and the README's table")
+    parser.add_argument("--check", action="store_true", help="with --index: write nothing, exit 1 if out of date")
+    parser.add_argument("--results", type=Path, default=Path("results"), help=argparse.SUPPRESS)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    if not (args.runs or args.publish or args.index):
+        parser.error("name a run folder, or use --publish or --index")
+    try:
+        if args.publish:
+            run = load_run(args.publish)
+            print(f"published as {publish(args.publish, args.results / (args.name or run.name))}")
+        if args.runs:
+            runs = [load_run(folder) for folder in args.runs]
+            out = args.out or (runs[0].folder if len(runs) == 1 else Path("outputs/reports") / _slug(runs))
+            path = write_report(runs, out)
+            print(f"{headline(runs)}\nreport: {path}")
+        if args.index:
+            return result_tables.update(args.results, check=args.check)
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _slug(runs: Sequence[RecordedRun]) -> str:
+    return "_".join(group_name([run.name for run in group]).replace("/", "-") for group in group_runs(runs))[:100]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

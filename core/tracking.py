@@ -1,0 +1,381 @@
+"""The run folder and the loggers: everything a run leaves behind except its checkpoints.
+
+``<run_dir>/config.yaml`` resolved configuration · ``manifest.json`` provenance and status · ``metrics.jsonl`` one line
+a step, on disk before the next step begins · ``samples.jsonl`` a few generations of every validation ·
+``validation/<step>.jsonl`` who answered which question.
+
+**Resume.** A run that goes on from the checkpoint of step k keeps the lines up to k and drops the rest, so that its
+files end up as those of a run that was never interrupted (``timing_s/`` and ``perf/`` excepted). For that a step is
+logged before its checkpoint is complete. TensorBoard purges what follows k as well; wandb cannot take steps back and
+keeps the first values it was sent.
+
+**Metric names** are verl's: ``critic/{score,rewards,advantages,returns,values}/{mean,max,min}``, ``critic/vf_*``,
+``actor/{entropy,pg_loss,kl_loss,ppo_kl,pg_clipfrac,pg_clipfrac_lower,grad_norm,lr}``,
+``{response,prompt}_length/{mean,max,min,clip_ratio}``, ``rollout_corr/*``, ``timing_s/{gen,reward,old_log_prob,ref,
+values,adv,update_critic,update_actor,save_checkpoint,testing,step}``, ``perf/*``, ``training/{global_step,epoch}``, and
+the validation names of :mod:`core.validation`. Not verl's: ``reward/<part>/mean``, of which ``reward/acc/mean`` is the
+training prompts' accuracy, and ``collect/*``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import yaml
+
+from core import run_manifest
+from core.manifest import fsync, write_durably
+from core.types import Prompt, Score, StepMetrics, Trajectory
+from core.validation import ValRecord
+
+STATUSES = ("running", "finished", "stopped", "failed")
+RUN_FILES = ("config.yaml", "manifest.json", "metrics.jsonl", "samples.jsonl", "validation", "tensorboard")
+KEPT_SAMPLES = 8  # generations of a validation that samples.jsonl keeps for the report, at the least
+Row = Mapping[str, Any]
+
+# label on the console, the names it may be found under, format
+_CONSOLE = (
+    ("reward", ("critic/rewards/mean", "critic/score/mean"), ".3f"),
+    ("acc", ("reward/acc/mean",), ".3f"),
+    ("length", ("response_length/mean",), ".1f"),
+    ("entropy", ("actor/entropy",), ".3f"),
+    ("kl", ("actor/ppo_kl", "actor/kl_loss"), ".2e"),
+    ("time", ("timing_s/step",), ".1f"),
+)
+
+
+# --- files ---
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replaces the file as a whole: a reader, or a run killed here, sees the old text or the new one."""
+    partial = path.with_name(path.name + ".partial")
+    write_durably(partial, text)
+    os.replace(partial, path)
+    fsync(path.parent)
+
+
+def json_line(row: Row) -> str:
+    return json.dumps(row, ensure_ascii=False, default=str) + "\n"
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file that a process may have been killed writing: an incomplete last line is left out.
+
+    Raises:
+        ValueError: a line before the last one is damaged.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                break
+            raise ValueError(f"{path}, line {number} of {len(lines)}: not JSON ({error})") from error
+    return rows
+
+
+def dump_jsonl(folder: str | Path, step: int, rows: Iterable[Row]) -> Path:
+    """Writes ``<folder>/<step>.jsonl``, as verl does for rollout_data_dir and validation_data_dir."""
+    path = Path(folder) / f"{step}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, "".join(map(json_line, rows)))
+    return path
+
+
+def generation_row(step: int, prompt: Prompt, prompt_text: str, trajectory: Trajectory, score: Score) -> dict[str, Any]:
+    """One generation under verl's field names; ``output`` is the whole response, tool text included."""
+    row = {
+        "input": prompt_text,
+        "output": "".join(segment.text for segment in trajectory.segments),
+        "gts": prompt.ground_truth,
+        "score": score.value,
+        "step": step,
+    }
+    details = {"uid": prompt.uid, "data_source": prompt.data_source, "pred": score.pred, "stop": trajectory.stop.value}
+    return {**score.parts, **details, **row}
+
+
+def spread_out(rows: Sequence[Row], count: int) -> list[Row]:
+    """``count`` rows at even distances: the same questions at every validation, and every data source among them."""
+    count = min(count, len(rows))
+    return [rows[i * len(rows) // count] for i in range(count)]
+
+
+# --- loggers ---
+
+
+class Logger(Protocol):
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+    def samples(self, step: int, rows: Sequence[Row]) -> None: ...
+    def close(self, failed: bool) -> None: ...
+
+
+class ConsoleLogger:
+    """One line a step, above the progress bar where there is one."""
+
+    def __init__(self) -> None:
+        self.bar: Any = None
+        self.total: int | None = None
+
+    def write(self, line: str) -> None:
+        if self.bar is not None:
+            self.bar.write(line)
+        else:
+            print(line, flush=True)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        shown = [f"{label} {value:{form}}" for label, value, form in _headline(values)]
+        shown += [
+            f"{name.removeprefix('val-core/')} {value:.3f}"
+            for name, value in values.items()
+            if name.startswith("val-core/") and "/acc/mean@" in name
+        ]
+        self.write(f"step {step}{f'/{self.total}' if self.total else ''} | " + " | ".join(shown))
+
+    def samples(self, step: int, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self.write(f"step {step} sample, score {row['score']}, expected {row['gts']!r}")
+            self.write(f"    {str(row['input'])[-200:]!r} -> {str(row['output'])[:400]!r}")
+
+    def close(self, failed: bool) -> None:
+        pass
+
+
+def _headline(values: Mapping[str, float]) -> Iterator[tuple[str, float, str]]:
+    for label, names, form in _CONSOLE:
+        found = next((values[name] for name in names if name in values), None)
+        if found is not None:
+            yield label, found, form
+
+
+class TensorboardLogger:
+    def __init__(self, tracker: Tracker) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = None if tracker.resume_step is None else tracker.resume_step + 1
+        self._writer = SummaryWriter(log_dir=str(tracker.run_dir / "tensorboard"), purge_step=purge)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def samples(self, step: int, rows: Sequence[Row]) -> None:
+        for i, row in enumerate(rows):
+            text = "\n\n".join(f"**{key}** {row[key]}" for key in ("input", "output", "gts", "score"))
+            self._writer.add_text(f"val/sample_{i}", text, step)
+
+    def close(self, failed: bool) -> None:
+        self._writer.close()
+
+
+class WandbLogger:
+    """``WANDB_MODE=offline`` needs no login. A resumed run goes on under the id in its manifest."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        import wandb
+
+        trainer = tracker.config.trainer
+        self._wandb = wandb
+        self._run = wandb.init(
+            project=trainer.project_name,
+            name=trainer.experiment_name,
+            id=tracker.manifest["run_id"],
+            resume="allow",
+            dir=str(tracker.run_dir),
+            config=run_manifest.as_tree(tracker.config),
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def samples(self, step: int, rows: Sequence[Row]) -> None:
+        columns = ["step", "input", "output", "gts", "score"]
+        data = [[str(row[c]) if c not in ("step", "score") else row[c] for c in columns] for row in rows]
+        self._run.log({"val/generations": self._wandb.Table(columns=columns, data=data)}, step=step)
+
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+_LOGGERS = {"tensorboard": TensorboardLogger, "wandb": WandbLogger}
+LOGGER_NAMES = ("console", "jsonl", *_LOGGERS)  # jsonl is always written
+
+
+# --- the tracker ---
+
+
+class Tracker(AbstractContextManager["Tracker"]):
+    """Owns the run folder; used as ``with Tracker(...) as tracker`` it closes with the status that fits.
+
+    ``resume_step=None`` starts at the beginning (what an earlier run left in the folder moves to ``previous/<n>/``),
+    ``resume_step=k`` goes on after step k. Create it once threads are set and data files are known: both are recorded.
+    ``recipe`` is by default the name of the folder around the run's.
+
+    Raises:
+        ValueError: trainer.logger names an unknown logger, or a file of the run to resume is damaged.
+        ImportError: the package of a logger is not installed.
+    """
+
+    def __init__(
+        self, run_dir: str | Path, config: Any, *, resume_step: int | None = None, recipe: str | None = None
+    ) -> None:
+        self.run_dir, self.config, self.resume_step = Path(run_dir), config, resume_step
+        names = [config.trainer.logger] if isinstance(config.trainer.logger, str) else list(config.trainer.logger)
+        if unknown := [name for name in names if name not in LOGGER_NAMES]:
+            raise ValueError(f"trainer.logger={unknown}: must be among {', '.join(LOGGER_NAMES)}")
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        if resume_step is None:
+            _set_aside(self.run_dir)
+        else:
+            _drop_after(self.run_dir, resume_step)
+        self._steps = [row["step"] for row in read_jsonl(self.run_dir / "metrics.jsonl")]
+        self._open_manifest(recipe or self.run_dir.resolve().parent.name)
+        write_atomic(self.run_dir / "config.yaml", yaml.safe_dump(run_manifest.as_tree(config), sort_keys=False))
+        self._metrics = open(self.run_dir / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
+        self._console = ConsoleLogger() if "console" in names else None
+        self._loggers: list[Logger] = [self._console] if self._console else []
+        self._loggers += [_LOGGERS[name](self) for name in names if name in _LOGGERS]
+        self._bar: Any = None
+        self._warn_of_gap()
+
+    def _open_manifest(self, recipe: str) -> None:
+        path = self.run_dir / "manifest.json"
+        if path.exists():
+            manifest = json.loads(path.read_text(encoding="utf-8"))
+        else:
+            manifest = {
+                "run": self.run_dir.resolve().name,
+                "recipe": recipe,
+                "run_id": secrets.token_hex(4),
+                "sessions": [],
+            }
+        flat = run_manifest.flatten(run_manifest.as_tree(self.config))
+        manifest["status"] = "running"
+        manifest["seeds"] = {key: value for key, value in flat.items() if key.split(".")[-1] == "seed"}
+        manifest["changed_from_defaults"] = run_manifest.changed_keys(self.config)
+        manifest["data"] = run_manifest.data_hashes(_data_files(flat))
+        manifest["sessions"].append(run_manifest.session(self.resume_step))
+        self.manifest = manifest
+        self._write_manifest()
+
+    def _write_manifest(self) -> None:
+        write_atomic(self.run_dir / "manifest.json", json.dumps(self.manifest, indent=1) + "\n")
+
+    def _warn_of_gap(self) -> None:
+        last = self._steps[-1] if self._steps else 0
+        if self.resume_step and last < self.resume_step:
+            gap = f"resumed after step {self.resume_step}, but metrics.jsonl ends at step {last}"
+            self.manifest["sessions"][-1]["gap"] = gap
+            print(f"warning: {gap}: the curves of this run have a hole", file=sys.stderr)
+
+    def progress(self, total: int) -> None:
+        """Shows a bar on a terminal (step, reward, length, time left) and ``step/total`` on the console.
+
+        ``total`` also goes into the manifest: a report says of a shorter run that it is one.
+        """
+        self.manifest["total_steps"] = total
+        self._write_manifest()
+        if self._console:
+            self._console.total = total
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, initial=self.resume_step or 0, unit="step", dynamic_ncols=True)
+            if self._console:
+                self._console.bar = self._bar
+
+    def log(self, metrics: StepMetrics) -> None:
+        """Writes the step's line to disk, then tells the loggers. Steps must rise."""
+        if self._steps and metrics.step <= self._steps[-1]:
+            raise ValueError(
+                f"step {metrics.step} logged after step {self._steps[-1]}: a step is logged once, in order"
+            )
+        self._metrics.write(json_line({"step": metrics.step, **metrics.values}))
+        self._metrics.flush()
+        os.fsync(self._metrics.fileno())
+        self._steps.append(metrics.step)
+        for logger in self._loggers:
+            logger.log(metrics.step, metrics.values)
+        if self._bar is not None:
+            shown = {label: f"{value:{form}}" for label, value, form in _headline(metrics.values)}
+            self._bar.set_postfix({k: v for k, v in shown.items() if k in ("reward", "length")}, refresh=False)
+            self._bar.update(metrics.step - self._bar.n)
+
+    def log_validation(self, step: int, records: Iterable[ValRecord]) -> None:
+        """Keeps what every question got, for intervals and paired comparisons; a repeated step is replaced."""
+        dump_jsonl(self.run_dir / "validation", step, (record.to_json() for record in records))
+
+    def log_samples(self, step: int, rows: Sequence[Row]) -> None:
+        """Keeps a few of these generations for the report; trainer.log_val_generations of them go to the loggers.
+
+        ``rows`` are those of :func:`generation_row`.
+        """
+        wanted = max(self.config.trainer.log_val_generations or 0, 0)
+        with open(self.run_dir / "samples.jsonl", "a", encoding="utf-8") as file:
+            file.writelines(json_line({**row, "step": step}) for row in spread_out(rows, max(wanted, KEPT_SAMPLES)))
+            file.flush()
+            os.fsync(file.fileno())
+        if wanted:
+            for logger in self._loggers:
+                logger.samples(step, spread_out(rows, wanted))
+
+    def close(self, status: str) -> None:
+        """Ends the run: ``finished``, ``stopped`` (by the user) or ``failed``. A second call changes nothing."""
+        if status not in STATUSES[1:]:
+            raise ValueError(f"status {status!r}: must be one of {', '.join(STATUSES[1:])}")
+        if self._metrics.closed:
+            return
+        self._metrics.close()
+        self.manifest["status"] = status
+        self.manifest["sessions"][-1]["ended"] = run_manifest.now()
+        self._write_manifest()
+        if self._bar is not None:
+            self._bar.close()
+        for logger in self._loggers:
+            logger.close(status == "failed")
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is None:
+            self.close("finished")
+        else:
+            self.close("stopped" if issubclass(kind, KeyboardInterrupt) else "failed")
+
+
+def _data_files(flat: Mapping[str, Any]) -> list[str]:
+    values = [flat.get(key) or [] for key in ("data.train_files", "data.val_files")]
+    return [file for value in values for file in ([value] if isinstance(value, str) else value)]
+
+
+def _set_aside(run_dir: Path) -> None:
+    """Moves what an earlier run left to ``previous/<n>/``; a new start neither mixes with it nor deletes it."""
+    left = [run_dir / name for name in RUN_FILES if (run_dir / name).exists()]
+    if left:
+        taken = [int(path.name) for path in (run_dir / "previous").glob("[0-9]*")]
+        target = run_dir / "previous" / str(max(taken, default=0) + 1)
+        target.mkdir(parents=True)
+        for path in left:
+            shutil.move(path, target / path.name)
+
+
+def _drop_after(run_dir: Path, step: int) -> None:
+    """Removes what later steps wrote before the run went back to its checkpoint of ``step``."""
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        if (run_dir / name).exists():
+            kept = [json_line(row) for row in read_jsonl(run_dir / name) if row["step"] <= step]
+            write_atomic(run_dir / name, "".join(kept))
+    for path in (run_dir / "validation").glob("*.jsonl"):
+        if int(path.stem) > step:
+            path.unlink()

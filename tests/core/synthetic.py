@@ -1,0 +1,162 @@
+"""A run folder without a run: what a tracker would have written, from a seeded generator."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from core.tracking import Tracker
+from core.types import StepMetrics
+from core.validation import ValRecord, validation_metrics
+
+
+@dataclass(frozen=True)
+class Trainer:
+    logger: tuple[str, ...] = ("jsonl",)
+    project_name: str = "rlrepro"
+    experiment_name: str = "lab"
+    seed: int = 1
+    cpu_threads: int | None = None
+    log_val_generations: int = 0
+
+
+@dataclass(frozen=True)
+class ValKwargs:
+    n: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = -1
+    do_sample: bool = False
+
+
+@dataclass(frozen=True)
+class Rollout:
+    n: int = 8
+    val_kwargs: ValKwargs = field(default_factory=ValKwargs)
+
+
+@dataclass(frozen=True)
+class Model:
+    path: str | None = None
+
+
+@dataclass(frozen=True)
+class Optim:
+    lr: float = 1e-6
+
+
+@dataclass(frozen=True)
+class Actor:
+    clip_ratio: float = 0.2
+    optim: Optim = field(default_factory=Optim)
+
+
+@dataclass(frozen=True)
+class ActorRolloutRef:
+    model: Model = field(default_factory=lambda: Model("outputs/lab/base"))
+    actor: Actor = field(default_factory=Actor)
+    rollout: Rollout = field(default_factory=Rollout)
+
+
+@dataclass(frozen=True)
+class Data:
+    train_files: str | None = None
+    max_response_length: int = 16
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Config:
+    """A few keys under their real names."""
+
+    trainer: Trainer = field(default_factory=Trainer)
+    data: Data = field(default_factory=Data)
+    actor_rollout_ref: ActorRolloutRef = field(default_factory=ActorRolloutRef)
+    algorithm: dict[str, str] = field(default_factory=lambda: {"adv_estimator": "grpo"})
+
+
+def step_metrics(step: int, seed: int, *, rate: float = 0.2, critic: bool = False) -> StepMetrics:
+    """Curves that climb and flatten, with noise, under the names that the loop logs."""
+    noise = np.random.default_rng([seed, step]).normal(0, 1, 8)
+    learnt = 1 - math.exp(-rate * step)
+    metrics = StepMetrics(step)
+    metrics.add(
+        {
+            "critic/score/mean": 0.45 + 0.5 * learnt + 0.01 * noise[0],
+            "critic/rewards/mean": 0.45 + 0.5 * learnt + 0.01 * noise[0],
+            "reward/acc/mean": 0.45 + 0.5 * learnt + 0.01 * noise[0],
+            "response_length/mean": 6.2 + 1.5 * learnt + 0.1 * noise[1],
+            "response_length/clip_ratio": max(0.0, 0.08 * (1 - learnt) + 0.005 * noise[2]),
+            "actor/entropy": 0.6 * (1 - 0.7 * learnt) + 0.01 * noise[3],
+            "actor/pg_clipfrac": max(0.0, 0.05 + 0.01 * noise[4]),
+            "actor/pg_clipfrac_lower": 0.001,
+            "actor/grad_norm": 0.8 + 0.1 * noise[5],
+            "actor/ppo_kl": abs(2e-3 + 5e-4 * noise[6]),
+            "actor/kl_loss": 0.02 * learnt,
+            "rollout_corr/logp_diff_mean": 1e-7,
+            "timing_s/gen": 0.6 + 0.05 * noise[7],
+            "timing_s/old_log_prob": 0.1,
+            "timing_s/update_actor": 0.4,
+            "timing_s/step": 1.15 + 0.05 * noise[7],
+        }
+    )
+    if critic:
+        metrics.add({"critic/vf_clipfrac": 0.1, "critic/grad_norm": 2.0, "critic/vf_explained_var": learnt})
+        metrics.add({"timing_s/update_critic": 0.3})
+    return metrics
+
+
+def records(step: int, seed: int, questions: int, *, rate: float = 0.2, source: str = "lab/hops") -> list[ValRecord]:
+    """Questions of fixed difficulty: the easy ones are learnt first, in every run."""
+    difficulty = np.random.default_rng(0).uniform(0, 1, questions)
+    learnt = 0.45 + 0.5 * (1 - math.exp(-rate * step))
+    right = difficulty + np.random.default_rng([seed, step, 1]).normal(0, 0.1, questions) < learnt
+    return [
+        ValRecord(f"{source}/{i}", source, {"acc": (float(ok),), "reward": (float(ok),)}) for i, ok in enumerate(right)
+    ]
+
+
+def sample_rows(step: int, questions: int = 4) -> list[dict]:
+    answers = ("#q", "cfkp#p") if step else ("#q", "#x")
+    return [
+        {
+            "input": "fk mb cf bm pz zq qa ac =c3=",
+            "output": answers[i % 2],
+            "gts": "p",
+            "score": float(answers[i % 2].endswith("p")),
+            "uid": f"lab/hops/{i}",
+        }
+        for i in range(questions)
+    ]
+
+
+def make_run(
+    folder: Path,
+    config: Config | None = None,
+    *,
+    steps: int = 20,
+    questions: int = 200,
+    test_every: int = 5,
+    rate: float = 0.2,
+    critic: bool = False,
+    status: str = "finished",
+) -> Path:
+    """Writes the run folder and returns it."""
+    config = config or Config()
+    seed = config.trainer.seed
+    tracker = Tracker(folder, config)
+    tracker.progress(steps)
+    for step in range(steps + 1):
+        metrics = step_metrics(step, seed, rate=rate, critic=critic) if step else StepMetrics(0)
+        if step % test_every == 0:
+            rows = records(step, seed, questions, rate=rate)
+            metrics.add(validation_metrics(rows))
+            metrics.add({"timing_s/testing": 2.0})
+            tracker.log_validation(step, rows)
+            tracker.log_samples(step, sample_rows(step))
+        tracker.log(metrics)
+    tracker.close(status)
+    return folder
