@@ -11,18 +11,21 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from core.batching import micro_batches, split_idle_rows
-from core.config.schema import ActorConfig, CriticConfig, OptimConfig
 from core.head import token_log_probs_and_entropy
 from core.kl import kl_penalty
-from core.losses import LossConfig, resolve_policy_loss, value_loss
+from core.losses import policy_loss, value_loss
 from core.metrics import Means, add_mismatch
 from core.models import ModelError
 from core.types import TrainBatch
+
+if TYPE_CHECKING:
+    from core.config.schema import ActorConfig, CriticConfig, OptimConfig
 
 
 @dataclass(frozen=True)
@@ -147,8 +150,7 @@ class Actor(Policy):
     def __init__(self, module: nn.Module, config: ActorConfig, **kwargs):
         super().__init__(module, **kwargs)
         self.config = config
-        self.policy_loss = resolve_policy_loss(config.policy_loss.loss_mode)
-        self.loss_config = LossConfig.from_actor(config)
+        self.policy_loss = policy_loss(config.policy_loss.loss_mode)
         self.stepper = Stepper(module, config.optim, config.grad_clip)
         self.size = (
             MicroBatchSize(max_tokens=config.ppo_max_token_len_per_gpu)
@@ -198,7 +200,7 @@ class Actor(Policy):
         config, mask, weight = self.config, micro.response_mask, micro.need("loss_weight")
         log_prob, entropy = self.token_stats(micro, entropy_grad=config.entropy_coeff != 0)
         old = log_prob.detach() if micro.old_log_probs is None else micro.old_log_probs
-        loss_BT, stats = self.policy_loss(log_prob, old, micro.need("advantages"), mask, self.loss_config)
+        loss_BT, stats = self.policy_loss(log_prob, old, micro.need("advantages"), mask, config)
         loss = pg_loss = (weight * loss_BT).sum()
         means.value("pg_loss", float(pg_loss.detach()), counts=False)
         if config.entropy_coeff != 0:
@@ -269,7 +271,7 @@ class Critic:
         """The micro-batch's partial sum of the clipped value loss."""
         values = self.token_values(micro)
         loss_BT, stats = value_loss(
-            values, micro.need("returns"), micro.need("values"), micro.response_mask, self.config.cliprange_value
+            values, micro.need("returns"), micro.need("values"), self.config.cliprange_value, micro.response_mask
         )
         loss = (micro.need("loss_weight") * loss_BT).sum()
         means.value("vf_loss", float(loss.detach()), counts=False)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 
-from core.advantages import AdvantageInputs, resolve_estimator
+from core import advantages
 from core.batching import make_batch, token_rewards
 from core.collect import CollectLimits, collect
 from core.engines import SampleRequest, SamplingParams
@@ -71,19 +71,11 @@ class RayPPOTrainer(Run):
         algorithm = self.config.algorithm
         rewards_BT = token_rewards(batch)
         if algorithm.use_kl_in_reward:
-            rewards_BT = self.penalised(rewards_BT, batch, metrics)
-        inputs = AdvantageInputs(
-            token_level_rewards=rewards_BT,
-            response_mask=batch.response_mask,
-            group=batch.group,
-            in_group_stats=batch.in_group_stats,
-            values=batch.values,
-            baseline=batch.baseline,
-            gamma=algorithm.gamma,
-            lam=algorithm.lam,
-            norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
-        )
-        advantages_BT, returns_BT = resolve_estimator(algorithm.adv_estimator)(inputs)
+            rewards_BT, self.kl_controller, penalty = kl_in_reward(
+                rewards_BT, batch, self.kl_controller, algorithm.kl_penalty
+            )
+            metrics.add(penalty)
+        advantages_BT, returns_BT = advantages.compute(rewards_BT, batch, algorithm)
         return batch.adding(advantages=advantages_BT, returns=returns_BT)
 
     # -- phases ----------------------------------------------------------------------------------
@@ -164,22 +156,6 @@ class RayPPOTrainer(Run):
             with metrics.time("values"):
                 batch = batch.adding(values=self.workers.compute_values(batch))
         return batch
-
-    def penalised(self, rewards_BT, batch: TrainBatch, metrics: StepMetrics):
-        """The token rewards less the KL penalty, [B, T]; moves the controller by the batch's KL."""
-        controller = self.kl_controller
-        coefficient = controller.value
-        rewards_BT, current_kl = kl_in_reward(
-            rewards_BT,
-            batch.need("old_log_probs"),
-            batch.need("ref_log_prob"),
-            batch.response_mask,
-            self.config.algorithm.kl_penalty,
-            coefficient,
-        )
-        controller.update(current_kl, len(batch))
-        metrics.add({"actor/reward_kl_penalty": current_kl, "actor/reward_kl_penalty_coeff": coefficient})
-        return rewards_BT
 
     def update(self, batch: TrainBatch, metrics: StepMetrics) -> None:
         """The critic's optimizer steps, then the policy's once ``trainer.critic_warmup`` is over."""

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,12 +19,11 @@ from core import advantages, run_state
 from core.checkpoint import CheckpointStore, resolve_resume
 from core.collect import CollectState, StopRequested, fresh_enough
 from core.config import to_yaml
-from core.config.schema import Config
 from core.data import PromptStream, load_val_prompts
 from core.engines import SamplingParams
 from core.faults import kill_point
 from core.interrupts import GracefulStop
-from core.kl import make_controller
+from core.kl import KLController
 from core.metrics import data_metrics
 from core.models import load_tokenizer
 from core.provenance import Provenance
@@ -33,6 +32,9 @@ from core.tracking import Tracker, dump_jsonl, generation_row
 from core.types import ScoredGroup, StepMetrics, TrainBatch
 from core.validation import ValRecord, validation_metrics
 from core.workers import LocalWorkers
+
+if TYPE_CHECKING:
+    from core.config.schema import Config
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +86,7 @@ class Run:
         self.collect_state = CollectState()
         self.lost_gradients_in_row = 0
         ctrl = config.algorithm.kl_ctrl
-        self.kl_controller = make_controller(ctrl.type, ctrl.kl_coef, ctrl.target_kl, ctrl.horizon)
+        self.kl_controller = KLController(ctrl.type, ctrl.kl_coef, ctrl.target_kl, ctrl.horizon)
         rollout = config.actor_rollout_ref.rollout
         self.train_sampling = self.sampling(rollout, rollout.do_sample)
         self.val_sampling = self.sampling(rollout.val_kwargs, rollout.val_kwargs.do_sample)
@@ -163,7 +165,7 @@ class Run:
         self.step = self.saved_step = state.step
         self.collect_state = CollectState(state.next_ordinal, state.values["keep_rate"], state.carried)
         self.lost_gradients_in_row = state.values["lost_gradients_in_row"]
-        self.kl_controller.load_state_dict(state.values["kl_controller"])
+        self.kl_controller = self.kl_controller.with_state(state.values["kl_controller"])
         run_state.set_rng_state(run_state.load_tensors(checkpoint.path("rng.pt")))
         log.info("resumed after step %d from %s", self.step, checkpoint.folder)
 
