@@ -130,7 +130,7 @@ def sapo(
     """
     logp, old, adv = _inside(response_mask_BT, log_prob_BT, old_log_prob_BT, advantages_BT)
     log_ratio = (logp - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    tau = torch.where(adv > 0, config.tau_pos, config.tau_neg).to(adv.dtype)
+    tau = torch.full_like(adv, config.tau_neg).masked_fill(adv > 0, config.tau_pos)
     loss = -adv * torch.sigmoid(tau * (log_ratio.exp() - 1)) * (4.0 / tau)
     never = torch.zeros_like(loss)
     return loss, _stats(response_mask_BT, pg_clipfrac=never, pg_clipfrac_lower=never, ppo_kl=-log_ratio)
