@@ -112,9 +112,11 @@ def load_val_prompts(config: Any, tokenizer: Any) -> list[Prompt]:
     where it is null), not from ``trainer.seed``: runs with different seeds answer the same questions.
 
     The i-th row of the files has ordinal ``-1 - i``, whatever is left out, so its sampling seeds are those of no
-    training prompt and stay the same from one validation to the next.
+    training prompt and stay the same from one validation to the next. Without ``data.val_files`` there are none.
     """
     seed = int(config.seed or 0)
+    if not config.val_files:
+        return []
     paths = _paths(config.val_files, "data.val_files")
     files = PromptFiles(config, tokenizer)
     files.load(paths, _validation_choice(config, seed))

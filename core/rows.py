@@ -83,7 +83,7 @@ class Row:
     def name(self) -> str | None:
         """What the data calls the question: source, split, index; None where it gives no index."""
         index = self.extra_info.get("index")
-        if isinstance(index, bool) or not isinstance(index, int | str):
+        if isinstance(index, bool) or not isinstance(index, int | str) or index == "":
             return None
         return f"{self.data_source}/{self.extra_info.get('split') or '-'}/{index}"
 

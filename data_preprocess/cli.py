@@ -105,7 +105,7 @@ def _write(source: Source, splits: Mapping[str, Iterable[Example]], folder: Path
         raise DataError([f"{source.name}: neither a train nor a test split was found; give both, or one of them"])
     prompts: dict[str, set[str]] = {}
     for split, examples in splits.items():
-        made = [source.make_row(example, split, index) for index, example in enumerate(examples)]
+        made = [_made(source, example, split, index) for index, example in enumerate(examples)]
         rows = [row for row in made if row is not None]
         print(write_rows(folder / f"{split}.parquet", rows))
         gone = [str(index) for index, row in enumerate(made) if row is None]
@@ -120,6 +120,16 @@ def _write(source: Source, splits: Mapping[str, Iterable[Example]], folder: Path
     if shared:
         print(f"  note: {shared} questions are in both splits (white space aside); both keep them, as published")
     return 0
+
+
+def _made(source: Source, example: Example, split: str, index: int) -> dict[str, Any] | None:
+    try:
+        return source.make_row(example, split, index)
+    except KeyError as error:
+        has = ", ".join(example)
+        raise DataError(
+            [f"example {index} of {split} has no field {error}, only {has}; is it {source.hub}?"]
+        ) from error
 
 
 def _files_of(folder: Path) -> dict[str, Path]:

@@ -68,10 +68,12 @@ def write_rows(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> Written:
 
 def _verify(part: Path, path: Path) -> None:
     problems = Problems()
-    for _ in RowFile(part).rows(problems):
-        pass
-    if problems.found:
-        raise DataError([line.replace(str(part), str(path)) for line in problems.lines()])
+    try:
+        for _ in RowFile(part).rows(problems):
+            pass
+        problems.raise_if_any()
+    except DataError as error:
+        raise DataError([line.replace(str(part), str(path)) for line in error.problems]) from None
 
 
 def _schema(rows: Sequence[Mapping[str, Any]]) -> Any:

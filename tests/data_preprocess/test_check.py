@@ -1,0 +1,132 @@
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from core.rows import sha256_of
+from data_preprocess import gsm8k
+from data_preprocess.check import main
+from data_preprocess.cli import run
+from tests.row_files import plain_row, rows_file, write_parquet
+from tests.tiny import tiny_tokenizer
+
+SLICES = Path(__file__).parents[1] / "data"
+GRADED = {"source": "openai/gsm8k"}
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Parquet files of the GSM8K slices."""
+    (tmp_path / "raw").mkdir()
+    for split in ("train", "test"):
+        shutil.copy(SLICES / f"gsm8k_{split}.jsonl", tmp_path / "raw" / f"{split}.jsonl")
+    run(gsm8k.SOURCE, ["--local_dir", str(tmp_path), "--local_dataset_path", str(tmp_path / "raw")])
+    return str(tmp_path / "train.parquet"), str(tmp_path / "test.parquet")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def checked(capsys, *arguments):
+    code = main([str(argument) for argument in arguments])
+    return code, capsys.readouterr().out
+
+
+def test_a_good_file(files, tokenizer, capsys):
+    train, test = files
+    capsys.readouterr()
+    code, out = checked(capsys, train, test, "--tokenizer", tokenizer, "--max_prompt_length", 250)
+    assert code == 0
+    first = out[: out.index(test)].split("\n")
+    assert first[:5] == [
+        train,
+        f"  sha256        {sha256_of(train)}",
+        "  rows          8",
+        "  data sources  openai/gsm8k 8",
+        "  prompts       chat 8; 8 different",
+    ]
+    # The template adds <bos>user: , a newline and <bos>assistant: , 20 tokens in all.
+    characters, tokens = (
+        [int(word) for word in line.partition(";")[0].split() if word.isdigit()] for line in first[5:7]
+    )
+    assert len(tokens) == 5 and tokens == [count + 20 for count in characters]
+    assert first[6].endswith("; 4 longer than 250")
+    assert first[7] == "  problems      none"
+
+
+def test_problems_of_every_kind_end_with_1(tmp_path, capsys):
+    bad = write_parquet(
+        tmp_path / "bad.parquet",
+        [
+            plain_row(0, **GRADED),
+            plain_row(1, **GRADED, reward_model={"style": "rule", "ground_truth": "  "}),
+            plain_row(2, "openai/gsm8"),
+            plain_row(3, **GRADED, text=""),
+            plain_row(4, **GRADED, reward_model={"style": "rule", "ground_truth": "no number"}),
+        ],
+    )
+    code, out = checked(capsys, bad, rows_file(tmp_path / "good.parquet", 2, "openai/gsm8k"))
+    assert code == 1
+    assert "prompt must not be empty in 1 row (3)" in out
+    assert "the ground truth is empty in 1 row (1)" in out
+    assert "no scorer for data_source='openai/gsm8'; nearest: openai/gsm8k in 1 row (2)" in out
+    assert "the scorer of openai/gsm8k cannot grade a row in 1 row (4: " in out
+    assert out.count("  problem       ") == 4 and out.count("  problems      none") == 1
+
+
+def test_a_file_that_cannot_be_read_does_not_hide_the_others(tmp_path, capsys):
+    good = rows_file(tmp_path / "good.parquet", 2, "openai/gsm8k")
+    code, out = checked(capsys, tmp_path / "none.parquet", good)
+    assert code == 1 and "none.parquet: the parquet file does not exist" in out and "  rows          2" in out
+
+
+def test_a_custom_reward_function_may_take_any_source(tmp_path, capsys):
+    own = rows_file(tmp_path / "own.parquet", 2, "mine")
+    assert checked(capsys, own)[0] == 1
+    assert checked(capsys, own, "--any_source")[0] == 0
+
+
+def test_copies_and_disputes_are_notes(tmp_path, capsys):
+    rows = [plain_row(n, **GRADED) for n in range(4)]
+    other = plain_row(3, **GRADED, reward_model={"style": "rule", "ground_truth": "77"})
+    one = write_parquet(tmp_path / "one.parquet", [*rows, rows[0], rows[0], other])
+    two = write_parquet(tmp_path / "two.parquet", [rows[1], plain_row(1, **GRADED, text="another")])
+    code, out = checked(capsys, one, two)
+    assert code == 0
+    assert "  prompts       plain string 7; 4 different" in out
+    assert "  note          3 rows repeat an earlier prompt" in out
+    assert "  note          1 prompts have more than one ground truth or data source" in out
+    assert out.count("  note          1 names (source/split/index) stand for different questions") == 2
+    assert f"  note          1 prompts are also in {one}" in out
+
+
+def test_a_chat_that_the_template_refuses_is_a_problem(tmp_path, tokenizer, capsys):
+    no_template = tiny_tokenizer()
+    no_template.chat_template = "{{ raise_exception('roles must alternate') }}"
+    no_template.save_pretrained(tmp_path / "refusing")
+    chat = write_parquet(tmp_path / "a.parquet", [plain_row(0, **GRADED, prompt=[{"role": "user", "content": "x"}])])
+    code, out = checked(capsys, chat, "--tokenizer", tmp_path / "refusing")
+    assert code == 1 and "the chat template refuses a prompt in 1 row (0: roles must alternate)" in out
+
+
+def test_wrong_arguments_end_with_2(tmp_path, capsys):
+    good = rows_file(tmp_path / "good.parquet", 2, "openai/gsm8k")
+    assert main([good, "--tokenizer", str(tmp_path / "nowhere")]) == 2
+    assert "--tokenizer=" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        main([good, "--max_prompt_length", "5"])
+    assert stop.value.code == 2
+
+
+def test_checking_without_a_tokenizer_imports_no_torch(files):
+    code = (
+        "import sys; from data_preprocess.check import main; status = main(sys.argv[1:])\n"
+        "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules); sys.exit(status)"
+    )
+    subprocess.run([sys.executable, "-c", code, *files], check=True, cwd=SLICES.parents[1])

@@ -1,0 +1,193 @@
+"""The scripts on slices of the real data, and on all of it where ``DATA_DIR`` says where it is."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from core.rows import Problems, RowFile
+from data_preprocess import gsm8k, math_dataset
+from data_preprocess.cli import run
+from reward_scores import scorer_for
+
+SLICES = Path(__file__).parents[1] / "data"
+ROOT = SLICES.parents[1]
+
+
+@pytest.fixture
+def local(tmp_path):
+    """Folders that look like the downloaded data sets."""
+    for name, files in {
+        "gsm8k": {"gsm8k_train.jsonl": "train.jsonl", "gsm8k_test.jsonl": "test.jsonl"},
+        "math": {"math_test.jsonl": "test.jsonl", "math_train_answers_only.json": "train_answers_only.json"},
+    }.items():
+        (tmp_path / name).mkdir()
+        for source, target in files.items():
+            shutil.copy(SLICES / source, tmp_path / name / target)
+    return tmp_path
+
+
+def read(path):
+    return pq.read_table(path).to_pylist()
+
+
+def test_gsm8k_rows_are_verl_s(local, capsys):
+    out = local / "out"
+    assert run(gsm8k.SOURCE, ["--local_dir", str(out), "--local_dataset_path", str(local / "gsm8k")]) == 0
+    train, test = read(out / "train.parquet"), read(out / "test.parquet")
+    question = json.loads((SLICES / "gsm8k_train.jsonl").read_text().split("\n")[0])
+    suffix = ' Let\'s think step by step and output the final answer after "####".'
+    assert train[0] == {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": question["question"] + suffix}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "72"},
+        "extra_info": {"split": "train", "index": 0, "answer": question["answer"], "question": question["question"]},
+    }
+    assert [row["reward_model"]["ground_truth"] for row in train] == ["72", "10", "5", "42", "624", "35", "1080", "-7"]
+    assert [row["extra_info"]["split"] for row in test] == ["test"] * 4
+    printed = capsys.readouterr().out
+    assert (
+        f"{out / 'train.parquet'}: 8 rows, sha256 " in printed and f"{out / 'test.parquet'}: 4 rows, sha256 " in printed
+    )
+
+
+def test_math_rows_are_verl_s_with_level_and_subject(local, capsys):
+    out = local / "out"
+    assert run(math_dataset.SOURCE, ["--local_save_dir", str(out), "--local_dataset_path", str(local / "math")]) == 0
+    train, test = read(out / "train.parquet"), read(out / "test.parquet")
+    raw = json.loads((SLICES / "math_test.jsonl").read_text().split("\n")[0])
+    content = raw["problem"] + " Let's think step by step and output the final answer within \\boxed{}."
+    assert test[0]["prompt"] == [{"role": "user", "content": content}]
+    assert test[0]["data_source"] == "DigitalLearningGmbH/MATH-lighteval"
+    assert test[0]["extra_info"] == {
+        "split": "test",
+        "index": 0,
+        "answer": raw["solution"],
+        "question": raw["problem"],
+        "level": "Level 3",
+        "subject": "Algebra",
+    }
+    golds = [row["reward_model"]["ground_truth"] for row in test]
+    assert golds == ["2", "10", r"\dfrac{9}{7}", "i", "4", r"\text{Evelyn}", "10"]
+    assert [row["extra_info"]["answer"] for row in train] == [None] * 3
+    assert "1 of 4 left out, no gold answer: 3\n" in capsys.readouterr().out
+
+
+def test_files_may_be_given_by_name_or_as_a_hub_snapshot(local, capsys):
+    files = [str(local / "gsm8k" / "train.jsonl")]
+    assert run(gsm8k.SOURCE, ["--local_dir", str(local / "a"), "--local_dataset_path", *files]) == 0
+    assert os.listdir(local / "a") == ["train.parquet"]
+    assert "no test split was found" in capsys.readouterr().out
+    snapshot = local / "snapshot" / "main"
+    snapshot.mkdir(parents=True)
+    examples = [json.loads(line) for line in (SLICES / "gsm8k_test.jsonl").read_text().split("\n") if line]
+    pq.write_table(pa.Table.from_pylist(examples), snapshot / "test-00000-of-00001.parquet")
+    assert run(gsm8k.SOURCE, ["--local_dir", str(local / "b"), "--local_dataset_path", str(local / "snapshot")]) == 0
+    assert len(read(local / "b" / "test.parquet")) == 4
+
+
+def test_the_hub_is_asked_for_the_right_configuration(tmp_path, monkeypatch):
+    asked = []
+
+    def load_dataset(*args):
+        asked.append(args)
+        return {"train": [{"question": "1+1?", "answer": "#### 2"}], "validation": []}
+
+    fake = SimpleNamespace(load_dataset=load_dataset, exceptions=SimpleNamespace(DatasetsError=KeyError))
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    assert run(gsm8k.SOURCE, ["--local_dir", str(tmp_path)]) == 0
+    assert run(gsm8k.SOURCE, ["--local_dir", str(tmp_path), "--hub", "me/gsm8k"]) == 0
+    assert asked == [("openai/gsm8k", "main"), ("me/gsm8k", "main")]
+    assert read(tmp_path / "train.parquet")[0]["reward_model"]["ground_truth"] == "2"
+
+
+def test_a_hub_that_cannot_be_reached_says_what_to_do(tmp_path, monkeypatch, capsys):
+    def load_dataset(*args):
+        raise ConnectionError("no route to host")
+
+    fake = SimpleNamespace(load_dataset=load_dataset, exceptions=SimpleNamespace(DatasetsError=KeyError))
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    assert run(math_dataset.SOURCE, ["--local_dir", str(tmp_path)]) == 2
+    assert "no route to host" in (error := capsys.readouterr().err) and "--local_dataset_path" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hdfs_dir", "/x"], "--hdfs_dir is not supported"),
+        (["--local_dir", "a", "--local_save_dir", "b"], "mean the same folder"),
+        (["--local_dataset_path", "/does/not/exist"], "/does/not/exist does not exist"),
+        (["--local_dataset_path", "{tmp}"], "holds none of train.jsonl"),
+        (["--local_dataset_path", "{tmp}/other.jsonl"], "is not named train* or test*"),
+        (["--local_dataset_path", "{tmp}/train_broken.jsonl"], "not readable as jsonl"),
+        (["--local_dataset_path", "{tmp}/train_object.json"], "it holds a dict"),
+    ],
+)
+def test_bad_arguments_end_with_2_and_a_line(tmp_path, capsys, arguments, message):
+    (tmp_path / "other.jsonl").write_text("{}\n")
+    (tmp_path / "train_broken.jsonl").write_text('{"question": \n')
+    (tmp_path / "train_object.json").write_text('{"data": []}')
+    try:
+        code = run(gsm8k.SOURCE, [argument.format(tmp=tmp_path) for argument in arguments])
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2 and message in capsys.readouterr().err
+
+
+def test_an_example_without_its_fields_names_them(tmp_path, capsys):
+    (tmp_path / "train.jsonl").write_text('{"question": "q", "answer": "#### 1"}\n{"problem": "q"}\n')
+    assert run(gsm8k.SOURCE, ["--local_dir", str(tmp_path), "--local_dataset_path", str(tmp_path)]) == 2
+    assert "example 1 of train has no field 'question'" in capsys.readouterr().err
+
+
+def test_line_separators_inside_a_question_do_not_cut_it(tmp_path):
+    (tmp_path / "test.jsonl").write_text(
+        json.dumps({"question": "a\u2028b", "answer": "#### 1"}, ensure_ascii=False) + "\n"
+    )
+    assert run(gsm8k.SOURCE, ["--local_dir", str(tmp_path), "--local_dataset_path", str(tmp_path)]) == 0
+    assert "a\u2028b" in read(tmp_path / "test.parquet")[0]["prompt"][0]["content"]
+
+
+def test_the_command_runs_and_expands_the_home_folder(local):
+    command = [
+        sys.executable,
+        "-m",
+        "data_preprocess.gsm8k",
+        "--local_dir",
+        "~/made",
+        "--local_dataset_path",
+        "~/gsm8k",
+    ]
+    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "HOME": str(local)}, capture_output=True)
+    assert sorted(os.listdir(local / "made")) == ["test.parquet", "train.parquet"]
+
+
+@pytest.mark.skipif("DATA_DIR" not in os.environ, reason="DATA_DIR (the whole data sets) is not set")
+@pytest.mark.parametrize(
+    ("source", "folder", "counts"),
+    [
+        (gsm8k.SOURCE, "gsm8k", {"train": 7473, "test": 1319}),
+        (math_dataset.SOURCE, "math", {"train": 7470, "test": 5000}),
+    ],
+)
+def test_every_row_of_the_real_data_has_a_gold_that_its_scorer_takes(tmp_path, source, folder, counts):
+    raw = Path(os.environ["DATA_DIR"]) / folder
+    assert run(source, ["--local_dir", str(tmp_path), "--local_dataset_path", str(raw)]) == 0
+    for split, count in counts.items():
+        problems = Problems()
+        rows = list(RowFile(tmp_path / f"{split}.parquet").rows(problems))
+        assert (len(rows), problems.lines()) == (count, [])
+        assert len({row.name for row in rows}) == count
+        for row in rows:
+            assert row.ground_truth and scorer_for(row.data_source).check_ground_truth(row.ground_truth) is None
+            solution = row.extra_info["answer"]
+            if solution is not None:  # the gold is what the scorer reads from the published solution
+                assert scorer_for(row.data_source)(solution, row.ground_truth).acc == 1.0, row.where
