@@ -36,7 +36,6 @@ from typing import Protocol
 
 from core.faults import kill_point
 from core.manifest import (
-    MANIFEST,
     NAME,
     Checkpoint,
     CheckpointError,
@@ -144,7 +143,7 @@ class CheckpointStore:
         if not folder.is_dir():
             raise CheckpointError(f"trainer.resume_from_path={path}: no such folder")
         inside = CheckpointStore(folder).steps()
-        if inside and not (folder / MANIFEST).exists():
+        if inside:
             raise CheckpointError(
                 f"trainer.resume_from_path={path}: this is a folder of checkpoints; name one of them, such as "
                 f"{folder / f'global_step_{inside[-1]}'}"

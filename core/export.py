@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from core.checkpoint import Checkpoint, CheckpointError, CheckpointStore
-from core.manifest import MANIFEST, verify
+from core.manifest import verify
 from core.provenance import ModelFingerprint
 
 log = logging.getLogger(__name__)
@@ -49,6 +49,27 @@ def export_hf(model: Any, tokenizer: Any, folder: Path) -> None:
                 model.generation_config = config
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+            _warn_of_another_tokenizer(tokenizer, folder)
+
+
+PROBE = "Ab c\n 1+2=3;  é"
+
+
+def _warn_of_another_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """For some model types (qwen2 is one) AutoTokenizer puts a splitting rule of its own in place of the saved one:
+    whoever loads the folder would then feed the model tokens that it was not trained on."""
+    from transformers import AutoTokenizer
+
+    if getattr(tokenizer, "_auto_class", None) is not None:
+        return  # brings its own code, which is not run without being asked for
+    loaded = AutoTokenizer.from_pretrained(folder)
+    there, here = (one(PROBE, add_special_tokens=False)["input_ids"] for one in (loaded, tokenizer))
+    if there != here:
+        log.warning(
+            "%s: AutoTokenizer reads the saved tokenizer as %s, which turns %r into %s instead of %s. Load it with %s, "
+            "or use a model type whose tokenizer this is",
+            *(folder, type(loaded).__name__, PROBE, there, here, type(tokenizer).__name__),
+        )
 
 
 def storable_generation_config(config: Any) -> Any:
@@ -131,7 +152,7 @@ def find_checkpoint(source: Path) -> Checkpoint:
     Raises:
         CheckpointError: there is none, or all are damaged.
     """
-    if (source / MANIFEST).exists() and not CheckpointStore(source).steps():
+    if (source / "actor").is_dir():
         return verify(source)
     found = CheckpointStore(source).latest()
     if found is None:

@@ -64,13 +64,8 @@ class Checkpoint:
             CheckpointError: the weights are of another model, or the seed is another one (rows and
                 sampling seeds are functions of it: prompts would be trained twice, others never).
         """
-        saved = self.provenance
-        if saved is None:
-            raise CheckpointError(
-                f"{self.folder}: the manifest does not say which run it is of, so it cannot be resumed"
-            )
-        for name in sorted(saved.models.keys() | run.models.keys()):
-            self._check_model(name, saved.models.get(name), run.models.get(name))
+        saved = self._provenance()
+        self.check_models(run.models)
         if saved.seed != run.seed:
             raise CheckpointError(
                 f"trainer.seed={run.seed}, but {self.folder} was written with seed {saved.seed}: a resumed run must "
@@ -81,6 +76,20 @@ class Checkpoint:
         for name in sorted(saved.versions.keys() | run.versions.keys()):
             pairs.append((name, saved.versions.get(name), run.versions.get(name)))
         return [f"{name} was {there}, is {here}" for name, there, here in pairs if there != here]
+
+    def check_models(self, models: Mapping[str, ModelFingerprint]) -> None:
+        """The part of :meth:`check_compatible` that can be known before a weight is read
+        (``core.export.planned_fingerprint``). Raises CheckpointError as said there."""
+        saved = self._provenance().models
+        for name in sorted(saved.keys() | models.keys()):
+            self._check_model(name, saved.get(name), models.get(name))
+
+    def _provenance(self) -> Provenance:
+        if self.provenance is None:
+            raise CheckpointError(
+                f"{self.folder}: the manifest does not say which run it is of, so it cannot be resumed"
+            )
+        return self.provenance
 
     def _check_model(self, name: str, there: ModelFingerprint | None, here: ModelFingerprint | None) -> None:
         if there is None or here is None:

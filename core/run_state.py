@@ -223,4 +223,4 @@ def _decode(value: Any, buffers: Mapping[str, np.ndarray]) -> Any:
         return _AS_TEXT[name][2](content)
     dtype, shape, start = content
     flat = buffers[dtype.replace("<", "").replace("|", "")][start : start + int(np.prod(shape))]
-    return flat.reshape(shape).copy() if name == "ndarray" else flat[0]
+    return flat.reshape(shape).astype(dtype) if name == "ndarray" else np.dtype(dtype).type(flat[0])

@@ -121,6 +121,7 @@ def test_bad_settings(settings, message, tmp_path):
 def test_a_run_folder_is_not_a_checkpoint(tmp_path):
     store = CheckpointStore(tmp_path)
     folder = write(store, 4)
+    (tmp_path / "manifest.json").write_text('{"status": "running"}')  # the run's own
     with pytest.raises(CheckpointError, match=f"a folder of checkpoints; name one of them, such as {folder}"):
         store.at(tmp_path)
 
