@@ -8,12 +8,14 @@ from __future__ import annotations
 import importlib
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from core.config.schema import ModelConfig
+if TYPE_CHECKING:
+    from core.config.schema import ModelConfig
+
 
 log = logging.getLogger(__name__)
 

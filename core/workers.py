@@ -10,14 +10,13 @@ import copy
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from core.batching import optimizer_steps
-from core.config.schema import Config
 from core.engines import RolloutEngine, make_engine
 from core.export import export_hf
 from core.learner import Actor, Critic, MicroBatchSize, Policy
@@ -26,6 +25,9 @@ from core.models import load_critic, load_policy
 from core.provenance import ModelFingerprint
 from core.run_state import load_tensors, save_tensors
 from core.types import TrainBatch
+
+if TYPE_CHECKING:
+    from core.config.schema import Config
 
 log = logging.getLogger(__name__)
 
