@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from core.rewards.grading import Executor, Failure, Grader, Job
+from core.rows import Row
 from core.types import Prompt
 from reward_scores import SCORERS, UnknownDataSource
 
@@ -103,8 +104,10 @@ class _Findings:
         return f"{problem} ({count} rows): {'; '.join(rows)}{more}"
 
 
-def _read(row: Prompt | Mapping[str, Any], number: int) -> tuple[str, str, Any]:
+def _read(row: Prompt | Row | Mapping[str, Any], number: int) -> tuple[str, str, Any]:
     """Where the row is, its data source and its ground truth."""
     if isinstance(row, Prompt):
         return f"uid {row.uid}", row.data_source, row.ground_truth
+    if isinstance(row, Row):
+        return row.where, row.data_source, row.ground_truth
     return f"row {number}", row["data_source"], (row.get("reward_model") or {}).get("ground_truth")
