@@ -1,0 +1,107 @@
+"""The configuration of a run: composed, checked as a whole, typed and immutable.
+
+config = compose("grpo", ["data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=64"])
+config.actor_rollout_ref.rollout.n
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from core.config import checks, convert, inert
+from core.config.defaults import CHANGED_DEFAULTS, ChangedDefault
+from core.config.resolution import resolve
+from core.config.schema import Config
+from core.config.view import View
+
+__all__ = [
+    "CHANGED_DEFAULTS",
+    "ChangedDefault",
+    "Composed",
+    "Config",
+    "ConfigError",
+    "compose",
+    "diff",
+    "examine",
+    "from_yaml",
+    "to_yaml",
+]
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be run; ``problems`` has one line for each thing that is wrong."""
+
+    def __init__(self, problems: Sequence[str]):
+        super().__init__("\n".join(problems))
+        self.problems = list(problems)
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A configuration with all that is to be said about it.
+
+    config: resolved; with ``problems`` a refused value is replaced by its default.
+    given: the keys that an override set (not those of the recipe's file), with the values as read.
+    inert: key -> (value, reason), for overrides that do nothing in this configuration.
+    """
+
+    config: Config
+    problems: tuple[str, ...]
+    warnings: tuple[str, ...]
+    given: Mapping[str, Any]
+    inert: Mapping[str, tuple[Any, str]]
+
+
+def examine(recipe: str, overrides: Sequence[str], hooks: Collection[str] = ()) -> Composed:
+    """Composes and checks without raising. ``hooks`` names the hooks that the recipe's trainer overrides."""
+    from core.config import composition  # Hydra: half a second that reading a saved configuration need not pay
+
+    layers = composition.read(overrides)
+    tree = composition.tree(recipe, layers)
+    refused = list(layers.problems)
+    config = resolve(convert.build(tree, refused), recipe)
+    view = View(config, layers.given, hooks, recipe)
+    bad = {problem.key for problem in refused if isinstance(problem, convert.Problem)}
+    lines = [*refused, *checks.problems(view, bad)]
+    idle = {key: (layers.given[key], reason) for key, reason in inert.reasons(view, layers.given).items()}
+    return Composed(
+        config=config,
+        problems=tuple(dict.fromkeys(map(str, lines))),
+        warnings=tuple(checks.warnings(view)),
+        given=layers.given,
+        inert={**layers.inert, **idle},
+    )
+
+
+def compose(recipe: str, overrides: Sequence[str] = (), hooks: Collection[str] = ()) -> Config:
+    """The resolved configuration of a recipe under these overrides. Raises ConfigError with every problem.
+
+    Whether the files exist that it names is checked at start, not here.
+    """
+    composed = examine(recipe, overrides, hooks)
+    if composed.problems:
+        raise ConfigError(composed.problems)
+    return composed.config
+
+
+def to_yaml(config: Config) -> str:
+    return yaml.safe_dump(convert.as_tree(config), sort_keys=False, width=120)
+
+
+def from_yaml(text: str) -> Config:
+    """What :func:`to_yaml` wrote. Raises ConfigError for a key or a value that the schema refuses."""
+    problems: list[convert.Problem] = []
+    config = convert.build(yaml.safe_load(text), problems)
+    if problems:
+        raise ConfigError([str(problem) for problem in problems])
+    return config
+
+
+def diff(one: Config, other: Config) -> dict[str, tuple[Any, Any]]:
+    """Flat key -> the two values, of the keys in which two configurations differ."""
+    first, second = convert.flat(one), convert.flat(other)
+    return {key: (first[key], second[key]) for key in first if first[key] != second[key]}

@@ -1,0 +1,314 @@
+"""What is wrong between keys: a table of rules, all of which are looked at."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from typing import Any
+
+from core.config import convert
+from core.config.batch_rules import BATCHES, MEMORY
+from core.config.convert import Problem
+from core.config.rule import ACTOR, ROLLOUT, Rule, always
+from core.config.view import View
+
+GROUPED = ("grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")  # core.advantages.NEEDS
+PER_SEQUENCE = ("gspo", "sapo")  # core.losses.AGGREGATION
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+DAPO = "use the recipe whose trainer does: python -m recipes.dapo.main_dapo"
+
+
+def problems(view: View, bad: Collection[str] = ()) -> list[Problem]:
+    """What is broken. ``bad`` are keys that were refused already and now hold their default."""
+    return [problem for rule in RULES if (problem := rule.check(view, bad)) is not None]
+
+
+def warnings(view: View) -> list[str]:
+    return [str(problem) for rule in WARNINGS if (problem := rule.check(view, ())) is not None]
+
+
+# --- groups, shaping, filtering ---
+
+HOOKS = (
+    Rule(
+        "algorithm.filter_groups.enable",
+        lambda v: v.filters.enable and "keep_group" not in v.hooks,
+        "recipe {recipe} keeps every group: its trainer has no keep_group",
+        DAPO,
+    ),
+    Rule(
+        "reward_model.overlong_buffer.enable",
+        lambda v: v.buffer.enable and "shape_reward" not in v.hooks,
+        "recipe {recipe} does not shape rewards: its trainer has no shape_reward",
+        DAPO,
+    ),
+    Rule(
+        f"{ACTOR}.overlong_filtering",
+        lambda v: v.actor.overlong_filtering and "shape_reward" not in v.hooks,
+        "recipe {recipe} does not mask truncated answers: its trainer has no shape_reward",
+        DAPO,
+    ),
+)
+
+GROUPS = (
+    Rule(
+        f"{ROLLOUT}.n",
+        lambda v: v.rollout.n == 1 and v.algorithm.adv_estimator in GROUPED,
+        "algorithm.adv_estimator={algorithm.adv_estimator} compares the answers to a prompt, so it needs at least 2",
+        f"set {ROLLOUT}.n=5, say, or use gae, reinforce_plus_plus or remax",
+    ),
+    Rule(
+        f"{ROLLOUT}.n",
+        lambda v: v.rollout.n == 1 and v.filters.enable and v.algorithm.adv_estimator not in GROUPED,
+        "algorithm.filter_groups.enable=True drops groups of equal answers, and one answer equals itself",
+        f"set {ROLLOUT}.n=16, say, or algorithm.filter_groups.enable=False",
+    ),
+    Rule(
+        "data.gen_batch_size",
+        lambda v: v.filters.enable and v.data.gen_batch_size < v.data.train_batch_size,
+        "must be at least data.train_batch_size={data.train_batch_size} where groups are filtered",
+        "raise it (three times the training batch is usual), or leave it out",
+    ),
+    Rule(
+        "algorithm.filter_groups.max_num_gen_batches",
+        lambda v: v.filters.enable and v.filters.max_num_gen_batches == 0,
+        "must be at least 1: collecting for a step is bounded",
+        "set 10, say; at the bound the step trains on the groups there are",
+    ),
+    Rule(
+        "algorithm.filter_groups.metric",
+        lambda v: v.filters.enable and v.filters.metric == "seq_final_reward" and v.algorithm.use_kl_in_reward,
+        "holds the KL penalty, which is known only after the groups are collected",
+        "use acc, score or seq_reward, or algorithm.use_kl_in_reward=False",
+    ),
+    Rule(
+        "reward_model.overlong_buffer.len",
+        lambda v: v.buffer.enable and not 1 <= v.buffer.len <= v.data.max_response_length,
+        "must be between 1 and data.max_response_length={data.max_response_length}",
+        "shorten the buffer, or lengthen the response",
+    ),
+    Rule(
+        "reward_model.overlong_buffer.penalty_factor",
+        lambda v: v.buffer.enable and v.buffer.penalty_factor == 0,
+        "penalises nothing",
+        "set 1.0, or reward_model.overlong_buffer.enable=False",
+    ),
+)
+
+# --- sampling ---
+
+TRUNCATED = "samples from another distribution than the one that trains, and rollout correction is not available yet"
+
+SAMPLING = (
+    Rule(f"{ROLLOUT}.top_p", lambda v: v.rollout.top_p < 1, TRUNCATED, "set 1.0; val_kwargs.top_p is free"),
+    Rule(f"{ROLLOUT}.top_k", lambda v: v.rollout.top_k != -1, TRUNCATED, "set -1; val_kwargs.top_k is free"),
+    Rule(
+        f"{ROLLOUT}.temperature",
+        lambda v: v.rollout.temperature == 0 and v.rollout.do_sample,
+        "training needs answers that differ",
+        "set 1.0; greedy validation is val_kwargs.do_sample=False",
+    ),
+    Rule(
+        f"{ROLLOUT}.do_sample",
+        lambda v: not v.rollout.do_sample and not v.trainer.val_only,
+        "training needs answers that differ",
+        "leave it out; greedy validation is val_kwargs.do_sample=False",
+    ),
+    Rule(
+        f"{ROLLOUT}.val_kwargs.n",
+        lambda v: v.val.n > 1 and not v.val.do_sample,
+        "greedy answers to a question are all the same",
+        f"set {ROLLOUT}.val_kwargs.do_sample=True and a temperature, or n=1",
+    ),
+    Rule(
+        f"{ROLLOUT}.val_kwargs.temperature",
+        lambda v: v.val.do_sample and v.val.temperature == 0,
+        f"contradicts {ROLLOUT}.val_kwargs.do_sample=True",
+        "set a temperature, or do_sample=False for greedy answers",
+    ),
+    Rule(
+        f"{ROLLOUT}.max_model_len",
+        lambda v: (
+            v.rollout.name == "vllm" and v.rollout.max_model_len is not None and v.rollout.max_model_len < v.longest
+        ),
+        "must hold max_prompt_length + max_response_length = {longest} tokens",
+        "raise it, or leave it out",
+    ),
+    Rule(
+        f"{ROLLOUT}.max_num_batched_tokens",
+        lambda v: (
+            v.rollout.name == "vllm"
+            and not v.rollout.enable_chunked_prefill
+            and v.rollout.max_num_batched_tokens < v.longest
+        ),
+        "must hold a sequence of {longest} tokens where prefill is not chunked",
+        f"raise it, or {ROLLOUT}.enable_chunked_prefill=True",
+    ),
+)
+
+# --- objective ---
+
+
+def _optim_rules(key: str, runs: Callable[[View], bool]) -> tuple[Rule, ...]:
+    def of(v: View) -> Any:
+        return v[key].optim
+
+    def unknown_length(v: View) -> bool:
+        return runs(v) and v.filters.enable and v.trainer.total_training_steps is None
+
+    section = ACTOR if key == "actor" else key
+    known = "needs the number of training steps, which filtering leaves open", "set trainer.total_training_steps"
+    return (
+        Rule(
+            f"{section}.optim.lr_scheduler_type",
+            lambda v: of(v).lr_scheduler_type == "cosine" and unknown_length(v),
+            *known,
+        ),
+        Rule(
+            f"{section}.optim.lr_warmup_steps_ratio",
+            lambda v: of(v).lr_warmup_steps < 0 and of(v).lr_warmup_steps_ratio > 0 and unknown_length(v),
+            known[0],
+            "set trainer.total_training_steps, or give lr_warmup_steps",
+        ),
+        Rule(
+            f"{section}.optim.lr_warmup_steps",
+            lambda v: (
+                runs(v) and v.trainer.total_training_steps and of(v).lr_warmup_steps > v.trainer.total_training_steps
+            ),
+            "is longer than the run of trainer.total_training_steps={trainer.total_training_steps}",
+            "shorten the warm-up (it counts RL steps, not optimizer steps)",
+        ),
+    )
+
+
+OBJECTIVE = (
+    *_optim_rules("actor", always),
+    *_optim_rules("critic", lambda v: v.critic.enable),
+    Rule(
+        "critic.enable",
+        lambda v: v.critic.enable != (v.algorithm.adv_estimator == "gae"),
+        "algorithm.adv_estimator={algorithm.adv_estimator} decides: there is a critic with gae, and with no other",
+        "leave it out",
+    ),
+    Rule(
+        "trainer.critic_warmup",
+        lambda v: (
+            v.critic.enable
+            and v.trainer.total_training_steps is not None
+            and v.trainer.critic_warmup >= v.trainer.total_training_steps
+        ),
+        "leaves no step of trainer.total_training_steps={trainer.total_training_steps} to the policy",
+        "shorten it",
+    ),
+    Rule(
+        f"{ACTOR}.loss_agg_mode",
+        lambda v: (
+            f"{ACTOR}.loss_agg_mode" in v.given
+            and v.actor.policy_loss.loss_mode in PER_SEQUENCE
+            and v.actor.loss_agg_mode != "seq-mean-token-mean"
+        ),
+        "policy_loss.loss_mode={actor.policy_loss.loss_mode} is defined with seq-mean-token-mean",
+        "leave it out",
+    ),
+    Rule(
+        "algorithm.kl_ctrl.horizon",
+        lambda v: v.kl.type == "adaptive" and v.kl.horizon <= 0,
+        "must be above 0 with algorithm.kl_ctrl.type=adaptive",
+        "the default is 10000 sequences",
+    ),
+    Rule(
+        "algorithm.kl_ctrl.target_kl",
+        lambda v: v.kl.type == "adaptive" and v.kl.target_kl <= 0,
+        "must be above 0 with algorithm.kl_ctrl.type=adaptive",
+        "the default is 0.1",
+    ),
+    Rule(
+        "algorithm.kl_ctrl.kl_coef",
+        lambda v: v.kl.type == "adaptive" and v.kl.kl_coef == 0 and v.algorithm.use_kl_in_reward,
+        "is multiplied by the adaptive controller, so it stays 0",
+        "set 0.001, say, or algorithm.use_kl_in_reward=False",
+    ),
+)
+
+# --- data, models, runs ---
+
+
+def _strange_model(path: str | None) -> bool:
+    return path is not None and not path.startswith(("/", ".", "~")) and HUB_ID.fullmatch(path) is None
+
+
+def _model_rule(key: str) -> Rule:
+    return Rule(
+        key,
+        lambda v: _strange_model(convert.get(v.config, key)) and not v.seen.add(key),
+        "must be a hub id (org/name) or a folder that starts with /, . or ~",
+        "write ./ in front of a relative folder",
+    )
+
+
+SURROUNDINGS = (
+    *(_model_rule(f"actor_rollout_ref.model.{name}") for name in ("path", "tokenizer_path")),
+    Rule(
+        "critic.model.path",
+        lambda v: v.critic.model.path != v.model.path and _strange_model(v.critic.model.path),
+        "must be a hub id (org/name) or a folder that starts with /, . or ~",
+        "write ./ in front of a relative folder, or leave it out for the policy's",
+    ),
+    Rule(
+        "data.dataset_weights",
+        lambda v: (
+            v.data.curriculum is None
+            and v.data.dataset_weights is not None
+            and len(v.data.dataset_weights) != len(v.data.train_files)
+        ),
+        "must have one weight a file of data.train_files",
+        "give a weight to each, or null for the number of rows",
+    ),
+    Rule(
+        "data.dataset_weights",
+        lambda v: v.data.curriculum is not None and v.data.dataset_weights is not None,
+        "has no meaning with data.curriculum",
+        "give each stage its weights: {{files: [...], weights: [...]}}",
+    ),
+    Rule(
+        "data.curriculum",
+        lambda v: v.data.curriculum is not None and not v.data.curriculum,
+        "must have a stage",
+        "give [{{files: [...], prompts: N}}, ...], or null",
+    ),
+    Rule(
+        "data.train_max_samples",
+        lambda v: v.data.curriculum is not None and v.data.train_max_samples != -1,
+        "has no meaning with data.curriculum",
+        "leave it at -1",
+    ),
+    Rule(
+        "trainer.resume_from_path",
+        lambda v: v.trainer.resume_mode == "resume_path" and not v.trainer.resume_from_path,
+        "is needed with trainer.resume_mode=resume_path",
+        "name a checkpoint: <run>/global_step_N",
+    ),
+)
+
+RULES = (*BATCHES, *MEMORY, *HOOKS, *GROUPS, *SAMPLING, *OBJECTIVE, *SURROUNDINGS)
+
+WARNINGS = (
+    Rule(
+        f"{ACTOR}.use_kl_loss",
+        lambda v: v.actor.use_kl_loss and v.algorithm.use_kl_in_reward,
+        "the KL to the reference is penalised twice, in the loss and in the reward",
+        "switch one off, unless that is meant",
+    ),
+    Rule(
+        f"{ACTOR}.policy_loss.loss_mode",
+        lambda v: v.actor.policy_loss.loss_mode == "gspo" and v.actor.clip_ratio_high > 0.05,
+        "gspo clips the ratio of a whole sequence, and clip_ratio_high={actor.clip_ratio_high} is never reached",
+        "the paper's bounds are clip_ratio_low=3e-4, clip_ratio_high=4e-4",
+    ),
+    Rule(
+        "algorithm.filter_groups.metric",
+        lambda v: v.filters.enable and v.buffer.enable and v.filters.metric != "acc",
+        "may hold the length penalty: groups of equal answers are then kept for their lengths",
+        "acc is what the scorer calls correct",
+    ),
+)

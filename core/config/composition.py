@@ -1,0 +1,210 @@
+"""Overrides and recipe files to one untyped tree. Hydra reads and composes; what is wrong is reported here.
+
+A recipe's folder ``recipes/<recipe>/config/`` holds ``<recipe>.yaml``, which says only what differs from the schema's
+defaults, and may hold ``preset/<name>.yaml``, chosen by ``preset=<name>``. Later layers win: schema, recipe, preset,
+overrides from left to right.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from core.config import convert, verl_keys
+from core.config.convert import Problem
+from core.config.schema import Config
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+PRESET = "preset"
+
+
+@dataclass
+class Layers:
+    """What the overrides say, sorted; ``values`` are applied from left to right."""
+
+    presets: list[str] = field(default_factory=list)
+    values: list[tuple[str, Any]] = field(default_factory=list)
+    deleted: list[str] = field(default_factory=list)
+    given: dict[str, Any] = field(default_factory=dict)  # what was set by an override
+    inert: dict[str, tuple[Any, str]] = field(default_factory=dict)  # accepted keys that mean nothing here
+    problems: list[Problem | str] = field(default_factory=list)
+
+
+def recipes() -> list[str]:
+    return sorted(path.parent.name for path in RECIPES.glob("*/config") if (path / f"{path.parent.name}.yaml").exists())
+
+
+# --- reading overrides ---
+
+
+def read(overrides: Sequence[str]) -> Layers:
+    """The overrides, each on its own, so that one that cannot be read hides no other."""
+    parser, layers = OverridesParser.create(), Layers()
+    for text in overrides:
+        override = _parsed(parser, text)
+        if isinstance(override, str):
+            layers.problems.append(override)
+        else:
+            _sort(override, layers)
+    return layers
+
+
+def _parsed(parser: OverridesParser, text: str) -> Override | str:
+    """The parsed override, or the problem with it."""
+    if text.startswith("-"):
+        return f"{text}: is not an override; write key=value (DRY_RUN=1 in the environment checks without running)"
+    try:
+        return parser.parse_override(text)
+    except HydraException as error:
+        key, separator, value = text.partition("=")
+        if not separator:
+            return f"{text}: cannot be read; write key=value"
+        if (
+            value and value[0] not in "[{'\"" and "$" not in value
+        ):  # ~/data, a=b: plain text with a character of Hydra's
+            return parser.parse_override(f"{key}='{value.translate(_ESCAPED)}'")
+        reason = str(error).splitlines()[0]
+        return f"{text}: cannot be read ({reason}); quote text: {key}=\"'...'\", and each text in a list"
+
+
+_ESCAPED = str.maketrans({"'": "\\'", "\\": "\\\\"})
+
+
+def _sort(override: Override, layers: Layers) -> None:
+    key = override.key_or_group
+    if key == PRESET and not override.package:
+        layers.presets.append(str(override.value()))
+    elif override.package is not None or "/" in key:
+        layers.problems.append(f"{override.input_line}: config groups are not used, {PRESET}=<name> excepted; set keys")
+    elif override.is_sweep_override():
+        layers.problems.append(f"{override.input_line}: is a sweep, and a run has one value; quote it if it is text")
+    elif override.is_delete():
+        _delete(key, override.value(), layers)
+    else:
+        for leaf, value in _leaves(key, override.value()):
+            _set(leaf, value, layers)
+
+
+def _delete(key: str, value: Any, layers: Layers) -> None:
+    """``~key`` takes the key back to its default."""
+    if key in convert.all_keys() or key in convert.sections():
+        layers.deleted.append(key)
+        layers.values = [(name, value) for name, value in layers.values if not _within(name, key)]
+        layers.given = {name: value for name, value in layers.given.items() if not _within(name, key)}
+    else:
+        layers.problems.append(str(convert.unknown(key, value)))
+
+
+def _within(key: str, parent: str) -> bool:
+    return key == parent or key.startswith(f"{parent}.")
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """``data={seed: 1}`` as ``data.seed=1``."""
+    if key in convert.sections() and isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _leaves(f"{key}.{name}", item)
+    else:
+        yield key, value
+
+
+def _set(key: str, value: Any, layers: Layers) -> None:
+    if (reason := verl_keys.without_effect(key, value)) is not None:
+        layers.inert[key] = (value, reason)
+    elif key in convert.sections():
+        layers.problems.append(Problem(key, value, "is a section of the configuration", "set one of its keys"))
+    elif verl_keys.advice(key) is not None and key not in convert.all_keys() or not convert.known(key):
+        layers.problems.append(convert.unknown(key, value))
+    else:
+        layers.values.append((key, value))
+        layers.given[key] = value
+
+
+# --- composing ---
+
+
+def tree(recipe: str, layers: Layers) -> dict[str, Any]:
+    """The composed tree with interpolations resolved; problems go to ``layers``."""
+    composed = _recipe_tree(recipe, layers)
+    for key in layers.deleted:
+        _forget(composed, key)
+    for key, value in layers.values:
+        OmegaConf.update(composed, key, value, force_add=True)
+    merged = OmegaConf.merge(OmegaConf.create(convert.as_tree(Config())), composed)
+    return _resolved(merged, "", layers.problems)
+
+
+def _recipe_tree(recipe: str, layers: Layers) -> DictConfig:
+    folder = RECIPES / recipe / "config"
+    if not (folder / f"{recipe}.yaml").exists():
+        layers.problems.append(f"recipe={recipe}: has no config/{recipe}.yaml; choose one of {', '.join(recipes())}")
+        return OmegaConf.create({})
+    chosen = _presets(folder, layers)
+    with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
+        composed = hydra_compose(config_name=recipe, overrides=[f"+{PRESET}={name}" for name in chosen])
+    OmegaConf.set_struct(composed, False)
+    return composed
+
+
+def _presets(folder: Path, layers: Layers) -> list[str]:
+    known = sorted(path.stem for path in (folder / PRESET).glob("*.yaml"))
+    if len(layers.presets) > 1:
+        layers.problems.append(f"{PRESET}={','.join(layers.presets)}: is given more than once; choose one")
+    chosen = layers.presets[:1]
+    if chosen and chosen[0] not in known:
+        choice = f"choose one of {', '.join(known)}" if known else "leave it out: this recipe has none"
+        layers.problems.append(f"{PRESET}={chosen[0]}: unknown preset; {choice}")
+        return []
+    return chosen
+
+
+def _forget(composed: DictConfig, key: str) -> None:
+    parent, _, name = key.rpartition(".")
+    node = OmegaConf.select(composed, parent) if parent else composed
+    if isinstance(node, DictConfig) and name in node:
+        del node[name]
+
+
+_REFERENCE = re.compile(r"\$\{\s*([\w.]+)\s*\}")
+
+
+def _resolved(node: DictConfig, prefix: str, problems: list[Problem | str]) -> dict[str, Any]:
+    """The node as plain values. One that cannot be resolved is left out, and so keeps its default."""
+    raw = OmegaConf.to_container(node, resolve=False)
+    found = {}
+    for name in node:
+        key = f"{prefix}{name}"
+        try:
+            value = node[name]
+            if isinstance(value, ListConfig):
+                value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+        except OmegaConfBaseException as error:
+            problems.append(
+                Problem(key, raw[name], f"cannot be resolved ({str(error).splitlines()[0]})", "mend the ${...}")
+            )
+            continue
+        if isinstance(value, DictConfig):
+            value = _resolved(value, f"{key}.", problems)
+        elif isinstance(value, str) and (missing := _null_reference(node, raw[name])):
+            problems.append(Problem(key, raw[name], f"names {missing}, which is null", f"set {missing} as well"))
+            continue
+        found[name] = value
+    return found
+
+
+def _null_reference(node: DictConfig, text: Any) -> str | None:
+    """A key that is null and would be written into the text as "None"."""
+    references = _REFERENCE.findall(text) if isinstance(text, str) else []
+    root = node._get_root()
+    return next((key for key in references if OmegaConf.select(root, key) is None), None)

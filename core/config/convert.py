@@ -1,0 +1,229 @@
+"""From an untyped tree to the dataclasses and back, with every problem instead of the first."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from core.config import verl_keys
+from core.config.frozen import freeze, thaw
+from core.config.limits import Limit
+from core.config.schema import Config
+
+SEQUENCES = (list, tuple)
+
+
+class Mismatch(ValueError):
+    """A value that its key's type or limit refuses; the text completes "must be ..."."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One line: what stands there, which rule it breaks, what to do."""
+
+    key: str
+    value: Any
+    rule: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.key}={show(self.value)}: {self.rule}" + (f"; {self.fix}" if self.fix else "")
+
+
+def show(value: Any) -> str:
+    """A value as one would type it on the command line."""
+    value = thaw(value)
+    if value is None or isinstance(value, bool | list | dict):
+        return json.dumps(value, default=str)
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+# --- what the schema has ---
+
+
+@functools.cache
+def hints(section: type) -> dict[str, Any]:
+    """Field name -> type, of one dataclass."""
+    return get_type_hints(section, include_extras=True)
+
+
+def walk(section: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key and its type; a section's type is its dataclass."""
+    for name, hint in hints(section).items():
+        yield prefix + name, hint
+        if is_dataclass(hint):
+            yield from walk(hint, f"{prefix}{name}.")
+
+
+@functools.cache
+def all_keys() -> dict[str, Any]:
+    """Flat key -> type, of the whole configuration, sections left out."""
+    return {key: hint for key, hint in walk(Config) if not is_dataclass(hint)}
+
+
+@functools.cache
+def sections() -> dict[str, type]:
+    return {key: hint for key, hint in walk(Config) if is_dataclass(hint)}
+
+
+@functools.cache
+def open_keys() -> frozenset[str]:
+    """Keys that hold a mapping of the user's own."""
+    return frozenset(key for key, hint in all_keys().items() if any(_is_mapping(part) for part in _alternatives(hint)))
+
+
+def known(key: str) -> bool:
+    """Whether the schema has the key, or a mapping that the key is a part of."""
+    return key in all_keys() or any(key.startswith(f"{parent}.") for parent in open_keys())
+
+
+def get(config: Any, key: str) -> Any:
+    """The value of a flat key."""
+    return functools.reduce(getattr, key.split("."), config)
+
+
+def flat(config: Any) -> dict[str, Any]:
+    """Flat key -> value, of every key."""
+    return {key: get(config, key) for key in all_keys()}
+
+
+def replaced(config: Any, changes: Mapping[str, Any]) -> Any:
+    """The configuration with the values of these flat keys."""
+    for key, value in changes.items():
+        config = _replace(config, key.split("."), value)
+    return config
+
+
+def _replace(section: Any, path: list[str], value: Any) -> Any:
+    name, rest = path[0], path[1:]
+    return dataclasses.replace(section, **{name: _replace(getattr(section, name), rest, value) if rest else value})
+
+
+def as_tree(section: Any) -> dict[str, Any]:
+    """A section as nested dicts and lists."""
+    return {
+        field.name: as_tree(value) if is_dataclass(value := getattr(section, field.name)) else thaw(value)
+        for field in dataclasses.fields(section)
+    }
+
+
+# --- an untyped tree as a configuration ---
+
+
+def build(tree: Any, problems: list[Problem], default: Any = None, prefix: str = "") -> Any:
+    """The typed section of a tree. What is wrong goes to ``problems`` and leaves the default in its place."""
+    default = Config() if default is None else default
+    if not isinstance(tree, Mapping):
+        problems.append(Problem(prefix.rstrip("."), tree, "is a section of the configuration", "set one of its keys"))
+        return default
+    known_here = hints(type(default))
+    problems += [unknown(f"{prefix}{name}", value) for name, value in tree.items() if name not in known_here]
+    values = {}
+    for name, hint in known_here.items():
+        if name not in tree:
+            continue
+        if is_dataclass(hint):
+            values[name] = build(tree[name], problems, getattr(default, name), f"{prefix}{name}.")
+            continue
+        try:
+            values[name] = parse(hint, tree[name])
+        except Mismatch as error:
+            problems.append(mismatch(f"{prefix}{name}", tree[name], str(error)))
+    return dataclasses.replace(default, **values)
+
+
+def mismatch(key: str, value: Any, rule: str) -> Problem:
+    return Problem(key, value, f"must be {rule}", verl_keys.hint(key, value) or f"the default is {default_of(key)}")
+
+
+def default_of(key: str) -> str:
+    return show(get(Config(), key))
+
+
+def unknown(key: str, value: Any) -> Problem:
+    """What to say of a key that the schema lacks."""
+    advice = verl_keys.advice(key)
+    if advice is not None:
+        return Problem(key, value, advice.rule, advice.fix)
+    return Problem(key, value, "unknown key", f"the nearest known key is {verl_keys.nearest(key, all_keys())}")
+
+
+def parse(hint: Any, value: Any) -> Any:
+    """The value as the type wants it, or Mismatch."""
+    if get_origin(hint) is Annotated:
+        base, *limits = get_args(hint)
+        result = parse(base, value)
+        for limit in limits:
+            if isinstance(limit, Limit) and not limit.holds(result):
+                raise Mismatch(limit.rule)
+        return result
+    if get_origin(hint) in (Union, types.UnionType):
+        return _parse_union(_alternatives(hint), value)
+    if get_origin(hint) is Literal:
+        if value in get_args(hint) and isinstance(value, str):
+            return value
+        raise Mismatch(f"one of {', '.join(get_args(hint))}")
+    if get_origin(hint) is tuple:
+        return _parse_sequence(get_args(hint)[0], value)
+    if _is_mapping(hint):
+        if isinstance(value, Mapping):
+            return freeze(value)
+        raise Mismatch("a mapping, as in {name: value}")
+    return _SCALARS[hint](value)
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _is_mapping(hint: Any) -> bool:
+    return get_origin(hint) is Mapping
+
+
+def _parse_union(alternatives: tuple[Any, ...], value: Any) -> Any:
+    (hint,) = (part for part in alternatives if part is not type(None))
+    if value is None:
+        return None
+    try:
+        return parse(hint, value)
+    except Mismatch as error:
+        raise Mismatch(f"{error}, or null") from None
+
+
+def _parse_sequence(item: Any, value: Any) -> tuple[Any, ...]:
+    items = value if isinstance(value, SEQUENCES) else (value,)  # a single value stands for a list of one
+    return tuple(parse(item, entry) for entry in items)
+
+
+def _parse_bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise Mismatch("True or False")
+
+
+def _parse_int(value: Any) -> int:
+    if isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1:  # 1e3 is a count too
+        return int(value)
+    raise Mismatch("a whole number")
+
+
+def _parse_float(value: Any) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf"):
+        return float(value)
+    raise Mismatch("a number")
+
+
+def _parse_str(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):  # trainer.experiment_name=7
+        return str(value)
+    raise Mismatch("text (quote what looks like something else: key=\"'1e-6'\")")
+
+
+_SCALARS = {bool: _parse_bool, int: _parse_int, float: _parse_float, str: _parse_str}

@@ -1,0 +1,215 @@
+"""Supported keys that do nothing in this configuration: listed with the reason where an override set them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+
+from core.config.batch_rules import PASSES
+from core.config.checks import PER_SEQUENCE
+from core.config.limits import is_plugin
+from core.config.view import View
+
+ACTOR, ROLLOUT, REF, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref", "model"))
+CLIPPING = ("vanilla", "gspo", "cispo")
+
+# keys (patterns), when, why; the reason is formatted with the view
+Entry = tuple[tuple[str, ...], Callable[[View], object], str]
+
+
+def _estimator_is(*names: str) -> Callable[[View], bool]:
+    return lambda v: v.algorithm.adv_estimator in names or is_plugin(v.algorithm.adv_estimator)
+
+
+def _not(condition: Callable[[View], object]) -> Callable[[View], bool]:
+    return lambda v: not condition(v)
+
+
+def _loss_is_not(*names: str) -> Callable[[View], bool]:
+    return lambda v: v.actor.policy_loss.loss_mode not in names and not is_plugin(v.actor.policy_loss.loss_mode)
+
+
+MODELS: tuple[Entry, ...] = (
+    (
+        (f"{REF}.*",),
+        lambda v: not v.needs_ref,
+        f"there is no reference policy: algorithm.use_kl_in_reward and {ACTOR}.use_kl_loss are off",
+    ),
+    (
+        ("critic.*", "trainer.critic_warmup"),
+        lambda v: not v.critic.enable,
+        "algorithm.adv_estimator={algorithm.adv_estimator} has no critic",
+    ),
+)
+
+OBJECTIVE: tuple[Entry, ...] = (
+    (
+        ("algorithm.kl_ctrl.*", "algorithm.kl_penalty"),
+        lambda v: not v.algorithm.use_kl_in_reward,
+        "algorithm.use_kl_in_reward is off",
+    ),
+    (
+        ("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
+        lambda v: v.kl.type == "fixed",
+        "algorithm.kl_ctrl.type is fixed",
+    ),
+    (
+        (f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"),
+        lambda v: not v.actor.use_kl_loss,
+        f"{ACTOR}.use_kl_loss is off",
+    ),
+    (
+        ("algorithm.gamma",),
+        _not(_estimator_is("gae", "reinforce_plus_plus")),
+        "{algorithm.adv_estimator} does not discount",
+    ),
+    (("algorithm.lam",), _not(_estimator_is("gae")), "only gae has it"),
+    (
+        ("algorithm.norm_adv_by_std_in_grpo",),
+        _not(_estimator_is("grpo", "grpo_passk")),
+        "{algorithm.adv_estimator} does not divide by the group's standard deviation",
+    ),
+    (
+        (f"{ACTOR}.clip_ratio",),
+        lambda v: {f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"} <= v.given,
+        "clip_ratio_low and clip_ratio_high are both given",
+    ),
+    ((f"{ACTOR}.clip_ratio_c",), _loss_is_not("vanilla"), "{actor.policy_loss.loss_mode} has no dual clip"),
+    ((f"{ACTOR}.clip_ratio*",), _loss_is_not(*CLIPPING), "{actor.policy_loss.loss_mode} does not clip"),
+    ((f"{ACTOR}.tau_*",), _loss_is_not("sapo"), "only sapo has it"),
+    (
+        (f"{ACTOR}.loss_agg_mode",),
+        lambda v: v.actor.policy_loss.loss_mode in PER_SEQUENCE,
+        "{actor.policy_loss.loss_mode} is defined with seq-mean-token-mean",
+    ),
+    (
+        ("*.loss_scale_factor",),
+        lambda v: v.actor.loss_agg_mode != "seq-mean-token-sum-norm",
+        "only seq-mean-token-sum-norm has it",
+    ),
+    ((f"{ACTOR}.data_loader_seed",), lambda v: not v.actor.shuffle, f"{ACTOR}.shuffle is off"),
+    (("critic.data_loader_seed",), lambda v: not v.critic.shuffle, "critic.shuffle is off"),
+)
+
+
+def _schedule(section: str, name: str) -> tuple[Entry, ...]:
+    return (
+        (
+            (f"{section}.optim.min_lr_ratio", f"{section}.optim.num_cycles"),
+            lambda v: v[name].optim.lr_scheduler_type != "cosine",
+            "the learning rate is not a cosine",
+        ),
+        (
+            (f"{section}.optim.lr_warmup_steps_ratio",),
+            lambda v: v[name].optim.lr_warmup_steps >= 0,
+            "lr_warmup_steps is given",
+        ),
+    )
+
+
+def _passes(section: str, micro: str, dynamic: str, budget: str) -> tuple[Entry, ...]:
+    name = section.rsplit(".", 1)[-1]
+    return (
+        ((f"{section}.{micro}",), lambda v: getattr(v[name], dynamic), f"{dynamic} packs passes by tokens"),
+        ((f"{section}.{budget}",), lambda v: not getattr(v[name], dynamic), f"{dynamic} is off"),
+    )
+
+
+MEMORY: tuple[Entry, ...] = tuple(entry for one in PASSES for entry in _passes(*one[:4]))
+
+SAMPLING: tuple[Entry, ...] = (
+    (
+        tuple(f"{ROLLOUT}.val_kwargs.{name}" for name in ("temperature", "top_p", "top_k")),
+        lambda v: not v.val.do_sample,
+        f"validation is greedy; {ROLLOUT}.val_kwargs.do_sample=True samples",
+    ),
+    (
+        tuple(
+            f"{ROLLOUT}.{name}"
+            for name in (
+                *("tensor_model_parallel_size", "gpu_memory_utilization", "enforce_eager", "free_cache_engine"),
+                *("max_num_batched_tokens", "max_num_seqs", "max_model_len", "enable_chunked_prefill"),
+                *("enable_prefix_caching", "dtype", "engine_kwargs", "engine_kwargs.*"),
+            )
+        ),
+        lambda v: v.rollout.name == "hf",
+        f"{ROLLOUT}.name=hf has no such setting",
+    ),
+)
+
+SHARDING = (
+    "param_offload",
+    "optimizer_offload",
+    "offload_policy",
+    "reshard_after_forward",
+    "forward_prefetch",
+    "fsdp_size",
+)
+
+PLACES: tuple[Entry, ...] = (
+    (
+        (
+            *("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.balance_batch", "ray_kwargs.*"),
+            *(f"*.fsdp_config.{name}" for name in SHARDING),
+            *(f"{REF}.fsdp_config.dtype", "*.ulysses_sequence_parallel_size", "*.strategy"),
+        ),
+        lambda v: v.trainer.backend == "local",
+        "trainer.backend=local runs one rank in this process",
+    ),
+    (
+        (f"{MODEL}.use_remove_padding", "critic.model.use_remove_padding"),
+        lambda v: v.trainer.backend == "local",
+        "trainer.backend=local sorts sequences by length instead",
+    ),
+)
+
+RUNS: tuple[Entry, ...] = (
+    (
+        ("trainer.total_epochs",),
+        lambda v: v.trainer.total_training_steps is not None,
+        "trainer.total_training_steps is given",
+    ),
+    (
+        tuple(f"algorithm.filter_groups.{name}" for name in ("metric", "max_num_gen_batches", "on_exhausted")),
+        lambda v: not v.filters.enable,
+        "algorithm.filter_groups.enable is off",
+    ),
+    (
+        tuple(f"reward_model.overlong_buffer.{name}" for name in ("len", "penalty_factor", "log")),
+        lambda v: not v.buffer.enable,
+        "reward_model.overlong_buffer.enable is off",
+    ),
+    (
+        ("reward_model.reward_manager",),
+        lambda v: v.reward.reward_manager != "naive",
+        "answers are scored in process, whichever manager is named",
+    ),
+    (
+        ("custom_reward_function.name", "custom_reward_function.reward_kwargs*"),
+        lambda v: not v.custom.path,
+        "custom_reward_function.path is not set",
+    ),
+    (
+        ("trainer.resume_from_path",),
+        lambda v: v.trainer.resume_mode != "resume_path",
+        "trainer.resume_mode is not resume_path",
+    ),
+    (("trainer.max_actor_ckpt_to_keep",), lambda v: v.trainer.save_freq == -1, "trainer.save_freq is off"),
+    (("trainer.val_before_train",), lambda v: v.trainer.val_only, "trainer.val_only is on"),
+)
+
+ENTRIES = (
+    *(*MODELS, *OBJECTIVE, *_schedule(ACTOR, "actor"), *_schedule("critic", "critic"), *MEMORY),
+    *(*SAMPLING, *PLACES, *RUNS),
+)
+
+
+def reasons(view: View, keys: Iterable[str]) -> dict[str, str]:
+    """Key -> why it does nothing, for those of ``keys`` that do nothing."""
+    found = {}
+    for key in keys:
+        for patterns, applies, reason in ENTRIES:
+            if any(fnmatchcase(key, pattern) for pattern in patterns) and applies(view):
+                found[key] = reason.format_map(view)
+                break
+    return found

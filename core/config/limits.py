@@ -1,0 +1,45 @@
+"""What a key's type does not say: bounds, and names that a user can extend. Read by ``core/config/convert.py``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+PLUGIN = re.compile(r"(?:[\w.]+|[^:]+\.py):[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A rule on a value of the right type; ``rule`` completes "must be ..."."""
+
+    rule: str
+    holds: Callable[[Any], bool]
+
+
+def names(*known: str) -> Limit:
+    """One of ``known``, or a user's own function by its path."""
+    rule = f"one of {', '.join(known)}, or your own as package.module:function or path/file.py:function"
+    return Limit(rule, lambda value: value in known or PLUGIN.fullmatch(value) is not None)
+
+
+def is_plugin(value: str) -> bool:
+    """Whether the value is the path of a user's own function, not a known name."""
+    return ":" in value
+
+
+Count = Annotated[int, Limit("at least 1", lambda v: v >= 1)]
+Size = Annotated[int, Limit("at least 0", lambda v: v >= 0)]
+OffOrCount = Annotated[int, Limit("-1 (off) or at least 1", lambda v: v == -1 or v >= 1)]
+OffOrSize = Annotated[int, Limit("-1 (off) or at least 0", lambda v: v >= -1)]
+Positive = Annotated[float, Limit("above 0", lambda v: v > 0)]
+NonNegative = Annotated[float, Limit("at least 0", lambda v: v >= 0)]
+Share = Annotated[float, Limit("between 0 and 1", lambda v: 0 <= v <= 1)]
+PositiveShare = Annotated[float, Limit("above 0 and at most 1", lambda v: 0 < v <= 1)]
+ClipLow = Annotated[float, Limit("at least 0 and below 1", lambda v: 0 <= v < 1)]
+AboveOne = Annotated[float, Limit("above 1", lambda v: v > 1)]
+Betas = Annotated[
+    tuple[float, ...], Limit("two numbers in [0, 1)", lambda v: len(v) == 2 and all(0 <= b < 1 for b in v))
+]
+NonEmpty = Annotated[tuple[str, ...], Limit("at least one path", lambda v: len(v) > 0 and all(v))]

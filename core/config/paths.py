@@ -1,0 +1,92 @@
+"""Files that a configuration names, and what can only be checked when a run starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from core.config.convert import Problem
+from core.config.limits import is_plugin
+from core.config.schema import Config
+
+
+def is_local(model: str) -> bool:
+    """A folder, not a hub id."""
+    return model.startswith(("/", ".", "~"))
+
+
+def named(config: Config) -> Iterator[tuple[str, str]]:
+    """Every (key, local path) that has to exist."""
+    data, model, critic = config.data, config.actor_rollout_ref.model, config.critic
+    if data.curriculum is None:
+        yield from (("data.train_files", path) for path in data.train_files)
+    for stage in data.curriculum or ():
+        files = stage.get("files") or ()
+        yield from (("data.curriculum", str(path)) for path in ((files,) if isinstance(files, str) else files))
+    yield from (("data.val_files", path) for path in data.val_files)
+    models = {
+        "actor_rollout_ref.model.path": model.path,
+        "actor_rollout_ref.model.tokenizer_path": model.tokenizer_path,
+    }
+    if critic.enable and critic.model.path != model.path:
+        models["critic.model.path"] = critic.model.path
+    yield from ((key, path) for key, path in models.items() if path and is_local(path))
+    custom = (config.custom_reward_function.path or "").removeprefix("file://")
+    if custom.endswith(".py"):
+        yield "custom_reward_function.path", custom
+    yield from _plugins(config)
+    if config.trainer.resume_mode == "resume_path" and config.trainer.resume_from_path:
+        yield "trainer.resume_from_path", config.trainer.resume_from_path
+
+
+def _plugins(config: Config) -> Iterator[tuple[str, str]]:
+    loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    functions = {
+        "algorithm.adv_estimator": config.algorithm.adv_estimator,
+        "actor_rollout_ref.actor.policy_loss.loss_mode": loss,
+    }
+    for key, value in functions.items():
+        where = value.rpartition(":")[0]
+        if is_plugin(value) and where.endswith(".py"):
+            yield key, where
+
+
+def missing(config: Config, among: frozenset[str] | None = None) -> list[Problem]:
+    """The named paths that do not exist; only those of the keys in ``among``, where it is given."""
+    return [
+        Problem(key, path, "does not exist", f"looked for {Path(path).expanduser().absolute()}")
+        for key, path in named(config)
+        if (among is None or key in among) and not Path(path).expanduser().exists()
+    ]
+
+
+def checked_at_start(config: Config) -> list[str]:
+    """What a dry run leaves open: data, models, packages, devices, logins, checkpoints."""
+    rollout, model, trainer = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model, config.trainer
+    files = sorted({path for key, path in named(config) if key.startswith("data.")})
+    lines = [f"data: every row of {', '.join(files)} is read, measured and shown to its scorer"]
+    source = "exists and is a model's folder" if is_local(model.path) else "is on the hub or in its cache"
+    lines.append(f"model: {model.path} {source}; its tokenizer and chat template")
+    if rollout.name == "vllm":
+        lines.append(f"package: vllm can be imported (actor_rollout_ref.rollout.name={rollout.name})")
+    if trainer.backend == "ray":
+        lines.append("package: ray can be imported (trainer.backend=ray)")
+        lines.append(f"devices: {trainer.nnodes} x {trainer.n_gpus_per_node} {trainer.device or 'cuda'} in the cluster")
+    else:
+        lines.append(f"device: {trainer.device or 'cuda if there is one, else cpu'}, and its memory")
+    lines += [
+        f"package: {name} can be imported (trainer.logger)" for name in trainer.logger if name not in _OWN_LOGGERS
+    ]
+    if "wandb" in trainer.logger:
+        lines.append("login: wandb, unless WANDB_MODE=offline")
+    for key in sorted({key for key, _ in _plugins(config)} | ({"custom_reward_function.path"} & _set_paths(config))):
+        lines.append(f"function: {key} can be loaded and called")
+    lines.append(f"run folder: {trainer.default_local_dir} can be written; its checkpoints, if any, are complete")
+    return lines
+
+
+_OWN_LOGGERS = ("console", "jsonl")
+
+
+def _set_paths(config: Config) -> set[str]:
+    return {"custom_reward_function.path"} if config.custom_reward_function.path else set()

@@ -1,0 +1,93 @@
+"""What a null default stands for: another key's value, or one that follows from the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from core.config import convert
+from core.config.schema import ActorConfig, Config
+
+ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
+
+
+def _actor(config: Config) -> ActorConfig:
+    return config.actor_rollout_ref.actor
+
+
+def _follows(name: str) -> Callable[[Config], Any]:
+    return lambda config: convert.get(config, name)
+
+
+def _dynamic(micro: str) -> Callable[[Config], bool]:
+    """The actor's choice; where it made none, packing by tokens unless a micro-batch size is given here or there."""
+
+    def decide(config: Config) -> bool:
+        actor = _actor(config)
+        if actor.use_dynamic_bsz is not None:
+            return actor.use_dynamic_bsz
+        return convert.get(config, micro) is None and actor.ppo_micro_batch_size_per_gpu is None
+
+    return decide
+
+
+def _micro(dynamic: str) -> Callable[[Config], int | None]:
+    """The actor's micro-batch size, where one is needed."""
+    return lambda config: None if convert.get(config, dynamic) else _actor(config).ppo_micro_batch_size_per_gpu
+
+
+def experiment_name(config: Config) -> str:
+    model = config.actor_rollout_ref.model.path.rstrip("/").rsplit("/", 1)[-1]
+    return f"{model or 'model'}-seed{config.trainer.seed}"
+
+
+def has_critic(config: Config) -> bool:
+    return config.algorithm.adv_estimator == "gae"
+
+
+def _derived(recipe: str) -> tuple[tuple[str, Callable[[Config], Any]], ...]:
+    """Key -> its value where it is null. In order: a later one may read an earlier one."""
+    copied = ("ppo_mini_batch_size", "ppo_epochs", "shuffle", "loss_agg_mode", "loss_scale_factor")
+    passes = tuple(
+        (f"{part}.{dynamic}", f"{part}.{micro}")
+        for part, dynamic, micro in (
+            (ROLLOUT, "log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu"),
+            (REF, "log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu"),
+            ("critic", "use_dynamic_bsz", "ppo_micro_batch_size_per_gpu"),
+            (ACTOR, "use_dynamic_bsz", "ppo_micro_batch_size_per_gpu"),  # last: the others read what it was given
+        )
+    )
+    return (
+        ("data.gen_batch_size", _follows("data.train_batch_size")),
+        (f"{ACTOR}.clip_ratio_low", _follows(f"{ACTOR}.clip_ratio")),
+        (f"{ACTOR}.clip_ratio_high", _follows(f"{ACTOR}.clip_ratio")),
+        *((dynamic, _dynamic(micro)) for dynamic, micro in passes),
+        *((micro, _micro(dynamic)) for dynamic, micro in passes),
+        *(
+            (f"{part}.log_prob_max_token_len_per_gpu", _follows(f"{ACTOR}.ppo_max_token_len_per_gpu"))
+            for part in (ROLLOUT, REF)
+        ),
+        (f"{REF}.ulysses_sequence_parallel_size", _follows(f"{ACTOR}.ulysses_sequence_parallel_size")),
+        (f"{ROLLOUT}.name", lambda config: "hf"),
+        ("critic.enable", has_critic),
+        *((f"critic.{name}", _follows(f"{ACTOR}.{name}")) for name in copied),
+        *(
+            (f"critic.model.{name}", _follows(f"actor_rollout_ref.model.{name}"))
+            for name in ("path", "external_lib", "trust_remote_code", "override_config")
+        ),
+        ("algorithm.filter_groups.metric", lambda config: "acc"),
+        ("trainer.project_name", lambda config: f"rlrepro-{recipe}"),
+        ("trainer.experiment_name", experiment_name),
+        ("trainer.default_local_dir", lambda config: f"outputs/{recipe}/{config.trainer.experiment_name}"),
+    )
+
+
+def resolve(config: Config, recipe: str) -> Config:
+    """The configuration with every such null filled in. ``data.seed``, ``trainer.device`` and ``trainer.cpu_threads``
+    stay null: the first follows ``trainer.seed`` for training rows only, so that runs of different seeds answer the
+    same validation questions; the other two are the machine's to say.
+    """
+    for key, value in _derived(recipe):
+        if convert.get(config, key) is None:
+            config = convert.replaced(config, {key: value(config)})
+    return config

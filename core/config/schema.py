@@ -1,0 +1,319 @@
+"""The configuration as frozen dataclasses: the one list of keys, their types and their defaults.
+
+Keys and defaults are those of verl v0.6.1 in the subset that does something here, with the DAPO recipe's filter and
+overlong keys; a default that differs is listed in :data:`core.config.defaults.CHANGED_DEFAULTS`. A default of None
+that stands for another key's value is filled in by :func:`core.config.resolution.resolve`, so a resolved configuration
+holds None only where a comment here says what it means.
+
+Units: a *prompt* is a row of the data, a *trajectory* one answer to it (``rollout.n`` of them a prompt). Batch sizes
+named ``..._per_gpu`` count trajectories in one pass of one rank, and are memory knobs: they cannot change the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from core.config import limits
+from core.config.frozen import FrozenDict
+
+ADV_ESTIMATORS = (
+    *("gae", "grpo", "grpo_passk", "rloo", "remax"),
+    *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "gpg"),
+)
+POLICY_LOSSES = ("vanilla", "gspo", "sapo", "gpg", "reinforce", "cispo")
+
+AdvEstimator = Annotated[str, limits.names(*ADV_ESTIMATORS)]
+LossMode = Annotated[str, limits.names(*POLICY_LOSSES)]
+LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+KLKind = Literal[
+    *("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"),
+    *("kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"),
+]
+DType = Literal["bfloat16", "bf16", "float32", "fp32"]
+Logger = Literal["console", "jsonl", "tensorboard", "wandb"]
+Open = Mapping[str, Any]  # keys that are another library's, or the user's own
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    train_files: limits.NonEmpty = ("~/data/rlhf/gsm8k/train.parquet",)
+    val_files: limits.NonEmpty = ("~/data/rlhf/gsm8k/test.parquet",)
+    dataset_weights: tuple[limits.Positive, ...] | None = None  # one a training file; None: by number of rows
+    curriculum: tuple[Open, ...] | None = None  # stages {files, prompts, weights}, in place of train_files
+    prompt_key: str = "prompt"
+    reward_fn_key: str = "data_source"
+    max_prompt_length: limits.Count = 512  # tokens
+    max_response_length: limits.Count = 512  # tokens
+    train_batch_size: limits.Count = 1024  # prompts a step
+    gen_batch_size: limits.Count | None = None  # prompts in flight at most; None: train_batch_size
+    train_max_samples: limits.OffOrCount = -1  # rows of all training files together
+    val_max_samples: limits.OffOrCount = -1  # rows of each validation file
+    shuffle: bool = True
+    seed: limits.Size | None = None  # order of the training rows; None: trainer.seed
+    validation_shuffle: bool = False
+    filter_overlong_prompts: bool = False
+    truncation: Literal["error", "left", "right", "middle"] = "error"
+    apply_chat_template_kwargs: Open = FrozenDict()
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str = "~/models/deepseek-llm-7b-chat"  # org/name on the hub, or a folder: /..., ./..., ~/...
+    tokenizer_path: str | None = None  # None: path
+    custom_chat_template: str | None = None  # None: the tokenizer's own
+    external_lib: str | None = None  # modules to import before the model loads, separated by commas
+    trust_remote_code: bool = False
+    override_config: Open = FrozenDict()  # fields of the model's own configuration
+    enable_gradient_checkpointing: bool = True
+    use_remove_padding: bool = False
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    lr: limits.NonNegative = 1e-6
+    weight_decay: limits.NonNegative = 0.01
+    betas: limits.Betas = (0.9, 0.999)
+    lr_warmup_steps: limits.OffOrSize = -1  # RL steps; -1: by the ratio
+    lr_warmup_steps_ratio: limits.Share = 0.0  # of the run's RL steps
+    lr_scheduler_type: Literal["constant", "cosine"] = "constant"
+    min_lr_ratio: limits.Share | None = 0.0  # of lr, where a cosine ends; None: 0
+    num_cycles: limits.Positive = 0.5
+
+
+@dataclass(frozen=True)
+class FSDPConfig:
+    dtype: DType = "bfloat16"  # of the passes; weights and reductions are float32
+    param_offload: bool = False
+    optimizer_offload: bool = False
+    offload_policy: bool = False
+    reshard_after_forward: bool = True
+    forward_prefetch: bool = False
+    fsdp_size: limits.OffOrCount = -1
+
+
+@dataclass(frozen=True)
+class PolicyLossConfig:
+    loss_mode: LossMode = "vanilla"
+
+
+@dataclass(frozen=True)
+class ActorConfig:
+    strategy: Literal["fsdp", "fsdp2"] = "fsdp"  # both mean PyTorch's FSDP2
+    ppo_mini_batch_size: limits.Count = 256  # prompts an optimizer step
+    ppo_micro_batch_size_per_gpu: limits.Count | None = None  # None: use_dynamic_bsz decides
+    use_dynamic_bsz: bool | None = None  # None: where no micro-batch size is given
+    ppo_max_token_len_per_gpu: limits.Count = 16384  # tokens in one pass, with use_dynamic_bsz
+    ppo_epochs: limits.Count = 1
+    shuffle: bool = False
+    data_loader_seed: limits.Size = 42  # of shuffle
+    clip_ratio: limits.ClipLow = 0.2
+    clip_ratio_low: limits.ClipLow | None = None  # None: clip_ratio
+    clip_ratio_high: limits.NonNegative | None = None  # None: clip_ratio
+    clip_ratio_c: limits.AboveOne = 3.0  # dual clip
+    loss_agg_mode: LossAggMode = "token-mean"
+    loss_scale_factor: limits.Positive | None = None  # of seq-mean-token-sum-norm; None: data.max_response_length
+    entropy_coeff: float = 0.0
+    use_kl_loss: bool = False
+    kl_loss_coef: limits.NonNegative = 0.001
+    kl_loss_type: KLKind = "low_var_kl"
+    grad_clip: limits.Positive = 1.0
+    tau_pos: limits.Positive = 1.0  # sapo
+    tau_neg: limits.Positive = 1.05  # sapo
+    overlong_filtering: bool = False  # truncated answers carry no loss
+    ulysses_sequence_parallel_size: limits.Count = 1
+    policy_loss: PolicyLossConfig = PolicyLossConfig()
+    optim: OptimConfig = OptimConfig()
+    fsdp_config: FSDPConfig = FSDPConfig()
+
+
+@dataclass(frozen=True)
+class RefConfig:
+    log_prob_micro_batch_size_per_gpu: limits.Count | None = None  # None: the actor's
+    log_prob_use_dynamic_bsz: bool | None = None  # None: the actor's
+    log_prob_max_token_len_per_gpu: limits.Count | None = None  # None: the actor's
+    ulysses_sequence_parallel_size: limits.Count | None = None  # None: the actor's
+    fsdp_config: FSDPConfig = FSDPConfig()
+
+
+@dataclass(frozen=True)
+class ValKwargs:
+    """Sampling of validation answers; greedy unless ``do_sample``."""
+
+    n: limits.Count = 1  # answers a question
+    do_sample: bool = False
+    temperature: limits.NonNegative = 0.0
+    top_p: limits.PositiveShare = 1.0
+    top_k: limits.OffOrCount = -1
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    name: Literal["hf", "vllm"] | None = None  # None: vllm where it can be imported (not yet: hf)
+    n: limits.Count = 1  # trajectories a prompt
+    do_sample: bool = True
+    temperature: limits.NonNegative = 1.0
+    top_p: limits.PositiveShare = 1.0
+    top_k: limits.OffOrCount = -1
+    ignore_eos: bool = False
+    val_kwargs: ValKwargs = ValKwargs()
+    dtype: DType = "bfloat16"
+    tensor_model_parallel_size: limits.Count = 2
+    gpu_memory_utilization: limits.PositiveShare = 0.5
+    enforce_eager: bool = False
+    free_cache_engine: bool = True
+    max_num_batched_tokens: limits.Count = 8192
+    max_num_seqs: limits.Count = 1024
+    max_model_len: limits.Count | None = None  # None: max_prompt_length + max_response_length
+    enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
+    engine_kwargs: Open = FrozenDict()
+    log_prob_micro_batch_size_per_gpu: limits.Count | None = None  # None: the actor's
+    log_prob_use_dynamic_bsz: bool | None = None  # None: the actor's
+    log_prob_max_token_len_per_gpu: limits.Count | None = None  # None: the actor's
+
+
+@dataclass(frozen=True)
+class ActorRolloutRefConfig:
+    model: ModelConfig = ModelConfig()
+    actor: ActorConfig = ActorConfig()
+    ref: RefConfig = RefConfig()
+    rollout: RolloutConfig = RolloutConfig()
+
+
+@dataclass(frozen=True)
+class CriticModelConfig:
+    path: str | None = None  # None: the policy's, and so below
+    external_lib: str | None = None
+    trust_remote_code: bool | None = None
+    override_config: Open | None = None
+    enable_gradient_checkpointing: bool = True
+    use_remove_padding: bool = False
+    fsdp_config: FSDPConfig = FSDPConfig()
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    enable: bool | None = None  # None: where the estimator reads values
+    strategy: Literal["fsdp", "fsdp2"] = "fsdp"
+    ppo_mini_batch_size: limits.Count | None = None  # None: the actor's, and so below
+    ppo_micro_batch_size_per_gpu: limits.Count | None = None
+    use_dynamic_bsz: bool | None = None
+    ppo_max_token_len_per_gpu: limits.Count = 32768
+    ppo_epochs: limits.Count | None = None
+    shuffle: bool | None = None
+    data_loader_seed: limits.Size = 42
+    cliprange_value: limits.Positive = 0.5
+    loss_agg_mode: LossAggMode | None = None
+    loss_scale_factor: limits.Positive | None = None
+    grad_clip: limits.Positive = 1.0
+    ulysses_sequence_parallel_size: limits.Count = 1
+    model: CriticModelConfig = CriticModelConfig()
+    optim: OptimConfig = OptimConfig(lr=1e-5)
+
+
+@dataclass(frozen=True)
+class OverlongBufferConfig:
+    enable: bool = False
+    len: limits.Size = 0  # tokens before the limit in which the penalty grows
+    penalty_factor: limits.NonNegative = 0.0
+    log: bool = False
+
+
+@dataclass(frozen=True)
+class RewardModelConfig:
+    reward_manager: Literal["naive", "batch", "prime", "dapo"] = "naive"
+    reward_kwargs: Open = FrozenDict()  # scorer's name -> its options, as in {gsm8k: {method: flexible}}
+    on_error: Literal["zero", "mask", "raise"] = "zero"  # what becomes of an answer whose scorer failed
+    overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
+
+
+@dataclass(frozen=True)
+class CustomRewardFunctionConfig:
+    path: str | None = None  # a file or a module; None: the table of reward_scores
+    name: str = "compute_score"
+    reward_kwargs: Open = FrozenDict()
+
+
+@dataclass(frozen=True)
+class KLCtrlConfig:
+    type: Literal["fixed", "adaptive"] = "fixed"
+    kl_coef: limits.NonNegative = 0.001
+    horizon: float = 10000  # sequences
+    target_kl: float = 0.1
+
+
+@dataclass(frozen=True)
+class FilterGroupsConfig:
+    enable: bool = False
+    metric: str | None = None  # a part of the score; None: acc
+    max_num_gen_batches: limits.Size = 10  # drawn for one step, in units of gen_batch_size prompts
+    on_exhausted: Literal["train", "raise"] = "train"
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    adv_estimator: AdvEstimator = "gae"
+    gamma: limits.Share = 1.0
+    lam: limits.Share = 1.0
+    norm_adv_by_std_in_grpo: bool = True
+    use_kl_in_reward: bool = False
+    kl_penalty: KLKind = "kl"
+    kl_ctrl: KLCtrlConfig = KLCtrlConfig()
+    filter_groups: FilterGroupsConfig = FilterGroupsConfig()
+
+
+@dataclass(frozen=True)
+class HealthConfig:
+    max_nonfinite_in_row: limits.Count = 3  # steps without a usable gradient that end the run
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    backend: Literal["local", "ray"] = "local"
+    device: Literal["cpu", "cuda"] | None = None  # None: cuda if there is one
+    cpu_threads: limits.Count | None = None  # None: all cores
+    seed: limits.Size = 1
+    nnodes: limits.Count = 1
+    n_gpus_per_node: limits.Count = 8
+    total_epochs: limits.Count = 30
+    total_training_steps: limits.Count | None = None  # None: the whole batches of total_epochs
+    critic_warmup: limits.Size = 0  # steps in which only the critic trains
+    balance_batch: bool = True
+    max_staleness: limits.Size = 0  # steps a sample may be old
+    project_name: str | None = None  # None: rlrepro-<recipe>
+    experiment_name: str | None = None  # None: <model>-seed<seed>
+    default_local_dir: str | None = None  # None: outputs/<recipe>/<experiment_name>
+    logger: tuple[Logger, ...] = ("console",)
+    log_val_generations: limits.Size = 0
+    rollout_data_dir: str | None = None  # None: no dump
+    validation_data_dir: str | None = None  # None: no dump
+    val_before_train: bool = True
+    val_only: bool = False
+    test_freq: limits.OffOrCount = -1
+    save_freq: limits.OffOrCount = -1
+    max_actor_ckpt_to_keep: limits.Count | None = None  # None: all
+    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
+    resume_from_path: str | None = None
+    health: HealthConfig = HealthConfig()
+
+
+@dataclass(frozen=True)
+class RayKwargsConfig:
+    ray_init: Open = FrozenDict(num_cpus=None)  # arguments of ray.init
+    timeline_json_file: str | None = None
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole configuration; ``config.actor_rollout_ref.rollout.n`` is verl's key of that name."""
+
+    data: DataConfig = DataConfig()
+    actor_rollout_ref: ActorRolloutRefConfig = ActorRolloutRefConfig()
+    critic: CriticConfig = CriticConfig()
+    reward_model: RewardModelConfig = RewardModelConfig()
+    custom_reward_function: CustomRewardFunctionConfig = CustomRewardFunctionConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    ray_kwargs: RayKwargsConfig = RayKwargsConfig()
