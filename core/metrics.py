@@ -1,7 +1,7 @@
 """What a step says about its data, under verl's names.
 
-``critic/score/*`` is what the scorer gave, ``critic/rewards/*`` what trained (shaped, less a KL penalty in
-the reward). ``response_length/*`` counts every token after the prompt, tool output included;
+``critic/score/*`` is what the scorer gave, ``critic/rewards/*`` what trained (shaped, and less the KL penalty
+where the reward carries one). ``response_length/*`` counts every token after the prompt, tool output included;
 ``clip_ratio`` is the share that ran into the limit. ``reward/<part>/mean`` follows each part of the scores.
 """
 
@@ -83,7 +83,7 @@ def data_metrics(groups: Sequence[ScoredGroup], batch: TrainBatch) -> dict[str, 
         **_spread("num_turns", np.array([t.turns for t in trajectories])),
         "tool_call_counts/mean": float(np.mean([t.tool_calls for t in trajectories])),
         **{f"reward/{name}/mean": mean for name, mean in part_means(scores).items()},
-        **{f"reward/{name}_rate": rate for name, rate in status_rates(scores).items()},
+        **status_rates(scores),
         "reward/zero_variance_share": float(np.mean(np.ptp(values, axis=1) <= 1e-6)),
         "reward/masked_share": float(np.mean([score.masked for score in scores])),
         "perf/total_num_tokens": float(lengths.sum() + prompts.sum()),

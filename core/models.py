@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,9 +65,10 @@ def load_policy(model: ModelConfig, dtype: torch.dtype = torch.float32) -> nn.Mo
 
     _import_external(model)
     path = resolve_path(model.path)
-    policy = transformers.AutoModelForCausalLM.from_pretrained(
-        path, config=_config(model, path), dtype=dtype, trust_remote_code=model.trust_remote_code
-    )
+    with _quiet():
+        policy = transformers.AutoModelForCausalLM.from_pretrained(
+            path, config=_config(model, path), dtype=dtype, trust_remote_code=model.trust_remote_code
+        )
     return _prepared(policy, model)
 
 
@@ -78,12 +81,28 @@ def load_critic(model: ModelConfig, seed: int, dtype: torch.dtype = torch.float3
     config = _config(model, path)
     config.num_labels = 1
     config.classifier_dropout = 0.0
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), _quiet():
         torch.manual_seed(seed)  # the head is new: the run's seed decides it, not what ran before
         critic = transformers.AutoModelForTokenClassification.from_pretrained(
             path, config=config, dtype=dtype, trust_remote_code=model.trust_remote_code
         )
     return _prepared(critic, model)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' own bars and its table of the critic's new head, which is new by design."""
+    from transformers.utils import logging as library
+
+    verbosity, bars = library.get_verbosity(), library.is_progress_bar_enabled()
+    library.set_verbosity_error()
+    library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        library.set_verbosity(verbosity)
+        if bars:
+            library.enable_progress_bar()
 
 
 def _import_external(model: ModelConfig) -> None:

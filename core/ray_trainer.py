@@ -75,6 +75,7 @@ class RayPPOTrainer(Run):
                 rewards_BT, batch, self.kl_controller, algorithm.kl_penalty
             )
             metrics.add(penalty)
+            batch = batch.adding(reward=rewards_BT.sum(dim=1))
         advantages_BT, returns_BT = advantages.compute(rewards_BT, batch, algorithm)
         return batch.adding(advantages=advantages_BT, returns=returns_BT)
 
