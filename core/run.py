@@ -41,6 +41,10 @@ log = logging.getLogger(__name__)
 MISMATCH_BOUND = {"fp32": 1e-4, "bf16": 0.02}  # mean |engine - learner| log-prob that is rounding, not a fault
 
 
+class RunError(ValueError):
+    """Data and configuration do not make a run; the message says what to change."""
+
+
 class NonFiniteGradients(RuntimeError):
     """Too many steps in a row without a usable gradient."""
 
@@ -132,7 +136,7 @@ class Run:
             return trainer.total_training_steps
         steps = trainer.total_epochs * self.stream.steps_per_epoch(batch_size)
         if steps == 0:
-            raise ValueError(
+            raise RunError(
                 f"data.train_batch_size={batch_size}: an epoch has only {len(self.stream)} prompts; "
                 "lower it, or set trainer.total_training_steps"
             )
@@ -176,6 +180,13 @@ class Run:
         """Signals, event loop and tracker for the time of ``fit``; the run's status says how it ended."""
         only_validates = self.config.trainer.val_only
         folder = self.run_dir / f"val_only_step_{self.step}" if only_validates else self.run_dir
+        if self.finished() and not only_validates:
+            log.warning(
+                "the run is finished: step %d of %d is done; raise trainer.total_training_steps or "
+                "trainer.total_epochs to train on",
+                self.step,
+                self.total_steps,
+            )
         resume_step = self.step if self.saved_step is not None and not only_validates else None
         self.tracker = Tracker(folder, self.config, resume_step=resume_step, recipe=self.run_dir.parent.name)
         if not only_validates:
@@ -205,6 +216,12 @@ class Run:
             return True
         out_of_prompts = self.collect_state.next_ordinal >= trainer.total_epochs * len(self.stream)
         return trainer.total_training_steps is None and out_of_prompts
+
+    def outcome(self) -> str:
+        """How ``fit`` ended, in a few words."""
+        if self.config.trainer.val_only:
+            return f"validated after step {self.step}"
+        return f"{'finished' if self.finished() else 'stopped'} after step {self.step} of {self.total_steps}"
 
     def is_due(self, frequency: int) -> bool:
         return frequency > 0 and (self.step % frequency == 0 or self.finished())
