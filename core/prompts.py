@@ -121,7 +121,9 @@ class PromptFiles:
 
     @property
     def data_sources(self) -> frozenset[str]:
-        return frozenset(source for measured in self.measured.values() for source in measured.sources)
+        """Of the rows that can be drawn."""
+        files = self.measured.values()
+        return frozenset(measured.sources[source] for measured in files for source in np.unique(measured.source))
 
     def counts(self) -> list[str]:
         """A line a file: rows, what is left out or cut and why, different questions, longest prompt."""

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from core.config.frozen import FrozenDict
+from core.config.schema import DataConfig
 from core.data import PromptStream, load_val_prompts
 from core.rows import DataError
 from core.types import Prompt
@@ -246,8 +248,10 @@ def test_copies_of_a_question_share_their_uid_and_are_counted(tmp_path):
     assert {stream(named).prompt(ordinal).uid for ordinal in range(2)} == {"s/train/0"}
 
 
-def test_rows_for_the_scorers(three, long_and_short):
+def test_rows_for_the_scorers(three, long_and_short, tmp_path):
+    unused = write_parquet(tmp_path / "d.parquet", [plain_row(0, "d", text="too long"), plain_row(0)])
     prompts = stream([*three, long_and_short], max_prompt_length=3, filter_overlong_prompts=True)
+    assert stream(unused, max_prompt_length=3, filter_overlong_prompts=True).data_sources == {"s"}
     assert prompts.data_sources == {"a", "b", "c", "s"}
     assert Counter(row.data_source for row in prompts.rows()) == {"a": 7, "b": 5, "c": 12, "s": 2}
     assert [row.where.rpartition("/")[2] for row in prompts.sample_rows(2)] == [
@@ -295,6 +299,14 @@ def test_files_with_different_kinds_of_ground_truth_go_together(tmp_path):
     )
     prompts = stream([texts, lists], shuffle=False)
     assert golds(map(prompts.prompt, range(3))) == ["0", "1", {"target": ["x", "y"]}]
+
+
+def test_the_configuration_s_own_class_is_what_is_read(three):
+    stages = (FrozenDict(files=(three[0],), prompts=3), FrozenDict(files=tuple(three[1:]), weights=(1, 2)))
+    plain, staged = DataConfig(train_files=tuple(three)), DataConfig(curriculum=stages, val_files=tuple(three))
+    assert PromptStream(plain, TOKENIZER, 4).prompt(30) == stream(three, 4).prompt(30)
+    assert len(PromptStream(staged, TOKENIZER, 1)) == 3 + 17
+    assert load_val_prompts(staged, TOKENIZER) == validation(three)
 
 
 def test_prompts_are_equal_in_another_process(three):
