@@ -47,6 +47,7 @@ class Composed:
     config: resolved; with ``problems`` a refused value is replaced by its default.
     given: the keys that an override set (not those of the recipe's file), with the values as read.
     inert: key -> (value, reason), for overrides that do nothing in this configuration.
+    idle: every key that does nothing in it, whoever set it.
     """
 
     config: Config
@@ -54,6 +55,7 @@ class Composed:
     warnings: tuple[str, ...]
     given: Mapping[str, Any]
     inert: Mapping[str, tuple[Any, str]]
+    idle: frozenset[str]
 
 
 def examine(recipe: str, overrides: Sequence[str], hooks: Collection[str] = ()) -> Composed:
@@ -67,13 +69,15 @@ def examine(recipe: str, overrides: Sequence[str], hooks: Collection[str] = ()) 
     view = View(config, layers.given, hooks, recipe)
     bad = {problem.key for problem in refused if isinstance(problem, convert.Problem)}
     lines = [*refused, *checks.problems(view, bad)]
-    idle = {key: (layers.given[key], reason) for key, reason in inert.reasons(view, layers.given).items()}
+    idle = inert.reasons(view, [*layers.given, *convert.all_keys()])
+    set_in_vain = {key: (value, idle[key]) for key, value in layers.given.items() if key in idle}
     return Composed(
         config=config,
         problems=tuple(dict.fromkeys(map(str, lines))),
         warnings=tuple(checks.warnings(view)),
         given=layers.given,
-        inert={**layers.inert, **idle},
+        inert={**layers.inert, **set_in_vain},
+        idle=frozenset(idle),
     )
 
 

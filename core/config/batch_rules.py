@@ -114,7 +114,13 @@ def _memory_rules(
 ) -> tuple[Rule, ...]:
     def size_missing(v: View) -> bool:
         part = _section(v, section)
-        return runs(v) and getattr(part, dynamic) is False and getattr(part, micro) is None
+        missing = getattr(part, dynamic) is False and getattr(part, micro) is None
+        # The others take the actor's size: where that one is missing, it alone is to be mended.
+        return (
+            runs(v)
+            and missing
+            and (section == ACTOR or v.actor.ppo_micro_batch_size_per_gpu or v.actor.use_dynamic_bsz)
+        )
 
     def too_small(v: View) -> bool:
         part, actor = _section(v, section), v.actor

@@ -18,11 +18,9 @@ from core.config import Composed, Config, convert, diff, examine, paths, to_yaml
 from core.config.convert import show
 from core.config.resolution import resolve
 
-# What validates but cannot run in this version: key, value, what to do
-NOT_YET = (
-    ("trainer.backend", "ray", "use trainer.backend=local actor_rollout_ref.rollout.name=hf"),
-    ("actor_rollout_ref.rollout.name", "vllm", "use trainer.backend=local actor_rollout_ref.rollout.name=hf"),
-)
+# What validates but cannot run in this version
+NOT_YET = (("trainer.backend", "ray"), ("actor_rollout_ref.rollout.name", "vllm"))
+INSTEAD = "use trainer.backend=local actor_rollout_ref.rollout.name=hf"
 
 
 def prepare(recipe: str, argv: Sequence[str], hooks: Collection[str] = ()) -> Config:
@@ -35,7 +33,7 @@ def prepare(recipe: str, argv: Sequence[str], hooks: Collection[str] = ()) -> Co
     dry = os.environ.get("DRY_RUN", "").lower() not in ("", "0", "false", "no")
     problems = [*composed.problems, *_outside(composed, _typed_keys(recipe, typed) if dry else None)]
     if problems:
-        _refuse(recipe, problems)
+        _refuse(problems)
     if dry:
         print(_report(recipe, composed))
         raise SystemExit(0)
@@ -60,16 +58,13 @@ def _typed_keys(recipe: str, typed: Sequence[str]) -> frozenset[str]:
 def _outside(composed: Composed, typed: frozenset[str] | None) -> list[str]:
     """Problems with what lies outside the configuration. A dry run looks at typed paths only."""
     lines = [str(problem) for problem in paths.missing(composed.config, typed)]
-    if typed is None:
-        lines += [
-            f"{key}={value}: is not available in this version; {fix}"
-            for key, value, fix in NOT_YET
-            if convert.get(composed.config, key) == value
-        ]
+    absent = [f"{key}={value}" for key, value in NOT_YET if convert.get(composed.config, key) == value]
+    if absent and typed is None:
+        lines.append(f"{' '.join(absent)}: is not available in this version; {INSTEAD}")
     return lines
 
 
-def _refuse(recipe: str, problems: Sequence[str]) -> NoReturn:
+def _refuse(problems: Sequence[str]) -> NoReturn:
     print("\n".join(problems), file=sys.stderr)
     raise SystemExit(2)
 

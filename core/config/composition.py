@@ -159,9 +159,7 @@ def _recipe_tree(recipe: str, layers: Layers) -> DictConfig:
 
 def _presets(folder: Path, layers: Layers) -> list[str]:
     known = sorted(path.stem for path in (folder / PRESET).glob("*.yaml"))
-    if len(layers.presets) > 1:
-        layers.problems.append(f"{PRESET}={','.join(layers.presets)}: is given more than once; choose one")
-    chosen = layers.presets[:1]
+    chosen = layers.presets[-1:]  # a typed one takes the place of a script's
     if chosen and chosen[0] not in known:
         choice = f"choose one of {', '.join(known)}" if known else "leave it out: this recipe has none"
         layers.problems.append(f"{PRESET}={chosen[0]}: unknown preset; {choice}")

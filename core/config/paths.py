@@ -54,10 +54,16 @@ def _plugins(config: Config) -> Iterator[tuple[str, str]]:
 def missing(config: Config, among: frozenset[str] | None = None) -> list[Problem]:
     """The named paths that do not exist; only those of the keys in ``among``, where it is given."""
     return [
-        Problem(key, path, "does not exist", f"looked for {Path(path).expanduser().absolute()}")
+        Problem(key, path, f"does not exist (looked for {Path(path).expanduser().absolute()})", _where_from(key))
         for key, path in named(config)
         if (among is None or key in among) and not Path(path).expanduser().exists()
     ]
+
+
+def _where_from(key: str) -> str:
+    if key.startswith("data."):
+        return "give parquet files; data_preprocess/ makes those of the public data sets"
+    return "give another path, or a hub id (org/name)" if "model" in key else "give another path"
 
 
 def checked_at_start(config: Config) -> list[str]:

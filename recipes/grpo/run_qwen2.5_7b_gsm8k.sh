@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# GRPO on GSM8K: Qwen2.5-7B-Instruct, one node of 8 GPUs.
+# Hyper-parameters of verl v0.6.1, examples/grpo_trainer/run_qwen2-7b.sh, with the model's successor in Qwen2-7B's place.
+# This script has never run at its scale; it needs trainer.backend=ray and vLLM, which this version does not have yet.
+#
+#   bash recipes/grpo/run_qwen2.5_7b_gsm8k.sh [key=value ...]            DRY_RUN=1 only checks the configuration
+#
+# Data: python -m data_preprocess.gsm8k, or name its folder in GSM8K_DIR. Output: outputs/grpo/ in the current folder.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+data="${GSM8K_DIR:-$HOME/data/gsm8k}"
+python="$root/.venv/bin/python"
+[[ -x "$python" ]] || python=python3
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+
+# What stands before -- is this script's; the arguments after it win. preset=script holds what decides the result.
+exec "$python" -m recipes.grpo.main_grpo \
+    preset=script \
+    data.train_files="$data/train.parquet" \
+    data.val_files="$data/test.parquet" \
+    actor_rollout_ref.model.path=Qwen/Qwen2.5-7B-Instruct \
+    actor_rollout_ref.model.use_remove_padding=True \
+    actor_rollout_ref.model.enable_gradient_checkpointing=True \
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=40 \
+    actor_rollout_ref.rollout.name=vllm \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=40 \
+    actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=40 \
+    actor_rollout_ref.ref.fsdp_config.param_offload=True \
+    trainer.backend=ray \
+    trainer.nnodes=1 \
+    trainer.n_gpus_per_node=8 \
+    trainer.experiment_name=qwen2.5_7b_gsm8k \
+    trainer.save_freq=20 \
+    trainer.test_freq=5 \
+    -- "$@"

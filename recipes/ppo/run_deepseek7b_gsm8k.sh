@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# PPO on GSM8K: deepseek-llm-7b-chat, one node of 8 GPUs.
+# Hyper-parameters of verl v0.6.1, examples/ppo_trainer/run_deepseek7b_llm.sh.
+# This script has never run at its scale; it needs trainer.backend=ray and vLLM, which this version does not have yet.
+#
+#   bash recipes/ppo/run_deepseek7b_gsm8k.sh [key=value ...]             DRY_RUN=1 only checks the configuration
+#
+# Data: python -m data_preprocess.gsm8k, or name its folder in GSM8K_DIR. Output: outputs/ppo/ in the current folder.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+data="${GSM8K_DIR:-$HOME/data/gsm8k}"
+python="$root/.venv/bin/python"
+[[ -x "$python" ]] || python=python3
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+
+# What stands before -- is this script's; the arguments after it win.
+exec "$python" -m recipes.ppo.main_ppo \
+    data.train_files="$data/train.parquet" \
+    data.val_files="$data/test.parquet" \
+    data.train_batch_size=1024 \
+    data.max_prompt_length=512 \
+    data.max_response_length=512 \
+    data.filter_overlong_prompts=True \
+    data.truncation=error \
+    actor_rollout_ref.model.path=deepseek-ai/deepseek-llm-7b-chat \
+    actor_rollout_ref.model.use_remove_padding=True \
+    actor_rollout_ref.model.enable_gradient_checkpointing=True \
+    actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=256 \
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16 \
+    actor_rollout_ref.actor.use_kl_loss=False \
+    actor_rollout_ref.actor.entropy_coeff=0 \
+    actor_rollout_ref.rollout.name=vllm \
+    actor_rollout_ref.rollout.n=1 \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=4 \
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.4 \
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32 \
+    critic.optim.lr=1e-5 \
+    critic.model.enable_gradient_checkpointing=True \
+    critic.ppo_micro_batch_size_per_gpu=32 \
+    algorithm.use_kl_in_reward=False \
+    trainer.backend=ray \
+    trainer.nnodes=1 \
+    trainer.n_gpus_per_node=8 \
+    trainer.experiment_name=deepseek7b_gsm8k \
+    trainer.total_epochs=15 \
+    trainer.save_freq=20 \
+    trainer.test_freq=1 \
+    -- "$@"
