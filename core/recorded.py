@@ -12,11 +12,12 @@ import hashlib
 import json
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -27,8 +28,9 @@ from core.validation import Estimate, Paired, ValRecord, accuracy_by_question, p
 METRICS_ROWS = 500  # metrics.csv holds at most about this many steps, evenly spaced, and every validation
 VALIDATION_BYTES = 1_000_000  # a larger validation.jsonl is not committed
 
+Item = TypeVar("Item")
 _ACCURACY = re.compile(r"val-core/(?P<source>.+)/acc/(?P<name>(mean|pass|maj)@\d+)")
-_ABSOLUTE_PATH = re.compile(r"(?<![\w:/.])~?(?:/[^\s'\"=,:;\[\](){}/]+)+/?")
+_ABSOLUTE_PATH = re.compile(r"(?<![\w/.])~?(?:/[^\s'\"=,:;\[\](){}/]+)+/?")
 # keys in which runs of one experiment may differ, besides every key that ends in "seed"
 _RUN_KEYS = {
     *("trainer.experiment_name", "trainer.project_name", "trainer.default_local_dir", "trainer.logger"),
@@ -203,19 +205,30 @@ def outcomes(run: RecordedRun) -> list[Outcome]:
     return sorted(found, key=lambda outcome: not outcome.before.name.startswith("mean@"))
 
 
+def by_experiment(items: Sequence[Item], group: Callable[[Item], Any], seed: Callable[[Item], Any]) -> list[list[Item]]:
+    """Items of one group and different seeds, together, in order of appearance; sorted by seed.
+
+    The second run of a seed opens another experiment: the same seed again, after a change of the code say, is not
+    another draw.
+    """
+    found: dict[tuple[Any, int], list[Item]] = {}
+    seen: Counter[tuple[Any, Any]] = Counter()
+    for item in items:
+        key = (group(item), seed(item))
+        found.setdefault((key[0], seen[key]), []).append(item)
+        seen[key] += 1
+    return [sorted(each, key=lambda item: (str(type(seed(item))), seed(item))) for each in found.values()]
+
+
 def group_runs(runs: Sequence[RecordedRun]) -> list[list[RecordedRun]]:
-    """Runs that differ in their seeds only, together, in order of appearance and seed."""
-    groups: dict[str, list[RecordedRun]] = {}
-    for run in runs:
-        groups.setdefault(run.group, []).append(run)
-    return [sorted(group, key=lambda run: (str(type(run.seed)), run.seed, run.name)) for group in groups.values()]
+    return by_experiment(runs, lambda run: run.group, lambda run: run.seed)
 
 
 def group_name(names: Sequence[str]) -> str:
     """``grpo/lab`` for ``grpo/lab_s1, grpo/lab_s2``; a single run keeps its name."""
     if len(names) == 1:
         return names[0]
-    return re.sub(r"[-_.]?(seed|s)?[-_.]?\d*$", "", names[0]) or names[0]
+    return re.sub(r"([-_.](seed|s)?[-_.]?)?\d+$", "", names[0]) or names[0]
 
 
 # --- publishing ---

