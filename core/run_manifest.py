@@ -74,11 +74,24 @@ def _defaults(config: Any) -> dict[str, Any]:
     return tree
 
 
-def changed_keys(config: Any) -> dict[str, list[Any]]:
-    """``key -> [default, value]`` for every leaf that differs from the schema; a default that is absent is None."""
+def changed_keys(config: Any, recipe: str = "") -> dict[str, list[Any]]:
+    """``key -> [default, value]`` for every leaf that was changed; a default that is absent is None.
+
+    A null that the configuration itself fills in from other keys is not a change.
+    """
     defaults = flatten(_defaults(config)) if dataclasses.is_dataclass(config) else {}
     values = flatten(as_tree(config))
-    return {key: [defaults.get(key), value] for key, value in values.items() if defaults.get(key, ...) != value}
+    changed = {key: [defaults.get(key), value] for key, value in values.items() if defaults.get(key, ...) != value}
+    return {key: pair for key, pair in changed.items() if pair[0] is not None or not _filled_in(config, recipe, key)}
+
+
+def _filled_in(config: Any, recipe: str, key: str) -> bool:
+    from core.config import Config, convert, resolution
+
+    if not isinstance(config, Config):
+        return False
+    without = resolution.resolve(convert.replaced(config, {key: None}), recipe)
+    return convert.get(without, key) == convert.get(config, key)
 
 
 # --- environment ---

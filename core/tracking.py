@@ -80,7 +80,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError as error:
-            if True:
+            if number == len(lines):
                 break
             raise ValueError(f"{path}, line {number} of {len(lines)}: not JSON ({error})") from error
     return rows
@@ -265,7 +265,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         flat = run_manifest.flatten(run_manifest.as_tree(self.config))
         manifest["status"] = "running"
         manifest["seeds"] = {key: value for key, value in flat.items() if key.split(".")[-1] == "seed"}
-        manifest["changed_from_defaults"] = run_manifest.changed_keys(self.config)
+        manifest["changed_from_defaults"] = run_manifest.changed_keys(self.config, manifest["recipe"])
         manifest["data"] = run_manifest.data_hashes(_data_files(flat))
         manifest["sessions"].append(run_manifest.session(self.resume_step))
         self.manifest = manifest

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from core import run_manifest, tracking
+from core.config import compose, from_yaml
 from core.tracking import Tracker, dump_jsonl, generation_row, read_jsonl, spread_out
 from core.types import Prompt, Score, Segment, StepMetrics, Stop, Trajectory
 from tests.core.synthetic import Config, Optim, Trainer, make_run, records, sample_rows, step_metrics
@@ -188,6 +189,22 @@ def test_changed_keys_reach_into_nested_parts():
     actor = dataclasses.replace(config.actor_rollout_ref.actor, optim=Optim(lr=3e-6))
     config = dataclasses.replace(config, actor_rollout_ref=dataclasses.replace(config.actor_rollout_ref, actor=actor))
     assert run_manifest.changed_keys(config) == {"actor_rollout_ref.actor.optim.lr": [1e-6, 3e-6]}
+
+
+def test_a_real_configuration_is_kept_whole_and_its_changes_are_those_that_were_made(tmp_path):
+    overrides = ["data.train_files=a.parquet", "actor_rollout_ref.actor.clip_ratio=0.3", "trainer.seed=5"]
+    plain, config = compose("grpo"), compose("grpo", overrides)
+    tracker = Tracker(tmp_path / "grpo" / "run", config)
+    tracker.close("finished")
+    assert from_yaml((tracker.run_dir / "config.yaml").read_text()) == config
+    before, now = (run_manifest.changed_keys(each, "grpo") for each in (plain, config))
+    made = {key: pair[1] for key, pair in now.items() if before.get(key) != pair}
+    assert made == {
+        "data.train_files": ["a.parquet"],
+        "actor_rollout_ref.actor.clip_ratio": 0.3,
+        "trainer.seed": 5,
+    }
+    assert tracker.manifest["changed_from_defaults"] == now
 
 
 def git(folder: Path, *command: str) -> None:
