@@ -12,6 +12,7 @@ from typing import Any
 
 from core.types import Score
 from reward_scores.arithmetic import CannotEvaluate, evaluate
+from reward_scores.tags import between
 from reward_scores.verdict import graded, no_answer
 
 _GOLD = {"target": 9, "numbers": [1, 2, 3]}
@@ -46,7 +47,7 @@ def extract(text: str) -> str | None:
     for mark in (PROMPT_END, "<|im_start|>assistant"):
         if mark in text:
             last_line = text.partition(mark)[2].rpartition("\n")[2]
-            found = re.findall(r"<answer>(.*?)</answer>", last_line)
+            found = between(last_line, "answer")
             return found[-1].strip() if found else None
     return None
 

@@ -33,14 +33,15 @@ def equivalent(one: str, other: str) -> bool:
 
 def cleaned(answer: str) -> str:
     """The answer without what does not matter."""
-    text = unicodedata.normalize("NFKC", str(answer)).replace("\u2212", "-")
-    if len(text) > MAX_CHARS:
-        return text.strip()
+    if len(answer) > MAX_CHARS:
+        return answer.strip()
+    text = unicodedata.normalize("NFKC", answer).replace("\u2212", "-")
     text = text.replace("\\$", "").replace("\\\\%", "\\%")
     text = _LAYOUT.sub(lambda found: " " if found[0].endswith(" ") else "", text).strip()
     while text.endswith(".") and text.rstrip(".").rstrip():
         text = text[:-1].rstrip()
-    text = _UNIT.sub("", text)
+    if not re.search(r"\\(?:sin|cos|tan)", text):  # an angle's degrees are no unit to drop
+        text = _UNIT.sub("", text)
     text = re.sub(r"^[a-zA-Z]\w{0,3}(?:\([a-zA-Z]\))?\s*=(?!.*=)\s*", "", text)
     return " ".join(text.split())
 

@@ -23,7 +23,7 @@ _TOKEN = re.compile(r"\s*(?:(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)|([^\W\d_]+)|(\*\*
 _FUNCTIONS: dict[str, Callable[[complex], complex]] = {
     "sqrt": cmath.sqrt,
     "ln": cmath.log,
-    "log": cmath.log,
+    "log": cmath.log10,
     "exp": cmath.exp,
     "sin": cmath.sin,
     "cos": cmath.cos,

@@ -16,6 +16,7 @@ from reward_scores.verdict import graded, no_answer
 
 METHODS = ("strict", "flexible", "robust")
 WINDOW = 300  # characters from the end that the published variants read
+REACH = 2000  # characters behind ####, or from the end, that the robust variant reads
 EXAMPLES = (
     ("She has 48 / 2 = 24 clips, 72 in all.\n#### 72", "72", 1.0),
     ("#### -5", "-5", 1.0),
@@ -66,7 +67,7 @@ def extract(response: str, method: str) -> str | None:
 
 def _extract_robust(response: str) -> str | None:
     _, mark, tail = response.rpartition("####")
-    numbers = _NUMBER.findall(_plain(tail))
+    numbers = _NUMBER.findall(_plain(tail[:REACH] if mark else tail[-REACH:]))
     if not numbers:
         return None
     return canonical(numbers[0 if mark else -1])

@@ -9,7 +9,11 @@ MAX_CHARS = 2000
 MAX_DEPTH = 50
 _BRACE = re.compile(r"[{}]")
 _TOKEN = re.compile(r"\\[a-zA-Z]+\s*|\\.|[{}$~]|[^\\{}$~]+", re.DOTALL)
+_GREEK = """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho varsigma sigma tau
+upsilon phi chi psi omega"""
+_FUNCTIONS = "sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan ln log exp min max gcd"
 _SYMBOLS = {
+    **{name: chr(ord("\u03b1") + at) for at, name in enumerate(_GREEK.split())},
     "pi": "pi",
     "infty": "inf",
     "cup": "U",
@@ -20,15 +24,15 @@ _SYMBOLS = {
     "leq": "<=",
     "ge": ">=",
     "geq": ">=",
-    "theta": "\u03b8",
     "pm": "\u00b1",
     **{char: char for char in "{}%$&#_"},
-    **dict.fromkeys(" ,;:", " "),
+    **dict.fromkeys([*" ,;:", "quad", "qquad"], " "),
+    **{name: name for name in _FUNCTIONS.split()},
 }
 
 
 class NotLatex(ValueError):
-    """Too long or too deeply nested to be an answer."""
+    """Too long, too deeply nested, or not a formula."""
 
 
 def closing_brace(text: str, start: int) -> int | None:
@@ -52,21 +56,26 @@ def last_box(text: str, *openings: str) -> str | None:
 
 @dataclass(frozen=True)
 class Style:
-    """How a fraction and a root are written. ``powers`` puts the group behind ``^`` in parentheses."""
+    """How a fraction and a root are written. ``powers`` puts the group behind ``^`` in parentheses.
+
+    Where ``unknown_commands`` are let through, they vanish and their arguments stay.
+    """
 
     fraction: str
     root: str
     powers: bool
+    unknown_commands: bool
 
 
-PLAIN = Style("{0}/{1}", "sqrt({1})", powers=False)  # as pylatexenc does: precedence and a root's index are lost
-EXACT = Style("(({0})/({1}))", "(({1})**(1/({0})))", powers=True)
+# As pylatexenc does: precedence and the index of a root are lost.
+PLAIN = Style("{0}/{1}", "sqrt({1})", powers=False, unknown_commands=True)
+EXACT = Style("(({0})/({1}))", "(({1})**(1/({0})))", powers=True, unknown_commands=False)
 
 
 def to_text(latex: str, style: Style) -> str:
-    r"""A formula as text: ``\frac{1}{2}\pi`` as ``1/2pi``. Unknown commands vanish, their arguments stay.
+    r"""A formula as text: ``\frac{1}{2}\pi`` as ``1/2pi``.
 
-    Raises NotLatex beyond MAX_CHARS characters or MAX_DEPTH nested groups.
+    Raises NotLatex beyond MAX_CHARS characters or MAX_DEPTH nested groups, and for an unknown command.
     """
     if len(latex) > MAX_CHARS:
         raise NotLatex(f"longer than {MAX_CHARS} characters")
@@ -102,7 +111,10 @@ def _piece(tokens: list[str], style: Style, depth: int) -> str:
     if name == "sqrt":
         index = _option(tokens)
         return style.root.format(index, _argument(tokens, style, depth))
-    return _SYMBOLS.get(name, "")
+    if name not in _SYMBOLS and not style.unknown_commands:
+        raise NotLatex(f"\\{name} is no part of a formula here")
+    symbol = _SYMBOLS.get(name, "")
+    return f" {symbol} " if symbol.isalpha() and not style.unknown_commands else symbol
 
 
 def _argument(tokens: list[str], style: Style, depth: int) -> str:

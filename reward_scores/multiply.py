@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from core.types import Score
+from reward_scores.tags import between
 from reward_scores.verdict import graded, no_answer
 
 EXAMPLES = (
@@ -37,7 +38,7 @@ def extract(text: str) -> str | None:
     """The answer in a prompt and its response, as published; None where it is not a whole number."""
     if PROMPT_END not in text:
         return None
-    found = re.findall(r"<answer>(.*?)</answer>", text.partition(PROMPT_END)[2])
+    found = between(text.partition(PROMPT_END)[2], "answer", one_line=True)
     answer = found[-1].strip() if found else ""
     return answer if len(answer) <= MAX_DIGITS and re.fullmatch(r"[+-]?\d+(_\d+)*", answer) else None
 

@@ -2,7 +2,7 @@
 
 Published semantics without its ``eval`` of model output: pi in a number is computed by ``reward_scores.arithmetic``,
 and answers of matrices written as Python lists are not read. It takes 0.01 for 1 and ``1,2`` for 12; ``robust``
-does not.
+does not, and where there is a closed box it reads nothing else.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from core.types import Score
 from reward_scores.arithmetic import CannotEvaluate, evaluate
 from reward_scores.equivalence import cleaned, equivalent
 from reward_scores.latex import closing_brace
+from reward_scores.math_reward import last_closed_box
 from reward_scores.prm800k import grade_answer
 from reward_scores.verdict import graded, no_answer
 
@@ -37,10 +38,13 @@ _VERBS = ("be ", "is ", "are ", "=", ": ", "get ", "be\n", "is\n", "are\n", ":\n
 def score(
     response: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None, method: str = "published"
 ) -> Score:
-    """1 for an equal answer. ``robust`` reads the same answer and compares it exactly."""
+    """1 for an equal answer. ``robust`` compares exactly."""
     if method not in METHODS:
         raise ValueError(f"prime_math method={method!r}: must be one of {', '.join(METHODS)}")
     found, answer = match_answer(response)
+    box = last_closed_box(response) if method == "robust" else None
+    if box is not None:
+        found, answer = True, box
     gold = str(ground_truth)
     right = is_correct(answer, gold) if method == "published" else equivalent(answer, gold)
     if not right and not found:

@@ -14,6 +14,7 @@ from typing import Any
 from core.types import Score
 from reward_scores.qa_em import check_ground_truth as check_ground_truth
 from reward_scores.qa_em import extract, normalize_answer, targets
+from reward_scores.tags import between
 from reward_scores.verdict import graded, no_answer
 
 _SEARCHED = "<think>t</think><search>q</search><information>Paris is big</information><think>u</think>"
@@ -98,7 +99,7 @@ def structure_problem(text: str) -> str | None:
 
 
 def blocks(text: str) -> list[str]:
-    return re.findall(r"<information>(.*?)</information>", text, re.DOTALL)
+    return between(text, "information")
 
 
 def is_retrieved(passages: list[str], golds: Any) -> bool:

@@ -28,7 +28,7 @@ def any_ground_truth(ground_truth: Any, **options: Any) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Scorer:
     """A scoring function and what it says about itself.
 

@@ -1,0 +1,17 @@
+"""What stands between two tags, in linear time: a regular expression is quadratic in tags that nothing closes."""
+
+from __future__ import annotations
+
+
+def between(text: str, tag: str, one_line: bool = False) -> list[str]:
+    """The contents of ``<tag>...</tag>`` from left to right, not overlapping; within a line each, if ``one_line``."""
+    if one_line:
+        return [content for line in text.split("\n") for content in between(line, tag)]
+    opening, closing, found, at = f"<{tag}>", f"</{tag}>", [], 0
+    while True:
+        start = text.find(opening, at)
+        end = text.find(closing, start + len(opening)) if start >= 0 else -1
+        if end < 0:
+            return found
+        found.append(text[start + len(opening) : end])
+        at = end + len(closing)

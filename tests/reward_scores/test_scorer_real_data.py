@@ -1,0 +1,184 @@
+"""Gold answers of public data sets: right against themselves as a model would write them, wrong against another.
+
+Needs the data sets under the folder named by the environment variable ``DATA_DIR``.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import itertools
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from reward_scores import countdown, gsm8k, math_dapo, math_reward, prime_math, qa_em
+
+if "DATA_DIR" not in os.environ:
+    pytest.skip("set DATA_DIR to the folder of the data sets", allow_module_level=True)
+DATA = Path(os.environ["DATA_DIR"])
+
+
+def lines(path: str) -> list[dict]:
+    return [json.loads(line) for line in (DATA / path).read_text(encoding="utf-8").splitlines()]
+
+
+def wrong_number(gold: str) -> str:
+    """Another whole number, too far away for prime_math's tolerance and no hundredfold."""
+    return str(3 * int(gold.replace(",", "")) + 7)
+
+
+@pytest.mark.parametrize(("file", "rows"), [("train", 7473), ("test", 1319), ("test_socratic", 1319)])
+def test_gsm8k_gold_solutions(file, rows):
+    solutions = [row["answer"] for row in lines(f"gsm8k/{file}.jsonl")]
+    assert len(solutions) == rows
+    for solution in solutions:
+        written = solution.rpartition("#### ")[2].strip()
+        gold = written.replace(",", "")
+        for method in gsm8k.METHODS:
+            right = 0.0 if method == "flexible" and "," in written else 1.0  # published: flexible keeps the comma
+            assert gsm8k.score(solution, gold, {}, method).acc == right, (method, written)
+            assert gsm8k.score(f"#### {wrong_number(gold)}", gold, {}, method).acc == 0.0
+            assert gsm8k.check_ground_truth(gold, method) is None
+
+
+def math_solutions() -> list[tuple[str, str]]:
+    """Solution text and gold answer."""
+    rows = [(row["solution"], row.get("answer")) for path in ("math", "math500") for row in lines(f"{path}/test.jsonl")]
+    return [(solution, gold or math_reward.unbox(math_reward.last_box(solution))) for solution, gold in rows]
+
+
+def math_golds() -> list[str]:
+    train = json.loads((DATA / "math/train_answers_only.json").read_text(encoding="utf-8"))
+    return sorted({row["answer"] for row in train if row["answer"]} | {gold for _, gold in math_solutions()})
+
+
+@pytest.mark.parametrize("method", math_reward.METHODS)
+def test_math_gold_solutions(method):
+    pairs = math_solutions()
+    assert len(pairs) == 5500
+    for solution, gold in pairs:
+        assert math_reward.check_ground_truth(gold, method) is None, gold
+        assert math_reward.score(solution, gold, {}, method).acc == 1.0, gold
+
+
+# prime_math reads on behind "are ", "=" and the like, also inside a box: "12 square units" is "units", 4x-5y=-50 is -50
+PRIME_MISREADS = ("are ", "is ", "=", "be ", ": ", ". ")
+# the box is the answer line's, and a line ends where the gold answer has a line break
+NATURAL = {
+    math_reward: ("published", "So the answer is \\boxed{{{}}}."),
+    math_dapo: ("fallback", "So it is.\nAnswer: {}"),
+    prime_math: ("published", "So we get $\\boxed{{{}}}$."),
+}
+
+
+@pytest.mark.parametrize("module", NATURAL, ids=lambda module: module.__name__)
+def test_math_golds_against_themselves(module):
+    golds = math_golds()
+    assert len(golds) > 4000
+    published, form = NATURAL[module]
+    for gold in golds:
+        gold = " ".join(gold.split())
+        misread = module is prime_math and any(mark in gold for mark in PRIME_MISREADS)
+        for method in (published, "robust"):
+            if misread and method == published:
+                continue
+            assert module.score(form.format(gold), gold, {}, method).acc == 1.0, (method, gold)
+
+
+@pytest.mark.parametrize("module", NATURAL, ids=lambda module: module.__name__)
+def test_math_golds_against_another(module):
+    """Whole numbers against the next one, and every gold against the one that follows it in a sorted list."""
+    golds = math_golds()
+    published, form = NATURAL[module]
+    for gold, other in itertools.pairwise(golds):
+        if gold.lstrip("-").isdigit() and int(gold) != 0 and gold.lstrip("-").isascii():
+            for method in (published, "robust"):
+                assert module.score(form.format(wrong_number(gold)), gold, {}, method).acc == 0.0, (method, gold)
+        if module is math_reward and math_reward.normalised(gold) != math_reward.normalised(other):
+            assert math_reward.score(form.format(other), gold).acc == 0.0, (gold, other)
+        if module is math_dapo and math_dapo.normalize_final_answer(gold) != math_dapo.normalize_final_answer(other):
+            assert math_dapo.score(form.format(" ".join(other.split())), gold).acc == 0.0, (gold, other)
+
+
+def test_aime_golds():
+    old = json.loads((DATA / "aime_1983_2023/aime_train.json").read_text(encoding="utf-8"))
+    golds = [str(row["answer"]) for row in old] + [row["answer"] for row in lines("aime2024/test.jsonl")]
+    assert len(golds) == 1005
+    for gold in golds:
+        assert math_dapo.check_ground_truth(gold) is None
+        for method in ("fallback", "minerva_only", "robust"):
+            assert math_dapo.score(f"Answer: {gold}", gold, {}, method).value == 1.0
+            assert math_dapo.score(f"Answer: $\\boxed{{{gold}}}$", gold, {}, method).value == 1.0
+            assert math_dapo.score(f"Answer: {wrong_number(gold)}", gold, {}, method).value == -1.0
+        assert math_dapo.score(f"Answer: {int(gold)}", gold, {}, "robust").value == 1.0  # 25 for 025
+
+
+def qa_rows() -> dict[str, list[list[str]]]:
+    """Gold answers of every question, by data set."""
+    nq = ("NQ-open.dev", "NQ-open.efficientqa.dev.1.1", "NQ-open.efficientqa.test.1.1")
+    sets = {"nq": [row["answer"] for name in nq for row in lines(f"nq_open/{name}.jsonl")]}
+    for name, path in (
+        ("nq", "nq_open/topics.dpr.nq.dev"),
+        *[("triviaqa", f"triviaqa/topics.dpr.trivia.{part}") for part in ("dev", "test")],
+    ):
+        with (DATA / f"{path}.txt").open(encoding="utf-8", newline="") as file:
+            sets.setdefault(name, []).extend(ast.literal_eval(row[1]) for row in csv.reader(file, delimiter="\t"))
+    sets["popqa"] = [row["golden_answers"] for row in lines("popqa/popqa_1000_all_relations.jsonl")]
+    single = {
+        "hotpotqa": "hotpotqa_500",
+        "musique": "musique_500",
+        "2wikimultihopqa": "2wiki_500",
+        "bamboogle": "bamboogle",
+    }
+    for name, file in single.items():
+        sets[name] = [[row["answer"]] for row in lines(f"{name}/{file}.jsonl")]
+    return sets
+
+
+def test_qa_golds(capsys):
+    rows = [golds for each in qa_rows().values() for golds in each]
+    assert len(rows) > 38_000
+    nothing = []
+    for golds, others in zip(rows, rows[1:] + rows[:1], strict=True):
+        truth = {"target": golds}
+        normal = [qa_em.normalize_answer(gold) for gold in golds]
+        for gold, form in zip(golds, normal, strict=True):
+            response = f"<think>hm</think> <answer>{gold}</answer>"
+            if not form:
+                nothing.append(gold)
+                assert qa_em.score(response, truth, {}, "robust").acc == 0.0
+                continue
+            for method in qa_em.METHODS if gold is golds[0] else ("em",):
+                assert qa_em.score(response, truth, {}, method).acc == 1.0, (method, gold)
+        other = qa_em.normalize_answer(others[0])
+        if other and other not in normal:
+            response = f"<answer>{others[0]}</answer>"
+            for method in ("em", "f1", "robust"):
+                assert qa_em.score(response, truth, {}, method).acc == 0.0, (method, others[0], golds)
+            if not any(form in other for form in normal):
+                assert qa_em.score(response, truth, {}, "subem").acc == 0.0, (others[0], golds)
+    with capsys.disabled():
+        print(f"\n{len(nothing)} gold answers normalise to nothing: {' '.join(sorted(set(nothing)))}")
+    assert 0 < len(nothing) < 100
+
+
+def equations(numbers: tuple[str, ...]):
+    for (a, b, c), (f, g) in itertools.product(itertools.permutations(numbers), itertools.product("+-*/", repeat=2)):
+        yield from (f"({a} {f} {b}) {g} {c}", f"{a} {f} ({b} {g} {c})")
+
+
+def test_countdown_is_solved_by_search():
+    rows = lines("countdown/countdown_cd3_test.jsonl")
+    assert len(rows) == 256
+    for row in rows:
+        numbers = tuple(row["input"].split(","))
+        truth = {"target": int(row["output"]), "numbers": [int(number) for number in numbers]}
+        values = {}
+        for equation in equations(numbers):
+            values.setdefault(countdown.score(f"<answer>{equation}</answer>", truth).value, equation)
+        assert set(values) == {1.0, 0.1}, row
+        left_out = {**truth, "numbers": [*truth["numbers"], 1]}
+        assert countdown.score(f"<answer>{values[1.0]}</answer>", left_out).value == 0.1

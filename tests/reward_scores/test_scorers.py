@@ -1,0 +1,329 @@
+"""What the scorers say beyond the golden vectors: their own examples, the robust variants, statuses, ground truths."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.types import ScoreStatus
+from reward_scores import (
+    SCORERS,
+    UnknownDataSource,
+    countdown,
+    geo3k,
+    gsm8k,
+    hops,
+    math_dapo,
+    math_reward,
+    multiply,
+    prime_math,
+    qa_em,
+    qa_em_format,
+    scorer_for,
+)
+from reward_scores.arithmetic import CannotEvaluate, evaluate
+from reward_scores.equivalence import equivalent
+from reward_scores.expressions import same_value
+
+ALL = list({scorer.name: scorer for scorer in SCORERS.values()}.values())
+VARIANTS = [
+    (scorer, {"method": method})
+    for scorer, methods in (
+        (scorer_for("openai/gsm8k"), gsm8k.METHODS),
+        (scorer_for("lighteval/MATH"), math_reward.METHODS),
+        (scorer_for("math_dapo"), [method for method in math_dapo.METHODS if method != "minerva_only"]),
+        (scorer_for("numina_olympiads"), prime_math.METHODS),
+        (scorer_for("nq"), qa_em.METHODS),
+    )
+    for method in methods
+]
+
+
+@pytest.mark.parametrize("scorer", ALL, ids=lambda scorer: scorer.name)
+def test_examples_hold_both_verdicts_and_are_graded_as_stated(scorer):
+    assert {acc for _, _, acc in scorer.examples} == {0.0, 1.0}
+    for response, ground_truth, acc in scorer.examples:
+        score = scorer(response, ground_truth)
+        assert score.acc == acc, response
+        assert (score.status is ScoreStatus.OK) == (acc == 1.0), response
+        assert scorer.check_ground_truth(ground_truth) is None
+
+
+@pytest.mark.parametrize(("scorer", "options"), VARIANTS, ids=lambda item: getattr(item, "name", str(item)))
+def test_examples_hold_under_every_variant(scorer, options):
+    for response, ground_truth, acc in scorer.examples:
+        assert scorer(response, ground_truth, {}, **options).acc == acc, response
+
+
+def test_every_scorer_reports_an_answer_that_is_not_there():
+    for scorer in ALL:
+        score = scorer("I would rather not say", scorer.examples[0][1])
+        assert score.status is ScoreStatus.PARSE_ERROR and score.pred is None and score.acc == 0.0, scorer.name
+
+
+def test_names_of_data_sources():
+    assert scorer_for("aime_2031").name == "math_dapo"
+    with pytest.raises(UnknownDataSource, match="nearest: openai/gsm8k"):
+        scorer_for("gsm8k")
+    with pytest.raises(UnknownDataSource, match="nearest: lab/hops"):
+        scorer_for("lab/hop")
+    with pytest.raises(UnknownDataSource, match="known: .*openai/gsm8k"):
+        scorer_for("zzzz")
+    for name in ("", "aim", "aime*"):
+        if name == "aime*":
+            assert scorer_for(name).name == "math_dapo"
+        else:
+            with pytest.raises(UnknownDataSource):
+                scorer_for(name)
+
+
+@pytest.mark.parametrize("method", ["bogus", "", None])
+def test_an_unknown_method_is_refused(method):
+    for module in (gsm8k, math_reward, math_dapo, prime_math, qa_em):
+        with pytest.raises(ValueError, match="must be one of"):
+            module.score("x", {"target": ["x"]} if module is qa_em else "1", {}, method=method)
+
+
+@pytest.mark.parametrize(
+    ("response", "acc", "chain"),
+    [("abc#c", 1, 1), ("#c", 1, 0), ("abc# c \n", 1, 1), ("#c#b", 0, 1), ("abc#cb", 0, 1), ("abc#", 0, 1), ("c", 0, 0)],
+)
+def test_hops(response, acc, chain):
+    score = hops.score(response, "c")
+    assert (score.acc, score.parts["chain"]) == (acc, chain)
+
+
+ROBUST_GSM8K = [
+    ("#### 72.", "72"),
+    ("#### $72", "72"),
+    ("#### **72**", "72"),
+    ("####72", "72"),
+    ("#### 72.0", "72"),
+    ("#### 072", "72"),
+    ("#### +72", "72"),
+    ("#### \u22125", "-5"),
+    ("#### - 5", "-5"),
+    ("#### -$5", "-5"),
+    ("#### \uff17\uff12", "72"),
+    ("#### \\boxed{72}", "72"),
+    ("#### 1,234", "1,234"),
+    ("#### 1,234.50 dollars", "1234.5"),
+    ("#### 72" + " " * 400, 72),
+    ("It is 1,234.", "1234"),
+    ("that is 7 - 2 = 5", "5"),
+    ("#### .5", "0.5"),
+    ("#### -0", "0"),
+]
+
+
+@pytest.mark.parametrize(("response", "gold"), ROBUST_GSM8K)
+def test_gsm8k_robust_reads_what_a_reader_would(response, gold):
+    assert gsm8k.score(response, gold, {}, "robust").acc == 1.0
+    assert gsm8k.check_ground_truth(gold, "robust") is None
+
+
+@pytest.mark.parametrize(
+    ("response", "gold"),
+    [("#### 7", "72"), ("#### 72\n#### 1", "72"), ("#### -72", "72"), ("#### 7.2", "72"), ("#### none of 72", "7")],
+)
+def test_gsm8k_robust_is_not_generous(response, gold):
+    assert gsm8k.score(response, gold, {}, "robust").acc == 0.0
+
+
+def test_gsm8k_values_of_format_and_correctness():
+    options = {"format_score": 0.1, "correct_score": 2.0}
+    right, wrong, none = (gsm8k.score(text, "72", {}, **options) for text in ("#### 72", "#### 7", "72"))
+    assert (right.value, right.acc) == (2.0, 1.0)
+    assert (wrong.value, wrong.acc, wrong.status) == (0.1, 0.0, ScoreStatus.WRONG)
+    assert (none.value, none.acc, none.status) == (0.0, 0.0, ScoreStatus.PARSE_ERROR)
+
+
+SAME = [
+    ("1,000", "1000"),
+    ("34\\%", "34"),
+    ("34.", "34"),
+    ("\\frac{2}{4}", "\\frac12"),
+    ("2\\sqrt{2}", "\\sqrt{8}"),
+    ("1+x", "x+1"),
+    ("\\text{even}", "Even"),
+    ("\\{1,2\\}", "\\{2,1\\}"),
+    ("x=5", "5"),
+    ("5\\text{ cm}", "5"),
+    ("5\\mbox{ cm}^2", "5"),
+    ("-\\frac34", "\\frac{-3}{4}"),
+    ("2\\frac12", "2.5"),
+    ("\u22125", "-5"),
+    ("\\sqrt[3]{8}", "2"),
+    ("(x+1)(x-1)", "x^2-1"),
+    ("90^\\circ", "90"),
+    ("\\left[0,\\frac{1}{2}\\right)", "[0, 0.5)"),
+    ("10^{10}", "10000000000"),
+    ("\\pi r^2", "r^2\\pi"),
+    ("$12$", "\\$12"),
+    ("2, 1", "1, 2"),
+    ("5!", "120"),
+]
+DIFFERENT = [
+    ("", ""),
+    ("\\$", "\\$"),
+    ("(2,1)", "(1,2)"),
+    ("[0,1)", "[0,1]"),
+    ("1,2", "12"),
+    ("1, 2", "12"),
+    ("0.01", "1"),
+    ("yes", "sey"),
+    ("\\sqrt{x^2}", "x"),
+    ("\\pi", "3.14159"),
+    ("9^{9^{9^9}}", "1"),
+    ("\\cos 13^\\circ", "13"),
+    ("\\log x", "\\ln x"),
+    ("2\\frac{1}{2}", "1"),
+    ("3\\text{ or }5", "3"),
+    ("1/0", "1/0+1"),
+    ("((((((1,2),1),1),1),1),1),1", "((((((1,3),1),1),1),1),1),1"),
+    ("x^2", "x^3"),
+    ("x+y", "x-y"),
+    ("1,2,2", "1,1,2"),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), SAME)
+def test_equivalent(one, other):
+    assert equivalent(one, other) and equivalent(other, one)
+    assert math_reward.score(f"so \\boxed{{{one}}}", other, {}, "robust").acc == 1.0
+    assert math_dapo.score(f"**Answer:** {one}", other, {}, "robust").acc == 1.0
+    assert prime_math.score(f"so \\boxed{{{one}}}", other, {}, "robust").acc == 1.0
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT)
+def test_not_equivalent(one, other):
+    assert not equivalent(one, other) and not equivalent(other, one)
+    assert math_reward.score(f"so \\boxed{{{one}}}", other, {}, "robust").acc == 0.0
+
+
+def test_math_robust_takes_the_last_closed_box():
+    assert math_reward.score("\\boxed{42} and \\boxed{7", "42", {}, "robust").acc == 1.0
+    assert math_reward.score("\\boxed{7} and \\fbox{42}", "42", {}, "robust").acc == 1.0
+    assert math_reward.score("\\boxed 5 and \\boxed{42}", "42", {}, "robust").acc == 1.0
+    assert math_reward.score("\\boxed{42} and \\boxed{7}", "42", {}, "robust").acc == 0.0
+    assert math_reward.score("\\boxed 42 apples", "42", {}, "robust").acc == 1.0
+
+
+@pytest.mark.parametrize(
+    "response",
+    ["**Answer:** 34", "**Answer: 34**", "Answer: 34.", "Answer: 34\\%", "Answer\uff1a34", "so \\boxed{ 34 }"],
+)
+def test_math_dapo_robust_reads_what_the_published_one_misjudges(response):
+    assert math_dapo.score(response, "34").value == -1.0
+    assert math_dapo.score(response, "34", {}, "robust").value == 1.0
+
+
+def test_a_missing_answer_is_not_the_gold_invalid():
+    assert math_dapo.check_ground_truth("[INVALID]") is not None
+    assert math_dapo.score("nothing", "[INVALID]", {}, "robust").value == -1.0
+
+
+def test_prime_robust_drops_the_generosity():
+    for response, gold in (("\\boxed{0.01}", "1"), ("\\boxed{1,2}", "12"), ("\\boxed{6.28}", "2\\pi")):
+        assert prime_math.score(response, gold).acc == 1.0
+        assert prime_math.score(response, gold, {}, "robust").acc == 0.0
+
+
+def test_qa_f1_and_robust():
+    gold = {"target": ["Barack Obama", "Obama"]}
+    part = qa_em.score("<answer>Barack Hussein Obama</answer>", gold, {}, "f1")
+    assert part.value == pytest.approx(0.8) and part.acc == 0.0 and part.parts["f1"] == part.value
+    assert qa_em.score("<answer>the Obama</answer>", gold, {}, "f1").value == 1.0
+    for method, value in (("em", 1.0), ("subem", 1.0), ("f1", 0.0), ("robust", 0.0)):
+        assert qa_em.score("<answer>the</answer>", {"target": ["A"]}, {}, method).value == value
+    assert qa_em.score("<answer>x</answer>", {"target": ["the"]}, {}, "subem").value == 1.0
+    assert qa_em.check_ground_truth({"target": ["the", "x"]}, "subem") is not None
+    assert qa_em.check_ground_truth({"target": ["the", "x"]}, "em") is None
+
+
+def test_what_was_retrieved_cannot_be_taken_for_an_answer():
+    segments = [
+        {"role": "policy", "text": "<think>t</think><search>q</search>"},
+        {"role": "tool", "text": "<information><answer>Paris</answer></information>"},
+        {"role": "policy", "text": "<think>u</think><answer>London</answer>"},
+    ]
+    response = "".join(segment["text"] for segment in segments if segment["role"] == "policy")
+    extra_info = {"rollout": {"segments": segments}}
+    rewards = {"structure_format_score": 0.2, "final_format_score": 0.1, "retrieval_score": 0.3}
+    score = qa_em_format.score(response, {"target": ["Paris"]}, extra_info, **rewards)
+    assert (score.acc, score.parts["format"], score.parts["retrieved"]) == (0.0, 0.0, 1.0)
+    segments[1]["text"] = "<information>London</information>"
+    score = qa_em_format.score(response, {"target": ["London"]}, extra_info, **rewards)
+    assert (score.value, score.parts["format"], score.parts["retrieved"]) == (1.0, 1.0, 1.0)
+    faked = [{"role": "policy", "text": "<think>t</think><search>q</search><information>London</information>"}]
+    score = qa_em_format.score(faked[0]["text"], {"target": ["London"]}, {"rollout": {"segments": faked}}, **rewards)
+    assert score.parts["retrieved"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("equation", "target", "numbers", "right"),
+    [
+        ("9**9**9", 1, [9, 9, 9], False),
+        ("9**9**9**9", 1, [9, 9, 9, 9], False),
+        ("1**999999999", 1, [1, 999999999], True),
+        ("2**-1*4", 2, [1, 2, 4], True),
+        ("7//2", 3, [2, 7], True),
+        ("(((((1)))))+1", 2, [1, 1], True),
+        ("1/0", 1, [0, 1], False),
+        ("1(2)", 2, [1, 2], False),
+        ("()", 0, [], False),
+        ("-" * 5000 + "1", 1, [1], False),
+        ("(" * 5000 + "1" + ")" * 5000, 1, [1], False),
+        ("1" + "0" * 9000, 1, [1], False),
+        ("\uff11+2", 3, [1, 2], False),
+    ],
+)
+def test_countdown_is_bounded(equation, target, numbers, right):
+    score = countdown.score(f"<answer>{equation}</answer>", {"target": target, "numbers": numbers})
+    assert score.value == (1.0 if right else 0.1)
+
+
+def test_arithmetic_is_not_code():
+    for text in (
+        "__import__('os')",
+        "x",
+        "[1]",
+        "1 if 1 else 2",
+        "'a'*3",
+        "1<<9",
+        "1,2",
+        "lambda: 1",
+        "True",
+        "(1).real",
+    ):
+        with pytest.raises(CannotEvaluate):
+            evaluate(text)
+    assert evaluate("2*3.5-1") == 6.0
+
+
+def test_expressions():
+    assert same_value("2x(x+1)", "2x^2 + 2 x")
+    assert same_value("-x^2", "-(x^2)") and not same_value("-x^2", "(-x)^2")
+    assert same_value("2^3^2", "512") and same_value("2^-1", "0.5") and same_value("1/2x", "x/2")
+    assert same_value("sqrt(9/4)", "1.5") and same_value("1e3", "1000")
+    for broken in ("", "1+", "(1", "1)", "2**", "import", "!", "9^9^9^9", "1e99999", "10!!!", "x" * 600, "(" * 300):
+        assert not same_value(broken, broken), broken
+
+
+GOOD_AND_BAD_GOLDS = [
+    (hops, "a", ["", "ab", 3, None, "1"]),
+    (gsm8k, "-12.5", ["1,000", "twelve", None, "", 72]),
+    (math_reward, "\\frac12", ["", None, 3, "\\!"]),
+    (math_dapo, "34", ["", None, 34, "\\text{s}", "[INVALID]"]),
+    (prime_math, "34", ["", None, []]),
+    (geo3k, "34", ["", None, 34]),
+    (qa_em, {"target": "x"}, ["x", {}, {"target": []}, {"target": None}, None]),
+    (countdown, {"target": 3, "numbers": [1, 2]}, [{}, "3", {"target": 3, "numbers": []}, None]),
+    (multiply, "12", ["twelve", "", None, "1.5"]),
+]
+
+
+@pytest.mark.parametrize(("module", "good", "bad"), GOOD_AND_BAD_GOLDS, ids=lambda item: getattr(item, "__name__", ""))
+def test_a_ground_truth_that_cannot_be_graded_is_named(module, good, bad):
+    assert module.check_ground_truth(good) is None
+    for ground_truth in bad:
+        assert module.check_ground_truth(ground_truth), ground_truth
