@@ -36,7 +36,7 @@ def test_a_second_writer_is_refused_and_a_dead_one_forgotten(tmp_path):
     assert names(other) == set()
 
 
-def test_a_reader_beside_a_busy_writer_always_finds_a_complete_one(tmp_path):
+def test_a_reader_beside_a_busy_writer_always_finds_a_complete_one(tmp_path, caplog):
     store = CheckpointStore(tmp_path, keep=1)  # the harshest: what is being read is deleted at the next write
     write(store, 1)
     stop, seen, failures = threading.Event(), [], []
@@ -56,6 +56,7 @@ def test_a_reader_beside_a_busy_writer_always_finds_a_complete_one(tmp_path):
     stop.set()
     reader.join()
     assert failures == []
+    assert caplog.records == [], "a folder that was pruned while it was read is not called damaged"
     assert seen == sorted(seen) and len(set(seen)) > 3
 
 

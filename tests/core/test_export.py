@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 
@@ -177,6 +178,21 @@ def test_the_command_explains_what_is_wrong(tmp_path, capsys):
         assert main([str(source), str(tmp_path / "out")]) == 2
         assert "config.json was altered" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_an_export_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch, capsys):
+    save(tmp_path / "run", tiny_model())
+    copyfile = shutil.copyfile
+
+    def full(source, target):
+        if source.suffix == ".safetensors":
+            raise OSError(28, "No space left on device", str(target))
+        return copyfile(source, target)
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    assert main([str(tmp_path / "run"), str(tmp_path / "out")]) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
 def test_the_module_runs_and_shows_no_bars_of_its_own(tmp_path):

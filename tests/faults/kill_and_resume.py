@@ -74,7 +74,7 @@ def run_uninterrupted(
     cmd_factory: CmdFactory, folder: Path, *, env: Mapping[str, str] | None = None, timeout: float = 600
 ) -> Outcome:
     """Runs the command to its end."""
-    with _launched(cmd_factory(folder), folder, dict(env or {})) as process:
+    with launched(cmd_factory(folder), folder, dict(env or {})) as process:
         _check(_wait(process, timeout), folder, expected=0)
     return Outcome(folder, 1, ())
 
@@ -98,7 +98,7 @@ def run_with_kills(
     landed = []
     for kill in kills:
         extra = {VARIABLE: f"{kill.phase}:{kill.step}"} if isinstance(kill, AtPoint) else {}
-        with _launched(cmd_factory(folder), folder, {**(env or {}), **extra}) as process:
+        with launched(cmd_factory(folder), folder, {**(env or {}), **extra}) as process:
             if isinstance(kill, AtTime):
                 _sleep_while_alive(process, kill.seconds)
                 process.kill()
@@ -114,7 +114,7 @@ def run_with_kills(
     return Outcome(last.folder, len(kills) + 1, tuple(landed))
 
 
-class _launched:
+class launched:
     """The command as a process group of its own, its output in ``<folder>.log``; nothing of it outlives the block."""
 
     def __init__(self, command: list[str], folder: Path, env: Mapping[str, str]):
@@ -160,18 +160,18 @@ def _sleep_while_alive(process: subprocess.Popen, seconds: float) -> None:
 
 def _wait_for_step(process: subprocess.Popen, metrics: Path, rng: random.Random, timeout: float) -> None:
     """Until this process has written metrics and the file has as many lines as before, or up to three more."""
-    before = _lines(metrics)
+    before = read_lines(metrics)
     target = max(1, len(before) + rng.randrange(4) - 1)
     end = time.monotonic() + timeout
     while process.poll() is None and time.monotonic() < end:
-        lines = _lines(metrics)
+        lines = read_lines(metrics)
         # A resumed run cuts the file back to its checkpoint first: only a new last line is news.
         if lines and lines[-1:] != before[-1:] and len(lines) >= target:
             return
         time.sleep(POLL_S)
 
 
-def _lines(path: Path) -> list[str]:
+def read_lines(path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
@@ -237,7 +237,7 @@ def _bits(array: Any) -> tuple[str, tuple[int, ...], bytes]:
 
 
 def _compare_metrics(a: Path, b: Path, ignore: Sequence[str]) -> Iterator[str]:
-    left, right = _lines(a), _lines(b)
+    left, right = read_lines(a), read_lines(b)
     if len(left) != len(right):
         yield f"{len(left)} lines of metrics in {a}, {len(right)} in {b}"
     for number, (one, other) in enumerate(zip(left, right, strict=False), start=1):

@@ -1,0 +1,70 @@
+"""A whole training run, small enough to be killed many times: a random model, rows about nothing, a reward for 'a's."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tests.tiny import tiny_model, tiny_tokenizer
+
+# A share, not a verdict: groups differ, so that every step has gradients
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return solution_str.count(ground_truth) / 4 + len(solution_str) % 3 / 8
+"""
+
+
+def prepare(folder: Path, hidden_size: int = 16) -> None:
+    """Writes model, tokenizer, data and reward function into ``folder``."""
+    model = tiny_model("llama", hidden_size=hidden_size, intermediate_size=16)
+    model.save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    (folder / "reward.py").write_text(REWARD)
+    rng = random.Random(0)
+    for name, count in (("train", 13), ("test", 4)):  # 13 rows, 4 a step: epochs end within steps
+        rows = [
+            {
+                "data_source": "tests/letters",
+                "prompt": [{"role": "user", "content": "".join(rng.choices("abcd ", k=rng.randint(2, 9)))}],
+                "ability": "counting",
+                "reward_model": {"style": "rule", "ground_truth": "a"},
+                "extra_info": {"index": index, "split": name},
+            }
+            for index in range(count)
+        ]
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
+
+
+def command(folder: Path, recipe: str, steps: int, *overrides: str) -> Callable[[Path], list[str]]:
+    """A command factory for the kill harness: ``steps`` steps of ``recipe`` on what :func:`prepare` wrote."""
+    settings = {
+        "data.train_files": folder / "train.parquet",
+        "data.val_files": folder / "test.parquet",
+        "data.train_batch_size": 4,
+        "data.max_prompt_length": 64,
+        "data.max_response_length": 6,
+        "custom_reward_function.path": folder / "reward.py",
+        "actor_rollout_ref.model.path": folder / "model",
+        "actor_rollout_ref.rollout.name": "hf",
+        "actor_rollout_ref.rollout.n": 3,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
+        "actor_rollout_ref.actor.use_dynamic_bsz": True,
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 512,
+        "actor_rollout_ref.actor.optim.lr": 0.003,
+        "actor_rollout_ref.actor.fsdp_config.dtype": "float32",
+        "trainer.total_training_steps": steps,
+        "trainer.n_gpus_per_node": 1,
+        "trainer.device": "cpu",
+        "trainer.cpu_threads": 1,
+        "trainer.save_freq": 2,
+        "trainer.test_freq": 3,
+        "trainer.max_actor_ckpt_to_keep": 2,
+    }
+    arguments = [f"{key}={value}" for key, value in settings.items()]
+    module = f"recipes.{recipe}.main_{recipe}"
+    return lambda run: [sys.executable, "-m", module, *arguments, *overrides, f"trainer.default_local_dir={run}"]
