@@ -10,6 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from core.advantages import ESTIMATORS, NEEDS, AdvantageInputs, compute, group_stats, resolve_estimator
+from core.config.checks import GROUPED
+from core.config.schema import ADV_ESTIMATORS
 from core.plugins import PluginError
 from tests import reference
 from tests.golden_adapters import ADAPTERS
@@ -300,7 +302,8 @@ def test_needs_are_stated_for_every_estimator():
     assert set(NEEDS) == set(ESTIMATORS)
     assert [name for name, needs in NEEDS.items() if needs.critic] == ["gae"]
     assert [name for name, needs in NEEDS.items() if needs.greedy_baseline] == ["remax"]
-    assert {name for name, needs in NEEDS.items() if needs.groups} == set(BY_GROUP)
+    assert {name for name, needs in NEEDS.items() if needs.groups} == set(BY_GROUP) == set(GROUPED)
+    assert set(ADV_ESTIMATORS) == set(ESTIMATORS)
 
 
 def test_an_estimator_of_the_user_s_own(tmp_path):

@@ -1,6 +1,7 @@
 """KL estimators, the penalty in the reward, and the controllers of its coefficient."""
 
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.config.schema import KLKind
 from core.kl import KL_KINDS, KLController, kl_in_reward, kl_penalty, penalised
 from tests import reference
 from tests.golden_adapters import ADAPTERS
@@ -92,6 +94,10 @@ def test_a_mask_keeps_garbage_out():
 def test_an_unknown_kind_names_the_known_ones(kind):
     with pytest.raises(NotImplementedError, match="choose one of kl, k1, abs"):
         kl_penalty(torch.zeros(1), torch.zeros(1), kind)
+
+
+def test_the_configuration_knows_these_kinds():
+    assert set(get_args(KLKind)) == set(KL_KINDS)
 
 
 # -- in the reward ----------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import math
 from types import SimpleNamespace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.config import schema
+from core.config.checks import PER_SEQUENCE
 from core.losses import (
     AGGREGATION,
     LOSS_AGG_MODES,
@@ -180,6 +183,12 @@ def test_losses_that_fix_their_aggregation():
     assert aggregation("gspo", "token-mean") == aggregation("sapo", "token-mean") == "seq-mean-token-mean"
     assert aggregation("vanilla", "token-mean") == "token-mean"
     assert set(AGGREGATION) <= set(POLICY_LOSSES) and set(AGGREGATION.values()) <= set(LOSS_AGG_MODES)
+
+
+def test_the_configuration_knows_these_names():
+    assert set(schema.POLICY_LOSSES) == set(POLICY_LOSSES)
+    assert set(get_args(schema.LossAggMode)) == set(LOSS_AGG_MODES) - {"token-sum"}
+    assert set(PER_SEQUENCE) == set(AGGREGATION)
 
 
 # -- the value loss ---------------------------------------------------------------------------------------------------
