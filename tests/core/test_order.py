@@ -99,6 +99,15 @@ def test_epochs_seeds_and_stages_have_orders_of_their_own():
     assert orders[0] != orders[2] and orders[0] != orders[3]
 
 
+def test_weighted_epochs_have_orders_of_their_own():
+    order = Order([Stage((40, 40), (1.0, 3.0))], seed=1)
+    places = [order.place(ordinal) for ordinal in range(320)]
+    walks = [[place.row for place in places if place.dataset == 1][start : start + 40] for start in range(0, 240, 40)]
+    assert len({tuple(walk) for walk in walks}) == 6
+    blocks = [tuple(place.dataset for place in places[start : start + 80]) for start in range(0, 320, 80)]
+    assert len(set(blocks)) == 4
+
+
 def test_the_order_is_uniform():
     """Each row is equally often first: chi-square of 2,000 seeds over 5 rows, 4 degrees of freedom."""
     counts = np.bincount([permutation(5, seed)[0] for seed in range(2000)])
