@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from core.types import Trajectory
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from core.config.schema import Config
 
 
 @dataclass(frozen=True)
@@ -79,3 +81,29 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Frees what the engine holds. Requests in flight are cancelled."""
+
+
+def make_engine(config: Config, model: Any, tokenizer: Any) -> RolloutEngine:
+    """The engine that ``actor_rollout_ref.rollout.name`` asks for (hf where it is null).
+
+    ``model`` becomes the engine's own: hand over a copy. Options beyond verl's are
+    ``rollout.engine_kwargs.hf.*``, the keyword arguments of :class:`core.engines.hf.HFEngine`.
+    Raises ValueError for an engine or an option that does not exist.
+    """
+    import torch
+
+    from core.engines.hf import HFEngine
+
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name not in (None, "hf"):
+        raise ValueError(f"actor_rollout_ref.rollout.name={rollout.name}: not built yet; use hf")
+    extra = dict(rollout.engine_kwargs.get("hf", {}))
+    unknown = extra.keys() - {"cache_gib", "max_batch_rows", "max_prefill_tokens"}
+    if unknown:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.engine_kwargs.hf.{min(unknown)}: unknown; there are cache_gib, "
+            "max_batch_rows and max_prefill_tokens"
+        )
+    options = {"max_batch_rows": rollout.max_num_seqs, "max_prefill_tokens": rollout.max_num_batched_tokens}
+    dtype = torch.float32 if rollout.dtype in ("fp32", "float32") else torch.bfloat16
+    return HFEngine(model, tokenizer, dtype=dtype, adopt=True, **{**options, **extra})

@@ -1,0 +1,159 @@
+"""Drawing one token a row: seeded by a counter, indifferent to what else is in the batch.
+
+A row's randomness is a hash of (its seed, the position in its response): no generator has a state, so
+a sample depends neither on its neighbours nor on the order in which rows are computed.
+Axes: ``N`` rows, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core.engines import SamplingParams
+
+MAX_CELLS = 1 << 25  # rows are drawn in chunks of at most this many logits: bounds the memory of the sort and the sum
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
+
+
+def uniforms(seed_N: np.ndarray, position_N: np.ndarray) -> np.ndarray:
+    """One number in [0, 1) a row from its seed and position: splitmix64 (Steele, Lea, Flood 2014), twice.
+
+    The seed is mixed before the position is added, so that neighbouring seeds share no stretch of numbers.
+
+    Shapes:
+        seed_N, position_N  [N] uint64
+        returns             [N] float64, multiples of 2**-53
+    """
+    bits_N = _splitmix(_splitmix(seed_N) + position_N)
+    return (bits_N >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _splitmix(x: np.ndarray) -> np.ndarray:
+    x = (x + np.uint64(1)) * _GOLDEN  # wraps around, as it should
+    for shift, factor in _MIX:
+        x = (x ^ (x >> shift)) * factor
+    return x ^ (x >> np.uint64(31))
+
+
+@dataclass(frozen=True)
+class RowSettings:
+    """How each row is sampled, as tensors, and what no row asks for, so that it can be left out.
+
+    Greedy rows have temperature 1 and no truncation here: their log-probs are those of the full distribution.
+    """
+
+    temperature_N: Tensor | None  # None: 1 everywhere
+    top_k_N: Tensor | None  # None: off everywhere; the vocabulary's size where it is off
+    top_p_N: Tensor | None  # None: off everywhere; 1 where it is off
+    greedy_N: Tensor | None  # None: no row
+    all_greedy: bool
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> RowSettings:
+        rows = len(params)
+        if all(p is params[0] for p in params):
+            params = params[:1]  # the usual case, and the reason for expand below
+        greedy = [p.temperature == 0 for p in params]
+        heat = [1.0 if p.temperature == 0 else p.temperature for p in params]
+        top_k = [vocab_size if p.top_k < 0 or p.temperature == 0 else min(p.top_k, vocab_size) for p in params]
+        top_p = [1.0 if p.temperature == 0 else p.top_p for p in params]
+
+        def column(values: list, needed: bool, dtype: torch.dtype) -> Tensor | None:
+            return torch.tensor(values, dtype=dtype, device=device).expand(rows) if needed else None
+
+        return cls(
+            column(heat, any(value != 1 for value in heat), torch.float32),
+            column(top_k, any(value < vocab_size for value in top_k), torch.int64),
+            column(top_p, any(value < 1 for value in top_p), torch.float64),
+            column(greedy, any(greedy), torch.bool),
+            all(greedy),
+        )
+
+    def rows(self, part: slice) -> RowSettings:
+        tensors = (self.temperature_N, self.top_k_N, self.top_p_N, self.greedy_N)
+        return RowSettings(*(t if t is None else t[part] for t in tensors), self.all_greedy)
+
+
+def draw(logits_NV: Tensor, settings: RowSettings, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
+    """The next token of every row and its log-prob under the distribution that it was drawn from.
+
+    Temperature, then top-k, then top-p of what is left, in the order of transformers and vLLM. The token is the
+    inverse of the distribution function at ``uniform_N``; the sum is kept in float64, so that no token of a large
+    vocabulary is out of reach. Raises FloatingPointError where a row has no finite distribution.
+
+    Shapes:
+        logits_NV  [N, V], any float type
+        uniform_N  [N] float64 in [0, 1)
+        returns    [N] int64, [N] float32
+    """
+    step = max(1, MAX_CELLS // logits_NV.shape[1])
+    if len(logits_NV) <= step:
+        token_N, logprob_N = _draw(logits_NV, settings, uniform_N)
+    else:
+        parts = [slice(start, start + step) for start in range(0, len(logits_NV), step)]
+        drawn = [_draw(logits_NV[part], settings.rows(part), uniform_N[part]) for part in parts]
+        token_N, logprob_N = (torch.cat(values) for values in zip(*drawn, strict=True))
+    if not logprob_N.isfinite().all():
+        raise FloatingPointError("the model's logits are not finite: its weights hold NaN or infinite values")
+    return token_N, logprob_N
+
+
+def _draw(logits_NV: Tensor, settings: RowSettings, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
+    logprob_NV = processed_logprobs(logits_NV, settings)
+    if settings.all_greedy:
+        token_N = logprob_NV.argmax(-1)
+    else:
+        token_N = _inverse(logprob_NV.exp(), uniform_N)
+        if settings.greedy_N is not None:
+            token_N = torch.where(settings.greedy_N, logprob_NV.argmax(-1), token_N)
+    return token_N, logprob_NV.gather(-1, token_N[:, None])[:, 0]
+
+
+def processed_logprobs(logits_NV: Tensor, settings: RowSettings) -> Tensor:
+    """Log-probs after temperature, top-k and top-p, renormalised; -inf for what was cut off. [N, V] float32."""
+    logits_NV = logits_NV.float()
+    if settings.temperature_N is not None:
+        logits_NV = logits_NV / settings.temperature_N[:, None]
+    if settings.top_k_N is not None:
+        logits_NV = _keep_top_k(logits_NV, settings.top_k_N)
+    if settings.top_p_N is not None:
+        logits_NV = _keep_top_p(logits_NV, settings.top_p_N)
+    return logits_NV.log_softmax(-1)
+
+
+def _keep_top_k(logits_NV: Tensor, top_k_N: Tensor) -> Tensor:
+    """-inf below the k-th largest logit; ties with it stay."""
+    vocab_size = logits_NV.shape[1]
+    cut = (top_k_N < vocab_size).nonzero()[:, 0]
+    kept = logits_NV[cut]
+    k = top_k_N[cut]
+    largest = kept.topk(int(k.max()), dim=-1).values
+    kept = kept.masked_fill(kept < largest.gather(-1, k[:, None] - 1), -torch.inf)
+    return logits_NV.index_copy(0, cut, kept)
+
+
+def _keep_top_p(logits_NV: Tensor, top_p_N: Tensor) -> Tensor:
+    """-inf outside the smallest set of most probable tokens that holds at least ``top_p`` of the mass."""
+    cut = (top_p_N < 1).nonzero()[:, 0]
+    ordered, index = logits_NV[cut].sort(dim=-1, descending=True, stable=True)
+    probs = ordered.softmax(-1)
+    mass_before = probs.cumsum(-1, dtype=torch.float64) - probs
+    ordered = ordered.masked_fill(mass_before >= top_p_N[cut, None], -torch.inf)
+    return logits_NV.index_copy(0, cut, torch.empty_like(ordered).scatter_(-1, index, ordered))
+
+
+def _inverse(prob_NV: Tensor, uniform_N: Tensor) -> Tensor:
+    cdf_NV = prob_NV.cumsum(-1, dtype=torch.float64)
+    total_N1 = cdf_NV[:, -1:]
+    # Rounding must not reach the total itself: behind it there is no token, or only tokens of probability 0.
+    below_N1 = torch.nextafter(total_N1, torch.zeros_like(total_N1))
+    target_N1 = torch.minimum(uniform_N[:, None] * total_N1, below_N1)
+    token_N = torch.searchsorted(cdf_NV, target_N1, right=True)[:, 0]
+    return token_N.clamp_(max=prob_NV.shape[1] - 1)  # beyond the end only for NaN, which the caller reports
