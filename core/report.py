@@ -11,6 +11,7 @@ in their seeds only are one experiment: mean, spread and interval over seeds. Ex
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -71,6 +72,10 @@ PANELS = (
 
 def _cell(value: Any) -> str:
     return "" if value is None else str(value)
+
+
+def _yaml(value: Any) -> str:
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 # --- what was learnt ---
@@ -240,7 +245,7 @@ def config_difference(groups: Sequence[Group]) -> Table:
     """The keys in which the experiments' configurations differ, seeds and names of runs left out."""
     first = [group[0] for group in groups]
     keys = sorted({key for run in first for key in run.config})
-    rows = [[key, *(_cell(run.config.get(key, "absent")) for run in first)] for key in keys]
+    rows = [[key, *(_yaml(run.config.get(key, "absent")) for run in first)] for key in keys]
     rows = [row for row in rows if len(set(row[1:])) > 1]
     return Table(["key", *(group_name([run.name for run in group]) for group in groups)], rows)
 
@@ -283,9 +288,9 @@ def configuration(groups: Sequence[Group]) -> Iterator[Block]:
     run = groups[0][0]
     changed = run.manifest.get("changed_from_defaults", {})
     yield Heading(f"Where {run.name} differs from the defaults", 3)
-    rows = [[key, *map(_cell, pair)] for key, pair in sorted(changed.items())]
+    rows = [[key, *map(_yaml, pair)] for key, pair in sorted(changed.items())]
     yield Table(["key", "default", "here"], rows) if rows else Text("Nowhere.")
-    yield Fold("All keys", [Table(["key", "value"], [[key, _cell(value)] for key, value in run.config.items()])])
+    yield Fold("All keys", [Table(["key", "value"], [[key, _yaml(value)] for key, value in run.config.items()])])
 
 
 def provenance(groups: Sequence[Group]) -> Iterator[Block]:
@@ -344,7 +349,7 @@ def page(runs: Sequence[RecordedRun]) -> tuple[str, list[Block]]:
     for group in groups:
         blocks += samples(group[0])
     blocks += [*configuration(groups), *provenance(groups)]
-    return " and ".join(group_name([run.name for run in group]) for group in groups), blocks
+    return ", ".join(group_name([run.name for run in group]) for group in groups), blocks
 
 
 def write_report(runs: Sequence[RecordedRun], out: Path) -> Path:

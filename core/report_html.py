@@ -206,6 +206,7 @@ table { border-collapse: collapse; font-size: 13.5px; font-variant-numeric: tabu
 th { text-align: left; color: var(--soft); font-weight: 600; border-bottom: 2px solid var(--rule); }
 th, td { padding: 5px 16px 5px 0; vertical-align: top; white-space: nowrap; }
 td { border-bottom: 1px solid var(--rule); }
+td.long { white-space: normal; overflow-wrap: anywhere; min-width: 340px; }
 table.prose td { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 90px; }
 table.prose td { font-family: ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; font-size: 12px; }
 .gallery { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(340px, 100%), 1fr)); gap: 14px; }
@@ -228,6 +229,11 @@ def html(title: str, blocks: Sequence[Block]) -> str:
     )
 
 
+def _td(cell: str) -> str:
+    wrap = ' class="long"' if len(cell) > 60 else ""
+    return f"<td{wrap}>{escape(cell)}</td>"
+
+
 def _html(block: Block, counter) -> str:
     match block:
         case Heading(text, level):
@@ -236,7 +242,7 @@ def _html(block: Block, counter) -> str:
             return f'<p class="strong">{escape(text)}</p>' if strong else f"<p>{escape(text)}</p>"
         case Table(header, rows, prose):
             top = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-            body = "\n".join("<tr>" + "".join(f"<td>{escape(str(c))}</td>" for c in row) + "</tr>" for row in rows)
+            body = "\n".join("<tr>" + "".join(map(_td, row)) + "</tr>" for row in rows)
             kind = ' class="prose"' if prose else ""
             return f'<div class="scroll"><table{kind}><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
         case Gallery(curves):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 import socket
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -390,3 +393,19 @@ def test_references_name_source_and_tag():
     for ref in references["references"]:
         assert {"recipe", "model", "method", "data_source", "value", "source", "tag"} <= ref.keys()
         assert ref["tag"] in references["tags"] and 0 < ref["value"] <= 100
+
+
+COMMANDS = {
+    (ref["command"], ref["model"])
+    for ref in result_tables.read_references(ROOT / "results")["references"]
+    if "command" in ref
+}
+
+
+@pytest.mark.parametrize(("command", "model"), sorted(COMMANDS))
+def test_the_command_of_a_reference_composes_and_trains_its_model(command, model):
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "DRY_RUN": "1", "PATH": path}
+    done = subprocess.run(command.split(), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert f"actor_rollout_ref.model.path={model} " in done.stdout

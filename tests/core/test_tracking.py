@@ -157,7 +157,8 @@ def test_the_status_follows_how_the_run_ended(tmp_path):
 # --- manifest ---
 
 
-def test_the_manifest_says_where_numbers_come_from(tmp_path):
+def test_the_manifest_says_where_numbers_come_from(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.orig_argv", ["python", "-m", "recipes.grpo.main_grpo", "a=[1, 2]"])
     data = tmp_path / "train.parquet"
     data.write_bytes(b"rows")
     config = dataclasses.replace(
@@ -179,7 +180,7 @@ def test_the_manifest_says_where_numbers_come_from(tmp_path):
     session = manifest["sessions"][0]
     assert session["packages"]["numpy"] == np.__version__
     assert session["hardware"]["cores"] >= 1 and session["hardware"]["cpu"]
-    assert "pytest" in session["command"]
+    assert session["command"] == "python -m recipes.grpo.main_grpo 'a=[1, 2]'"
     assert session["started"] <= session["ended"]
     assert yaml.safe_load((tmp_path / "grpo" / "lab_s7" / "config.yaml").read_text())["trainer"]["seed"] == 7
 
