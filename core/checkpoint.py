@@ -46,7 +46,7 @@ from core.manifest import (
     write_durably,
 )
 from core.provenance import ModelFingerprint, Provenance
-from core.run_state import DriverState, load_tensors, rng_state, save_tensors, set_rng_state
+from core.run_state import DriverState, load_tensors, rng_state, save_tensors, seed_generators, set_rng_state
 
 __all__ = [
     "Checkpoint",
@@ -60,6 +60,7 @@ __all__ = [
     "resolve_resume",
     "rng_state",
     "save_tensors",
+    "seed_generators",
     "set_rng_state",
 ]
 

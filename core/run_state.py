@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from core.manifest import CheckpointError
+from core.seeds import derive_seed
 from core.types import Prompt, Score, ScoredGroup, ScoreStatus, Segment, Stop, Trajectory
 
 # ---------------------------------------------------------------- tensors
@@ -70,6 +71,15 @@ def _check_loadable(value: Any, where: str) -> None:
             f"{where} is a {type(value).__module__}.{type(value).__name__}: only tensors, numbers, strings, None and "
             "dicts, lists and tuples of them can be stored"
         )
+
+
+def seed_generators(seed: int) -> None:
+    """Seeds all global generators, also those that nothing here draws from: a user's reward function may."""
+    import torch
+
+    random.seed(seed)
+    np.random.seed(derive_seed("numpy", seed) % 2**32)
+    torch.manual_seed(seed)
 
 
 def rng_state() -> dict[str, Any]:

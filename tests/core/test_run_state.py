@@ -19,7 +19,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.checkpoint import CheckpointError, DriverState, load_tensors, rng_state, save_tensors, set_rng_state
+from core.checkpoint import (
+    CheckpointError,
+    DriverState,
+    load_tensors,
+    rng_state,
+    save_tensors,
+    seed_generators,
+    set_rng_state,
+)
 from core.types import Prompt, Score, ScoredGroup, ScoreStatus, Segment, Stop, Trajectory
 from tests.checkpoints import ROOT
 
@@ -212,6 +220,15 @@ def test_all_generators_go_on_where_they_were(tmp_path):
     assert draw() != expected[0]
     set_rng_state(load_tensors(tmp_path / "rng.pt"))
     assert [draw() for _ in range(5)] == expected
+
+
+def test_a_seed_is_for_all_generators():
+    drawn = []
+    for seed in (2**40, 2**40, 3):
+        seed_generators(seed)
+        drawn.append(draw())
+    assert drawn[0] == drawn[1]
+    assert all(a != b for a, b in zip(drawn[1], drawn[2], strict=True))
 
 
 @pytest.mark.gpu

@@ -59,7 +59,7 @@ Kill = AtPoint | AtRandom | AtTime
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run that reached its end. ``landed`` are the kills that hit a living process, in order."""
+    """What became of a run. ``landed`` are the kills that hit a living process, in order."""
 
     folder: Path
     launches: int
@@ -85,10 +85,11 @@ def run_with_kills(
     kills: Sequence[Kill],
     rng: random.Random,
     *,
+    finish: bool = True,
     env: Mapping[str, str] | None = None,
     timeout: float = 600,
 ) -> Outcome:
-    """Starts the command once for every kill, in order, and then lets it run to its end.
+    """Starts the command once for every kill, in order, and then (``finish``) lets it run to its end.
 
     A kill that does not land (the run ended before it) is left out of ``Outcome.landed``.
 
@@ -110,16 +111,17 @@ def run_with_kills(
         if status != 0:
             _check(status, folder, expected=-signal.SIGKILL)
             landed.append(kill)
-    last = run_uninterrupted(cmd_factory, folder, env=env, timeout=timeout)
-    return Outcome(last.folder, len(kills) + 1, tuple(landed))
+    if finish:
+        run_uninterrupted(cmd_factory, folder, env=env, timeout=timeout)
+    return Outcome(folder, len(kills) + finish, tuple(landed))
 
 
 class launched:
     """The command as a process group of its own, its output in ``<folder>.log``; nothing of it outlives the block."""
 
-    def __init__(self, command: list[str], folder: Path, env: Mapping[str, str]):
+    def __init__(self, command: list[str], folder: Path, env: Mapping[str, str] | None = None):
         self.command, self.folder = command, folder
-        self.env = {**{k: v for k, v in os.environ.items() if k != VARIABLE}, "PYTHONPATH": str(ROOT), **env}
+        self.env = {**{k: v for k, v in os.environ.items() if k != VARIABLE}, "PYTHONPATH": str(ROOT), **(env or {})}
 
     def __enter__(self) -> subprocess.Popen:
         self.folder.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A whole training run, small enough to be killed many times: a random model, rows about nothing, a reward for 'a's."""
+"""A whole training run, small enough to be killed many times: a random model, rows about nothing, an arbitrary reward."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 
 from tests.tiny import tiny_model, tiny_tokenizer
 
-# A share, not a verdict: groups differ, so that every step has gradients
+# No verdict but a number that differs from answer to answer, so that every step has gradients
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    return solution_str.count(ground_truth) / 4 + len(solution_str) % 3 / 8
+    return sum(ord(character) % 7 for character in solution_str) / 42
 """
 
 
@@ -30,7 +30,7 @@ def prepare(folder: Path, hidden_size: int = 16) -> None:
         rows = [
             {
                 "data_source": "tests/letters",
-                "prompt": [{"role": "user", "content": "".join(rng.choices("abcd ", k=rng.randint(2, 9)))}],
+                "prompt": [{"role": "user", "content": "".join(rng.choices("abcd", k=rng.randint(2, 9)))}],
                 "ability": "counting",
                 "reward_model": {"style": "rule", "ground_truth": "a"},
                 "extra_info": {"index": index, "split": name},
