@@ -1,4 +1,4 @@
-"""A whole training run, small enough to be killed many times: a random model, rows about nothing, an arbitrary reward."""
+"""A whole training run, small enough to be killed many times: random model, rows about nothing, arbitrary reward."""
 
 from __future__ import annotations
 

@@ -1,0 +1,141 @@
+"""A run of the real trainer, killed anywhere and resumed, ends as if nothing had happened: to the bit (DESIGN I5)."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from core.faults import PHASES
+from tests.checkpoints import ROOT, flip_bit
+from tests.faults.kill_and_resume import (
+    AtPoint,
+    AtRandom,
+    AtTime,
+    Kill,
+    compare_runs,
+    launched,
+    read_lines,
+    run_uninterrupted,
+    run_with_kills,
+)
+from tests.faults.tiny_run import command, prepare
+
+STEPS = 6
+# A checkpoint every other step, two kept: what is written at 6 is the first to have something to prune
+POINTS = {"rollout": 2, "update": 3, "sync": 4, "between": 5, "checkpoint_write": 4, "checkpoint_rename": 4}
+POINTS |= {"checkpoint_tracker": 4, "checkpoint_prune": 6}
+KL = ("actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_type=low_var_kl")
+ADAPTIVE = ("algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    prepare(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def grpo(files) -> tuple[Callable, Path]:
+    """The command, and the folder of an undisturbed run of it."""
+    factory = command(files, "grpo", STEPS, *KL)
+    return factory, run_uninterrupted(factory, files / "whole").folder
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """A run that was stopped by Ctrl-C, killed three times, found its newest checkpoint damaged, and got to its end."""
+
+    folder: Path
+    stopped_at: int
+    landed: tuple[Kill, ...]
+    log: str
+
+
+KILLS = (AtPoint("rollout", 3), AtPoint("sync", 4), AtPoint("checkpoint_rename", 6))
+
+
+@pytest.fixture(scope="module")
+def interrupted(grpo, files) -> Interrupted:
+    factory, _ = grpo
+    run = files / "interrupted"
+    with launched(factory(run), run) as process:
+        while process.poll() is None and len(read_lines(run / "metrics.jsonl")) < 2:  # step 0 is a validation
+            time.sleep(0.001)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(200) == 0, run.with_name("interrupted.log").read_text()
+    stopped_at = int(json.loads(read_lines(run / "metrics.jsonl")[-1])["step"])
+    outcome = run_with_kills(factory, run, KILLS, random.Random(0), finish=False)
+    flip_bit(run / "global_step_4" / "actor" / "model.safetensors")
+    run_uninterrupted(factory, run)
+    return Interrupted(run, stopped_at, outcome.landed, run.with_name("interrupted.log").read_text())
+
+
+def test_ctrl_c_saves_the_last_complete_step(interrupted):
+    assert 1 <= interrupted.stopped_at < 3, "stopped within a step of the signal"
+    assert f"stopped after step {interrupted.stopped_at} of {STEPS}" in interrupted.log
+    assert f"resumed after step {interrupted.stopped_at} " in interrupted.log
+
+
+def test_three_kills_and_a_damaged_checkpoint_leave_no_trace(grpo, interrupted):
+    assert interrupted.landed == KILLS
+    assert "global_step_4: actor/model.safetensors was altered" in interrupted.log
+    _, whole = grpo
+    assert compare_runs(whole, interrupted.folder) == []
+    metrics = [json.loads(line) for line in read_lines(whole / "metrics.jsonl")]
+    assert metrics[-1]["actor/grad_norm"] > 0, "a run in which nothing happens would resume well, too"
+
+
+def test_a_finished_run_says_so_and_changes_nothing(grpo):
+    factory, whole = grpo
+    before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file() and "global_step" in str(path)}
+    metrics = read_lines(whole / "metrics.jsonl")
+    done = subprocess.run(factory(whole), cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and "finished" in done.stdout, done.stderr
+    assert read_lines(whole / "metrics.jsonl") == metrics
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_checkpoint_of_another_model_is_refused(grpo, files, tmp_path):
+    factory, whole = grpo
+    other = tmp_path / "other"
+    other.mkdir()
+    prepare(other, hidden_size=32)
+    arguments = [*factory(whole), f"actor_rollout_ref.model.path={other / 'model'}"]
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "checkpoint of another model (actor)" in done.stderr and "[100, 16] there, [100, 32] here" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [("grpo", KL), ("ppo", ADAPTIVE)],
+)
+def test_every_named_moment(recipe, overrides, files, tmp_path):
+    factory = command(files, recipe, STEPS, *overrides)
+    whole = run_uninterrupted(factory, tmp_path / "whole").folder
+    assert POINTS.keys() == PHASES.keys()
+    kills = sorted((AtPoint(phase, step) for phase, step in POINTS.items()), key=lambda kill: kill.step)
+    outcome = run_with_kills(factory, tmp_path / "killed", kills, random.Random(0))
+    assert outcome.landed == tuple(kills)
+    assert compare_runs(whole, outcome.folder) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_twenty_five_random_moments(files, tmp_path):
+    factory = command(files, "grpo", 40, *KL)
+    whole = run_uninterrupted(factory, tmp_path / "whole").folder
+    kills = [AtTime(3.0), *[AtRandom(step_seconds=0.3)] * 25]
+    outcome = run_with_kills(factory, tmp_path / "killed", kills, random.Random(5))
+    assert len(outcome.landed) >= 20
+    assert compare_runs(whole, outcome.folder) == []
