@@ -31,7 +31,7 @@ def prepare(recipe: str, argv: Sequence[str], hooks: Collection[str] = ()) -> Co
         raise SystemExit(0)
     composed = examine(recipe, [*script, *typed], hooks)
     dry = os.environ.get("DRY_RUN", "").lower() not in ("", "0", "false", "no")
-    problems = [*composed.problems, *_outside(composed, _typed_keys(recipe, typed) if dry else None)]
+    problems = [*composed.problems, *_outside(composed, _typed_keys(typed) if dry else None)]
     if problems:
         _refuse(problems)
     if dry:
@@ -49,7 +49,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(argv[:at]), [text for text in argv[at + 1 :] if text != "--"]
 
 
-def _typed_keys(recipe: str, typed: Sequence[str]) -> frozenset[str]:
+def _typed_keys(typed: Sequence[str]) -> frozenset[str]:
     from core.config import composition
 
     return frozenset(composition.read(typed).given)
@@ -82,12 +82,13 @@ def _inert(composed: Composed) -> list[str]:
 
 
 def _report(recipe: str, composed: Composed) -> str:
-    changed = diff(resolve(Config(), recipe), composed.config)
+    changed = [
+        f"{key}={show(new)} (default {show(old)})"
+        for key, (old, new) in diff(resolve(Config(), recipe), composed.config).items()
+        if key not in composed.idle
+    ]
     blocks = (
-        (
-            "differs from the defaults",
-            [f"{key}={show(new)} (default {show(old)})" for key, (old, new) in changed.items()],
-        ),
+        ("differs from the defaults", changed),
         ("has no effect in this configuration", _inert(composed)),
         ("warnings", list(composed.warnings)),
         ("checked at start", paths.checked_at_start(composed.config)),

@@ -7,6 +7,7 @@ overrides from left to right.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -141,8 +142,15 @@ def tree(recipe: str, layers: Layers) -> dict[str, Any]:
         _forget(composed, key)
     for key, value in layers.values:
         OmegaConf.update(composed, key, value, force_add=True)
-    merged = OmegaConf.merge(OmegaConf.create(convert.as_tree(Config())), composed)
+    for key in _missing(OmegaConf.to_container(composed, resolve=False)):
+        layers.problems.append(Problem(key, "???", "has no default", "give it a value"))
+    merged = OmegaConf.merge(_base(), composed)
     return _resolved(merged, "", layers.problems)
+
+
+@functools.cache
+def _base() -> DictConfig:
+    return OmegaConf.create(convert.as_tree(Config()))
 
 
 def _recipe_tree(recipe: str, layers: Layers) -> DictConfig:
@@ -150,21 +158,26 @@ def _recipe_tree(recipe: str, layers: Layers) -> DictConfig:
     if not (folder / f"{recipe}.yaml").exists():
         layers.problems.append(f"recipe={recipe}: has no config/{recipe}.yaml; choose one of {', '.join(recipes())}")
         return OmegaConf.create({})
-    chosen = _presets(folder, layers)
-    with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
-        composed = hydra_compose(config_name=recipe, overrides=[f"+{PRESET}={name}" for name in chosen])
-    OmegaConf.set_struct(composed, False)
-    return composed
+    return OmegaConf.create(_composed_files(recipe, _preset(folder, layers)))
 
 
-def _presets(folder: Path, layers: Layers) -> list[str]:
+@functools.cache
+def _composed_files(recipe: str, preset: str | None) -> dict[str, Any]:
+    """What a recipe's files say, interpolations untouched. Read once a process."""
+    with initialize_config_dir(config_dir=str(RECIPES / recipe / "config"), version_base="1.3"):
+        composed = hydra_compose(config_name=recipe, overrides=[f"+{PRESET}={preset}"] if preset else [])
+    return OmegaConf.to_container(composed, resolve=False)
+
+
+def _preset(folder: Path, layers: Layers) -> str | None:
+    """The chosen preset; a typed one takes the place of a script's."""
     known = sorted(path.stem for path in (folder / PRESET).glob("*.yaml"))
-    chosen = layers.presets[-1:]  # a typed one takes the place of a script's
-    if chosen and chosen[0] not in known:
-        choice = f"choose one of {', '.join(known)}" if known else "leave it out: this recipe has none"
-        layers.problems.append(f"{PRESET}={chosen[0]}: unknown preset; {choice}")
-        return []
-    return chosen
+    chosen = layers.presets[-1] if layers.presets else None
+    if chosen is None or chosen in known:
+        return chosen
+    choice = f"choose one of {', '.join(known)}" if known else "leave it out: this recipe has none"
+    layers.problems.append(f"{PRESET}={chosen}: unknown preset; {choice}")
+    return None
 
 
 def _forget(composed: DictConfig, key: str) -> None:
@@ -172,6 +185,15 @@ def _forget(composed: DictConfig, key: str) -> None:
     node = OmegaConf.select(composed, parent) if parent else composed
     if isinstance(node, DictConfig) and name in node:
         del node[name]
+
+
+def _missing(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Keys that a file marks as ``???``: merging would quietly give them the schema's default."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _missing(value, f"{prefix}{name}.")
+        elif value == "???":
+            yield f"{prefix}{name}"
 
 
 _REFERENCE = re.compile(r"\$\{\s*([\w.]+)\s*\}")

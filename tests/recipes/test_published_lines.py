@@ -1,0 +1,85 @@
+"""Command lines that other people published compose here unchanged."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from core.config.cli import prepare
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = ROOT / "tests" / "commands"
+LINES = sorted(COMMANDS.glob("*.args"))
+RECIPES = {"grpo": "grpo", "dapo": "grpo"}  # every other one is a line of main_ppo
+HOOKS = {"dapo": ("keep_group", "shape_reward")}
+
+
+def arguments(path):
+    return path.read_text().splitlines()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    for name in ("train", "more", "test"):
+        (tmp_path / "data" / f"{name}.parquet").touch()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("path", LINES, ids=lambda path: path.stem)
+def test_a_published_line_validates(path, folder, monkeypatch, capsys):
+    monkeypatch.setenv("DRY_RUN", "1")
+    name = path.stem
+    with pytest.raises(SystemExit) as end:
+        prepare(RECIPES.get(name, "ppo"), arguments(path), HOOKS.get(name, ()))
+    assert (end.value.code, capsys.readouterr().err) == (0, "")
+
+
+@pytest.mark.parametrize("path", LINES, ids=lambda path: path.stem)
+def test_a_published_line_validates_for_a_cluster(path, folder, monkeypatch, capsys):
+    monkeypatch.setenv("DRY_RUN", "1")
+    name, cluster = path.stem, ["trainer.backend=ray", "actor_rollout_ref.rollout.name=vllm"]
+    with pytest.raises(SystemExit) as end:
+        prepare(RECIPES.get(name, "ppo"), [*arguments(path), *cluster], HOOKS.get(name, ()))
+    assert (end.value.code, capsys.readouterr().err) == (0, "")
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_the_entry_point_runs_it_dry(name, folder):
+    """As a person types it; it imports neither torch nor ray nor vllm, and writes nothing."""
+    environment = {**os.environ, "DRY_RUN": "1", "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    # -v would say so too; this says only what was imported when the process ends
+    hook = folder / "sitecustomize.py"
+    hook.write_text(
+        "import atexit, sys\n"
+        "heavy = ('torch', 'ray', 'vllm', 'transformers')\n"
+        "atexit.register(lambda: print('imported:', [m for m in heavy if m in sys.modules]))\n"
+    )
+    before = sorted(folder.rglob("*"))
+    command = [sys.executable, "-m", f"recipes.{name}.main_{name}", *arguments(COMMANDS / f"{name}.args")]
+    environment["PYTHONPATH"] += os.pathsep + str(folder)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "imported: []" in done.stdout and "valid" in done.stdout
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_bad_line_ends_with_2_and_no_traceback(folder):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "recipes.grpo.main_grpo", "data.nope=1", "actor_rollout_ref.rollout.n=1"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "data.nope=1: unknown key" in done.stderr and "actor_rollout_ref.rollout.n=1: " in done.stderr
+
+
+def test_kl_without_a_switch_is_said_to_do_nothing(folder, monkeypatch, capsys):
+    """The PPO line sets a KL coefficient and no switch: under v0.6.1's defaults it never acts."""
+    monkeypatch.setenv("DRY_RUN", "1")
+    with pytest.raises(SystemExit):
+        prepare("ppo", arguments(COMMANDS / "ppo.args"))
+    assert "algorithm.kl_ctrl.kl_coef=0.001: algorithm.use_kl_in_reward is off" in capsys.readouterr().out

@@ -1,0 +1,129 @@
+"""Run scripts and recipe folders: they parse, validate anywhere, write nothing when dry, say where they come from."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from core.config import compose, composition, convert
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted((ROOT / "recipes").glob("*/run_*.sh"))
+LARGE = [path for path in SCRIPTS if path.name != "run_lab.sh"]
+
+
+def named(paths):
+    return pytest.mark.parametrize("path", paths, ids=[f"{path.parent.name}/{path.name}" for path in paths])
+
+
+def run(path, cwd, *arguments):
+    environment = {
+        **os.environ,
+        **{"DRY_RUN": "1", "HOME": str(cwd / "home"), "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(cwd / "tmp")},
+    }
+    return subprocess.run(["bash", str(path), *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
+
+
+def files(folder):
+    skipped = (".git", ".venv", "__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis")
+    return {
+        (str(path), path.stat().st_mtime_ns)
+        for path in folder.rglob("*")
+        if path.is_file() and not set(path.parts) & set(skipped)
+    }
+
+
+@pytest.fixture
+def elsewhere(tmp_path):
+    """A current folder that is not the repository, with a home of its own."""
+    for name in ("home", "tmp"):
+        (tmp_path / name).mkdir()
+    return tmp_path
+
+
+def test_there_are_scripts():
+    assert {"run_deepseek7b_gsm8k.sh", "run_qwen2.5_0.5b_gsm8k.sh", "run_qwen2.5_7b_gsm8k.sh"} <= {
+        p.name for p in SCRIPTS
+    }
+
+
+@named(SCRIPTS)
+def test_a_script_parses_and_stops_at_its_first_error(path):
+    assert subprocess.run(["bash", "-n", str(path)], capture_output=True).returncode == 0
+    text = path.read_text()
+    assert text.startswith("#!/usr/bin/env bash\n") and os.access(path, os.X_OK)
+    assert "\nset -euo pipefail\n" in text and '"$@"' in text
+
+
+@named(SCRIPTS)
+def test_a_dry_run_validates_anywhere_and_writes_nothing(path, elsewhere):
+    before = files(elsewhere), files(path.parent)
+    done = run(path, elsewhere)
+    assert done.returncode == 0, done.stderr
+    assert "checked at start:" in done.stdout
+    assert (files(elsewhere), files(path.parent)) == before
+
+
+@named(SCRIPTS)
+def test_arguments_are_forwarded_and_win(path, elsewhere):
+    done = run(path, elsewhere, "trainer.seed=77", "trainer.experiment_name=mine", "data.nope=1")
+    assert done.returncode == 2 and done.stderr.startswith("data.nope=1: unknown key")
+    done = run(path, elsewhere, "trainer.seed=77", "trainer.experiment_name=mine")
+    assert done.returncode == 0 and "trainer.seed=77" in done.stdout
+    assert "trainer.experiment_name=mine" in done.stdout
+
+
+@named(LARGE)
+def test_a_large_script_says_where_it_comes_from_and_that_it_never_ran(path):
+    head = path.read_text().split("set -euo pipefail")[0]
+    assert "has never run at its scale" in head
+    assert re.search(r"verl v\d|arXiv", head)
+    # A hyper-parameter is repeated only where the recipe's file does not say it.
+    assert "trainer.backend=ray" in path.read_text()
+
+
+@named(LARGE)
+def test_nothing_that_a_script_sets_is_without_effect(path, elsewhere):
+    assert "has no effect" not in run(path, elsewhere).stdout
+
+
+def test_a_recipe_file_says_only_what_differs():
+    for recipe in composition.recipes():
+        plain = convert.flat(compose("ppo")) if recipe != "ppo" else None
+        tree = yaml.safe_load((ROOT / "recipes" / recipe / "config" / f"{recipe}.yaml").read_text()) or {}
+        tree.pop("defaults", None)
+        for key, value in _leaves(tree):
+            assert convert.known(key), f"{recipe}.yaml: {key}"
+            assert plain is None or convert.thaw(plain[key]) != value, f"{recipe}.yaml repeats the default of {key}"
+
+
+def _leaves(tree, prefix=""):
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def test_the_numbers_of_a_recipes_readme_are_those_of_the_references():
+    references = yaml.safe_load((ROOT / "results" / "references.yaml").read_text())["references"]
+    for recipe in ("ppo", "grpo"):
+        quoted = {f"{entry['value']:.1f}" for entry in references if entry["recipe"] == recipe}
+        text = (ROOT / "recipes" / recipe / "README.md").read_text().split("## Expected")[1]
+        numbers = [
+            number
+            for row in text.splitlines()
+            if "[R: " in row
+            for number in re.findall(r"\b\d+\.\d\b", row.split("|")[3])
+        ]
+        assert numbers and set(numbers) <= quoted
+
+
+def test_every_script_is_in_its_recipes_readme():
+    for path in LARGE:
+        assert path.name in (path.parent / "README.md").read_text()
