@@ -67,6 +67,9 @@ def test_a_stage_lasts_as_long_as_it_says_and_the_last_for_ever(parts, seed):
     wanted = [number for number, (_, prompts) in enumerate(parts) for _ in range(prompts)]
     assert [order.place(ordinal).stage for ordinal in range(order.length)] == wanted
     assert order.place(order.length + 1000).stage == len(stages) - 1
+    first = sum(prompts for _, prompts in parts[:-1])
+    drawn = {order.place(first + index) for index in range(stages[-1].rows)}
+    assert len(drawn) == stages[-1].rows  # a stage begins with an epoch of its own
 
 
 @settings(max_examples=25)
