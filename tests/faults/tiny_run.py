@@ -51,6 +51,7 @@ def command(folder: Path, recipe: str, steps: int, *overrides: str) -> Callable[
         "custom_reward_function.path": folder / "reward.py",
         "actor_rollout_ref.model.path": folder / "model",
         "actor_rollout_ref.rollout.name": "hf",
+        "actor_rollout_ref.rollout.dtype": "float32",
         "actor_rollout_ref.rollout.n": 3,
         "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
         "actor_rollout_ref.actor.use_dynamic_bsz": True,
