@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicCache
 from core.engines import SampleRequest
 from core.engines.kv_cache import ATTENTION, COLUMN_BLOCK, Decode, Prefill, SlotCache, length_mask
 from core.engines.sampling import RowSettings, draw, uniforms
-from core.engines.stopping import StopStrings
+from core.engines.stopping import StopRule
 from core.types import Stop
 
 
@@ -41,9 +41,7 @@ class Row:
 
     request: SampleRequest
     future: asyncio.Future
-    eos: frozenset[int]  # empty under ignore_eos
-    stop_ids: frozenset[int]
-    matcher: StopStrings | None
+    rule: StopRule
     version: int
     key: int  # hash of the prompt: rows are compared by it often
     ids: list[int] = field(default_factory=list)
@@ -59,14 +57,7 @@ class Row:
         """Takes the next token; says whether it was the last and sets ``stop``."""
         self.ids.append(token)
         self.logprobs.append(logprob)
-        if token in self.eos:
-            self.stop = Stop.EOS
-        elif token in self.stop_ids:
-            self.stop = Stop.STOP_TOKEN
-        elif self.matcher is not None and self.matcher.completed(self.ids):
-            self.stop = Stop.STOP_STRING
-        elif len(self.ids) == self.request.sampling.max_tokens:
-            self.stop = Stop.LENGTH
+        self.stop = self.rule.ended(self.ids)
         return self.stop is not None
 
 
@@ -207,6 +198,7 @@ class DecodeBatch:
         )
         return output.logits[:, -1]
 
+    @torch.inference_mode()
     def remove(self, slots: list[int]) -> None:
         """Takes these rows out; the last rows move into the places that they leave."""
         if not slots:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from core.engines import SampleRequest
 from core.engines.decoding import BatchLimits, DecodeBatch, DecodeStats, Row, cache_for, whole_blocks
 from core.engines.kv_cache import ATTENTION
-from core.engines.stopping import StopStrings, eos_ids
-from core.types import Segment, Trajectory
+from core.engines.stopping import StopRule, eos_ids, one_turn
+from core.types import Trajectory
 
 TURNS = 4  # turns of the event loop after a sample ended: its consumer, and whom that one wakes, may ask for more
 
@@ -70,13 +70,10 @@ class HFEngine:
         RuntimeError once the engine is closed, FloatingPointError where the weights give no finite logits."""
         self._check(request)
         self._wake()
-        sampling = request.sampling
         row = Row(
             request,
             asyncio.get_running_loop().create_future(),
-            frozenset() if sampling.ignore_eos else self.eos,
-            frozenset(sampling.stop_token_ids),
-            StopStrings(self.tokenizer, sampling.stop) if sampling.stop else None,
+            StopRule.of(request.sampling, self.eos, self.tokenizer),
             self.policy_version,
             hash(request.prompt_ids),
         )
@@ -160,17 +157,7 @@ class HFEngine:
         self._task = None
 
     def _trajectory(self, row: Row) -> Trajectory:
-        text = self.tokenizer.decode(row.ids, skip_special_tokens=True)
-        return Trajectory(
-            prompt_ids=np.array(row.request.prompt_ids),
-            response_ids=np.array(row.ids),
-            response_mask=np.ones(len(row.ids), bool),
-            logprobs=np.array(row.logprobs),
-            segments=(Segment("policy", text),),
-            stop=row.stop,
-            policy_version=row.version,
-            seed=row.request.seed,
-        )
+        return one_turn(row.request, row.ids, row.logprobs, row.stop, row.version, self.tokenizer)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """As the contract says. Every weight must come, under one of its names where it has several (tied

@@ -1,9 +1,15 @@
-"""When a response ends: stop ids are looked up, stop strings are matched on the text as it grows."""
+"""When a response ends, and what it then is. Stop ids are looked up, stop strings matched on the growing text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+
+from core.engines import SampleRequest, SamplingParams
+from core.types import Segment, Stop, Trajectory
 
 UNFINISHED = "\ufffd"  # what a decoder writes for a character whose bytes are not complete yet
 
@@ -36,9 +42,54 @@ class StopStrings:
         return False
 
 
-def eos_ids(tokenizer: Any, model: Any) -> frozenset[int]:
+@dataclass
+class StopRule:
+    """What ends one response. It follows the response as it grows: one rule a request, asked after every token."""
+
+    eos: frozenset[int]  # empty under ignore_eos
+    stop_ids: frozenset[int]
+    strings: StopStrings | None
+    max_tokens: int
+
+    @classmethod
+    def of(cls, sampling: SamplingParams, eos: frozenset[int], tokenizer: Any) -> StopRule:
+        return cls(
+            frozenset() if sampling.ignore_eos else eos,
+            frozenset(sampling.stop_token_ids),
+            StopStrings(tokenizer, sampling.stop) if sampling.stop else None,
+            sampling.max_tokens,
+        )
+
+    def ended(self, ids: Sequence[int]) -> Stop | None:
+        """Why ``ids``, all the tokens of the response so far, are the whole response; None where they are not."""
+        if ids[-1] in self.eos:
+            return Stop.EOS
+        if ids[-1] in self.stop_ids:
+            return Stop.STOP_TOKEN
+        if self.strings is not None and self.strings.completed(ids):
+            return Stop.STOP_STRING
+        return Stop.LENGTH if len(ids) >= self.max_tokens else None
+
+
+def eos_ids(tokenizer: Any, model: Any = None) -> frozenset[int]:
     """The tokenizer's end-of-sequence id and those of the model's generation config, which may name several."""
     generation = getattr(model, "generation_config", None)
     named = (getattr(tokenizer, "eos_token_id", None), getattr(generation, "eos_token_id", None))
     lists = (ids if isinstance(ids, (list, tuple)) else [ids] for ids in named)
     return frozenset(int(i) for ids in lists for i in ids if i is not None)
+
+
+def one_turn(
+    request: SampleRequest, ids: Sequence[int], logprobs: Sequence[float], stop: Stop, version: int, tokenizer: Any
+) -> Trajectory:
+    """The trajectory of a response that the policy wrote in one go."""
+    return Trajectory(
+        prompt_ids=np.array(request.prompt_ids),
+        response_ids=np.array(ids),
+        response_mask=np.ones(len(ids), bool),
+        logprobs=np.array(logprobs),
+        segments=(Segment("policy", tokenizer.decode(list(ids), skip_special_tokens=True)),),
+        stop=stop,
+        policy_version=version,
+        seed=request.seed,
+    )
