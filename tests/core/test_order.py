@@ -84,6 +84,7 @@ def test_weights_give_the_share_that_they_say():
     assert first == {0: 25, 1: 75}
     assert apportion(10, (1, 1, 1)) == (4, 3, 3)
     assert apportion(10, (0.26, 0.74)) == (3, 7)
+    assert apportion(10, (33, 33, 34)) == (3, 3, 4)
 
 
 def test_unshuffled_weights_alternate_and_keep_the_file_order():
