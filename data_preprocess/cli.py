@@ -43,7 +43,7 @@ def run(source: Source, argv: Sequence[str] | None = None) -> int:
             splits = read_local(args.local_dataset_path)
         else:
             splits = read_hub(args.hub, source.config)
-        return _write(source, splits, Path(args.local_dir).expanduser())
+        return _write(source, splits, Path(args.local_dir))
     except DataError as error:
         print(error, file=sys.stderr)
         return 2
