@@ -14,6 +14,7 @@ from core.config.view import View
 
 GROUPED = ("grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")  # core.advantages.NEEDS
 PER_SEQUENCE = ("gspo", "sapo")  # core.losses.AGGREGATION
+HF_OPTIONS = ("cache_gib", "max_batch_rows", "max_prefill_tokens")  # core.engines.hf.HFEngine
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 DAPO = "use the recipe whose trainer does: python -m recipes.dapo.main_dapo"
 
@@ -143,6 +144,20 @@ SAMPLING = (
         ),
         "must hold a sequence of {longest} tokens where prefill is not chunked",
         f"raise it, or {ROLLOUT}.enable_chunked_prefill=True",
+    ),
+)
+
+
+def _strange_options(v: View) -> set[str]:
+    return set(v.rollout.engine_kwargs.get("hf") or ()) - set(HF_OPTIONS) if v.rollout.name == "hf" else set()
+
+
+ENGINE = (
+    Rule(
+        f"{ROLLOUT}.engine_kwargs",
+        _strange_options,
+        f"hf has {', '.join(HF_OPTIONS)} and no other option",
+        "leave out what it lacks",
     ),
 )
 
@@ -290,9 +305,17 @@ SURROUNDINGS = (
     ),
 )
 
-RULES = (*BATCHES, *MEMORY, *HOOKS, *GROUPS, *SAMPLING, *OBJECTIVE, *SURROUNDINGS)
+RULES = (*BATCHES, *MEMORY, *HOOKS, *GROUPS, *SAMPLING, *ENGINE, *OBJECTIVE, *SURROUNDINGS)
+
+FULL = ("fp32", "float32")
 
 WARNINGS = (
+    Rule(
+        f"{ROLLOUT}.dtype",
+        lambda v: (v.rollout.dtype in FULL) != (v.actor.fsdp_config.dtype in FULL),
+        "the engine's precision is not the learner's (fsdp_config.dtype={actor.fsdp_config.dtype}): log-probs differ",
+        "set both",
+    ),
     Rule(
         f"{ACTOR}.use_kl_loss",
         lambda v: v.actor.use_kl_loss and v.algorithm.use_kl_in_reward,

@@ -117,6 +117,11 @@ def _passes(section: str, micro: str, dynamic: str, budget: str) -> tuple[Entry,
 
 MEMORY: tuple[Entry, ...] = tuple(entry for one in PASSES for entry in _passes(*one[:4]))
 
+GPU_ENGINE = (
+    *("tensor_model_parallel_size", "gpu_memory_utilization", "enforce_eager", "free_cache_engine"),
+    *("max_model_len", "enable_chunked_prefill", "enable_prefix_caching"),
+)
+
 SAMPLING: tuple[Entry, ...] = (
     (
         tuple(f"{ROLLOUT}.val_kwargs.{name}" for name in ("temperature", "top_p", "top_k")),
@@ -124,13 +129,9 @@ SAMPLING: tuple[Entry, ...] = (
         f"validation is greedy; {ROLLOUT}.val_kwargs.do_sample=True samples",
     ),
     (
-        tuple(
-            f"{ROLLOUT}.{name}"
-            for name in (
-                *("tensor_model_parallel_size", "gpu_memory_utilization", "enforce_eager", "free_cache_engine"),
-                *("max_num_batched_tokens", "max_num_seqs", "max_model_len", "enable_chunked_prefill"),
-                *("enable_prefix_caching", "dtype", "engine_kwargs", "engine_kwargs.*"),
-            )
+        (
+            *(f"{ROLLOUT}.{name}" for name in GPU_ENGINE),
+            *(f"{ROLLOUT}.engine_kwargs.{engine}*" for engine in ("vllm", "sglang")),
         ),
         lambda v: v.rollout.name == "hf",
         f"{ROLLOUT}.name=hf has no such setting",

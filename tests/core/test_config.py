@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import pickle
 import subprocess
 import sys
@@ -51,6 +52,7 @@ def test_every_default_is_verls_or_listed_with_a_reason():
 def test_the_schema_knows_the_names_that_the_implementations_know():
     from core import advantages, kl, losses
     from core.config import checks, inert, schema
+    from core.engines.hf import HFEngine
     from core.rewards.check import MANAGERS, ON_ERROR
     from core.tracking import LOGGER_NAMES
 
@@ -65,6 +67,7 @@ def test_the_schema_knows_the_names_that_the_implementations_know():
     assert set(checks.GROUPED) == {name for name, needs in advantages.NEEDS.items() if needs.groups}
     assert [name for name, needs in advantages.NEEDS.items() if needs.critic] == ["gae"]
     assert set(checks.PER_SEQUENCE) == set(losses.AGGREGATION)
+    assert set(checks.HF_OPTIONS) <= set(inspect.signature(HFEngine).parameters)
     assert set(inert.CLIPPING) == set(losses.POLICY_LOSSES) - {"sapo", "gpg", "reinforce"}
 
 
