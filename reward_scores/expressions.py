@@ -73,7 +73,10 @@ def _tokens(text: str) -> list[str]:
             raise NotAnExpression(f"{text[at]!r} is no part of a formula")
         at = found.end()
         number, name, operator = found.groups()
-        if name and name not in _FUNCTIONS and name not in _CONSTANTS:
+        known = name in _FUNCTIONS or name in _CONSTANTS
+        if known and text[at : at + 1].isdigit():
+            raise NotAnExpression(f"{name!r} runs into a number")
+        if name and not known:
             if len(name) > 2:
                 raise NotAnExpression(f"{name!r} is a word")
             tokens += name

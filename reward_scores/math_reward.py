@@ -112,7 +112,7 @@ def strip_string(text: str) -> str:
     for old, new in _REPLACEMENTS:
         text = text.replace(old, new)
     text = _drop_unit(text)
-    for old, new in (("\\%", ""), (" .", " 0."), ("{.", "{0.")):
+    for old, new in (("\\\\%", ""), ("\\%", ""), (" .", " 0."), ("{.", "{0.")):
         text = text.replace(old, new)
     if not text:
         return text

@@ -65,8 +65,8 @@ def match_answer(text: str) -> tuple[bool, str]:
     box = _last_box(text)
     if box:
         found, text = True, box
-    head, stop, _ = text.rpartition(". ")
-    text = head.strip() if stop else text
+    at = text.lower().rfind(". ")  # in lower case as published, where a letter may be longer
+    text = text[:at].strip() if at >= 0 else text
     for mark in _VERBS:
         text, seen = _after_last(text, mark)
         found |= seen

@@ -112,6 +112,7 @@ ROBUST_GSM8K = [
     ("that is 7 - 2 = 5", "5"),
     ("#### .5", "0.5"),
     ("#### -0", "0"),
+    ("#### 10 20", "10"),
 ]
 
 
@@ -123,7 +124,14 @@ def test_gsm8k_robust_reads_what_a_reader_would(response, gold):
 
 @pytest.mark.parametrize(
     ("response", "gold"),
-    [("#### 7", "72"), ("#### 72\n#### 1", "72"), ("#### -72", "72"), ("#### 7.2", "72"), ("#### none of 72", "7")],
+    [
+        ("#### 7", "72"),
+        ("#### 72\n#### 1", "72"),
+        ("#### -72", "72"),
+        ("#### 7.2", "72"),
+        ("#### none of 72", "7"),
+        ("#### 10 20", "20"),
+    ],
 )
 def test_gsm8k_robust_is_not_generous(response, gold):
     assert gsm8k.score(response, gold, {}, "robust").acc == 0.0
@@ -176,6 +184,8 @@ DIFFERENT = [
     ("9^{9^{9^9}}", "1"),
     ("\\cos 13^\\circ", "13"),
     ("\\log x", "\\ln x"),
+    ("\\lim 3", "3"),
+    ("(1," * 400 + "2" + ")" * 400, "(1," * 400 + "3" + ")" * 400),
     ("2\\frac{1}{2}", "1"),
     ("3\\text{ or }5", "3"),
     ("1/0", "1/0+1"),
@@ -198,6 +208,26 @@ def test_equivalent(one, other):
 def test_not_equivalent(one, other):
     assert not equivalent(one, other) and not equivalent(other, one)
     assert math_reward.score(f"so \\boxed{{{one}}}", other, {}, "robust").acc == 0.0
+
+
+def test_math_drops_a_short_name_in_front_only():
+    assert math_reward.score("\\boxed{ab=5}", "5").acc == 1.0
+    assert math_reward.score("\\boxed{abc=5}", "5").acc == 0.0
+
+
+def test_prime_compares_formulas_of_two_letters_at_most():
+    assert prime_math.score("\\boxed{b+a}", "a+b").acc == 1.0
+    assert prime_math.score("\\boxed{c+b+a}", "a+b+c").acc == 0.0
+
+
+def test_qa_tags_without_end_cost_three_quarters():
+    answer, gold = "<answer>Paris</answer>", {"target": ["Paris"]}
+    assert qa_em.score(answer * 10, gold).value == 1.0
+    assert qa_em.score(answer * 11, gold).value == 0.25
+    assert qa_em.score(answer + "</answer>" * 10, gold).value == 0.25
+    assert qa_em.score(answer * 11, gold).acc == 1.0
+    assert qa_em.score(answer * 11, gold, {}, "subem").value == 1.0
+    assert qa_em.score(answer * 11, gold, {}, max_tags=None).value == 1.0
 
 
 def test_math_robust_takes_the_last_closed_box():
