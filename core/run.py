@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import itertools
 import logging
 import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -116,7 +117,7 @@ class Run:
         self.stream = PromptStream(config.data, self.tokenizer, config.trainer.seed)
         self.val_prompts = load_val_prompts(config.data, self.tokenizer)
         self.reward = RewardLayer(config, self.tokenizer)
-        self.reward.check([*self.stream.rows(), *self.val_prompts])
+        self.reward.check(itertools.chain(self.stream.rows(), self.val_prompts))
         self.total_steps = self.count_steps()
         keep = config.trainer.max_actor_ckpt_to_keep
         self.store = CheckpointStore(self.run_dir, keep=keep)

@@ -1,0 +1,75 @@
+"""Our trainer on the shared workload, through its ordinary entry points; prints one JSON line."""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from core.config import compose
+from core.ray_trainer import RayPPOTrainer
+
+
+def reward(data_source, solution_str, ground_truth, extra_info=None):
+    return float(len(set(solution_str)) % 7) / 7
+
+
+class Clocked(RayPPOTrainer):
+    """Notes when a step, with its bookkeeping, has ended."""
+
+    def complete_step(self, groups_P, batch, metrics):
+        super().complete_step(groups_P, batch, metrics)
+        self.ends.append(time.perf_counter())
+        self.lengths.append(metrics.values["response_length/mean"])
+        self.phases.append({k: v for k, v in metrics.values.items() if k.startswith("timing_s/")})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name, default in (("prompts", 32), ("n", 8), ("max-new", 64), ("steps", 5), ("micro", 64), ("threads", 2)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--rows", required=True)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    args = parser.parse_args()
+    folder = tempfile.mkdtemp()
+    config = compose(
+        "grpo",
+        [
+            f"data.train_files={args.rows}",
+            f"data.val_files={args.rows}",
+            f"data.train_batch_size={args.prompts}",
+            f"data.max_response_length={args.max_new}",
+            "data.val_max_samples=1",
+            f"actor_rollout_ref.model.path={args.model}",
+            "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+            f"actor_rollout_ref.rollout.n={args.n}",
+            f"actor_rollout_ref.rollout.dtype={args.dtype}",
+            "actor_rollout_ref.rollout.name=hf",
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={args.prompts}",
+            f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={args.micro}",
+            f"actor_rollout_ref.actor.fsdp_config.dtype={args.dtype}",
+            "actor_rollout_ref.actor.optim.lr=1e-5",
+            f"custom_reward_function.path={Path(__file__).resolve()}",
+            "custom_reward_function.name=reward",
+            f"trainer.total_training_steps={args.steps}",
+            f"trainer.cpu_threads={args.threads}",
+            f"trainer.default_local_dir={folder}/run",
+            "trainer.val_before_train=False",
+            "trainer.n_gpus_per_node=1",
+            "trainer.logger=[jsonl]",
+        ],
+    )
+    trainer = Clocked(config)
+    trainer.ends, trainer.lengths, trainer.phases = [], [], []
+    trainer.init_workers()
+    trainer.fit()
+    steps = [b - a for a, b in zip(trainer.ends, trainer.ends[1:], strict=False)]  # the first step warms up
+    phases = {name: statistics.median(step[name] for step in trainer.phases[1:]) for name in trainer.phases[-1]}
+    result = {"seconds": statistics.median(steps), "all": steps, "mean_length": statistics.mean(trainer.lengths)}
+    print(json.dumps({**result, "phases": phases}))
+
+
+if __name__ == "__main__":
+    main()
