@@ -1,0 +1,49 @@
+"""Prepares the lab: the data of the hops task and the tiny base model.
+
+    python -m recipes.lab.prepare
+
+Writes ``outputs/lab/data/{train,test}.parquet`` and ``outputs/lab/base/<hash>/``, to which ``outputs/lab/base/current``
+points. What is there already, made by the same recipe, is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from recipes.lab import hops
+from recipes.lab.base_model import BaseRecipe, build
+
+FOLDER = Path("outputs/lab")
+TRAIN_QUESTIONS = 10_240
+
+
+@dataclass(frozen=True)
+class Prepared:
+    train_file: Path
+    test_file: Path
+    base_model: Path
+
+
+def prepare(
+    folder: Path = FOLDER, recipe: BaseRecipe | None = None, train_questions: int = TRAIN_QUESTIONS
+) -> Prepared:
+    """Makes what is missing in ``folder``. The test questions are those that the base model's recipe keeps out."""
+    recipe = recipe or BaseRecipe()
+    for split, questions in hops.splits(train_questions, recipe.test_questions, recipe.data_seed).items():
+        hops.write_parquet(questions, split, folder / "data" / f"{split}.parquet")
+    base_model = build(folder / "base", recipe)
+    return Prepared(folder / "data" / "train.parquet", folder / "data" / "test.parquet", base_model)
+
+
+def main() -> None:
+    argparse.ArgumentParser(
+        prog="python -m recipes.lab.prepare", description="Makes the data and the base model of the lab."
+    ).parse_args()
+    prepared = prepare()
+    print(f"data: {prepared.train_file} and {prepared.test_file}\nbase model: {prepared.base_model}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

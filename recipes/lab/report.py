@@ -1,0 +1,28 @@
+"""The last word of a run_lab.sh: writes the run's report and says in a line what was learnt and where the report is.
+
+python -m recipes.lab.report <recipe> <the arguments of main_<recipe>>
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from core.config import compose
+from core.recorded import RunError, load_run
+from core.report import headline, write_report
+
+
+def main(recipe: str, arguments: list[str]) -> int:
+    run_dir = Path(compose(recipe, [each for each in arguments if each != "--"]).trainer.default_local_dir)
+    try:
+        runs = [load_run(run_dir)]
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{headline(runs)}; report: {write_report(runs, run_dir)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

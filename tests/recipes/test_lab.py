@@ -1,0 +1,395 @@
+"""The lab: questions, tokenizer, base model and its cache, preparation, scripts."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from core.config import compose
+from recipes.lab import base_model, hops, prepare, report
+from recipes.lab.base_model import BaseModelError, BaseRecipe, build
+from recipes.lab.tokenizer import build_tokenizer
+from reward_scores.hops import check_ground_truth, score
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = BaseRecipe(
+    hidden_size=16, intermediate_size=16, layers=1, heads=2, batch_size=4, chain_steps=2, mixture_steps=2, hold_steps=1,
+    warmup_steps=1, chain_loss_bound=99.0, test_questions=12,
+)  # fmt: skip
+
+
+def solve(prompt: str) -> str:
+    """The answer, read off the prompt's text alone."""
+    edges, question = prompt.split(" =")
+    follows = {edge[0]: edge[1] for edge in edges.split()}
+    letter = question[0]
+    for _ in range(int(question[1])):
+        letter = follows[letter]
+    return letter
+
+
+# --- questions ---
+
+
+def test_the_answer_and_the_chain_follow_the_edges_of_the_prompt():
+    for question in hops.draw_many(500, "solver"):
+        edges = question.prompt.split(" =")[0].split()
+        assert len(question.prompt) == hops.PROMPT_CHARS and len(set(edges)) == hops.CYCLE
+        assert solve(question.prompt) == question.answer
+        path, _, answer = question.chain.partition("#")
+        assert path[0] == question.start and len(path) == question.hops + 1 and answer == path[-1] == question.answer
+        assert all(a + b in edges for a, b in zip(path, path[1:], strict=False))
+
+
+def test_questions_vary_in_hops_and_in_the_order_of_edges():
+    questions = list(hops.draw_many(2000, "spread"))
+    counts = collections.Counter(question.hops for question in questions)
+    assert set(counts) == {2, 3, 4, 5} and min(counts.values()) > 400
+    assert len({question.order for question in questions}) > 1900
+    places = collections.Counter(question.prompt.split().index(question.cycle[:2]) for question in questions)
+    assert len(places) == hops.CYCLE and min(places.values()) > 180  # where the first edge stands says nothing
+
+
+def test_splits_share_no_cycle_even_with_edges_in_another_order():
+    splits = hops.splits(3000, 500, seed=1)
+    keys = {name: [question.key for question in questions] for name, questions in splits.items()}
+    assert [len(splits["train"]), len(splits["test"])] == [3000, 500]
+    assert all(len(set(each)) == len(each) for each in keys.values())
+    assert not set(keys["train"]) & set(keys["test"])
+
+
+def test_the_key_is_that_of_the_cycle():
+    one, turned = hops.Hops("cabdefgh", tuple(range(8)), 2), hops.Hops("defghcab", (3, 1, 2, 0, 7, 6, 5, 4), 4)
+    assert one.key == turned.key == "abdefghc"
+    assert hops.Hops("hgfedbac", tuple(range(8)), 2).key != one.key  # walked backwards it is another cycle
+
+
+def test_held_out_cycles_are_skipped():
+    first = list(hops.draw_many(50, "same"))
+    held = {question.key for question in first[::2]}
+    again = list(hops.draw_many(25, "same", held))
+    assert again == first[1::2]
+
+
+def test_the_same_seed_gives_the_same_questions_in_another_process():
+    program = (
+        "import hashlib; from recipes.lab import hops; parts = hops.splits(200, 50, 1); "
+        "print(hashlib.sha256(repr(parts).encode()).hexdigest())"
+    )
+    here = hashlib.sha256(repr(hops.splits(200, 50, 1)).encode()).hexdigest()
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == here
+    assert hops.splits(200, 50, 2) != hops.splits(200, 50, 1)
+
+
+def test_the_questions_are_those_of_the_published_runs():
+    prompts = [question.prompt for question in hops.held_out(500, 1)]
+    assert hashlib.sha256("\n".join(prompts).encode()).hexdigest()[:16] == "21d67c3a723eb403"
+
+
+def test_the_scorer_grades_the_answers_of_the_lab():
+    question = hops.Hops("vphumdjc", (6, 1, 7, 5, 4, 3, 0, 2), 5)
+    assert question.prompt == "jc ph cv dj md um vp hu =v5=" and question.chain == "vphumd#d"
+    assert score(question.chain, "d").acc == score(hops.direct("d"), "d").acc == 1.0
+    assert score(question.chain, "d").parts["chain"] == 1.0 and score(hops.direct("d"), "d").parts["chain"] == 0.0
+    assert score(hops.direct("u"), "d").acc == score("714", "d").acc == score("vphumd", "d").acc == 0.0
+    assert check_ground_truth(question.answer) is None
+
+
+# --- tokenizer ---
+
+
+def test_a_character_is_a_token_also_after_loading_beside_the_model(tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = build_tokenizer()
+    base_model.new_model(SMALL, tokenizer).config.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    for question in hops.draw_many(100, "tokens"):
+        text = question.prompt + question.chain
+        ids = tokenizer(text)["input_ids"]
+        assert len(ids) == len(text) and loaded(text)["input_ids"] == ids
+        assert tokenizer.decode(ids) == loaded.decode(ids) == text
+        assert loaded.decode([*ids, loaded.eos_token_id, loaded.pad_token_id], skip_special_tokens=True) == text
+    assert len({loaded.eos_token_id, loaded.pad_token_id}) == 2 and len(loaded) == 41
+    assert (loaded.eos_token_id, loaded.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+
+
+# --- the warm start ---
+
+
+def test_labels_are_the_answer_and_the_end_of_the_sequence():
+    tokenizer = build_tokenizer()
+    questions = [hops.Hops("vphumdjc", tuple(range(8)), 5), hops.Hops("cabdefgh", tuple(range(8)), 2)]
+    ids, labels = base_model.encode([(questions[0].prompt, questions[0].chain), (questions[1].prompt, "#b")], tokenizer)
+    assert ids.shape == labels.shape == (2, hops.PROMPT_CHARS + base_model.RESPONSE_CHARS)
+    for row, question, answer in zip(range(2), questions, ("vphumd#d", "#b"), strict=True):
+        trained = labels[row] != base_model.IGNORED
+        assert tokenizer.decode(labels[row][trained]) == answer + "<eos>"
+        assert (labels[row][trained] == ids[row][trained]).all()
+        assert not trained[: hops.PROMPT_CHARS].any() and trained[hops.PROMPT_CHARS]
+        assert tokenizer.decode(ids[row], skip_special_tokens=True) == question.prompt + answer
+    assert len(questions[0].chain) + 1 == base_model.RESPONSE_CHARS  # the longest answer fits exactly
+
+
+def test_the_mixture_has_the_shares_that_the_recipe_says():
+    recipe, rng = BaseRecipe(chain_share=0.2, junk_share=0.1), random.Random(0)
+    kinds: collections.Counter[str] = collections.Counter()
+    for question in hops.draw_many(4000, "mixture"):
+        answer = base_model.mixture_answer(question, recipe, rng)
+        graded = score(answer, question.answer)
+        kinds["chain"] += answer == question.chain
+        kinds["junk"] += answer.isdigit()
+        kinds["right guess"] += len(answer) == 2 and graded.acc == 1.0
+        kinds["wrong guess"] += len(answer) == 2 and answer[0] == "#" and graded.acc == 0.0
+        assert answer.isdigit() or answer[-1] in question.cycle
+    assert sum(kinds.values()) == 4000
+    assert kinds["chain"] == pytest.approx(800, abs=100) and kinds["junk"] == pytest.approx(400, abs=75)
+    assert kinds["right guess"] == pytest.approx(2800 / hops.CYCLE, abs=75)
+
+
+def test_the_learning_rate_warms_up_holds_and_ends_at_zero():
+    recipe = BaseRecipe(chain_steps=60, mixture_steps=40, hold_steps=50, warmup_steps=10, learning_rate=2.0)
+    rates = [recipe.learning_rate_at(step) for step in range(recipe.steps)]
+    assert rates[0] == pytest.approx(0.2) and rates[9] == rates[50] == 2.0
+    assert rates[75] == pytest.approx(1.0) and rates[-1] == pytest.approx(0.04)
+
+
+def test_the_warm_start_never_sees_a_held_out_cycle(monkeypatch):
+    """With few letters, so that questions drawn without the exclusion would certainly meet held-out cycles."""
+    monkeypatch.setattr(hops, "LETTERS", "abcdefgh")
+    recipe = dataclasses.replace(SMALL, chain_steps=100, mixture_steps=100, test_questions=2000)
+    held, seen = {question.key for question in hops.held_out(2000, recipe.data_seed)}, []
+    encode = base_model.encode
+    monkeypatch.setattr(base_model, "encode", lambda pairs, tokenizer: seen.extend(pairs) or encode(pairs, tokenizer))
+    base_model.train(recipe, build_tokenizer(), lambda step, loss: None)
+    assert len(seen) == recipe.steps * recipe.batch_size
+    for prompt, _ in seen:
+        follows = {edge[0]: edge[1] for edge in prompt.split(" =")[0].split()}
+        walk = "a"
+        while len(walk) < hops.CYCLE:
+            walk += follows[walk[-1]]
+        assert walk not in held
+
+
+def test_a_base_model_without_chains_is_refused(tmp_path):
+    with pytest.raises(BaseModelError, match="did not learn chains: loss 3.* after 2 steps, expected at most 0.15"):
+        build(tmp_path, dataclasses.replace(SMALL, chain_loss_bound=0.15))
+    assert not (tmp_path / "current").exists()
+
+
+def test_a_few_steps_lower_the_loss():
+    losses: list[float] = []
+    recipe = dataclasses.replace(
+        SMALL, hidden_size=32, batch_size=32, learning_rate=2e-2, chain_steps=40, hold_steps=40
+    )
+    base_model.train(recipe, build_tokenizer(), lambda step, loss: losses.append(loss))
+    assert losses[0] > 3.0 and losses[39] < 2.6
+
+
+# --- its cache ---
+
+
+def folders(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if path.is_dir() and not path.is_symlink())
+
+
+def test_the_base_model_is_built_once_and_again_when_its_recipe_changes(tmp_path, monkeypatch):
+    built, train = [], base_model.train
+    monkeypatch.setattr(base_model, "train", lambda recipe, *rest: built.append(recipe) or train(recipe, *rest))
+    first = build(tmp_path, SMALL)
+    assert build(tmp_path, SMALL) == first and built == [SMALL]
+    other = dataclasses.replace(SMALL, learning_rate=1e-3)
+    second = build(tmp_path, other)
+    assert second != first and built == [SMALL, other] and (tmp_path / "current").resolve() == second
+    assert build(tmp_path, SMALL) == first and len(built) == 2 and (tmp_path / "current").resolve() == first
+    assert folders(tmp_path) == sorted([first.name, second.name])
+
+
+def test_every_number_of_the_recipe_and_the_code_name_the_folder(tmp_path, monkeypatch):
+    digests = {SMALL.digest}
+    for field in dataclasses.fields(BaseRecipe):
+        digests.add(dataclasses.replace(SMALL, **{field.name: getattr(SMALL, field.name) * 2}).digest)
+    assert len(digests) == len(dataclasses.fields(BaseRecipe)) + 1
+
+    code = tmp_path / "code.py"
+    monkeypatch.setattr(base_model, "CODE", (str(code),))
+
+    def digest_of(text: str) -> str:
+        code.write_text(text)
+        return SMALL.digest
+
+    assert digest_of("x = 1\n") == digest_of("# why\nx  =  1\n") != digest_of("x = 2\n")
+
+
+def test_the_code_that_counts_is_the_lab_s():
+    assert all((Path(base_model.__file__).parent / name).is_file() for name in base_model.CODE)
+
+
+def test_a_killed_build_leaves_nothing_that_counts(tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def die(*_):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(base_model.BaseRecipe, "learning_rate_at", die)
+        with pytest.raises(Killed):
+            build(tmp_path, SMALL)
+        patch.undo()
+        patch.setattr(base_model.os, "rename", die)  # after the model was written, before it has its name
+        with pytest.raises(Killed):
+            build(tmp_path, SMALL)
+    assert not (tmp_path / SMALL.digest).exists() and not (tmp_path / "current").exists()
+    folder = build(tmp_path, SMALL)
+    assert folders(tmp_path) == [SMALL.digest] and (folder / "model.safetensors").exists()
+
+
+def test_the_same_recipe_gives_the_same_weights_and_another_seed_gives_others(tmp_path):
+    import torch
+
+    torch.manual_seed(123)
+    before = torch.random.get_rng_state()
+    one = (build(tmp_path / "a", SMALL) / "model.safetensors").read_bytes()
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.manual_seed(4)
+    assert (build(tmp_path / "b", SMALL) / "model.safetensors").read_bytes() == one
+    other = build(tmp_path / "c", dataclasses.replace(SMALL, seed=2))
+    assert (other / "model.safetensors").read_bytes() != one
+
+
+def test_transformers_loads_the_base_model(tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = build(tmp_path, SMALL)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert model.config.model_type == "qwen2" and model.dtype == torch.float32
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id
+    trained = base_model.train(SMALL, build_tokenizer(), lambda step, loss: None)
+    ids = tokenizer(["ab bc cd de ef fg gh ha =a3="], return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids).logits, trained(input_ids=ids).logits)
+    record = json.loads((folder / "warm_start.json").read_text())
+    assert record["recipe"] == dataclasses.asdict(SMALL) and len(record["losses"]) == SMALL.steps
+
+
+def test_the_default_model_is_small():
+    parameters = base_model.new_model(BaseRecipe(), build_tokenizer()).num_parameters()
+    assert 300_000 < parameters < 1_000_000
+
+
+# --- preparation, presets, scripts ---
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    return prepare.prepare(tmp_path_factory.mktemp("lab"), SMALL, train_questions=40)
+
+
+def paths(prepared) -> list[str]:
+    return [
+        f"data.train_files={prepared.train_file}",
+        f"data.val_files={prepared.test_file}",
+        f"actor_rollout_ref.model.path={prepared.base_model}",
+    ]
+
+
+def test_the_default_lab_has_at_least_500_held_out_questions():
+    assert BaseRecipe().test_questions >= 500
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "ppo"])
+def test_the_preset_names_what_prepare_makes(recipe):
+    config = compose(recipe, ["preset=lab"])
+    assert [Path(path) for path in config.data.train_files] == [prepare.FOLDER / "data" / "train.parquet"]
+    assert [Path(path) for path in config.data.val_files] == [prepare.FOLDER / "data" / "test.parquet"]
+    assert Path(config.actor_rollout_ref.model.path) == prepare.FOLDER / "base" / "current"
+    assert config.data.max_prompt_length >= hops.PROMPT_CHARS
+    assert config.data.max_response_length >= base_model.RESPONSE_CHARS
+    assert compose(recipe, ["preset=lab", "trainer.seed=7"]).trainer.default_local_dir == f"outputs/{recipe}/lab-seed7"
+
+
+def test_the_rows_are_read_as_questions_of_28_tokens(prepared):
+    from transformers import AutoTokenizer
+
+    from core.data import PromptStream, load_val_prompts
+
+    config = compose("grpo", ["preset=lab", *paths(prepared), "data.train_batch_size=16"])
+    tokenizer = AutoTokenizer.from_pretrained(prepared.base_model)
+    stream = PromptStream(config.data, tokenizer, 1)
+    prompts = [*(stream.prompt(ordinal) for ordinal in range(len(stream))), *load_val_prompts(config.data, tokenizer)]
+    assert len(prompts) == 52 and len({prompt.uid for prompt in prompts}) == 52
+    for prompt in prompts:
+        text = tokenizer.decode(prompt.token_ids)
+        assert len(prompt.token_ids) == hops.PROMPT_CHARS and solve(text) == prompt.ground_truth
+        assert prompt.data_source == "lab/hops" and str(prompt.extra_info["hops"]) == text[-2]
+
+
+def test_preparing_again_changes_nothing(tmp_path, prepared):
+    folder = prepared.base_model.parents[1]
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    before = {path: path.read_bytes() for path in files}
+    made = (prepared.base_model / "model.safetensors").stat().st_mtime_ns
+    assert prepare.prepare(folder, SMALL, train_questions=40) == prepared
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert (prepared.base_model / "model.safetensors").stat().st_mtime_ns == made
+
+
+def test_a_run_of_the_lab_ends_with_a_line_about_what_was_learnt(tmp_path, prepared, capsys):
+    from core.ray_trainer import RayPPOTrainer
+
+    arguments = [
+        *("preset=lab", "--", *paths(prepared), f"trainer.default_local_dir={tmp_path / 'grpo' / 'run'}"),
+        *("trainer.total_training_steps=1", "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2"),
+        *("actor_rollout_ref.rollout.n=2", "trainer.cpu_threads=1"),
+    ]
+    config = compose("grpo", [argument for argument in arguments if argument != "--"])
+    RayPPOTrainer(config).init_workers().fit()
+    capsys.readouterr()
+    assert report.main("grpo", arguments) == 0
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert last.startswith("grpo/run: accuracy on lab/hops ") and "12 questions, step 1" in last
+    page = Path(last.rpartition("report: ")[2])
+    assert page == tmp_path / "grpo" / "run" / "report.html" and page.exists()
+
+
+def test_a_report_of_no_run_is_an_error(tmp_path, capsys):
+    assert report.main("grpo", ["preset=lab", f"trainer.default_local_dir={tmp_path}"]) == 2
+    assert "is not a run folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "ppo"])
+def test_a_wrong_key_ends_a_script_before_anything_is_built(recipe, tmp_path):
+    script = ROOT / "recipes" / recipe / "run_lab.sh"
+    environment = {name: value for name, value in os.environ.items() if name != "DRY_RUN"}
+    done = subprocess.run(
+        ["bash", str(script), "data.nope=1"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stderr.startswith("data.nope=1: unknown key")
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["grpo", "ppo"])
+def test_the_lab_learns(recipe, tmp_path_factory):
+    """The whole script in an empty folder (shared by the recipes, so that the base model is built once)."""
+    folder = tmp_path_factory.getbasetemp() / "whole_lab"
+    folder.mkdir(exist_ok=True)
+    subprocess.run(["bash", str(ROOT / "recipes" / recipe / "run_lab.sh")], cwd=folder, check=True)
+    lines = (folder / "outputs" / recipe / "lab-seed1" / "metrics.jsonl").read_text().splitlines()
+    accuracy = [row[key] for row in map(json.loads, lines) if (key := "val-core/lab/hops/acc/mean@1") in row]
+    assert accuracy[0] <= 0.5 and accuracy[-1] >= 0.95
