@@ -151,7 +151,7 @@ def main() -> None:
         "hardware": hardware()["cpu"],
         "versions": {
             "ours": f"torch {ours['torch']}, transformers {ours['transformers']}",
-            "trl": trl_versions(args.trl_python),
+            "trl": theirs,
         },
         "rows": rows,
     }

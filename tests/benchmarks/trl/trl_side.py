@@ -77,6 +77,7 @@ def main():
     trainer.train()
     ends = [start, *clock.ends]
     steps = [b - a for a, b in zip(ends[1:], ends[2:], strict=False)]  # the first step warms up
+    lengths = statistics.mean(clock.lengths)
     print(json.dumps({"seconds": statistics.median(steps), "all": steps, "mean_length": lengths}))
 
 
