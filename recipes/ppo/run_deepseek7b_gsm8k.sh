@@ -24,7 +24,6 @@ exec "$python" -m recipes.ppo.main_ppo \
     data.filter_overlong_prompts=True \
     data.truncation=error \
     actor_rollout_ref.model.path=deepseek-ai/deepseek-llm-7b-chat \
-    actor_rollout_ref.model.use_remove_padding=True \
     actor_rollout_ref.model.enable_gradient_checkpointing=True \
     actor_rollout_ref.actor.optim.lr=1e-6 \
     actor_rollout_ref.actor.ppo_mini_batch_size=256 \

@@ -121,6 +121,12 @@ def test_a_hub_id_and_a_module_are_not_paths(here, capsys, monkeypatch, override
     ends(0, "ppo", [override], capsys=capsys)
 
 
+def test_paths_that_exist_are_found(data, here):
+    (here / "mine.py").touch()
+    overrides = ["custom_reward_function.path=file://mine.py", "algorithm.adv_estimator=mine.py:estimate"]
+    assert prepare("ppo", [*data, *overrides]).custom_reward_function.path == "file://mine.py"
+
+
 def test_the_files_of_a_curriculum_are_paths(data, capsys):
     out = ends(
         2, "ppo", [*data, "data.curriculum=[{files: train.parquet, prompts: 8}, {files: [x, y]}]"], capsys=capsys

@@ -244,6 +244,16 @@ def test_every_rule_is_tried():
 
 
 FINE = [
+    (  # two GPUs share a sequence: four ranks get different rows
+        "ppo",
+        [
+            "data.train_batch_size=4",
+            f"{ACTOR}.ppo_mini_batch_size=4",
+            EIGHT,
+            f"{ACTOR}.ulysses_sequence_parallel_size=2",
+        ],
+        (),
+    ),
     ("ppo", [], ()),
     ("grpo", [], ()),
     ("ppo", ["data.train_batch_size=100", f"{ACTOR}.ppo_mini_batch_size=50"], ()),  # one rank: nothing to divide

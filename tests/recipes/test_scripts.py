@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ def named(paths):
 def run(path, cwd, *arguments):
     environment = {
         **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # where there is no .venv
         **{"DRY_RUN": "1", "HOME": str(cwd / "home"), "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(cwd / "tmp")},
     }
     return subprocess.run(["bash", str(path), *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
