@@ -14,8 +14,6 @@ class ChangedDefault:
     why: str
 
 
-_COPY = "the value has one home"
-
 CHANGED_DEFAULTS = (
     ChangedDefault(
         "actor_rollout_ref.actor.clip_ratio_low",
@@ -51,3 +49,13 @@ CHANGED_DEFAULTS = (
         "algorithm.filter_groups.max_num_gen_batches", 0, 10, "collecting is bounded; 0 has no bound in verl"
     ),
 )
+
+
+def table() -> str:
+    """The README's table of changed defaults."""
+    rows = [f"| `{d.key}` | `{_shown(d.verl)}` | `{_shown(d.here)}` | {d.why} |" for d in CHANGED_DEFAULTS]
+    return "\n".join(["| key | verl | here | why |", "|---|---|---|---|", *rows])
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)
