@@ -103,17 +103,37 @@ def optimizer_steps(
             yield rows.adding(loss_weight=weight)
 
 
-def split_idle_rows(batch: TrainBatch, *, only_advantages_train: bool) -> tuple[TrainBatch, TrainBatch]:
-    """The rows that can move a weight, and those that cannot; either may be empty.
+def busy_rows(batch: TrainBatch, *, only_advantages_train: bool) -> Tensor:
+    """[B] bool: the rows that can move a weight.
 
-    ``loss_weight`` was computed before, over all rows, so the objective stays. A row without weight
-    never moves anything. One whose advantages are all zero does not either, if nothing but the
+    ``loss_weight`` was computed before, over all rows, so leaving the others out keeps the objective. A row without
+    weight never moves anything. One whose advantages are all zero does not either, if nothing but the
     policy-gradient term trains (no KL loss, no entropy bonus, no critic).
     """
     busy = (batch.need("loss_weight") != 0).any(dim=1)
     if only_advantages_train:
         busy &= (batch.need("advantages") != 0).any(dim=1)
+    return busy
+
+
+def split_idle_rows(batch: TrainBatch, *, only_advantages_train: bool) -> tuple[TrainBatch, TrainBatch]:
+    """The rows that can move a weight, and those that cannot; either may be empty."""
+    busy = busy_rows(batch, only_advantages_train=only_advantages_train)
     return batch.rows(busy.nonzero()[:, 0]), batch.rows((~busy).nonzero()[:, 0])
+
+
+def rank_shares(lengths_B: Tensor, ranks: int) -> list[Tensor]:
+    """The row numbers of each rank, ascending: about equally many tokens, and equally many rows (or one less).
+
+    The longest row that is left goes to the rank with the fewest tokens among those with room.
+    """
+    room = -(-len(lengths_B) // ranks)
+    loads, shares = [0] * ranks, [[] for _ in range(ranks)]
+    for row in torch.argsort(lengths_B, descending=True, stable=True).tolist():
+        rank = min((r for r in range(ranks) if len(shares[r]) < room), key=lambda r: (loads[r], len(shares[r])))
+        loads[rank] += int(lengths_B[row])
+        shares[rank].append(row)
+    return [torch.tensor(sorted(share), dtype=torch.int64) for share in shares]
 
 
 def micro_batches(

@@ -24,11 +24,14 @@ from core.provenance import ModelFingerprint
 
 log = logging.getLogger(__name__)
 
-TRAINING_STATE = ".pt"  # files of a checkpoint's model folder with this ending resume a run and are not exported
+# files of a checkpoint's model folder with these endings resume a run and are not exported
+TRAINING_STATE = (".pt", ".distcp", ".metadata")
 
 
-def export_hf(model: Any, tokenizer: Any, folder: Path) -> None:
+def export_hf(model: Any, tokenizer: Any, folder: Path, *, state_dict: Any = None) -> None:
     """Writes ``model`` (a transformers model) and its tokenizer so that ``from_pretrained(folder)`` gives equal logits.
+
+    ``state_dict`` stands in for the model's own weights, where those are elsewhere.
 
     Raises:
         OSError: as the file system says.
@@ -40,7 +43,7 @@ def export_hf(model: Any, tokenizer: Any, folder: Path) -> None:
         try:
             if config is not None:
                 model.generation_config = storable_generation_config(config)
-            model.save_pretrained(folder)
+            model.save_pretrained(folder, state_dict=state_dict)
         except SafetensorError as error:  # says "... (os error 28)" of a full disk
             number = re.search(r"os error (\d+)", str(error))
             raise OSError(int(number[1]), str(error), str(folder)) if number else error from error

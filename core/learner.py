@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,39 @@ class MicroBatchSize:
         return micro_batches(batch, max_rows=self.max_rows, max_tokens=self.max_tokens)
 
 
+class Ranks:
+    """What the ranks of one learner must agree on. Alone there is nothing to agree on; ``core.fsdp`` has the others."""
+
+    lead = True  # the one rank that counts what all of them know
+
+    def most(self, count: int) -> int:
+        """The largest ``count`` of all ranks."""
+        return count
+
+    def total(self, means: Means) -> Means:
+        """The means of what all ranks saw."""
+        return means
+
+    def inside(self, module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a function that reads parameters of ``module``, which a sharded one must gather first."""
+        return function(module, *args, **kwargs)
+
+    def passes(self, size: MicroBatchSize, batch: TrainBatch) -> list[tuple[Tensor, TrainBatch]]:
+        """The rank's micro-batches with their row numbers, as many on every rank: a sharded model needs all ranks in
+        every pass, so a rank with fewer adds empty ones."""
+        pieces = list(size.split(batch))
+        missing = self.most(len(pieces)) - len(pieces)
+        return pieces + missing * [(torch.empty(0, dtype=torch.int64), batch.blank_row())]
+
+
+ALONE = Ranks()
+
+
+def only_advantages_train(config: ActorConfig) -> bool:
+    """Whether the policy gradient is the objective's only term."""
+    return not config.use_kl_loss and config.entropy_coeff == 0
+
+
 def hidden_before_token(hidden_BTH: Tensor, mask_BT: Tensor) -> Tensor:
     """[N, H]: for each token of the mask the hidden state at the position before it, which predicts it.
 
@@ -54,18 +87,44 @@ def scattered(values_N: Tensor, mask_BT: Tensor) -> Tensor:
     return torch.zeros(mask_BT.shape, dtype=values_N.dtype, device=values_N.device).masked_scatter(mask_BT, values_N)
 
 
+def read_tokens(
+    module: nn.Module, input_ids_BT: Tensor, mask_BT: Tensor, *, temperature: float, entropy_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """[N], [N]: log-prob and entropy of each token of the mask, by a causal language model."""
+    hidden = module.base_model(input_ids=input_ids_BT, use_cache=False).last_hidden_state
+    head = module.get_output_embeddings()
+    return token_log_probs_and_entropy(
+        hidden_before_token(hidden, mask_BT),
+        head.weight,
+        input_ids_BT[mask_BT],
+        temperature=temperature,
+        bias=head.bias,
+        entropy_grad=entropy_grad,
+    )
+
+
 class Policy:
     """A causal language model that is read through its log-probs."""
 
-    def __init__(self, module: nn.Module, *, temperature: float, compute_dtype: torch.dtype | None = None):
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        temperature: float,
+        compute_dtype: torch.dtype | None = None,
+        ranks: Ranks = ALONE,
+        device: torch.device | None = None,
+    ):
         self.module = module
         self.temperature = temperature
         self.compute_dtype = compute_dtype
+        self.ranks = ranks
+        self.computes_on = device  # None: where the parameters are
         self.check_head()
 
     @property
     def device(self) -> torch.device:
-        return next(self.module.parameters()).device
+        return self.computes_on or next(self.module.parameters()).device
 
     def precision(self) -> contextlib.AbstractContextManager:
         if self.compute_dtype is None:
@@ -80,14 +139,12 @@ class Policy:
         """
         mask = batch.response_mask
         with self.precision():
-            hidden = self.module.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
-            head = self.module.get_output_embeddings()
-            log_prob, entropy = token_log_probs_and_entropy(
-                hidden_before_token(hidden, mask),
-                head.weight,
-                batch.input_ids[mask],
+            log_prob, entropy = self.ranks.inside(
+                self.module,
+                read_tokens,
+                batch.input_ids,
+                mask,
                 temperature=self.temperature,
-                bias=head.bias,
                 entropy_grad=entropy_grad,
             )
         return scattered(log_prob, mask), scattered(entropy, mask)
@@ -98,22 +155,26 @@ class Policy:
         dtype = torch.promote_types(next(self.module.parameters()).dtype, torch.float32)
         log_prob = torch.zeros(batch.input_ids.shape, dtype=dtype)
         entropy = torch.zeros_like(log_prob)
-        for index, micro in size.split(batch):
-            width = micro.input_ids.shape[1]
+        for index, micro in self.ranks.passes(size, batch):
             one, other = self.token_stats(micro.to(self.device))
-            log_prob[index, :width], entropy[index, :width] = one.cpu().to(dtype), other.cpu().to(dtype)
+            if len(index):
+                width = micro.input_ids.shape[1]
+                log_prob[index, :width], entropy[index, :width] = one.cpu().to(dtype), other.cpu().to(dtype)
         return log_prob, entropy
 
     @torch.no_grad()
     def check_head(self) -> None:
         """The chunked head must compute what the model computes: some models scale or cap their logits."""
-        head = self.module.get_output_embeddings()
-        if head is None or not isinstance(head, nn.Linear):
+        if not isinstance(self.module.get_output_embeddings(), nn.Linear):
             raise ModelError(f"{type(self.module).__name__} has no linear output head")
         ids = torch.arange(4, device=self.device)[None] % self.module.config.vocab_size
+
+        def logits(module: nn.Module) -> Tensor:
+            hidden = module.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            return module.get_output_embeddings()(hidden)
+
         with self.precision():
-            hidden = self.module.base_model(input_ids=ids, use_cache=False).last_hidden_state
-            ours, theirs = head(hidden), self.module(input_ids=ids, use_cache=False).logits
+            ours, theirs = self.ranks.inside(self.module, logits), self.module(input_ids=ids, use_cache=False).logits
         if not torch.allclose(ours.float(), theirs.float(), atol=1e-2, rtol=1e-2):
             raise ModelError(
                 f"{type(self.module).__name__} changes its logits after the head (a cap or a scale), which the chunked "
@@ -134,7 +195,8 @@ class Stepper:
 
     def step(self, lr_multiplier: float) -> tuple[float, bool]:
         """Clips, steps and clears the gradients. Returns the norm before clipping and whether it stepped."""
-        norm = float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.grad_clip))
+        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.grad_clip)
+        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # sharded: of all ranks
         finite = math.isfinite(norm)
         if finite:
             for group in self.optimizer.param_groups:
@@ -168,16 +230,17 @@ class Actor(Policy):
         self.mismatch = Means()
         for batch in steps:
             one = Means()
-            one.value("pg_loss", 0.0)
+            one.value("pg_loss", 0.0, counts=self.ranks.lead)
             if self.config.use_kl_loss:
-                one.value("kl_loss", 0.0)
+                one.value("kl_loss", 0.0, counts=self.ranks.lead)
             self.accumulate(batch, one)
             norm, stepped = self.stepper.step(lr_multiplier)
             skipped += not stepped
             if stepped:  # the numbers of a skipped step are no numbers
                 one.value("grad_norm", norm)
                 means.merge(one)
-        metrics = {**means.result("actor"), **self.mismatch.result("rollout_corr")}
+        means, mismatch = self.ranks.total(means), self.ranks.total(self.mismatch)
+        metrics = {**means.result("actor"), **mismatch.result("rollout_corr")}
         metrics["actor/lr"] = self.config.optim.lr * lr_multiplier
         metrics["actor/skipped_updates"] = skipped
         if self.config.use_kl_loss:
@@ -186,14 +249,15 @@ class Actor(Policy):
 
     def accumulate(self, batch: TrainBatch, means: Means) -> None:
         """Adds the gradients of one optimizer step, micro-batch by micro-batch."""
-        only_advantages = not self.config.use_kl_loss and self.config.entropy_coeff == 0
-        busy, idle = split_idle_rows(batch, only_advantages_train=only_advantages)
-        for _, micro in self.size.split(busy):
+        busy, idle = split_idle_rows(batch, only_advantages_train=only_advantages_train(self.config))
+        for _, micro in self.ranks.passes(self.size, busy):
             self.objective(micro.to(self.device), means).backward()
-        if batch.old_log_probs is None and len(idle):  # nothing trains on them, but the metrics are of every row
+        if batch.old_log_probs is None and self.ranks.most(len(idle)):
+            # nothing trains on them, but the metrics are of every row
             log_prob, entropy = self.log_probs(idle, self.size)
-            means.tokens({"entropy": entropy}, idle.response_mask)
-            add_mismatch(self.mismatch, log_prob, idle)
+            if len(idle):
+                means.tokens({"entropy": entropy}, idle.response_mask)
+                add_mismatch(self.mismatch, log_prob, idle)
 
     def objective(self, micro: TrainBatch, means: Means) -> Tensor:
         """The micro-batch's partial sum of the loss: policy gradient - entropy bonus + KL."""
@@ -219,10 +283,20 @@ class Actor(Policy):
 class Critic:
     """The value function: one number a state."""
 
-    def __init__(self, module: nn.Module, config: CriticConfig, *, compute_dtype: torch.dtype | None = None):
+    def __init__(
+        self,
+        module: nn.Module,
+        config: CriticConfig,
+        *,
+        compute_dtype: torch.dtype | None = None,
+        ranks: Ranks = ALONE,
+        device: torch.device | None = None,
+    ):
         self.module = module
         self.config = config
         self.compute_dtype = compute_dtype
+        self.ranks = ranks
+        self.computes_on = device
         self.stepper = Stepper(module, config.optim, config.grad_clip)
         self.size = (
             MicroBatchSize(max_tokens=config.ppo_max_token_len_per_gpu)
@@ -245,8 +319,10 @@ class Critic:
     def values(self, batch: TrainBatch) -> Tensor:
         """:meth:`token_values` of the whole batch, [B, T], without gradients."""
         out = torch.zeros(batch.input_ids.shape)
-        for index, micro in self.size.split(batch):
-            out[index, : micro.input_ids.shape[1]] = self.token_values(micro.to(self.device)).cpu().float()
+        for index, micro in self.ranks.passes(self.size, batch):
+            values = self.token_values(micro.to(self.device))
+            if len(index):
+                out[index, : micro.input_ids.shape[1]] = values.cpu().float()
         return out
 
     def update(self, steps: Iterable[TrainBatch], lr_multiplier: float) -> dict[str, float]:
@@ -254,15 +330,15 @@ class Critic:
         means, skipped = Means(), 0
         for batch in steps:
             one = Means()
-            one.value("vf_loss", 0.0)
-            for _, micro in self.size.split(split_idle_rows(batch, only_advantages_train=False)[0]):
+            one.value("vf_loss", 0.0, counts=self.ranks.lead)
+            for _, micro in self.ranks.passes(self.size, split_idle_rows(batch, only_advantages_train=False)[0]):
                 self.objective(micro.to(self.device), one).backward()
             norm, stepped = self.stepper.step(lr_multiplier)
             skipped += not stepped
             if stepped:
                 one.value("grad_norm", norm)
                 means.merge(one)
-        metrics = means.result("critic")
+        metrics = self.ranks.total(means).result("critic")
         metrics["critic/lr"] = self.config.optim.lr * lr_multiplier
         metrics["critic/skipped_updates"] = skipped
         return metrics

@@ -59,20 +59,30 @@ def load_tokenizer(model: ModelConfig) -> Any:
     return tokenizer
 
 
-def load_policy(model: ModelConfig, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The causal language model with dropout off: a ratio between two passes must be the policies' alone."""
+def load_policy(model: ModelConfig, dtype: torch.dtype = torch.float32, *, on_meta: bool = False) -> nn.Module:
+    """The causal language model with dropout off: a ratio between two passes must be the policies' alone.
+
+    ``on_meta`` builds it without reading or allocating a weight.
+    """
     import transformers
 
     _import_external(model)
     path = resolve_path(model.path)
     with _quiet():
-        policy = transformers.AutoModelForCausalLM.from_pretrained(
-            path, config=_config(model, path), dtype=dtype, trust_remote_code=model.trust_remote_code
-        )
+        policy = _made(transformers.AutoModelForCausalLM, model, path, _config(model, path), dtype, on_meta)
     return _prepared(policy, model)
 
 
-def load_critic(model: ModelConfig, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
+def _made(auto: Any, model: ModelConfig, path: str, config: Any, dtype: torch.dtype, on_meta: bool) -> nn.Module:
+    if not on_meta:
+        return auto.from_pretrained(path, config=config, dtype=dtype, trust_remote_code=model.trust_remote_code)
+    with torch.device("meta"):
+        return auto.from_config(config, dtype=dtype, trust_remote_code=model.trust_remote_code)
+
+
+def load_critic(
+    model: ModelConfig, seed: int, dtype: torch.dtype = torch.float32, *, on_meta: bool = False
+) -> nn.Module:
     """A copy of the policy's body with a fresh one-number head on every token (PPO's value function)."""
     import transformers
 
@@ -83,9 +93,7 @@ def load_critic(model: ModelConfig, seed: int, dtype: torch.dtype = torch.float3
     config.classifier_dropout = 0.0
     with torch.random.fork_rng(), _quiet():
         torch.manual_seed(seed)  # the head is new: the run's seed decides it, not what ran before
-        critic = transformers.AutoModelForTokenClassification.from_pretrained(
-            path, config=config, dtype=dtype, trust_remote_code=model.trust_remote_code
-        )
+        critic = _made(transformers.AutoModelForTokenClassification, model, path, config, dtype, on_meta)
     return _prepared(critic, model)
 
 

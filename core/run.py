@@ -32,7 +32,7 @@ from core.rewards import RewardLayer
 from core.tracking import Tracker, dump_jsonl, generation_row
 from core.types import ScoredGroup, StepMetrics, TrainBatch
 from core.validation import ValRecord, validation_metrics
-from core.workers import LocalWorkers
+from core.workers import LocalWorkers, Workers
 
 if TYPE_CHECKING:
     from core.config.schema import Config
@@ -123,12 +123,27 @@ class Run:
         self.store = CheckpointStore(self.run_dir, keep=keep)
         checkpoint = resolve_resume(config.trainer, self.store)
         self.prepare_torch()
-        self.workers = LocalWorkers(
-            config, self.tokenizer, self.device, needs_ref=self.needs.ref, needs_critic=self.needs.critic
-        )
-        if checkpoint is not None:
-            self.resume(checkpoint)
+        self.workers = self.make_workers()
+        try:
+            if checkpoint is not None:
+                self.resume(checkpoint)
+        except BaseException:
+            self.workers.close()
+            raise
         return self
+
+    def make_workers(self) -> Workers:
+        """The models and the engine, where ``trainer.backend`` says."""
+        backend = LocalWorkers
+        if self.config.trainer.backend == "ray":
+            try:
+                from core.ray_workers import RayWorkers as backend
+            except ModuleNotFoundError as error:
+                if error.name != "ray":
+                    raise
+                raise RunError("trainer.backend=ray: ray is not installed; pip install 'ray>=2.50'") from error
+        needs = {"needs_ref": self.needs.ref, "needs_critic": self.needs.critic}
+        return backend(self.config, self.tokenizer, self.device, **needs)
 
     def count_steps(self) -> int:
         """``trainer.total_training_steps``, or the whole batches of ``trainer.total_epochs`` epochs."""
@@ -155,8 +170,8 @@ class Run:
         return Provenance(
             models=self.workers.fingerprints(),
             seed=self.config.trainer.seed,
-            ranks=1,
-            threads=torch.get_num_threads(),
+            ranks=self.workers.ranks,
+            threads=self.workers.threads,
             config_hash=digest,
         )
 

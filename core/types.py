@@ -249,6 +249,10 @@ class TrainBatch:
         """The first ``width`` columns: padding removed from a piece whose longest row is that long."""
         return self._map(lambda value, axes: value[:, :width] if axes == "BT" else value)
 
+    def blank_row(self) -> TrainBatch:
+        """One row of two tokens that nobody wrote and that weigh nothing, with the fields of this batch."""
+        return self._map(lambda value, axes: value.new_zeros((1, 2) if axes == "BT" else (1,)))
+
     def to(self, device: Any) -> TrainBatch:
         return self._map(lambda value, axes: value.to(device, non_blocking=True))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from core.batching import optimizer_steps
 from core.engines import RolloutEngine, make_engine
-from core.export import export_hf
+from core.export import export_hf, load_weights
 from core.learner import Actor, Critic, MicroBatchSize, Policy
 from core.losses import aggregation
 from core.models import load_critic, load_policy
@@ -37,6 +37,8 @@ class Workers(Protocol):
 
     engine: RolloutEngine
     full_precision: bool  # no bf16 anywhere: engine and learner then agree to rounding
+    ranks: int  # learner processes
+    threads: int  # of torch in each of them
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """The learner's log-probs and entropies of the policy tokens at the rollout temperature, [B, T] each."""
@@ -72,58 +74,68 @@ class WeightSyncError(RuntimeError):
     """The engine does not compute with the learner's weights."""
 
 
+class ClusterError(ValueError):
+    """The cluster cannot hold the run; the message says what to change."""
+
+
+class WorkersLost(RuntimeError):
+    """A process of the run died or hangs; another try from the last checkpoint may do better."""
+
+
 class LocalWorkers:
     """One learner and one engine, in this process."""
+
+    ranks = 1
 
     def __init__(self, config: Config, tokenizer: Any, device: torch.device, *, needs_ref: bool, needs_critic: bool):
         self.config = config
         self.tokenizer = tokenizer
         rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
-        passes = {"temperature": rollout.temperature or 1.0, "compute_dtype": _compute_dtype(actor.fsdp_config.dtype)}
+        passes = {"temperature": rollout.temperature or 1.0, "compute_dtype": compute_dtype(actor.fsdp_config.dtype)}
         policy = load_policy(config.actor_rollout_ref.model).to(device)
         self.actor = Actor(policy, actor, **passes)
         self.ref = Policy(copy.deepcopy(policy).requires_grad_(False), **passes) if needs_ref else None
         self.critic = None
         if needs_critic:
             critic = load_critic(config.critic.model, seed=config.trainer.seed).to(device)
-            dtype = _compute_dtype(config.critic.model.fsdp_config.dtype)
+            dtype = compute_dtype(config.critic.model.fsdp_config.dtype)
             self.critic = Critic(critic, config.critic, compute_dtype=dtype)
         self.engine = make_engine(config, copy.deepcopy(policy).requires_grad_(False), tokenizer)
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        return self.actor.log_probs(batch, _size(self.config.actor_rollout_ref.rollout))
+        return self.actor.log_probs(batch, pass_size(self.config.actor_rollout_ref.rollout))
 
     def compute_ref_log_prob(self, batch: TrainBatch) -> Tensor:
-        return self.ref.log_probs(batch, _size(self.config.actor_rollout_ref.ref))[0]
+        return self.ref.log_probs(batch, pass_size(self.config.actor_rollout_ref.ref))[0]
 
     def compute_values(self, batch: TrainBatch) -> Tensor:
         return self.critic.values(batch)
 
     def update_actor(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
         actor, length = self.config.actor_rollout_ref.actor, self.config.data.max_response_length
-        return self.actor.update(_steps(batch, actor, length, actor.policy_loss.loss_mode), lr_multiplier)
+        return self.actor.update(steps_of(batch, actor, length, actor.policy_loss.loss_mode), lr_multiplier)
 
     def update_critic(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
-        steps = _steps(batch, self.config.critic, self.config.data.max_response_length)
+        steps = steps_of(batch, self.config.critic, self.config.data.max_response_length)
         return self.critic.update(steps, lr_multiplier)
 
     def sync_weights(self, version: int) -> dict[str, float]:
         self.engine.update_weights(self.actor.module.state_dict().items(), version)
         return {"rollout_corr/probe_diff": self.probe()}
 
-    @torch.no_grad()
     def probe(self) -> float:
         """Largest difference between engine and learner log-probs on a fixed text, or WeightSyncError."""
         ids = probe_ids(self.actor.module.config.vocab_size)
-        with self.actor.precision():
-            logits = self.actor.module(input_ids=torch.tensor([ids], device=self.actor.device), use_cache=False).logits
-        log_probs = logits[0, :-1].float().log_softmax(-1).cpu()
-        ours = log_probs.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
-        return compare_probe(ours, self.engine.probe(ids), bf16=self.actor.compute_dtype is not None)
+        return compare_probe(probe_log_probs(self.actor), self.engine.probe(ids), bf16=not self.full_precision)
+
+    @property
+    def threads(self) -> int:
+        return torch.get_num_threads()
 
     @property
     def full_precision(self) -> bool:
-        return self.actor.compute_dtype is None
+        engine = compute_dtype(self.config.actor_rollout_ref.rollout.dtype)
+        return self.actor.compute_dtype is None and engine is None
 
     def fingerprints(self) -> dict[str, ModelFingerprint]:
         models = {"actor": self.actor, **({"critic": self.critic} if self.critic else {})}
@@ -137,20 +149,38 @@ class LocalWorkers:
             save_tensors(folder / "critic" / "optimizer.pt", self.critic.stepper.optimizer.state_dict())
 
     def load(self, folder: Path) -> None:
-        from safetensors.torch import load_model
-
         for name, part in (("actor", self.actor), ("critic", self.critic)):
             if part is not None:
-                load_model(part.module, folder / name / "model.safetensors", device=str(part.device))
-                part.stepper.optimizer.load_state_dict(load_tensors(folder / name / "optimizer.pt"))
+                load_weights(part.module, folder / name)
+                load_optimizer(part, folder / name)
 
     def close(self) -> None:
         self.engine.close()
 
 
+def load_optimizer(part: Actor | Critic, folder: Path) -> None:
+    """The optimizer of a checkpoint's ``actor/`` or ``critic/``, whole or in the parts that several ranks wrote."""
+    if (folder / "optimizer.pt").exists():
+        part.stepper.optimizer.load_state_dict(load_tensors(folder / "optimizer.pt"))
+        return
+    from core import fsdp
+
+    fsdp.load_optimizer(part.module, part.stepper.optimizer, folder / fsdp.OPTIMIZER)
+
+
 def probe_ids(vocab_size: int, length: int = 24) -> tuple[int, ...]:
     """A fixed text of random ids: touches the embedding, every layer and the head."""
     return tuple(int(i) for i in np.random.default_rng(0).integers(0, vocab_size, length))
+
+
+@torch.no_grad()
+def probe_log_probs(policy: Policy) -> np.ndarray:
+    """The learner's log-probs of the fixed text, [n - 1] float32: what :meth:`RolloutEngine.probe` must give."""
+    ids = probe_ids(policy.module.config.vocab_size)
+    with policy.precision():
+        logits = policy.module(input_ids=torch.tensor([ids], device=policy.device), use_cache=False).logits
+    log_probs = logits[0, :-1].float().log_softmax(-1).cpu()
+    return log_probs.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
 
 
 def compare_probe(learner: np.ndarray, engine: np.ndarray, *, bf16: bool) -> float:
@@ -165,13 +195,13 @@ def compare_probe(learner: np.ndarray, engine: np.ndarray, *, bf16: bool) -> flo
     return difference
 
 
-def _size(part: Any) -> MicroBatchSize:
+def pass_size(part: Any) -> MicroBatchSize:
     if part.log_prob_use_dynamic_bsz:
         return MicroBatchSize(max_tokens=part.log_prob_max_token_len_per_gpu)
     return MicroBatchSize(max_rows=part.log_prob_micro_batch_size_per_gpu)
 
 
-def _steps(batch: TrainBatch, part: Any, response_length: int, loss_mode: str = "") -> Iterator[TrainBatch]:
+def steps_of(batch: TrainBatch, part: Any, response_length: int, loss_mode: str = "") -> Iterator[TrainBatch]:
     return optimizer_steps(
         batch,
         prompts=part.ppo_mini_batch_size,
@@ -182,6 +212,6 @@ def _steps(batch: TrainBatch, part: Any, response_length: int, loss_mode: str = 
     )
 
 
-def _compute_dtype(name: str) -> torch.dtype | None:
+def compute_dtype(name: str) -> torch.dtype | None:
     """The autocast dtype, or None for none: masters and reductions stay float32."""
     return {"fp32": None, "float32": None, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}[name]

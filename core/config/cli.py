@@ -19,8 +19,7 @@ from core.config.convert import show
 from core.config.resolution import resolve
 
 # What validates but cannot run in this version
-NOT_YET = (("trainer.backend", "ray"), ("actor_rollout_ref.rollout.name", "vllm"))
-INSTEAD = "use trainer.backend=local actor_rollout_ref.rollout.name=hf"
+NOT_YET = (("actor_rollout_ref.rollout.name", "vllm", "hf"),)  # key, value, what to use
 
 
 def prepare(recipe: str, argv: Sequence[str], hooks: Collection[str] = ()) -> Config:
@@ -58,10 +57,20 @@ def _typed_keys(typed: Sequence[str]) -> frozenset[str]:
 def _outside(composed: Composed, typed: frozenset[str] | None) -> list[str]:
     """Problems with what lies outside the configuration. A dry run looks at typed paths only."""
     lines = [str(problem) for problem in paths.missing(composed.config, typed)]
-    absent = [f"{key}={value}" for key, value in NOT_YET if convert.get(composed.config, key) == value]
-    if absent and typed is None:
-        lines.append(f"{' '.join(absent)}: is not available in this version; {INSTEAD}")
+    if typed is None:
+        absent = [entry for entry in NOT_YET if convert.get(composed.config, entry[0]) == entry[1]]
+        lines += [f"{key}={value}: is not available in this version; use {key}={use}" for key, value, use in absent]
+        lines += _sequence_parallel(composed.config)
     return lines
+
+
+def _sequence_parallel(config: Config) -> list[str]:
+    """Sequence parallelism is validated for the day that it comes."""
+    if config.trainer.backend == "local":
+        return []
+    keys = [f"{part}.ulysses_sequence_parallel_size" for part in ("actor_rollout_ref.actor", "critic")]
+    asked = {key: value for key in keys if (value := convert.get(config, key)) > 1}
+    return [f"{key}={value}: is not available in this version; use {key}=1" for key, value in asked.items()]
 
 
 def _refuse(problems: Sequence[str]) -> NoReturn:

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from core.config.batch_rules import PASSES
 from core.config.checks import PER_SEQUENCE
 from core.config.limits import is_plugin
+from core.config.rule import always
 from core.config.view import View
 
 ACTOR, ROLLOUT, REF, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref", "model"))
@@ -151,6 +152,7 @@ PLACES: tuple[Entry, ...] = (
     (
         (
             *("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.balance_batch", "ray_kwargs.*"),
+            *("trainer.phase_timeout_s", "trainer.max_restarts"),
             *(f"*.fsdp_config.{name}" for name in SHARDING),
             *(f"{REF}.fsdp_config.dtype", "*.ulysses_sequence_parallel_size", "*.strategy"),
         ),
@@ -159,8 +161,8 @@ PLACES: tuple[Entry, ...] = (
     ),
     (
         (f"{MODEL}.use_remove_padding", "critic.model.use_remove_padding"),
-        lambda v: v.trainer.backend == "local",
-        "trainer.backend=local sorts sequences by length instead",
+        always,
+        "sequences of similar length share a pass instead",
     ),
 )
 
@@ -181,9 +183,19 @@ RUNS: tuple[Entry, ...] = (
         "reward_model.overlong_buffer.enable is off",
     ),
     (
+        tuple(f"reward_model.{name}" for name in ("num_workers", "timeout_s", "memory_limit_mb")),
+        lambda v: v.reward.source == "register" and v.reward.reward_manager == "naive",
+        "reward_model.reward_manager=naive grades in this process; prime has workers",
+    ),
+    (
         ("reward_model.reward_manager",),
-        lambda v: v.reward.reward_manager != "naive",
-        "answers are scored in process, whichever manager is named",
+        lambda v: v.reward.source == "importlib",
+        "reward_model.source=importlib takes the manager of reward_model.module",
+    ),
+    (
+        ("reward_model.module.*",),
+        lambda v: v.reward.source == "register",
+        "reward_model.source is not importlib",
     ),
     (
         ("custom_reward_function.name", "custom_reward_function.reward_kwargs*"),

@@ -222,8 +222,21 @@ class OverlongBufferConfig:
 
 
 @dataclass(frozen=True)
+class RewardModuleConfig:
+    path: str | None = None  # a file or a module
+    name: str | None = None
+
+
+@dataclass(frozen=True)
 class RewardModelConfig:
+    source: Literal["register", "importlib"] = "register"  # importlib: the manager is module.name of module.path
+    module: RewardModuleConfig = RewardModuleConfig()
     reward_manager: Literal["naive", "batch", "prime", "dapo"] = "naive"
+    num_workers: limits.Count | None = None  # grading processes; None: one a core, at most 4
+    timeout_s: limits.Positive = 10.0  # of an answer (batch: of a call), from when a worker begins it
+    memory_limit_mb: limits.Count | None = 1024  # MiB that a worker may map; None: no limit
+    num_examine: limits.Size = 0  # answers of each data source that a training step prints
+    val_num_examine: limits.Size = 1  # the same for a validation
     reward_kwargs: Open = FrozenDict()  # scorer's name -> its options, as in {gsm8k: {method: flexible}}
     on_error: Literal["zero", "mask", "raise"] = "zero"  # what becomes of an answer whose scorer failed
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
@@ -279,6 +292,8 @@ class TrainerConfig:
     n_gpus_per_node: limits.Count = 8
     total_epochs: limits.Count = 30
     total_training_steps: limits.Count | None = None  # None: the whole batches of total_epochs
+    phase_timeout_s: limits.Positive = 3600  # of a remote phase, after which the run ends and says what hangs
+    max_restarts: limits.Size = 0  # from the last checkpoint, after a worker died or hung
     critic_warmup: limits.Size = 0  # steps in which only the critic trains
     balance_batch: bool = True
     max_staleness: limits.Size = 0  # steps a sample may be old

@@ -1,0 +1,582 @@
+"""The same phases on a cluster: Ray actors hold the learner's ranks and the engines. The one file that imports ray.
+
+A node has a placement group with a bundle a rank; learner rank and engine of a bundle share its GPU (or, on the CPU,
+its share of the cores) and take turns. Batches are split over the ranks here, about equal in tokens. Whatever is asked
+of an actor goes through :class:`Watch`: it has a deadline, and an actor that dies ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import ray
+import torch
+from ray.exceptions import RayError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from torch import Tensor
+
+from core.batching import busy_rows, rank_shares
+from core.config.frozen import thaw
+from core.engines import SampleRequest, make_engine
+from core.learner import only_advantages_train
+from core.models import load_policy, load_tokenizer
+from core.provenance import ModelFingerprint
+from core.types import TrainBatch, Trajectory
+from core.workers import ClusterError, WorkersLost, compare_probe, compute_dtype, steps_of
+
+if TYPE_CHECKING:
+    from core.config.schema import Config
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 30.0  # how often a phase that goes on is mentioned
+START_S = 300.0  # for the cluster to have room
+GRACE_S = 5.0  # for a death to be known after the error that it caused elsewhere, for stacks, for a tidy end
+PAUSE_S = 1.0  # between two looks at the actors' lives while samples are awaited
+
+
+class PhaseTimeout(WorkersLost):
+    """A remote phase passed its deadline."""
+
+
+# ---------------------------------------------------------------- inside the actors
+
+
+def _prepare(threads: int) -> None:
+    """Ray allows an actor one thread; children (an engine's own processes) go by the variable."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    torch.set_num_threads(threads)
+
+
+def _stacks() -> str:
+    """The Python stack of every other thread of this process."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+        if ident != threading.get_ident()
+    )
+
+
+@ray.remote(concurrency_groups={"health": 2})
+class LearnerActor:
+    """A process for one :class:`core.fsdp.LearnerRank`."""
+
+    def __init__(self, threads: int):
+        _prepare(threads)
+
+    def host(self) -> tuple[str, int]:
+        """Opens the store at which the ranks meet; rank 0 only."""
+        address = ray.util.get_node_ip_address()
+        self.store = torch.distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        return address, self.store.port
+
+    def join(
+        self, rank: int, world: int, address: tuple[str, int], timeout_s: float, *args: Any, **kwargs: Any
+    ) -> None:
+        """Joins the other ranks and makes this rank's learner."""
+        from core.fsdp import LearnerRank
+
+        if rank:
+            self.store = torch.distributed.TCPStore(*address, is_master=False)
+        device = kwargs["device"]
+        torch.distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=self.store,
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        self.learner = LearnerRank(*args, **kwargs)
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self.learner, method)(*args)
+
+    def weights(self, dtype: torch.dtype) -> Any:
+        """All weights from rank 0, as shared memory can hold them; None from the others."""
+        state = self.learner.weights(dtype)
+        return None if state is None else _packed(state.items())
+
+    @ray.method(concurrency_group="health")
+    def lifeline(self) -> None:
+        """Never returns: whoever waits for it learns at once that the process is gone."""
+        threading.Event().wait()
+
+    @ray.method(concurrency_group="health")
+    def stacks(self) -> str:
+        return _stacks()
+
+
+@ray.remote(concurrency_groups={"health": 2})
+class EngineActor:
+    """A process for one rollout engine."""
+
+    def __init__(self, config: Config, device: torch.device, threads: int):
+        _prepare(threads)
+        model = config.actor_rollout_ref.model
+        self.engine = make_engine(config, load_policy(model).to(device), load_tokenizer(model))
+        self.tasks: dict[int, asyncio.Task] = {}
+
+    async def ready(self) -> None: ...
+
+    async def sample(self, requests: Sequence[tuple[int, SampleRequest]]):
+        """Yields lists of (key, trajectory or exception), each as soon as there is something in it."""
+        finished: asyncio.Queue[int] = asyncio.Queue()
+        for key, request in requests:
+            self.tasks[key] = asyncio.ensure_future(self.engine.sample(request))
+            self.tasks[key].add_done_callback(lambda _, key=key: finished.put_nowait(key))
+        left = len(requests)
+        while left:
+            keys = [await finished.get()]
+            while not finished.empty():
+                keys.append(finished.get_nowait())
+            left -= len(keys)
+            yield [(key, _outcome(self.tasks.pop(key))) for key in keys]
+
+    async def abort(self, keys: Sequence[int]) -> None:
+        for key in keys:
+            if key in self.tasks:
+                self.tasks[key].cancel()
+
+    async def update_weights(self, weights: Sequence[ray.ObjectRef], version: int) -> None:
+        await asyncio.sleep(0)  # what was aborted before ends first
+        named = [pair for part in weights for pair in _unpacked(await part)]
+        self.engine.update_weights(named, version)
+
+    async def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:
+        return self.engine.probe(token_ids)
+
+    async def close(self) -> None:
+        self.engine.close()
+
+    @ray.method(concurrency_group="health")
+    async def lifeline(self) -> None:
+        await asyncio.Event().wait()
+
+    @ray.method(concurrency_group="health")
+    async def stacks(self) -> str:
+        return _stacks()
+
+
+def _outcome(task: asyncio.Task) -> Trajectory | BaseException:
+    if task.cancelled():
+        return asyncio.CancelledError()
+    return task.exception() or task.result()
+
+
+def _packed(named_tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, np.ndarray, torch.dtype, torch.Size]]:
+    """Bytes, which Ray keeps in shared memory and maps into every process of the node; numpy has no bfloat16."""
+    return [
+        (name, tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tensor.shape)
+        for name, tensor in named_tensors
+    ]
+
+
+def _unpacked(parts: Iterable[tuple[str, np.ndarray, torch.dtype, torch.Size]]) -> list[tuple[str, Tensor]]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return [(name, torch.from_numpy(flat).view(dtype).reshape(shape)) for name, flat, dtype, shape in parts]
+
+
+# ---------------------------------------------------------------- in the driver
+
+
+class Watch:
+    """Waits for remote calls, with a deadline and an eye on every actor."""
+
+    def __init__(self, timeout_s: float):
+        self.timeout_s = timeout_s
+        self.actors: dict[str, Any] = {}
+        self.lifelines: dict[ray.ObjectRef, str] = {}
+
+    def add(self, name: str, actor: Any) -> None:
+        self.actors[name] = actor
+        self.lifelines[actor.lifeline.remote()] = name
+
+    def wait(self, phase: str, calls: dict[str, ray.ObjectRef]) -> list[Any]:
+        """The results, in the order of ``calls`` (actor's name -> call).
+
+        Raises WorkersLost where an actor died, PhaseTimeout where the deadline passed, else what an actor raised.
+        """
+        start, results = time.monotonic(), dict.fromkeys(calls)
+        pending = {ref: name for name, ref in calls.items()}
+        while pending:
+            left = self.timeout_s - (time.monotonic() - start)
+            if left <= 0:
+                raise self.timeout(phase, pending.values())
+            ready, _ = ray.wait([*pending, *self.lifelines], timeout=min(left, LOOK_S))
+            if not ready:
+                log.info("%s: waiting for %s, %.0f s", phase, ", ".join(pending.values()), time.monotonic() - start)
+            for ref in ready:
+                if ref in self.lifelines:
+                    raise self.lost(phase)
+                try:
+                    results[pending.pop(ref)] = ray.get(ref)
+                except RayError as error:
+                    raise self.cause(phase, error) from error
+        return list(results.values())
+
+    def lost(self, phase: str, within_s: float = 0.0) -> WorkersLost | None:
+        """What to raise if an actor died, or does within the time given."""
+        dead, _ = ray.wait([*self.lifelines], timeout=within_s)
+        if not dead:
+            return None
+        try:
+            ray.get(dead[0])
+        except RayError as error:
+            reason = " ".join(str(error).split())
+        return WorkersLost(f"{self.lifelines[dead[0]]} died in phase {phase}: {reason[:600]}")
+
+    def cause(self, phase: str, error: RayError) -> BaseException:
+        """The death behind an error, if there is one (ranks fail when one of them goes), else the actor's own."""
+        own = error.cause if isinstance(error, RayTaskError) else error
+        return self.lost(phase, GRACE_S) or own
+
+    def timeout(self, phase: str, names: Iterable[str]) -> PhaseTimeout:
+        names = list(names)
+        stacks = {name: self.actors[name].stacks.remote() for name in names}
+        ready, _ = ray.wait(list(stacks.values()), num_returns=len(stacks), timeout=GRACE_S)
+        shown = [f"{name}:\n{_text(ref) if ref in ready else 'does not answer'}" for name, ref in stacks.items()]
+        return PhaseTimeout(
+            f"{', '.join(names)} did not finish phase {phase} within trainer.phase_timeout_s={self.timeout_s:g}; "
+            "Python stacks:\n" + "\n".join(shown)
+        )
+
+
+def _text(ref: ray.ObjectRef) -> str:
+    try:
+        return ray.get(ref)
+    except RayError as error:
+        return str(error)
+
+
+@dataclass
+class _Awaited:
+    """A sample in flight."""
+
+    future: asyncio.Future
+    request: SampleRequest
+    engine: str | None = None
+
+
+class RayEngine:
+    """The engine contract over engine actors.
+
+    What is asked in one turn of the event loop travels together, so that an engine sees it at once: prompts are then
+    prefilled once, and a replay meets the same batches. The samples of a prompt go to one engine.
+    """
+
+    def __init__(self, watch: Watch, engines: Sequence[str]):
+        self.watch, self.engines = watch, list(engines)
+        self.policy_version = 0
+        self._keys = count()
+        self._awaited: dict[int, _Awaited] = {}
+        self._tasks: set[asyncio.Task] = set()
+        self._progress = 0.0
+
+    async def sample(self, request: SampleRequest) -> Trajectory:
+        key, loop = next(self._keys), asyncio.get_running_loop()
+        if not any(one.engine is None for one in self._awaited.values()):
+            loop.call_soon(self._send)
+        self._awaited[key] = _Awaited(loop.create_future(), request)
+        try:
+            return await self._awaited[key].future
+        finally:
+            gone = self._awaited.pop(key)
+            if gone.engine is not None and gone.future.cancelled():
+                self.watch.actors[gone.engine].abort.remote([key])
+
+    def _send(self) -> None:
+        fresh = {key: one for key, one in self._awaited.items() if one.engine is None}
+        place = {one.request.prompt_ids: one.engine for one in self._awaited.values() if one.engine is not None}
+        load = dict.fromkeys(self.engines, 0)
+        for one in self._awaited.values():
+            if one.engine is not None:
+                load[one.engine] += 1
+        parts: dict[str, list[tuple[int, SampleRequest]]] = {}
+        for key, one in fresh.items():
+            prompt = one.request.prompt_ids
+            one.engine = place.setdefault(prompt, min(self.engines, key=load.__getitem__))
+            load[one.engine] += 1
+            parts.setdefault(one.engine, []).append((key, one.request))
+        if not self._tasks:
+            self._begin(self._look_after())
+        for engine, requests in parts.items():
+            self._begin(self._relay(engine, requests))
+
+    def _begin(self, work: Any) -> None:
+        self._progress = time.monotonic()
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _relay(self, engine: str, requests: list[tuple[int, SampleRequest]]) -> None:
+        """Hands the actor's outcomes to those who await them."""
+        try:
+            stream = self.watch.actors[engine].sample.options(num_returns="streaming").remote(requests)
+            async for part in stream:
+                for key, outcome in await part:
+                    self._settle(key, outcome)
+                self._progress = time.monotonic()
+        except RayError as error:
+            cause = await asyncio.to_thread(self.watch.cause, "generate", error)
+            for key, _ in requests:
+                self._settle(key, cause)
+
+    async def _look_after(self) -> None:
+        """While samples are awaited: any actor's death, or no sample for too long, ends them all."""
+        while self._awaited:
+            await asyncio.sleep(PAUSE_S)
+            error = self.watch.lost("generate")
+            if error is None and time.monotonic() - self._progress > self.watch.timeout_s:
+                busy = {one.engine for one in self._awaited.values() if one.engine}
+                error = await asyncio.to_thread(self.watch.timeout, "generate", sorted(busy))
+            if error is not None:
+                for key in list(self._awaited):
+                    self._settle(key, error)
+                return
+
+    def _settle(self, key: int, outcome: Trajectory | BaseException) -> None:
+        one = self._awaited.get(key)
+        if one is None or one.future.done():
+            return
+        if isinstance(outcome, asyncio.CancelledError):
+            one.future.cancel()
+        elif isinstance(outcome, BaseException):
+            one.future.set_exception(outcome)
+        else:
+            one.future.set_result(outcome)
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self.publish(ray.put(_packed(named_tensors)), version, {})
+
+    def publish(self, weights: ray.ObjectRef, version: int, others: dict[str, ray.ObjectRef]) -> None:
+        """Gives every engine what ``weights`` will hold; waits for ``others`` too."""
+        calls = {name: self.watch.actors[name].update_weights.remote([weights], version) for name in self.engines}
+        self.watch.wait("update_weights", {**others, **calls})
+        self.policy_version = version
+
+    def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:
+        return self.probes(token_ids)[0]
+
+    def probes(self, token_ids: tuple[int, ...]) -> list[np.ndarray]:
+        calls = {name: self.watch.actors[name].probe.remote(token_ids) for name in self.engines}
+        return self.watch.wait("probe", calls)
+
+    def close(self) -> None:
+        for task in self._tasks:
+            if not task.get_loop().is_closed():
+                task.cancel()
+        calls = [self.watch.actors[name].close.remote() for name in self.engines]
+        ray.wait(calls, num_returns=len(calls), timeout=GRACE_S)
+
+
+class RayWorkers:
+    """The phases of :class:`core.workers.Workers` over ``trainer.nnodes * trainer.n_gpus_per_node`` learner ranks.
+
+    On a GPU each rank has an engine beside it; on the CPU each node has one engine with all of the node's threads.
+    Starts a local Ray unless ``ray_kwargs.ray_init.address`` names a cluster or one is connected to already, and
+    ends what it started. Checkpoints need a folder that all nodes see. Raises ClusterError where there is no room.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Any,
+        device: torch.device,
+        *,
+        needs_ref: bool,
+        needs_critic: bool,
+        master_dtype: torch.dtype = torch.float32,
+    ):
+        trainer = config.trainer
+        self.config, self.device = config, device
+        self.per_node, self.ranks = trainer.n_gpus_per_node, trainer.nnodes * trainer.n_gpus_per_node
+        cores = os.cpu_count() or 1
+        self.threads = trainer.cpu_threads or max(1, cores // self.per_node)
+        self.watch = Watch(trainer.phase_timeout_s)
+        self.learners: list[Any] = []
+        self.engine: RayEngine | None = None
+        self.groups: list[Any] = []
+        self.owns_ray = not ray.is_initialized()
+        try:
+            if self.owns_ray:
+                self._connect()
+            self._reserve()
+            self._start(needs_ref, needs_critic, master_dtype, trainer.cpu_threads or cores)
+        except BaseException:
+            self.close()
+            raise
+
+    # -- starting and ending ---------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        options = {name: value for name, value in thaw(self.config.ray_kwargs.ray_init).items() if value is not None}
+        if "address" not in options and "RAY_ADDRESS" not in os.environ:
+            options.setdefault("include_dashboard", False)
+            if self.device.type == "cpu":  # Ray's CPUs are tickets: more ranks than cores are slow, not impossible
+                options.setdefault("num_cpus", max(self.ranks, os.cpu_count() or 1))
+        ray.init(**{"logging_level": logging.WARNING, **options})
+
+    def _reserve(self) -> None:
+        bundle = {"CPU": 1.0, **({"GPU": 1.0} if self.device.type == "cuda" else {})}
+        for _ in range(self.config.trainer.nnodes):
+            self.groups.append(placement_group([bundle] * self.per_node, strategy="STRICT_PACK"))
+        deadline = time.monotonic() + min(START_S, self.watch.timeout_s)
+        if not all(group.wait(max(0.0, deadline - time.monotonic())) for group in self.groups):
+            raise ClusterError(
+                f"trainer.nnodes={len(self.groups)} trainer.n_gpus_per_node={self.per_node}: no room for that many "
+                f"bundles of {bundle} on that many nodes; the cluster has {ray.cluster_resources()} in all and "
+                f"{ray.available_resources()} left. Ask for less, or wait for other runs to end"
+            )
+
+    def _start(self, needs_ref: bool, needs_critic: bool, master_dtype: torch.dtype, engine_threads: int) -> None:
+        on_gpu = self.device.type == "cuda"
+        for rank in range(self.ranks):
+            actor = LearnerActor.options(**self._place(rank)).remote(self.threads)
+            self.learners.append(actor)
+            self.watch.add(f"learner rank {rank}", actor)
+        engines = []
+        for rank in range(0, self.ranks, 1 if on_gpu else self.per_node):
+            threads = self.threads if on_gpu else engine_threads
+            actor = EngineActor.options(**self._place(rank)).remote(self.config, self.device, threads)
+            engines.append(f"engine {len(engines)}")
+            self.watch.add(engines[-1], actor)
+        (address,) = self.watch.wait("start", {"learner rank 0": self.learners[0].host.remote()})
+        options = {"device": self.device, "needs_ref": needs_ref, "needs_critic": needs_critic}
+        calls = {
+            f"learner rank {rank}": actor.join.remote(
+                rank, self.ranks, address, self.watch.timeout_s, self.config, master_dtype=master_dtype, **options
+            )
+            for rank, actor in enumerate(self.learners)
+        }
+        calls.update({name: self.watch.actors[name].ready.remote() for name in engines})
+        self.watch.wait("load", calls)
+        self.engine = RayEngine(self.watch, engines)
+
+    def _place(self, rank: int) -> dict[str, Any]:
+        """Half of the rank's bundle: learner and engine share it."""
+        node, index = divmod(rank, self.per_node)
+        strategy = PlacementGroupSchedulingStrategy(self.groups[node], placement_group_bundle_index=index)
+        gpus = 0.5 if self.device.type == "cuda" else 0
+        return {"scheduling_strategy": strategy, "num_cpus": 0.5, "num_gpus": gpus}
+
+    def close(self) -> None:
+        """Ends the actors and what else this object started. A second call does nothing."""
+        if not ray.is_initialized():
+            return
+        if self.engine is not None:
+            self.engine.close()
+        timeline = self.config.ray_kwargs.timeline_json_file
+        if timeline and self.watch.actors:
+            ray.timeline(filename=timeline)
+        for actor in self.watch.actors.values():
+            ray.kill(actor)
+        for group in self.groups:
+            remove_placement_group(group)
+        self.watch.actors, self.learners, self.groups, self.engine = {}, [], [], None
+        if self.owns_ray:
+            ray.shutdown()
+
+    # -- phases ----------------------------------------------------------------------------------
+
+    def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+        log_prob, entropy = self._pass("old_log_prob", "compute_log_probs", batch)
+        return log_prob, entropy
+
+    def compute_ref_log_prob(self, batch: TrainBatch) -> Tensor:
+        return self._pass("ref", "compute_ref_log_prob", batch)[0]
+
+    def compute_values(self, batch: TrainBatch) -> Tensor:
+        return self._pass("values", "compute_values", batch)[0]
+
+    def update_actor(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
+        part, length = self.config.actor_rollout_ref.actor, self.config.data.max_response_length
+        steps = steps_of(batch, part, length, part.policy_loss.loss_mode)
+        return self._update("update_actor", steps, only_advantages_train(part), lr_multiplier)
+
+    def update_critic(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
+        steps = steps_of(batch, self.config.critic, self.config.data.max_response_length)
+        return self._update("update_critic", steps, False, lr_multiplier)
+
+    def sync_weights(self, version: int) -> dict[str, float]:
+        rollout = self.config.actor_rollout_ref.rollout
+        dtype = compute_dtype(rollout.dtype) or torch.float32
+        first, *others = (actor.weights.remote(dtype) for actor in self.learners)
+        self.engine.publish(first, version, {f"learner rank {r}": ref for r, ref in enumerate(others, start=1)})
+        ids, expected = self._each("probe", "probe", [()] * self.ranks)[0]
+        bf16 = not self.full_precision
+        differences = [compare_probe(expected, found, bf16=bf16) for found in self.engine.probes(ids)]
+        return {"rollout_corr/probe_diff": max(differences)}
+
+    @property
+    def full_precision(self) -> bool:
+        return compute_dtype(self.config.actor_rollout_ref.actor.fsdp_config.dtype) is None
+
+    def fingerprints(self) -> dict[str, ModelFingerprint]:
+        return self._each("fingerprints", "fingerprints", [()])[0]
+
+    def save(self, folder: Path) -> None:
+        self._each("save_checkpoint", "save", [(str(folder.absolute()),)] * self.ranks)
+
+    def load(self, folder: Path) -> None:
+        self._each("load_checkpoint", "load", [(str(folder.absolute()),)] * self.ranks)
+
+    def _each(self, phase: str, method: str, arguments: Sequence[tuple]) -> list[Any]:
+        """The method on rank 0, 1, ... with its arguments."""
+        calls = {
+            f"learner rank {rank}": self.learners[rank].call.remote(method, *a) for rank, a in enumerate(arguments)
+        }
+        return self.watch.wait(phase, calls)
+
+    def _shares(self, batch: TrainBatch) -> list[Tensor]:
+        if self.config.trainer.balance_batch:
+            return rank_shares(batch.attention_mask.sum(dim=1), self.ranks)
+        return list(torch.arange(len(batch)).tensor_split(self.ranks))
+
+    def _pass(self, phase: str, method: str, batch: TrainBatch) -> list[Tensor]:
+        """A pass over all rows, put together again: [B, T] tensors."""
+        shares = self._shares(batch)
+        parts = self._each(phase, method, [(_trimmed(batch, share),) for share in shares])
+        whole = [torch.zeros(batch.input_ids.shape, dtype=one.dtype) for one in parts[0]]
+        for share, part in zip(shares, parts, strict=True):
+            for target, value in zip(whole, part, strict=True):
+                target[share, : value.shape[1]] = value
+        return whole
+
+    def _update(
+        self, phase: str, steps: Iterable[TrainBatch], only_advantages: bool, lr_multiplier: float
+    ) -> dict[str, float]:
+        """All optimizer steps. The rows that train are shared out apart from those that only a metric reads."""
+        by_rank: list[list[TrainBatch]] = [[] for _ in self.learners]
+        for step in steps:
+            busy = busy_rows(step, only_advantages_train=only_advantages)
+            shares = []
+            for chosen in (busy, ~busy):
+                rows = chosen.nonzero()[:, 0]
+                shares.append([rows[share] for share in self._shares(step.rows(rows))])
+            for mine, parts in zip(by_rank, zip(*shares, strict=True), strict=True):
+                mine.append(_trimmed(step, torch.cat(parts)))
+        return self._each(phase, phase, [(mine, lr_multiplier) for mine in by_rank])[0]
+
+
+def _trimmed(batch: TrainBatch, index: Tensor) -> TrainBatch:
+    """The rows without the columns that only others fill."""
+    rows = batch.rows(index)
+    return rows.cut(max(2, int(rows.attention_mask.sum(dim=1).max()))) if len(rows) else rows.cut(2)

@@ -1,0 +1,79 @@
+"""A tiny model on disk, its configuration and a batch of mixed lengths: what the tests of several ranks share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from core.config import compose
+from core.config.schema import Config
+from core.types import TrainBatch
+from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
+
+
+def write_model(folder: Path, **overrides) -> Path:
+    tiny_model(initializer_range=0.08, **overrides).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def cluster_config(model: Path, *overrides: str, ranks: int = 2, recipe: str = "ppo") -> Config:
+    """Two optimizer steps a batch, micro-batches by tokens, float32, KL loss and entropy bonus on."""
+    settings = {
+        "data.train_batch_size": 8,
+        "data.max_prompt_length": 16,
+        "data.max_response_length": 24,
+        "actor_rollout_ref.model.path": model,
+        "actor_rollout_ref.rollout.name": "hf",
+        "actor_rollout_ref.rollout.dtype": "float32",
+        "actor_rollout_ref.rollout.n": 2,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 64,
+        "actor_rollout_ref.actor.optim.lr": 0.01,
+        "actor_rollout_ref.actor.fsdp_config.dtype": "float32",
+        "actor_rollout_ref.actor.use_kl_loss": True,
+        "actor_rollout_ref.actor.entropy_coeff": 0.01,
+        "actor_rollout_ref.ref.fsdp_config.dtype": "float32",
+        "critic.optim.lr": 0.01,
+        "critic.ppo_max_token_len_per_gpu": 64,
+        "critic.model.fsdp_config.dtype": "float32",
+        "trainer.backend": "ray",
+        "trainer.device": "cpu",
+        "trainer.cpu_threads": 1,
+        "trainer.n_gpus_per_node": ranks,
+    }
+    return compose(recipe, [*(f"{key}={value}" for key, value in settings.items()), *overrides])
+
+
+def mixed_batch(groups: int = 8, n: int = 2, seed: int = 0) -> TrainBatch:
+    """Rows of 4 to 40 tokens; every field is set, one row carries no loss, one group has no advantage."""
+    rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    rows, width = groups * n, 40
+    prompt = torch.from_numpy(rng.integers(2, 16, groups).repeat(n))
+    length = prompt + torch.from_numpy(1 + rng.geometric(0.15, rows)).clamp(max=24)
+    position = torch.arange(width)
+    response = (position >= prompt[:, None]) & (position < length[:, None])
+    live = torch.arange(rows) != 5
+
+    def noise() -> torch.Tensor:
+        return torch.randn((rows, width), generator=generator) * response
+
+    group = torch.arange(groups).repeat_interleave(n)
+    log_probs = -4.6 * response + 0.1 * noise()
+    return TrainBatch(
+        input_ids=torch.randint(4, VOCAB_SIZE, (rows, width), generator=generator),
+        attention_mask=position < length[:, None],
+        response_mask=response,
+        loss_mask=response & live[:, None],
+        group=group,
+        reward=torch.randn(rows, generator=generator),
+        in_group_stats=live,
+        rollout_log_probs=log_probs,
+        old_log_probs=log_probs + 0.1 * noise(),
+        ref_log_prob=log_probs + 0.1 * noise(),
+        values=noise(),
+        advantages=noise() * (group != 2)[:, None],
+        returns=noise(),
+    )

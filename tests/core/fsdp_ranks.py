@@ -1,0 +1,73 @@
+"""What each process of ``test_fsdp`` runs: a learner rank over gloo, without Ray."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from core.batching import busy_rows, rank_shares
+from core.fsdp import LearnerRank, gather
+from core.learner import only_advantages_train
+from core.metrics import Means
+from core.workers import steps_of
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+def run(rank: int, world: int, folder: Path, jobs: dict) -> None:
+    """Does each of ``jobs`` (name -> (what, config, keyword arguments)); rank 0 writes ``<name>.pt``."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / f"store{world}"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    for name, (what, config, options) in jobs.items():
+        found = globals()[what](rank, world, config, **options)
+        if rank == 0:
+            torch.save(found, folder / f"{name}.pt")
+    dist.destroy_process_group()
+
+
+def learner(config, dtype="float64", critic=True):
+    return LearnerRank(config, torch.device("cpu"), needs_ref=False, needs_critic=critic, master_dtype=DTYPES[dtype])
+
+
+def share(batch, rank, world):
+    index = rank_shares(batch.attention_mask.sum(1), world)[rank]
+    return batch.rows(index)
+
+
+def steps(config, batch, rank, world):
+    actor = config.actor_rollout_ref.actor
+    return [share(step, rank, world) for step in steps_of(batch, actor, config.data.max_response_length)]
+
+
+def train(rank, world, config, batch, dtype="float64", updates=5, save=None, load=None):
+    """Metrics of each update, and the weights and log-probs at the end."""
+    one = learner(config, dtype)
+    if load:
+        one.load(str(load))
+    metrics = []
+    for _ in range(updates):
+        mine = steps(config, batch, rank, world)
+        metrics.append({**one.update_critic(mine, 1.0), **one.update_actor(mine, 1.0)})
+    if save:
+        one.save(str(save))
+    log_probs = one.compute_log_probs(batch)[0]  # every rank the whole batch
+    values = one.compute_values(batch)[0]
+    weights = {name: gather(part.module) for name, part in one.trained().items()}
+    return {"metrics": metrics, "weights": weights, "log_probs": log_probs, "values": values}
+
+
+def gradients(rank, world, config, batch, dtype="float32"):
+    """Those of one optimizer step over the whole batch, and the loss."""
+    one = learner(config, dtype, critic=False)
+    (step,) = steps_of(batch, config.actor_rollout_ref.actor, 24)
+    busy = busy_rows(step, only_advantages_train=only_advantages_train(config.actor_rollout_ref.actor))
+    means = Means()
+    one.actor.mismatch = Means()
+    one.actor.accumulate(share(step.rows(busy.nonzero()[:, 0]), rank, world), means)
+    grads = {name: parameter.grad.full_tensor() for name, parameter in one.actor.module.named_parameters()}
+    total = one.ranks.total(means)
+    return {"grads": grads, "loss": total.sums["pg_loss"]}

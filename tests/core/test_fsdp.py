@@ -1,0 +1,176 @@
+"""Sharded over processes, the learner computes what it computes in one: losses, gradients, weights, checkpoints."""
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from core import workers
+from core.batching import optimizer_steps, rank_shares
+from core.metrics import Means
+from core.models import load_critic, load_policy
+from core.workers import LocalWorkers
+from tests.core import fsdp_ranks
+from tests.core.cluster import cluster_config, mixed_batch, write_model
+
+CPU = torch.device("cpu")
+WHOLE = "actor_rollout_ref.actor.ppo_mini_batch_size=8"  # one optimizer step
+NO_ENTROPY = ("actor_rollout_ref.actor.use_kl_loss=False", "actor_rollout_ref.actor.entropy_coeff=0.0")
+MEMORY = (
+    "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+    "actor_rollout_ref.actor.fsdp_config.param_offload=True",
+    "critic.model.fsdp_config.optimizer_offload=True",
+    "critic.model.fsdp_config.reshard_after_forward=False",
+    "critic.model.fsdp_config.forward_prefetch=True",
+)
+BF16 = "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16"
+
+
+def local(config, dtype=torch.float64):
+    """The in-process backend with masters of another dtype."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers, "load_policy", functools.partial(load_policy, dtype=dtype))
+        patch.setattr(workers, "load_critic", functools.partial(load_critic, dtype=dtype))
+        return LocalWorkers(config, None, CPU, needs_ref=False, needs_critic=True)
+
+
+def train_local(config, batch, updates=5, dtype=torch.float64, load=None):
+    one = local(config, dtype)
+    if load:
+        one.load(load)
+    metrics = [{**one.update_critic(batch, 1.0), **one.update_actor(batch, 1.0)} for _ in range(updates)]
+    weights = {"actor": one.actor.module.state_dict(), "critic": one.critic.module.state_dict()}
+    log_probs, values = one.compute_log_probs(batch)[0], one.compute_values(batch)
+    return {"metrics": metrics, "weights": weights, "log_probs": log_probs, "values": values}
+
+
+def assert_same_training(found, expected, rtol=1e-9, atol=1e-9):
+    for step, (one, other) in enumerate(zip(found["metrics"], expected["metrics"], strict=True)):
+        assert one == pytest.approx(other, rel=max(rtol, 1e-6), abs=1e-6), f"update {step}"
+        losses = [name for name in other if name.endswith(("pg_loss", "vf_loss", "kl_loss", "grad_norm"))]
+        for name in losses:
+            assert one[name] == pytest.approx(other[name], rel=rtol, abs=atol), f"update {step}"
+    for model, weights in expected["weights"].items():
+        assert found["weights"][model].keys() == weights.keys()
+        for name, value in weights.items():
+            torch.testing.assert_close(found["weights"][model][name], value, rtol=rtol, atol=atol, msg=name)
+    torch.testing.assert_close(found["log_probs"], expected["log_probs"], rtol=rtol, atol=atol)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "untied": write_model(folder / "untied"),
+        "tied": write_model(folder / "tied", arch="llama", tie_word_embeddings=True),
+    }
+
+
+def on_ranks(world, folder, jobs):
+    """Starts ``world`` processes that do all jobs, and returns what rank 0 found."""
+    mp.spawn(fsdp_ranks.run, args=(world, folder, jobs), nprocs=world)
+    return SimpleNamespace(**{name: torch.load(folder / f"{name}.pt", weights_only=True) for name in jobs})
+
+
+@pytest.fixture(scope="module")
+def two(models, tmp_path_factory):
+    """Everything that two ranks are asked, in one start."""
+    folder = tmp_path_factory.mktemp("two")
+    batch = mixed_batch()
+    whole = local(cluster_config(models["untied"]))
+    workers_save = folder / "from_local"
+    whole.update_critic(batch, 1.0), whole.update_actor(batch, 1.0)
+    whole.save(workers_save)
+    jobs = {
+        "untied": ("train", cluster_config(models["untied"]), {"batch": batch}),
+        "tied": ("train", cluster_config(models["tied"], *MEMORY), {"batch": batch}),
+        "gradients": ("gradients", cluster_config(models["tied"], WHOLE), {"batch": batch}),
+        "idle": ("gradients", cluster_config(models["tied"], WHOLE, *NO_ENTROPY), {"batch": batch}),
+        "few": ("gradients", cluster_config(models["tied"], WHOLE), {"batch": mixed_batch(groups=1, n=1)}),
+        "saved": ("train", cluster_config(models["untied"]), {"batch": batch, "updates": 2, "save": folder / "ckpt"}),
+        "loaded": ("train", cluster_config(models["untied"]), {"batch": batch, "updates": 2, "load": folder / "ckpt"}),
+        "from_local": ("train", cluster_config(models["untied"]), {"batch": batch, "updates": 1, "load": workers_save}),
+        "bf16": ("gradients", cluster_config(models["tied"], WHOLE, BF16), {"batch": batch}),
+    }
+    found = on_ranks(2, folder, jobs)
+    found.folder = folder
+    return found
+
+
+@pytest.mark.parametrize("name", ["untied", "tied"])
+def test_two_ranks_train_as_one_process(two, models, name):
+    """The tied model has every memory knob turned, the reference none."""
+    expected = train_local(cluster_config(models[name]), mixed_batch())
+    assert_same_training(getattr(two, name), expected)
+
+
+def local_gradients(config, batch):
+    one = local(config, torch.float32)
+    one.actor.mismatch, means = Means(), Means()
+    (step,) = optimizer_steps(batch, prompts=8, scale_factor=24.0)
+    one.actor.accumulate(step, means)
+    return {key: parameter.grad for key, parameter in one.actor.module.named_parameters()}, means.sums["pg_loss"]
+
+
+def distance(found, expected):
+    """Per parameter, relative to the norm of all gradients together."""
+    norm = torch.cat([grad.flatten() for grad in expected.values()]).norm()
+    assert norm > 0.01
+    return max(float((found[key] - grad).norm() / norm) for key, grad in expected.items())
+
+
+@pytest.mark.parametrize(("name", "extra", "groups"), [("gradients", (), 8), ("idle", NO_ENTROPY, 8), ("few", (), 1)])
+def test_fp32_gradients_of_two_ranks_are_those_of_one(two, models, name, extra, groups):
+    """``few`` has one row for two ranks: one of them runs empty passes only."""
+    batch = mixed_batch() if groups == 8 else mixed_batch(groups=1, n=1)
+    expected, loss = local_gradients(cluster_config(models["tied"], WHOLE, *extra), batch)
+    found = getattr(two, name)
+    assert found["loss"] == pytest.approx(loss, rel=1e-6)
+    assert distance(found["grads"], expected) < 1e-6
+
+
+def test_bf16_passes_have_float32_masters_and_gradients(two, models):
+    expected, _ = local_gradients(cluster_config(models["tied"], WHOLE), mixed_batch())
+    assert {str(grad.dtype) for grad in two.bf16["grads"].values()} == {"torch.float32"}
+    assert 1e-6 < distance(two.bf16["grads"], expected) < 0.05
+
+
+def test_checkpoints_load_on_another_number_of_ranks(two, models, tmp_path):
+    """Two ranks save after 2 of 4 updates; two ranks, one rank and the in-process backend end at the same weights."""
+    batch, config = mixed_batch(), cluster_config(models["untied"])
+    straight = train_local(config, batch, updates=4)
+    assert_same_training(two.saved, {**straight, **train_local(config, batch, updates=2)})
+    job = {"one": ("train", config, {"batch": batch, "updates": 2, "load": two.folder / "ckpt"})}
+    after = {**straight, "metrics": straight["metrics"][2:]}
+    assert_same_training(two.loaded, after)
+    assert_same_training(on_ranks(1, tmp_path, job).one, after)
+    assert_same_training(train_local(config, batch, updates=2, load=two.folder / "ckpt"), after)
+
+
+def test_a_checkpoint_of_the_in_process_backend_loads_on_two_ranks(two, models):
+    straight = train_local(cluster_config(models["untied"]), mixed_batch(), updates=2)
+    assert_same_training(two.from_local, {**straight, "metrics": straight["metrics"][1:]})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 4])
+def test_one_and_four_ranks_train_as_one_process(models, tmp_path, world):
+    batch = mixed_batch()
+    found = on_ranks(world, tmp_path, {"it": ("train", cluster_config(models["untied"]), {"batch": batch})})
+    assert_same_training(found.it, train_local(cluster_config(models["untied"]), batch))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_get_about_equal_tokens_and_rows(ranks):
+    lengths = mixed_batch(groups=32, n=4).attention_mask.sum(1)
+    shares = rank_shares(lengths, ranks)
+    assert sorted(torch.cat(shares).tolist()) == list(range(128))
+    tokens = torch.tensor([float(lengths[share].sum()) for share in shares])
+    assert tokens.max() <= 1.1 * tokens.mean()
+    assert {len(share) for share in shares} == {128 // ranks}
+
+
+def test_ranks_beyond_the_rows_get_none():
+    assert [share.tolist() for share in rank_shares(torch.tensor([3, 9]), 3)] == [[1], [0], []]
