@@ -130,12 +130,24 @@ def new_model(recipe: BaseRecipe, tokenizer: PreTrainedTokenizerFast) -> PreTrai
         return Qwen2ForCausalLM(config)
 
 
+def answer_loss(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> Tensor:
+    """Mean over the labelled tokens of -log p(token | tokens before it), in nats.
+
+    Shapes:
+        ids, labels  [B, T] int64, as :func:`encode` returns them
+    """
+    import torch.nn.functional as F
+
+    # Only the answers' positions and the one before them go through the head: the prompt has no labels.
+    logits_BRV = model(input_ids=ids, logits_to_keep=RESPONSE_CHARS + 1).logits[:, :-1]
+    return F.cross_entropy(logits_BRV.flatten(0, 1), labels[:, -RESPONSE_CHARS:].flatten(), ignore_index=IGNORED)
+
+
 def train(
     recipe: BaseRecipe, tokenizer: PreTrainedTokenizerFast, on_step: Callable[[int, float], None]
 ) -> PreTrainedModel:
     """The warm start: next-token loss on the answers, in nats. Calls ``on_step(step, loss)`` after each step."""
     import torch
-    import torch.nn.functional as F
 
     model = new_model(recipe, tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
@@ -147,9 +159,7 @@ def train(
         chains = step < recipe.chain_steps
         answers = [q.chain if chains else mixture_answer(q, recipe, rng) for q in batch]
         ids, labels = encode([(q.prompt, answer) for q, answer in zip(batch, answers, strict=True)], tokenizer)
-        # The label of a token is read at the position before it, and the prompt has none.
-        logits = model(input_ids=ids, logits_to_keep=RESPONSE_CHARS + 1).logits[:, :-1]
-        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, hops.PROMPT_CHARS :].flatten(), ignore_index=IGNORED)
+        loss = answer_loss(model, ids, labels)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)

@@ -3,7 +3,7 @@
     python -m recipes.lab.prepare
 
 Writes ``outputs/lab/data/{train,test}.parquet`` and ``outputs/lab/base/<hash>/``, to which ``outputs/lab/base/current``
-points. What is there already, made by the same recipe, is kept.
+points. A base model that is there is kept; the data take a second and are written again.
 """
 
 from __future__ import annotations

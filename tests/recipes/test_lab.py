@@ -59,7 +59,8 @@ def test_questions_vary_in_hops_and_in_the_order_of_edges():
     assert len(places) == hops.CYCLE and min(places.values()) > 180  # where the first edge stands says nothing
 
 
-def test_splits_share_no_cycle_even_with_edges_in_another_order():
+def test_splits_share_no_cycle_even_with_edges_in_another_order(monkeypatch):
+    monkeypatch.setattr(hops, "LETTERS", "abcdefgh")  # 5040 cycles: without care they would meet
     splits = hops.splits(3000, 500, seed=1)
     keys = {name: [question.key for question in questions] for name, questions in splits.items()}
     assert [len(splits["train"]), len(splits["test"])] == [3000, 500]
@@ -141,6 +142,16 @@ def test_labels_are_the_answer_and_the_end_of_the_sequence():
         assert not trained[: hops.PROMPT_CHARS].any() and trained[hops.PROMPT_CHARS]
         assert tokenizer.decode(ids[row], skip_special_tokens=True) == question.prompt + answer
     assert len(questions[0].chain) + 1 == base_model.RESPONSE_CHARS  # the longest answer fits exactly
+
+
+def test_the_loss_is_that_of_transformers():
+    import torch
+
+    tokenizer = build_tokenizer()
+    model = base_model.new_model(dataclasses.replace(SMALL, layers=2), tokenizer)
+    ids, labels = base_model.encode([(q.prompt, q.chain) for q in hops.draw_many(6, "loss")], tokenizer)
+    ours, theirs = base_model.answer_loss(model, ids, labels), model(input_ids=ids, labels=labels).loss
+    torch.testing.assert_close(ours, theirs)
 
 
 def test_the_mixture_has_the_shares_that_the_recipe_says():
