@@ -126,6 +126,6 @@ def test_idle_rows_are_those_that_cannot_move_a_weight(groups):
     step = step.adding(advantages=torch.zeros(4, 7).index_fill(0, torch.tensor([2, 3]), 1.5))
     busy, idle = split_idle_rows(step, only_advantages_train=True)
     assert (len(busy), len(idle)) == (1, 3) and busy.reward.tolist() == [2.0]
-    assert float(busy.loss_weight.sum()) == pytest.approx(2 / 5), "weights were made over all rows, before any was left out"
+    assert float(busy.loss_weight.sum()) == pytest.approx(2 / 5)  # weights were made over all rows
     busy, idle = split_idle_rows(step, only_advantages_train=False)
     assert busy.reward.tolist() == [1.0, 2.0] and len(idle) == 2
