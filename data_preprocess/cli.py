@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from core.rows import DataError
 from data_preprocess.schema import write_rows
 
 SPLITS = ("train", "test")
+SUFFIXES = (".jsonl", ".json", ".parquet")
 Example = Mapping[str, Any]
 
 
@@ -26,6 +28,8 @@ class Source:
         hub: its id on the Hugging Face hub, and ``config``, the name of the configuration there.
         folder: where the parquet files go unless told.
         make_row: ``(example, split, index) -> row``, or None for an example that has no gold answer.
+        only: the one split to write, where the set has one: every file and every split of the hub is part of it.
+        key: ``row -> text``; of rows with the same text the first is kept. None: all are.
     """
 
     name: str
@@ -33,27 +37,36 @@ class Source:
     config: str | None
     folder: str
     make_row: Callable[[Example, str, int], dict[str, Any] | None]
+    only: str | None = None
+    key: Callable[[dict[str, Any]], str] | None = None
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return (self.only,) if self.only else SPLITS
 
 
 def run(source: Source, argv: Sequence[str] | None = None) -> int:
-    """The command: writes ``train.parquet`` and ``test.parquet``; 0, or 2 with the problem on stderr."""
+    """The command: writes ``train.parquet`` and ``test.parquet``, or the only one; 0, or 2 and the problem on stderr."""
     args = _parse(source, argv)
     try:
         if args.local_dataset_path:
-            splits = read_local(args.local_dataset_path)
+            splits = read_local(args.local_dataset_path, source.only)
         else:
-            splits = read_hub(args.hub, source.config)
+            splits = read_hub(args.hub, source.config, source.only)
         return _write(source, splits, Path(args.local_dir))
     except DataError as error:
         print(error, file=sys.stderr)
         return 2
 
 
-def read_local(paths: Sequence[str]) -> dict[str, list[Example]]:
+def read_local(paths: Sequence[str], only: str | None = None) -> dict[str, Iterable[Example]]:
     """Split -> examples, from a folder or from files whose names begin with ``train`` or ``test``.
 
-    Reads .jsonl, .json (a list) and .parquet. A folder may be a snapshot of the hub's repository.
+    Reads .jsonl, .json (a list) and .parquet, the last without holding it in memory. A folder may be a snapshot of
+    the hub's repository. With ``only``, every file is of that split, whatever its name.
     """
+    if only:
+        return {only: itertools.chain.from_iterable([_read(path) for path in _all_files(paths)])}
     files: dict[str, Path] = {}
     for given in paths:
         path = Path(given).expanduser()
@@ -68,7 +81,7 @@ def read_local(paths: Sequence[str]) -> dict[str, list[Example]]:
     return {split: _read(files[split]) for split in SPLITS if split in files}
 
 
-def read_hub(hub: str, config: str | None) -> dict[str, Iterable[Example]]:
+def read_hub(hub: str, config: str | None, only: str | None = None) -> dict[str, Iterable[Example]]:
     """Split -> examples, through ``datasets``."""
     import datasets
 
@@ -77,12 +90,16 @@ def read_hub(hub: str, config: str | None) -> dict[str, Iterable[Example]]:
         loaded = datasets.load_dataset(hub, config) if config else datasets.load_dataset(hub)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DataError([f"--hub={hub}: it could not be loaded ({error}); {advice}"]) from error
+    if only:
+        return {only: itertools.chain.from_iterable(loaded.values())}
     return {split: loaded[split] for split in SPLITS if split in loaded}
 
 
 def _parse(source: Source, argv: Sequence[str] | None) -> argparse.Namespace:
+    written = " and ".join(f"{split}.parquet" for split in source.splits)
     parser = argparse.ArgumentParser(
-        prog=f"python -m data_preprocess.{source.name}", description=f"{source.hub} -> train.parquet and test.parquet"
+        prog=f"python -m data_preprocess.{source.name}",
+        description=f"{source.hub} -> {written}",
     )
     parser.add_argument("--local_dir", help=f"where to write (default {source.folder})")
     parser.add_argument("--local_save_dir", help="verl's newer name of --local_dir")
@@ -105,21 +122,60 @@ def _write(source: Source, splits: Mapping[str, Iterable[Example]], folder: Path
         raise DataError([f"{source.name}: neither a train nor a test split was found; give both, or one of them"])
     prompts: dict[str, set[str]] = {}
     for split, examples in splits.items():
-        made = [_made(source, example, split, index) for index, example in enumerate(examples)]
-        rows = [row for row in made if row is not None]
-        print(write_rows(folder / f"{split}.parquet", rows))
-        gone = [str(index) for index, row in enumerate(made) if row is None]
-        if gone:
-            more = ", ..." if len(gone) > 10 else ""
-            print(f"  {len(gone)} of {len(made)} left out, no gold answer: {', '.join(gone[:10])}{more}")
+        made = _made_rows(source, examples, split)
+        print(write_rows(folder / f"{split}.parquet", made.rows))
+        print(made, end="")
+        rows = made.rows
         prompts[split] = {"".join(json.dumps(row["prompt"]).replace("\\n", "").split()) for row in rows}
-    for split in SPLITS:
+    for split in source.splits:
         if split not in splits:
             print(f"  no {split} split was found, so {split}.parquet was not written")
     shared = len(set.intersection(*prompts.values())) if len(prompts) > 1 else 0
     if shared:
         print(f"  note: {shared} questions are in both splits (white space aside); both keep them, as published")
     return 0
+
+
+@dataclass
+class _Made:
+    """The rows of a split, and what became of the examples that are not among them."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    examples: int = 0
+    gone: list[str] = field(default_factory=list)
+    repeated: int = 0
+    contradicting: int = 0  # repeated with another gold answer
+
+    def __str__(self) -> str:
+        lines = []
+        if self.gone:
+            more = ", ..." if len(self.gone) > 10 else ""
+            lines.append(
+                f"  {len(self.gone)} of {self.examples} left out, no gold answer: {', '.join(self.gone[:10])}{more}\n"
+            )
+        if self.repeated:
+            lines.append(f"  {self.repeated} of {self.examples} left out, the same question as an earlier one\n")
+        if self.contradicting:
+            lines.append(f"  {self.contradicting} of these have another answer than the one that was kept\n")
+        return "".join(lines)
+
+
+def _made_rows(source: Source, examples: Iterable[Example], split: str) -> _Made:
+    made, answers = _Made(), {}
+    for index, example in enumerate(examples):
+        made.examples += 1
+        row = _made(source, example, split, index)
+        if row is None:
+            made.gone.append(str(index))
+            continue
+        key, answer = source.key(row) if source.key else index, row["reward_model"]["ground_truth"]
+        if key in answers:
+            made.repeated += 1
+            made.contradicting += answers[key] != answer
+        else:
+            answers[key] = answer
+            made.rows.append(row)
+    return made
 
 
 def _made(source: Source, example: Example, split: str, index: int) -> dict[str, Any] | None:
@@ -145,11 +201,28 @@ def _files_of(folder: Path) -> dict[str, Path]:
     return files
 
 
-def _read(path: Path) -> list[Example]:
-    if path.suffix == ".parquet":
-        import pyarrow.parquet as pq
+def _all_files(paths: Sequence[str]) -> list[Path]:
+    found = []
+    for path in (Path(given).expanduser() for given in paths):
+        inside = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES)
+        if not inside:
+            problem = f"holds no file that ends in {', '.join(SUFFIXES)}" if path.is_dir() else "does not exist"
+            raise DataError([f"--local_dataset_path: {path} {problem}"])
+        found += inside
+    return found
 
-        return pq.read_table(path, partitioning=None).to_pylist()
+
+def _read_parquet(path: Path) -> Iterator[Example]:
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=4096):
+            yield from batch.to_pylist()
+
+
+def _read(path: Path) -> Iterable[Example]:
+    if path.suffix == ".parquet":
+        return _read_parquet(path)
     try:
         text = path.read_text(encoding="utf-8")
         # Lines end with \n alone: str.splitlines would also cut at separators inside a question.

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from core.rows import Problems, RowFile
-from data_preprocess import gsm8k, math_dataset
+from data_preprocess import aime, dapo_math, gsm8k, math_dataset
 from data_preprocess.cli import run
 from reward_scores import scorer_for
 
@@ -191,3 +191,83 @@ def test_every_row_of_the_real_data_has_a_gold_that_its_scorer_takes(tmp_path, s
             solution = row.extra_info["answer"]
             if solution is not None:  # the gold is what the scorer reads from the published solution
                 assert scorer_for(row.data_source)(solution, row.ground_truth).acc == 1.0, row.where
+
+
+# -- DAPO's training prompts and AIME: one split, copies removed --
+
+PUBLISHED = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+    "$Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\nRemember to put your answer on its "
+    'own line after "Answer:".'
+)
+
+
+def published_example(question, answer, index):
+    return {
+        "data_source": "math_dapo",
+        "prompt": [{"content": PUBLISHED.format(question), "role": "user"}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": answer, "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": index},
+    }
+
+
+def test_dapo_keeps_each_prompt_once_with_the_exact_text(tmp_path, capsys):
+    examples = [published_example(q, a, i) for q, a, i in (("1+1?", "2", "x"), ("2+2?", "4", "y"), ("1+1?", "2", "z"))]
+    examples += [published_example("2+2?", "5", "w"), published_example("3+3?", "6", "v"), examples[0]] * 3
+    pq.write_table(pa.Table.from_pylist(examples), tmp_path / "dapo-math-17k.parquet", row_group_size=5)
+    source = str(tmp_path / "dapo-math-17k.parquet")
+    assert run(dapo_math.SOURCE, ["--local_dir", str(tmp_path / "out"), "--local_dataset_path", source]) == 0
+    rows = read(tmp_path / "out" / "train.parquet")
+    assert [row["reward_model"]["ground_truth"] for row in rows] == ["2", "4", "6"]
+    assert rows[1] == {
+        "data_source": "math_dapo",
+        "prompt": [{"role": "user", "content": PUBLISHED.format("2+2?")}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+        "extra_info": {"split": "train", "index": 1, "question": "2+2?", "source_id": "y"},
+    }
+    printed = capsys.readouterr().out
+    assert "9 of 12 left out, the same question as an earlier one\n  3 of these have another answer" in printed
+    assert "no test split" not in printed and os.listdir(tmp_path / "out") == ["train.parquet"]
+
+
+def test_dapo_takes_cleaned_copies_and_says_what_it_lacks(tmp_path, capsys):
+    lines = [{"prompt": "1+1?", "reward_model": {"ground_truth": "2"}}, {"question": "3+3?", "answer": 6}]
+    (tmp_path / "clean.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = ["--local_dir", str(tmp_path / "out"), "--local_dataset_path", str(tmp_path / "clean.jsonl")]
+    assert run(dapo_math.SOURCE, arguments) == 0
+    rows = read(tmp_path / "out" / "train.parquet")
+    assert [row["prompt"][0]["content"] for row in rows] == [PUBLISHED.format("1+1?"), PUBLISHED.format("3+3?")]
+    assert [row["reward_model"]["ground_truth"] for row in rows] == ["2", "6"]
+    (tmp_path / "clean.jsonl").write_text('{"prompt": "1+1?"}\n')
+    assert run(dapo_math.SOURCE, arguments) == 2
+    assert "example 0 of train has no field 'answer', only prompt" in capsys.readouterr().err
+    assert run(dapo_math.SOURCE, ["--local_dataset_path", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere does not exist" in capsys.readouterr().err
+
+
+def test_every_split_of_the_hub_is_read_where_there_is_only_one(tmp_path, monkeypatch):
+    loaded = {"train": [published_example("q", "073", 0)] * 32, "extra": [published_example("p", "000", 1)] * 32}
+    fake = SimpleNamespace(
+        load_dataset=lambda *args: loaded if args == ("BytedTsinghua-SIA/AIME-2024",) else {},
+        exceptions=SimpleNamespace(DatasetsError=KeyError),
+    )
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    assert run(aime.SOURCE, ["--local_dir", str(tmp_path)]) == 0
+    rows = read(tmp_path / "test.parquet")
+    assert [(row["data_source"], row["reward_model"]["ground_truth"]) for row in rows] == [
+        ("aime2024", "73"),
+        ("aime2024", "0"),
+    ]
+
+
+@pytest.mark.skipif("DATA_DIR" not in os.environ, reason="DATA_DIR (the whole data sets) is not set")
+def test_aime_has_thirty_problems_that_the_scorer_takes(tmp_path):
+    raw = Path(os.environ["DATA_DIR"]) / "aime2024"
+    assert run(aime.SOURCE, ["--local_dir", str(tmp_path), "--local_dataset_path", str(raw)]) == 0
+    rows = list(RowFile(tmp_path / "test.parquet").rows(Problems()))
+    assert len({row.name for row in rows}) == len(rows) == 30
+    for row in rows:
+        assert scorer_for("aime2024")(f"Answer: {row.ground_truth}", row.ground_truth).acc == 1.0
+        assert row.ground_truth == str(int(row.ground_truth))

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# The data of DAPO: its 17,398 training prompts, each once, and the 30 questions of AIME 2024. Needs the network.
+#
+#   bash recipes/dapo/prepare_dapo_data.sh [FOLDER]       default: DAPO_DIR, or ~/data/dapo
+#
+# Files that are here already: python -m data_preprocess.dapo_math --local_dataset_path FILE, likewise aime.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+data="${1:-${DAPO_DIR:-$HOME/data/dapo}}"
+python="$root/.venv/bin/python"
+[[ -x "$python" ]] || python=python3
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+
+"$python" -m data_preprocess.dapo_math --local_dir "$data/dapo_math"
+"$python" -m data_preprocess.aime --local_dir "$data/aime2024"

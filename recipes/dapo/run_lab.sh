@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# DAPO on the hops task with a tiny model: a few minutes on two CPU cores. recipes/lab/README.md says what it shows.
+#
+#   bash recipes/dapo/run_lab.sh [key=value ...]          DRY_RUN=1 only checks the configuration
+#
+# Makes the data and the base model (outputs/lab/ in the current folder) where they are missing.
+# Hyper-parameters: config/preset/lab.yaml. Output: outputs/dapo/ in the current folder.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+python="$root/.venv/bin/python"
+[[ -x "$python" ]] || python=python3
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+arguments=(preset=lab -- "$@")
+
+case "${DRY_RUN:-}" in
+"" | 0 | false | no) ;;
+*) exec "$python" -m recipes.dapo.main_dapo "${arguments[@]}" ;;
+esac
+DRY_RUN=1 "$python" -m recipes.dapo.main_dapo "${arguments[@]}" > /dev/null # a wrong key ends here, not after a minute
+"$python" -m recipes.lab.prepare
+"$python" -m recipes.dapo.main_dapo "${arguments[@]}"
+"$python" -m recipes.lab.report dapo "${arguments[@]}"
