@@ -46,7 +46,7 @@ class Source:
 
 
 def run(source: Source, argv: Sequence[str] | None = None) -> int:
-    """The command: writes ``train.parquet`` and ``test.parquet``, or the only one; 0, or 2 and the problem on stderr."""
+    """The command: writes ``train.parquet`` and ``test.parquet``, or the only one; 0, or 2 with a line on stderr."""
     args = _parse(source, argv)
     try:
         if args.local_dataset_path:

@@ -308,6 +308,7 @@ SURROUNDINGS = (
 RULES = (*BATCHES, *MEMORY, *HOOKS, *GROUPS, *SAMPLING, *ENGINE, *OBJECTIVE, *SURROUNDINGS)
 
 FULL = ("fp32", "float32")
+PENALISED = ("seq_reward", "seq_final_reward", "overlong", "is_overlong")  # what a shaped score's length enters
 
 WARNINGS = (
     Rule(
@@ -330,8 +331,20 @@ WARNINGS = (
     ),
     Rule(
         "algorithm.filter_groups.metric",
-        lambda v: v.filters.enable and v.buffer.enable and v.filters.metric != "acc",
-        "may hold the length penalty: groups of equal answers are then kept for their lengths",
+        lambda v: v.filters.enable and v.buffer.enable and v.filters.metric in PENALISED,
+        "holds the length penalty: groups of equal answers are then kept for their lengths",
         "acc is what the scorer calls correct",
+    ),
+    Rule(
+        "trainer.total_epochs",
+        lambda v: "keep_group" in v.hooks and v.trainer.total_epochs == 1 and v.trainer.total_training_steps is None,
+        "ends after one pass: DAPO's length only over its published file, which holds each prompt about 100 times",
+        "over data_preprocess.dapo_math's rows set trainer.total_training_steps (the paper: 330 of 512 prompts)",
+    ),
+    Rule(
+        f"{ROLLOUT}.val_kwargs.n",
+        lambda v: "keep_group" in v.hooks and v.val.do_sample and v.val.n == 1,
+        "samples one answer a question: avg@32 only over DAPO's published AIME file, which holds each 32 times",
+        f"over data_preprocess.aime's 30 rows set {ROLLOUT}.val_kwargs.n=32",
     ),
 )

@@ -8,13 +8,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from core.config import compose
+from core.config import examine
 from core.recorded import RunError, load_run
 from core.report import headline, write_report
 
 
 def main(recipe: str, arguments: list[str]) -> int:
-    run_dir = Path(compose(recipe, [each for each in arguments if each != "--"]).trainer.default_local_dir)
+    # The run itself has checked the configuration, with the hooks of its trainer.
+    run_dir = Path(examine(recipe, [each for each in arguments if each != "--"]).config.trainer.default_local_dir)
     try:
         runs = [load_run(run_dir)]
     except RunError as error:

@@ -289,7 +289,9 @@ WARNED = [
     ("grpo", [f"{ROLLOUT}.dtype=fp32"], (), "fsdp_config.dtype=bfloat16"),
     ("grpo", [f"{ACTOR}.use_kl_loss=True", "algorithm.use_kl_in_reward=True"], (), "penalised twice"),
     ("grpo", [f"{ACTOR}.policy_loss.loss_mode=gspo"], (), "clip_ratio_low=3e-4"),
-    ("grpo", [*FILTER, *BUFFER, FACTOR, "algorithm.filter_groups.metric=score"], DAPO, "length penalty"),
+    ("grpo", [*FILTER, *BUFFER, FACTOR, "algorithm.filter_groups.metric=seq_reward"], DAPO, "length penalty"),
+    ("grpo", ["trainer.total_epochs=1"], DAPO, "each prompt about 100 times"),
+    ("grpo", [f"{ROLLOUT}.val_kwargs={{do_sample: True, temperature: 1.0}}"], DAPO, "n=32"),
 ]
 
 

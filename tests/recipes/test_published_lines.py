@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from core.config.cli import prepare
+from recipes.dapo import main_dapo
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ROOT / "tests" / "commands"
 LINES = sorted(COMMANDS.glob("*.args"))
-RECIPES = {"grpo": "grpo", "dapo": "grpo"}  # every other one is a line of main_ppo
-HOOKS = {"dapo": ("keep_group", "shape_reward")}
+RECIPES = {"grpo": "grpo", "dapo": "dapo"}  # every other one is a line of main_ppo
+HOOKS = {"dapo": main_dapo.HOOKS}
 
 
 def arguments(path):
@@ -49,7 +50,7 @@ def test_a_published_line_validates_for_a_cluster(path, folder, monkeypatch, cap
     assert (end.value.code, capsys.readouterr().err) == (0, "")
 
 
-@pytest.mark.parametrize("name", ["ppo", "grpo"])
+@pytest.mark.parametrize("name", ["ppo", "grpo", "dapo"])
 def test_the_entry_point_runs_it_dry(name, folder):
     """As a person types it; it imports neither torch nor ray nor vllm, and writes nothing."""
     environment = {**os.environ, "DRY_RUN": "1", "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -83,3 +84,15 @@ def test_kl_without_a_switch_is_said_to_do_nothing(folder, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         prepare("ppo", arguments(COMMANDS / "ppo.args"))
     assert "algorithm.kl_ctrl.kl_coef=0.001: algorithm.use_kl_in_reward is off" in capsys.readouterr().out
+
+
+def test_the_published_length_and_evaluation_are_warned_about(folder, monkeypatch, capsys):
+    """They suit the published files, which hold every row many times, and no others."""
+    monkeypatch.setenv("DRY_RUN", "1")
+    repaired = ["trainer.total_training_steps=330", "actor_rollout_ref.rollout.val_kwargs.n=32"]
+    for extra, warned in (([], True), (repaired, False)):
+        with pytest.raises(SystemExit):
+            prepare("dapo", [*arguments(COMMANDS / "dapo.args"), *extra], main_dapo.HOOKS)
+        printed = capsys.readouterr().out
+        assert ("trainer.total_epochs=1: ends after one pass" in printed) == warned
+        assert ("val_kwargs.n=1: samples one answer a question" in printed) == warned
