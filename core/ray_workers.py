@@ -10,14 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
-import threading
 import time
-import traceback
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,9 +27,9 @@ from torch import Tensor
 
 from core.batching import busy_rows, rank_shares
 from core.config.frozen import thaw
-from core.engines import SampleRequest, make_engine
+from core.engines import SampleRequest
 from core.learner import only_advantages_train
-from core.models import load_policy, load_tokenizer
+from core.processes import EngineProcess, LearnerProcess, packed
 from core.provenance import ModelFingerprint
 from core.types import TrainBatch, Trajectory
 from core.workers import ClusterError, WorkersLost, compare_probe, compute_dtype, steps_of
@@ -54,146 +49,8 @@ class PhaseTimeout(WorkersLost):
     """A remote phase passed its deadline."""
 
 
-# ---------------------------------------------------------------- inside the actors
-
-
-def _prepare(threads: int) -> None:
-    """Ray allows an actor one thread; children (an engine's own processes) go by the variable."""
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    torch.set_num_threads(threads)
-
-
-def _stacks() -> str:
-    """The Python stack of every other thread of this process."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return "\n".join(
-        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
-        for ident, frame in sys._current_frames().items()
-        if ident != threading.get_ident()
-    )
-
-
-@ray.remote(concurrency_groups={"health": 2})
-class LearnerActor:
-    """A process for one :class:`core.fsdp.LearnerRank`."""
-
-    def __init__(self, threads: int):
-        _prepare(threads)
-
-    def host(self) -> tuple[str, int]:
-        """Opens the store at which the ranks meet; rank 0 only."""
-        address = ray.util.get_node_ip_address()
-        self.store = torch.distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False)
-        return address, self.store.port
-
-    def join(
-        self, rank: int, world: int, address: tuple[str, int], timeout_s: float, *args: Any, **kwargs: Any
-    ) -> None:
-        """Joins the other ranks and makes this rank's learner."""
-        from core.fsdp import LearnerRank
-
-        if rank:
-            self.store = torch.distributed.TCPStore(*address, is_master=False)
-        device = kwargs["device"]
-        torch.distributed.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=self.store,
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=timeout_s),
-        )
-        self.learner = LearnerRank(*args, **kwargs)
-
-    def call(self, method: str, *args: Any) -> Any:
-        return getattr(self.learner, method)(*args)
-
-    def weights(self, dtype: torch.dtype) -> Any:
-        """All weights from rank 0, as shared memory can hold them; None from the others."""
-        state = self.learner.weights(dtype)
-        return None if state is None else _packed(state.items())
-
-    @ray.method(concurrency_group="health")
-    def lifeline(self) -> None:
-        """Never returns: whoever waits for it learns at once that the process is gone."""
-        threading.Event().wait()
-
-    @ray.method(concurrency_group="health")
-    def stacks(self) -> str:
-        return _stacks()
-
-
-@ray.remote(concurrency_groups={"health": 2})
-class EngineActor:
-    """A process for one rollout engine."""
-
-    def __init__(self, config: Config, device: torch.device, threads: int):
-        _prepare(threads)
-        model = config.actor_rollout_ref.model
-        self.engine = make_engine(config, load_policy(model).to(device), load_tokenizer(model))
-        self.tasks: dict[int, asyncio.Task] = {}
-
-    async def ready(self) -> None: ...
-
-    async def sample(self, requests: Sequence[tuple[int, SampleRequest]]):
-        """Yields lists of (key, trajectory or exception), each as soon as there is something in it."""
-        finished: asyncio.Queue[int] = asyncio.Queue()
-        for key, request in requests:
-            self.tasks[key] = asyncio.ensure_future(self.engine.sample(request))
-            self.tasks[key].add_done_callback(lambda _, key=key: finished.put_nowait(key))
-        left = len(requests)
-        while left:
-            keys = [await finished.get()]
-            while not finished.empty():
-                keys.append(finished.get_nowait())
-            left -= len(keys)
-            yield [(key, _outcome(self.tasks.pop(key))) for key in keys]
-
-    async def abort(self, keys: Sequence[int]) -> None:
-        for key in keys:
-            if key in self.tasks:
-                self.tasks[key].cancel()
-
-    async def update_weights(self, weights: Sequence[ray.ObjectRef], version: int) -> None:
-        await asyncio.sleep(0)  # what was aborted before ends first
-        named = [pair for part in weights for pair in _unpacked(await part)]
-        self.engine.update_weights(named, version)
-
-    async def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:
-        return self.engine.probe(token_ids)
-
-    async def close(self) -> None:
-        self.engine.close()
-
-    @ray.method(concurrency_group="health")
-    async def lifeline(self) -> None:
-        await asyncio.Event().wait()
-
-    @ray.method(concurrency_group="health")
-    async def stacks(self) -> str:
-        return _stacks()
-
-
-def _outcome(task: asyncio.Task) -> Trajectory | BaseException:
-    if task.cancelled():
-        return asyncio.CancelledError()
-    return task.exception() or task.result()
-
-
-def _packed(named_tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, np.ndarray, torch.dtype, torch.Size]]:
-    """Bytes, which Ray keeps in shared memory and maps into every process of the node; numpy has no bfloat16."""
-    return [
-        (name, tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tensor.shape)
-        for name, tensor in named_tensors
-    ]
-
-
-def _unpacked(parts: Iterable[tuple[str, np.ndarray, torch.dtype, torch.Size]]) -> list[tuple[str, Tensor]]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return [(name, torch.from_numpy(flat).view(dtype).reshape(shape)) for name, flat, dtype, shape in parts]
-
-
-# ---------------------------------------------------------------- in the driver
+LEARNER, ENGINE = (ray.remote(concurrency_groups={"aside": 2})(body) for body in (LearnerProcess, EngineProcess))
+ASIDE = {"concurrency_group": "aside"}
 
 
 class Watch:
@@ -206,7 +63,7 @@ class Watch:
 
     def add(self, name: str, actor: Any) -> None:
         self.actors[name] = actor
-        self.lifelines[actor.lifeline.remote()] = name
+        self.lifelines[actor.lifeline.options(**ASIDE).remote()] = name
 
     def wait(self, phase: str, calls: dict[str, ray.ObjectRef]) -> list[Any]:
         """The results, in the order of ``calls`` (actor's name -> call).
@@ -245,11 +102,12 @@ class Watch:
     def cause(self, phase: str, error: RayError) -> BaseException:
         """The death behind an error, if there is one (ranks fail when one of them goes), else the actor's own."""
         own = error.cause if isinstance(error, RayTaskError) else error
-        return self.lost(phase, GRACE_S) or own
+        broken = isinstance(own, RuntimeError | RayError)  # what a broken connection raises
+        return self.lost(phase, GRACE_S if broken else 0.0) or own
 
     def timeout(self, phase: str, names: Iterable[str]) -> PhaseTimeout:
         names = list(names)
-        stacks = {name: self.actors[name].stacks.remote() for name in names}
+        stacks = {name: self.actors[name].stacks.options(**ASIDE).remote() for name in names}
         ready, _ = ray.wait(list(stacks.values()), num_returns=len(stacks), timeout=GRACE_S)
         shown = [f"{name}:\n{_text(ref) if ref in ready else 'does not answer'}" for name, ref in stacks.items()]
         return PhaseTimeout(
@@ -286,42 +144,44 @@ class RayEngine:
         self.policy_version = 0
         self._keys = count()
         self._awaited: dict[int, _Awaited] = {}
+        self._aborts: list[ray.ObjectRef] = []
         self._tasks: set[asyncio.Task] = set()
         self._progress = 0.0
+        self._closed = False
 
     async def sample(self, request: SampleRequest) -> Trajectory:
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+        self._forget_closed_loops()
         key, loop = next(self._keys), asyncio.get_running_loop()
         if not any(one.engine is None for one in self._awaited.values()):
             loop.call_soon(self._send)
-        self._awaited[key] = _Awaited(loop.create_future(), request)
+        one = self._awaited[key] = _Awaited(loop.create_future(), request)
         try:
-            return await self._awaited[key].future
+            return await one.future
         finally:
-            gone = self._awaited.pop(key)
-            if gone.engine is not None and gone.future.cancelled():
-                self.watch.actors[gone.engine].abort.remote([key])
+            if self._awaited.pop(key, None) and one.future.cancelled():
+                self._abort(key, one)
 
     def _send(self) -> None:
+        """Places what was asked since the last time: beside the same prompt, else where least is in flight."""
         fresh = {key: one for key, one in self._awaited.items() if one.engine is None}
-        place = {one.request.prompt_ids: one.engine for one in self._awaited.values() if one.engine is not None}
-        load = dict.fromkeys(self.engines, 0)
-        for one in self._awaited.values():
-            if one.engine is not None:
-                load[one.engine] += 1
+        sent = [one for one in self._awaited.values() if one.engine is not None]
+        place = {one.request.prompt_ids: one.engine for one in sent}
+        load = {name: sum(one.engine == name for one in sent) for name in self.engines}
         parts: dict[str, list[tuple[int, SampleRequest]]] = {}
         for key, one in fresh.items():
-            prompt = one.request.prompt_ids
-            one.engine = place.setdefault(prompt, min(self.engines, key=load.__getitem__))
+            one.engine = place.setdefault(one.request.prompt_ids, min(self.engines, key=load.__getitem__))
             load[one.engine] += 1
             parts.setdefault(one.engine, []).append((key, one.request))
-        if not self._tasks:
-            self._begin(self._look_after())
-        for engine, requests in parts.items():
-            self._begin(self._relay(engine, requests))
-
-    def _begin(self, work: Any) -> None:
         self._progress = time.monotonic()
-        task = asyncio.get_running_loop().create_task(work)
+        if not any(task.get_name() == "watch" and not task.done() for task in self._tasks):
+            self._begin(self._look_after(), "watch")
+        for engine, requests in parts.items():
+            self._begin(self._relay(engine, requests), "relay")
+
+    def _begin(self, work: Any, name: str) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -330,9 +190,9 @@ class RayEngine:
         try:
             stream = self.watch.actors[engine].sample.options(num_returns="streaming").remote(requests)
             async for part in stream:
+                self._progress = time.monotonic()
                 for key, outcome in await part:
                     self._settle(key, outcome)
-                self._progress = time.monotonic()
         except RayError as error:
             cause = await asyncio.to_thread(self.watch.cause, "generate", error)
             for key, _ in requests:
@@ -343,7 +203,7 @@ class RayEngine:
         while self._awaited:
             await asyncio.sleep(PAUSE_S)
             error = self.watch.lost("generate")
-            if error is None and time.monotonic() - self._progress > self.watch.timeout_s:
+            if error is None and self._awaited and time.monotonic() - self._progress > self.watch.timeout_s:
                 busy = {one.engine for one in self._awaited.values() if one.engine}
                 error = await asyncio.to_thread(self.watch.timeout, "generate", sorted(busy))
             if error is not None:
@@ -362,11 +222,27 @@ class RayEngine:
         else:
             one.future.set_result(outcome)
 
+    def _abort(self, key: int, one: _Awaited) -> None:
+        if one.engine in self.watch.actors and not self._closed:
+            self._aborts.append(self.watch.actors[one.engine].abort.remote(key))
+
+    def _forget_closed_loops(self) -> None:
+        for key, one in list(self._awaited.items()):
+            if one.future.get_loop().is_closed():
+                self._abort(key, self._awaited.pop(key))
+        self._tasks = {task for task in self._tasks if not task.get_loop().is_closed()}
+
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self.publish(ray.put(_packed(named_tensors)), version, {})
+        self.publish(ray.put(packed(named_tensors)), version, {})
 
     def publish(self, weights: ray.ObjectRef, version: int, others: dict[str, ray.ObjectRef]) -> None:
         """Gives every engine what ``weights`` will hold; waits for ``others`` too."""
+        self._forget_closed_loops()
+        if self._awaited:
+            raise RuntimeError(f"update_weights with {len(self._awaited)} requests in flight: await or cancel them")
+        aborts, self._aborts = self._aborts, []  # calls of an actor with coroutines may overtake one another
+        if aborts:
+            ray.wait(aborts, num_returns=len(aborts), timeout=self.watch.timeout_s)
         calls = {name: self.watch.actors[name].update_weights.remote([weights], version) for name in self.engines}
         self.watch.wait("update_weights", {**others, **calls})
         self.policy_version = version
@@ -379,9 +255,12 @@ class RayEngine:
         return self.watch.wait("probe", calls)
 
     def close(self) -> None:
-        for task in self._tasks:
-            if not task.get_loop().is_closed():
-                task.cancel()
+        if self._closed:
+            return
+        self._closed = True
+        self._forget_closed_loops()
+        for one in self._awaited.values():
+            one.future.cancel()
         calls = [self.watch.actors[name].close.remote() for name in self.engines]
         ray.wait(calls, num_returns=len(calls), timeout=GRACE_S)
 
@@ -449,16 +328,18 @@ class RayWorkers:
     def _start(self, needs_ref: bool, needs_critic: bool, master_dtype: torch.dtype, engine_threads: int) -> None:
         on_gpu = self.device.type == "cuda"
         for rank in range(self.ranks):
-            actor = LearnerActor.options(**self._place(rank)).remote(self.threads)
+            actor = LEARNER.options(**self._place(rank)).remote(self.threads)
             self.learners.append(actor)
             self.watch.add(f"learner rank {rank}", actor)
         engines = []
         for rank in range(0, self.ranks, 1 if on_gpu else self.per_node):
             threads = self.threads if on_gpu else engine_threads
-            actor = EngineActor.options(**self._place(rank)).remote(self.config, self.device, threads)
+            actor = ENGINE.options(**self._place(rank)).remote(self.config, self.device, threads)
             engines.append(f"engine {len(engines)}")
             self.watch.add(engines[-1], actor)
-        (address,) = self.watch.wait("start", {"learner rank 0": self.learners[0].host.remote()})
+        (address,) = self.watch.wait(
+            "start", {"learner rank 0": self.learners[0].host.remote(ray.util.get_node_ip_address)}
+        )
         options = {"device": self.device, "needs_ref": needs_ref, "needs_critic": needs_critic}
         calls = {
             f"learner rank {rank}": actor.join.remote(

@@ -1,0 +1,168 @@
+"""What runs in the processes of a cluster: a rank of the learner, an engine. ``core.ray_workers`` makes Ray actors of
+them; nothing here imports ray.
+
+``lifeline`` and ``stacks`` are for threads of their own: they answer while a phase is at work or hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core.engines import SampleRequest, make_engine
+from core.models import load_policy, load_tokenizer
+from core.types import Trajectory
+
+if TYPE_CHECKING:
+    from core.config.schema import Config
+
+
+def _prepare(threads: int) -> None:
+    """Ray allows an actor one thread; children (an engine's own processes) go by the variable."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    torch.set_num_threads(threads)
+
+
+def _stacks() -> str:
+    """The Python stack of every other thread of this process."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+        if ident != threading.get_ident()
+    )
+
+
+Packed = tuple[str, np.ndarray, torch.dtype, torch.Size]  # name, bytes, and what they are
+
+
+class LearnerProcess:
+    """A process for one :class:`core.fsdp.LearnerRank`."""
+
+    def __init__(self, threads: int):
+        _prepare(threads)
+
+    def host(self, own_address: Callable[[], str]) -> tuple[str, int]:
+        """Opens the store at which the ranks meet; rank 0 only."""
+        address = own_address()
+        self.store = torch.distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        return address, self.store.port
+
+    def join(
+        self, rank: int, world: int, address: tuple[str, int], timeout_s: float, *args: Any, **kwargs: Any
+    ) -> None:
+        """Joins the other ranks and makes this rank's learner."""
+        from core.fsdp import LearnerRank
+
+        if rank:
+            self.store = torch.distributed.TCPStore(*address, is_master=False)
+        device = kwargs["device"]
+        torch.distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=self.store,
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        self.learner = LearnerRank(*args, **kwargs)
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self.learner, method)(*args)
+
+    def weights(self, dtype: torch.dtype) -> Any:
+        """All weights from rank 0, as shared memory can hold them; None from the others."""
+        state = self.learner.weights(dtype)
+        return None if state is None else packed(state.items())
+
+    def lifeline(self) -> None:
+        """Never returns: whoever waits for it learns at once that the process is gone."""
+        threading.Event().wait()
+
+    def stacks(self) -> str:
+        return _stacks()
+
+
+class EngineProcess:
+    """A process for one rollout engine."""
+
+    def __init__(self, config: Config, device: torch.device, threads: int):
+        _prepare(threads)
+        model = config.actor_rollout_ref.model
+        self.engine = make_engine(config, load_policy(model).to(device), load_tokenizer(model))
+        self.tasks: dict[int, asyncio.Task] = {}
+        self.aborted: set[int] = set()  # before they came, perhaps
+
+    async def ready(self) -> None: ...
+
+    async def sample(self, requests: Sequence[tuple[int, SampleRequest]]):
+        """Yields lists of (key, trajectory or exception), each as soon as there is something in it."""
+        finished: asyncio.Queue[int] = asyncio.Queue()
+        for key, request in requests:
+            self.tasks[key] = asyncio.ensure_future(self.engine.sample(request))
+            if key in self.aborted:
+                self.tasks[key].cancel()
+            self.tasks[key].add_done_callback(lambda _, key=key: finished.put_nowait(key))
+        left = len(requests)
+        while left:
+            keys = [await finished.get()]
+            while not finished.empty():
+                keys.append(finished.get_nowait())
+            left -= len(keys)
+            yield [(key, _outcome(self.tasks.pop(key))) for key in keys]
+
+    async def abort(self, key: int) -> None:
+        """Calls may overtake one another: the sample to abort may have ended, or not have begun."""
+        if key in self.tasks:
+            self.tasks[key].cancel()
+        else:
+            self.aborted.add(key)
+
+    async def update_weights(self, weights: Sequence[Awaitable[list[Packed]]], version: int) -> None:
+        ending = [task for task in self.tasks.values() if task.cancelling()]
+        await asyncio.gather(*ending, return_exceptions=True)  # what was aborted before
+        self.aborted.clear()
+        named = [pair for part in weights for pair in unpacked(await part)]
+        self.engine.update_weights(named, version)
+
+    async def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:
+        return self.engine.probe(token_ids)
+
+    async def close(self) -> None:
+        self.engine.close()
+
+    async def lifeline(self) -> None:
+        await asyncio.Event().wait()
+
+    async def stacks(self) -> str:
+        return _stacks()
+
+
+def _outcome(task: asyncio.Task) -> Trajectory | BaseException:
+    if task.cancelled():
+        return asyncio.CancelledError()
+    return task.exception() or task.result()
+
+
+def packed(named_tensors: Iterable[tuple[str, Tensor]]) -> list[Packed]:
+    """Bytes, which Ray keeps in shared memory and maps into every process of the node; numpy has no bfloat16."""
+    return [
+        (name, tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tensor.shape)
+        for name, tensor in named_tensors
+    ]
+
+
+def unpacked(parts: Iterable[Packed]) -> list[tuple[str, Tensor]]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return [(name, torch.from_numpy(flat).view(dtype).reshape(shape)) for name, flat, dtype, shape in parts]
