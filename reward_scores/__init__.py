@@ -16,9 +16,11 @@ from reward_scores import (
     math_dapo,
     math_reward,
     multiply,
+    prime_code,
     prime_math,
     qa_em,
     qa_em_format,
+    unit_tests,
 )
 from reward_scores.verdict import Scorer, any_ground_truth
 
@@ -29,6 +31,7 @@ def _scorer(module: ModuleType) -> Scorer:
 
 
 _MATH, _DAPO, _PRIME, _QA = _scorer(math_reward), _scorer(math_dapo), _scorer(prime_math), _scorer(qa_em)
+_CODE, _TESTED = _scorer(prime_code), _scorer(unit_tests)
 
 # A name that ends in * stands for every data source that starts so.
 SCORERS: dict[str, Scorer] = {
@@ -47,6 +50,12 @@ SCORERS: dict[str, Scorer] = {
     "numina_synthetic_amc": _PRIME,
     "numina_cn_k12": _PRIME,
     "numina_olympiads": _PRIME,
+    "codecontests": _CODE,
+    "apps": _CODE,
+    "codeforces": _CODE,
+    "taco": _CODE,
+    "openai/openai_humaneval": _TESTED,
+    "google-research-datasets/mbpp": _TESTED,
     "hiyouga/geometry3k": _scorer(geo3k),
     "nq": _QA,
     "triviaqa": _QA,

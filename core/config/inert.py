@@ -193,6 +193,11 @@ RUNS: tuple[Entry, ...] = (
         "reward_model.source=importlib takes the manager of reward_model.module",
     ),
     (
+        tuple(f"reward_model.sandbox_fusion.{name}" for name in ("max_concurrent", "memory_limit_mb")),
+        lambda v: not v.reward.sandbox_fusion.url,
+        "reward_model.sandbox_fusion.url is not set",
+    ),
+    (
         ("reward_model.module.*",),
         lambda v: v.reward.source == "register",
         "reward_model.source is not importlib",

@@ -228,18 +228,36 @@ class RewardModuleConfig:
 
 
 @dataclass(frozen=True)
+class SandboxConfig:
+    """Where programs that are answers run, if not on a Sandbox Fusion server."""
+
+    allow_unisolated: bool = False  # run them also where nothing isolates them
+    timeout_s: limits.Positive = 10.0  # of a test; with workers an answer's share reward_model.timeout_s
+    memory_limit_mb: limits.Count = 1024  # MiB that a program may map
+
+
+@dataclass(frozen=True)
+class SandboxFusionConfig:
+    url: str | None = None  # the whole address, with /run_code; None: programs run in a sandbox on this machine
+    max_concurrent: limits.Count = 64  # requests at a time
+    memory_limit_mb: limits.Count = 1024
+
+
+@dataclass(frozen=True)
 class RewardModelConfig:
     source: Literal["register", "importlib"] = "register"  # importlib: the manager is module.name of module.path
     module: RewardModuleConfig = RewardModuleConfig()
     reward_manager: Literal["naive", "batch", "prime", "dapo"] = "naive"
     num_workers: limits.Count | None = None  # grading processes; None: one a core, at most 4
-    timeout_s: limits.Positive = 10.0  # of an answer (batch: of a call), from when a worker begins it
+    timeout_s: limits.Positive = 10.0  # of an answer (batch: of a call) and of a program's tests together
     memory_limit_mb: limits.Count | None = 1024  # MiB that a worker may map; None: no limit
     num_examine: limits.Size = 0  # answers of each data source that a training step prints
     val_num_examine: limits.Size = 1  # the same for a validation
     reward_kwargs: Open = FrozenDict()  # scorer's name -> its options, as in {gsm8k: {method: flexible}}
     on_error: Literal["zero", "mask", "raise"] = "zero"  # what becomes of an answer whose scorer failed
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+    sandbox_fusion: SandboxFusionConfig = SandboxFusionConfig()
 
 
 @dataclass(frozen=True)

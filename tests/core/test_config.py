@@ -36,6 +36,7 @@ ADDED = {
     *("data.dataset_weights", "data.curriculum", f"{ACTOR}.overlong_filtering", "reward_model.on_error"),
     *(f"reward_model.{name}" for name in ("source", "module.path", "module.name", "num_workers", "timeout_s")),
     *(f"reward_model.{name}" for name in ("memory_limit_mb", "num_examine", "val_num_examine")),
+    *(f"reward_model.sandbox.{name}" for name in ("allow_unisolated", "timeout_s", "memory_limit_mb")),
     *("algorithm.filter_groups.on_exhausted", "trainer.backend", "trainer.cpu_threads", "trainer.seed"),
     *("trainer.max_staleness", "trainer.health.max_nonfinite_in_row"),
     *("trainer.phase_timeout_s", "trainer.max_restarts"),

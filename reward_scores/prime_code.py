@@ -1,0 +1,273 @@
+"""PRIME's code scorer: programs for contest problems, judged by standard input and output or by calls of a function.
+
+``published`` keeps verl's verdicts, mistakes included: a response without tests passes, outputs agree in many ways,
+single tests of a function are run as if they were scripts, and only the first ten count once one fails. The program
+does not run as published, where it could reach everything, but in :mod:`reward_scores.sandbox`, and an answer has a
+time limit over all its tests. ``robust`` is :mod:`reward_scores.unit_tests`. With ``sandbox_fusion`` programs run on
+that server.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from core.types import Score
+from reward_scores import sandbox_fusion as fusion
+from reward_scores import unit_tests
+from reward_scores.sandbox import Sandbox
+from reward_scores.unit_tests import FAILURES, BadTests, SandboxOptions
+from reward_scores.verdict import graded, no_answer
+
+METHODS = ("published", "robust")
+EXAMPLES = tuple(example for example in unit_tests.EXAMPLES if isinstance(example[1], str))
+COUNTED = 10  # tests that count once one fails
+ALL_SECONDS, ONE_SECONDS = 5.0, 10.0  # published limits of a test: in the run of all tests, and alone
+NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)  # what the parser raises
+_IMPORTED = (
+    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
+    *("itertools", "functools", "operator", "io", "sys", "json", "builtins", "typing"),
+)
+_HEAD = "\n".join(
+    [*(f"from {name} import *" for name in _IMPORTED), *(f"import {name}" for name in _IMPORTED[:-2])]
+    + ["sys.setrecursionlimit(6 * 10**5)", ""]
+)
+# As published, names bound to the streams before the call lead nowhere.
+_BEFORE = """import io as _io, sys as _sys
+_streams = _sys.stdin, _sys.stdout
+_sys.stdin, _sys.stdout = _io.StringIO(), _io.StringIO()
+"""
+_CALL = """
+def _run(text, run=code):
+    import builtins
+    from unittest.mock import mock_open
+    _sys.stdin, _sys.stdout = _io.StringIO(text), _streams[1]
+    lines = iter(text.split("\\n"))
+    _sys.stdin.readline = lambda *_: next(lines)
+    _sys.stdin.readlines = lambda *_: text.split("\\n")
+    _sys.stdin.read = lambda *_: text
+    builtins.open = mock_open(read_data=text)
+    try:
+        run()
+    except SystemExit:
+        pass
+_run(_streams[0].read())
+"""
+
+
+def score(
+    response: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    method: str = "published",
+    continuous: bool = True,
+    sandbox: Mapping[str, Any] | None = None,
+    sandbox_fusion: Mapping[str, Any] | None = None,
+) -> Score:
+    """1 where all tests pass, else with ``continuous`` the share of the first ten; ``robust`` as ``unit_tests``.
+
+    Raises UnboundLocalError, as published, for a failed test with ``continuous`` False and ``method`` published.
+    """
+    if method not in METHODS:
+        raise ValueError(f"prime_code method={method!r}: must be one of {', '.join(METHODS)}")
+    if sandbox_fusion and sandbox_fusion.get("url"):
+        return fusion.score(response, ground_truth, extra_info, method, continuous, **sandbox_fusion)
+    if method == "robust":
+        return unit_tests.score(response, ground_truth, extra_info, continuous, sandbox)
+    tests = published_tests(ground_truth, extra_info)
+    if tests is None:
+        return graded(False, None, **dict.fromkeys(FAILURES, 0.0))
+    source = response.split("```python")[-1].split("```")[0]
+    if not _parses(as_function(source)) and not (tests.get("fn_name") and _parses(source)):
+        return no_answer(timeout=0.0, error=1.0)
+    return _published(source, tests, continuous, SandboxOptions(**(sandbox or {})))
+
+
+def published_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The tests as they stand; None where they cannot be read."""
+    given = ground_truth if ground_truth is not None else (extra_info or {}).get("test_cases")
+    if isinstance(given, (str, bytes)):
+        try:
+            given = json.loads(given)
+        except ValueError:
+            return None
+    known = isinstance(given, Mapping) and "inputs" in given and "outputs" in given
+    return {**given, "inputs": list(given["inputs"]), "outputs": list(given["outputs"])} if known else None
+
+
+def _published(source: str, tests: dict[str, Any], continuous: bool, options: SandboxOptions) -> Score:
+    end = time.monotonic() + options.total_timeout_s
+    with Sandbox(options.limits(), options.isolation()) as box:
+        found = _run_all(box, source, tests, min(end, time.monotonic() + ALL_SECONDS + 1))
+        share = float(all(status == "passed" for status in found.values()))
+        if not share and continuous:
+            found = _run_first(box, source, tests, {} if tests.get("fn_name") else found, end)
+            share = list(found.values()).count("passed") / max(len(found), 1)
+    if not share and not continuous:
+        raise UnboundLocalError("a test failed and prime_code has no score for it with continuous=False, as published")
+    statuses = list(found.values())
+    parts = {name: statuses.count(name) / max(len(statuses), 1) for name in FAILURES}
+    return graded(share == 1, source, share, **parts)
+
+
+def _run_all(box: Sandbox, source: str, tests: dict[str, Any], deadline: float) -> dict[int, str]:
+    """Every test until one fails."""
+    found: dict[int, str] = {}
+    function, inputs, outputs = tests.get("fn_name"), tests["inputs"], tests["outputs"]
+    if function or not inputs:  # a script is loaded where it runs
+        loaded = box.load(_HEAD + source if function else as_function(source), ALL_SECONDS).status
+        if loaded != "ok":
+            return {0: "timeout" if loaded == "timeout" else "error"}
+    for number, (given, wanted) in enumerate(zip(inputs, outputs, strict=False)):
+        seconds = min(ALL_SECONDS, deadline - time.monotonic())
+        if seconds <= 0:
+            found[number] = "timeout"
+        elif function:
+            name = f"Solution.{function}" if "class Solution" in source else function
+            found[number] = _call(box, name, given, wanted, seconds)
+        else:
+            found[number] = _run(box, source, given, wanted, seconds)
+        if found[number] != "passed":
+            break
+    return found
+
+
+def _run_first(
+    box: Sandbox, source: str, tests: dict[str, Any], known: dict[int, str], deadline: float
+) -> dict[int, str]:
+    """The first ten tests as scripts, with more time; those that have ended already are not run again."""
+    found = {number: status for number, status in known.items() if number < COUNTED and status != "timeout"}
+    for number, (given, wanted) in enumerate(zip(tests["inputs"], tests["outputs"], strict=False)):
+        if number < COUNTED and number not in found:
+            left = min(ONE_SECONDS, deadline - time.monotonic())
+            found[number] = _run(box, source, given, wanted, left) if left > 0 else "timeout"
+    return found
+
+
+def _run(box: Sandbox, source: str, given: Any, wanted: Any, seconds: float) -> str:
+    given, wanted = ("\n".join(text) if isinstance(text, list) else str(text) for text in (given, wanted))
+    ran = box.run(as_function(source) + _CALL, given, seconds)
+    if ran.status != "ok":
+        return "timeout" if ran.status == "timeout" else "error"
+    return "passed" if same_output(ran.stdout, wanted) else "wrong"
+
+
+def as_function(source: str) -> str:
+    """The script as published: in a function ``code`` behind many imports, its main guard taken away."""
+    lines, inside = [], False
+    for line in _without_guard(source).split("\n"):
+        imports = line.startswith(("from ", "import "))
+        if not imports and not inside:
+            lines += ["stdin = sys.stdin", "stdout = sys.stdout", "def code():"]
+            inside = True
+        lines.append(f"\t{line}" if inside else line)
+    return _BEFORE + _HEAD + "\n".join(lines) + "\n"
+
+
+def _without_guard(source: str) -> str:
+    try:
+        body = ast.parse(source).body
+        last = body[-1] if body else None
+        if isinstance(last, ast.If) and ast.unparse(last.test).strip() == "__name__ == '__main__'":
+            return f"{ast.unparse(body[:-1])}\n{ast.unparse(last.body)}"
+    except NO_PYTHON:
+        return source
+    return source
+
+
+def _parses(source: str) -> bool:
+    try:
+        ast.parse(source)
+    except NO_PYTHON:
+        return False
+    return True
+
+
+def _call(box: Sandbox, name: str, given: str, wanted: str, seconds: float) -> str:
+    try:
+        arguments, goal = [json.loads(line) for line in given.split("\n")], json.loads(wanted)
+    except (ValueError, AttributeError):
+        return "error"
+    if arguments and isinstance(arguments[0], dict):
+        arguments = [_whole_keys(arguments[0])]
+    called = box.call(name, *arguments, seconds=seconds)
+    if called.status != "ok":
+        return "timeout" if called.status == "timeout" else "error"
+    return "passed" if same_value(called.value, goal) else "wrong"
+
+
+def _whole_keys(value: dict[str, Any]) -> dict[Any, Any]:
+    try:
+        return {int(key): item for key, item in value.items()}
+    except ValueError:
+        return value
+
+
+def same_value(value: Any, goal: Any) -> bool:
+    """Published: a tuple is a list, and the first element of what is wanted will do."""
+    if isinstance(goal, dict):
+        goal = [_whole_keys(goal)]
+    elif isinstance(goal, list) and goal and isinstance(goal[0], dict):
+        goal = [_whole_keys(goal[0])]
+    if not _is_json(value):
+        return False
+    rows = [list(row) for row in value] if _rows_of_tuples(value) else None
+    value = list(value) if isinstance(value, tuple) else value
+    first = goal[:1] if isinstance(goal, list) else []
+    return value == goal or value in first or (rows is not None and rows in first)
+
+
+def _rows_of_tuples(value: Any) -> bool:
+    rows = isinstance(value, (list, tuple)) and len(value) > 0 and isinstance(value[0], tuple)
+    return rows and all(hasattr(row, "__iter__") for row in value)
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):  # an object of the program among others
+        return False
+    return True
+
+
+def same_output(stdout: str, wanted: str) -> bool:
+    """Published: equal but for spaces around lines and empty lines, or as numbers a line within numpy's tolerance."""
+    lines = stdout.splitlines()
+    if wanted.strip() in ("\n".join(lines).strip(), "\n".join(line.strip() for line in lines).strip()):
+        return True
+    goal = [line.strip() for line in wanted.split("\n") if line]
+    full = [line for line in lines if line]
+    return lines == goal or full == goal or _same_numbers(full, goal)
+
+
+def _same_numbers(given: Sequence[str], goal: Sequence[str]) -> bool:
+    if len(given) != len(goal) or all(a.isdigit() and b.isdigit() for a, b in zip(given, goal, strict=True)):
+        return False
+    try:
+        pairs = [(float(a), float(b)) for a, b in zip(given, goal, strict=True)]
+    except ValueError:
+        return False
+    return all(a == b or (math.isfinite(b) and abs(a - b) <= 1e-8 + 1e-5 * abs(b)) for a, b in pairs)
+
+
+def check_ground_truth(
+    ground_truth: Any,
+    method: str = "published",
+    continuous: bool = True,
+    sandbox: Mapping[str, Any] | None = None,
+    sandbox_fusion: Mapping[str, Any] | None = None,
+) -> str | None:
+    """A problem, or None; under both methods, since a row without tests is a mistake in the data."""
+    if method == "published" and not continuous:
+        return "method=published has no score for a failed test with continuous=False; set method=robust"
+    problem = unit_tests.check_ground_truth(ground_truth)
+    if problem or ground_truth is None:
+        return problem
+    try:
+        return None if len(unit_tests.read_tests(ground_truth)) else "it has no tests"
+    except BadTests as error:
+        return str(error)

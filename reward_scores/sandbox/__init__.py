@@ -1,0 +1,331 @@
+"""Runs untrusted Python where it can harm nothing, and says what it did.
+
+A :class:`Sandbox` is one answer's: its own process tree, which ends with it. Every script, every program whose
+functions are called and every judge of assertions is a process of its own in it, without environment, network, other
+processes or files but the standard library, in an empty folder in memory, with limits of time, memory and output. What
+a program is expected to print or return is never sent there, except to the judge, which the program cannot reach.
+
+How it is shut in is found out by trying (:func:`isolation`): namespaces (with root's right to make them, or a user
+namespace), else Landlock and seccomp. What remains possible: using up its time and memory, seeing which files exist
+(Landlock only), knowing its inputs, and with a bug in the kernel everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from reward_scores.sandbox import plain
+
+MODES = ("namespaces", "user_namespaces", "landlock")
+START_SECONDS = 20.0  # to start a sandbox, on a machine under load
+CLOSE_SECONDS = 2.0  # to end by itself
+GRACE_SECONDS = 5.0  # after a process's own deadline, until the whole sandbox is killed
+_HARNESS = Path(__file__).with_name("harness.py")
+
+
+class SandboxUnavailable(RuntimeError):
+    """This machine offers no way to isolate a program."""
+
+
+class SandboxError(RuntimeError):
+    """The sandbox itself failed; nothing is known about the program."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one program may use. ``seconds`` are of wall clock and of CPU time, a test's."""
+
+    seconds: float = 10.0
+    memory_mb: int = 1024
+    output_bytes: int = 1 << 22  # of standard output, and of standard error
+    file_bytes: int = 1 << 24  # all files together
+    threads: int = 32
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """How programs are shut in: one of MODES or ``none``, whether system calls are filtered, and why nothing better."""
+
+    mode: str
+    seccomp: bool
+    refused: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.mode}{' with seccomp' if self.seccomp else ''}"
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a script did. ``status`` is ok, error (its exit code is not 0), timeout or output (it wrote too much)."""
+
+    status: str
+    stdout: str
+    stderr: str
+    exit_code: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Called:
+    """What a call came to. ``status`` is ok, raised, timeout or ended; ``value`` is built of exact built-in types."""
+
+    status: str
+    value: Any = None
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a test of assertions came to. ``status`` is passed, failed, raised, timeout or ended (the program did)."""
+
+    status: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """An object of the program that is no plain value; equal to nothing else."""
+
+    number: int = field(compare=False)
+    itself: object = field(default_factory=object, repr=False)
+
+
+class Sandbox:
+    """One sandbox, to be used in a ``with`` statement. Not for several threads.
+
+    ``how`` is by default the best that :func:`isolation` finds. Raises SandboxUnavailable where there is none, and
+    SandboxError where the sandbox fails.
+    """
+
+    def __init__(self, limits: Limits | None = None, how: Isolation | None = None):
+        self.limits = limits or Limits()
+        how = how or required_isolation()
+        command = [os.path.realpath(sys.executable), "-s", "-S", "-X", "utf8", str(_HARNESS)]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd="/",
+            env={"PYTHONHASHSEED": "0"},  # the same program gets the same verdict
+            start_new_session=True,
+        )
+        self._deadline = time.monotonic() + START_SECONDS
+        try:
+            self._send(
+                {
+                    "mode": how.mode,
+                    "seccomp": how.seccomp,
+                    "memory_bytes": self.limits.memory_mb << 20,
+                    "file_bytes": self.limits.file_bytes,
+                    "threads": self.limits.threads,
+                }
+            )
+            self._receive()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the sandbox: its first process goes when nobody asks any more, and all others with it."""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._deadline = time.monotonic() + CLOSE_SECONDS
+        with contextlib.suppress(SandboxError):
+            self._read(1)  # until the pipe ends
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process.stdout.close()
+        self._process.stderr.close()
+
+    def run(self, source: str, stdin: str = "", seconds: float | None = None) -> Ran:
+        """Runs a script, in a new process."""
+        request = {"source": source, "stdin": stdin, "output_bytes": self.limits.output_bytes}
+        return Ran(**self._ask("run", seconds, **request))
+
+    def load(self, source: str, seconds: float | None = None) -> Called:
+        """Loads a program whose functions :meth:`call` calls; it stays until the next one or until it fails."""
+        return _called(self._ask("load", seconds, source=source))
+
+    def call(self, name: str, *arguments: Any, seconds: float | None = None) -> Called:
+        """Calls a function of the program, or ``Class.method`` of a new object."""
+        found = _called(self._ask("ask", seconds, request=["find", name, None]))
+        if not isinstance(found.value, Opaque):
+            return (
+                Called("raised", detail=found.detail or f"{name} is not a function") if found.status == "ok" else found
+            )
+        encoded = plain.encode((arguments, {}), _refuse)
+        return _called(self._ask("ask", seconds, request=["call", found.value.number, encoded]))
+
+    def judge(
+        self, source: str, tests: Sequence[str], names: Sequence[str], prelude: str = "", seconds: float | None = None
+    ) -> list[Verdict]:
+        """Runs tests made of assertions, in a process that reaches the program's ``names`` by calls only.
+
+        What ``prelude`` defines under other names is the tests' own. The time limit is that of all tests together.
+        """
+        if self._ask("judge", seconds, source=source) != "tests":
+            raise SandboxError("the sandbox did not ask for the tests")
+        self._send({"tests": list(tests), "names": list(names), "prelude": prelude})
+        return [Verdict(*verdict) for verdict in self._receive()]
+
+    # --- the pipes
+
+    def _ask(self, what: str, seconds: float | None, **request: Any) -> Any:
+        seconds = self.limits.seconds if seconds is None else seconds
+        self._deadline = time.monotonic() + seconds + GRACE_SECONDS
+        self._send({"do": what, "seconds": seconds, **request})
+        return self._receive()
+
+    def _send(self, message: Any) -> None:
+        data = plain.dumps(message)
+        try:
+            self._process.stdin.write(len(data).to_bytes(4, "big") + data)
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise SandboxError(f"the sandbox has ended: {self._last_words()}") from error
+
+    def _receive(self) -> Any:
+        return plain.loads(self._read(int.from_bytes(self._read(4), "big")))
+
+    def _read(self, count: int) -> bytes:
+        descriptor, data = self._process.stdout.fileno(), bytearray()
+        while len(data) < count:
+            left = self._deadline - time.monotonic()
+            if left <= 0 or not select.select([descriptor], [], [], left)[0]:
+                raise SandboxError("the sandbox did not answer in time and was killed")
+            piece = os.read(descriptor, min(count - len(data), 1 << 20))
+            if not piece:
+                raise SandboxError(f"the sandbox has ended: {self._last_words()}")
+            data += piece
+        return bytes(data)
+
+    def _last_words(self) -> str:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(ValueError):  # closed before
+            lines = self._process.stderr.read(10_000).decode("utf-8", "replace").strip().splitlines()
+            return lines[-1] if lines else "no reason given"
+        return "it was closed"
+
+
+def _called(answer: list[Any]) -> Called:
+    try:
+        status, *rest = answer
+        if status == "ok":
+            return Called("ok", plain.decode(rest[0], Opaque))
+    except (plain.NotPlain, ValueError, LookupError, TypeError) as error:
+        return Called("ended", detail=f"it sent no value: {error}")
+    known = status in ("raised", "timeout", "ended")
+    return Called(status if known else "ended", detail=": ".join(str(part)[:500] for part in rest if part))
+
+
+def _refuse(value: Any) -> int:
+    raise TypeError(f"{type(value).__name__} cannot be passed to a program")
+
+
+# --- what this machine offers
+
+
+@functools.cache
+def isolation() -> Isolation:
+    """The best way to shut a program in that holds here: each is tried with a program that tries to get out."""
+    refused = []
+    for mode in MODES:
+        for seccomp in (True, False) if mode != "landlock" else (True,):
+            how = Isolation(mode, seccomp, tuple(refused))
+            problem = probe(how)
+            if not problem:
+                return how
+            refused.append(f"{how}: {problem}")
+    return Isolation("none", False, tuple(refused))
+
+
+def required_isolation() -> Isolation:
+    """:func:`isolation`, or SandboxUnavailable where there is none."""
+    how = isolation()
+    if how.mode == "none":
+        raise SandboxUnavailable(
+            "programs cannot be isolated here, so no code is run. Let the user make namespaces (container option "
+            "--privileged or a seccomp profile with unshare), use a kernel with Landlock and seccomp, set "
+            "reward_model.sandbox_fusion.url, or, for programs you trust, reward_model.sandbox.allow_unisolated=True. "
+            f"Tried: {'; '.join(how.refused)}"
+        )
+    return how
+
+
+def unisolated() -> Isolation:
+    """No isolation but resource limits and, where there is one, the filter of system calls."""
+    return Isolation("none", not probe(Isolation("none", True), escapes=False))
+
+
+_PROBE = """
+import os, socket
+def tried(what):
+    try:
+        return bool(what())
+    except OSError:
+        return False
+print(
+    "outside" if tried(lambda: open({secret!r}).read()) else "",
+    "network" if tried(lambda: not socket.create_connection(("127.0.0.1", {port}), 1).close()) else "",
+    "process" if tried(lambda: not os.kill({pid}, 0)) else "",
+    "environment" if os.environ else "",
+    "end",
+)
+"""
+
+
+def probe(how: Isolation, escapes: bool = True) -> str:
+    """Why a program is not shut in this way; empty where it is. ``escapes`` False: only whether it runs."""
+    with tempfile.NamedTemporaryFile("w") as secret, socket.create_server(("127.0.0.1", 0)) as server:
+        secret.write("secret")
+        secret.flush()
+        source = _PROBE.format(secret=secret.name, port=server.getsockname()[1], pid=os.getpid())
+        try:
+            with Sandbox(Limits(), how) as box:
+                ran = box.run(source)
+        except (SandboxError, OSError) as error:
+            return str(error)
+    words = ran.stdout.split()
+    if words[-1:] != ["end"]:
+        return f"the probe failed ({ran.status}): {ran.stderr.strip()[-300:]}"
+    return f"a program reaches {', '.join(words[:-1])}" if escapes and len(words) > 1 else ""
+
+
+__all__ = [
+    "Called",
+    "Isolation",
+    "Limits",
+    "Opaque",
+    "Ran",
+    "Sandbox",
+    "SandboxError",
+    "SandboxUnavailable",
+    "Verdict",
+    "isolation",
+    "probe",
+    "required_isolation",
+    "unisolated",
+]

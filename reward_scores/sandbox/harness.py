@@ -1,0 +1,350 @@
+"""The sandbox's first process: shuts itself in, then runs untrusted code in processes forked from it.
+
+Started by ``reward_scores.sandbox`` with a description of the sandbox on standard input, followed by requests; answers
+go to standard output, each message JSON behind its length. It imports nothing but the standard library and its
+neighbours. The code it runs sees neither these pipes nor this process: another pid namespace's first process, or one
+that it may not signal.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import child
+import confine
+import plain
+
+_CONTROL_IN, _CONTROL_OUT = 0, 1
+_CHUNK = 1 << 16
+_FILES = 256  # above every descriptor in use
+
+
+def read_message() -> Any:
+    """The next message; the process ends where there is none, since whoever asks has gone."""
+    length = int.from_bytes(_read_exactly(4), "big")
+    return plain.loads(_read_exactly(length))
+
+
+def _read_exactly(count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        piece = os.read(_CONTROL_IN, count - len(data))
+        if not piece:
+            confine.leave(0)
+        data += piece
+    return data
+
+
+def send(message: Any) -> None:
+    data = plain.dumps(message)
+    data = len(data).to_bytes(4, "big") + data
+    while data:
+        data = data[os.write(_CONTROL_OUT, data) :]
+
+
+class Process:
+    """A confined child. Its descriptors 0, 1, 2, ... are ``descriptors``; it has no others."""
+
+    def __init__(self, box: dict[str, Any], seconds: float, descriptors: list[int], work: Callable[[], int]):
+        self.deadline = time.monotonic() + seconds
+        self.pid = os.fork()
+        if self.pid == 0:
+            _become(box, seconds, descriptors, work)
+        self.ended = os.pidfd_open(self.pid)
+
+    def stop(self) -> int:
+        """Kills it, and in a pid namespace all it left; returns its wait status."""
+        for kill, target in ((os.kill, self.pid), (os.killpg, self.pid)):
+            try:
+                kill(target, signal.SIGKILL)
+            except OSError:  # it has ended already, or never led a group
+                continue
+        os.close(self.ended)
+        return os.waitpid(self.pid, 0)[1]
+
+
+def _become(box: dict[str, Any], seconds: float, descriptors: list[int], work: Callable[[], int]) -> NoReturn:
+    code = 1
+    try:
+        os.setsid()
+        confine.die_with_parent()
+        high = [os.dup2(number, _FILES // 2 + place) for place, number in enumerate(descriptors)]
+        for place, number in enumerate(high):
+            os.dup2(number, place)
+        os.closerange(len(high), _FILES)
+        confine.limit(box["memory_bytes"], int(seconds) + 2, box["file_bytes"], box["threads"])
+        if box["seccomp"]:
+            confine.seccomp(os.getpid())
+        code = work()
+    finally:
+        confine.leave(code)
+
+
+class Harness:
+    def __init__(self, box: dict[str, Any]):
+        self.box = box
+        self.server: tuple[Process, int, int] | None = None
+
+    def serve(self) -> NoReturn:
+        while True:
+            request = read_message()
+            send(getattr(self, "do_" + request.pop("do"))(**request))
+            self._kill_strays()
+
+    def _kill_strays(self) -> None:
+        if os.getpid() != 1 or self.server:
+            return
+        try:
+            os.kill(-1, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+
+    # --- scripts
+
+    def do_run(self, source: str, stdin: str, seconds: float, output_bytes: int) -> dict[str, Any]:
+        """Runs a script; see :class:`reward_scores.sandbox.Ran` for the answer."""
+        pipes = [os.pipe() for _ in range(3)]
+        ours = [pipes[0][1], pipes[1][0], pipes[2][0]]
+        theirs = [pipes[0][0], pipes[1][1], pipes[2][1]]
+        started = time.monotonic()
+        process = Process(self.box, seconds, theirs, lambda: child.become_program(source))
+        for number in theirs:
+            os.close(number)
+        talk = _Talk(process, ours, stdin.encode("utf-8", "surrogateescape"), output_bytes)
+        why = talk.go()
+        status = process.stop()
+        if not why:
+            talk.drain()
+            why = "output" if talk.too_long() else ""
+        for number in talk.open:
+            os.close(number)
+        code = os.waitstatus_to_exitcode(status)
+        return {
+            "status": why or ("ok" if code == 0 else "error"),
+            "stdout": bytes(talk.outputs[ours[1]]).decode("utf-8", "replace"),
+            "stderr": bytes(talk.outputs[ours[2]][-2000:]).decode("utf-8", "replace"),
+            "exit_code": code,
+            "seconds": time.monotonic() - started,
+        }
+
+    # --- functions
+
+    def do_load(self, source: str, seconds: float) -> list[Any]:
+        self._stop_server()
+        to_program, from_us = os.pipe()
+        to_us, from_program = os.pipe()
+        process = self._start_server(source, seconds, to_program, from_program)
+        os.close(to_program)
+        os.close(from_program)
+        self.server = process, from_us, to_us
+        return self._answer_of_server(seconds)
+
+    def do_ask(self, request: Any, seconds: float) -> list[Any]:
+        if self.server is None:
+            return ["ended", ""]
+        try:
+            os.write(self.server[1], plain.dumps(request) + b"\n")
+        except OSError:
+            self._stop_server()
+            return ["ended", ""]
+        return self._answer_of_server(seconds)
+
+    def _start_server(self, source: str, seconds: float, requests: int, answers: int) -> Process:
+        def work() -> int:
+            child.silence()
+            child.Server(source, os.fdopen(3, "rb"), os.fdopen(4, "wb")).run()
+            return 0
+
+        return Process(self.box, seconds, [requests, requests, requests, requests, answers], work)
+
+    def _answer_of_server(self, seconds: float) -> list[Any]:
+        process, _, answers = self.server
+        deadline, data = time.monotonic() + seconds, bytearray()
+        while not data.endswith(b"\n"):
+            ready = _wait([answers], deadline)
+            piece = os.read(answers, _CHUNK) if ready else b""
+            data += piece
+            if not piece or len(data) > plain.MAX_BYTES:
+                self._stop_server()
+                return ["ended" if ready else "timeout", ""]
+        try:
+            return plain.loads(bytes(data))
+        except plain.NotPlain:
+            return ["ended", "it sent no value"]
+
+    def _stop_server(self) -> None:
+        if self.server:
+            process, *pipes = self.server
+            process.stop()
+            for number in pipes:
+                os.close(number)
+        self.server = None
+
+    # --- assertions
+
+    def do_judge(self, source: str, seconds: float) -> list[list[str]]:
+        """Loads the program, then asks for the tests, so that they do not exist where it runs."""
+        to_program, from_judge = os.pipe()
+        to_judge, from_program = os.pipe()
+        verdicts, reports = os.pipe()
+        program = self._start_server(source, seconds, to_program, from_program)
+        os.close(to_program)
+        os.close(from_program)
+        send("tests")
+        tests = read_message()
+
+        def work() -> int:
+            report = os.fdopen(5, "wb")
+            child.silence()
+
+            def say(message: Any) -> None:
+                report.write(plain.dumps(message) + b"\n")
+                report.flush()
+
+            judge = child.Judge(child.Link(os.fdopen(3, "wb"), os.fdopen(4, "rb")), say)
+            judge.run(tests["prelude"], tests["tests"], tests["names"])
+            return 0
+
+        judge = Process(self.box, seconds, [to_judge, to_judge, to_judge, from_judge, to_judge, reports], work)
+        for number in (from_judge, to_judge, reports):
+            os.close(number)
+        found = _read_reports(verdicts, len(tests["tests"]), judge.deadline)
+        judge.stop()
+        program.stop()
+        os.close(verdicts)
+        return found
+
+
+def _read_reports(descriptor: int, count: int, deadline: float) -> list[list[str]]:
+    data, why = b"", "ended"
+    while data.count(b"\n") < count:
+        if not _wait([descriptor], deadline):
+            why = "timeout"
+            break
+        piece = os.read(descriptor, _CHUNK)
+        if not piece:
+            break
+        data += piece
+    found = [plain.loads(line) for line in data.split(b"\n")[:-1]]
+    return found + [[why, ""]] * (count - len(found))
+
+
+def _wait(descriptors: list[int], deadline: float) -> list[int]:
+    """Those of the descriptors that can be read before the deadline. Ends the process when its owner has gone."""
+    poll = select.poll()
+    for number in descriptors:
+        poll.register(number, select.POLLIN)
+    poll.register(_CONTROL_IN, 0)  # hang-up only
+    while True:
+        left = deadline - time.monotonic()
+        ready = dict(poll.poll(max(left, 0) * 1000))
+        if _CONTROL_IN in ready:
+            confine.leave(0)
+        if ready or left <= 0:
+            return list(ready)
+
+
+class _Talk:
+    """Feeds a process and collects what it writes, within bounds."""
+
+    def __init__(self, process: Process, pipes: list[int], stdin: bytes, output_bytes: int):
+        self.process, self.stdin, self.limit = process, memoryview(stdin), output_bytes
+        self.outputs = {number: bytearray() for number in pipes[1:]}
+        self.input, self.open = pipes[0], set(pipes)
+        for number in pipes:
+            os.set_blocking(number, False)
+
+    def go(self) -> str:
+        """Until the process has ended (empty answer), its time is over or it has written too much."""
+        poll = select.poll()
+        for number in self.outputs:
+            poll.register(number, select.POLLIN)
+        poll.register(self.input, select.POLLOUT)
+        poll.register(self.process.ended, select.POLLIN)
+        poll.register(_CONTROL_IN, 0)
+        while True:
+            left = self.process.deadline - time.monotonic()
+            if left <= 0:
+                return "timeout"
+            for number, _ in poll.poll(left * 1000):
+                if number == _CONTROL_IN:
+                    confine.leave(0)
+                if number == self.process.ended:
+                    return ""
+                if (self._write() if number == self.input else self._read(number) != 0) is False:
+                    poll.unregister(number)
+                    self.open.discard(number)
+                    os.close(number)
+            if self.too_long():
+                return "output"
+
+    def too_long(self) -> bool:
+        return any(len(data) > self.limit for data in self.outputs.values())
+
+    def drain(self) -> None:
+        """Reads what the ended process left in its pipes."""
+        for number in self.open & set(self.outputs):
+            while not self.too_long() and self._read(number):
+                continue
+
+    def _write(self) -> bool:
+        try:
+            self.stdin = self.stdin[os.write(self.input, self.stdin[:_CHUNK]) :] if self.stdin else self.stdin
+        except BlockingIOError:
+            return True
+        except OSError:  # it reads no more
+            return False
+        return bool(self.stdin)
+
+    def _read(self, number: int) -> int | None:
+        """How many bytes there were; None where there are none now, 0 where there will be none."""
+        try:
+            piece = os.read(number, _CHUNK)
+        except BlockingIOError:
+            return None
+        self.outputs[number] += piece
+        return len(piece)
+
+
+def main() -> None:
+    box = read_message()
+    sys.path[:] = [os.path.realpath(path) for path in sys.path[1:]]
+    confine.die_with_parent()
+    mode = box["mode"]
+    paths, uid = confine.readable(sys.path), confine.program_uid(mode)
+    if mode in ("namespaces", "user_namespaces"):
+        confine.unshare(mode == "user_namespaces")
+    pid = os.fork()
+    if pid:
+        _supervise(pid)
+    confine.die_with_parent()
+    if mode in ("namespaces", "user_namespaces"):
+        confine.enter_root(paths, box["file_bytes"], uid)
+        confine.drop_privileges(uid)
+        confine.die_with_parent()  # a change of user forgets it
+    else:
+        confine.enter_vanished_folder()
+        box["threads"] = None
+        if mode == "landlock":
+            confine.landlock(paths)
+    os.environ.clear()
+    send("ready")
+    Harness(box).serve()
+
+
+def _supervise(pid: int) -> NoReturn:
+    """Waits for the first process of the namespaces; holds none of its pipes."""
+    os.close(_CONTROL_IN)
+    os.close(_CONTROL_OUT)
+    os.waitpid(pid, 0)
+    confine.leave(0)
+
+
+if __name__ == "__main__":
+    main()

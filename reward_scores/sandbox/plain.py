@@ -1,0 +1,91 @@
+"""Values as plain data: how results leave the process of untrusted code.
+
+What is decoded is built here from exact built-in types, so that no class, ``__eq__`` or ``__hash__`` of the program
+crosses the border; any other object stays where it is and is known by a number.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+from collections.abc import Callable
+from typing import Any
+
+EXACT_INTEGER = 1 << 53
+MAX_BYTES = 1 << 24  # of one message
+_SEQUENCES = {"l": list, "t": tuple, "s": set, "z": frozenset}
+
+
+class NotPlain(ValueError):
+    """A message that is no plain value."""
+
+
+def encode(value: Any, keep: Callable[[Any], int]) -> Any:
+    """JSON for the value. ``keep(object)`` gives the number of an object that is not plain data.
+
+    Subclasses of plain types (named tuples, counters) become the plain type.
+    """
+    if value is None or value is True or value is False:
+        return value
+    if isinstance(value, int):
+        number = int.__index__(value) + 0
+        return number if abs(number) < EXACT_INTEGER else ["i", hex(number)]
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, (bytes, bytearray)):
+        return ["b", bytes(value).hex()]
+    if isinstance(value, complex):
+        return ["c", value.real, value.imag]
+    if isinstance(value, range):
+        return ["r", *(encode(part, keep) for part in (value.start, value.stop, value.step))]
+    if isinstance(value, dict):
+        return ["d", *([encode(key, keep), encode(item, keep)] for key, item in dict.items(value))]
+    for tag, kind in _SEQUENCES.items():
+        if isinstance(value, kind):
+            return [tag, *(encode(item, keep) for item in kind.__iter__(value))]
+    if isinstance(value, type) and getattr(builtins, value.__name__, None) is value:
+        return ["n", value.__name__]
+    return ["h", keep(value)]
+
+
+def decode(message: Any, handle: Callable[[int], Any]) -> Any:
+    """The value of :func:`encode`'s JSON. ``handle(number)`` stands for an object. Raises NotPlain."""
+    if not isinstance(message, list):
+        if message is None or isinstance(message, (bool, int, float, str)):
+            return message
+        raise NotPlain(f"a {type(message).__name__} in a message")
+    try:
+        tag, parts = message[0], message[1:]
+        if tag in _SEQUENCES:
+            return _SEQUENCES[tag](decode(part, handle) for part in parts)
+        if tag == "d":
+            return {decode(key, handle): decode(item, handle) for key, item in parts}
+        if tag == "i":
+            return int(parts[0], 16)
+        if tag == "b":
+            return bytes.fromhex(parts[0])
+        if tag == "c":
+            return complex(*parts)
+        if tag == "r":
+            return range(*(decode(part, handle) for part in parts))
+        if tag == "n" and isinstance(getattr(builtins, parts[0], None), type):
+            return getattr(builtins, parts[0])
+        if tag == "h" and type(parts[0]) is int:
+            return handle(parts[0])
+    except (TypeError, ValueError, IndexError, KeyError, OverflowError, RecursionError) as error:
+        raise NotPlain(f"a message that is no value: {error}") from error
+    raise NotPlain(f"an unknown tag {tag!r:.50} in a message")
+
+
+def dumps(message: Any) -> bytes:
+    return json.dumps(message).encode("ascii")
+
+
+def loads(data: bytes) -> Any:
+    """Raises NotPlain."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise NotPlain(f"not JSON: {error}") from error

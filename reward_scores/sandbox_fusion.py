@@ -1,0 +1,259 @@
+"""Programs judged by a Sandbox Fusion server: one ``POST /run_code`` a test.
+
+Verdicts as verl's ``sandbox_fusion``: outputs equal but for newlines at the end, and the tests behind one that did not
+compile count as not compiled. What the server could not do scores nothing under ``published``, with status crash, and
+raises under ``robust``, so that ``reward_model.on_error`` decides.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import http.client
+import json
+import os
+import random
+import stat
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from core.types import Score, ScoreStatus
+from reward_scores import unit_tests
+from reward_scores.verdict import graded, no_answer
+
+METHODS = ("published", "robust")
+COUNTED = 10  # tests that a continuous score is made of
+ATTEMPTS = 3  # of a request that ends in 504
+RETRY_SECONDS = 1.0  # before the second attempt, twice that before the third
+SPARE_SECONDS = 10.0  # for the request itself, besides compiling and running
+THREADS = 16  # requests of one answer at a time
+PARTS = ("timeout", "error", "api_error")
+_KIND = {-1: "api_error", -2: "error", -3: "timeout", -4: "error"}
+# A function is called with an argument a line of the input, and prints its result as JSON.
+_CALLER = """
+import json as _json, sys as _sys
+def _text(value):
+    plain = value is None or isinstance(value, (bool, dict, list, tuple))
+    return _json.dumps(value) if plain else str(value)
+def _called(name):
+    owner = globals()
+    found = owner[name] if name in owner else getattr(owner["Solution"](), name)
+    given = _sys.stdin.read()
+    return found(*[_json.loads(line) for line in given.split("\\n")] if given.strip() else [])
+print(_text(_called({name!r})))
+"""
+
+
+class FusionError(RuntimeError):
+    """The server did not judge a test."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """``reward_model.sandbox_fusion``: the whole address, ``/run_code`` included, and what a program may use."""
+
+    url: str
+    max_concurrent: int = 64  # requests of this machine's scoring processes at a time
+    memory_limit_mb: int = 1024
+    timeout: float = 10.0  # seconds to compile, and to run
+
+    def run(self, source: str, stdin: str | None) -> tuple[Any, str]:
+        """The server's answer, or what went wrong. Waits for a free place first."""
+        payload = {
+            "compile_timeout": self.timeout,
+            "run_timeout": self.timeout,
+            "code": source,
+            "stdin": stdin,
+            "memory_limit_MB": self.memory_limit_mb,
+            "language": "python",
+            "files": {},
+            "fetch_files": [],
+        }
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        request = urllib.request.Request(self.url, json.dumps(payload).encode(), headers)
+        with place(self.url, self.max_concurrent):
+            return self._post(request)
+
+    def _post(self, request: urllib.request.Request) -> tuple[Any, str]:
+        problem = ""
+        for attempt in range(ATTEMPTS):
+            try:
+                with urllib.request.urlopen(request, timeout=2 * self.timeout + SPARE_SECONDS) as answer:
+                    return json.loads(answer.read()), ""
+            except urllib.error.HTTPError as error:
+                problem = f"HTTP status {error.code}"
+                if error.code != 504:
+                    break
+                if attempt + 1 < ATTEMPTS:
+                    time.sleep(RETRY_SECONDS * (attempt + 1))
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                problem = f"{type(error).__name__}: {error}"
+                break
+        return None, f"{self.url}: {problem}"
+
+
+@contextmanager
+def place(url: str, count: int) -> Iterator[None]:
+    """One of ``count`` places of a server, over all processes of this machine that know it by this address.
+
+    A place is a lock on a file, so a process that is killed gives its place back.
+    """
+    folder = Path(tempfile.gettempdir()) / f"rlrepro-places-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise PermissionError(f"{folder} is another user's; remove it, or set TMPDIR")
+    name = hashlib.sha256(url.encode()).hexdigest()[:16]
+    wait = 0.002
+    while True:
+        for number in random.Random().sample(range(count), count):
+            file = os.open(folder / f"{name}-{number}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(file)
+                continue
+            try:
+                yield
+            finally:
+                os.close(file)
+            return
+        time.sleep(wait)
+        wait = min(wait * 2, 0.1)
+
+
+def score(
+    response: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    method: str = "published",
+    continuous: bool = True,
+    url: str = "",
+    max_concurrent: int = 64,
+    memory_limit_mb: int = 1024,
+    timeout: float = 10.0,
+) -> Score:
+    """The share of tests passed: of the first ten with ``continuous``. ``acc`` is 1 where all of them pass.
+
+    Raises FusionError under ``method="robust"`` where the server failed, ValueError without ``url``.
+    """
+    if method not in METHODS:
+        raise ValueError(f"sandbox_fusion method={method!r}: must be one of {', '.join(METHODS)}")
+    if not url:
+        raise ValueError("reward_model.sandbox_fusion.url is not set")
+    empty = dict.fromkeys(PARTS, 0.0)
+    source = extract(response) if method == "published" else unit_tests.extract(response)
+    tests = _tests(ground_truth, extra_info)
+    if source is None or tests is None:
+        return no_answer(**empty)
+    results, problems = check(Server(url, max_concurrent, memory_limit_mb, timeout), source, tests)
+    counted = [result for result, _ in (results[:COUNTED] if continuous else results)]
+    if not counted:
+        return graded(False, source, **empty)
+    if problems and method == "robust":
+        raise FusionError(f"{len(problems)} of {len(results)} tests were not judged: {problems[0]}")
+    share = sum(result is True for result in counted) / len(counted)
+    kinds = [_KIND.get(result if result is not True and result is not False else 0) for result in counted]
+    parts = {name: kinds.count(name) / len(counted) for name in PARTS}
+    if problems:
+        return Score(share, {"acc": float(share == 1), **parts}, ScoreStatus.CRASH, pred=source)
+    return graded(share == 1, source, share, **parts)
+
+
+def extract(response: str) -> str | None:
+    """Published: what follows the last mark of Python, else the first block; None where there is no block."""
+    if "```python" in response:
+        return response.split("```python")[-1].split("```")[0]
+    if "```" not in response:
+        return None
+    source = response.split("```")[1]
+    first, newline, rest = source.partition("\n")
+    return rest if newline and first.strip().isalpha() else source
+
+
+def _tests(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    given = ground_truth if ground_truth is not None else (extra_info or {}).get("test_cases")
+    if isinstance(given, (str, bytes)):
+        try:
+            given = json.loads(given)
+        except ValueError:
+            return None
+    return given if isinstance(given, Mapping) and "inputs" in given and "outputs" in given else None
+
+
+Result = tuple[bool | int, str]  # True, False, -1 server, -2 run, -3 time, -4 compilation; and its name
+
+
+def check(server: Server, source: str, tests: Mapping[str, Any]) -> tuple[list[Result], list[str]]:
+    """Every test's result, and what the server could not do."""
+    inputs, outputs = list(tests["inputs"]), list(tests["outputs"])
+    if len(inputs) != len(outputs):
+        return [(-1, "input_output_mismatch")] * len(inputs), [f"{len(inputs)} inputs and {len(outputs)} outputs"]
+    if tests.get("fn_name"):
+        source += _CALLER.format(name=tests["fn_name"])
+
+    def run(given: Any) -> tuple[Any, str]:
+        return server.run(source, None if given is None else str(given))
+
+    with ThreadPoolExecutor(max(1, min(THREADS, server.max_concurrent, len(inputs)))) as threads:
+        answers = list(threads.map(run, inputs))
+    results = [read_answer(answer, problem, str(out)) for (answer, problem), out in zip(answers, outputs, strict=True)]
+    problems = [
+        problem or f"the server says {status}"
+        for (result, status), (_, problem) in zip(results, answers, strict=True)
+        if result == -1 and result is not False
+    ]
+    return after_compilation(results), problems
+
+
+def after_compilation(results: Sequence[Result]) -> list[Result]:
+    """Published: the first test that did not compile speaks for all after it."""
+    first = next((number for number, (result, _) in enumerate(results) if result == -4), len(results))
+    return [
+        (-4, "compile_error_skipped") if number > first and result != -4 else (result, status)
+        for number, (result, status) in enumerate(results)
+    ]
+
+
+def read_answer(answer: Any, problem: str, wanted: str) -> Result:
+    """What one answer of the server means for a test that wants this output."""
+    if problem:
+        return -1, "api_error"
+    if not isinstance(answer, Mapping):
+        return -1, "unknown_api_state"
+    run, compilation = answer.get("run_result") or {}, answer.get("compile_result") or {}
+    match answer.get("status"):
+        case "SandboxError":
+            return -1, "sandbox_error"
+        case "Failed":
+            return _failed(run, compilation)
+        case "Success" if run.get("status") == "Finished":
+            right = str(run.get("stdout") or "").rstrip("\n") == wanted.rstrip("\n")
+            return (True, "success") if right else (False, "wrong_answer")
+        case "Success":
+            return -1, "unexpected_success_state"
+        case status:
+            return -1, f"unknown_api_status_{status}"
+
+
+def _failed(run: Mapping[str, Any], compilation: Mapping[str, Any]) -> Result:
+    compiled = compilation.get("status")
+    if compiled == "TimeLimitExceeded":
+        return -4, "compile_timeout"
+    if compiled == "Error" or (compiled == "Finished" and compilation.get("return_code") != 0):
+        return -4, "compile_error"
+    if not run:
+        return -1, "unknown_failure_state"
+    if run.get("status") == "TimeLimitExceeded":
+        return -3, "timeout"
+    if run.get("status") == "Error" or (run.get("status") == "Finished" and run.get("return_code") != 0):
+        return -2, "runtime_error"
+    return -1, "unknown_failure"
