@@ -1,7 +1,7 @@
 """The rows that decode together: who joins, who leaves, and one step for all of them.
 
-Every row that is computed is a row that still writes. A row enters with all but the last token of its prompt
-stored; the last one is its first input, so that the first token is drawn like every other one.
+Every row that is computed is a row that still writes. A prompt is prefilled but for its last token, which is the
+first input of each of its rows, so that the first token is drawn like every other one.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from core.engines import SampleRequest
-from core.engines.kv_cache import ATTENTION, COLUMN_BLOCK, Decode, Prefill, SlotCache, length_mask
+from core.engines.kv_cache import ATTENTION, Decode, Prefill, SharedPromptCache
 from core.engines.sampling import RowSettings, draw, uniforms
 from core.engines.stopping import StopRule
 from core.types import Stop
+
+COLUMN_BLOCK = 64  # columns of responses are allocated in multiples of this
 
 
 @dataclass
@@ -43,15 +45,9 @@ class Row:
     future: asyncio.Future
     rule: StopRule
     version: int
-    key: int  # hash of the prompt: rows are compared by it often
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     stop: Stop | None = None
-
-    @property
-    def columns(self) -> int:
-        """The most columns that it can come to need."""
-        return len(self.request.prompt_ids) + self.request.sampling.max_tokens
 
     def write(self, token: int, logprob: float) -> bool:
         """Takes the next token; says whether it was the last and sets ``stop``."""
@@ -71,89 +67,88 @@ class BatchLimits:
 
 
 class DecodeBatch:
-    """Slot ``i`` of the cache belongs to ``rows[i]``; the arrays run along with it.
+    """Place ``i`` of the response store belongs to ``rows[i]``, place ``j`` of the prompt store to ``prompts[j]``.
 
-    ``length`` counts a row's stored tokens, ``token`` is its next input, ``seed`` its sampling seed.
+    Arrays run along with them. Of a row: ``prompt`` is the place of its prompt, ``length`` counts the stored tokens
+    of its response, ``token`` is its next input, ``seed`` its sampling seed. Of a prompt: ``prefix`` counts its
+    stored tokens, all but the last one.
     """
 
-    def __init__(self, model: Any, limits: BatchLimits, cache: SlotCache):
+    def __init__(self, model: Any, limits: BatchLimits, cache: SharedPromptCache):
         self.model, self.limits, self.cache = model, limits, cache
         self.device = cache.device
-        self.additive_mask = model.config._attn_implementation != ATTENTION
-        self.vocab_size = model.get_output_embeddings().weight.shape[0]
+        self.own_attention = model.config._attn_implementation == ATTENTION
         self.stats = DecodeStats()
         self.clear()
 
     def clear(self) -> None:
         self.rows: list[Row] = []
-        self.length, self.token = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        self.seed = np.zeros(0, np.uint64)
+        self.prompts: list[tuple[int, ...]] = []
+        self.prompt, self.length = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self.token, self.seed = np.zeros(0, np.int64), np.zeros(0, np.uint64)
+        self.prefix = np.zeros(0, np.int64)
         self.settings: RowSettings | None = None
         self.cache.free()
 
     def room_for(self, rows: list[Row]) -> int:
         """How many of these, in their order, may join now without ever exceeding the limits."""
-        columns = max((row.columns for row in self.rows), default=0)
+        if not rows:
+            return 0
+        budget = max((row.request.sampling.max_tokens for row in self.rows), default=0)
+        prompts = set(self.prompts)
+        width = max(map(len, prompts), default=0)
         for joining, row in enumerate(rows):
-            columns = max(columns, row.columns)
-            slots = len(self.rows) + joining + 1
-            if slots > self.limits.rows or slots * whole_blocks(columns) > self.limits.cache_tokens:
+            budget = max(budget, row.request.sampling.max_tokens)
+            width = max(width, len(row.request.prompt_ids))
+            prompts.add(row.request.prompt_ids)
+            count = len(self.rows) + joining + 1
+            if count > self.limits.rows or most_stored(count, budget, len(prompts), width) > self.limits.cache_tokens:
                 return joining
         return len(rows)
 
     @torch.inference_mode()
     def admit(self, rows: list[Row]) -> None:
         """Adds rows, with one prefill for all that share a prompt; a prompt that is decoding already needs none."""
-        begin = len(self.rows)
-        donors = {row.key: slot for slot, row in enumerate(self.rows)}
+        places = {prompt: place for place, prompt in enumerate(self.prompts)}
+        fresh = sorted({row.request.prompt_ids: None for row in rows if row.request.prompt_ids not in places}, key=len)
+        used, self.prompts = len(self.prompts), self.prompts + fresh
+        places |= {prompt: place for place, prompt in enumerate(fresh, start=used)}
         self.rows += rows
-        stored = np.array([len(row.request.prompt_ids) - 1 for row in rows], np.int64)
-        self._reserve(self.rows, begin, int(max(self.length.max(initial=0), stored.max())) + 1)
-        self.length = np.concatenate([self.length, stored])
+        self.prompt = np.concatenate([self.prompt, [places[row.request.prompt_ids] for row in rows]])
+        self.length = np.concatenate([self.length, np.zeros(len(rows), np.int64)])
         self.token = np.concatenate([self.token, [row.request.prompt_ids[-1] for row in rows]])
         seeds = [row.request.seed % 2**64 for row in rows]
         self.seed = np.concatenate([self.seed, np.array(seeds, np.uint64)])
         self.settings = None
-        fresh: dict[tuple[int, ...], list[int]] = {}
-        copies: list[tuple[int, int]] = []
-        for slot, row in enumerate(rows, start=begin):
-            prompt, donor = row.request.prompt_ids, donors.get(row.key)
-            if donor is not None and self.rows[donor].request.prompt_ids == prompt:
-                copies.append((slot, donor))
-            elif len(prompt) > 1:
-                fresh.setdefault(prompt, []).append(slot)
-        if copies:
-            to, origin = (list(slots) for slots in zip(*copies, strict=True))
-            self.cache.copy(to, origin, int(self.length[to].max()))
-            self.stats.copied_rows += len(copies)
-        for prompts in self._chunks(sorted(fresh, key=len)):
-            self._prefill({prompt: fresh[prompt] for prompt in prompts})
+        if fresh:
+            stored = self.prefix.max(initial=0)
+            self.prefix = np.concatenate([self.prefix, [len(prompt) - 1 for prompt in fresh]])
+            if not self.cache.fits("prompts", len(self.prompts), self.prefix.max()):
+                wanted = with_spare(len(self.prompts)) if used else len(self.prompts)
+                self.cache.reserve("prompts", wanted, int(self.prefix.max()), used, int(stored))
+            self._prefill(used)
 
-    def _chunks(self, prompts: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
-        """Prompts of increasing length in batches of at most ``prefill_tokens``, padding included."""
-        chunks: list[list[tuple[int, ...]]] = []
-        for prompt in prompts:
-            if chunks and (len(chunks[-1]) + 1) * len(prompt) <= self.limits.prefill_tokens:
-                chunks[-1].append(prompt)
-            else:
-                chunks.append([prompt])
-        return chunks
-
-    def _prefill(self, slots_of: dict[tuple[int, ...], list[int]]) -> None:
-        # Padding stands on the right, behind the tokens that a causal model lets see it: no mask is needed.
-        width = max(len(prompt) for prompt in slots_of) - 1
-        ids = np.array([prompt[:-1] + prompt[:1] * (width + 1 - len(prompt)) for prompt in slots_of], np.int64)
-        slots = [slot for group in slots_of.values() for slot in group]
-        source = [line for line, group in enumerate(slots_of.values()) for _ in group]
-        self.cache.plan(Prefill(torch.tensor(slots, device=self.device), torch.tensor(source, device=self.device)))
-        self.model.base_model(
-            input_ids=torch.from_numpy(ids).to(self.device),
-            position_ids=torch.arange(width, device=self.device)[None],
-            past_key_values=self.cache,
-            use_cache=True,
-        )
-        self.stats.prefill_passes += 1
-        self.stats.prefill_tokens += sum(len(prompt) - 1 for prompt in slots_of)
+    def _prefill(self, begin: int) -> None:
+        """Fills the prompt store from place ``begin`` on; the prompts there are sorted by length."""
+        while begin < len(self.prompts) and self.prefix[begin] == 0:
+            begin += 1
+        while begin < len(self.prompts):
+            end = begin + 1
+            while end < len(self.prompts) and (end + 1 - begin) * self.prefix[end] <= self.limits.prefill_tokens:
+                end += 1
+            # Padding stands on the right, behind the tokens that a causal model lets see it: no mask is needed.
+            width = int(self.prefix[end - 1])
+            ids = [prompt[:-1] + prompt[:1] * (width + 1 - len(prompt)) for prompt in self.prompts[begin:end]]
+            with self.cache.forward(Prefill(begin), own_attention=self.own_attention):
+                self.model.base_model(
+                    input_ids=torch.tensor(ids, device=self.device),
+                    position_ids=torch.arange(width, device=self.device)[None],
+                    past_key_values=self.cache,
+                    use_cache=True,
+                )
+            self.stats.prefill_passes += 1
+            self.stats.prefill_tokens += int(self.prefix[begin:end].sum())
+            begin = end
 
     @torch.inference_mode()
     def step(self) -> list[Row]:
@@ -162,72 +157,100 @@ class DecodeBatch:
         if self.settings is None:
             sampling = [row.request.sampling for row in self.rows]
             self.settings = RowSettings.of(sampling, logits_NV.shape[1], self.device)
-        drawn = np.array([len(row.ids) for row in self.rows], np.uint64)
-        uniform_N = torch.from_numpy(uniforms(self.seed, drawn)).to(self.device)
+        uniform_N = torch.from_numpy(uniforms(self.seed, self.length.astype(np.uint64))).to(self.device)
         token_N, logprob_N = draw(logits_NV, self.settings, uniform_N)
         self.token = token_N.cpu().numpy()
-        self.length += 1
+        self.length = self.length + 1
         self.stats.steps += 1
         self.stats.row_steps += len(self.rows)
         written = zip(self.rows, self.token.tolist(), logprob_N.tolist(), strict=True)
-        ended = [slot for slot, (row, token, logprob) in enumerate(written) if row.write(token, logprob)]
-        finished = [self.rows[slot] for slot in ended]
+        ended = [place for place, (row, token, logprob) in enumerate(written) if row.write(token, logprob)]
+        finished = [self.rows[place] for place in ended]
         self.remove(ended)
         return finished
 
     def _forward(self) -> Tensor:
-        count, columns = len(self.rows), int(self.length.max()) + 1
-        self._reserve(self.rows, count, columns)
-        mask = None
-        if int(self.length.min()) + 1 == columns:
-            length, positions = columns - 1, torch.full((1, 1), columns - 1, device=self.device)
-        else:
-            length = torch.from_numpy(self.length).to(self.device)
-            positions = length[:, None]
-            mask = length_mask(self.length, columns, self.device)
-            if self.additive_mask:
-                lowest = torch.finfo(self.model.dtype).min
-                mask = torch.zeros(mask.shape, dtype=self.model.dtype, device=self.device).masked_fill_(~mask, lowest)
-        self.cache.plan(Decode(count, length, columns))
-        output = self.model(
-            input_ids=torch.from_numpy(self.token).to(self.device)[:, None],
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=self.cache,
-            use_cache=True,
-        )
+        plan = Decode(self.prompt, self.prefix, self.length, self.device)
+        self._reserve_responses(plan.columns)
+        with self.cache.forward(plan, own_attention=self.own_attention):
+            output = self.model(
+                input_ids=torch.from_numpy(self.token).to(self.device)[:, None],
+                position_ids=plan.positions(),
+                attention_mask=self._mask(plan),
+                past_key_values=self.cache,
+                use_cache=True,
+            )
         return output.logits[:, -1]
 
+    def _mask(self, plan: Decode) -> Tensor:
+        """Four axes, which transformers takes as they are: a stand-in, or what eager attention adds to its scores."""
+        if self.own_attention:
+            return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
+        shape = (plan.rows, 1, 1, plan.prefix_columns + plan.columns)
+        mask = torch.zeros(shape, dtype=self.model.dtype, device=self.device)
+        seen = plan.mask()
+        return mask if seen is None else mask.masked_fill_(~seen, torch.finfo(mask.dtype).min)
+
+    def _reserve_responses(self, columns: int) -> None:
+        """Room for all rows and for ``columns`` and some more: growing copies all that is stored, so not too often."""
+        if self.cache.fits("responses", len(self.rows), columns):
+            return
+        places, allocated = self.cache.allocated["responses"]
+        if columns > allocated:
+            allocated = columns + max(COLUMN_BLOCK - 1, columns // 2)
+        allocated = whole_blocks(min(allocated, max(row.request.sampling.max_tokens for row in self.rows)))
+        used = min(places, len(self.rows))
+        wanted = with_spare(len(self.rows)) if used else len(self.rows)
+        self.cache.reserve("responses", wanted, allocated, used, min(columns - 1, int(self.length.max())))
+
     @torch.inference_mode()
-    def remove(self, slots: list[int]) -> None:
-        """Takes these rows out; the last rows move into the places that they leave."""
-        if not slots:
+    def remove(self, places: list[int]) -> None:
+        """Takes these rows out, and the prompts that nobody continues; the last ones move into their places."""
+        if not places:
             return
-        gone, left = set(slots), len(self.rows) - len(slots)
-        holes = [slot for slot in slots if slot < left]
-        movers = [slot for slot in range(left, len(self.rows)) if slot not in gone]
-        if holes:
-            self.cache.copy(holes, movers, int(self.length[movers].max()))
-            self.stats.copied_rows += len(holes)
-            for hole, mover in zip(holes, movers, strict=True):
-                self.rows[hole] = self.rows[mover]
-            for values in (self.length, self.token, self.seed):
-                values[holes] = values[movers]
+        holes, movers, left = _moves(places, len(self.rows))
+        if holes and (columns := int(self.length[movers].max())):
+            self.cache.copy("responses", holes, movers, columns)
+        for values in (self.prompt, self.length, self.token, self.seed):
+            values[holes] = values[movers]
+        for hole, mover in zip(holes, movers, strict=True):
+            self.rows[hole] = self.rows[mover]
         del self.rows[left:]
-        self.length, self.token, self.seed = self.length[:left], self.token[:left], self.seed[:left]
+        self.prompt, self.length = self.prompt[:left], self.length[:left]
+        self.token, self.seed = self.token[:left], self.seed[:left]
         self.settings = None
+        self.stats.copied_rows += len(holes)
+        unused = np.flatnonzero(np.bincount(self.prompt, minlength=len(self.prompts)) == 0).tolist()
+        if unused:
+            self._remove_prompts(unused)
 
-    def _reserve(self, rows: list[Row], used: int, columns: int) -> None:
-        """Room for the rows, the first ``used`` of which hold something, and for ``columns`` and some more.
+    def _remove_prompts(self, places: list[int]) -> None:
+        holes, movers, left = _moves(places, len(self.prompts))
+        if holes and (columns := int(self.prefix[movers].max())):
+            self.cache.copy("prompts", holes, movers, columns)
+        self.prefix[holes] = self.prefix[movers]
+        for hole, mover in zip(holes, movers, strict=True):
+            self.prompts[hole] = self.prompts[mover]
+            self.prompt[self.prompt == mover] = hole
+        del self.prompts[left:]
+        self.prefix = self.prefix[:left]
 
-        Slots and columns grow in strides, because growing copies all that is stored; neither passes the limits.
-        """
-        if len(rows) <= self.cache.slots and columns <= self.cache.columns:
-            return
-        most = max(row.columns for row in rows)
-        columns = whole_blocks(min(most, columns + max(COLUMN_BLOCK, columns // 2)))
-        slots = min(self.limits.rows, self.limits.cache_tokens // columns, len(rows) + len(rows) // 4)
-        self.cache.reserve(max(slots, len(rows)), columns, used, int(self.length.max(initial=0)))
+
+def _moves(gone: list[int], count: int) -> tuple[list[int], list[int], int]:
+    """Which of the last places move into which of the first, so that ``gone`` (ascending) leave no hole; how many
+    stay."""
+    left, leaving = count - len(gone), set(gone)
+    return [i for i in gone if i < left], [i for i in range(left, count) if i not in leaving], left
+
+
+def most_stored(rows: int, budget: int, prompts: int, width: int) -> int:
+    """Tokens allocated at the most for so many rows of ``budget`` tokens and prompts of ``width``."""
+    return with_spare(rows) * whole_blocks(budget) + with_spare(prompts) * width
+
+
+def with_spare(places: int) -> int:
+    """Places as they are allocated where more come one by one."""
+    return places + places // 4
 
 
 def whole_blocks(columns: int) -> int:
@@ -235,7 +258,7 @@ def whole_blocks(columns: int) -> int:
     return -(-columns // COLUMN_BLOCK) * COLUMN_BLOCK
 
 
-def cache_for(model: Any, device: torch.device) -> SlotCache:
+def cache_for(model: Any, device: torch.device) -> SharedPromptCache:
     """An empty cache of the model's shapes, found by sending one token through it.
 
     Raises ValueError for a model that keeps something else than keys and values of its tokens.
@@ -251,4 +274,4 @@ def cache_for(model: Any, device: torch.device) -> SlotCache:
             "and values; use another engine"
         )
     shapes = [tuple((t.shape[1], t.shape[3]) for t in (layer.keys, layer.values)) for layer in seen.layers]
-    return SlotCache(shapes, seen.layers[0].keys.dtype, device)
+    return SharedPromptCache(shapes, seen.layers[0].keys.dtype, device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from core.engines import SampleRequest
-from core.engines.decoding import BatchLimits, DecodeBatch, DecodeStats, Row, cache_for, whole_blocks
+from core.engines.decoding import BatchLimits, DecodeBatch, DecodeStats, Row, cache_for, most_stored
 from core.engines.kv_cache import ATTENTION
 from core.engines.stopping import StopRule, eos_ids, one_turn
 from core.types import Trajectory
@@ -60,6 +60,9 @@ class HFEngine:
         self._waiting: list[Row] = []
         self._task: asyncio.Task | None = None
         self._closed = False
+        # Awaited before each step: consumers whose answers come from elsewhere are then not overtaken by the next
+        # step, and a replay stays exact. True: it had to wait, and who was waited for may ask for more.
+        self.before_step: Callable[[], Awaitable[bool]] | None = None
 
     @property
     def stats(self) -> DecodeStats:
@@ -75,7 +78,6 @@ class HFEngine:
             asyncio.get_running_loop().create_future(),
             StopRule.of(request.sampling, self.eos, self.tokenizer),
             self.policy_version,
-            hash(request.prompt_ids),
         )
         self._waiting.append(row)
         self.stats.requests += 1
@@ -97,7 +99,7 @@ class HFEngine:
                 f"prompt of {len(prompt)} tokens + max_tokens={budget} is beyond the model's "
                 f"max_position_embeddings={self.max_length}: lower data.max_prompt_length or data.max_response_length"
             )
-        if whole_blocks(len(prompt) + budget) > self.limits.cache_tokens:
+        if most_stored(1, budget, 1, len(prompt)) > self.limits.cache_tokens:
             raise ValueError(
                 f"prompt of {len(prompt)} tokens + max_tokens={budget} is more than the cache holds "
                 f"({self.limits.cache_tokens} tokens): raise the engine's cache_gib"
@@ -115,8 +117,7 @@ class HFEngine:
         task, turns = asyncio.current_task(), TURNS
         try:
             while True:
-                for _ in range(turns):
-                    await asyncio.sleep(0)
+                await self._let_consumers_act(turns)
                 self._drop_aborted()
                 self._admit()
                 if not self._batch.rows:
@@ -132,6 +133,13 @@ class HFEngine:
         finally:
             if self._task is task:  # else another event loop has taken over
                 self._drop_all()
+
+    async def _let_consumers_act(self, turns: int) -> None:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        while self.before_step is not None and await self.before_step():
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
 
     def _admit(self) -> None:
         count = self._batch.room_for(self._waiting)

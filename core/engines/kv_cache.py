@@ -1,93 +1,171 @@
-"""Keys and values of the rows that decode, one slot a row, written in place.
+"""Keys and values of the rows that decode: those of a prompt once, those of its responses one slot a row.
 
-A slot is a row of one tensor a layer, ``[slots, heads, columns, dim]``. Column ``t`` of a slot is the token at
-position ``t``: rows of different lengths start at column 0 alike, so that nothing is padded on the left, a
-finished row's place is taken by copying one row, and a new row joins without moving the others.
-Rows of equal length need no attention mask; otherwise a row does not see the columns behind its own end.
+A layer holds two stores, ``[places, heads, columns, dim]`` each. A place of the *prompt* store is a prompt, its
+column ``t`` the token at position ``t``; a place of the *response* store is a row, its column ``t`` the token at
+``t`` behind the prompt. Both are written in place, nothing is padded on the left, a row that ends is replaced by
+copying one row, and the samples of a prompt read its keys and values from memory once instead of once each, which
+is what decoding spends its time on beside the matrix products.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-ATTENTION = "slots"  # the name under which transformers finds slot_attention
-COLUMN_BLOCK = 64  # columns are allocated in multiples of this
+ATTENTION = "shared_prompts"  # the name under which transformers finds attend
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """A forward pass over prompts. Slot ``slots[i]`` receives the keys and values of batch row ``source[i]``."""
+    """A forward pass over prompts, which fills the prompt store from place ``begin`` on."""
 
-    slots: Tensor
-    source: Tensor
+    begin: int
 
 
-@dataclass(frozen=True)
 class Decode:
-    """A forward pass over one new token in each of the first ``rows`` slots; ``length`` of them are stored already.
+    """A forward pass over one new token a row: who belongs to which prompt, and how much each has stored.
 
-    ``length`` is a number where all rows agree, otherwise a tensor [rows].
+    Shapes (N rows, P prompts):
+        prompt_N  [N] place of the row's prompt
+        prefix_P  [P] tokens stored of each prompt
+        length_N  [N] tokens stored of each response, the new one not counted
     """
 
-    rows: int
-    length: int | Tensor
-    columns: int  # the longest row, its new token included
+    def __init__(self, prompt_N: np.ndarray, prefix_P: np.ndarray, length_N: np.ndarray, device: torch.device):
+        self.device = device
+        self.rows, self.prompts = len(prompt_N), len(prefix_P)
+        self.prompt_N, self.prefix_N, self.length_N = prompt_N, prefix_P[prompt_N], length_N
+        self.prefix_columns = int(prefix_P.max())
+        self.columns = int(length_N.max()) + 1
+        self.even = int(length_N.min()) + 1 == self.columns  # the new tokens share a column
+        self.length = None if self.even else torch.from_numpy(length_N).to(device)
+        self.position_N = self.prefix_N + length_N
+        self._masks: dict[int | None, Tensor | None] = {}
+        self._lines: dict[int, tuple[Tensor, Tensor]] = {}
+        self._place()
+
+    def _place(self) -> None:
+        """Rows in the order of their prompts: ``seat_N`` numbers the rows of a prompt, ``seats`` is the most of one."""
+        order = np.argsort(self.prompt_N, kind="stable")
+        count_P = np.bincount(self.prompt_N, minlength=self.prompts)
+        self.seats = int(count_P.max())
+        seat_N = np.empty(self.rows, np.int64)
+        seat_N[order] = np.arange(self.rows) - np.repeat(np.cumsum(count_P) - count_P, count_P)
+        self.seat_N = seat_N
+
+    def positions(self) -> Tensor:
+        """[1, 1] where all rows agree, otherwise [N, 1]."""
+        position_N = self.position_N
+        if (position_N == position_N[0]).all():
+            position_N = position_N[:1]
+        return torch.from_numpy(position_N).to(self.device)[:, None]
+
+    def lines(self, heads: int) -> tuple[Tensor, Tensor]:
+        """Row and head ``[N * heads]`` to prompt, head and seat ``[P * heads * seats]``, and back.
+
+        An empty seat reads row 0; nothing is read back from it.
+        """
+        if heads not in self._lines:
+            head = np.arange(heads)
+            back = (self.prompt_N[:, None] * heads + head) * self.seats + self.seat_N[:, None]
+            there = np.zeros(self.prompts * heads * self.seats, np.int64)
+            there[back] = np.arange(self.rows)[:, None] * heads + head
+            self._lines[heads] = tuple(torch.from_numpy(x.reshape(-1)).to(self.device) for x in (there, back))
+        return self._lines[heads]
+
+    def mask(self, window: int | None = None) -> Tensor | None:
+        """The columns that a row may see, prompt then response: [N, 1, 1, columns] bool, or None for all of them.
+
+        ``window``: only so many of the last positions, the new token's own included.
+        """
+        if window is not None and window > self.position_N.max():
+            window = None
+        if window not in self._masks:
+            prefix, column = np.arange(self.prefix_columns), np.arange(self.columns)
+            seen = np.concatenate([prefix < self.prefix_N[:, None], column <= self.length_N[:, None]], 1)
+            if window is not None:
+                prefix = np.broadcast_to(prefix, (self.rows, self.prefix_columns))
+                position = np.concatenate([prefix, self.prefix_N[:, None] + column], 1)
+                seen &= position > self.position_N[:, None] - window
+            everything = bool(seen.all())
+            self._masks[window] = None if everything else torch.from_numpy(seen).to(self.device)[:, None, None]
+        return self._masks[window]
 
 
-class SlotLayer(CacheLayerMixin):
-    """The slots of one layer. ``plan`` says what the forward pass under way writes and reads."""
+@dataclass
+class Store:
+    """Keys and values of one kind in one layer: two tensors [places, heads, columns, dim]."""
+
+    shapes: tuple[tuple[int, int], tuple[int, int]]  # (heads, dim) of the keys and of the values
+    dtype: torch.dtype
+    device: torch.device
+    tensors: list[Tensor] = field(default_factory=list)
+
+    def reserve(self, places: int, columns: int, used_places: int, used_columns: int) -> None:
+        """Allocates anew and keeps the used part. Zeros: a masked column has weight 0, and 0 * NaN would be NaN."""
+        old, self.tensors = self.tensors, []
+        for number, (heads, dim) in enumerate(self.shapes):
+            new = torch.zeros(places, heads, columns, dim, dtype=self.dtype, device=self.device)
+            if used_places and used_columns:
+                new[:used_places, :, :used_columns] = old[number][:used_places, :, :used_columns]
+            self.tensors.append(new)
+
+    def copy(self, to: Tensor, origin: Tensor, columns: int) -> None:
+        for tensor in self.tensors:
+            tensor[to, :, :columns] = tensor[origin, :, :columns]
+
+    def read(self, places: int, columns: int) -> list[Tensor]:
+        return [tensor[:places, :, :columns] for tensor in self.tensors]
+
+
+class SharedPromptLayer(CacheLayerMixin):
+    """The two stores of one layer. ``plan`` says what the forward pass under way writes and reads."""
 
     is_sliding = False
 
-    def __init__(self, key_shape: tuple[int, int], value_shape: tuple[int, int], dtype: torch.dtype, device):
+    def __init__(self, prompts: Store, responses: Store):
         super().__init__()
-        self.shapes = (key_shape, value_shape)
-        self.dtype, self.device = dtype, device
+        self.prompts, self.responses = prompts, responses
         self.plan: Prefill | Decode | None = None
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise RuntimeError("SlotCache.reserve allocates the slots")
-
-    def reserve(self, slots: int, columns: int, used_slots: int, used_columns: int) -> None:
-        """Allocates, and keeps the used part. Zeros: a masked column's weight is 0, and 0 * NaN would be NaN."""
-        for name, (heads, dim) in zip(("keys", "values"), self.shapes, strict=True):
-            old = getattr(self, name)
-            new = torch.zeros(slots, heads, columns, dim, dtype=self.dtype, device=self.device)
-            if old is not None and used_slots:
-                new[:used_slots, :, :used_columns] = old[:used_slots, :, :used_columns]
-            setattr(self, name, new)
+        raise RuntimeError("SharedPromptCache.reserve allocates")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        plan = self.plan
+        """Stores the new keys and values. Returns the new ones of a prefill; all of a decode step for attention
+        functions that know no stores, [N, heads, columns, dim]; and to our own, which reads the stores, the new."""
+        plan, new = self.plan, (key_states, value_states)
         if isinstance(plan, Prefill):
-            width = key_states.shape[2]
-            for store, new in ((self.keys, key_states), (self.values, value_states)):
-                store[plan.slots, :, :width] = new[plan.source]
-            return key_states, value_states
-        for store, new in ((self.keys, key_states), (self.values, value_states)):
-            if isinstance(plan.length, int):
-                store[: plan.rows, :, plan.length] = new[:, :, 0]
+            count, _, width, _ = key_states.shape
+            for tensor, states in zip(self.prompts.tensors, new, strict=True):
+                tensor[plan.begin : plan.begin + count, :, :width] = states
+            return new
+        for tensor, states in zip(self.responses.tensors, new, strict=True):
+            if plan.even:
+                tensor[: plan.rows, :, plan.columns - 1] = states[:, :, 0]
             else:
-                store[torch.arange(plan.rows, device=self.device), :, plan.length] = new[:, :, 0]
-        return self.keys[: plan.rows, :, : plan.columns], self.values[: plan.rows, :, : plan.columns]
-
-    def copy(self, to: Tensor, origin: Tensor, columns: int) -> None:
-        for store in (self.keys, self.values):
-            store[to, :, :columns] = store[origin, :, :columns]
+                tensor[torch.arange(plan.rows, device=tensor.device), :, plan.length] = states[:, :, 0]
+        if _under_way.get() is not None:
+            return new
+        places = torch.from_numpy(plan.prompt_N).to(key_states.device)
+        prompts = self.prompts.read(plan.prompts, plan.prefix_columns)
+        responses = self.responses.read(plan.rows, plan.columns)
+        return tuple(torch.cat([p[places], r], 2) for p, r in zip(prompts, responses, strict=True))
 
     def get_seq_length(self) -> int:
-        return self.plan.columns - 1 if isinstance(self.plan, Decode) else 0
+        return self.plan.prefix_columns + self.plan.columns - 1 if isinstance(self.plan, Decode) else 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
@@ -96,50 +174,59 @@ class SlotLayer(CacheLayerMixin):
         return -1
 
 
-class SlotCache(Cache):
-    """The slots of all layers, as the ``past_key_values`` of a transformers model.
+class SharedPromptCache(Cache):
+    """The stores of all layers, as the ``past_key_values`` of a transformers model.
 
-    ``shapes`` are the (heads, dim) of keys and values, layer by layer. ``columns`` and ``slots`` grow on demand.
+    ``shapes`` are the (heads, dim) of keys and values, layer by layer. ``prompts`` and ``responses`` are what is
+    allocated at present, as (places, columns).
     """
 
     def __init__(self, shapes: list[tuple[tuple[int, int], tuple[int, int]]], dtype: torch.dtype, device: torch.device):
-        super().__init__(layers=[SlotLayer(key, value, dtype, device) for key, value in shapes])
+        super().__init__(
+            layers=[SharedPromptLayer(Store(pair, dtype, device), Store(pair, dtype, device)) for pair in shapes]
+        )
         numbers = sum(math.prod(shape) for pair in shapes for shape in pair)
         self.bytes_per_token = numbers * torch.empty((), dtype=dtype).element_size()
-        self.slots = self.columns = 0
         self.device = device
+        self.allocated = {"prompts": (0, 0), "responses": (0, 0)}
 
-    def plan(self, plan: Prefill | Decode | None) -> None:
+    def fits(self, kind: str, places: int, columns: int) -> bool:
+        return places <= self.allocated[kind][0] and columns <= self.allocated[kind][1]
+
+    def reserve(self, kind: str, places: int, columns: int, used_places: int, used_columns: int) -> None:
+        """Allocates the store ``kind`` anew; layer after layer, so that only one is held twice."""
+        self.allocated[kind] = (places, columns)
+        for layer in self.layers:
+            getattr(layer, kind).reserve(places, columns, used_places, used_columns)
+
+    def copy(self, kind: str, to: list[int], origin: list[int], columns: int) -> None:
+        """Copies the first ``columns`` columns of the places ``origin`` into the places ``to``."""
+        target, source = (torch.tensor(places, device=self.device) for places in (to, origin))
+        for layer in self.layers:
+            getattr(layer, kind).copy(target, source, columns)
+
+    @contextmanager
+    def forward(self, plan: Prefill | Decode, *, own_attention: bool) -> Iterator[None]:
+        """While the model runs: what the layers write and read, and whether :func:`attend` reads the stores."""
         for layer in self.layers:
             layer.plan = plan
-
-    def reserve(self, slots: int, columns: int, used_slots: int, used_columns: int) -> None:
-        """Room for this many slots and columns at least; layer after layer, so that only one is held twice."""
-        if slots <= self.slots and columns <= self.columns:
-            return
-        self.slots = max(slots, self.slots)
-        self.columns = max(-(-columns // COLUMN_BLOCK) * COLUMN_BLOCK, self.columns)
-        for layer in self.layers:
-            layer.reserve(self.slots, self.columns, used_slots, used_columns)
-
-    def copy(self, to: list[int], origin: list[int], columns: int) -> None:
-        """Copies the first ``columns`` columns of the slots ``origin`` into the slots ``to``."""
-        target, source = (torch.tensor(slots, device=self.device) for slots in (to, origin))
-        for layer in self.layers:
-            layer.copy(target, source, columns)
+        token = _under_way.set(self if own_attention and isinstance(plan, Decode) else None)
+        try:
+            yield
+        finally:
+            _under_way.reset(token)
 
     def free(self) -> None:
         for layer in self.layers:
-            layer.keys = layer.values = layer.plan = None
-        self.slots = self.columns = 0
+            layer.prompts.tensors, layer.responses.tensors, layer.plan = [], [], None
+        self.allocated = {"prompts": (0, 0), "responses": (0, 0)}
 
 
-def length_mask(lengths: np.ndarray, columns: int, device: torch.device) -> Tensor:
-    """True on the columns that a row may see, its new token included: [rows, 1, 1, columns]."""
-    return torch.from_numpy(np.arange(columns) <= lengths[:, None]).to(device)[:, None, None, :]
+# transformers hands an attention function no cache: the decode step under way names it here.
+_under_way: ContextVar[SharedPromptCache | None] = ContextVar("decode step under way", default=None)
 
 
-def slot_attention(
+def attend(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -150,40 +237,48 @@ def slot_attention(
     sliding_window: int | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Attention of one new token a row; everything longer is transformers' own ``sdpa``.
+    """Attention of one new token a row to its prompt and to its response; outside of a decode step transformers'
+    own ``sdpa``. ``key``, ``value`` and ``attention_mask`` are not read in a decode step.
 
-    The query heads that share a head of keys become the rows of one small matrix product, so that keys and values
-    are read once and never repeated; a mask does not change that.
+    Query heads that share a head of keys are the lines of one small matrix product, and so are, for the prompt's
+    part, the rows that share the prompt: keys and values are read once and never repeated.
 
     Shapes:
-        query           [N, heads, 1, dim]
-        key, value      [N, kv_heads, columns, dim]
-        attention_mask  [N, 1, 1, columns] bool, or None
-        returns         [N, 1, heads, dim]
+        query    [N, heads, 1, dim]
+        returns  [N, 1, heads, dim]
     """
-    if query.shape[2] > 1:
+    cache = _under_way.get()
+    if cache is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    layer = cache.layers[module.layer_idx]
+    plan = layer.plan
     rows, heads, _, dim = query.shape
-    if sliding_window is not None and key.shape[2] > sliding_window:
-        attention_mask = _narrowed(attention_mask, key, sliding_window)
-    query = query.view(rows, key.shape[1], heads // key.shape[1], dim)
-    if query.device.type == "cpu":
-        scores = query * (dim**-0.5 if scaling is None else scaling) @ key.transpose(2, 3)
-        if attention_mask is not None:
-            scores = scores.masked_fill_(~attention_mask, -torch.inf)
-        output = scores.softmax(-1) @ value
-    else:
-        output = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
-    return output.reshape(rows, 1, heads, value.shape[-1]), None
+    kv_heads = layer.responses.shapes[0][0]
+    scale = dim**-0.5 if scaling is None else scaling
+    query = query.reshape(rows * kv_heads, heads // kv_heads, dim)
+    key, value = (store.flatten(0, 1) for store in layer.responses.read(rows, plan.columns))
+    scores = _scores(query, key, scale)
+    width = plan.prefix_columns
+    if width:
+        there, back = plan.lines(kv_heads)
+        key_P, value_P = (store.flatten(0, 1) for store in layer.prompts.read(plan.prompts, width))
+        grouped = query.index_select(0, there).view(len(key_P), -1, dim)
+        prompt_scores = _scores(grouped, key_P, scale).view(len(there), -1, width).index_select(0, back)
+        scores = torch.cat([prompt_scores, scores], -1)
+    mask = plan.mask(sliding_window)
+    if mask is not None:
+        scores.unflatten(0, (rows, kv_heads)).masked_fill_(~mask, -torch.inf)
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    output = weights[..., width:] @ value
+    if width:
+        grouped = weights[..., :width].index_select(0, there).view(len(key_P), -1, width)
+        output += (grouped @ value_P).view(len(there), -1, output.shape[-1]).index_select(0, back)
+    return output.view(rows, 1, heads, -1), None
 
 
-def _narrowed(mask: Tensor | None, key: Tensor, window: int) -> Tensor:
-    """The mask without the columns that lie ``window`` or more before the row's last one."""
-    column = torch.arange(key.shape[2], device=key.device)
-    if mask is None:
-        return (column >= key.shape[2] - window).expand(key.shape[0], 1, 1, -1)
-    return mask & (column >= mask.sum(-1, keepdim=True) - window)
+def _scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
+    return torch.baddbmm(query.new_empty(()), query, key.transpose(1, 2), beta=0, alpha=scale)
 
 
-AttentionInterface.register(ATTENTION, slot_attention)
+AttentionInterface.register(ATTENTION, attend)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)

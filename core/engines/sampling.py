@@ -7,6 +7,7 @@ Axes: ``N`` rows, ``V`` vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -85,8 +86,8 @@ def draw(logits_NV: Tensor, settings: RowSettings, uniform_N: Tensor) -> tuple[T
     """The next token of every row and its log-prob under the distribution that it was drawn from.
 
     Temperature, then top-k, then top-p of what is left, in the order of transformers and vLLM. The token is the
-    inverse of the distribution function at ``uniform_N``; the sum is kept in float64, so that no token of a large
-    vocabulary is out of reach. Raises FloatingPointError where a row has no finite distribution.
+    inverse of the distribution function at ``uniform_N``. Raises FloatingPointError where a row has no finite
+    distribution.
 
     Shapes:
         logits_NV  [N, V], any float type
@@ -106,18 +107,19 @@ def draw(logits_NV: Tensor, settings: RowSettings, uniform_N: Tensor) -> tuple[T
 
 
 def _draw(logits_NV: Tensor, settings: RowSettings, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
-    logprob_NV = processed_logprobs(logits_NV, settings)
+    logits_NV = processed_logits(logits_NV, settings)
+    prob_NV = logits_NV.softmax(-1)
     if settings.all_greedy:
-        token_N = logprob_NV.argmax(-1)
+        token_N = logits_NV.argmax(-1)
     else:
-        token_N = _inverse(logprob_NV.exp(), uniform_N)
+        token_N = _inverse(prob_NV, uniform_N)
         if settings.greedy_N is not None:
-            token_N = torch.where(settings.greedy_N, logprob_NV.argmax(-1), token_N)
-    return token_N, logprob_NV.gather(-1, token_N[:, None])[:, 0]
+            token_N = torch.where(settings.greedy_N, logits_NV.argmax(-1), token_N)
+    return token_N, prob_NV.gather(-1, token_N[:, None])[:, 0].log()
 
 
-def processed_logprobs(logits_NV: Tensor, settings: RowSettings) -> Tensor:
-    """Log-probs after temperature, top-k and top-p, renormalised; -inf for what was cut off. [N, V] float32."""
+def processed_logits(logits_NV: Tensor, settings: RowSettings) -> Tensor:
+    """Logits after temperature, top-k and top-p; -inf for what was cut off. [N, V] float32."""
     logits_NV = logits_NV.float()
     if settings.temperature_N is not None:
         logits_NV = logits_NV / settings.temperature_N[:, None]
@@ -125,13 +127,15 @@ def processed_logprobs(logits_NV: Tensor, settings: RowSettings) -> Tensor:
         logits_NV = _keep_top_k(logits_NV, settings.top_k_N)
     if settings.top_p_N is not None:
         logits_NV = _keep_top_p(logits_NV, settings.top_p_N)
-    return logits_NV.log_softmax(-1)
+    return logits_NV
 
 
 def _keep_top_k(logits_NV: Tensor, top_k_N: Tensor) -> Tensor:
     """-inf below the k-th largest logit; ties with it stay."""
     vocab_size = logits_NV.shape[1]
     cut = (top_k_N < vocab_size).nonzero()[:, 0]
+    if not len(cut):
+        return logits_NV
     kept = logits_NV[cut]
     k = top_k_N[cut]
     largest = kept.topk(int(k.max()), dim=-1).values
@@ -142,6 +146,8 @@ def _keep_top_k(logits_NV: Tensor, top_k_N: Tensor) -> Tensor:
 def _keep_top_p(logits_NV: Tensor, top_p_N: Tensor) -> Tensor:
     """-inf outside the smallest set of most probable tokens that holds at least ``top_p`` of the mass."""
     cut = (top_p_N < 1).nonzero()[:, 0]
+    if not len(cut):
+        return logits_NV
     ordered, index = logits_NV[cut].sort(dim=-1, descending=True, stable=True)
     probs = ordered.softmax(-1)
     mass_before = probs.cumsum(-1, dtype=torch.float64) - probs
@@ -150,10 +156,30 @@ def _keep_top_p(logits_NV: Tensor, top_p_N: Tensor) -> Tensor:
 
 
 def _inverse(prob_NV: Tensor, uniform_N: Tensor) -> Tensor:
-    cdf_NV = prob_NV.cumsum(-1, dtype=torch.float64)
-    total_N1 = cdf_NV[:, -1:]
-    # Rounding must not reach the total itself: behind it there is no token, or only tokens of probability 0.
-    below_N1 = torch.nextafter(total_N1, torch.zeros_like(total_N1))
-    target_N1 = torch.minimum(uniform_N[:, None] * total_N1, below_N1)
-    token_N = torch.searchsorted(cdf_NV, target_N1, right=True)[:, 0]
-    return token_N.clamp_(max=prob_NV.shape[1] - 1)  # beyond the end only for NaN, which the caller reports
+    """The token at ``uniform_N`` of each row's cumulated probabilities: first its block, then within the block.
+
+    A running sum over the vocabulary is slow on a CPU and, in float32, blind to rare tokens; sums of about
+    sqrt(V) blocks and a running sum over one block, both in float64, are neither.
+    """
+    vocab_size = prob_NV.shape[1]
+    width = 1 << round(math.log2(vocab_size) / 2)
+    whole = vocab_size - vocab_size % width
+    block_NS = prob_NV[:, :whole].unflatten(1, (-1, width)).sum(-1)
+    if whole < vocab_size:
+        block_NS = torch.cat([block_NS, prob_NV[:, whole:].sum(-1, keepdim=True)], 1)
+    block_N1, before_N1, target_N1 = _search(block_NS.double(), uniform_N[:, None] * block_NS.double().sum(-1, True))
+    token_NW = block_N1 * width + torch.arange(width, device=prob_NV.device)
+    inner_NW = prob_NV.gather(1, token_NW.clamp(max=vocab_size - 1)).double()
+    inner_NW = inner_NW.masked_fill_(token_NW >= vocab_size, 0)
+    inner_N1 = _search(inner_NW, target_N1 - before_N1)[0]
+    return token_NW.gather(1, inner_N1)[:, 0].clamp_(max=vocab_size - 1)  # beyond the end for NaN alone
+
+
+def _search(mass_NS: Tensor, target_N1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The first cell whose running sum is above the target, the sum before that cell, and the target as used."""
+    sum_NS = mass_NS.cumsum(-1)
+    total_N1 = sum_NS[:, -1:]
+    # Rounding must not lift the target to the total: behind it there is no cell, or only cells of mass 0.
+    target_N1 = torch.minimum(target_N1, torch.nextafter(total_N1, torch.zeros_like(total_N1)))
+    cell_N1 = torch.searchsorted(sum_NS, target_N1, right=True).clamp_(max=mass_NS.shape[1] - 1)
+    return cell_N1, sum_NS.gather(1, cell_N1) - mass_NS.gather(1, cell_N1), target_N1

@@ -1,0 +1,187 @@
+"""Drawing tokens: the hash, the inverse of the distribution function, truncation, stop strings."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
+
+from core.engines import SamplingParams, sampling
+from core.engines.sampling import RowSettings, draw, uniforms
+from core.engines.stopping import StopStrings, eos_ids
+from tests.tiny import tiny_model, tiny_tokenizer
+
+
+def settings(*params: SamplingParams, vocab_size: int) -> RowSettings:
+    return RowSettings.of(params, vocab_size, torch.device("cpu"))
+
+
+def plain(rows: int, vocab_size: int) -> RowSettings:
+    return settings(*[SamplingParams(1)] * rows, vocab_size=vocab_size)
+
+
+def columns(seeds, positions) -> np.ndarray:
+    return uniforms(np.array(seeds, np.uint64), np.array(positions, np.uint64))
+
+
+def test_uniforms_are_uniform_and_unrelated_between_seeds_and_positions():
+    seeds, positions = np.meshgrid(np.arange(200), np.arange(200), indexing="ij")
+    table = columns(seeds.ravel(), positions.ravel()).reshape(200, 200)
+    assert table.min() >= 0 and table.max() < 1
+    counts = np.histogram(table, 50, (0, 1))[0]
+    assert ((counts - 800) ** 2 / 800).sum() < 49 + 4 * (2 * 49) ** 0.5
+    for other in (table[1:], table[:, 1:], table[1:, :-1].copy()):  # neighbours, and seed + 1 one position earlier
+        one = table[: other.shape[0], -other.shape[1] :] if other.shape == (199, 199) else table[: len(other)]
+        one = one[:, : other.shape[1]]
+        assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 0.02
+    assert len(np.unique(table)) == table.size
+
+
+def test_uniforms_take_seeds_of_64_bits():
+    a, b = columns([2**64 - 1, 2**63], [0, 0])
+    assert a != b and columns([2**64 - 1], [0])[0] == a
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 3, 5, 64, 100, 1000, 4099])
+def test_the_token_is_the_inverse_of_the_distribution_function(vocab_size):
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn(400, vocab_size, generator=generator) * 3
+    logits[:, ::7] = -torch.inf if vocab_size > 1 else 0.0
+    logits[:, -1] = 0.5
+    uniform = torch.rand(400, dtype=torch.float64, generator=generator)
+    uniform[:2] = torch.tensor([0.0, 1 - 2.0**-53])
+    token, logprob = draw(logits, plain(400, vocab_size), uniform)
+    cdf = np.cumsum(logits.double().softmax(-1).numpy(), -1)
+    expected = (cdf <= uniform[:, None].numpy() * cdf[:, -1:]).sum(-1)
+    assert (token.numpy() == expected.clip(max=vocab_size - 1)).mean() > 0.995  # the rest: rounding at an edge
+    np.testing.assert_allclose(logprob, logits.log_softmax(-1).gather(-1, token[:, None])[:, 0], atol=1e-6)
+    assert token[0] == logits[0].isfinite().nonzero()[0] and token[1] == vocab_size - 1
+
+
+def test_a_token_without_probability_is_never_drawn():
+    logits = torch.full((3000, 150), -torch.inf)
+    logits[:, [3, 77, 148]] = torch.tensor([0.0, -20.0, 1.0])
+    edges = torch.tensor([0.0, 2.0**-53, 0.2689414213699951, 0.26894142, 0.5, 1 - 2.0**-53], dtype=torch.float64)
+    uniform = torch.cat([edges, torch.linspace(0, 1 - 2.0**-53, 2994, dtype=torch.float64)])
+    token, logprob = draw(logits, plain(3000, 150), uniform)
+    assert set(token.tolist()) <= {3, 77, 148} and logprob.isfinite().all()
+
+
+def test_rare_tokens_of_a_large_vocabulary_are_reachable():
+    """Half of the mass on one token, the rest over 150,000: float32 sums would skip most of them."""
+    logits = torch.zeros(1, 150_001)
+    logits[0, 0] = np.log(150_000)
+    uniform = torch.linspace(0.5, 1, 2001, dtype=torch.float64)[:-1] + 1e-7
+    token, _ = draw(logits.expand(2000, -1), plain(2000, 150_001), uniform)
+    expected = 1 + ((uniform - 0.5) * 300_000).floor()
+    assert (token - expected).abs().max() <= 1
+
+
+def test_rows_in_chunks_are_drawn_like_rows_at_once(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(50, 40, generator=generator)
+    uniform = torch.rand(50, dtype=torch.float64, generator=generator)
+    params = [
+        SamplingParams(1, temperature=(i % 4) / 2, top_k=-1 if i % 3 else 5, top_p=1 if i % 5 else 0.4)
+        for i in range(50)
+    ]
+    whole = draw(logits, settings(*params, vocab_size=40), uniform)
+    monkeypatch.setattr(sampling, "MAX_CELLS", 40 * 7)
+    parts = draw(logits, settings(*params, vocab_size=40), uniform)
+    assert torch.equal(whole[0], parts[0]) and torch.equal(whole[1], parts[1])
+
+
+def test_truncation_leaves_the_rows_that_do_not_ask_for_it_alone():
+    logits = torch.tensor([[1.0, 3.0, 2.0, 0.0], [1.0, 3.0, 2.0, 0.0], [1.0, 3.0, 2.0, 0.0]])
+    params = SamplingParams(1, top_k=2), SamplingParams(1), SamplingParams(1, top_p=0.7)
+    out = sampling.processed_logits(logits, settings(*params, vocab_size=4))
+    inf = -torch.inf
+    assert out.tolist() == [[inf, 3.0, 2.0, inf], [1.0, 3.0, 2.0, 0.0], [inf, 3.0, 2.0, inf]]
+    assert logits.tolist()[0] == [1.0, 3.0, 2.0, 0.0]  # in place of nothing
+
+
+def test_top_k_keeps_ties_and_top_p_takes_the_token_that_reaches_it():
+    logits = torch.tensor([[2.0, 1.0, 2.0, 2.0]])
+    out = sampling.processed_logits(logits, settings(SamplingParams(1, top_k=2), vocab_size=4))
+    assert out.isfinite().tolist() == [[True, False, True, True]]
+    halves = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
+    for top_p, kept in ((0.5, 1), (0.51, 2), (0.75, 2), (0.76, 3), (1e-9, 1)):
+        out = sampling.processed_logits(halves, settings(SamplingParams(1, top_p=top_p), vocab_size=4))
+        assert int(out.isfinite().sum()) == kept, top_p
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_logits_that_are_not_finite_are_an_error(bad, temperature):
+    logits = torch.zeros(3, 10)
+    logits[1, 4] = bad
+    params = [SamplingParams(1, temperature=temperature)] * 3
+    with pytest.raises(FloatingPointError, match="not finite"):
+        draw(logits, settings(*params, vocab_size=10), torch.full((3,), 0.5, dtype=torch.float64))
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A token a byte, so that a character may take several; ids 256 and up are special."""
+    alphabet = sorted(ByteLevel.alphabet())
+    vocab = {symbol: index for index, symbol in enumerate(alphabet)} | {"<eos>": 256, "<pad>": 257}
+    backend = Tokenizer(WordLevel(vocab, unk_token="<pad>"))
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>")
+
+
+def byte_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    symbols = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)[0][0]
+    return tokenizer.convert_tokens_to_ids(list(symbols))
+
+
+def ends_at(tokenizer, ids: list[int], stop: tuple[str, ...]) -> int | None:
+    matcher = StopStrings(tokenizer, stop)
+    return next((i + 1 for i in range(len(ids)) if matcher.completed(ids[: i + 1])), None)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "upto"),
+    [
+        ("price: 5 €; thanks", ("€;",), "price: 5 €;"),
+        ("naïve café", ("é",), "naïve café"),
+        ("日本語です", ("本語",), "日本語"),
+        ("a\n\nb", ("\n\n", "b"), "a\n\n"),
+        ("aab", ("ab",), "aab"),
+        ("nothing here", ("zzz",), None),
+        ("x", ("x",), "x"),
+    ],
+)
+def test_stop_strings_over_tokens_that_are_parts_of_characters(text, stop, upto):
+    tokenizer = byte_tokenizer()
+    ids = byte_ids(tokenizer, text)
+    assert tokenizer.decode(ids) == text
+    assert ends_at(tokenizer, ids, stop) == (None if upto is None else len(byte_ids(tokenizer, upto)))
+
+
+def test_stop_strings_match_where_decoding_everything_would():
+    """Random bytes, broken characters and special tokens included: the same place as the definition."""
+    tokenizer, rng = byte_tokenizer(), np.random.default_rng(0)
+    letters = byte_ids(tokenizer, "ab é€")
+    found = 0
+    for _ in range(300):
+        ids = rng.choice(letters + [256], 30).tolist()
+        stop = (("ab", "b a", "€"), ("aa",), ("é b", "bbb"))[int(rng.integers(3))]
+        by_definition = next(
+            (n for n in range(1, 31) if any(s in tokenizer.decode(ids[:n], skip_special_tokens=True) for s in stop)),
+            None,
+        )
+        assert ends_at(tokenizer, ids, stop) == by_definition
+        found += by_definition is not None
+    assert 50 < found < 290
+
+
+def test_end_of_sequence_ids_come_from_tokenizer_and_generation_config():
+    model = tiny_model()
+    model.generation_config.eos_token_id = [5, 6]
+    assert eos_ids(tiny_tokenizer(), model) == {1, 5, 6}
+    model.generation_config.eos_token_id = None
+    assert eos_ids(tiny_tokenizer(), model) == {1}
