@@ -78,7 +78,7 @@ async def collect(
     """
     step = _Step(roll_group, keep_group, state, limits)
     try:
-        while not step.settled() and step.draw():
+        while step.draw() and not step.settled():  # drawn first: carried groups alone may be enough
             if stop_requested():
                 raise StopRequested
             await step.judge_finished()
@@ -191,12 +191,14 @@ def _tokens(group: ScoredGroup) -> int:
 def fresh_enough(state: CollectState, oldest_version: int) -> CollectState:
     """The state without carried groups that hold a sample of a policy older than ``oldest_version``.
 
-    Their ordinals are drawn again. A dropped ordinal stays dropped: which policy judged it is part of
-    the run's history.
+    Their ordinals are drawn again. So are dropped ones where no carried group is left, as always at staleness 0: the
+    next policy judges them, whichever had finished. Beside a carried group a dropped ordinal stays dropped.
     """
     carried = {
         ordinal: group
         for ordinal, group in state.carried.items()
         if group is None or min(t.policy_version for t in group.trajectories) >= oldest_version
     }
+    if all(group is None for group in carried.values()):
+        carried = {}
     return CollectState(state.next_ordinal, state.keep_rate, carried)

@@ -88,12 +88,39 @@ def test_over_many_steps_each_passing_ordinal_is_trained_once_and_none_is_skippe
     assert len(trained) == 32
 
 
+@settings(max_examples=30, deadline=None)
+@given(timing=st.integers(0, 10**6), share=st.floats(0.2, 0.9))
+def test_without_staleness_each_step_s_own_policy_judges_every_ordinal(timing, share):
+    """A surplus ordinal that the last policy dropped, if it had finished, must not be lost to the next one."""
+
+    def keep(g):
+        version = g.trajectories[0].policy_version
+        return random.Random(f"{version}/{g.prompt.ordinal}").random() < share
+
+    state, following = CollectState(), 0
+    for step in range(6):
+        passing = (o for o in range(following, 3000) if keep(group(o, version=step)))
+        expected = [next(passing) for _ in range(4)]
+        rollouts = Rollouts(timing + step, version=step, longest=60)
+        result = run(rollouts, keep, fresh_enough(state, step), wanted=4, in_flight=9)
+        assert ordinals(result) == expected
+        state, following = result.state, expected[-1] + 1
+
+
 def test_carried_groups_do_not_jump_over_undecided_ordinals():
     carried = {7: group(7), 5: None}
     result = run(Rollouts(1), lambda g: True, CollectState(4, 1.0, carried), wanted=3)
     assert ordinals(result) == [4, 6, 7]
     only_old = run(Rollouts(1), lambda g: True, CollectState(4, 1.0, {5: group(5)}), wanted=1)
     assert ordinals(only_old) == [4]
+
+
+def test_carried_groups_alone_may_be_enough():
+    rollouts = Rollouts(1)
+    carried = {4: None, 5: group(5), 6: None, 7: group(7), 8: group(8)}
+    result = run(rollouts, lambda g: True, CollectState(4, 1.0, carried), wanted=2)
+    assert ordinals(result) == [5, 7] and not rollouts.begun
+    assert result.state.next_ordinal == 8 and list(result.state.carried) == [8]
 
 
 def test_without_a_filter_exactly_the_wanted_groups_are_begun():
