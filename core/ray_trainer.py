@@ -165,6 +165,7 @@ class RayPPOTrainer(Run):
             rate = multiplier(config.critic.optim, step - 1, self.total_steps)
             with metrics.time("update_critic"):
                 metrics.add(self.workers.update_critic(batch, rate))
+        kill_point("update", step)
         if step > config.trainer.critic_warmup:
             rate = multiplier(config.actor_rollout_ref.actor.optim, step - 1, self.total_steps)
             with metrics.time("update_actor"):
