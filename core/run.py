@@ -22,6 +22,7 @@ from core.collect import CollectState, StopRequested, fresh_enough
 from core.config import to_yaml
 from core.data import PromptStream, load_val_prompts
 from core.engines import SamplingParams
+from core.engines.hf import HFEngine
 from core.faults import kill_point
 from core.interrupts import GracefulStop
 from core.kl import KLController
@@ -29,6 +30,7 @@ from core.metrics import data_metrics
 from core.models import load_tokenizer
 from core.provenance import Provenance
 from core.rewards import RewardLayer
+from core.rewards.examine import examined
 from core.tracking import Tracker, dump_jsonl, generation_row
 from core.types import ScoredGroup, StepMetrics, TrainBatch
 from core.validation import ValRecord, validation_metrics
@@ -130,7 +132,16 @@ class Run:
         except BaseException:
             self.workers.close()
             raise
+        self.make_collecting_repeatable()
         return self
+
+    def make_collecting_repeatable(self) -> None:
+        """Where verdicts decide what is begun next, an engine in this process waits for them before each step."""
+        data, engine = self.config.data, self.workers.engine
+        in_flight = data.gen_batch_size or data.train_batch_size
+        verdicts_decide = self.config.algorithm.filter_groups.enable or in_flight < data.train_batch_size
+        if verdicts_decide and isinstance(engine, HFEngine):
+            engine.before_step = self.reward.in_waves()
 
     def make_workers(self) -> Workers:
         """The models and the engine, where ``trainer.backend`` says."""
@@ -247,8 +258,11 @@ class Run:
         trainer = self.config.trainer
         self.step = metrics.step
         self.describe(groups_P, batch, metrics)
-        if trainer.rollout_data_dir:
-            dump_jsonl(trainer.rollout_data_dir, self.step, self.generation_rows(groups_P))
+        if trainer.rollout_data_dir or self.config.reward_model.num_examine:
+            rows = self.generation_rows(groups_P)
+            self.show(rows, self.config.reward_model.num_examine)
+            if trainer.rollout_data_dir:
+                dump_jsonl(trainer.rollout_data_dir, self.step, rows)
         if self.is_due(trainer.test_freq):
             self.validate(metrics)
         self.tracker.log(metrics)
@@ -304,8 +318,14 @@ class Run:
         rows = self.generation_rows(groups)
         self.tracker.log_validation(metrics.step, records)
         self.tracker.log_samples(metrics.step, rows)
+        self.show(rows, self.config.reward_model.val_num_examine)
         if self.config.trainer.validation_data_dir:
             dump_jsonl(self.config.trainer.validation_data_dir, metrics.step, rows)
+
+    def show(self, rows: Sequence[dict[str, Any]], count: int) -> None:
+        """Prints the first ``count`` answers of each data source."""
+        if text := examined(rows, count):
+            print(text, flush=True)
 
     def generation_rows(self, groups: Sequence[ScoredGroup]) -> list[dict[str, Any]]:
         rows = []

@@ -96,6 +96,41 @@ GROUPS = (
     ),
 )
 
+# --- reward managers ---
+
+LEAST_MEMORY_MB = 256  # of address space: a worker with the scorers imported maps about 120
+
+
+def _has_workers(v: View) -> bool:
+    return v.reward.source == "importlib" or v.reward.reward_manager != "naive"
+
+
+MANAGERS = (
+    Rule(
+        "reward_model.reward_manager",
+        lambda v: v.reward.source == "register" and v.reward.reward_manager == "batch" and not v.custom.path,
+        "calls a function of yours with lists of answers, and there is none",
+        "set custom_reward_function.path, or use prime",
+    ),
+    *(
+        Rule(
+            f"reward_model.module.{name}",
+            lambda v, name=name: v.reward.source == "importlib" and not getattr(v.reward.module, name),
+            "is needed with reward_model.source=importlib",
+            "name the manager's class and its file or module, or use reward_model.source=register",
+        )
+        for name in ("path", "name")
+    ),
+    Rule(
+        "reward_model.memory_limit_mb",
+        lambda v: (
+            _has_workers(v) and v.reward.memory_limit_mb is not None and v.reward.memory_limit_mb < LEAST_MEMORY_MB
+        ),
+        f"is too little for a worker that has only started; at least {LEAST_MEMORY_MB}",
+        "raise it, or null for no limit",
+    ),
+)
+
 # --- sampling ---
 
 TRUNCATED = "samples from another distribution than the one that trains, and rollout correction is not available yet"
@@ -305,7 +340,7 @@ SURROUNDINGS = (
     ),
 )
 
-RULES = (*BATCHES, *MEMORY, *HOOKS, *GROUPS, *SAMPLING, *ENGINE, *OBJECTIVE, *SURROUNDINGS)
+RULES = (*BATCHES, *MEMORY, *HOOKS, *GROUPS, *MANAGERS, *SAMPLING, *ENGINE, *OBJECTIVE, *SURROUNDINGS)
 
 FULL = ("fp32", "float32")
 PENALISED = ("seq_reward", "seq_final_reward", "overlong", "is_overlong")  # what a shaped score's length enters

@@ -34,6 +34,9 @@ def named(config: Config) -> Iterator[tuple[str, str]]:
     custom = (config.custom_reward_function.path or "").removeprefix("file://")
     if custom.endswith(".py"):
         yield "custom_reward_function.path", custom
+    manager = (config.reward_model.module.path or "").removeprefix("file://")
+    if config.reward_model.source == "importlib" and manager.endswith(".py"):
+        yield "reward_model.module.path", manager
     yield from _plugins(config)
     if config.trainer.resume_mode == "resume_path" and config.trainer.resume_from_path:
         yield "trainer.resume_from_path", config.trainer.resume_from_path
@@ -85,7 +88,7 @@ def checked_at_start(config: Config) -> list[str]:
     ]
     if "wandb" in trainer.logger:
         lines.append("login: wandb, unless WANDB_MODE=offline")
-    for key in sorted({key for key, _ in _plugins(config)} | ({"custom_reward_function.path"} & _set_paths(config))):
+    for key in sorted({key for key, _ in _plugins(config)} | _set_paths(config)):
         lines.append(f"function: {key} can be loaded and called")
     lines.append(f"run folder: {trainer.default_local_dir} can be written; its checkpoints, if any, are complete")
     return lines
@@ -95,4 +98,7 @@ _OWN_LOGGERS = ("console", "jsonl")
 
 
 def _set_paths(config: Config) -> set[str]:
-    return {"custom_reward_function.path"} if config.custom_reward_function.path else set()
+    found = {"custom_reward_function.path"} if config.custom_reward_function.path else set()
+    if config.reward_model.source == "importlib" and config.reward_model.module.path:
+        found.add("reward_model.module.path")
+    return found

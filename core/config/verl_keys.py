@@ -66,6 +66,9 @@ RENAMED: Mapping[str, str] = {
     "trainer.output_dir": "trainer.default_local_dir",
     "trainer.run_name": "trainer.experiment_name",
     "reward.reward_manager.name": "reward_model.reward_manager",
+    "reward.reward_manager.source": "reward_model.source",
+    "reward.reward_manager.module.*": "reward_model.module.*",
+    "reward.num_workers": "reward_model.num_workers",
     "reward.custom_reward_function.*": "custom_reward_function.*",
     "reward.reward_kwargs.overlong_buffer_cfg.*": "reward_model.overlong_buffer.*",
     "reward_model.reward_kwargs.overlong_buffer_cfg.*": "reward_model.overlong_buffer.*",
@@ -142,11 +145,9 @@ UNSUPPORTED: Mapping[str, Advice] = {
     "data.tool_config_path": Advice(f"multi-turn generation {LATER}", "leave it out", (None,)),
     "reward_model.enable": Advice(f"a reward model {LATER}", "reward functions: custom_reward_function.path", (False,)),
     "reward_model.model.*": Advice(f"a reward model {LATER}", "leave it out"),
-    "reward_model.sandbox_fusion.url": Advice(f"rewards for code {LATER}", "leave it out", (None,)),
     "reward_model.reward_kwargs.max_resp_len": Advice(
         "the overlong penalty reads data.max_response_length", "leave it out"
     ),
-    "reward.num_workers": Advice(f"a scoring pool {LATER}", "leave it out"),
     "reward.*": Advice("is a key of verl's main branch", "the keys here are v0.6.1's: reward_model.*"),
     "trainer.default_hdfs_dir": Advice(
         "checkpoints are written locally", "use trainer.default_local_dir and copy afterwards", (None,)
@@ -219,7 +220,6 @@ NO_EFFECT: Mapping[str, str] = {
     "reward_model.launch_reward_fn_async": "answers are scored while others still decode",
     "reward_model.strategy": "there is no reward model",
     "reward_model.micro_batch_size_per_gpu": "there is no reward model",
-    "reward_model.sandbox_fusion.*": "reward_model.sandbox_fusion.url is not set",
     "actor_rollout_ref.nccl_timeout": "the backend sets its own deadlines",
     "trainer.max_critic_ckpt_to_keep": "actor and critic are kept together: trainer.max_actor_ckpt_to_keep",
     "trainer.ray_wait_register_center_timeout": "there is no register center",

@@ -10,16 +10,22 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from core.rewards.grading import Executor, Failure, Grader, Job
+from core.rewards.managers import MANAGERS, Batched
+from core.rewards.pool import Pool, unsendable
 from core.rows import Row
 from core.types import Prompt
 from reward_scores import SCORERS, UnknownDataSource
 
-MANAGERS = ("naive", "batch", "prime", "dapo")
 ON_ERROR = ("zero", "mask", "raise")
+SENT = "a worker gets a row's ground_truth and extra_info as JSON (reward_model.reward_manager=naive does not need it)"
+BATCH_WITHOUT_FUNCTION = (
+    "reward_model.reward_manager=batch: calls a function of yours with lists of answers, and there is none; "
+    "set custom_reward_function.path, or use prime"
+)
 SHOWN = 3  # rows named for one kind of problem; the rest is counted
 
 
-def option_problems(reward_model: Any) -> list[str]:
+def option_problems(reward_model: Any, custom_path: str | None = None) -> list[str]:
     """What is wrong with ``reward_model``: its manager, ``on_error`` and the scorers' options."""
     problems = [
         f"reward_model.{key}={value!r}: must be one of {', '.join(known)}"
@@ -29,6 +35,8 @@ def option_problems(reward_model: Any) -> list[str]:
         )
         if value not in known
     ]
+    if reward_model.source == "register" and reward_model.reward_manager == "batch" and not custom_path:
+        problems.append(BATCH_WITHOUT_FUNCTION)
     scorers = {scorer.name: scorer for scorer in SCORERS.values()}
     for name, options in (reward_model.reward_kwargs or {}).items():
         key = f"reward_model.reward_kwargs.{name}"
@@ -50,8 +58,11 @@ def find_problems(grader: Grader, executor: Executor, rows: Iterable[Prompt | Ma
     """Rows without a scorer or that their scorer cannot grade, and scorers that fail on their own examples."""
     found = _Findings()
     used: dict[str, str] = {}
+    sends = isinstance(executor, Pool | Batched)
     for number, row in enumerate(rows):
-        where, data_source, ground_truth = _read(row, number)
+        where, data_source, ground_truth, extra_info = _read(row, number)
+        if sends and (trouble := unsendable([ground_truth, extra_info])):
+            found.add(f"{SENT}: {trouble}", where)
         try:
             scorer = grader.scorer(data_source)
         except UnknownDataSource as error:
@@ -104,10 +115,11 @@ class _Findings:
         return f"{problem} ({count} rows): {'; '.join(rows)}{more}"
 
 
-def _read(row: Prompt | Row | Mapping[str, Any], number: int) -> tuple[str, str, Any]:
-    """Where the row is, its data source and its ground truth."""
+def _read(row: Prompt | Row | Mapping[str, Any], number: int) -> tuple[str, str, Any, Any]:
+    """Where the row is, its data source, its ground truth and its extra_info."""
     if isinstance(row, Prompt):
-        return f"uid {row.uid}", row.data_source, row.ground_truth
+        return f"uid {row.uid}", row.data_source, row.ground_truth, row.extra_info
     if isinstance(row, Row):
-        return row.where, row.data_source, row.ground_truth
-    return f"row {number}", row["data_source"], (row.get("reward_model") or {}).get("ground_truth")
+        return row.where, row.data_source, row.ground_truth, row.extra_info
+    ground_truth = (row.get("reward_model") or {}).get("ground_truth")
+    return f"row {number}", row["data_source"], ground_truth, row.get("extra_info")

@@ -6,7 +6,7 @@ import copy
 import inspect
 import math
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from core.types import Score, ScoreStatus
 from reward_scores.verdict import Scorer, any_ground_truth
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 
 
 class RewardConfigError(ValueError):
@@ -30,15 +31,23 @@ class CustomFunction:
 
     It is called by argument name, as verl does. ``path`` is a Python file or a module's name; two files of the same
     name do not collide. Where the module has ``EXAMPLES`` or ``check_ground_truth``, they are used like a scorer's
-    own. Raises RewardConfigError.
+    own. A ``batched`` one takes lists, ``compute_score(data_sources, solution_strs, ground_truths, extra_infos,
+    **reward_kwargs)``, and returns a list. Raises RewardConfigError.
     """
 
-    def __init__(self, path: str, name: str = "compute_score", kwargs: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        path: str,
+        name: str = "compute_score",
+        kwargs: Mapping[str, Any] | None = None,
+        batched: bool = False,
+    ):
+        self.path, self.function_name, self.batched = path, name, batched
         self.kwargs = dict(kwargs or {})
         self.name = f"{path}:{name}"
         where = path.removeprefix("file://").removeprefix("pkg://")
         self.function = _load(where, name)
-        _check_signature(self.function, name, self.kwargs)
+        _check_signature(self.function, name, self.kwargs, BATCH_ARGUMENTS if batched else ARGUMENTS)
         self.examples = _optional(where, "EXAMPLES", ())
         self.check_ground_truth = _optional(where, "check_ground_truth", any_ground_truth)
 
@@ -59,9 +68,26 @@ class CustomFunction:
         )
         return _await_score(result) if inspect.isawaitable(result) else as_score(result)
 
+    def score_all(
+        self,
+        data_sources: Sequence[str],
+        responses: Sequence[str],
+        ground_truths: Sequence[Any],
+        extra_infos: Sequence[Mapping[str, Any]],
+    ) -> list[Score] | Awaitable[list[Score]]:
+        """One call of a ``batched`` function. Raises ValueError where it does not return one result an answer."""
+        lists = ([*data_sources], [*responses], copy.deepcopy([*ground_truths]), copy.deepcopy([*extra_infos]))
+        result = self.function(**dict(zip(BATCH_ARGUMENTS, lists, strict=True)), **self.kwargs)
+        count = len(data_sources)
+        return _await_scores(result, count) if inspect.isawaitable(result) else as_scores(result, count)
+
 
 async def _await_score(result: Awaitable[Any]) -> Score:
     return as_score(await result)
+
+
+async def _await_scores(result: Awaitable[Any], count: int) -> list[Score]:
+    return as_scores(await result, count)
 
 
 def _load(where: str, name: str) -> Callable[..., Any]:
@@ -85,22 +111,32 @@ def _optional(where: str, name: str, default: Any) -> Any:
         return default
 
 
-def _check_signature(function: Callable[..., Any], name: str, kwargs: Mapping[str, Any]) -> None:
-    taken = sorted(set(kwargs) & set(ARGUMENTS))
+def _check_signature(
+    function: Callable[..., Any], name: str, kwargs: Mapping[str, Any], arguments: tuple[str, ...]
+) -> None:
+    taken = sorted(set(kwargs) & set(arguments))
     if taken:
         raise RewardConfigError(
             [f"custom_reward_function.reward_kwargs: {', '.join(taken)} come from the data; drop them here"]
         )
     try:
-        inspect.signature(function).bind(**dict.fromkeys(ARGUMENTS), **kwargs)
+        inspect.signature(function).bind(**dict.fromkeys(arguments), **kwargs)
     except TypeError as error:
-        call = f"{name}({', '.join([*ARGUMENTS, *kwargs])})"
+        call = f"{name}({', '.join([*arguments, *kwargs])})"
         raise RewardConfigError(
             [
                 f"custom_reward_function.name={name}: it is called by name as {call}, which its signature refuses: "
                 f"{error}; rename its arguments, or mend custom_reward_function.reward_kwargs"
             ]
         ) from error
+
+
+def as_scores(result: Any, count: int) -> list[Score]:
+    """What a batched function returned: ``count`` results, each as :func:`as_score` takes it."""
+    if isinstance(result, Mapping | str) or not hasattr(result, "__len__") or len(result) != count:
+        had = f"{len(result)} results" if hasattr(result, "__len__") else type(result).__name__
+        raise ValueError(f"a batched reward function must return one result an answer: got {had} for {count} answers")
+    return [as_score(one) for one in result]
 
 
 def as_score(result: Any) -> Score:

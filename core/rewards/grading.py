@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -50,12 +50,21 @@ class Grader:
         scorer = self.scorer(job.data_source)
         return scorer(job.response, job.ground_truth, job.extra_info, **self.options(scorer))
 
+    def batch(self, jobs: Sequence[Job]) -> list[Score] | Awaitable[list[Score]]:
+        """The scores of several jobs by one call of the user's function, which must be a batched one."""
+        return self.custom.score_all(
+            [job.data_source for job in jobs],
+            [job.response for job in jobs],
+            [job.ground_truth for job in jobs],
+            [job.extra_info for job in jobs],
+        )
+
 
 class Executor(Protocol):
-    """Where jobs are graded: the place of a pool.
+    """Where jobs are graded, and in what company: what a reward manager is.
 
-    :class:`InProcess` trusts the scorers. A pool of processes that can be killed takes its place by keeping these two
-    methods and answering ``Failure(ScoreStatus.TIMEOUT, ...)`` for a worker that missed its deadline.
+    :class:`InProcess` trusts the scorers; :class:`core.rewards.pool.Pool` does not. ``run`` answers a
+    :class:`Failure` where there is no verdict, and may be called from several event loops, one after the other.
     """
 
     async def run(self, job: Job) -> Score | Failure: ...

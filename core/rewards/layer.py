@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from core.rewards.check import find_problems, option_problems
 from core.rewards.custom import CustomFunction, RewardConfigError
 from core.rewards.grading import Executor, Failure, Grader, InProcess, Job
+from core.rewards.managers import InWaves, make_manager
+from core.rewards.programs import scorer_options
 from core.types import Prompt, Score, ScoreStatus, Trajectory
 
 
@@ -25,18 +27,23 @@ class RewardLayer:
 
     def __init__(self, config: Any, tokenizer: Any = None):
         reward, custom = config.reward_model, config.custom_reward_function
-        problems = option_problems(reward)
+        problems = option_problems(reward, custom.path)
         function = None
         if custom.path:
             try:
-                function = CustomFunction(custom.path, custom.name or "compute_score", custom.reward_kwargs)
+                function = CustomFunction(
+                    custom.path,
+                    custom.name or "compute_score",
+                    custom.reward_kwargs,
+                    batched=reward.source == "register" and reward.reward_manager == "batch",
+                )
             except RewardConfigError as error:
                 problems += error.problems
         if problems:
             raise RewardConfigError(problems)
         self.on_error = reward.on_error
-        self.grader = Grader(reward.reward_kwargs, function)
-        self.executor: Executor = InProcess(self.grader)
+        self.grader = Grader(scorer_options(reward), function)
+        self.executor: Executor = make_manager(reward, self.grader)
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Score:
         """The verdict on what the policy wrote. A failing scorer raises only with ``on_error=raise``."""
@@ -63,7 +70,19 @@ class RewardLayer:
         if problems:
             raise RewardConfigError(problems)
 
+    def in_waves(self) -> Callable[[], Awaitable[bool]] | None:
+        """Makes the order of the verdicts independent of time; None where it is anyway.
+
+        Returns what an engine that decodes in this process has to await before each of its steps: see
+        :class:`core.rewards.managers.InWaves`.
+        """
+        if isinstance(self.executor, InProcess):
+            return None
+        self.executor = waves = InWaves(self.executor)
+        return waves.settled
+
     def close(self) -> None:
+        """Ends the manager's processes. A second call does nothing."""
         self.executor.close()
 
 

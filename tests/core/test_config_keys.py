@@ -58,7 +58,7 @@ def test_every_unknown_key_gets_a_suggestion_that_exists():
         ("reward.custom_reward_function.path=x.py", "use custom_reward_function.path"),
         ("+reward.reward_kwargs.overlong_buffer_cfg.len=9", "use reward_model.overlong_buffer.len"),
         ("+reward_model.reward_kwargs.overlong_buffer_cfg.enable=True", "use reward_model.overlong_buffer.enable"),
-        ("reward.num_workers=8", "is not supported yet"),
+        ("reward.num_workers=8", "use reward_model.num_workers"),
         ("trainer.default_hdfs_dir=hdfs://x", "use trainer.default_local_dir"),
         (f"{ACTOR}.megatron.tensor_model_parallel_size=2", "Megatron is not supported"),
         ("actor_rollout_ref.model.lora_rank=32", "LoRA is not supported yet"),

@@ -131,6 +131,22 @@ BROKEN = [
     ),
     ("grpo", [BUFFER[0], FACTOR], DAPO, "reward_model.overlong_buffer.len=0", "between 1 and"),
     ("grpo", BUFFER, DAPO, "reward_model.overlong_buffer.penalty_factor=0.0", "penalises nothing"),
+    (
+        *("ppo", ["reward_model.reward_manager=batch"], ()),
+        *("reward_model.reward_manager=batch", "set custom_reward_function.path"),
+    ),
+    (
+        *("ppo", ["reward_model.source=importlib", "reward_model.module.name=Mine"], ()),
+        *("reward_model.module.path=null", "is needed with reward_model.source=importlib"),
+    ),
+    (
+        *("ppo", ["reward_model.source=importlib", "reward_model.module.path=my.rewards"], ()),
+        *("reward_model.module.name=null", "is needed with reward_model.source=importlib"),
+    ),
+    (
+        *("ppo", ["reward_model.reward_manager=prime", "reward_model.memory_limit_mb=100"], ()),
+        *("reward_model.memory_limit_mb=100", "at least 256"),
+    ),
     ("ppo", [f"{ROLLOUT}.top_p=0.95"], (), f"{ROLLOUT}.top_p=0.95", "rollout correction is not available yet"),
     ("ppo", [f"{ROLLOUT}.top_k=50"], (), f"{ROLLOUT}.top_k=50", "rollout correction is not available yet"),
     ("ppo", [f"{ROLLOUT}.temperature=0"], (), f"{ROLLOUT}.temperature=0.0", "answers that differ"),
@@ -385,7 +401,17 @@ IDLE = [
     ("ppo", ["trainer.total_epochs=5", "trainer.total_training_steps=5"], "trainer.total_epochs"),
     ("ppo", ["algorithm.filter_groups.metric=acc"], "algorithm.filter_groups.metric"),
     ("ppo", ["reward_model.overlong_buffer.len=5"], "reward_model.overlong_buffer.len"),
-    ("ppo", ["reward_model.reward_manager=prime"], "reward_model.reward_manager"),
+    ("ppo", ["reward_model.timeout_s=5"], "reward_model.timeout_s"),
+    ("ppo", ["reward_model.sandbox_fusion.max_concurrent=5"], "reward_model.sandbox_fusion.max_concurrent"),
+    (
+        "ppo",
+        [
+            *("reward_model.source=importlib", "reward_model.module.path=my.rewards", "reward_model.module.name=Mine"),
+            "reward_model.reward_manager=prime",
+        ],
+        "reward_model.reward_manager",
+    ),
+    ("ppo", ["reward_model.module.name=Mine"], "reward_model.module.name"),
     ("ppo", ["+custom_reward_function.reward_kwargs.x=1"], "custom_reward_function.reward_kwargs.x"),
     ("ppo", ["trainer.resume_from_path=x"], "trainer.resume_from_path"),
     ("ppo", ["trainer.max_actor_ckpt_to_keep=3"], "trainer.max_actor_ckpt_to_keep"),

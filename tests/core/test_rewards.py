@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from core.config.schema import SandboxConfig, SandboxFusionConfig
 from core.rewards import RewardConfigError, RewardError, RewardLayer, status_rates
 from core.rewards.custom import as_score
 from core.types import Prompt, Score, ScoreStatus, Segment, Stop, Trajectory
@@ -19,7 +20,14 @@ from core.types import Prompt, Score, ScoreStatus, Segment, Stop, Trajectory
 def layer(path=None, name="compute_score", kwargs=None, on_error="zero", manager="naive", reward_kwargs=None):
     return RewardLayer(
         SimpleNamespace(
-            reward_model=SimpleNamespace(reward_manager=manager, reward_kwargs=reward_kwargs, on_error=on_error),
+            reward_model=SimpleNamespace(
+                source="register",
+                reward_manager=manager,
+                reward_kwargs=reward_kwargs,
+                on_error=on_error,
+                sandbox=SandboxConfig(),
+                sandbox_fusion=SandboxFusionConfig(),
+            ),
             custom_reward_function=SimpleNamespace(path=path, name=name, reward_kwargs=kwargs),
         )
     )

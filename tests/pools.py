@@ -1,0 +1,88 @@
+"""What the tests and the benchmark of the grading pool share: jobs with known verdicts, and a count of processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+import uuid
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from core.rewards.grading import Executor, Failure, Job
+from core.types import Score
+from tests.bombs import EXPECTED
+
+BOMBS = str(Path(__file__).parent / "bombs.py")
+MARK = "REWARD_POOL_TEST"
+
+
+def job(response: str, ground_truth: object = "right", **extra_info: object) -> Job:
+    return Job("tests/bombs", response, ground_truth, extra_info)
+
+
+@dataclass(frozen=True)
+class Case:
+    job: Job
+    expected: str  # the status, or several that will do
+
+    def holds(self, status: str) -> bool:
+        return status in self.expected.split(" or ")
+
+
+def cases(count: int, share: float, seed: int = 0) -> list[Case]:
+    """``count`` answers, right and wrong ones in turn, of which ``share`` are bombs: every kind in turn."""
+    rng = random.Random(seed)
+    found = [
+        Case(job(str(i) if i % 2 else f"not {i}", str(i)), "ok" if i % 2 else "wrong")
+        for i in range(count - int(count * share))
+    ]
+    for i in range(int(count * share)):
+        name = list(EXPECTED)[i % len(EXPECTED)]
+        found.append(Case(job(f"bomb:{name}"), EXPECTED[name]))
+    rng.shuffle(found)
+    return found
+
+
+def grade(executor: Executor, jobs: list[Job]) -> list[Score | Failure]:
+    async def everything() -> list[Score | Failure]:
+        return await asyncio.gather(*map(executor.run, jobs))
+
+    return asyncio.run(everything())
+
+
+@contextmanager
+def marked():
+    """Yields a function that lists the processes started since, this one excepted, wherever they have gone."""
+    name = f"{MARK}_{uuid.uuid4().hex}"
+    os.environ[name] = "1"
+    try:
+        yield lambda: marked_processes(name)
+    finally:
+        del os.environ[name]
+
+
+def marked_processes(name: str) -> list[int]:
+    """Processes with the variable in the environment they were started with; a fork keeps it."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                environment, state = (entry / "environ").read_bytes(), (entry / "stat").read_text().rpartition(")")[2]
+            except OSError:  # it ended, or is another user's
+                continue
+            if f"{name}=1".encode() in environment and not state.startswith(" Z"):
+                found.append(int(entry.name))
+    return found
+
+
+def none_left(processes, seconds: float = 10.0) -> bool:
+    """Whether all of them end within the time."""
+    until = time.monotonic() + seconds
+    while processes():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.02)
+    return True
