@@ -27,7 +27,7 @@ from core.faults import kill_point
 from core.interrupts import GracefulStop
 from core.kl import KLController
 from core.metrics import data_metrics
-from core.models import load_tokenizer
+from core.models import load_tokenizer, planned_fingerprints
 from core.provenance import Provenance
 from core.rewards import RewardLayer
 from core.rewards.examine import examined
@@ -124,6 +124,8 @@ class Run:
         keep = config.trainer.max_actor_ckpt_to_keep
         self.store = CheckpointStore(self.run_dir, keep=keep)
         checkpoint = resolve_resume(config.trainer, self.store)
+        if checkpoint is not None:
+            checkpoint.check_models(planned_fingerprints(config, critic=self.needs.critic))
         self.prepare_torch()
         self.workers = self.make_workers()
         try:
@@ -173,7 +175,7 @@ class Run:
         """Threads and seeds: with equal ones a run on the CPU repeats to the bit."""
         trainer = self.config.trainer
         torch.set_num_threads(trainer.cpu_threads or os.cpu_count() or 1)
-        torch.manual_seed(trainer.seed)
+        run_state.seed_generators(trainer.seed)
         self.device = torch.device(trainer.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
     def provenance(self) -> Provenance:
