@@ -114,7 +114,7 @@ def _leaves(tree, prefix=""):
 
 def test_the_numbers_of_a_recipes_readme_are_those_of_the_references():
     references = yaml.safe_load((ROOT / "results" / "references.yaml").read_text())["references"]
-    for recipe in ("ppo", "grpo"):
+    for recipe in ("ppo", "grpo", "dapo"):
         quoted = {f"{entry['value']:.1f}" for entry in references if entry["recipe"] == recipe}
         text = (ROOT / "recipes" / recipe / "README.md").read_text().split("## Expected")[1]
         numbers = [

@@ -1,0 +1,291 @@
+"""DAPO: the equations at hand-made values, which groups are kept, what is masked, and the whole run in small."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import inspect
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from core import ray_trainer
+from core.advantages import AdvantageInputs, grpo
+from core.batching import make_batch, optimizer_steps, token_rewards
+from core.config import ConfigError, compose, examine
+from core.run import RunError
+from core.types import Score, ScoredGroup, ScoreStatus, Stop
+from recipes.dapo import main_dapo
+from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer, overlong_punishment
+from recipes.lab import report
+from tests.faults.tiny_run import command, prepare
+from tests.golden_dapo import ADAPTERS, group, trainer, trajectory
+from tests.golden_io import check, parameters
+
+ROLLOUT = "actor_rollout_ref.rollout"
+RIGHT, WRONG = Score(1.0), Score(-1.0, {"acc": 0.0})
+FILTERING = "actor_rollout_ref.actor.overlong_filtering=True"
+NO_BUFFER = "reward_model.overlong_buffer.enable=False"
+
+
+@pytest.mark.parametrize("case", parameters(ADAPTERS))
+def test_golden_dapo(case):
+    check(ADAPTERS[case.file](case, "f64"), case.want("f64"))
+
+
+# -- eq. 13 --
+
+
+@pytest.mark.parametrize(
+    ("length", "penalty"),
+    [
+        (1, 0.0),
+        (16383, 0.0),
+        (16384, 0.0),
+        (16385, -1 / 4096),
+        (18432, -0.5),
+        (20480, -1.0),
+        (20481, -1.0),
+        (9**9, -1.0),
+    ],
+)
+def test_the_overlong_punishment_is_equation_13(length, penalty):
+    assert overlong_punishment(length, 20480, 4096) == penalty
+
+
+@pytest.mark.parametrize(("length", "value"), [(16384, 1.0), (18432, 0.5), (20480, 0.0)])
+def test_the_punishment_is_added_to_the_score_and_leaves_acc_alone(length, value):
+    shaped = trainer().shape_reward(RIGHT, trajectory(length))
+    assert (shaped.value, shaped.acc, shaped.parts["overlong"]) == (value, 1.0, value - 1.0)
+    assert not shaped.masked and "is_overlong" not in shaped.parts
+    threefold = trainer("reward_model.overlong_buffer.penalty_factor=3.0").shape_reward(WRONG, trajectory(length))
+    assert threefold.value == -1.0 + 3 * (value - 1.0) and threefold.acc == 0.0
+
+
+def test_the_log_says_which_answers_reached_into_the_buffer():
+    logged = trainer("reward_model.overlong_buffer.log=True")
+    reached = [logged.shape_reward(RIGHT, trajectory(n)).parts["is_overlong"] for n in (16384, 16385, 20480)]
+    assert reached == [0.0, 1.0, 1.0]
+
+
+def test_without_a_buffer_the_score_is_the_scorers():
+    assert trainer(NO_BUFFER).shape_reward(RIGHT, trajectory(20480, stop=Stop.LENGTH)) is RIGHT
+
+
+# -- dynamic sampling --
+
+
+@pytest.mark.parametrize(("right", "kept"), [(0, False), (1, True), (8, True), (15, True), (16, False)])
+def test_a_group_is_kept_if_some_answers_are_right_and_some_wrong(right, kept):
+    assert trainer().keep_group(group([RIGHT] * right + [WRONG] * (16 - right))) is kept
+
+
+def shaped_group(*lengths: int, score: Score = RIGHT) -> ScoredGroup:
+    return group([trainer().shape_reward(score, trajectory(length)) for length in lengths])
+
+
+def test_an_all_right_group_with_a_length_penalty():
+    lengthy = shaped_group(100, 100, 18432)
+    assert not trainer().keep_group(lengthy)
+    assert trainer("algorithm.filter_groups.metric=seq_reward").keep_group(lengthy)
+    assert trainer("algorithm.filter_groups.metric=overlong").keep_group(lengthy)
+    with_score = [dataclasses.replace(s, parts={**s.parts, "score": 1.0}) for s in lengthy.scores]  # the scorer's own
+    assert not trainer("algorithm.filter_groups.metric=score").keep_group(group(with_score))
+    for metric, warned in (("seq_reward", 1), ("seq_final_reward", 1), ("acc", 0), ("score", 0)):
+        composed = examine("dapo", [f"algorithm.filter_groups.metric={metric}"], main_dapo.HOOKS)
+        assert len(composed.warnings) == warned and not composed.problems
+
+
+def test_any_part_of_the_score_may_decide():
+    by_format = trainer("algorithm.filter_groups.metric=format")
+    mixed = [Score(1.0, {"format": 0.0}), Score(1.0, {"format": 0.1})]
+    assert by_format.keep_group(group(mixed)) and not by_format.keep_group(group([mixed[0], mixed[0]]))
+    with pytest.raises(RunError, match=r"metric=format: the scorer of data_source=test gives .* use one of acc, score"):
+        by_format.keep_group(group([Score(1.0, {"score": 1.0})] * 2))
+
+
+def test_an_answer_that_was_not_graded_decides_nothing():
+    lost = Score(0.0, {"acc": 0.0}, ScoreStatus.TIMEOUT, masked=True)
+    assert not trainer().keep_group(group([RIGHT, RIGHT, lost]))
+    assert not trainer().keep_group(group([lost, lost]))
+    assert trainer().keep_group(group([RIGHT, WRONG, lost]))
+    counted = dataclasses.replace(lost, masked=False)  # on_error=zero: it is a zero like others
+    assert trainer().keep_group(group([RIGHT, RIGHT, counted]))
+    assert trainer("algorithm.filter_groups.metric=format").keep_group(group([counted, Score(1.0, {"format": 1.0})]))
+
+
+def test_each_technique_has_a_switch_of_its_own():
+    assert trainer("algorithm.filter_groups.enable=False").keep_group(group([RIGHT, RIGHT]))
+    plain = compose(
+        "dapo",
+        [
+            *("algorithm.filter_groups.enable=False", NO_BUFFER, "actor_rollout_ref.actor.clip_ratio_high=0.2"),
+            "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
+        ],
+        main_dapo.HOOKS,
+    )
+    base, actor = compose("dapo", [], main_dapo.HOOKS).actor_rollout_ref.actor, plain.actor_rollout_ref.actor
+    assert (base.clip_ratio_low, base.clip_ratio_high, base.loss_agg_mode) == (0.2, 0.28, "token-mean")
+    assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.overlong_filtering) == (0.2, 0.2, False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ([f"{ROLLOUT}.n=1"], f"{ROLLOUT}.n=1: "),
+        ([f"{ROLLOUT}.n=1", "algorithm.adv_estimator=reinforce_plus_plus"], "one answer equals itself"),
+        (["data.max_response_length=4095"], "reward_model.overlong_buffer.len=4096: must be between 1 and"),
+        (["algorithm.filter_groups.metric=seq_final_reward", "algorithm.use_kl_in_reward=True"], "KL penalty"),
+        (["algorithm.filter_groups.max_num_gen_batches=0"], "collecting for a step is bounded"),
+        (["data.gen_batch_size=512"], "data.gen_batch_size=512: must be at least"),
+    ],
+)
+def test_bad_input_is_refused(overrides, says):
+    with pytest.raises(ConfigError, match=says):
+        compose("dapo", overrides, main_dapo.HOOKS)
+
+
+# -- overlong filtering --
+
+
+def test_a_truncated_answer_carries_no_loss_and_keeps_its_reward_in_the_group():
+    """Three answers of 2, 4 and 3 tokens with rewards 1, -1, 1; the second ran into the limit."""
+    dapo, answers = trainer(NO_BUFFER, FILTERING), [trajectory(2), trajectory(4, stop=Stop.LENGTH), trajectory(3)]
+    scores = [dapo.shape_reward(s, t) for s, t in zip((RIGHT, WRONG, RIGHT), answers, strict=True)]
+    assert [s.masked for s in scores] == [False, True, False] and [s.value for s in scores] == [1.0, -1.0, 1.0]
+    batch = make_batch([ScoredGroup(group(scores).prompt, tuple(answers), tuple(scores))], pad_id=0)
+    advantages, _ = grpo(
+        AdvantageInputs(token_rewards(batch), batch.response_mask, batch.group, batch.in_group_stats, epsilon=0)
+    )
+    # mean 1/3, standard deviation 2 / sqrt(3): (1 - 1/3) / that is 1 / sqrt(3); without the second it would be 0
+    assert torch.allclose(advantages[[0, 2]][batch.response_mask[[0, 2]]], torch.tensor(3**-0.5))
+    for mode, weights in (("token-mean", (2 / 5, 0, 3 / 5)), ("seq-mean-token-mean", (1 / 2, 0, 1 / 2))):
+        (step,) = optimizer_steps(batch.adding(advantages=advantages), prompts=1, agg_mode=mode, scale_factor=1.0)
+        assert torch.allclose(step.loss_weight.sum(1), torch.tensor(weights)), mode
+    unfiltered = [trainer(NO_BUFFER).shape_reward(WRONG, t).masked for t in answers]
+    assert unfiltered == [False, False, False]
+
+
+# -- the recipe's folder --
+
+
+def test_the_hooks_that_main_names_are_those_that_the_class_overrides():
+    module, _, name = main_dapo.TRAINER.partition(":")
+    assert (module, name) == (RayDAPOTrainer.__module__, RayDAPOTrainer.__name__)
+    text = inspect.getsource(ray_trainer).partition("# -- hooks")[2].partition("# -- phases")[0]
+    hooks = {name for name in vars(ray_trainer.RayPPOTrainer) if f"def {name}(" in text}
+    assert hooks == {"generate", "shape_reward", "keep_group", "compute_advantages"}
+    overridden = set(vars(RayDAPOTrainer)) & {name for each in RayDAPOTrainer.__mro__[1:] for name in vars(each)}
+    assert {name for name in overridden if not name.startswith("__")} == set(main_dapo.HOOKS) <= hooks
+
+
+def test_the_presets_differ_where_paper_and_script_do():
+    def preset(name):
+        return compose("dapo", [f"preset={name}"], main_dapo.HOOKS)
+
+    paper, script = preset("paper"), preset("script")
+    for config in (paper, script):
+        actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+        assert config.data.train_batch_size // actor.ppo_mini_batch_size == 16  # updates a step
+        assert config.data.train_batch_size * rollout.n == 8192 and actor.ppo_mini_batch_size * rollout.n == 512
+        assert (rollout.val_kwargs.n, rollout.val_kwargs.temperature, rollout.val_kwargs.top_p) == (32, 1.0, 0.7)
+        assert config.trainer.total_training_steps == 330 == round(5300 / 16 / 10) * 10
+        assert actor.optim.lr_scheduler_type == "constant" and not actor.use_kl_loss and actor.entropy_coeff == 0
+    optims = [config.actor_rollout_ref.actor.optim for config in (paper, script)]
+    assert [optim.lr_warmup_steps for optim in optims] == [20, 10]
+    assert [optim.weight_decay for optim in optims] == [0.01, 0.1]
+    assert script.actor_rollout_ref.actor.clip_ratio_c == 10.0 and paper.actor_rollout_ref.actor.clip_ratio_c > 1e5
+
+
+def test_the_lab_report_finds_the_run_of_a_recipe_with_hooks(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert report.main("dapo", ["preset=lab", "--", "trainer.seed=3"]) == 2
+    assert "outputs/dapo/lab-seed3" in capsys.readouterr().err
+
+
+# -- the whole run --
+
+# Right by the letters that were drawn: about half of the answers, and of groups of two about half are mixed
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return float(sum(map(ord, solution_str)) % 2)
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    prepare(folder)
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+def tiny(files: Path, run: Path, steps: int, *overrides: str) -> RayDAPOTrainer:
+    """A trainer that is ready to fit, with a dump of what it trains on."""
+    common = [
+        *(f"{ROLLOUT}.n=2", "reward_model.overlong_buffer.len=2", f"trainer.rollout_data_dir={run}-rollouts"),
+        *("data.gen_batch_size=6", "trainer.test_freq=-1", "trainer.val_before_train=False"),
+    ]
+    arguments = command(files, "dapo", steps, *common, *overrides)(run)[3:]
+    return RayDAPOTrainer(compose("dapo", arguments, main_dapo.HOOKS)).init_workers()
+
+
+def rollouts(run: Path) -> list[tuple[int, dict[int, list[float]]]]:
+    """Step -> ordinal -> verdicts, in the order of training."""
+    steps = []
+    for path in sorted(Path(f"{run}-rollouts").glob("*.jsonl"), key=lambda p: int(p.stem)):
+        groups: dict[int, list[float]] = {}
+        for row in map(json.loads, path.read_text().splitlines()):
+            groups.setdefault(row["ordinal"], []).append(row["acc"])
+        steps.append((int(path.stem), groups))
+    return steps
+
+
+def test_the_trained_ordinals_are_the_lowest_that_pass(files, tmp_path):
+    """With a policy that stands still, what every prompt's group would be is known from a run that keeps all."""
+    still = ("actor_rollout_ref.actor.optim.lr=0", "trainer.save_freq=-1")
+    tiny(files, tmp_path / "all", 9, *still, "algorithm.filter_groups.enable=False").fit()
+    verdicts = {ordinal: accs for _, groups in rollouts(tmp_path / "all") for ordinal, accs in groups.items()}
+    assert sorted(verdicts) == list(range(36))
+    mixed = [ordinal for ordinal, accs in sorted(verdicts.items()) if len(set(accs)) > 1]
+    assert 12 <= len(mixed) <= 30, "neither all nor few of them are mixed"
+    tiny(files, tmp_path / "dapo", 3, *still).fit()
+    trained = rollouts(tmp_path / "dapo")
+    assert [list(groups) for _, groups in trained] == [mixed[0:4], mixed[4:8], mixed[8:12]]
+    assert all(accs == verdicts[ordinal] for _, groups in trained for ordinal, accs in groups.items())
+    lines = [json.loads(line) for line in (tmp_path / "dapo" / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["reward/zero_variance_share"] == 0 and line["reward/overlong/mean"] <= 0 for line in lines)
+    assert sum(line["collect/prompts_dropped"] for line in lines) == mixed[11] + 1 - 12
+
+
+def test_a_resumed_run_goes_on_with_the_ordinals_it_would_have_had(files, tmp_path, caplog):
+    tiny(files, tmp_path / "whole", 4).fit()
+    tiny(files, tmp_path / "parts", 2).fit()
+    with caplog.at_level(logging.INFO, logger="core"):
+        tiny(files, tmp_path / "parts", 4).fit()
+    assert "resumed after step 2" in caplog.text
+    whole, parts = rollouts(tmp_path / "whole"), rollouts(tmp_path / "parts")
+    assert [step for step, _ in parts] == [1, 2, 3, 4] and parts == whole
+    ordinals = [ordinal for _, groups in parts for ordinal in groups]
+    assert ordinals == sorted(set(ordinals)) and ordinals != list(range(16)), "each once, and some were dropped"
+    ends = [load_file(tmp_path / name / "global_step_4/actor/model.safetensors") for name in ("whole", "parts")]
+    start = load_file(files / "model" / "model.safetensors")
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    assert any(not torch.equal(ends[0][name].float(), start[name]) for name in start if name in ends[0])
+
+
+def test_validation_neither_shapes_nor_filters(files, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("validation called a hook of training")
+
+    validated = tiny(files, tmp_path / "run", 1, "data.max_response_length=3", FILTERING)
+    for name in main_dapo.HOOKS:
+        monkeypatch.setattr(validated, name, refuse)
+    groups = asyncio.run(validated.evaluate())
+    validated.workers.close()
+    assert len(groups) == 4 and not any(s.masked or "overlong" in s.parts for g in groups for s in g.scores)
+    assert any(t.truncated for g in groups for t in g.trajectories), "filtering would have had something to mask"
