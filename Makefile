@@ -30,7 +30,10 @@ test-gpu: setup
 	$(BIN)/python -m pytest -m gpu tests/gpu
 
 bench: setup
-	$(BIN)/python -m tests.benchmarks
+	$(BIN)/python -m tests.benchmarks.step
+	$(BIN)/python -m tests.benchmarks.decode
+	$(BIN)/python -m tests.benchmarks.head_memory
+	@echo "beside TRL: $(BIN)/python -m tests.benchmarks.trl.compare --help"
 
 lint: setup
 	$(BIN)/ruff check .

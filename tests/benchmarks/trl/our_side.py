@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import resource
 import statistics
 import tempfile
 import time
@@ -68,7 +69,8 @@ def main() -> None:
     steps = [b - a for a, b in zip(trainer.ends, trainer.ends[1:], strict=False)]  # the first step warms up
     phases = {name: statistics.median(step[name] for step in trainer.phases[1:]) for name in trainer.phases[-1]}
     result = {"seconds": statistics.median(steps), "all": steps, "mean_length": statistics.mean(trainer.lengths)}
-    print(json.dumps({**result, "phases": phases}))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(json.dumps({**result, "phases": phases, "peak_rss_mib": peak}))
 
 
 if __name__ == "__main__":
