@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from core.types import Score
-from reward_scores.sandbox import Isolation, Limits, Sandbox, required_isolation, unisolated
+from reward_scores.sandbox import Isolation, Limits, Sandbox, isolation, required_isolation, unisolated
 from reward_scores.verdict import graded, no_answer
 
 TOLERANCE = 1e-6  # of numbers that are not integers
@@ -69,7 +69,9 @@ class SandboxOptions:
         return Limits(seconds=self.timeout_s, memory_mb=self.memory_limit_mb)
 
     def isolation(self) -> Isolation:
-        return unisolated() if self.allow_unisolated else required_isolation()
+        if self.allow_unisolated and isolation().mode == "none":
+            return unisolated()
+        return required_isolation()
 
 
 def score(

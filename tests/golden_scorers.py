@@ -25,10 +25,10 @@ from reward_scores import (
     qa_em_format,
     scorer_for,
 )
+from tests import golden_code
 from tests.golden_io import golden_dir
 
 Inputs = Mapping[str, Any]
-CODE = ("codecontests", "apps", "codeforces", "taco")
 
 
 class Raised(str):
@@ -172,6 +172,7 @@ ANSWERS: dict[str, Callable[[Inputs], dict[str, Any]]] = {
     "reward_multiply": _multiply,
     "reward_geo3k": _geo3k,
     "reward_dispatch": _dispatch,
+    **golden_code.ANSWERS,
 }
 
 ROBUST: dict[str, Callable[[Inputs], float]] = {
@@ -196,8 +197,6 @@ ERRORS = (UnknownDataSource, ValueError)
 
 def departure(file: str, case: Mapping[str, Any]) -> str:
     """Why this case is not answered as published; nothing where it is."""
-    if file == "reward_dispatch" and case["inputs"]["data_source"] in CODE:
-        return "not here yet: code rewards"
     search_r1 = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
     if file == "reward_dispatch" and case["inputs"]["data_source"] in (*search_r1, "countdown", "multiply"):
         return "registered here, as in Search-R1's and TinyZero's tables; verl's own table has no such name"

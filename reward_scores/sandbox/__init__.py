@@ -31,9 +31,9 @@ from typing import Any
 from reward_scores.sandbox import plain
 
 MODES = ("namespaces", "user_namespaces", "landlock")
-START_SECONDS = 20.0  # to start a sandbox, on a machine under load
+START_SECONDS = 60.0  # to start a sandbox, on a machine under load
 CLOSE_SECONDS = 2.0  # to end by itself
-GRACE_SECONDS = 5.0  # after a process's own deadline, until the whole sandbox is killed
+GRACE_SECONDS = 30.0  # after a process's own deadline, until the whole sandbox is killed
 _HARNESS = Path(__file__).with_name("harness.py")
 
 

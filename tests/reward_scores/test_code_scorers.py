@@ -1,0 +1,271 @@
+"""Scorers that run programs: what they read, how they compare, what they say of failures, what configures them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+
+import pytest
+
+from core.config import compose
+from core.rewards.grading import Job
+from core.rewards.programs import scorer_options
+from core.types import ScoreStatus
+from reward_scores import prime_code, scorer_for, unit_tests
+from reward_scores.sandbox import SandboxUnavailable
+from reward_scores.unit_tests import BadTests, extract, read_tests, same_output, same_value
+
+SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
+ADD = "a, b = map(int, input().split())\nprint(a + b)"
+
+
+def fenced(source: str, mark: str = "python") -> str:
+    return f"So:\n```{mark}\n{source}\n```\n"
+
+
+@pytest.mark.parametrize(
+    ("response", "source"),
+    [
+        (fenced("x = 1"), "x = 1"),
+        (fenced("x = 1", "py"), "x = 1"),
+        (fenced("x = 1", "Python3 title=a"), "x = 1"),
+        (fenced("x = 1", ""), "x = 1"),
+        (fenced("x = 1") + fenced("x = 2"), "x = 2"),
+        (fenced("x = 1") + fenced("an output", ""), "x = 1"),
+        (fenced("x = 1") + fenced("ls", "bash"), "x = 1"),
+        ("1. do\n   ```python\n   if x:\n       y\n   ```", "if x:\n    y"),
+        ("````python\n'''\n```\n'''\n````", "'''\n```\n'''"),
+        ("```python\nx = 1", None),
+        ("x = 1", None),
+        ("", None),
+        (fenced("x = 1", "cpp"), None),
+    ],
+)
+def test_the_program_in_a_response(response, source):
+    assert extract(response) == source
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "same"),
+    [
+        ("3", "3\n", True),
+        ("1 2\n3 \n\n", "1  2 3", True),
+        ("3.0000001", "3.0", True),
+        ("3.1", "3.0", False),
+        ("3.0", "3", False),
+        ("1000001", "1000000", False),
+        ("nan", "nan", True),
+        ("nan", "1.0", False),
+        ("2 1", "1 2", False),
+        ("1 2 3", "1 2", False),
+        ("", "", True),
+        ("", "1", False),
+        ("yes", "YES", False),
+        ("1e5", "100000.0", True),
+    ],
+)
+def test_outputs_agree(given, wanted, same):
+    assert same_output(given, wanted) is same
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "same"),
+    [
+        ((1, (2,)), [1, [2]], True),
+        (3, [3], True),
+        ([3, 4], [3], False),
+        (3, [3, 4], False),
+        (True, 1, False),
+        (1, True, False),
+        (1.0, 1, True),
+        (0.1 + 0.2, 0.3, True),
+        ({1: "a"}, {"1": "a"}, True),
+        ({1: "a", 2: "b"}, {"1": "a"}, False),
+        ("1", 1, False),
+        (None, None, True),
+        (math.nan, 1.0, False),
+        ({1, 2}, [1, 2], False),
+    ],
+)
+def test_values_agree(given, wanted, same):
+    assert same_value(given, wanted) is same
+
+
+TESTS = {
+    "a mapping": SUM,
+    "JSON": json.dumps(SUM),
+    "with empty fields, as a table has them": {**SUM, "fn_name": None, "test_list": [], "test": ""},
+}
+
+
+@pytest.mark.parametrize("tests", TESTS.values(), ids=TESTS)
+def test_where_tests_come_from(tests):
+    assert unit_tests.score(fenced(ADD), tests).acc == 1
+    assert unit_tests.score(fenced(ADD), None, {"test_cases": tests}).acc == 1
+    assert prime_code.score(fenced(ADD), None, {"test_cases": tests}).acc == 1
+    assert unit_tests.check_ground_truth(tests) is None is prime_code.check_ground_truth(tests)
+
+
+@pytest.mark.parametrize(
+    ("tests", "problem"),
+    [
+        ("{", "no JSON"),
+        ("3", "must be a mapping"),
+        ("", "no JSON"),
+        ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
+        ({"inputs": [], "outputs": []}, "tests need"),
+        ({"test": "def check(c): pass"}, "tests need"),
+        ({"test_list": ["assert f(:"]}, "no Python"),
+        ({"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}, "needs JSON"),
+    ],
+)
+def test_tests_that_are_none(tests, problem):
+    with pytest.raises(BadTests, match=problem):
+        read_tests(tests)
+    for scorer in ("apps", "google-research-datasets/mbpp"):
+        assert problem in scorer_for(scorer).check_ground_truth(tests)
+
+
+def test_rewards_and_failures():
+    half = unit_tests.score(fenced("print(3)"), SUM)
+    assert (half.value, half.acc, half.status) == (0.5, 0.0, ScoreStatus.WRONG)
+    assert unit_tests.score(fenced("print(3)"), SUM, continuous=False).value == 0
+    assert unit_tests.score(fenced(ADD), SUM, continuous=False).value == 1
+    broken = unit_tests.score(fenced(f"{ADD}\nif a == 3: 1 / 0"), SUM)
+    assert (broken.value, broken.parts["error"], broken.parts["timeout"]) == (0.5, 0.5, 0.0)
+    slow = unit_tests.score(fenced("while True: pass"), SUM, sandbox={"timeout_s": 0.5})
+    assert (slow.value, slow.parts["timeout"], slow.status) == (0.0, 1.0, ScoreStatus.WRONG)
+    assert unit_tests.score("none", SUM).parts.keys() == half.parts.keys()
+
+
+def test_an_answer_has_a_time_limit_over_all_its_tests():
+    tests = {"inputs": ["\n"] * 50, "outputs": ["1\n"] * 50}
+    score = unit_tests.score(fenced("import time\ntime.sleep(0.4)\nprint(1)"), tests, sandbox={"total_timeout_s": 1.5})
+    assert 0 < score.value < 0.2 and score.parts["timeout"] == pytest.approx(1 - score.value)
+
+
+def test_memory_is_limited():
+    source = fenced("x = bytearray(300 << 20)\n" + ADD)
+    assert unit_tests.score(source, SUM).acc == 1
+    assert unit_tests.score(source, SUM, sandbox={"memory_limit_mb": 200}).acc == 0
+
+
+CALLS = {"fn_name": "add", "inputs": ["1\n2", "[1]\n[2]"], "outputs": ["3", "[1, 2]"]}
+
+
+@pytest.mark.parametrize("method", prime_code.METHODS)
+def test_functions_are_called(method):
+    for source in ("def add(a, b): return a + b", "class Solution:\n    def add(self, a, b): return a + b"):
+        assert prime_code.score(fenced(source), CALLS, {}, method).value == 1
+    assert prime_code.score(fenced("def add(a, b): return 3"), CALLS, {}, method).acc == 0
+
+
+def test_calls_do_not_lean_on_one_another():
+    source = "seen = []\ndef add(a, b):\n    seen.append(a)\n    return 3 if len(seen) == 1 else [1, 2]"
+    assert unit_tests.score(fenced(source), CALLS).value == 0.5
+
+
+def test_a_body_continues_the_prompt():
+    task = {
+        "prompt": "def twice(x):\n    '''Twice x.'''\n",
+        "test": "def check(f):\n    assert f(2) == 4 and f('a') == 'aa'",
+        "entry_point": "twice",
+    }
+    assert unit_tests.score(fenced("    return 2 * x"), task).acc == 1
+    assert unit_tests.score(fenced("def twice(x):\n    return 2 * x"), task).acc == 1
+    assert unit_tests.score(fenced("    return 4"), task).acc == 0
+    assert unit_tests.score(fenced("pass"), task).acc == 0
+
+
+# --- published semantics beyond the vectors
+
+
+@pytest.mark.parametrize(
+    ("source", "tests", "value", "robust"),
+    [
+        ("x = 1", {"inputs": [], "outputs": []}, 1.0, None),
+        ("print(3)", {"fn_name": "f", "inputs": ["1"], "outputs": ["3"]}, 1.0, 0.0),
+        ("def f(x): return [3, 4]", {"fn_name": "f", "inputs": ["1"], "outputs": ["[[3, 4], 5]"]}, 1.0, 0.0),
+        ("print('2\\n\\n1.000001')", {"inputs": [""], "outputs": ["2\n1.0"]}, 1.0, 1.0),
+        ("import sys\nprint(1)\nsys.exit(2)", {"inputs": [""], "outputs": ["1"]}, 1.0, 0.0),
+        ("import sys\nprint(len(sys.stdin.buffer.read()))", {"inputs": ["abc"], "outputs": ["3"]}, 0.0, 1.0),
+        ("print(open(0).read())", {"inputs": ["abc"], "outputs": ["abc"]}, 0.0, 1.0),
+        (
+            "print(*sorted(input().split()))",
+            {"inputs": ["b a"] * 12, "outputs": ["a b"] * 10 + ["x"] * 2},
+            1.0,
+            10 / 12,
+        ),
+        ("print(sqrt(int(input())))", {"inputs": ["4"], "outputs": ["2.0"]}, 1.0, 0.0),
+    ],
+)
+def test_published_and_robust(source, tests, value, robust):
+    response = f"```python\n{source}\n```"
+    assert prime_code.score(response, tests).value == value
+    if robust is not None:
+        assert prime_code.score(response, tests, {}, "robust").value == pytest.approx(robust)
+
+
+def test_published_without_shares():
+    with pytest.raises(UnboundLocalError):
+        prime_code.score(fenced("print(3)"), SUM, continuous=False)
+    assert prime_code.score(fenced(ADD), SUM, continuous=False).value == 1
+    assert "method=robust" in prime_code.check_ground_truth(SUM, continuous=False)
+    with pytest.raises(ValueError, match="published, robust"):
+        prime_code.score(fenced(ADD), SUM, {}, "bogus")
+
+
+# --- configuration
+
+
+def configured(*overrides):
+    return compose("grpo", ["data.train_batch_size=1024", *overrides]).reward_model
+
+
+def test_the_configuration_reaches_the_scorers():
+    reward = configured("reward_model.sandbox.timeout_s=2", "reward_model.reward_manager=prime")
+    sandbox = {"allow_unisolated": False, "timeout_s": 2.0, "memory_limit_mb": 1024, "total_timeout_s": 8.0}
+    assert scorer_options(reward) == {"prime_code": {"sandbox": sandbox}, "unit_tests": {"sandbox": sandbox}}
+    json.dumps(scorer_options(reward))  # they are sent to workers
+    reward = configured(
+        "reward_model.sandbox_fusion.url=http://h/run_code", "reward_model.sandbox_fusion.max_concurrent=3"
+    )
+    fusion = scorer_options(reward)["prime_code"]["sandbox_fusion"]
+    assert fusion == {"url": "http://h/run_code", "max_concurrent": 3, "memory_limit_mb": 1024}
+    assert "sandbox_fusion" not in scorer_options(reward)["unit_tests"]
+    assert "total_timeout_s" not in scorer_options(configured())["unit_tests"]["sandbox"]
+
+
+def test_options_of_the_user_come_first():
+    reward = configured("+reward_model.reward_kwargs.prime_code.method=robust")
+    assert scorer_options(reward)["prime_code"]["method"] == "robust"
+
+
+def test_in_workers_that_can_be_killed():
+    from core.rewards.grading import Grader
+    from core.rewards.pool import Pool
+
+    pool = Pool(Grader(scorer_options(configured())), num_workers=1)
+    jobs = [Job("apps", fenced(source), SUM, {}) for source in (ADD, "print(3)", "import os\nos._exit(0)", ADD)]
+    try:
+        scores = asyncio.run(_all(pool, jobs))
+    finally:
+        pool.close()
+    assert [score.value for score in scores] == [1.0, 0.5, 0.0, 1.0]
+
+
+async def _all(pool, jobs):
+    return [await pool.run(job) for job in jobs]
+
+
+def test_without_isolation_nothing_is_graded_unless_told(monkeypatch):
+    from reward_scores import sandbox
+
+    none = sandbox.Isolation("none", False, ("nothing here",))
+    monkeypatch.setattr(sandbox, "isolation", lambda: none)
+    monkeypatch.setattr(unit_tests, "isolation", lambda: none)
+    for scorer in (unit_tests, prime_code):
+        with pytest.raises(SandboxUnavailable, match="nothing here"):
+            scorer.score(fenced(ADD), SUM)
+        assert scorer.score(fenced(ADD), SUM, sandbox={"allow_unisolated": True}).acc == 1

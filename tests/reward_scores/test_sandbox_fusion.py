@@ -1,0 +1,132 @@
+"""The Sandbox Fusion client, against a server in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from core.types import ScoreStatus
+from reward_scores import prime_code, sandbox_fusion
+from reward_scores.sandbox_fusion import FusionError, Server, check, place
+from tests.fusion_server import SUCCESS, read_log, serve
+
+SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
+ADD = "a, b = map(int, input().split())\nprint(a + b)"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def url():
+    with serve() as address:
+        yield address
+
+
+def fenced(source: str) -> str:
+    return f"```python\n{source}\n```"
+
+
+def test_programs_run_on_the_server(url):
+    score = prime_code.score(fenced(ADD), SUM, sandbox_fusion={"url": url, "memory_limit_mb": 300})
+    assert (score.value, score.acc, score.status) == (1.0, 1.0, ScoreStatus.OK)
+    half = prime_code.score(fenced("print(3)"), SUM, sandbox_fusion={"url": url})
+    assert (half.value, half.acc) == (0.5, 0.0)
+    source = "print(1 / 0)"
+    assert sandbox_fusion.score(fenced(source), SUM, url=url).parts["error"] == 1
+    source = "while True: pass"
+    slow = sandbox_fusion.score(fenced(source), SUM, url=url, timeout=1)
+    assert slow.parts["timeout"] == 1 and slow.status is ScoreStatus.WRONG
+
+
+def test_what_the_server_is_sent(url):
+    check(Server(url, memory_limit_mb=123, timeout=7), "print(input())", {"inputs": ["x"], "outputs": ["x"]})
+    assert read_log(url)["last"] == {
+        "compile_timeout": 7,
+        "run_timeout": 7,
+        "code": "print(input())",
+        "stdin": "x",
+        "memory_limit_MB": 123,
+        "language": "python",
+        "files": {},
+        "fetch_files": [],
+    }
+
+
+def test_functions_are_called_on_the_server(url):
+    tests = {"fn_name": "add", "inputs": ["1\n2", '"a"\n"b"', "[1]\n[2]"], "outputs": ["3", "ab", "[1, 2]"]}
+    for source in ("def add(a, b): return a + b", "class Solution:\n    def add(self, a, b): return a + b"):
+        assert sandbox_fusion.score(fenced(source), tests, url=url).value == 1
+    assert sandbox_fusion.score(fenced("def add(a, b): return 3"), tests, url=url).value == pytest.approx(1 / 3)
+
+
+def test_tests_are_counted(url):
+    tests = {"inputs": ["\n"] * 12, "outputs": ["1"] * 10 + ["2"] * 2}
+    assert sandbox_fusion.score(fenced("print(1)"), tests, url=url).value == 1
+    assert sandbox_fusion.score(fenced("print(1)"), tests, continuous=False, url=url).value == pytest.approx(10 / 12)
+    assert sandbox_fusion.score(fenced("print(1)"), {"inputs": [], "outputs": []}, url=url).value == 0
+    assert sandbox_fusion.score("print(1)", tests, url=url).status is ScoreStatus.PARSE_ERROR
+
+
+def test_a_gateway_timeout_is_tried_again(monkeypatch):
+    monkeypatch.setattr(sandbox_fusion, "RETRY_SECONDS", 0.01)
+    one = {"inputs": [""], "outputs": ["recited\n"]}
+    with serve([{"http": 504}, {"http": 504}, SUCCESS]) as url:
+        assert check(Server(url), "", one) == ([(True, "success")], [])
+        assert read_log(url)["requests"] == 3
+    with serve([{"http": 504}] * 4) as url:
+        results, problems = check(Server(url), "", one)
+        assert results == [(-1, "api_error")] and "504" in problems[0]
+        assert read_log(url)["requests"] == sandbox_fusion.ATTEMPTS
+    with serve([{"http": 500}, SUCCESS]) as url:
+        assert check(Server(url), "", one)[0] == [(-1, "api_error")]
+        assert read_log(url)["requests"] == 1
+
+
+def test_a_server_that_fails_is_no_silent_zero():
+    dead = {"url": "http://127.0.0.1:9/run_code"}
+    score = prime_code.score(fenced(ADD), SUM, sandbox_fusion=dead)
+    assert (score.value, score.status, score.parts["api_error"]) == (0.0, ScoreStatus.CRASH, 1.0)
+    with pytest.raises(FusionError, match="2 of 2 tests were not judged"):
+        prime_code.score(fenced(ADD), SUM, {}, "robust", sandbox_fusion=dead)
+    with pytest.raises(ValueError, match="url is not set"):
+        sandbox_fusion.score(fenced(ADD), SUM)
+
+
+def test_as_many_requests_at_a_time_as_allowed(url):
+    tests = {"inputs": ["\n"] * 8, "outputs": ["1"] * 8}
+    source = "import time\ntime.sleep(0.3)\nprint(1)"
+    with serve() as fresh:
+        with ThreadPoolExecutor(3) as threads:  # three scorers at once share the places
+            found = list(threads.map(lambda _: check(Server(fresh, max_concurrent=2), source, tests)[0], range(3)))
+        assert all(result == [(True, "success")] * 8 for result in found)
+        assert read_log(fresh)["most"] == 2
+
+
+def test_a_killed_scorer_gives_its_place_back(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    source = (
+        "import time\nfrom reward_scores.sandbox_fusion import place\n"
+        "with place('http://x', 1):\n    print('in', flush=True)\n    time.sleep(60)"
+    )
+    other = subprocess.Popen([sys.executable, "-c", source], cwd=ROOT, stdout=subprocess.PIPE, env=dict(os.environ))
+    other.stdout.readline()
+    with ThreadPoolExecutor(1) as threads:
+        entered = threads.submit(_enter)
+        time.sleep(0.3)
+        assert not entered.done()
+        other.send_signal(signal.SIGKILL)
+        other.wait()
+        other.stdout.close()
+        assert entered.result(timeout=10)
+
+
+def _enter() -> bool:
+    with place("http://x", 1):
+        return True
