@@ -296,6 +296,8 @@ class RayWorkers:
         try:
             if self.owns_ray:
                 self._connect()
+            if trainer.device is None and ray.cluster_resources().get("GPU"):
+                self.device = torch.device("cuda")  # the driver's own machine need not have one
             self._reserve()
             self._start(needs_ref, needs_critic, master_dtype, trainer.cpu_threads or cores)
         except BaseException:
