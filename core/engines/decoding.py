@@ -7,6 +7,7 @@ first input of each of its rows, so that the first token is drawn like every oth
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,11 +122,8 @@ class DecodeBatch:
         self.seed = np.concatenate([self.seed, np.array(seeds, np.uint64)])
         self.settings = None
         if fresh:
-            stored = self.prefix.max(initial=0)
             self.prefix = np.concatenate([self.prefix, [len(prompt) - 1 for prompt in fresh]])
-            if not self.cache.fits("prompts", len(self.prompts), self.prefix.max()):
-                wanted = with_spare(len(self.prompts)) if used else len(self.prompts)
-                self.cache.reserve("prompts", wanted, int(self.prefix.max()), used, int(stored))
+            self._reserve("prompts", len(self.prompts), int(self.prefix.max()), int(self.prefix.max()))
             self._prefill(used)
 
     def _prefill(self, begin: int) -> None:
@@ -171,7 +169,8 @@ class DecodeBatch:
 
     def _forward(self) -> Tensor:
         plan = Decode(self.prompt, self.prefix, self.length, self.device)
-        self._reserve_responses(plan.columns)
+        most = max(row.request.sampling.max_tokens for row in self.rows)
+        self._reserve("responses", plan.rows, plan.columns, whole_blocks(most))
         with self.cache.forward(plan, own_attention=self.own_attention):
             output = self.model(
                 input_ids=torch.from_numpy(self.token).to(self.device)[:, None],
@@ -191,17 +190,22 @@ class DecodeBatch:
         seen = plan.mask()
         return mask if seen is None else mask.masked_fill_(~seen, torch.finfo(mask.dtype).min)
 
-    def _reserve_responses(self, columns: int) -> None:
-        """Room for all rows and for ``columns`` and some more: growing copies all that is stored, so not too often."""
-        if self.cache.fits("responses", len(self.rows), columns):
+    def _reserve(self, kind: str, places: int, columns: int, most: int) -> None:
+        """Room for so much, and for some more places and columns (of which ``most`` can be needed): growing copies
+        all that is stored. Where both stores would pass the limit together, the other one shrinks to its need."""
+        has_places, has_columns = self.cache.allocated[kind]
+        if places <= has_places and columns <= has_columns:
             return
-        places, allocated = self.cache.allocated["responses"]
-        if columns > allocated:
-            allocated = columns + max(COLUMN_BLOCK - 1, columns // 2)
-        allocated = whole_blocks(min(allocated, max(row.request.sampling.max_tokens for row in self.rows)))
-        used = min(places, len(self.rows))
-        wanted = with_spare(len(self.rows)) if used else len(self.rows)
-        self.cache.reserve("responses", wanted, allocated, used, min(columns - 1, int(self.length.max())))
+        if columns > has_columns:
+            has_columns = whole_blocks(columns + columns // 2)
+        if places > has_places:
+            has_places = with_spare(places) if has_places else places
+        size = (has_places, min(has_columns, most))
+        for other, needed in (("prompts", self.prefix), ("responses", self.length)):
+            held = self.cache.allocated[other]
+            if other != kind and math.prod(size) + math.prod(held) > self.limits.cache_tokens:
+                self.cache.reserve(other, min(held[0], len(needed)), min(held[1], int(needed.max()) + 1))
+        self.cache.reserve(kind, *size)
 
     @torch.inference_mode()
     def remove(self, places: list[int]) -> None:

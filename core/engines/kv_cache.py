@@ -112,13 +112,14 @@ class Store:
     device: torch.device
     tensors: list[Tensor] = field(default_factory=list)
 
-    def reserve(self, places: int, columns: int, used_places: int, used_columns: int) -> None:
-        """Allocates anew and keeps the used part. Zeros: a masked column has weight 0, and 0 * NaN would be NaN."""
+    def reserve(self, places: int, columns: int) -> None:
+        """Allocates anew and keeps what was there. Zeros: a masked column has weight 0, and 0 * NaN would be NaN."""
         old, self.tensors = self.tensors, []
         for number, (heads, dim) in enumerate(self.shapes):
             new = torch.zeros(places, heads, columns, dim, dtype=self.dtype, device=self.device)
-            if used_places and used_columns:
-                new[:used_places, :, :used_columns] = old[number][:used_places, :, :used_columns]
+            if old:
+                kept = old[number][:places, :, :columns]
+                new[: kept.shape[0], :, : kept.shape[2]] = kept
             self.tensors.append(new)
 
     def copy(self, to: Tensor, origin: Tensor, columns: int) -> None:
@@ -190,14 +191,11 @@ class SharedPromptCache(Cache):
         self.device = device
         self.allocated = {"prompts": (0, 0), "responses": (0, 0)}
 
-    def fits(self, kind: str, places: int, columns: int) -> bool:
-        return places <= self.allocated[kind][0] and columns <= self.allocated[kind][1]
-
-    def reserve(self, kind: str, places: int, columns: int, used_places: int, used_columns: int) -> None:
+    def reserve(self, kind: str, places: int, columns: int) -> None:
         """Allocates the store ``kind`` anew; layer after layer, so that only one is held twice."""
         self.allocated[kind] = (places, columns)
         for layer in self.layers:
-            getattr(layer, kind).reserve(places, columns, used_places, used_columns)
+            getattr(layer, kind).reserve(places, columns)
 
     def copy(self, kind: str, to: list[int], origin: list[int], columns: int) -> None:
         """Copies the first ``columns`` columns of the places ``origin`` into the places ``to``."""

@@ -259,26 +259,53 @@ def test_limits_hold_and_what_does_not_fit_waits(monkeypatch):
     assert seen.index(7) == 0 and seen[len(seen) // 2] == 7  # places are filled again at once
 
 
-def test_the_cache_stays_within_its_bytes():
-    per_token = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, dim, bytes
-    engine = HFEngine(tiny_model(), tiny_tokenizer(), cache_gib=2000 * per_token / 2**30)
-    most = 0
-    reserve = engine._batch.cache.reserve
+PER_TOKEN = 2 * 2 * 2 * 8 * 4  # of the tiny model: layers, keys and values, heads, dim, bytes
+
+
+def engine_of(tokens: int) -> tuple[HFEngine, list[int]]:
+    """An engine whose cache holds so many tokens, and the bytes of the stores after each allocation."""
+    engine = HFEngine(tiny_model(), tiny_tokenizer(), cache_gib=tokens * PER_TOKEN / 2**30)
+    cache, held = engine._batch.cache, []
+    reserve = cache.reserve
 
     def watched(*args):
-        nonlocal most
         reserve(*args)
-        stores = [s for layer in engine._batch.cache.layers for s in (layer.prompts, layer.responses)]
-        most = max(most, sum(t.numel() * t.element_size() for s in stores for t in s.tensors))
+        stores = [store for layer in cache.layers for store in (layer.prompts, layer.responses)]
+        held.append(sum(t.numel() * t.element_size() for store in stores for t in store.tensors))
 
-    engine._batch.cache.reserve = watched
+    cache.reserve = watched
+    return engine, held
+
+
+def test_the_cache_stays_within_its_bytes():
+    engine, held = engine_of(2000)
     requests = [ask(PROMPTS[i % 5] * 3, seed=i, max_tokens=[150, 20, 70][i % 3], ignore_eos=True) for i in range(30)]
     assert [len(ids(t)) for t in sample_all(engine, requests)] == [150, 20, 70] * 10
-    assert 0.3 * 2000 * per_token < most <= 2000 * per_token
-    tight = HFEngine(tiny_model(), tiny_tokenizer(), cache_gib=100 * per_token / 2**30)
+    assert 0.5 * 2000 * PER_TOKEN < max(held) <= 2000 * PER_TOKEN
+    tight, _ = engine_of(100)
     with pytest.raises(ValueError, match="cache_gib"):
         sample_all(tight, [ask(max_tokens=120)])
     assert sample_all(tight, [ask(max_tokens=60)])
+
+
+def test_room_for_prompts_comes_out_of_the_room_of_former_responses():
+    engine, held = engine_of(2000)
+
+    async def two_waves():
+        async def wave(prompts, budget):
+            requests = [ask(prompt, seed=i, max_tokens=budget, ignore_eos=True) for i, prompt in enumerate(prompts)]
+            return await asyncio.gather(*map(engine.sample, requests))
+
+        lasting = asyncio.ensure_future(engine.sample(ask((4,), max_tokens=126, ignore_eos=True)))
+        first = await wave([HELLO] * 11, 90)
+        second = await wave([tuple(range(4 + i, 94)) for i in range(8)], 4)
+        return [await lasting, *first, *second]
+
+    for trajectory in run(two_waves()):
+        expected = full_logprobs(tiny_model(), ask(tuple(trajectory.prompt_ids.tolist())), ids(trajectory))
+        np.testing.assert_allclose(trajectory.logprobs, expected, atol=1e-5)
+    assert max(held) <= 2000 * PER_TOKEN
+    assert any(later < earlier for earlier, later in zip(held, held[1:], strict=False)), "no store had to shrink"
 
 
 def test_a_late_sample_shares_the_prompt_that_is_decoding():
