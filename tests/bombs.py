@@ -114,11 +114,13 @@ def forks():
 
 def daemon():
     """A process that has left session, group and parent."""
-    if os.fork() == 0:
+    between = os.fork()
+    if between == 0:
         os.setsid()
         if os.fork() == 0:
             time.sleep(3600)
         os._exit(0)
+    os.waitpid(between, 0)
 
 
 def daemon_and_segfault():

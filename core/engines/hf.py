@@ -22,6 +22,7 @@ from core.engines.kv_cache import ATTENTION
 from core.engines.stopping import StopRule, eos_ids, one_turn
 from core.types import Trajectory
 
+SETTLED_TURNS = 32  # after verdicts from elsewhere came: more than all that they set off can take
 TURNS = 4  # turns of the event loop after a sample ended: its consumer, and whom that one wakes, may ask for more
 
 
@@ -61,7 +62,7 @@ class HFEngine:
         self._task: asyncio.Task | None = None
         self._closed = False
         # Awaited before each step: consumers whose answers come from elsewhere are then not overtaken by the next
-        # step, and a replay stays exact. True: it had to wait, and who was waited for may ask for more.
+        # step, and a replay stays exact. True: some of those answers came, and who got them may ask for more.
         self.before_step: Callable[[], Awaitable[bool]] | None = None
 
     @property
@@ -138,7 +139,7 @@ class HFEngine:
         for _ in range(turns):
             await asyncio.sleep(0)
         while self.before_step is not None and await self.before_step():
-            for _ in range(TURNS):
+            for _ in range(SETTLED_TURNS):
                 await asyncio.sleep(0)
 
     def _admit(self) -> None:

@@ -32,7 +32,7 @@ from core.rewards import worker
 DRIVER_IN, DRIVER_OUT = 0, 1
 START_S = 120.0  # for a worker to import the user's function, which is not the answer's time
 TAKE_S = 5.0  # for a waiting worker to take what it is given
-TRIES = 3  # workers that may die before they have begun a request
+TRIES = 10  # workers that may die before they have begun a request
 LOOK_S = 1.0  # how often this process looks whether its parent is still there
 LONGEST_LINE = 64 * 2**20  # bytes of a worker's reply
 

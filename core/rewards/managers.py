@@ -95,6 +95,7 @@ class InWaves:
         self.inner = inner
         self._wave: list[tuple[asyncio.Task, asyncio.Future]] = []
         self._open = 0
+        self._news = False  # results were handed out since somebody last asked
 
     async def run(self, job: Job) -> Result:
         loop = asyncio.get_running_loop()
@@ -113,6 +114,7 @@ class InWaves:
         if self._open:
             return
         wave, self._wave = self._wave, []
+        self._news = True
         for task, handed_out in wave:
             if handed_out.done():  # its sample was given up
                 continue
@@ -124,12 +126,11 @@ class InWaves:
                 handed_out.set_result(task.result())
 
     async def settled(self) -> bool:
-        """Waits until no result is outstanding; whether it had to wait."""
-        waited = False
+        """Waits until no result is outstanding; whether any was handed out since the last call."""
         while self._wave:
-            waited = True
             await asyncio.wait([task for task, _ in self._wave])
-        return waited
+        news, self._news = self._news, False
+        return news
 
     def close(self) -> None:
         self.inner.close()
