@@ -11,7 +11,6 @@ import builtins
 import json
 import math
 import textwrap
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -209,7 +208,6 @@ def _is_stored(name: ast.Name) -> bool:
 
 def run_tests(source: str, tests: Tests, options: SandboxOptions, stop_early: bool = False) -> Iterator[str]:
     """What each test came to: passed, wrong, error or timeout; fewer of them where ``stop_early``."""
-    deadline = time.monotonic() + options.total_timeout_s
     with Sandbox(options.limits(), options.isolation()) as box:
         if tests.asserts:
             seconds = min(options.timeout_s * len(tests), options.total_timeout_s)
@@ -218,7 +216,7 @@ def run_tests(source: str, tests: Tests, options: SandboxOptions, stop_early: bo
             return
         one = _run_call if tests.fn_name else _run_script
         for given, wanted in zip(tests.inputs, tests.outputs, strict=True):
-            left = min(options.timeout_s, deadline - time.monotonic())
+            left = min(options.timeout_s, options.total_timeout_s - box.charged)
             status = one(box, source, tests.fn_name, given, wanted, left) if left > 0 else "timeout"
             yield status
             if stop_early and status != "passed":

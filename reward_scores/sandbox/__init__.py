@@ -29,11 +29,12 @@ from types import TracebackType
 from typing import Any
 
 from reward_scores.sandbox import plain
+from reward_scores.sandbox.clock import PATIENCE
 
 MODES = ("namespaces", "user_namespaces", "landlock")
 START_SECONDS = 60.0  # to start a sandbox, on a machine under load
 CLOSE_SECONDS = 2.0  # to end by itself
-GRACE_SECONDS = 30.0  # after a process's own deadline, until the whole sandbox is killed
+GRACE_SECONDS = 60.0  # after a process's own deadline, until the whole sandbox is killed: nothing is known then
 _HARNESS = Path(__file__).with_name("harness.py")
 
 
@@ -47,7 +48,7 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use. ``seconds`` are of wall clock and of CPU time, a test's."""
+    """What one program may use. ``seconds`` are a test's, as :class:`reward_scores.sandbox.clock.Clock` counts them."""
 
     seconds: float = 10.0
     memory_mb: int = 1024
@@ -76,7 +77,7 @@ class Ran:
     stdout: str
     stderr: str
     exit_code: int
-    seconds: float
+    seconds: float  # that it is charged for
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class Sandbox:
     """One sandbox, to be used in a ``with`` statement. Not for several threads.
 
     ``how`` is by default the best that :func:`isolation` finds. Raises SandboxUnavailable where there is none, and
-    SandboxError where the sandbox fails.
+    SandboxError where the sandbox fails. ``charged`` counts the seconds that programs took.
     """
 
     def __init__(self, limits: Limits | None = None, how: Isolation | None = None):
@@ -124,6 +125,7 @@ class Sandbox:
             env={"PYTHONHASHSEED": "0"},  # the same program gets the same verdict
             start_new_session=True,
         )
+        self.charged = 0.0
         self._deadline = time.monotonic() + START_SECONDS
         try:
             self._send(
@@ -185,18 +187,27 @@ class Sandbox:
 
         What ``prelude`` defines under other names is the tests' own. The time limit is that of all tests together.
         """
-        if self._ask("judge", seconds, source=source) != "tests":
+        self._begin("judge", seconds, source=source)
+        if self._receive() != "tests":
             raise SandboxError("the sandbox did not ask for the tests")
         self._send({"tests": list(tests), "names": list(names), "prelude": prelude})
-        return [Verdict(*verdict) for verdict in self._receive()]
+        return [Verdict(*verdict) for verdict in self._answer()]
 
     # --- the pipes
 
     def _ask(self, what: str, seconds: float | None, **request: Any) -> Any:
+        self._begin(what, seconds, **request)
+        return self._answer()
+
+    def _answer(self) -> Any:
+        answer, charged = self._receive()
+        self.charged += charged
+        return answer
+
+    def _begin(self, what: str, seconds: float | None, **request: Any) -> None:
         seconds = self.limits.seconds if seconds is None else seconds
-        self._deadline = time.monotonic() + seconds + GRACE_SECONDS
+        self._deadline = time.monotonic() + PATIENCE * seconds + GRACE_SECONDS
         self._send({"do": what, "seconds": seconds, **request})
-        return self._receive()
 
     def _send(self, message: Any) -> None:
         data = plain.dumps(message)

@@ -8,17 +8,18 @@ that it may not signal.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
 import sys
-import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import child
 import confine
 import plain
+from clock import Clock
 
 _CONTROL_IN, _CONTROL_OUT = 0, 1
 _CHUNK = 1 << 16
@@ -52,11 +53,11 @@ class Process:
     """A confined child. Its descriptors 0, 1, 2, ... are ``descriptors``; it has no others."""
 
     def __init__(self, box: dict[str, Any], seconds: float, descriptors: list[int], work: Callable[[], int]):
-        self.deadline = time.monotonic() + seconds
         self.pid = os.fork()
         if self.pid == 0:
             _become(box, seconds, descriptors, work)
         self.ended = os.pidfd_open(self.pid)
+        self.clock = Clock(seconds, (self.pid,))
 
     def stop(self) -> int:
         """Kills it, and in a pid namespace all it left; returns its wait status."""
@@ -90,20 +91,24 @@ class Harness:
     def __init__(self, box: dict[str, Any]):
         self.box = box
         self.server: tuple[Process, int, int] | None = None
+        self.charged = 0.0  # seconds, for the request being served
 
     def serve(self) -> NoReturn:
         while True:
-            request = read_message()
-            send(getattr(self, "do_" + request.pop("do"))(**request))
-            self._kill_strays()
+            request, self.charged = read_message(), 0.0
+            answer = getattr(self, "do_" + request.pop("do"))(**request)
+            send([answer, self.charged])
+            if not self.server:
+                self._clean_up()
 
-    def _kill_strays(self) -> None:
-        if os.getpid() != 1 or self.server:
-            return
-        try:
-            os.kill(-1, signal.SIGKILL)
-        except ProcessLookupError:
-            return
+    def _clean_up(self) -> None:
+        """No process and no file is left to the next program."""
+        if os.getpid() == 1:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)
+        with contextlib.suppress(OSError):  # where nothing can be written there is no folder to list
+            for name in os.listdir("."):
+                _remove(name)
 
     # --- scripts
 
@@ -112,7 +117,6 @@ class Harness:
         pipes = [os.pipe() for _ in range(3)]
         ours = [pipes[0][1], pipes[1][0], pipes[2][0]]
         theirs = [pipes[0][0], pipes[1][1], pipes[2][1]]
-        started = time.monotonic()
         process = Process(self.box, seconds, theirs, lambda: child.become_program(source))
         for number in theirs:
             os.close(number)
@@ -124,13 +128,13 @@ class Harness:
             why = "output" if talk.too_long() else ""
         for number in talk.open:
             os.close(number)
-        code = os.waitstatus_to_exitcode(status)
+        code, self.charged = os.waitstatus_to_exitcode(status), process.clock.used()
         return {
             "status": why or ("ok" if code == 0 else "error"),
             "stdout": bytes(talk.outputs[ours[1]]).decode("utf-8", "replace"),
             "stderr": bytes(talk.outputs[ours[2]][-2000:]).decode("utf-8", "replace"),
             "exit_code": code,
-            "seconds": time.monotonic() - started,
+            "seconds": self.charged,
         }
 
     # --- functions
@@ -165,9 +169,10 @@ class Harness:
 
     def _answer_of_server(self, seconds: float) -> list[Any]:
         process, _, answers = self.server
-        deadline, data = time.monotonic() + seconds, bytearray()
+        clock, data = Clock(seconds, (process.pid,)), bytearray()
         while not data.endswith(b"\n"):
-            ready = _wait([answers], deadline)
+            ready = _wait(answers, clock)
+            self.charged = clock.used()
             piece = os.read(answers, _CHUNK) if ready else b""
             data += piece
             if not piece or len(data) > plain.MAX_BYTES:
@@ -214,17 +219,19 @@ class Harness:
         judge = Process(self.box, seconds, [to_judge, to_judge, to_judge, from_judge, to_judge, reports], work)
         for number in (from_judge, to_judge, reports):
             os.close(number)
-        found = _read_reports(verdicts, len(tests["tests"]), judge.deadline)
+        clock = Clock(seconds, (judge.pid, program.pid))
+        found = _read_reports(verdicts, len(tests["tests"]), clock)
+        self.charged = clock.used()
         judge.stop()
         program.stop()
         os.close(verdicts)
         return found
 
 
-def _read_reports(descriptor: int, count: int, deadline: float) -> list[list[str]]:
+def _read_reports(descriptor: int, count: int, clock: Clock) -> list[list[str]]:
     data, why = b"", "ended"
     while data.count(b"\n") < count:
-        if not _wait([descriptor], deadline):
+        if not _wait(descriptor, clock):
             why = "timeout"
             break
         piece = os.read(descriptor, _CHUNK)
@@ -235,19 +242,22 @@ def _read_reports(descriptor: int, count: int, deadline: float) -> list[list[str
     return found + [[why, ""]] * (count - len(found))
 
 
-def _wait(descriptors: list[int], deadline: float) -> list[int]:
-    """Those of the descriptors that can be read before the deadline. Ends the process when its owner has gone."""
+def _remove(path: str) -> None:
+    if os.path.isdir(path) and not os.path.islink(path):
+        os.chmod(path, 0o700)
+        for name in os.listdir(path):
+            _remove(f"{path}/{name}")
+        os.rmdir(path)
+    else:
+        os.unlink(path)
+
+
+def _wait(descriptor: int, clock: Clock) -> bool:
+    """Whether it can be read in time."""
     poll = select.poll()
-    for number in descriptors:
-        poll.register(number, select.POLLIN)
+    poll.register(descriptor, select.POLLIN)
     poll.register(_CONTROL_IN, 0)  # hang-up only
-    while True:
-        left = deadline - time.monotonic()
-        ready = dict(poll.poll(max(left, 0) * 1000))
-        if _CONTROL_IN in ready:
-            confine.leave(0)
-        if ready or left <= 0:
-            return list(ready)
+    return bool(clock.poll(poll))
 
 
 class _Talk:
@@ -269,12 +279,10 @@ class _Talk:
         poll.register(self.process.ended, select.POLLIN)
         poll.register(_CONTROL_IN, 0)
         while True:
-            left = self.process.deadline - time.monotonic()
-            if left <= 0:
+            ready = self.process.clock.poll(poll)
+            if not ready:
                 return "timeout"
-            for number, _ in poll.poll(left * 1000):
-                if number == _CONTROL_IN:
-                    confine.leave(0)
+            for number in ready:
                 if number == self.process.ended:
                     return ""
                 if (self._write() if number == self.input else self._read(number) != 0) is False:

@@ -27,7 +27,7 @@ from tests.bombs import EXPECTED, HANGS
 from tests.pools import BOMBS, Case, cases, grade, marked, none_left
 
 REPORT = Path("results/rewards/pool.md")
-WORKERS, TIMEOUT_S, MEMORY_MB = 2, 1.0, 512
+WORKERS, TIMEOUT_S, MEMORY_MB = 2, 2.0, 512
 COUNT, SHARE = 1000, 0.05
 EACH_S, START_S = 0.1, 10.0  # of any other bomb (it costs a worker), and of the pool's start, on a busy machine
 LEAVE_A_DEAF_WORKER = ("babble", "impostor")  # they answer in the worker's stead and go on

@@ -142,7 +142,7 @@ def test_rewards_and_failures():
 def test_an_answer_has_a_time_limit_over_all_its_tests():
     tests = {"inputs": ["\n"] * 50, "outputs": ["1\n"] * 50}
     score = unit_tests.score(fenced("import time\ntime.sleep(0.4)\nprint(1)"), tests, sandbox={"total_timeout_s": 1.5})
-    assert 0 < score.value < 0.2 and score.parts["timeout"] == pytest.approx(1 - score.value)
+    assert 0 < score.value < 0.5 and score.parts["timeout"] == pytest.approx(1 - score.value)
 
 
 def test_memory_is_limited():

