@@ -1,0 +1,72 @@
+"""Builds an index folder from a corpus. Called again, it goes on where it stopped and keeps what is finished."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from recipes.search_r1.index.corpus import ABOUT, Corpus, Progress, no_progress, read_json, scan, write_json
+from recipes.search_r1.index.opening import BUILT
+from recipes.search_r1.retrieval import DENSE, RetrievalError
+
+Report = Callable[[str, int], Progress]  # (what begins, how many rows it has) -> called with rows done
+
+
+def silent(_: str, __: int) -> Progress:
+    return no_progress
+
+
+def build_index(
+    corpus: str | Path,
+    folder: str | Path,
+    backends: Sequence[str] = ("bm25",),
+    encoder: Any = None,
+    lists: int | None = None,
+    report: Report = silent,
+) -> dict[str, Any]:
+    """Makes ``folder`` answer with every back end named; returns what ``index.json`` then holds.
+
+    Args:
+        encoder: an ``Encoder``, for flat, hnsw and ivf.
+        lists: inverted lists of ivf.
+
+    Raises RetrievalError for a bad corpus line, and where the folder holds another corpus or encoder.
+    """
+    source, folder = Path(corpus).expanduser(), Path(folder).expanduser()
+    unknown = set(backends) - {"bm25", *DENSE}
+    if unknown:
+        raise RetrievalError(f"backend {', '.join(sorted(unknown))}: bm25, {', '.join(DENSE)} can be built")
+    if encoder is None and set(backends) & set(DENSE):
+        raise RetrievalError("a dense index needs an encoder (--encoder)")
+    passages = _scanned(source, folder, report)
+    built = read_json(folder / BUILT) if (folder / BUILT).exists() else {"backends": {}}
+    for backend in backends:
+        wanted = {"corpus": passages.hash} | ({} if backend == "bm25" else {"encoder": encoder.settings.as_dict()})
+        if wanted.items() <= built["backends"].get(backend, {}).items():
+            continue
+        began = time.perf_counter()
+        settings = _build(backend, passages, folder, encoder, lists, report)
+        built["backends"][backend] = wanted | settings | {"seconds": round(time.perf_counter() - began, 2)}
+        write_json(folder / BUILT, built)
+    return built
+
+
+def _scanned(source: Path, folder: Path, report: Report) -> Corpus:
+    if not (folder / ABOUT).exists():
+        scan(source, folder, report("checking the corpus", 0))
+    return Corpus(folder, source)
+
+
+def _build(
+    backend: str, corpus: Corpus, folder: Path, encoder: Any, lists: int | None, report: Report
+) -> dict[str, Any]:
+    if backend == "bm25":
+        from recipes.search_r1.index.bm25 import build_bm25
+
+        return build_bm25(corpus, folder / "bm25", report)
+    from recipes.search_r1.index.dense import build_faiss, encode_corpus
+
+    vectors = encode_corpus(corpus, encoder, folder, report("encoding", len(corpus)))
+    return build_faiss(backend, vectors, folder / f"{backend}.faiss", lists, report(f"building {backend}", len(corpus)))

@@ -1,0 +1,189 @@
+"""Dense retrieval with faiss: exact search (flat), HNSW graphs (arXiv 1603.09320) and inverted lists (IVF).
+
+Vectors have unit length and are compared by inner product. ``vectors.f32`` holds them row by row and is shared by the
+three; it is written in chunks, and an interrupted pass goes on at the last whole one. A published index, a faiss file
+made elsewhere over the same corpus, is searched the same way.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recipes.search_r1.index.corpus import Corpus, Progress, no_progress, read_json, write_json
+from recipes.search_r1.index.encoder import Encoder, weights_hash
+from recipes.search_r1.retrieval import Passage, RetrievalError, fingerprint
+
+VECTORS, ABOUT = "vectors.f32", "vectors.json"
+CHUNK = 1024  # passages encoded between two notes of how far it went
+ADD = 65_536  # vectors given to faiss at a time
+HNSW_LINKS, HNSW_BUILD = 64, 200  # M of the published HNSW64; candidates while building
+AGREE = 0.99  # cosine between a stored vector and the same passage encoded anew; half precision costs 1e-3
+
+
+def encode_corpus(corpus: Corpus, encoder: Encoder, folder: Path, progress: Progress = no_progress) -> np.ndarray:
+    """The vectors of the whole corpus, from ``folder/vectors.f32``, where those that are missing are added.
+
+    Shapes: [rows, dim], float32, memory-mapped. Raises RetrievalError where the file is another encoder's.
+    """
+    about = {
+        "corpus": corpus.hash,
+        "encoder": encoder.settings.as_dict(),
+        "weights": weights_hash(encoder.settings.model),
+        "shape": [len(corpus), encoder.dim],
+    }
+    done = _encoded(folder, about)
+    progress(done)
+    with open(folder / VECTORS, "ab") as file:
+        file.truncate(done * encoder.dim * 4)
+        for start in range(done, len(corpus), CHUNK):
+            stop = min(start + CHUNK, len(corpus))
+            file.write(encoder.encode(list(corpus.contents(start, stop)), encoder.settings.passage_prefix).tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+            write_json(folder / ABOUT, about | {"rows": stop})
+            progress(stop - start)
+    return np.memmap(folder / VECTORS, np.float32, "r", shape=(len(corpus), encoder.dim))
+
+
+def _encoded(folder: Path, about: dict[str, Any]) -> int:
+    """Rows that are whole already."""
+    if not (folder / ABOUT).exists():
+        return 0
+    found = read_json(folder / ABOUT)
+    rows = found.pop("rows")
+    if found != about:
+        differs = [name for name in about if found.get(name) != about[name]]
+        raise RetrievalError(
+            f"{folder / VECTORS}: made with another {', '.join(differs)}; use another --index folder, or remove it"
+        )
+    return rows
+
+
+def build_faiss(
+    backend: str, vectors: np.ndarray, path: Path, lists: int | None = None, progress: Progress = no_progress
+) -> dict[str, Any]:
+    """Builds ``flat``, ``hnsw`` or ``ivf`` (``lists`` inverted lists; None: four times the root of the rows) and
+    writes it to ``path``; returns its settings."""
+    import faiss
+
+    rows, dim = vectors.shape
+    settings: dict[str, Any] = {}
+    if backend == "flat":
+        index = faiss.IndexFlatIP(dim)
+    elif backend == "hnsw":
+        index = faiss.IndexHNSWFlat(dim, HNSW_LINKS, faiss.METRIC_INNER_PRODUCT)
+        index.hnsw.efConstruction = HNSW_BUILD
+        settings = {"links": HNSW_LINKS, "ef_construction": HNSW_BUILD}
+    else:
+        settings = {"lists": lists or max(1, min(rows // 39, int(4 * rows**0.5)))}
+        index = faiss.index_factory(dim, f"IVF{settings['lists']},Flat", faiss.METRIC_INNER_PRODUCT)
+        sample = np.sort(np.random.default_rng(1).permutation(rows)[: 256 * settings["lists"]])
+        index.train(np.ascontiguousarray(vectors[sample]))
+    for start in range(0, rows, ADD):
+        index.add(np.ascontiguousarray(vectors[start : start + ADD]))
+        progress(min(ADD, rows - start))
+    if index.ntotal != rows:
+        raise RetrievalError(f"{path}: faiss holds {index.ntotal} of {rows} vectors; build it again")
+    part = path.with_name(f"{path.name}.part")
+    faiss.write_index(index, str(part))
+    os.replace(part, path)
+    return settings
+
+
+class DenseRetriever:
+    """Encodes the queries and searches a faiss index.
+
+    Raises RetrievalError where rows, dimensions or (``check``) the vectors of a few passages do not agree.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        corpus: Corpus,
+        encoder: Encoder,
+        mmap: bool = True,
+        ef_search: int = 128,
+        nprobe: int = 32,
+        check: bool = True,
+    ):
+        self._index, self.backend = _opened(path, mmap)
+        self._corpus, self._encoder = corpus, encoder
+        if self._index.ntotal != len(corpus):
+            raise RetrievalError(f"{path}: {self._index.ntotal} vectors, the corpus has {len(corpus)} rows: not a pair")
+        if self._index.d != encoder.dim:
+            raise RetrievalError(
+                f"{path}: vectors of {self._index.d} numbers, encoder {encoder.settings.model} makes {encoder.dim}"
+            )
+        settings = self._set_search(ef_search, nprobe)
+        if check:
+            self._check_encoder(path)
+        self.corpus_hash = corpus.hash
+        self.fingerprint = fingerprint(
+            self.backend, corpus.hash, encoder.settings.as_dict(), weights_hash(encoder.settings.model), settings
+        )
+
+    def __len__(self) -> int:
+        return len(self._corpus)
+
+    def retrieve(self, queries: list[str], topk: int) -> list[list[Passage]]:
+        scores_NK, rows_NK = self.search(self._encoder.encode(queries, self._encoder.settings.query_prefix), topk)
+        return [self._found(rows, scores) for rows, scores in zip(rows_NK, scores_NK, strict=True)]
+
+    def search(self, vectors_ND: np.ndarray, topk: int) -> tuple[np.ndarray, np.ndarray]:
+        """Inner products and rows, best first; -1 where faiss found fewer. Shapes: [N, topk] both."""
+        return self._index.search(vectors_ND, topk)
+
+    def _found(self, rows: np.ndarray, scores: np.ndarray) -> list[Passage]:
+        real = rows >= 0
+        return self._corpus.passages(rows[real], scores[real])
+
+    def _set_search(self, ef_search: int, nprobe: int) -> dict[str, int]:
+        if self.backend == "hnsw":
+            self._index.hnsw.efSearch = ef_search
+            return {"ef_search": ef_search}
+        if self.backend == "ivf":
+            self._index.nprobe = min(nprobe, self._index.nlist)
+            return {"nprobe": self._index.nprobe}
+        return {}
+
+    def _check_encoder(self, path: Path) -> None:
+        """First, middle and last passage, encoded anew, must be the vectors of their rows."""
+        rows = sorted({0, len(self) // 2, len(self) - 1})
+        texts = [self._corpus.row(row)["contents"] for row in rows]
+        fresh = self._encoder.encode(texts, self._encoder.settings.passage_prefix)
+        for row, vector in zip(rows, fresh, strict=True):
+            alike = self._likeness(row, vector)
+            if alike < AGREE:
+                raise RetrievalError(
+                    f"{path}: row {row} of the corpus, encoded by {self._encoder.settings.model}, has cosine "
+                    f"{alike:.3f} with the index's vector, at least {AGREE} is wanted: another corpus, encoder, prefix "
+                    "or pooling; give the ones the index was made with"
+                )
+
+    def _likeness(self, row: int, vector: np.ndarray) -> float:
+        if self.backend != "ivf":
+            stored = self._index.reconstruct(row)
+            return float(stored @ vector / max(float(np.linalg.norm(stored)), 1e-9))
+        scores, _ = self._index.search(vector[None], 1)  # inverted lists cannot be asked for a row
+        return float(scores[0, 0])
+
+
+def _opened(path: Path, mmap: bool) -> tuple[Any, str]:
+    """The index, and which kind it is. What faiss cannot map (HNSW graphs of old files) it reads into memory."""
+    import faiss
+
+    if not path.is_file():
+        raise RetrievalError(f"{path}: there is no such index; build it with python -m data_preprocess.build_index")
+    try:
+        index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC if mmap else 0)
+    except RuntimeError as error:
+        raise RetrievalError(f"{path}: faiss cannot read it ({error}); build or download it again") from error
+    kinds: list[tuple[type, str]] = [(faiss.IndexFlat, "flat"), (faiss.IndexHNSW, "hnsw"), (faiss.IndexIVF, "ivf")]
+    for kind, name in kinds:
+        if isinstance(index, kind):
+            return index, name
+    raise RetrievalError(f"{path}: a {type(index).__name__}; flat, HNSW and IVF indices can be searched")

@@ -1,0 +1,330 @@
+"""The client of a retrieval server (``POST /retrieve``, the published format): ours, or any other that speaks it.
+
+A search either gets its passages or raises :class:`RetrievalError`; a failure never looks like "nothing found".
+
+* A server that is away, busy, slow or broken is asked again, with growing, jittered pauses, for ``give_up_s``: one that
+  is killed and started again costs retries and no search. What can only be our own mistake (other 4xx) ends at once.
+* Where too large a share of the last ``window`` searches went wrong at first, the run stops (``max_error_rate``): a
+  server that works by luck makes a run slow and its times worthless.
+* With ``cache_dir`` every answer is kept, by the fingerprint of the server's index; ``offline=True`` then repeats a
+  run without a server.
+
+Requests run on a thread of their own, so they advance while the caller's event loop decodes, and one client serves
+several event loops, one after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from recipes.search_r1.retrieval import IDENTITY, QUERY_CHARS, Passage, RetrievalError, from_wire
+from recipes.search_r1.retrieval_cache import Cache, stores
+
+log = logging.getLogger(__name__)
+
+FAILURES = ("connect", "timeout", "busy", "status", "reply")
+
+
+@dataclass(frozen=True)
+class ClientOptions:
+    """How a server is asked.
+
+    Args:
+        url: of ``/retrieve``; ``/health`` stands beside it.
+        timeout_s: of one attempt.
+        give_up_s: of one search, retries and pauses included.
+        bad_replies: answers of one search that may be unreadable or of the wrong size before it fails.
+        connections: requests at a time; others wait their turn.
+        pause_s, longest_pause_s: the first pause before asking again, doubled until the longest.
+        max_error_rate: the largest share of the last ``window`` searches that may have failed at first.
+        cache_dir: where answers are kept; None keeps none.
+        offline: answer from the cache alone. ``identity`` chooses among several kept there.
+    """
+
+    url: str = "http://127.0.0.1:8000/retrieve"
+    timeout_s: float = 30.0
+    give_up_s: float = 300.0
+    bad_replies: int = 3
+    connections: int = 64
+    pause_s: float = 0.1
+    longest_pause_s: float = 5.0
+    max_error_rate: float = 0.5
+    window: int = 256
+    cache_dir: str | Path | None = None
+    offline: bool = False
+    identity: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.window < 2 * self.connections:
+            raise ValueError(
+                f"window={self.window}: must be at least twice connections={self.connections}, or one restart of the "
+                "server fills it; raise it"
+            )
+        if self.offline and self.cache_dir is None:
+            raise ValueError("offline=True: there is no cache_dir to answer from; give the one of the earlier run")
+
+
+class _Again(Exception):
+    """An attempt failed in a way that may pass: its kind, and how long the server asks to wait."""
+
+    def __init__(self, kind: str, what: str, wait_s: float = 0.0):
+        super().__init__(what)
+        self.kind, self.wait_s = kind, wait_s
+
+
+class RetrievalClient:
+    """Searches a server; see the module's head. Safe to use from several event loops and threads."""
+
+    def __init__(self, options: ClientOptions | None = None):
+        self.options = options or ClientOptions()
+        self.identity = self.options.identity
+        self._cache: Cache | None = None
+        self._counts: Counter[str] = Counter()
+        self._seconds: list[float] = []
+        self._window: deque[bool] = deque(maxlen=self.options.window)
+        self._random = random.Random()  # pauses only; no result depends on it
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="retrieval-client", daemon=True)
+        self._thread.start()
+        self._http = self._on_thread(self._connect()).result()
+        if self.options.offline:
+            self._open_cache(self.identity or _only_store(Path(self.options.cache_dir)))
+
+    async def retrieve(self, queries: list[str], topk: int) -> list[list[Passage]]:
+        """Passages for every query, best first, at most ``topk``. Raises RetrievalError; cancelling it is safe."""
+        if not queries:
+            return []
+        return await asyncio.wrap_future(self._on_thread(self._retrieve(list(queries), topk)))
+
+    async def health(self) -> dict[str, Any]:
+        """``GET /health``; waits for a server that is starting, at most ``give_up_s``. Raises RetrievalError."""
+        return await asyncio.wrap_future(self._on_thread(self._health()))
+
+    def metrics(self) -> dict[str, float]:
+        """Counts since the last call. ``error_rate``: failed attempts; ``seconds``: the mean of a search, waiting
+        included; ``empty``: queries for which the index itself found nothing."""
+        counts, seconds = self._taken() if self._loop.is_closed() else self._on_thread(self._take()).result()
+        attempts, queries = counts["attempts"], counts["queries"]
+        failed = {f"errors/{kind}": float(counts[kind]) for kind in FAILURES}
+        values = {
+            "searches": float(len(seconds)),
+            "queries": float(queries),
+            "attempts": float(attempts),
+            "retries": float(counts["retries"]),
+            "errors": sum(failed.values()),
+            **failed,
+            "error_rate": sum(failed.values()) / attempts if attempts else 0.0,
+            "cache_hit_rate": counts["cached"] / queries if queries else 0.0,
+            "empty": float(counts["empty"]),
+            "cut_queries": float(counts["cut"]),
+            "seconds": sum(seconds) / len(seconds) if seconds else 0.0,
+        }
+        return {f"retrieval/{name}": value for name, value in values.items()}
+
+    def close(self) -> None:
+        """Ends the connections and the thread. A second call does nothing."""
+        if self._loop.is_closed():
+            return
+        self._on_thread(self._end()).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    # --- on the client's thread ---
+
+    def _on_thread(self, work: Coroutine[Any, Any, Any]) -> Any:
+        if self._loop.is_closed():
+            work.close()
+            raise RetrievalError("the retrieval client is closed")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def _take(self) -> tuple[Counter[str], list[float]]:
+        return self._taken()
+
+    def _taken(self) -> tuple[Counter[str], list[float]]:
+        taken = self._counts, self._seconds
+        self._counts, self._seconds = Counter(), []
+        return taken
+
+    async def _connect(self) -> httpx.AsyncClient:
+        self._turn = asyncio.Semaphore(self.options.connections)
+        limits = httpx.Limits(
+            max_connections=self.options.connections, max_keepalive_connections=self.options.connections
+        )
+        # trust_env=False: a proxy of the environment must not come between us and the loopback
+        return httpx.AsyncClient(limits=limits, timeout=self.options.timeout_s, trust_env=False)
+
+    async def _end(self) -> None:
+        mine = asyncio.current_task()
+        others = [task for task in asyncio.all_tasks() if task is not mine]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self._http.aclose()
+        if self._cache is not None:
+            self._cache.close()
+
+    async def _retrieve(self, queries: list[str], topk: int) -> list[list[Passage]]:
+        began = time.monotonic()
+        queries = [self._sendable(query) for query in queries]
+        self._counts["queries"] += len(queries)
+        if self.options.cache_dir is not None and self._cache is None:
+            await self._health()
+        found = {query: self._cache.get(query, topk) for query in queries} if self._cache else {}
+        self._counts["cached"] += sum(found.get(query) is not None for query in queries)
+        missing = [query for query in dict.fromkeys(queries) if found.get(query) is None]
+        if missing and self.options.offline:
+            raise RetrievalError(f"offline: {self._cache.path} has no {topk} passages for {missing[0]!r}")
+        if missing:
+            answers = await self._searched(missing, topk)
+            found |= dict(zip(missing, answers, strict=True))
+            if self._cache is not None:
+                self._cache.put(found, missing, topk)
+        self._counts["empty"] += sum(not found[query] for query in queries)
+        self._seconds.append(time.monotonic() - began)
+        return [found[query] for query in queries]
+
+    def _sendable(self, query: str) -> str:
+        """Text that JSON can carry, within the server's length: a policy may write anything."""
+        if len(query) > QUERY_CHARS:
+            self._counts["cut"] += 1
+        return query[:QUERY_CHARS].encode("utf-8", "replace").decode()
+
+    async def _searched(self, queries: list[str], topk: int) -> list[list[Passage]]:
+        body = json.dumps({"queries": queries, "topk": topk, "return_scores": True}).encode()
+
+        def read(answer: httpx.Response) -> list[list[Passage]]:
+            self._same_index(answer)
+            try:
+                return from_wire(answer.json(), len(queries), topk)
+            except (RetrievalError, ValueError) as error:
+                raise _Again("reply", str(error)) from error
+
+        headers = {"content-type": "application/json"}
+        return await self._asked(
+            self._http.build_request("POST", self.options.url, content=body, headers=headers), read
+        )
+
+    async def _health(self) -> dict[str, Any]:
+        url = httpx.URL(self.options.url).join("health")
+
+        def read(answer: httpx.Response) -> dict[str, Any]:
+            try:
+                health = answer.json()
+                identity = f"{health['corpus_hash']}-{health['fingerprint']}"
+            except (ValueError, KeyError, TypeError) as error:
+                raise _Again("reply", f"not the health of a retrieval server: {error!r}") from error
+            self._meet(identity)
+            return health
+
+        return await self._asked(self._http.build_request("GET", url), read)
+
+    async def _asked(self, request: httpx.Request, read: Any) -> Any:
+        """What ``read`` makes of the answer; asks again until it can, or raises RetrievalError."""
+        deadline = time.monotonic() + self.options.give_up_s
+        failures: Counter[str] = Counter()
+        while True:
+            try:
+                async with self._turn:
+                    answer = read(await self._attempt(request, deadline))
+            except _Again as failure:
+                failures[failure.kind] += 1
+                await self._pause(request, failure, failures, deadline)
+                continue
+            self._window.append(bool(failures))
+            self._stop_if_unreliable(request)
+            return answer
+
+    async def _attempt(self, request: httpx.Request, deadline: float) -> httpx.Response:
+        self._counts["attempts"] += 1
+        # The whole attempt is bounded: httpx's own limit is that of each read, which a trickle of bytes would pass.
+        seconds = max(0.01, min(self.options.timeout_s, deadline - time.monotonic()))
+        try:
+            async with asyncio.timeout(seconds):
+                answer = await self._http.send(request)
+        except (TimeoutError, httpx.TimeoutException) as error:
+            raise _Again("timeout", f"no answer in {seconds:.1f} s") from error
+        except httpx.RequestError as error:
+            raise _Again("connect", f"{type(error).__name__}: {error}") from error
+        if answer.status_code in (429, 503):
+            raise _Again("busy", f"status {answer.status_code}", _seconds(answer.headers.get("retry-after")))
+        if answer.status_code >= 500:
+            raise _Again("status", f"status {answer.status_code}: {answer.text[:200]}")
+        if answer.status_code != 200:
+            raise RetrievalError(f"{request.url}: status {answer.status_code}: {answer.text[:500]}")
+        return answer
+
+    async def _pause(self, request: httpx.Request, failure: _Again, failures: Counter[str], deadline: float) -> None:
+        self._counts[failure.kind] += 1
+        times = failures.total()
+        longest = min(self.options.longest_pause_s, self.options.pause_s * 2 ** min(times - 1, 30))
+        pause = max(failure.wait_s, longest) * self._random.uniform(0.5, 1.0)
+        if failures["reply"] >= self.options.bad_replies:
+            raise RetrievalError(f"{request.url}: {failure}, {failures['reply']} times; is it a retrieval server?")
+        if time.monotonic() + pause >= deadline:
+            told = ", ".join(f"{kind} {count}" for kind, count in failures.items())
+            raise RetrievalError(
+                f"{request.url}: no answer within {self.options.give_up_s:g} s and {times} attempts ({told}); "
+                f"last: {failure}. Is the server running (bash recipes/search_r1/run_retriever.sh)?"
+            ) from failure
+        if times == 1:
+            log.warning("%s: %s; asking again", request.url, failure)
+        self._counts["retries"] += 1
+        await asyncio.sleep(pause)
+
+    def _stop_if_unreliable(self, request: httpx.Request) -> None:
+        share = sum(self._window) / self.options.window
+        if len(self._window) == self.options.window and share > self.options.max_error_rate:
+            raise RetrievalError(
+                f"{request.url}: {share:.0%} of the last {self.options.window} searches failed at first, more than "
+                f"max_error_rate={self.options.max_error_rate:g}; look at the server's log and its load"
+            )
+
+    def _same_index(self, answer: httpx.Response) -> None:
+        identity = answer.headers.get(IDENTITY)
+        if identity is not None:
+            self._meet(identity)
+
+    def _meet(self, identity: str) -> None:
+        """Remembers the index; the first answer decides, another one later is an error."""
+        if self.identity is None:
+            self.identity = identity
+        if identity != self.identity:
+            raise RetrievalError(
+                f"{self.options.url}: the server answers from index {identity}, the run began with {self.identity}; "
+                "start it with the same corpus, back end and settings"
+            )
+        if self.options.cache_dir is not None and self._cache is None:
+            self._open_cache(identity)
+
+    def _open_cache(self, identity: str) -> None:
+        self.identity = identity
+        self._cache = Cache(Path(self.options.cache_dir), identity)
+
+
+def _only_store(folder: Path) -> str:
+    found = stores(folder)
+    if len(found) != 1:
+        names = ", ".join(found) or "none"
+        raise RetrievalError(f"offline: {folder} must hold the answers of one index, it has {names}; give identity=")
+    return found[0]
+
+
+def _seconds(retry_after: str | None) -> float:
+    """The server's wish in seconds; a date, or nonsense, counts as none."""
+    try:
+        return min(60.0, max(0.0, float(retry_after or 0)))
+    except ValueError:
+        return 0.0

@@ -1,0 +1,205 @@
+"""A retriever behind HTTP.
+
+    python -m recipes.search_r1.retrieval_server --index DIR [--backend hnsw] [--corpus FILE] [--port 8000]
+
+``POST /retrieve`` takes ``{"queries": [...], "topk": 3, "return_scores": true}`` and answers in the published format,
+``{"result": [[{"document": {"id", "contents"}, "score"}]]}``; without scores the documents stand alone. ``GET /health``
+tells corpus, index and load. Requests that wait are searched together; when too many do, the answer is 503 with
+``Retry-After``. It listens on the loopback unless ``--host`` says otherwise; it knows no passwords.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import socket
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+
+from recipes.search_r1.retrieval import (
+    BACKENDS,
+    IDENTITY,
+    QUERY_CHARS,
+    RetrievalError,
+    Retriever,
+    RetrieverOptions,
+    make_retriever,
+    to_wire,
+)
+from recipes.search_r1.retrieval_batching import Batcher, Busy
+
+log = logging.getLogger(__name__)
+LARGEST_BODY = 16 * 2**20  # bytes
+MOST_QUERIES, MOST_PASSAGES, DEFAULT_TOPK = 1024, 100, 3
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+class Search(BaseModel):
+    """The body of ``POST /retrieve``; further fields are refused, since a misspelt one would be ignored."""
+
+    model_config = ConfigDict(extra="forbid")
+    queries: Annotated[
+        list[Annotated[StrictStr, Field(max_length=4 * QUERY_CHARS)]],
+        Field(min_length=1, max_length=MOST_QUERIES),
+    ]
+    topk: Annotated[StrictInt, Field(ge=1, le=MOST_PASSAGES)] | None = None
+    return_scores: StrictBool = False
+
+
+def make_app(retriever: Retriever, topk: int = DEFAULT_TOPK, max_batch: int = 256, max_waiting: int = 4096) -> FastAPI:
+    """The application. ``topk`` is used where a request names none."""
+    batcher = Batcher(retriever, max_batch, max_waiting)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await batcher.close()
+
+    app = FastAPI(title="retrieval", lifespan=lifespan, docs_url=None, redoc_url=None)
+    identity = {IDENTITY: f"{retriever.corpus_hash}-{retriever.fingerprint}"}
+
+    @app.post("/retrieve")
+    async def retrieve(search: Search) -> Response:
+        try:
+            found = await batcher.search(search.queries, search.topk or topk)
+        except Busy as error:
+            return _json({"error": f"busy: {error}; ask again later"}, 503, {"retry-after": "1"})
+        except Exception as error:  # the client must hear of it, and the server must live on
+            log.exception("a search failed")
+            return _json({"error": f"the search failed: {type(error).__name__}: {error}"}, 500)
+        return _json(to_wire(found, search.return_scores), headers=identity)
+
+    @app.get("/health")
+    async def health() -> Response:
+        return _json(
+            {
+                "status": "ok",
+                "backend": retriever.backend,
+                "rows": len(retriever),
+                "corpus_hash": retriever.corpus_hash,
+                "fingerprint": retriever.fingerprint,
+                "waiting": batcher.waiting,
+                "batches": batcher.batches,
+                "queries": batcher.queries,
+            },
+            headers=identity,
+        )
+
+    _guard(app)
+    return app
+
+
+def _guard(app: FastAPI) -> None:
+    """Says in one line what is wrong with a request, and refuses a body that is too large before it is read."""
+
+    @app.exception_handler(RequestValidationError)
+    async def refused(_: Request, error: RequestValidationError) -> Response:
+        lines = [f"{'.'.join(str(part) for part in found['loc'])}: {found['msg']}" for found in error.errors()[:5]]
+        wanted = '{"queries": [text, ...], "topk": number, "return_scores": bool}'
+        return _json({"error": f"{'; '.join(lines)}; wanted is {wanted}"}, 422)
+
+    app.add_middleware(_BoundedBody)
+
+
+class _BoundedBody:
+    """ASGI: 411 and 413 by ``Content-Length``; the web server holds a body to the length it names."""
+
+    def __init__(self, app: Any):
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            length = dict(scope["headers"]).get(b"content-length", b"")
+            if not length.isdigit():
+                return await _json({"error": "a body with content-length is needed"}, 411)(scope, receive, send)
+            if int(length) > LARGEST_BODY:
+                error = f"the body has {int(length)} bytes, at most {LARGEST_BODY} are read"
+                return await _json({"error": error}, 413)(scope, receive, send)
+        await self._app(scope, receive, send)
+
+
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    # ASCII, so that a corpus with half a surrogate pair can be sent as well
+    return Response(json.dumps(value).encode(), status, headers, "application/json")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command: serves until it is stopped; 2, with a line on stderr, where the index cannot be opened."""
+    import uvicorn
+
+    args = _parse(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    try:
+        listening = _listen(args.host, args.port)
+        retriever = make_retriever(_options(args))
+    except (RetrievalError, OSError) as error:
+        print(f"retrieval_server: {error}", file=sys.stderr)
+        return 2
+    if args.host not in LOOPBACK:
+        log.warning("listening on %s: anyone who reaches this port can search; there are no passwords", args.host)
+    app = make_app(retriever, args.topk, args.max_batch, args.max_waiting)
+    port = listening.getsockname()[1]
+    log.info("%s over %d passages, http://%s:%d/retrieve", retriever.backend, len(retriever), args.host, port)
+    print(port, flush=True)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=60, backlog=2048)
+    uvicorn.Server(config).run(sockets=[listening])
+    return 0
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Takes the port before the index is read, so that a port in use is known in a second and not in ten minutes.
+    It is not listened on before the index is there: until then a connection is refused."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+    except OSError as error:
+        listening.close()
+        raise OSError(f"--host {host} --port {port}: {error.strerror}; choose another port (0: any)") from error
+    return listening
+
+
+def _options(args: argparse.Namespace) -> RetrieverOptions:
+    own = ("host", "port", "topk", "max_batch", "max_waiting", "no_mmap", "no_check")
+    given = {name: value for name, value in vars(args).items() if name not in own and value is not None}
+    return RetrieverOptions(**given, mmap=not args.no_mmap, check_encoder=not args.no_check)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m recipes.search_r1.retrieval_server", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--index", required=True, help="a folder of data_preprocess.build_index, or a faiss file")
+    add("--corpus", help="jsonl of {id, contents} (default: where the index was built from)")
+    add("--backend", choices=BACKENDS, help="default: the only one the folder holds")
+    add("--host", default="127.0.0.1", help="address to listen on (default: the loopback alone)")
+    add("--port", type=int, default=8000, help="0 takes any free one; the port is printed on stdout")
+    add("--topk", type=int, default=DEFAULT_TOPK, help="for requests that name none (default %(default)s)")
+    add("--encoder", help="folder or hub id (default: what the index was built with)")
+    add("--query-prefix", help='default: the index\'s; "query: " for a faiss file')
+    add("--passage-prefix", help='default: the index\'s; "passage: " for a faiss file')
+    add("--pooling", choices=("mean", "cls"), help="default: the index's; mean for a faiss file")
+    add("--max-length", type=int, help="tokens the encoder reads (default: the index's; 256)")
+    add("--device", help="of the encoder: cpu (default), cuda, cuda:1")
+    add("--threads", type=int, help="of faiss and the encoder on the CPU")
+    add("--ef-search", type=int, help="HNSW: candidates a query looks at (default 128)")
+    add("--nprobe", type=int, help="IVF: lists a query looks at (default 32)")
+    add("--rerank", metavar="MODEL", help="a cross-encoder that orders the first passages anew")
+    add("--rerank-from", type=int, help="passages it orders (default 10)")
+    add("--max-batch", type=int, default=256, help="queries searched together (default %(default)s)")
+    add("--max-waiting", type=int, default=4096, help="queries in the queue before 503 (default %(default)s)")
+    add("--no-mmap", action="store_true", help="read the index into memory")
+    add("--no-check", action="store_true", help="do not compare the encoder with the index at start")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
