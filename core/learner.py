@@ -22,6 +22,7 @@ from core.kl import kl_penalty
 from core.losses import policy_loss, value_loss
 from core.metrics import Means, add_mismatch
 from core.models import ModelError
+from core.shared_prompts import SharedPrompts, can_share, hidden_before_tokens
 from core.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -88,13 +89,23 @@ def scattered(values_N: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def read_tokens(
-    module: nn.Module, input_ids_BT: Tensor, mask_BT: Tensor, *, temperature: float, entropy_grad: bool
+    module: nn.Module,
+    input_ids_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    temperature: float,
+    entropy_grad: bool,
+    shared: SharedPrompts | None = None,
 ) -> tuple[Tensor, Tensor]:
     """[N], [N]: log-prob and entropy of each token of the mask, by a causal language model."""
-    hidden = module.base_model(input_ids=input_ids_BT, use_cache=False).last_hidden_state
+    if shared is None:
+        hidden_BTH = module.base_model(input_ids=input_ids_BT, use_cache=False).last_hidden_state
+        hidden_NH = hidden_before_token(hidden_BTH, mask_BT)
+    else:
+        hidden_NH = hidden_before_tokens(module, input_ids_BT, mask_BT, shared)
     head = module.get_output_embeddings()
     return token_log_probs_and_entropy(
-        hidden_before_token(hidden, mask_BT),
+        hidden_NH,
         head.weight,
         input_ids_BT[mask_BT],
         temperature=temperature,
@@ -138,6 +149,8 @@ class Policy:
         no attention mask is needed.
         """
         mask = batch.response_mask
+        # Alone only: sharded ranks must make the same calls of the model, whatever their rows are.
+        share = self.ranks is ALONE and can_share(self.module)
         with self.precision():
             log_prob, entropy = self.ranks.inside(
                 self.module,
@@ -146,6 +159,7 @@ class Policy:
                 mask,
                 temperature=self.temperature,
                 entropy_grad=entropy_grad,
+                shared=SharedPrompts.of(batch.input_ids, mask, batch.group) if share else None,
             )
         return scattered(log_prob, mask), scattered(entropy, mask)
 

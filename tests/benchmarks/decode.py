@@ -28,10 +28,11 @@ from core.engines.hf import HFEngine
 from tests.tiny import tiny_tokenizer
 
 EOS, VOCAB, PROMPTS, SAMPLES, PROMPT_LENGTH = 1, 512, 32, 8, 24
+NEVER = -50.0  # a logit of EOS that no sampling reaches: every response is as long as it may be
 
 
 def model_3m(mean_length: int | None = None) -> PreTrainedModel:
-    """The benchmark's model. With ``mean_length`` it ends a response with probability 1/mean_length a token."""
+    """The benchmark's model. With ``mean_length`` it ends a response with probability 1/mean_length a token, else never."""
     torch.manual_seed(0)
     shape = dict(hidden_size=256, intermediate_size=688, num_hidden_layers=4, num_attention_heads=4)
     config = Qwen2Config(
@@ -45,11 +46,11 @@ def model_3m(mean_length: int | None = None) -> PreTrainedModel:
         **shape,
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
-    _raise_eos(model, mean_length) if mean_length else model.lm_head.weight[EOS].zero_()
+    _set_eos(model, math.log((VOCAB - 1) / (mean_length - 1)) if mean_length else NEVER)
     return model
 
 
-def _raise_eos(model: PreTrainedModel, mean_length: int) -> None:
+def _set_eos(model: PreTrainedModel, logit: float) -> None:
     # Channel 0 of the residual stream is made a constant, and only the EOS logit reads it.
     model.model.embed_tokens.weight[:, 0] = 0.1
     for layer in model.model.layers:
@@ -58,7 +59,7 @@ def _raise_eos(model: PreTrainedModel, mean_length: int) -> None:
     with torch.inference_mode():
         hidden = model.model(torch.randint(2, VOCAB, (16, 64))).last_hidden_state
     model.lm_head.weight[EOS] = 0
-    model.lm_head.weight[EOS, 0] = math.log((VOCAB - 1) / (mean_length - 1)) / hidden[..., 0].mean()
+    model.lm_head.weight[EOS, 0] = logit / hidden[..., 0].mean()
 
 
 def prompts() -> list[tuple[int, ...]]:
