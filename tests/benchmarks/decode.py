@@ -32,7 +32,7 @@ NEVER = -50.0  # a logit of EOS that no sampling reaches: every response is as l
 
 
 def model_3m(mean_length: int | None = None) -> PreTrainedModel:
-    """The benchmark's model. With ``mean_length`` it ends a response with probability 1/mean_length a token, else never."""
+    """The benchmark's model. It ends a response with probability 1/mean_length a token, or never."""
     torch.manual_seed(0)
     shape = dict(hidden_size=256, intermediate_size=688, num_hidden_layers=4, num_attention_heads=4)
     config = Qwen2Config(
