@@ -57,7 +57,8 @@ def test_ray_and_vllm_each_have_one_door():
     [
         "from core.config import compose; compose('grpo', ['actor_rollout_ref.rollout.n=4'])",
         "from reward_scores import SCORERS; SCORERS['openai/gsm8k']('#### 4', '4', {})",
-        "import core.rewards, core.report",
+        "import core.rewards, core.report, core.study_report",
+        "from core import plan; plan.main(['grpo', 'actor_rollout_ref.model.path=Qwen/Qwen2.5-7B'])",
     ],
 )
 def test_composing_scoring_and_reporting_load_no_heavy_package(program):

@@ -96,11 +96,14 @@ def _report(recipe: str, composed: Composed) -> str:
         for key, (old, new) in diff(resolve(Config(), recipe), composed.config).items()
         if key not in composed.idle
     ]
+    from core import plan
+
     blocks = (
         ("differs from the defaults", changed),
         ("has no effect in this configuration", _inert(composed)),
         ("warnings", list(composed.warnings)),
         ("checked at start", paths.checked_at_start(composed.config)),
+        (f"plan (python -m core.plan {recipe} --gpu NAME plans for others)", plan.shown(composed.config)),
     )
     lines = [f"dry run: the configuration of recipe {recipe} is valid"]
     for title, entries in blocks:

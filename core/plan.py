@@ -1,0 +1,401 @@
+"""What a run will need, before anything is downloaded or started: memory a GPU, time, disk, and what to turn.
+
+    python -m core.plan dapo preset=paper actor_rollout_ref.model.path=Qwen/Qwen2.5-32B trainer.nnodes=16 --gpu H100
+    DRY_RUN=1 bash recipes/dapo/run_qwen2.5_32b.sh                         prints the same below the configuration
+
+An estimate from shapes (``core.model_shapes``) and the configuration; torch is not imported. Formulas, with P
+parameters, R learner ranks that share them, c bytes a number in the passes (2 in bf16, 4 in fp32), T tokens a pass:
+
+    learner, resident   16 P / R          float32 weights, gradients, two Adam moments; on the CPU where offloaded
+    reference           4 P / R           float32 weights
+    gathered weights    c (2 block + ends) + 4 (block + ends)     one layer and the next, the ends, and their gradients;
+                                          alone (R = 1) only bf16 copies, 2 P
+    activations         T (L h c + block) with checkpointing, T L block without;
+                        block = h (8 + 4 c) + (3 q + 2 kv) c + 4 m c      what autograd keeps of a layer, a token
+    backward            T (2 m + 2 h) c   gradients inside one layer
+    head                3 x 32 MiB + 4 V h + 2 T h c     chunks of logits, its weight's gradient, hidden states
+    engine              c P / tp + KV cache; a token's cache is 2 L kv c / tp
+    decoding            an iteration reads the weights and the cache of its sequences, or multiplies 2 P a token,
+                        whichever takes longer; never shorter than the longest answer, alone
+    training            2 P a token forward, 4 P backward, 2 P again with checkpointing, and attention
+
+Times divide by the stated efficiencies. Not counted: communication, loading, scoring, validation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from core.config.schema import Config
+from core.model_shapes import Gpu, Shape, UnknownShape, gpu, shape_of
+
+GIB = 2**30
+HEAD_CHUNK = 3 * 4 * 2**23  # bytes: core.head holds about three chunks of 2**23 float32 numbers
+USABLE = 0.95  # of a GPU's memory; the rest is the allocator's and the libraries'
+LARGE_DISK = 1e12  # bytes of checkpoints that are worth a word
+HOOKS = ("generate", "shape_reward", "keep_group", "compute_advantages")  # a plan does not judge the trainer
+DEFAULT_GPU = "H100"
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What no configuration says. Shown with every plan; each is an option of the command."""
+
+    mean_length: int | None = None  # tokens of an answer; None: half of the limit
+    prompt_length: int = 256  # tokens, at most the limit
+    keep_rate: float = 0.5  # share of groups that dynamic sampling keeps
+    train_efficiency: float = 0.35  # of the peak FLOP/s
+    decode_efficiency: float = 0.5  # of the peak bandwidth or FLOP/s
+
+
+@dataclass(frozen=True)
+class Part:
+    role: str
+    phase: str  # always, generate or update
+    what: str
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    config: Config
+    gpu: Gpu
+    shape: Shape
+    assumed: Assumptions
+    parts: tuple[Part, ...]
+    host_bytes: float  # of offloaded state, a rank
+    kv_sequences: int  # of full length that an engine's cache holds
+    in_batch: int  # sequences an engine decodes at once
+    generated_tokens: float  # a step
+    trained_tokens: float
+    seconds: tuple[tuple[str, float], ...]  # a step, by phase
+    steps: int | None
+    checkpoint_bytes: float
+    checkpoints: int | None
+
+    @property
+    def gpus(self) -> int:
+        return _gpus(self.config)
+
+    def phase_bytes(self, phase: str) -> float:
+        return sum(part.bytes for part in self.parts if part.phase in ("always", phase))
+
+    @property
+    def fits(self) -> bool:
+        return max(map(self.phase_bytes, ("generate", "update"))) <= USABLE * self.gpu.memory and self.kv_sequences > 0
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(seconds for _, seconds in self.seconds)
+
+
+# --- estimates ---
+
+
+def make_plan(config: Config, on: Gpu, assumed: Assumptions | None = None) -> Plan:
+    """The plan of a resolved configuration. Raises UnknownShape where the model is not known offline."""
+    assumed, model = assumed or Assumptions(), config.actor_rollout_ref.model
+    shape = shape_of(model.path, model.override_config)
+    if assumed.mean_length is None:
+        assumed = dataclasses.replace(assumed, mean_length=max(1, config.data.max_response_length // 2))
+    prompt = min(assumed.prompt_length, config.data.max_prompt_length)
+    assumed = dataclasses.replace(assumed, prompt_length=prompt)
+    learner = tuple(_learner(config, shape))
+    engine, kv_sequences = _engine(config, shape, on, sum(p.bytes for p in learner if p.phase == "always"))
+    answers = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+    drawn = answers / (assumed.keep_rate if config.algorithm.filter_groups.enable else 1.0)
+    trained = answers * (prompt + assumed.mean_length)
+    in_batch = _in_batch(config, kv_sequences, drawn, assumed)
+    seconds = (
+        ("generate", _generate_seconds(config, shape, on, assumed, drawn, in_batch)),
+        *_learner_seconds(config, shape, on, assumed, trained),
+    )
+    steps, save = config.trainer.total_training_steps, config.trainer.save_freq
+    kept = None if steps is None else -(-steps // save) if save > 0 else 0
+    limit = config.trainer.max_actor_ckpt_to_keep
+    return Plan(
+        config,
+        on,
+        shape,
+        assumed,
+        (*learner, *engine),
+        _state_bytes(config, shape) if _offloads(config) else 0.0,
+        kv_sequences,
+        in_batch,
+        drawn * assumed.mean_length,
+        trained,
+        seconds,
+        steps,
+        12.0 * (shape.parameters + (shape.critic_parameters if config.critic.enable else 0)),
+        min(kept, limit) if kept is not None and limit else kept,
+    )
+
+
+def _width(dtype: str) -> int:
+    return 4 if dtype in ("fp32", "float32") else 2
+
+
+def _gpus(config: Config) -> int:
+    trainer = config.trainer
+    return 1 if trainer.backend == "local" else trainer.nnodes * trainer.n_gpus_per_node
+
+
+def _ranks(config: Config) -> int:
+    """Learner ranks that share one copy of the model's state."""
+    size = config.actor_rollout_ref.actor.fsdp_config.fsdp_size
+    return size if 0 < size < _gpus(config) else _gpus(config)
+
+
+def _offloads(config: Config) -> bool:
+    fsdp = config.actor_rollout_ref.actor.fsdp_config
+    return config.trainer.backend == "ray" and (fsdp.param_offload or fsdp.optimizer_offload or fsdp.offload_policy)
+
+
+def _state_bytes(config: Config, shape: Shape) -> float:
+    """Weights, gradients and Adam's moments of the policy, a rank."""
+    return 16.0 * shape.parameters / _ranks(config)
+
+
+def block_bytes(shape: Shape, width: int) -> int:
+    """What autograd keeps of one layer, a token."""
+    attention = (3 * shape.q_size + 2 * shape.kv_size) * width
+    return shape.hidden * (8 + 4 * width) + attention + 4 * shape.mlp * width
+
+
+def activation_bytes(shape: Shape, tokens: int, width: int, checkpointing: bool) -> float:
+    """Kept for the backward pass, and its own gradients inside one layer."""
+    block = block_bytes(shape, width)
+    kept = shape.layers * shape.hidden * width + block if checkpointing else shape.layers * block
+    return float(tokens) * (kept + 2 * (shape.mlp + shape.hidden) * width)
+
+
+def head_bytes(shape: Shape, tokens: int, width: int) -> float:
+    """The chunked head: logits, its weight's gradient in float32, hidden states and their gradient."""
+    logits = min(HEAD_CHUNK, 3 * 4 * tokens * shape.vocab)
+    return logits + 4.0 * shape.vocab * shape.hidden + 2.0 * tokens * shape.hidden * width
+
+
+def pass_tokens(config: Config, part: Any, prefix: str = "ppo") -> int:
+    """Tokens in one pass of one rank."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if getattr(part, "use_dynamic_bsz", True):
+        return max(longest, getattr(part, f"{prefix}_max_token_len_per_gpu"))
+    return longest * (part.ppo_micro_batch_size_per_gpu or 1)
+
+
+def _learner(config: Config, shape: Shape) -> Iterator[Part]:
+    actor, ranks = config.actor_rollout_ref.actor, _ranks(config)
+    if not _offloads(config):
+        what = f"weights, gradients, optimizer (16 B x {shape.parameters / 1e9:.3g}e9 / {ranks})"
+        yield Part("policy", "always", what, _state_bytes(config, shape))
+    yield from _passes("policy", shape, shape.parameters, _width(actor.fsdp_config.dtype), ranks, config, actor)
+    if actor.use_kl_loss or config.algorithm.use_kl_in_reward:
+        yield Part("reference", "always", f"weights (4 B / {ranks})", 4.0 * shape.parameters / ranks)
+    if config.critic.enable:
+        state = 16.0 * shape.critic_parameters / ranks
+        yield Part("critic", "always", "weights, gradients, optimizer", state)
+
+
+def _passes(role: str, shape: Shape, count: int, width: int, ranks: int, config: Config, part: Any) -> Iterator[Part]:
+    tokens, checkpointing = pass_tokens(config, part), config.actor_rollout_ref.model.enable_gradient_checkpointing
+    if config.trainer.backend == "local":
+        gathered = 2.0 * count if width == 2 else 0.0
+    else:
+        gathered = width * (2.0 * shape.block + shape.ends) + 4.0 * (shape.block + shape.ends)
+    yield Part(role, "update", "weights of the layers at work", gathered)
+    kept = "layer inputs and one layer" if checkpointing else "all layers"
+    what = f"activations of {tokens} tokens ({kept})"
+    yield Part(role, "update", what, activation_bytes(shape, tokens, width, checkpointing))
+    yield Part(role, "update", "head, in chunks", head_bytes(shape, tokens, width))
+
+
+def _engine(config: Config, shape: Shape, on: Gpu, resident: float) -> tuple[list[Part], int]:
+    """The engine's parts, and how many sequences of full length its cache holds."""
+    rollout = config.actor_rollout_ref.rollout
+    width, longest = _width(rollout.dtype), config.data.max_prompt_length + config.data.max_response_length
+    if rollout.name != "vllm":
+        weights = float(width * shape.parameters)
+        room = USABLE * on.memory - resident - weights
+        phase, ranks = "always", 1
+    else:
+        ranks = rollout.tensor_model_parallel_size
+        weights = width * shape.parameters / ranks
+        room = rollout.gpu_memory_utilization * on.memory - weights
+        phase = "generate" if rollout.free_cache_engine else "always"
+    sequences = max(0, int(room // (shape.kv_bytes(width) / ranks * longest)))
+    parts = [Part("engine", phase, f"weights ({width} B / {ranks})", weights)]
+    if rollout.name == "vllm":
+        parts.append(Part("engine", phase, "KV cache (the rest of gpu_memory_utilization)", max(0.0, room)))
+    return parts, sequences
+
+
+def _engines(config: Config) -> int:
+    """Engines that decode side by side."""
+    rollout = config.actor_rollout_ref.rollout
+    return 1 if rollout.name != "vllm" else max(1, _gpus(config) // rollout.tensor_model_parallel_size)
+
+
+def _in_batch(config: Config, kv_sequences: int, drawn: float, assumed: Assumptions) -> int:
+    """Sequences an engine decodes at once: what the cache holds of mean length, what is asked, what is allowed."""
+    limit = config.data.max_prompt_length + config.data.max_response_length
+    cached = kv_sequences * limit / (assumed.prompt_length + assumed.mean_length)
+    return max(1, int(min(cached, drawn / _engines(config), config.actor_rollout_ref.rollout.max_num_seqs)))
+
+
+def _generate_seconds(config: Config, shape: Shape, on: Gpu, assumed: Assumptions, drawn: float, batch: int) -> float:
+    rollout, engines = config.actor_rollout_ref.rollout, _engines(config)
+    width, ranks = _width(rollout.dtype), rollout.tensor_model_parallel_size if rollout.name == "vllm" else 1
+    context = assumed.prompt_length + assumed.mean_length / 2
+
+    def iteration(sequences: float) -> float:
+        read = (width * shape.matmul_parameters + sequences * context * shape.kv_bytes(width)) / (ranks * on.bandwidth)
+        work = 2.0 * shape.matmul_parameters * sequences / (ranks * on.flops)
+        return max(read, work) / assumed.decode_efficiency
+
+    rounds = drawn * assumed.mean_length / engines / batch
+    prompts = drawn / rollout.n * assumed.prompt_length / engines
+    prefill = 2.0 * shape.matmul_parameters * prompts / (ranks * on.flops) / assumed.train_efficiency
+    return prefill + max(rounds * iteration(batch), config.data.max_response_length * iteration(1))
+
+
+def _learner_seconds(
+    config: Config, shape: Shape, on: Gpu, assumed: Assumptions, tokens: float
+) -> Iterator[tuple[str, float]]:
+    actor = config.actor_rollout_ref.actor
+    length = assumed.prompt_length + assumed.mean_length
+    forward = 2.0 * shape.matmul_parameters + 2.0 * shape.layers * shape.q_size * length  # causal attention: half of 4
+    speed = _gpus(config) * on.flops * assumed.train_efficiency
+    backward = 3.0 + config.actor_rollout_ref.model.enable_gradient_checkpointing
+    updates = -(-config.data.train_batch_size // actor.ppo_mini_batch_size) * actor.ppo_epochs
+    if updates > 1:
+        yield "old log-probs", tokens * forward / speed
+    if actor.use_kl_loss or config.algorithm.use_kl_in_reward:
+        yield "reference", tokens * forward / speed
+    if config.critic.enable:
+        yield "critic", tokens * forward * (1 + backward * config.critic.ppo_epochs) / speed
+    yield "update", tokens * forward * backward * actor.ppo_epochs / speed
+
+
+# --- advice ---
+
+
+def advice(plan: Plan) -> list[str]:
+    """Which knob to turn where it does not fit; memory knobs cannot change the result."""
+    config, lines = plan.config, []
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    room = USABLE * plan.gpu.memory
+    state = _state_bytes(config, plan.shape)
+    if plan.kv_sequences == 0:
+        vllm = "raise tensor_model_parallel_size or gpu_memory_utilization"
+        knob = vllm if rollout.name == "vllm" else "take a larger GPU, or rollout.name=vllm over several"
+        lines.append(f"the engine's cache holds no sequence of full length: {knob}")
+    over = [phase for phase in ("generate", "update") if plan.phase_bytes(phase) > room]
+    if over and not _offloads(config) and state > 0.4 * plan.gpu.memory:
+        ranks = int(16.0 * plan.shape.parameters / (0.4 * plan.gpu.memory)) + 1
+        more = f"{ranks} ranks would share it" if config.trainer.backend == "ray" else "trainer.backend=ray"
+        lines.append(f"the learner's state takes {_gib(state)}: fsdp_config.optimizer_offload=True, or {more}")
+    if "update" in over:
+        if not config.actor_rollout_ref.model.enable_gradient_checkpointing:
+            lines.append(
+                "activations of all layers are kept: actor_rollout_ref.model.enable_gradient_checkpointing=True"
+            )
+        longest = config.data.max_prompt_length + config.data.max_response_length
+        if pass_tokens(config, actor) > longest:
+            lines.append(f"lower actor.ppo_max_token_len_per_gpu, at the least to {longest}")
+        elif not lines:
+            lines.append(
+                "one sequence of full length is a pass already: shorten data.max_response_length, or larger GPUs"
+            )
+    if "generate" in over and rollout.name == "vllm":
+        lines.append("lower rollout.gpu_memory_utilization: the learner's state stays beside the engine")
+    if plan.checkpoints and plan.checkpoints * plan.checkpoint_bytes > LARGE_DISK:
+        lines.append("checkpoints take much disk: trainer.max_actor_ckpt_to_keep, or a larger trainer.save_freq")
+    return lines
+
+
+# --- text ---
+
+
+def _gib(value: float) -> str:
+    return f"{value / GIB:.1f} GiB" if value >= 0.1 * GIB else f"{value / 2**20:.1f} MiB"
+
+
+def lines(plan: Plan) -> list[str]:
+    """The plan as text, a line each."""
+    a, on, config = plan.assumed, plan.gpu, plan.config
+    out = [
+        f"{plan.shape.parameters / 1e9:.3g}e9 parameters on {plan.gpus} x {on.name} ({_gib(on.memory)}); "
+        f"{_ranks(config)} learner ranks share the state, {_engines(config)} engines",
+        f"assumed: answers of {a.mean_length} tokens on average, prompts of {a.prompt_length}"
+        + (f", {a.keep_rate:.0%} of groups kept" if config.algorithm.filter_groups.enable else "")
+        + f"; {a.train_efficiency:.0%} of peak FLOP/s in training, {a.decode_efficiency:.0%} of the decoding roofline",
+    ]
+    out += [f"  {p.role:<10}{p.phase:<10}{_gib(p.bytes):>11}  {p.what}" for p in plan.parts]
+    for phase in ("generate", "update"):
+        share = plan.phase_bytes(phase) / on.memory
+        out.append(f"memory, {phase}: {_gib(plan.phase_bytes(phase))} a GPU, {share:.0%} of it")
+    if plan.host_bytes:
+        out.append(f"memory, host: {_gib(plan.host_bytes)} a rank, of offloaded state")
+    out.append(f"the engine's cache holds {plan.kv_sequences} sequences of full length; {plan.in_batch} decode at once")
+    out.append(f"{'fits' if plan.fits else 'DOES NOT FIT'} on {on.name}")
+    out += [f"  {line}" for line in advice(plan)]
+    phases = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in plan.seconds)
+    out.append(f"a step: {plan.generated_tokens:.3g} tokens generated, {plan.trained_tokens:.3g} trained; {phases}")
+    if plan.steps is None:
+        out.append("length: as long as total_epochs says; the number of steps depends on the data")
+    else:
+        hours = plan.steps * plan.step_seconds / 3600
+        out.append(f"{plan.steps} steps: {hours:.3g} hours, {hours * plan.gpus:.3g} GPU-hours")
+    kept = "all" if plan.checkpoints is None else str(plan.checkpoints)
+    total = "" if not plan.checkpoints else f", {_gib(plan.checkpoints * plan.checkpoint_bytes)} in all"
+    out.append(f"disk: {_gib(plan.checkpoint_bytes)} a checkpoint (12 B a parameter), {kept} kept{total}")
+    return out
+
+
+def shown(config: Config, name: str = DEFAULT_GPU) -> list[str]:
+    """The plan's lines, or one that says why there is none: what a dry run prints."""
+    try:
+        return lines(make_plan(config, gpu(name)))
+    except UnknownShape as error:
+        return [f"none: {error}"]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m core.plan", description="Memory, time and disk of a run, estimated before it starts."
+    )
+    parser.add_argument("recipe")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--gpu", default=DEFAULT_GPU)
+    parser.add_argument("--mean-length", type=int, help="tokens of an answer (default: half of the limit)")
+    parser.add_argument("--prompt-length", type=int, default=Assumptions.prompt_length)
+    parser.add_argument("--keep-rate", type=float, default=Assumptions.keep_rate)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the plan. Returns 1 where it does not fit, 2 where the configuration is at fault."""
+    from core.config import examine
+
+    args = _parser().parse_intermixed_args(arguments)
+    composed = examine(args.recipe, [each for each in args.overrides if each != "--"], HOOKS)
+    if composed.problems:
+        print("\n".join(composed.problems), file=sys.stderr)
+        return 2
+    assumed = Assumptions(args.mean_length, args.prompt_length, args.keep_rate)
+    try:
+        plan = make_plan(composed.config, gpu(args.gpu), assumed)
+    except UnknownShape as error:
+        print(error, file=sys.stderr)
+        return 2
+    print("\n".join(lines(plan)))
+    return 0 if plan.fits else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

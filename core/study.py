@@ -1,0 +1,354 @@
+"""Studies: arms x seeds of one recipe, run against claims that were registered before the first run.
+
+A recipe's ``study.yaml`` holds arms (configuration overrides), seeds, metrics and claims with their margins. It is
+committed before the runs; its hash goes into every run's record and into the report (``core.study_report``). A run is
+a process of its own with one thread. Its record, ``results/<recipe>/study/<arm>-seed<seed>.json``, is written when it
+is done, and a record is not made twice: the same command goes on with what is missing.
+
+A recipe's ``study.py`` calls :func:`main`:  python -m recipes.dapo.study [--jobs 2] [--budget-min 45]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from core.recorded import RecordedRun, RunError, load_run
+from core.run_manifest import ROOT
+
+REDUCTIONS: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "first": lambda values: values[0],
+    "last": lambda values: values[-1],
+    "mean": statistics.fmean,
+    "sum": sum,
+    "max": max,
+    "min": min,
+    "tail": lambda values: statistics.fmean(values[-max(1, len(values) // 10) :]),  # the last tenth
+    "gain": lambda values: values[-1] - values[0],
+}
+DIRECTIONS = ("greater", "less", "equal")
+
+
+class StudyError(ValueError):
+    """The study's file says something that cannot be run or judged."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number a run: ``reduce`` of the values that the run logged as ``key``, in the order of steps."""
+
+    key: str
+    reduce: str
+    label: str
+    percent: bool = False  # shown in hundredths
+
+    def of(self, run: RecordedRun) -> float | None:
+        """None where the run never logged the key."""
+        values = run.series(self.key)[1]
+        return float(REDUCTIONS[self.reduce](values)) if values else None
+
+
+@dataclass(frozen=True)
+class Arm:
+    label: str
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Check:
+    """Whether a technique could act at all: a bound on a metric's mean over the arm's seeds."""
+
+    arm: str
+    metric: str
+    at_least: float | None = None
+    at_most: float | None = None
+
+    def holds(self, mean: float) -> bool:
+        return (self.at_least is None or mean >= self.at_least) and (self.at_most is None or mean <= self.at_most)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """``treatment`` minus ``control`` in ``metric``, seed by seed, is ``direction`` by ``minimum`` or more.
+
+    Without a control the metric itself is compared with zero. For ``equal``, ``minimum`` is the margin on both sides.
+    """
+
+    text: str
+    treatment: str
+    metric: str
+    direction: str
+    minimum: float
+    control: str | None = None
+    checks: tuple[Check, ...] = ()
+
+
+@dataclass(frozen=True)
+class Study:
+    path: Path
+    title: str
+    recipe: str
+    entry: str  # the module that trains
+    seeds: tuple[int, ...]
+    minimum_seeds: int  # with fewer finished pairs nothing is confirmed or refuted
+    arms: Mapping[str, Arm]
+    metrics: Mapping[str, Metric]
+    claims: Mapping[str, Claim]
+    common: tuple[str, ...] = ()  # overrides of every arm
+    prepare: tuple[str, ...] = ()  # modules that make data and models, run once before the first run
+    curve: str | None = None  # a logged key whose whole course is recorded
+    about: tuple[str, ...] = ()  # paragraphs of the report
+    limits: tuple[str, ...] = ()  # what the study cannot say
+
+    @property
+    def registration(self) -> str:
+        """SHA-256 of the file."""
+        return hashlib.sha256(self.path.read_bytes()).hexdigest()
+
+    @property
+    def runs(self) -> list[tuple[str, int]]:
+        """(arm, seed), seed by seed: a study that is cut short has whole comparisons for fewer seeds."""
+        return [(arm, seed) for seed in self.seeds for arm in self.arms]
+
+
+# --- reading ---
+
+
+def load_study(path: Path) -> Study:
+    """Reads and checks a study.
+
+    Raises:
+        StudyError: with every problem, a line each.
+    """
+    tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    try:
+        claims = {
+            name: Claim(**{**claim, "checks": tuple(Check(**check) for check in claim.get("checks", ()))})
+            for name, claim in tree.pop("claims").items()
+        }
+        arms = {name: Arm(arm["label"], tuple(arm.get("overrides", ()))) for name, arm in tree.pop("arms").items()}
+        metrics = {name: Metric(**metric) for name, metric in tree.pop("metrics").items()}
+        rest = {key: tuple(value) if isinstance(value, list) else value for key, value in tree.items()}
+        study = Study(path, arms=arms, metrics=metrics, claims=claims, **rest)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise StudyError(f"{path}: {error}") from error
+    problems = _problems(study)
+    if problems:
+        raise StudyError("\n".join(f"{path}: {problem}" for problem in problems))
+    return study
+
+
+def _problems(study: Study) -> list[str]:
+    found = [f"metrics.{n}.reduce={m.reduce}: is none of {', '.join(REDUCTIONS)}" for n, m in study.metrics.items()
+             if m.reduce not in REDUCTIONS]  # fmt: skip
+    for name, claim in study.claims.items():
+        arms = {claim.treatment, claim.control or claim.treatment, *(check.arm for check in claim.checks)}
+        metrics = {claim.metric, *(check.metric for check in claim.checks)}
+        found += [f"claims.{name}: there is no arm {arm}" for arm in sorted(arms - set(study.arms))]
+        found += [f"claims.{name}: there is no metric {metric}" for metric in sorted(metrics - set(study.metrics))]
+        if claim.direction not in DIRECTIONS:
+            found.append(f"claims.{name}.direction={claim.direction}: is none of {', '.join(DIRECTIONS)}")
+        if claim.minimum <= 0:
+            found.append(f"claims.{name}.minimum={claim.minimum}: the smallest effect that counts must be above 0")
+    if len(set(study.seeds)) < max(2, study.minimum_seeds):
+        found.append(f"seeds={list(study.seeds)}: a paired interval needs {max(2, study.minimum_seeds)} or more")
+    return found
+
+
+# --- records ---
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is kept of a run. ``registration`` is the hash of the study's file when it ran."""
+
+    arm: str
+    seed: int
+    status: str  # finished, or failed
+    registration: str
+    metrics: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
+    curve: Sequence[Sequence[float]] = ()  # [step, value]
+    seconds: float = 0.0  # in training steps
+    commit: str = ""
+    reason: str = ""  # of a failure
+
+
+class Records:
+    """The folder of a study's records."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def path(self, arm: str, seed: int) -> Path:
+        return self.folder / f"{arm}-seed{seed}.json"
+
+    def read(self, study: Study) -> dict[tuple[str, int], Record]:
+        """Those of this registration; another one's are refused: numbers of two designs must not meet."""
+        found = {}
+        for arm, seed in study.runs:
+            if self.path(arm, seed).exists():
+                record = Record(**json.loads(self.path(arm, seed).read_text(encoding="utf-8")))
+                if record.registration != study.registration:
+                    raise StudyError(
+                        f"{self.path(arm, seed)} was made under registration {record.registration[:12]}, {study.path} "
+                        f"is {study.registration[:12]}: a study is not changed after its runs; move its records away"
+                    )
+                found[arm, seed] = record
+        return found
+
+    def write(self, record: Record) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.path(record.arm, record.seed)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(dataclasses.asdict(record), indent=1) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+
+
+def record_of(study: Study, arm: str, seed: int, run: RecordedRun) -> Record:
+    git = run.session["git"]
+    steps, values = run.series(study.curve) if study.curve else ([], [])
+    return Record(
+        arm,
+        seed,
+        run.status,
+        study.registration,
+        {name: metric.of(run) for name, metric in study.metrics.items()},
+        [[step, value] for step, value in zip(steps, values, strict=True)],
+        round(run.seconds, 1),
+        (git["commit"] or "unknown")[:10] + (" with changes" if git["dirty"] else ""),
+    )
+
+
+# --- running ---
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Starts what is missing, ``jobs`` processes side by side, until ``budget_s`` is spent.
+
+    ``prefix`` stands before every command (``nice -n 5``). A run is not started when the mean of the finished ones
+    says that it would outlast the budget; one that runs is let finish.
+    """
+
+    study: Study
+    records: Records
+    outputs: Path
+    jobs: int = 2
+    budget_s: float = float("inf")
+    prefix: tuple[str, ...] = ()
+
+    def run(self) -> None:
+        done = self.records.read(self.study)
+        missing = [key for key in self.study.runs if key not in done or done[key].status != "finished"]
+        print(f"{len(self.study.runs) - len(missing)} of {len(self.study.runs)} runs are there", flush=True)
+        if not missing:
+            return
+        for module in self.study.prepare:
+            subprocess.run([*self.prefix, sys.executable, "-m", module], check=True, env=_environment())
+        deadline, walls = time.monotonic() + self.budget_s, []
+        with ThreadPoolExecutor(self.jobs) as pool:
+            for outcome in pool.map(lambda key: self._one(*key, deadline, walls), missing):
+                if outcome:
+                    print(outcome, flush=True)
+
+    def _one(self, arm: str, seed: int, deadline: float, walls: list[float]) -> str:
+        started = time.monotonic()
+        if started + (statistics.fmean(walls) if walls else 0.0) >= deadline:
+            return ""
+        folder = self.outputs / f"{arm}-seed{seed}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        log = folder.with_suffix(".log")
+        with open(log, "w", encoding="utf-8") as out:
+            code = subprocess.run(
+                self.command(arm, seed, folder), stdout=out, stderr=subprocess.STDOUT, env=_environment()
+            ).returncode
+        record = self._record(arm, seed, folder, log, code)
+        self.records.write(record)
+        walls.append(time.monotonic() - started)
+        return f"{arm} seed {seed}: {record.status} {record.reason} ({walls[-1]:.0f} s)"
+
+    def command(self, arm: str, seed: int, folder: Path) -> list[str]:
+        overrides = [*self.study.common, *self.study.arms[arm].overrides]
+        overrides += [f"trainer.seed={seed}", "trainer.cpu_threads=1", f"trainer.default_local_dir={folder}"]
+        return [*self.prefix, sys.executable, "-m", self.study.entry, *overrides]
+
+    def _record(self, arm: str, seed: int, folder: Path, log: Path, code: int) -> Record:
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        try:
+            run = load_run(folder) if code == 0 else None
+        except RunError as error:
+            lines, run = [str(error)], None
+        if run is None or run.status != "finished":
+            reason = f"exit status {code}: {lines[-1] if lines else 'no output'}"
+            return Record(arm, seed, "failed", self.study.registration, reason=reason)
+        return record_of(self.study, arm, seed, run)
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+
+
+def registered(path: Path) -> bool | None:
+    """Whether the file is as the last commit has it; None outside a git checkout."""
+    try:
+        git = ["git", "-C", str(path.parent)]
+        subprocess.run([*git, "rev-parse"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    shown = subprocess.run([*git, "show", f"HEAD:./{path.name}"], capture_output=True)
+    return shown.returncode == 0 and shown.stdout == path.read_bytes()
+
+
+# --- the command ---
+
+
+def _parser(study: Study) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m recipes.{study.recipe}.study", description=f"{study.title}. Goes on with the runs that miss."
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="processes side by side, one thread each")
+    parser.add_argument("--budget-min", type=float, default=float("inf"), help="starts no run beyond these minutes")
+    parser.add_argument("--prefix", default="", help="stands before every run's command, as 'nice -n 5'")
+    parser.add_argument("--report", action="store_true", help="runs nothing; writes the report of what is there")
+    parser.add_argument("--results", type=Path, default=Path("results"), help=argparse.SUPPRESS)
+    parser.add_argument("--outputs", type=Path, default=Path("outputs"), help=argparse.SUPPRESS)
+    return parser
+
+
+def main(path: Path, arguments: Sequence[str]) -> int:
+    """The command of a recipe's ``study.py``: runs what is missing, then writes ``results/<recipe>/study.{md,html}``.
+
+    Returns the exit status: 2 where the study's file is at fault or is not committed.
+    """
+    from core.study_report import write_report
+
+    try:
+        study = load_study(path)
+        args = _parser(study).parse_args(arguments)
+        records = Records(args.results / study.recipe / "study")
+        if not args.report:
+            if registered(path) is False:
+                raise StudyError(f"{path} is not committed: a study is registered before its runs")
+            outputs = args.outputs / study.recipe / "study" / study.registration[:12]
+            Runner(study, records, outputs, args.jobs, 60 * args.budget_min, tuple(shlex.split(args.prefix))).run()
+        print(f"report: {write_report(study, records, args.results)}")
+    except StudyError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
