@@ -6,8 +6,9 @@ The workload is that of ``tests/benchmarks/trl`` (32 prompts x 8 answers of 64 t
 ordinary trainer. **Formula.** A forward pass over a token costs ``2 N + 4 L H s`` FLOPs: N the parameters of the
 matrix products (head included, embedding table not), L layers, H hidden size, s the mean number of positions it
 attends to. Generating costs one forward pass for each prompt (shared by its answers) and for each new token; the
-update three for each token (forward, and twice that backward). Utilisation is that over the seconds of the phase,
-over the measured peak: the best of ten products of two 2048 x 2048 matrices, same precision, same threads.
+update three for each of these tokens (forward, and twice that backward), since it shares the prompts, too. Repeated
+prompts would count for nothing. Utilisation is that over the seconds of the phase, over the measured peak: the best of
+ten products of two 2048 x 2048 matrices, same precision, same threads.
 Writes ``results/benchmarks/step.{json,md}``.
 """
 
@@ -50,14 +51,13 @@ def flops(prompt: float) -> dict[str, float]:
     config = model.config
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embed_tokens" not in name)
     attention = 4 * config.num_hidden_layers * config.hidden_size
-    length = prompt + NEW_TOKENS
 
     def forward(tokens: float, attended: float) -> float:
         return tokens * (2 * matrices + attention * attended)
 
     answers = PROMPTS * SAMPLES
-    generation = forward(PROMPTS * prompt, prompt / 2) + forward(answers * NEW_TOKENS, prompt + NEW_TOKENS / 2)
-    return {"gen": generation, "update_actor": 3 * forward(answers * length, length / 2)}
+    once = forward(PROMPTS * prompt, prompt / 2) + forward(answers * NEW_TOKENS, prompt + NEW_TOKENS / 2)
+    return {"gen": once, "update_actor": 3 * once}
 
 
 def measure(args: argparse.Namespace) -> dict:

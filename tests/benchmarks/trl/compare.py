@@ -131,6 +131,24 @@ def trl_versions(python: str) -> str:
     return subprocess.run([python, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
 
 
+def write(row: dict, args: argparse.Namespace) -> None:
+    """Adds a case to the report, in the place of an earlier measurement of it."""
+    path = args.out / "trl.json"
+    earlier = json.loads(path.read_text())["rows"] if path.exists() else []
+    ours = {name: version(name) for name in ("torch", "transformers")}
+    report = {
+        "threads": args.threads,
+        "hardware": hardware()["cpu"],
+        "versions": {
+            "ours": f"torch {ours['torch']}, transformers {ours['transformers']}",
+            "trl": trl_versions(args.trl_python),
+        },
+        "rows": [r for r in earlier if (r["mode"], r["dtype"]) != (row["mode"], row["dtype"])] + [row],
+    }
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    (args.out / "trl.md").write_text(table(report))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", required=True)
@@ -144,27 +162,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "benchmarks")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / "trl.json"
-    earlier = json.loads(path.read_text())["rows"] if path.exists() else []
     cases = [(mode, dtype) for dtype in args.dtypes.split(",") for mode in args.modes.split(",")]
-    rows = [row for row in earlier if (row["mode"], row["dtype"]) not in cases]  # measured anew: replaced
     with tempfile.TemporaryDirectory() as temporary:
         prepare(Path(temporary))
-        rows += [measure(Path(temporary), mode, dtype, args) for mode, dtype in cases]
-    theirs = trl_versions(args.trl_python)
-    ours = {name: version(name) for name in ("torch", "transformers")}
-    report = {
-        "threads": args.threads,
-        "hardware": hardware()["cpu"],
-        "versions": {
-            "ours": f"torch {ours['torch']}, transformers {ours['transformers']}",
-            "trl": theirs,
-        },
-        "rows": rows,
-    }
-    path.write_text(json.dumps(report, indent=1) + "\n")
-    (args.out / "trl.md").write_text(table(report))
-    print(table(report))
+        for mode, dtype in cases:
+            write(measure(Path(temporary), mode, dtype, args), args)
+    print((args.out / "trl.md").read_text())
 
 
 if __name__ == "__main__":
