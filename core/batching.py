@@ -16,18 +16,23 @@ from core.losses import loss_weights
 from core.types import ScoredGroup, ScoreStatus, TrainBatch, Trajectory
 
 
-def make_batch(groups: Sequence[ScoredGroup], pad_id: int) -> TrainBatch:
+def make_batch(groups: Sequence[ScoredGroup], pad_id: int, state_masking: bool = True) -> TrainBatch:
     """The ``P`` groups as one right-padded batch of ``B`` rows, in the order of the groups.
 
     A row whose score is masked has an empty ``loss_mask``: no loss, and out of every denominator. An
     answer that could not be graded is out of its group's statistics too; one that was cut short is not.
+
+    Without ``state_masking`` what tools wrote is trained on as if the policy had written it: Search-R1's ablation.
     """
     rows = [(t, s) for group in groups for t, s in zip(group.trajectories, group.scores, strict=True)]
     if not rows:
         raise ValueError("make_batch needs at least one group")
     width = max(len(t.prompt_ids) + len(t.response_ids) for t, _ in rows)
     trajectories = [t for t, _ in rows]
-    response_mask = _padded(trajectories, width, "response_mask", False, torch.bool)
+    sampled = response_mask = _padded(trajectories, width, "response_mask", False, torch.bool)
+    if not state_masking:
+        begins = torch.tensor([len(t.prompt_ids) for t in trajectories])[:, None]
+        response_mask = (torch.arange(width) >= begins) & (torch.arange(width) < _lengths(trajectories)[:, None])
     live = torch.tensor([not s.masked for _, s in rows])
     errored = torch.tensor([s.masked and s.status in (ScoreStatus.TIMEOUT, ScoreStatus.CRASH) for _, s in rows])
     sizes = torch.tensor([len(group) for group in groups])
@@ -41,6 +46,7 @@ def make_batch(groups: Sequence[ScoredGroup], pad_id: int) -> TrainBatch:
         reward=torch.tensor([s.value for _, s in rows], dtype=torch.float32),
         in_group_stats=~errored,
         rollout_log_probs=_padded(trajectories, width, "logprobs", 0.0, torch.float32),
+        sampled_mask=None if state_masking else sampled,
         baseline=None
         if None in baselines
         else torch.tensor([b.value for b in baselines], dtype=torch.float32).repeat_interleave(sizes),

@@ -59,7 +59,7 @@ def add_mismatch(means: Means, log_prob_BT: Tensor, batch: TrainBatch) -> None:
 
     ``kl`` and ``k3_kl`` estimate KL(engine, learner) on the engine's own samples (Schulman's k1 and k3).
     """
-    mask = batch.response_mask
+    mask = batch.response_mask if batch.sampled_mask is None else batch.sampled_mask
     log_ratio = torch.where(mask, log_prob_BT - batch.rollout_log_probs, 0.0).detach()
     stats = {"kl": -log_ratio, "k3_kl": log_ratio.exp() - log_ratio - 1, "logp_diff_mean": log_ratio.abs()}
     means.tokens(stats, mask)

@@ -65,6 +65,8 @@ class PromptFiles:
         if config.truncation not in TRUNCATIONS:
             raise DataError([f"data.truncation={config.truncation!r}: must be one of {', '.join(TRUNCATIONS)}"])
         self.config = config
+        self.limited_by = "max_prompt_length" if config.max_start_length is None else "max_start_length"
+        self.limit: int = getattr(config, self.limited_by)  # tokens of a prompt
         self.encoder = Encoder(tokenizer, config.apply_chat_template_kwargs)
         self.files: dict[str, RowFile] = {}
         self.measured: dict[str, Measured] = {}  # of the rows that can be drawn
@@ -92,7 +94,7 @@ class PromptFiles:
         return Prompt(
             ordinal=ordinal,
             uid=self.uid(row),
-            token_ids=tuple(truncate(ids, self.config.max_prompt_length, self.config.truncation)),
+            token_ids=tuple(truncate(ids, self.limit, self.config.truncation)),
             messages=chat,
             ground_truth=row.ground_truth,
             data_source=row.data_source,
@@ -130,13 +132,13 @@ class PromptFiles:
         return [self._count(path, measured) for path, measured in self.measured.items()]
 
     def _count(self, path: str, measured: Measured) -> str:
-        limit = self.config.max_prompt_length
+        limit = self.limit
         parts = [f"{len(measured)} of {len(self.files[path])} rows"]
         different = len(np.unique(measured.content))
         if different < len(measured):
             parts.append(f"{different} different questions")
         if self._left_out[path]:
-            parts.append(f"{self._left_out[path]} left out, longer than data.max_prompt_length={limit} tokens")
+            parts.append(f"{self._left_out[path]} left out, longer than data.{self.limited_by}={limit} tokens")
         cut = int((measured.length > limit).sum())
         if cut:
             parts.append(f"{cut} cut to {limit} tokens (data.truncation={self.config.truncation})")
@@ -155,11 +157,11 @@ class PromptFiles:
 
     def _keep(self, file: RowFile, measured: Measured, problems: Problems) -> None:
         """Leaves out what is too long, or reports it, as the configuration says."""
-        limit = self.config.max_prompt_length
+        limit = self.limit
         fits = measured.length <= limit
         self.measured[file.path] = measured
         self._left_out[file.path] = 0
-        too_long = f"a prompt is longer than data.max_prompt_length={limit} tokens"
+        too_long = f"a prompt is longer than data.{self.limited_by}={limit} tokens"
         if not self.config.filter_overlong_prompts:
             if self.config.truncation == "error":
                 fix = "raise it, or set data.filter_overlong_prompts=True or data.truncation=left|right|middle"
@@ -167,7 +169,7 @@ class PromptFiles:
                     problems.add(file.path, too_long, fix, int(number), f"{length} tokens")
         elif len(measured) and not fits.any():
             shortest = int(measured.length.min())
-            rule = f"all {len(measured)} prompts are longer than data.max_prompt_length={limit} tokens"
+            rule = f"all {len(measured)} prompts are longer than data.{self.limited_by}={limit} tokens"
             problems.add(file.path, rule, f"raise it: the shortest has {shortest}")
         else:
             self._left_out[file.path] = int((~fits).sum())

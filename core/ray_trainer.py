@@ -12,6 +12,7 @@ import asyncio
 import dataclasses
 
 from core import advantages
+from core.agent_loop import Limits
 from core.batching import make_batch, token_rewards
 from core.collect import CollectLimits, collect
 from core.engines import SampleRequest, SamplingParams
@@ -42,7 +43,7 @@ class RayPPOTrainer(Run):
                 metrics = StepMetrics(self.step + 1)
                 with metrics.time("step"):
                     groups_P = self.collect(metrics)
-                    batch = make_batch(groups_P, self.tokenizer.pad_token_id)
+                    batch = make_batch(groups_P, self.tokenizer.pad_token_id, self.state_masking)
                     batch = self.compute_log_probs(batch, metrics)
                     with metrics.time("adv"):
                         batch = self.compute_advantages(batch, metrics)
@@ -54,7 +55,10 @@ class RayPPOTrainer(Run):
     # -- hooks: a recipe overrides these ---------------------------------------------------------
 
     async def generate(self, prompt: Prompt, sample_index: int, sampling: SamplingParams) -> Trajectory:
-        """One trajectory. Base: a single turn of the engine."""
+        """One trajectory. Base: an episode of the configured agent loop, or else a single turn of the engine."""
+        if self.agent_loop is not None:
+            length = self.config.data.max_response_length
+            return await self.play(self.episode(prompt, sample_index, sampling, Limits(length, turn=length)))
         seed = sampling_seed(self.config.trainer.seed, prompt.ordinal, sample_index)
         return await self.workers.engine.sample(SampleRequest(prompt.token_ids, sampling, seed))
 

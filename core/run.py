@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from core import advantages, run_state
+from core.agent_loop import Episode, Limits, ToolCalls, make_agent_loop
 from core.checkpoint import CheckpointStore, resolve_resume
 from core.collect import CollectState, StopRequested, fresh_enough
 from core.config import to_yaml
@@ -32,7 +33,7 @@ from core.provenance import Provenance
 from core.rewards import RewardLayer
 from core.rewards.examine import examined
 from core.tracking import Tracker, dump_jsonl, generation_row
-from core.types import ScoredGroup, StepMetrics, TrainBatch
+from core.types import Prompt, ScoredGroup, StepMetrics, TrainBatch, Trajectory
 from core.validation import ValRecord, validation_metrics
 from core.workers import LocalWorkers, Workers
 
@@ -79,6 +80,15 @@ class Needs:
         return self.every_old_log_prob or int(batch.group.max()) >= self.prompts_per_optimizer_step
 
 
+def _all_of(waits: Sequence[Callable[[], Awaitable[bool]]]) -> Callable[[], Awaitable[bool]] | None:
+    """Awaits each of them; whether any had news."""
+
+    async def wait() -> bool:
+        return any([await one() for one in waits])
+
+    return wait if waits else None
+
+
 class Run:
     """State and surroundings of a run; :class:`core.ray_trainer.RayPPOTrainer` adds the loop."""
 
@@ -97,6 +107,7 @@ class Run:
         rollout = config.actor_rollout_ref.rollout
         self.train_sampling = self.sampling(rollout, rollout.do_sample)
         self.val_sampling = self.sampling(rollout.val_kwargs, rollout.val_kwargs.do_sample)
+        self.state_masking = config.actor_rollout_ref.actor.state_masking
 
     def sampling(self, part: Any, do_sample: bool) -> SamplingParams:
         return SamplingParams(
@@ -121,6 +132,7 @@ class Run:
         self.reward = RewardLayer(config, self.tokenizer)
         self.reward.check(itertools.chain(self.stream.rows(), self.val_prompts))
         self.total_steps = self.count_steps()
+        self.open_agent_loop()
         keep = config.trainer.max_actor_ckpt_to_keep
         self.store = CheckpointStore(self.run_dir, keep=keep)
         checkpoint = resolve_resume(config.trainer, self.store)
@@ -137,13 +149,33 @@ class Run:
         self.make_collecting_repeatable()
         return self
 
+    def open_agent_loop(self) -> None:
+        """The loop that plays episodes, and its tools; None where a trajectory is one turn."""
+        self.agent_loop, self.tool_calls = make_agent_loop(self.config, self.tokenizer), ToolCalls()
+
     def make_collecting_repeatable(self) -> None:
-        """Where verdicts decide what is begun next, an engine in this process waits for them before each step."""
+        """Where verdicts decide what is begun next, an engine in this process waits for them before each step; for
+        tools it does where ``multi_turn.repeatable`` says so."""
         data, engine = self.config.data, self.workers.engine
+        if not isinstance(engine, HFEngine):
+            return
+        waits = []
         in_flight = data.gen_batch_size or data.train_batch_size
-        verdicts_decide = self.config.algorithm.filter_groups.enable or in_flight < data.train_batch_size
-        if verdicts_decide and isinstance(engine, HFEngine):
-            engine.before_step = self.reward.in_waves()
+        if self.config.algorithm.filter_groups.enable or in_flight < data.train_batch_size:
+            waits.append(self.reward.in_waves())
+        if self.agent_loop is not None and self.config.actor_rollout_ref.rollout.multi_turn.repeatable:
+            waits.append(self.tool_calls.in_waves())
+        engine.before_step = _all_of([wait for wait in waits if wait is not None])
+
+    def episode(self, prompt: Prompt, sample_index: int, sampling: SamplingParams, limits: Limits) -> Episode:
+        """A new episode of this run: its engine, its seeds, its tools."""
+        parts = {"engine": self.workers.engine, "tokenizer": self.tokenizer, "calls": self.tool_calls}
+        return Episode(prompt, sample_index, sampling, limits, run_seed=self.config.trainer.seed, **parts)
+
+    async def play(self, episode: Episode) -> Trajectory:
+        """The episode, played to its end by the agent loop."""
+        await self.agent_loop.run(episode)
+        return episode.trajectory()
 
     def make_workers(self) -> Workers:
         """The models and the engine, where ``trainer.backend`` says."""
@@ -233,6 +265,8 @@ class Run:
         finally:
             self.tracker.close(status)
             self.workers.close()
+            if self.agent_loop is not None:
+                self.agent_loop.close()
             self.reward.close()
 
     def stop_requested(self) -> bool:
@@ -280,6 +314,8 @@ class Run:
                 f"step {self.step} trained on samples of policy {oldest}, older than max_staleness allows"
             )
         metrics.add(data_metrics(groups_P, batch))
+        if self.agent_loop is not None:
+            metrics.add(self.agent_loop.metrics())
         values = metrics.values
         metrics.add(
             {
@@ -317,6 +353,8 @@ class Run:
             groups = self.runner.run(self.evaluate())
         records = [ValRecord.of(group) for group in groups]
         metrics.add(validation_metrics(records))
+        if self.agent_loop is not None:
+            metrics.add({f"val-{name}": value for name, value in self.agent_loop.metrics().items()})
         rows = self.generation_rows(groups)
         self.tracker.log_validation(metrics.step, records)
         self.tracker.log_samples(metrics.step, rows)

@@ -171,6 +171,7 @@ BATCH_FIELDS = {
     "reward": ("B", "make_batch"),
     "in_group_stats": ("B", "make_batch"),
     "rollout_log_probs": ("BT", "make_batch"),
+    "sampled_mask": ("BT", "make_batch, without state masking"),
     "baseline": ("B", "make_batch, for an estimator with a greedy baseline"),
     "old_log_probs": ("BT", "compute_log_probs"),
     "ref_log_prob": ("BT", "compute_log_probs, with a KL term"),
@@ -194,6 +195,7 @@ class TrainBatch:
         reward             [B]    float32  the shaped score
         in_group_stats     [B]    bool     the row's reward enters its group's statistics
         rollout_log_probs  [B, T] float32  as the engine reported them
+        sampled_mask       [B, T] bool     has one, where that is not response_mask
         baseline           [B]    float32  score of the greedy answer to the row's prompt
         old_log_probs      [B, T] float32  the learner's, before the step's first update
         ref_log_prob       [B, T] float32  the reference policy's
@@ -211,6 +213,7 @@ class TrainBatch:
     reward: Tensor
     in_group_stats: Tensor
     rollout_log_probs: Tensor
+    sampled_mask: Tensor | None = None
     baseline: Tensor | None = None
     old_log_probs: Tensor | None = None
     ref_log_prob: Tensor | None = None

@@ -139,6 +139,37 @@ SAMPLING: tuple[Entry, ...] = (
     ),
 )
 
+
+def _one_turn(v: View) -> bool:
+    return v.rollout.agent_loop is None and not v.rollout.multi_turn.enable
+
+
+def _searches(v: View) -> bool:
+    return v.config.do_search or v.config.retriever.prefetch
+
+
+TOOL_AGENT = (
+    *("max_assistant_turns", "max_user_turns", "max_tool_calls", "max_parallel_calls", "tool_config_path", "format"),
+    *("tool_timeout_s", "max_tool_response_length", "tool_response_truncate_side"),
+)
+
+EPISODES: tuple[Entry, ...] = (
+    (
+        (*(f"{ROLLOUT}.multi_turn.{name}" for name in (*TOOL_AGENT, "repeatable")), f"{ACTOR}.state_masking"),
+        _one_turn,
+        "a trajectory is one turn: neither agent_loop nor multi_turn.enable is set",
+    ),
+    (
+        (f"{ROLLOUT}.multi_turn.repeatable",),
+        lambda v: v.rollout.name != "hf" or v.trainer.backend != "local",
+        "only an engine in this process waits for tools",
+    ),
+    (("max_turns",), lambda v: not v.config.do_search, "do_search is off"),
+    (("retriever.*", "data.max_obs_length"), lambda v: not _searches(v), "do_search and retriever.prefetch are off"),
+    (("retriever.client*",), lambda v: v.config.retriever.url is None, "retriever.url is null: no server is asked"),
+    (("retriever.local*",), lambda v: v.config.retriever.url is not None, "retriever.url names a server"),
+)
+
 SHARDING = (
     "param_offload",
     "optimizer_offload",
@@ -218,7 +249,7 @@ RUNS: tuple[Entry, ...] = (
 
 ENTRIES = (
     *(*MODELS, *OBJECTIVE, *_schedule(ACTOR, "actor"), *_schedule("critic", "critic"), *MEMORY),
-    *(*SAMPLING, *PLACES, *RUNS),
+    *(*SAMPLING, *EPISODES, *PLACES, *RUNS),
 )
 
 

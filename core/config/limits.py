@@ -20,7 +20,8 @@ class Limit:
 
 def names(*known: str) -> Limit:
     """One of ``known``, or a user's own function by its path."""
-    rule = f"one of {', '.join(known)}, or your own as package.module:function or path/file.py:function"
+    own = "your own as package.module:function or path/file.py:function"
+    rule = f"one of {', '.join(known)}, or {own}" if known else own
     return Limit(rule, lambda value: value in known or PLUGIN.fullmatch(value) is not None)
 
 

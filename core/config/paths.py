@@ -37,6 +37,8 @@ def named(config: Config) -> Iterator[tuple[str, str]]:
     manager = (config.reward_model.module.path or "").removeprefix("file://")
     if config.reward_model.source == "importlib" and manager.endswith(".py"):
         yield "reward_model.module.path", manager
+    if tools := config.actor_rollout_ref.rollout.multi_turn.tool_config_path:
+        yield "actor_rollout_ref.rollout.multi_turn.tool_config_path", tools
     yield from _plugins(config)
     if config.trainer.resume_mode == "resume_path" and config.trainer.resume_from_path:
         yield "trainer.resume_from_path", config.trainer.resume_from_path
@@ -47,6 +49,7 @@ def _plugins(config: Config) -> Iterator[tuple[str, str]]:
     functions = {
         "algorithm.adv_estimator": config.algorithm.adv_estimator,
         "actor_rollout_ref.actor.policy_loss.loss_mode": loss,
+        "actor_rollout_ref.rollout.agent_loop": config.actor_rollout_ref.rollout.agent_loop or "",
     }
     for key, value in functions.items():
         where = value.rpartition(":")[0]

@@ -26,6 +26,7 @@ POLICY_LOSSES = ("vanilla", "gspo", "sapo", "gpg", "reinforce", "cispo")
 
 AdvEstimator = Annotated[str, limits.names(*ADV_ESTIMATORS)]
 LossMode = Annotated[str, limits.names(*POLICY_LOSSES)]
+AgentLoop = Annotated[str, limits.names()]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KLKind = Literal[
     *("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"),
@@ -45,7 +46,9 @@ class DataConfig:
     prompt_key: str = "prompt"
     reward_fn_key: str = "data_source"
     max_prompt_length: limits.Count = 512  # tokens
-    max_response_length: limits.Count = 512  # tokens
+    max_response_length: limits.Count = 512  # tokens, tools' included; in a search episode of one turn
+    max_start_length: limits.Count | None = None  # search episodes: tokens of the prompt; None: max_prompt_length
+    max_obs_length: limits.Count = 500  # search episodes: tokens of what a search returns
     train_batch_size: limits.Count = 1024  # prompts a step
     gen_batch_size: limits.Count | None = None  # prompts in flight at most; None: train_batch_size
     train_max_samples: limits.OffOrCount = -1  # rows of all training files together
@@ -122,6 +125,7 @@ class ActorConfig:
     tau_pos: limits.Positive = 1.0  # sapo
     tau_neg: limits.Positive = 1.05  # sapo
     overlong_filtering: bool = False  # truncated answers carry no loss
+    state_masking: bool = True  # tokens that tools wrote carry no loss; False is Search-R1's ablation
     ulysses_sequence_parallel_size: limits.Count = 1
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     optim: OptimConfig = OptimConfig()
@@ -149,6 +153,23 @@ class ValKwargs:
 
 
 @dataclass(frozen=True)
+class MultiTurnConfig:
+    """The tool agent of core/tool_agent.py. Limits are those of an episode."""
+
+    enable: bool = False
+    max_assistant_turns: limits.Count | None = None  # None: until the response is full
+    max_user_turns: limits.Count | None = None  # turns in which tools answer
+    max_tool_calls: limits.Count | None = None
+    max_parallel_calls: limits.Count = 1  # calls of one turn; those beyond are not made
+    tool_config_path: str | None = None  # YAML, see core/tools.py
+    tool_timeout_s: limits.Positive = 30.0  # of a call
+    max_tool_response_length: limits.Count = 256  # characters
+    tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"  # what is kept, as verl has it
+    format: Literal["hermes"] = "hermes"
+    repeatable: bool = False  # decoding waits for tools, so that a run repeats to the bit also with slow ones
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     name: Literal["hf", "vllm"] | None = None  # None: vllm where it can be imported (not yet: hf)
     n: limits.Count = 1  # trajectories a prompt
@@ -169,6 +190,8 @@ class RolloutConfig:
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = True
     engine_kwargs: Open = FrozenDict()
+    agent_loop: AgentLoop | None = None  # None: multi_turn's where it is on, else a trajectory is one turn
+    multi_turn: MultiTurnConfig = MultiTurnConfig()
     log_prob_micro_batch_size_per_gpu: limits.Count | None = None  # None: the actor's
     log_prob_use_dynamic_bsz: bool | None = None  # None: the actor's
     log_prob_max_token_len_per_gpu: limits.Count | None = None  # None: the actor's
@@ -333,6 +356,17 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True)
+class RetrieverConfig:
+    """What a search of Search-R1 asks."""
+
+    url: str | None = "http://127.0.0.1:8000/retrieve"  # None: a retriever in this process, see local
+    topk: limits.Count = 3  # passages
+    prefetch: bool = False  # the question's own passages stand before the first turn: RAG
+    client: Open = FrozenDict()  # with a url: fields of ClientOptions, recipes/search_r1/retrieval_client.py
+    local: Open = FrozenDict()  # without: fields of RetrieverOptions, recipes/search_r1/retrieval.py
+
+
+@dataclass(frozen=True)
 class RayKwargsConfig:
     ray_init: Open = FrozenDict(num_cpus=None)  # arguments of ray.init
     timeline_json_file: str | None = None
@@ -350,3 +384,6 @@ class Config:
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
     ray_kwargs: RayKwargsConfig = RayKwargsConfig()
+    retriever: RetrieverConfig = RetrieverConfig()
+    max_turns: limits.Count = 4  # search episodes: turns that may search; one more must answer
+    do_search: bool = True  # search episodes: False is the baseline that cannot search

@@ -29,13 +29,14 @@ def _per_gpu(key: str) -> Advice:
 
 
 LATER = "is not supported yet"
-SEARCH = Advice("belongs to Search-R1, a recipe that is not part of this version", "leave it out; recipes are one-turn")
 
 # pattern -> the key here
 RENAMED: Mapping[str, str] = {
     "algorithm.group_size": f"{ROLLOUT}.n",
     "algorithm.n": f"{ROLLOUT}.n",
     f"{ROLLOUT}.n_agent": f"{ROLLOUT}.n",
+    f"{ROLLOUT}.multi_turn.max_turns": f"{ROLLOUT}.multi_turn.max_assistant_turns",
+    "algorithm.state_masking": f"{ACTOR}.state_masking",
     f"{ROLLOUT}.group_size": f"{ROLLOUT}.n",
     f"{ROLLOUT}.prompt_length": "data.max_prompt_length",
     f"{ROLLOUT}.response_length": "data.max_response_length",
@@ -108,11 +109,18 @@ UNSUPPORTED: Mapping[str, Advice] = {
         f"profiling {LATER}", "timing_s/* in metrics.jsonl has the time of each phase", (False, None)
     ),
     "global_profiler.*": Advice(f"profiling {LATER}", "leave it out", (False, None)),
-    f"{ROLLOUT}.multi_turn.*": Advice(f"multi-turn generation {LATER}", "leave it out", (False, None)),
-    f"{ROLLOUT}.agent.default_agent_loop": Advice(
-        f"multi-turn generation {LATER}", "leave it out", ("single_turn_agent", None)
+    f"{ROLLOUT}.multi_turn.interaction_config_path": Advice(
+        "is not supported", f"write the other side as a loop: {ROLLOUT}.agent_loop=path/file.py:Class", (None,)
     ),
-    f"{ROLLOUT}.agent.agent_loop_config_path": Advice(f"multi-turn generation {LATER}", "leave it out", (None,)),
+    f"{ROLLOUT}.multi_turn.num_repeat_rollouts": Advice("is not supported", f"use {ROLLOUT}.n", (None,)),
+    f"{ROLLOUT}.agent.default_agent_loop": Advice(
+        "has another form",
+        f"use {ROLLOUT}.multi_turn.enable=True, or a class of your own: {ROLLOUT}.agent_loop=path/file.py:Class",
+        ("single_turn_agent", None),
+    ),
+    f"{ROLLOUT}.agent.agent_loop_config_path": Advice(
+        "has another form", f"name the class: {ROLLOUT}.agent_loop=path/file.py:Class", (None,)
+    ),
     f"{ROLLOUT}.skip_*": Advice("is not supported", "leave it out", (False, None)),
     "actor_rollout_ref.hybrid_engine": Advice(
         f"a pool of engines apart from the learners {LATER}", "leave it out", (True,)
@@ -142,7 +150,7 @@ UNSUPPORTED: Mapping[str, Advice] = {
     ),
     "data.image_key": Advice("models of text only are supported", "leave it out", ("images",)),
     "data.video_key": Advice("models of text only are supported", "leave it out", ("videos",)),
-    "data.tool_config_path": Advice(f"multi-turn generation {LATER}", "leave it out", (None,)),
+    "data.tool_config_path": Advice("belongs to the rollout", f"use {ROLLOUT}.multi_turn.tool_config_path", (None,)),
     "reward_model.enable": Advice(f"a reward model {LATER}", "reward functions: custom_reward_function.path", (False,)),
     "reward_model.model.*": Advice(f"a reward model {LATER}", "leave it out"),
     "reward_model.reward_kwargs.max_resp_len": Advice(
@@ -160,14 +168,7 @@ UNSUPPORTED: Mapping[str, Advice] = {
     ),
     "trainer.esi_redundant_time": Advice("is not supported", "leave it out", (0,)),
     "trainer.val_kwargs.*": Advice("belongs to the rollout", f"use {ROLLOUT}.val_kwargs.*"),
-    "algorithm.state_masking": SEARCH,
-    f"{ACTOR}.state_masking": SEARCH,
-    "algorithm.no_think_rl": SEARCH,
-    "data.max_start_length": SEARCH,
-    "data.max_obs_length": SEARCH,
-    "max_turns": SEARCH,
-    "do_search": SEARCH,
-    "retriever.*": SEARCH,
+    "algorithm.no_think_rl": Advice("is not supported, nor by the published code", "leave it out", (False,)),
     "hydra.*": Advice("Hydra's own folders and launchers are off", "a run writes to trainer.default_local_dir"),
     "distillation.*": Advice("is not supported", "leave it out"),
     "transfer_queue.*": Advice("is not supported", "leave it out", (False,)),
@@ -214,6 +215,8 @@ NO_EFFECT: Mapping[str, str] = {
     f"{ROLLOUT}.logprobs_mode": "log-probs are always those of the distribution sampled from",
     f"{ROLLOUT}.disable_log_stats": "the engine's own log is off",
     f"{ROLLOUT}.agent.*": "samples are requested one by one",
+    f"{ROLLOUT}.multi_turn.tokenization_sanity_check_mode": "nothing is decoded and encoded again",
+    f"{ROLLOUT}.multi_turn.use_inference_chat_template": "a turn is continued as it was sampled",
     f"{ROLLOUT}.update_weights_bucket_megabytes": "weights go to the engine tensor by tensor",
     f"{ROLLOUT}.multi_stage_wake_up": "the engine decides",
     f"{ROLLOUT}.over_sample_rate": "collecting is steered by the share of groups that pass",

@@ -222,7 +222,7 @@ class IdsAsText:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return "".join(f"{int(i)} " for i in ids)
 
-    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = False, split_special_tokens: bool = True) -> list[int]:
         return [int(part) for part in text.split()]
 
 

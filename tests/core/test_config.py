@@ -40,6 +40,10 @@ ADDED = {
     *("algorithm.filter_groups.on_exhausted", "trainer.backend", "trainer.cpu_threads", "trainer.seed"),
     *("trainer.max_staleness", "trainer.health.max_nonfinite_in_row"),
     *("trainer.phase_timeout_s", "trainer.max_restarts"),
+    *("actor_rollout_ref.rollout.agent_loop", f"{ACTOR}.state_masking", "max_turns", "do_search"),
+    *(f"actor_rollout_ref.rollout.multi_turn.{name}" for name in ("max_tool_calls", "tool_timeout_s", "repeatable")),
+    *("data.max_start_length", "data.max_obs_length"),
+    *(f"retriever.{name}" for name in ("url", "topk", "prefetch", "client", "local")),
 }
 
 
