@@ -6,9 +6,10 @@ TRL lives in an environment of its own (``python -m venv trl && trl/bin/pip inst
 transformers==5.19.0``). Each repeat runs both sides, in alternating order, in fresh processes; a run's figure is
 the median of its steps after the first. The ratio of a repeat is TRL's seconds over ours.
 
-Workload: 32 prompts of about 30 tokens x 8 answers, one update a step, a Qwen2-shaped model of 3.2 M parameters,
-vocabulary 512. *fixed*: every answer has 64 tokens. *tailed*: the checkpoint ends an answer with probability 1/64 a
-token, at most 512: a geometric tail. Writes ``results/benchmarks/trl.json`` and ``trl.md``.
+Workload: prompts of about 30 tokens x 8 answers, one update a step, a Qwen2-shaped model of 3.2 M parameters,
+vocabulary 512. *fixed*: 32 prompts a step, every answer has 64 tokens. *tailed*: 8 prompts a step (with 32, TRL takes
+minutes a step here), the checkpoint ends an answer with probability 1/64 a token, at most 512: a geometric tail.
+Writes ``results/benchmarks/trl.json`` and ``trl.md``.
 """
 
 import argparse
@@ -32,13 +33,13 @@ from tests.tiny import tiny_tokenizer
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
-MODES = {"fixed": (None, 64), "tailed": (64, 512)}  # mean length set by the checkpoint, most new tokens
+MODES = {"fixed": (None, 64, 32), "tailed": (64, 512, 8)}  # mean length by the checkpoint, most new tokens, prompts
 GOALS = {("fixed", "fp32"): 1.3, ("tailed", "fp32"): 2.0}
 
 
 def prepare(folder: Path) -> None:
     """The checkpoints and the prompts, for both sides."""
-    for mode, (mean_length, _) in MODES.items():
+    for mode, (mean_length, _, _) in MODES.items():
         model_3m(mean_length).save_pretrained(folder / mode)
         tiny_tokenizer().save_pretrained(folder / mode)
     prompts = [f"what is {i} + {i * 7 % 31}? the answer is" for i in range(4096)]
@@ -60,7 +61,8 @@ def run(side: str, python: str, folder: Path, mode: str, dtype: str, args: argpa
     script, rows = {"trl": ("trl_side.py", "prompts.jsonl"), "ours": ("our_side.py", "prompts.parquet")}[side]
     micro = {"trl": args.trl_micro, "ours": args.our_micro}[side]
     command = [python, str(HERE / script), "--model", str(folder / mode), "--rows", str(folder / rows)]
-    command += ["--max-new", str(MODES[mode][1]), "--dtype", dtype, "--steps", str(args.steps)]
+    _, longest, prompts = MODES[mode]
+    command += ["--max-new", str(longest), "--prompts", str(prompts), "--dtype", dtype, "--steps", str(args.steps)]
     command += ["--micro", str(micro), "--threads", str(args.threads)]
     environment = {
         **os.environ,
@@ -108,16 +110,16 @@ def table(report: dict) -> str:
         f"Repeats in alternating order, {report['threads']} threads; {report['hardware']}; "
         f"ours: {report['versions']['ours']}; TRL's environment: {report['versions']['trl']}.",
         "",
-        "| lengths | precision | repeats x timed steps | TRL s/step | ours s/step "
+        "| lengths | precision | answers a step | repeats x timed steps | TRL s/step | ours s/step "
         "| ratio (geometric mean, 95 % interval) | goal "
         "| mean length TRL / ours |",
-        "|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in report["rows"]:
         goal = GOALS.get((row["mode"], row["dtype"]))
         verdict = "reported" if goal is None else f"≥ {goal} {'met' if row['ratio_low'] >= goal else 'not met'}"
         lines.append(
-            f"| {row['mode']} | {row['dtype']} | {row['repeats']} x {row['timed_steps']} "
+            f"| {row['mode']} | {row['dtype']} | {8 * MODES[row['mode']][2]} | {row['repeats']} x {row['timed_steps']} "
             f"| {row['seconds']['trl']:.2f} | {row['seconds']['ours']:.2f} "
             f"| {row['ratio']:.2f} [{row['ratio_low']:.2f}, {row['ratio_high']:.2f}] | {verdict} "
             f"| {row['mean_length']['trl']:.1f} / {row['mean_length']['ours']:.1f} |"
