@@ -14,7 +14,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[ray,search,test]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[ray,lora,search,test]"
 	touch $(STAMP)
 
 lab: setup

@@ -143,12 +143,13 @@ def rank_shares(lengths_B: Tensor, ranks: int) -> list[Tensor]:
 
 
 def micro_batches(
-    batch: TrainBatch, *, max_rows: int | None = None, max_tokens: int | None = None
+    batch: TrainBatch, *, max_rows: int | None = None, max_tokens: int | None = None, packed: bool = False
 ) -> Iterator[tuple[Tensor, TrainBatch]]:
-    """Pieces of similar length with their row numbers, each cut to its longest row.
+    """Pieces with their row numbers, each cut to its longest row.
 
-    ``max_rows`` bounds the rows of a piece, ``max_tokens`` its rows times its width, padding
-    included, so that the budget is never exceeded. Raises ValueError for a row that alone is over it.
+    ``max_rows`` bounds the rows of a piece, ``max_tokens`` what it computes, so that the budget is never exceeded: its
+    rows times its width, padding included, or, ``packed``, its tokens. Padded pieces have rows of similar length.
+    Raises ValueError for a row that alone is over the budget.
     """
     lengths = batch.attention_mask.sum(dim=1)
     order = torch.argsort(lengths, descending=True, stable=True)
@@ -157,14 +158,38 @@ def micro_batches(
             f"a sequence of {int(lengths[order[0]])} tokens is longer than the token budget of {max_tokens}: "
             "raise ppo_max_token_len_per_gpu (or log_prob_max_token_len_per_gpu)"
         )
+    if packed and max_tokens is not None and max_rows is None:
+        pieces = _first_fit(lengths, order, max_tokens)
+    else:
+        pieces = _runs(lengths, order, max_rows, max_tokens)
+    for index in pieces:
+        yield index, batch.rows(index).cut(int(lengths[index[0]]))
+
+
+def _runs(lengths: Tensor, order: Tensor, max_rows: int | None, max_tokens: int | None) -> Iterator[Tensor]:
+    """Rows one after another, the longest first, as many as fit with padding."""
     start = 0
     while start < len(order):
-        width = int(lengths[order[start]])
         rows = len(order) - start
         if max_rows is not None:
             rows = min(rows, max_rows)
         if max_tokens is not None:
-            rows = min(rows, max_tokens // width)
-        index = order[start : start + rows]
-        yield index, batch.rows(index).cut(width)
+            rows = min(rows, max_tokens // int(lengths[order[start]]))
+        yield order[start : start + rows]
         start += rows
+
+
+def _first_fit(lengths: Tensor, order: Tensor, max_tokens: int) -> list[Tensor]:
+    """Each row, the longest first, into the first piece with room for it: never more than 11/9 of the fewest pieces
+    plus one (first-fit decreasing, Johnson 1973)."""
+    pieces: list[list[int]] = []
+    room: list[int] = []
+    for row in order.tolist():
+        length = int(lengths[row])
+        place = next((i for i, left in enumerate(room) if left >= length), len(room))
+        if place == len(room):
+            pieces.append([])
+            room.append(max_tokens)
+        pieces[place].append(row)
+        room[place] -= length
+    return [torch.tensor(piece) for piece in pieces]

@@ -25,6 +25,7 @@ from core.provenance import ModelFingerprint
 log = logging.getLogger(__name__)
 
 # files of a checkpoint's model folder with these endings resume a run and are not exported
+ADAPTERS = "adapter_config.json"  # in a model folder that holds adapters alone, without their base
 TRAINING_STATE = (".pt", ".distcp", ".metadata")
 
 
@@ -167,7 +168,8 @@ def export(source: Path, out: Path, *, dtype: str | None = None, trust_remote_co
     """Writes the policy of a checkpoint to the new folder ``out``.
 
     Args:
-        dtype: a torch dtype by name, such as ``bfloat16``; None copies the files as they are (float32 masters).
+        dtype: a torch dtype by name, such as ``bfloat16``; None leaves the weights as they are (float32 masters).
+            Adapters are merged into their base, which must be where the run found it.
 
     Raises:
         CheckpointError: no checkpoint, a damaged one, or ``out`` exists and is not empty.
@@ -179,7 +181,7 @@ def export(source: Path, out: Path, *, dtype: str | None = None, trust_remote_co
     unfinished = out.with_name(f".tmp-{out.name}")  # renamed at the end: a folder of the final name is complete
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
-        if dtype is None:
+        if dtype is None and not (actor / ADAPTERS).exists():
             _copy_model(found, actor, unfinished)
         else:
             _convert_model(actor, unfinished, dtype, trust_remote_code)
@@ -198,15 +200,20 @@ def _copy_model(found: Checkpoint, actor: Path, out: Path) -> None:
             shutil.copyfile(found.folder / name, target)
 
 
-def _convert_model(actor: Path, out: Path, dtype: str, trust_remote_code: bool) -> None:
+def _convert_model(actor: Path, out: Path, dtype: str | None, trust_remote_code: bool) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    wanted = getattr(torch, dtype, None)
+    from core.lora import merge_saved
+
+    wanted = getattr(torch, dtype or "float32", None)
     if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
         raise CheckpointError(f"--dtype={dtype}: not a floating-point type of torch, such as bfloat16 or float32")
     with _quiet():
-        model = AutoModelForCausalLM.from_pretrained(actor, dtype=wanted, trust_remote_code=trust_remote_code)
+        if (actor / ADAPTERS).exists():
+            model = merge_saved(actor, wanted, trust_remote_code=trust_remote_code)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(actor, dtype=wanted, trust_remote_code=trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(actor, trust_remote_code=trust_remote_code)
     export_hf(model, tokenizer, out)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from types import MethodType
@@ -33,17 +33,19 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from core.export import export_hf, load_weights
-from core.learner import Actor, Critic, Policy, Ranks
+from core.export import load_weights
+from core.learner import Actor, BasePolicy, Critic, Policy, Ranks
+from core.lora import add_adapters, has_adapters, load_adapters, merged_weights, trained_weights
 from core.metrics import Means
 from core.models import load_critic, load_policy, load_tokenizer
+from core.packing import Layout
 from core.provenance import ModelFingerprint
 from core.run_state import load_tensors
 from core.types import TrainBatch
-from core.workers import compute_dtype, pass_size, probe_ids, probe_log_probs
+from core.workers import compute_dtype, pass_size, probe_ids, probe_log_probs, save_model
 
 if TYPE_CHECKING:
-    from core.config.schema import Config, FSDPConfig
+    from core.config.schema import Config, CriticModelConfig, FSDPConfig, ModelConfig
 
 # Models return views (a slice of the logits); nothing here works in place on them.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -52,10 +54,11 @@ OPTIMIZER = "optimizer"  # folder of the sharded optimizer in a checkpoint's act
 
 
 class ProcessRanks(Ranks):
-    """The ranks of the default process group."""
+    """The ranks of the default process group, ``together`` of which (neighbours) share their rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, together: int = 1) -> None:
         self.lead = dist.get_rank() == 0
+        self.together = together
 
     def most(self, count: int) -> int:
         value = torch.tensor(count)
@@ -66,7 +69,7 @@ class ProcessRanks(Ranks):
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, means)
         whole = Means()
-        for part in parts:
+        for part in parts[:: self.together]:
             whole.merge(part)
         return whole
 
@@ -127,8 +130,15 @@ def _sharded(module: nn.Module) -> Iterator[FSDPModule]:
 
 
 @torch.no_grad()
-def fill(module: nn.Module, source: nn.Module | None, device: torch.device, *, buffers: bool = True) -> None:
-    """Copies the weights of rank 0's ``source`` (None elsewhere) into the ranks' shards, one tensor at a time."""
+def fill(
+    module: nn.Module, source: nn.Module | Mapping[str, Tensor] | None, device: torch.device, *, everything: bool = True
+) -> None:
+    """Copies the weights of rank 0's ``source`` (None elsewhere) into the ranks' shards, one tensor at a time.
+
+    ``everything``: buffers and frozen weights too, which a checkpoint leaves as they are.
+    """
+    lead = dist.get_rank() == 0
+    values = dict(source.named_parameters()) if isinstance(source, nn.Module) else source
 
     def broadcast(like: Tensor, value: Tensor | None) -> Tensor:
         whole = torch.empty(like.shape, dtype=like.dtype, device=device) if value is None else value.to(device)
@@ -136,24 +146,27 @@ def fill(module: nn.Module, source: nn.Module | None, device: torch.device, *, b
         return whole
 
     for name, parameter in module.named_parameters():
-        whole = broadcast(parameter, source and source.get_parameter(name).detach())
+        if not (everything or parameter.requires_grad):
+            continue
+        whole = broadcast(parameter, values[name].detach() if lead else None)
         mine = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
         parameter.to_local().copy_(mine.to_local())
-    for name, buffer in list(module.named_buffers()) if buffers else ():
+    for name, buffer in list(module.named_buffers()) if everything else ():
         owner, _, leaf = name.rpartition(".")
-        setattr(module.get_submodule(owner), leaf, broadcast(buffer, source and source.get_buffer(name)))
+        setattr(module.get_submodule(owner), leaf, broadcast(buffer, source.get_buffer(name) if lead else None))
 
 
 @torch.no_grad()
-def gather(module: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor] | None:
-    """The whole state dict on rank 0's CPU, None elsewhere; all ranks must call it. Tied weights share a tensor."""
+def gather(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> dict[str, Tensor] | None:
+    """Sharded tensors whole on rank 0's CPU, None elsewhere; all ranks must call it. Tied weights share a tensor."""
     lead, found, seen = dist.get_rank() == 0, {}, {}
-    for name, value in module.state_dict(keep_vars=True).items():
-        if id(value) not in seen:
+    for name, value in weights:
+        key = id(value) if isinstance(value, nn.Parameter) else name  # what was merged is gone before the next comes
+        if key not in seen:
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             wanted = dtype if dtype is not None and whole.is_floating_point() else whole.dtype
-            seen[id(value)] = whole.detach().to("cpu", wanted) if lead else None
-        found[name] = seen[id(value)]
+            seen[key] = whole.detach().to("cpu", wanted) if lead else None
+        found[name] = seen[key]
     return found if lead else None
 
 
@@ -177,7 +190,7 @@ def load_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, folder: 
 
 def load_whole_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
     """Shards the ``optimizer.pt`` of a checkpoint that the in-process backend wrote."""
-    whole, names = load_tensors(path), [name for name, _ in module.named_parameters()]
+    whole, names = load_tensors(path), list(trained_weights(module))
     state = {
         "state": {names[index]: value for index, value in whole["state"].items()},
         "param_groups": [{**group, "params": [names[i] for i in group["params"]]} for group in whole["param_groups"]],
@@ -201,28 +214,43 @@ class LearnerRank:
         needs_critic: bool,
         master_dtype: torch.dtype = torch.float32,
     ):
-        self.config, self.device = config, device
-        self.ranks = ProcessRanks()
+        self.config, self.device, self.lead = config, device, dist.get_rank() == 0
         self.skeletons: dict[str, nn.Module] = {}
         part, critic = config.actor_rollout_ref, config.critic
 
         def policy(on_meta: bool) -> nn.Module:
-            return load_policy(part.model, master_dtype, on_meta=on_meta)
+            module = load_policy(part.model, master_dtype, on_meta=on_meta)
+            return add_adapters(module, part.model, config.trainer.seed)
 
-        source = policy(on_meta=False) if self.ranks.lead else None
-        temperature = part.rollout.temperature or 1.0
-        shared = {"ranks": self.ranks, "device": device}
+        def value_model(on_meta: bool) -> nn.Module:
+            module = load_critic(critic.model, config.trainer.seed, master_dtype, on_meta=on_meta)
+            return add_adapters(module, critic.model, config.trainer.seed)
+
+        source = policy(on_meta=False) if self.lead else None
+        shared = {"temperature": part.rollout.temperature or 1.0, "device": device}
+        of_actor = self.split(part.model, part.actor.ulysses_sequence_parallel_size)
+        of_ref = self.split(part.model, part.ref.ulysses_sequence_parallel_size)
         module = self.sharded("actor", policy(on_meta=True), source, part.actor.fsdp_config)
-        self.actor = Actor(module, part.actor, temperature=temperature, **shared)
+        self.actor = Actor(module, part.actor, **shared, **of_actor)
         self.ref = self.critic = None
-        if needs_ref:
+        if needs_ref and part.model.lora_rank:
+            self.ref = BasePolicy(module, **shared, **of_ref)
+        elif needs_ref:
             module = self.sharded("ref", policy(on_meta=True), source, part.ref.fsdp_config).requires_grad_(False)
-            self.ref = Policy(module, temperature=temperature, **shared)
+            self.ref = Policy(module, **shared, **of_ref)
         if needs_critic:
-            seed = config.trainer.seed
-            source = load_critic(critic.model, seed, master_dtype) if self.ranks.lead else None
-            empty = load_critic(critic.model, seed, master_dtype, on_meta=True)
-            self.critic = Critic(self.sharded("critic", empty, source, critic.model.fsdp_config), critic, **shared)
+            source = value_model(on_meta=False) if self.lead else None
+            module = self.sharded("critic", value_model(on_meta=True), source, critic.model.fsdp_config)
+            of_critic = self.split(critic.model, critic.ulysses_sequence_parallel_size)
+            self.critic = Critic(module, critic, device=device, **of_critic)
+
+    def split(self, model: ModelConfig | CriticModelConfig, ranks: int) -> dict[str, Any]:
+        """How a model's passes are shared: each by ``ranks`` neighbours (``ulysses_sequence_parallel_size``)."""
+        mesh = None
+        if ranks > 1:
+            shape = dist.get_world_size() // ranks, ranks
+            mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("rows", "sequence"))["sequence"]
+        return {"ranks": ProcessRanks(ranks), "layout": Layout(model.use_remove_padding, mesh)}
 
     def sharded(self, name: str, skeleton: nn.Module, source: nn.Module | None, config: FSDPConfig) -> nn.Module:
         """The weightless ``skeleton``, sharded and filled; the skeleton itself is kept for names and exports."""
@@ -246,7 +274,9 @@ class LearnerRank:
         return found
 
     def compute_ref_log_prob(self, batch: TrainBatch) -> tuple[Tensor]:
-        return self.ref.log_probs(batch, pass_size(self.config.actor_rollout_ref.ref))[:1]
+        found = self.ref.log_probs(batch, pass_size(self.config.actor_rollout_ref.ref))[:1]
+        reshard(self.ref.module)
+        return found
 
     def compute_values(self, batch: TrainBatch) -> tuple[Tensor]:
         found = self.critic.values(batch)
@@ -267,27 +297,33 @@ class LearnerRank:
         return ids, found
 
     def weights(self, dtype: torch.dtype) -> dict[str, Tensor] | None:
-        return gather(self.actor.module, dtype)
+        return gather(merged_weights(self.actor.module), dtype)
 
     def save(self, folder: str) -> None:
         """``actor/`` and ``critic/``: a Hugging Face folder, and the optimizer in parts. All ranks see ``folder``."""
-        tokenizer = load_tokenizer(self.config.actor_rollout_ref.model) if self.ranks.lead else None
+        tokenizer = load_tokenizer(self.config.actor_rollout_ref.model) if self.lead else None
         for name, part in self.trained().items():
-            state = gather(part.module)
-            if self.ranks.lead:
-                export_hf(self.skeletons[name], tokenizer, Path(folder, name), state_dict=state)
+            adapters = has_adapters(part.module)
+            state = gather(trained_weights(part.module).items() if adapters else merged_weights(part.module))
+            if self.lead:
+                save_model(self.skeletons[name], tokenizer, Path(folder, name), state)
             save_optimizer(part.module, part.stepper.optimizer, Path(folder, name, OPTIMIZER))
 
     def load(self, folder: str) -> None:
         """What these, or any other number of ranks, or the in-process backend saved."""
         for name, part in self.trained().items():
-            whole = None
-            if self.ranks.lead:
-                whole = copy.deepcopy(self.skeletons[name]).to_empty(device="cpu")
-                whole.tie_weights()
-                load_weights(whole, Path(folder, name))
-            fill(part.module, whole, self.device, buffers=False)
+            whole = self.read(name, Path(folder, name)) if self.lead else None
+            fill(part.module, whole, self.device, everything=False)
             if Path(folder, name, OPTIMIZER).is_dir():
                 load_optimizer(part.module, part.stepper.optimizer, Path(folder, name, OPTIMIZER))
             else:
                 load_whole_optimizer(part.module, part.stepper.optimizer, Path(folder, name, "optimizer.pt"))
+
+    def read(self, name: str, folder: Path) -> nn.Module | dict[str, Tensor]:
+        """A checkpoint's weights, whole."""
+        if has_adapters(self.skeletons[name]):
+            return load_adapters(list(trained_weights(self.skeletons[name])), folder)
+        whole = copy.deepcopy(self.skeletons[name]).to_empty(device="cpu")
+        whole.tie_weights()
+        load_weights(whole, folder)
+        return whole

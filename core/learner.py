@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from core.batching import micro_batches, split_idle_rows
 from core.head import token_log_probs_and_entropy
 from core.kl import kl_penalty
+from core.lora import base_only
 from core.losses import policy_loss, value_loss
 from core.metrics import Means, add_mismatch
 from core.models import ModelError
+from core.packing import Layout, Reading
 from core.shared_prompts import SharedPrompts, can_share, hidden_before_tokens
 from core.types import TrainBatch
 
@@ -31,13 +33,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MicroBatchSize:
-    """A memory knob: at most so many rows, or so many tokens (padding included), in one pass."""
+    """A memory knob: at most so many rows, or so many tokens (padding included, if there is any), in one pass."""
 
     max_rows: int | None = None
     max_tokens: int | None = None
+    packed: bool = False
+
+    def under(self, layout: Layout) -> MicroBatchSize:
+        """With several ranks to a pass, and without padding where there is none."""
+        tokens = self.max_tokens and self.max_tokens * layout.ranks
+        return MicroBatchSize(self.max_rows, tokens, layout.packed)
 
     def split(self, batch: TrainBatch) -> Iterator[tuple[Tensor, TrainBatch]]:
-        return micro_batches(batch, max_rows=self.max_rows, max_tokens=self.max_tokens)
+        return micro_batches(batch, max_rows=self.max_rows, max_tokens=self.max_tokens, packed=self.packed)
 
 
 class Ranks:
@@ -65,7 +73,7 @@ class Ranks:
         return pieces + missing * [(torch.empty(0, dtype=torch.int64), batch.blank_row())]
 
 
-ALONE = Ranks()
+ALONE, PADDED = Ranks(), Layout()
 
 
 def only_advantages_train(config: ActorConfig) -> bool:
@@ -73,41 +81,25 @@ def only_advantages_train(config: ActorConfig) -> bool:
     return not config.use_kl_loss and config.entropy_coeff == 0
 
 
-def hidden_before_token(hidden_BTH: Tensor, mask_BT: Tensor) -> Tensor:
-    """[N, H]: for each token of the mask the hidden state at the position before it, which predicts it.
-
-    The one place where anything is shifted. A prompt has at least one token, so position 0 is never asked for.
-    """
-    if bool(mask_BT[:, 0].any()):
-        raise ValueError("the first token of a sequence has no state before it: it must belong to the prompt")
-    return hidden_BTH[:, :-1][mask_BT[:, 1:]]
-
-
-def scattered(values_N: Tensor, mask_BT: Tensor) -> Tensor:
-    """[B, T] with ``values_N`` where the mask is True, 0 elsewhere; differentiable."""
-    return torch.zeros(mask_BT.shape, dtype=values_N.dtype, device=values_N.device).masked_scatter(mask_BT, values_N)
-
-
 def read_tokens(
     module: nn.Module,
-    input_ids_BT: Tensor,
-    mask_BT: Tensor,
+    reading: Reading,
     *,
     temperature: float,
     entropy_grad: bool,
     shared: SharedPrompts | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """[N], [N]: log-prob and entropy of each token of the mask, by a causal language model."""
+    """[M], [M]: log-prob and entropy of each token that a pass asks for, by a causal language model."""
     if shared is None:
-        hidden_BTH = module.base_model(input_ids=input_ids_BT, use_cache=False).last_hidden_state
-        hidden_NH = hidden_before_token(hidden_BTH, mask_BT)
+        body = module.base_model(input_ids=reading.input_ids, use_cache=False, **reading.inputs)
+        hidden_MH = body.last_hidden_state[reading.asked]
     else:
-        hidden_NH = hidden_before_tokens(module, input_ids_BT, mask_BT, shared)
+        hidden_MH = hidden_before_tokens(module, reading.input_ids, reading.mask_BT, shared)
     head = module.get_output_embeddings()
     return token_log_probs_and_entropy(
-        hidden_NH,
+        hidden_MH,
         head.weight,
-        input_ids_BT[mask_BT],
+        reading.labels,
         temperature=temperature,
         bias=head.bias,
         entropy_grad=entropy_grad,
@@ -125,13 +117,17 @@ class Policy:
         compute_dtype: torch.dtype | None = None,
         ranks: Ranks = ALONE,
         device: torch.device | None = None,
+        layout: Layout = PADDED,
     ):
         self.module = module
         self.temperature = temperature
         self.compute_dtype = compute_dtype
         self.ranks = ranks
         self.computes_on = device  # None: where the parameters are
+        self.layout = layout
+        layout.prepare(module)
         self.check_head()
+        self.check_packing()
 
     @property
     def device(self) -> torch.device:
@@ -142,26 +138,24 @@ class Policy:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.compute_dtype)
 
-    def token_stats(self, batch: TrainBatch, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
-        """Log-prob of each policy token and entropy of its distribution, both [B, T] and 0 elsewhere.
+    def passes(self, size: MicroBatchSize, batch: TrainBatch) -> list[tuple[Tensor, TrainBatch]]:
+        return self.ranks.passes(size.under(self.layout), batch)
 
-        Rows are padded on the right and attention is causal, so no real token can see the padding and
-        no attention mask is needed.
-        """
-        mask = batch.response_mask
+    def token_stats(self, batch: TrainBatch, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
+        """Log-prob of each policy token and entropy of its distribution, both [B, T] and 0 elsewhere."""
+        reading = self.layout.read(batch.input_ids, batch.attention_mask, batch.response_mask)
         # Alone only: sharded ranks must make the same calls of the model, whatever their rows are.
-        share = self.ranks is ALONE and can_share(self.module)
+        share = self.ranks is ALONE and not self.layout.packed and can_share(self.module)
+        shared = SharedPrompts.of(batch.input_ids, batch.response_mask, batch.group) if share else None
+        return tuple(map(reading.spread, self.read(reading, entropy_grad=entropy_grad, shared=shared)))
+
+    def read(
+        self, reading: Reading, *, entropy_grad: bool = False, shared: SharedPrompts | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """:func:`read_tokens` by this policy."""
+        settings = {"temperature": self.temperature, "entropy_grad": entropy_grad, "shared": shared}
         with self.precision():
-            log_prob, entropy = self.ranks.inside(
-                self.module,
-                read_tokens,
-                batch.input_ids,
-                mask,
-                temperature=self.temperature,
-                entropy_grad=entropy_grad,
-                shared=SharedPrompts.of(batch.input_ids, mask, batch.group) if share else None,
-            )
-        return scattered(log_prob, mask), scattered(entropy, mask)
+            return self.ranks.inside(self.module, read_tokens, reading, **settings)
 
     @torch.no_grad()
     def log_probs(self, batch: TrainBatch, size: MicroBatchSize) -> tuple[Tensor, Tensor]:
@@ -169,7 +163,7 @@ class Policy:
         dtype = torch.promote_types(next(self.module.parameters()).dtype, torch.float32)
         log_prob = torch.zeros(batch.input_ids.shape, dtype=dtype)
         entropy = torch.zeros_like(log_prob)
-        for index, micro in self.ranks.passes(size, batch):
+        for index, micro in self.passes(size, batch):
             one, other = self.token_stats(micro.to(self.device))
             if len(index):
                 width = micro.input_ids.shape[1]
@@ -195,6 +189,29 @@ class Policy:
                 "log-prob does not do; use a model without final_logit_softcapping / logit_scale"
             )
 
+    @torch.no_grad()
+    def check_packing(self) -> None:
+        """A row must not see its neighbours, and must be read as it is alone."""
+        if not self.layout.packed:
+            return
+        ids = torch.arange(12, device=self.device).view(2, 6) % self.module.config.vocab_size
+        real = torch.arange(6, device=self.device) < torch.tensor([[6], [4]], device=self.device)
+        wrote = real & (torch.arange(6, device=self.device) > 0)
+        packed, padded = (self.read(Layout(packed).read(ids, real, wrote))[0] for packed in (True, False))
+        if not torch.allclose(packed, padded, atol=5e-2, rtol=5e-2):
+            raise ModelError(
+                f"use_remove_padding: {type(self.module).__name__} reads packed rows otherwise than padded ones (by up "
+                f"to {float((packed - padded).abs().max()):.2g}); set it to False"
+            )
+
+
+class BasePolicy(Policy):
+    """The policy as it was before training: the reference where adapters train and the base stays."""
+
+    def token_stats(self, batch: TrainBatch, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
+        with base_only(self.module):
+            return super().token_stats(batch, entropy_grad=entropy_grad)
+
 
 class Stepper:
     """AdamW with clipping; a non-finite gradient norm skips the step and is counted."""
@@ -204,7 +221,11 @@ class Stepper:
         self.base_lr = config.lr
         self.grad_clip = grad_clip
         self.optimizer = torch.optim.AdamW(
-            module.parameters(), lr=config.lr, betas=tuple(config.betas), weight_decay=config.weight_decay, fused=True
+            [parameter for parameter in module.parameters() if parameter.requires_grad],
+            lr=config.lr,
+            betas=tuple(config.betas),
+            weight_decay=config.weight_decay,
+            fused=True,
         )
 
     def step(self, lr_multiplier: float) -> tuple[float, bool]:
@@ -264,7 +285,7 @@ class Actor(Policy):
     def accumulate(self, batch: TrainBatch, means: Means) -> None:
         """Adds the gradients of one optimizer step, micro-batch by micro-batch."""
         busy, idle = split_idle_rows(batch, only_advantages_train=only_advantages_train(self.config))
-        for _, micro in self.ranks.passes(self.size, busy):
+        for _, micro in self.passes(self.size, busy):
             self.objective(micro.to(self.device), means).backward()
         if batch.old_log_probs is None and self.ranks.most(len(idle)):
             # nothing trains on them, but the metrics are of every row
@@ -305,12 +326,15 @@ class Critic:
         compute_dtype: torch.dtype | None = None,
         ranks: Ranks = ALONE,
         device: torch.device | None = None,
+        layout: Layout = PADDED,
     ):
         self.module = module
         self.config = config
         self.compute_dtype = compute_dtype
         self.ranks = ranks
         self.computes_on = device
+        self.layout = layout
+        layout.prepare(module)
         self.stepper = Stepper(module, config.optim, config.grad_clip)
         self.size = (
             MicroBatchSize(max_tokens=config.ppo_max_token_len_per_gpu)
@@ -320,20 +344,21 @@ class Critic:
 
     device = Policy.device
     precision = Policy.precision
+    passes = Policy.passes
 
     def token_values(self, batch: TrainBatch) -> Tensor:
         """[B, T]: the value of the state in which each policy token is chosen, 0 elsewhere."""
-        mask = batch.response_mask
+        reading = self.layout.read(batch.input_ids, batch.attention_mask, batch.response_mask)
         with self.precision():
-            values_BT1 = self.module(input_ids=batch.input_ids, use_cache=False).logits
-        dtype = torch.promote_types(values_BT1.dtype, torch.float32)
-        return scattered(hidden_before_token(values_BT1, mask)[:, 0].to(dtype), mask)
+            found = self.module(input_ids=reading.input_ids, use_cache=False, **reading.inputs).logits
+        values_M = found[reading.asked][:, 0]
+        return reading.spread(values_M.to(torch.promote_types(values_M.dtype, torch.float32)))
 
     @torch.no_grad()
     def values(self, batch: TrainBatch) -> Tensor:
         """:meth:`token_values` of the whole batch, [B, T], without gradients."""
         out = torch.zeros(batch.input_ids.shape)
-        for index, micro in self.ranks.passes(self.size, batch):
+        for index, micro in self.passes(self.size, batch):
             values = self.token_values(micro.to(self.device))
             if len(index):
                 out[index, : micro.input_ids.shape[1]] = values.cpu().float()
@@ -345,7 +370,7 @@ class Critic:
         for batch in steps:
             one = Means()
             one.value("vf_loss", 0.0, counts=self.ranks.lead)
-            for _, micro in self.ranks.passes(self.size, split_idle_rows(batch, only_advantages_train=False)[0]):
+            for _, micro in self.passes(self.size, split_idle_rows(batch, only_advantages_train=False)[0]):
                 self.objective(micro.to(self.device), one).backward()
             norm, stepped = self.stepper.step(lr_multiplier)
             skipped += not stepped

@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from core.provenance import ModelFingerprint
-
 if TYPE_CHECKING:
-    from core.config.schema import Config, ModelConfig
+    from core.config.schema import ModelConfig
 
 
 log = logging.getLogger(__name__)
@@ -149,11 +147,3 @@ def _prepared(module: nn.Module, model: ModelConfig) -> nn.Module:
     if model.enable_gradient_checkpointing:
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return module.train()  # gradient checkpointing works in training mode only; with dropout off they agree
-
-
-def planned_fingerprints(config: Config, *, critic: bool) -> dict[str, ModelFingerprint]:
-    """Architecture and shapes of the models that ``config`` asks for, before any weight is read."""
-    made = {"actor": load_policy(config.actor_rollout_ref.model, on_meta=True)}
-    if critic:
-        made["critic"] = load_critic(config.critic.model, config.trainer.seed, on_meta=True)
-    return {name: ModelFingerprint.of(module) for name, module in made.items()}

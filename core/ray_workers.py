@@ -380,23 +380,24 @@ class RayWorkers:
     # -- phases ----------------------------------------------------------------------------------
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        log_prob, entropy = self._pass("old_log_prob", "compute_log_probs", batch)
+        part = self.config.actor_rollout_ref.actor
+        log_prob, entropy = self._pass("old_log_prob", "compute_log_probs", batch, part)
         return log_prob, entropy
 
     def compute_ref_log_prob(self, batch: TrainBatch) -> Tensor:
-        return self._pass("ref", "compute_ref_log_prob", batch)[0]
+        return self._pass("ref", "compute_ref_log_prob", batch, self.config.actor_rollout_ref.ref)[0]
 
     def compute_values(self, batch: TrainBatch) -> Tensor:
-        return self._pass("values", "compute_values", batch)[0]
+        return self._pass("values", "compute_values", batch, self.config.critic)[0]
 
     def update_actor(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
         part, length = self.config.actor_rollout_ref.actor, self.config.data.max_response_length
         steps = steps_of(batch, part, length, part.policy_loss.loss_mode)
-        return self._update("update_actor", steps, only_advantages_train(part), lr_multiplier)
+        return self._update("update_actor", steps, only_advantages_train(part), lr_multiplier, part)
 
     def update_critic(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
         steps = steps_of(batch, self.config.critic, self.config.data.max_response_length)
-        return self._update("update_critic", steps, False, lr_multiplier)
+        return self._update("update_critic", steps, False, lr_multiplier, self.config.critic)
 
     def sync_weights(self, version: int) -> dict[str, float]:
         rollout = self.config.actor_rollout_ref.rollout
@@ -428,35 +429,42 @@ class RayWorkers:
         }
         return self.watch.wait(phase, calls)
 
-    def _shares(self, batch: TrainBatch) -> list[Tensor]:
+    def _shares(self, batch: TrainBatch, together: int) -> list[Tensor]:
+        """Row numbers for each group of ``together`` neighbours, which split the tokens of the same rows."""
+        groups = self.ranks // together
         if self.config.trainer.balance_batch:
-            return rank_shares(batch.attention_mask.sum(dim=1), self.ranks)
-        return list(torch.arange(len(batch)).tensor_split(self.ranks))
+            return rank_shares(batch.attention_mask.sum(dim=1), groups)
+        return list(torch.arange(len(batch)).tensor_split(groups))
 
-    def _pass(self, phase: str, method: str, batch: TrainBatch) -> list[Tensor]:
-        """A pass over all rows, put together again: [B, T] tensors."""
-        shares = self._shares(batch)
-        parts = self._each(phase, method, [(_trimmed(batch, share),) for share in shares])
+    def _pass(self, phase: str, method: str, batch: TrainBatch, part: Any) -> list[Tensor]:
+        """A pass of ``part`` over all rows, put together again: [B, T] tensors."""
+        together = part.ulysses_sequence_parallel_size
+        shares = self._shares(batch, together)
+        rows = [_trimmed(batch, share) for share in shares]
+        parts = self._each(phase, method, [(rows[rank // together],) for rank in range(self.ranks)])[::together]
         whole = [torch.zeros(batch.input_ids.shape, dtype=one.dtype) for one in parts[0]]
-        for share, part in zip(shares, parts, strict=True):
-            for target, value in zip(whole, part, strict=True):
+        for share, found in zip(shares, parts, strict=True):
+            for target, value in zip(whole, found, strict=True):
                 target[share, : value.shape[1]] = value
         return whole
 
     def _update(
-        self, phase: str, steps: Iterable[TrainBatch], only_advantages: bool, lr_multiplier: float
+        self, phase: str, steps: Iterable[TrainBatch], only_advantages: bool, lr_multiplier: float, part: Any
     ) -> dict[str, float]:
-        """All optimizer steps. The rows that train are shared out apart from those that only a metric reads."""
-        by_rank: list[list[TrainBatch]] = [[] for _ in self.learners]
+        """All optimizer steps of ``part``. The rows that train are shared out apart from those that only a metric
+        reads."""
+        together = part.ulysses_sequence_parallel_size
+        by_group: list[list[TrainBatch]] = [[] for _ in range(self.ranks // together)]
         for step in steps:
             busy = busy_rows(step, only_advantages_train=only_advantages)
             shares = []
             for chosen in (busy, ~busy):
                 rows = chosen.nonzero()[:, 0]
-                shares.append([rows[share] for share in self._shares(step.rows(rows))])
-            for mine, parts in zip(by_rank, zip(*shares, strict=True), strict=True):
-                mine.append(_trimmed(step, torch.cat(parts)))
-        return self._each(phase, phase, [(mine, lr_multiplier) for mine in by_rank])[0]
+                shares.append([rows[share] for share in self._shares(step.rows(rows), together)])
+            for mine, indices in zip(by_group, zip(*shares, strict=True), strict=True):
+                mine.append(_trimmed(step, torch.cat(indices)))
+        arguments = [(by_group[rank // together], lr_multiplier) for rank in range(self.ranks)]
+        return self._each(phase, phase, arguments)[0]
 
 
 def _trimmed(batch: TrainBatch, index: Tensor) -> TrainBatch:

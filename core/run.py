@@ -28,14 +28,14 @@ from core.faults import kill_point
 from core.interrupts import GracefulStop
 from core.kl import KLController
 from core.metrics import data_metrics
-from core.models import load_tokenizer, planned_fingerprints
+from core.models import load_tokenizer
 from core.provenance import Provenance
 from core.rewards import RewardLayer
 from core.rewards.examine import examined
 from core.tracking import Tracker, dump_jsonl, generation_row
 from core.types import Prompt, ScoredGroup, StepMetrics, TrainBatch, Trajectory
 from core.validation import ValRecord, validation_metrics
-from core.workers import LocalWorkers, Workers
+from core.workers import LocalWorkers, Workers, planned_fingerprints
 
 if TYPE_CHECKING:
     from core.config.schema import Config

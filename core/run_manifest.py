@@ -88,7 +88,7 @@ def changed_keys(config: Any, recipe: str = "") -> dict[str, list[Any]]:
 def _filled_in(config: Any, recipe: str, key: str) -> bool:
     from core.config import Config, convert, resolution
 
-    if not isinstance(config, Config):
+    if not isinstance(config, Config) or key not in convert.all_keys():  # a key inside a mapping of the user's own
         return False
     without = resolution.resolve(convert.replaced(config, {key: None}), recipe)
     return convert.get(without, key) == convert.get(config, key)

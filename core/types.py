@@ -6,7 +6,7 @@ A tensor's name carries its axes: ``adv_BT``, ``reward_B``, ``groups_P``.
 **Alignment.** Entry ``[b, t]`` of any ``[B, T]`` tensor describes the token ``input_ids[b, t]``.
 A log-prob is ``log p(token t | tokens < t)``, a value is that of the state in which token ``t`` is
 chosen, so both come from the hidden state at ``t - 1``. That shift happens in exactly one function
-(``core.learner.hidden_before_token``); nothing else in the repository moves a tensor by one.
+(``core.packing.before``); nothing else in the repository moves a tensor by one.
 
 Nothing here imports torch: the scorers, the configuration and the reports use these types too.
 """
@@ -254,7 +254,8 @@ class TrainBatch:
 
     def blank_row(self) -> TrainBatch:
         """One row of two tokens that nobody wrote and that weigh nothing, with the fields of this batch."""
-        return self._map(lambda value, axes: value.new_zeros((1, 2) if axes == "BT" else (1,)))
+        blank = self._map(lambda value, axes: value.new_zeros((1, 2) if axes == "BT" else (1,)))
+        return blank.adding(attention_mask=~blank.attention_mask)
 
     def to(self, device: Any) -> TrainBatch:
         return self._map(lambda value, axes: value.to(device, non_blocking=True))

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from core.batching import optimizer_steps
 from core.engines import RolloutEngine, make_engine
 from core.export import export_hf, load_weights
-from core.learner import Actor, Critic, MicroBatchSize, Policy
+from core.learner import Actor, BasePolicy, Critic, MicroBatchSize, Policy
+from core.lora import add_adapters, has_adapters, load_adapters, merged_weights, save_adapters, trained_weights
 from core.losses import aggregation
 from core.models import load_critic, load_policy
+from core.packing import Layout
 from core.provenance import ModelFingerprint
 from core.run_state import load_tensors, save_tensors
 from core.types import TrainBatch
@@ -91,16 +93,26 @@ class LocalWorkers:
         self.config = config
         self.tokenizer = tokenizer
         rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
-        passes = {"temperature": rollout.temperature or 1.0, "compute_dtype": compute_dtype(actor.fsdp_config.dtype)}
-        policy = load_policy(config.actor_rollout_ref.model).to(device)
-        self.actor = Actor(policy, actor, **passes)
-        self.ref = Policy(copy.deepcopy(policy).requires_grad_(False), **passes) if needs_ref else None
-        self.critic = None
+        model = config.actor_rollout_ref.model
+        passes = {
+            "temperature": rollout.temperature or 1.0,
+            "compute_dtype": compute_dtype(actor.fsdp_config.dtype),
+            "layout": Layout(packed=model.use_remove_padding),
+        }
+        policy = load_policy(model).to(device)
+        self.engine = make_engine(config, copy.deepcopy(policy).requires_grad_(False), tokenizer)
+        self.ref = self.critic = None
+        if needs_ref and not model.lora_rank:
+            self.ref = Policy(copy.deepcopy(policy).requires_grad_(False), **passes)
+        self.actor = Actor(add_adapters(policy, model, config.trainer.seed), actor, **passes)
+        if needs_ref and model.lora_rank:
+            self.ref = BasePolicy(policy, **passes)
         if needs_critic:
             critic = load_critic(config.critic.model, seed=config.trainer.seed).to(device)
+            critic = add_adapters(critic, config.critic.model, config.trainer.seed)
             dtype = compute_dtype(config.critic.model.fsdp_config.dtype)
-            self.critic = Critic(critic, config.critic, compute_dtype=dtype)
-        self.engine = make_engine(config, copy.deepcopy(policy).requires_grad_(False), tokenizer)
+            layout = Layout(packed=config.critic.model.use_remove_padding)
+            self.critic = Critic(critic, config.critic, compute_dtype=dtype, layout=layout)
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         return self.actor.log_probs(batch, pass_size(self.config.actor_rollout_ref.rollout))
@@ -120,7 +132,7 @@ class LocalWorkers:
         return self.critic.update(steps, lr_multiplier)
 
     def sync_weights(self, version: int) -> dict[str, float]:
-        self.engine.update_weights(self.actor.module.state_dict().items(), version)
+        self.engine.update_weights(merged_weights(self.actor.module), version)
         return {"rollout_corr/probe_diff": self.probe()}
 
     def probe(self) -> float:
@@ -142,20 +154,41 @@ class LocalWorkers:
         return {name: ModelFingerprint.of(part.module) for name, part in models.items()}
 
     def save(self, folder: Path) -> None:
-        export_hf(self.actor.module, self.tokenizer, folder / "actor")
-        save_tensors(folder / "actor" / "optimizer.pt", self.actor.stepper.optimizer.state_dict())
-        if self.critic is not None:
-            export_hf(self.critic.module, self.tokenizer, folder / "critic")
-            save_tensors(folder / "critic" / "optimizer.pt", self.critic.stepper.optimizer.state_dict())
+        for name, part in (("actor", self.actor), ("critic", self.critic)):
+            if part is not None:
+                save_model(part.module, self.tokenizer, folder / name)
+                save_tensors(folder / name / "optimizer.pt", part.stepper.optimizer.state_dict())
 
     def load(self, folder: Path) -> None:
         for name, part in (("actor", self.actor), ("critic", self.critic)):
             if part is not None:
-                load_weights(part.module, folder / name)
+                load_model(part.module, folder / name)
                 load_optimizer(part, folder / name)
 
     def close(self) -> None:
         self.engine.close()
+
+
+def save_model(module: nn.Module, tokenizer: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+    """A Hugging Face folder; of a model with adapters what is trained alone, in peft's format. ``weights`` stand in
+    for the module's own, where those are elsewhere."""
+    if not has_adapters(module):
+        export_hf(module, tokenizer, folder, state_dict=weights)
+        return
+    save_adapters(module, weights or trained_weights(module), folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+@torch.no_grad()
+def load_model(module: nn.Module, folder: Path) -> None:
+    """What :func:`save_model` wrote."""
+    if not has_adapters(module):
+        load_weights(module, folder)
+        return
+    trained = trained_weights(module)
+    for name, value in load_adapters(list(trained), folder).items():
+        trained[name].copy_(value)
 
 
 def load_optimizer(part: Actor | Critic, folder: Path) -> None:
@@ -166,6 +199,15 @@ def load_optimizer(part: Actor | Critic, folder: Path) -> None:
     from core import fsdp
 
     fsdp.load_optimizer(part.module, part.stepper.optimizer, folder / fsdp.OPTIMIZER)
+
+
+def planned_fingerprints(config: Config, *, critic: bool) -> dict[str, ModelFingerprint]:
+    """Architecture and shapes of the models that ``config`` asks for, before any weight is read."""
+    part, seed = config.actor_rollout_ref, config.trainer.seed
+    made = {"actor": add_adapters(load_policy(part.model, on_meta=True), part.model, seed)}
+    if critic:
+        made["critic"] = add_adapters(load_critic(config.critic.model, seed, on_meta=True), config.critic.model, seed)
+    return {name: ModelFingerprint.of(module) for name, module in made.items()}
 
 
 def probe_ids(vocab_size: int, length: int = 24) -> tuple[int, ...]:

@@ -13,6 +13,14 @@ def _uneven(rows: int, micro: int | None, dynamic: bool) -> bool:
     return not dynamic and micro is not None and micro < rows and rows % micro != 0
 
 
+def _section(view: View, section: str) -> Any:
+    return view[section.rsplit(".", 1)[-1]]
+
+
+def _parallel(part: Any) -> int:
+    return part.ulysses_sequence_parallel_size
+
+
 def _rows(view: View, mini: int) -> int:
     """Trajectories of an optimizer step on one rank."""
     return mini * view.rollout.n // view.data_ranks
@@ -51,11 +59,32 @@ BATCHES = (
         f"times {ROLLOUT}.n={{rollout.n}} must be a multiple of the {{data_ranks}} ranks that share it",
         "change one of them",
     ),
-    Rule(
-        f"{ACTOR}.ulysses_sequence_parallel_size",
-        lambda v: v.cluster and v.ranks % v.actor.ulysses_sequence_parallel_size,
-        "must divide the {ranks} ranks (trainer.nnodes * trainer.n_gpus_per_node)",
-        "change one of them",
+    *(
+        Rule(
+            f"{section}.ulysses_sequence_parallel_size",
+            lambda v, section=section, runs=runs: runs(v) and v.cluster and v.ranks % _parallel(_section(v, section)),
+            "must divide the {ranks} ranks (trainer.nnodes * trainer.n_gpus_per_node)",
+            "change one of them",
+        )
+        for section, runs in (
+            (ACTOR, always),
+            (REF, lambda v: v.needs_ref and v.ref.ulysses_sequence_parallel_size != _parallel(v.actor)),
+            ("critic", lambda v: v.critic.enable),
+        )
+    ),
+    *(
+        Rule(
+            f"{section}.ulysses_sequence_parallel_size",
+            lambda v, section=section, model=model: (
+                v.cluster and _parallel(_section(v, section)) > 1 and not v[model].use_remove_padding
+            ),
+            f"splits packed sequences, and {key}=False",
+            f"set {key}=True, or ulysses_sequence_parallel_size=1",
+        )
+        for section, model, key in (
+            (ACTOR, "model", "actor_rollout_ref.model.use_remove_padding"),
+            ("critic", "critic_model", "critic.model.use_remove_padding"),
+        )
     ),
     Rule(
         f"{ROLLOUT}.tensor_model_parallel_size",
@@ -103,10 +132,6 @@ PASSES = (
         lambda v: v.critic.enable,
     ),
 )
-
-
-def _section(view: View, section: str) -> Any:
-    return view[section.rsplit(".", 1)[-1]]
 
 
 def _memory_rules(

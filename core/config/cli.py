@@ -60,17 +60,7 @@ def _outside(composed: Composed, typed: frozenset[str] | None) -> list[str]:
     if typed is None:
         absent = [entry for entry in NOT_YET if convert.get(composed.config, entry[0]) == entry[1]]
         lines += [f"{key}={value}: is not available in this version; use {key}={use}" for key, value, use in absent]
-        lines += _sequence_parallel(composed.config)
     return lines
-
-
-def _sequence_parallel(config: Config) -> list[str]:
-    """Sequence parallelism is validated for the day that it comes."""
-    if config.trainer.backend == "local":
-        return []
-    keys = [f"{part}.ulysses_sequence_parallel_size" for part in ("actor_rollout_ref.actor", "critic")]
-    asked = {key: value for key in keys if (value := convert.get(config, key)) > 1}
-    return [f"{key}={value}: is not available in this version; use {key}=1" for key, value in asked.items()]
 
 
 def _refuse(problems: Sequence[str]) -> NoReturn:

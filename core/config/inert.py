@@ -8,7 +8,6 @@ from fnmatch import fnmatchcase
 from core.config.batch_rules import PASSES
 from core.config.checks import PER_SEQUENCE
 from core.config.limits import is_plugin
-from core.config.rule import always
 from core.config.view import View
 
 ACTOR, ROLLOUT, REF, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref", "model"))
@@ -40,6 +39,22 @@ MODELS: tuple[Entry, ...] = (
         ("critic.*", "trainer.critic_warmup"),
         lambda v: not v.critic.enable,
         "algorithm.adv_estimator={algorithm.adv_estimator} has no critic",
+    ),
+)
+
+ADAPTERS: tuple[Entry, ...] = (
+    *(
+        (
+            tuple(f"{section}.{key}" for key in ("lora_alpha", "target_modules", "exclude_modules")),
+            lambda v, name=name: not v[name].lora_rank,
+            f"{section}.lora_rank=0 trains all weights",
+        )
+        for section, name in ((MODEL, "model"), ("critic.model", "critic_model"))
+    ),
+    (
+        (f"{REF}.fsdp_config.*",),
+        lambda v: v.model.lora_rank,
+        f"{MODEL}.lora_rank is set: the reference is the policy without its adapters",
     ),
 )
 
@@ -190,11 +205,6 @@ PLACES: tuple[Entry, ...] = (
         lambda v: v.trainer.backend == "local",
         "trainer.backend=local runs one rank in this process",
     ),
-    (
-        (f"{MODEL}.use_remove_padding", "critic.model.use_remove_padding"),
-        always,
-        "sequences of similar length share a pass instead",
-    ),
 )
 
 RUNS: tuple[Entry, ...] = (
@@ -248,7 +258,7 @@ RUNS: tuple[Entry, ...] = (
 )
 
 ENTRIES = (
-    *(*MODELS, *OBJECTIVE, *_schedule(ACTOR, "actor"), *_schedule("critic", "critic"), *MEMORY),
+    *(*MODELS, *ADAPTERS, *OBJECTIVE, *_schedule(ACTOR, "actor"), *_schedule("critic", "critic"), *MEMORY),
     *(*SAMPLING, *EPISODES, *PLACES, *RUNS),
 )
 

@@ -44,3 +44,4 @@ Betas = Annotated[
     tuple[float, ...], Limit("two numbers in [0, 1)", lambda v: len(v) == 2 and all(0 <= b < 1 for b in v))
 ]
 NonEmpty = Annotated[tuple[str, ...], Limit("at least one path", lambda v: len(v) > 0 and all(v))]
+Names = Annotated[tuple[str, ...], Limit("at least one name", lambda v: len(v) > 0 and all(v))]

@@ -81,6 +81,8 @@ def checked_at_start(config: Config) -> list[str]:
     lines.append(f"model: {model.path} {source}; its tokenizer and chat template")
     if rollout.name == "vllm":
         lines.append(f"package: vllm can be imported (actor_rollout_ref.rollout.name={rollout.name})")
+    if model.lora_rank or (config.critic.enable and config.critic.model.lora_rank):
+        lines.append("package: peft can be imported (lora_rank)")
     if trainer.backend == "ray":
         lines.append("package: ray can be imported (trainer.backend=ray)")
         lines.append(f"devices: {trainer.nnodes} x {trainer.n_gpus_per_node} {trainer.device or 'cuda'} in the cluster")

@@ -71,6 +71,10 @@ class ModelConfig:
     override_config: Open = FrozenDict()  # fields of the model's own configuration
     enable_gradient_checkpointing: bool = True
     use_remove_padding: bool = False
+    lora_rank: limits.Size = 0  # 0: all weights train
+    lora_alpha: limits.Count = 16  # the adapters' output is scaled by lora_alpha / lora_rank
+    target_modules: limits.Names = ("all-linear",)  # or ends of names, or one pattern of whole names
+    exclude_modules: limits.Names | None = None
 
 
 @dataclass(frozen=True)
@@ -213,6 +217,10 @@ class CriticModelConfig:
     override_config: Open | None = None
     enable_gradient_checkpointing: bool = True
     use_remove_padding: bool = False
+    lora_rank: limits.Size = 0
+    lora_alpha: limits.Count = 16
+    target_modules: limits.Names = ("all-linear",)
+    exclude_modules: limits.Names | None = None
     fsdp_config: FSDPConfig = FSDPConfig()
 
 

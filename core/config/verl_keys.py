@@ -89,9 +89,10 @@ UNSUPPORTED: Mapping[str, Advice] = {
     },
     "*.optim.total_training_steps": Advice("is set by the trainer", "use trainer.total_training_steps", (-1, None)),
     "*.megatron.*": Advice("Megatron is not supported", f"models train with FSDP2: {ACTOR}.strategy=fsdp2"),
-    "*.model.lora_rank": Advice(f"LoRA {LATER}", "train all weights: leave it out, or set it to 0", (0, None)),
-    "*.model.lora_adapter_path": Advice(f"LoRA {LATER}", "leave it out", (None,)),
-    "*.model.lora.*": Advice(f"LoRA {LATER}", "leave it out"),
+    "*.model.lora_adapter_path": Advice(
+        "adapters start fresh", "merge those into the base with peft and name the result in model.path", (None,)
+    ),
+    "*.model.lora.*": Advice("is not the name here", f"use {MODEL}.lora_rank, lora_alpha, target_modules"),
     "*.fsdp_config.model_dtype": Advice("the master weights are float32", "leave it out", ("fp32", "float32")),
     "*.fsdp_config.grad_offload": Advice("FSDP2 has no switch for it", "use optimizer_offload", (False,)),
     f"{MODEL}.enable_activation_offload": Advice(
@@ -188,9 +189,6 @@ NO_EFFECT: Mapping[str, str] = {
     f"{MODEL}.use_liger": "PyTorch's own kernels are used",
     f"{MODEL}.use_fused_kernels": "the head is always computed in chunks, without the logits of a whole batch",
     f"{MODEL}.fused_kernel_options.*": "the head is always computed in chunks",
-    "*.model.lora_alpha": "LoRA is off",
-    "*.model.target_modules": "LoRA is off",
-    "*.model.exclude_modules": "LoRA is off",
     "critic.model.use_shm": "weights are read where they are",
     "critic.model.tokenizer_path": "the critic reads the policy's tokens",
     "critic.rollout_n": f"it is {ROLLOUT}.n",
@@ -210,6 +208,7 @@ NO_EFFECT: Mapping[str, str] = {
     "*.checkpoint.load_contents": "a checkpoint is loaded whole",
     f"{ROLLOUT}.mode": "requests are always asynchronous",
     f"{ROLLOUT}.load_format": "weights go to the engine in memory",
+    f"{ROLLOUT}.max_loras": "adapters are merged into what the engine gets",
     f"{ROLLOUT}.layered_summon": "weights go to the engine tensor by tensor",
     f"{ROLLOUT}.calculate_log_probs": "the engine's log-probs are always kept",
     f"{ROLLOUT}.logprobs_mode": "log-probs are always those of the distribution sampled from",

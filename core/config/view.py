@@ -17,6 +17,7 @@ SHORT = {
     "val": "actor_rollout_ref.rollout.val_kwargs",
     "model": "actor_rollout_ref.model",
     "critic": "critic",
+    "critic_model": "critic.model",
     "reward": "reward_model",
     "buffer": "reward_model.overlong_buffer",
     "custom": "custom_reward_function",
@@ -51,6 +52,7 @@ class View:
     val: Section
     model: Section
     critic: Section
+    critic_model: Section
     reward: Section
     buffer: Section
     custom: Section

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from core.batching import busy_rows, rank_shares
 from core.fsdp import LearnerRank, gather
 from core.learner import only_advantages_train
+from core.lora import merged_weights, trained_weights
 from core.metrics import Means
 from core.workers import steps_of
 
@@ -29,23 +30,25 @@ def run(rank: int, world: int, folder: Path, jobs: dict) -> None:
     dist.destroy_process_group()
 
 
-def learner(config, dtype="float64", critic=True):
-    return LearnerRank(config, torch.device("cpu"), needs_ref=False, needs_critic=critic, master_dtype=DTYPES[dtype])
+def learner(config, dtype="float64", critic=True, ref=False):
+    return LearnerRank(config, torch.device("cpu"), needs_ref=ref, needs_critic=critic, master_dtype=DTYPES[dtype])
 
 
-def share(batch, rank, world):
-    index = rank_shares(batch.attention_mask.sum(1), world)[rank]
+def share(batch, rank, world, config):
+    """The rank's rows; neighbours of a sequence-parallel group have the same."""
+    together = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
+    index = rank_shares(batch.attention_mask.sum(1), world // together)[rank // together]
     return batch.rows(index)
 
 
 def steps(config, batch, rank, world):
     actor = config.actor_rollout_ref.actor
-    return [share(step, rank, world) for step in steps_of(batch, actor, config.data.max_response_length)]
+    return [share(step, rank, world, config) for step in steps_of(batch, actor, config.data.max_response_length)]
 
 
-def train(rank, world, config, batch, dtype="float64", updates=5, save=None, load=None):
+def train(rank, world, config, batch, dtype="float64", updates=5, save=None, load=None, ref=False):
     """Metrics of each update, and the weights and log-probs at the end."""
-    one = learner(config, dtype)
+    one = learner(config, dtype, ref=ref)
     if load:
         one.load(str(load))
     metrics = []
@@ -56,8 +59,9 @@ def train(rank, world, config, batch, dtype="float64", updates=5, save=None, loa
         one.save(str(save))
     log_probs = one.compute_log_probs(batch)[0]  # every rank the whole batch
     values = one.compute_values(batch)[0]
-    weights = {name: gather(part.module) for name, part in one.trained().items()}
-    return {"metrics": metrics, "weights": weights, "log_probs": log_probs, "values": values}
+    weights = {name: gather(merged_weights(part.module)) for name, part in one.trained().items()}
+    found = {"metrics": metrics, "weights": weights, "log_probs": log_probs, "values": values}
+    return {**found, "ref": one.compute_ref_log_prob(batch)[0]} if one.ref else found
 
 
 def gradients(rank, world, config, batch, dtype="float32"):
@@ -67,7 +71,7 @@ def gradients(rank, world, config, batch, dtype="float32"):
     busy = busy_rows(step, only_advantages_train=only_advantages_train(config.actor_rollout_ref.actor))
     means = Means()
     one.actor.mismatch = Means()
-    one.actor.accumulate(share(step.rows(busy.nonzero()[:, 0]), rank, world), means)
-    grads = {name: parameter.grad.full_tensor() for name, parameter in one.actor.module.named_parameters()}
-    total = one.ranks.total(means)
+    one.actor.accumulate(share(step.rows(busy.nonzero()[:, 0]), rank, world, config), means)
+    grads = {name: parameter.grad.full_tensor() for name, parameter in trained_weights(one.actor.module).items()}
+    total = one.actor.ranks.total(means)
     return {"grads": grads, "loss": total.sums["pg_loss"]}

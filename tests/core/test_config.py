@@ -39,7 +39,7 @@ ADDED = {
     *(f"reward_model.sandbox.{name}" for name in ("allow_unisolated", "timeout_s", "memory_limit_mb")),
     *("algorithm.filter_groups.on_exhausted", "trainer.backend", "trainer.cpu_threads", "trainer.seed"),
     *("trainer.max_staleness", "trainer.health.max_nonfinite_in_row"),
-    *("trainer.phase_timeout_s", "trainer.max_restarts"),
+    *("trainer.phase_timeout_s", "trainer.max_restarts", "critic.model.exclude_modules"),
     *("actor_rollout_ref.rollout.agent_loop", f"{ACTOR}.state_masking", "max_turns", "do_search"),
     *(f"actor_rollout_ref.rollout.multi_turn.{name}" for name in ("max_tool_calls", "tool_timeout_s", "repeatable")),
     *("data.max_start_length", "data.max_obs_length"),

@@ -61,7 +61,8 @@ def test_every_unknown_key_gets_a_suggestion_that_exists():
         ("reward.num_workers=8", "use reward_model.num_workers"),
         ("trainer.default_hdfs_dir=hdfs://x", "use trainer.default_local_dir"),
         (f"{ACTOR}.megatron.tensor_model_parallel_size=2", "Megatron is not supported"),
-        ("actor_rollout_ref.model.lora_rank=32", "LoRA is not supported yet"),
+        ("actor_rollout_ref.model.lora_adapter_path=x", "merge those into the base"),
+        ("actor_rollout_ref.model.lora.rank=32", "use actor_rollout_ref.model.lora_rank"),
         (f"{ROLLOUT}.agent.default_agent_loop=tool_agent", f"use {ROLLOUT}.multi_turn.enable=True"),
         ("data.custom_cls.path=x.py", "write parquet rows"),
         ("data.datagen.path=x.py", "a row is a function of its ordinal"),
@@ -103,7 +104,7 @@ def test_advice_points_at_keys_that_exist():
         ("data.return_raw_chat=True", "the chat is always kept"),
         ("reward_model.enable=False", "asks for nothing"),
         ("trainer.default_hdfs_dir=null", "asks for nothing"),
-        ("actor_rollout_ref.model.lora_rank=0", "asks for nothing"),
+        ("actor_rollout_ref.model.lora_adapter_path=null", "asks for nothing"),
         (f"{ACTOR}.ppo_micro_batch_size=null", "asks for nothing"),
         (f"{ACTOR}.entropy_checkpointing=True", "chunks"),
         (f"{ROLLOUT}.mode=async", "asynchronous"),
@@ -121,7 +122,7 @@ def test_a_key_whose_purpose_is_met_otherwise_is_accepted_and_listed(override, r
 
 def test_a_harmless_value_is_harmless_by_type_too():
     assert verl_keys.without_effect("reward_model.enable", 0) is None
-    assert verl_keys.without_effect("actor_rollout_ref.model.lora_rank", False) is None
+    assert verl_keys.without_effect("actor_rollout_ref.model.lora_adapter_path", False) is None
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ FILTER = ("algorithm.filter_groups.enable=True", f"{ROLLOUT}.n=4")
 BUFFER = ("reward_model.overlong_buffer.enable=True", "reward_model.overlong_buffer.len=100")
 FACTOR = "reward_model.overlong_buffer.penalty_factor=1.0"
 EIGHT = "trainer.n_gpus_per_node=8"
+PACKED = "actor_rollout_ref.model.use_remove_padding=True"
 
 # recipe, overrides, hooks, the beginning of the line, what else it says
 BROKEN = [
@@ -60,8 +61,24 @@ BROKEN = [
     ),
     ("ppo", [f"{ACTOR}.ppo_mini_batch_size=4", EIGHT], (), f"{ACTOR}.ppo_mini_batch_size=4", "8 ranks"),
     (
-        *("ppo", [EIGHT, f"{ACTOR}.ulysses_sequence_parallel_size=3"], ()),
+        *("ppo", [EIGHT, PACKED, f"{ACTOR}.ulysses_sequence_parallel_size=3"], ()),
         *(f"{ACTOR}.ulysses_sequence_parallel_size=3", "divide the 8 ranks"),
+    ),
+    (
+        *("grpo", [EIGHT, PACKED, f"{ACTOR}.use_kl_loss=True", f"{REF}.ulysses_sequence_parallel_size=3"], ()),
+        *(f"{REF}.ulysses_sequence_parallel_size=3", "divide the 8 ranks"),
+    ),
+    (
+        *("ppo", [EIGHT, "critic.model.use_remove_padding=True", "critic.ulysses_sequence_parallel_size=3"], ()),
+        *("critic.ulysses_sequence_parallel_size=3", "divide the 8 ranks"),
+    ),
+    (
+        *("ppo", [EIGHT, f"{ACTOR}.ulysses_sequence_parallel_size=2"], ()),
+        *(f"{ACTOR}.ulysses_sequence_parallel_size=2", "set actor_rollout_ref.model.use_remove_padding=True"),
+    ),
+    (
+        *("ppo", [EIGHT, "critic.ulysses_sequence_parallel_size=2"], ()),
+        *("critic.ulysses_sequence_parallel_size=2", "set critic.model.use_remove_padding=True"),
     ),
     (
         *("ppo", [EIGHT, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=3"], ()),
@@ -266,6 +283,7 @@ FINE = [
             "data.train_batch_size=4",
             f"{ACTOR}.ppo_mini_batch_size=4",
             EIGHT,
+            PACKED,
             f"{ACTOR}.ulysses_sequence_parallel_size=2",
         ],
         (),
@@ -397,7 +415,16 @@ IDLE = [
     ("ppo", ["trainer.nnodes=1"], "trainer.nnodes"),
     ("ppo", ["ray_kwargs.ray_init.num_cpus=4"], "ray_kwargs.ray_init.num_cpus"),
     ("ppo", ["critic.model.fsdp_config.param_offload=True"], "critic.model.fsdp_config.param_offload"),
-    ("ppo", ["actor_rollout_ref.model.use_remove_padding=True"], "actor_rollout_ref.model.use_remove_padding"),
+    ("ppo", ["actor_rollout_ref.model.lora_alpha=32"], "actor_rollout_ref.model.lora_alpha"),
+    ("ppo", ["critic.model.target_modules=[q_proj]"], "critic.model.target_modules"),
+    (
+        "grpo",
+        [
+            *("actor_rollout_ref.model.lora_rank=8", "trainer.backend=ray", f"{ACTOR}.use_kl_loss=True"),
+            f"{REF}.fsdp_config.param_offload=True",
+        ],
+        f"{REF}.fsdp_config.param_offload",
+    ),
     ("ppo", ["trainer.total_epochs=5", "trainer.total_training_steps=5"], "trainer.total_epochs"),
     ("ppo", ["algorithm.filter_groups.metric=acc"], "algorithm.filter_groups.metric"),
     ("ppo", ["reward_model.overlong_buffer.len=5"], "reward_model.overlong_buffer.len"),

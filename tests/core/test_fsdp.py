@@ -9,6 +9,7 @@ import torch.multiprocessing as mp
 
 from core import workers
 from core.batching import optimizer_steps, rank_shares
+from core.lora import merged_weights
 from core.metrics import Means
 from core.models import load_critic, load_policy
 from core.workers import LocalWorkers
@@ -25,25 +26,35 @@ MEMORY = (
     "critic.model.fsdp_config.reshard_after_forward=False",
     "critic.model.fsdp_config.forward_prefetch=True",
 )
+ADAPTERS = ("actor_rollout_ref.model.lora_rank=4", "critic.model.lora_rank=3")
+PACKED = ("actor_rollout_ref.model.use_remove_padding=True", "critic.model.use_remove_padding=True")
+SPLIT = (
+    *PACKED,
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+    "critic.ulysses_sequence_parallel_size=2",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=40",  # of each of the two
+)
+HYBRID = ("actor_rollout_ref.actor.fsdp_config.fsdp_size=2", "critic.model.fsdp_config.fsdp_size=2")
 BF16 = "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16"
 
 
-def local(config, dtype=torch.float64):
+def local(config, dtype=torch.float64, ref=False):
     """The in-process backend with masters of another dtype."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workers, "load_policy", functools.partial(load_policy, dtype=dtype))
         patch.setattr(workers, "load_critic", functools.partial(load_critic, dtype=dtype))
-        return LocalWorkers(config, None, CPU, needs_ref=False, needs_critic=True)
+        return LocalWorkers(config, None, CPU, needs_ref=ref, needs_critic=True)
 
 
-def train_local(config, batch, updates=5, dtype=torch.float64, load=None):
-    one = local(config, dtype)
+def train_local(config, batch, updates=5, dtype=torch.float64, load=None, ref=False):
+    one = local(config, dtype, ref)
     if load:
         one.load(load)
     metrics = [{**one.update_critic(batch, 1.0), **one.update_actor(batch, 1.0)} for _ in range(updates)]
-    weights = {"actor": one.actor.module.state_dict(), "critic": one.critic.module.state_dict()}
+    weights = {"actor": dict(merged_weights(one.actor.module)), "critic": dict(merged_weights(one.critic.module))}
     log_probs, values = one.compute_log_probs(batch)[0], one.compute_values(batch)
-    return {"metrics": metrics, "weights": weights, "log_probs": log_probs, "values": values}
+    found = {"metrics": metrics, "weights": weights, "log_probs": log_probs, "values": values}
+    return {**found, "ref": one.compute_ref_log_prob(batch)} if one.ref else found
 
 
 def assert_same_training(found, expected, rtol=1e-9, atol=1e-9):
@@ -56,7 +67,9 @@ def assert_same_training(found, expected, rtol=1e-9, atol=1e-9):
         assert found["weights"][model].keys() == weights.keys()
         for name, value in weights.items():
             torch.testing.assert_close(found["weights"][model][name], value, rtol=rtol, atol=atol, msg=name)
-    torch.testing.assert_close(found["log_probs"], expected["log_probs"], rtol=rtol, atol=atol)
+    for name in ("log_probs", "ref"):
+        if name in expected:
+            torch.testing.assert_close(found[name], expected[name], rtol=rtol, atol=atol)
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +105,15 @@ def two(models, tmp_path_factory):
         "saved": ("train", cluster_config(models["untied"]), {"batch": batch, "updates": 2, "save": folder / "ckpt"}),
         "loaded": ("train", cluster_config(models["untied"]), {"batch": batch, "updates": 2, "load": folder / "ckpt"}),
         "from_local": ("train", cluster_config(models["untied"]), {"batch": batch, "updates": 1, "load": workers_save}),
+        "adapters": ("train", cluster_config(models["tied"], *ADAPTERS), {"batch": batch, "ref": True}),
+        "adapters_saved": (
+            *("train", cluster_config(models["tied"], *ADAPTERS)),
+            {"batch": batch, "updates": 2, "save": folder / "adapters"},
+        ),
+        "packed": ("train", cluster_config(models["untied"], *PACKED), {"batch": batch}),
+        "split": ("train", cluster_config(models["untied"], *SPLIT), {"batch": batch, "ref": True}),
+        "split_gradients": ("gradients", cluster_config(models["tied"], WHOLE, *SPLIT), {"batch": batch}),
+        "split_few": ("gradients", cluster_config(models["tied"], WHOLE, *SPLIT), {"batch": mixed_batch(1, 1)}),
         "bf16": ("gradients", cluster_config(models["tied"], WHOLE, BF16), {"batch": batch}),
     }
     found = on_ranks(2, folder, jobs)
@@ -131,6 +153,41 @@ def test_fp32_gradients_of_two_ranks_are_those_of_one(two, models, name, extra, 
     assert distance(found["grads"], expected) < 1e-6
 
 
+def test_adapters_train_on_two_ranks_as_in_one_process(two, models):
+    """And the reference is the base, whatever was trained."""
+    config = cluster_config(models["tied"], *ADAPTERS)
+    assert_same_training(two.adapters, train_local(config, mixed_batch(), ref=True))
+    untrained = train_local(config, mixed_batch(), updates=0)
+    torch.testing.assert_close(two.adapters["ref"], untrained["log_probs"], rtol=1e-9, atol=1e-9)
+    assert not torch.allclose(two.adapters["log_probs"], untrained["log_probs"], atol=1e-2)
+
+
+def test_adapters_that_two_ranks_saved_load_in_one_process(two, models):
+    config, batch = cluster_config(models["tied"], *ADAPTERS), mixed_batch()
+    straight = train_local(config, batch, updates=4)
+    after = train_local(config, batch, updates=2, load=two.folder / "adapters")
+    assert_same_training(after, {**straight, "metrics": straight["metrics"][2:]})
+
+
+def test_packed_rows_on_two_ranks_train_as_padded_ones_in_one_process(two, models):
+    assert_same_training(two.packed, train_local(cluster_config(models["untied"]), mixed_batch()))
+
+
+def test_two_ranks_that_split_each_sequence_train_as_one_process(two, models):
+    """Policy, reference and critic, against padded rows and no split."""
+    expected = train_local(cluster_config(models["untied"]), mixed_batch(), ref=True)
+    assert_same_training(two.split, expected)
+    torch.testing.assert_close(two.split["values"], expected["values"], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "batch"), [("split_gradients", mixed_batch()), ("split_few", mixed_batch(1, 1))])
+def test_fp32_gradients_of_a_split_sequence_are_those_of_the_whole(two, models, name, batch):
+    expected, loss = local_gradients(cluster_config(models["tied"], WHOLE), batch)
+    found = getattr(two, name)
+    assert found["loss"] == pytest.approx(loss, rel=1e-5)
+    assert distance(found["grads"], expected) < 1e-6
+
+
 def test_bf16_passes_have_float32_masters_and_gradients(two, models):
     expected, _ = local_gradients(cluster_config(models["tied"], WHOLE), mixed_batch())
     assert {str(grad.dtype) for grad in two.bf16["grads"].values()} == {"torch.float32"}
@@ -155,11 +212,21 @@ def test_a_checkpoint_of_the_in_process_backend_loads_on_two_ranks(two, models):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 4])
-def test_one_and_four_ranks_train_as_one_process(models, tmp_path, world):
+@pytest.mark.parametrize(
+    ("world", "extra"), [(1, ()), (4, ()), (4, HYBRID), (4, (*SPLIT, *HYBRID))], ids=["1", "4", "4 in pairs", "2 x 2"]
+)
+def test_one_and_four_ranks_train_as_one_process(models, tmp_path, world, extra):
+    """In pairs: two groups of two ranks that hold the whole model each; 2 x 2: and split each sequence by two."""
     batch = mixed_batch()
-    found = on_ranks(world, tmp_path, {"it": ("train", cluster_config(models["untied"]), {"batch": batch})})
+    jobs = {
+        "it": ("train", cluster_config(models["untied"], *extra, ranks=world), {"batch": batch}),
+        "gradients": ("gradients", cluster_config(models["tied"], WHOLE, *extra, ranks=world), {"batch": batch}),
+    }
+    found = on_ranks(world, tmp_path, jobs)
     assert_same_training(found.it, train_local(cluster_config(models["untied"]), batch))
+    expected, loss = local_gradients(cluster_config(models["tied"], WHOLE), batch)
+    assert found.gradients["loss"] == pytest.approx(loss, rel=1e-5)
+    assert distance(found.gradients["grads"], expected) < 1e-6
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from core.batching import make_batch
-from core.learner import read_tokens
+from core.learner import PADDED, read_tokens
 from core.shared_prompts import SharedPrompts, can_share
 from core.types import Prompt, Score, ScoredGroup, Stop, Trajectory
 from tests.tiny import VOCAB_SIZE, tiny_config, tiny_model
@@ -34,9 +34,8 @@ def batch_of(prompt_lengths=(9, 14, 12), answers=4, longest=6, first_is_ours=Tru
 def outcome(model, batch, shared):
     """Log-probs, entropies, and the gradients of a sum that tells all of them apart."""
     model.zero_grad(set_to_none=True)
-    log_prob, entropy = read_tokens(
-        model, batch.input_ids, batch.response_mask, temperature=0.7, entropy_grad=True, shared=shared
-    )
+    reading = PADDED.read(batch.input_ids, batch.attention_mask, batch.response_mask)
+    log_prob, entropy = read_tokens(model, reading, temperature=0.7, entropy_grad=True, shared=shared)
     weights = torch.linspace(-1, 2, len(log_prob), dtype=log_prob.dtype)
     (weights @ log_prob + weights.flip(0) @ entropy).backward()
     return log_prob.detach(), entropy.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}

@@ -185,6 +185,12 @@ def test_the_manifest_says_where_numbers_come_from(tmp_path, monkeypatch):
     assert yaml.safe_load((tmp_path / "grpo" / "lab_s7" / "config.yaml").read_text())["trainer"]["seed"] == 7
 
 
+def test_changed_keys_reach_into_mappings_of_the_users_own():
+    config = compose("grpo", ["+actor_rollout_ref.rollout.engine_kwargs.hf.cache_gib=2"])
+    key = "actor_rollout_ref.rollout.engine_kwargs.hf.cache_gib"
+    assert run_manifest.changed_keys(config, "grpo")[key] == [None, 2]
+
+
 def test_changed_keys_reach_into_nested_parts():
     config = Config()
     actor = dataclasses.replace(config.actor_rollout_ref.actor, optim=Optim(lr=3e-6))

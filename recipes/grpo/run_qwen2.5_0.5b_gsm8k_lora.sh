@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# GRPO with LoRA (rank 32) on GSM8K: Qwen2.5-0.5B-Instruct, one GPU.
+# Hyper-parameters of verl v0.6.1, examples/tuning/0.5b/qwen2-0.5b_grpo-lora_1_h100_fsdp_vllm.sh, whose baseline
+# (docs/algo/baseline.md) is 54.3. That log's name says batches of 64; the script, and so this one, has 116.
+# This script has never run at its scale; it needs trainer.backend=ray and vLLM, which this version does not have yet.
+#
+#   bash recipes/grpo/run_qwen2.5_0.5b_gsm8k_lora.sh [key=value ...]     DRY_RUN=1 only checks the configuration
+#
+# Data: python -m data_preprocess.gsm8k, or name its folder in GSM8K_DIR. Output: outputs/grpo/ in the current folder.
+# Needs peft: pip install '.[ray,lora]'.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+data="${GSM8K_DIR:-$HOME/data/gsm8k}"
+python="$root/.venv/bin/python"
+[[ -x "$python" ]] || python=python3
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+
+# What stands before -- is this script's; the arguments after it win. preset=script holds the rest of the objective.
+exec "$python" -m recipes.grpo.main_grpo \
+    preset=script \
+    data.train_files="$data/train.parquet" \
+    data.val_files="$data/test.parquet" \
+    data.train_batch_size=116 \
+    data.shuffle=False \
+    actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct \
+    actor_rollout_ref.model.lora_rank=32 \
+    actor_rollout_ref.model.lora_alpha=32 \
+    actor_rollout_ref.model.target_modules=all-linear \
+    actor_rollout_ref.model.use_remove_padding=True \
+    actor_rollout_ref.actor.optim.lr=3e-5 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=116 \
+    actor_rollout_ref.actor.use_dynamic_bsz=True \
+    actor_rollout_ref.actor.entropy_coeff=0.001 \
+    actor_rollout_ref.actor.fsdp_config.param_offload=True \
+    actor_rollout_ref.rollout.name=vllm \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.4 \
+    actor_rollout_ref.rollout.max_num_seqs=512 \
+    trainer.backend=ray \
+    trainer.nnodes=1 \
+    trainer.n_gpus_per_node=1 \
+    trainer.total_epochs=1 \
+    trainer.experiment_name=qwen2.5_0.5b_gsm8k_lora \
+    trainer.save_freq=20 \
+    trainer.test_freq=5 \
+    -- "$@"

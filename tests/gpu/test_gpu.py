@@ -1,0 +1,184 @@
+"""What only a GPU can show: its kernels, its precision, its memory. The same on the CPU where it means something.
+
+make test-gpu          (needs CUDA; the CPU's part runs with the ordinary tests)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from core.batching import make_batch
+from core.engines.hf import HFEngine
+from core.fsdp import LearnerRank
+from core.head import token_log_probs_and_entropy
+from core.learner import PADDED, MicroBatchSize, Policy
+from core.packing import Layout
+from core.types import Prompt, Score, ScoredGroup
+from core.workers import LocalWorkers, WeightSyncError
+from tests.core.cluster import cluster_config, mixed_batch, write_model
+from tests.core.engine_contract import ask, sample_all
+from tests.tiny import tiny_model, tiny_tokenizer
+
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+CUDA = pytest.param(torch.device("cuda"), id="cuda", marks=on_gpu)
+both = pytest.mark.parametrize("device", [pytest.param(torch.device("cpu"), id="cpu"), CUDA])
+only_cuda = pytest.mark.parametrize("device", [CUDA])
+precisions = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+HEADS = {"hidden_size": 64, "num_attention_heads": 4}  # 16 numbers a head: flash kernels want a multiple of 8
+MIB = 2**20
+
+
+def model(device):
+    return tiny_model(initializer_range=0.08, **HEADS).to(device)
+
+
+def policy(device, dtype, layout=PADDED):
+    compute = None if dtype is torch.float32 else dtype
+    return Policy(model(device), temperature=1.0, compute_dtype=compute, layout=layout)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), **HEADS)
+
+
+def workers(folder, device, dtype, *overrides):
+    kinds = ("rollout.dtype", "actor.fsdp_config.dtype", "ref.fsdp_config.dtype")
+    name = {torch.float32: "float32", torch.bfloat16: "bfloat16"}[dtype]
+    extra = [f"actor_rollout_ref.{kind}={name}" for kind in kinds]
+    config = cluster_config(folder, *extra, "actor_rollout_ref.model.use_remove_padding=True", *overrides)
+    return LocalWorkers(config, tiny_tokenizer(), device, needs_ref=True, needs_critic=False)
+
+
+@both
+@precisions
+def test_the_learner_reads_what_the_engine_wrote(device, dtype):
+    """Log-probs of sampled answers: the engine's, from its cache, and the learner's, packed and padded."""
+    engine = HFEngine(model(device), tiny_tokenizer(), dtype=None if dtype is torch.float32 else dtype)
+    requests = [ask((50 + i // 4, 60, 61 + i), seed=i, max_tokens=24, ignore_eos=True) for i in range(16)]
+    answers = sample_all(engine, requests)
+    engine.close()
+    prompt = Prompt(0, "0", (), (), "x", "test")
+    batch = make_batch([ScoredGroup(prompt, (one,), (Score(0.0),)) for one in answers], 0)
+    for layout in (Layout(), Layout(packed=True)):
+        found = policy(device, dtype, layout).log_probs(batch, MicroBatchSize(max_tokens=128))[0]
+        difference = (found - batch.rollout_log_probs)[batch.response_mask].abs()
+        assert float(difference.mean()) < (1e-4 if dtype is torch.float32 else 0.02)
+        assert float(difference.max()) < (1e-3 if dtype is torch.float32 else 0.5)
+
+
+@both
+@precisions
+def test_packed_rows_are_read_as_padded_ones(device, dtype):
+    """In bf16 on a GPU this is the variable-length kernel against scaled-dot-product attention."""
+    batch, size = mixed_batch(), MicroBatchSize(max_tokens=128)
+    found = [policy(device, dtype, Layout(packed)).log_probs(batch, size) for packed in (True, False)]
+    exact = policy(device, torch.float32).log_probs(batch, size)
+    bound = 1e-4 if dtype is torch.float32 else 0.1
+    for packed, padded, truth in zip(*found, exact, strict=True):
+        assert float((packed - padded).abs().max()) < bound and float((packed - truth).abs().max()) < bound
+
+
+@both
+@precisions
+def test_packed_gradients_are_those_of_padded_rows(device, dtype):
+    grads = []
+    for packed in (True, False):
+        reader = policy(device, dtype, Layout(packed))
+        log_prob, _ = reader.token_stats(mixed_batch().to(device))
+        (log_prob * mixed_batch().advantages.to(device)).sum().backward()
+        grads.append(torch.cat([p.grad.flatten() for p in reader.module.parameters()]))
+    assert float((grads[0] - grads[1]).norm() / grads[1].norm()) < (1e-4 if dtype is torch.float32 else 0.05)
+
+
+@both
+@precisions
+def test_a_sync_reaches_the_engine(folder, device, dtype, monkeypatch):
+    one = workers(folder, device, dtype)
+    one.update_actor(mixed_batch(), 1.0)
+    assert one.sync_weights(1)["rollout_corr/probe_diff"] < (1e-4 if dtype is torch.float32 else 0.1)
+    for _ in range(5):
+        one.update_actor(mixed_batch(), 5.0)
+    monkeypatch.setattr(one.engine, "update_weights", lambda *_: None)
+    with pytest.raises(WeightSyncError, match="stale"):
+        one.sync_weights(2)
+
+
+@both
+def test_a_bf16_step_is_near_the_fp32_one_and_keeps_fp32_masters(folder, device):
+    metrics, moved = {}, {}
+    for dtype in (torch.float32, torch.bfloat16):
+        one = workers(folder, device, dtype)
+        before = {key: value.detach().clone() for key, value in one.actor.module.named_parameters()}
+        metrics[dtype] = one.update_actor(mixed_batch(), 1.0)
+        after = dict(one.actor.module.named_parameters())
+        assert {value.dtype for value in after.values()} == {torch.float32}
+        state = one.actor.stepper.optimizer.state_dict()["state"].values()
+        assert {value.dtype for entry in state for value in entry.values()} == {torch.float32}
+        moved[dtype] = torch.cat([(after[key].detach() - value).flatten() for key, value in before.items()])
+    for name in ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm"):
+        assert metrics[torch.bfloat16][name] == pytest.approx(metrics[torch.float32][name], rel=0.1, abs=0.01)
+    cosine = torch.nn.functional.cosine_similarity(*moved.values(), dim=0)
+    assert float(cosine) > 0.8 and all(value.abs().sum() > 0 for value in moved.values())
+
+
+@only_cuda
+def test_the_memory_of_the_head_does_not_grow_with_the_logits(device):
+    """131072 x 4096 logits in float32 are 2 GiB; both cases fit what one chunk needs."""
+
+    def peak(vocabulary: int, tokens: int) -> float:
+        hidden = torch.randn(tokens, 64, device=device, requires_grad=True)
+        weight = torch.randn(vocabulary, 64, device=device).requires_grad_()
+        labels = torch.randint(0, vocabulary, (tokens,), device=device)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        token_log_probs_and_entropy(hidden, weight, labels)[0].sum().backward()
+        gradients = sum(one.grad.numel() * one.grad.element_size() for one in (hidden, weight))
+        return (torch.cuda.max_memory_allocated() - held - gradients) / MIB
+
+    small, large = peak(8192, 1024), peak(131072, 4096)
+    assert large <= 1.2 * small + 64  # the weight's gradient is once more there while it is being summed
+
+
+def _rank(rank: int, folder: str, model_path: Path, offload: bool) -> None:
+    """One rank over NCCL against the in-process backend, in float32."""
+    import torch.distributed as dist
+
+    store = dist.FileStore(f"{folder}/store", 1)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=1)
+    device = torch.device("cuda")
+    extra = [f"actor_rollout_ref.actor.fsdp_config.param_offload={offload}"]
+    config = cluster_config(model_path, *extra, "actor_rollout_ref.model.use_remove_padding=True", ranks=1)
+    one = LearnerRank(config, device, needs_ref=True, needs_critic=True)
+    alone = LocalWorkers(config, tiny_tokenizer(), device, needs_ref=True, needs_critic=True)
+    from core.workers import steps_of
+
+    steps = list(steps_of(mixed_batch(), config.actor_rollout_ref.actor, config.data.max_response_length))
+    found, expected = one.update_actor(steps, 1.0), alone.update_actor(mixed_batch(), 1.0)
+    assert found == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    torch.testing.assert_close(
+        one.compute_log_probs(mixed_batch())[0], alone.compute_log_probs(mixed_batch())[0], rtol=1e-3, atol=1e-3
+    )
+    assert one.weights(torch.bfloat16)
+    dist.destroy_process_group()
+
+
+@only_cuda
+@pytest.mark.parametrize("offload", [False, True], ids=["", "offloaded"])
+def test_a_sharded_rank_trains_as_the_in_process_backend(folder, device, offload, tmp_path):
+    mp.spawn(_rank, args=(str(tmp_path), folder, offload), nprocs=1)
+
+
+@only_cuda
+def test_adapters_on_a_gpu(folder, device):
+    pytest.importorskip("peft")
+    one = workers(folder, device, torch.bfloat16, "actor_rollout_ref.model.lora_rank=4")
+    first = one.compute_ref_log_prob(mixed_batch())
+    one.update_actor(mixed_batch(), 1.0)
+    assert torch.equal(one.compute_ref_log_prob(mixed_batch()), first)
+    assert one.sync_weights(1)["rollout_corr/probe_diff"] < 0.25
