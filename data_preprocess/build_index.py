@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 pooling=args.pooling,
                 max_length=args.max_length,
             )
-            encoder = make_encoder(settings, args.device, args.threads)
+            encoder = make_encoder(settings, args.device, args.threads, args.dtype)
         built = build_index(args.corpus, args.index, args.backend, encoder, args.lists, bar)
     except (RetrievalError, OSError) as error:
         print(f"build_index: {error}", file=sys.stderr)
@@ -63,6 +63,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--pooling", choices=("mean", "cls"), help="default: the model's own where it names one, else mean")
     add("--max-length", type=int, help="tokens of a passage that are read (default: the model's own, else 256)")
     add("--device", default="cpu", help="of the encoder (default %(default)s)")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on a CPU, float16 elsewhere")
     add("--threads", type=int, help="of the encoder on the CPU")
     add("--lists", type=int, help="ivf: inverted lists (default: four times the root of the rows)")
     return parser.parse_args(argv)

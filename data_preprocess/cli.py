@@ -66,7 +66,7 @@ def read_local(paths: Sequence[str], only: str | None = None) -> dict[str, Itera
     the hub's repository. With ``only``, every file is of that split, whatever its name.
     """
     if only:
-        return {only: itertools.chain.from_iterable([_read(path) for path in _all_files(paths)])}
+        return {only: itertools.chain.from_iterable([read_file(path) for path in _all_files(paths)])}
     files: dict[str, Path] = {}
     for given in paths:
         path = Path(given).expanduser()
@@ -78,7 +78,7 @@ def read_local(paths: Sequence[str], only: str | None = None) -> dict[str, Itera
             problem = "does not exist" if not path.is_file() else "is not named train* or test*"
             raise DataError([f"--local_dataset_path: {path} {problem}; give a folder, or train.jsonl and test.jsonl"])
         files[split] = path
-    return {split: _read(files[split]) for split in SPLITS if split in files}
+    return {split: read_file(files[split]) for split in SPLITS if split in files}
 
 
 def read_hub(hub: str, config: str | None, only: str | None = None) -> dict[str, Iterable[Example]]:
@@ -220,7 +220,8 @@ def _read_parquet(path: Path) -> Iterator[Example]:
             yield from batch.to_pylist()
 
 
-def _read(path: Path) -> Iterable[Example]:
+def read_file(path: Path) -> Iterable[Example]:
+    """The examples of a .jsonl, .json or .parquet file. Raises DataError where it holds something else."""
     if path.suffix == ".parquet":
         return _read_parquet(path)
     try:

@@ -13,10 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Request, Response
@@ -135,6 +137,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     import uvicorn
 
     args = _parse(argv)
+    if os.environ.get("DRY_RUN", "").lower() not in ("", "0", "false", "no"):
+        there = "is there" if Path(args.index).expanduser().exists() else "is not there yet"
+        print(f"retrieval_server: the arguments are good; checked at start: {args.index} ({there}), corpus, encoder")
+        return 0
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     try:
         listening = _listen(args.host, args.port)

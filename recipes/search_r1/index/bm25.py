@@ -3,7 +3,7 @@ a query adds up a few columns of a matrix that stays on disk.
 
 Defaults are those of the published Lucene index: k1=0.9, b=0.4, English stop words, Porter's stemmer. Building is two
 passes: texts to numbers of stems (``stems.u32``, in chunks; an interrupted pass goes on at the last whole chunk), then
-the matrix, which takes about 16 bytes of memory for every different word of every passage.
+the matrix, which takes about 45 bytes of memory for every different word of every passage.
 """
 
 from __future__ import annotations

@@ -46,9 +46,7 @@ def build_index(
         wanted = {"corpus": passages.hash} | ({} if backend == "bm25" else {"encoder": encoder.settings.as_dict()})
         if wanted.items() <= built["backends"].get(backend, {}).items():
             continue
-        began = time.perf_counter()
-        settings = _build(backend, passages, folder, encoder, lists, report)
-        built["backends"][backend] = wanted | settings | {"seconds": round(time.perf_counter() - began, 2)}
+        built["backends"][backend] = wanted | _build(backend, passages, folder, encoder, lists, report)
         write_json(folder / BUILT, built)
     return built
 
@@ -62,11 +60,17 @@ def _scanned(source: Path, folder: Path, report: Report) -> Corpus:
 def _build(
     backend: str, corpus: Corpus, folder: Path, encoder: Any, lists: int | None, report: Report
 ) -> dict[str, Any]:
+    """Settings, and the seconds without those of encoding, which the dense ones share (``vectors.json`` has them)."""
+    began = time.perf_counter()
     if backend == "bm25":
         from recipes.search_r1.index.bm25 import build_bm25
 
-        return build_bm25(corpus, folder / "bm25", report)
-    from recipes.search_r1.index.dense import build_faiss, encode_corpus
+        settings = build_bm25(corpus, folder / "bm25", report)
+    else:
+        from recipes.search_r1.index.dense import build_faiss, encode_corpus
 
-    vectors = encode_corpus(corpus, encoder, folder, report("encoding", len(corpus)))
-    return build_faiss(backend, vectors, folder / f"{backend}.faiss", lists, report(f"building {backend}", len(corpus)))
+        vectors = encode_corpus(corpus, encoder, folder, report("encoding", len(corpus)))
+        began = time.perf_counter()
+        progress = report(f"building {backend}", len(corpus))
+        settings = build_faiss(backend, vectors, folder / f"{backend}.faiss", lists, progress)
+    return settings | {"seconds": round(time.perf_counter() - began, 2)}

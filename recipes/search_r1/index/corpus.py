@@ -13,6 +13,7 @@ import hashlib
 import json
 import mmap
 import os
+import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -96,10 +97,24 @@ class Corpus:
 
 
 def _opened(path: Path) -> IO[bytes]:
+    """The lines of the corpus. The published ``wiki-18.jsonl.gz`` is, under its name, a tar archive with one file."""
     try:
-        return gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb")
+        if path.suffix != ".gz":
+            return open(path, "rb")
+        with gzip.open(path, "rb") as file:
+            packed_twice = file.read(512)[257:262] == b"ustar"
+        return _only_member(path) if packed_twice else gzip.open(path, "rb")
     except OSError as error:
-        raise RetrievalError(f"{path}: the corpus cannot be read ({error.strerror}); give the jsonl file") from error
+        raise RetrievalError(f"{path}: the corpus cannot be read ({error}); give the jsonl file") from error
+
+
+def _only_member(path: Path) -> IO[bytes]:
+    archive = tarfile.open(path, "r|gz")  # noqa: SIM115 (what is returned reads from it)
+    for member in archive:
+        lines = archive.extractfile(member) if member.isfile() else None
+        if lines is not None:
+            return lines
+    raise RetrievalError(f"{path}: an archive without a file; give the jsonl file")
 
 
 def _check(line: bytes, path: Path, number: int) -> None:

@@ -8,6 +8,7 @@ made elsewhere over the same corpus, is searched the same way.
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,34 +34,36 @@ def encode_corpus(corpus: Corpus, encoder: Encoder, folder: Path, progress: Prog
         "corpus": corpus.hash,
         "encoder": encoder.settings.as_dict(),
         "weights": weights_hash(encoder.settings.model),
+        "dtype": encoder.dtype,
         "shape": [len(corpus), encoder.dim],
     }
-    done = _encoded(folder, about)
+    done, seconds = _encoded(folder, about)
     progress(done)
     with open(folder / VECTORS, "ab") as file:
         file.truncate(done * encoder.dim * 4)
+        began = time.perf_counter() - seconds
         for start in range(done, len(corpus), CHUNK):
             stop = min(start + CHUNK, len(corpus))
             file.write(encoder.encode(list(corpus.contents(start, stop)), encoder.settings.passage_prefix).tobytes())
             file.flush()
             os.fsync(file.fileno())
-            write_json(folder / ABOUT, about | {"rows": stop})
+            write_json(folder / ABOUT, about | {"rows": stop, "seconds": time.perf_counter() - began})
             progress(stop - start)
     return np.memmap(folder / VECTORS, np.float32, "r", shape=(len(corpus), encoder.dim))
 
 
-def _encoded(folder: Path, about: dict[str, Any]) -> int:
-    """Rows that are whole already."""
+def _encoded(folder: Path, about: dict[str, Any]) -> tuple[int, float]:
+    """Rows that are whole already, and the seconds they took."""
     if not (folder / ABOUT).exists():
-        return 0
+        return 0, 0.0
     found = read_json(folder / ABOUT)
-    rows = found.pop("rows")
+    rows, seconds = found.pop("rows"), found.pop("seconds")
     if found != about:
         differs = [name for name in about if found.get(name) != about[name]]
         raise RetrievalError(
             f"{folder / VECTORS}: made with another {', '.join(differs)}; use another --index folder, or remove it"
         )
-    return rows
+    return rows, seconds
 
 
 def build_faiss(

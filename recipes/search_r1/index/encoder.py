@@ -39,19 +39,23 @@ class EncoderSettings:
 class Encoder(Protocol):
     settings: EncoderSettings
     dim: int
+    dtype: str
 
     def encode(self, texts: Sequence[str], prefix: str) -> np.ndarray:
         """Unit vectors of ``prefix + text``. Shapes: [N, dim], float32."""
         ...
 
 
-def make_encoder(settings: EncoderSettings, device: str = "cpu", threads: int | None = None) -> Encoder:
-    """Raises RetrievalError where the model cannot be loaded."""
+def make_encoder(
+    settings: EncoderSettings, device: str = "cpu", threads: int | None = None, dtype: str | None = None
+) -> Encoder:
+    """Raises RetrievalError where the model cannot be loaded. ``dtype`` of the weights: None is float32 on a CPU,
+    float16 elsewhere; bfloat16 is several times as fast on CPUs that have units for it."""
     if settings.pooling not in ("mean", "cls"):
         raise RetrievalError(f"pooling={settings.pooling!r}: must be mean or cls")
     if settings.model.partition(":")[0] == HASHING:
         return HashingEncoder(settings)
-    return TransformerEncoder(settings, device, threads)
+    return TransformerEncoder(settings, device, threads, dtype)
 
 
 def settings_of(model: str, **given: Any) -> EncoderSettings:
@@ -86,7 +90,9 @@ def _sentence_transformers(folder: Path) -> dict[str, Any]:
 class TransformerEncoder:
     """Mean (or first-token) pooling over the last hidden states, then unit length (E5, arXiv 2212.03533)."""
 
-    def __init__(self, settings: EncoderSettings, device: str = "cpu", threads: int | None = None):
+    def __init__(
+        self, settings: EncoderSettings, device: str = "cpu", threads: int | None = None, dtype: str | None = None
+    ):
         import torch
         from transformers import AutoModel, AutoTokenizer
 
@@ -94,10 +100,10 @@ class TransformerEncoder:
         self._torch, self._device = torch, device
         if threads:
             torch.set_num_threads(threads)
-        dtype = torch.float32 if device == "cpu" else torch.float16
+        self.dtype = dtype or ("float32" if device == "cpu" else "float16")
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(settings.model)
-            self._model = AutoModel.from_pretrained(settings.model, dtype=dtype).to(device).eval()
+            self._model = AutoModel.from_pretrained(settings.model, dtype=getattr(torch, self.dtype)).to(device).eval()
         except (OSError, ValueError) as error:
             raise RetrievalError(
                 f"encoder {settings.model}: it cannot be loaded ({error}); give a folder or a hub id"
@@ -142,6 +148,8 @@ def _batches(order: list[int], ids: list[list[int]]) -> list[list[int]]:
 
 class HashingEncoder:
     """Feature hashing (Weinberger et al. 2009): every word and every pair of neighbours adds plus or minus one."""
+
+    dtype = "float32"
 
     def __init__(self, settings: EncoderSettings):
         self.settings = settings

@@ -1,0 +1,162 @@
+"""Open-domain question answering in Search-R1's rows: prompts, answers, files.
+
+The prompts are those of the published scripts, to the letter. A question loses the white space around it and gets a
+question mark where it ends without one, as there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import csv
+import gzip
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from core.rows import DataError
+from data_preprocess.cli import Example, read_file
+from data_preprocess.schema import make_row
+
+HUB = "RUC-NLPIR/FlashRAG_datasets"
+SEARCH_PROMPT = (
+    "Answer the given question. You must conduct reasoning inside <think> and </think> first every time you get new "
+    "information. After reasoning, if you find you lack some knowledge, you can call a search engine by <search> query "
+    "</search> and it will return the top searched results between <information> and </information>. You can search as "
+    "many times as your want. If you find no further external knowledge needed, you can directly provide the answer "
+    "inside <answer> and </answer>, without detailed illustrations. For example, <answer> Beijing </answer>. "
+    "Question: {question}\n"
+)
+R1_PROMPT = (
+    "Answer the given question. You should first have a reasoning process in mind and then provides the answer. Show "
+    "your reasoning in <think> </think> tags and return the final answer in <answer> </answer> tags, for example "
+    "<answer> Beijing </answer>. Question: {question}\n"
+)
+PROMPTS = {"search": SEARCH_PROMPT, "r1": R1_PROMPT}  # r1: the baseline that does not search
+
+
+def make_qa_row(name: str, example: Example, split: str, index: int, prompt: str = SEARCH_PROMPT) -> dict[str, Any]:
+    """The row of a question. Raises DataError where it has no question or no answer: evaluation drops no row."""
+    question, golds = question_of(example), answers_of(example)
+    if not question or not golds:
+        missing = "question" if not question else "answer"
+        raise DataError([f"{name}: example {index} of {split} has no {missing} ({', '.join(example)}); mend the file"])
+    content = prompt.replace("{question}", question)
+    target = {"target": golds}
+    chat = [{"role": "user", "content": content}]
+    return make_row(name, chat, target, "fact-reasoning", split=split, index=index, question=question)
+
+
+def question_of(example: Example) -> str:
+    question = str(example.get("question") or "").strip()
+    return question if not question or question.endswith("?") else f"{question}?"
+
+
+def answers_of(example: Example) -> list[str]:
+    """All accepted answers, of any of the published forms, each once, in order."""
+    found: list[Any] = []
+    for name in ("golden_answers", "answers", "answer", "possible_answers", "answer_aliases"):
+        value = example.get(name)
+        if isinstance(value, str) and name == "possible_answers":
+            value = json.loads(value)  # PopQA holds a list as text
+        found += [value] if isinstance(value, str) else list(value or ())
+    return list(dict.fromkeys(str(answer) for answer in found if str(answer).strip()))
+
+
+def read(path: Path) -> Iterable[Example]:
+    """The examples of a .jsonl (plain or .gz), .json or .parquet file, or of a DPR topics file (.txt)."""
+    if not path.is_file():
+        raise DataError([f"{path}: there is no such file; give name=FILE, or a folder of FlashRAG's layout"])
+    names = path.name.removesuffix(".gz")
+    if names.endswith(".txt"):
+        return _topics(path)
+    return _lines(path) if names.endswith(".jsonl") else read_file(path)
+
+
+def _lines(path: Path) -> Iterator[Example]:
+    with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                if line.strip():
+                    yield json.loads(line)
+            except ValueError as error:
+                raise DataError([f"{path} line {number}: not JSON ({error}); download it again"]) from error
+
+
+def _topics(path: Path) -> Iterator[Example]:
+    """DPR's topics: a question, a tab, and the answers as a Python list."""
+    with open(path, encoding="utf-8", newline="") as file:
+        for question, answers in csv.reader(file, delimiter="\t"):
+            yield {"question": question, "golden_answers": [str(answer) for answer in ast.literal_eval(answers)]}
+
+
+def examples_of(
+    name: str, splits: Sequence[str], local: Mapping[str, Path] | None, hub: str
+) -> tuple[str, Iterable[Example]]:
+    """The first of ``splits`` that the set has, and its examples: from local files, else from the hub."""
+    if local is not None:
+        path, split = _local_file(name, splits, local)
+        return split, read(path)
+    return _from_hub(name, splits, hub)
+
+
+def _local_file(name: str, splits: Sequence[str], local: Mapping[str, Path]) -> tuple[Path, str]:
+    if name in local:
+        return local[name], next((split for split in splits if split in local[name].name), splits[0])
+    for folder in (path for key, path in local.items() if not key):
+        for split in splits:
+            for suffix in (".jsonl", ".jsonl.gz", ".json", ".parquet"):
+                path = folder / name / f"{split}{suffix}"
+                if path.is_file():
+                    return path, split
+    where = ", ".join(str(path) for key, path in local.items() if not key) or "the files given"
+    looked = " or ".join(f"{name}/{split}.jsonl" for split in splits)
+    raise DataError([f"{name}: {where} hold no {looked}; give {name}=FILE as well, or leave it out with --sets"])
+
+
+def _from_hub(name: str, splits: Sequence[str], hub: str) -> tuple[str, Iterable[Example]]:
+    import datasets
+
+    try:
+        loaded = datasets.load_dataset(hub, name)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        advice = "check the id and the network, or give --local_dataset_path"
+        raise DataError([f"--hub={hub}: {name} could not be loaded ({error}); {advice}"]) from error
+    split = next((split for split in splits if split in loaded), None)
+    if split is None:
+        raise DataError([f"--hub={hub}: {name} has {', '.join(loaded)}, none of {', '.join(splits)}"])
+    return split, loaded[split]
+
+
+def arguments(name: str, description: str | None, folder: str, sets: Sequence[str]) -> argparse.ArgumentParser:
+    """What both commands take."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m data_preprocess.{name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--local_dir", "--local_save_dir", default=folder, help="where to write (default %(default)s)")
+    add(
+        "--local_dataset_path",
+        nargs="+",
+        metavar="PATH",
+        help="instead of the hub: a folder with <set>/<split>.jsonl, and name=FILE for single sets",
+    )
+    add("--hub", default=HUB, help="another id on the hub (default %(default)s)")
+    add("--prompt", choices=sorted(PROMPTS), default="search", help="r1: without a search engine (default search)")
+    add("--sets", nargs="+", choices=sets, default=list(sets), help="only these (default: all)")
+    return parser
+
+
+def local_files(given: Sequence[str] | None) -> dict[str, Path] | None:
+    """``name=FILE`` by name, a folder under the empty name; None where nothing is given."""
+    if not given:
+        return None
+    named = [text.partition("=")[::2] for text in given]
+    pairs = [
+        (name, path) if path and "/" not in name else ("", text)
+        for (name, path), text in zip(named, given, strict=True)
+    ]
+    return {name: Path(path).expanduser() for name, path in pairs}

@@ -1,0 +1,392 @@
+"""The client, beside servers that work, servers that are killed, and servers that misbehave."""
+
+import asyncio
+import socket
+import threading
+import time
+
+import pytest
+
+from recipes.search_r1.index.build import build_index
+from recipes.search_r1.retrieval import QUERY_CHARS, Passage, RetrievalError, RetrieverOptions, make_retriever
+from recipes.search_r1.retrieval_client import ClientOptions, RetrievalClient
+from tests.search import Server, answer_for, contents, misbehaving, reply, write_corpus
+
+ROWS = 200
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("client")
+    build_index(write_corpus(folder / "corpus.jsonl", ROWS), folder / "index")
+    return folder / "index"
+
+
+@pytest.fixture(scope="module")
+def server(index):
+    with Server(index) as running:
+        yield running
+
+
+@pytest.fixture
+def make_client():
+    made = []
+
+    def make(url, **options):
+        made.append(RetrievalClient(ClientOptions(url, **{"pause_s": 0.01, "longest_pause_s": 0.2} | options)))
+        return made[-1]
+
+    yield make
+    for client in made:
+        client.close()
+
+
+def ask(client, *queries, topk=2):
+    return asyncio.run(client.retrieve(list(queries), topk))
+
+
+async def searches(client, numbers, at_a_time):
+    """One search for every number's passage, so many at a time; the numbers whose passage did not come first."""
+    turn, lost = asyncio.Semaphore(at_a_time), []
+
+    async def one(number):
+        async with turn:
+            ((best, *_),) = await client.retrieve([contents(number % ROWS)], 3)
+            if best.id != f"p{number % ROWS}":
+                lost.append(number)
+
+    await asyncio.gather(*(one(number) for number in numbers))
+    return lost
+
+
+# --- a server that works ---
+
+
+def test_it_answers_as_the_retriever_in_process_does(index, server, make_client):
+    queries = [contents(5), "harbour beside the bridge", "no such word zzzz", ""]
+    inside = make_retriever(RetrieverOptions(index)).retrieve(queries, 4)
+    client = make_client(server.url)
+    assert ask(client, *queries, topk=4) == [
+        [Passage(p.id, p.contents, pytest.approx(p.score)) for p in passages] for passages in inside
+    ]
+    assert ask(client) == []
+    metrics = client.metrics()
+    assert metrics["retrieval/queries"] == 4 and metrics["retrieval/searches"] == metrics["retrieval/attempts"] == 1
+    assert metrics["retrieval/errors"] == metrics["retrieval/retries"] == metrics["retrieval/error_rate"] == 0
+    assert metrics["retrieval/empty"] == 2 and metrics["retrieval/seconds"] > 0
+    assert all(isinstance(value, float) for value in metrics.values())
+    assert client.metrics()["retrieval/queries"] == 0  # since the last call
+
+
+def test_what_a_policy_writes_is_never_an_error(server, make_client):
+    client = make_client(server.url)
+    odd = ["\ud800", "\x00", "x" * 1_000_000, "", "\u2028", '"]}', "Entity7 " + "y" * QUERY_CHARS]
+    found = ask(client, *odd)
+    assert found[-1][0].id == "p7"
+    assert client.metrics()["retrieval/cut_queries"] == 2
+
+
+def test_health_and_identity(index, server, make_client):
+    client = make_client(server.url)
+    health = asyncio.run(client.health())
+    assert health["rows"] == ROWS and client.identity == f"{health['corpus_hash']}-{health['fingerprint']}"
+
+
+def test_it_serves_several_event_loops_and_threads(server, make_client):
+    client = make_client(server.url)
+    found = []
+    threads = [threading.Thread(target=lambda n=n: found.append(ask(client, contents(n))[0][0].id)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == sorted(f"p{n}" for n in range(8))
+
+
+def test_cancelling_a_search_leaves_the_client_whole(make_client):
+    release = threading.Event()
+
+    def slow(handler, request):
+        if request["queries"] == ["slow"]:
+            release.wait(20)
+        reply(handler, 200, answer_for(request))
+
+    async def cancelled(client):
+        task = asyncio.create_task(client.retrieve(["slow"], 1))
+        while not asked:
+            await asyncio.sleep(0.005)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return await client.retrieve(["next"], 1)
+
+    with misbehaving(slow) as (url, asked):
+        client = make_client(url, connections=1)  # the cancelled search must give its turn back
+        assert asyncio.run(cancelled(client))[0][0].contents == "next"
+        release.set()
+
+
+def test_a_closed_client_says_so(server):
+    client = RetrievalClient(ClientOptions(server.url))
+    client.close()
+    client.close()
+    with pytest.raises(RetrievalError, match="is closed"):
+        ask(client, "a")
+    assert client.metrics()["retrieval/queries"] == 0
+
+
+def test_bad_options_are_refused():
+    with pytest.raises(ValueError, match="window=100: must be at least twice connections=64"):
+        ClientOptions(window=100)
+    with pytest.raises(ValueError, match="there is no cache_dir"):
+        ClientOptions(offline=True)
+
+
+# --- a server that is killed ---
+
+
+def test_a_server_killed_and_started_again_costs_retries_and_no_search(index, make_client):
+    with Server(index) as server:
+        client = make_client(server.url, give_up_s=60.0, longest_pause_s=0.3)
+        done = threading.Event()
+
+        def kill_and_start():
+            for _ in range(2):
+                done.wait(0.2)
+                server.kill()
+                done.wait(0.2)
+                server.start()
+
+        killer = threading.Thread(target=kill_and_start)
+
+        async def until_it_is_back():
+            rounds = 0
+            while killer.is_alive() or rounds < 3:
+                assert await searches(client, range(ROWS), 16) == []
+                rounds += 1
+            return rounds
+
+        killer.start()
+        rounds = asyncio.run(until_it_is_back())
+        killer.join()
+    metrics = client.metrics()
+    assert metrics["retrieval/searches"] == metrics["retrieval/queries"] == rounds * ROWS
+    assert metrics["retrieval/errors/connect"] > 0 and metrics["retrieval/retries"] == metrics["retrieval/errors"]
+
+
+def test_a_server_that_does_not_come_back_is_an_error_within_the_bound(index, make_client):
+    with Server(index) as server:
+        client = make_client(server.url, give_up_s=1.0)
+        ask(client, "a")
+    began = time.monotonic()
+    with pytest.raises(RetrievalError, match=r"no answer within 1 s and \d+ attempts \(connect \d+\).*run_retriever"):
+        ask(client, "a")
+    assert time.monotonic() - began < 10
+
+
+def test_a_server_that_comes_back_with_another_index_ends_the_run(index, tmp_path, make_client):
+    build_index(write_corpus(tmp_path / "other.jsonl", 30), tmp_path / "index")
+    server = Server(index).start()
+    client = make_client(server.url)
+    ask(client, "a")
+    server.kill()
+    server._command[server._command.index(str(index))] = str(tmp_path / "index")
+    with server, pytest.raises(RetrievalError, match="the run began with"):
+        ask(client, "a")
+
+
+# --- a server that misbehaves ---
+
+
+def broken(handler, request):
+    reply(handler, 500, {"error": "the disk is gone"})
+
+
+def hanging(handler, request):
+    threading.Event().wait(1.0)
+
+
+def trickling(handler, request):
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000")
+    handler.end_headers()
+    for _ in range(20):
+        handler.wfile.write(b" ")
+        handler.wfile.flush()
+        threading.Event().wait(0.05)
+
+
+def hanging_up(handler, request):
+    handler.close_connection = True
+    handler.connection.shutdown(socket.SHUT_RDWR)
+
+
+def with_body(change):
+    def behave(handler, request):
+        reply(handler, 200, change(answer_for(request)))
+
+    return behave
+
+
+REPLIES = {
+    "garbage": (with_body(lambda answer: b"<html>502</html>"), "Expecting value"),
+    "cut JSON": (with_body(lambda answer: b'{"result": [['), "Expecting value"),
+    "bytes": (with_body(lambda answer: b"\xff\xfe\x00"), "codec can't decode"),
+    "no result": (with_body(lambda answer: {"detail": "hm"}), "no list 'result'"),
+    "too few results": (with_body(lambda answer: {"result": answer["result"][:1]}), "1 results for 2 queries"),
+    "too many results": (with_body(lambda answer: {"result": answer["result"] * 2}), "4 results for 2 queries"),
+    "too many passages": (with_body(lambda answer: {"result": [r * 2 for r in answer["result"]]}), "has 4 passages"),
+    "no scores": (with_body(lambda answer: {"result": [[{"contents": "a"}]] * 2}), "is not {document"),
+    "text document": (with_body(lambda answer: {"result": [[{"document": "a", "score": 1}]] * 2}), "is not {document"),
+    "null contents": (
+        with_body(lambda answer: {"result": [[{"document": {"contents": None}, "score": 1}]] * 2}),
+        "contents is a NoneType",
+    ),
+    "null": (with_body(lambda answer: None), "no list 'result'"),
+}
+
+
+@pytest.mark.parametrize("name", REPLIES)
+def test_a_reply_that_does_not_fit_is_an_error_after_a_few_tries(name, make_client):
+    behave, said = REPLIES[name]
+    with misbehaving(behave) as (url, asked):
+        client = make_client(url, bad_replies=3)
+        with pytest.raises(RetrievalError, match=said) as raised:
+            ask(client, "a", "b")
+        assert "3 times; is it a retrieval server?" in str(raised.value)
+        assert len(asked) == 3 and client.metrics()["retrieval/errors/reply"] == 3
+
+
+@pytest.mark.parametrize(
+    ("behave", "kind"), [(broken, "status"), (hanging, "timeout"), (trickling, "timeout"), (hanging_up, "connect")]
+)
+def test_a_server_that_is_broken_or_hangs_is_an_error_within_the_bound(behave, kind, make_client):
+    with misbehaving(behave) as (url, asked):
+        client = make_client(url, timeout_s=0.2, give_up_s=0.8)
+        began = time.monotonic()
+        with pytest.raises(RetrievalError, match=rf"no answer within 0.8 s and \d+ attempts \({kind} \d+") as raised:
+            ask(client, "a")
+        assert time.monotonic() - began < 10 and len(asked) >= 2
+        assert kind != "status" or "the disk is gone" in str(raised.value)
+
+
+def test_our_own_mistake_is_not_repeated(make_client):
+    with misbehaving(lambda handler, _: reply(handler, 422, {"error": "topk: too large"})) as (url, asked):
+        with pytest.raises(RetrievalError, match="status 422.*topk: too large"):
+            ask(make_client(url), "a")
+        assert len(asked) == 1
+
+
+def test_a_busy_server_is_asked_again_when_it_wishes(make_client):
+    def busy_twice(handler, request):
+        if len(asked) <= 2:
+            return reply(handler, 503, {"error": "busy"}, [("Retry-After", "0.3")])
+        return reply(handler, 200, answer_for(request))
+
+    with misbehaving(busy_twice) as (url, asked):
+        client = make_client(url)
+        began = time.monotonic()
+        assert ask(client, "a")[0][0].contents == "a"
+        assert time.monotonic() - began >= 0.3  # twice at least half of 0.3
+        assert client.metrics()["retrieval/errors/busy"] == 2
+
+
+@pytest.mark.parametrize(("fails", "stops"), [(0.4, False), (0.8, True)])
+def test_a_server_that_works_by_luck_ends_the_run(fails, stops, make_client):
+    first = set()
+
+    def unlucky(handler, request):
+        (query,) = request["queries"]
+        if int(query) % 10 < 10 * fails and query not in first:
+            first.add(query)
+            return reply(handler, 500, {})
+        return reply(handler, 200, answer_for(request))
+
+    with misbehaving(unlucky) as (url, asked):
+        client = make_client(url, connections=4, window=40, max_error_rate=0.5)
+        answered = []
+
+        async def many():
+            for number in range(100):
+                answered.append(await client.retrieve([str(number)], 1))
+
+        if stops:
+            with pytest.raises(RetrievalError, match="80% of the last 40 searches failed at first, more than"):
+                asyncio.run(many())
+            assert len(answered) == 39
+        else:
+            asyncio.run(many())
+            assert len(answered) == 100
+
+
+# --- the cache ---
+
+
+def test_answers_are_kept_and_a_run_can_be_repeated_without_a_server(index, tmp_path, make_client):
+    queries = [contents(3), "zzzz", contents(4)]
+    with Server(index) as server:
+        client = make_client(server.url, cache_dir=tmp_path)
+        first = ask(client, *queries)
+        assert client.metrics()["retrieval/cache_hit_rate"] == 0
+        again = ask(client, contents(4), "zzzz", contents(9))
+        assert again[:2] == [first[2], []]
+        metrics = client.metrics()
+        assert metrics["retrieval/cache_hit_rate"] == pytest.approx(2 / 3) and metrics["retrieval/attempts"] == 1
+        assert len(ask(client, contents(3), topk=5)[0]) == 5  # another topk is another question
+    offline = make_client(server.url, cache_dir=tmp_path, offline=True)
+    assert ask(offline, *queries) == first
+    assert offline.metrics()["retrieval/attempts"] == 0
+    with pytest.raises(RetrievalError, match="offline: .* has no 2 passages for 'unheard of'"):
+        ask(offline, contents(3), "unheard of")
+
+
+def test_a_cache_is_an_index_s_own(index, tmp_path, make_client):
+    build_index(write_corpus(tmp_path / "other.jsonl", 30), tmp_path / "other")
+    found = []
+    for folder in (index, tmp_path / "other"):
+        with Server(folder) as server:
+            found.append(ask(make_client(server.url, cache_dir=tmp_path / "cache"), "district", topk=40))
+    assert [len(passages) for (passages,) in found] == [40, 30]
+    with pytest.raises(RetrievalError, match="must hold the answers of one index, it has .*, .*; give identity="):
+        make_client(server.url, cache_dir=tmp_path / "cache", offline=True)
+
+
+def test_equal_queries_of_one_search_are_sent_once(make_client):
+    with misbehaving(lambda handler, request: reply(handler, 200, answer_for(request))) as (url, asked):
+        found = ask(make_client(url), "a", "b", "a")
+        assert [passages[0].contents for passages in found] == ["a", "b", "a"]
+        assert asked[0]["queries"] == ["a", "b"] and asked[0]["return_scores"] is True
+
+
+# --- load ---
+
+
+def load(index, make_client, seconds):
+    with Server(index, "--max-waiting", "32") as server:
+        client = make_client(server.url, timeout_s=30.0)
+
+        async def one(number, until):
+            done = 0
+            while time.monotonic() < until:
+                assert await searches(client, [number + 64 * done], 1) == []
+                done += 1
+            return done
+
+        async def all_of_them():
+            until = time.monotonic() + seconds
+            return await asyncio.gather(*(one(number, until) for number in range(64)))
+
+        done = asyncio.run(all_of_them())
+    metrics = client.metrics()
+    assert min(done) > 0 and metrics["retrieval/searches"] == sum(done)
+    assert metrics["retrieval/errors"] == metrics["retrieval/errors/busy"]  # the queue holds fewer than the clients
+    return sum(done)
+
+
+def test_64_clients_lose_no_request(index, make_client):
+    assert load(index, make_client, 5) > 64
+
+
+@pytest.mark.slow
+def test_64_clients_lose_no_request_in_a_minute(index, make_client):
+    assert load(index, make_client, 60) > 640

@@ -1,0 +1,479 @@
+"""Indices: what they find, that an interrupted build goes on, and that what does not belong together is refused."""
+
+import gzip
+import io
+import json
+import math
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_preprocess import build_index as command
+from recipes.search_r1.index import bm25, dense
+from recipes.search_r1.index.bm25 import best_rows
+from recipes.search_r1.index.build import build_index
+from recipes.search_r1.index.corpus import Corpus, scan
+from recipes.search_r1.index.encoder import EncoderSettings, HashingEncoder, make_encoder, settings_of
+from recipes.search_r1.index.rerank import RerankingRetriever
+from recipes.search_r1.retrieval import BACKENDS, RetrievalError, RetrieverOptions, make_retriever
+from tests.search import ROOT, contents, write_corpus
+
+ROWS = 200
+HASHING = EncoderSettings("hashing:128", "", "")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A folder with every back end, and its corpus."""
+    folder = tmp_path_factory.mktemp("built")
+    corpus = write_corpus(folder / "corpus.jsonl", ROWS)
+    build_index(corpus, folder / "index", ("bm25", "flat", "hnsw", "ivf"), HashingEncoder(HASHING))
+    return folder
+
+
+def opened(built, backend, **options):
+    return make_retriever(RetrieverOptions(built / "index", backend=backend, **options))
+
+
+def ids(passages):
+    return [passage.id for passage in passages]
+
+
+# --- what is found ---
+
+
+@pytest.mark.parametrize("backend", ["bm25", "flat", "hnsw", "ivf"])
+def test_every_back_end_finds_the_passage_that_is_asked_for(built, backend):
+    retriever = opened(built, backend)
+    numbers = [0, 1, 57, ROWS - 1]
+    for number, passages in zip(numbers, retriever.retrieve([contents(n) for n in numbers], 3), strict=True):
+        assert len(passages) == 3
+        assert passages[0].id == f"p{number}" and passages[0].contents == contents(number)
+        assert [p.score for p in passages] == sorted((p.score for p in passages), reverse=True)
+    assert passages[0].title == f'"Entity{ROWS - 1}"' and passages[0].text.startswith(f"Entity{ROWS - 1} is a")
+    assert len(retriever) == ROWS and retriever.backend == backend
+
+
+def test_bm25_scores_are_lucenes(tmp_path):
+    texts = ["red red fox", "red fish", "blue whale in blue water", "green"]
+    lines = [json.dumps({"id": n, "contents": text}) for n, text in enumerate(texts)]
+    (tmp_path / "c.jsonl").write_text("\n".join(lines))
+    build_index(tmp_path / "c.jsonl", tmp_path / "index")
+    (found,) = make_retriever(RetrieverOptions(tmp_path / "index")).retrieve(["red foxes"], 4)
+    lengths = [3, 2, 4, 1]  # "in" is a stop word
+    mean = sum(lengths) / 4
+
+    def part(tf, length, df):
+        idf = math.log(1 + (4 - df + 0.5) / (df + 0.5))
+        return idf * tf / (tf + 0.9 * (1 - 0.4 + 0.4 * length / mean))
+
+    expected = {"0": part(2, 3, 2) + part(1, 3, 1), "1": part(1, 2, 2)}
+    assert {p.id: p.score for p in found} == pytest.approx(expected, rel=1e-6)
+    assert ids(found) == ["0", "1"]
+
+
+@pytest.mark.parametrize("query", ["", "   ", "the of and", "zzzz qqqq", "?!", "\x00\ud800", "日本"])
+def test_bm25_finds_nothing_where_no_word_is_shared_and_says_so_with_an_empty_list(built, query):
+    assert opened(built, "bm25").retrieve([query], 5) == [[]]
+
+
+def test_what_a_query_holds_does_not_grow_the_index(built):
+    retriever = opened(built, "bm25")
+    before = len(retriever._stems.numbers)
+    retriever.retrieve([f"unheard{n}" for n in range(100)], 3)
+    assert len(retriever._stems.numbers) == before
+
+
+@pytest.mark.parametrize(("topk", "expected"), [(1, [3]), (2, [3, 1]), (3, [3, 1, 2]), (9, [3, 1, 2, 5])])
+def test_equal_scores_are_ordered_by_row(topk, expected):
+    scores = np.array([0, 2, 2, 7, -1, 1], np.float32)
+    assert best_rows(scores, topk).tolist() == expected
+
+
+def test_flat_is_the_exact_inner_product_and_the_others_agree(built):
+    queries = [f"which {contents(n).split()[3]} lies in district {n % 7}" for n in range(0, ROWS, 3)]
+    encoder = HashingEncoder(HASHING)
+    stored = encoder.encode([contents(n) for n in range(ROWS)], "")
+    products = encoder.encode(queries, "") @ stored.T
+    flat = opened(built, "flat")
+    for row, passages in zip(products, flat.retrieve(queries, 5), strict=True):
+        best = np.sort(row)[::-1][:5]
+        assert [p.score for p in passages] == pytest.approx(best.tolist(), abs=1e-6)
+        assert all(row[int(p.id[1:])] == pytest.approx(p.score, abs=1e-6) for p in passages)
+    vectors = encoder.encode(queries, "")
+    exact = flat.search(vectors, 10)[0]
+    for backend, options in (("hnsw", {}), ("ivf", {"nprobe": 1000})):
+        assert opened(built, backend, **options).search(vectors, 10)[0] == pytest.approx(exact, abs=1e-6)
+
+
+def test_controls_find_something_else_or_nothing(built):
+    assert opened(built, "empty").retrieve(["a", "b"], 3) == [[], []]
+    random = opened(built, "random")
+    one, other, again = random.retrieve(["a", "b", "a"], 5)
+    assert one == again != other and len(set(ids(one))) == 5
+
+
+def test_fingerprints_tell_answers_apart(built):
+    prints = {opened(built, backend).fingerprint for backend in BACKENDS}
+    assert len(prints) == len(BACKENDS)
+    assert opened(built, "hnsw", ef_search=16).fingerprint != opened(built, "hnsw").fingerprint
+    assert opened(built, "hnsw").fingerprint == opened(built, "hnsw").fingerprint
+
+
+@pytest.mark.parametrize(
+    ("backend", "file"), [("bm25", "data.csc.index.npy"), ("flat", "flat.faiss"), ("hnsw", "hnsw.faiss")]
+)
+def test_an_index_stays_on_disk(built, backend, file):
+    retriever = opened(built, backend)
+    assert file in Path("/proc/self/maps").read_text()
+    retriever.retrieve(["harbour"], 3)
+
+
+# --- building ---
+
+
+@pytest.mark.parametrize("form", ["gz", "tar"])
+def test_a_packed_corpus_is_the_same_corpus(built, tmp_path, form):
+    plain = (built / "corpus.jsonl").read_bytes()
+    packed = tmp_path / "corpus.jsonl.gz"
+    if form == "gz":
+        packed.write_bytes(gzip.compress(plain))
+    else:  # as the published file is
+        with tarfile.open(packed, "w:gz") as archive:
+            member = tarfile.TarInfo("somewhere/corpus.jsonl")
+            member.size = len(plain)
+            archive.addfile(member, io.BytesIO(plain))
+    build_index(packed, tmp_path / "index")
+    for corpus in (None, packed, built / "corpus.jsonl"):
+        retriever = make_retriever(RetrieverOptions(tmp_path / "index", corpus=corpus))
+        assert retriever.corpus_hash == opened(built, "bm25").corpus_hash
+        assert retriever.retrieve(["Entity57"], 2) == opened(built, "bm25").retrieve(["Entity57"], 2)
+
+
+class Stops(Exception):
+    """The machine goes down."""
+
+
+def test_an_interrupted_bm25_build_goes_on_and_ends_the_same(built, tmp_path, monkeypatch):
+    monkeypatch.setattr(bm25, "CHUNK", 30)
+    read = []
+
+    def stopping(self, start=0, stop=None):
+        read.append(start)
+        if len(read) == 4:
+            raise Stops
+        return (self.row(number)["contents"] for number in range(start, stop))
+
+    monkeypatch.setattr(Corpus, "contents", stopping)
+    with pytest.raises(Stops):
+        build_index(built / "corpus.jsonl", tmp_path / "index")
+    for half in (tmp_path / "index" / "bm25").glob("reading.[slw]*"):
+        with open(half, "ab") as file:
+            file.write(b"half a chunk")
+    build_index(built / "corpus.jsonl", tmp_path / "index")
+    assert read == [0, 30, 60, 90, 90, 120, 150, 180]
+    assert not list((tmp_path / "index" / "bm25").glob("reading.*"))
+    queries = [contents(n) for n in range(0, ROWS, 7)]
+    resumed = make_retriever(RetrieverOptions(tmp_path / "index"))
+    assert resumed.retrieve(queries, 5) == opened(built, "bm25").retrieve(queries, 5)
+
+
+class Counting(HashingEncoder):
+    """Hashing that stops before its n-th call and counts the texts."""
+
+    def __init__(self, stop_at=None):
+        super().__init__(HASHING)
+        self.calls, self.texts, self.stop_at = 0, 0, stop_at
+
+    def encode(self, texts, prefix):
+        self.calls += 1
+        if self.calls == self.stop_at:
+            raise Stops
+        self.texts += len(texts)
+        return super().encode(texts, prefix)
+
+
+def test_an_interrupted_encoding_goes_on_and_repeats_nothing(built, tmp_path, monkeypatch):
+    monkeypatch.setattr(dense, "CHUNK", 30)
+    first, second = Counting(stop_at=4), Counting()
+    with pytest.raises(Stops):
+        build_index(built / "corpus.jsonl", tmp_path / "index", ["flat"], first)
+    with open(tmp_path / "index" / "vectors.f32", "ab") as file:
+        file.write(b"half a row")
+    build_index(built / "corpus.jsonl", tmp_path / "index", ["flat", "hnsw"], second)
+    assert (first.texts, second.texts) == (90, ROWS - 90)
+    assert (tmp_path / "index" / "vectors.f32").read_bytes() == (built / "index" / "vectors.f32").read_bytes()
+    third = Counting()
+    build_index(built / "corpus.jsonl", tmp_path / "index", ["flat", "hnsw"], third)
+    assert third.calls == 0
+
+
+def test_vectors_of_another_encoder_are_not_gone_on_with(built, tmp_path):
+    build_index(built / "corpus.jsonl", tmp_path / "index", ["flat"], HashingEncoder(HASHING))
+    with pytest.raises(RetrievalError, match="made with another encoder"):
+        other = HashingEncoder(EncoderSettings("hashing:128", "", "passage: "))
+        build_index(built / "corpus.jsonl", tmp_path / "index", ["flat"], other)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("not json", "line 2: not {id, contents}"),
+        ('{"id": "x"}', "line 2: not {id, contents}"),
+        ('{"id": "x", "contents": 3}', "line 2: id must be text"),
+        ("", "line 2: not {id, contents}"),
+        ("[1]", "line 2: not {id, contents}"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, said):
+    good = json.dumps({"id": 1, "contents": "a"})
+    (tmp_path / "c.jsonl").write_text(f"{good}\n{line}\n{good}\n")
+    with pytest.raises(RetrievalError, match=said):
+        build_index(tmp_path / "c.jsonl", tmp_path / "index")
+
+
+def test_an_empty_or_missing_corpus_is_an_error(tmp_path):
+    (tmp_path / "c.jsonl").write_text("")
+    with pytest.raises(RetrievalError, match="has no line"):
+        build_index(tmp_path / "c.jsonl", tmp_path / "index")
+    with pytest.raises(RetrievalError, match="cannot be read"):
+        build_index(tmp_path / "none.jsonl", tmp_path / "index")
+
+
+def test_the_command_builds_and_says_what_is_wrong(tmp_path, capsys):
+    corpus = write_corpus(tmp_path / "c.jsonl", 50)
+    given = ["--corpus", str(corpus), "--index", str(tmp_path / "index")]
+    assert command.main([*given, "--backend", "bm25", "flat", "--encoder", "hashing:64"]) == 0
+    printed = capsys.readouterr()
+    assert re.search(r"index: bm25, [\d.]+ s\n.*index: flat, [\d.]+ s\n", printed.out)
+    assert "encoding: 100%" in printed.err and "checking the corpus" in printed.err
+    assert command.main([*given, "--backend", "hnsw"]) == 2
+    assert "needs an encoder" in capsys.readouterr().err
+    assert command.main(["--corpus", str(tmp_path / "no"), "--index", str(tmp_path / "other")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+# --- what does not belong together ---
+
+
+def copied(built, tmp_path, backends=("flat",)):
+    """A corpus and an index of one's own, to spoil."""
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_bytes((built / "corpus.jsonl").read_bytes())
+    build_index(corpus, tmp_path / "index", backends, HashingEncoder(HASHING))
+    return corpus
+
+
+def test_a_corpus_that_changed_is_refused_also_where_its_size_did_not(built, tmp_path):
+    corpus = copied(built, tmp_path)
+    options = RetrieverOptions(tmp_path / "index")
+    make_retriever(options)
+    text = corpus.read_text()
+    corpus.write_text(text.replace("harbour", "seaport"))
+    with pytest.raises(RetrievalError, match="the same size but other text"):
+        make_retriever(options)
+    corpus.write_text(text + text)
+    with pytest.raises(RetrievalError, match=r"\d+ bytes, \d+ were indexed"):
+        make_retriever(options)
+    corpus.unlink()
+    with pytest.raises(RetrievalError, match="is not there; name it with corpus="):
+        make_retriever(options)
+
+
+def test_the_hash_is_computed_once_for_an_unchanged_file(built, tmp_path, monkeypatch):
+    copied(built, tmp_path)
+    make_retriever(RetrieverOptions(tmp_path / "index"))
+    monkeypatch.setattr("recipes.search_r1.index.corpus._sha256", None)
+    make_retriever(RetrieverOptions(tmp_path / "index"))
+
+
+def test_building_over_another_corpus_is_refused(built, tmp_path):
+    copied(built, tmp_path)
+    other = write_corpus(tmp_path / "other.jsonl", 20)
+    with pytest.raises(RetrievalError, match="not the corpus"):
+        build_index(other, tmp_path / "index")
+
+
+@pytest.mark.parametrize(
+    "spoiled", [{"passage_prefix": "passage: "}, {"max_length": 4}, {"encoder": "hashing:64"}], ids=str
+)
+def test_another_encoder_than_the_index_s_is_refused(built, spoiled):
+    with pytest.raises(RetrievalError, match="has cosine|vectors of 128 numbers"):
+        opened(built, "flat", **spoiled)
+
+
+@pytest.mark.parametrize("backend", ["flat", "hnsw", "ivf"])
+def test_a_faiss_file_from_elsewhere_is_searched_and_checked(built, tmp_path, backend):
+    given = {"encoder": "hashing:128", "query_prefix": "", "passage_prefix": ""}
+    file = tmp_path / "e5.index"
+    file.write_bytes((built / "index" / f"{backend}.faiss").read_bytes())
+    corpus = tmp_path / "wiki.jsonl.gz"
+    corpus.write_bytes(gzip.compress((built / "corpus.jsonl").read_bytes()))
+    for _ in range(2):  # the second time the corpus is unpacked already
+        retriever = make_retriever(RetrieverOptions(file, corpus=corpus, **given))
+        assert retriever.backend == backend
+        assert retriever.retrieve(["Entity3"], 3) == opened(built, backend).retrieve(["Entity3"], 3)
+    with pytest.raises(RetrievalError, match="needs corpus and encoder as well"):
+        make_retriever(RetrieverOptions(file))
+    shorter = write_corpus(tmp_path / "short.jsonl", ROWS - 1)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "e5.index").write_bytes(file.read_bytes())
+    with pytest.raises(RetrievalError, match=f"{ROWS} vectors, the corpus has {ROWS - 1} rows"):
+        make_retriever(RetrieverOptions(tmp_path / "b" / "e5.index", corpus=shorter, **given))
+
+
+def test_rows_in_another_order_are_noticed(built, tmp_path):
+    lines = (built / "corpus.jsonl").read_text().splitlines()
+    turned = tmp_path / "turned.jsonl"
+    turned.write_text("".join(f"{line}\n" for line in lines[::-1]))
+    file = tmp_path / "e5.index"
+    file.write_bytes((built / "index" / "flat.faiss").read_bytes())
+    with pytest.raises(RetrievalError, match="row 0 of the corpus"):
+        make_retriever(RetrieverOptions(file, corpus=turned, encoder="hashing:128"))
+
+
+def test_what_is_missing_is_said(built, tmp_path):
+    with pytest.raises(RetrievalError, match="no index is there; build one with"):
+        make_retriever(RetrieverOptions(tmp_path))
+    with pytest.raises(RetrievalError, match="say which back end"):
+        make_retriever(RetrieverOptions(built / "index"))
+    with pytest.raises(RetrievalError, match="must be one of"):
+        opened(built, "lucene")
+    copied(built, tmp_path)
+    with pytest.raises(RetrievalError, match="it holds flat; add --backend bm25"):
+        make_retriever(RetrieverOptions(tmp_path / "index", backend="bm25"))
+    (tmp_path / "index" / "flat.faiss").write_bytes(b"junk")
+    with pytest.raises(RetrievalError, match="faiss cannot read it"):
+        make_retriever(RetrieverOptions(tmp_path / "index"))
+
+
+# --- reranking and encoders ---
+
+
+def test_reranking_judges_a_querys_own_passages(built):
+    pairs = []
+
+    def judge(given):
+        pairs.extend(given)
+        return [float(text.split()[0].strip('"')[6:]) for _, text in given]  # the number in the title
+
+    inner = opened(built, "bm25")
+    reranked = RerankingRetriever(inner, judge, "numbers", candidates=6)
+    queries = ["harbour beside the garden", "castle", "zzzz"]
+    found = reranked.retrieve(queries, 2)
+    for query, passages, before in zip(queries, found, inner.retrieve(queries, 6), strict=True):
+        numbers = [int(p.id[1:]) for p in before]
+        assert [int(p.id[1:]) for p in passages] == sorted(numbers, reverse=True)[:2]
+        assert {text for asked, text in pairs if asked == query} == {p.contents for p in before}
+    assert found[2] == [] and len(pairs) == 12
+    assert reranked.corpus_hash == inner.corpus_hash and reranked.fingerprint != inner.fingerprint
+
+
+@pytest.fixture(scope="module")
+def tiny_bert(tmp_path_factory):
+    """A random encoder and a random cross-encoder over a vocabulary of words."""
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    folder = tmp_path_factory.mktemp("bert")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "query", "passage", ":", "red", "blue", "fox", "whale", "sea"]
+    (folder / "vocab.txt").write_text("\n".join(words))
+    tokenizer = transformers.BertTokenizerFast(str(folder / "vocab.txt"))
+    size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.BertConfig(vocab_size=len(words), max_position_embeddings=32, **size)
+    torch.manual_seed(3)
+    for name, network in (
+        ("encoder", transformers.BertModel(config)),
+        (
+            "judge",
+            transformers.BertForSequenceClassification(transformers.BertConfig(**config.to_dict() | {"num_labels": 1})),
+        ),
+    ):
+        network.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+def test_mean_pooling_leaves_padding_out_and_prefixes_count(tiny_bert):
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    settings = settings_of(str(tiny_bert / "encoder"))
+    assert (settings.query_prefix, settings.passage_prefix, settings.pooling) == ("query: ", "passage: ", "mean")
+    encoder = make_encoder(settings)
+    texts = ["red fox", "blue", "red blue fox whale sea fox", "sea whale"]
+    together = encoder.encode(texts, "query: ")
+    assert together.shape == (4, 16) and together.dtype == np.float32
+    tokenizer = AutoTokenizer.from_pretrained(tiny_bert / "encoder")
+    model = AutoModel.from_pretrained(tiny_bert / "encoder").eval()
+    for text, vector in zip(texts, together, strict=True):
+        with torch.no_grad():
+            hidden = model(**tokenizer(f"query: {text}", return_tensors="pt")).last_hidden_state[0]
+        mean = hidden.mean(0).numpy()
+        assert vector == pytest.approx(mean / np.linalg.norm(mean), abs=1e-5)
+    assert np.abs(encoder.encode(texts, "passage: ") - together).max() > 1e-3
+    first = make_encoder(EncoderSettings(str(tiny_bert / "encoder"), pooling="cls")).encode(texts, "query: ")
+    assert np.abs(first - together).max() > 1e-3
+    assert encoder.encode([], "").shape == (0, 16)
+
+
+def test_a_sentence_transformers_folder_says_its_settings(tmp_path):
+    (tmp_path / "1_Pooling").mkdir()
+    for name, value in {
+        "modules.json": [],
+        "config_sentence_transformers.json": {"prompts": {"query": "Q: ", "document": "D: "}},
+        "1_Pooling/config.json": {"pooling_mode_cls_token": True},
+        "sentence_bert_config.json": {"max_seq_length": 99},
+    }.items():
+        (tmp_path / name).write_text(json.dumps(value))
+    assert settings_of(str(tmp_path)) == EncoderSettings(str(tmp_path), "Q: ", "D: ", "cls", 99)
+    assert settings_of(str(tmp_path), query_prefix="", max_length=7).max_length == 7
+    (tmp_path / "config_sentence_transformers.json").unlink()
+    assert settings_of(str(tmp_path)).query_prefix == ""
+
+
+def test_a_real_encoder_and_a_real_cross_encoder_through_the_options(tiny_bert, tmp_path):
+    texts = ["red fox", "blue whale sea", "sea", "fox fox"]
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"id": t, "contents": t}) + "\n" for t in texts))
+    encoder = make_encoder(settings_of(str(tiny_bert / "encoder")))
+    build_index(tmp_path / "c.jsonl", tmp_path / "index", ["hnsw"], encoder)
+    retriever = make_retriever(
+        RetrieverOptions(tmp_path / "index", rerank=str(tiny_bert / "judge"), rerank_from=4, threads=1)
+    )
+    alone, beside = retriever.retrieve(["blue whale sea"], 4), retriever.retrieve(["red", "blue whale sea", "sea"], 4)
+    assert ids(alone[0]) == ids(beside[1]) and sorted(ids(alone[0])) == sorted(texts)
+    assert [p.score for p in alone[0]] == pytest.approx([p.score for p in beside[1]], abs=1e-5)
+    with pytest.raises(RetrievalError, match="cannot be loaded"):
+        make_retriever(RetrieverOptions(tmp_path / "index", encoder=str(tmp_path / "no-such-model")))
+    with pytest.raises(RetrievalError, match="2 logits"):
+        import transformers
+
+        two = transformers.AutoModelForSequenceClassification.from_pretrained(
+            tiny_bert / "judge", num_labels=2, ignore_mismatched_sizes=True
+        )
+        two.save_pretrained(tmp_path / "two")
+        transformers.AutoTokenizer.from_pretrained(tiny_bert / "judge").save_pretrained(tmp_path / "two")
+        make_retriever(RetrieverOptions(tmp_path / "index", rerank=str(tmp_path / "two")))
+
+
+def test_bm25_and_the_client_load_no_heavy_package():
+    program = (
+        "import sys, recipes.search_r1.retrieval_client, recipes.search_r1.retrieval_server\n"
+        "import recipes.search_r1.index.bm25\n"
+        "print([n for n in ('torch', 'ray', 'vllm', 'transformers', 'faiss') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_scan_of_a_corpus_without_a_last_newline_holds_its_last_row(tmp_path):
+    (tmp_path / "c.jsonl").write_text('{"id": 1, "contents": "é one"}\n{"id": 2, "contents": "two"}')
+    about = scan(tmp_path / "c.jsonl", tmp_path / "index")
+    corpus = Corpus(tmp_path / "index")
+    assert about["rows"] == len(corpus) == 2
+    assert list(corpus.contents()) == ["é one", "two"]
