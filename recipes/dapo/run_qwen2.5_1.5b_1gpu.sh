@@ -24,6 +24,7 @@ exec "$python" -m recipes.dapo.main_dapo \
     data.max_response_length=4096 \
     reward_model.overlong_buffer.len=1024 \
     actor_rollout_ref.model.path=Qwen/Qwen2.5-1.5B \
+    actor_rollout_ref.model.use_remove_padding=True \
     actor_rollout_ref.actor.ppo_mini_batch_size=16 \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384 \
     actor_rollout_ref.rollout.name=vllm \

@@ -2,7 +2,7 @@
 # DAPO before its token-level loss and dynamic sampling: Qwen2.5-32B, 16 nodes of 8 GPUs (arXiv:2503.14476).
 # Hyper-parameters of verl-recipe, dapo/run_dapo_early_qwen2.5_32b.sh.
 # This script has never run at its scale; it needs trainer.backend=ray and vLLM. The published run also split each
-# sequence over 8 GPUs (ulysses_sequence_parallel_size=8): a memory knob, left out here.
+# sequence over 8 GPUs, as this one does: a memory knob.
 #
 #   bash recipes/dapo/run_qwen2.5_32b_early.sh [key=value ...]   DRY_RUN=1 only checks the configuration
 #
@@ -23,6 +23,8 @@ exec "$python" -m recipes.dapo.main_dapo \
     algorithm.filter_groups.enable=False \
     actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean \
     actor_rollout_ref.model.path=Qwen/Qwen2.5-32B \
+    actor_rollout_ref.model.use_remove_padding=True \
+    actor_rollout_ref.actor.ulysses_sequence_parallel_size=8 \
     actor_rollout_ref.actor.fsdp_config.param_offload=True \
     actor_rollout_ref.actor.fsdp_config.optimizer_offload=True \
     actor_rollout_ref.rollout.name=vllm \

@@ -2,7 +2,7 @@
 # DAPO without dynamic sampling: Qwen2.5-32B, 16 nodes of 8 GPUs (arXiv:2503.14476).
 # Hyper-parameters of verl-recipe, dapo/run_dapo_wo_ds_qwen2.5_32b.sh.
 # This script has never run at its scale; it needs trainer.backend=ray and vLLM. The published run also split each
-# sequence over 8 GPUs (ulysses_sequence_parallel_size=8): a memory knob, left out here.
+# sequence over 8 GPUs, as this one does: a memory knob.
 #
 #   bash recipes/dapo/run_qwen2.5_32b_wo_dynamic_sampling.sh [key=value ...] DRY_RUN=1 only checks the configuration
 #
@@ -22,6 +22,8 @@ exec "$python" -m recipes.dapo.main_dapo \
     data.val_files="$data/aime2024/test.parquet" \
     algorithm.filter_groups.enable=False \
     actor_rollout_ref.model.path=Qwen/Qwen2.5-32B \
+    actor_rollout_ref.model.use_remove_padding=True \
+    actor_rollout_ref.actor.ulysses_sequence_parallel_size=8 \
     actor_rollout_ref.actor.fsdp_config.param_offload=True \
     actor_rollout_ref.actor.fsdp_config.optimizer_offload=True \
     actor_rollout_ref.rollout.name=vllm \

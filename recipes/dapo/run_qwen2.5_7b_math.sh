@@ -2,7 +2,7 @@
 # DAPO without dynamic sampling on answers of 8k tokens: Qwen2.5-Math-7B, 8 nodes of 8 GPUs (arXiv:2503.14476).
 # Hyper-parameters of verl v0.5, recipe/dapo/test_dapo_7b_math.sh. algorithm.filter_groups.enable=True makes it whole.
 # This script has never run at its scale; it needs trainer.backend=ray and vLLM. The published run also split each
-# sequence over 4 GPUs (ulysses_sequence_parallel_size=4): a memory knob, left out here.
+# sequence over 4 GPUs, as this one does: a memory knob.
 #
 #   bash recipes/dapo/run_qwen2.5_7b_math.sh [key=value ...]     DRY_RUN=1 only checks the configuration
 #
@@ -23,6 +23,8 @@ exec "$python" -m recipes.dapo.main_dapo \
     data.max_response_length=8192 \
     algorithm.filter_groups.enable=False \
     actor_rollout_ref.model.path=Qwen/Qwen2.5-Math-7B \
+    actor_rollout_ref.model.use_remove_padding=True \
+    actor_rollout_ref.actor.ulysses_sequence_parallel_size=4 \
     actor_rollout_ref.model.override_config.max_position_embeddings=32768 \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=20480 \
     actor_rollout_ref.actor.fsdp_config.param_offload=True \

@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.packing [--threads 2] [--device cpu|cuda] [--dtype fp32|bf16] [--repeats 3]
 
-Workload: 128 answers, prompts of 32 tokens, lengths lognormal (median 48, at most 1024: the longest is many times the
+Workload: 64 answers, prompts of 32 tokens, lengths lognormal (median 48, at most 512: the longest is many times the
 usual one), one optimizer step of GRPO, forward and backward. Model: 3.2 M parameters on the CPU; on a GPU that of
 Qwen2.5-0.5B's shape. Three ways to cut it into passes: *rows*, 8 a pass in the order of drawing, padded to the longest
 of all, as a plain loop does; *bucketed*, rows of similar length under a token budget, padding included; *packed*, under
@@ -33,7 +33,7 @@ from tests.benchmarks.decode import model_3m
 from tests.benchmarks.head_memory import MIB, Peak, _resident
 
 ROOT = Path(__file__).resolve().parents[2]
-ROWS, PROMPT, MEDIAN, SIGMA, LONGEST = 128, 32, 48, 1.0, 1024
+ROWS, PROMPT, MEDIAN, SIGMA, LONGEST = 64, 32, 48, 1.0, 512
 WAYS = ("rows", "bucketed", "packed")
 ACTOR = "actor_rollout_ref.actor"
 

@@ -145,6 +145,17 @@ def test_the_kernel_of_a_gpu_is_called_as_it_wants_to_be(monkeypatch):
     assert calls[1][-2] == (2, 0)  # a window of 3 holds the token and two before it
 
 
+@pytest.mark.parametrize("heads, shared, ranks", [(8, 2, 4), (8, 1, 2), (12, 4, 6), (8, 8, 2), (14, 2, 7)])
+def test_each_rank_gets_the_heads_that_its_queries_need(heads, shared, ranks):
+    """Keys serve several queries each; a rank has a run of the queries, and those keys and no others."""
+    key = torch.arange(shared)[None, :, None, None]
+    wanted = key.repeat_interleave(heads // shared, dim=1).chunk(ranks, dim=1)
+    found = packing._enough_heads(key, ranks)
+    assert found.shape[1] % ranks == 0 and heads % found.shape[1] == 0
+    for mine, want in zip(found.chunk(ranks, dim=1), wanted, strict=True):
+        assert torch.equal(mine.repeat_interleave(want.shape[1] // mine.shape[1], dim=1), want)
+
+
 def test_without_rows_it_is_transformers_own_attention():
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, 4, 9, 8, generator=generator) for _ in range(3))
