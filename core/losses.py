@@ -70,7 +70,7 @@ def vanilla(
 
     Shapes:
         all tensors  [B, T]
-        stats        pg_clipfrac, pg_clipfrac_lower (dual clip at work), ppo_kl  [B, T]
+        stats        pg_clipfrac, pg_clipfrac_high (its part above 1), pg_clipfrac_lower (dual clip), ppo_kl  [B, T]
 
     Raises:
         ValueError: ``clip_ratio_c`` is not above 1.
@@ -87,6 +87,7 @@ def vanilla(
     return loss, _stats(
         response_mask_BT,
         pg_clipfrac=bounded > plain,
+        pg_clipfrac_high=(bounded > plain) & ~negative,
         pg_clipfrac_lower=(surrogate > floor) & negative,
         ppo_kl=-log_ratio,
     )

@@ -30,10 +30,11 @@ from core.kl import KLController
 from core.metrics import data_metrics
 from core.models import load_tokenizer
 from core.provenance import Provenance
+from core.rehearsal import rehearse
 from core.rewards import RewardLayer
 from core.rewards.examine import examined
 from core.tracking import Tracker, dump_jsonl, generation_row
-from core.types import Prompt, ScoredGroup, StepMetrics, TrainBatch, Trajectory
+from core.types import Prompt, Score, ScoredGroup, StepMetrics, TrainBatch, Trajectory
 from core.validation import ValRecord, validation_metrics
 from core.workers import LocalWorkers, Workers, planned_fingerprints
 
@@ -92,7 +93,10 @@ def _all_of(waits: Sequence[Callable[[], Awaitable[bool]]]) -> Callable[[], Awai
 class Run:
     """State and surroundings of a run; :class:`core.ray_trainer.RayPPOTrainer` adds the loop."""
 
-    evaluate: Callable[[], Awaitable[list[ScoredGroup]]]  # the trainer's: it goes through the generate hook
+    # The trainer's
+    evaluate: Callable[[], Awaitable[list[ScoredGroup]]]
+    shape_reward: Callable[[Score, Trajectory], Score]
+    keep_group: Callable[[ScoredGroup], bool]
 
     def __init__(self, config: Config):
         self.config = config
@@ -123,7 +127,8 @@ class Run:
     def init_workers(self) -> Run:
         """Checks the data, the scorers and the checkpoint, then loads the models and resumes.
 
-        Raises DataError, RewardConfigError, CheckpointError or ModelError, the first three before a model loads.
+        Raises DataError, RewardConfigError, CheckpointError or ModelError, the first three before a model loads, and
+        what a training hook raises on an example answer.
         """
         config = self.config
         self.tokenizer = load_tokenizer(config.actor_rollout_ref.model)
@@ -131,6 +136,7 @@ class Run:
         self.val_prompts = load_val_prompts(config.data, self.tokenizer)
         self.reward = RewardLayer(config, self.tokenizer)
         self.reward.check(itertools.chain(self.stream.rows(), self.val_prompts))
+        rehearse(self.stream.sample_rows(1), self.reward, self.tokenizer, self.shape_reward, self.keep_group)
         self.total_steps = self.count_steps()
         self.open_agent_loop()
         keep = config.trainer.max_actor_ckpt_to_keep

@@ -111,6 +111,7 @@ class Study:
     claims: Mapping[str, Claim]
     common: tuple[str, ...] = ()  # overrides of every arm
     prepare: tuple[str, ...] = ()  # modules that make data and models, run once before the first run
+    stages: tuple[tuple[str, ...], ...] = ()  # arms in the order in which they are run; none: all at once
     curve: str | None = None  # a logged key whose whole course is recorded
     about: tuple[str, ...] = ()  # paragraphs of the report
     limits: tuple[str, ...] = ()  # what the study cannot say
@@ -122,8 +123,9 @@ class Study:
 
     @property
     def runs(self) -> list[tuple[str, int]]:
-        """(arm, seed), seed by seed: a study that is cut short has whole comparisons for fewer seeds."""
-        return [(arm, seed) for seed in self.seeds for arm in self.arms]
+        """(arm, seed), stage by stage and in it seed by seed: a study that is cut short has whole comparisons."""
+        stages = self.stages or (tuple(self.arms),)
+        return [(arm, seed) for stage in stages for seed in self.seeds for arm in stage]
 
 
 # --- reading ---
@@ -143,6 +145,7 @@ def load_study(path: Path) -> Study:
         }
         arms = {name: Arm(arm["label"], tuple(arm.get("overrides", ()))) for name, arm in tree.pop("arms").items()}
         metrics = {name: Metric(**metric) for name, metric in tree.pop("metrics").items()}
+        tree["stages"] = [tuple(stage) for stage in tree.get("stages", ())]
         rest = {key: tuple(value) if isinstance(value, list) else value for key, value in tree.items()}
         study = Study(path, arms=arms, metrics=metrics, claims=claims, **rest)
     except (TypeError, KeyError, AttributeError) as error:
@@ -165,6 +168,8 @@ def _problems(study: Study) -> list[str]:
             found.append(f"claims.{name}.direction={claim.direction}: is none of {', '.join(DIRECTIONS)}")
         if claim.minimum <= 0:
             found.append(f"claims.{name}.minimum={claim.minimum}: the smallest effect that counts must be above 0")
+    if study.stages and sorted(arm for stage in study.stages for arm in stage) != sorted(study.arms):
+        found.append("stages: must hold every arm once")
     if len(set(study.seeds)) < max(2, study.minimum_seeds):
         found.append(f"seeds={list(study.seeds)}: a paired interval needs {max(2, study.minimum_seeds)} or more")
     return found

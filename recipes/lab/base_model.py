@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import fcntl
 import hashlib
 import json
-import os
 import random
-import shutil
 import statistics
 import string
 import time
@@ -24,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes.lab import hops
+from recipes.lab.once import built_once
 from recipes.lab.tokenizer import build_tokenizer
 
 if TYPE_CHECKING:
@@ -173,27 +171,13 @@ def train(
 def build(root: Path, recipe: BaseRecipe | None = None) -> Path:
     """The folder of the trained model, ``root/<digest>``, which ``root/current`` then points to.
 
-    Trains only where that folder is missing. Of several processes one builds and the others wait for it; a killed one
-    leaves nothing that counts.
+    Trains only where that folder is missing.
 
     Raises:
         BaseModelError: the warm start did not teach the model to write chains.
     """
     recipe = recipe or BaseRecipe()
-    root.mkdir(parents=True, exist_ok=True)
-    folder = root / recipe.digest
-    with open(root / ".lock", "w", encoding="utf-8") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            partial = root / f"{recipe.digest}.partial"
-            shutil.rmtree(partial, ignore_errors=True)
-            _build(recipe, partial)
-            os.rename(partial, folder)
-        link = root / "current.partial"
-        link.unlink(missing_ok=True)
-        link.symlink_to(folder.name)
-        os.replace(link, root / "current")
-    return folder
+    return built_once(root, recipe.digest, lambda folder: _build(recipe, folder))
 
 
 def _build(recipe: BaseRecipe, folder: Path) -> None:

@@ -7,6 +7,7 @@ the model's architecture, whatever class a folder's files were saved by.
 from __future__ import annotations
 
 import string
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,9 +18,15 @@ SPACE = "Ġ"  # how a byte-level vocabulary spells a space
 ALPHABET = (*string.ascii_lowercase, *string.digits, SPACE, "=", "#")
 
 
-def build_tokenizer() -> Qwen2Tokenizer:
-    """Every character of ``ALPHABET`` is a token, any other is dropped. Neither bos nor eos is added to a prompt."""
+def build_tokenizer(alphabet: Sequence[str] = ALPHABET, words: Sequence[str] = ()) -> Qwen2Tokenizer:
+    """Every character of ``alphabet`` and every one of ``words`` is a token, any other character is dropped.
+
+    Neither bos nor eos is added to a prompt.
+    """
     from transformers import Qwen2Tokenizer
 
-    vocab = {token: index for index, token in enumerate((PAD, EOS, *ALPHABET))}
-    return Qwen2Tokenizer(vocab=vocab, merges=[], pad_token=PAD, eos_token=EOS, unk_token=None, bos_token=None)
+    vocab = {token: index for index, token in enumerate((PAD, EOS, *alphabet, *words))}
+    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=[], pad_token=PAD, eos_token=EOS, unk_token=None, bos_token=None)
+    if words:
+        tokenizer.add_tokens(list(words))
+    return tokenizer

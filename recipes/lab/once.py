@@ -1,0 +1,30 @@
+"""A folder that is made once, whoever asks first, and that is whole whenever it is there."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+
+def built_once(root: Path, name: str, make: Callable[[Path], None]) -> Path:
+    """``root/name``, made by ``make(folder)`` where it is missing; ``root/current`` then points to it.
+
+    Of several processes one makes it and the others wait for it; a killed one leaves nothing that counts.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    folder = root / name
+    with open(root / ".lock", "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            partial = root / f"{name}.partial"
+            shutil.rmtree(partial, ignore_errors=True)
+            make(partial)
+            os.rename(partial, folder)
+        link = root / "current.partial"
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder.name)
+        os.replace(link, root / "current")
+    return folder
