@@ -61,6 +61,11 @@ class Shape:
         """The same body with one number a token instead of the vocabulary (and a bias)."""
         return self.layers * self.block + self.vocab * self.hidden + 2 * self.hidden + 1
 
+    def adapters(self, rank: int) -> int:
+        """Parameters of LoRA on every linear layer: two factors each."""
+        attention = 2 * (self.hidden + self.q_size) + 2 * (self.hidden + self.kv_size)
+        return self.layers * rank * (attention + 3 * (self.hidden + self.mlp))
+
     @property
     def matmul_parameters(self) -> int:
         """Those that a token is multiplied with: the embedding is a lookup, the head is not."""

@@ -7,7 +7,8 @@ An estimate from shapes (``core.model_shapes``) and the configuration; torch is 
 parameters, R learner ranks that share them, c bytes a number in the passes (2 in bf16, 4 in fp32), T tokens a pass:
 
     learner, resident   16 P / R          float32 weights, gradients, two Adam moments; on the CPU where offloaded
-    reference           4 P / R           float32 weights
+                        (4 P + 16 A) / R  with LoRA of A parameters, on every linear layer
+    reference           4 P / R           float32 weights; none with LoRA, whose base it is
     gathered weights    c (2 block + ends) + 4 (block + ends)     one layer and the next, the ends, and their gradients;
                                           alone (R = 1) only bf16 copies, 2 P
     activations         T (L h c + block) with checkpointing, T L block without;
@@ -38,7 +39,7 @@ GIB = 2**30
 HEAD_CHUNK = 3 * 4 * 2**23  # bytes: core.head holds about three chunks of 2**23 float32 numbers
 USABLE = 0.95  # of a GPU's memory; the rest is the allocator's and the libraries'
 LARGE_DISK = 1e12  # bytes of checkpoints that are worth a word
-HOOKS = ("generate", "shape_reward", "keep_group", "compute_advantages")  # a plan does not judge the trainer
+HOOKS = ("shape_reward", "keep_group", "compute_advantages")  # a plan does not judge the trainer
 DEFAULT_GPU = "H100"
 
 
@@ -131,7 +132,7 @@ def make_plan(config: Config, on: Gpu, assumed: Assumptions | None = None) -> Pl
         trained,
         seconds,
         steps,
-        12.0 * (shape.parameters + (shape.critic_parameters if config.critic.enable else 0)),
+        _checkpoint_bytes(config, shape),
         min(kept, limit) if kept is not None and limit else kept,
     )
 
@@ -158,7 +159,16 @@ def _offloads(config: Config) -> bool:
 
 def _state_bytes(config: Config, shape: Shape) -> float:
     """Weights, gradients and Adam's moments of the policy, a rank."""
+    if rank := config.actor_rollout_ref.model.lora_rank:
+        return (4.0 * shape.parameters + 16.0 * shape.adapters(rank)) / _ranks(config)
     return 16.0 * shape.parameters / _ranks(config)
+
+
+def _checkpoint_bytes(config: Config, shape: Shape) -> float:
+    """Float32 weights and Adam's moments of what trains."""
+    rank = config.actor_rollout_ref.model.lora_rank
+    policy = shape.adapters(rank) if rank else shape.parameters
+    return 12.0 * (policy + (shape.critic_parameters if config.critic.enable else 0))
 
 
 def block_bytes(shape: Shape, width: int) -> int:
@@ -180,21 +190,27 @@ def head_bytes(shape: Shape, tokens: int, width: int) -> float:
     return logits + 4.0 * shape.vocab * shape.hidden + 2.0 * tokens * shape.hidden * width
 
 
+def longest_sequence(config: Config) -> int:
+    return config.data.max_prompt_length + config.data.max_response_length
+
+
 def pass_tokens(config: Config, part: Any, prefix: str = "ppo") -> int:
-    """Tokens in one pass of one rank."""
-    longest = config.data.max_prompt_length + config.data.max_response_length
+    """Tokens in one pass of one rank; with sequence parallelism a rank has its share of every sequence."""
+    longest = -(-longest_sequence(config) // part.ulysses_sequence_parallel_size)
     if getattr(part, "use_dynamic_bsz", True):
         return max(longest, getattr(part, f"{prefix}_max_token_len_per_gpu"))
     return longest * (part.ppo_micro_batch_size_per_gpu or 1)
 
 
 def _learner(config: Config, shape: Shape) -> Iterator[Part]:
-    actor, ranks = config.actor_rollout_ref.actor, _ranks(config)
+    actor, ranks, lora = config.actor_rollout_ref.actor, _ranks(config), config.actor_rollout_ref.model.lora_rank
     if not _offloads(config):
-        what = f"weights, gradients, optimizer (16 B x {shape.parameters / 1e9:.3g}e9 / {ranks})"
+        what = (
+            f"weights, gradients, optimizer ({'LoRA' if lora else '16 B'} x {shape.parameters / 1e9:.3g}e9 / {ranks})"
+        )
         yield Part("policy", "always", what, _state_bytes(config, shape))
     yield from _passes("policy", shape, shape.parameters, _width(actor.fsdp_config.dtype), ranks, config, actor)
-    if actor.use_kl_loss or config.algorithm.use_kl_in_reward:
+    if (actor.use_kl_loss or config.algorithm.use_kl_in_reward) and not lora:
         yield Part("reference", "always", f"weights (4 B / {ranks})", 4.0 * shape.parameters / ranks)
     if config.critic.enable:
         state = 16.0 * shape.critic_parameters / ranks
@@ -304,7 +320,7 @@ def advice(plan: Plan) -> list[str]:
             lines.append(
                 "activations of all layers are kept: actor_rollout_ref.model.enable_gradient_checkpointing=True"
             )
-        longest = config.data.max_prompt_length + config.data.max_response_length
+        longest = -(-longest_sequence(config) // actor.ulysses_sequence_parallel_size)
         if pass_tokens(config, actor) > longest:
             lines.append(f"lower actor.ppo_max_token_len_per_gpu, at the least to {longest}")
         elif not lines:

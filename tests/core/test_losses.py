@@ -77,6 +77,7 @@ def test_vanilla_by_hand():
     loss.sum().backward()
     assert logp.grad[0].tolist() == pytest.approx([0, 2, -1, 0, 0])  # only unclipped tokens move, by -A r
     assert stats["pg_clipfrac"][0].tolist() == [1, 0, 0, 1, 0]
+    assert stats["pg_clipfrac_high"][0].tolist() == [1, 0, 0, 0, 0]  # what the upper bound alone holds back
     assert stats["pg_clipfrac_lower"][0].tolist() == [0, 0, 0, 0, 1]
     assert stats["ppo_kl"][0].tolist() == pytest.approx(
         [-math.log(2), -math.log(2), math.log(2), math.log(2), -math.log(4)]

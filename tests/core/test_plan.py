@@ -104,6 +104,22 @@ def test_state_is_shared_by_the_ranks_or_leaves_the_gpu():
     assert away.host_bytes == state / 8 and not [p for p in away.parts if "optimizer" in p.what]
 
 
+def test_adapters_and_split_sequences_take_less():
+    whole, lora = planned(*RAY), planned(*RAY, "actor_rollout_ref.model.lora_rank=32")
+    shape = whole.shape
+    adapters = 28 * 32 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944))
+    assert shape.adapters(32) == adapters
+    assert size(lora, "policy", "optimizer") == (4.0 * shape.parameters + 16.0 * adapters) / 8
+    assert lora.checkpoint_bytes == 12.0 * adapters
+    longer = ("data.max_response_length=32256", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384")
+    split = (
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+        "actor_rollout_ref.model.use_remove_padding=True",
+    )
+    shared = planned(*RAY, *longer, *split)
+    assert "activations of 16384 tokens" in "".join(part.what for part in shared.parts)
+
+
 def test_the_cache_holds_what_is_left_beside_the_weights():
     found = planned(*RAY, "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
     shape, longest = found.shape, 1024

@@ -166,6 +166,15 @@ def test_runs_are_recorded_once_and_a_cut_study_goes_on(tmp_path):
     assert kept.read(toy)["better", 2] == record and kept.path("base", 1).stat().st_mtime_ns == before
 
 
+def test_stages_are_run_one_after_the_other(tmp_path):
+    toy = study(tmp_path, stages=[["same", "base"], ["better"]], seeds=[1, 2], minimum_seeds=2)
+    assert toy.runs == [("same", 1), ("base", 1), ("same", 2), ("base", 2), ("better", 1), ("better", 2)]
+    assert study(tmp_path, seeds=[1, 2], minimum_seeds=2).runs[:4] == [
+        *(("base", 1), ("better", 1), ("same", 1)),
+        ("base", 2),
+    ]
+
+
 def test_a_failed_run_says_why_and_is_tried_again(tmp_path):
     arms = {**SPEC["arms"], "better": {"label": "fails", "overrides": ["test.fails=3"]}}
     toy = study(tmp_path, arms=arms)
@@ -210,6 +219,7 @@ def test_a_study_must_be_committed_before_it_runs(tmp_path, capsys):
         ({"claims": {"C1": claim(metric="none")}}, "there is no metric none"),
         ({"claims": {"C1": claim(minimum=0)}}, "must be above 0"),
         ({"claims": {"C1": claim(direction="up")}}, "is none of greater, less, equal"),
+        ({"stages": [["base", "same"]]}, "stages: must hold every arm once"),
         ({"seeds": [1]}, "a paired interval needs 4 or more"),
         ({"metrics": {"accuracy": {"key": "acc", "reduce": "best", "label": ""}}}, "is none of first, last"),
         ({"unknown": 1}, "unexpected keyword argument 'unknown'"),

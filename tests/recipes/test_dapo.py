@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import json
 import logging
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,16 +17,22 @@ from safetensors.torch import load_file
 from core import ray_trainer
 from core.advantages import AdvantageInputs, grpo
 from core.batching import make_batch, optimizer_steps, token_rewards
+from core.collect import Exhausted
 from core.config import ConfigError, compose, examine
 from core.run import RunError
 from core.types import Score, ScoredGroup, ScoreStatus, Stop
 from recipes.dapo import main_dapo
 from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer, overlong_punishment
 from recipes.lab import report
+from recipes.lab.base_model import BaseRecipe, build
 from tests.faults.tiny_run import command, prepare
 from tests.golden_dapo import ADAPTERS, group, trainer, trajectory
 from tests.golden_io import check, parameters
 
+LAB_MODEL = BaseRecipe(
+    hidden_size=16, intermediate_size=16, layers=1, heads=2, batch_size=4, chain_steps=2, mixture_steps=2, hold_steps=1,
+    warmup_steps=1, chain_loss_bound=99.0, test_questions=12,
+)  # fmt: skip
 ROLLOUT = "actor_rollout_ref.rollout"
 RIGHT, WRONG = Score(1.0), Score(-1.0, {"acc": 0.0})
 FILTERING = "actor_rollout_ref.actor.overlong_filtering=True"
@@ -234,6 +241,27 @@ def tiny(files: Path, run: Path, steps: int, *overrides: str) -> RayDAPOTrainer:
     return RayDAPOTrainer(compose("dapo", arguments, main_dapo.HOOKS)).init_workers()
 
 
+def test_a_metric_that_the_scorer_does_not_give_ends_the_run_before_a_model_loads(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(RayDAPOTrainer, "make_workers", lambda self: pytest.fail("a model was loaded"))
+    with pytest.raises(RunError, match=r"metric=format: the scorer of data_source=tests/letters gives no such part"):
+        tiny(files, tmp_path / "run", 1, "algorithm.filter_groups.metric=format")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_with_the_prompts_exhausted_the_run_ends_or_trains_on_what_there_is_and_says_why(files, tmp_path, caplog):
+    """13 prompts, one pass, 4 groups a step of which about half are dropped: the last draws go into the next pass."""
+    unlimited = ("trainer.total_training_steps=null", "trainer.total_epochs=1", "trainer.save_freq=-1")
+    run = tiny(files, tmp_path / "epoch", 1, *unlimited)
+    run.fit()
+    last = json.loads((tmp_path / "epoch" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert run.finished() and last["collect/next_ordinal"] >= 13 and run.step <= run.total_steps == 3
+    scarce = ("algorithm.filter_groups.max_num_gen_batches=1", "trainer.save_freq=-1")
+    alike = ("actor_rollout_ref.rollout.temperature=0.01",)  # every answer to a prompt is the same
+    few = tiny(files, tmp_path / "few", 1, *scarce, *alike, "algorithm.filter_groups.on_exhausted=raise")
+    with pytest.raises(Exhausted, match=r"of the 4 groups .* after 6 prompts \(\d dropped\): .*max_num_gen_batches"):
+        few.fit()
+
+
 def rollouts(run: Path) -> list[tuple[int, dict[int, list[float]]]]:
     """Step -> ordinal -> verdicts, in the order of training."""
     steps = []
@@ -289,3 +317,28 @@ def test_validation_neither_shapes_nor_filters(files, tmp_path, monkeypatch):
     validated.workers.close()
     assert len(groups) == 4 and not any(s.masked or "overlong" in s.parts for g in groups for s in g.scores)
     assert any(t.truncated for g in groups for t in g.trajectories), "filtering would have had something to mask"
+
+
+@pytest.mark.xdist_group("ray")
+def test_the_lab_script_trains_over_ray_from_an_empty_folder_to_its_report(tmp_path):
+    """With an untrained base model under the real one's name, so that nothing is warmed up, and verdicts by letters."""
+    base = tmp_path / "outputs" / "lab" / "base"
+    made = build(base, LAB_MODEL)
+    made.rename(base / BaseRecipe().digest)
+    (tmp_path / "reward.py").write_text(REWARD)
+    arguments = [
+        *("trainer.backend=ray", "trainer.n_gpus_per_node=2", "trainer.device=cpu", "trainer.cpu_threads=1"),
+        *("trainer.total_training_steps=2", "trainer.test_freq=2", "trainer.save_freq=2", "data.train_batch_size=4"),
+        *("data.gen_batch_size=6", "actor_rollout_ref.actor.ppo_mini_batch_size=2", f"{ROLLOUT}.n=4"),
+        *("custom_reward_function.path=reward.py", "data.val_max_samples=8", "+ray_kwargs.ray_init.num_cpus=4"),
+    ]
+    script = Path(main_dapo.__file__).with_name("run_lab.sh")
+    done = subprocess.run(["bash", script, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    last = done.stdout.strip().splitlines()[-1]
+    assert last.startswith("dapo/lab-seed1: accuracy on lab/hops ") and "8 questions, step 2" in last
+    run = tmp_path / "outputs" / "dapo" / "lab-seed1"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert all(line["reward/zero_variance_share"] == 0 for line in lines[1:]), "dynamic sampling was on"
+    assert (run / "report.html").exists() and (run / "global_step_2").exists()

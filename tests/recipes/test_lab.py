@@ -260,7 +260,7 @@ def test_a_killed_build_leaves_nothing_that_counts(tmp_path, monkeypatch):
         with pytest.raises(Killed):
             build(tmp_path, SMALL)
         patch.undo()
-        patch.setattr(base_model.os, "rename", die)  # after the model was written, before it has its name
+        patch.setattr(os, "rename", die)  # after the model was written, before it has its name
         with pytest.raises(Killed):
             build(tmp_path, SMALL)
     assert not (tmp_path / SMALL.digest).exists() and not (tmp_path / "current").exists()
