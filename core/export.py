@@ -20,7 +20,6 @@ from typing import Any
 
 from core.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from core.manifest import verify
-from core.provenance import ModelFingerprint
 
 log = logging.getLogger(__name__)
 
@@ -117,20 +116,6 @@ def load_weights(model: Any, folder: Path) -> None:
         if info.get(what):
             raise CheckpointError(f"{folder} holds weights of another model: {what} {sorted(info[what])[:5]}")
     model.load_state_dict(loaded.state_dict())
-
-
-def planned_fingerprint(config: Any, auto_class: Any = None, **kwargs: Any) -> ModelFingerprint:
-    """The fingerprint of the model that a transformers ``config`` describes, before any weight is read.
-
-    Args:
-        auto_class: ``AutoModelForCausalLM`` unless given.
-        kwargs: for its ``from_config``, such as ``trust_remote_code``.
-    """
-    import torch
-    import transformers
-
-    with torch.device("meta"):
-        return ModelFingerprint.of((auto_class or transformers.AutoModelForCausalLM).from_config(config, **kwargs))
 
 
 @contextmanager

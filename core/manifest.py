@@ -18,7 +18,7 @@ from typing import Any
 
 from core.provenance import ModelFingerprint, Provenance
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 NAME = re.compile(r"global_step_(0|[1-9]\d*)")
 
@@ -56,8 +56,8 @@ class Checkpoint:
         """Whether a run may go on from here.
 
         Returns:
-            What differs from the run that wrote it and is allowed to, one phrase each (ranks, threads,
-            configuration, package versions). Where this is not empty, the resumed run is a correct one, but
+            What differs from the run that wrote it and is allowed to, one phrase each (ranks, threads, keys of
+            the configuration, package versions). Where this is not empty, the resumed run is a correct one, but
             not promised to be bit-identical to an uninterrupted one.
 
         Raises:
@@ -72,14 +72,14 @@ class Checkpoint:
                 f"keep its seed, which decides the order of the data. Set trainer.seed={saved.seed}, or choose another "
                 "trainer.experiment_name"
             )
-        pairs = [(name, getattr(saved, name), getattr(run, name)) for name in ("ranks", "threads", "config_hash")]
-        for name in sorted(saved.versions.keys() | run.versions.keys()):
-            pairs.append((name, saved.versions.get(name), run.versions.get(name)))
+        pairs = [(name, getattr(saved, name), getattr(run, name)) for name in ("ranks", "threads")]
+        for there, here in ((saved.config, run.config), (saved.versions, run.versions)):
+            pairs += [(name, there.get(name), here.get(name)) for name in sorted(there.keys() | here.keys())]
         return [f"{name} was {there}, is {here}" for name, there, here in pairs if there != here]
 
     def check_models(self, models: Mapping[str, ModelFingerprint]) -> None:
         """The part of :meth:`check_compatible` that can be known before a weight is read
-        (``core.export.planned_fingerprint``). Raises CheckpointError as said there."""
+        (:func:`core.models.planned_fingerprints`). Raises CheckpointError as said there."""
         saved = self._provenance().models
         for name in sorted(saved.keys() | models.keys()):
             self._check_model(name, saved.get(name), models.get(name))

@@ -55,7 +55,7 @@ class Provenance:
     seed: int
     ranks: int
     threads: int
-    config_hash: str
+    config: Mapping[str, Any]  # flat key -> value, as JSON has it
     versions: Mapping[str, str] = field(default_factory=package_versions)
 
     @classmethod

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 import itertools
 import logging
 import os
@@ -20,7 +19,7 @@ from core import advantages, run_state
 from core.agent_loop import Episode, Limits, ToolCalls, make_agent_loop
 from core.checkpoint import CheckpointStore, resolve_resume
 from core.collect import CollectState, StopRequested, fresh_enough
-from core.config import to_yaml
+from core.config import convert
 from core.data import PromptStream, load_val_prompts
 from core.engines import SamplingParams
 from core.engines.hf import HFEngine
@@ -44,6 +43,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MISMATCH_BOUND = {"fp32": 1e-4, "bf16": 0.02}  # mean |engine - learner| log-prob that is rounding, not a fault
+
+
+WHERE_FROM = ("trainer.resume_mode", "trainer.resume_from_path")  # of a process, not of the run that it works on
 
 
 class RunError(ValueError):
@@ -217,13 +219,12 @@ class Run:
         self.device = torch.device(trainer.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
     def provenance(self) -> Provenance:
-        digest = hashlib.sha256(to_yaml(self.config).encode()).hexdigest()
         return Provenance(
             models=self.workers.fingerprints(),
             seed=self.config.trainer.seed,
             ranks=self.workers.ranks,
             threads=self.workers.threads,
-            config_hash=digest,
+            config={key: value for key, value in convert.as_json(self.config).items() if key not in WHERE_FROM},
         )
 
     def resume(self, checkpoint: Any) -> None:

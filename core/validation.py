@@ -170,10 +170,17 @@ def question_interval(per_question: Sequence[float], draws: int = 1) -> Estimate
 
 
 def seed_interval(values: Sequence[float]) -> SeedEstimate:
-    """Mean, sample standard deviation and Student's 95 % interval of one number over the seeds of a run."""
-    estimate = t_interval(values)
-    sd = statistics.stdev(values) if len(values) > 1 else None
-    return SeedEstimate(estimate.value, estimate.low, estimate.high, estimate.n, sd)
+    """Mean, sample standard deviation and Student's 95 % interval of one number over the seeds of a run.
+
+    Where every value is a share (in [0, 1], as accuracies are), so are the interval's ends.
+    """
+    mean = t_interval(values)
+    if len(values) < 2:
+        return SeedEstimate(mean.value, None, None, mean.n, None)
+    low, high = mean.low, mean.high
+    if all(0.0 <= value <= 1.0 for value in values):
+        low, high = max(low, 0.0), min(high, 1.0)
+    return SeedEstimate(mean.value, low, high, mean.n, statistics.stdev(values))
 
 
 def welch_interval(a: Sequence[float], b: Sequence[float]) -> Estimate:

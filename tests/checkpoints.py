@@ -30,7 +30,7 @@ RUN = Provenance(
     seed=1,
     ranks=1,
     threads=2,
-    config_hash="c0ffee",
+    config={"trainer.seed": 1, "rollout.n": 5, "data.files": ["a"]},
     versions={"torch": "2.13.0"},
 )
 

@@ -92,6 +92,11 @@ def flat(config: Any) -> dict[str, Any]:
     return {key: get(config, key) for key in all_keys()}
 
 
+def as_json(config: Any) -> dict[str, Any]:
+    """Flat key -> value, of every key, as a JSON file would give it back."""
+    return json.loads(json.dumps({key: thaw(value) for key, value in flat(config).items()}, default=str))
+
+
 def replaced(config: Any, changes: Mapping[str, Any]) -> Any:
     """The configuration with the values of these flat keys."""
     for key, value in changes.items():

@@ -19,10 +19,17 @@ def test_the_same_run_is_compatible(tmp_path):
 def test_what_may_differ_is_listed(tmp_path):
     store = CheckpointStore(tmp_path)
     write(store, 1)
-    other = replace(RUN, threads=1, config_hash="beef", versions={"torch": "2.11.0", "vllm": "0.32.0"})
+    other = replace(
+        RUN,
+        threads=1,
+        config={"trainer.seed": 1, "rollout.n": 8, "data.new": None, "data.x": 0},
+        versions={"torch": "2.11.0", "vllm": "0.32.0"},
+    )
     assert store.latest().check_compatible(other) == [
         "threads was 2, is 1",
-        "config_hash was c0ffee, is beef",
+        "data.files was ['a'], is None",
+        "data.x was None, is 0",
+        "rollout.n was 5, is 8",
         "torch was 2.13.0, is 2.11.0",
         "vllm was None, is 0.32.0",
     ]

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
-from core.checkpoint import CheckpointError, CheckpointStore, ModelFingerprint, save_tensors
-from core.export import export, export_hf, find_checkpoint, load_weights, main, planned_fingerprint
+from core.checkpoint import CheckpointError, CheckpointStore, save_tensors
+from core.export import export, export_hf, find_checkpoint, load_weights, main
 from tests.checkpoints import ROOT, flip_bit
 from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
 
@@ -107,15 +107,6 @@ def test_weights_of_another_model_are_refused(other, tmp_path):
     with pytest.raises(CheckpointError, match="holds weights of another model"):
         load_weights(target, tmp_path)
     assert torch.equal(logits(target), before)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_fingerprint_is_known_before_the_weights_are(name):
-    arch, overrides = MODELS[name]
-    assert planned_fingerprint(tiny_config(arch, **overrides)) == ModelFingerprint.of(tiny_model(arch, **overrides))
-    assert planned_fingerprint(tiny_config(arch, **{**overrides, "vocab_size": 101})) != ModelFingerprint.of(
-        tiny_model(arch, **overrides)
-    )
 
 
 def test_converted_on_request(tmp_path):

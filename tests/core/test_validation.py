@@ -69,6 +69,9 @@ def test_seeds_by_hand():
     assert (estimate.low, estimate.high) == pytest.approx((7 / 3 - half, 7 / 3 + half))
     single = seed_interval([0.4])
     assert (single.value, single.sd, single.low, single.high, single.n) == (0.4, None, None, None, 1)
+    near = seed_interval([0.97, 1.0])
+    assert near.low == pytest.approx(0.985 - 12.7062047 * 0.015, abs=1e-6) and near.high == 1.0
+    assert seed_interval([0.0, 0.03]).low == 0.0 and seed_interval([0.9, 1.1]).high > 1.5
 
 
 def test_welch_by_hand():

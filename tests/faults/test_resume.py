@@ -87,6 +87,7 @@ def test_ctrl_c_saves_the_last_complete_step(interrupted):
 
 def test_three_kills_and_a_damaged_checkpoint_leave_no_trace(grpo, interrupted):
     assert interrupted.landed == KILLS
+    assert "with changes" not in interrupted.log
     assert "global_step_4: actor/model.safetensors was altered" in interrupted.log
     _, whole = grpo
     assert compare_runs(whole, interrupted.folder) == []
@@ -98,8 +99,11 @@ def test_a_finished_run_says_so_and_changes_nothing(grpo):
     factory, whole = grpo
     before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file() and "global_step" in str(path)}
     metrics = read_lines(whole / "metrics.jsonl")
-    done = subprocess.run(factory(whole), cwd=ROOT, capture_output=True, text=True, timeout=200)
+    command = [*factory(whole), "reward_model.val_num_examine=2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0 and "finished" in done.stdout, done.stderr
+    assert "with changes, so not to the bit: " in done.stderr
+    assert [line.count(" was ") for line in done.stderr.splitlines() if "val_num_examine was 1, is 2" in line] == [1]
     assert read_lines(whole / "metrics.jsonl") == metrics
     assert {path: path.read_bytes() for path in before} == before
 
