@@ -1,4 +1,7 @@
-"""Ctrl-C without losing work: the first one asks the loop to stop after its step, the second one stops at once."""
+"""What ends a run early: Ctrl-C, without losing work, and the loss of a process.
+
+The first Ctrl-C asks the loop to stop after its step, the second one stops at once.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,10 @@ from types import FrameType, TracebackType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 EXIT_STATUS = 130  # what shells report for a program ended by Ctrl-C
+
+
+class WorkersLost(RuntimeError):
+    """A process of the run died or hangs; another try from the last checkpoint may do better."""
 
 
 class GracefulStop:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from core.config import convert
 from core.config.cli import prepare
+from core.interrupts import WorkersLost
 
 if TYPE_CHECKING:
     from core.config.schema import Config
@@ -36,8 +37,6 @@ def main(recipe: str, *, trainer: str = TRAINER, hooks: Collection[str] = ()) ->
 
 def train(trainer: Callable[[Config], Any], config: Config) -> Any:
     """Trains to the end; starts again from the run's last checkpoint where a worker dies or hangs."""
-    from core.workers import WorkersLost
-
     restarts = config.trainer.max_restarts
     for restart in range(restarts + 1):
         run = trainer(config)

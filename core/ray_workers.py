@@ -28,11 +28,12 @@ from torch import Tensor
 from core.batching import busy_rows, rank_shares
 from core.config.frozen import thaw
 from core.engines import SampleRequest
+from core.interrupts import WorkersLost
 from core.learner import only_advantages_train
 from core.processes import EngineProcess, LearnerProcess, packed
 from core.provenance import ModelFingerprint
 from core.types import TrainBatch, Trajectory
-from core.workers import ClusterError, WorkersLost, compare_probe, compute_dtype, steps_of
+from core.workers import ClusterError, compare_probe, compute_dtype, steps_of
 
 if TYPE_CHECKING:
     from core.config.schema import Config

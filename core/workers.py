@@ -80,10 +80,6 @@ class ClusterError(ValueError):
     """The cluster cannot hold the run; the message says what to change."""
 
 
-class WorkersLost(RuntimeError):
-    """A process of the run died or hangs; another try from the last checkpoint may do better."""
-
-
 class LocalWorkers:
     """One learner and one engine, in this process."""
 

@@ -47,6 +47,7 @@ class Request:
     seconds: float
     jobs: bytes
     tries: int = 0
+    begun: bool = False  # by a worker that somebody else then killed
 
 
 @dataclass(eq=False)
@@ -237,6 +238,11 @@ class Keeper:
                 self.queue.appendleft(request)
         self.kill(one)
 
+    def grade_again(self, one: Worker) -> None:
+        """Somebody killed the worker: its request goes to another, once, for an answer may have done it itself."""
+        if not one.request.begun:
+            one.request.begun, one.started = True, False
+
     def kill(self, one: Worker) -> None:
         # Both: it may not have its session yet. Neither id can be another's: it was not buried.
         for kill in (os.killpg, os.kill):
@@ -257,6 +263,8 @@ class Keeper:
             self.hear(one)
         if not one.ended:
             by_signal = dead.si_code != os.CLD_EXITED
+            if by_signal and dead.si_status == signal.SIGKILL and one.started and one.request is not None:
+                self.grade_again(one)
             how = f"died of {_signal_name(dead.si_status)}" if by_signal else f"exited with status {dead.si_status}"
             self.end(one, "crash", f"the worker {how} before it gave a verdict")
         self.kill(one)

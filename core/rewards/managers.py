@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from core.interrupts import WorkersLost
 from core.plugins import PluginError, load_object
 from core.rewards.custom import RewardConfigError, as_score
 from core.rewards.grading import Executor, Failure, Grader, InProcess, Job
@@ -76,6 +77,8 @@ class UsersOwn:
         try:
             result = await self.manager.run(job)
             return result if isinstance(result, Failure) else as_score(result)
+        except WorkersLost:  # of a pool that the manager uses: not the answer's doing
+            raise
         except Exception:  # a user's code may fail in any way; that is a status
             return Failure(ScoreStatus.CRASH, traceback.format_exc())
 

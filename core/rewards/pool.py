@@ -12,6 +12,7 @@ import concurrent.futures
 import contextlib
 import itertools
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -19,12 +20,16 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from core.interrupts import WorkersLost
 from core.rewards.custom import CustomFunction
 from core.rewards.grading import Failure, Grader, Job
 from core.types import Score, ScoreStatus
 
 CLOSE_S = 15.0  # for the keeper to kill its workers and end
+KEEPERS = 3  # that may die under a request
 SINGLE_THREADED = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+log = logging.getLogger(__name__)
 
 Result = Score | Failure
 
@@ -41,6 +46,7 @@ class Pool:
     worker dies, or whose scorer raises, gets crash. A worker past its deadline is killed with everything it started,
     and replaced. It may map ``memory_limit_mb`` MiB (None: no limit; a limit that is too low for what the user's
     module imports shows at start). An asynchronous function runs in the worker's own event loop, one job at a time.
+    Where somebody else kills the keeper or a worker (``kill -9``, a lack of memory), its jobs are graded once more.
 
     What a job holds must be JSON: :func:`unsendable` says what is not. No process is started before the first job.
     """
@@ -67,18 +73,29 @@ class Pool:
         return (await self.run_together([job]))[0]
 
     async def run_together(self, jobs: Sequence[Job]) -> list[Result]:
-        """The results of jobs that one worker gets at once and in the time of one; they fail together."""
+        """The results of jobs that one worker gets at once and in the time of one; they fail together.
+
+        Raises WorkersLost where keeper after keeper dies: that is never the doing of an answer.
+        """
         try:
             body = json.dumps([_as_json(job) for job in jobs], default=_as_dict)
         except (TypeError, ValueError) as error:
             return [Failure(ScoreStatus.CRASH, f"a job for a worker must be JSON: {error}")] * len(jobs)
-        keeper = self._running()
-        number, future = keeper.submit(body, self.timeout_s)
-        try:
-            status, answer = await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            keeper.withdraw(number)
-            raise
+        for last in range(KEEPERS):
+            keeper = self._running()
+            number, future = keeper.submit(body, self.timeout_s)
+            try:
+                status, answer = await asyncio.wrap_future(future)
+            except asyncio.CancelledError:
+                keeper.withdraw(number)
+                raise
+            except WorkersLost as error:
+                if keeper.closed:
+                    return [Failure(ScoreStatus.CRASH, str(error))] * len(jobs)
+                if last == KEEPERS - 1:
+                    raise
+            else:
+                break
         return _results(status, answer, len(jobs))
 
     def _running(self) -> _Keeper:
@@ -106,7 +123,7 @@ class _Keeper:
             # One thread: the keeper forks, and a thread's memory counts against the workers' limit
             env={**os.environ, "PYTHONPATH": path, **dict.fromkeys(SINGLE_THREADED, "1")},
         )
-        self.alive = True
+        self.alive, self.closed = True, False
         self._numbers = itertools.count()
         self._waiting: dict[int, concurrent.futures.Future] = {}
         self._lock = threading.Lock()
@@ -119,7 +136,7 @@ class _Keeper:
         number = next(self._numbers)
         with self._lock:
             if not self.alive:
-                future.set_result(self._lost())
+                future.set_exception(self._lost())
                 return number, future
             self._waiting[number] = future
         self._send(f"{number} {seconds!r} {body}")
@@ -147,14 +164,17 @@ class _Keeper:
         with self._lock:
             self.alive = False
             left, self._waiting = self._waiting, {}
+        if left and not self.closed:
+            log.warning("%s; a new keeper grades what was in its hands", self._lost())
         for future in left.values():
             _resolve(future, self._lost())
 
-    def _lost(self) -> tuple[str, bytes]:
-        text = f"the grading processes ended with status {self.process.returncode}; see the messages above"
-        return "crash", json.dumps(text).encode()
+    def _lost(self) -> WorkersLost:
+        status = self.process.returncode
+        return WorkersLost(f"the keeper of the grading processes ended with status {status}; see the messages above")
 
     def close(self) -> None:
+        self.closed = True
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         try:
@@ -166,11 +186,14 @@ class _Keeper:
         self.process.stdout.close()
 
 
-def _resolve(future: concurrent.futures.Future | None, result: tuple[str, bytes]) -> None:
+def _resolve(future: concurrent.futures.Future | None, result: tuple[str, bytes] | WorkersLost) -> None:
     # It may be cancelled, now or at any time, and its event loop may be closed: nobody is there to be told.
     if future is not None:
         with contextlib.suppress(concurrent.futures.InvalidStateError, RuntimeError):
-            future.set_result(result)
+            if isinstance(result, WorkersLost):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
 
 
 def _results(status: str, answer: bytes, count: int) -> list[Result]:

@@ -193,10 +193,10 @@ def test_the_writer_sets_damaged_ones_aside_and_prunes(tmp_path):
 def test_a_later_format_is_refused_and_not_skipped(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path)
     write(store, 1)
-    monkeypatch.setattr(manifest, "FORMAT", 2)
+    monkeypatch.setattr(manifest, "FORMAT", 3)
     write(store, 2)
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="has format 2, this code reads 1"):
+    with pytest.raises(CheckpointError, match="has format 3, this code reads 2"):
         store.latest()
 
 

@@ -12,10 +12,11 @@ import torch
 
 from core import workers as core_workers
 from core.engines.hf import HFEngine
+from core.interrupts import WorkersLost
 from core.models import load_critic, load_policy
 from core.processes import EngineProcess
 from core.ray_workers import ENGINE, PhaseTimeout, RayEngine, RayWorkers, Watch
-from core.workers import ClusterError, LocalWorkers, WeightSyncError, WorkersLost
+from core.workers import ClusterError, LocalWorkers, WeightSyncError
 from tests.core.cluster import cluster_config, mixed_batch, write_model
 from tests.core.engine_contract import Counts, ModelEngineContract, ask, ids, sample_all
 from tests.tiny import tiny_tokenizer

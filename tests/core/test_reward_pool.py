@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from core.config.schema import CustomRewardFunctionConfig, RewardModelConfig
+from core.interrupts import WorkersLost
 from core.rewards import RewardConfigError, RewardError, RewardLayer
 from core.rewards.custom import CustomFunction
 from core.rewards.grading import Failure, Grader, InProcess, Job
@@ -236,23 +237,50 @@ def test_nothing_outlives_a_killed_driver(write, blocked):
         assert none_left(processes)
 
 
-def test_a_killed_keeper_takes_its_workers_along_and_is_replaced(make_pool):
-    pool = make_pool(BOMBS)
+SLOWLY = """
+    import time
+    def compute_score(data_source, solution_str, ground_truth, extra_info):
+        time.sleep(1.0)
+        return float(solution_str == ground_truth)
+"""
+
+
+@pytest.mark.parametrize("victim", ["keeper", "worker"])
+def test_what_was_in_a_killed_process_is_graded_once_more(make_pool, write, victim):
+    """Three answers, two workers: one answer waits. Nothing of the old keeper is left."""
+    pool = make_pool(write(SLOWLY))
 
     async def kill_it():
         with marked() as processes:
-            waiting = [asyncio.ensure_future(pool.run(job("bomb:sleep"))) for _ in range(3)]
+            waiting = [asyncio.ensure_future(pool.run(job(text))) for text in ("right", "wrong", "right")]
             while len(processes()) < 3:
                 await asyncio.sleep(0.02)
-            await asyncio.sleep(0.2)
-            pool._keeper.process.kill()
+            await asyncio.sleep(0.3)
+            keeper, before = pool._keeper.process.pid, set(processes())
+            os.kill(keeper if victim == "keeper" else max(before - {keeper}), signal.SIGKILL)
             results = await asyncio.gather(*waiting)
-            assert none_left(processes)
+            if victim == "keeper":
+                assert none_left(lambda: before & set(processes()))
             return results
 
-    results = asyncio.run(kill_it())
-    assert statuses(results) == ["crash"] * 3 and "status -9" in results[0].detail
-    assert statuses(grade(pool, [job("right"), job("wrong")])) == ["ok", "wrong"]
+    assert statuses(asyncio.run(kill_it())) == ["ok", "wrong", "ok"]
+
+
+def test_keepers_that_die_one_after_another_end_the_run(make_pool, write):
+    pool = make_pool(write(SLOWLY))
+
+    async def kill_them():
+        waiting, killed = asyncio.ensure_future(pool.run(job("right"))), set()
+        while not waiting.done():
+            await asyncio.sleep(0.02)
+            if pool._keeper is not None and pool._keeper not in killed:
+                killed.add(pool._keeper)
+                pool._keeper.process.kill()
+        assert len(killed) == 3
+        return await waiting
+
+    with pytest.raises(WorkersLost, match="keeper of the grading processes ended with status -9"):
+        asyncio.run(kill_them())
 
 
 def test_close_ends_running_jobs_and_a_later_job_starts_anew(make_pool):
