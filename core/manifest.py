@@ -79,7 +79,7 @@ class Checkpoint:
 
     def check_models(self, models: Mapping[str, ModelFingerprint]) -> None:
         """The part of :meth:`check_compatible` that can be known before a weight is read
-        (:func:`core.models.planned_fingerprints`). Raises CheckpointError as said there."""
+        (:func:`core.workers.planned_fingerprints`). Raises CheckpointError as said there."""
         saved = self._provenance().models
         for name in sorted(saved.keys() | models.keys()):
             self._check_model(name, saved.get(name), models.get(name))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from core.config import compose
-from core.models import load_critic, planned_fingerprints
+from core.models import load_critic
 from core.provenance import ModelFingerprint
+from core.workers import planned_fingerprints
 from tests.tiny import tiny_model, tiny_tokenizer
 
 MODELS = {"qwen2": ("qwen2", {}), "tied": ("llama", {"tie_word_embeddings": True}), "gpt2": ("gpt2", {})}
