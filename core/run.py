@@ -149,6 +149,8 @@ class Run:
         self.prepare_torch()
         self.workers = self.make_workers()
         try:
+            if self.workers.judge is not None:
+                self.reward.attach(self.workers.judge)
             if checkpoint is not None:
                 self.resume(checkpoint)
         except BaseException:

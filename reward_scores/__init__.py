@@ -22,12 +22,13 @@ from reward_scores import (
     qa_em_format,
     unit_tests,
 )
-from reward_scores.verdict import Scorer, any_ground_truth
+from reward_scores.verdict import Scorer, any_ground_truth, no_libraries
 
 
 def _scorer(module: ModuleType) -> Scorer:
     check = getattr(module, "check_ground_truth", any_ground_truth)
-    return Scorer(module.__name__.rpartition(".")[2], module.score, module.EXAMPLES, check)
+    libraries = getattr(module, "libraries", no_libraries)
+    return Scorer(module.__name__.rpartition(".")[2], module.score, module.EXAMPLES, check, libraries)
 
 
 _MATH, _DAPO, _PRIME, _QA = _scorer(math_reward), _scorer(math_dapo), _scorer(prime_math), _scorer(qa_em)

@@ -25,6 +25,7 @@ DAPO = ("keep_group", "shape_reward")
 FILTER = ("algorithm.filter_groups.enable=True", f"{ROLLOUT}.n=4")
 BUFFER = ("reward_model.overlong_buffer.enable=True", "reward_model.overlong_buffer.len=100")
 FACTOR = "reward_model.overlong_buffer.penalty_factor=1.0"
+JUDGE = "reward_model.enable=True"
 EIGHT = "trainer.n_gpus_per_node=8"
 PACKED = "actor_rollout_ref.model.use_remove_padding=True"
 
@@ -163,6 +164,19 @@ BROKEN = [
     (
         *("ppo", ["reward_model.reward_manager=prime", "reward_model.memory_limit_mb=100"], ()),
         *("reward_model.memory_limit_mb=100", "at least 256"),
+    ),
+    ("ppo", ["reward_model.weight=0.5"], (), "reward_model.weight=0.5", "there is no model whose number"),
+    (
+        *("ppo", [JUDGE, "reward_model.model.input_tokenizer=org/other"], ()),
+        *("reward_model.model.input_tokenizer=org/other", "tokenizer of what the policy wrote"),
+    ),
+    (
+        *("ppo", [JUDGE, "reward_model.use_dynamic_bsz=False"], ()),
+        *("reward_model.micro_batch_size_per_gpu=null", "is needed with"),
+    ),
+    (
+        *("ppo", [JUDGE, "reward_model.forward_max_token_len_per_gpu=9"], ()),
+        *("reward_model.forward_max_token_len_per_gpu=9", "must hold an answer of reward_model.max_length=1024"),
     ),
     ("ppo", [f"{ROLLOUT}.top_p=0.95"], (), f"{ROLLOUT}.top_p=0.95", "rollout correction is not available yet"),
     ("ppo", [f"{ROLLOUT}.top_k=50"], (), f"{ROLLOUT}.top_k=50", "rollout correction is not available yet"),
@@ -430,6 +444,20 @@ IDLE = [
     ("ppo", ["reward_model.overlong_buffer.len=5"], "reward_model.overlong_buffer.len"),
     ("ppo", ["reward_model.timeout_s=5"], "reward_model.timeout_s"),
     ("ppo", ["reward_model.sandbox_fusion.max_concurrent=5"], "reward_model.sandbox_fusion.max_concurrent"),
+    ("ppo", ["reward_model.max_length=9"], "reward_model.max_length"),
+    (
+        *("ppo", [JUDGE, "reward_model.use_dynamic_bsz=True", "reward_model.micro_batch_size_per_gpu=4"]),
+        "reward_model.micro_batch_size_per_gpu",
+    ),
+    (
+        "ppo",
+        [JUDGE, "reward_model.micro_batch_size_per_gpu=4", "reward_model.forward_max_token_len_per_gpu=4000"],
+        "reward_model.forward_max_token_len_per_gpu",
+    ),
+    (
+        *("ppo", [JUDGE, "trainer.backend=ray", "reward_model.model.fsdp_config.param_offload=True"]),
+        "reward_model.model.fsdp_config.param_offload",
+    ),
     (
         "ppo",
         [
