@@ -21,7 +21,7 @@ from tests.golden_io import check, golden_dir, golden_files, load
 from tests.golden_scorers import ANSWERS, ERRORS, departure, raw_cases
 
 DEFAULT_OUT = Path(__file__).resolve().parents[1] / "results" / "conformance.md"
-POOL = DEFAULT_OUT.parent / "rewards" / "pool.md"  # what tests.benchmarks.reward_bombs measured
+POOL = DEFAULT_OUT.parent / "rewards" / "grading_pool.md"  # what tests.benchmarks.reward_bombs measured
 # Files whose vectors are compared by tests of another form.
 ELSEWHERE = {"bootstrap": "tests/core/test_validation.py", "val_metrics": "tests/core/test_validation.py"}
 NOT_HERE = {

@@ -26,7 +26,7 @@ from reward_scores import SCORERS
 from tests.bombs import EXPECTED, HANGS
 from tests.pools import BOMBS, Case, cases, grade, marked, none_left
 
-REPORT = Path("results/rewards/pool.md")
+REPORT = Path("results/rewards/grading_pool.md")
 WORKERS, TIMEOUT_S, MEMORY_MB = 2, 2.0, 512
 COUNT, SHARE = 1000, 0.05
 EACH_S, START_S = 0.1, 10.0  # of any other bomb (it costs a worker), and of the pool's start, on a busy machine
