@@ -235,8 +235,16 @@ def record_of(study: Study, arm: str, seed: int, run: RecordedRun) -> Record:
         {name: metric.of(run) for name, metric in study.metrics.items()},
         [[step, value] for step, value in zip(steps, values, strict=True)],
         round(run.seconds, 1),
-        (git["commit"] or "unknown")[:10] + (" with changes" if git["dirty"] else ""),
+        (git["commit"] or "unknown")[:10] + (" with changes" if git["dirty"] and _code_changed() else ""),
     )
+
+
+def _code_changed() -> bool:
+    """Whether anything but results differs from the commit: the records of the runs before this one do."""
+    shown = subprocess.run(
+        ["git", "-C", str(ROOT), "status", "--porcelain", "--", ".", ":(exclude)results"], capture_output=True
+    )
+    return shown.returncode != 0 or bool(shown.stdout.strip())
 
 
 # --- running ---
