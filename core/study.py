@@ -56,11 +56,15 @@ class Metric:
     reduce: str
     label: str
     percent: bool = False  # shown in hundredths
+    minus: str | None = None  # a second key, whose reduction is subtracted
 
     def of(self, run: RecordedRun) -> float | None:
-        """None where the run never logged the key."""
-        values = run.series(self.key)[1]
-        return float(REDUCTIONS[self.reduce](values)) if values else None
+        """None where the run never logged the key, or the one that is subtracted."""
+        found = [run.series(key)[1] for key in (self.key, self.minus) if key is not None]
+        if not all(found):
+            return None
+        first, *rest = (float(REDUCTIONS[self.reduce](values)) for values in found)
+        return first - sum(rest)
 
 
 @dataclass(frozen=True)

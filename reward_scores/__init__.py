@@ -13,6 +13,7 @@ from reward_scores import (
     geo3k,
     gsm8k,
     hops,
+    knowledge,
     math_dapo,
     math_reward,
     multiply,
@@ -37,6 +38,8 @@ _CODE, _TESTED = _scorer(prime_code), _scorer(unit_tests)
 # A name that ends in * stands for every data source that starts so.
 SCORERS: dict[str, Scorer] = {
     "lab/hops": _scorer(hops),
+    "lab/knowledge*": _scorer(knowledge),
+    "lab/sums": _scorer(gsm8k),
     "openai/gsm8k": _scorer(gsm8k),
     "lighteval/MATH": _MATH,
     "DigitalLearningGmbH/MATH-lighteval": _MATH,
