@@ -21,7 +21,9 @@ esac
 port="${LAB_PORT:-8123}"
 seed=1
 for argument in "$@"; do [[ "$argument" == trainer.seed=* ]] && seed="${argument#*=}"; done
-arguments=(preset="$preset" "retriever.url='http://127.0.0.1:$port/retrieve'" -- "$@")
+url=()
+[[ -z "${LAB_PORT:-}" ]] || url=("retriever.url='http://127.0.0.1:$port/retrieve'")
+arguments=(preset="$preset" "${url[@]}" -- "$@")
 
 case "${DRY_RUN:-}" in
 "" | 0 | false | no) ;;
