@@ -3,11 +3,12 @@
     python -m tests.benchmarks.packing [--threads 2] [--device cpu|cuda] [--dtype fp32|bf16] [--repeats 3]
 
 Workload: 64 answers, prompts of 32 tokens, lengths lognormal (median 48, at most 512: the longest is many times the
-usual one), one optimizer step of GRPO, forward and backward. Model: 3.2 M parameters on the CPU; on a GPU that of
-Qwen2.5-0.5B's shape. Three ways to cut it into passes: *rows*, 8 a pass in the order of drawing, padded to the longest
-of all, as a plain loop does; *bucketed*, rows of similar length under a token budget, padding included; *packed*, under
-the same budget. Each in a process of its own; memory is what the update adds to what was held (resident memory on the
-CPU, allocated memory on a GPU). Writes ``results/benchmarks/packing.{json,md}``.
+usual one), one optimizer step of GRPO, forward and backward. Every answer has a prompt of its own, so that what
+``core.shared_prompts`` saves for padded rows in one process is not looked at. Model: 3.2 M parameters on the CPU; on a
+GPU that of Qwen2.5-0.5B's shape. Three ways to cut it into passes: *rows*, 8 a pass in the order of drawing, padded to
+the longest of all, as a plain loop does; *bucketed*, rows of similar length under a token budget, padding included;
+*packed*, under the same budget. Each in a process of its own; memory is what the update adds to what was held (resident
+memory on the CPU, allocated memory on a GPU). Writes ``results/benchmarks/packing.{json,md}``.
 """
 
 from __future__ import annotations
