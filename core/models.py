@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from core.config.schema import ModelConfig
+    from core.config.schema import ModelConfig, RewardModelModelConfig
 
 
 log = logging.getLogger(__name__)
@@ -26,16 +26,13 @@ class ModelError(ValueError):
     """A model or tokenizer that cannot be used as configured."""
 
 
-def resolve_path(path: str) -> str:
+def resolve_path(path: str, key: str = "actor_rollout_ref.model.path") -> str:
     """A hub id as it is; a local path expanded and checked. Raises ModelError where it does not exist."""
     if not path.startswith(("/", ".", "~")):
         return path
     local = Path(path).expanduser()
     if not (local / "config.json").exists():
-        raise ModelError(
-            f"actor_rollout_ref.model.path={path}: no config.json there; give a Hugging Face "
-            "folder or a hub id (org/name)"
-        )
+        raise ModelError(f"{key}={path}: no config.json there; give a Hugging Face folder or a hub id (org/name)")
     return str(local)
 
 
@@ -97,6 +94,42 @@ def load_critic(
     return _prepared(critic, model)
 
 
+CLASSIFIERS = {
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForTokenClassification": "AutoModelForTokenClassification",
+}
+
+
+def load_classifier(model: RewardModelModelConfig, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, bool]:
+    """A trained classifier with one label in eval mode, and whether it labels tokens (else sequences).
+
+    Raises ModelError for a folder or hub id that holds anything else.
+    """
+    import transformers
+
+    _import_external(model, "reward_model.model")
+    path = resolve_path(model.path, "reward_model.model.path")
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    names = tuple(config.architectures or ())
+    ending = next((end for end in CLASSIFIERS if any(name.endswith(end) for name in names)), None)
+    if ending is None or config.num_labels != 1:
+        has = f"{', '.join(names) or 'no architecture'} with {config.num_labels} labels"
+        rule = f"it has {has}; a reward model is a sequence or token classifier with one label"
+        raise ModelError(f"reward_model.model.path={model.path}: {rule}")
+    auto = getattr(transformers, CLASSIFIERS[ending])
+    with _quiet():
+        module = auto.from_pretrained(path, config=config, dtype=dtype, trust_remote_code=model.trust_remote_code)
+    return module.eval().requires_grad_(False), ending == "ForTokenClassification"
+
+
+def load_reward_tokenizer(model: RewardModelModelConfig) -> Any:
+    """The reward model's own."""
+    import transformers
+
+    path = resolve_path(model.path, "reward_model.model.path")
+    return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without transformers' own bars and its table of the critic's new head, which is new by design."""
@@ -113,12 +146,12 @@ def _quiet() -> Iterator[None]:
             library.enable_progress_bar()
 
 
-def _import_external(model: ModelConfig) -> None:
+def _import_external(model: ModelConfig, key: str = "actor_rollout_ref.model") -> None:
     for name in filter(None, (model.external_lib or "").split(",")):
         try:
             importlib.import_module(name)
         except ImportError as error:
-            raise ModelError(f"actor_rollout_ref.model.external_lib={name}: {error}") from error
+            raise ModelError(f"{key}.external_lib={name}: {error}") from error
 
 
 def _config(model: ModelConfig, path: str) -> Any:

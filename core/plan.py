@@ -6,15 +6,17 @@
 An estimate from shapes (``core.model_shapes``) and the configuration; torch is not imported. Formulas, with P
 parameters, R learner ranks that share them, c bytes a number in the passes (2 in bf16, 4 in fp32), T tokens a pass:
 
-    learner, resident   16 P / R          float32 weights, gradients, two Adam moments; on the CPU where offloaded
-                        (4 P + 16 A) / R  with LoRA of A parameters, on every linear layer
+    learner, resident   12 P / R          float32 weights and two Adam moments; on the CPU where offloaded
+                        (4 P + 8 A) / R   with LoRA of A parameters, on every linear layer
     reference           4 P / R           float32 weights; none with LoRA, whose base it is
     gathered weights    c (2 block + ends) + 4 (block + ends)     one layer and the next, the ends, and their gradients;
-                                          alone (R = 1) only bf16 copies, 2 P
-    activations         T (L h c + block) with checkpointing, T L block without;
-                        block = h (8 + 4 c) + (3 q + 2 kv) c + 4 m c      what autograd keeps of a layer, a token
-    backward            T (2 m + 2 h) c   gradients inside one layer
-    head                3 x 32 MiB + 4 V h + 2 T h c     chunks of logits, its weight's gradient, hidden states
+                                          alone (R = 1) only bf16 copies: 2 P, or of one layer with checkpointing
+    one layer, a token  b = 2 h (4 + r + c) + (3 q + 2 kv) c + 4 m c      what autograd keeps; r bytes a number between
+                                          layers: 4 under autocast (R = 1), else c; backward 2 (m + h) c more
+    update              the highest of three moments, with K = T L h r (checkpointing) or T L b:
+                        head              K + 3 x 32 MiB + 4 V h + 2 T h c     chunks of logits, the head's gradient
+                        last layer        K + 4 V h / R + T (2 (m + h) c + b)   b only with checkpointing
+                        first layer       (4 P - 4 V h) / R + T (2 (m + h) c + b)   all gradients but the embedding's
     engine              c P / tp + KV cache; a token's cache is 2 L kv c / tp
     decoding            an iteration reads the weights and the cache of its sequences, or multiplies 2 P a token,
                         whichever takes longer; never shorter than the longest answer, alone
@@ -158,10 +160,10 @@ def _offloads(config: Config) -> bool:
 
 
 def _state_bytes(config: Config, shape: Shape) -> float:
-    """Weights, gradients and Adam's moments of the policy, a rank."""
+    """Weights and Adam's moments of the policy, a rank."""
     if rank := config.actor_rollout_ref.model.lora_rank:
-        return (4.0 * shape.parameters + 16.0 * shape.adapters(rank)) / _ranks(config)
-    return 16.0 * shape.parameters / _ranks(config)
+        return (4.0 * shape.parameters + 8.0 * shape.adapters(rank)) / _ranks(config)
+    return 12.0 * shape.parameters / _ranks(config)
 
 
 def _checkpoint_bytes(config: Config, shape: Shape) -> float:
@@ -171,23 +173,38 @@ def _checkpoint_bytes(config: Config, shape: Shape) -> float:
     return 12.0 * (policy + (shape.critic_parameters if config.critic.enable else 0))
 
 
-def block_bytes(shape: Shape, width: int) -> int:
-    """What autograd keeps of one layer, a token."""
+def block_bytes(shape: Shape, width: int, residual: int) -> int:
+    """What autograd keeps of one layer, a token; ``residual`` bytes a number in the stream between layers."""
     attention = (3 * shape.q_size + 2 * shape.kv_size) * width
-    return shape.hidden * (8 + 4 * width) + attention + 4 * shape.mlp * width
+    return 2 * shape.hidden * (4 + residual + width) + attention + 4 * shape.mlp * width
 
 
-def activation_bytes(shape: Shape, tokens: int, width: int, checkpointing: bool) -> float:
-    """Kept for the backward pass, and its own gradients inside one layer."""
-    block = block_bytes(shape, width)
-    kept = shape.layers * shape.hidden * width + block if checkpointing else shape.layers * block
-    return float(tokens) * (kept + 2 * (shape.mlp + shape.hidden) * width)
-
-
-def head_bytes(shape: Shape, tokens: int, width: int) -> float:
+def head_bytes(shape: Shape, tokens: int, width: int, trains: bool = True) -> float:
     """The chunked head: logits, its weight's gradient in float32, hidden states and their gradient."""
     logits = min(HEAD_CHUNK, 3 * 4 * tokens * shape.vocab)
-    return logits + 4.0 * shape.vocab * shape.hidden + 2.0 * tokens * shape.hidden * width
+    weight = 4.0 * shape.vocab * shape.hidden if trains else 0.0
+    return logits + weight + 2.0 * tokens * shape.hidden * width
+
+
+def update_bytes(
+    shape: Shape, tokens: int, width: int, residual: int, *, checkpointing: bool, ranks: int = 1, adapters: int = 0
+) -> tuple[float, str]:
+    """Gradients and activations at their highest, and when that is: they do not all exist at once.
+
+    In the head nothing of the layers has a gradient yet; in the first layer, the last to be passed backward, the
+    activations of the others are gone and only the embedding lacks its gradient.
+    """
+    block, backward = block_bytes(shape, width, residual), 2 * (shape.mlp + shape.hidden) * width
+    kept = float(tokens) * shape.layers * (shape.hidden * residual if checkpointing else block)
+    table = 0.0 if adapters else 4.0 * shape.vocab * shape.hidden / ranks
+    gradients = 4.0 * (adapters or shape.parameters) / ranks
+    moments = {
+        "in the head": kept + head_bytes(shape, tokens, width, trains=not adapters),
+        "in the last layer": table + kept + tokens * (backward + (block if checkpointing else 0)),
+        "in the first layer": gradients - (0.0 if shape.tied else table) + tokens * (backward + block),
+    }
+    moment = max(moments, key=moments.__getitem__)
+    return max(moments[moment], gradients), moment
 
 
 def longest_sequence(config: Config) -> int:
@@ -213,21 +230,29 @@ def _learner(config: Config, shape: Shape) -> Iterator[Part]:
     if (actor.use_kl_loss or config.algorithm.use_kl_in_reward) and not lora:
         yield Part("reference", "always", f"weights (4 B / {ranks})", 4.0 * shape.parameters / ranks)
     if config.critic.enable:
-        state = 16.0 * shape.critic_parameters / ranks
-        yield Part("critic", "always", "weights, gradients, optimizer", state)
+        yield Part("critic", "always", "weights and optimizer", 12.0 * shape.critic_parameters / ranks)
 
 
 def _passes(role: str, shape: Shape, count: int, width: int, ranks: int, config: Config, part: Any) -> Iterator[Part]:
     tokens, checkpointing = pass_tokens(config, part), config.actor_rollout_ref.model.enable_gradient_checkpointing
-    if config.trainer.backend == "local":
-        gathered = 2.0 * count if width == 2 else 0.0
+    alone, rank = config.trainer.backend == "local", config.actor_rollout_ref.model.lora_rank
+    if alone:
+        gathered = copies_bytes(shape, checkpointing) if width == 2 else 0.0
     else:
         gathered = width * (2.0 * shape.block + shape.ends) + 4.0 * (shape.block + shape.ends)
     yield Part(role, "update", "weights of the layers at work", gathered)
-    kept = "layer inputs and one layer" if checkpointing else "all layers"
-    what = f"activations of {tokens} tokens ({kept})"
-    yield Part(role, "update", what, activation_bytes(shape, tokens, width, checkpointing))
-    yield Part(role, "update", "head, in chunks", head_bytes(shape, tokens, width))
+    adapters = shape.adapters(rank) if rank else 0
+    residual = 4 if alone else width
+    highest, moment = update_bytes(
+        shape, tokens, width, residual, checkpointing=checkpointing, ranks=ranks, adapters=adapters
+    )
+    kept = "layer inputs" if checkpointing else "all layers"
+    yield Part(role, "update", f"gradients, activations of {tokens} tokens ({kept} kept), highest {moment}", highest)
+
+
+def copies_bytes(shape: Shape, checkpointing: bool) -> float:
+    """The bf16 copies of the weights that autocast makes: of a layer and the head, or of all that autograd keeps."""
+    return 2.0 * (shape.block + shape.vocab * shape.hidden if checkpointing else shape.parameters)
 
 
 def _engine(config: Config, shape: Shape, on: Gpu, resident: float) -> tuple[list[Part], int]:
@@ -312,7 +337,7 @@ def advice(plan: Plan) -> list[str]:
         lines.append(f"the engine's cache holds no sequence of full length: {knob}")
     over = [phase for phase in ("generate", "update") if plan.phase_bytes(phase) > room]
     if over and not _offloads(config) and state > 0.4 * plan.gpu.memory:
-        ranks = int(16.0 * plan.shape.parameters / (0.4 * plan.gpu.memory)) + 1
+        ranks = int(12.0 * plan.shape.parameters / (0.4 * plan.gpu.memory)) + 1
         more = f"{ranks} ranks would share it" if config.trainer.backend == "ray" else "trainer.backend=ray"
         lines.append(f"the learner's state takes {_gib(state)}: fsdp_config.optimizer_offload=True, or {more}")
     if "update" in over:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from core.engines import SampleRequest, make_engine
 from core.models import load_policy, load_tokenizer
+from core.rewards.model import Answer, Judgement
 from core.types import Trajectory
 
 if TYPE_CHECKING:
@@ -140,6 +141,27 @@ class EngineProcess:
 
     async def close(self) -> None:
         self.engine.close()
+
+    async def lifeline(self) -> None:
+        await asyncio.Event().wait()
+
+    async def stacks(self) -> str:
+        return _stacks()
+
+
+class RewardModelProcess:
+    """A process for the reward model."""
+
+    def __init__(self, config: Config, device: torch.device, threads: int):
+        from core.reward_model import RewardModel
+
+        _prepare(threads)
+        self.model = RewardModel(config.reward_model, device)
+
+    async def ready(self) -> None: ...
+
+    async def judge(self, answers: Sequence[Answer]) -> list[Judgement]:
+        return self.model.judge(answers)
 
     async def lifeline(self) -> None:
         await asyncio.Event().wait()

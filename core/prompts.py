@@ -99,6 +99,7 @@ class PromptFiles:
             ground_truth=row.ground_truth,
             data_source=row.data_source,
             extra_info=row.extra_info,
+            style=row.style,
         )
 
     def uid(self, row: Row) -> str:

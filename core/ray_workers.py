@@ -30,8 +30,9 @@ from core.config.frozen import thaw
 from core.engines import SampleRequest
 from core.interrupts import WorkersLost
 from core.learner import only_advantages_train
-from core.processes import EngineProcess, LearnerProcess, packed
+from core.processes import EngineProcess, LearnerProcess, RewardModelProcess, packed
 from core.provenance import ModelFingerprint
+from core.rewards.model import Answer, Judgement
 from core.types import TrainBatch, Trajectory
 from core.workers import ClusterError, compare_probe, compute_dtype, steps_of
 
@@ -50,7 +51,8 @@ class PhaseTimeout(WorkersLost):
     """A remote phase passed its deadline."""
 
 
-LEARNER, ENGINE = (ray.remote(concurrency_groups={"aside": 2})(body) for body in (LearnerProcess, EngineProcess))
+BODIES = (LearnerProcess, EngineProcess, RewardModelProcess)
+LEARNER, ENGINE, JUDGE = (ray.remote(concurrency_groups={"aside": 2})(body) for body in BODIES)
 ASIDE = {"concurrency_group": "aside"}
 
 
@@ -266,6 +268,24 @@ class RayEngine:
         ray.wait(calls, num_returns=len(calls), timeout=GRACE_S)
 
 
+class RayJudge:
+    """The reward model's actor, as a function of answers; it has the phases' deadline."""
+
+    NAME = "reward model"
+
+    def __init__(self, watch: Watch):
+        self.watch = watch
+
+    async def __call__(self, answers: Sequence[Answer]) -> list[Judgement]:
+        call = self.watch.actors[self.NAME].judge.remote(list(answers))
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(call.future()), self.watch.timeout_s)
+        except TimeoutError:
+            raise await asyncio.to_thread(self.watch.timeout, "judge", [self.NAME]) from None
+        except RayError as error:
+            raise await asyncio.to_thread(self.watch.cause, "judge", error) from error
+
+
 class RayWorkers:
     """The phases of :class:`core.workers.Workers` over ``trainer.nnodes * trainer.n_gpus_per_node`` learner ranks.
 
@@ -292,6 +312,7 @@ class RayWorkers:
         self.watch = Watch(trainer.phase_timeout_s)
         self.learners: list[Any] = []
         self.engine: RayEngine | None = None
+        self.judge: RayJudge | None = None
         self.groups: list[Any] = []
         self.owns_ray = not ray.is_initialized()
         try:
@@ -301,6 +322,8 @@ class RayWorkers:
                 self.device = torch.device("cuda")  # the driver's own machine need not have one
             self._reserve()
             self._start(needs_ref, needs_critic, master_dtype, trainer.cpu_threads or cores)
+            if config.reward_model.enable:
+                self.judge = self._start_judge()
         except BaseException:
             self.close()
             raise
@@ -360,6 +383,14 @@ class RayWorkers:
         strategy = PlacementGroupSchedulingStrategy(self.groups[node], placement_group_bundle_index=index)
         gpus = 0.5 if self.device.type == "cuda" else 0
         return {"scheduling_strategy": strategy, "num_cpus": 0.5, "num_gpus": gpus}
+
+    def _start_judge(self) -> RayJudge:
+        """The reward model has a GPU of its own, where there are any: it works while the engines decode."""
+        gpus = 1 if self.device.type == "cuda" else 0
+        actor = JUDGE.options(num_cpus=0, num_gpus=gpus).remote(self.config, self.device, self.threads)
+        self.watch.add(RayJudge.NAME, actor)
+        self.watch.wait("load", {RayJudge.NAME: actor.ready.remote()})
+        return RayJudge(self.watch)
 
     def close(self) -> None:
         """Ends the actors and what else this object started. A second call does nothing."""

@@ -18,6 +18,7 @@ from core.recorded import by_experiment, group_name
 from core.report_html import Table, markdown_table, sparkline
 from core.validation import Estimate, Paired, SeedEstimate, seed_interval
 
+ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 Summary = Mapping[str, Any]
 
@@ -114,14 +115,27 @@ def _change(paired: Mapping[str, Any] | None) -> str:
 
 
 def experiment_table(summaries: Sequence[Summary]) -> Table:
-    header = ["experiment", "evaluated on", "metric", "questions", "seeds", "before", "after"]
+    header = ["experiment", "estimator", "loss", "evaluated on", "metric", "questions", "seeds", "before", "after"]
     rows = []
     for each in experiments(summaries):
         first, steps = each.runs[0], sorted({run["steps"] for run in each.runs})
-        cells = [each.name, each.source, each.metric, str(each.results[0]["questions"]), str(len(each.runs))]
+        cells = [each.name, first["estimator"] or "", first["loss"] or "", each.source, each.metric]
+        cells += [str(each.results[0]["questions"]), str(len(each.runs))]
         cells += [each.text("before"), each.text("after"), "–".join(map(str, steps))]
-        rows.append([*cells, first["decoding"], first["model"] or ""])
-    return Table([*header, "steps", "decoding", "model"], rows)
+        rows.append([*cells, first["decoding"], first["model"] or "", f"`{short_command(first['command'])}`"])
+    return Table([*header, "steps", "decoding", "model", "command"], rows)
+
+
+def short_command(command: str) -> str:
+    """As one would type it: the recipe's script, where there is one for the preset, and no seed."""
+    _, _, line = command.partition(" -m ")
+    module, *words = line.split() or [command]
+    words = [word for word in words if not word.startswith("trainer.seed=")]
+    preset = words[0].removeprefix("preset=") if words else ""
+    script = Path(*module.split(".")[:2], f"run_{preset}.sh")
+    if words[1:2] == ["--"] and (ROOT / script).exists():
+        return " ".join(["bash", str(script), *words[2:]])
+    return " ".join([f"python -m {module}" if line else module, *words])
 
 
 def run_table(summaries: Sequence[Summary], linked: bool = False) -> Table:

@@ -74,6 +74,7 @@ class Row:
     prompt: str | tuple[Message, ...]
     ground_truth: Any
     extra_info: Mapping[str, Any]
+    style: str = "rule"
 
     @property
     def where(self) -> str:
@@ -166,6 +167,7 @@ class RowFile:
             prompt=prompt if isinstance(prompt, str) else tuple(_without_nulls(message) for message in prompt),
             ground_truth=raw["reward_model"].get("ground_truth"),
             extra_info=raw.get("extra_info") or {},
+            style=raw["reward_model"].get("style") or "rule",
         )
 
 

@@ -149,6 +149,8 @@ class Run:
         self.prepare_torch()
         self.workers = self.make_workers()
         try:
+            if self.workers.judge is not None:
+                self.reward.attach(self.workers.judge)
             if checkpoint is not None:
                 self.resume(checkpoint)
         except BaseException:
@@ -361,7 +363,8 @@ class Run:
         records = [ValRecord.of(group) for group in groups]
         metrics.add(validation_metrics(records))
         if self.agent_loop is not None:
-            metrics.add({f"val-{name}": value for name, value in self.agent_loop.metrics().items()})
+            found = self.agent_loop.metrics().items()
+            metrics.add({f"val-{name}": value for name, value in found if not name.startswith("timing_s/")})
         rows = self.generation_rows(groups)
         self.tracker.log_validation(metrics.step, records)
         self.tracker.log_samples(metrics.step, rows)

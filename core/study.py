@@ -56,11 +56,15 @@ class Metric:
     reduce: str
     label: str
     percent: bool = False  # shown in hundredths
+    minus: str | None = None  # a second key, whose reduction is subtracted
 
     def of(self, run: RecordedRun) -> float | None:
-        """None where the run never logged the key."""
-        values = run.series(self.key)[1]
-        return float(REDUCTIONS[self.reduce](values)) if values else None
+        """None where the run never logged the key, or the one that is subtracted."""
+        found = [run.series(key)[1] for key in (self.key, self.minus) if key is not None]
+        if not all(found):
+            return None
+        first, *rest = (float(REDUCTIONS[self.reduce](values)) for values in found)
+        return first - sum(rest)
 
 
 @dataclass(frozen=True)
@@ -235,8 +239,16 @@ def record_of(study: Study, arm: str, seed: int, run: RecordedRun) -> Record:
         {name: metric.of(run) for name, metric in study.metrics.items()},
         [[step, value] for step, value in zip(steps, values, strict=True)],
         round(run.seconds, 1),
-        (git["commit"] or "unknown")[:10] + (" with changes" if git["dirty"] else ""),
+        (git["commit"] or "unknown")[:10] + (" with changes" if git["dirty"] and _code_changed() else ""),
     )
+
+
+def _code_changed() -> bool:
+    """Whether anything but results differs from the commit: the records of the runs before this one do."""
+    shown = subprocess.run(
+        ["git", "-C", str(ROOT), "status", "--porcelain", "--", ".", ":(exclude)results"], capture_output=True
+    )
+    return shown.returncode != 0 or bool(shown.stdout.strip())
 
 
 # --- running ---

@@ -34,7 +34,7 @@ class Verdict:
     word: str  # confirmed, refuted, inconclusive or not run
     reason: str
     effect: Effect | None
-    adjusted_p: float | None  # Holm, over the claims that have a direction
+    adjusted_p: float | None  # Holm, over all claims that have a direction
     checks: tuple[str, ...] = ()
 
 
@@ -93,8 +93,8 @@ def judge(study: Study, found: Found) -> dict[str, Verdict]:
     """
     values = {name: differences(claim, found, study.seeds) for name, claim in study.claims.items()}
     effects = {name: Effect(t_interval(v), paired_p(v)) for name, v in values.items() if v}
-    directed = {n: e.p for n, e in effects.items() if study.claims[n].direction != "equal" and e.estimate.n > 1}
-    adjusted = holm(directed)
+    directed = [name for name, claim in study.claims.items() if claim.direction != "equal"]
+    adjusted = holm({name: effects[name].p if name in effects else 1.0 for name in directed})  # not run yet: as if null
     return {n: _verdict(study, claim, effects.get(n), adjusted.get(n), found) for n, claim in study.claims.items()}
 
 
@@ -201,7 +201,7 @@ def _claim_table(study: Study, verdicts: Mapping[str, Verdict]) -> Table:
         arms = claim.treatment + (f" − {claim.control}" if claim.control else "")
         effect = _estimate(verdict.effect.estimate, metric, "+") if verdict.effect else ""
         side = {"greater": "+", "less": "-", "equal": "±"}[claim.direction]
-        p = "" if verdict.adjusted_p is None else f"{verdict.adjusted_p:.3f}"
+        p = f"{verdict.adjusted_p:.3f}" if verdict.effect and verdict.adjusted_p is not None else ""
         seeds = str(verdict.effect.estimate.n) if verdict.effect else "0"
         row = [name, claim.text, arms, _label(metric), effect, side + _number(claim.minimum, metric), p, seeds]
         rows.append([*row, verdict.word])

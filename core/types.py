@@ -64,6 +64,7 @@ class Prompt:
     ground_truth: Any
     data_source: str
     extra_info: Mapping[str, Any] = field(default_factory=dict)
+    style: str = "rule"  # "model": the reward model scores the answers, any other: a scorer
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ from core.losses import aggregation
 from core.models import load_critic, load_policy
 from core.packing import Layout
 from core.provenance import ModelFingerprint
+from core.reward_model import RewardModel
+from core.rewards.model import Judge
 from core.run_state import load_tensors, save_tensors
 from core.types import TrainBatch
 
@@ -38,6 +40,7 @@ class Workers(Protocol):
     """The remote phases of a step. Batches travel whole; how they are split is the workers' business."""
 
     engine: RolloutEngine
+    judge: Judge | None  # the reward model, where reward_model.enable asks for one
     full_precision: bool  # no bf16 anywhere: engine and learner then agree to rounding
     ranks: int  # learner processes
     threads: int  # of torch in each of them
@@ -109,6 +112,7 @@ class LocalWorkers:
             dtype = compute_dtype(config.critic.model.fsdp_config.dtype)
             layout = Layout(packed=config.critic.model.use_remove_padding)
             self.critic = Critic(critic, config.critic, compute_dtype=dtype, layout=layout)
+        self.judge = RewardModel(config.reward_model, device).judge if config.reward_model.enable else None
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         return self.actor.log_probs(batch, pass_size(self.config.actor_rollout_ref.rollout))

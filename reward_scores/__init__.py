@@ -13,6 +13,7 @@ from reward_scores import (
     geo3k,
     gsm8k,
     hops,
+    knowledge,
     math_dapo,
     math_reward,
     multiply,
@@ -22,12 +23,13 @@ from reward_scores import (
     qa_em_format,
     unit_tests,
 )
-from reward_scores.verdict import Scorer, any_ground_truth
+from reward_scores.verdict import Scorer, any_ground_truth, no_libraries
 
 
 def _scorer(module: ModuleType) -> Scorer:
     check = getattr(module, "check_ground_truth", any_ground_truth)
-    return Scorer(module.__name__.rpartition(".")[2], module.score, module.EXAMPLES, check)
+    libraries = getattr(module, "libraries", no_libraries)
+    return Scorer(module.__name__.rpartition(".")[2], module.score, module.EXAMPLES, check, libraries)
 
 
 _MATH, _DAPO, _PRIME, _QA = _scorer(math_reward), _scorer(math_dapo), _scorer(prime_math), _scorer(qa_em)
@@ -36,6 +38,8 @@ _CODE, _TESTED = _scorer(prime_code), _scorer(unit_tests)
 # A name that ends in * stands for every data source that starts so.
 SCORERS: dict[str, Scorer] = {
     "lab/hops": _scorer(hops),
+    "lab/knowledge*": _scorer(knowledge),
+    "lab/sums": _scorer(gsm8k),
     "openai/gsm8k": _scorer(gsm8k),
     "lighteval/MATH": _MATH,
     "DigitalLearningGmbH/MATH-lighteval": _MATH,

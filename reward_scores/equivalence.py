@@ -12,7 +12,9 @@ MAX_CHARS = 2000  # longer answers are compared as they stand
 MAX_DEPTH = 5  # of tuples within tuples
 MAX_UNORDERED = 20  # elements of a set that are matched in any order
 _OPEN, _CLOSE = "([{", ")]}"
-_LAYOUT = re.compile(r"\\(?:left|right|displaystyle|limits)(?![a-zA-Z])|\\[!,;: ]|\{,\}(?=\d{3})|[$`~]|\*\*|\\\\$")
+_LAYOUT = re.compile(
+    r"\\(?:left|right|displaystyle|limits)(?![a-zA-Z])|(?<!\\)\\[!,;: ]|\{,\}(?=\d{3})|[$`~]|\*\*|\\\\$"
+)
 _UNIT = re.compile(
     r"(?<=[\d}])\s*(?:\\(?:text|mbox|mathrm|textrm)\{[^{}\d]*\}(?:\^\{?[23]\}?)?|\\?%|\^\{?\\circ\}?|\\degree|\u00b0)\s*$"
 )

@@ -1,8 +1,9 @@
-"""Formulas as text, compared by their values: no ``eval``, no algebra that may not end, no imports.
+"""Formulas as text: a reader without ``eval``, and a comparison by values that always ends.
 
-Two formulas are taken for equal where they agree at fixed points of the complex plane, a test of identity that is
-wrong with probability about zero (Schwartz-Zippel) and that also tells ``sqrt(x^2)`` from ``x``. Numbers without
-roots are compared exactly.
+:func:`read` builds whatever its :class:`Algebra` makes of a formula: numbers here, sympy's objects in
+:mod:`reward_scores.symbolic`. By values, two formulas are taken for equal where they agree at fixed points of the
+complex plane, a test of identity that is wrong with probability about zero (Schwartz-Zippel) and that also tells
+``sqrt(x^2)`` from ``x``. Numbers without roots are compared exactly.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import cmath
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from typing import Any, Protocol
 
 Value = Fraction | float | complex
 MAX_CHARS = 500
@@ -40,10 +42,10 @@ class NotAnExpression(ValueError):
 def same_value(one: str, other: str) -> bool:
     """Whether two formulas have the same value, for all values of their one-letter names."""
     try:
-        tokens = [_tokens(one), _tokens(other)]
-        letters = sorted({text for side in tokens for text in side if len(text) == 1 and text.isalpha()})
+        sides = [tokens(one), tokens(other)]
+        letters = sorted({text for side in sides for text in side if len(text) == 1 and text.isalpha()})
         for point in range(len(_POINTS) if letters else 1):
-            one_value, other_value = (_evaluate(side, _environment(letters, point)) for side in tokens)
+            one_value, other_value = (read(side, Values(_environment(letters, point))) for side in sides)
             if not _agree(one_value, other_value, POINT_TOLERANCE if letters else TOLERANCE):
                 return False
         return True
@@ -62,11 +64,11 @@ def _agree(one: Value, other: Value, tolerance: float) -> bool:
     return cmath.isfinite(one) and cmath.isclose(one, other, rel_tol=tolerance)
 
 
-def _tokens(text: str) -> list[str]:
+def tokens(text: str) -> list[str]:
     """Numbers, names and operators; a name that is no function or constant is a product of letters, two at most."""
     if len(text) > MAX_CHARS:
         raise NotAnExpression(f"longer than {MAX_CHARS} characters")
-    text, at, tokens = text.strip(), 0, []
+    text, at, found_tokens = text.strip(), 0, []
     while at < len(text):
         found = _TOKEN.match(text, at)
         if found is None:
@@ -79,25 +81,38 @@ def _tokens(text: str) -> list[str]:
         if name and not known:
             if len(name) > 2:
                 raise NotAnExpression(f"{name!r} is a word")
-            tokens += name
+            found_tokens += name
         else:
-            tokens.append(number or name or operator.replace("**", "^"))
-    return tokens
+            found_tokens.append(number or name or operator.replace("**", "^"))
+    return found_tokens
 
 
-def _evaluate(tokens: list[str], letters: Mapping[str, complex]) -> Value:
-    reader = _Reader(tokens, letters)
+class Algebra(Protocol):
+    """What the parts of a formula become; ``+ - * /`` and the minus sign are the objects' own."""
+
+    def number(self, token: str) -> Any: ...
+    def name(self, name: str) -> Any:
+        """A letter or ``pi``. Raises NotAnExpression for another."""
+
+    def call(self, function: str, value: Any) -> Any: ...
+    def power(self, base: Any, exponent: Any) -> Any: ...
+    def factorial(self, value: Any) -> Any: ...
+
+
+def read(found: Sequence[str], algebra: Algebra) -> Any:
+    """What the tokens of a formula become. Raises NotAnExpression, or what the algebra raises."""
+    reader = _Reader(found, algebra)
     value = reader.sum(0)
-    if reader.at < len(tokens):
-        raise NotAnExpression(f"{tokens[reader.at]!r} is out of place")
+    if reader.at < len(found):
+        raise NotAnExpression(f"{found[reader.at]!r} is out of place")
     return value
 
 
 class _Reader:
     """A descent over ``sum > product > sign > power > factorial > atom``; adjacent factors are multiplied."""
 
-    def __init__(self, tokens: list[str], letters: Mapping[str, complex]):
-        self.tokens, self.letters, self.at = tokens, letters, 0
+    def __init__(self, found: Sequence[str], algebra: Algebra):
+        self.tokens, self.algebra, self.at = found, algebra, 0
 
     def peek(self) -> str:
         return self.tokens[self.at] if self.at < len(self.tokens) else ""
@@ -107,7 +122,7 @@ class _Reader:
         self.at += 1
         return token
 
-    def sum(self, depth: int) -> Value:
+    def sum(self, depth: int) -> Any:
         if depth > MAX_DEPTH:
             raise NotAnExpression(f"more than {MAX_DEPTH} levels")
         value = self.product(depth)
@@ -115,7 +130,7 @@ class _Reader:
             value = value + self.product(depth) if self.take() == "+" else value - self.product(depth)
         return value
 
-    def product(self, depth: int) -> Value:
+    def product(self, depth: int) -> Any:
         value = self.sign(depth)
         while self.peek() and self.peek() not in ("+", "-", ")"):
             operator = self.take() if self.peek() in ("*", "/") else "*"
@@ -123,39 +138,37 @@ class _Reader:
             value = value / factor if operator == "/" else value * factor
         return value
 
-    def sign(self, depth: int) -> Value:
+    def sign(self, depth: int) -> Any:
         minus = False
         while self.peek() in ("+", "-"):
             minus ^= self.take() == "-"
         value = self.power(depth)
         return -value if minus else value
 
-    def power(self, depth: int) -> Value:
+    def power(self, depth: int) -> Any:
         base = self.factorial(depth)
         if self.peek() != "^":
             return base
         self.take()
         if depth > MAX_DEPTH:
             raise NotAnExpression(f"more than {MAX_DEPTH} levels")
-        return _power(base, self._exponent(depth + 1))
+        return self.algebra.power(base, self._exponent(depth + 1))
 
-    def _exponent(self, depth: int) -> Value:
+    def _exponent(self, depth: int) -> Any:
         minus = False
         while self.peek() in ("+", "-"):
             minus ^= self.take() == "-"
         value = self.power(depth)
         return -value if minus else value
 
-    def factorial(self, depth: int) -> Value:
+    def factorial(self, depth: int) -> Any:
         value = self.atom(depth)
         while self.peek() == "!":
             self.take()
-            if not (isinstance(value, Fraction) and value.denominator == 1 and 0 <= value <= 170):
-                raise NotAnExpression("the factorial of something else than a whole number up to 170")
-            value = Fraction(math.factorial(int(value)))
+            value = self.algebra.factorial(value)
         return value
 
-    def atom(self, depth: int) -> Value:
+    def atom(self, depth: int) -> Any:
         token = self.take()
         if token == "(":
             value = self.sum(depth + 1)
@@ -163,35 +176,46 @@ class _Reader:
                 raise NotAnExpression("a parenthesis is not closed")
             return value
         if token in _FUNCTIONS:
-            return _apply(token, self.atom(depth + 1)) if depth < MAX_DEPTH else self.sum(MAX_DEPTH + 1)
-        if token in _CONSTANTS:
-            return _CONSTANTS[token]
-        if token in self.letters:
-            return self.letters[token]
+            return self.algebra.call(token, self.atom(depth + 1)) if depth < MAX_DEPTH else self.sum(MAX_DEPTH + 1)
+        if token.isalpha():
+            return self.algebra.name(token)
         if token[:1].isdigit() or token[:1] == ".":
-            return _number(token)
+            return self.algebra.number(token)
         raise NotAnExpression(f"{token or 'the end'!r} is out of place")
 
 
-def _number(token: str) -> Fraction:
-    _, _, exponent = token.lower().partition("e")
-    if exponent and len(exponent) > 4:
-        raise NotAnExpression("an exponent of more than three digits")
-    return Fraction(token)
+class Values:
+    """Numbers: exact where there is no root, and refused where they would be too large to compute."""
 
+    def __init__(self, letters: Mapping[str, complex]):
+        self.letters = {**_CONSTANTS, **letters}
 
-def _apply(name: str, value: Value) -> Value:
-    if name == "sqrt" and isinstance(value, Fraction) and value >= 0:
-        above, below = math.isqrt(value.numerator), math.isqrt(value.denominator)
-        if above * above == value.numerator and below * below == value.denominator:
-            return Fraction(above, below)
-    return _FUNCTIONS[name](complex(value))
+    def number(self, token: str) -> Fraction:
+        _, _, exponent = token.lower().partition("e")
+        if exponent and len(exponent) > 4:
+            raise NotAnExpression("an exponent of more than three digits")
+        return Fraction(token)
 
+    def name(self, name: str) -> Value:
+        return self.letters[name]
 
-def _power(base: Value, exponent: Value) -> Value:
-    if isinstance(exponent, Fraction) and exponent.denominator == 1:
-        size = 1 if not isinstance(base, Fraction) else max(base.numerator.bit_length(), base.denominator.bit_length())
-        if abs(exponent) * size > MAX_BITS:
-            raise NotAnExpression(f"a power of more than {MAX_BITS} bits")
-        return base ** int(exponent)
-    return complex(base) ** complex(exponent)
+    def call(self, function: str, value: Value) -> Value:
+        if function == "sqrt" and isinstance(value, Fraction) and value >= 0:
+            above, below = math.isqrt(value.numerator), math.isqrt(value.denominator)
+            if above * above == value.numerator and below * below == value.denominator:
+                return Fraction(above, below)
+        return _FUNCTIONS[function](complex(value))
+
+    def power(self, base: Value, exponent: Value) -> Value:
+        if isinstance(exponent, Fraction) and exponent.denominator == 1:
+            exact = isinstance(base, Fraction)
+            size = max(base.numerator.bit_length(), base.denominator.bit_length()) if exact else 1
+            if abs(exponent) * size > MAX_BITS:
+                raise NotAnExpression(f"a power of more than {MAX_BITS} bits")
+            return base ** int(exponent)
+        return complex(base) ** complex(exponent)
+
+    def factorial(self, value: Value) -> Fraction:
+        if not (isinstance(value, Fraction) and value.denominator == 1 and 0 <= value <= 170):
+            raise NotAnExpression("the factorial of something else than a whole number up to 170")
+        return Fraction(math.factorial(int(value)))

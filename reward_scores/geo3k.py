@@ -1,4 +1,8 @@
-"""Geometry3K (verl): 0.9 for the right ``\\boxed{}``, by PRM800K's grader, and 0.1 for ``<think>`` and a box."""
+"""Geometry3K (verl): 0.9 for the right ``\\boxed{}``, by PRM800K's grader, and 0.1 for ``<think>`` and a box.
+
+The published grader refuses 3/6 for 1/2 and a decimal for a whole number, and an open last box loses an earlier one;
+``robust`` (by values) and ``math_verify`` (by the library of that name) do neither.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from core.types import Score
+from reward_scores.equivalence import equivalent
 from reward_scores.latex import last_box
+from reward_scores.math_reward import last_closed_box
 from reward_scores.prm800k import grade_answer
+from reward_scores.symbolic import MATH_VERIFY, SYMPY, math_verify_equal
 from reward_scores.verdict import graded, no_answer
 
+METHODS = {"published": SYMPY, "robust": None, "math_verify": MATH_VERIFY}  # and the library that may not end
+_EQUAL = {"published": grade_answer, "robust": equivalent, "math_verify": math_verify_equal}
 EXAMPLES = (
     ("<think>AB = CD</think> so \\boxed{48}", "48", 1.0),
     ("<think>r</think> \\boxed{\\sqrt{128}}", "8\\sqrt{2}", 1.0),
@@ -19,14 +28,20 @@ EXAMPLES = (
 
 
 def score(
-    response: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None, format_score: float = 0.1
+    response: str,
+    ground_truth: str,
+    extra_info: Mapping[str, Any] | None = None,
+    format_score: float = 0.1,
+    method: str = "published",
 ) -> Score:
     """``(1 - format_score) * acc + format_score * format``."""
+    if method not in METHODS:
+        raise ValueError(f"geo3k method={method!r}: must be one of {', '.join(METHODS)}")
     form = float(is_well_formed(response))
-    box = last_box(response, "\\boxed{")
+    box = last_box(response, "\\boxed{") if method == "published" else last_closed_box(response)
     if box is None:
         return no_answer(format_score * form, format=form)
-    right = grade_answer(box.strip(), ground_truth)
+    right = _EQUAL[method](box.strip(), ground_truth)
     return graded(right, box.strip(), (1 - format_score) * right + format_score * form, format=form)
 
 
@@ -37,7 +52,11 @@ def is_well_formed(text: str) -> bool:
     return text.startswith("<think>") and 0 <= closed < box and "}" in text[box:]
 
 
-def check_ground_truth(ground_truth: Any, format_score: float = 0.1) -> str | None:
+def check_ground_truth(ground_truth: Any, format_score: float = 0.1, method: str = "published") -> str | None:
     if isinstance(ground_truth, str) and ground_truth.strip():
         return None
     return f"must be a string that is not empty, got {ground_truth!r:.200}"
+
+
+def libraries(format_score: float = 0.1, method: str = "published") -> tuple[str, ...]:
+    return (METHODS[method],) if METHODS.get(method) else ()

@@ -2,7 +2,8 @@
 
 ``method="fallback"`` (verl in 2026) reads the last ``\\boxed{}`` of the last 100 characters, unnormalised, where there
 is no ``Answer:``; ``minerva_only`` (up to v0.6.1) does not; ``strict_box`` reads nothing else. All of them read the
-last 300 characters only and misjudge ``**Answer:** 34``, ``34.`` and ``34\\%``; ``robust`` does not.
+last 300 characters only and misjudge ``**Answer:** 34``, ``34.`` and ``34\\%``; ``robust`` (by values) and
+``math_verify`` (by the library of that name) do not.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from typing import Any
 from core.types import Score
 from reward_scores.equivalence import cleaned, equivalent
 from reward_scores.latex import last_box
+from reward_scores.symbolic import MATH_VERIFY, math_verify_equal
 from reward_scores.verdict import graded, no_answer
 
-METHODS = ("fallback", "minerva_only", "strict_box", "robust")
+PUBLISHED = ("fallback", "minerva_only", "strict_box")
+METHODS = {**dict.fromkeys(PUBLISHED), "robust": None, "math_verify": MATH_VERIFY}  # and the library that may not end
 INVALID = "[INVALID]"
 WINDOW, BOX_WINDOW = 300, 100  # characters from the end
 EXAMPLES = (
@@ -32,9 +35,9 @@ def score(
     """+1 for the gold answer, -1 for everything else."""
     if method not in METHODS:
         raise ValueError(f"math_dapo method={method!r}: must be one of {', '.join(METHODS)}")
-    if method == "robust":
-        answer = _robust_answer(response)
-        right = answer is not None and equivalent(answer, ground_truth)
+    if method not in PUBLISHED:
+        answer, equal = _robust_answer(response), equivalent if method == "robust" else math_verify_equal
+        right = answer is not None and equal(answer, ground_truth)
         pred = None if answer is None else cleaned(answer)
     else:
         right, pred = verify(response[-WINDOW:], ground_truth, method)
@@ -112,7 +115,11 @@ def normalize_final_answer(answer: str) -> str:
 def check_ground_truth(ground_truth: Any, method: str = "fallback") -> str | None:
     if not isinstance(ground_truth, str):
         return f"must be a string, got {ground_truth!r:.200}"
-    normal = cleaned(ground_truth) if method == "robust" else normalize_final_answer(ground_truth)
+    normal = normalize_final_answer(ground_truth) if method in PUBLISHED else cleaned(ground_truth)
     if not normal or normal == INVALID:
         return f"{ground_truth!r:.200} normalises to {normal!r}, which no answer may match"
     return None
+
+
+def libraries(method: str = "fallback") -> tuple[str, ...]:
+    return (METHODS[method],) if METHODS.get(method) else ()

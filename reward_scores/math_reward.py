@@ -1,7 +1,8 @@
 """MATH: the last ``\\boxed{...}``, compared as text after the normalisation of Hendrycks et al. (2021).
 
 ``published`` is verl's ``math_reward``: text equality, no algebra. 1,000 is not 1000, 0.25 is not 1/4, and a last box
-that is not closed loses an earlier one. ``robust`` reads the last box that is closed and compares values.
+that is not closed loses an earlier one. ``robust`` reads the last box that is closed and compares values;
+``math_verify`` reads the same and asks the library of that name.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from typing import Any
 from core.types import Score
 from reward_scores.equivalence import cleaned, equivalent
 from reward_scores.latex import closing_brace
+from reward_scores.symbolic import MATH_VERIFY, math_verify_equal
 from reward_scores.verdict import graded, no_answer
 
 MAX_BOXES = 20  # from the end, that are looked at for a closed one
-METHODS = ("published", "robust")
+METHODS = {"published": None, "robust": None, "math_verify": MATH_VERIFY}  # and the library that may not end
 EXAMPLES = (
     (r"So the graph has $\boxed{2}$ vertical asymptotes.", "2", 1.0),
     (r"\boxed{\dfrac12}", r"\frac{1}{2}", 1.0),
@@ -29,12 +31,12 @@ EXAMPLES = (
 def score(
     response: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None, method: str = "published"
 ) -> Score:
-    """1 where the last boxed answer equals the gold one after :func:`strip_string`, or, ``robust``, in value."""
+    """1 where the last boxed answer equals the gold one: ``published`` as text after :func:`strip_string`."""
     if method not in METHODS:
         raise ValueError(f"math_reward method={method!r}: must be one of {', '.join(METHODS)}")
-    if method == "robust":
-        answer = last_closed_box(response)
-        return no_answer() if answer is None else graded(equivalent(answer, ground_truth), cleaned(answer))
+    if method != "published":
+        answer, equal = last_closed_box(response), equivalent if method == "robust" else math_verify_equal
+        return no_answer() if answer is None else graded(equal(answer, ground_truth), cleaned(answer))
     answer = unbox(last_box(response))
     if answer is None:
         return no_answer()
@@ -168,6 +170,10 @@ def _slash_to_fraction(text: str) -> str:
 def check_ground_truth(ground_truth: Any, method: str = "published") -> str | None:
     if not isinstance(ground_truth, str):
         return f"must be a string, got {ground_truth!r:.200}"
-    if not (cleaned(ground_truth) if method == "robust" else normalised(ground_truth)):
+    if not (normalised(ground_truth) if method == "published" else cleaned(ground_truth)):
         return f"{ground_truth!r:.200} normalises to nothing, which an empty box would match"
     return None
+
+
+def libraries(method: str = "published") -> tuple[str, ...]:
+    return (METHODS[method],) if METHODS.get(method) else ()

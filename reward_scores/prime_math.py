@@ -1,8 +1,9 @@
 """PRIME's mathematics scorer: a generous reading of the answer, then PRM800K's grader, then numbers within 1e-4.
 
 Published semantics without its ``eval`` of model output: pi in a number is computed by ``reward_scores.arithmetic``,
-and answers of matrices written as Python lists are not read. It takes 0.01 for 1 and ``1,2`` for 12; ``robust``
-does not, and where there is a closed box it reads nothing else.
+and answers of matrices written as Python lists are not read. It takes 0.01 for 1 and ``1,2`` for 12; ``robust`` and
+``math_verify`` do not, and where there is a closed box they read nothing else. They compare by values, and by the
+library of that name.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from reward_scores.equivalence import cleaned, equivalent
 from reward_scores.latex import closing_brace
 from reward_scores.math_reward import last_closed_box
 from reward_scores.prm800k import grade_answer
+from reward_scores.symbolic import MATH_VERIFY, SYMPY, math_verify_equal
 from reward_scores.verdict import graded, no_answer
 
-METHODS = ("published", "robust")
+METHODS = {"published": SYMPY, "robust": None, "math_verify": MATH_VERIFY}  # and the library that may not end
 EXAMPLES = (
     (r"Adding them gives \boxed{1+x}", "x+1", 1.0),
     (r"So the length is \boxed{2\sqrt{2}}", r"\sqrt{8}", 1.0),
@@ -38,15 +40,14 @@ _VERBS = ("be ", "is ", "are ", "=", ": ", "get ", "be\n", "is\n", "are\n", ":\n
 def score(
     response: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None, method: str = "published"
 ) -> Score:
-    """1 for an equal answer. ``robust`` compares exactly."""
+    """1 for an equal answer. ``robust`` and ``math_verify`` compare exactly."""
     if method not in METHODS:
         raise ValueError(f"prime_math method={method!r}: must be one of {', '.join(METHODS)}")
     found, answer = match_answer(response)
-    box = last_closed_box(response) if method == "robust" else None
+    box = last_closed_box(response) if method != "published" else None
     if box is not None:
         found, answer = True, box
-    gold = str(ground_truth)
-    right = is_correct(answer, gold) if method == "published" else equivalent(answer, gold)
+    right = _EQUAL[method](answer, str(ground_truth))
     if not right and not found:
         return no_answer()
     return graded(right, cleaned(answer))
@@ -93,6 +94,9 @@ def is_correct(answer: str, gold: str) -> bool:
         return True
     values = (math.pi, 3.14) if "\\pi" in answer or "\\pi" in gold else (math.pi,)
     return any(_math_equal(answer, gold, pi) for pi in values)
+
+
+_EQUAL = {"published": is_correct, "robust": equivalent, "math_verify": math_verify_equal}
 
 
 def _math_equal(answer: str, gold: str, pi: float) -> bool:
@@ -160,3 +164,7 @@ def check_ground_truth(ground_truth: Any, method: str = "published") -> str | No
     if isinstance(ground_truth, (str, int, float)) and cleaned(str(ground_truth)):
         return None
     return f"must be a string that is not empty, got {ground_truth!r:.200}"
+
+
+def libraries(method: str = "published") -> tuple[str, ...]:
+    return (METHODS[method],) if METHODS.get(method) else ()

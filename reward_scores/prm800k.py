@@ -1,17 +1,16 @@
 """OpenAI's PRM800K answer grader, which prime_math and geo3k build on: equal text, or an equal formula.
 
-Published semantics with two differences: a formula's text is made by a small reader of LaTeX, and equality of
-formulas is decided by their values (``reward_scores.expressions``) instead of sympy, which evaluates text as code and
-may run for ever.
+Published semantics: equality of formulas is sympy's, which may not end (``reward_scores.symbolic``). A formula's text
+is made by a small reader of LaTeX, and what sympy gets of it by another one, which evaluates nothing.
 """
 
 from __future__ import annotations
 
 import re
 
-from reward_scores.expressions import same_value
 from reward_scores.latex import PLAIN, NotLatex, to_text
 from reward_scores.math_reward import strip_string
+from reward_scores.symbolic import same_formula
 
 _TUPLE = "()[]"
 _UNITS = """degree cm centimeter meter mile second minute hour day week month year foot feet inch yard liter"""
@@ -56,7 +55,7 @@ def _same_element(gold: str, given: str) -> bool:
         return False
     both = f"({gold})-({given})"
     unknowns = {char for char in both.replace("sqrt", "").replace("frac", "") if char.isalpha()}
-    return len(unknowns) <= _MAX_UNKNOWNS and not _UNSAFE.search(both) and same_value(gold, given)
+    return len(unknowns) <= _MAX_UNKNOWNS and not _UNSAFE.search(both) and same_formula(gold, given)
 
 
 def normalize(answer: str) -> str:

@@ -28,6 +28,10 @@ def any_ground_truth(ground_truth: Any, **options: Any) -> str | None:
     return None
 
 
+def no_libraries(**options: Any) -> tuple[str, ...]:
+    return ()
+
+
 @dataclass(frozen=True, eq=False)
 class Scorer:
     """A scoring function and what it says about itself.
@@ -37,12 +41,15 @@ class Scorer:
         score: ``score(response, ground_truth, extra_info, **options) -> Score``; pure.
         examples: answers that it must grade as stated, graded when a run starts.
         check_ground_truth: ``(ground_truth, **options) -> problem or None``.
+        libraries: ``(**options) -> what is called on``: libraries whose work may not end, each as the function
+            (``module:name``) that imports and warms it. With any, answers are graded in workers that can be killed.
     """
 
     name: str
     score: Callable[..., Score]
     examples: tuple[Example, ...]
     check_ground_truth: Callable[..., str | None] = any_ground_truth
+    libraries: Callable[..., tuple[str, ...]] = no_libraries
 
     def __call__(
         self, response: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None, **options: Any

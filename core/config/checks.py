@@ -9,6 +9,7 @@ from typing import Any
 from core.config import convert
 from core.config.batch_rules import BATCHES, MEMORY
 from core.config.convert import Problem
+from core.config.reward_rules import JUDGES
 from core.config.rule import ACTOR, ROLLOUT, Rule, always
 from core.config.view import View
 
@@ -150,10 +151,6 @@ GROUPS = (
 LEAST_MEMORY_MB = 256  # of address space: a worker with the scorers imported maps about 120
 
 
-def _has_workers(v: View) -> bool:
-    return v.reward.source == "importlib" or v.reward.reward_manager != "naive"
-
-
 MANAGERS = (
     Rule(
         "reward_model.reward_manager",
@@ -172,9 +169,7 @@ MANAGERS = (
     ),
     Rule(
         "reward_model.memory_limit_mb",
-        lambda v: (
-            _has_workers(v) and v.reward.memory_limit_mb is not None and v.reward.memory_limit_mb < LEAST_MEMORY_MB
-        ),
+        lambda v: v.reward.memory_limit_mb is not None and v.reward.memory_limit_mb < LEAST_MEMORY_MB,
         f"is too little for a worker that has only started; at least {LEAST_MEMORY_MB}",
         "raise it, or null for no limit",
     ),
@@ -389,7 +384,19 @@ SURROUNDINGS = (
     ),
 )
 
-RULES = (*BATCHES, *MEMORY, *HOOKS, *EPISODES, *GROUPS, *MANAGERS, *SAMPLING, *ENGINE, *OBJECTIVE, *SURROUNDINGS)
+RULES = (
+    *BATCHES,
+    *MEMORY,
+    *HOOKS,
+    *EPISODES,
+    *GROUPS,
+    *MANAGERS,
+    *JUDGES,
+    *SAMPLING,
+    *ENGINE,
+    *OBJECTIVE,
+    *SURROUNDINGS,
+)
 
 FULL = ("fp32", "float32")
 PENALISED = ("seq_reward", "seq_final_reward", "overlong", "is_overlong")  # what a shaped score's length enters

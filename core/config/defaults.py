@@ -34,6 +34,12 @@ CHANGED_DEFAULTS = (
     ),
     ChangedDefault("critic.model.override_config", {}, None, "the policy's, as for the path"),
     ChangedDefault(
+        "reward_model.model.input_tokenizer",
+        "${actor_rollout_ref.model.path}",
+        "policy",
+        "the same: the policy's; null shows the reward model the policy's token ids",
+    ),
+    ChangedDefault(
         "trainer.logger", ["console", "wandb"], ["console"], "wandb asks for a login; metrics.jsonl is always written"
     ),
     ChangedDefault("trainer.project_name", "verl_examples", None, "rlrepro-<recipe>"),

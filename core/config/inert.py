@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from core.config.batch_rules import PASSES
 from core.config.checks import PER_SEQUENCE
 from core.config.limits import is_plugin
+from core.config.rule import always
 from core.config.view import View
 
 ACTOR, ROLLOUT, REF, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref", "model"))
@@ -226,7 +227,31 @@ RUNS: tuple[Entry, ...] = (
     (
         tuple(f"reward_model.{name}" for name in ("num_workers", "timeout_s", "memory_limit_mb")),
         lambda v: v.reward.source == "register" and v.reward.reward_manager == "naive",
-        "reward_model.reward_manager=naive grades in this process; prime has workers",
+        "reward_model.reward_manager=naive grades in this process, but for what sympy and math-verify compare "
+        "(prime_math, geo3k, method=math_verify); prime has workers for all",
+    ),
+    (
+        (
+            *(f"reward_model.{name}" for name in ("model.*", "max_length", "micro_batch_size_per_gpu")),
+            *("reward_model.use_dynamic_bsz", "reward_model.forward_max_token_len_per_gpu"),
+        ),
+        lambda v: not v.reward.enable,
+        "reward_model.enable is off",
+    ),
+    (
+        ("reward_model.micro_batch_size_per_gpu",),
+        lambda v: v.reward.use_dynamic_bsz,
+        "use_dynamic_bsz packs passes by tokens",
+    ),
+    (
+        ("reward_model.forward_max_token_len_per_gpu",),
+        lambda v: not v.reward.use_dynamic_bsz,
+        "use_dynamic_bsz is off",
+    ),
+    (
+        tuple(f"reward_model.model.fsdp_config.{name}" for name in SHARDING),
+        always,
+        "one process holds the reward model",
     ),
     (
         ("reward_model.reward_manager",),

@@ -30,6 +30,8 @@ def named(config: Config) -> Iterator[tuple[str, str]]:
     }
     if critic.enable and critic.model.path != model.path:
         models["critic.model.path"] = critic.model.path
+    if config.reward_model.enable:
+        models["reward_model.model.path"] = config.reward_model.model.path
     yield from ((key, path) for key, path in models.items() if path and is_local(path))
     custom = (config.custom_reward_function.path or "").removeprefix("file://")
     if custom.endswith(".py"):
@@ -79,6 +81,10 @@ def checked_at_start(config: Config) -> list[str]:
     lines = [f"data: every row of {', '.join(files)} is read, measured and shown to its scorer"]
     source = "exists and is a model's folder" if is_local(model.path) else "is on the hub or in its cache"
     lines.append(f"model: {model.path} {source}; its tokenizer and chat template")
+    if config.reward_model.enable:
+        lines.append(
+            f"reward model: {config.reward_model.model.path} is a classifier with one label; its chat template"
+        )
     if rollout.name == "vllm":
         lines.append(f"package: vllm can be imported (actor_rollout_ref.rollout.name={rollout.name})")
     if model.lora_rank or (config.critic.enable and config.critic.model.lora_rank):

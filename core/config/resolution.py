@@ -75,6 +75,10 @@ def _derived(recipe: str) -> tuple[tuple[str, Callable[[Config], Any]], ...]:
             (f"critic.model.{name}", _follows(f"actor_rollout_ref.model.{name}"))
             for name in ("path", "external_lib", "trust_remote_code", "override_config")
         ),
+        ("reward_model.model.external_lib", _follows("actor_rollout_ref.model.external_lib")),
+        ("reward_model.use_dynamic_bsz", lambda config: config.reward_model.micro_batch_size_per_gpu is None),
+        ("reward_model.forward_max_token_len_per_gpu", _follows("critic.ppo_max_token_len_per_gpu")),
+        ("reward_model.max_length", lambda config: config.data.max_prompt_length + config.data.max_response_length),
         ("algorithm.filter_groups.metric", lambda config: "acc"),
         ("trainer.project_name", lambda config: f"rlrepro-{recipe}"),
         ("trainer.experiment_name", experiment_name),

@@ -275,7 +275,24 @@ class SandboxFusionConfig:
 
 
 @dataclass(frozen=True)
+class RewardModelModelConfig:
+    path: str = "~/models/FsfairX-LLaMA3-RM-v0.1"  # a sequence or token classifier with one label
+    # The policy's, whose text is put into the reward model's chat template; None: it reads the policy's token ids
+    input_tokenizer: str | None = "policy"
+    external_lib: str | None = None  # None: the policy's
+    trust_remote_code: bool = False
+    fsdp_config: FSDPConfig = FSDPConfig()
+
+
+@dataclass(frozen=True)
 class RewardModelConfig:
+    enable: bool = False  # a model scores the rows whose reward_model.style is "model"
+    weight: float = 0.0  # what the model's number counts beside a rule's score, in the other rows
+    model: RewardModelModelConfig = RewardModelModelConfig()
+    max_length: limits.Count | None = None  # tokens that the model sees; None: the longest prompt and answer
+    micro_batch_size_per_gpu: limits.Count | None = None  # answers a pass; None: use_dynamic_bsz decides
+    use_dynamic_bsz: bool | None = None  # None: where no micro-batch size is given
+    forward_max_token_len_per_gpu: limits.Count | None = None  # tokens a pass; None: the critic's
     source: Literal["register", "importlib"] = "register"  # importlib: the manager is module.name of module.path
     module: RewardModuleConfig = RewardModuleConfig()
     reward_manager: Literal["naive", "batch", "prime", "dapo"] = "naive"

@@ -2,7 +2,7 @@
 
 Three kinds. **Renamed** keys, of other versions and tutorials, and **unsupported** ones are errors that say what to do.
 **Without effect** are keys whose whole purpose is met in another way; they are accepted, and listed at start. So is
-an unsupported key at a value that asks for nothing (``reward_model.enable=False``).
+an unsupported key at a value that asks for nothing (``algorithm.use_pf_ppo=False``).
 """
 
 from __future__ import annotations
@@ -152,8 +152,14 @@ UNSUPPORTED: Mapping[str, Advice] = {
     "data.image_key": Advice("models of text only are supported", "leave it out", ("images",)),
     "data.video_key": Advice("models of text only are supported", "leave it out", ("videos",)),
     "data.tool_config_path": Advice("belongs to the rollout", f"use {ROLLOUT}.multi_turn.tool_config_path", (None,)),
-    "reward_model.enable": Advice(f"a reward model {LATER}", "reward functions: custom_reward_function.path", (False,)),
-    "reward_model.model.*": Advice(f"a reward model {LATER}", "leave it out"),
+    "reward_model.micro_batch_size": _per_gpu("reward_model.micro_batch_size"),
+    **{
+        f"reward_model.{name}": Advice(
+            "has no pool of nodes: one process holds the reward model", "leave it out", (none,)
+        )
+        for name, none in (("enable_resource_pool", False), ("n_gpus_per_node", 0), ("nnodes", 0))
+    },
+    "reward_model.ulysses_sequence_parallel_size": Advice("is not supported", "leave it out", (1,)),
     "reward_model.reward_kwargs.max_resp_len": Advice(
         "the overlong penalty reads data.max_response_length", "leave it out"
     ),
@@ -220,8 +226,10 @@ NO_EFFECT: Mapping[str, str] = {
     f"{ROLLOUT}.multi_stage_wake_up": "the engine decides",
     f"{ROLLOUT}.over_sample_rate": "collecting is steered by the share of groups that pass",
     "reward_model.launch_reward_fn_async": "answers are scored while others still decode",
-    "reward_model.strategy": "there is no reward model",
-    "reward_model.micro_batch_size_per_gpu": "there is no reward model",
+    "reward_model.strategy": "one process holds the reward model",
+    "reward_model.model.use_shm": "weights are read where they are",
+    "reward_model.model.use_remove_padding": "answers of similar length share a pass instead",
+    "reward_model.model.use_fused_kernels": "the head is one number a token",
     "actor_rollout_ref.nccl_timeout": "the backend sets its own deadlines",
     "trainer.max_critic_ckpt_to_keep": "actor and critic are kept together: trainer.max_actor_ckpt_to_keep",
     "trainer.ray_wait_register_center_timeout": "there is no register center",

@@ -5,22 +5,34 @@ from __future__ import annotations
 import asyncio
 import difflib
 import inspect
+import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from core.rewards.grading import Executor, Failure, Grader, Job
-from core.rewards.managers import MANAGERS, Batched
+from core.rewards.managers import MANAGERS, Batched, Naive
 from core.rewards.pool import Pool, unsendable
 from core.rows import Row
 from core.types import Prompt
 from reward_scores import SCORERS, UnknownDataSource
 
+log = logging.getLogger(__name__)
+
 ON_ERROR = ("zero", "mask", "raise")
-SENT = "a worker gets a row's ground_truth and extra_info as JSON (reward_model.reward_manager=naive does not need it)"
+SENT = "a worker gets a row's ground_truth and extra_info as JSON"
 BATCH_WITHOUT_FUNCTION = (
     "reward_model.reward_manager=batch: calls a function of yours with lists of answers, and there is none; "
     "set custom_reward_function.path, or use prime"
+)
+MODEL_STYLE = "model"
+NO_MODEL = (
+    "reward_model.enable=False: rows whose reward_model.style is 'model' want a reward model; "
+    "set it to True and name reward_model.model.path, or give the rows style 'rule' and a ground truth"
+)
+IDLE_MODEL = (
+    "reward_model.enable=True: the model would score nothing; give rows the reward_model.style 'model', or set "
+    "reward_model.weight to what the model counts beside the rules"
 )
 SHOWN = 3  # rows named for one kind of problem; the rest is counted
 
@@ -54,28 +66,62 @@ def option_problems(reward_model: Any, custom_path: str | None = None) -> list[s
     return problems
 
 
-def find_problems(grader: Grader, executor: Executor, rows: Iterable[Prompt | Mapping[str, Any]]) -> list[str]:
-    """Rows without a scorer or that their scorer cannot grade, and scorers that fail on their own examples."""
+def find_problems(
+    grader: Grader,
+    executor: Executor,
+    rows: Iterable[Prompt | Mapping[str, Any]],
+    *,
+    model: bool = False,
+    weight: float = 0.0,
+) -> list[str]:
+    """Rows without a scorer or that their scorer cannot grade, and scorers that fail on their own examples.
+
+    ``model`` says whether there is a reward model, ``weight`` what it counts beside a scorer.
+    """
     found = _Findings()
     used: dict[str, str] = {}
-    sends = isinstance(executor, Pool | Batched)
+    libraries: dict[str, str] = {}  # -> the name of a scorer that calls on it
+    for_model = 0
     for number, row in enumerate(rows):
-        where, data_source, ground_truth, extra_info = _read(row, number)
-        if sends and (trouble := unsendable([ground_truth, extra_info])):
-            found.add(f"{SENT}: {trouble}", where)
+        where, data_source, ground_truth, extra_info, style = _read(row, number)
+        if style == MODEL_STYLE:
+            for_model += 1
+            if not model:
+                found.add(NO_MODEL, where)
+            continue
         try:
-            scorer = grader.scorer(data_source)
+            scorer, needed = grader.scorer(data_source), grader.libraries(data_source)
         except UnknownDataSource as error:
             found.add(f"data.reward_fn_key: {error}; or set custom_reward_function.path", where)
             continue
+        sends = isinstance(executor, Pool | Batched) or (needed and isinstance(executor, Naive))
+        if sends and (trouble := unsendable([ground_truth, extra_info])):
+            found.add(f"{SENT}: {trouble}", where)
+        libraries.update(dict.fromkeys(needed, scorer.name))
         used.setdefault(scorer.name, data_source)
         trouble = scorer.check_ground_truth(ground_truth, **grader.options(scorer))
         if trouble:
             found.add(f"ground truth that {scorer.name} cannot grade", f"{where}: {trouble}")
+    if model and not for_model and not weight:
+        found.add(IDLE_MODEL)
+    _announce(executor, libraries)
     for data_source in used.values():
         for problem in asyncio.run(_grade_examples(grader, executor, data_source)):
             found.add(problem)
     return found.lines()
+
+
+def _announce(executor: Executor, libraries: Mapping[str, str]) -> None:
+    """Has the workers start with what they need, and says which answers do not stay in this process."""
+    if isinstance(executor, Pool | Batched | Naive):
+        executor.preload(libraries)
+    if libraries and isinstance(executor, Naive):
+        log.info(
+            "reward_model.reward_manager=naive: %s calls on a library that may not end, so that its answers are graded "
+            "in processes that are killed after reward_model.timeout_s=%g s",
+            ", ".join(sorted(set(libraries.values()))),
+            executor.pool.timeout_s,
+        )
 
 
 async def _grade_examples(grader: Grader, executor: Executor, data_source: str) -> list[str]:
@@ -115,11 +161,11 @@ class _Findings:
         return f"{problem} ({count} rows): {'; '.join(rows)}{more}"
 
 
-def _read(row: Prompt | Row | Mapping[str, Any], number: int) -> tuple[str, str, Any, Any]:
-    """Where the row is, its data source, its ground truth and its extra_info."""
+def _read(row: Prompt | Row | Mapping[str, Any], number: int) -> tuple[str, str, Any, Any, str]:
+    """Where the row is, its data source, its ground truth, its extra_info and its style."""
     if isinstance(row, Prompt):
-        return f"uid {row.uid}", row.data_source, row.ground_truth, row.extra_info
+        return f"uid {row.uid}", row.data_source, row.ground_truth, row.extra_info, row.style
     if isinstance(row, Row):
-        return row.where, row.data_source, row.ground_truth, row.extra_info
-    ground_truth = (row.get("reward_model") or {}).get("ground_truth")
-    return f"row {number}", row["data_source"], ground_truth, row.get("extra_info")
+        return row.where, row.data_source, row.ground_truth, row.extra_info, row.style
+    reward = row.get("reward_model") or {}
+    return f"row {number}", row["data_source"], reward.get("ground_truth"), row.get("extra_info"), reward.get("style")

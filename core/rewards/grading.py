@@ -45,6 +45,14 @@ class Grader:
     def options(self, scorer: Scorer) -> dict[str, Any]:
         return self.reward_kwargs.get(scorer.name, {})
 
+    def libraries(self, data_source: str) -> tuple[str, ...]:
+        """What the scorer of a data source calls whose work may not end; see :class:`reward_scores.verdict.Scorer`.
+
+        Raises UnknownDataSource.
+        """
+        scorer = self.scorer(data_source)
+        return tuple(scorer.libraries(**self.options(scorer)))
+
     def __call__(self, job: Job) -> Any:
         """A Score, or an awaitable of one where the user's function is asynchronous."""
         scorer = self.scorer(job.data_source)

@@ -1,7 +1,7 @@
 """The process between the driver and its grading workers: it starts them, counts their time, and kills them.
 
-``python -m core.rewards.keeper`` is started by :class:`core.rewards.pool.Pool` alone. It has one thread and runs no
-scorer. Its workers are forks of it, with the scorers already imported. Nothing outlives it or the driver:
+``python -m core.rewards.keeper`` is started by :class:`core.rewards.pool.Pool` alone. It has one thread and grades
+nothing. Its workers are forks of it, with the scorers already imported. Nothing outlives it or the driver:
 
 * a worker that is ended is killed with its session; what has left that session (a daemon) is adopted by this process,
   which is a subreaper, and killed as a stranger among its children;
@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from core.plugins import load_object
 from core.rewards import worker
 
 DRIVER_IN, DRIVER_OUT = 0, 1
@@ -336,7 +337,10 @@ def main() -> None:
         if not byte:
             sys.exit(0)
         line += byte
-    Keeper(json.loads(line)).run()
+    settings = json.loads(line)
+    for function in settings["preload"]:
+        load_object(function)()
+    Keeper(settings).run()
 
 
 if __name__ == "__main__":

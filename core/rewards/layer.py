@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from core.rewards.check import find_problems, option_problems
+from core.rewards.check import MODEL_STYLE, find_problems, option_problems
 from core.rewards.custom import CustomFunction, RewardConfigError
-from core.rewards.grading import Executor, Failure, Grader, InProcess, Job
-from core.rewards.managers import InWaves, make_manager
+from core.rewards.grading import Executor, Failure, Grader, Job
+from core.rewards.managers import InWaves, Naive, make_manager
+from core.rewards.model import Answer, Judge, ModelRewards, alone, beside
 from core.rewards.programs import scorer_options
 from core.types import Prompt, Score, ScoreStatus, Trajectory
 
@@ -42,15 +44,39 @@ class RewardLayer:
         if problems:
             raise RewardConfigError(problems)
         self.on_error = reward.on_error
+        self.has_model, self.weight = reward.enable, reward.weight
+        self.model: ModelRewards | None = None
         self.grader = Grader(scorer_options(reward), function)
         self.executor: Executor = make_manager(reward, self.grader)
 
+    def attach(self, judge: Judge) -> None:
+        """The reward model, once the workers have loaded it."""
+        self.model = ModelRewards(judge)
+
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Score:
-        """The verdict on what the policy wrote. A failing scorer raises only with ``on_error=raise``."""
+        """The verdict on what the policy wrote. A failing scorer raises only with ``on_error=raise``.
+
+        In a row of style ``model`` it is the reward model's; in another one the scorer's, to which
+        ``reward_model.weight`` times the model's number is added where that is not 0.
+        """
         extra_info = {**prompt.extra_info, "rollout": rollout_facts(trajectory)}
         job = Job(prompt.data_source, trajectory.response_text, prompt.ground_truth, extra_info)
-        result = await self.executor.run(job)
+        if self.has_model and (prompt.style == MODEL_STYLE or self.weight):
+            result = await self._with_model(prompt, trajectory, job)
+        else:
+            result = await self.executor.run(job)
         return self._after(result, job, prompt.uid) if isinstance(result, Failure) else result
+
+    async def _with_model(self, prompt: Prompt, trajectory: Trajectory, job: Job) -> Score | Failure:
+        if self.model is None:
+            raise RuntimeError("reward_model.enable: the workers have not attached the model yet")
+        answer = Answer.of(prompt, trajectory)
+        if prompt.style == MODEL_STYLE:
+            found = await self.model.run(answer)
+            return found if isinstance(found, Failure) else alone(found)
+        ruled, found = await asyncio.gather(self.executor.run(job), self.model.run(answer))
+        failed = next((one for one in (ruled, found) if isinstance(one, Failure)), None)
+        return failed or beside(ruled, found, self.weight)
 
     def _after(self, failure: Failure, job: Job, uid: str) -> Score:
         if self.on_error == "raise":
@@ -66,7 +92,7 @@ class RewardLayer:
 
         ``rows`` are prompts or rows of the data schema. Raises RewardConfigError with all problems.
         """
-        problems = find_problems(self.grader, self.executor, rows)
+        problems = find_problems(self.grader, self.executor, rows, model=self.has_model, weight=self.weight)
         if problems:
             raise RewardConfigError(problems)
 
@@ -74,9 +100,9 @@ class RewardLayer:
         """Makes the order of the verdicts independent of time; None where it is anyway.
 
         Returns what an engine that decodes in this process has to await before each of its steps: see
-        :class:`core.rewards.managers.InWaves`.
+        :class:`core.rewards.managers.InWaves`. To be called after :meth:`check`, which learns whether workers grade.
         """
-        if isinstance(self.executor, InProcess):
+        if isinstance(self.executor, Naive) and self.executor.at_once:
             return None
         self.executor = waves = InWaves(self.executor)
         return waves.settled

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from core.interrupts import WorkersLost
@@ -12,12 +12,42 @@ from core.plugins import PluginError, load_object
 from core.rewards.custom import RewardConfigError, as_score
 from core.rewards.grading import Executor, Failure, Grader, InProcess, Job
 from core.rewards.pool import Pool
+from core.rewards.together import Together
 from core.types import Score, ScoreStatus
+from reward_scores import UnknownDataSource
 
 if TYPE_CHECKING:
     from core.config.schema import RewardModelConfig
 
 Result = Score | Failure
+
+
+class Naive:
+    """Grades in this process, one answer after the other; what may not end goes to the workers of a pool instead."""
+
+    def __init__(self, grader: Grader, pool: Pool):
+        self.grader, self.pool = grader, pool
+        self.in_process = InProcess(grader)
+
+    async def run(self, job: Job) -> Result:
+        return await (self.pool if self._may_not_end(job.data_source) else self.in_process).run(job)
+
+    def _may_not_end(self, data_source: str) -> bool:
+        try:
+            return bool(self.grader.libraries(data_source))
+        except UnknownDataSource:  # grading it says so
+            return False
+
+    def preload(self, libraries: Iterable[str]) -> None:
+        self.pool.preload(libraries)
+
+    @property
+    def at_once(self) -> bool:
+        """Whether no verdict comes from the pool, as far as is known."""
+        return not self.pool.preloaded
+
+    def close(self) -> None:
+        self.pool.close()
 
 
 class Batched:
@@ -30,38 +60,19 @@ class Batched:
 
     def __init__(self, pool: Pool):
         self.pool = pool
-        self._waiting: list[tuple[Job, asyncio.Future]] = []
-        self._calls: set[asyncio.Task] = set()
+        self._together = Together(self._grade, pool.num_workers)
 
     async def run(self, job: Job) -> Result:
-        future = asyncio.get_running_loop().create_future()
-        self._waiting.append((job, future))
-        if len(self._calls) < self.pool.num_workers:
-            call = asyncio.ensure_future(self._call())
-            self._calls.add(call)
-            call.add_done_callback(self._calls.discard)
-        return await future
-
-    async def _call(self) -> None:
-        await asyncio.sleep(0)  # answers that ended together go together
-        while batch := [one for one in self._waiting if not one[1].done()]:
-            self._waiting = []
-            try:
-                results = await self._grade([job for job, _ in batch])
-            except Exception as error:  # not a scorer's: those are results. Who waits must hear of it.
-                for _, future in batch:
-                    if not future.done():
-                        future.set_exception(error)
-                raise
-            for (_, future), result in zip(batch, results, strict=True):
-                if not future.done():
-                    future.set_result(result)
+        return await self._together(job)
 
     async def _grade(self, jobs: list[Job]) -> list[Result]:
         results = await self.pool.run_together(jobs)
         if len(jobs) > 1 and isinstance(results[0], Failure):
             return await asyncio.gather(*map(self.pool.run, jobs))
         return results
+
+    def preload(self, libraries: Iterable[str]) -> None:
+        self.pool.preload(libraries)
 
     def close(self) -> None:
         self.pool.close()
@@ -145,7 +156,7 @@ def _pool(reward: RewardModelConfig, grader: Grader) -> Pool:
 
 
 MANAGERS: dict[str, Callable[[RewardModelConfig, Grader], Executor]] = {
-    "naive": lambda reward, grader: InProcess(grader),
+    "naive": lambda reward, grader: Naive(grader, _pool(reward, grader)),
     "batch": lambda reward, grader: Batched(_pool(reward, grader)),
     "prime": _pool,
     "dapo": _pool,  # the overlong penalty, the other half of that manager, is the trainer's shape_reward

@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from core.interrupts import WorkersLost
@@ -66,8 +66,18 @@ class Pool:
             "memory_limit_mb": memory_limit_mb,
             "reward_kwargs": grader.reward_kwargs,
             "custom": _custom(grader.custom),
+            "preload": (),
         }
         self._keeper: _Keeper | None = None
+
+    @property
+    def preloaded(self) -> tuple[str, ...]:
+        return self.settings["preload"]
+
+    def preload(self, libraries: Iterable[str]) -> None:
+        """Functions (``module:name``) that the parent of the workers calls when it starts, so that a worker that
+        replaces a killed one has a slow library at hand. To be called before the first job."""
+        self.settings["preload"] = tuple(sorted({*self.preloaded, *libraries}))
 
     async def run(self, job: Job) -> Result:
         return (await self.run_together([job]))[0]

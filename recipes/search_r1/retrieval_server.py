@@ -163,7 +163,9 @@ def _listen(host: str, port: int) -> socket.socket:
     """Takes the port before the index is read, so that a port in use is known in a second and not in ten minutes.
     It is not listened on before the index is there: until then a connection is refused."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
+    # The protocol is named because asyncio sends without delay (TCP_NODELAY) only where it is; the head and the body of
+    # an answer would otherwise wait 40 ms for each other.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))

@@ -5,8 +5,8 @@
 Each case makes two optimizer steps of ``core.learner.Actor`` (the first creates Adam's moments) and counts every
 allocation and release of torch's CPU allocator during the second: their highest sum is what the update needs beyond
 the weights and moments that are there. The estimate is that of ``core.plan`` for the same shape, precision and tokens:
-gradients, copies of the weights in bf16, activations, head. A GPU's allocator, its fragments and its libraries are not
-measured. Writes ``results/benchmarks/plan_memory.md``.
+gradients and activations at their highest, copies of the weights in bf16. A GPU's allocator, its fragments and its
+libraries are not measured. Writes ``results/benchmarks/plan_memory.md``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from core.batching import make_batch, optimizer_steps
 from core.learner import Actor
 from core.model_shapes import Shape
-from core.plan import activation_bytes, head_bytes
+from core.plan import copies_bytes, update_bytes
 from core.types import Prompt, Score, ScoredGroup, Stop, Trajectory
 
 TARGET = Path("results/benchmarks/plan_memory.md")
@@ -51,9 +51,8 @@ class Case:
     def estimate(self) -> float:
         """Bytes of an update beyond weights and moments, by the plan's formulas."""
         shape, width = SHAPES[self.shape], 2 if self.bf16 else 4
-        copies = 2.0 * shape.parameters if self.bf16 else 0.0
-        activations = activation_bytes(shape, self.tokens, width, self.checkpointing)
-        return 4.0 * shape.parameters + copies + activations + head_bytes(shape, self.tokens, width)
+        copies = copies_bytes(shape, self.checkpointing) if self.bf16 else 0.0
+        return copies + update_bytes(shape, self.tokens, width, 4, checkpointing=self.checkpointing)[0]
 
 
 CASES = [

@@ -26,12 +26,16 @@ from reward_scores import SCORERS
 from tests.bombs import EXPECTED, HANGS
 from tests.pools import BOMBS, Case, cases, grade, marked, none_left
 
-REPORT = Path("results/rewards/pool.md")
+REPORT = Path("results/rewards/grading_pool.md")
 WORKERS, TIMEOUT_S, MEMORY_MB = 2, 2.0, 512
 COUNT, SHARE = 1000, 0.05
 EACH_S, START_S = 0.1, 10.0  # of any other bomb (it costs a worker), and of the pool's start, on a busy machine
 LEAVE_A_DEAF_WORKER = ("babble", "impostor")  # they answer in the worker's stead and go on
-MEASURED = ("openai/gsm8k", "lighteval/MATH", "math_dapo", "numina_cn_k12", "nq", "countdown")
+MEASURED = (  # data source, method
+    *(("openai/gsm8k", "strict"), ("lighteval/MATH", "published"), ("lighteval/MATH", "robust")),
+    *(("lighteval/MATH", "math_verify"), ("math_dapo", "fallback"), ("numina_cn_k12", "published"), ("nq", "em")),
+    ("countdown", None),
+)
 LONG = 4000  # characters before the answer
 
 
@@ -88,14 +92,18 @@ def rate(executor: Executor, jobs: list[Job], seconds: float) -> float:
 
 
 def rates(seconds: float) -> dict[str, tuple[float, float]]:
-    """Scorer -> answers a second in process and in the pool."""
+    """Scorer and method -> answers a second in process and in the pool."""
     found = {}
-    grader = Grader()
-    for source in MEASURED:
-        scorer = SCORERS[source]
+    for source, method in MEASURED:
+        scorer, options = SCORERS[source], {"method": method} if method else {}
+        grader = Grader({scorer.name: options})
         jobs = [Job(source, "so " * (LONG // 3) + text, gold, {}) for text, gold, _ in scorer.examples] * 50
         pool = Pool(grader, num_workers=WORKERS, memory_limit_mb=1024)
-        found[scorer.name] = rate(InProcess(grader), jobs, seconds), rate(pool, jobs, seconds)
+        pool.preload(scorer.libraries(**options))
+        found[f"{scorer.name} {method or ''}".strip()] = (
+            rate(InProcess(grader), jobs, seconds),
+            rate(pool, jobs, seconds),
+        )
         pool.close()
     return found
 

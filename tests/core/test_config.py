@@ -34,6 +34,7 @@ VERL = yaml.safe_load((Path(__file__).parent / "verl_defaults.yaml").read_text()
 # keys that verl v0.6.1 and its DAPO recipe lack
 ADDED = {
     *("data.dataset_weights", "data.curriculum", f"{ACTOR}.overlong_filtering", "reward_model.on_error"),
+    "reward_model.weight",
     *(f"reward_model.{name}" for name in ("source", "module.path", "module.name", "num_workers", "timeout_s")),
     *(f"reward_model.{name}" for name in ("memory_limit_mb", "num_examine", "val_num_examine")),
     *(f"reward_model.sandbox.{name}" for name in ("allow_unisolated", "timeout_s", "memory_limit_mb")),

@@ -66,7 +66,8 @@ def test_every_unknown_key_gets_a_suggestion_that_exists():
         (f"{ROLLOUT}.agent.default_agent_loop=tool_agent", f"use {ROLLOUT}.multi_turn.enable=True"),
         ("data.custom_cls.path=x.py", "write parquet rows"),
         ("data.datagen.path=x.py", "a row is a function of its ordinal"),
-        ("reward_model.enable=True", "a reward model is not supported yet"),
+        ("reward_model.enable_resource_pool=True", "one process holds the reward model"),
+        ("reward_model.micro_batch_size=8", "use reward_model.micro_batch_size_per_gpu"),
         ("algorithm.rollout_correction.rollout_is=token", "rollout correction is not supported yet"),
         (f"{ACTOR}.fsdp_config.model_dtype=bf16", "float32"),
         ("trainer.remove_previous_ckpt_in_save=True", "max_actor_ckpt_to_keep=1"),
@@ -102,7 +103,8 @@ def test_advice_points_at_keys_that_exist():
     "override, reason",
     [
         ("data.return_raw_chat=True", "the chat is always kept"),
-        ("reward_model.enable=False", "asks for nothing"),
+        ("reward_model.enable_resource_pool=False", "asks for nothing"),
+        ("reward_model.strategy=fsdp2", "one process holds"),
         ("trainer.default_hdfs_dir=null", "asks for nothing"),
         ("actor_rollout_ref.model.lora_adapter_path=null", "asks for nothing"),
         (f"{ACTOR}.ppo_micro_batch_size=null", "asks for nothing"),
@@ -121,7 +123,7 @@ def test_a_key_whose_purpose_is_met_otherwise_is_accepted_and_listed(override, r
 
 
 def test_a_harmless_value_is_harmless_by_type_too():
-    assert verl_keys.without_effect("reward_model.enable", 0) is None
+    assert verl_keys.without_effect("reward_model.enable_resource_pool", 0) is None
     assert verl_keys.without_effect("actor_rollout_ref.model.lora_adapter_path", False) is None
 
 

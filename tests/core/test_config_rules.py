@@ -25,11 +25,35 @@ DAPO = ("keep_group", "shape_reward")
 FILTER = ("algorithm.filter_groups.enable=True", f"{ROLLOUT}.n=4")
 BUFFER = ("reward_model.overlong_buffer.enable=True", "reward_model.overlong_buffer.len=100")
 FACTOR = "reward_model.overlong_buffer.penalty_factor=1.0"
+JUDGE = "reward_model.enable=True"
 EIGHT = "trainer.n_gpus_per_node=8"
 PACKED = "actor_rollout_ref.model.use_remove_padding=True"
+SEARCHES = ("generate",)  # what the trainer of Search-R1 overrides
+PLENTY = "data.train_batch_size=256"
+MULTI = f"{ROLLOUT}.multi_turn"
+LOOP = f"{ROLLOUT}.agent_loop=my.module:Loop"
 
 # recipe, overrides, hooks, the beginning of the line, what else it says
 BROKEN = [
+    *(
+        ("ppo", [override], (), begins or override, "belongs to Search-R1")
+        for override, begins in (
+            *(("max_turns=3", ""), ("do_search=False", "do_search=false"), ("data.max_start_length=100", "")),
+            *(("data.max_obs_length=100", ""), ("retriever.url=null", ""), ("retriever.topk=5", "")),
+            ("retriever.prefetch=True", "retriever.prefetch=true"),
+            ("+retriever.client.timeout_s=3", 'retriever.client={"timeout_s": 3}'),
+            ("+retriever.local.index=x", 'retriever.local={"index": "x"}'),
+        )
+    ),
+    *(
+        ("ppo", [*given], (), begins, says)
+        for given, begins, says in (
+            ([LOOP, f"{MULTI}.enable=True", f"{MULTI}.tool_config_path=x"], LOOP, "leave one out"),
+            ([f"{MULTI}.enable=True"], f"{MULTI}.tool_config_path=null", "name a YAML file"),
+        )
+    ),
+    ("search_r1", [PLENTY, f"{ROLLOUT}.agent_loop=null"], SEARCHES, f"{ROLLOUT}.agent_loop=null", "plays episodes"),
+    ("search_r1", [PLENTY, "data.max_start_length=5000"], SEARCHES, "data.max_start_length=5000", "at most"),
     (
         "ppo",
         ["data.train_batch_size=100"],
@@ -163,6 +187,19 @@ BROKEN = [
     (
         *("ppo", ["reward_model.reward_manager=prime", "reward_model.memory_limit_mb=100"], ()),
         *("reward_model.memory_limit_mb=100", "at least 256"),
+    ),
+    ("ppo", ["reward_model.weight=0.5"], (), "reward_model.weight=0.5", "there is no model whose number"),
+    (
+        *("ppo", [JUDGE, "reward_model.model.input_tokenizer=org/other"], ()),
+        *("reward_model.model.input_tokenizer=org/other", "tokenizer of what the policy wrote"),
+    ),
+    (
+        *("ppo", [JUDGE, "reward_model.use_dynamic_bsz=False"], ()),
+        *("reward_model.micro_batch_size_per_gpu=null", "is needed with"),
+    ),
+    (
+        *("ppo", [JUDGE, "reward_model.forward_max_token_len_per_gpu=9"], ()),
+        *("reward_model.forward_max_token_len_per_gpu=9", "must hold an answer of reward_model.max_length=1024"),
     ),
     ("ppo", [f"{ROLLOUT}.top_p=0.95"], (), f"{ROLLOUT}.top_p=0.95", "rollout correction is not available yet"),
     ("ppo", [f"{ROLLOUT}.top_k=50"], (), f"{ROLLOUT}.top_k=50", "rollout correction is not available yet"),
@@ -430,6 +467,20 @@ IDLE = [
     ("ppo", ["reward_model.overlong_buffer.len=5"], "reward_model.overlong_buffer.len"),
     ("ppo", ["reward_model.timeout_s=5"], "reward_model.timeout_s"),
     ("ppo", ["reward_model.sandbox_fusion.max_concurrent=5"], "reward_model.sandbox_fusion.max_concurrent"),
+    ("ppo", ["reward_model.max_length=9"], "reward_model.max_length"),
+    (
+        *("ppo", [JUDGE, "reward_model.use_dynamic_bsz=True", "reward_model.micro_batch_size_per_gpu=4"]),
+        "reward_model.micro_batch_size_per_gpu",
+    ),
+    (
+        "ppo",
+        [JUDGE, "reward_model.micro_batch_size_per_gpu=4", "reward_model.forward_max_token_len_per_gpu=4000"],
+        "reward_model.forward_max_token_len_per_gpu",
+    ),
+    (
+        *("ppo", [JUDGE, "trainer.backend=ray", "reward_model.model.fsdp_config.param_offload=True"]),
+        "reward_model.model.fsdp_config.param_offload",
+    ),
     (
         "ppo",
         [
@@ -443,12 +494,24 @@ IDLE = [
     ("ppo", ["trainer.resume_from_path=x"], "trainer.resume_from_path"),
     ("ppo", ["trainer.max_actor_ckpt_to_keep=3"], "trainer.max_actor_ckpt_to_keep"),
     ("ppo", ["trainer.val_only=True", "trainer.val_before_train=False"], "trainer.val_before_train"),
+    ("ppo", [f"{MULTI}.max_tool_calls=3"], f"{MULTI}.max_tool_calls"),
+    ("ppo", [f"{ACTOR}.state_masking=False"], f"{ACTOR}.state_masking"),
+    ("ppo", [LOOP, f"{MULTI}.repeatable=True", "trainer.backend=ray"], f"{MULTI}.repeatable"),
+    *(
+        ("search_r1", [PLENTY, *given], key)
+        for given, key in (
+            (["do_search=False", "max_turns=3"], "max_turns"),
+            (["do_search=False", "retriever.topk=5"], "retriever.topk"),
+            (["retriever.url=null", "+retriever.client.timeout_s=3"], "retriever.client.timeout_s"),
+            (["+retriever.local.index=x"], "retriever.local.index"),
+        )
+    ),
 ]
 
 
 @pytest.mark.parametrize("recipe, overrides, key", IDLE, ids=lambda x: None)
 def test_a_key_without_effect_is_listed_with_the_reason(recipe, overrides, key):
-    composed = examined(recipe, overrides)
+    composed = examined(recipe, overrides, SEARCHES if recipe == "search_r1" else ())
     assert composed.problems == ()
     value, reason = composed.inert[key]
     assert value == composed.given[key] and reason and "{" not in reason
@@ -457,7 +520,7 @@ def test_a_key_without_effect_is_listed_with_the_reason(recipe, overrides, key):
 def test_every_entry_is_tried():
     tried = set()
     for recipe, overrides, key in IDLE:
-        composed = examined(recipe, overrides)
+        composed = examined(recipe, overrides, SEARCHES if recipe == "search_r1" else ())
         view = View(composed.config, composed.given, (), recipe)
         for index, (patterns, applies, _) in enumerate(inert.ENTRIES):
             if any(inert.fnmatchcase(key, pattern) for pattern in patterns) and applies(view):

@@ -10,7 +10,7 @@ import pytest
 from core import plan
 from core.config import compose
 from core.model_shapes import Shape, UnknownShape, gpu, known_models, shape_of
-from core.plan import Assumptions, activation_bytes, block_bytes, head_bytes, make_plan
+from core.plan import Assumptions, block_bytes, head_bytes, make_plan, update_bytes
 
 MODEL = "actor_rollout_ref.model.path"
 # billions of parameters that the model cards give
@@ -88,15 +88,24 @@ def test_the_formulas_at_hand_made_values():
     """h 8, q 8, kv 4, m 16, L 3, V 32: every term differs, so a term that is lost shows."""
     assert SMALL.block == 2 * 8 * 8 + 2 * 8 * 4 + (8 + 8) + 3 * 8 * 16 + 16 and SMALL.ends == 2 * 32 * 8 + 8
     assert SMALL.kv_bytes(2) == 2 * 3 * 4 * 2
-    assert block_bytes(SMALL, 2) == 8 * 16 + (24 + 8) * 2 + 4 * 16 * 2
-    assert activation_bytes(SMALL, 10, 2, False) == 10 * (3 * block_bytes(SMALL, 2) + 2 * 24 * 2)
-    assert activation_bytes(SMALL, 10, 2, True) == 10 * (3 * 8 * 2 + block_bytes(SMALL, 2) + 2 * 24 * 2)
-    assert head_bytes(SMALL, 10, 2) == 3 * 4 * 10 * 32 + 4 * 32 * 8 + 2 * 10 * 8 * 2
+    block = block_bytes(SMALL, 2, 4)
+    assert block == 16 * (4 + 4 + 2) + (24 + 8) * 2 + 4 * 16 * 2
+    head = head_bytes(SMALL, 10, 2)
+    assert head == 3 * 4 * 10 * 32 + 4 * 32 * 8 + 2 * 10 * 8 * 2 == head_bytes(SMALL, 10, 2, trains=False) + 1024
+    backward = 2 * 24 * 2
+    assert update_bytes(SMALL, 10, 2, 4, checkpointing=False) == (10 * 3 * block + head, "in the head")
+    first = 4 * (SMALL.parameters - 32 * 8) + 10 * (backward + block)
+    assert update_bytes(SMALL, 10, 2, 4, checkpointing=True) == (first, "in the first layer")
+    wide = dataclasses.replace(SMALL, mlp=512, vocab=4)
+    last = 4 * 4 * 8 / 9**9 + 10**6 * (3 * 8 * 2 + 2 * 520 * 2 + block_bytes(wide, 2, 2))
+    found = update_bytes(wide, 10**6, 2, 2, checkpointing=True, ranks=9**9)
+    assert found == (pytest.approx(last), "in the last layer")
+    assert update_bytes(SMALL, 1, 2, 2, checkpointing=True, adapters=10**6)[0] > 4e6
 
 
 def test_state_is_shared_by_the_ranks_or_leaves_the_gpu():
     alone, eight = planned(), planned(*RAY)
-    state = 16.0 * alone.shape.parameters
+    state = 12.0 * alone.shape.parameters
     assert size(alone, "policy", "optimizer") == state and size(eight, "policy", "optimizer") == state / 8
     half = planned(*RAY, "actor_rollout_ref.actor.fsdp_config.fsdp_size=2")
     assert size(half, "policy", "optimizer") == state / 2
@@ -109,7 +118,7 @@ def test_adapters_and_split_sequences_take_less():
     shape = whole.shape
     adapters = 28 * 32 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944))
     assert shape.adapters(32) == adapters
-    assert size(lora, "policy", "optimizer") == (4.0 * shape.parameters + 16.0 * adapters) / 8
+    assert size(lora, "policy", "optimizer") == (4.0 * shape.parameters + 8.0 * adapters) / 8
     assert lora.checkpoint_bytes == 12.0 * adapters
     longer = ("data.max_response_length=32256", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384")
     split = (

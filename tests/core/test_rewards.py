@@ -11,26 +11,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from core.config.schema import SandboxConfig, SandboxFusionConfig
+from core.config.schema import RewardModelConfig
 from core.rewards import RewardConfigError, RewardError, RewardLayer, status_rates
 from core.rewards.custom import as_score
 from core.types import Prompt, Score, ScoreStatus, Segment, Stop, Trajectory
 
 
 def layer(path=None, name="compute_score", kwargs=None, on_error="zero", manager="naive", reward_kwargs=None):
-    return RewardLayer(
-        SimpleNamespace(
-            reward_model=SimpleNamespace(
-                source="register",
-                reward_manager=manager,
-                reward_kwargs=reward_kwargs,
-                on_error=on_error,
-                sandbox=SandboxConfig(),
-                sandbox_fusion=SandboxFusionConfig(),
-            ),
-            custom_reward_function=SimpleNamespace(path=path, name=name, reward_kwargs=kwargs),
-        )
-    )
+    reward = RewardModelConfig(on_error=on_error, reward_manager=manager, reward_kwargs=reward_kwargs, num_workers=1)
+    custom = SimpleNamespace(path=path, name=name, reward_kwargs=kwargs)
+    return RewardLayer(SimpleNamespace(reward_model=reward, custom_reward_function=custom))
 
 
 def prompt(data_source="openai/gsm8k", ground_truth="72", extra_info=None):
@@ -244,11 +234,12 @@ def test_scoring_imports_nothing_heavy():
     code = """
         import sys
         import core.rewards, reward_scores
-        for scorer in set(reward_scores.SCORERS.values()):
+        heavy = {"torch", "ray", "vllm", "transformers", "datasets"}
+        for scorer in sorted(set(reward_scores.SCORERS.values()), key=lambda scorer: len(scorer.libraries())):
             for response, ground_truth, acc in scorer.examples:
                 assert scorer(response, ground_truth).acc == acc
-        heavy = {"torch", "ray", "vllm", "transformers", "datasets", "sympy"} & set(sys.modules)
-        assert not heavy, heavy
+            found = (heavy if scorer.libraries() else {*heavy, "sympy"}) & set(sys.modules)
+            assert not found, (scorer.name, found)
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -256,3 +256,14 @@ def test_records_are_plain_json(tmp_path):
     toy = study(tmp_path)
     kept = records(tmp_path, toy, {"base": [0.5]})
     assert json.loads(kept.path("base", 1).read_text())["metrics"] == {"accuracy": 0.5}
+
+
+def test_a_metric_may_be_the_difference_of_two_keys():
+    class Run:
+        def series(self, name):
+            return [1, 2], {"a": [1.0, 5.0], "b": [1.0, 2.0], "c": []}[name]
+
+    assert studies.Metric("a", "last", "a - b", minus="b").of(Run()) == 3.0
+    assert studies.Metric("a", "gain", "a - b", minus="b").of(Run()) == 3.0
+    assert studies.Metric("a", "last", "a - c", minus="c").of(Run()) is None
+    assert studies.Metric("a", "last", "a").of(Run()) == 5.0

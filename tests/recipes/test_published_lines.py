@@ -11,12 +11,13 @@ import pytest
 
 from core.config.cli import prepare
 from recipes.dapo import main_dapo
+from recipes.search_r1 import main_search_r1
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ROOT / "tests" / "commands"
 LINES = sorted(COMMANDS.glob("*.args"))
-RECIPES = {"grpo": "grpo", "dapo": "dapo"}  # every other one is a line of main_ppo
-HOOKS = {"dapo": main_dapo.HOOKS}
+RECIPES = {"grpo": "grpo", "dapo": "dapo", "search_r1": "search_r1"}  # every other one is a line of main_ppo
+HOOKS = {"dapo": main_dapo.HOOKS, "search_r1": main_search_r1.HOOKS}
 
 
 def arguments(path):
@@ -50,7 +51,7 @@ def test_a_published_line_validates_for_a_cluster(path, folder, monkeypatch, cap
     assert (end.value.code, capsys.readouterr().err) == (0, "")
 
 
-@pytest.mark.parametrize("name", ["ppo", "grpo", "dapo"])
+@pytest.mark.parametrize("name", ["ppo", "grpo", "dapo", "search_r1"])
 def test_the_entry_point_runs_it_dry(name, folder):
     """As a person types it; it imports neither torch nor ray nor vllm, and writes nothing."""
     environment = {**os.environ, "DRY_RUN": "1", "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}

@@ -167,8 +167,10 @@ def test_a_server_killed_and_started_again_costs_retries_and_no_search(index, ma
             return rounds
 
         killer.start()
-        rounds = asyncio.run(until_it_is_back())
-        killer.join()
+        try:
+            rounds = asyncio.run(until_it_is_back())
+        finally:
+            killer.join()  # or it would start a server that nobody ends
     metrics = client.metrics()
     assert metrics["retrieval/searches"] == metrics["retrieval/queries"] == rounds * ROWS
     assert metrics["retrieval/errors/connect"] > 0 and metrics["retrieval/retries"] == metrics["retrieval/errors"]

@@ -245,6 +245,11 @@ def test_it_listens_on_the_loopback_unless_told_otherwise(index, monkeypatch, ca
     assert bound == ["127.0.0.1", "0.0.0.0"] and "anyone who reaches this port can search" in caplog.text
 
 
+def test_answers_are_sent_without_delay():
+    with retrieval_server._listen("127.0.0.1", 0) as listening:
+        assert listening.proto == socket.IPPROTO_TCP  # what asyncio looks at before it sets TCP_NODELAY
+
+
 def test_a_port_in_use_and_a_missing_index_are_one_line(index, tmp_path, capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

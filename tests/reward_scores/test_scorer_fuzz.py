@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.rewards.grading import Failure, Grader, Job
+from core.rewards.pool import Pool
 from core.types import Score, ScoreStatus
-from reward_scores import SCORERS, gsm8k, math_dapo, math_reward, prime_math, qa_em, qa_em_format
+from reward_scores import SCORERS, geo3k, gsm8k, math_dapo, math_reward, prime_math, qa_em, qa_em_format
 from reward_scores.math_reward import strip_string
 from reward_scores.qa_em import normalize_answer
 
@@ -18,6 +21,7 @@ METHODS = {
     "math_reward": math_reward.METHODS,
     "math_dapo": math_dapo.METHODS,
     "prime_math": prime_math.METHODS,
+    "geo3k": geo3k.METHODS,
     "qa_em": qa_em.METHODS,
 }
 SCORERS_BY_NAME = {scorer.name: scorer for scorer in SCORERS.values()}
@@ -26,6 +30,9 @@ VARIANTS = [
     for name, scorer in SCORERS_BY_NAME.items()
     for method in METHODS.get(name, ("",))
 ]
+# What may not end is graded where a run would grade it
+HERE = [each for each in VARIANTS if not each.values[0].libraries(**each.values[1])]
+IN_WORKERS = [each for each in VARIANTS if each.values[0].libraries(**each.values[1])]
 PIECES = st.sampled_from(
     [
         *("#### ", "####", "#", "Answer:", "answer is ", "\\boxed{", "\\boxed ", "\\fbox{", "}", "{", "<answer>"),
@@ -127,7 +134,7 @@ def ground_truth(scorer):
     return scorer.examples[0][1]
 
 
-@pytest.mark.parametrize(("scorer", "options"), VARIANTS)
+@pytest.mark.parametrize(("scorer", "options"), HERE)
 def test_no_text_makes_a_scorer_raise_or_change_its_mind(scorer, options):
     @settings(max_examples=150, deadline=None)
     @given(TEXTS)
@@ -140,7 +147,30 @@ def test_no_text_makes_a_scorer_raise_or_change_its_mind(scorer, options):
     run()
 
 
-@pytest.mark.parametrize(("scorer", "options"), VARIANTS)
+@pytest.mark.parametrize(("scorer", "options"), IN_WORKERS)
+def test_no_text_crashes_a_library_in_a_worker(scorer, options):
+    source = next(name for name, each in SCORERS.items() if each.name == scorer.name)
+    pool = Pool(Grader({scorer.name: options}), num_workers=1, timeout_s=1.0)
+    pool.preload(scorer.libraries(**options))
+
+    @settings(max_examples=25, deadline=None)
+    @given(st.lists(TEXTS, min_size=2, max_size=2))
+    def run(texts):
+        async def grade():
+            return [
+                await pool.run(Job(source, *each, {})) for each in ((f"\\boxed{{{texts[0]}}}", texts[1] or "1"),) * 2
+            ]
+
+        results = asyncio.run(grade())
+        ends = [one for one in results if not isinstance(one, Failure)]
+        assert all(one.status is ScoreStatus.TIMEOUT for one in results if isinstance(one, Failure)), results
+        assert len(ends) < 2 or ends[0] == ends[1]
+
+    run()
+    pool.close()
+
+
+@pytest.mark.parametrize(("scorer", "options"), HERE)
 def test_a_gold_written_by_anyone_does_not_raise(scorer, options):
     @settings(max_examples=60, deadline=None)
     @given(TEXTS)
@@ -155,7 +185,7 @@ def test_a_gold_written_by_anyone_does_not_raise(scorer, options):
 
 
 @pytest.mark.parametrize("text", SLOW.values(), ids=SLOW)
-@pytest.mark.parametrize(("scorer", "options"), VARIANTS)
+@pytest.mark.parametrize(("scorer", "options"), HERE)
 def test_long_answers_take_no_time(scorer, options, text):
     start = time.process_time()
     scorer(text, ground_truth(scorer), {}, **options)

@@ -5,24 +5,16 @@ Needs the data sets under the folder named by the environment variable ``DATA_DI
 
 from __future__ import annotations
 
-import ast
-import csv
 import itertools
-import json
 import os
-from pathlib import Path
 
 import pytest
 
 from reward_scores import countdown, gsm8k, math_dapo, math_reward, prime_math, qa_em
+from tests.gold_answers import aime_golds, lines, math_golds, math_solutions, qa_golds
 
 if "DATA_DIR" not in os.environ:
     pytest.skip("set DATA_DIR to the folder of the data sets", allow_module_level=True)
-DATA = Path(os.environ["DATA_DIR"])
-
-
-def lines(path: str) -> list[dict]:
-    return [json.loads(line) for line in (DATA / path).read_text(encoding="utf-8").splitlines()]
 
 
 def wrong_number(gold: str) -> str:
@@ -42,17 +34,6 @@ def test_gsm8k_gold_solutions(file, rows):
             assert gsm8k.score(solution, gold, {}, method).acc == right, (method, written)
             assert gsm8k.score(f"#### {wrong_number(gold)}", gold, {}, method).acc == 0.0
             assert gsm8k.check_ground_truth(gold, method) is None
-
-
-def math_solutions() -> list[tuple[str, str]]:
-    """Solution text and gold answer."""
-    rows = [(row["solution"], row.get("answer")) for path in ("math", "math500") for row in lines(f"{path}/test.jsonl")]
-    return [(solution, gold or math_reward.unbox(math_reward.last_box(solution))) for solution, gold in rows]
-
-
-def math_golds() -> list[str]:
-    train = json.loads((DATA / "math/train_answers_only.json").read_text(encoding="utf-8"))
-    return sorted({row["answer"] for row in train if row["answer"]} | {gold for _, gold in math_solutions()})
 
 
 @pytest.mark.parametrize("method", math_reward.METHODS)
@@ -82,7 +63,7 @@ def test_math_golds_against_themselves(module):
     for gold in golds:
         gold = " ".join(gold.split())
         misread = module is prime_math and any(mark in gold for mark in PRIME_MISREADS)
-        for method in (published, "robust"):
+        for method in (published, "robust", "math_verify"):
             if misread and method == published:
                 continue
             assert module.score(form.format(gold), gold, {}, method).acc == 1.0, (method, gold)
@@ -104,8 +85,7 @@ def test_math_golds_against_another(module):
 
 
 def test_aime_golds():
-    old = json.loads((DATA / "aime_1983_2023/aime_train.json").read_text(encoding="utf-8"))
-    golds = [str(row["answer"]) for row in old] + [row["answer"] for row in lines("aime2024/test.jsonl")]
+    golds = aime_golds()
     assert len(golds) == 1005
     for gold in golds:
         assert math_dapo.check_ground_truth(gold) is None
@@ -116,30 +96,8 @@ def test_aime_golds():
         assert math_dapo.score(f"Answer: {int(gold)}", gold, {}, "robust").value == 1.0  # 25 for 025
 
 
-def qa_rows() -> dict[str, list[list[str]]]:
-    """Gold answers of every question, by data set."""
-    nq = ("NQ-open.dev", "NQ-open.efficientqa.dev.1.1", "NQ-open.efficientqa.test.1.1")
-    sets = {"nq": [row["answer"] for name in nq for row in lines(f"nq_open/{name}.jsonl")]}
-    for name, path in (
-        ("nq", "nq_open/topics.dpr.nq.dev"),
-        *[("triviaqa", f"triviaqa/topics.dpr.trivia.{part}") for part in ("dev", "test")],
-    ):
-        with (DATA / f"{path}.txt").open(encoding="utf-8", newline="") as file:
-            sets.setdefault(name, []).extend(ast.literal_eval(row[1]) for row in csv.reader(file, delimiter="\t"))
-    sets["popqa"] = [row["golden_answers"] for row in lines("popqa/popqa_1000_all_relations.jsonl")]
-    single = {
-        "hotpotqa": "hotpotqa_500",
-        "musique": "musique_500",
-        "2wikimultihopqa": "2wiki_500",
-        "bamboogle": "bamboogle",
-    }
-    for name, file in single.items():
-        sets[name] = [[row["answer"]] for row in lines(f"{name}/{file}.jsonl")]
-    return sets
-
-
 def test_qa_golds(capsys):
-    rows = [golds for each in qa_rows().values() for golds in each]
+    rows = qa_golds()
     assert len(rows) > 38_000
     nothing = []
     for golds, others in zip(rows, rows[1:] + rows[:1], strict=True):

@@ -1,0 +1,109 @@
+"""The sums task: products and sums that a tiny model cannot do in its head, and a calculator that it may call.
+
+    47*86+35=     ->    <tool_call>{"name": "calculator", "arguments": {"expression": "47*86+35"}}</tool_call>
+                        <tool_response>4077</tool_response>
+                        #### 4077
+
+    python -m recipes.lab.sums
+
+Writes ``outputs/lab/sums/{train,test}.parquet`` and ``outputs/lab/sums/base/<hash>/``, to which ``base/current``
+points. The base model can call and copy, and does so in about one answer of eight; the others guess.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_preprocess.schema import make_row, write_rows
+from recipes.lab.tokenizer import build_tokenizer
+from recipes.lab.warm_start import Row, Stretch, WarmStart, as_row, build
+
+DATA_SOURCE = "lab/sums"
+FOLDER = Path("outputs/lab/sums")
+CALL = ('<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>')
+ANSWER = ("<tool_response>", "</tool_response>")
+ALPHABET = (*string.digits, *string.ascii_lowercase, *"+-*/=.:,'()\"{}<>", "Ġ", "Ċ")
+WORDS = (*CALL, *ANSWER, "#### ", "error: ")
+
+
+@dataclass(frozen=True)
+class Sum:
+    expression: str
+    value: int
+
+    @property
+    def prompt(self) -> str:
+        return f"{self.expression}="
+
+
+def draw(rng: random.Random) -> Sum:
+    a, b, c = rng.randint(11, 99), rng.randint(11, 99), rng.randint(11, 99)
+    return Sum(f"{a}*{b}+{c}", a * b + c)
+
+
+def sums(count: int, seed: str, without: frozenset[str] = frozenset()) -> Iterator[Sum]:
+    """``count`` different ones, none of ``without``; the same on every machine."""
+    rng, seen = random.Random(seed), set(without)
+    while count:
+        one = draw(rng)
+        if one.expression not in seen:
+            seen.add(one.expression)
+            count -= 1
+            yield one
+
+
+def splits(train: int = 4096, test: int = 300) -> dict[str, list[Sum]]:
+    tests = list(sums(test, "sums test"))
+    return {"train": list(sums(train, "sums train", frozenset(one.expression for one in tests))), "test": tests}
+
+
+def row(one: Sum, split: str, index: int) -> dict[str, Any]:
+    """A row in verl's schema, which chooses the calculator."""
+    facts = {"split": split, "index": index, "tool_selection": ["calculator"]}
+    return make_row(DATA_SOURCE, one.prompt, str(one.value), "arithmetic", **facts)
+
+
+def calling(one: Sum, eos: str) -> list[Stretch]:
+    call, said = f"{CALL[0]}{one.expression}{CALL[1]}{eos}", f"{ANSWER[0]}{one.value}{ANSWER[1]}"
+    return [(call, True), (said, False), (f"#### {one.value}{eos}", True)]
+
+
+@dataclass(frozen=True)
+class SumsRecipe(WarmStart):
+    """The warm start with its episodes."""
+
+    layers: int = 2
+    positions: int = 256
+    task_steps: int = 300
+    hold_steps: int = 260
+    call_share: float = 0.12  # of the mixture; the rest guess
+    examples: int = 12_000
+
+
+def rows(recipe: SumsRecipe, tokenizer: Any) -> tuple[list[Row], list[Row]]:
+    """Answers that call, and the mixture."""
+    rng, tests = random.Random(recipe.seed), frozenset(one.expression for one in splits()["test"])
+    drawn, eos = list(sums(recipe.examples, f"sums warm start {recipe.seed}", tests)), tokenizer.eos_token
+    task = [as_row(one.prompt, calling(one, eos), tokenizer) for one in drawn]
+    guesses = (as_row(one.prompt, [(f"#### {rng.randint(132, 9900)}{eos}", True)], tokenizer) for one in drawn)
+    return task, [
+        full if rng.random() < recipe.call_share else guess for full, guess in zip(task, guesses, strict=True)
+    ]
+
+
+def prepare(folder: Path = FOLDER, recipe: SumsRecipe | None = None) -> Path:
+    """Makes what is missing in ``folder`` and returns the base model's."""
+    recipe, tokenizer = recipe or SumsRecipe(), build_tokenizer(ALPHABET, WORDS)
+    for split, drawn in splits().items():
+        write_rows(folder / f"{split}.parquet", [row(one, split, index) for index, one in enumerate(drawn)])
+    code = [Path(__file__), Path(__file__).parent / "tokenizer.py"]
+    return build(folder / "base", recipe, tokenizer, lambda: rows(recipe, tokenizer), *code)
+
+
+if __name__ == "__main__":
+    print(f"base model: {prepare()}", flush=True)

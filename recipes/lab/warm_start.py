@@ -1,0 +1,174 @@
+"""The warm start of tiny models on episodes: first on those that do the task, then on a mixture in which they are rare.
+
+An episode is a prompt and stretches of text, each written by the policy or by a tool; only the policy's carry loss. The
+model is a function of a :class:`WarmStart` and of the code that makes the episodes, whose hash names its folder.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import hashlib
+import json
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from recipes.lab.base_model import IGNORED, BaseModelError
+from recipes.lab.once import built_once
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+Stretch = tuple[str, bool]  # text, and whether the policy writes it
+Row = tuple[list[int], list[int]]  # input ids, and labels: IGNORED where the policy does not write
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """Everything that decides the weights, up to rounding, but the episodes."""
+
+    hidden_size: int = 128
+    intermediate_size: int = 256
+    layers: int = 3
+    heads: int = 4
+    positions: int = 512
+    batch_size: int = 64
+    task_steps: int = 500  # on episodes that do the task
+    mixture_steps: int = 60
+    hold_steps: int = 420  # learning rate constant until here, then linear to zero
+    learning_rate: float = 3e-3
+    warmup_steps: int = 30
+    max_grad_norm: float = 1.0
+    loss_bound: float = 0.3  # nats a token when the mixture begins; more means that the task was not learned
+    seed: int = 1
+
+    @property
+    def steps(self) -> int:
+        return self.task_steps + self.mixture_steps
+
+    def digest(self, *files: Path) -> str:
+        """Changes with a number above or with the code of these files, not with comments or layout."""
+        code = [ast.dump(ast.parse(path.read_text("utf-8"))) for path in (*files, Path(__file__))]
+        said = json.dumps([dataclasses.asdict(self), code], sort_keys=True)
+        return hashlib.sha256(said.encode()).hexdigest()[:12]
+
+    def learning_rate_at(self, step: int) -> float:
+        """Warm-up, constant, then linear to zero."""
+        warm = min(1.0, (step + 1) / self.warmup_steps)
+        return self.learning_rate * warm * min(1.0, (self.steps - step) / (self.steps - self.hold_steps))
+
+
+def as_row(prompt: str, episode: Sequence[Stretch], tokenizer: Any) -> Row:
+    """Each stretch is encoded by itself, as in an episode."""
+    ids = tokenizer.encode(prompt, add_special_tokens=False)
+    labels = [IGNORED] * len(ids)
+    for text, by_policy in episode:
+        more = tokenizer.encode(text, add_special_tokens=False)
+        ids += more
+        labels += more if by_policy else [IGNORED] * len(more)
+    return ids, labels
+
+
+def padded(batch: Sequence[Row], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Input ids and labels, [B, T] int64 each, padded on the right."""
+    import torch
+
+    width = max(len(ids) for ids, _ in batch)
+    ids_BT = torch.full((len(batch), width), pad_id)
+    labels_BT = torch.full((len(batch), width), IGNORED)
+    for at, (ids, labels) in enumerate(batch):
+        ids_BT[at, : len(ids)], labels_BT[at, : len(ids)] = torch.tensor(ids), torch.tensor(labels)
+    return ids_BT, labels_BT
+
+
+def new_model(recipe: WarmStart, tokenizer: Any) -> PreTrainedModel:
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.heads,
+        max_position_embeddings=recipe.positions,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        return Qwen2ForCausalLM(config)
+
+
+def train(
+    recipe: WarmStart, tokenizer: Any, task: Sequence[Row], mixture: Sequence[Row]
+) -> tuple[PreTrainedModel, list[float]]:
+    """The model, and each step's next-token loss on what the policy writes, in nats.
+
+    Raises:
+        BaseModelError: the task was not learned when the mixture begins.
+    """
+    import torch
+    import torch.nn.functional as F
+    from tqdm import trange
+
+    model, losses = new_model(recipe, tokenizer), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    rng = random.Random(recipe.seed)
+    for step in trange(recipe.steps, desc="base model", unit="step", mininterval=0.5):
+        if step == recipe.task_steps and (last := statistics.fmean(losses[-20:])) > recipe.loss_bound:
+            raise BaseModelError(
+                f"the base model did not learn the task: loss {last:.3f} after {step} steps, expected at most "
+                f"{recipe.loss_bound}; raise WarmStart.task_steps or change its seed"
+            )
+        pool = task if step < recipe.task_steps else mixture
+        ids_BT, labels_BT = padded(rng.sample(pool, recipe.batch_size), tokenizer.pad_token_id)
+        written_BT = labels_BT[:, 1:] != IGNORED  # only these positions go through the head
+        hidden_NH = model.base_model(input_ids=ids_BT).last_hidden_state[:, :-1][written_BT]
+        loss = F.cross_entropy(model.lm_head(hidden_NH), labels_BT[:, 1:][written_BT])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.learning_rate_at(step)
+        optimizer.step()
+        losses.append(loss.item())
+    return model.eval(), losses
+
+
+def build(root: Path, recipe: WarmStart, tokenizer: Any, make_rows: Any, *files: Path) -> Path:
+    """The folder of the trained model, ``root/<digest>``, which ``root/current`` then points to.
+
+    ``make_rows()`` gives the two lists of :func:`train`; ``files`` are the code that it depends on.
+    """
+
+    def make(folder: Path) -> None:
+        import torch
+        import transformers
+
+        started = time.perf_counter()
+        model, losses = train(recipe, tokenizer, *make_rows())
+        transformers.utils.logging.disable_progress_bar()  # its bar over one small file says nothing
+        model.save_pretrained(folder)
+        transformers.utils.logging.enable_progress_bar()
+        tokenizer.save_pretrained(folder)
+        record = {
+            "recipe": dataclasses.asdict(recipe),
+            "parameters": model.num_parameters(),
+            "seconds": round(time.perf_counter() - started, 1),
+            "threads": torch.get_num_threads(),
+            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+            "losses": [round(loss, 4) for loss in losses],
+        }
+        (folder / "warm_start.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+
+    return built_once(root, recipe.digest(*files), make)

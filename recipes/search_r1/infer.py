@@ -1,0 +1,90 @@
+"""One question, the episode printed turn by turn: the loop of training, with the same limits and decoding.
+
+    python -m recipes.search_r1.infer "who wrote the score of Jaws?" actor_rollout_ref.model.path=MODEL [key=value ...]
+
+Needs a retriever (``retriever.url``, or ``retriever.local`` in this process). Decoding is that of validation,
+``actor_rollout_ref.rollout.val_kwargs``: greedy unless ``do_sample=True``. DRY_RUN=1 only checks the configuration.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+
+from core.config import ConfigError, compose
+from core.plugins import PluginError
+from recipes.search_r1 import main_search_r1
+
+if TYPE_CHECKING:
+    from core.config import Config
+    from core.types import Trajectory
+
+OVERRIDE = re.compile(r"[\w.+~]+=")
+
+
+def prompt_of(question: str, config: Config, tokenizer: Any) -> Any:
+    """The prompt of the training data: the search prompt, or R1's without search."""
+    from core.encode import Encoder
+    from core.types import Prompt
+    from data_preprocess.open_qa import PROMPTS, make_qa_row
+
+    row = make_qa_row(
+        "question",
+        {"question": question, "golden_answers": ["?"]},
+        "infer",
+        0,
+        PROMPTS["search" if config.do_search else "r1"],
+    )
+    # Without a chat template the text goes in as it is, as the published code has it.
+    chat = row["prompt"] if getattr(tokenizer, "chat_template", None) else row["prompt"][0]["content"]
+    (ids,) = Encoder(tokenizer, config.data.apply_chat_template_kwargs).encode([chat])
+    return Prompt(-1, "infer", tuple(ids), tuple(row["prompt"]), None, "question", row["extra_info"])
+
+
+def answer(question: str, config: Config) -> Trajectory:
+    """Loads the model and plays the episode."""
+    import asyncio
+    from types import SimpleNamespace
+
+    from core.engines import make_engine
+    from core.models import load_policy, load_tokenizer
+    from recipes.search_r1.search_r1_ray_trainer import SearchR1Trainer
+
+    run = SearchR1Trainer(config)
+    run.tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+    run.open_agent_loop()
+    try:
+        run.prepare_torch()
+        policy = load_policy(config.actor_rollout_ref.model).to(run.device)
+        run.workers = SimpleNamespace(engine=make_engine(config, policy, run.tokenizer))
+        prompt = prompt_of(question, config, run.tokenizer)
+        return asyncio.run(run.generate(prompt, 0, run.val_sampling))
+    finally:
+        run.agent_loop.close()
+
+
+def show(trajectory: Trajectory) -> str:
+    """The segments in order, each under who wrote it."""
+    lines = [f"[{segment.role}]\n{segment.text.strip()}" for segment in trajectory.segments]
+    end = f"[{trajectory.turns} turns, {trajectory.tool_calls} searches, ended by {trajectory.stop.value}]"
+    return "\n\n".join([*lines, end])
+
+
+def main(argv: list[str]) -> int:
+    if not argv or OVERRIDE.match(argv[0]):
+        print(__doc__, file=sys.stderr)
+        return 2
+    try:
+        config = compose("search_r1", argv[1:], main_search_r1.HOOKS)
+        if os.environ.get("DRY_RUN", "").lower() in ("", "0", "false", "no"):
+            print(show(answer(argv[0], config)))
+    except (ConfigError, PluginError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

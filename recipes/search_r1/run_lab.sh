@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Search-R1 on questions about people who do not exist, with a tiny model: minutes on two CPU cores. recipes/lab/README.md
+# says what it shows.
+#
+#   bash recipes/search_r1/run_lab.sh [grpo|ppo] [key=value ...]          DRY_RUN=1 only checks the configuration
+#
+# Makes the knowledge of trainer.seed, its BM25 index and the base model (outputs/lab/knowledge/ in the current folder)
+# where they are missing, starts a retrieval server on LAB_PORT (8123) and ends it. Output: outputs/search_r1/.
+# Hyper-parameters: config/preset/lab.yaml, lab_ppo.yaml.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+python="$root/.venv/bin/python"
+[[ -x "$python" ]] || python=python3
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+preset=lab
+case "${1:-}" in
+grpo) shift ;;
+ppo) preset=lab_ppo && shift ;;
+esac
+port="${LAB_PORT:-8123}"
+seed=1
+for argument in "$@"; do [[ "$argument" == trainer.seed=* ]] && seed="${argument#*=}"; done
+url=()
+[[ -z "${LAB_PORT:-}" ]] || url=("retriever.url='http://127.0.0.1:$port/retrieve'")
+arguments=(preset="$preset" "${url[@]}" -- "$@")
+
+case "${DRY_RUN:-}" in
+"" | 0 | false | no) ;;
+*) exec "$python" -m recipes.search_r1.main_search_r1 "${arguments[@]}" ;;
+esac
+DRY_RUN=1 "$python" -m recipes.search_r1.main_search_r1 "${arguments[@]}" > /dev/null # a wrong key ends here
+"$python" -m recipes.lab.knowledge_model --seed "$seed"
+"$python" -m recipes.search_r1.retrieval_server --index "outputs/lab/knowledge/seed-$seed/index" --port "$port" \
+    > /dev/null 2> "outputs/lab/knowledge/seed-$seed/server.log" &
+server=$!
+trap 'kill "$server" 2> /dev/null || true' EXIT
+"$python" -m recipes.search_r1.main_search_r1 "${arguments[@]}"
+"$python" -m recipes.lab.report search_r1 "${arguments[@]}"

@@ -1,0 +1,23 @@
+"""Search-R1 (arXiv:2503.09516): a trajectory is an episode in which the policy searches.
+
+Everything else is the core trainer's: what a search returned lies outside ``response_mask``, so it carries no loss, no
+entropy, no KL and no value target (the paper's retrieved-token masking, section 3.1), whatever the algorithm.
+"""
+
+from __future__ import annotations
+
+from core.agent_loop import Limits
+from core.engines import SamplingParams
+from core.ray_trainer import RayPPOTrainer
+from core.types import Prompt, Trajectory
+
+
+class SearchR1Trainer(RayPPOTrainer):
+    """The core trainer with search episodes."""
+
+    async def generate(self, prompt: Prompt, sample_index: int, sampling: SamplingParams) -> Trajectory:
+        """An episode (``recipes.search_r1.search_loop``) under the published lengths: ``data.max_response_length`` is a
+        turn's, and prompt and episode together have ``data.max_prompt_length`` tokens and one turn more."""
+        data = self.config.data
+        whole = data.max_prompt_length + data.max_response_length - len(prompt.token_ids)
+        return await self.play(self.episode(prompt, sample_index, sampling, Limits(whole, data.max_response_length)))

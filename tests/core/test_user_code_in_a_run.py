@@ -1,0 +1,136 @@
+"""Whole runs with a user's own estimator, loss and reward manager, named by path; and scoring beside decoding."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from core.ray_trainer import RayPPOTrainer
+from core.types import Prompt, Trajectory
+from tests.core.cluster import cluster_config, write_model
+
+ESTIMATOR = """
+import torch
+CALLS = []
+def centred(inputs):
+    CALLS.append(inputs.index.tolist() if hasattr(inputs, "index") else True)
+    advantages = torch.where(inputs.response_mask, 0.5, 0.0)
+    return advantages, advantages
+"""
+LOSS = """
+CALLS = []
+def surprise(log_prob, old_log_prob, advantages, mask, config):
+    CALLS.append(float(advantages[mask].mean()))
+    return -advantages * log_prob, {"my_number": 3.0 + 0.0 * log_prob.detach()}
+"""
+MANAGER = """
+from core.rewards.grading import InProcess
+class Doubled:
+    CALLS = []
+    def __init__(self, reward_model, grader):
+        self.inner = InProcess(grader)
+    async def run(self, job):
+        score = await self.inner.run(job)
+        self.CALLS.append(job.ground_truth)
+        return {"score": 2 * score.value + 1, "acc": score.acc}
+    def close(self):
+        self.CALLS.append("closed")
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    rows = [
+        {
+            "data_source": "multiply",
+            "prompt": f"{at}*2",
+            "reward_model": {"style": "rule", "ground_truth": str(2 * at)},
+            "extra_info": {"index": at, "split": "train"},
+        }
+        for at in range(16)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    fixed = {
+        "data.train_files": tmp_path / "rows.parquet",
+        "data.val_files": tmp_path / "rows.parquet",
+        "trainer.backend": "local",
+        "trainer.total_training_steps": 2,
+        "trainer.default_local_dir": tmp_path / "run",
+        "trainer.val_before_train": False,
+    }
+    model = write_model(tmp_path / "model")
+
+    def make(*overrides, recipe="grpo"):
+        return cluster_config(model, *(f"{key}={value}" for key, value in fixed.items()), *overrides, recipe=recipe)
+
+    return make
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def module_of(path):
+    return next(module for module in sys.modules.values() if getattr(module, "__file__", None) == str(path))
+
+
+@pytest.mark.parametrize("by", ["file", "module"])
+def test_an_estimator_a_loss_and_a_manager_of_the_users_own_train(tmp_path, config, monkeypatch, by):
+    files = {}
+    for name, text in {"estimator": ESTIMATOR, "loss": LOSS, "manager": MANAGER}.items():
+        (tmp_path / f"my_{by}_{name}.py").write_text(text)
+        files[name] = str(tmp_path / f"my_{by}_{name}.py")
+    paths = files if by == "file" else {name: f"my_module_{name}" for name in files}
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = config(
+        f"algorithm.adv_estimator={paths['estimator']}:centred",
+        f"actor_rollout_ref.actor.policy_loss.loss_mode={paths['loss']}:surprise",
+        *("reward_model.source=importlib", f"reward_model.module.path={paths['manager']}"),
+        "reward_model.module.name=Doubled",
+    )
+    RayPPOTrainer(made).init_workers().fit()
+    modules = {name: module_of(path) for name, path in files.items()}
+    assert len(modules["estimator"].CALLS) == 2  # a step each
+    assert len(modules["loss"].CALLS) >= 4 and set(modules["loss"].CALLS) == {0.5}
+    calls = modules["manager"].Doubled.CALLS
+    assert calls.count("closed") == 1 and len(calls) > 2 * 8 * 2  # two steps of eight prompts, two answers each
+    for line in metrics(tmp_path)[-2:]:
+        assert line["critic/score/min"] == 1.0 and line["critic/advantages/mean"] == 0.5
+        assert line["actor/my_number"] == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("manager", ["naive", "prime"])
+def test_answers_are_scored_while_others_still_decode(config, manager):
+    """Samples end at different steps; the first verdict is there before the last sample is."""
+    events = []
+    long = ["data.max_response_length=40", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128"]
+    trainer = RayPPOTrainer(config(f"reward_model.reward_manager={manager}", *long)).init_workers()
+    engine_sample, score = trainer.workers.engine.sample, trainer.reward.score
+
+    async def sample(request) -> Trajectory:
+        trajectory = await engine_sample(request)
+        events.append("decoded")
+        return trajectory
+
+    async def scored(prompt: Prompt, trajectory: Trajectory):
+        result = await score(prompt, trajectory)
+        events.append("scored")
+        return result
+
+    trainer.workers.engine.sample, trainer.reward.score = sample, scored
+    groups = asyncio.run(one_step(trainer))
+    trainer.workers.close()
+    trainer.reward.close()
+    assert len(groups) == 8 and events.count("scored") == events.count("decoded") == 16
+    last_decoded = max(at for at, event in enumerate(events) if event == "decoded")
+    assert "scored" in events[:last_decoded], events
+
+
+async def one_step(trainer):
+    trainer.workers.sync_weights(0)
+    return await asyncio.gather(*(trainer.roll_group(ordinal) for ordinal in range(8)))

@@ -1,0 +1,167 @@
+"""The labs of episodes: knowledge that no weight can hold, sums with a calculator, and the warm start on both."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+
+import pytest
+
+from core.config import compose
+from core.rows import RowFile
+from core.tools import load_tools
+from recipes.lab import knowledge, knowledge_model, sums
+from recipes.lab.base_model import IGNORED, BaseModelError
+from recipes.lab.tokenizer import build_tokenizer
+from recipes.lab.warm_start import WarmStart, as_row, build, train
+from recipes.search_r1 import main_search_r1
+from recipes.search_r1.search_loop import INVALID, information, parse_action
+from tests.recipes.test_search_r1 import ROOT
+
+
+@pytest.fixture(scope="module")
+def words():
+    return build_tokenizer(knowledge.ALPHABET, knowledge.WORDS)
+
+
+def encode(words, text):
+    return words.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+
+# --- knowledge ---
+
+
+def test_knowledge_is_drawn_anew_from_the_seed():
+    one, same, other = (knowledge.draw(seed) for seed in (1, 1, 2))
+    assert one == same and one.facts != other.facts
+    assert len(one.facts) == 600 and len(one.passages()) == 1000
+    assert all(value != name for (name, _), value in one.facts.items())
+    shared = [key for key in one.facts.keys() & other.facts.keys() if one.facts[key] == other.facts[key]]
+    assert len(shared) < 12  # what one knows of a seed is worth nothing in another
+
+
+def test_questions_of_one_and_two_hops_and_none_on_both_sides():
+    base = knowledge.draw(1)
+    parts = knowledge.splits(base, 1, 800, 400)
+    assert {split: len(questions) for split, questions in parts.items()} == {"train": 800, "test": 400}
+    assert not set(parts["train"]) & set(parts["test"])
+    for questions in parts.values():
+        assert sum(len(q.relations) == 2 for q in questions) == len(questions) // 2
+    two = next(q for q in parts["test"] if len(q.relations) == 2)
+    middle = base.facts[two.start, two.relations[0]]
+    assert base.answer(two) == base.facts[middle, two.relations[1]]
+    assert two.text == f"who is the {two.relations[1]} of the {two.relations[0]} of {two.start}?"
+    assert knowledge.queries(two, base) == [f"{two.relations[0]} {two.start}", f"{two.relations[1]} {middle}"]
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory):
+    base = knowledge.draw(1)
+    return base, knowledge_model.searcher(base, tmp_path_factory.mktemp("kb") / "kb")
+
+
+def test_the_right_query_finds_the_fact_first(searched):
+    base, search = searched
+    asked = list(base.facts)[::7]
+    found = search([f"{relation} {name}" for name, relation in asked])
+    for (name, relation), passages in zip(asked, found, strict=True):
+        assert passages[0].contents == f"{name}\nthe {relation} of {name} is {base.facts[name, relation]}."
+        assert len(passages) == 3
+
+
+def test_every_word_of_an_episode_is_a_token_and_nothing_is_lost(searched, words):
+    base, search = searched
+    question = knowledge.splits(base, 1, 10, 10)["train"][-1]
+    blocks = [
+        information(passages, 10**6, lambda text: encode(words, text))
+        for passages in search(knowledge.queries(question, base))
+    ]
+    for block in blocks:
+        assert words.decode(encode(words, block)) == block and len(encode(words, block)) <= 40
+    assert words.decode(encode(words, question.prompt)) == question.prompt
+    assert len(encode(words, INVALID)) == 1
+    ids, labels = as_row(question.prompt, knowledge.searching(question, base, blocks), words)
+    written = words.decode([label for label in labels if label != IGNORED])
+    queries = knowledge.queries(question, base)
+    assert written == "".join(f"<search> {q}</search>" for q in queries) + f"<answer> {base.answer(question)}</answer>"
+    assert parse_action(written).content == queries[0]
+    assert len(ids) == len(labels) <= 160
+
+
+def test_rows_say_how_many_hops_and_their_gold_answer(tmp_path):
+    knowledge.write(tmp_path, 3, train=20, test=10)
+    file = RowFile(tmp_path / "test.parquet")
+    rows = [file.row(number) for number in range(len(file))]
+    assert {row.data_source for row in rows} == {"lab/knowledge_1hop", "lab/knowledge_2hop"}
+    base = knowledge.draw(3)
+    for row, question in zip(rows, knowledge.splits(base, 3, 20, 10)["test"], strict=True):
+        assert row.prompt == f"Q: {row.extra_info['question']}" == question.prompt
+        assert row.ground_truth == {"target": [base.answer(question)]}
+    assert len((tmp_path / "corpus.jsonl").read_text().splitlines()) == 1000
+
+
+def test_the_presets_hold_an_episode_of_two_hops():
+    for preset in ("lab", "lab_ppo"):
+        config = compose("search_r1", [f"preset={preset}"], main_search_r1.HOOKS)
+        assert config.actor_rollout_ref.rollout.multi_turn.repeatable
+        assert config.data.train_batch_size * config.actor_rollout_ref.rollout.n == 256
+        assert config.trainer.default_local_dir.endswith(("lab-seed1", "lab-ppo-seed1"))
+
+
+# --- sums ---
+
+
+def test_a_calling_answer_is_what_the_tool_agent_would_make_of_it():
+    words = build_tokenizer(sums.ALPHABET, sums.WORDS)
+    one = sums.splits(10, 10)["train"][0]
+    (call, _), (said, by_policy), (answer, _) = sums.calling(one, words.eos_token)
+    tool = load_tools(ROOT / "recipes" / "lab" / "tools.yaml")["calculator"]
+    arguments = json.loads(call.removeprefix("<tool_call>").split("</tool_call>")[0])["arguments"]
+    assert tool.problem(arguments) is None
+    assert said == f"<tool_response>{asyncio.run(tool.tool.call(arguments, {}))}</tool_response>" and not by_policy
+    assert answer == f"#### {one.value}{words.eos_token}"
+    ids, _ = as_row(one.prompt, sums.calling(one, words.eos_token), words)
+    assert words.decode(ids) == one.prompt + call + said + answer
+
+
+def test_no_sum_is_on_both_sides():
+    parts = sums.splits(50, 50)
+    train, test = ({one.expression for one in part} for part in (parts["train"], parts["test"]))
+    assert not train & test and len(train) == len(test) == 50
+
+
+# --- the warm start ---
+
+TINY = WarmStart(hidden_size=16, intermediate_size=16, layers=1, heads=2, batch_size=4, task_steps=2, mixture_steps=1)
+
+
+def tiny(**changes):
+    import dataclasses
+
+    return dataclasses.replace(TINY, hold_steps=1, warmup_steps=1, **changes)
+
+
+def test_the_warm_start_refuses_a_model_that_did_not_learn_the_task(words):
+    rows = [as_row("Q: who is", knowledge.guessing(random.Random(n)), words) for n in range(8)]
+    with pytest.raises(BaseModelError, match="did not learn the task"):
+        train(tiny(), words, rows, rows)
+    model, losses = train(tiny(loss_bound=99.0), words, rows, rows)
+    assert len(losses) == 3 and model.num_parameters() > 0
+
+
+def test_a_base_model_is_built_once_and_named_by_what_decides_it(words, tmp_path):
+    rows = [as_row("Q: who is", knowledge.guessing(random.Random(n)), words) for n in range(8)]
+    made = []
+
+    def make():
+        made.append(1)
+        return rows, rows
+
+    recipe = tiny(loss_bound=99.0)
+    first = build(tmp_path, recipe, words, make, ROOT / "recipes" / "lab" / "knowledge.py")
+    again = build(tmp_path, recipe, words, make, ROOT / "recipes" / "lab" / "knowledge.py")
+    other = build(tmp_path, tiny(loss_bound=99.0, seed=2), words, make, ROOT / "recipes" / "lab" / "knowledge.py")
+    assert first == again != other and len(made) == 2
+    assert (tmp_path / "current").resolve() == other.resolve()
+    assert json.loads((first / "warm_start.json").read_text())["recipe"]["task_steps"] == 2

@@ -1,0 +1,246 @@
+"""Equality by sympy and math-verify: what it knows, and that what does not end is killed where a run grades it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from sympy.parsing import sympy_parser
+
+from core.config.schema import CustomRewardFunctionConfig, RewardModelConfig
+from core.rewards import RewardConfigError, RewardLayer
+from core.rewards.custom import CustomFunction
+from core.rewards.grading import Grader, Job
+from core.rewards.managers import Naive
+from core.rewards.pool import Pool
+from core.types import ScoreStatus
+from reward_scores import SCORERS, geo3k, math_dapo, math_reward, prime_math, symbolic
+from reward_scores.symbolic import math_verify_equal, same_formula
+
+PRIME, GEO, MATH = "numina_olympiads", "hiyouga/geometry3k", "lighteval/MATH"
+TOWER = "9**9**9**9"
+NUMBER = r"(Integer|Float) ?\('?[\d.]+'? ?\)"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("2sqrt(2)", "sqrt(8)"),
+        ("(x+1)^2", "x^2+2x+1"),
+        ("sin(x)^2+cos(x)^2", "1"),
+        ("ln(e^0)+1/3", "2/6"),
+        ("4!", "24"),
+        ("log(100)", "2"),
+        ("0.5x", "x/2"),
+        ("pi/2", "0.5 pi"),
+    ],
+)
+def test_formulas_that_sympy_takes_for_equal(one, other):
+    assert same_formula(one, other) and same_formula(other, one)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("x", "x+1"), ("sqrt(x^2)", "x"), ("1/0", "1/0+1"), ("pi", "3.14159"), ("import os", "import os"), ("", "")],
+)
+def test_formulas_that_it_does_not(one, other):
+    assert not same_formula(one, other)
+
+
+def test_no_text_is_evaluated_as_code(monkeypatch):
+    """sympy's parser evaluates: from here nothing reaches it but, through math-verify's grammar, numbers."""
+    symbolic.warm_sympy()
+    symbolic.warm_math_verify()
+    evaluated, parse = [], sympy_parser.eval_expr
+    monkeypatch.setattr(sympy_parser, "eval_expr", lambda code, *rest: evaluated.append(code) or parse(code, *rest))
+    code = "__import__('os').system('true')"
+    for text in ("1+6+1", code, f"1+{code}", f"\\text{{{code}}}", f"\\frac{{1}}{{{code}}}", f"\\sqrt[{code}]{{2}}"):
+        assert not same_formula(text, "7") and not math_verify_equal(text, "7")
+    assert evaluated and all(re.fullmatch(NUMBER, each) for each in evaluated), evaluated
+    evaluated.clear()
+    assert same_formula("1+6", "7") and not evaluated
+    assert math_verify_equal("1+6", "7") and math_verify_equal("\\frac{1.5}{3}", "0.5")
+
+
+SAME = [
+    ("1,000", "1000"),
+    ("34\\%", "34"),
+    ("\\$5.50", "5.5"),
+    ("5\\text{ cm}", "5"),
+    ("\\frac{3}{6}", "0.5"),
+    ("x^2+2x+1", "(x+1)^2"),
+    ("\\{2,1\\}", "\\{1,2\\}"),
+    ("\\begin{pmatrix}1\\\\ \\frac{1}{2}\\end{pmatrix}", "\\begin{pmatrix}1\\\\0.5\\end{pmatrix}"),
+    ("\\sin^2 x+\\cos^2 x", "1"),
+    ("x=5", "5"),
+    ("\\text{Evelyn}", "\\text{Evelyn}"),
+]
+DIFFERENT = [
+    ("12", "1, 2"),
+    ("1", "100"),
+    ("(0,1]", "[0,1]"),
+    ("3", "4"),
+    ("", ""),
+    ("\\pi", "3.14"),
+    ("(1,2)", "(2,1)"),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), SAME)
+def test_math_verify_variants(one, other):
+    assert math_verify_equal(one, other)
+    for module in (math_reward, prime_math):
+        assert module.score(f"so \\boxed{{{one}}}", other, {}, "math_verify").acc == 1.0
+    assert math_dapo.score(f"**Answer:** {one}", other, {}, "math_verify").value == 1.0
+    assert geo3k.score(f"<think>t</think> \\boxed{{{one}}}", other, method="math_verify").value == 1.0
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT)
+def test_math_verify_variants_are_not_generous(one, other):
+    assert not math_verify_equal(one, other)
+
+
+def test_geo3k_variants_are_what_they_say():
+    halves = ("<think>t</think> \\boxed{3/6}", "1/2")
+    assert [geo3k.score(*halves, method=method).acc for method in geo3k.METHODS] == [0.0, 1.0, 1.0]
+    late = ("<think>t</think> \\boxed{48} and \\boxed{4", "48")
+    assert [geo3k.score(*late, method=method).acc for method in geo3k.METHODS] == [0.0, 1.0, 1.0]
+    with pytest.raises(ValueError, match="geo3k method='sympy': must be one of"):
+        geo3k.score(*halves, method="sympy")
+
+
+# --- who must be in a worker ---
+
+
+def test_what_calls_a_library_declares_it():
+    """Every method whose code path reaches the libraries, found by calling it with the libraries out of reach."""
+
+    def refuse(*_, **__):
+        raise LookupError
+
+    answers = {PRIME: ("\\boxed{b+a}", "a+b"), GEO: ("<think>t</think>\\boxed{b+a}", "a+b")}
+    for source, scorer in SCORERS.items():
+        methods = getattr(inspect.getmodule(scorer.score), "METHODS", ())
+        for method in methods if "\\boxed" in str(scorer.examples) else ():
+            response, gold = answers.get(source, ("\\boxed{b+a}", "a+b"))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(symbolic, "_verify", refuse)
+                patch.setattr(symbolic, "read", refuse)
+                try:
+                    scorer(response, gold, {}, method=method)
+                    called = False
+                except LookupError:
+                    called = True
+            assert called == bool(scorer.libraries(method=method)), (source, method)
+
+
+def test_importing_the_scorers_imports_no_algebra():
+    check = "import sys, reward_scores; assert not {'sympy', 'math_verify'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", check], check=True)
+
+
+@pytest.fixture
+def make_layer():
+    layers = []
+
+    def make(path=None, **reward_model):
+        reward = RewardModelConfig(**{"num_workers": 1, "timeout_s": 20.0, **reward_model})
+        config = SimpleNamespace(reward_model=reward, custom_reward_function=CustomRewardFunctionConfig(path=path))
+        layers.append(RewardLayer(config))
+        return layers[-1]
+
+    yield make
+    for layer in layers:
+        layer.close()
+
+
+def row(source, ground_truth="42"):
+    return {"data_source": source, "reward_model": {"style": "rule", "ground_truth": ground_truth}}
+
+
+def grade(layer, *jobs):
+    async def everything():
+        return await asyncio.gather(*map(layer.executor.run, jobs))
+
+    return asyncio.run(everything())
+
+
+def process_of_symbolic(monkeypatch):
+    """Makes every comparison in this process fail: one in a worker does not see it."""
+
+    def here(*_):
+        raise AssertionError("compared in the trainer's process")
+
+    monkeypatch.setattr("reward_scores.prm800k.same_formula", here)
+    monkeypatch.setitem(prime_math._EQUAL, "math_verify", here)
+
+
+@pytest.mark.parametrize("method", ["published", "math_verify"])
+def test_naive_leaves_algebra_to_workers_and_says_so(make_layer, monkeypatch, caplog, method):
+    process_of_symbolic(monkeypatch)
+    caplog.set_level("INFO", "core.rewards")
+    layer = make_layer(reward_kwargs={"prime_math": {"method": method}})
+    layer.check([row("openai/gsm8k"), row(PRIME)])  # grades known answers, in the real worker
+    assert "prime_math calls on a library that may not end" in caplog.text and "timeout_s=20 s" in caplog.text
+    right, wrong, gsm8k = grade(
+        layer,
+        Job(PRIME, "\\boxed{b+a}", "a+b", {}),
+        Job(PRIME, "\\boxed{b-a}", "a+b", {}),
+        Job("openai/gsm8k", "#### 4", "4", {}),
+    )
+    assert [right.acc, wrong.acc, gsm8k.acc] == [1.0, 0.0, 1.0]
+    assert isinstance(layer.executor, Naive) and layer.in_waves() is not None
+
+
+def test_naive_starts_no_process_where_none_is_needed(make_layer, caplog):
+    caplog.set_level("INFO", "core.rewards")
+    layer = make_layer(reward_kwargs={"prime_math": {"method": "robust"}})
+    layer.check([row("openai/gsm8k"), row(PRIME)])
+    assert layer.executor.pool._keeper is None and not caplog.text
+    assert layer.in_waves() is None
+
+
+def test_a_row_that_cannot_reach_a_worker_is_found_at_start(make_layer):
+    with pytest.raises(RewardConfigError, match="ground_truth and extra_info as JSON"):
+        make_layer().check([{**row(PRIME), "extra_info": {"when": {1, 2}}}])
+    make_layer().check([{**row("openai/gsm8k"), "extra_info": {"when": {1, 2}}}])
+
+
+BOMBS = [
+    (PRIME, "published", f"\\boxed{{{TOWER}}}"),
+    (PRIME, "published", "\\boxed{((2**9**9)**9**9)**9**9}"),
+    (PRIME, "math_verify", "\\boxed{9^{9^{9^{9}}}}"),
+    (MATH, "math_verify", "\\boxed{\\int_{0}^{\\infty} \\frac{\\sin(x^3)\\cos(x^5)e^{-x^2}}{\\ln(x+2)} dx}"),
+    (MATH, "math_verify", "\\boxed{(1000000!)!}"),
+    (GEO, "published", f"<think>t</think>\\boxed{{{TOWER}}}"),
+    (GEO, "math_verify", "<think>t</think>\\boxed{\\sum_{n=1}^{10^{12}} \\frac{1}{n^3+n!}}"),
+]
+
+
+@pytest.mark.parametrize(("manager", "method"), [("naive", "published"), ("prime", "math_verify")])
+def test_bombs_are_killed_at_the_deadline(make_layer, manager, method):
+    bombs = [(source, text) for source, given, text in BOMBS if given == method]
+    options = {SCORERS[source].name: {"method": method} for source, _ in bombs}
+    layer = make_layer(reward_manager=manager, reward_kwargs=options, num_workers=2, timeout_s=2.0)
+    layer.check([row(source) for source in dict.fromkeys(source for source, _ in bombs)])
+    good = Job(PRIME, "\\boxed{2\\sqrt{2}}", "\\sqrt{8}", {})
+    jobs = [job for source, text in bombs for job in (Job(source, text, "\\sqrt{2}", {}), good)]
+    results = grade(layer, *jobs)
+    assert [one.status for one in results[::2]] == [ScoreStatus.TIMEOUT] * len(bombs), results
+    assert [one.status for one in results[1::2]] == [ScoreStatus.OK] * len(bombs), results
+
+
+def test_a_worker_starts_with_the_library_imported(tmp_path):
+    (tmp_path / "look.py").write_text("import sys\ndef compute_score(**_): return 'math_verify' in sys.modules\n")
+    for libraries in ((), SCORERS[PRIME].libraries(method="math_verify")):
+        pool = Pool(Grader(custom=CustomFunction(str(tmp_path / "look.py"))), num_workers=1)
+        pool.preload(libraries)
+        pool.preload(SCORERS[PRIME].libraries(method="robust"))
+        assert pool.preloaded == libraries
+        assert asyncio.run(pool.run(Job("x", "", "", {}))).value == bool(libraries)
+        pool.close()
