@@ -12,6 +12,7 @@ from types import FrameType, TracebackType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 EXIT_STATUS = 130  # what shells report for a program ended by Ctrl-C
+NOTICE = ": finishing this step, then saving a checkpoint and stopping. Once more stops at once."
 
 
 class WorkersLost(RuntimeError):
@@ -22,7 +23,7 @@ class GracefulStop:
     """Turns SIGINT and SIGTERM (a scheduler's warning) into ``requested``, which the loop reads at the end of a step.
 
     A second signal ends the process at once with status 130, without clean-up: the checkpoint layer expects no better.
-    Outside the main thread, where Python allows no handlers, it does nothing and ``requested`` stays False.
+    Outside the main thread, where Python allows no handlers, only :meth:`request` does something.
 
     Example::
 
@@ -59,8 +60,12 @@ class GracefulStop:
         if self.requested:
             _say(f"\n{name} again: stopping at once; the last complete checkpoint stands\n")
             os._exit(EXIT_STATUS)
+        self.request()
+        _say(f"\n{name}{NOTICE}\n")
+
+    def request(self) -> None:
+        """Asks the loop to stop after its step, as a first signal does."""
         self.requested = True
-        _say(f"\n{name}: finishing this step, then saving a checkpoint and stopping. Once more stops at once.\n")
 
     def _in_forked_child(self, number: int) -> None:
         """A worker inherits this handler: it must die of ``terminate()``, and leave a Ctrl-C to the driver."""

@@ -1,7 +1,7 @@
 """What runs in the processes of a cluster: a rank of the learner, an engine. ``core.ray_workers`` makes Ray actors of
 them; nothing here imports ray.
 
-``lifeline`` and ``stacks`` are for threads of their own: they answer while a phase is at work or hangs.
+``lifeline``, ``beat`` and ``stacks`` are for threads of their own: they answer while a phase is at work or hangs.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from core.driver import stand_where_the_shell_stood
 from core.engines import SampleRequest, make_engine
 from core.models import load_policy, load_tokenizer
 from core.rewards.model import Answer, Judgement
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 def _prepare(threads: int) -> None:
     """Ray allows an actor one thread; children (an engine's own processes) go by the variable."""
+    stand_where_the_shell_stood()
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
 
@@ -90,6 +92,9 @@ class LearnerProcess:
         """Never returns: whoever waits for it learns at once that the process is gone."""
         threading.Event().wait()
 
+    def beat(self) -> None:
+        """A sign of life."""
+
     def stacks(self) -> str:
         return _stacks()
 
@@ -145,6 +150,8 @@ class EngineProcess:
     async def lifeline(self) -> None:
         await asyncio.Event().wait()
 
+    async def beat(self) -> None: ...
+
     async def stacks(self) -> str:
         return _stacks()
 
@@ -162,6 +169,8 @@ class RewardModelProcess:
 
     async def judge(self, answers: Sequence[Answer]) -> list[Judgement]:
         return self.model.judge(answers)
+
+    async def beat(self) -> None: ...
 
     async def lifeline(self) -> None:
         await asyncio.Event().wait()

@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 import torch
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
 from core.batching import busy_rows, rank_shares
 from core.config.frozen import thaw
+from core.driver import FOLDER, WAIT_S, DriverProcess, News
 from core.engines import SampleRequest
 from core.interrupts import WorkersLost
 from core.learner import only_advantages_train
@@ -51,18 +52,94 @@ class PhaseTimeout(WorkersLost):
     """A remote phase passed its deadline."""
 
 
-BODIES = (LearnerProcess, EngineProcess, RewardModelProcess)
-LEARNER, ENGINE, JUDGE = (ray.remote(concurrency_groups={"aside": 2})(body) for body in BODIES)
+LEARNER, ENGINE, JUDGE, DRIVER = (
+    ray.remote(concurrency_groups={"aside": threads})(body)
+    for body, threads in ((LearnerProcess, 2), (EngineProcess, 2), (RewardModelProcess, 2), (DriverProcess, 4))
+)
 ASIDE = {"concurrency_group": "aside"}
+NAMESPACE = "rlrepro"
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def connect(config: Config, device: torch.device) -> None:
+    """To the cluster that ``ray_kwargs.ray_init.address`` or RAY_ADDRESS names, or to a local Ray that this starts.
+
+    ``ray_kwargs.ray_init`` goes to ``ray.init`` as it is. On a cluster, processes find this code under the same path
+    and stand in the same folder as this one, unless ``runtime_env`` says otherwise. Raises ClusterError.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    options = {name: value for name, value in thaw(config.ray_kwargs.ray_init).items() if value is not None}
+    if options.get("address", os.environ.get("RAY_ADDRESS", "local")) == "local":
+        options["address"] = "local"  # and not what else may be found on this machine
+        options.setdefault("include_dashboard", False)
+        if device.type == "cpu":  # Ray's CPUs are tickets: more ranks than cores are slow, not impossible
+            ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+            options.setdefault("num_cpus", max(ranks, os.cpu_count() or 1))
+    else:
+        environment = options.setdefault("runtime_env", {})
+        if "working_dir" not in environment:
+            path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+            ours = {"PYTHONPATH": path, FOLDER: os.getcwd()}
+            given = {name: str(value) for name, value in environment.get("env_vars", {}).items()}
+            environment["env_vars"] = {**ours, **given}
+    try:
+        ray.init(**{"logging_level": logging.WARNING, **options})
+    except (ConnectionError, ValueError, TypeError) as error:  # no such cluster, or an argument it does not take
+        raise ClusterError(f"ray_kwargs.ray_init={options}: {error}") from error
+
+
+class RayDriver:
+    """A run's loop in an actor: :class:`core.driver.Driver`."""
+
+    def __init__(self, actor: Any):
+        self.actor = actor
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        try:
+            return ray.get(getattr(self.actor, method).options(**ASIDE).remote(*args))
+        except RayActorError as error:
+            raise WorkersLost(f"the process of the run's loop died: {' '.join(str(error).split())[:600]}") from error
+
+    def settings(self) -> dict[str, Any]:
+        return self._ask("settings")
+
+    def read(self, seen: int) -> News:
+        return self._ask("read", seen, WAIT_S)
+
+    def interrupt(self) -> None:
+        self._ask("interrupt")
+
+    def kill(self) -> None:
+        ray.kill(self.actor)
+
+
+def place_driver(trainer: str, config: Config, restarts: int) -> tuple[RayDriver, bool]:
+    """The actor of this run folder's loop, and whether it was there already. It takes no GPU and outlives the shell."""
+    if not ray.is_initialized():
+        connect(config, torch.device(config.trainer.device or ("cuda" if torch.cuda.is_available() else "cpu")))
+    name = f"driver of {Path(config.trainer.default_local_dir).absolute()}"
+    try:
+        return RayDriver(ray.get_actor(name, namespace=NAMESPACE)), True
+    except ValueError:  # there is none
+        options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0, "num_gpus": 0}
+    driver = RayDriver(DRIVER.options(**options).remote())
+    driver._ask("start", trainer, config, restarts)
+    return driver, False
 
 
 class Watch:
-    """Waits for remote calls, with a deadline and an eye on every actor."""
+    """Waits for remote calls, with a deadline and an eye on every actor.
 
-    def __init__(self, timeout_s: float):
-        self.timeout_s = timeout_s
+    An actor that dies ends a wait at once, one that works on without an end at the deadline, and one that gives no
+    sign of life (its process is stopped, or the machine hangs) after ``silence_s``.
+    """
+
+    def __init__(self, timeout_s: float, silence_s: float = 300.0):
+        self.timeout_s, self.silence_s = timeout_s, silence_s
+        self.look_s = min(LOOK_S, silence_s / 4)
         self.actors: dict[str, Any] = {}
         self.lifelines: dict[ray.ObjectRef, str] = {}
+        self.beats: dict[str, tuple[ray.ObjectRef, float]] = {}  # the last one asked for, and when
 
     def add(self, name: str, actor: Any) -> None:
         self.actors[name] = actor
@@ -79,9 +156,11 @@ class Watch:
             left = self.timeout_s - (time.monotonic() - start)
             if left <= 0:
                 raise self.timeout(phase, pending.values())
-            ready, _ = ray.wait([*pending, *self.lifelines], timeout=min(left, LOOK_S))
+            ready, _ = ray.wait([*pending, *self.lifelines], timeout=min(left, self.look_s))
             if not ready:
                 log.info("%s: waiting for %s, %.0f s", phase, ", ".join(pending.values()), time.monotonic() - start)
+                if error := self.silence(phase, pending.values()):
+                    raise error
             for ref in ready:
                 if ref in self.lifelines:
                     raise self.lost(phase)
@@ -108,15 +187,27 @@ class Watch:
         broken = isinstance(own, RuntimeError | RayError)  # what a broken connection raises
         return self.lost(phase, GRACE_S if broken else 0.0) or own
 
+    def silence(self, phase: str, names: Iterable[str]) -> PhaseTimeout | None:
+        """Asks each actor for a sign of life; what to raise where one has owed it for too long."""
+        now, silent = time.monotonic(), []
+        for name in names:
+            beat, asked = self.beats.get(name, (None, now))
+            if beat is None or ray.wait([beat], timeout=0)[0]:
+                self.beats[name] = self.actors[name].beat.options(**ASIDE).remote(), now
+            elif now - asked > self.silence_s:
+                silent.append(name)
+        why = f"gave no sign of life in phase {phase} for trainer.heartbeat_timeout_s={self.silence_s:g}"
+        return self.with_stacks(why, silent) if silent else None
+
     def timeout(self, phase: str, names: Iterable[str]) -> PhaseTimeout:
-        names = list(names)
+        why = f"did not finish phase {phase} within trainer.phase_timeout_s={self.timeout_s:g}"
+        return self.with_stacks(why, list(names))
+
+    def with_stacks(self, why: str, names: Sequence[str]) -> PhaseTimeout:
         stacks = {name: self.actors[name].stacks.options(**ASIDE).remote() for name in names}
         ready, _ = ray.wait(list(stacks.values()), num_returns=len(stacks), timeout=GRACE_S)
         shown = [f"{name}:\n{_text(ref) if ref in ready else 'does not answer'}" for name, ref in stacks.items()]
-        return PhaseTimeout(
-            f"{', '.join(names)} did not finish phase {phase} within trainer.phase_timeout_s={self.timeout_s:g}; "
-            "Python stacks:\n" + "\n".join(shown)
-        )
+        return PhaseTimeout(f"{', '.join(names)} {why}; Python stacks:\n" + "\n".join(shown))
 
 
 def _text(ref: ray.ObjectRef) -> str:
@@ -202,13 +293,17 @@ class RayEngine:
                 self._settle(key, cause)
 
     async def _look_after(self) -> None:
-        """While samples are awaited: any actor's death, or no sample for too long, ends them all."""
+        """While samples are awaited: any actor's death, silence, or no sample for too long, ends them all."""
+        next_beat = time.monotonic() + self.watch.look_s
         while self._awaited:
             await asyncio.sleep(PAUSE_S)
             error = self.watch.lost("generate")
-            if error is None and self._awaited and time.monotonic() - self._progress > self.watch.timeout_s:
-                busy = {one.engine for one in self._awaited.values() if one.engine}
-                error = await asyncio.to_thread(self.watch.timeout, "generate", sorted(busy))
+            busy = sorted({one.engine for one in self._awaited.values() if one.engine})
+            if error is None and busy and time.monotonic() - self._progress > self.watch.timeout_s:
+                error = await asyncio.to_thread(self.watch.timeout, "generate", busy)
+            if error is None and busy and time.monotonic() > next_beat:
+                next_beat = time.monotonic() + self.watch.look_s
+                error = await asyncio.to_thread(self.watch.silence, "generate", busy)
             if error is not None:
                 for key in list(self._awaited):
                     self._settle(key, error)
@@ -309,7 +404,7 @@ class RayWorkers:
         self.per_node, self.ranks = trainer.n_gpus_per_node, trainer.nnodes * trainer.n_gpus_per_node
         cores = os.cpu_count() or 1
         self.threads = trainer.cpu_threads or max(1, cores // self.per_node)
-        self.watch = Watch(trainer.phase_timeout_s)
+        self.watch = Watch(trainer.phase_timeout_s, trainer.heartbeat_timeout_s)
         self.learners: list[Any] = []
         self.engine: RayEngine | None = None
         self.judge: RayJudge | None = None
@@ -317,7 +412,7 @@ class RayWorkers:
         self.owns_ray = not ray.is_initialized()
         try:
             if self.owns_ray:
-                self._connect()
+                connect(config, device)
             if trainer.device is None and ray.cluster_resources().get("GPU"):
                 self.device = torch.device("cuda")  # the driver's own machine need not have one
             self._reserve()
@@ -329,15 +424,6 @@ class RayWorkers:
             raise
 
     # -- starting and ending ---------------------------------------------------------------------
-
-    def _connect(self) -> None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        options = {name: value for name, value in thaw(self.config.ray_kwargs.ray_init).items() if value is not None}
-        if "address" not in options and "RAY_ADDRESS" not in os.environ:
-            options.setdefault("include_dashboard", False)
-            if self.device.type == "cpu":  # Ray's CPUs are tickets: more ranks than cores are slow, not impossible
-                options.setdefault("num_cpus", max(self.ranks, os.cpu_count() or 1))
-        ray.init(**{"logging_level": logging.WARNING, **options})
 
     def _reserve(self) -> None:
         bundle = {"CPU": 1.0, **({"GPU": 1.0} if self.device.type == "cuda" else {})}
@@ -398,9 +484,8 @@ class RayWorkers:
             return
         if self.engine is not None:
             self.engine.close()
-        timeline = self.config.ray_kwargs.timeline_json_file
-        if timeline and self.watch.actors:
-            ray.timeline(filename=timeline)
+        if self.config.ray_kwargs.timeline_json_file and self.watch.actors:
+            _write_timeline(Path(self.config.ray_kwargs.timeline_json_file).expanduser())
         for actor in self.watch.actors.values():
             ray.kill(actor)
         for group in self.groups:
@@ -497,6 +582,15 @@ class RayWorkers:
                 mine.append(_trimmed(step, torch.cat(indices)))
         arguments = [(by_group[rank // together], lr_multiplier) for rank in range(self.ranks)]
         return self._each(phase, phase, arguments)[0]
+
+
+def _write_timeline(path: Path) -> None:
+    """Where each process was when, for chrome://tracing or Perfetto. Without it a run is none the worse."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        ray.timeline(filename=str(path))
+    except (RayError, OSError) as error:
+        log.warning("ray_kwargs.timeline_json_file=%s was not written: %s", path, error)
 
 
 def _trimmed(batch: TrainBatch, index: Tensor) -> TrainBatch:

@@ -35,7 +35,7 @@ from core.rewards.examine import examined
 from core.tracking import Tracker, dump_jsonl, generation_row
 from core.types import Prompt, Score, ScoredGroup, StepMetrics, TrainBatch, Trajectory
 from core.validation import ValRecord, validation_metrics
-from core.workers import LocalWorkers, Workers, planned_fingerprints
+from core.workers import LocalWorkers, Workers, planned_fingerprints, ray_backend
 
 if TYPE_CHECKING:
     from core.config.schema import Config
@@ -108,6 +108,7 @@ class Run:
         self.saved_step: int | None = None
         self.collect_state = CollectState()
         self.lost_gradients_in_row = 0
+        self.stop = GracefulStop()
         ctrl = config.algorithm.kl_ctrl
         self.kl_controller = KLController(ctrl.type, ctrl.kl_coef, ctrl.target_kl, ctrl.horizon)
         rollout = config.actor_rollout_ref.rollout
@@ -189,14 +190,7 @@ class Run:
 
     def make_workers(self) -> Workers:
         """The models and the engine, where ``trainer.backend`` says."""
-        backend = LocalWorkers
-        if self.config.trainer.backend == "ray":
-            try:
-                from core.ray_workers import RayWorkers as backend
-            except ModuleNotFoundError as error:
-                if error.name != "ray":
-                    raise
-                raise RunError("trainer.backend=ray: ray is not installed; pip install 'ray>=2.50'") from error
+        backend = ray_backend().RayWorkers if self.config.trainer.backend == "ray" else LocalWorkers
         needs = {"needs_ref": self.needs.ref, "needs_critic": self.needs.critic}
         return backend(self.config, self.tokenizer, self.device, **needs)
 
@@ -263,7 +257,7 @@ class Run:
             self.tracker.progress(self.total_steps)
         status = "failed"
         try:
-            with GracefulStop() as self.stop, asyncio.Runner() as self.runner:
+            with self.stop, asyncio.Runner() as self.runner:
                 try:
                     yield
                     status = "finished"

@@ -10,6 +10,7 @@ import copy
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -81,6 +82,17 @@ class WeightSyncError(RuntimeError):
 
 class ClusterError(ValueError):
     """The cluster cannot hold the run; the message says what to change."""
+
+
+def ray_backend() -> ModuleType:
+    """The module of ``trainer.backend=ray``. Raises ClusterError where ray is not installed."""
+    try:
+        from core import ray_workers
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ClusterError("trainer.backend=ray: ray is not installed; pip install 'ray>=2.60'") from error
+    return ray_workers
 
 
 class LocalWorkers:

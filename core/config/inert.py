@@ -199,7 +199,7 @@ PLACES: tuple[Entry, ...] = (
     (
         (
             *("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.balance_batch", "ray_kwargs.*"),
-            *("trainer.phase_timeout_s", "trainer.max_restarts"),
+            *("trainer.phase_timeout_s", "trainer.heartbeat_timeout_s"),
             *(f"*.fsdp_config.{name}" for name in SHARDING),
             *(f"{REF}.fsdp_config.dtype", "*.ulysses_sequence_parallel_size", "*.strategy"),
         ),

@@ -359,7 +359,8 @@ class TrainerConfig:
     total_epochs: limits.Count = 30
     total_training_steps: limits.Count | None = None  # None: the whole batches of total_epochs
     phase_timeout_s: limits.Positive = 3600  # of a remote phase, after which the run ends and says what hangs
-    max_restarts: limits.Size = 0  # from the last checkpoint, after a worker died or hung
+    heartbeat_timeout_s: limits.Positive = 300  # without a sign of life from a process at work, after which likewise
+    max_restarts: limits.Size = 0  # from the last checkpoint, after a process died or hung
     critic_warmup: limits.Size = 0  # steps in which only the critic trains
     balance_batch: bool = True
     max_staleness: limits.Size = 0  # steps a sample may be old
@@ -395,6 +396,7 @@ class RetrieverConfig:
 class RayKwargsConfig:
     ray_init: Open = FrozenDict(num_cpus=None)  # arguments of ray.init
     timeline_json_file: str | None = None
+    driver_actor: bool | None = None  # the loop in an actor, which outlives the shell; None: on a cluster
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ ADDED = {
     *(f"actor_rollout_ref.rollout.multi_turn.{name}" for name in ("max_tool_calls", "tool_timeout_s", "repeatable")),
     *("data.max_start_length", "data.max_obs_length"),
     *(f"retriever.{name}" for name in ("url", "topk", "prefetch", "client", "local")),
+    *("trainer.heartbeat_timeout_s", "ray_kwargs.driver_actor"),
 }
 
 

@@ -11,11 +11,12 @@ import ray
 import torch
 
 from core import workers as core_workers
+from core.driver import FOLDER
 from core.engines.hf import HFEngine
 from core.interrupts import WorkersLost
 from core.models import load_critic, load_policy
 from core.processes import EngineProcess
-from core.ray_workers import ENGINE, PhaseTimeout, RayEngine, RayWorkers, Watch
+from core.ray_workers import ENGINE, ROOT, PhaseTimeout, RayEngine, RayWorkers, Watch, connect
 from core.workers import ClusterError, LocalWorkers, WeightSyncError
 from tests.core.cluster import cluster_config, mixed_batch, write_model
 from tests.core.engine_contract import Counts, ModelEngineContract, ask, ids, sample_all
@@ -184,7 +185,7 @@ def small(model):
 
 
 def kill(actor):
-    os.kill(call(actor, lambda self: os.getpid()), signal.SIGKILL)
+    os.kill(pid_of(actor), signal.SIGKILL)
 
 
 def test_a_hang_names_phase_rank_and_stack_and_a_dead_learner_its_rank(small):
@@ -205,10 +206,55 @@ def test_a_hang_names_phase_rank_and_stack_and_a_dead_learner_its_rank(small):
     assert time.monotonic() - start < 20
 
 
+def pid_of(actor):
+    return call(actor, lambda self: os.getpid())
+
+
+def test_a_stopped_process_gives_no_sign_of_life(small):
+    """It neither dies nor answers: long before the deadline of the phase this is noticed."""
+    small.watch.silence_s, small.watch.look_s = 2.0, 0.5
+    pid = pid_of(small.learners[1])
+    os.kill(pid, signal.SIGSTOP)
+    start = time.monotonic()
+    try:
+        with pytest.raises(PhaseTimeout, match="^learner rank 1 gave no sign of life in phase old_log_prob") as caught:
+            small.compute_log_probs(mixed_batch())
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert time.monotonic() - start < 20
+    assert "trainer.heartbeat_timeout_s=2" in str(caught.value) and "does not answer" in str(caught.value)
+    small.compute_log_probs(mixed_batch())
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_hanging_engine_is_named_with_its_stack(small, stopped):
+    def plant(process):
+        async def sleep_through_the_phase(request):
+            time.sleep(20)
+
+        process.engine.sample = sleep_through_the_phase
+
+    engine = small.watch.actors["engine 0"]
+    if stopped:
+        small.watch.silence_s, small.watch.look_s = 1.0, 0.25
+        pid = pid_of(engine)
+        os.kill(pid, signal.SIGSTOP)
+    else:
+        small.watch.timeout_s = 3
+        call(engine, plant)
+    try:
+        with pytest.raises(PhaseTimeout, match="^engine 0 .* phase generate") as caught:
+            sample_all(small.engine, [ask(seed=1), ask(seed=2)])
+    finally:
+        if stopped:
+            os.kill(pid, signal.SIGCONT)
+    told = "does not answer" if stopped else "sleep_through_the_phase"
+    assert told in str(caught.value)
+
+
 @pytest.mark.parametrize("victim", ["engine 0", "learner rank 0"])
 def test_a_death_while_samples_are_written_ends_them(small, victim):
-    actor = small.watch.actors[victim]
-    pid = call(actor, lambda self: os.getpid())
+    pid = pid_of(small.watch.actors[victim])
 
     async def kill_under() -> None:
         tasks = [asyncio.ensure_future(small.engine.sample(ask(seed=i, max_tokens=240))) for i in range(64)]
@@ -231,3 +277,32 @@ def test_a_cluster_without_room_says_so(model, monkeypatch):
     )
     with pytest.raises(ClusterError, match="n_gpus_per_node=16: no room"):
         RayWorkers(config, tiny_tokenizer(), CPU, needs_ref=False, needs_critic=False)
+
+
+def test_ray_init_gets_what_the_configuration_says(model, monkeypatch):
+    seen = []
+    monkeypatch.setattr(ray, "init", lambda **options: seen.append(options))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+
+    def given(*overrides):
+        connect(cluster_config(model, *(f"+ray_kwargs.ray_init.{override}" for override in overrides)), CPU)
+        return seen[-1]
+
+    local = given("log_to_driver=False")
+    assert local["address"] == "local" and local["num_cpus"] >= 2 and local["log_to_driver"] is False
+    assert "runtime_env" not in local
+    there = given("address=10.0.0.1:6379", "num_cpus=3", "runtime_env.env_vars.X=1")
+    variables = there["runtime_env"]["env_vars"]
+    assert (there["address"], there["num_cpus"]) == ("10.0.0.1:6379", 3)
+    assert variables == {"PYTHONPATH": f"{ROOT}:/mine", FOLDER: os.getcwd(), "X": "1"}
+    assert given("address=auto", "runtime_env.working_dir=/code")["runtime_env"] == {"working_dir": "/code"}
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.2:6379")
+    assert FOLDER in given("log_to_driver=False")["runtime_env"]["env_vars"]
+
+    def refuse(**_):
+        raise ConnectionError("nobody there")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    with pytest.raises(ClusterError, match="10.0.0.1.*nobody there"):
+        given("address=10.0.0.1:6379")

@@ -14,9 +14,16 @@ from tests.tiny import tiny_model, tiny_tokenizer
 
 # No verdict but a number that differs from answer to answer, so that every step has gradients
 REWARD = """
+import time
+
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return sum(ord(character) % 7 for character in solution_str) / 42
+
+def slowly(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(0.05)
+    return compute_score(data_source, solution_str, ground_truth, extra_info)
 """
+PROMPTS = 4  # a step
 
 
 def prepare(folder: Path, hidden_size: int = 16) -> None:
@@ -45,7 +52,7 @@ def command(folder: Path, recipe: str, steps: int, *overrides: str) -> Callable[
     settings = {
         "data.train_files": folder / "train.parquet",
         "data.val_files": folder / "test.parquet",
-        "data.train_batch_size": 4,
+        "data.train_batch_size": PROMPTS,
         "data.max_prompt_length": 64,
         "data.max_response_length": 6,
         "custom_reward_function.path": folder / "reward.py",
@@ -58,6 +65,8 @@ def command(folder: Path, recipe: str, steps: int, *overrides: str) -> Callable[
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 512,
         "actor_rollout_ref.actor.optim.lr": 0.003,
         "actor_rollout_ref.actor.fsdp_config.dtype": "float32",
+        "actor_rollout_ref.ref.fsdp_config.dtype": "float32",
+        "critic.model.fsdp_config.dtype": "float32",
         "trainer.total_training_steps": steps,
         "trainer.n_gpus_per_node": 1,
         "trainer.device": "cpu",

@@ -394,6 +394,23 @@ def test_a_wrong_key_ends_a_script_before_anything_is_built(recipe, tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("recipe", ["grpo", "ppo", "dapo"])
+def test_without_ray_a_script_says_so_and_runs_in_one_process(recipe, tmp_path):
+    """Python is an echo that has no ray: the script's own commands are what is looked at."""
+    python = tmp_path / "python3"
+    python.write_text('#!/usr/bin/env bash\n[[ "$*" != *"import ray"* ]] && echo "$*"\n')
+    python.chmod(0o755)
+    script = tmp_path / "recipes" / recipe / "run_lab.sh"  # beside no .venv
+    script.parent.mkdir(parents=True)
+    script.write_text((ROOT / "recipes" / recipe / "run_lab.sh").read_text())
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "DRY_RUN": ""}
+    command = ["bash", str(script), "trainer.seed=2"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "ray cannot be imported" in done.stderr, done.stderr
+    runs = [line for line in done.stdout.splitlines() if f"main_{recipe} " in line]
+    assert runs == [f"-m recipes.{recipe}.main_{recipe} preset=lab trainer.backend=local -- trainer.seed=2"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["grpo", "ppo"])
 def test_the_lab_learns(recipe, tmp_path_factory):

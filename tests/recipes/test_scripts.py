@@ -63,6 +63,13 @@ def test_a_script_parses_and_stops_at_its_first_error(path):
     assert "\nset -euo pipefail\n" in text and '"$@"' in text
 
 
+@named(TRAINING)
+def test_a_script_runs_over_ray(path, elsewhere):
+    setting = "\n  trainer.backend=ray (default local)\n"
+    assert setting in run(path, elsewhere).stdout
+    assert setting not in run(path, elsewhere, "trainer.backend=local").stdout
+
+
 @named(SCRIPTS)
 def test_a_dry_run_validates_anywhere_and_writes_nothing(path, elsewhere):
     before = files(elsewhere), files(path.parent)
@@ -86,8 +93,6 @@ def test_a_large_script_says_where_it_comes_from_and_that_it_never_ran(path):
     head = path.read_text().split("set -euo pipefail")[0]
     assert "has never run at its scale" in head
     assert re.search(r"verl v\d|arXiv", head)
-    # A hyper-parameter is repeated only where the recipe's file does not say it.
-    assert "trainer.backend=ray" in path.read_text()
 
 
 @named(LARGE)

@@ -1,0 +1,138 @@
+"""What the tests of runs over Ray share: a run whose processes all carry a mark, and who is left of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.faults.kill_and_resume import CmdFactory, compare_runs, launched, read_lines
+from tests.pools import marked_processes, none_left
+
+PATIENCE_S = 280  # for a run to end
+LEFT_S = 90  # after which nothing of a run may be there
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run over Ray that ended by itself; ``seconds`` from the act to the end."""
+
+    status: int
+    folder: Path
+    log: str
+    seconds: float
+    nothing_left: bool
+
+
+class Watched:
+    """A run that goes on. Every process that it starts, wherever it goes, has the mark in its environment."""
+
+    def __init__(self, process: subprocess.Popen, folder: Path, mark: str):
+        self.process, self.folder, self.mark = process, folder, mark
+
+    def pids(self, beginning: str = "") -> list[int]:
+        """Its processes whose title begins so, in the order of their ids."""
+        found = [pid for pid in marked_processes(self.mark) if title(pid).startswith(beginning)]
+        return sorted(found)
+
+    def steps(self) -> int:
+        """Complete steps; a validation before the first counts too."""
+        return len(read_lines(self.folder / "metrics.jsonl"))
+
+    def until(self, condition: Callable[[], Any]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert self.process.poll() is None, self.log()
+            assert time.monotonic() < deadline, self.log()
+            time.sleep(0.05)
+
+    def log(self) -> str:
+        return self.folder.with_name(f"{self.folder.name}.log").read_text()
+
+
+@contextmanager
+def watched(factory: CmdFactory, folder: Path, env: Mapping[str, str] | None = None) -> Iterator[Watched]:
+    mark = f"RUN_{uuid.uuid4().hex}"
+    # Ray writes its titles over the environment that /proc shows, unless told to leave it
+    variables = {**(env or {}), mark: "1", "SPT_NOENV": "1"}
+    with launched(factory(folder), folder, variables) as process:
+        yield Watched(process, folder, mark)
+
+
+@contextmanager
+def ray_cluster() -> Iterator[tuple[str, str]]:
+    """The address of a Ray that somebody else started, elsewhere, and the mark of its processes."""
+    mark, folder = f"RAY_{uuid.uuid4().hex}", tempfile.mkdtemp(prefix="ray")  # sockets have short paths only
+    environment = {name: os.environ[name] for name in ("PATH", "HOME")} | {mark: "1", "SPT_NOENV": "1"}
+    options = ["--head", "--block", "--port=0", "--num-cpus=4", "--include-dashboard=false", "--disable-usage-stats"]
+    program = [Path(sys.executable).parent / "ray", "start", *options, f"--temp-dir={folder}"]
+    with open(Path(folder, "log"), "w") as log:
+        process = subprocess.Popen(program, cwd="/", env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:
+        address, deadline = Path(folder, "ray_current_cluster"), time.monotonic() + 60
+        while not address.exists():
+            assert process.poll() is None and time.monotonic() < deadline, Path(folder, "log").read_text()
+            time.sleep(0.1)
+        yield address.read_text().strip(), mark
+    finally:
+        process.terminate()
+        process.wait(60)
+        assert none_left(lambda: marked_processes(mark), LEFT_S)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def disturbed(
+    factory: CmdFactory,
+    folder: Path,
+    act: Callable[[Watched], None] = lambda run: None,
+    *,
+    after: int = 0,
+    env: Mapping[str, str] | None = None,
+) -> Run:
+    """Runs the command to its end; ``act`` happens once ``after`` lines of metrics are written."""
+    with watched(factory, folder, env) as run:
+        run.until(lambda: run.steps() >= after)
+        act(run)
+        start = time.monotonic()
+        status = run.process.wait(PATIENCE_S)
+        seconds = time.monotonic() - start
+        nothing_left = none_left(lambda: run.pids(), LEFT_S)
+        return Run(status, folder, run.log(), seconds, nothing_left)
+
+
+def killing(title: str) -> Callable[[Watched], None]:
+    """Kills the last of the run's processes of this title."""
+    return lambda run: os.kill(run.pids(title)[-1], signal.SIGKILL)
+
+
+def title(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def ordinals(folder: Path) -> list[int]:
+    """Of every prompt that the steps trained on, in order, from what each step dumped last."""
+    files = sorted(folder.glob("*.jsonl"), key=lambda path: int(path.stem))
+    return [
+        ordinal for path in files for ordinal in dict.fromkeys(json.loads(line)["ordinal"] for line in read_lines(path))
+    ]
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """What a run over Ray cannot help is left out: the index of torch's sharded checkpoints, which holds an id of its
+    own, and the driver's Python generator, from which Ray draws in an actor and nothing here does."""
+    own = (".metadata", "such as /python/")
+    return [line for line in compare_runs(one, other) if not any(part in line for part in own)]

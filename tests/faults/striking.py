@@ -1,0 +1,131 @@
+"""A trainer over Ray that kills one of its run's processes in the middle of a phase, and keeps a journal of its steps.
+
+``python -m tests.faults.striking key=value ...`` runs PPO. The variable says which kind of process dies, in which phase
+of which step (once each, restarts included), and where the journal is: one JSON line for every beginning, strike and
+complete step, on disk before the strike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from core import launch
+from core.ray_trainer import RayPPOTrainer
+from core.types import Score, StepMetrics, Trajectory
+
+VARIABLE = "RLREPRO_STRIKES"  # JSON: kind, at {phase: step}, journal
+KINDS = ("learner", "engine", "keeper", "worker", "driver")
+# phase -> what the driver waits for in it
+REMOTE = {
+    "log-probs": "old_log_prob",
+    "update": "update_actor",
+    "sync": "update_weights",
+    "checkpoint": "save_checkpoint",
+}
+PHASES = ("rollout", *REMOTE, "validation")
+
+
+class Striking(RayPPOTrainer):
+    def init_workers(self) -> Striking:
+        orders = json.loads(os.environ[VARIABLE])
+        self.kind, self.at, self.journal = orders["kind"], orders["at"], Path(orders["journal"])
+        self.validating = False
+        super().init_workers()
+        self.pids = {name: _pid(actor) for name, actor in self.workers.watch.actors.items()}
+        self.note("begun", step=self.step)
+        wait = self.workers.watch.wait
+
+        def struck(phase: str, calls: dict[str, Any]) -> list[Any]:
+            for name, remote in REMOTE.items():
+                if phase == remote:
+                    self.strike(name)
+            return wait(phase, calls)
+
+        self.workers.watch.wait = struck
+        return self
+
+    # -- the moments
+
+    async def generate(self, *args: Any) -> Trajectory:
+        sample = asyncio.ensure_future(super().generate(*args))
+        if self.kind not in ("keeper", "worker"):
+            await asyncio.sleep(0)  # once for the request to be made, once for it to be sent
+            await asyncio.sleep(0)
+            self.strike("validation" if self.validating else "rollout")
+        return await sample
+
+    async def generate_and_score(self, *args: Any) -> tuple[Trajectory, Score]:
+        """A scoring process is struck while it has work: the reward function takes its time."""
+        work = asyncio.ensure_future(super().generate_and_score(*args))
+        if self.kind in ("keeper", "worker"):
+            while not work.done() and not self.scoring():
+                await asyncio.sleep(0.001)
+            self.strike("validation" if self.validating else "rollout")
+        return await work
+
+    async def evaluate(self) -> list[Any]:
+        self.validating = True
+        try:
+            return await super().evaluate()
+        finally:
+            self.validating = False
+
+    def complete_step(self, groups_P: Any, batch: Any, metrics: StepMetrics) -> None:
+        ordinals = [group.prompt.ordinal for group in groups_P]
+        super().complete_step(groups_P, batch, metrics)
+        self.note("step", step=self.step, ordinals=ordinals)
+
+    # -- the act
+
+    def strike(self, phase: str) -> None:
+        step = self.step if phase in ("validation", "checkpoint") else self.step + 1
+        if self.at.get(phase) != step:
+            return
+        victim = self.victim()
+        try:
+            self.journal.with_name(f"{self.journal.name}.{phase}").touch(exist_ok=False)
+        except FileExistsError:  # it is done, and this is the step again
+            return
+        self.note("strike", step=step, phase=phase)
+        os.kill(victim, signal.SIGKILL)
+
+    def victim(self) -> int:
+        if self.kind == "driver":
+            return os.getpid()
+        if self.kind in ("keeper", "worker"):
+            keeper = self.reward.executor._keeper.process.pid
+            return keeper if self.kind == "keeper" else _children(keeper)[-1]
+        return [pid for name, pid in self.pids.items() if name.startswith(self.kind)][-1]
+
+    def scoring(self) -> bool:
+        keeper = self.reward.executor._keeper
+        return keeper is not None and bool(keeper._waiting) and bool(_children(keeper.process.pid))
+
+    def note(self, what: str, **details: Any) -> None:
+        with open(self.journal, "a") as file:
+            file.write(json.dumps({"what": what, "time": time.time(), **details}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _pid(actor: Any) -> int:
+    return ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+if __name__ == "__main__":
+    launch.main("ppo", trainer="tests.faults.striking:Striking")
