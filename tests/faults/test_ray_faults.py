@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ def test_a_killed_learner_costs_a_restart_and_no_bit(files, whole):
     """Two ranks, one of them killed after step 3 of 6; a checkpoint is there every other step."""
     run = disturbed(over_ray(files), files / "learner", killing("ray::LearnerProcess"), after=4)
     assert run.status == 0 and run.nothing_left, run.log
-    assert "learner rank 1 died in phase" in run.log and "restart 1 of 1, after step 2" in run.log
+    assert re.search(r"learner rank \d died in phase \w+", run.log) and "restart 1 of 1, after step 2" in run.log
     assert differences(whole, run.folder) == []
     assert lines(run.folder)[-1]["actor/grad_norm"] > 0
 
