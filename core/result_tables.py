@@ -127,10 +127,10 @@ def experiment_table(summaries: Sequence[Summary]) -> Table:
 
 
 def short_command(command: str) -> str:
-    """As one would type it: the recipe's script, where there is one for the preset, and no seed."""
+    """As one would type it: the recipe's script, where there is one for the preset, and neither seed nor backend."""
     _, _, line = command.partition(" -m ")
     module, *words = line.split() or [command]
-    words = [word for word in words if not word.startswith("trainer.seed=")]
+    words = [word for word in words if not word.startswith(("trainer.seed=", "trainer.backend="))]
     preset = words[0].removeprefix("preset=") if words else ""
     script = Path(*module.split(".")[:2], f"run_{preset}.sh")
     if words[1:2] == ["--"] and (ROOT / script).exists():

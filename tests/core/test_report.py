@@ -409,3 +409,11 @@ def test_the_command_of_a_reference_composes_and_trains_its_model(command, model
     done = subprocess.run(command.split(), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert f"actor_rollout_ref.model.path={model} " in done.stdout
+
+
+def test_a_recorded_command_is_shown_as_the_script_that_was_typed():
+    recorded = (
+        "/x/python -m recipes.grpo.main_grpo preset=lab trainer.backend=ray -- trainer.seed=3 trainer.cpu_threads=1"
+    )
+    assert result_tables.short_command(recorded) == "bash recipes/grpo/run_lab.sh trainer.cpu_threads=1"
+    assert result_tables.short_command("python -m recipes.ppo.main_ppo a=1") == "python -m recipes.ppo.main_ppo a=1"
