@@ -76,6 +76,34 @@ def test_two_ranks_report_and_compute_what_one_process_does(pair):
     assert ranks.fingerprints() == alone.fingerprints()
 
 
+def test_neighbours_that_split_sequences_get_the_same_rows(model):
+    """Four ranks in two groups: rows are shared out over the groups, and put together again from one of each."""
+    parallel = ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "critic.ulysses_sequence_parallel_size=1")
+    packed = ("actor_rollout_ref.model.use_remove_padding=True", "actor_rollout_ref.actor.ppo_mini_batch_size=8")
+    config, batch = cluster_config(model, *parallel, *packed, ranks=4), mixed_batch()
+    asked = []
+
+    class Recorder(RayWorkers):
+        def __init__(self):
+            self.config, self.ranks = config, 4
+
+        def _each(self, phase, method, arguments):
+            asked.append(arguments)
+            return [(given[0].input_ids,) * 2 if method.startswith("compute") else {} for given in arguments]
+
+    recorder = Recorder()
+    found, _ = recorder.compute_log_probs(batch)
+    assert torch.equal(found * batch.attention_mask, batch.input_ids * batch.attention_mask)
+    assert torch.equal(recorder.compute_values(batch) * batch.attention_mask, batch.input_ids * batch.attention_mask)
+    recorder.update_actor(batch, 1.0)
+    passes, values, update = ([one[0] for one in arguments] for arguments in asked)
+    update = [steps[0] for steps in update]
+    for first, second, third, fourth in (passes, update):
+        assert first is second and third is fourth and len(first) + len(third) == len(batch)
+    assert sum(map(len, values)) == len(batch)  # the critic's ranks do not split sequences
+    assert float(sum(one.loss_weight.sum() for one in update[::2])) == pytest.approx(1.0)
+
+
 def test_without_old_log_probs_the_update_measures_the_same(model, pair):
     """The metrics of rows that nothing trains on are of all ranks too."""
     ranks, alone, _ = pair
