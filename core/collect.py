@@ -4,6 +4,12 @@ Groups are drawn in the order of their ordinals, scored and judged as they finis
 decode. Which groups a step trains on depends on the ordinals and on ``keep_group`` alone, never on
 finishing times (DESIGN I4): dropping what finishes late would train silently on short answers.
 Timing decides only how many ordinals beyond the last chosen one were begun in vain.
+
+**One step ahead** (``trainer.max_staleness=1``). While a step updates the policy, :func:`collect_ahead` has the next
+step's first P ordinals answered and judged by the policy that the update starts from, all of them and no others; what
+that step lacks beyond them its own policy answers. Which policy answers and judges an ordinal is thus fixed, whatever
+finishes when: a step's P groups end at the earliest where those P ordinals do, so nothing is carried twice. Samples
+that are in flight when a step has its groups go on if they are among the next step's first P.
 """
 
 from __future__ import annotations
@@ -13,9 +19,11 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
-from core.types import ScoredGroup
+from core.types import Dropped, ScoredGroup
 
 log = logging.getLogger(__name__)
+
+Verdict = ScoredGroup | Dropped
 
 STOP_POLL_S = 0.5  # how long a request to stop can go unnoticed while every sample still decodes
 
@@ -24,14 +32,14 @@ STOP_POLL_S = 0.5  # how long a request to stop can go unnoticed while every sam
 class CollectState:
     """What collecting carries from step to step, and what a checkpoint stores of it.
 
-    ``carried`` holds judged groups beyond the last one that was trained on (None: judged and dropped);
+    ``carried`` holds what was judged beyond the last group that was trained on;
     it stays empty unless ``trainer.max_staleness`` lets a group train a later step. ``keep_rate`` is the
     share of groups that passed, as last seen; it steers how many are begun at once.
     """
 
     next_ordinal: int = 0
     keep_rate: float = 1.0
-    carried: Mapping[int, ScoredGroup | None] = field(default_factory=dict)
+    carried: Mapping[int, Verdict] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -45,11 +53,15 @@ class CollectLimits:
 
 @dataclass(frozen=True)
 class Collected:
-    """The step's groups in the order of their ordinals, the state for the next step, and counts."""
+    """The step's groups in the order of their ordinals, the state for the next step, and counts.
+
+    ``in_flight`` are samples that go on, of ordinals that :func:`collect_ahead` wants.
+    """
 
     groups: tuple[ScoredGroup, ...]
     state: CollectState
     metrics: Mapping[str, float]
+    in_flight: Mapping[asyncio.Task, int] = field(default_factory=dict)
 
 
 class Exhausted(RuntimeError):
@@ -68,29 +80,58 @@ async def collect(
     *,
     raise_on_exhausted: bool = True,
     stop_requested: Callable[[], bool] = lambda: False,
+    ahead: bool = False,
 ) -> Collected:
     """Rolls out groups until the ``limits.wanted`` lowest ordinals that pass are known.
 
     Raises :class:`Exhausted` where ``limits.drawn`` prompts do not contain enough of them: always with
     none, otherwise only if ``raise_on_exhausted``; the default of the loop above is to train on what
     there is. Raises :class:`StopRequested` when ``stop_requested()`` turns true. Samples still in
-    flight at the end are aborted.
+    flight at the end are aborted; with ``ahead`` not those that :func:`collect_ahead` is to go on with.
     """
-    step = _Step(roll_group, keep_group, state, limits)
+    step, goes_on = _Step(roll_group, keep_group, state, limits), range(0)
     try:
+        if stop_requested():
+            raise StopRequested
         while step.draw() and not step.settled():  # drawn first: carried groups alone may be enough
+            await step.judge_finished()
             if stop_requested():
                 raise StopRequested
+        chosen = step.chosen()
+        if len(chosen) < limits.wanted:
+            message = step.exhausted_message(len(chosen))
+            if raise_on_exhausted or not chosen:
+                raise Exhausted(message)
+            log.warning("%s; training on the %d groups there are", message, len(chosen))
+        if ahead:
+            goes_on = range(step.following(chosen), step.following(chosen) + limits.wanted)
+    finally:
+        await step.abort_rest(goes_on)
+    return step.result(chosen, goes_on)
+
+
+async def collect_ahead(
+    roll_group: Callable[[int], Awaitable[ScoredGroup]],
+    keep_group: Callable[[ScoredGroup], bool],
+    collected: Collected,
+    limits: CollectLimits,
+) -> CollectState:
+    """Has the first ``limits.wanted`` ordinals of the next step judged by the policy that judges now.
+
+    Goes on with ``collected.in_flight`` and keeps what ``collected.state`` has of those ordinals; the same policy
+    answered them. Nothing else is begun, so nothing is begun in vain.
+    """
+    start = collected.state.next_ordinal
+    window = range(start, start + limits.wanted)
+    step = _Step(roll_group, keep_group, collected.state, limits)
+    step.judged = {ordinal: step.judged[ordinal] for ordinal in window if ordinal in step.judged}
+    step.in_flight = dict(collected.in_flight)
+    try:
+        while step.draw_all(window):
             await step.judge_finished()
     finally:
         await step.abort_rest()
-    chosen = step.chosen()
-    if len(chosen) < limits.wanted:
-        message = step.exhausted_message(len(chosen))
-        if raise_on_exhausted or not chosen:
-            raise Exhausted(message)
-        log.warning("%s; training on the %d groups there are", message, len(chosen))
-    return step.result(chosen)
+    return CollectState(start, step.keep_rate(), {ordinal: step.judged[ordinal] for ordinal in window})
 
 
 class _Step:
@@ -99,18 +140,16 @@ class _Step:
     def __init__(self, roll_group, keep_group, state: CollectState, limits: CollectLimits):
         self.roll_group, self.keep_group = roll_group, keep_group
         self.state, self.limits = state, limits
-        self.judged: dict[int, ScoredGroup | None] = dict(state.carried)
+        self.judged: dict[int, Verdict] = dict(state.carried)
         self.in_flight: dict[asyncio.Task, int] = {}
         self.next_to_draw = state.next_ordinal
-        self.drawn = 0
-        self.finished: list[ScoredGroup] = []
-        self.dropped_tokens = 0
+        self.drawn = len(self.judged)  # for this step, some of them ahead of it
 
     def settled(self) -> bool:
         """Whether the lowest ``wanted`` ordinals that pass are known: no undecided ordinal below the last."""
         kept, ordinal = 0, self.state.next_ordinal
         while ordinal in self.judged:
-            kept += self.judged[ordinal] is not None
+            kept += isinstance(self.judged[ordinal], ScoredGroup)
             if kept == self.limits.wanted:
                 return True
             ordinal += 1
@@ -120,24 +159,33 @@ class _Step:
         """Begins as many groups as the keep rate suggests. False where nothing is left to wait for."""
         while self.may_draw() and self.too_few_expected():
             if self.next_to_draw not in self.judged:
-                task = asyncio.ensure_future(self.roll_group(self.next_to_draw))
-                self.in_flight[task] = self.next_to_draw
-                self.drawn += 1
+                self.begin(self.next_to_draw)
             self.next_to_draw += 1
         return bool(self.in_flight)
+
+    def draw_all(self, window: range) -> bool:
+        """Begins what the window lacks, as many at once as may be. False where nothing is left to wait for."""
+        known = {*self.judged, *self.in_flight.values()}
+        missing = [ordinal for ordinal in window if ordinal not in known]
+        for ordinal in missing[: max(0, self.limits.in_flight - len(self.in_flight))]:
+            self.begin(ordinal)
+        return bool(self.in_flight)
+
+    def begin(self, ordinal: int) -> None:
+        self.in_flight[asyncio.ensure_future(self.roll_group(ordinal))] = ordinal
+        self.drawn += 1
 
     def may_draw(self) -> bool:
         return len(self.in_flight) < self.limits.in_flight and self.drawn < self.limits.drawn
 
     def too_few_expected(self) -> bool:
         # A carried group counts once the ordinals below it are begun: skipping one of them would be a bias.
-        kept = sum(group is not None for ordinal, group in self.judged.items() if ordinal < self.next_to_draw)
+        kept = sum(_passed(verdict) for ordinal, verdict in self.judged.items() if ordinal < self.next_to_draw)
         return kept + len(self.in_flight) * max(self.keep_rate(), 0.01) < self.limits.wanted
 
     def keep_rate(self) -> float:
         """Last step's rate, corrected by what this step has seen; one step's worth of groups weighs as much."""
-        seen = len(self.finished)
-        passed = sum(self.judged[group.prompt.ordinal] is not None for group in self.finished)
+        seen, passed = len(self.judged), sum(map(_passed, self.judged.values()))
         return (self.state.keep_rate * self.limits.wanted + passed) / (self.limits.wanted + seen)
 
     async def judge_finished(self) -> None:
@@ -145,38 +193,43 @@ class _Step:
         for task in sorted(done, key=self.in_flight.__getitem__):  # a set has no order, a replay needs one
             ordinal = self.in_flight.pop(task)
             group = task.result()
-            self.finished.append(group)
-            self.judged[ordinal] = group if self.keep_group(group) else None
-            if self.judged[ordinal] is None:
-                self.dropped_tokens += _tokens(group)
+            self.judged[ordinal] = group if self.keep_group(group) else Dropped(group.version, group.tokens)
 
-    async def abort_rest(self) -> None:
-        for task in self.in_flight:
+    async def abort_rest(self, goes_on: range = range(0)) -> None:
+        """Aborts what is in flight but for the ordinals of ``goes_on``."""
+        aborted = [task for task, ordinal in self.in_flight.items() if ordinal not in goes_on]
+        for task in aborted:
             task.cancel()
-        await asyncio.gather(*self.in_flight, return_exceptions=True)
+        await asyncio.gather(*aborted, return_exceptions=True)
 
     def chosen(self) -> list[ScoredGroup]:
         reached = [self.judged[ordinal] for ordinal in sorted(self.judged) if ordinal < self.next_to_draw]
-        return [group for group in reached if group is not None][: self.limits.wanted]
+        return [group for group in reached if _passed(group)][: self.limits.wanted]
 
-    def result(self, chosen: list[ScoredGroup]) -> Collected:
-        complete = len(chosen) == self.limits.wanted
-        following = chosen[-1].prompt.ordinal + 1 if complete else self.next_to_draw
-        surplus = {ordinal: group for ordinal, group in self.judged.items() if ordinal >= following}
+    def following(self, chosen: list[ScoredGroup]) -> int:
+        """The next step's first ordinal."""
+        return chosen[-1].prompt.ordinal + 1 if len(chosen) == self.limits.wanted else self.next_to_draw
+
+    def result(self, chosen: list[ScoredGroup], goes_on: range) -> Collected:
+        following = self.following(chosen)
+        surplus = {ordinal: verdict for ordinal, verdict in self.judged.items() if ordinal >= following}
+        dropped = [v for o, v in self.judged.items() if o < following and not _passed(v)]
+        in_flight = {task: ordinal for task, ordinal in self.in_flight.items() if ordinal in goes_on}
         metrics = {
             "collect/prompts_drawn": self.drawn,
-            "collect/prompts_dropped": sum(1 for o, g in self.judged.items() if g is None and o < following),
+            "collect/prompts_dropped": len(dropped),
             "collect/keep_rate": self.keep_rate(),
-            "collect/dropped_tokens": self.dropped_tokens,
-            "collect/surplus_groups": sum(group is not None for group in surplus.values()),
-            "collect/aborted_groups": len(self.in_flight),
-            "collect/surplus_tokens": sum(_tokens(group) for group in surplus.values() if group is not None),
+            "collect/dropped_tokens": sum(verdict.tokens for verdict in dropped),
+            "collect/surplus_groups": sum(map(_passed, surplus.values())),
+            "collect/aborted_groups": len(self.in_flight) - len(in_flight),
+            "collect/surplus_tokens": sum(verdict.tokens for verdict in surplus.values()),
+            "collect/wasted_tokens": sum(v.tokens for o, v in surplus.items() if o not in goes_on),
             "collect/next_ordinal": following,
         }
-        return Collected(tuple(chosen), CollectState(following, self.keep_rate(), surplus), metrics)
+        return Collected(tuple(chosen), CollectState(following, self.keep_rate(), surplus), metrics, in_flight)
 
     def exhausted_message(self, kept: int) -> str:
-        dropped = sum(group is None for group in self.judged.values())
+        dropped = sum(not _passed(verdict) for verdict in self.judged.values())
         return (
             f"{kept} of the {self.limits.wanted} groups a step needs passed keep_group after {self.drawn} prompts "
             f"({dropped} dropped): the data may be too easy or too hard for the policy; raise "
@@ -184,21 +237,14 @@ class _Step:
         )
 
 
-def _tokens(group: ScoredGroup) -> int:
-    return sum(len(trajectory.response_ids) for trajectory in group.trajectories)
+def _passed(verdict: Verdict) -> bool:
+    return isinstance(verdict, ScoredGroup)
 
 
 def fresh_enough(state: CollectState, oldest_version: int) -> CollectState:
-    """The state without carried groups that hold a sample of a policy older than ``oldest_version``.
+    """The state without verdicts, kept or dropped, on a sample of a policy older than ``oldest_version``.
 
-    Their ordinals are drawn again. So are dropped ones where no carried group is left, as always at staleness 0: the
-    next policy judges them, whichever had finished. Beside a carried group a dropped ordinal stays dropped.
+    Their ordinals are drawn again, and judged by the next policy.
     """
-    carried = {
-        ordinal: group
-        for ordinal, group in state.carried.items()
-        if group is None or min(t.policy_version for t in group.trajectories) >= oldest_version
-    }
-    if all(group is None for group in carried.values()):
-        carried = {}
+    carried = {ordinal: verdict for ordinal, verdict in state.carried.items() if verdict.version >= oldest_version}
     return CollectState(state.next_ordinal, state.keep_rate, carried)

@@ -231,7 +231,8 @@ class LearnerRank:
         of_actor = self.split(part.model, part.actor.ulysses_sequence_parallel_size)
         of_ref = self.split(part.model, part.ref.ulysses_sequence_parallel_size)
         module = self.sharded("actor", policy(on_meta=True), source, part.actor.fsdp_config)
-        self.actor = Actor(module, part.actor, **shared, **of_actor)
+        bypass = config.algorithm.rollout_correction.bypass_mode
+        self.actor = Actor(module, part.actor, bypass=bypass, **shared, **of_actor)
         self.ref = self.critic = None
         if needs_ref and part.model.lora_rank:
             self.ref = BasePolicy(module, **shared, **of_ref)

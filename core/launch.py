@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from core.config import convert
 from core.config.cli import prepare
+from core.health import UnhealthyRun
 from core.interrupts import WorkersLost
 
 if TYPE_CHECKING:
@@ -73,6 +74,9 @@ def train(trainer: Callable[[Config], Any], config: Config, restarts: int, began
             _start(run)
             run.fit()
             return run
+        except UnhealthyRun as error:
+            print(error, file=sys.stderr)
+            raise SystemExit(1) from error
         except WorkersLost as error:
             if restarts >= limit or run.stop.requested:
                 print(f"{error}\n(trainer.max_restarts={limit}: not started again)", file=sys.stderr)

@@ -21,9 +21,10 @@ from core.head import token_log_probs_and_entropy
 from core.kl import kl_penalty
 from core.lora import base_only
 from core.losses import policy_loss, value_loss
-from core.metrics import Means, add_mismatch
+from core.metrics import Means
 from core.models import ModelError
 from core.packing import Layout, Reading
+from core.rollout_correction import add_mismatch
 from core.shared_prompts import SharedPrompts, can_share, hidden_before_tokens
 from core.types import TrainBatch
 
@@ -242,11 +243,13 @@ class Stepper:
 
 
 class Actor(Policy):
-    """The policy that is trained."""
+    """The policy that is trained. ``bypass``: the engine's log-probs stand for the old ones, as bypass_mode has it."""
 
-    def __init__(self, module: nn.Module, config: ActorConfig, **kwargs):
+    untouched = True  # no weight has moved since the batch was sampled
+
+    def __init__(self, module: nn.Module, config: ActorConfig, *, bypass: bool = False, **kwargs):
         super().__init__(module, **kwargs)
-        self.config = config
+        self.config, self.bypass = config, bypass
         self.policy_loss = policy_loss(config.policy_loss.loss_mode)
         self.stepper = Stepper(module, config.optim, config.grad_clip)
         self.size = (
@@ -259,11 +262,13 @@ class Actor(Policy):
         """One AdamW step for each batch of ``steps``. Returns ``actor/...`` metrics.
 
         Where ``old_log_probs`` is not set the batch is the only optimizer step of its rollout, the
-        ratio is one by definition and the pass's own log-probs, detached, stand for the old ones.
+        ratio is one by definition and the pass's own log-probs, detached, stand for the old ones. With ``bypass``
+        there may be several steps; the mismatch is then that of the first, before any weight has moved.
         """
         means, skipped = Means(), 0
         self.mismatch = Means()
-        for batch in steps:
+        for number, batch in enumerate(steps):
+            self.untouched = number == 0
             one = Means()
             one.value("pg_loss", 0.0, counts=self.ranks.lead)
             if self.config.use_kl_loss:
@@ -292,14 +297,22 @@ class Actor(Policy):
             log_prob, entropy = self.log_probs(idle, self.size)
             if len(idle):
                 means.tokens({"entropy": entropy}, idle.response_mask)
-                add_mismatch(self.mismatch, log_prob, idle)
+                self.measure(log_prob, idle)
+
+    def measure(self, log_prob_BT: Tensor, batch: TrainBatch) -> None:
+        if self.untouched:
+            add_mismatch(self.mismatch, log_prob_BT, batch)
 
     def objective(self, micro: TrainBatch, means: Means) -> Tensor:
         """The micro-batch's partial sum of the loss: policy gradient - entropy bonus + KL."""
         config, mask, weight = self.config, micro.response_mask, micro.need("loss_weight")
         log_prob, entropy = self.token_stats(micro, entropy_grad=config.entropy_coeff != 0)
-        old = log_prob.detach() if micro.old_log_probs is None else micro.old_log_probs
+        old = micro.old_log_probs
+        if old is None:
+            old = micro.rollout_log_probs if self.bypass else log_prob.detach()
         loss_BT, stats = self.policy_loss(log_prob, old, micro.need("advantages"), mask, config)
+        if micro.rollout_is_weights is not None:
+            loss_BT = loss_BT * micro.rollout_is_weights
         loss = pg_loss = (weight * loss_BT).sum()
         means.value("pg_loss", float(pg_loss.detach()), counts=False)
         if config.entropy_coeff != 0:
@@ -310,7 +323,7 @@ class Actor(Policy):
             means.value("kl_loss", float(kl_loss.detach()), counts=False)
         if micro.old_log_probs is None:  # the pass that would have measured these was skipped
             stats = {**stats, "entropy": entropy}
-            add_mismatch(self.mismatch, log_prob, micro)
+            self.measure(log_prob, micro)
         means.tokens(stats, mask)
         return loss
 

@@ -27,6 +27,7 @@ class Means:
         self.sums: dict[str, float] = defaultdict(float)
         self.counts: dict[str, float] = defaultdict(float)
         self.peaks: dict[str, float] = {}
+        self.troughs: dict[str, float] = {}
 
     def tokens(self, stats: dict[str, Tensor], mask_BT: Tensor) -> None:
         for name, value_BT in stats.items():
@@ -42,28 +43,22 @@ class Means:
         """A maximum over everything, beside the means."""
         self.peaks[name] = max(self.peaks.get(name, value), value)
 
+    def trough(self, name: str, value: float) -> None:
+        """A minimum over everything."""
+        self.troughs[name] = min(self.troughs.get(name, value), value)
+
     def merge(self, other: Means) -> None:
         for name, total in other.sums.items():
             self.sums[name] += total
             self.counts[name] += other.counts[name]
         for name, value in other.peaks.items():
             self.peak(name, value)
+        for name, value in other.troughs.items():
+            self.trough(name, value)
 
     def result(self, prefix: str) -> dict[str, float]:
         means = {name: total / max(self.counts[name], 1.0) for name, total in self.sums.items()}
-        return {f"{prefix}/{name}": value for name, value in {**means, **self.peaks}.items()}
-
-
-def add_mismatch(means: Means, log_prob_BT: Tensor, batch: TrainBatch) -> None:
-    """How far the engine's log-probs are from the learner's, on the same weights (verl's ``rollout_corr/*``).
-
-    ``kl`` and ``k3_kl`` estimate KL(engine, learner) on the engine's own samples (Schulman's k1 and k3).
-    """
-    mask = batch.response_mask if batch.sampled_mask is None else batch.sampled_mask
-    log_ratio = torch.where(mask, log_prob_BT - batch.rollout_log_probs, 0.0).detach()
-    stats = {"kl": -log_ratio, "k3_kl": log_ratio.exp() - log_ratio - 1, "logp_diff_mean": log_ratio.abs()}
-    means.tokens(stats, mask)
-    means.peak("logp_diff_max", float(log_ratio.abs().max()))
+        return {f"{prefix}/{name}": value for name, value in {**means, **self.peaks, **self.troughs}.items()}
 
 
 def data_metrics(groups: Sequence[ScoredGroup], batch: TrainBatch) -> dict[str, float]:

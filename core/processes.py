@@ -14,6 +14,7 @@ import traceback
 import warnings
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from torch import Tensor
 from core.driver import stand_where_the_shell_stood
 from core.engines import SampleRequest, make_engine
 from core.models import load_policy, load_tokenizer
+from core.profiling import Profile
 from core.rewards.model import Answer, Judgement
 from core.types import Trajectory
 
@@ -88,6 +90,13 @@ class LearnerProcess:
         state = self.learner.weights(dtype)
         return None if state is None else packed(state.items())
 
+    def start_profile(self, tool: str) -> None:
+        self.profile = Profile(tool)
+        self.profile.start()
+
+    def stop_profile(self, trace: str) -> None:
+        self.profile.stop(Path(trace))
+
     def lifeline(self) -> None:
         """Never returns: whoever waits for it learns at once that the process is gone."""
         threading.Event().wait()
@@ -143,6 +152,13 @@ class EngineProcess:
 
     async def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:
         return self.engine.probe(token_ids)
+
+    async def start_profile(self, tool: str) -> None:
+        self.profile = Profile(tool)
+        self.profile.start()
+
+    async def stop_profile(self, trace: str) -> None:
+        self.profile.stop(Path(trace))
 
     async def close(self) -> None:
         self.engine.close()

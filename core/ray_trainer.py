@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from core import advantages
 from core.agent_loop import Limits
 from core.batching import make_batch, token_rewards
-from core.collect import CollectLimits, collect
+from core.collect import CollectLimits, collect, collect_ahead
 from core.engines import SampleRequest, SamplingParams
 from core.faults import kill_point
 from core.kl import kl_in_reward
-from core.metrics import RAW_SCORE, Means, add_mismatch
+from core.metrics import RAW_SCORE, Means
+from core.overlap import Background
+from core.rollout_correction import add_mismatch, correct
 from core.run import Run
 from core.schedules import multiplier
 from core.seeds import sampling_seed
@@ -41,13 +45,14 @@ class RayPPOTrainer(Run):
             self.validate_before_training()
             while not self.finished():
                 metrics = StepMetrics(self.step + 1)
-                with metrics.time("step"):
+                with self.profiled(metrics.step), metrics.time("step"):
                     groups_P = self.collect(metrics)
-                    batch = make_batch(groups_P, self.tokenizer.pad_token_id, self.state_masking)
-                    batch = self.compute_log_probs(batch, metrics)
-                    with metrics.time("adv"):
-                        batch = self.compute_advantages(batch, metrics)
-                    self.update(batch, metrics)
+                    with self.collecting_ahead(metrics):
+                        batch = make_batch(groups_P, self.tokenizer.pad_token_id, self.state_masking)
+                        batch = self.compute_log_probs(batch, metrics)
+                        with metrics.time("adv"):
+                            batch = self.compute_advantages(batch, metrics)
+                        self.update(batch, metrics)
                     with metrics.time("update_weights"):
                         metrics.add(self.workers.sync_weights(metrics.step))
                 self.complete_step(groups_P, batch, metrics)
@@ -87,23 +92,59 @@ class RayPPOTrainer(Run):
 
     def collect(self, metrics: StepMetrics) -> tuple[ScoredGroup, ...]:
         """The step's groups: the lowest ordinals that pass ``keep_group``. Sets the next step's start."""
-        data, filters = self.config.data, self.config.algorithm.filter_groups
-        in_flight = data.gen_batch_size or data.train_batch_size
-        limits = CollectLimits(data.train_batch_size, in_flight, (filters.max_num_gen_batches or 2**40) * in_flight)
         with metrics.time("gen"):
-            collected = self.runner.run(
+            self.collected = self.runner.run(
                 collect(
                     self.roll_group,
                     self.keep_group,
                     self.fresh_collect_state(),
-                    limits,
-                    raise_on_exhausted=filters.on_exhausted == "raise",
+                    self.collect_limits(),
+                    raise_on_exhausted=self.config.algorithm.filter_groups.on_exhausted == "raise",
                     stop_requested=self.stop_requested,
+                    ahead=self.looks_ahead(metrics.step),
                 )
             )
-        self.collect_state = collected.state
-        metrics.add(collected.metrics)
-        return collected.groups
+        self.collect_state = self.collected.state
+        metrics.add(self.collected.metrics)
+        return self.collected.groups
+
+    def collect_limits(self) -> CollectLimits:
+        data, filters = self.config.data, self.config.algorithm.filter_groups
+        in_flight = data.gen_batch_size or data.train_batch_size
+        return CollectLimits(data.train_batch_size, in_flight, (filters.max_num_gen_batches or 2**40) * in_flight)
+
+    def looks_ahead(self, step: int) -> bool:
+        """Whether the next step's first prompts are answered by the policy that this step updates."""
+        return self.config.trainer.max_staleness > 0 and step < self.total_steps
+
+    @contextmanager
+    def collecting_ahead(self, metrics: StepMetrics) -> Iterator[None]:
+        """With ``trainer.max_staleness=1``, has the next step's first prompts answered while the block runs.
+
+        Where engine and learner cannot work at the same time (in one process, on one GPU) they are answered before
+        it, with the same outcome. The state to go on from is complete, with them, when the block ends.
+        """
+        work = None
+        if self.looks_ahead(metrics.step):
+            work = collect_ahead(self.roll_group, self.keep_group, self.collected, self.collect_limits())
+        else:  # what else was judged is timing's doing
+            self.collect_state = dataclasses.replace(self.collect_state, carried={})
+        if work is not None and not self.workers.overlaps:
+            with metrics.time("gen_ahead"):
+                self.collect_state, work = self.runner.run(work), None
+        metrics.add({f"timing_s/{name}": seconds for name, seconds in self.clock.take().items()})
+        if work is None:
+            yield
+            return
+        background = Background(self.runner, work)
+        try:
+            yield
+            with metrics.time("wait_ahead"):
+                self.collect_state = background.result()
+            hidden = sum(self.clock.take().values()) - metrics.values["timing_s/wait_ahead"]
+            metrics.add({"timing_s/hidden_ahead": max(0.0, hidden)})
+        finally:
+            background.close()
 
     async def roll_group(self, ordinal: int) -> ScoredGroup:
         """Generates, scores and shapes one group; each answer is scored while others still decode."""
@@ -125,8 +166,10 @@ class RayPPOTrainer(Run):
         self, prompt: Prompt, index: int, sampling: SamplingParams
     ) -> tuple[Trajectory, Score]:
         """A trajectory and the scorer's verdict, which keeps its own value as a part: shaping may change the value."""
-        trajectory = await self.generate(prompt, index, sampling)
-        score = await self.reward.score(prompt, trajectory)
+        with self.clock.busy("decode"):
+            trajectory = await self.generate(prompt, index, sampling)
+        with self.clock.busy("reward"):
+            score = await self.reward.score(prompt, trajectory)
         return trajectory, dataclasses.replace(score, parts={**score.parts, RAW_SCORE: score.value})
 
     async def evaluate(self) -> list[ScoredGroup]:
@@ -144,7 +187,7 @@ class RayPPOTrainer(Run):
         """Sets ``old_log_probs``, ``ref_log_prob`` and ``values``, each only where something reads it.
 
         With one optimizer step a batch the ratio is one by definition: the update's own pass then gives the
-        old log-probs, and the pass here is saved.
+        old log-probs, and the pass here is saved, unless the samples' importance weights are made of it.
         """
         if self.needs.old_log_probs(batch):
             with metrics.time("old_log_prob"):
@@ -154,6 +197,8 @@ class RayPPOTrainer(Run):
             entropy.tokens({"entropy": entropy_BT}, batch.response_mask)
             add_mismatch(mismatch, log_prob_BT, batch)
             metrics.add({**entropy.result("actor"), **mismatch.result("rollout_corr")})
+            batch, corrected = correct(batch, self.config.algorithm.rollout_correction)
+            metrics.add(corrected)
         if self.needs.ref:
             with metrics.time("ref"):
                 batch = batch.adding(ref_log_prob=self.workers.compute_ref_log_prob(batch))
@@ -175,4 +220,3 @@ class RayPPOTrainer(Run):
             with metrics.time("update_actor"):
                 metrics.add(self.workers.update_actor(batch, rate))
         kill_point("sync", step)
-        self.stop_if_gradients_are_lost(batch, metrics)

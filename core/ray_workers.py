@@ -32,6 +32,7 @@ from core.engines import SampleRequest
 from core.interrupts import WorkersLost
 from core.learner import only_advantages_train
 from core.processes import EngineProcess, LearnerProcess, RewardModelProcess, packed
+from core.profiling import runtime_env
 from core.provenance import ModelFingerprint
 from core.rewards.model import Answer, Judgement
 from core.types import TrainBatch, Trajectory
@@ -468,7 +469,8 @@ class RayWorkers:
         node, index = divmod(rank, self.per_node)
         strategy = PlacementGroupSchedulingStrategy(self.groups[node], placement_group_bundle_index=index)
         gpus = 0.5 if self.device.type == "cuda" else 0
-        return {"scheduling_strategy": strategy, "num_cpus": 0.5, "num_gpus": gpus}
+        profiler = runtime_env(self.config.global_profiler)
+        return {"scheduling_strategy": strategy, "num_cpus": 0.5, "num_gpus": gpus, **profiler}
 
     def _start_judge(self) -> RayJudge:
         """The reward model has a GPU of its own, where there are any: it works while the engines decode."""
@@ -530,6 +532,11 @@ class RayWorkers:
     def full_precision(self) -> bool:
         return compute_dtype(self.config.actor_rollout_ref.actor.fsdp_config.dtype) is None
 
+    @property
+    def overlaps(self) -> bool:
+        """On the CPU; on a GPU engine and learner take turns."""
+        return self.device.type == "cpu"
+
     def fingerprints(self) -> dict[str, ModelFingerprint]:
         return self._each("fingerprints", "fingerprints", [()])[0]
 
@@ -538,6 +545,22 @@ class RayWorkers:
 
     def load(self, folder: Path) -> None:
         self._each("load_checkpoint", "load", [(str(folder.absolute()),)] * self.ranks)
+
+    def start_profile(self) -> None:
+        tool = self.config.global_profiler.tool
+        calls = {name: actor.start_profile.remote(tool) for name, actor in self._profiled().items()}
+        self.watch.wait("start_profile", calls)
+
+    def stop_profile(self, folder: Path, name: str) -> None:
+        calls = {
+            actor: handle.stop_profile.remote(str(folder.absolute() / f"{name}_{actor.replace(' ', '_')}.json"))
+            for actor, handle in self._profiled().items()
+        }
+        self.watch.wait("stop_profile", calls)
+
+    def _profiled(self) -> dict[str, Any]:
+        """Learners and engines; not a reward model."""
+        return {name: actor for name, actor in self.watch.actors.items() if name != RayJudge.NAME}
 
     def _each(self, phase: str, method: str, arguments: Sequence[tuple]) -> list[Any]:
         """The method on rank 0, 1, ... with its arguments."""

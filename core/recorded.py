@@ -35,6 +35,7 @@ _ABSOLUTE_PATH = re.compile(r"(?<![\w/.])~?(?:/[^\s'\"=,:;\[\](){}/]+)+/?")
 _RUN_KEYS = {
     *("trainer.experiment_name", "trainer.project_name", "trainer.default_local_dir", "trainer.logger"),
     *("trainer.rollout_data_dir", "trainer.validation_data_dir", "trainer.log_val_generations", "trainer.cpu_threads"),
+    *("global_profiler.tool", "global_profiler.steps", "global_profiler.save_path"),
     *("trainer.resume_mode", "trainer.resume_from_path", "trainer.save_freq", "trainer.max_actor_ckpt_to_keep"),
 }
 
@@ -278,6 +279,7 @@ def summarise(run: RecordedRun) -> dict[str, Any]:
         "steps": run.last_step,
         "seconds": round(run.seconds, 1),
         "hardware": f"{len(gpus)} x {gpus[0]}" if gpus else f"{machine['cores']} cores, {machine['cpu']}",
+        **{name: run.manifest[name] for name in ("last_healthy_step",) if name in run.manifest},
         "commit": f"{git['commit'][:10]}{' with changes' if git['dirty'] else ''}" if git["commit"] else "unknown",
         "results": results,
     }

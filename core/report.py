@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from core import result_tables
+from core import result_tables, step_time
 from core.recorded import (
     RecordedRun,
     RunError,
@@ -36,7 +36,6 @@ from core.validation import paired_comparison, welch_interval
 
 Group = list[RecordedRun]
 SMOOTHED_BEYOND = 60  # steps
-NOT_PHASES = {"timing_s/step", "timing_s/testing", "timing_s/save_checkpoint"}  # the whole, and what is not in it
 
 # title, {metric: its label}, note
 PANELS = (
@@ -166,23 +165,46 @@ def _accuracy_line(run: RecordedRun, source: str, label: str, group: int, varian
 
 
 def _phase_panel(groups: Sequence[Group], group: Group) -> Curves | None:
-    """Mean seconds of each phase over the seeds, for the steps that all of them have; the rest of the step on top."""
-    rows = [{row["step"]: row for row in run.metrics if row.get("timing_s/step")} for run in group]
+    """Mean seconds of each part of a step over the seeds, for the steps that all of them have."""
+    rows = [{row["step"]: found for row in run.metrics if (found := step_time.parts(row))} for run in group]
     steps = sorted(set.intersection(*(set(table) for table in rows)))
-    names = sorted({n for t in rows for r in t.values() for n in r if n.startswith("timing_s/")} - NOT_PHASES)
-    if not steps or not names:
+    names = dict.fromkeys(name for table in rows for found in table.values() for name in found)
+    if not steps or list(names) == [step_time.REST]:
         return None
-
-    def seconds(name: str, step: float) -> float:
-        return statistics.fmean(table[step].get(name, 0.0) for table in rows)
-
-    parts = {name.removeprefix("timing_s/"): [seconds(name, step) for step in steps] for name in names}
-    whole = [seconds("timing_s/step", step) for step in steps]
-    parts["rest"] = [max(0.0, total - sum(p[i] for p in parts.values())) for i, total in enumerate(whole)]
-    largest = sorted(parts, key=lambda name: -sum(parts[name]))
+    seconds = {n: [statistics.fmean(table[step].get(n, 0.0) for table in rows) for step in steps] for n in names}
+    whole = sum(map(sum, seconds.values()))
+    largest = sorted(seconds, key=lambda name: -sum(seconds[name]))
     note = " ".join(["seconds a step", _label(groups, group, "") and f"({_label(groups, group, '')})"]).strip()
-    shown = [name for name in largest if sum(parts[name]) > 0.005 * sum(whole)]
-    return Curves("Time by phase", [Line(name, steps, parts[name]) for name in shown], stacked=True, note=note)
+    shown = [Line(name, steps, seconds[name]) for name in largest if sum(seconds[name]) > 0.005 * whole]
+    return Curves("Time by phase", shown, stacked=True, note=note)
+
+
+def step_times(groups: Sequence[Group]) -> Iterator[Block]:
+    """A table of the seconds of a step by part, which add up; the mean over the steps of all seeds."""
+    columns = []
+    for group in groups:
+        lines = [found for run in group for row in run.metrics if (found := step_time.parts(row))]
+        names = [*step_time.PARTS, step_time.REST]
+        columns.append({n: statistics.fmean(f.get(n, 0.0) for f in lines) for n in names} if lines else {})
+    if not any(columns):
+        return
+    rows = [
+        [name, *(_seconds(column, name) for column in columns)]
+        for name in (*step_time.PARTS, step_time.REST)
+        if any(column.get(name) for column in columns)
+    ]
+    total = [f"{sum(column.values()):.3f}" if column else "" for column in columns]
+    yield Heading("Where a step's time goes")
+    yield Table(["seconds a step", *(group_name([run.name for run in g]) for g in groups)], [*rows, ["all", *total]])
+    yield Text(
+        "Means over steps and seeds. Scoring that decoding hides is in decode, and samples of the next step that the "
+        "update hides are nowhere: each second is counted once. A checkpoint counts in the step after it."
+    )
+
+
+def _seconds(column: Mapping[str, float], name: str) -> str:
+    whole = sum(column.values())
+    return f"{column[name]:.3f} ({column[name] / whole:.0%})" if whole else ""
 
 
 def curves(groups: Sequence[Group]) -> Iterator[Block]:
@@ -324,6 +346,8 @@ def _hardware(run: RecordedRun) -> str:
 
 _PROVENANCE = {
     "status": lambda run: run.status,
+    "last healthy step": lambda run: run.manifest.get("last_healthy_step"),
+    "stopped because": lambda run: run.manifest.get("stopped_because"),
     "command": lambda run: run.session["command"],
     "commit": _git,
     "started": lambda run: run.manifest["sessions"][0]["started"],
@@ -343,7 +367,7 @@ _PROVENANCE = {
 def page(runs: Sequence[RecordedRun]) -> tuple[str, list[Block]]:
     """Title and blocks of the report."""
     groups = group_runs(runs)
-    blocks = [*learnt([run for group in groups for run in group]), *curves(groups)]
+    blocks = [*learnt([run for group in groups for run in group]), *curves(groups), *step_times(groups)]
     if len(groups) > 1:
         blocks += comparison(groups)
     for group in groups:

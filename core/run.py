@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from core import advantages, run_state
+from core import advantages, profiling, run_state, step_time
 from core.agent_loop import Episode, Limits, ToolCalls, make_agent_loop
 from core.checkpoint import CheckpointStore, resolve_resume
 from core.collect import CollectState, StopRequested, fresh_enough
@@ -24,6 +25,7 @@ from core.data import PromptStream, load_val_prompts
 from core.engines import SamplingParams
 from core.engines.hf import HFEngine
 from core.faults import kill_point
+from core.health import Crossing, Health, UnhealthyRun
 from core.interrupts import GracefulStop
 from core.kl import KLController
 from core.metrics import data_metrics
@@ -32,6 +34,7 @@ from core.provenance import Provenance
 from core.rehearsal import rehearse
 from core.rewards import RewardLayer
 from core.rewards.examine import examined
+from core.step_time import BusyClock
 from core.tracking import Tracker, dump_jsonl, generation_row
 from core.types import Prompt, Score, ScoredGroup, StepMetrics, TrainBatch, Trajectory
 from core.validation import ValRecord, validation_metrics
@@ -42,18 +45,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MISMATCH_BOUND = {"fp32": 1e-4, "bf16": 0.02}  # mean |engine - learner| log-prob that is rounding, not a fault
-
 
 WHERE_FROM = ("trainer.resume_mode", "trainer.resume_from_path")  # of a process, not of the run that it works on
 
 
 class RunError(ValueError):
     """Data and configuration do not make a run; the message says what to change."""
-
-
-class NonFiniteGradients(RuntimeError):
-    """Too many steps in a row without a usable gradient."""
 
 
 @dataclass(frozen=True)
@@ -64,22 +61,27 @@ class Needs:
     ref: bool
     baseline: bool  # a greedy answer to every prompt
     every_old_log_prob: bool
+    no_old_log_prob: bool  # the engine's stand for them
     prompts_per_optimizer_step: int
 
     @classmethod
     def of(cls, config: Config) -> Needs:
         algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+        correction = algorithm.rollout_correction
         estimator = advantages.NEEDS.get(algorithm.adv_estimator, advantages.Needs())
         return cls(
             critic=estimator.critic,
             ref=algorithm.use_kl_in_reward or actor.use_kl_loss,
             baseline=estimator.greedy_baseline,
-            every_old_log_prob=algorithm.use_kl_in_reward or actor.ppo_epochs > 1,
+            every_old_log_prob=algorithm.use_kl_in_reward or actor.ppo_epochs > 1 or correction.uses_old_log_probs,
+            no_old_log_prob=correction.bypass_mode,
             prompts_per_optimizer_step=actor.ppo_mini_batch_size,
         )
 
     def old_log_probs(self, batch: TrainBatch) -> bool:
         """Whether the step needs a pass for the old log-probs: not if it makes one optimizer step of the batch."""
+        if self.no_old_log_prob:
+            return False
         return self.every_old_log_prob or int(batch.group.max()) >= self.prompts_per_optimizer_step
 
 
@@ -107,8 +109,9 @@ class Run:
         self.step = 0  # complete steps
         self.saved_step: int | None = None
         self.collect_state = CollectState()
-        self.lost_gradients_in_row = 0
         self.stop = GracefulStop()
+        self.health = Health()
+        self.saving_s = 0.0  # of checkpoints since the last line of metrics
         ctrl = config.algorithm.kl_ctrl
         self.kl_controller = KLController(ctrl.type, ctrl.kl_coef, ctrl.target_kl, ctrl.horizon)
         rollout = config.actor_rollout_ref.rollout
@@ -158,6 +161,9 @@ class Run:
             self.workers.close()
             raise
         self.make_collecting_repeatable()
+        # Scoring in this process holds an engine in this process up; else what decodes meanwhile hides it.
+        blocks = self.reward.in_process and isinstance(self.workers.engine, HFEngine)
+        self.clock = BusyClock("reward", "decode") if blocks else BusyClock("decode", "reward")
         return self
 
     def open_agent_loop(self) -> None:
@@ -232,7 +238,7 @@ class Run:
         state = run_state.DriverState.load(checkpoint.folder)
         self.step = self.saved_step = state.step
         self.collect_state = CollectState(state.next_ordinal, state.values["keep_rate"], state.carried)
-        self.lost_gradients_in_row = state.values["lost_gradients_in_row"]
+        self.health = Health.of_state(state.values["health"])
         self.kl_controller = self.kl_controller.with_state(state.values["kl_controller"])
         run_state.set_rng_state(run_state.load_tensors(checkpoint.path("rng.pt")))
         log.info("resumed after step %d from %s", self.step, checkpoint.folder)
@@ -261,6 +267,10 @@ class Run:
                 try:
                     yield
                     status = "finished"
+                except UnhealthyRun as error:
+                    status = "stopped"
+                    self.tracker.note("stopped_because", str(error))
+                    raise
                 except StopRequested:
                     status = "stopped"
                     self.save()
@@ -297,6 +307,7 @@ class Run:
         trainer = self.config.trainer
         self.step = metrics.step
         self.describe(groups_P, batch, metrics)
+        crossings = self.check_health(metrics)
         if trainer.rollout_data_dir or self.config.reward_model.num_examine:
             rows = self.generation_rows(groups_P)
             self.show(rows, self.config.reward_model.num_examine)
@@ -304,10 +315,12 @@ class Run:
                 dump_jsonl(trainer.rollout_data_dir, self.step, rows)
         if self.is_due(trainer.test_freq):
             self.validate(metrics)
+        self.add_up_times(metrics)
         self.tracker.log(metrics)
         if self.is_due(trainer.save_freq):
             self.save()
         kill_point("between", self.step)
+        self.stop_if_unhealthy(crossings, batch)
 
     def describe(self, groups_P: Sequence[ScoredGroup], batch: TrainBatch, metrics: StepMetrics) -> None:
         """Adds what the step's data and times say."""
@@ -328,14 +341,28 @@ class Run:
                 "perf/throughput": values["perf/total_num_tokens"] / values["timing_s/step"],
             }
         )
-        bound = MISMATCH_BOUND["fp32" if self.workers.full_precision else "bf16"]
-        if values.get("rollout_corr/logp_diff_mean", 0.0) > bound:
-            log.warning(
-                "step %d: engine and learner log-probs differ by %.3g on average (bound %g): samples are off-policy",
-                self.step,
-                values["rollout_corr/logp_diff_mean"],
-                bound,
-            )
+
+    def add_up_times(self, metrics: StepMetrics) -> None:
+        """The seconds since the line before, and those that no phase had. A checkpoint is on the line after it."""
+        now = time.perf_counter()
+        if self.saving_s:
+            metrics.add({"timing_s/save_checkpoint": self.saving_s})
+        metrics.add({"timing_s/whole": now - self.line_ended})
+        metrics.add({"timing_s/other": step_time.parts(metrics.values)[step_time.REST]})
+        self.line_ended, self.saving_s = now, 0.0
+
+    @contextmanager
+    def profiled(self, step: int) -> Iterator[None]:
+        """Profiles the step in every process that works on it, where ``global_profiler`` asks for it."""
+        config = self.config.global_profiler
+        if not profiling.wanted(config, step):
+            yield
+            return
+        self.workers.start_profile()
+        try:
+            yield
+        finally:
+            self.workers.stop_profile(Path(config.save_path or self.run_dir / "profile"), f"step_{step}")
 
     def fresh_collect_state(self) -> CollectState:
         """What collecting may carry into the step under ``trainer.max_staleness``."""
@@ -349,11 +376,13 @@ class Run:
             metrics = StepMetrics(self.step)
             self.validate(metrics)
             self.tracker.log(metrics)
+        self.line_ended = time.perf_counter()
 
     def validate(self, metrics: StepMetrics) -> None:
         """Answers every validation prompt ``val_kwargs.n`` times; no hook that shapes or filters is called."""
         with metrics.time("testing"):
             groups = self.runner.run(self.evaluate())
+        self.clock.take()  # of validation, which is one part of the step
         records = [ValRecord.of(group) for group in groups]
         metrics.add(validation_metrics(records))
         if self.agent_loop is not None:
@@ -386,13 +415,14 @@ class Run:
         """A checkpoint of the last complete step, unless there is one."""
         if self.saved_step == self.step or self.step == 0:
             return
+        start = time.perf_counter()
         state = run_state.DriverState(
             step=self.step,
             next_ordinal=self.collect_state.next_ordinal,
             carried=self.collect_state.carried if self.config.trainer.max_staleness else {},
             values={
                 "keep_rate": self.collect_state.keep_rate,
-                "lost_gradients_in_row": self.lost_gradients_in_row,
+                "health": self.health.state_dict(),
                 "kl_controller": self.kl_controller.state_dict(),
             },
         )
@@ -401,17 +431,35 @@ class Run:
             state.save(folder)
             run_state.save_tensors(folder / "rng.pt", run_state.rng_state())
         self.saved_step = self.step
+        self.saving_s += time.perf_counter() - start
 
-    def stop_if_gradients_are_lost(self, batch: TrainBatch, metrics: StepMetrics) -> None:
-        """Ends the run, with the step's data saved, after too many steps in a row that skipped an update."""
-        skipped = sum(metrics.values.get(f"{name}/skipped_updates", 0) for name in ("actor", "critic"))
-        self.lost_gradients_in_row = self.lost_gradients_in_row + 1 if skipped else 0
-        bound = self.config.trainer.health.max_nonfinite_in_row
-        if self.lost_gradients_in_row < bound:
+    def check_health(self, metrics: StepMetrics) -> list[Crossing]:
+        """Compares the step with ``trainer.health``; says what is beyond it, and which step was the last within."""
+        self.health, crossings = self.health.after(self.step, metrics.values, self.config.trainer.health)
+        last = self.health.last_healthy_step
+        metrics.add({"health/crossed_bounds": len(crossings), "health/last_healthy_step": last})
+        self.tracker.note("last_healthy_step", last)
+        for crossing in crossings:
+            log.warning("step %d: %s (last healthy step %d)", self.step, crossing.text, last)
+        return crossings
+
+    def stop_if_unhealthy(self, crossings: Sequence[Crossing], batch: TrainBatch) -> None:
+        """Saves and raises UnhealthyRun where a bound with ``action=stop`` was crossed."""
+        stopping = [crossing for crossing in crossings if crossing.action == "stop"]
+        if not stopping:
             return
-        path = self.run_dir / f"nonfinite_step_{metrics.step}.pt"
-        run_state.save_tensors(path, {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)})
-        raise NonFiniteGradients(
-            f"{bound} steps in a row had a non-finite gradient norm; the last step's batch is in {path}. "
-            "Lower optim.lr or grad_clip, look at the batch, or raise trainer.health.max_nonfinite_in_row"
+        self.save()
+        if any(crossing.check == "nonfinite" for crossing in stopping):
+            path = self.run_dir / f"nonfinite_step_{self.step}.pt"
+            run_state.save_tensors(path, {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)})
+        last = self.health.last_healthy_step
+        sound = max((step for step in self.store.steps() if step <= last), default=None)
+        back = "no checkpoint is that old" if sound is None else f"go back to it with {self.resume_from(sound)}"
+        raise UnhealthyRun(
+            f"stopped after step {self.step}, saved in {self.store.folder(self.step)}: "
+            f"{'; '.join(crossing.text for crossing in stopping)}. The last healthy step is {last}: {back}. "
+            "The same command goes on from here and stops again unless the bound is raised"
         )
+
+    def resume_from(self, step: int) -> str:
+        return f"trainer.resume_mode=resume_path trainer.resume_from_path={self.store.folder(step)}"

@@ -21,7 +21,7 @@ import numpy as np
 
 from core.manifest import CheckpointError
 from core.seeds import derive_seed
-from core.types import Prompt, Score, ScoredGroup, ScoreStatus, Segment, Stop, Trajectory
+from core.types import Dropped, Prompt, Score, ScoredGroup, ScoreStatus, Segment, Stop, Trajectory
 
 # ---------------------------------------------------------------- tensors
 
@@ -115,13 +115,13 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 class DriverState:
     """What the driver needs to go on after ``step`` complete steps.
 
-    ``carried`` maps the ordinals from ``next_ordinal`` on that were already judged to their group, or to None where
-    the group was dropped. ``values`` is whatever else is JSON: the KL controller's state, keep rate, counters.
+    ``carried`` maps the ordinals from ``next_ordinal`` on that were already judged to their group, or to a
+    ``Dropped``. ``values`` is whatever else is JSON: the KL controller's state, keep rate, counters.
     """
 
     step: int
     next_ordinal: int
-    carried: Mapping[int, ScoredGroup | None] = field(default_factory=dict)
+    carried: Mapping[int, ScoredGroup | Dropped] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
@@ -152,7 +152,7 @@ class DriverState:
 
 TAG = "is"  # {"is": type name, "of": content}: anything that JSON has no type for
 
-_DATACLASSES = {cls.__name__: cls for cls in (Prompt, Segment, Trajectory, Score, ScoredGroup)}
+_DATACLASSES = {cls.__name__: cls for cls in (Prompt, Segment, Trajectory, Score, ScoredGroup, Dropped)}
 _ENUMS = {cls.__name__: cls for cls in (Stop, ScoreStatus)}
 # What a parquet row may hold beyond JSON: type name -> (type, to text, from text)
 _AS_TEXT = {

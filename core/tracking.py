@@ -264,6 +264,7 @@ class Tracker(AbstractContextManager["Tracker"]):
             }
         flat = run_manifest.flatten(run_manifest.as_tree(self.config))
         manifest["status"] = "running"
+        manifest.pop("stopped_because", None)
         manifest["seeds"] = {key: value for key, value in flat.items() if key.split(".")[-1] == "seed"}
         manifest["changed_from_defaults"] = run_manifest.changed_keys(self.config, manifest["recipe"])
         manifest["data"] = run_manifest.data_hashes(_data_files(flat))
@@ -280,6 +281,10 @@ class Tracker(AbstractContextManager["Tracker"]):
             gap = f"resumed after step {self.resume_step}, but metrics.jsonl ends at step {last}"
             self.manifest["sessions"][-1]["gap"] = gap
             print(f"warning: {gap}: the curves of this run have a hole", file=sys.stderr)
+
+    def note(self, name: str, value: Any) -> None:
+        """A fact about the run for its manifest, written when the run ends."""
+        self.manifest[name] = value
 
     def progress(self, total: int) -> None:
         """Shows a bar on a terminal (step, reward, length, time left) and ``step/total`` on the console.

@@ -161,6 +161,23 @@ class ScoredGroup:
     def __len__(self) -> int:
         return len(self.trajectories)
 
+    @property
+    def version(self) -> int:
+        """The oldest policy version among the samples."""
+        return min(trajectory.policy_version for trajectory in self.trajectories)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(trajectory.response_ids) for trajectory in self.trajectories)
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """What is kept of a group that did not pass: the oldest policy version among its samples, and their tokens."""
+
+    version: int
+    tokens: int
+
 
 # field -> (axes, the phase that sets it)
 BATCH_FIELDS = {
@@ -177,6 +194,7 @@ BATCH_FIELDS = {
     "old_log_probs": ("BT", "compute_log_probs"),
     "ref_log_prob": ("BT", "compute_log_probs, with a KL term"),
     "values": ("BT", "compute_log_probs, with a critic"),
+    "rollout_is_weights": ("BT", "compute_log_probs, with algorithm.rollout_correction.rollout_is"),
     "advantages": ("BT", "compute_advantages"),
     "returns": ("BT", "compute_advantages"),
     "loss_weight": ("BT", "with_loss_weight, once an optimizer step"),
@@ -191,7 +209,7 @@ class TrainBatch:
         input_ids          [B, T] int64    prompt then response, right-padded
         attention_mask     [B, T] bool     a real token
         response_mask      [B, T] bool     written by the policy
-        loss_mask          [B, T] bool     response_mask less the rows that carry no loss
+        loss_mask          [B, T] bool     response_mask less the rows and tokens that carry no loss
         group              [B]    int64    index of the row's prompt in the step
         reward             [B]    float32  the shaped score
         in_group_stats     [B]    bool     the row's reward enters its group's statistics
@@ -201,6 +219,7 @@ class TrainBatch:
         old_log_probs      [B, T] float32  the learner's, before the step's first update
         ref_log_prob       [B, T] float32  the reference policy's
         values             [B, T] float32  the critic's
+        rollout_is_weights [B, T] float32  importance weights of the policy-gradient loss
         advantages         [B, T] float32  0 where response_mask is False
         returns            [B, T] float32  the critic's target
         loss_weight        [B, T] float32  the token's share of the objective, over all ranks
@@ -219,6 +238,7 @@ class TrainBatch:
     old_log_probs: Tensor | None = None
     ref_log_prob: Tensor | None = None
     values: Tensor | None = None
+    rollout_is_weights: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
     loss_weight: Tensor | None = None

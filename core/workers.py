@@ -25,6 +25,7 @@ from core.lora import add_adapters, has_adapters, load_adapters, merged_weights,
 from core.losses import aggregation
 from core.models import load_critic, load_policy
 from core.packing import Layout
+from core.profiling import Profile
 from core.provenance import ModelFingerprint
 from core.reward_model import RewardModel
 from core.rewards.model import Judge
@@ -45,6 +46,7 @@ class Workers(Protocol):
     full_precision: bool  # no bf16 anywhere: engine and learner then agree to rounding
     ranks: int  # learner processes
     threads: int  # of torch in each of them
+    overlaps: bool  # whether the engine can work while the learner does
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """The learner's log-probs and entropies of the policy tokens at the rollout temperature, [B, T] each."""
@@ -73,6 +75,12 @@ class Workers(Protocol):
     def load(self, folder: Path) -> None:
         """Reads what :meth:`save` wrote."""
 
+    def start_profile(self) -> None:
+        """Begins a profile (``global_profiler.tool``) in every process that holds a model."""
+
+    def stop_profile(self, folder: Path, name: str) -> None:
+        """Ends it; torch's traces are ``folder/name[_<process>].json``."""
+
     def close(self) -> None: ...
 
 
@@ -99,6 +107,7 @@ class LocalWorkers:
     """One learner and one engine, in this process."""
 
     ranks = 1
+    overlaps = False
 
     def __init__(self, config: Config, tokenizer: Any, device: torch.device, *, needs_ref: bool, needs_critic: bool):
         self.config = config
@@ -115,7 +124,8 @@ class LocalWorkers:
         self.ref = self.critic = None
         if needs_ref and not model.lora_rank:
             self.ref = Policy(copy.deepcopy(policy).requires_grad_(False), **passes)
-        self.actor = Actor(add_adapters(policy, model, config.trainer.seed), actor, **passes)
+        bypass = config.algorithm.rollout_correction.bypass_mode
+        self.actor = Actor(add_adapters(policy, model, config.trainer.seed), actor, bypass=bypass, **passes)
         if needs_ref and model.lora_rank:
             self.ref = BasePolicy(policy, **passes)
         if needs_critic:
@@ -176,6 +186,13 @@ class LocalWorkers:
             if part is not None:
                 load_model(part.module, folder / name)
                 load_optimizer(part, folder / name)
+
+    def start_profile(self) -> None:
+        self.profile = Profile(self.config.global_profiler.tool)
+        self.profile.start()
+
+    def stop_profile(self, folder: Path, name: str) -> None:
+        self.profile.stop(folder / f"{name}.json")
 
     def close(self) -> None:
         self.engine.close()

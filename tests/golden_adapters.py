@@ -17,7 +17,7 @@ from torch import Tensor
 from core import advantages, kl, losses, masked, schedules
 from core.head import token_log_probs_and_entropy
 from core.types import TrainBatch
-from tests import golden_dapo
+from tests import golden_correction, golden_dapo
 from tests.golden_io import Case, Comparison
 
 Adapter = Callable[[Case, str], Iterator[Comparison]]
@@ -300,5 +300,6 @@ ADAPTERS: dict[str, Adapter] = {
     "policy_sapo": partial(_policy, "sapo"),
     "policy_vanilla": partial(_policy, "vanilla"),
     "value_loss": _value_loss,
+    **golden_correction.ADAPTERS,
     **golden_dapo.ADAPTERS,
 }

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any
 
-from core.config import convert
+from core.config import convert, thresholds
 from core.config.batch_rules import BATCHES, MEMORY
 from core.config.convert import Problem
 from core.config.reward_rules import JUDGES
@@ -177,11 +177,74 @@ MANAGERS = (
 
 # --- sampling ---
 
-TRUNCATED = "samples from another distribution than the one that trains, and rollout correction is not available yet"
+TRUNCATED = "samples from another distribution than the one that trains, and no rollout correction weighs for it"
+CORRECTION = "algorithm.rollout_correction"
+WEIGH = f"or {CORRECTION}.rollout_is=token"
+
+
+def _no_criteria(v: View) -> bool:
+    one = v.correction
+    if one.rollout_rs is None:
+        return False
+    try:
+        thresholds.criteria(one.rollout_rs, one.rollout_rs_threshold, one.rollout_rs_threshold_lower)
+    except ValueError:
+        return True
+    return False
+
+
+MISMATCH = (
+    Rule(
+        f"{CORRECTION}.rollout_rs",
+        _no_criteria,
+        "its thresholds do not fit it: as many as options, above 0, the lower below the upper, lower_upper for k1 only",
+        f"set {CORRECTION}.rollout_rs_threshold: 2.0 for token, 1.001 for geometric, say",
+    ),
+    Rule(
+        f"{CORRECTION}.bypass_mode",
+        lambda v: v.correction.bypass_mode and v.correction.rollout_rs is not None,
+        "skips the learner's log-probs before the update, which rollout_rs compares with the engine's",
+        "switch one off",
+    ),
+    Rule(
+        f"{CORRECTION}.bypass_mode",
+        lambda v: v.correction.bypass_mode and v.correction.rollout_token_veto_threshold is not None,
+        "skips the learner's log-probs before the update, of which rollout_token_veto_threshold is a bound",
+        "switch one off",
+    ),
+    Rule(
+        f"{CORRECTION}.bypass_mode",
+        lambda v: v.correction.bypass_mode and v.algorithm.use_kl_in_reward,
+        "skips the learner's log-probs before the update, of which the KL penalty in the reward is made",
+        f"use {ACTOR}.use_kl_loss, or switch one off",
+    ),
+    Rule(
+        "trainer.max_staleness",
+        lambda v: v.trainer.max_staleness > 0 and not v.corrects,
+        "trains on samples of an older policy, and no rollout correction weighs for it",
+        f"set {CORRECTION}.rollout_is=token, or bypass_mode=True there",
+    ),
+    Rule(
+        "trainer.max_staleness",
+        lambda v: v.trainer.max_staleness > 1,
+        "is at most 1: the next step's samples are drawn while this one updates, and no earlier",
+        "set 1, or 0 for samples of the policy that they train",
+    ),
+)
 
 SAMPLING = (
-    Rule(f"{ROLLOUT}.top_p", lambda v: v.rollout.top_p < 1, TRUNCATED, "set 1.0; val_kwargs.top_p is free"),
-    Rule(f"{ROLLOUT}.top_k", lambda v: v.rollout.top_k != -1, TRUNCATED, "set -1; val_kwargs.top_k is free"),
+    Rule(
+        f"{ROLLOUT}.top_p",
+        lambda v: v.rollout.top_p < 1 and not v.corrects,
+        TRUNCATED,
+        f"set 1.0 (val_kwargs.top_p is free), {WEIGH}",
+    ),
+    Rule(
+        f"{ROLLOUT}.top_k",
+        lambda v: v.rollout.top_k != -1 and not v.corrects,
+        TRUNCATED,
+        f"set -1 (val_kwargs.top_k is free), {WEIGH}",
+    ),
     Rule(
         f"{ROLLOUT}.temperature",
         lambda v: v.rollout.temperature == 0 and v.rollout.do_sample,
@@ -341,6 +404,28 @@ def _model_rule(key: str) -> Rule:
 
 
 SURROUNDINGS = (
+    Rule(
+        "global_profiler.steps",
+        lambda v: v.profiler.tool is not None and not v.profiler.steps,
+        "names no step, so global_profiler.tool={profiler.tool} would profile nothing",
+        "set global_profiler.steps=[3,4], say; the first step is slower than the others",
+    ),
+    Rule(
+        "global_profiler.steps",
+        lambda v: (
+            v.profiler.tool is not None
+            and v.trainer.total_training_steps is not None
+            and any(step > v.trainer.total_training_steps for step in v.profiler.steps or ())
+        ),
+        "goes beyond trainer.total_training_steps={trainer.total_training_steps}",
+        "name earlier steps",
+    ),
+    Rule(
+        "global_profiler.tool",
+        lambda v: v.profiler.tool == "nsys" and v.trainer.backend == "local",
+        "is started around Ray's workers, and trainer.backend=local has none",
+        "use torch, or start the whole command under nsys profile",
+    ),
     *(_model_rule(f"actor_rollout_ref.model.{name}") for name in ("path", "tokenizer_path")),
     Rule(
         "critic.model.path",
@@ -392,6 +477,7 @@ RULES = (
     *GROUPS,
     *MANAGERS,
     *JUDGES,
+    *MISMATCH,
     *SAMPLING,
     *ENGINE,
     *OBJECTIVE,

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from core.config import verl_keys
 from core.config.frozen import freeze, thaw
-from core.config.limits import Limit
+from core.config.limits import Limit, NumberOrText
 from core.config.schema import Config
 
 SEQUENCES = (list, tuple)
@@ -231,4 +231,19 @@ def _parse_str(value: Any) -> str:
     raise Mismatch("text (quote what looks like something else: key=\"'1e-6'\")")
 
 
-_SCALARS = {bool: _parse_bool, int: _parse_int, float: _parse_float, str: _parse_str}
+def _parse_number_or_text(value: Any) -> Any:
+    if isinstance(value, str):
+        return value
+    try:
+        return _parse_float(value)
+    except Mismatch:
+        raise Mismatch("a number or text") from None
+
+
+_SCALARS = {
+    bool: _parse_bool,
+    int: _parse_int,
+    float: _parse_float,
+    str: _parse_str,
+    NumberOrText: _parse_number_or_text,
+}

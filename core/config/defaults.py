@@ -51,6 +51,7 @@ CHANGED_DEFAULTS = (
         "outputs/<recipe>/<experiment_name>: the whole run is in one folder",
     ),
     ChangedDefault("trainer.device", "cuda", None, "cuda if there is one, else cpu"),
+    ChangedDefault("global_profiler.save_path", "outputs/profile", None, "<run folder>/profile"),
     ChangedDefault(
         "algorithm.filter_groups.max_num_gen_batches", 0, 10, "collecting is bounded; 0 has no bound in verl"
     ),

@@ -132,6 +132,31 @@ def _passes(section: str, micro: str, dynamic: str, budget: str) -> tuple[Entry,
     )
 
 
+CORRECTION = "algorithm.rollout_correction"
+
+MISMATCH: tuple[Entry, ...] = (
+    (
+        (f"{CORRECTION}.rollout_is*",),
+        lambda v: v.correction.bypass_mode,
+        "with bypass_mode the loss's own ratio is the importance weight",
+    ),
+    (
+        (f"{CORRECTION}.rollout_is_threshold", f"{CORRECTION}.rollout_is_batch_normalize"),
+        lambda v: v.correction.rollout_is is None,
+        f"{CORRECTION}.rollout_is is not set",
+    ),
+    (
+        (f"{CORRECTION}.rollout_rs_threshold*",),
+        lambda v: v.correction.rollout_rs is None,
+        f"{CORRECTION}.rollout_rs is not set",
+    ),
+    (
+        (f"{CORRECTION}.bypass_mode",),
+        lambda v: v.correction.bypass_mode and v.actor.policy_loss.loss_mode in ("gpg", "reinforce"),
+        "{actor.policy_loss.loss_mode} has no ratio",
+    ),
+)
+
 MEMORY: tuple[Entry, ...] = tuple(entry for one in PASSES for entry in _passes(*one[:4]))
 
 GPU_ENGINE = (
@@ -208,7 +233,36 @@ PLACES: tuple[Entry, ...] = (
     ),
 )
 
+HEALTH = ("nonfinite", "entropy", "reward_drop", "logp_diff", "zero_variance", "scorer_errors")
+
+PROFILER: tuple[Entry, ...] = (
+    (("global_profiler.*",), lambda v: v.profiler.tool is None, "global_profiler.tool is not set"),
+    (
+        ("global_profiler.global_tool_config.*",),
+        lambda v: v.profiler.tool != "nsys",
+        "global_profiler.tool is not nsys",
+    ),
+    (
+        ("global_profiler.save_path",),
+        lambda v: v.profiler.tool == "nsys",
+        "Ray keeps nsys reports in logs/nsight of its session",
+    ),
+)
+
 RUNS: tuple[Entry, ...] = (
+    *(
+        (
+            (f"trainer.health.{name}.action",),
+            lambda v, name=name: getattr(v.trainer.health, name).bound is None,
+            f"trainer.health.{name}.bound is not set",
+        )
+        for name in HEALTH
+    ),
+    (
+        ("trainer.health.reward_window",),
+        lambda v: v.trainer.health.reward_drop.bound is None,
+        "trainer.health.reward_drop.bound is not set",
+    ),
     (
         ("trainer.total_epochs",),
         lambda v: v.trainer.total_training_steps is not None,
@@ -284,7 +338,7 @@ RUNS: tuple[Entry, ...] = (
 
 ENTRIES = (
     *(*MODELS, *ADAPTERS, *OBJECTIVE, *_schedule(ACTOR, "actor"), *_schedule("critic", "critic"), *MEMORY),
-    *(*SAMPLING, *EPISODES, *PLACES, *RUNS),
+    *(*MISMATCH, *SAMPLING, *EPISODES, *PLACES, *PROFILER, *RUNS),
 )
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NewType
+
+from core.config import thresholds
 
 PLUGIN = re.compile(r"(?:[\w.]+|[^:]+\.py):[A-Za-z_]\w*")
 
@@ -43,5 +45,29 @@ AboveOne = Annotated[float, Limit("above 1", lambda v: v > 1)]
 Betas = Annotated[
     tuple[float, ...], Limit("two numbers in [0, 1)", lambda v: len(v) == 2 and all(0 <= b < 1 for b in v))
 ]
+NumberOrText = NewType("NumberOrText", object)  # a float, or text that is read later
+WeightBounds = Annotated[
+    NumberOrText,
+    Limit(
+        "a number of at least 1, or lower_upper around 1 with a point in both, as in 0.5_2.0 (0.5_2 is read as 0.52)",
+        lambda v: _reads(lambda: thresholds.weight_bounds(v).upper >= 1),
+    ),
+]
+Rejection = Annotated[
+    str,
+    Limit(
+        f"of {', '.join((*thresholds.RATIOS, *thresholds.STATISTICS))}, separated by commas",
+        lambda v: _reads(lambda: bool(thresholds.criteria(v, 1.0))),
+    ),
+]
+
+
+def _reads(attempt: Callable[[], bool]) -> bool:
+    try:
+        return attempt()
+    except ValueError:
+        return False
+
+
 NonEmpty = Annotated[tuple[str, ...], Limit("at least one path", lambda v: len(v) > 0 and all(v))]
 Names = Annotated[tuple[str, ...], Limit("at least one name", lambda v: len(v) > 0 and all(v))]

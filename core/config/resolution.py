@@ -41,6 +41,15 @@ def experiment_name(config: Config) -> str:
     return f"{model or 'model'}-seed{config.trainer.seed}"
 
 
+def logp_diff_bound(config: Config) -> float | None:
+    """What is rounding between engine and learner on the same weights; no bound where more is expected and weighed."""
+    part, correction = config.actor_rollout_ref, config.algorithm.rollout_correction
+    if config.trainer.max_staleness or correction.rollout_is is not None or correction.bypass_mode:
+        return None
+    full = {part.rollout.dtype, part.actor.fsdp_config.dtype} <= {"fp32", "float32"}
+    return 1e-4 if full else 0.02
+
+
 def has_critic(config: Config) -> bool:
     return config.algorithm.adv_estimator == "gae"
 
@@ -80,6 +89,7 @@ def _derived(recipe: str) -> tuple[tuple[str, Callable[[Config], Any]], ...]:
         ("reward_model.forward_max_token_len_per_gpu", _follows("critic.ppo_max_token_len_per_gpu")),
         ("reward_model.max_length", lambda config: config.data.max_prompt_length + config.data.max_response_length),
         ("algorithm.filter_groups.metric", lambda config: "acc"),
+        ("trainer.health.logp_diff.bound", logp_diff_bound),
         ("trainer.project_name", lambda config: f"rlrepro-{recipe}"),
         ("trainer.experiment_name", experiment_name),
         ("trainer.default_local_dir", lambda config: f"outputs/{recipe}/{config.trainer.experiment_name}"),

@@ -332,6 +332,25 @@ class FilterGroupsConfig:
 
 
 @dataclass(frozen=True)
+class RolloutCorrectionConfig:
+    """Of samples that another policy drew: the engine in its own precision, an older one, a truncated one."""
+
+    rollout_is: Literal["token", "sequence"] | None = None  # importance weights; None: none
+    rollout_is_threshold: limits.WeightBounds = 2.0  # truncates; "lower_upper" drops what is outside
+    rollout_is_batch_normalize: bool = False  # to a mean weight of one
+    rollout_rs: limits.Rejection | None = None  # rejection, by one or several statistics; None: none
+    rollout_rs_threshold: limits.NumberOrText | None = None
+    rollout_rs_threshold_lower: limits.NonNegative | None = None  # of token, sequence, geometric; None: 1 / threshold
+    rollout_token_veto_threshold: limits.PositiveShare | None = None  # one such ratio drops the sequence; None: off
+    bypass_mode: bool = False  # the engine's log-probs are the old ones: no pass for them, and one ratio
+
+    @property
+    def uses_old_log_probs(self) -> bool:
+        given = (self.rollout_is, self.rollout_rs, self.rollout_token_veto_threshold)
+        return not self.bypass_mode and any(value is not None for value in given)
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
     adv_estimator: AdvEstimator = "gae"
     gamma: limits.Share = 1.0
@@ -341,11 +360,26 @@ class AlgorithmConfig:
     kl_penalty: KLKind = "kl"
     kl_ctrl: KLCtrlConfig = KLCtrlConfig()
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
+    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+
+
+@dataclass(frozen=True)
+class HealthBound:
+    bound: limits.NonNegative | None = None  # None: off
+    action: Literal["warn", "stop"] = "warn"  # stop saves a checkpoint first
 
 
 @dataclass(frozen=True)
 class HealthConfig:
-    max_nonfinite_in_row: limits.Count = 3  # steps without a usable gradient that end the run
+    """What a step's metrics may be; see core.health for what each bound is compared with."""
+
+    nonfinite: HealthBound = HealthBound(bound=3, action="stop")  # steps in a row that skipped an update
+    entropy: HealthBound = HealthBound()  # least, nats a token
+    reward_drop: HealthBound = HealthBound()  # of the mean score below its best
+    reward_window: limits.Count = 10  # steps over which reward_drop averages
+    logp_diff: HealthBound = HealthBound()  # mean |engine - learner|; None: by precision, off where corrected for
+    zero_variance: HealthBound = HealthBound()  # share of groups of equal scores
+    scorer_errors: HealthBound = HealthBound()  # share of answers with a timeout or a crash
 
 
 @dataclass(frozen=True)
@@ -363,7 +397,7 @@ class TrainerConfig:
     max_restarts: limits.Size = 0  # from the last checkpoint, after a process died or hung
     critic_warmup: limits.Size = 0  # steps in which only the critic trains
     balance_batch: bool = True
-    max_staleness: limits.Size = 0  # steps a sample may be old
+    max_staleness: limits.Size = 0  # steps a sample may be old; 1: the next collection overlaps the update
     project_name: str | None = None  # None: rlrepro-<recipe>
     experiment_name: str | None = None  # None: <model>-seed<seed>
     default_local_dir: str | None = None  # None: outputs/<recipe>/<experiment_name>
@@ -393,6 +427,33 @@ class RetrieverConfig:
 
 
 @dataclass(frozen=True)
+class NsysConfig:
+    worker_nsight_options: Open = FrozenDict(  # arguments of nsys profile; a null one is left to core.profiling
+        {
+            "trace": "cuda,nvtx,cublas,ucx",
+            "cuda-memory-usage": "true",
+            "cuda-graph-trace": "graph",
+            "capture-range": "cudaProfilerApi",
+            "capture-range-end": None,
+            "kill": "none",
+        }
+    )
+
+
+@dataclass(frozen=True)
+class GlobalToolConfig:
+    nsys: NsysConfig = NsysConfig()
+
+
+@dataclass(frozen=True)
+class GlobalProfilerConfig:
+    tool: Literal["torch", "nsys"] | None = None  # None: no profile
+    steps: tuple[limits.Count, ...] | None = None  # that are profiled
+    save_path: str | None = None  # of torch's traces; None: <run folder>/profile
+    global_tool_config: GlobalToolConfig = GlobalToolConfig()
+
+
+@dataclass(frozen=True)
 class RayKwargsConfig:
     ray_init: Open = FrozenDict(num_cpus=None)  # arguments of ray.init
     timeline_json_file: str | None = None
@@ -414,3 +475,4 @@ class Config:
     retriever: RetrieverConfig = RetrieverConfig()
     max_turns: limits.Count = 4  # search episodes: turns that may search; one more must answer
     do_search: bool = True  # search episodes: False is the baseline that cannot search
+    global_profiler: GlobalProfilerConfig = GlobalProfilerConfig()

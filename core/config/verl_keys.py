@@ -53,6 +53,12 @@ RENAMED: Mapping[str, str] = {
     f"{MODEL}.attn_implementation": f"{MODEL}.override_config.attn_implementation",
     "algorithm.kl_coef": "algorithm.kl_ctrl.kl_coef",
     "algorithm.kl_ctrl.coef": "algorithm.kl_ctrl.kl_coef",
+    "algorithm.rollout_correction.bypass_old_logprob_for_rollout": "algorithm.rollout_correction.bypass_mode",
+    "algorithm.rollout_is": "algorithm.rollout_correction.rollout_is",
+    "algorithm.rollout_is_level": "algorithm.rollout_correction.rollout_is",
+    "algorithm.rollout_is_threshold": "algorithm.rollout_correction.rollout_is_threshold",
+    "algorithm.rollout_is_threshold_lower": "algorithm.rollout_correction.rollout_rs_threshold_lower",
+    "algorithm.rollout_is_veto_threshold": "algorithm.rollout_correction.rollout_token_veto_threshold",
     "algorithm.filter_groups.max_num_batches": "algorithm.filter_groups.max_num_gen_batches",
     "data.batch_size": "data.train_batch_size",
     "data.train_data_num": "data.train_max_samples",
@@ -61,6 +67,8 @@ RENAMED: Mapping[str, str] = {
     "data.overlong_buffer.*": "reward_model.overlong_buffer.*",
     "trainer.log_generation_samples": "trainer.log_val_generations",
     "trainer.val_generations_to_log_to_wandb": "trainer.log_val_generations",
+    "trainer.health.max_nonfinite_in_row": "trainer.health.nonfinite.bound",
+    "trainer.profile_steps": "global_profiler.steps",
     "trainer.max_steps": "trainer.total_training_steps",
     "trainer.total_steps": "trainer.total_training_steps",
     "trainer.max_ckpt_to_keep": "trainer.max_actor_ckpt_to_keep",
@@ -106,10 +114,14 @@ UNSUPPORTED: Mapping[str, Advice] = {
     ),
     f"{ACTOR}.checkpoint.async_save": Advice("is not supported", "leave it out", (False,)),
     "critic.checkpoint.async_save": Advice("is not supported", "leave it out", (False,)),
-    "*.profiler.*": Advice(
-        f"profiling {LATER}", "timing_s/* in metrics.jsonl has the time of each phase", (False, None)
+    "global_profiler.profile_continuous_steps": Advice(
+        "is not supported: each step has its own profile", "leave it out", (False,)
     ),
-    "global_profiler.*": Advice(f"profiling {LATER}", "leave it out", (False, None)),
+    "global_profiler.global_tool_config.nsys.discrete": Advice("is not supported", "leave it out", (False,)),
+    "global_profiler.global_tool_config.nsys.controller_nsight_options.*": Advice(
+        "the driver does no work of its own on a GPU", "leave it out"
+    ),
+    "global_profiler.global_tool_config.torch_memory.*": Advice("is not supported", "use global_profiler.tool=torch"),
     f"{ROLLOUT}.multi_turn.interaction_config_path": Advice(
         "is not supported", f"write the other side as a loop: {ROLLOUT}.agent_loop=path/file.py:Class", (None,)
     ),
@@ -128,10 +140,23 @@ UNSUPPORTED: Mapping[str, Advice] = {
     ),
     f"{REF}.model.*": Advice("the reference is the starting policy", "leave it out", (None,)),
     f"{REF}.model": Advice("the reference is the starting policy", "leave it out", (None,)),
-    "algorithm.rollout_correction.*": Advice(
-        f"rollout correction {LATER}",
-        "leave it out; rollout_corr/* in the metrics measures the mismatch",
-        (None, False),
+    "algorithm.rollout_correction.loss_type": Advice(
+        "the loss is the actor's",
+        f"use {ACTOR}.policy_loss.loss_mode; cispo with bypass_mode=True is a policy gradient with a truncated weight",
+        ("ppo_clip",),
+    ),
+    **{
+        f"algorithm.rollout_correction.{name}": Advice(
+            "the loss is the actor's",
+            f"use {ACTOR}.policy_loss.loss_mode=cispo: a policy gradient with a truncated weight",
+            (False,),
+        )
+        for name in ("use_policy_gradient", "use_pure_rollout_correction")
+    },
+    f"{ACTOR}.tis_imp_ratio_cap": Advice(
+        "is an older name",
+        "use algorithm.rollout_correction.rollout_is=token and rollout_is_threshold there",
+        (-1, None),
     ),
     "algorithm.use_pf_ppo": Advice("is not supported", "leave it out", (False,)),
     "algorithm.pf_ppo.*": Advice("is not supported", "leave it out"),
@@ -183,6 +208,7 @@ UNSUPPORTED: Mapping[str, Advice] = {
 
 # pattern -> how the key's purpose is met instead
 NO_EFFECT: Mapping[str, str] = {
+    "*.profiler.*": "every process is profiled in the steps of global_profiler.steps",
     "data.return_raw_chat": "the chat is always kept",
     "data.return_raw_input_ids": "token ids go from sampler to loss as they are",
     "data.return_full_prompt": "the prompt is always kept",

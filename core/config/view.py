@@ -24,7 +24,9 @@ SHORT = {
     "algorithm": "algorithm",
     "kl": "algorithm.kl_ctrl",
     "filters": "algorithm.filter_groups",
+    "correction": "algorithm.rollout_correction",
     "trainer": "trainer",
+    "profiler": "global_profiler",
 }
 
 
@@ -59,7 +61,9 @@ class View:
     algorithm: Section
     kl: Section
     filters: Section
+    correction: Section
     trainer: Section
+    profiler: Section
 
     def __init__(self, config: Config, given: Collection[str] = (), hooks: Collection[str] = (), recipe: str = ""):
         self.given, self.hooks, self.recipe = frozenset(given), frozenset(hooks), recipe
@@ -88,6 +92,12 @@ class View:
     @property
     def needs_ref(self) -> bool:
         return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
+
+    @property
+    def corrects(self) -> bool:
+        """Whether samples of another distribution than the learner's are weighed for it."""
+        has_ratio = self.actor.policy_loss.loss_mode not in ("gpg", "reinforce")
+        return self.correction.rollout_is is not None or (self.correction.bypass_mode and has_ratio)
 
     @property
     def longest(self) -> int:

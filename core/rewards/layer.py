@@ -107,6 +107,11 @@ class RewardLayer:
         self.executor = waves = InWaves(self.executor)
         return waves.settled
 
+    @property
+    def in_process(self) -> bool:
+        """Whether answers are graded in this process, while nothing else in it goes on."""
+        return isinstance(self.executor, InProcess)
+
     def close(self) -> None:
         """Ends the manager's processes. A second call does nothing."""
         self.executor.close()

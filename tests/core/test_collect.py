@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.collect import CollectLimits, CollectState, Exhausted, StopRequested, collect, fresh_enough
-from core.types import Prompt, Score, ScoredGroup, Stop, Trajectory
+from core.types import Dropped, Prompt, Score, ScoredGroup, Stop, Trajectory
 from tests.benchmarks.collecting import GOAL, SCHEMES, Workload, simulate
 
 
@@ -109,7 +109,7 @@ def test_without_staleness_each_step_s_own_policy_judges_every_ordinal(timing, s
 
 
 def test_carried_groups_do_not_jump_over_undecided_ordinals():
-    carried = {7: group(7), 5: None}
+    carried = {7: group(7), 5: Dropped(0, 3)}
     result = run(Rollouts(1), lambda g: True, CollectState(4, 1.0, carried), wanted=3)
     assert ordinals(result) == [4, 6, 7]
     only_old = run(Rollouts(1), lambda g: True, CollectState(4, 1.0, {5: group(5)}), wanted=1)
@@ -118,7 +118,7 @@ def test_carried_groups_do_not_jump_over_undecided_ordinals():
 
 def test_carried_groups_alone_may_be_enough():
     rollouts = Rollouts(1)
-    carried = {4: None, 5: group(5), 6: None, 7: group(7), 8: group(8)}
+    carried = {4: Dropped(0, 3), 5: group(5), 6: Dropped(0, 3), 7: group(7), 8: group(8)}
     result = run(rollouts, lambda g: True, CollectState(4, 1.0, carried), wanted=2)
     assert ordinals(result) == [5, 7] and not rollouts.begun
     assert result.state.next_ordinal == 8 and list(result.state.carried) == [8]

@@ -27,6 +27,7 @@ from core.config import (
     to_yaml,
 )
 from core.config.resolution import resolve
+from core.health import CHECKS
 
 ROOT = Path(__file__).resolve().parents[2]
 ACTOR = "actor_rollout_ref.actor"
@@ -39,7 +40,8 @@ ADDED = {
     *(f"reward_model.{name}" for name in ("memory_limit_mb", "num_examine", "val_num_examine")),
     *(f"reward_model.sandbox.{name}" for name in ("allow_unisolated", "timeout_s", "memory_limit_mb")),
     *("algorithm.filter_groups.on_exhausted", "trainer.backend", "trainer.cpu_threads", "trainer.seed"),
-    *("trainer.max_staleness", "trainer.health.max_nonfinite_in_row"),
+    *("trainer.max_staleness", "trainer.health.reward_window"),
+    *(f"trainer.health.{name}.{part}" for name in CHECKS for part in ("bound", "action")),
     *("trainer.phase_timeout_s", "trainer.max_restarts", "critic.model.exclude_modules"),
     *("actor_rollout_ref.rollout.agent_loop", f"{ACTOR}.state_masking", "max_turns", "do_search"),
     *(f"actor_rollout_ref.rollout.multi_turn.{name}" for name in ("max_tool_calls", "tool_timeout_s", "repeatable")),

@@ -68,7 +68,7 @@ def test_every_unknown_key_gets_a_suggestion_that_exists():
         ("data.datagen.path=x.py", "a row is a function of its ordinal"),
         ("reward_model.enable_resource_pool=True", "one process holds the reward model"),
         ("reward_model.micro_batch_size=8", "use reward_model.micro_batch_size_per_gpu"),
-        ("algorithm.rollout_correction.rollout_is=token", "rollout correction is not supported yet"),
+        (f"{ACTOR}.tis_imp_ratio_cap=2.0", "rollout_is_threshold"),
         (f"{ACTOR}.fsdp_config.model_dtype=bf16", "float32"),
         ("trainer.remove_previous_ckpt_in_save=True", "max_actor_ckpt_to_keep=1"),
         ("hydra.run.dir=x", "trainer.default_local_dir"),
@@ -173,7 +173,7 @@ def test_a_harmless_value_is_harmless_by_type_too():
         ("data.dataset_weights=[1,-1]", "must be above 0, or null"),
         ("reward_model.on_error=ignore", "must be one of zero, mask, raise"),
         ("data=5", "is a section"),
-        ("trainer.health.max_nonfinite_in_row=0", "must be at least 1"),
+        ("trainer.health.nonfinite.bound=-1", "must be at least 0, or null"),
     ],
 )
 def test_a_value_that_does_not_fit(override, rule):

@@ -9,6 +9,7 @@ import pytest
 from core.config import convert, examine, inert
 from core.config.checks import RULES, WARNINGS
 from core.config.view import View
+from core.health import CHECKS
 
 
 @functools.cache
@@ -32,6 +33,8 @@ SEARCHES = ("generate",)  # what the trainer of Search-R1 overrides
 PLENTY = "data.train_batch_size=256"
 MULTI = f"{ROLLOUT}.multi_turn"
 LOOP = f"{ROLLOUT}.agent_loop=my.module:Loop"
+CORRECTION = "algorithm.rollout_correction"
+BYPASS = f"{CORRECTION}.bypass_mode=True"
 
 # recipe, overrides, hooks, the beginning of the line, what else it says
 BROKEN = [
@@ -201,8 +204,32 @@ BROKEN = [
         *("ppo", [JUDGE, "reward_model.forward_max_token_len_per_gpu=9"], ()),
         *("reward_model.forward_max_token_len_per_gpu=9", "must hold an answer of reward_model.max_length=1024"),
     ),
-    ("ppo", [f"{ROLLOUT}.top_p=0.95"], (), f"{ROLLOUT}.top_p=0.95", "rollout correction is not available yet"),
-    ("ppo", [f"{ROLLOUT}.top_k=50"], (), f"{ROLLOUT}.top_k=50", "rollout correction is not available yet"),
+    ("ppo", [f"{CORRECTION}.rollout_rs=token"], (), f"{CORRECTION}.rollout_rs=token", "do not fit"),
+    (
+        *("ppo", [BYPASS, f"{CORRECTION}.rollout_rs=token", f"{CORRECTION}.rollout_rs_threshold=2.0"], ()),
+        *(f"{CORRECTION}.bypass_mode=true", "rollout_rs compares"),
+    ),
+    (
+        *("ppo", [BYPASS, f"{CORRECTION}.rollout_token_veto_threshold=1e-4"], ()),
+        *(f"{CORRECTION}.bypass_mode=true", "rollout_token_veto_threshold is a bound"),
+    ),
+    (
+        *("ppo", [BYPASS, "algorithm.use_kl_in_reward=True"], ()),
+        *(f"{CORRECTION}.bypass_mode=true", "KL penalty in the reward"),
+    ),
+    ("ppo", ["trainer.max_staleness=1"], (), "trainer.max_staleness=1", "an older policy"),
+    ("ppo", [BYPASS, "trainer.max_staleness=2"], (), "trainer.max_staleness=2", "is at most 1"),
+    ("ppo", ["global_profiler.tool=torch"], (), "global_profiler.steps=null", "names no step"),
+    (
+        *("ppo", ["global_profiler.tool=torch", "global_profiler.steps=[9]", "trainer.total_training_steps=8"], ()),
+        *("global_profiler.steps=[9]", "goes beyond"),
+    ),
+    (
+        *("ppo", ["global_profiler.tool=nsys", "global_profiler.steps=[9]"], ()),
+        *("global_profiler.tool=nsys", "trainer.backend=local has none"),
+    ),
+    ("ppo", [f"{ROLLOUT}.top_p=0.95"], (), f"{ROLLOUT}.top_p=0.95", "no rollout correction weighs for it"),
+    ("ppo", [f"{ROLLOUT}.top_k=50"], (), f"{ROLLOUT}.top_k=50", "no rollout correction weighs for it"),
     ("ppo", [f"{ROLLOUT}.temperature=0"], (), f"{ROLLOUT}.temperature=0.0", "answers that differ"),
     ("ppo", [f"{ROLLOUT}.do_sample=False"], (), f"{ROLLOUT}.do_sample=false", "answers that differ"),
     ("ppo", [f"{ROLLOUT}.val_kwargs.n=4"], (), f"{ROLLOUT}.val_kwargs.n=4", "are all the same"),
@@ -381,6 +408,9 @@ def test_every_warning_is_tried():
 
 # --- keys without effect ---
 
+TRACED = ("global_profiler.tool=torch", "global_profiler.steps=[1]")
+NSYS = "global_profiler.global_tool_config.nsys.worker_nsight_options"
+UNWATCHED = ("trainer.health.nonfinite.bound=null", f"{CORRECTION}.rollout_is=token")  # the two with bounds of theirs
 SAPO = f"{ACTOR}.policy_loss.loss_mode=sapo"
 # recipe, overrides, hooks, the key that does nothing
 IDLE = [
@@ -446,6 +476,19 @@ IDLE = [
         ("ppo", [f"{ACTOR}.use_dynamic_bsz={dynamic}", f"{ACTOR}.ppo_micro_batch_size_per_gpu=8", f"{key}=2048"], key)
         for dynamic, key in ((True, "critic.ppo_micro_batch_size_per_gpu"), (False, "critic.ppo_max_token_len_per_gpu"))
     ),
+    ("ppo", [BYPASS, f"{CORRECTION}.rollout_is=token"], f"{CORRECTION}.rollout_is"),
+    ("ppo", [f"{CORRECTION}.rollout_is_threshold=3.0"], f"{CORRECTION}.rollout_is_threshold"),
+    ("ppo", [f"{CORRECTION}.rollout_rs_threshold=3.0"], f"{CORRECTION}.rollout_rs_threshold"),
+    ("ppo", [BYPASS, f"{ACTOR}.policy_loss.loss_mode=gpg"], f"{CORRECTION}.bypass_mode"),
+    ("ppo", ["global_profiler.steps=[1]"], "global_profiler.steps"),
+    ("ppo", [*TRACED, f"{NSYS}.trace=cuda"], f"{NSYS}.trace"),
+    (
+        "ppo",
+        ["global_profiler.tool=nsys", TRACED[1], "global_profiler.save_path=x", "trainer.backend=ray"],
+        "global_profiler.save_path",
+    ),
+    *(("ppo", [*UNWATCHED, f"trainer.health.{name}.action=stop"], f"trainer.health.{name}.action") for name in CHECKS),
+    ("ppo", ["trainer.health.reward_window=3"], "trainer.health.reward_window"),
     ("ppo", [f"{ROLLOUT}.val_kwargs.temperature=0.6"], f"{ROLLOUT}.val_kwargs.temperature"),
     ("ppo", [f"{ROLLOUT}.gpu_memory_utilization=0.6"], f"{ROLLOUT}.gpu_memory_utilization"),
     ("ppo", [f"+{ROLLOUT}.engine_kwargs.vllm.x=1"], f"{ROLLOUT}.engine_kwargs.vllm.x"),

@@ -16,7 +16,7 @@ from core.engines.hf import HFEngine
 from core.interrupts import WorkersLost
 from core.models import load_critic, load_policy
 from core.processes import EngineProcess
-from core.ray_workers import ENGINE, ROOT, PhaseTimeout, RayEngine, RayWorkers, Watch, connect
+from core.ray_workers import ENGINE, LEARNER, ROOT, PhaseTimeout, RayEngine, RayWorkers, Watch, connect
 from core.workers import ClusterError, LocalWorkers, WeightSyncError
 from tests.core.cluster import cluster_config, mixed_batch, write_model
 from tests.core.engine_contract import Counts, ModelEngineContract, ask, ids, sample_all
@@ -60,7 +60,33 @@ def call(actor, function, *arguments):
     return ray.get(actor.__ray_call__.remote(function, *arguments))
 
 
+def test_workers_start_under_nsys_where_the_profiler_asks_for_it(model):
+    """What Ray is given for each actor; nsys itself is Ray's business."""
+    steps = ["global_profiler.tool=nsys", "global_profiler.steps=[1,2]"]
+    for settings, wanted in (([], None), (steps, "repeat-shutdown:2")):
+        workers = object.__new__(RayWorkers)
+        workers.config, workers.device = cluster_config(model, *settings), CPU
+        workers.per_node, workers.groups = 2, ["a group"]
+        options = workers._place(1)
+        nsight = options.get("runtime_env", {}).get("nsight", {})
+        assert nsight.get("capture-range-end") == wanted
+        if nsight:
+            ENGINE.options(**options)  # Ray accepts them
+            LEARNER.options(**options)
+
+
 # -- training
+
+
+def test_every_process_writes_its_trace(model, pair, tmp_path):
+    ranks, _, _ = pair
+    ranks.config = cluster_config(model, "global_profiler.tool=torch", "global_profiler.steps=[1]")
+    ranks.start_profile()
+    ranks.compute_values(mixed_batch(groups=1))
+    ranks.stop_profile(tmp_path, "step_1")
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"step_1_learner_rank_0.json", "step_1_learner_rank_1.json", "step_1_engine_0.json"}
+    assert "aten::" in (tmp_path / "step_1_learner_rank_1.json").read_text()
 
 
 def test_two_ranks_report_and_compute_what_one_process_does(pair):

@@ -28,7 +28,7 @@ from core.checkpoint import (
     seed_generators,
     set_rng_state,
 )
-from core.types import Prompt, Score, ScoredGroup, ScoreStatus, Segment, Stop, Trajectory
+from core.types import Dropped, Prompt, Score, ScoredGroup, ScoreStatus, Segment, Stop, Trajectory
 from tests.checkpoints import ROOT
 
 
@@ -91,7 +91,7 @@ def round_trip(state: DriverState, folder) -> DriverState:
 
 
 def test_carried_groups_come_back_to_the_bit(tmp_path):
-    carried = {12: group(12), 13: None, 15: group(15, ground_truth="4", extra_info={}, messages=())}
+    carried = {12: group(12), 13: Dropped(4, 17), 15: group(15, ground_truth="4", extra_info={}, messages=())}
     state = DriverState(3, 12, carried, {"kl_coef": 0.1 + 0.2, "keep_rate": 1 / 3})
     loaded = round_trip(state, tmp_path)
     assert same(state, loaded)

@@ -1,0 +1,95 @@
+"""The bounds of ``algorithm.rollout_correction``, read from the forms in which verl writes them. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+STATISTICS = (
+    *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
+    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
+)
+# v0.6.1's names, which bound the ratio itself: the statistic of its logarithm, negated
+RATIOS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+
+Spec = float | str
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Of an importance weight: above ``upper`` it is truncated or, where there is a ``lower``, outside both dropped."""
+
+    lower: float | None
+    upper: float
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """A token is kept where its statistic, named as in verl, lies within ``[lower, upper]``."""
+
+    name: str
+    lower: float
+    upper: float
+
+
+def weight_bounds(spec: Spec) -> Bounds:
+    """``2.0`` truncates at 2, ``"0.5_2.0"`` drops what is outside.
+
+    Raises:
+        ValueError: says what is wrong.
+    """
+    lower, upper = _numbers(spec)
+    if upper <= 0 or (lower is not None and not 0 < lower <= upper):
+        raise ValueError("bounds of a ratio are above 0, the lower one first, as in 0.5_2.0")
+    return Bounds(lower, upper)
+
+
+def criteria(options: str, spec: Spec | None, lower: float | None = None) -> tuple[Criterion, ...]:
+    """What ``rollout_rs`` and its thresholds ask for, repeated options once.
+
+    One threshold serves all options, or each has its own, separated by commas. ``token``, ``sequence`` and
+    ``geometric`` bound the ratio learner / rollout from above and, by ``lower`` or else the reciprocal, from below.
+    ``..._k1`` takes ``lower_upper`` or the upper bound of the inverse ratio rollout / learner (that of verl's main
+    branch: k1 is the logarithm of that one), all others an upper bound of the divergence.
+
+    Raises:
+        ValueError: says what is wrong.
+    """
+    names = list(dict.fromkeys(part.strip() for part in options.split(",") if part.strip()))
+    if strange := [name for name in names if name not in (*STATISTICS, *RATIOS)]:
+        raise ValueError(f"{strange[0]} is none of {', '.join((*RATIOS, *STATISTICS))}")
+    if not names:
+        raise ValueError("names no option")
+    if spec is None:
+        raise ValueError("needs rollout_rs_threshold")
+    specs = [spec] if not isinstance(spec, str) else [part.strip() for part in spec.split(",") if part.strip()]
+    if len(specs) not in (1, len(names)):
+        raise ValueError(f"has {len(names)} options and {len(specs)} thresholds: give one, or one each")
+    specs = specs * len(names) if len(specs) == 1 else specs
+    return tuple(_criterion(name, one, lower) for name, one in zip(names, specs, strict=True))
+
+
+def _criterion(name: str, spec: Spec, lower: float | None) -> Criterion:
+    found, upper = _numbers(spec)
+    if upper <= 0 or (found is not None and found <= 0):
+        raise ValueError(f"thresholds are above 0, got {spec}")
+    if not name.endswith("k1") and name not in RATIOS:
+        if found is not None:
+            raise ValueError(f"{name} has an upper bound only, got {spec}")
+        return Criterion(name, -math.inf, upper)
+    if found is None:
+        found = 1 / upper if lower is None or name not in RATIOS else lower
+    if found > upper:
+        raise ValueError(f"the lower bound {found:g} of {name} is above the upper one, {upper:g}")
+    if name in RATIOS:  # log(1 / ratio) is the statistic
+        return Criterion(RATIOS[name], -math.log(upper), -math.log(found) if found > 0 else math.inf)
+    return Criterion(name, math.log(found), math.log(upper))
+
+
+def _numbers(spec: Spec) -> tuple[float | None, float]:
+    """A number, or ``lower_upper``."""
+    lower, separator, upper = str(spec).strip().rpartition("_")
+    try:
+        return (float(lower) if separator else None), float(upper)
+    except ValueError as error:
+        raise ValueError(f"{spec!r} is neither a number nor lower_upper, as in 0.5_2.0") from error

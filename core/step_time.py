@@ -1,0 +1,84 @@
+"""Where each second of a step went: a clock for what happens at once, and the parts that a step's line adds up from.
+
+Imports no torch: reports use it too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+# part -> the timers it is made of. Together with the rest they are timing_s/whole, the seconds since the line before.
+PARTS: Mapping[str, tuple[str, ...]] = {
+    "decode": ("decode",),
+    "score": ("reward",),
+    "log-probs": ("old_log_prob",),
+    "reference": ("ref",),
+    "values": ("values",),
+    "advantages": ("adv",),
+    "update": ("update_critic", "update_actor"),
+    "sync": ("update_weights",),
+    "next step's samples": ("wait_ahead",),
+    "validation": ("testing",),
+    "checkpoint": ("save_checkpoint",),
+}
+REST = "other"
+PREFIX = "timing_s/"
+
+
+class BusyClock:
+    """Wall time by activity, each second counted once: for the first activity of ``order`` that is going on.
+
+    Samples decode while others are scored; what is scored behind decoding costs nothing, and only the seconds in
+    which nothing decodes are the scorer's. Used from one thread at a time.
+    """
+
+    def __init__(self, *order: str, now: Callable[[], float] = time.perf_counter):
+        self.order, self.now = order, now
+        self.going_on = dict.fromkeys(order, 0)
+        self.seconds = dict.fromkeys(order, 0.0)
+        self.since = now()
+
+    @contextmanager
+    def busy(self, activity: str) -> Iterator[None]:
+        """One more of this activity while the block runs; blocks overlap as they like."""
+        self._charge()
+        self.going_on[activity] += 1
+        try:
+            yield
+        finally:
+            self._charge()
+            self.going_on[activity] -= 1
+
+    def _charge(self) -> None:
+        now = self.now()
+        first = next((name for name in self.order if self.going_on[name]), None)
+        if first is not None:
+            self.seconds[first] += now - self.since
+        self.since = now
+
+    def take(self) -> dict[str, float]:
+        """The seconds since the last call, by activity."""
+        self._charge()
+        taken, self.seconds = self.seconds, dict.fromkeys(self.order, 0.0)
+        return taken
+
+
+def parts(row: Mapping[str, float]) -> dict[str, float]:
+    """A step's line as seconds by part, in the order of :data:`PARTS` with the rest last; they sum to its whole.
+
+    A line without ``timing_s/whole`` (an older run) is taken for its ``timing_s/step`` alone, and one without
+    ``timing_s/decode`` has its scoring in ``decode``. A part that never began is left out.
+    """
+    if f"{PREFIX}step" not in row:
+        return {}
+    row = {f"{PREFIX}decode": row.get(f"{PREFIX}gen", 0.0), **row}
+    outside = () if f"{PREFIX}whole" in row else ("validation", "checkpoint")
+    found = {
+        name: sum(row.get(PREFIX + timer, 0.0) for timer in timers)
+        for name, timers in PARTS.items()
+        if name not in outside and any(PREFIX + timer in row for timer in timers)
+    }
+    whole = row.get(f"{PREFIX}whole", row[f"{PREFIX}step"])
+    return {**found, REST: whole - sum(found.values())}

@@ -1,0 +1,140 @@
+"""How the golden vectors of rollout correction map onto ``core.rollout_correction``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from statistics import fmean, stdev
+
+import torch
+from torch import Tensor
+
+from core import rollout_correction as rc
+from core.config import thresholds
+from core.metrics import Means
+from core.types import TrainBatch
+from tests.golden_io import Case, Comparison
+
+Values = Mapping[str, float]
+
+EMPTY_ROW = "a sequence without a token is left out of means over sequences; published: counted, as 0 (perplexity 1)"
+NOTHING_LEFT = "with every weight 0 the effective sample size is 0 and weights stay 0; published: a division by zero"
+
+
+def _given(case: Case, precision: str) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = torch.float64 if precision == "f64" else torch.float32
+    old, rollout = (torch.tensor(case.inputs[name], dtype=dtype) for name in ("old_log_prob", "rollout_log_prob"))
+    return old, rollout, torch.tensor(case.inputs["response_mask"]).bool()
+
+
+def batch_of(old: Tensor, rollout: Tensor, mask: Tensor) -> TrainBatch:
+    """A batch in which only the log-probs matter."""
+    return TrainBatch(
+        input_ids=torch.zeros(mask.shape, dtype=torch.int64),
+        attention_mask=mask,
+        response_mask=mask,
+        loss_mask=mask,
+        group=torch.arange(len(mask)),
+        reward=torch.zeros(len(mask)),
+        in_group_stats=torch.ones(len(mask), dtype=torch.bool),
+        rollout_log_probs=rollout,
+        old_log_probs=old,
+    )
+
+
+def _weights(case: Case, precision: str) -> Iterator[Comparison]:
+    want, params = case.want(precision), case.params
+    bounds, level = thresholds.weight_bounds(params["rollout_is_threshold"]), params.get("rollout_is", "token")
+    old, rollout, mask = _given(case, precision)
+    applied, raw = rc.importance_weights(rc.log_ratio(old, rollout, mask), mask, level, bounds)
+    metrics = rc.weight_metrics(applied, raw, mask, level, bounds)
+    if params["rollout_is_batch_normalize"]:
+        metrics["rollout_is_batch_norm_factor"] = factor = rc.normalising_factor(applied, mask, level)
+        applied = applied / factor
+    if "error" in want:
+        assert not applied.any() and metrics["rollout_is_eff_sample_size"] == 0
+        yield Comparison("weights", applied, torch.zeros_like(applied), 0.0, departure=NOTHING_LEFT)
+        return
+    tolerance = 1e-6 if precision == "f64" else 4e-5
+    yield Comparison("weights", applied, want["weights"], tolerance)
+    yield from _compared(metrics, want["metrics"], _weights_of_rows(case), max(tolerance, 1e-5))
+
+
+def _rejection(case: Case, precision: str) -> Iterator[Comparison]:
+    want, params = case.want(precision), case.params
+    wanted = thresholds.criteria(params["rollout_rs"], params["rollout_rs_threshold"])
+    old, rollout, mask = _given(case, precision)
+    ratio = rc.log_ratio(old, rollout, mask)
+    yield Comparison("mask", rc.kept_tokens(ratio, mask, wanted), want["mask"], 0.0)
+    metrics = rc.rejection_metrics(ratio, mask, wanted)
+    yield from _compared(metrics, want["metrics"], _rejected_rows(case), 1e-5 if precision == "f64" else 4e-5)
+
+
+def _mismatch(case: Case, precision: str) -> Iterator[Comparison]:
+    means, batch = Means(), batch_of(*_given(case, precision))
+    rc.add_mismatch(means, batch.old_log_probs, batch)
+    got = {name.removeprefix("rollout_corr/"): value for name, value in means.result("rollout_corr").items()}
+    yield from _compared(got, case.want(precision), _perplexities(case), 1e-6 if precision == "f64" else 4e-5)
+
+
+def _compared(got: Values, want: Values, of_rows: Values, tolerance: float) -> Iterator[Comparison]:
+    """``of_rows`` stand in for published values where a row is empty; there are none elsewhere."""
+    for name, value in want.items():
+        departure = EMPTY_ROW if name in of_rows else ""
+        yield Comparison(name, got[name], of_rows.get(name, value), tolerance, departure=departure)
+
+
+def _rows(case: Case) -> list[list[tuple[float, float]]]:
+    """(learner, engine) log-probs of the rows that have a token, where there is one that has none; else nothing."""
+    columns = (case.inputs[name] for name in ("old_log_prob", "rollout_log_prob", "response_mask"))
+    rows = [[(a, b) for a, b, one in zip(*row, strict=True) if one] for row in zip(*columns, strict=True)]
+    return [row for row in rows if row] if not all(rows) else []
+
+
+def _weights_of_rows(case: Case) -> Values:
+    """Of token weights that are truncated: what the vectors with an empty row have."""
+    if not (rows := _rows(case)):
+        return {}
+    upper = float(case.params["rollout_is_threshold"])
+    raw = [fmean(math.exp(a - b) for a, b in row) for row in rows]
+    means = [fmean(min(upper, math.exp(a - b)) for a, b in row) for row in rows]
+    found = {
+        "mean": fmean(means),
+        "std": stdev(means) if len(means) > 1 else 0.0,
+        "max": max(means),
+        "min": min(means),
+        "max_deviation": max(abs(mean - 1) for mean in means),
+        "fraction_high": fmean(mean > upper for mean in raw),
+        "fraction_low": fmean(mean < 1 / upper for mean in raw),
+    }
+    return {f"rollout_is_seq_{name}": value for name, value in found.items()}
+
+
+def _rejected_rows(case: Case) -> Values:
+    """Of ``token_k2``."""
+    if not (rows := _rows(case)):
+        return {}
+    bound = float(case.params["rollout_rs_threshold"])
+    return {"rollout_rs_seq_masked_fraction": fmean(any((a - b) ** 2 / 2 > bound for a, b in row) for row in rows)}
+
+
+def _perplexities(case: Case) -> Values:
+    if not (rows := _rows(case)):
+        return {}
+    training, rollout = ([-fmean(pair[i] for pair in row) for row in rows] for i in (0, 1))
+    gaps = [a - b for a, b in zip(training, rollout, strict=True)]
+    return {
+        "training_ppl": fmean(map(math.exp, training)),
+        "training_log_ppl": fmean(training),
+        "rollout_ppl": fmean(map(math.exp, rollout)),
+        "rollout_log_ppl": fmean(rollout),
+        "log_ppl_diff": fmean(gaps),
+        "log_ppl_abs_diff": fmean(map(abs, gaps)),
+        "log_ppl_diff_max": max(gaps),
+        "log_ppl_diff_min": min(gaps),
+        "ppl_ratio": fmean(map(math.exp, gaps)),
+        "chi2_seq": fmean(math.exp(2 * sum(a - b for a, b in row)) for row in rows) - 1,
+    }
+
+
+ADAPTERS = {"rollout_corr_is": _weights, "rollout_corr_rs": _rejection, "rollout_corr_metrics": _mismatch}
