@@ -6,10 +6,10 @@ finishing times (DESIGN I4): dropping what finishes late would train silently on
 Timing decides only how many ordinals beyond the last chosen one were begun in vain.
 
 **One step ahead** (``trainer.max_staleness=1``). While a step updates the policy, :func:`collect_ahead` has the next
-step's first P ordinals answered and judged by the policy that the update starts from, all of them and no others; what
-that step lacks beyond them its own policy answers. Which policy answers and judges an ordinal is thus fixed, whatever
-finishes when: a step's P groups end at the earliest where those P ordinals do, so nothing is carried twice. Samples
-that are in flight when a step has its groups go on if they are among the next step's first P.
+step's first ordinals answered and judged by the policy that the update starts from: as many as this step went through
+and, where groups are dropped, a tenth more; all of them and no others. What the next step lacks beyond them its own
+policy answers, and what it does not reach is drawn again. Which policy answers and judges an ordinal is thus fixed,
+whatever finishes when. Samples that are in flight when a step has its groups go on if they are among those ordinals.
 """
 
 from __future__ import annotations
@@ -55,12 +55,13 @@ class CollectLimits:
 class Collected:
     """The step's groups in the order of their ordinals, the state for the next step, and counts.
 
-    ``in_flight`` are samples that go on, of ordinals that :func:`collect_ahead` wants.
+    ``window`` are the ordinals that :func:`collect_ahead` is for, ``in_flight`` samples of them that go on.
     """
 
     groups: tuple[ScoredGroup, ...]
     state: CollectState
     metrics: Mapping[str, float]
+    window: range = range(0)
     in_flight: Mapping[asyncio.Task, int] = field(default_factory=dict)
 
 
@@ -89,7 +90,7 @@ async def collect(
     there is. Raises :class:`StopRequested` when ``stop_requested()`` turns true. Samples still in
     flight at the end are aborted; with ``ahead`` not those that :func:`collect_ahead` is to go on with.
     """
-    step, goes_on = _Step(roll_group, keep_group, state, limits), range(0)
+    step, window = _Step(roll_group, keep_group, state, limits), range(0)
     try:
         if stop_requested():
             raise StopRequested
@@ -104,10 +105,10 @@ async def collect(
                 raise Exhausted(message)
             log.warning("%s; training on the %d groups there are", message, len(chosen))
         if ahead:
-            goes_on = range(step.following(chosen), step.following(chosen) + limits.wanted)
+            window = step.window(chosen)
     finally:
-        await step.abort_rest(goes_on)
-    return step.result(chosen, goes_on)
+        await step.abort_rest(window)
+    return step.result(chosen, window, ahead=ahead)
 
 
 async def collect_ahead(
@@ -116,13 +117,12 @@ async def collect_ahead(
     collected: Collected,
     limits: CollectLimits,
 ) -> CollectState:
-    """Has the first ``limits.wanted`` ordinals of the next step judged by the policy that judges now.
+    """Has the ordinals of ``collected.window`` judged by the policy that judges now.
 
     Goes on with ``collected.in_flight`` and keeps what ``collected.state`` has of those ordinals; the same policy
-    answered them. Nothing else is begun, so nothing is begun in vain.
+    answered them. Nothing else is begun.
     """
-    start = collected.state.next_ordinal
-    window = range(start, start + limits.wanted)
+    window = collected.window
     step = _Step(roll_group, keep_group, collected.state, limits)
     step.judged = {ordinal: step.judged[ordinal] for ordinal in window if ordinal in step.judged}
     step.in_flight = dict(collected.in_flight)
@@ -131,7 +131,8 @@ async def collect_ahead(
             await step.judge_finished()
     finally:
         await step.abort_rest()
-    return CollectState(start, step.keep_rate(), {ordinal: step.judged[ordinal] for ordinal in window})
+    carried = {ordinal: step.judged[ordinal] for ordinal in window}
+    return CollectState(collected.state.next_ordinal, step.keep_rate(), carried)
 
 
 class _Step:
@@ -210,9 +211,19 @@ class _Step:
         """The next step's first ordinal."""
         return chosen[-1].prompt.ordinal + 1 if len(chosen) == self.limits.wanted else self.next_to_draw
 
-    def result(self, chosen: list[ScoredGroup], goes_on: range) -> Collected:
+    def window(self, chosen: list[ScoredGroup]) -> range:
+        """The next step's ordinals that are to be judged ahead: it depends on what was trained, never on timing."""
+        following = self.following(chosen)
+        passed_through = following - self.state.next_ordinal
+        spare = -(-passed_through // 10) if passed_through > len(chosen) else 0
+        return range(following, following + min(passed_through + spare, self.limits.drawn))
+
+    def result(self, chosen: list[ScoredGroup], goes_on: range, *, ahead: bool) -> Collected:
         following = self.following(chosen)
         surplus = {ordinal: verdict for ordinal, verdict in self.judged.items() if ordinal >= following}
+        old = set(self.state.carried) if ahead else set()  # too old for the next step
+        wasted = sum(v.tokens for o, v in surplus.items() if o not in goes_on or o in old)
+        state = CollectState(following, self.keep_rate(), {o: v for o, v in surplus.items() if o not in old})
         dropped = [v for o, v in self.judged.items() if o < following and not _passed(v)]
         in_flight = {task: ordinal for task, ordinal in self.in_flight.items() if ordinal in goes_on}
         metrics = {
@@ -223,10 +234,10 @@ class _Step:
             "collect/surplus_groups": sum(map(_passed, surplus.values())),
             "collect/aborted_groups": len(self.in_flight) - len(in_flight),
             "collect/surplus_tokens": sum(verdict.tokens for verdict in surplus.values()),
-            "collect/wasted_tokens": sum(v.tokens for o, v in surplus.items() if o not in goes_on),
+            "collect/wasted_tokens": wasted,
             "collect/next_ordinal": following,
         }
-        return Collected(tuple(chosen), CollectState(following, self.keep_rate(), surplus), metrics, in_flight)
+        return Collected(tuple(chosen), state, metrics, goes_on, in_flight)
 
     def exhausted_message(self, kept: int) -> str:
         dropped = sum(not _passed(verdict) for verdict in self.judged.values())

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.collect import CollectLimits, CollectState, collect, fresh_enough
+from core.collect import CollectLimits, CollectState, collect, collect_ahead, fresh_enough
 from core.engines import SampleRequest, SamplingParams
 from core.engines.scripted import ScriptedEngine
 from core.seeds import sampling_seed
@@ -114,9 +114,11 @@ async def streaming(simulation: Simulation, work: Workload, staleness: int = 0) 
     for step in range(work.steps):
         simulation.engine.update_weights((), step)
         state = fresh_enough(state, step - staleness)
-        collected = await collect(simulation.roll_group, mixed, state, limits)
+        collected = await collect(simulation.roll_group, mixed, state, limits, ahead=staleness > 0)
         batches.append(tuple(group.prompt.ordinal for group in collected.groups))
         state = collected.state
+        if staleness and step < work.steps - 1:  # behind the update in a run; an update takes no time here
+            state = await collect_ahead(simulation.roll_group, mixed, collected, limits)
     return simulation.outcome(batches, set(range(state.next_ordinal)))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import math
 import random
 import shutil
 import threading
@@ -35,17 +36,23 @@ def passes(ordinal: int, version: int, share: float) -> bool:
 
 
 def expected(steps: int, share: float, wanted: int = P):
-    """(ordinal, version) of every group of every step, written out without a clock: the first P ordinals of a step
-    belong to the policy before last, the others to the last one."""
-    first, trained = 0, []
+    """(ordinal, version) of every group of every step, written out without a clock: as many ordinals as the last step
+    went through, and a tenth, belong to the policy before last, the others to the last one."""
+    return written_out(steps, lambda ordinal, version: passes(ordinal, version, share), wanted)
+
+
+def written_out(steps: int, passing, wanted: int = P):
+    first, window, trained = 0, 0, []
     for step in range(1, steps + 1):
         chosen, ordinal = [], first
         while len(chosen) < wanted:
-            version = step - 2 if step > 1 and ordinal < first + wanted else step - 1
-            if passes(ordinal, version, share):
+            version = step - 2 if ordinal < first + window else step - 1
+            if passing(ordinal, version):
                 chosen.append((ordinal, version))
             ordinal += 1
         trained.append(chosen)
+        window = ordinal - first
+        window += math.ceil(window / 10) if window > wanted else 0
         first = ordinal
     return trained
 
@@ -75,12 +82,14 @@ def test_ordinals_and_their_versions_do_not_depend_on_timing(timing, share, in_f
         rollouts = Rollouts(timing + step, version=step - 1, longest=60)
         fresh = fresh_enough(state, step - 2)
         assert set(fresh.carried) == set(state.carried)  # nothing was drawn too early
+        start = state.next_ordinal
         collected, state = asyncio.run(two_phases(rollouts, keep(share), fresh, limits))
         trained.append([(g.prompt.ordinal, g.version) for g in collected.groups])
         assert all(g.version >= step - 2 for g in collected.groups)
         assert rollouts.most_in_flight <= in_flight
         begun.append(rollouts.begun)
-        assert list(state.carried) == list(range(state.next_ordinal, state.next_ordinal + P))
+        assert list(state.carried) == list(collected.window)
+        assert state.next_ordinal == collected.window.start >= start + P and len(collected.window) >= P
         assert {verdict.version for verdict in state.carried.values()} == {step - 1}
         if step == stop_after:  # killed and resumed: only the state is left
             state = CollectState(state.next_ordinal, state.keep_rate, dict(state.carried))
@@ -215,25 +224,11 @@ def fit(folder, name, *overrides, timing=0, overlapping=False, steps=STEPS):
     return run
 
 
-def written_out(steps, wanted=P):
-    first, trained = 0, []
-    for step in range(1, steps + 1):
-        chosen, ordinal = [], first
-        while len(chosen) < wanted:
-            version = step - 2 if step > 1 and ordinal < first + wanted else step - 1
-            if mixed(ordinal, version):
-                chosen.append((ordinal, version))
-            ordinal += 1
-        trained.append(chosen)
-        first = ordinal
-    return trained
-
-
 @pytest.mark.parametrize("overlapping", [False, True])
 def test_a_run_trains_the_same_whatever_the_timing_and_wherever_it_collects(folder, overlapping):
     runs = [fit(folder, f"t{overlapping}{timing}", *STALE, timing=timing, overlapping=overlapping) for timing in (1, 2)]
     for run in runs:
-        assert run.details == written_out(STEPS)
+        assert run.details == written_out(STEPS, mixed)
         if overlapping:
             assert run.workers.threads_seen == [1] * (STEPS - 1) + [0]  # the last step has none to look ahead for
     ages = [step - 1 - version for step, one in enumerate(runs[0].details, start=1) for _, version in one]
