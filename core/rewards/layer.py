@@ -102,7 +102,7 @@ class RewardLayer:
         Returns what an engine that decodes in this process has to await before each of its steps: see
         :class:`core.rewards.managers.InWaves`. To be called after :meth:`check`, which learns whether workers grade.
         """
-        if isinstance(self.executor, Naive) and self.executor.at_once:
+        if self.in_process:
             return None
         self.executor = waves = InWaves(self.executor)
         return waves.settled
@@ -110,7 +110,7 @@ class RewardLayer:
     @property
     def in_process(self) -> bool:
         """Whether answers are graded in this process, while nothing else in it goes on."""
-        return isinstance(self.executor, InProcess)
+        return isinstance(self.executor, Naive) and self.executor.at_once
 
     def close(self) -> None:
         """Ends the manager's processes. A second call does nothing."""
