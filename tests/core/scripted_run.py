@@ -17,9 +17,9 @@ import torch
 from core.config import compose
 from core.engines import SampleRequest
 from core.engines.scripted import ScriptedEngine
-from core.models import planned_fingerprints
 from core.ray_trainer import RayPPOTrainer
 from core.types import TrainBatch
+from core.workers import planned_fingerprints
 from tests.tiny import tiny_model, tiny_tokenizer
 
 REWARD = """
@@ -84,7 +84,7 @@ class ScriptedWorkers:
     engine's.
     """
 
-    full_precision, ranks, threads, overlaps = True, 1, 1, False
+    full_precision, ranks, threads, overlaps, judge = True, 1, 1, False, None
 
     def __init__(self, config, engine: ScriptedEngine, report: Callable[[int], Values] = lambda step: {}):
         self.config, self.engine, self.report = config, engine, report
