@@ -158,7 +158,8 @@ def test_streaming_trains_the_batches_of_waves_with_less_idle_time_and_less_wast
         assert third.wasted_tokens * GOAL < one.wasted_tokens
     for streamed in (fresh, carried):
         assert sum(o.seconds for o in streamed) < sum(o.seconds for o in waves)
-        assert sum(o.idle for o in streamed) < sum(o.idle for o in waves)
+    # at staleness 1 a step's second drain lies behind its update, which takes no time here
+    assert sum(o.idle for o in fresh) < sum(o.idle for o in waves)
 
 
 def test_exhausted_trains_on_what_there_is_or_raises_with_counts():
