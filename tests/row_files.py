@@ -16,6 +16,7 @@ DEFAULTS = dict(
     prompt_key="prompt",
     reward_fn_key="data_source",
     max_prompt_length=512,
+    max_start_length=None,
     filter_overlong_prompts=False,
     filter_overlong_prompts_workers=1,
     truncation="error",
