@@ -98,6 +98,7 @@ def _start(run: Any) -> None:
 
 def _expected() -> tuple[type[Exception], ...]:
     """Faults of the input, whose messages name what to change; anything else keeps its traceback."""
+    from core.engines import EngineError
     from core.manifest import CheckpointError
     from core.models import ModelError
     from core.plugins import PluginError
@@ -106,4 +107,4 @@ def _expected() -> tuple[type[Exception], ...]:
     from core.run import RunError
     from core.workers import ClusterError
 
-    return CheckpointError, ClusterError, ModelError, PluginError, RewardConfigError, DataError, RunError
+    return CheckpointError, ClusterError, EngineError, ModelError, PluginError, RewardConfigError, DataError, RunError

@@ -32,10 +32,13 @@ if TYPE_CHECKING:
     from core.config.schema import Config
 
 
-def _prepare(threads: int) -> None:
-    """Ray allows an actor one thread; children (an engine's own processes) go by the variable."""
+def _prepare(threads: int, gpus: Sequence[int | str] = ()) -> None:
+    """Ray allows an actor one thread; children (an engine's own processes) go by the variable. ``gpus`` are those of
+    the node that this process may use, where Ray gave them to others."""
     stand_where_the_shell_stood()
     os.environ["OMP_NUM_THREADS"] = str(threads)
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     torch.set_num_threads(threads)
 
 
@@ -64,6 +67,10 @@ class LearnerProcess:
         self.store = torch.distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False)
         return address, self.store.port
 
+    def gpus(self, own_gpus: Callable[[], list[int | str]]) -> list[int | str]:
+        """What this rank computes on, for the engine beside it."""
+        return own_gpus()
+
     def join(
         self, rank: int, world: int, address: tuple[str, int], timeout_s: float, *args: Any, **kwargs: Any
     ) -> None:
@@ -88,6 +95,8 @@ class LearnerProcess:
     def weights(self, dtype: torch.dtype) -> Any:
         """All weights from rank 0, as shared memory can hold them; None from the others."""
         state = self.learner.weights(dtype)
+        if self.learner.device.type == "cuda":
+            torch.cuda.empty_cache()  # the engine that wakes with these weights needs the room
         return None if state is None else packed(state.items())
 
     def start_profile(self, tool: str) -> None:
@@ -111,14 +120,20 @@ class LearnerProcess:
 class EngineProcess:
     """A process for one rollout engine."""
 
-    def __init__(self, config: Config, device: torch.device, threads: int):
-        _prepare(threads)
-        model = config.actor_rollout_ref.model
-        self.engine = make_engine(config, load_policy(model).to(device), load_tokenizer(model))
+    def __init__(self, config: Config, device: torch.device, threads: int, gpus: Sequence[int | str] = ()):
+        _prepare(threads, gpus)
+        self.config, self.device, self.threads = config, device, threads
         self.tasks: dict[int, asyncio.Task] = {}
         self.aborted: set[int] = set()  # before they came, perhaps
 
-    async def ready(self) -> None: ...
+    async def start(self) -> None:
+        """Makes the engine; a call of its own, so that its error arrives as it is."""
+        torch.set_num_threads(
+            self.threads
+        )  # coroutines have another thread than the constructor, and OpenMP counts by thread
+        model = self.config.actor_rollout_ref.model
+        tokenizer = load_tokenizer(model)
+        self.engine = make_engine(self.config, lambda: load_policy(model).to(self.device), tokenizer, self.device)
 
     async def sample(self, requests: Sequence[tuple[int, SampleRequest]]):
         """Yields lists of (key, trajectory or exception), each as soon as there is something in it."""
@@ -144,11 +159,18 @@ class EngineProcess:
             self.aborted.add(key)
 
     async def update_weights(self, weights: Sequence[Awaitable[list[Packed]]], version: int) -> None:
-        ending = [task for task in self.tasks.values() if task.cancelling()]
-        await asyncio.gather(*ending, return_exceptions=True)  # what was aborted before
-        self.aborted.clear()
+        await self._end_aborted()
         named = [pair for part in weights for pair in unpacked(await part)]
         self.engine.update_weights(named, version)
+
+    async def _end_aborted(self) -> None:
+        ending = [task for task in self.tasks.values() if task.cancelling()]
+        await asyncio.gather(*ending, return_exceptions=True)
+        self.aborted.clear()
+
+    async def sleep(self) -> None:
+        await self._end_aborted()
+        self.engine.sleep()
 
     async def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:
         return self.engine.probe(token_ids)

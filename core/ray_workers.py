@@ -1,8 +1,9 @@
 """The same phases on a cluster: Ray actors hold the learner's ranks and the engines. The one file that imports ray.
 
-A node has a placement group with a bundle a rank; learner rank and engine of a bundle share its GPU (or, on the CPU,
-its share of the cores) and take turns. Batches are split over the ranks here, about equal in tokens. Whatever is asked
-of an actor goes through :class:`Watch`: it has a deadline, and an actor that dies ends it at once.
+A node has a placement group with a bundle a rank. By default the engines sit beside the ranks and take turns with them
+on their GPUs (or, on the CPU, on the node's cores); with ``hybrid_engine=False`` they have a pool of their own. Batches
+are split over the ranks here, about equal in tokens. Whatever is asked of an actor goes through :class:`Watch`: it has
+a deadline, and an actor that dies ends it at once.
 """
 
 from __future__ import annotations
@@ -74,8 +75,10 @@ def connect(config: Config, device: torch.device) -> None:
         options["address"] = "local"  # and not what else may be found on this machine
         options.setdefault("include_dashboard", False)
         if device.type == "cpu":  # Ray's CPUs are tickets: more ranks than cores are slow, not impossible
-            ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-            options.setdefault("num_cpus", max(ranks, os.cpu_count() or 1))
+            trainer, part = config.trainer, config.actor_rollout_ref
+            apart = 0 if part.hybrid_engine else part.rollout.nnodes * part.rollout.n_gpus_per_node
+            bundles = trainer.nnodes * trainer.n_gpus_per_node + apart
+            options.setdefault("num_cpus", max(bundles, os.cpu_count() or 1))
     else:
         environment = options.setdefault("runtime_env", {})
         if "working_dir" not in environment:
@@ -336,15 +339,14 @@ class RayEngine:
 
     def publish(self, weights: ray.ObjectRef, version: int, others: dict[str, ray.ObjectRef]) -> None:
         """Gives every engine what ``weights`` will hold; waits for ``others`` too."""
-        self._forget_closed_loops()
-        if self._awaited:
-            raise RuntimeError(f"update_weights with {len(self._awaited)} requests in flight: await or cancel them")
-        aborts, self._aborts = self._aborts, []  # calls of an actor with coroutines may overtake one another
-        if aborts:
-            ray.wait(aborts, num_returns=len(aborts), timeout=self.watch.timeout_s)
+        self._refuse_in_flight("update_weights")
         calls = {name: self.watch.actors[name].update_weights.remote([weights], version) for name in self.engines}
         self.watch.wait("update_weights", {**others, **calls})
         self.policy_version = version
+
+    def sleep(self) -> None:
+        self._refuse_in_flight("sleep")
+        self.watch.wait("sleep", {name: self.watch.actors[name].sleep.remote() for name in self.engines})
 
     def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:
         return self.probes(token_ids)[0]
@@ -352,6 +354,14 @@ class RayEngine:
     def probes(self, token_ids: tuple[int, ...]) -> list[np.ndarray]:
         calls = {name: self.watch.actors[name].probe.remote(token_ids) for name in self.engines}
         return self.watch.wait("probe", calls)
+
+    def _refuse_in_flight(self, what: str) -> None:
+        self._forget_closed_loops()
+        if self._awaited:
+            raise RuntimeError(f"{what} with {len(self._awaited)} requests in flight: await or cancel them")
+        aborts, self._aborts = self._aborts, []  # calls of an actor with coroutines may overtake one another
+        if aborts:
+            ray.wait(aborts, num_returns=len(aborts), timeout=self.watch.timeout_s)
 
     def close(self) -> None:
         if self._closed:
@@ -385,7 +395,8 @@ class RayJudge:
 class RayWorkers:
     """The phases of :class:`core.workers.Workers` over ``trainer.nnodes * trainer.n_gpus_per_node`` learner ranks.
 
-    On a GPU each rank has an engine beside it; on the CPU each node has one engine with all of the node's threads.
+    An engine computes on ``rollout.tensor_model_parallel_size`` GPUs of its pool, hf on one; on the CPU a node that
+    engines share with learners has one engine with all of the node's threads.
     Starts a local Ray unless ``ray_kwargs.ray_init.address`` names a cluster or one is connected to already, and
     ends what it started. Checkpoints need a folder that all nodes see. Raises ClusterError where there is no room.
     """
@@ -409,7 +420,8 @@ class RayWorkers:
         self.learners: list[Any] = []
         self.engine: RayEngine | None = None
         self.judge: RayJudge | None = None
-        self.groups: list[Any] = []
+        self.groups: list[Any] = []  # a node each
+        self.engine_groups: list[Any] = []  # of the engines' own pool
         self.owns_ray = not ray.is_initialized()
         try:
             if self.owns_ray:
@@ -417,7 +429,7 @@ class RayWorkers:
             if trainer.device is None and ray.cluster_resources().get("GPU"):
                 self.device = torch.device("cuda")  # the driver's own machine need not have one
             self._reserve()
-            self._start(needs_ref, needs_critic, master_dtype, trainer.cpu_threads or cores)
+            self._start(needs_ref, needs_critic, master_dtype)
             if config.reward_model.enable:
                 self.judge = self._start_judge()
         except BaseException:
@@ -427,29 +439,37 @@ class RayWorkers:
     # -- starting and ending ---------------------------------------------------------------------
 
     def _reserve(self) -> None:
-        bundle = {"CPU": 1.0, **({"GPU": 1.0} if self.device.type == "cuda" else {})}
-        for _ in range(self.config.trainer.nnodes):
-            self.groups.append(placement_group([bundle] * self.per_node, strategy="STRICT_PACK"))
+        trainer, part = self.config.trainer, self.config.actor_rollout_ref
+        rollout = part.rollout
+        self.engine_gpus = rollout.tensor_model_parallel_size if rollout.name == "vllm" else 1
+        self.groups = self._pool(trainer.nnodes, self.per_node, 1)
+        if not part.hybrid_engine:
+            self.engine_groups = self._pool(
+                rollout.nnodes, rollout.n_gpus_per_node // self.engine_gpus, self.engine_gpus
+            )
         deadline = time.monotonic() + min(START_S, self.watch.timeout_s)
-        if not all(group.wait(max(0.0, deadline - time.monotonic())) for group in self.groups):
+        if not all(group.wait(max(0.0, deadline - time.monotonic())) for group in self.groups + self.engine_groups):
+            pool = f" and of rollout.nnodes={rollout.nnodes} rollout.n_gpus_per_node={rollout.n_gpus_per_node}"
+            own = pool if self.engine_groups else ""
             raise ClusterError(
-                f"trainer.nnodes={len(self.groups)} trainer.n_gpus_per_node={self.per_node}: no room for that many "
-                f"bundles of {bundle} on that many nodes; the cluster has {ray.cluster_resources()} in all and "
-                f"{ray.available_resources()} left. Ask for less, or wait for other runs to end"
+                f"trainer.nnodes={trainer.nnodes} trainer.n_gpus_per_node={self.per_node}: no room for that many "
+                f"bundles of {self._bundle(1)} on that many nodes{own}; the cluster has "
+                f"{ray.cluster_resources()} in all and {ray.available_resources()} left. Ask for less, or wait for "
+                "other runs to end"
             )
 
-    def _start(self, needs_ref: bool, needs_critic: bool, master_dtype: torch.dtype, engine_threads: int) -> None:
-        on_gpu = self.device.type == "cuda"
+    def _bundle(self, gpus: int) -> dict[str, float]:
+        return {"CPU": 1.0, **({"GPU": float(gpus)} if self.device.type == "cuda" else {})}
+
+    def _pool(self, nodes: int, bundles: int, gpus: int) -> list[Any]:
+        return [placement_group([self._bundle(gpus)] * bundles, strategy="STRICT_PACK") for _ in range(nodes)]
+
+    def _start(self, needs_ref: bool, needs_critic: bool, master_dtype: torch.dtype) -> None:
         for rank in range(self.ranks):
-            actor = LEARNER.options(**self._place(rank)).remote(self.threads)
-            self.learners.append(actor)
-            self.watch.add(f"learner rank {rank}", actor)
-        engines = []
-        for rank in range(0, self.ranks, 1 if on_gpu else self.per_node):
-            threads = self.threads if on_gpu else engine_threads
-            actor = ENGINE.options(**self._place(rank)).remote(self.config, self.device, threads)
-            engines.append(f"engine {len(engines)}")
-            self.watch.add(engines[-1], actor)
+            place = self._place(self.groups[rank // self.per_node], rank % self.per_node, gpus=1)
+            self.learners.append(LEARNER.options(**place).remote(self.threads))
+            self.watch.add(f"learner rank {rank}", self.learners[-1])
+        engines = self._start_engines()
         (address,) = self.watch.wait(
             "start", {"learner rank 0": self.learners[0].host.remote(ray.util.get_node_ip_address)}
         )
@@ -460,17 +480,38 @@ class RayWorkers:
             )
             for rank, actor in enumerate(self.learners)
         }
-        calls.update({name: self.watch.actors[name].ready.remote() for name in engines})
+        calls.update({name: self.watch.actors[name].start.remote() for name in engines})
         self.watch.wait("load", calls)
         self.engine = RayEngine(self.watch, engines)
 
-    def _place(self, rank: int) -> dict[str, Any]:
-        """Half of the rank's bundle: learner and engine share it."""
-        node, index = divmod(rank, self.per_node)
-        strategy = PlacementGroupSchedulingStrategy(self.groups[node], placement_group_bundle_index=index)
-        gpus = 0.5 if self.device.type == "cuda" else 0
+    def _start_engines(self) -> list[str]:
+        """An actor an engine; returns their names. Beside learners Ray's GPUs are the learners', and an engine is told
+        which of them are its own."""
+        cores = self.config.trainer.cpu_threads or os.cpu_count() or 1
+        if self.engine_groups:
+            places = [(group, index) for group in self.engine_groups for index in range(group.bundle_count)]
+            each = [(place, (), max(1, cores // place[0].bundle_count)) for place in places]
+        elif self.device.type == "cuda":
+            calls = {f"learner rank {r}": actor.gpus.remote(ray.get_gpu_ids) for r, actor in enumerate(self.learners)}
+            gpus = self.watch.wait("start", calls)
+            firsts = range(0, self.ranks, self.engine_gpus)
+            taken = [sum(gpus[rank : rank + self.engine_gpus], []) for rank in firsts]
+            places = [(self.groups[rank // self.per_node], rank % self.per_node) for rank in firsts]
+            each = [(place, own, self.threads) for place, own in zip(places, taken, strict=True)]
+        else:
+            each = [((group, 0), (), cores) for group in self.groups]
+        names = []
+        for (group, index), own_gpus, threads in each:
+            place = self._place(group, index, gpus=self.engine_gpus if self.engine_groups else 0)
+            names.append(f"engine {len(names)}")
+            self.watch.add(names[-1], ENGINE.options(**place).remote(self.config, self.device, threads, own_gpus))
+        return names
+
+    def _place(self, group: Any, index: int, gpus: int) -> dict[str, Any]:
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+        given = gpus if self.device.type == "cuda" else 0
         profiler = runtime_env(self.config.global_profiler)
-        return {"scheduling_strategy": strategy, "num_cpus": 0.5, "num_gpus": gpus, **profiler}
+        return {"scheduling_strategy": strategy, "num_cpus": 0.5, "num_gpus": given, **profiler}
 
     def _start_judge(self) -> RayJudge:
         """The reward model has a GPU of its own, where there are any: it works while the engines decode."""
@@ -490,9 +531,9 @@ class RayWorkers:
             _write_timeline(Path(self.config.ray_kwargs.timeline_json_file).expanduser())
         for actor in self.watch.actors.values():
             ray.kill(actor)
-        for group in self.groups:
+        for group in self.groups + self.engine_groups:
             remove_placement_group(group)
-        self.watch.actors, self.learners, self.groups, self.engine = {}, [], [], None
+        self.watch.actors, self.learners, self.groups, self.engine_groups, self.engine = {}, [], [], [], None
         if self.owns_ray:
             ray.shutdown()
 
@@ -530,7 +571,8 @@ class RayWorkers:
 
     @property
     def full_precision(self) -> bool:
-        return compute_dtype(self.config.actor_rollout_ref.actor.fsdp_config.dtype) is None
+        part = self.config.actor_rollout_ref
+        return compute_dtype(part.actor.fsdp_config.dtype) is None and compute_dtype(part.rollout.dtype) is None
 
     @property
     def overlaps(self) -> bool:
@@ -569,6 +611,12 @@ class RayWorkers:
         }
         return self.watch.wait(phase, calls)
 
+    def _take_turns(self) -> None:
+        """Engines on the learners' GPUs sleep from here to the next sync."""
+        part = self.config.actor_rollout_ref
+        if self.device.type == "cuda" and part.hybrid_engine and part.rollout.free_cache_engine:
+            self.engine.sleep()
+
     def _shares(self, batch: TrainBatch, together: int) -> list[Tensor]:
         """Row numbers for each group of ``together`` neighbours, which split the tokens of the same rows."""
         groups = self.ranks // together
@@ -578,6 +626,7 @@ class RayWorkers:
 
     def _pass(self, phase: str, method: str, batch: TrainBatch, part: Any) -> list[Tensor]:
         """A pass of ``part`` over all rows, put together again: [B, T] tensors."""
+        self._take_turns()
         together = part.ulysses_sequence_parallel_size
         shares = self._shares(batch, together)
         rows = [_trimmed(batch, share) for share in shares]
@@ -593,6 +642,7 @@ class RayWorkers:
     ) -> dict[str, float]:
         """All optimizer steps of ``part``. The rows that train are shared out apart from those that only a metric
         reads."""
+        self._take_turns()
         together = part.ulysses_sequence_parallel_size
         by_group: list[list[TrainBatch]] = [[] for _ in range(self.ranks // together)]
         for step in steps:

@@ -23,7 +23,7 @@ from core.collect import CollectState, StopRequested, fresh_enough
 from core.config import convert
 from core.data import PromptStream, load_val_prompts
 from core.engines import SamplingParams
-from core.engines.hf import HFEngine
+from core.engines.stepped import SteppedEngine
 from core.faults import kill_point
 from core.health import Crossing, Health, UnhealthyRun
 from core.interrupts import GracefulStop
@@ -162,7 +162,7 @@ class Run:
             raise
         self.make_collecting_repeatable()
         # Scoring in this process holds an engine in this process up; else what decodes meanwhile hides it.
-        blocks = self.reward.in_process and isinstance(self.workers.engine, HFEngine)
+        blocks = self.reward.in_process and isinstance(self.workers.engine, SteppedEngine)
         self.clock = BusyClock("reward", "decode") if blocks else BusyClock("decode", "reward")
         return self
 
@@ -174,7 +174,7 @@ class Run:
         """Where verdicts decide what is begun next, an engine in this process waits for them before each step; for
         tools it does where ``multi_turn.repeatable`` says so."""
         data, engine = self.config.data, self.workers.engine
-        if not isinstance(engine, HFEngine):
+        if not isinstance(engine, SteppedEngine):
             return
         waits = []
         in_flight = data.gen_batch_size or data.train_batch_size

@@ -120,7 +120,7 @@ class LocalWorkers:
             "layout": Layout(packed=model.use_remove_padding),
         }
         policy = load_policy(model).to(device)
-        self.engine = make_engine(config, copy.deepcopy(policy).requires_grad_(False), tokenizer)
+        self.engine = make_engine(config, lambda: copy.deepcopy(policy).requires_grad_(False), tokenizer, device)
         self.ref = self.critic = None
         if needs_ref and not model.lora_rank:
             self.ref = Policy(copy.deepcopy(policy).requires_grad_(False), **passes)
@@ -137,19 +137,24 @@ class LocalWorkers:
         self.judge = RewardModel(config.reward_model, device).judge if config.reward_model.enable else None
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+        self.engine.sleep()
         return self.actor.log_probs(batch, pass_size(self.config.actor_rollout_ref.rollout))
 
     def compute_ref_log_prob(self, batch: TrainBatch) -> Tensor:
+        self.engine.sleep()
         return self.ref.log_probs(batch, pass_size(self.config.actor_rollout_ref.ref))[0]
 
     def compute_values(self, batch: TrainBatch) -> Tensor:
+        self.engine.sleep()
         return self.critic.values(batch)
 
     def update_actor(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
+        self.engine.sleep()
         actor, length = self.config.actor_rollout_ref.actor, self.config.data.max_response_length
         return self.actor.update(steps_of(batch, actor, length, actor.policy_loss.loss_mode), lr_multiplier)
 
     def update_critic(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
+        self.engine.sleep()
         steps = steps_of(batch, self.config.critic, self.config.data.max_response_length)
         return self.critic.update(steps, lr_multiplier)
 

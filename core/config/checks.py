@@ -287,6 +287,18 @@ SAMPLING = (
         "must hold a sequence of {longest} tokens where prefill is not chunked",
         f"raise it, or {ROLLOUT}.enable_chunked_prefill=True",
     ),
+    Rule(
+        f"{ROLLOUT}.max_num_batched_tokens",
+        lambda v: v.rollout.name == "vllm" and v.rollout.max_num_batched_tokens < v.rollout.max_num_seqs,
+        f"must be at least {ROLLOUT}.max_num_seqs={{rollout.max_num_seqs}}: each sequence takes one of them a step",
+        "change one of them",
+    ),
+    Rule(
+        "actor_rollout_ref.hybrid_engine",
+        lambda v: not v.policy.hybrid_engine and v.trainer.backend == "local",
+        "needs a cluster: trainer.backend=local runs learner and engine in one process",
+        "set trainer.backend=ray, or leave it out",
+    ),
 )
 
 

@@ -12,14 +12,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection, Sequence
+from importlib.util import find_spec
 from typing import NoReturn
 
-from core.config import Composed, Config, convert, diff, examine, paths, to_yaml
+from core.config import Composed, Config, diff, examine, paths, to_yaml
 from core.config.convert import show
 from core.config.resolution import resolve
-
-# What validates but cannot run in this version
-NOT_YET = (("actor_rollout_ref.rollout.name", "vllm", "hf"),)  # key, value, what to use
 
 
 def prepare(recipe: str, argv: Sequence[str], hooks: Collection[str] = ()) -> Config:
@@ -58,9 +56,15 @@ def _outside(composed: Composed, typed: frozenset[str] | None) -> list[str]:
     """Problems with what lies outside the configuration. A dry run looks at typed paths only."""
     lines = [str(problem) for problem in paths.missing(composed.config, typed)]
     if typed is None:
-        absent = [entry for entry in NOT_YET if convert.get(composed.config, entry[0]) == entry[1]]
-        lines += [f"{key}={value}: is not available in this version; use {key}={use}" for key, value, use in absent]
+        lines += _without_vllm(composed.config)
     return lines
+
+
+def _without_vllm(config: Config) -> list[str]:
+    key = "actor_rollout_ref.rollout.name"
+    if config.actor_rollout_ref.rollout.name != "vllm" or find_spec("vllm"):
+        return []
+    return [f"{key}=vllm: vllm is not installed; make setup installs it where it can, or use {key}=hf"]
 
 
 def _refuse(problems: Sequence[str]) -> NoReturn:

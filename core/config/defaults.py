@@ -28,7 +28,7 @@ CHANGED_DEFAULTS = (
         None,
         "True where no micro-batch size is given, instead of an error; it cannot change the result",
     ),
-    ChangedDefault("actor_rollout_ref.rollout.name", "vllm", None, "vllm where it can be imported (not yet), else hf"),
+    ChangedDefault("actor_rollout_ref.rollout.name", "vllm", None, "vllm where it is installed, else hf"),
     ChangedDefault(
         "critic.model.path", "~/models/deepseek-llm-7b-chat", None, "the policy's model, of which it is a copy"
     ),

@@ -178,6 +178,21 @@ SAMPLING: tuple[Entry, ...] = (
         lambda v: v.rollout.name == "hf",
         f"{ROLLOUT}.name=hf has no such setting",
     ),
+    (
+        (f"{ROLLOUT}.engine_kwargs.hf*",),
+        lambda v: v.rollout.name == "vllm",
+        f"{ROLLOUT}.name=vllm has engine_kwargs.vllm",
+    ),
+    (
+        (f"{ROLLOUT}.nnodes", f"{ROLLOUT}.n_gpus_per_node"),
+        lambda v: v.policy.hybrid_engine,
+        "the engine is on the trainer's GPUs; actor_rollout_ref.hybrid_engine=False gives it its own",
+    ),
+    (
+        (f"{ROLLOUT}.free_cache_engine",),
+        lambda v: not v.policy.hybrid_engine,
+        "the engine has GPUs of its own (actor_rollout_ref.hybrid_engine=False)",
+    ),
 )
 
 
@@ -227,6 +242,7 @@ PLACES: tuple[Entry, ...] = (
             *("trainer.phase_timeout_s", "trainer.heartbeat_timeout_s"),
             *(f"*.fsdp_config.{name}" for name in SHARDING),
             *(f"{REF}.fsdp_config.dtype", "*.ulysses_sequence_parallel_size", "*.strategy"),
+            f"{ROLLOUT}.tensor_model_parallel_size",
         ),
         lambda v: v.trainer.backend == "local",
         "trainer.backend=local runs one rank in this process",

@@ -86,12 +86,14 @@ def checked_at_start(config: Config) -> list[str]:
             f"reward model: {config.reward_model.model.path} is a classifier with one label; its chat template"
         )
     if rollout.name == "vllm":
-        lines.append(f"package: vllm can be imported (actor_rollout_ref.rollout.name={rollout.name})")
+        lines.append("package: vllm is installed, for the device of the run (actor_rollout_ref.rollout.name=vllm)")
     if model.lora_rank or (config.critic.enable and config.critic.model.lora_rank):
         lines.append("package: peft can be imported (lora_rank)")
     if trainer.backend == "ray":
         lines.append("package: ray can be imported (trainer.backend=ray)")
         lines.append(f"devices: {trainer.nnodes} x {trainer.n_gpus_per_node} {trainer.device or 'cuda'} in the cluster")
+        if not config.actor_rollout_ref.hybrid_engine:
+            lines.append(f"devices: {rollout.nnodes} x {rollout.n_gpus_per_node} more for the engines")
     else:
         lines.append(f"device: {trainer.device or 'cuda if there is one, else cpu'}, and its memory")
     lines += [

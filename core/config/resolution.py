@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 from core.config import convert
@@ -77,7 +78,9 @@ def _derived(recipe: str) -> tuple[tuple[str, Callable[[Config], Any]], ...]:
             for part in (ROLLOUT, REF)
         ),
         (f"{REF}.ulysses_sequence_parallel_size", _follows(f"{ACTOR}.ulysses_sequence_parallel_size")),
-        (f"{ROLLOUT}.name", lambda config: "hf"),
+        (f"{ROLLOUT}.name", lambda config: "vllm" if find_spec("vllm") else "hf"),
+        (f"{ROLLOUT}.nnodes", lambda config: 1),
+        (f"{ROLLOUT}.n_gpus_per_node", _follows("trainer.n_gpus_per_node")),
         ("critic.enable", has_critic),
         *((f"critic.{name}", _follows(f"{ACTOR}.{name}")) for name in copied),
         *(

@@ -175,7 +175,9 @@ class MultiTurnConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    name: Literal["hf", "vllm"] | None = None  # None: vllm where it can be imported (not yet: hf)
+    name: Literal["hf", "vllm"] | None = None  # None: vllm where it is installed, else hf
+    nnodes: limits.Count | None = None  # of the engines' own pool (hybrid_engine=False); None: 1
+    n_gpus_per_node: limits.Count | None = None  # of that pool; None: the trainer's
     n: limits.Count = 1  # trajectories a prompt
     do_sample: bool = True
     temperature: limits.NonNegative = 1.0
@@ -203,6 +205,7 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class ActorRolloutRefConfig:
+    hybrid_engine: bool = True  # learner and engine take turns on one pool of GPUs; False: the engine has its own
     model: ModelConfig = ModelConfig()
     actor: ActorConfig = ActorConfig()
     ref: RefConfig = RefConfig()

@@ -135,9 +135,6 @@ UNSUPPORTED: Mapping[str, Advice] = {
         "has another form", f"name the class: {ROLLOUT}.agent_loop=path/file.py:Class", (None,)
     ),
     f"{ROLLOUT}.skip_*": Advice("is not supported", "leave it out", (False, None)),
-    "actor_rollout_ref.hybrid_engine": Advice(
-        f"a pool of engines apart from the learners {LATER}", "leave it out", (True,)
-    ),
     f"{REF}.model.*": Advice("the reference is the starting policy", "leave it out", (None,)),
     f"{REF}.model": Advice("the reference is the starting policy", "leave it out", (None,)),
     "algorithm.rollout_correction.loss_type": Advice(

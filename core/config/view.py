@@ -16,6 +16,7 @@ SHORT = {
     "rollout": "actor_rollout_ref.rollout",
     "val": "actor_rollout_ref.rollout.val_kwargs",
     "model": "actor_rollout_ref.model",
+    "policy": "actor_rollout_ref",
     "critic": "critic",
     "critic_model": "critic.model",
     "reward": "reward_model",
@@ -53,6 +54,7 @@ class View:
     rollout: Section
     val: Section
     model: Section
+    policy: Section
     critic: Section
     critic_model: Section
     reward: Section
@@ -83,6 +85,11 @@ class View:
     def ranks(self) -> int:
         """Learner ranks. The local backend has one, but a command line written for a cluster is checked as such."""
         return self.trainer.nnodes * self.trainer.n_gpus_per_node if self.cluster else 1
+
+    @property
+    def engine_gpus(self) -> int:
+        """GPUs of a node that engines compute on: those of the ranks, or of a pool of their own."""
+        return self.trainer.n_gpus_per_node if self.policy.hybrid_engine else self.rollout.n_gpus_per_node
 
     @property
     def data_ranks(self) -> int:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,9 +15,16 @@ import numpy as np
 from core.types import Trajectory
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import torch
+    from torch import Tensor, nn
 
     from core.config.schema import Config
+
+FULL_PRECISION = ("fp32", "float32")
+
+
+class EngineError(ValueError):
+    """The configured engine cannot be had; the message says what to change."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +69,13 @@ class SampleRequest:
 class RolloutEngine(Protocol):
     """What the loop needs of an engine."""
 
-    policy_version: int
+    policy_version: int  # of the weights that the latest update_weights brought
 
     async def sample(self, request: SampleRequest) -> Trajectory:
         """A one-turn trajectory. ``logprobs`` are those of the sampled tokens under the distribution that
         was sampled from: after temperature, top-k and top-p (temperature 1 for greedy). Requests with equal
-        ``prompt_ids`` in flight together share one prefill. Cancelling the awaiting task aborts the
-        request and frees its place."""
+        ``prompt_ids`` in flight together share one prefill (vLLM: but for what follows the last whole block).
+        Cancelling the awaiting task aborts the request and frees its place."""
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replaces all weights, in memory, for the requests that start afterwards, and sets
@@ -79,31 +86,62 @@ class RolloutEngine(Protocol):
         """Log-probs ``log p(token t | tokens < t)`` at temperature 1 for t = 1..len-1, computed by the
         engine's own weights: compared with the learner's after every update."""
 
+    def sleep(self) -> None:
+        """Lets a learner have the device's memory until the next ``update_weights``, which wakes the engine; between
+        them it refuses requests. Does nothing where the engine was not made to. Raises RuntimeError where requests
+        are in flight."""
+
     def close(self) -> None:
         """Frees what the engine holds. Requests in flight are cancelled."""
 
 
-def make_engine(config: Config, model: Any, tokenizer: Any) -> RolloutEngine:
-    """The engine that ``actor_rollout_ref.rollout.name`` asks for (hf where it is null).
+def make_engine(config: Config, model: Callable[[], nn.Module], tokenizer: Any, device: torch.device) -> RolloutEngine:
+    """The engine that ``actor_rollout_ref.rollout.name`` asks for, on ``device``.
 
-    ``model`` becomes the engine's own: hand over a copy. Options beyond verl's are
-    ``rollout.engine_kwargs.hf.*``, the keyword arguments of :class:`core.engines.hf.HFEngine`.
-    Raises ValueError for an engine or an option that does not exist.
+    ``model`` gives the policy, which becomes the engine's own; vLLM makes its own and needs the first
+    ``update_weights`` before it samples. Options beyond verl's are ``rollout.engine_kwargs.hf.*``, the keyword
+    arguments of :class:`core.engines.hf.HFEngine`, and ``rollout.engine_kwargs.vllm.*``, vLLM's engine arguments.
+    Raises EngineError for an engine or an option that does not exist.
     """
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name == "vllm":
+        return _vllm(config, tokenizer, device)
+    if rollout.name == "hf":
+        return _hf(config, model(), tokenizer)
+    raise EngineError(f"actor_rollout_ref.rollout.name={rollout.name}: there are hf and vllm")
+
+
+def _hf(config: Config, model: nn.Module, tokenizer: Any) -> RolloutEngine:
     import torch
 
     from core.engines.hf import HFEngine
 
     rollout = config.actor_rollout_ref.rollout
-    if rollout.name not in (None, "hf"):
-        raise ValueError(f"actor_rollout_ref.rollout.name={rollout.name}: not built yet; use hf")
     extra = dict(rollout.engine_kwargs.get("hf", {}))
     unknown = extra.keys() - {"cache_gib", "max_batch_rows", "max_prefill_tokens"}
     if unknown:
-        raise ValueError(
+        raise EngineError(
             f"actor_rollout_ref.rollout.engine_kwargs.hf.{min(unknown)}: unknown; there are cache_gib, "
             "max_batch_rows and max_prefill_tokens"
         )
     options = {"max_batch_rows": rollout.max_num_seqs, "max_prefill_tokens": rollout.max_num_batched_tokens}
-    dtype = torch.float32 if rollout.dtype in ("fp32", "float32") else torch.bfloat16
+    dtype = torch.float32 if rollout.dtype in FULL_PRECISION else torch.bfloat16
     return HFEngine(model, tokenizer, dtype=dtype, adopt=True, **{**options, **extra})
+
+
+def _vllm(config: Config, tokenizer: Any, device: torch.device) -> RolloutEngine:
+    from core.models import load_policy
+
+    try:
+        from core.engines import vllm
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        raise EngineError("actor_rollout_ref.rollout.name=vllm: vLLM is not installed; use rollout.name=hf") from error
+    if device.type != vllm.DEVICE:
+        raise EngineError(
+            f"actor_rollout_ref.rollout.name=vllm: the installed vLLM computes on {vllm.DEVICE}, the run is on "
+            f"{device.type}: set trainer.device={vllm.DEVICE}, install the other build, or use rollout.name=hf"
+        )
+    skeleton = load_policy(config.actor_rollout_ref.model, on_meta=True)
+    return vllm.VLLMEngine(tokenizer, skeleton, **vllm.engine_arguments(config, skeleton))

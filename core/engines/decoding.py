@@ -6,9 +6,8 @@ first input of each of its rows, so that the first token is drawn like every oth
 
 from __future__ import annotations
 
-import asyncio
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,11 +15,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from core.engines import SampleRequest
 from core.engines.kv_cache import ATTENTION, Decode, Prefill, SharedPromptCache
 from core.engines.sampling import RowSettings, draw, uniforms
-from core.engines.stopping import StopRule
-from core.types import Stop
+from core.engines.stepped import Row
 
 COLUMN_BLOCK = 64  # columns of responses are allocated in multiples of this
 
@@ -29,33 +26,11 @@ COLUMN_BLOCK = 64  # columns of responses are allocated in multiples of this
 class DecodeStats:
     """What was computed, in all. ``row_steps`` is the sum of the batch sizes of the decode steps."""
 
-    requests: int = 0
-    aborted: int = 0
     prefill_passes: int = 0
     prefill_tokens: int = 0  # prompt tokens sent through the model ahead of decoding, padding not counted
     steps: int = 0
     row_steps: int = 0
     copied_rows: int = 0
-
-
-@dataclass(eq=False)
-class Row:
-    """A request in flight and what it has written so far."""
-
-    request: SampleRequest
-    future: asyncio.Future
-    rule: StopRule
-    version: int
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    stop: Stop | None = None
-
-    def write(self, token: int, logprob: float) -> bool:
-        """Takes the next token; says whether it was the last and sets ``stop``."""
-        self.ids.append(token)
-        self.logprobs.append(logprob)
-        self.stop = self.rule.ended(self.ids)
-        return self.stop is not None
 
 
 @dataclass(frozen=True)

@@ -193,6 +193,9 @@ class ScriptedEngine:
         self.updates.append(version)
         self.policy_version = version
 
+    def sleep(self) -> None:
+        """Has nothing to free."""
+
     def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:
         return np.full(len(token_ids) - 1, LOGPROB, np.float32)
 

@@ -2,7 +2,7 @@
 # GRPO on GSM8K: Qwen2.5-0.5B-Instruct, one GPU.
 # Objective of verl v0.6.1, examples/grpo_trainer/run_qwen2-7b.sh; batch sizes and lengths of verl's published PPO run of
 # this model (docs/algo/ppo.md). No published run has exactly this setting.
-# This script has never run at its scale; it needs trainer.backend=ray and vLLM, which this version does not have yet.
+# This script has never run at its scale; it needs trainer.backend=ray and vLLM.
 #
 #   bash recipes/grpo/run_qwen2.5_0.5b_gsm8k.sh [key=value ...]          DRY_RUN=1 only checks the configuration
 #

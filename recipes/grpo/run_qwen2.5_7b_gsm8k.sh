@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO on GSM8K: Qwen2.5-7B-Instruct, one node of 8 GPUs.
 # Hyper-parameters of verl v0.6.1, examples/grpo_trainer/run_qwen2-7b.sh, with the model's successor in Qwen2-7B's place.
-# This script has never run at its scale; it needs trainer.backend=ray and vLLM, which this version does not have yet.
+# This script has never run at its scale; it needs trainer.backend=ray and vLLM.
 #
 #   bash recipes/grpo/run_qwen2.5_7b_gsm8k.sh [key=value ...]            DRY_RUN=1 only checks the configuration
 #

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # PPO on GSM8K: deepseek-llm-7b-chat, one node of 8 GPUs.
 # Hyper-parameters of verl v0.6.1, examples/ppo_trainer/run_deepseek7b_llm.sh.
-# This script has never run at its scale; it needs trainer.backend=ray and vLLM, which this version does not have yet.
+# This script has never run at its scale; it needs trainer.backend=ray and vLLM.
 #
 #   bash recipes/ppo/run_deepseek7b_gsm8k.sh [key=value ...]             DRY_RUN=1 only checks the configuration
 #

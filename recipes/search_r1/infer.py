@@ -58,7 +58,9 @@ def answer(question: str, config: Config) -> Trajectory:
     try:
         run.prepare_torch()
         policy = load_policy(config.actor_rollout_ref.model).to(run.device)
-        run.workers = SimpleNamespace(engine=make_engine(config, policy, run.tokenizer))
+        engine = make_engine(config, lambda: policy, run.tokenizer, run.device)
+        engine.update_weights(policy.state_dict().items(), 0)
+        run.workers = SimpleNamespace(engine=engine)
         prompt = prompt_of(question, config, run.tokenizer)
         return asyncio.run(run.generate(prompt, 0, run.val_sampling))
     finally:

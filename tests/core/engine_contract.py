@@ -131,11 +131,19 @@ class EngineContract:
             assert last.stop is Stop.STOP_TOKEN
 
     def test_a_stop_string_ends_where_it_is_complete(self, engine, tokenizer):
-        free = ids(sample_all(engine, [ask(seed=3, max_tokens=40, ignore_eos=True)])[0])
-        begin = next(i for i in range(5, 36) if all(token in LETTERS for token in free[i : i + 3]))
-        text = tokenizer.decode(free[begin : begin + 3])
-        assert len(text) == 3 and text not in tokenizer.decode(free[: begin + 2], skip_special_tokens=True)
-        requests = [ask(seed=3, max_tokens=40, ignore_eos=True, stop=stop) for stop in ((text,), ("never!", text))]
+        def read(tokens: list[int]) -> str:
+            return tokenizer.decode(tokens, skip_special_tokens=True)
+
+        def fresh(free: list[int], begin: int) -> bool:
+            """Three letters that were not written before."""
+            three = free[begin : begin + 3]
+            return all(token in LETTERS for token in three) and read(three) not in read(free[: begin + 2])
+
+        frees = sample_all(engine, [ask(seed=seed, max_tokens=40, ignore_eos=True) for seed in range(20)])
+        written = [(trajectory.seed, ids(trajectory), i) for trajectory in frees for i in range(5, 36)]
+        seed, free, begin = next(one for one in written if fresh(*one[1:]))
+        text = read(free[begin : begin + 3])
+        requests = [ask(seed=seed, max_tokens=40, ignore_eos=True, stop=stop) for stop in ((text,), ("never!", text))]
         for stopped in sample_all(engine, requests):
             assert (ids(stopped), stopped.stop) == (free[: begin + 3], Stop.STOP_STRING)
             assert stopped.response_text.endswith(text)

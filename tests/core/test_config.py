@@ -48,6 +48,7 @@ ADDED = {
     *("data.max_start_length", "data.max_obs_length"),
     *(f"retriever.{name}" for name in ("url", "topk", "prefetch", "client", "local")),
     *("trainer.heartbeat_timeout_s", "ray_kwargs.driver_actor"),
+    *(f"actor_rollout_ref.rollout.{name}" for name in ("nnodes", "n_gpus_per_node")),  # of later versions
 }
 
 
@@ -191,7 +192,7 @@ def test_an_unknown_recipe_and_an_unknown_preset_name_the_known_ones(tmp_path, m
 # --- resolving ---
 
 
-def test_nulls_follow_other_keys():
+def test_nulls_follow_other_keys(monkeypatch):
     config = compose("ppo", ["actor_rollout_ref.model.path=org/My-Model", "trainer.seed=3", f"{ACTOR}.clip_ratio=0.1"])
     actor, critic, trainer = config.actor_rollout_ref.actor, config.critic, config.trainer
     assert (actor.clip_ratio_low, actor.clip_ratio_high) == (0.1, 0.1)
@@ -203,6 +204,8 @@ def test_nulls_follow_other_keys():
     assert config.actor_rollout_ref.rollout.name == "hf" and config.algorithm.filter_groups.metric == "acc"
     assert compose("grpo").critic.enable is False
     assert resolve(config, "ppo") == config
+    monkeypatch.setattr("core.config.resolution.find_spec", lambda name: name == "vllm")
+    assert compose("ppo").actor_rollout_ref.rollout.name == "vllm"
 
 
 def test_one_clip_bound_leaves_the_other_to_clip_ratio():

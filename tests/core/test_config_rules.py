@@ -246,8 +246,27 @@ BROKEN = [
     ),
     (
         "ppo",
-        [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.max_num_batched_tokens=1000", f"{ROLLOUT}.enable_chunked_prefill=False"],
+        [
+            *(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.max_num_batched_tokens=1000", f"{ROLLOUT}.max_num_seqs=1000"),
+            f"{ROLLOUT}.enable_chunked_prefill=False",
+        ],
         *((), f"{ROLLOUT}.max_num_batched_tokens=1000", "1024 tokens"),
+    ),
+    (
+        *("ppo", [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.max_num_batched_tokens=1000"], ()),
+        *(f"{ROLLOUT}.max_num_batched_tokens=1000", "at least actor_rollout_ref.rollout.max_num_seqs=1024"),
+    ),
+    (
+        *("ppo", ["actor_rollout_ref.hybrid_engine=False"], ()),
+        *("actor_rollout_ref.hybrid_engine=false", "set trainer.backend=ray"),
+    ),
+    (
+        "ppo",
+        [
+            *("trainer.backend=ray", "actor_rollout_ref.hybrid_engine=False", f"{ROLLOUT}.name=vllm"),
+            f"{ROLLOUT}.n_gpus_per_node=3",
+        ],
+        *((), f"{ROLLOUT}.tensor_model_parallel_size=2", "divide the 3 GPUs of a node"),
     ),
     (
         *("grpo", [*FILTER, f"{ACTOR}.optim.lr_scheduler_type=cosine"], DAPO),
@@ -374,6 +393,14 @@ FINE = [
     ("ppo", [f"{ROLLOUT}.engine_kwargs.hf.cache_gib=1", f"{ROLLOUT}.engine_kwargs.vllm.x=1"], ()),
     ("ppo", ["actor_rollout_ref.model.path=./a/b/c"], ()),
     ("ppo", ["trainer.backend=ray", f"{ROLLOUT}.name=vllm"], ()),
+    (
+        "ppo",
+        [
+            *("trainer.backend=ray", "actor_rollout_ref.hybrid_engine=False", f"{ROLLOUT}.name=vllm"),
+            *(f"{ROLLOUT}.n_gpus_per_node=6", f"{ROLLOUT}.tensor_model_parallel_size=3"),
+        ],
+        (),
+    ),
     ("ppo", ["trainer.resume_mode=resume_path", "trainer.resume_from_path=x/global_step_3"], ()),
 ]
 
@@ -492,6 +519,25 @@ IDLE = [
     ("ppo", [f"{ROLLOUT}.val_kwargs.temperature=0.6"], f"{ROLLOUT}.val_kwargs.temperature"),
     ("ppo", [f"{ROLLOUT}.gpu_memory_utilization=0.6"], f"{ROLLOUT}.gpu_memory_utilization"),
     ("ppo", [f"+{ROLLOUT}.engine_kwargs.vllm.x=1"], f"{ROLLOUT}.engine_kwargs.vllm.x"),
+    (
+        "ppo",
+        [f"{ROLLOUT}.name=vllm", f"+{ROLLOUT}.engine_kwargs.hf.cache_gib=1"],
+        f"{ROLLOUT}.engine_kwargs.hf.cache_gib",
+    ),
+    ("ppo", [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.n_gpus_per_node=4"], f"{ROLLOUT}.n_gpus_per_node"),
+    (
+        "ppo",
+        [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=1"],
+        f"{ROLLOUT}.tensor_model_parallel_size",
+    ),
+    (
+        "ppo",
+        [
+            *("trainer.backend=ray", "actor_rollout_ref.hybrid_engine=False", f"{ROLLOUT}.name=vllm"),
+            f"{ROLLOUT}.free_cache_engine=False",
+        ],
+        f"{ROLLOUT}.free_cache_engine",
+    ),
     ("ppo", ["trainer.nnodes=1"], "trainer.nnodes"),
     ("ppo", ["ray_kwargs.ray_init.num_cpus=4"], "ray_kwargs.ray_init.num_cpus"),
     ("ppo", ["critic.model.fsdp_config.param_offload=True"], "critic.model.fsdp_config.param_offload"),

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
-from core.engines import SampleRequest, make_engine
+from core.engines import EngineError, SampleRequest, make_engine
 from core.engines.hf import HFEngine
 from core.engines.scripted import ScriptedEngine, random_latency
 from core.types import Stop
@@ -358,21 +358,27 @@ def test_any_end_of_sequence_id_ends():
 # -- make_engine
 
 
-def rollout(**options):
-    defaults = dict(name=None, engine_kwargs={}, max_num_seqs=9, max_num_batched_tokens=512, dtype="float32")
-    return SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(**{**defaults, **options})))
+def made(**options):
+    defaults = dict(name="hf", engine_kwargs={}, max_num_seqs=9, max_num_batched_tokens=512, dtype="float32")
+    part = SimpleNamespace(rollout=SimpleNamespace(**{**defaults, **options}))
+    return make_engine(SimpleNamespace(actor_rollout_ref=part), tiny_model, tiny_tokenizer(), torch.device("cpu"))
 
 
-def test_make_engine_follows_the_configuration():
-    engine = make_engine(rollout(engine_kwargs={"hf": {"cache_gib": 0.5}}), tiny_model(), tiny_tokenizer())
+def test_make_engine_follows_the_configuration(monkeypatch):
+    engine = made(engine_kwargs={"hf": {"cache_gib": 0.5}})
     assert isinstance(engine, HFEngine)
     assert engine.limits.rows == 9 and engine.limits.prefill_tokens == 512
     assert engine.limits.cache_tokens == 0.5 * 2**30 / 256
-    assert make_engine(rollout(dtype="bfloat16"), tiny_model(), tiny_tokenizer()).model.dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="rollout.name=sglang"):
-        make_engine(rollout(name="sglang"), tiny_model(), tiny_tokenizer())
-    with pytest.raises(ValueError, match="engine_kwargs.hf.speed"):
-        make_engine(rollout(engine_kwargs={"hf": {"speed": 2}}), tiny_model(), tiny_tokenizer())
+    assert made(dtype="bfloat16").model.dtype == torch.bfloat16
+    with pytest.raises(EngineError, match="rollout.name=sglang"):
+        made(name="sglang")
+    with pytest.raises(EngineError, match="engine_kwargs.hf.speed"):
+        made(engine_kwargs={"hf": {"speed": 2}})
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.delitem(sys.modules, "core.engines.vllm", raising=False)
+    monkeypatch.delattr("core.engines.vllm", raising=False)
+    with pytest.raises(EngineError, match="not installed; use rollout.name=hf"):
+        made(name="vllm")
 
 
 def test_the_contract_module_imports_no_torch():

@@ -2,24 +2,30 @@
 
 import asyncio
 import functools
+import importlib.util
+import json
 import os
 import signal
 import time
+from collections import Counter
 
 import pytest
 import ray
 import torch
 
 from core import workers as core_workers
+from core.config import compose
 from core.driver import FOLDER
 from core.engines.hf import HFEngine
 from core.interrupts import WorkersLost
 from core.models import load_critic, load_policy
 from core.processes import EngineProcess
+from core.ray_trainer import RayPPOTrainer
 from core.ray_workers import ENGINE, LEARNER, ROOT, PhaseTimeout, RayEngine, RayWorkers, Watch, connect
 from core.workers import ClusterError, LocalWorkers, WeightSyncError
 from tests.core.cluster import cluster_config, mixed_batch, write_model
 from tests.core.engine_contract import Counts, ModelEngineContract, ask, ids, sample_all
+from tests.faults.tiny_run import command, prepare
 from tests.tiny import tiny_tokenizer
 
 pytestmark = pytest.mark.xdist_group("ray")  # one Ray, however many test processes
@@ -192,6 +198,7 @@ class TestRayEngine(ModelEngineContract):
     @pytest.fixture(scope="class", autouse=True)
     def actor(self, model, cluster):
         type(self).shared = ENGINE.options(num_cpus=0).remote(cluster_config(model), CPU, 1)
+        ray.get(self.shared.start.remote())
         yield
         ray.kill(self.shared)
 
@@ -225,6 +232,32 @@ class TestRayEngine(ModelEngineContract):
     def counts(self, engine: RayEngine) -> Counts:
         stats = call(self.shared, lambda process: process.engine.stats)
         return Counts(stats.prefill_tokens, stats.row_steps)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup says why")
+def test_a_run_with_vllm_engines_in_a_pool_of_their_own(tmp_path, monkeypatch):
+    """Two learner ranks, two engines: a run to its end, and in it the engines' log-probs are the learner's."""
+    prepare(tmp_path, hidden_size=128)  # the CPU build's kernels want wide heads
+    overrides = (
+        *("actor_rollout_ref.hybrid_engine=False", "actor_rollout_ref.rollout.n_gpus_per_node=2"),
+        *("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"),
+        *("actor_rollout_ref.rollout.enforce_eager=True", "trainer.backend=ray", "trainer.n_gpus_per_node=2"),
+    )
+    arguments = command(tmp_path, "grpo", 4, *overrides)(tmp_path / "run")[3:]
+    trainer = RayPPOTrainer(compose("grpo", arguments)).init_workers()
+    engine, sent = trainer.workers.engine, []
+    assert engine.engines == ["engine 0", "engine 1"]
+    relay = engine._relay
+    monkeypatch.setattr(engine, "_relay", lambda name, requests: sent.append((name, requests)) or relay(name, requests))
+    trainer.fit()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "rollout_corr/logp_diff_max" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert max(line["rollout_corr/logp_diff_max"] for line in steps) < 1e-4
+    assert max(line["rollout_corr/probe_diff"] for line in steps) < 1e-4
+    assert {name for name, _ in sent} == {"engine 0", "engine 1"}
+    for _, requests in sent:  # validation asks once; training thrice, and one engine: the answers share a prefill
+        assert set(Counter(request.prompt_ids for _, request in requests).values()) <= {1, 3, 6}
 
 
 # -- what goes wrong

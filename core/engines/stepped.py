@@ -1,0 +1,209 @@
+"""What engines share that compute step by step in the caller's process: requests, their consumers, event loops.
+
+One task of the running event loop steps while requests are in flight and ends with the last of them. It gives way
+between steps, so that what is finished is scored while the rest decodes. No threads and no timers: what the requests'
+consumers do decides the order of everything, and a replay repeats it to the bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from core.engines import SampleRequest
+from core.engines.stopping import StopRule, one_turn
+from core.types import Stop, Trajectory
+
+SETTLED_TURNS = 32  # after verdicts from elsewhere came: more than all that they set off can take
+TURNS = 4  # turns of the event loop after a sample ended: its consumer, and whom that one wakes, may ask for more
+
+
+@dataclass(eq=False)
+class Row:
+    """A request in flight and what it has written so far."""
+
+    request: SampleRequest
+    future: asyncio.Future
+    rule: StopRule
+    version: int
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    stop: Stop | None = None
+
+    def write(self, token: int, logprob: float) -> bool:
+        """Takes the next token; says whether it was the last and sets ``stop``."""
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        self.stop = self.rule.ended(self.ids)
+        return self.stop is not None
+
+
+class SteppedEngine(ABC):
+    """:class:`core.engines.RolloutEngine` but for the computing, which :meth:`_admit`, :meth:`_advance`,
+    :meth:`_drop`, :meth:`_load`, :meth:`_free` and ``probe`` do. Rows are in ``_waiting``, then in :meth:`_running`.
+
+    ``eos`` are the ids that end a response; prompts hold ids below ``vocab_size``; prompt and response together have
+    at most ``max_length`` tokens, which ``length_key`` bounds.
+    """
+
+    length_key = "the model's max_position_embeddings"
+
+    def __init__(self, tokenizer: Any, eos: frozenset[int], vocab_size: int, max_length: int | None):
+        self.tokenizer, self.eos = tokenizer, eos
+        self.vocab_size, self.max_length = vocab_size, max_length
+        self.policy_version = 0
+        self._waiting: list[Row] = []
+        self._task: asyncio.Task | None = None
+        self._closed = False
+        # Awaited before each step: consumers whose answers come from elsewhere are then not overtaken by the next
+        # step, and a replay stays exact. True: some of those answers came, and who got them may ask for more.
+        self.before_step: Callable[[], Awaitable[bool]] | None = None
+
+    @abstractmethod
+    def _running(self) -> list[Row]:
+        """The rows that are being computed."""
+
+    @abstractmethod
+    def _admit(self) -> None:
+        """Takes from the front of ``_waiting`` what has room."""
+
+    @abstractmethod
+    def _advance(self) -> list[Row]:
+        """One step; returns the rows that ended with it, which are not running any more."""
+
+    @abstractmethod
+    def _drop(self, rows: list[Row]) -> None:
+        """Stops computing these running rows."""
+
+    @abstractmethod
+    def _load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Replaces the weights; ValueError, and nothing is changed, where they do not fit."""
+
+    @abstractmethod
+    def _rest(self) -> None:
+        """Frees what ``_load`` will bring back, where it can; nothing is in flight."""
+
+    @abstractmethod
+    def _free(self) -> None:
+        """Lets go of model and cache; nothing is in flight."""
+
+    async def sample(self, request: SampleRequest) -> Trajectory:
+        """As the contract says. Raises ValueError for a request that this model or cache cannot hold,
+        RuntimeError once the engine is closed, FloatingPointError where the weights give no finite logits."""
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+        self._check(request)
+        self._wake()
+        rule = StopRule.of(request.sampling, self.eos, self.tokenizer)
+        row = Row(request, asyncio.get_running_loop().create_future(), rule, self.policy_version)
+        self._waiting.append(row)
+        return await row.future
+
+    def _check(self, request: SampleRequest) -> None:
+        prompt, budget = request.prompt_ids, request.sampling.max_tokens
+        if not prompt:
+            raise ValueError("SampleRequest.prompt_ids is empty: a response needs at least one token to follow")
+        if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
+            raise ValueError(
+                f"SampleRequest.prompt_ids holds ids from {min(prompt)} to {max(prompt)}, but the model has "
+                f"{self.vocab_size} tokens: is it this model's tokenizer?"
+            )
+        if self.max_length is not None and len(prompt) + budget > self.max_length:
+            raise ValueError(
+                f"prompt of {len(prompt)} tokens + max_tokens={budget} is beyond {self.length_key}="
+                f"{self.max_length}: lower data.max_prompt_length or data.max_response_length"
+            )
+
+    def _wake(self) -> None:
+        """Starts the decoding task, unless it runs. What a former event loop left behind is dropped."""
+        loop = asyncio.get_running_loop()
+        if self._task is not None and self._task.get_loop() is loop and not self._task.done():
+            return
+        self._drop_all()
+        self._task = loop.create_task(self._decode())
+
+    async def _decode(self) -> None:
+        task, turns = asyncio.current_task(), TURNS
+        try:
+            while True:
+                await self._let_consumers_act(turns)
+                self._drop_aborted()
+                self._admit()
+                if not self._running():
+                    return
+                finished = self._advance()
+                self._deliver(finished)
+                turns = TURNS if finished else 1
+        except Exception as error:
+            for row in self._in_flight():
+                row.future.set_exception(error)
+        finally:
+            if self._task is task:  # else another event loop has taken over
+                self._drop_all()
+
+    async def _let_consumers_act(self, turns: int) -> None:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        while self.before_step is not None and await self.before_step():
+            for _ in range(SETTLED_TURNS):
+                await asyncio.sleep(0)
+
+    def _drop_aborted(self) -> None:
+        self._waiting = _awaited(self._waiting)
+        aborted = [row for row in self._running() if row.future.done()]
+        if aborted:
+            self._drop(aborted)
+
+    def _in_flight(self) -> list[Row]:
+        return _awaited(self._running() + self._waiting)
+
+    def _drop_all(self) -> None:
+        for row in self._in_flight():
+            if not row.future.get_loop().is_closed():
+                row.future.cancel()
+        self._waiting = []
+        self._drop(list(self._running()))
+        self._task = None
+
+    def _deliver(self, rows: list[Row]) -> None:
+        for row in _awaited(rows):
+            row.future.set_result(one_turn(row.request, row.ids, row.logprobs, row.stop, row.version, self.tokenizer))
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """As the contract says. Every weight must come, under one of its names where it has several (tied
+        embeddings); two names of one weight must agree. Nothing is changed where anything is wrong."""
+        self._refuse_in_flight("update_weights")
+        self._load(named_tensors)
+        self.policy_version = version
+
+    def sleep(self) -> None:
+        """As the contract says."""
+        self._refuse_in_flight("sleep")
+        self._rest()
+
+    def _refuse_in_flight(self, what: str) -> None:
+        live = [row for row in self._in_flight() if not row.future.get_loop().is_closed()]
+        if live:
+            raise RuntimeError(f"{what} with {len(live)} requests in flight: await or cancel them first")
+        self._waiting = []
+        self._drop(list(self._running()))  # what a closed event loop left behind must not go on with other weights
+
+    def close(self) -> None:
+        """Cancels what is in flight and lets go of model and cache. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        task = self._task
+        self._drop_all()
+        if task is not None and not task.get_loop().is_closed():
+            task.cancel()
+        self._free()
+
+
+def _awaited(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if not row.future.done()]

@@ -1,0 +1,251 @@
+"""vLLM behind the engine contract: its core in this process, stepped by our loop. The one file that imports vllm.
+
+vLLM holds no tokenizer here and decides no stop string: ids go in, ids and log-probs come out, and
+``core.engines.stopping`` says what ended a response, as for every engine. Samples of a prompt share its whole blocks
+by prefix caching. With tensor parallelism vLLM starts a process a GPU of its own; else all of it is in this one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from core.config.frozen import thaw
+from core.engines import FULL_PRECISION, EngineError, SampleRequest
+from core.engines.stepped import Row, SteppedEngine
+from core.engines.stopping import eos_ids
+from core.engines.weights import checked_weights
+from core.models import resolve_path
+from core.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from core.config.schema import Config
+
+# Read when vllm is imported: the engine core in this process, its log quiet, threads as the caller set them.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.inputs.engine import tokens_input
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+
+DEVICE = current_platform.device_type  # what this build of vLLM computes on: "cpu" or "cuda"
+CPU_CACHE_BYTES = 1 << 30  # of keys and values; vLLM's own default is a share of the machine's memory
+FIXED = {
+    "skip_tokenizer_init": True,
+    "generation_config": "vllm",  # sampling and stopping are the request's alone
+    "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
+    "disable_log_stats": True,
+    "load_format": "dummy",  # weights come by update_weights
+    "seed": 0,
+}
+KEPT_VARIABLES = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
+ATTENTION_KEY = "attn_implementation"  # the learner's; vLLM has its own kernels
+LEAST_LENGTH = 64  # of prompt and response: the probe's text is a prompt too
+
+
+class VLLMEngine(SteppedEngine):
+    """Satisfies :class:`core.engines.RolloutEngine` once the first weights have come: before, they are random.
+
+    ``skeleton`` is the model without weights (on the meta device): what names and shapes an update must have.
+    ``options`` are vLLM's engine arguments (``model`` is its folder or hub id). Where ``enable_sleep_mode`` is among
+    them, ``sleep`` gives the GPU back. Weights that are not finite leave their mark in the cache for good. Raises
+    ValueError where vLLM cannot run the model so.
+    """
+
+    def __init__(self, tokenizer: Any, skeleton: nn.Module, **options: Any):
+        self.skeleton = skeleton
+        options = {**FIXED, **options}
+        if DEVICE == "cpu":
+            options |= _on_cpu(options)
+        # Else vLLM would look for a Ray of its own inside a Ray actor.
+        options.setdefault(
+            "distributed_executor_backend", "mp" if options.get("tensor_parallel_size", 1) > 1 else "uni"
+        )
+        with _process_kept():
+            self.llm = LLMEngine.from_engine_args(EngineArgs(**options))
+        model = self.llm.model_config
+        if model.max_model_len < _positions(skeleton):
+            self.length_key = "vLLM's max_model_len"
+        super().__init__(tokenizer, eos_ids(tokenizer, skeleton), model.get_vocab_size(), model.max_model_len)
+        self.sleeps, self.asleep = bool(options.get("enable_sleep_mode")), False
+        self._rows: dict[str, Row] = {}
+        self._names = map(str, count())
+
+    # -- rows
+
+    def _check(self, request: SampleRequest) -> None:
+        super()._check(request)
+        if self.asleep:
+            raise RuntimeError("the engine is asleep and without weights: update_weights wakes it")
+
+    def _running(self) -> list[Row]:
+        return list(self._rows.values())
+
+    def _admit(self) -> None:
+        """vLLM queues by itself."""
+        waiting, self._waiting = self._waiting, []
+        for row in waiting:
+            name = next(self._names)
+            self._rows[name] = row
+            self.llm.add_request(name, tokens_input(list(row.request.prompt_ids)), self._params(row))
+
+    def _params(self, row: Row) -> SamplingParams:
+        asked, rule = row.request.sampling, row.rule
+        ends = [i for i in sorted(rule.eos | rule.stop_ids) if i < self.vocab_size]
+        return SamplingParams(
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            top_k=asked.top_k,
+            seed=derive_seed("vllm", row.request.seed),  # torch's generator on the CPU reads the lower 32 bits
+            max_tokens=asked.max_tokens,
+            stop_token_ids=ends,
+            ignore_eos=True,  # it is among the stop ids, or not wanted
+            logprobs=0,  # of the sampled token
+            flat_logprobs=True,
+            detokenize=False,
+            # Where stop strings may end a response, every token is looked at; else it comes whole.
+            output_kind=RequestOutputKind.DELTA if rule.strings else RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _advance(self) -> list[Row]:
+        return self._take(self.llm.step())
+
+    def _take(self, outputs: list[Any]) -> list[Row]:
+        """Gives the rows what vLLM wrote; those that ended have left."""
+        ended = []
+        for output in outputs:
+            row, (part,) = self._rows[output.request_id], output.outputs
+            done = any([row.write(*pair) for pair in zip(part.token_ids, part.logprobs.logprobs, strict=True)])
+            if not np.isfinite(row.logprobs).all():
+                raise FloatingPointError("the model's logits are not finite: its weights hold NaN or infinite values")
+            if output.finished != done and not row.rule.strings:
+                raise RuntimeError(f"vLLM ended a response with {part.finish_reason} ({part.stop_reason})")
+            if done:
+                ended.append(output.request_id)
+                if not output.finished:
+                    self.llm.abort_request([output.request_id])
+        return [self._rows.pop(name) for name in ended]
+
+    def _drop(self, rows: list[Row]) -> None:
+        gone = set(map(id, rows))
+        names = [name for name, row in self._rows.items() if id(row) in gone]
+        for name in names:
+            del self._rows[name]
+        self.llm.abort_request(names)
+
+    # -- weights
+
+    def _load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Through vLLM's own reloading, which packs and shards. A tied weight goes under each of its names: a head
+        that vLLM packed for itself would stay stale without its own."""
+        weights = checked_weights(self.skeleton, named_tensors)
+        if self.asleep:
+            self.llm.wake_up(["weights"])
+        named = [(name, value) for names, _, value in weights for name in names]
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
+        if self.asleep:
+            self.llm.wake_up(["kv_cache"])
+            self.asleep = False
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not let go of the keys and values of the former weights")
+
+    def _rest(self) -> None:
+        if self.sleeps and not self.asleep:
+            self.llm.sleep(level=2)  # 2: the weights are not kept either
+            self.asleep = True
+
+    def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:
+        """As the contract says: [len(token_ids) - 1] float32."""
+        if len(token_ids) < 2:
+            return np.zeros(0, np.float32)
+        name = next(self._names)
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0,
+            prompt_logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        self.llm.add_request(name, tokens_input(list(token_ids)), params)
+        own: list[Any] = []
+        while not own:
+            outputs = self.llm.step()
+            own = [output for output in outputs if output.request_id == name]
+            self._deliver(self._take([output for output in outputs if output.request_id != name]))
+        return np.array(own[0].prompt_logprobs.logprobs, np.float32)
+
+    def _free(self) -> None:
+        with _process_kept():
+            self.llm.engine_core.shutdown()
+        self.llm = None
+
+
+def _on_cpu(options: dict[str, Any]) -> dict[str, Any]:
+    """What the CPU build needs: a bounded cache, and whole prompts, because a seeded sample of a prompt that comes in
+    pieces takes a generator back, which torch's on the CPU does not allow."""
+    changed: dict[str, Any] = {"enable_chunked_prefill": False}
+    if "max_num_batched_tokens" in options:
+        changed["max_num_batched_tokens"] = max(options["max_num_batched_tokens"], options["max_model_len"])
+    if "kv_cache_memory_bytes" not in options and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+        changed["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
+    return changed
+
+
+def engine_arguments(config: Config, skeleton: nn.Module) -> dict[str, Any]:
+    """vLLM's arguments for what the configuration asks for; ``rollout.engine_kwargs.vllm`` has the last word.
+
+    Raises EngineError for an argument that vLLM lacks.
+    """
+    part, data = config.actor_rollout_ref, config.data
+    model, rollout = part.model, part.rollout
+    extra = {name: value for name, value in thaw(rollout.engine_kwargs.get("vllm") or {}).items() if value is not None}
+    for name in sorted(extra.keys() - {field.name for field in dataclasses.fields(EngineArgs)}):
+        raise EngineError(f"actor_rollout_ref.rollout.engine_kwargs.vllm.{name}: vLLM has no such engine argument")
+    longest = max(rollout.max_model_len or data.max_prompt_length + data.max_response_length, LEAST_LENGTH)
+    arguments = {
+        "model": resolve_path(model.path),
+        "trust_remote_code": model.trust_remote_code,
+        "hf_overrides": {key: value for key, value in thaw(model.override_config).items() if key != ATTENTION_KEY},
+        "dtype": "float32" if rollout.dtype in FULL_PRECISION else "bfloat16",
+        "tensor_parallel_size": rollout.tensor_model_parallel_size if config.trainer.backend == "ray" else 1,
+        "max_model_len": min(longest, _positions(skeleton)),
+        # The learner needs the GPU in its turn, unless the engine has one of its own.
+        "enable_sleep_mode": DEVICE == "cuda" and rollout.free_cache_engine and part.hybrid_engine,
+    }
+    same = ("gpu_memory_utilization", "enforce_eager", "max_num_batched_tokens", "max_num_seqs")
+    same += ("enable_chunked_prefill", "enable_prefix_caching")
+    return {**arguments, **{name: getattr(rollout, name) for name in same}, **extra}
+
+
+def _positions(skeleton: nn.Module) -> int:
+    return getattr(skeleton.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+
+
+@contextmanager
+def _process_kept() -> Iterator[None]:
+    """vLLM's CPU worker sets variables for children of its own and takes torch.set_num_threads from the process."""
+    variables = {name: os.environ.get(name) for name in KEPT_VARIABLES}
+    set_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_threads
+        torch.set_num_threads(threads)
+        for name, value in variables.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
