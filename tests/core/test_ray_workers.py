@@ -72,8 +72,7 @@ def test_workers_start_under_nsys_where_the_profiler_asks_for_it(model):
     for settings, wanted in (([], None), (steps, "repeat-shutdown:2")):
         workers = object.__new__(RayWorkers)
         workers.config, workers.device = cluster_config(model, *settings), CPU
-        workers.per_node, workers.groups = 2, ["a group"]
-        options = workers._place(1)
+        options = workers._place("a group", 1, 1)
         nsight = options.get("runtime_env", {}).get("nsight", {})
         assert nsight.get("capture-range-end") == wanted
         if nsight:
@@ -117,7 +116,7 @@ def test_neighbours_that_split_sequences_get_the_same_rows(model):
 
     class Recorder(RayWorkers):
         def __init__(self):
-            self.config, self.ranks = config, 4
+            self.config, self.ranks, self.device = config, 4, CPU
 
         def _each(self, phase, method, arguments):
             asked.append(arguments)
