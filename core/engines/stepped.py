@@ -140,8 +140,11 @@ class SteppedEngine(ABC):
                 self._deliver(finished)
                 turns = TURNS if finished else 1
         except Exception as error:
-            for row in self._in_flight():
+            waiting = self._in_flight()
+            for row in waiting:
                 row.future.set_exception(error)
+            if not waiting:  # nobody awaits an answer: the fault must not end here unseen
+                raise
         finally:
             if self._task is task:  # else another event loop has taken over
                 self._drop_all()

@@ -464,3 +464,20 @@ def test_random_latencies_follow_the_request_not_the_arrival():
     drawn = [latency(ask(seed=i), 5) for i in range(2000)]
     assert drawn == [latency(ask(seed=i), 9) for i in range(2000)]
     assert 1.9 < np.mean(drawn) < 2.1 and drawn != [random_latency(4, 2.0)(ask(seed=i), 5) for i in range(2000)]
+
+
+def test_a_fault_that_nobody_awaits_does_not_end_in_silence():
+    engine = HFEngine(tiny_model(), tiny_tokenizer())
+
+    async def broken():
+        raise RuntimeError("the grader is gone")
+
+    async def aborted_before_the_fault():
+        request = asyncio.create_task(engine.sample(ask(seed=0)))
+        await asyncio.sleep(0)
+        engine.before_step, decoding = broken, engine._task
+        request.cancel()
+        await decoding
+
+    with pytest.raises(RuntimeError, match="the grader is gone"):
+        run(aborted_before_the_fault())

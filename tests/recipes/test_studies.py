@@ -34,8 +34,6 @@ def test_every_arm_is_a_valid_configuration_and_no_two_are_the_same(path):
 def test_the_report_is_what_the_records_give(path, tmp_path):
     study = load_study(path)
     committed = ROOT / "results" / study.recipe / "study.md"
-    if not committed.exists():
-        pytest.skip("no run was made")
     shutil.copy(ROOT / "results" / "references.yaml", tmp_path)
     records = Records(ROOT / "results" / study.recipe / "study")
     assert write_report(study, records, tmp_path).read_text() == committed.read_text()
