@@ -1,7 +1,7 @@
 """A run's loop in a process of its own, apart from the shell that asked for it: the process, and the shell's end.
 
 On a cluster the loop is an actor that needs no GPU, so that a closed shell does not end the run
-(``core.ray_workers.place_driver`` makes it; nothing here imports ray). The shell shows what the loop prints, hands a
+(``core.ray_driver.place_driver`` makes it; nothing here imports ray). The shell shows what the loop prints, hands a
 Ctrl-C on, starts the loop again where its process dies, and ends with its exit status. A later shell that asks for the
 same run folder joins the run that goes on.
 """

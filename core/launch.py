@@ -48,7 +48,7 @@ def _apart(trainer: str, config: Config) -> int:
     from core.workers import ClusterError, ray_backend
 
     try:
-        place_driver = ray_backend().place_driver
+        place_driver = ray_backend("ray_driver").place_driver
         return oversee(lambda config, restarts: place_driver(trainer, config, restarts), config)
     except ClusterError as error:
         print(error, file=sys.stderr)

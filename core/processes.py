@@ -1,4 +1,4 @@
-"""What runs in the processes of a cluster: a rank of the learner, an engine. ``core.ray_workers`` makes Ray actors of
+"""What runs in the processes of a cluster: a rank of the learner, an engine. ``core.ray_pools`` makes Ray actors of
 them; nothing here imports ray.
 
 ``lifeline``, ``beat`` and ``stacks`` are for threads of their own: they answer while a phase is at work or hangs.

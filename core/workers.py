@@ -7,6 +7,7 @@ critic and engine in the driver's process, for tests, debugging and small runs.
 from __future__ import annotations
 
 import copy
+import importlib
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -92,15 +93,14 @@ class ClusterError(ValueError):
     """The cluster cannot hold the run; the message says what to change."""
 
 
-def ray_backend() -> ModuleType:
-    """The module of ``trainer.backend=ray``. Raises ClusterError where ray is not installed."""
+def ray_backend(name: str = "ray_workers") -> ModuleType:
+    """A module of ``trainer.backend=ray``. Raises ClusterError where ray is not installed."""
     try:
-        from core import ray_workers
+        return importlib.import_module(f"core.{name}")
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
         raise ClusterError("trainer.backend=ray: ray is not installed; pip install 'ray>=2.60'") from error
-    return ray_workers
 
 
 class LocalWorkers:

@@ -48,7 +48,8 @@ def test_core_knows_no_recipe():
 
 
 def test_ray_and_vllm_each_have_one_door():
-    for package, doors in (("ray", {"core/ray_workers.py"}), ("vllm", {"core/engines/vllm.py"})):
+    over_ray = {f"core/ray_{name}.py" for name in ("pools", "watch", "engine", "workers", "driver")}
+    for package, doors in (("ray", over_ray), ("vllm", {"core/engines/vllm.py"})):
         assert {str(path.relative_to(ROOT)) for path in PYTHON if package in imports(path)} <= doors
 
 

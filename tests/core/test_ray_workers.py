@@ -20,8 +20,11 @@ from core.engines.hf import HFEngine
 from core.interrupts import WorkersLost
 from core.models import load_critic, load_policy
 from core.processes import EngineProcess
+from core.ray_engine import RayEngine
+from core.ray_pools import ENGINE, LEARNER, ROOT, connect
 from core.ray_trainer import RayPPOTrainer
-from core.ray_workers import ENGINE, LEARNER, ROOT, PhaseTimeout, RayEngine, RayWorkers, Watch, connect
+from core.ray_watch import PhaseTimeout, Watch
+from core.ray_workers import RayWorkers
 from core.workers import ClusterError, LocalWorkers, WeightSyncError
 from tests.core.cluster import cluster_config, mixed_batch, write_model
 from tests.core.engine_contract import Counts, ModelEngineContract, ask, ids, sample_all
@@ -357,7 +360,7 @@ def test_a_death_while_samples_are_written_ends_them(small, victim):
 
 
 def test_a_cluster_without_room_says_so(model, monkeypatch):
-    monkeypatch.setattr("core.ray_workers.START_S", 1.0)
+    monkeypatch.setattr("core.ray_pools.START_S", 1.0)
     config = cluster_config(
         model, "data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=8", ranks=16
     )

@@ -11,8 +11,8 @@ import pytest
 import ray
 
 from core.interrupts import WorkersLost
+from core.ray_engine import RayJudge
 from core.ray_trainer import RayPPOTrainer
-from core.ray_workers import RayJudge
 from core.rewards.model import Answer
 from tests.core.judges import metrics, run_config
 
