@@ -149,15 +149,17 @@ def find_checkpoint(source: Path) -> Checkpoint:
     return found
 
 
-def export(source: Path, out: Path, *, dtype: str | None = None, trust_remote_code: bool = False) -> Checkpoint:
+def export(
+    source: Path, out: Path, *, dtype: str | None = None, base: str | None = None, trust_remote_code: bool = False
+) -> Checkpoint:
     """Writes the policy of a checkpoint to the new folder ``out``.
 
     Args:
         dtype: a torch dtype by name, such as ``bfloat16``; None leaves the weights as they are (float32 masters).
-            Adapters are merged into their base, which must be where the run found it.
+        base: of adapters, which are merged into it: where it is now, if not where the run found it.
 
     Raises:
-        CheckpointError: no checkpoint, a damaged one, or ``out`` exists and is not empty.
+        CheckpointError: no checkpoint, a damaged one, another base, or ``out`` exists and is not empty.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} exists and is not an empty folder: give the export a new one")
@@ -169,7 +171,7 @@ def export(source: Path, out: Path, *, dtype: str | None = None, trust_remote_co
         if dtype is None and not (actor / ADAPTERS).exists():
             _copy_model(found, actor, unfinished)
         else:
-            _convert_model(actor, unfinished, dtype, trust_remote_code)
+            _convert_model(found, unfinished, dtype, base, trust_remote_code)
         unfinished.replace(out)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -185,18 +187,20 @@ def _copy_model(found: Checkpoint, actor: Path, out: Path) -> None:
             shutil.copyfile(found.folder / name, target)
 
 
-def _convert_model(actor: Path, out: Path, dtype: str | None, trust_remote_code: bool) -> None:
+def _convert_model(found: Checkpoint, out: Path, dtype: str | None, base: str | None, trust_remote_code: bool) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from core.lora import merge_saved
 
+    actor = found.path("actor")
     wanted = getattr(torch, dtype or "float32", None)
     if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
         raise CheckpointError(f"--dtype={dtype}: not a floating-point type of torch, such as bfloat16 or float32")
     with _quiet():
         if (actor / ADAPTERS).exists():
-            model = merge_saved(actor, wanted, trust_remote_code=trust_remote_code)
+            saved = found.provenance.models["actor"].base if found.provenance else None
+            model = merge_saved(actor, wanted, saved, path=base, trust_remote_code=trust_remote_code)
         else:
             model = AutoModelForCausalLM.from_pretrained(actor, dtype=wanted, trust_remote_code=trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(actor, trust_remote_code=trust_remote_code)
@@ -210,10 +214,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("source", type=Path, help="a run folder (its newest complete checkpoint) or a global_step_N")
     parser.add_argument("out", type=Path, help="the folder to write; must not exist or be empty")
     parser.add_argument("--dtype", help="convert the weights, for example to bfloat16; default: as trained")
+    parser.add_argument("--base", help="of a LoRA run: where its base model is now; default: where the run found it")
     parser.add_argument("--trust-remote-code", action="store_true", help="for models that bring their own code")
     args = parser.parse_args(arguments)
+    options = {"dtype": args.dtype, "base": args.base, "trust_remote_code": args.trust_remote_code}
     try:
-        found = export(args.source, args.out, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
+        found = export(args.source, args.out, **options)
     except (CheckpointError, OSError) as error:
         print(f"core.export: {error}", file=sys.stderr)
         return 2

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from core.export import load_weights
 from core.learner import Actor, BasePolicy, Critic, Policy, Ranks
-from core.lora import add_adapters, has_adapters, load_adapters, merged_weights, trained_weights
+from core.lora import add_adapters, fingerprint, has_adapters, load_adapters, merged_weights, trained_weights
 from core.metrics import Means
 from core.models import load_critic, load_policy, load_tokenizer
 from core.packing import Layout
@@ -267,7 +267,7 @@ class LearnerRank:
         return {"actor": self.actor, **({"critic": self.critic} if self.critic else {})}
 
     def fingerprints(self) -> dict[str, ModelFingerprint]:
-        return {name: ModelFingerprint.of(self.skeletons[name]) for name in self.trained()}
+        return {name: fingerprint(self.skeletons[name]) for name in self.trained()}
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         found = self.actor.log_probs(batch, pass_size(self.config.actor_rollout_ref.rollout))

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from core.manifest import CheckpointError
 from core.models import ModelError, resolve_path
+from core.provenance import Base, ModelFingerprint, base_of
 
 if TYPE_CHECKING:
     from core.config.schema import CriticModelConfig, ModelConfig
@@ -62,6 +64,8 @@ def add_adapters(module: nn.Module, model: ModelConfig | CriticModelConfig, seed
         raise ModelError("model.target_modules: the output head cannot have an adapter; leave lm_head out")
     if own_head is not None:
         module.get_submodule(own_head).requires_grad_(True)
+    if not next(module.parameters()).is_meta:
+        base_of(config.base_model_name_or_path)  # hashed as they are when they are loaded
     return module
 
 
@@ -75,6 +79,13 @@ def _names(names: Any) -> Any:
     """As peft tells them apart: a list holds the ends of names, a text is all-linear or a pattern of whole names."""
     names = list(names)
     return names[0] if len(names) == 1 and (names[0] == "all-linear" or PATTERN.search(names[0])) else names
+
+
+def fingerprint(module: nn.Module, *, fetched: bool = True) -> ModelFingerprint:
+    """What a checkpoint of ``module`` must agree with; of one with adapters the base's weights too, but where they
+    are a hub's and not ``fetched`` to this machine yet."""
+    path = module.peft_config[ADAPTER].base_model_name_or_path if has_adapters(module) else None
+    return ModelFingerprint.of(module, base_of(path) if path and (fetched or Path(path).is_dir()) else None)
 
 
 def has_adapters(module: nn.Module) -> bool:
@@ -153,12 +164,28 @@ def _stored(name: str) -> str:
     return PREFIX + name.replace(f".{ADAPTER}.", ".")
 
 
-def merge_saved(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool = False) -> nn.Module:
-    """The policy of a checkpoint that :func:`save_adapters` wrote: its base, with the adapters merged."""
+def merge_saved(
+    folder: Path, dtype: torch.dtype, saved: Base | None, *, path: str | None = None, trust_remote_code: bool = False
+) -> nn.Module:
+    """The policy of a checkpoint that :func:`save_adapters` wrote: its base, with the adapters merged.
+
+    ``path`` is where the base is now, if not where the run found it; ``saved`` what it was then (the checkpoint's
+    manifest). Raises CheckpointError where the weights there are others.
+    """
     from peft import PeftConfig, PeftModel
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    path = resolve_path(PeftConfig.from_pretrained(folder).base_model_name_or_path)
+    try:
+        path = resolve_path(path or PeftConfig.from_pretrained(folder).base_model_name_or_path, "--base")
+        found = base_of(path)
+    except ModelError as error:
+        raise CheckpointError(str(error)) from error
+    if saved is not None and saved.sha256 != found.sha256:
+        raise CheckpointError(
+            f"--base={path} (weights of SHA-256 {found.sha256[:12]}): {folder} holds adapters of another base, "
+            f"{saved.path} as it was then (SHA-256 {saved.sha256[:12]}); adapters fit the weights that they were "
+            "trained on alone. Give that base"
+        )
     shape = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     base = AutoModelForCausalLM.from_pretrained(
         path, config=shape, dtype=torch.float32, trust_remote_code=trust_remote_code

@@ -106,6 +106,14 @@ class Checkpoint:
                 "must keep its model: set actor_rollout_ref.model.path (critic.model.path) to the one the run started "
                 "from, or choose another trainer.experiment_name"
             )
+        if there.base and here.base and there.base.sha256 != here.base.sha256:
+            key = "actor_rollout_ref.model.path" if name == "actor" else f"{name}.model.path"
+            raise CheckpointError(
+                f"{key}={here.base.path} (weights of SHA-256 {here.base.sha256[:12]}): {self.folder} holds adapters "
+                f"of another base, {there.base.path} as it was then (SHA-256 {there.base.sha256[:12]}); adapters fit "
+                "the weights that they were trained on alone. Give the run that base, wherever it is now, or choose "
+                "another trainer.experiment_name"
+            )
 
 
 def verify(folder: Path, *, hashes: bool = True) -> Checkpoint:

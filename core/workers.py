@@ -22,7 +22,15 @@ from core.batching import optimizer_steps
 from core.engines import RolloutEngine, make_engine
 from core.export import export_hf, load_weights
 from core.learner import Actor, BasePolicy, Critic, MicroBatchSize, Policy
-from core.lora import add_adapters, has_adapters, load_adapters, merged_weights, save_adapters, trained_weights
+from core.lora import (
+    add_adapters,
+    fingerprint,
+    has_adapters,
+    load_adapters,
+    merged_weights,
+    save_adapters,
+    trained_weights,
+)
 from core.losses import aggregation
 from core.models import load_critic, load_policy
 from core.packing import Layout
@@ -178,7 +186,7 @@ class LocalWorkers:
 
     def fingerprints(self) -> dict[str, ModelFingerprint]:
         models = {"actor": self.actor, **({"critic": self.critic} if self.critic else {})}
-        return {name: ModelFingerprint.of(part.module) for name, part in models.items()}
+        return {name: fingerprint(part.module) for name, part in models.items()}
 
     def save(self, folder: Path) -> None:
         for name, part in (("actor", self.actor), ("critic", self.critic)):
@@ -241,7 +249,7 @@ def planned_fingerprints(config: Config, *, critic: bool) -> dict[str, ModelFing
     made = {"actor": add_adapters(load_policy(part.model, on_meta=True), part.model, seed)}
     if critic:
         made["critic"] = add_adapters(load_critic(config.critic.model, seed, on_meta=True), config.critic.model, seed)
-    return {name: ModelFingerprint.of(module) for name, module in made.items()}
+    return {name: fingerprint(module, fetched=False) for name, module in made.items()}
 
 
 def probe_ids(vocab_size: int, length: int = 24) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from core.batching import optimizer_steps, rank_shares
 from core.lora import merged_weights
 from core.metrics import Means
 from core.models import load_critic, load_policy
+from core.provenance import base_of
 from core.workers import LocalWorkers
 from tests.core import fsdp_ranks
 from tests.core.cluster import cluster_config, mixed_batch, write_model
@@ -160,6 +161,8 @@ def test_adapters_train_on_two_ranks_as_in_one_process(two, models):
     untrained = train_local(config, mixed_batch(), updates=0)
     torch.testing.assert_close(two.adapters["ref"], untrained["log_probs"], rtol=1e-9, atol=1e-9)
     assert not torch.allclose(two.adapters["log_probs"], untrained["log_probs"], atol=1e-2)
+    assert two.adapters["bases"] == dict.fromkeys(("actor", "critic"), base_of(str(models["tied"])).sha256)
+    assert not two.tied["bases"]
 
 
 def test_adapters_that_two_ranks_saved_load_in_one_process(two, models):

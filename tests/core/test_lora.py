@@ -2,6 +2,7 @@
 
 import json
 
+import huggingface_hub
 import pytest
 import torch
 from peft import PeftModel
@@ -12,7 +13,9 @@ from core.config import compose
 from core.export import main as export
 from core.learner import BasePolicy
 from core.lora import add_adapters, base_only, layers, merged_weights, trained_weights
+from core.manifest import CheckpointError
 from core.models import ModelError, load_critic, load_policy
+from core.provenance import Base, base_of
 from core.ray_trainer import RayPPOTrainer
 from core.workers import LocalWorkers, planned_fingerprints
 from tests.core.cluster import cluster_config, mixed_batch, write_model
@@ -191,6 +194,68 @@ def runs(tmp_path_factory):
     straight = go("straight", 4)
     go("halves", 2)
     return straight, go("halves", 4)
+
+
+def planted(model, out, shards="50GB"):
+    """A copy of the model with one number of one frozen weight changed (none for other ``shards``)."""
+    copy = AutoModelForCausalLM.from_pretrained(model)
+    if shards == "50GB":
+        with torch.no_grad():
+            copy.get_output_embeddings().weight[-1, -1] += 1e-3
+    copy.save_pretrained(out, max_shard_size=shards)
+    tiny_tokenizer().save_pretrained(out)
+    return out
+
+
+def resumed(run, model):
+    """The run's command once more, on another base."""
+    extra = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.use_kl_loss=True")
+    arguments = command(run.parent, "grpo", 4, *extra, f"actor_rollout_ref.model.path={model}")(run)
+    return RayPPOTrainer(compose("grpo", arguments[3:]))
+
+
+def test_adapters_are_resumed_on_their_own_base_alone(runs, tmp_path):
+    straight, _ = runs
+    other = planted(straight.parent / "model", tmp_path / "other")
+    with pytest.raises(CheckpointError) as caught:
+        resumed(straight, other).init_workers()
+    said = str(caught.value)
+    assert f"actor_rollout_ref.model.path={other} " in said and f"of another base, {straight.parent / 'model'} " in said
+    for folder in (other, straight.parent / "model"):
+        assert base_of(str(folder)).sha256[:12] in said
+    moved = planted(straight.parent / "model", tmp_path / "moved", shards="20KB")  # the same weights, cut otherwise
+    assert len(list(moved.glob("*.safetensors"))) > 1
+    run = resumed(straight, moved).init_workers()
+    assert run.step == 4
+    run.workers.close()
+
+
+def test_an_export_merges_into_the_same_base_alone(runs, tmp_path, capsys):
+    straight, _ = runs
+    model = straight.parent / "model"
+    other, moved = planted(model, tmp_path / "other"), planted(model, tmp_path / "moved", shards="20KB")
+    assert export([str(straight), str(tmp_path / "bad"), "--base", str(other)]) == 2
+    said = capsys.readouterr().err
+    assert f"--base={other} " in said and f"another base, {model} " in said and not (tmp_path / "bad").exists()
+    assert export([str(straight), str(tmp_path / "gone"), "--base", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere" in capsys.readouterr().err
+    assert export([str(straight), str(tmp_path / "here")]) == 0
+    assert export([str(straight), str(tmp_path / "there"), "--base", str(moved)]) == 0
+    one, same = (logits(AutoModelForCausalLM.from_pretrained(tmp_path / name)) for name in ("here", "there"))
+    assert torch.equal(one, same)
+
+
+def test_the_base_of_a_hub_id_is_what_this_machine_holds(folders, tmp_path, monkeypatch):
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "abc"
+    snapshot.parent.mkdir(parents=True)
+    snapshot.symlink_to(folders["qwen2"])
+    (tmp_path / "models--org--name" / "refs").mkdir()
+    (tmp_path / "models--org--name" / "refs" / "main").write_text("abc")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    assert base_of("org/name") == Base("org/name", base_of(str(folders["qwen2"])).sha256)
+    assert base_of(str(folders["tied"])).sha256 != base_of("org/name").sha256
+    with pytest.raises(FileNotFoundError, match="no weights"):
+        base_of(str(tmp_path))
 
 
 def test_a_run_goes_on_to_the_bit(runs):
