@@ -33,6 +33,7 @@ def run(engine: str, seed: int, outputs: Path) -> RecordedRun:
         "trainer.experiment_name": folder.name,
         "trainer.default_local_dir": folder,
         "trainer.test_freq": 80,
+        "trainer.cpu_threads": 1,  # as the published lab runs; two threads that wait for each other starve beside others
         "actor_rollout_ref.rollout.name": engine,
     }
     command = [sys.executable, "-m", "recipes.grpo.main_grpo", *(f"{key}={value}" for key, value in overrides.items())]
