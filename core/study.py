@@ -2,8 +2,9 @@
 
 A recipe's ``study.yaml`` holds arms (configuration overrides), seeds, metrics and claims with their margins. It is
 committed before the runs; its hash goes into every run's record and into the report (``core.study_report``). A run is
-a process of its own with one thread. Its record, ``results/<recipe>/study/<arm>-seed<seed>.json``, is written when it
-is done, and a record is not made twice: the same command goes on with what is missing.
+a process of its own with one thread, forked from one that has already imported ``preload``. Its record,
+``results/<recipe>/study/<arm>-seed<seed>.json``, is written when it is done, and a record is not made twice: the same
+command goes on with what is missing.
 
 A recipe's ``study.py`` calls :func:`main`:  python -m recipes.dapo.study [--jobs 2] [--budget-min 45]
 """
@@ -13,17 +14,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import itertools
 import json
+import math
+import multiprocessing
 import os
-import shlex
+import runpy
 import shutil
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import connection
 from pathlib import Path
 
 import yaml
@@ -39,6 +43,7 @@ REDUCTIONS: Mapping[str, Callable[[Sequence[float]], float]] = {
     "max": max,
     "min": min,
     "tail": lambda values: statistics.fmean(values[-max(1, len(values) // 10) :]),  # the last tenth
+    "last3": lambda values: statistics.fmean(values[-3:]),
     "gain": lambda values: values[-1] - values[0],
 }
 DIRECTIONS = ("greater", "less", "equal")
@@ -50,21 +55,37 @@ class StudyError(ValueError):
 
 @dataclass(frozen=True)
 class Metric:
-    """A number a run: ``reduce`` of the values that the run logged as ``key``, in the order of steps."""
+    """A number a run: ``reduce`` of the values that the run logged as ``key``, in the order of steps.
+
+    With ``until={key: sum}`` only the steps count up to which the values of that key add up to ``sum`` at most: two
+    arms can be compared after equal numbers of prompts.
+    """
 
     key: str
     reduce: str
     label: str
     percent: bool = False  # shown in hundredths
     minus: str | None = None  # a second key, whose reduction is subtracted
+    until: Mapping[str, float] | None = None
 
     def of(self, run: RecordedRun) -> float | None:
-        """None where the run never logged the key, or the one that is subtracted."""
-        found = [run.series(key)[1] for key in (self.key, self.minus) if key is not None]
+        """None where the run never logged the key, or the one that is subtracted, or not within ``until``."""
+        last = min((_reached(run, *limit) for limit in (self.until or {}).items()), default=math.inf)
+        found = []
+        for key in (self.key, self.minus):
+            if key is not None:
+                found.append([value for step, value in zip(*run.series(key), strict=True) if step <= last])
         if not all(found):
             return None
         first, *rest = (float(REDUCTIONS[self.reduce](values)) for values in found)
         return first - sum(rest)
+
+
+def _reached(run: RecordedRun, key: str, limit: float) -> float:
+    """The last step up to which ``key`` adds up to ``limit`` at most; -1 where the first one is beyond it."""
+    steps, values = run.series(key)
+    sums = zip(steps, itertools.accumulate(values), strict=True)
+    return max((step for step, total in sums if total <= limit), default=-1)
 
 
 @dataclass(frozen=True)
@@ -115,6 +136,7 @@ class Study:
     claims: Mapping[str, Claim]
     common: tuple[str, ...] = ()  # overrides of every arm
     prepare: tuple[str, ...] = ()  # modules that make data and models, run once before the first run
+    preload: tuple[str, ...] = ()  # modules that every run imports, and that take seconds
     stages: tuple[tuple[str, ...], ...] = ()  # arms in the order in which they are run; none: all at once
     curve: str | None = None  # a logged key whose whole course is recorded
     about: tuple[str, ...] = ()  # paragraphs of the report
@@ -255,11 +277,20 @@ def _code_changed() -> bool:
 
 
 @dataclass(frozen=True)
+class _Running:
+    arm: str
+    seed: int
+    folder: Path
+    process: multiprocessing.Process
+    started: float
+
+
+@dataclass(frozen=True)
 class Runner:
     """Starts what is missing, ``jobs`` processes side by side, until ``budget_s`` is spent.
 
-    ``prefix`` stands before every command (``nice -n 5``). A run is not started when the mean of the finished ones
-    says that it would outlast the budget; one that runs is let finish.
+    A run is not started when the mean of the finished ones says that it would outlast the budget; one that runs is let
+    finish.
     """
 
     study: Study
@@ -267,7 +298,6 @@ class Runner:
     outputs: Path
     jobs: int = 2
     budget_s: float = float("inf")
-    prefix: tuple[str, ...] = ()
 
     def run(self) -> None:
         done = self.records.read(self.study)
@@ -276,34 +306,45 @@ class Runner:
         if not missing:
             return
         for module in self.study.prepare:
-            subprocess.run([*self.prefix, sys.executable, "-m", module], check=True, env=_environment())
-        deadline, walls = time.monotonic() + self.budget_s, []
-        with ThreadPoolExecutor(self.jobs) as pool:
-            for outcome in pool.map(lambda key: self._one(*key, deadline, walls), missing):
-                if outcome:
-                    print(outcome, flush=True)
+            subprocess.run([sys.executable, "-m", module], check=True, env=_environment())
+        os.environ.update(_environment())  # what the runs are forked from is started with it
+        multiprocessing.get_context("forkserver").set_forkserver_preload([*self.study.preload, __name__])
+        self._each(iter(missing), time.monotonic() + self.budget_s)
 
-    def _one(self, arm: str, seed: int, deadline: float, walls: list[float]) -> str:
-        started = time.monotonic()
-        if started + (statistics.fmean(walls) if walls else 0.0) >= deadline:
-            return ""
+    def _each(self, missing: Iterator[tuple[str, int]], deadline: float) -> None:
+        walls, running = [], []
+        while True:
+            expected = statistics.fmean(walls) if walls else 0.0
+            while len(running) < self.jobs and time.monotonic() + expected < deadline and (key := next(missing, None)):
+                running.append(self._start(*key))
+            if not running:
+                return
+            ended = connection.wait([one.process.sentinel for one in running])
+            for one in [one for one in running if one.process.sentinel in ended]:
+                running.remove(one)
+                walls.append(self._end(one))
+
+    def _start(self, arm: str, seed: int) -> _Running:
         folder = self.outputs / f"{arm}-seed{seed}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        log = folder.with_suffix(".log")
-        with open(log, "w", encoding="utf-8") as out:
-            code = subprocess.run(
-                self.command(arm, seed, folder), stdout=out, stderr=subprocess.STDOUT, env=_environment()
-            ).returncode
-        record = self._record(arm, seed, folder, log, code)
-        self.records.write(record)
-        walls.append(time.monotonic() - started)
-        return f"{arm} seed {seed}: {record.status} {record.reason} ({walls[-1]:.0f} s)"
+        arguments = (self.study.entry, self.overrides(arm, seed, folder), folder.with_suffix(".log"))
+        process = multiprocessing.get_context("forkserver").Process(target=_run, args=arguments)
+        process.start()
+        return _Running(arm, seed, folder, process, time.monotonic())
 
-    def command(self, arm: str, seed: int, folder: Path) -> list[str]:
-        overrides = [*self.study.common, *self.study.arms[arm].overrides]
-        overrides += [f"trainer.seed={seed}", "trainer.cpu_threads=1", f"trainer.default_local_dir={folder}"]
-        return [*self.prefix, sys.executable, "-m", self.study.entry, *overrides]
+    def _end(self, one: _Running) -> float:
+        """Records a run that is over and returns its seconds."""
+        one.process.join()
+        record = self._record(one.arm, one.seed, one.folder, one.folder.with_suffix(".log"), one.process.exitcode)
+        self.records.write(record)
+        seconds = time.monotonic() - one.started
+        print(f"{one.arm} seed {one.seed}: {record.status} {record.reason} ({seconds:.0f} s)", flush=True)
+        return seconds
+
+    def overrides(self, arm: str, seed: int, folder: Path) -> list[str]:
+        own = [f"trainer.seed={seed}", "trainer.cpu_threads=1", f"trainer.default_local_dir={folder}"]
+        return [*self.study.common, *self.study.arms[arm].overrides, *own]
 
     def _record(self, arm: str, seed: int, folder: Path, log: Path, code: int) -> Record:
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
@@ -315,6 +356,16 @@ class Runner:
             reason = f"exit status {code}: {lines[-1] if lines else 'no output'}"
             return Record(arm, seed, "failed", self.study.registration, reason=reason)
         return record_of(self.study, arm, seed, run)
+
+
+def _run(entry: str, arguments: Sequence[str], log: Path) -> None:
+    """``python -m entry arguments`` in this process, with what it prints in ``log``."""
+    with open(log, "w", encoding="utf-8") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    sys.argv = [entry, *arguments]
+    sys.orig_argv = [sys.executable, "-m", entry, *arguments]  # which the run's manifest holds
+    runpy.run_module(entry, run_name="__main__", alter_sys=True)
 
 
 def _environment() -> dict[str, str]:
@@ -341,7 +392,6 @@ def _parser(study: Study) -> argparse.ArgumentParser:
     )
     parser.add_argument("--jobs", type=int, default=2, help="processes side by side, one thread each")
     parser.add_argument("--budget-min", type=float, default=float("inf"), help="starts no run beyond these minutes")
-    parser.add_argument("--prefix", default="", help="stands before every run's command, as 'nice -n 5'")
     parser.add_argument("--report", action="store_true", help="runs nothing; writes the report of what is there")
     parser.add_argument("--results", type=Path, default=Path("results"), help=argparse.SUPPRESS)
     parser.add_argument("--outputs", type=Path, default=Path("outputs"), help=argparse.SUPPRESS)
@@ -363,7 +413,7 @@ def main(path: Path, arguments: Sequence[str]) -> int:
             if registered(path) is False:
                 raise StudyError(f"{path} is not committed: a study is registered before its runs")
             outputs = args.outputs / study.recipe / "study" / study.registration[:12]
-            Runner(study, records, outputs, args.jobs, 60 * args.budget_min, tuple(shlex.split(args.prefix))).run()
+            Runner(study, records, outputs, args.jobs, 60 * args.budget_min).run()
         print(f"report: {write_report(study, records, args.results)}")
     except StudyError as error:
         print(error, file=sys.stderr)

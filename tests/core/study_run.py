@@ -24,7 +24,7 @@ def main(overrides: list[str]) -> None:
     manifest = {"recipe": "toy", "run": folder.name, "status": "finished", "sessions": [{"git": git}]}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print(os.environ["OMP_NUM_THREADS"], given["trainer.cpu_threads"])
+    print(os.environ["OMP_NUM_THREADS"], given["trainer.cpu_threads"], *sys.orig_argv[1:3])
 
 
 if __name__ == "__main__":

@@ -159,7 +159,7 @@ def test_runs_are_recorded_once_and_a_cut_study_goes_on(tmp_path):
     record = done["better", 2]
     assert record.metrics["accuracy"] - done["base", 2].metrics["accuracy"] == pytest.approx(0.2)
     assert record.curve[-1] == [10, record.metrics["accuracy"]] and record.metrics["absent"] is None
-    assert (tmp_path / "outputs" / "base-seed1.log").read_text().split() == ["1", "1"]
+    assert (tmp_path / "outputs" / "base-seed1.log").read_text().split() == ["1", "1", "-m", toy.entry]
     kept.path("better", 2).unlink()
     before = kept.path("base", 1).stat().st_mtime_ns
     Runner(toy, kept, tmp_path / "outputs").run()
@@ -261,9 +261,26 @@ def test_records_are_plain_json(tmp_path):
 def test_a_metric_may_be_the_difference_of_two_keys():
     class Run:
         def series(self, name):
-            return [1, 2], {"a": [1.0, 5.0], "b": [1.0, 2.0], "c": []}[name]
+            values = {"a": [1.0, 5.0], "b": [1.0, 2.0], "c": []}[name]
+            return [1, 2][: len(values)], values
 
     assert studies.Metric("a", "last", "a - b", minus="b").of(Run()) == 3.0
     assert studies.Metric("a", "gain", "a - b", minus="b").of(Run()) == 3.0
     assert studies.Metric("a", "last", "a - c", minus="c").of(Run()) is None
     assert studies.Metric("a", "last", "a").of(Run()) == 5.0
+
+
+def test_a_metric_may_end_where_another_key_adds_up_to_a_sum():
+    class Run:
+        def series(self, name):
+            return {
+                "acc": ([0, 2, 4, 6], [0.1, 0.2, 0.4, 0.8]),
+                "drawn": ([1, 2, 3, 4, 5, 6], [10, 10, 10, 50, 10, 10]),
+            }[name]
+
+    def value(limit, reduce="last"):
+        return studies.Metric("acc", reduce, "", until={"drawn": limit}).of(Run())
+
+    assert [value(limit) for limit in (20, 79, 80, 1000)] == [0.2, 0.2, 0.4, 0.8]
+    assert value(5) is None and value(80, "last3") == pytest.approx(0.7 / 3)
+    assert studies.Metric("acc", "last3", "").of(Run()) == pytest.approx(1.4 / 3)
