@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 
-from core.config.batch_rules import PASSES
-from core.config.checks import PER_SEQUENCE
 from core.config.limits import is_plugin
-from core.config.rule import always
+from core.config.rules.algorithm import CORRECTION
+from core.config.rules.objective import PER_SEQUENCE
+from core.config.rules.rule import ACTOR, REF, ROLLOUT, always
+from core.config.rules.sizes import PASSES
 from core.config.view import View
 
-ACTOR, ROLLOUT, REF, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref", "model"))
+MODEL = "actor_rollout_ref.model"
 CLIPPING = ("vanilla", "gspo", "cispo")
 
 # keys (patterns), when, why; the reason is formatted with the view
@@ -131,8 +132,6 @@ def _passes(section: str, micro: str, dynamic: str, budget: str) -> tuple[Entry,
         ((f"{section}.{budget}",), lambda v: not getattr(v[name], dynamic), f"{dynamic} is off"),
     )
 
-
-CORRECTION = "algorithm.rollout_correction"
 
 MISMATCH: tuple[Entry, ...] = (
     (

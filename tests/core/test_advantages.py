@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from core.advantages import ESTIMATORS, NEEDS, AdvantageInputs, compute, group_stats, resolve_estimator
-from core.config.checks import GROUPED
+from core.config.rules.algorithm import GROUPED
 from core.config.schema import ADV_ESTIMATORS
 from core.plugins import PluginError
 from tests import reference

@@ -75,7 +75,8 @@ def test_every_default_is_verls_or_listed_with_a_reason():
 
 def test_the_schema_knows_the_names_that_the_implementations_know():
     from core import advantages, kl, losses
-    from core.config import checks, inert, schema
+    from core.config import inert, schema
+    from core.config.rules import algorithm, objective, rollout
     from core.engines.hf import HFEngine
     from core.rewards.check import MANAGERS, ON_ERROR
     from core.tracking import LOGGER_NAMES
@@ -88,10 +89,10 @@ def test_the_schema_knows_the_names_that_the_implementations_know():
     reward = convert.hints(schema.RewardModelConfig)
     assert set(reward["reward_manager"].__args__) == set(MANAGERS)
     assert set(reward["on_error"].__args__) == set(ON_ERROR)
-    assert set(checks.GROUPED) == {name for name, needs in advantages.NEEDS.items() if needs.groups}
+    assert set(algorithm.GROUPED) == {name for name, needs in advantages.NEEDS.items() if needs.groups}
     assert [name for name, needs in advantages.NEEDS.items() if needs.critic] == ["gae"]
-    assert set(checks.PER_SEQUENCE) == set(losses.AGGREGATION)
-    assert set(checks.HF_OPTIONS) <= set(inspect.signature(HFEngine).parameters)
+    assert set(objective.PER_SEQUENCE) == set(losses.AGGREGATION)
+    assert set(rollout.HF_OPTIONS) <= set(inspect.signature(HFEngine).parameters)
     assert set(inert.CLIPPING) == set(losses.POLICY_LOSSES) - {"sapo", "gpg", "reinforce"}
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.config import schema
-from core.config.checks import PER_SEQUENCE
+from core.config.rules.objective import PER_SEQUENCE
 from core.losses import (
     AGGREGATION,
     LOSS_AGG_MODES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from core.config.rule import ACTOR, REF, ROLLOUT, Rule, always
+from core.config.rules.rule import ACTOR, REF, ROLLOUT, Rule, always
 from core.config.view import View
 
 

@@ -11,6 +11,7 @@ from core.config.convert import Problem
 from core.config.view import View
 
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
+DAPO = "use the recipe whose trainer does: python -m recipes.dapo.main_dapo"
 
 
 @dataclass(frozen=True)
