@@ -3,26 +3,7 @@
 #
 #   bash recipes/ppo/run_lab.sh [key=value ...]          DRY_RUN=1 only checks the configuration
 #
-# Makes the data and the base model (outputs/lab/ in the current folder) where they are missing.
-# Runs over Ray, or, where Ray cannot be imported, in one process (trainer.backend=local): to the same numbers.
-# Hyper-parameters: config/preset/lab.yaml. Output: outputs/ppo/ in the current folder.
+# Hyper-parameters: config/preset/lab.yaml. Output: outputs/ppo/ in the current folder. recipes/lab/train_hops.sh runs it.
 set -euo pipefail
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
-python="$root/.venv/bin/python"
-[[ -x "$python" ]] || python=python3
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-arguments=(preset=lab trainer.backend=ray -- "$@")
-
-case "${DRY_RUN:-}" in
-"" | 0 | false | no) ;;
-*) exec "$python" -m recipes.ppo.main_ppo "${arguments[@]}" ;;
-esac
-DRY_RUN=1 "$python" -m recipes.ppo.main_ppo "${arguments[@]}" > /dev/null # a wrong key ends here, not after a minute
-if ! "$python" -c "import ray" 2> /dev/null; then
-    echo "ray cannot be imported: the run is in one process, trainer.backend=local" >&2
-    arguments=(preset=lab trainer.backend=local -- "$@")
-fi
-"$python" -m recipes.lab.prepare
-"$python" -m recipes.ppo.main_ppo "${arguments[@]}"
-"$python" -m recipes.lab.report ppo "${arguments[@]}"
+exec bash "$(dirname "${BASH_SOURCE[0]}")/../lab/train_hops.sh" ppo "$@"

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -400,9 +401,11 @@ def test_without_ray_a_script_says_so_and_runs_in_one_process(recipe, tmp_path):
     python = tmp_path / "python3"
     python.write_text('#!/usr/bin/env bash\n[[ "$*" != *"import ray"* ]] && echo "$*"\n')
     python.chmod(0o755)
-    script = tmp_path / "recipes" / recipe / "run_lab.sh"  # beside no .venv
-    script.parent.mkdir(parents=True)
-    script.write_text((ROOT / "recipes" / recipe / "run_lab.sh").read_text())
+    for name in (f"{recipe}/run_lab.sh", "lab/train_hops.sh"):  # beside no .venv
+        copy = tmp_path / "recipes" / name
+        copy.parent.mkdir(parents=True)
+        shutil.copy(ROOT / "recipes" / name, copy)
+    script = tmp_path / "recipes" / recipe / "run_lab.sh"
     environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "DRY_RUN": ""}
     command = ["bash", str(script), "trainer.seed=2"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
