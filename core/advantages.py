@@ -12,15 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from core.masked import masked_whiten
-from core.plugins import PluginError, load_object
+from core.plugins import chosen
 
 if TYPE_CHECKING:
+    from core.config.schema import AlgorithmConfig
     from core.types import TrainBatch
 
 
@@ -333,23 +334,7 @@ def resolve_estimator(name: str) -> Estimator:
     Raises:
         PluginError: neither a name of the table nor a path that leads to a function.
     """
-    if name in ESTIMATORS:
-        return ESTIMATORS[name]
-    if ":" not in name:
-        raise PluginError(
-            f"algorithm.adv_estimator={name}: choose one of {', '.join(ESTIMATORS)}, "
-            "or name your own as package.module:function or path/file.py:function"
-        )
-    return load_object(name, "algorithm.adv_estimator")
-
-
-class AlgorithmConfig(Protocol):
-    """The keys of ``algorithm`` that are read here."""
-
-    adv_estimator: str
-    gamma: float
-    lam: float
-    norm_adv_by_std_in_grpo: bool
+    return chosen(name, ESTIMATORS, "algorithm.adv_estimator")
 
 
 def compute(token_level_rewards_BT: Tensor, batch: TrainBatch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:

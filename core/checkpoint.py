@@ -18,8 +18,8 @@ Names in the root::
 Who writes takes the lock of the root (:meth:`CheckpointStore.claim`): two runs in one folder would delete each
 other's work. Reading takes no lock and changes nothing.
 
-What goes into the folder is the caller's affair; ``core/run_state.py`` and ``core/export.py`` have the parts, those
-of the former under their names here too. Importing this module imports neither torch nor transformers.
+What goes into the folder is the caller's affair; ``core/run_state.py`` and ``core/export.py`` have the parts.
+Importing this module imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from core.faults import kill_point
 from core.manifest import (
@@ -45,24 +45,10 @@ from core.manifest import (
     verify,
     write_durably,
 )
-from core.provenance import ModelFingerprint, Provenance
-from core.run_state import DriverState, load_tensors, rng_state, save_tensors, seed_generators, set_rng_state
+from core.provenance import Provenance
 
-__all__ = [
-    "Checkpoint",
-    "CheckpointError",
-    "CheckpointStore",
-    "DamagedCheckpoint",
-    "DriverState",
-    "ModelFingerprint",
-    "Provenance",
-    "load_tensors",
-    "resolve_resume",
-    "rng_state",
-    "save_tensors",
-    "seed_generators",
-    "set_rng_state",
-]
+if TYPE_CHECKING:
+    from core.config.schema import TrainerConfig
 
 TRACKER = "latest_checkpointed_iteration.txt"
 LOCK = ".writer.lock"
@@ -284,15 +270,7 @@ class CheckpointStore:
         )
 
 
-class ResumeSettings(Protocol):
-    """The part of ``config.trainer`` that decides."""
-
-    resume_mode: str
-    resume_from_path: str | None
-    val_only: bool
-
-
-def resolve_resume(trainer: ResumeSettings, store: CheckpointStore) -> Checkpoint | None:
+def resolve_resume(trainer: TrainerConfig, store: CheckpointStore) -> Checkpoint | None:
     """The checkpoint to go on from, or None for a start from the base model. Claims the store, unless ``val_only``.
 
     - ``auto``: the newest complete one of the run folder; damaged newer ones are set aside. None where there is none.
@@ -311,13 +289,9 @@ def resolve_resume(trainer: ResumeSettings, store: CheckpointStore) -> Checkpoin
         return store.latest(tidy=not trainer.val_only)
     if trainer.resume_mode == "disable":
         chosen, what = None, "trainer.resume_mode=disable starts at step 0"
-    elif trainer.resume_mode == "resume_path":
-        if not trainer.resume_from_path:
-            raise CheckpointError("trainer.resume_mode=resume_path needs trainer.resume_from_path=<...>/global_step_N")
+    else:
         chosen = store.at(trainer.resume_from_path)
         what = f"trainer.resume_from_path={trainer.resume_from_path} starts at step {chosen.step}"
-    else:
-        raise CheckpointError(f"trainer.resume_mode={trainer.resume_mode}: must be auto, disable or resume_path")
     newer = [step for step in store.steps() if step > (chosen.step if chosen else -1)]
     if newer and not trainer.val_only:
         raise CheckpointError(

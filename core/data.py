@@ -165,14 +165,7 @@ def _stages(config: Any) -> list[StageFiles]:
     if config.curriculum is None:
         key, paths = "data.dataset_weights", _paths(config.train_files, "data.train_files")
         return [StageFiles(key, paths, _weights(config.dataset_weights, paths, key), None)]
-    errors = []
-    if config.dataset_weights is not None:
-        errors.append("data.dataset_weights: has no effect with data.curriculum; give each stage its weights")
-    if config.train_max_samples is not None and config.train_max_samples > 0:
-        errors.append("data.train_max_samples: has no effect with data.curriculum; leave it at -1")
-    if not config.curriculum:
-        errors.append("data.curriculum=[]: must have a stage; give {files: [...], prompts: N}, or null")
-    stages = []
+    errors, stages = [], []
     for number, entry in enumerate(config.curriculum):
         try:
             stages.append(_stage(entry, f"data.curriculum[{number}]", number == len(config.curriculum) - 1))

@@ -7,7 +7,6 @@ from typing import Any
 
 from core.rows import DataError, Message
 
-TRUNCATIONS = ("left", "right", "middle", "error")
 OWNED = ("tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length")
 NO_TEMPLATE = (
     "the tokenizer has no chat template, and the data holds chats; set actor_rollout_ref.model.custom_chat_template, "

@@ -13,13 +13,11 @@ import logging
 import re
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from core.checkpoint import Checkpoint, CheckpointError, CheckpointStore
-from core.manifest import verify
+from core.checkpoint import CheckpointStore
+from core.manifest import Checkpoint, CheckpointError, verify
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +36,10 @@ def export_hf(model: Any, tokenizer: Any, folder: Path, *, state_dict: Any = Non
     """
     from safetensors import SafetensorError
 
+    from core.models import quiet
+
     config = getattr(model, "generation_config", None)
-    with _quiet():
+    with quiet():
         try:
             if config is not None:
                 model.generation_config = storable_generation_config(config)
@@ -104,8 +104,10 @@ def load_weights(model: Any, folder: Path) -> None:
     """
     import torch
 
+    from core.models import quiet
+
     widest = functools.reduce(torch.promote_types, {value.dtype for value in model.parameters()})
-    with _quiet():
+    with quiet():
         try:
             loaded, info = type(model).from_pretrained(
                 folder, config=copy.deepcopy(model.config), dtype=widest, output_loading_info=True
@@ -116,20 +118,6 @@ def load_weights(model: Any, folder: Path) -> None:
         if info.get(what):
             raise CheckpointError(f"{folder} holds weights of another model: {what} {sorted(info[what])[:5]}")
     model.load_state_dict(loaded.state_dict())
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' own progress bars, which would write over the run's."""
-    from transformers.utils import logging as transformers_logging
-
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
 
 
 # ---------------------------------------------------------------- the command
@@ -192,12 +180,13 @@ def _convert_model(found: Checkpoint, out: Path, dtype: str | None, base: str | 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from core.lora import merge_saved
+    from core.models import quiet
 
     actor = found.path("actor")
     wanted = getattr(torch, dtype or "float32", None)
     if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
         raise CheckpointError(f"--dtype={dtype}: not a floating-point type of torch, such as bfloat16 or float32")
-    with _quiet():
+    with quiet():
         if (actor / ADAPTERS).exists():
             saved = found.provenance.models["actor"].base if found.provenance else None
             model = merge_saved(actor, wanted, saved, path=base, trust_remote_code=trust_remote_code)

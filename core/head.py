@@ -23,10 +23,9 @@ def token_log_probs_and_entropy(
     *,
     temperature: float = 1.0,
     bias: Tensor | None = None,
-    with_entropy: bool = True,
     chunk_elements: int = CHUNK_ELEMENTS,
     entropy_grad: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """Log-prob of each label and entropy of each distribution under ``softmax(hidden @ weight.T / temperature)``.
 
     Gradients reach ``hidden``, ``weight`` and ``bias`` through the log-probs, and through the entropies with
@@ -39,7 +38,7 @@ def token_log_probs_and_entropy(
         weight_VH  [V, H] float  cast to hidden's dtype where it differs
         labels_N   [N]    int64
         bias       [V]    float
-        results    [N], [N] (None with ``with_entropy=False``) float32, or float64
+        results    [N], [N] float32, or float64
     """
     if temperature <= 0:
         raise ValueError(f"temperature={temperature}: a distribution needs a temperature > 0")
@@ -50,7 +49,6 @@ def token_log_probs_and_entropy(
         labels_N,
         temperature,
         max(1, chunk_elements // weight_VH.shape[0]),
-        with_entropy,
         entropy_grad,
     )
     return log_prob, entropy
@@ -61,15 +59,15 @@ class _ChunkedHead(torch.autograd.Function):
     # choose differently in the two passes.
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, temperature, rows, with_entropy, entropy_grad):
+    def forward(ctx, hidden, weight, bias, labels, temperature, rows, entropy_grad):
         with torch.autocast(hidden.device.type, enabled=False):
             log_prob, entropy, normaliser, kept = _forward(
-                hidden, weight, bias, labels, temperature, rows, with_entropy, keep=any(ctx.needs_input_grad)
+                hidden, weight, bias, labels, temperature, rows, keep=any(ctx.needs_input_grad)
             )
         ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy if entropy_grad else None, kept)
         ctx.temperature, ctx.rows = temperature, rows
         ctx.set_materialize_grads(False)
-        if entropy is not None and not entropy_grad:
+        if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return log_prob, entropy
 
@@ -77,10 +75,10 @@ class _ChunkedHead(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_log_prob, grad_entropy):
         if grad_log_prob is None and grad_entropy is None:
-            return (None,) * 8
+            return (None,) * 7
         with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
             grads = _backward(ctx, grad_log_prob, grad_entropy)
-        return *grads, None, None, None, None, None
+        return *grads, None, None, None, None
 
 
 def _forward(
@@ -90,23 +88,20 @@ def _forward(
     labels: Tensor,
     temperature: float,
     rows: int,
-    with_entropy: bool,
     keep: bool,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Log-probs [N], entropies [N] if wanted, the log of the softmax's denominator [N], and where one chunk
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Log-probs [N], entropies [N], the log of the softmax's denominator [N], and where one chunk
     is all, its [N, V] log-softmax to ``keep`` for the backward pass.
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
-    log_prob, normaliser = (torch.empty(len(hidden), dtype=dtype, device=hidden.device) for _ in range(2))
-    entropy = torch.empty_like(log_prob) if with_entropy else None
+    log_prob, entropy, normaliser = (torch.empty(len(hidden), dtype=dtype, device=hidden.device) for _ in range(3))
     log_probs = None
     for part in _chunks(len(hidden), rows):
         logits = _logits(hidden[part], weight, bias, temperature, dtype)
         normaliser[part] = logits.logsumexp(-1)
         log_probs = logits.sub_(normaliser[part, None])
         log_prob[part] = log_probs.gather(1, labels[part, None])[:, 0]
-        if with_entropy:
-            entropy[part] = -torch.linalg.vecdot(log_probs.exp(), log_probs)
+        entropy[part] = -torch.linalg.vecdot(log_probs.exp(), log_probs)
     return log_prob, entropy, normaliser, log_probs if keep and len(hidden) <= rows else None
 
 

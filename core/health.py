@@ -10,18 +10,16 @@ import dataclasses
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from core.config.schema import HealthBound, HealthConfig
 
 Values = Mapping[str, float]
 
 
 class UnhealthyRun(RuntimeError):
     """A bound with ``action=stop`` was crossed; the run is saved and ended."""
-
-
-class Bound(Protocol):
-    bound: float | None
-    action: str  # warn or stop
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class Health:
     def state_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    def after(self, step: int, values: Values, config: Any) -> tuple[Health, list[Crossing]]:
+    def after(self, step: int, values: Values, config: HealthConfig) -> tuple[Health, list[Crossing]]:
         """The state after a step with these metrics, and the bounds that it crossed; ``config`` is trainer.health."""
         lost = sum(values.get(f"{name}/skipped_updates", 0) for name in ("actor", "critic"))
         scores = self.recent_scores
@@ -68,7 +66,7 @@ class Health:
         crossings = [found for name in CHECKS if (found := now.crossing(name, values, getattr(config, name)))]
         return (now if crossings else dataclasses.replace(now, last_healthy_step=step)), crossings
 
-    def crossing(self, name: str, values: Values, config: Bound) -> Crossing | None:
+    def crossing(self, name: str, values: Values, config: HealthBound) -> Crossing | None:
         check = CHECKS[name]
         value = check.measure(self, values)
         if config.bound is None or value is None or not check.beyond(value, config.bound):

@@ -40,6 +40,11 @@ class MicroBatchSize:
     max_tokens: int | None = None
     packed: bool = False
 
+    @classmethod
+    def of(cls, by_tokens: bool, max_tokens: int, max_rows: int | None) -> MicroBatchSize:
+        """As a section of the configuration has it: packed by tokens, or so many rows."""
+        return cls(max_tokens=max_tokens) if by_tokens else cls(max_rows=max_rows)
+
     def under(self, layout: Layout) -> MicroBatchSize:
         """With several ranks to a pass, and without padding where there is none."""
         tokens = self.max_tokens and self.max_tokens * layout.ranks
@@ -107,28 +112,24 @@ def read_tokens(
     )
 
 
-class Policy:
-    """A causal language model that is read through its log-probs."""
+class Passes:
+    """A model and what its passes need: their precision, the ranks that share them, how rows lie in them."""
 
     def __init__(
         self,
         module: nn.Module,
         *,
-        temperature: float,
         compute_dtype: torch.dtype | None = None,
         ranks: Ranks = ALONE,
         device: torch.device | None = None,
         layout: Layout = PADDED,
     ):
         self.module = module
-        self.temperature = temperature
         self.compute_dtype = compute_dtype
         self.ranks = ranks
         self.computes_on = device  # None: where the parameters are
         self.layout = layout
         layout.prepare(module)
-        self.check_head()
-        self.check_packing()
 
     @property
     def device(self) -> torch.device:
@@ -141,6 +142,16 @@ class Policy:
 
     def passes(self, size: MicroBatchSize, batch: TrainBatch) -> list[tuple[Tensor, TrainBatch]]:
         return self.ranks.passes(size.under(self.layout), batch)
+
+
+class Policy(Passes):
+    """A causal language model that is read through its log-probs. ``passes`` are the arguments of :class:`Passes`."""
+
+    def __init__(self, module: nn.Module, *, temperature: float, **passes: Any):
+        super().__init__(module, **passes)
+        self.temperature = temperature
+        self.check_head()
+        self.check_packing()
 
     def token_stats(self, batch: TrainBatch, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
         """Log-prob of each policy token and entropy of its distribution, both [B, T] and 0 elsewhere."""
@@ -242,21 +253,22 @@ class Stepper:
         return norm, finite
 
 
+def training_passes(config: ActorConfig | CriticConfig) -> MicroBatchSize:
+    size = config.use_dynamic_bsz, config.ppo_max_token_len_per_gpu, config.ppo_micro_batch_size_per_gpu
+    return MicroBatchSize.of(*size)
+
+
 class Actor(Policy):
     """The policy that is trained. ``bypass``: the engine's log-probs stand for the old ones, as bypass_mode has it."""
 
     untouched = True  # no weight has moved since the batch was sampled
 
-    def __init__(self, module: nn.Module, config: ActorConfig, *, bypass: bool = False, **kwargs):
-        super().__init__(module, **kwargs)
+    def __init__(self, module: nn.Module, config: ActorConfig, *, bypass: bool = False, **policy: Any):
+        super().__init__(module, **policy)
         self.config, self.bypass = config, bypass
         self.policy_loss = policy_loss(config.policy_loss.loss_mode)
         self.stepper = Stepper(module, config.optim, config.grad_clip)
-        self.size = (
-            MicroBatchSize(max_tokens=config.ppo_max_token_len_per_gpu)
-            if config.use_dynamic_bsz
-            else MicroBatchSize(max_rows=config.ppo_micro_batch_size_per_gpu)
-        )
+        self.size = training_passes(config)
 
     def update(self, steps: Iterable[TrainBatch], lr_multiplier: float) -> dict[str, float]:
         """One AdamW step for each batch of ``steps``. Returns ``actor/...`` metrics.
@@ -328,36 +340,14 @@ class Actor(Policy):
         return loss
 
 
-class Critic:
-    """The value function: one number a state."""
+class Critic(Passes):
+    """The value function: one number a state. ``passes`` are the arguments of :class:`Passes`."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        config: CriticConfig,
-        *,
-        compute_dtype: torch.dtype | None = None,
-        ranks: Ranks = ALONE,
-        device: torch.device | None = None,
-        layout: Layout = PADDED,
-    ):
-        self.module = module
+    def __init__(self, module: nn.Module, config: CriticConfig, **passes: Any):
+        super().__init__(module, **passes)
         self.config = config
-        self.compute_dtype = compute_dtype
-        self.ranks = ranks
-        self.computes_on = device
-        self.layout = layout
-        layout.prepare(module)
         self.stepper = Stepper(module, config.optim, config.grad_clip)
-        self.size = (
-            MicroBatchSize(max_tokens=config.ppo_max_token_len_per_gpu)
-            if config.use_dynamic_bsz
-            else MicroBatchSize(max_rows=config.ppo_micro_batch_size_per_gpu)
-        )
-
-    device = Policy.device
-    precision = Policy.precision
-    passes = Policy.passes
+        self.size = training_passes(config)
 
     def token_values(self, batch: TrainBatch) -> Tensor:
         """[B, T]: the value of the state in which each policy token is chosen, 0 elsewhere."""

@@ -12,38 +12,24 @@ mask, also where the inputs are NaN there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from core.plugins import PluginError, load_object
+from core.plugins import chosen
+
+if TYPE_CHECKING:
+    from core.config.schema import ActorConfig
 
 LOG_RATIO_BOUND = 20.0  # exp(20) is 5e8: beyond it a float32 ratio has nothing left to say
 
 
-class LossConfig(Protocol):
-    """The keys of ``actor_rollout_ref.actor`` that policy losses read.
-
-    clip_ratio: stands in for a bound that is None.
-    clip_ratio_low, clip_ratio_high: the ratio is clipped to ``[1 - low, 1 + high]``.
-    clip_ratio_c: dual clip's bound on the ratio where the advantage is negative, > 1.
-    tau_pos, tau_neg: SAPO's temperatures where the advantage is positive, and elsewhere.
-    """
-
-    clip_ratio: float
-    clip_ratio_low: float | None
-    clip_ratio_high: float | None
-    clip_ratio_c: float
-    tau_pos: float
-    tau_neg: float
-
-
 Stats = dict[str, Tensor]
-PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor, LossConfig], tuple[Tensor, Stats]]
+PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor, "ActorConfig"], tuple[Tensor, Stats]]
 
 
-def clipped(ratio_BT: Tensor, config: LossConfig) -> Tensor:
+def clipped(ratio_BT: Tensor, config: ActorConfig) -> Tensor:
     """The ratio within ``[1 - low, 1 + high]``; a bound that is not given is ``clip_ratio``."""
     low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
     high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
@@ -61,7 +47,7 @@ def _stats(mask_BT: Tensor, **stats: Tensor) -> Stats:
 
 
 def vanilla(
-    log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor, config: LossConfig
+    log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor, config: ActorConfig
 ) -> tuple[Tensor, Stats]:
     """PPO's clipped surrogate (arXiv:1707.06347, eq. 7) with dual clip (arXiv:1912.09729).
 
@@ -94,7 +80,7 @@ def vanilla(
 
 
 def gspo(
-    log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor, config: LossConfig
+    log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor, config: ActorConfig
 ) -> tuple[Tensor, Stats]:
     """Sequence-level ratio, token-level gradient: GSPO-token (arXiv:2507.18071, eq. 13 and 14).
 
@@ -119,7 +105,7 @@ def gspo(
 
 
 def sapo(
-    log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor, config: LossConfig
+    log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor, config: ActorConfig
 ) -> tuple[Tensor, Stats]:
     """A soft gate in place of the clip (SAPO, arXiv:2511.20347).
 
@@ -138,7 +124,7 @@ def sapo(
 
 
 def gpg(
-    log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor, config: LossConfig
+    log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor, config: ActorConfig
 ) -> tuple[Tensor, Stats]:
     """The plain policy gradient ``-A log p`` of GPG (arXiv:2504.02546), which is REINFORCE's.
 
@@ -151,7 +137,7 @@ def gpg(
 
 
 def cispo(
-    log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor, config: LossConfig
+    log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor, config: ActorConfig
 ) -> tuple[Tensor, Stats]:
     """Clipped importance weight, no clipped gradient: CISPO (arXiv:2506.13585, eq. 4 and 5).
 
@@ -198,15 +184,7 @@ def policy_loss(name: str) -> PolicyLoss:
     Raises:
         PluginError: neither a name of the table nor a path that leads to a function.
     """
-    if name in POLICY_LOSSES:
-        return POLICY_LOSSES[name]
-    key = "actor_rollout_ref.actor.policy_loss.loss_mode"
-    if ":" not in name:
-        raise PluginError(
-            f"{key}={name}: choose one of {', '.join(POLICY_LOSSES)}, "
-            "or name your own as package.module:function or path/file.py:function"
-        )
-    return load_object(name, key)
+    return chosen(name, POLICY_LOSSES, "actor_rollout_ref.actor.policy_loss.loss_mode")
 
 
 def value_loss(
@@ -233,18 +211,10 @@ def value_loss(
     return 0.5 * torch.maximum(plain, bounded), _stats(response_mask_BT, vf_clipfrac=bounded > plain)
 
 
-LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum")
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
-def loss_weights(
-    loss_mask_BT: Tensor,
-    mode: str,
-    *,
-    scale_factor: float | None = None,
-    width: int | None = None,
-    total_tokens: float | None = None,
-    total_rows: float | None = None,
-) -> Tensor:
+def loss_weights(loss_mask_BT: Tensor, mode: str, *, scale_factor: float = 1.0) -> Tensor:
     """Each token's share of the objective, so that the loss is ``(loss_BT * weight_BT).sum()``.
 
     With N tokens and S rows that have a token, over the whole optimizer step, and L_i tokens in row i:
@@ -252,20 +222,13 @@ def loss_weights(
         token-mean               1 / N            (arXiv:2503.14476, eq. 12)
         seq-mean-token-mean      1 / (S L_i)      (arXiv:2402.03300, eq. 3)
         seq-mean-token-sum       1 / S
-        seq-mean-token-sum-norm  1 / (S C), C = ``scale_factor`` or else ``width``   (arXiv:2503.20783)
-        token-sum                1                (not a mean; for tests and special losses)
+        seq-mean-token-sum-norm  1 / (S C), C = ``scale_factor``   (arXiv:2503.20783)
 
     The first two sum to one. A step without a token gets zeros.
 
     Shapes:
         loss_mask_BT  [B, T]  bool or 0/1
         result        [B, T]  float32; float64 for a float64 mask
-
-    Args:
-        scale_factor: ``actor.loss_scale_factor``.
-        width: the response length that seq-mean-token-sum-norm divides by. Give the configured
-            ``data.max_response_length``: the default, this mask's width, depends on padding.
-        total_tokens, total_rows: N and S, where this mask is a part of the step.
 
     Raises:
         ValueError: an unknown mode.
@@ -275,26 +238,11 @@ def loss_weights(
     dtype = torch.float64 if loss_mask_BT.dtype == torch.float64 else torch.float32
     mask = loss_mask_BT.bool().to(torch.float64)
     length = mask.sum(-1, keepdim=True)
-    tokens = float(mask.sum()) if total_tokens is None else float(total_tokens)
-    rows = float((length > 0).sum()) if total_rows is None else float(total_rows)
+    rows = float((length > 0).sum())
     if mode == "token-mean":
-        weight = mask / max(tokens, 1.0)
-    elif mode == "seq-mean-token-sum":
-        weight = mask / max(rows, 1.0)
+        weight = mask / mask.sum().clamp(min=1)
     elif mode == "seq-mean-token-mean":
         weight = mask / length.clamp(min=1) / max(rows, 1.0)
-    elif mode == "seq-mean-token-sum-norm":
-        weight = mask / max(rows, 1.0) / float(scale_factor or width or mask.shape[-1])
     else:
-        weight = mask
+        weight = mask / max(rows, 1.0) / (scale_factor if mode.endswith("-norm") else 1.0)
     return weight.to(dtype)
-
-
-def weighted_sum(values_BT: Tensor, weight_BT: Tensor) -> Tensor:
-    """``(values * weight).sum()`` in which a token of weight 0 counts for nothing, NaN included.
-
-    Shapes:
-        values_BT, weight_BT  [B, T]
-        result                []
-    """
-    return (values_BT.masked_fill(weight_BT == 0, 0) * weight_BT).sum()

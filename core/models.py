@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from core.config.paths import is_local
+
 if TYPE_CHECKING:
     from core.config.schema import ModelConfig, RewardModelModelConfig
 
@@ -28,7 +30,7 @@ class ModelError(ValueError):
 
 def resolve_path(path: str, key: str = "actor_rollout_ref.model.path") -> str:
     """A hub id as it is; a local path expanded and checked. Raises ModelError where it does not exist."""
-    if not path.startswith(("/", ".", "~")):
+    if not is_local(path):
         return path
     local = Path(path).expanduser()
     if not (local / "config.json").exists():
@@ -65,7 +67,7 @@ def load_policy(model: ModelConfig, dtype: torch.dtype = torch.float32, *, on_me
 
     _import_external(model)
     path = resolve_path(model.path)
-    with _quiet():
+    with quiet():
         policy = _made(transformers.AutoModelForCausalLM, model, path, _config(model, path), dtype, on_meta)
     return _prepared(policy, model)
 
@@ -88,7 +90,7 @@ def load_critic(
     config = _config(model, path)
     config.num_labels = 1
     config.classifier_dropout = 0.0
-    with torch.random.fork_rng(), _quiet():
+    with torch.random.fork_rng(), quiet():
         torch.manual_seed(seed)  # the head is new: the run's seed decides it, not what ran before
         critic = _made(transformers.AutoModelForTokenClassification, model, path, config, dtype, on_meta)
     return _prepared(critic, model)
@@ -117,7 +119,7 @@ def load_classifier(model: RewardModelModelConfig, dtype: torch.dtype = torch.fl
         rule = f"it has {has}; a reward model is a sequence or token classifier with one label"
         raise ModelError(f"reward_model.model.path={model.path}: {rule}")
     auto = getattr(transformers, CLASSIFIERS[ending])
-    with _quiet():
+    with quiet():
         module = auto.from_pretrained(path, config=config, dtype=dtype, trust_remote_code=model.trust_remote_code)
     return module.eval().requires_grad_(False), ending == "ForTokenClassification"
 
@@ -131,8 +133,8 @@ def load_reward_tokenizer(model: RewardModelModelConfig) -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' own bars and its table of the critic's new head, which is new by design."""
+def quiet() -> Iterator[None]:
+    """Without transformers' own bars, which would write over the run's, and its table of a new head."""
     from transformers.utils import logging as library
 
     verbosity, bars = library.get_verbosity(), library.is_progress_bar_enabled()

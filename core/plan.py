@@ -32,9 +32,8 @@ import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from core.config.schema import Config
+from core.config.schema import FULL_PRECISION, Config
 from core.model_shapes import Gpu, Shape, UnknownShape, gpu, shape_of
 
 GIB = 2**30
@@ -140,7 +139,7 @@ def make_plan(config: Config, on: Gpu, assumed: Assumptions | None = None) -> Pl
 
 
 def _width(dtype: str) -> int:
-    return 4 if dtype in ("fp32", "float32") else 2
+    return 4 if dtype in FULL_PRECISION else 2
 
 
 def _gpus(config: Config) -> int:
@@ -211,12 +210,17 @@ def longest_sequence(config: Config) -> int:
     return config.data.max_prompt_length + config.data.max_response_length
 
 
-def pass_tokens(config: Config, part: Any, prefix: str = "ppo") -> int:
-    """Tokens in one pass of one rank; with sequence parallelism a rank has its share of every sequence."""
-    longest = -(-longest_sequence(config) // part.ulysses_sequence_parallel_size)
-    if getattr(part, "use_dynamic_bsz", True):
-        return max(longest, getattr(part, f"{prefix}_max_token_len_per_gpu"))
-    return longest * (part.ppo_micro_batch_size_per_gpu or 1)
+def share_of_longest(config: Config) -> int:
+    """Tokens of the longest sequence that a rank passes; with sequence parallelism it has a share of each."""
+    return -(-longest_sequence(config) // config.actor_rollout_ref.actor.ulysses_sequence_parallel_size)
+
+
+def pass_tokens(config: Config) -> int:
+    """Tokens in one pass of the policy on one rank."""
+    actor, longest = config.actor_rollout_ref.actor, share_of_longest(config)
+    if actor.use_dynamic_bsz:
+        return max(longest, actor.ppo_max_token_len_per_gpu)
+    return longest * (actor.ppo_micro_batch_size_per_gpu or 1)
 
 
 def _learner(config: Config, shape: Shape) -> Iterator[Part]:
@@ -226,28 +230,32 @@ def _learner(config: Config, shape: Shape) -> Iterator[Part]:
             f"weights, gradients, optimizer ({'LoRA' if lora else '16 B'} x {shape.parameters / 1e9:.3g}e9 / {ranks})"
         )
         yield Part("policy", "always", what, _state_bytes(config, shape))
-    yield from _passes("policy", shape, shape.parameters, _width(actor.fsdp_config.dtype), ranks, config, actor)
+    yield from _passes(config, shape)
     if (actor.use_kl_loss or config.algorithm.use_kl_in_reward) and not lora:
         yield Part("reference", "always", f"weights (4 B / {ranks})", 4.0 * shape.parameters / ranks)
     if config.critic.enable:
         yield Part("critic", "always", "weights and optimizer", 12.0 * shape.critic_parameters / ranks)
 
 
-def _passes(role: str, shape: Shape, count: int, width: int, ranks: int, config: Config, part: Any) -> Iterator[Part]:
-    tokens, checkpointing = pass_tokens(config, part), config.actor_rollout_ref.model.enable_gradient_checkpointing
-    alone, rank = config.trainer.backend == "local", config.actor_rollout_ref.model.lora_rank
+def _passes(config: Config, shape: Shape) -> Iterator[Part]:
+    """What the policy's update needs for a while."""
+    part, tokens = config.actor_rollout_ref, pass_tokens(config)
+    width = _width(part.actor.fsdp_config.dtype)
+    checkpointing, rank = part.model.enable_gradient_checkpointing, part.model.lora_rank
+    alone = config.trainer.backend == "local"
     if alone:
         gathered = copies_bytes(shape, checkpointing) if width == 2 else 0.0
     else:
         gathered = width * (2.0 * shape.block + shape.ends) + 4.0 * (shape.block + shape.ends)
-    yield Part(role, "update", "weights of the layers at work", gathered)
+    yield Part("policy", "update", "weights of the layers at work", gathered)
     adapters = shape.adapters(rank) if rank else 0
     residual = 4 if alone else width
     highest, moment = update_bytes(
-        shape, tokens, width, residual, checkpointing=checkpointing, ranks=ranks, adapters=adapters
+        shape, tokens, width, residual, checkpointing=checkpointing, ranks=_ranks(config), adapters=adapters
     )
     kept = "layer inputs" if checkpointing else "all layers"
-    yield Part(role, "update", f"gradients, activations of {tokens} tokens ({kept} kept), highest {moment}", highest)
+    what = f"gradients, activations of {tokens} tokens ({kept} kept), highest {moment}"
+    yield Part("policy", "update", what, highest)
 
 
 def copies_bytes(shape: Shape, checkpointing: bool) -> float:
@@ -258,7 +266,7 @@ def copies_bytes(shape: Shape, checkpointing: bool) -> float:
 def _engine(config: Config, shape: Shape, on: Gpu, resident: float) -> tuple[list[Part], int]:
     """The engine's parts, and how many sequences of full length its cache holds."""
     rollout = config.actor_rollout_ref.rollout
-    width, longest = _width(rollout.dtype), config.data.max_prompt_length + config.data.max_response_length
+    width, longest = _width(rollout.dtype), longest_sequence(config)
     if rollout.name != "vllm":
         weights = float(width * shape.parameters)
         room = USABLE * on.memory - resident - weights
@@ -283,8 +291,7 @@ def _engines(config: Config) -> int:
 
 def _in_batch(config: Config, kv_sequences: int, drawn: float, assumed: Assumptions) -> int:
     """Sequences an engine decodes at once: what the cache holds of mean length, what is asked, what is allowed."""
-    limit = config.data.max_prompt_length + config.data.max_response_length
-    cached = kv_sequences * limit / (assumed.prompt_length + assumed.mean_length)
+    cached = kv_sequences * longest_sequence(config) / (assumed.prompt_length + assumed.mean_length)
     return max(1, int(min(cached, drawn / _engines(config), config.actor_rollout_ref.rollout.max_num_seqs)))
 
 
@@ -328,7 +335,7 @@ def _learner_seconds(
 def advice(plan: Plan) -> list[str]:
     """Which knob to turn where it does not fit; memory knobs cannot change the result."""
     config, lines = plan.config, []
-    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    rollout = config.actor_rollout_ref.rollout
     room = USABLE * plan.gpu.memory
     state = _state_bytes(config, plan.shape)
     if plan.kv_sequences == 0:
@@ -345,8 +352,8 @@ def advice(plan: Plan) -> list[str]:
             lines.append(
                 "activations of all layers are kept: actor_rollout_ref.model.enable_gradient_checkpointing=True"
             )
-        longest = -(-longest_sequence(config) // actor.ulysses_sequence_parallel_size)
-        if pass_tokens(config, actor) > longest:
+        longest = share_of_longest(config)
+        if pass_tokens(config) > longest:
             lines.append(f"lower actor.ppo_max_token_len_per_gpu, at the least to {longest}")
         elif not lines:
             lines.append(

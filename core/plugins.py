@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,6 +35,22 @@ def load_object(spec: str, key: str = "") -> Any:
         public = ", ".join(sorted(item for item in vars(module) if not item.startswith("_"))) or "nothing"
         raise PluginError(f"{label}: {where} has no {name!r}; it has {public}")
     return getattr(module, name)
+
+
+def chosen(name: str, known: Mapping[str, Any], key: str) -> Any:
+    """The entry of a table, or a user's own function: ``package.module:function`` or ``path/file.py:function``.
+
+    Raises:
+        PluginError: neither a name of the table nor a path that leads to a function.
+    """
+    if name in known:
+        return known[name]
+    if ":" not in name:
+        raise PluginError(
+            f"{key}={name}: choose one of {', '.join(known)}, "
+            "or name your own as package.module:function or path/file.py:function"
+        )
+    return load_object(name, key)
 
 
 def _from_package(name: str, label: str) -> ModuleType:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from core.encode import TRUNCATIONS, ChatError, Encoder, truncate
+from core.encode import ChatError, Encoder, truncate
 from core.rows import DataError, Problems, Row, RowFile
 from core.types import Prompt
 
@@ -62,8 +62,6 @@ class PromptFiles:
     """
 
     def __init__(self, config: Any, tokenizer: Any):
-        if config.truncation not in TRUNCATIONS:
-            raise DataError([f"data.truncation={config.truncation!r}: must be one of {', '.join(TRUNCATIONS)}"])
         self.config = config
         self.limited_by = "max_prompt_length" if config.max_start_length is None else "max_start_length"
         self.limit: int = getattr(config, self.limited_by)  # tokens of a prompt

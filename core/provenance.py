@@ -6,10 +6,11 @@ Imports neither torch nor transformers.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -114,10 +115,13 @@ def _blocks(stream: Any, start: int, end: int) -> Iterator[bytes]:
         yield block
 
 
-def package_versions() -> dict[str, str]:
-    """The installed versions of the packages that decide the numbers."""
-    installed = {dist.metadata["Name"]: dist.version for dist in metadata.distributions()}
-    return {name: installed[name] for name in PACKAGES if name in installed}
+def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """The installed versions, by default of the packages that decide the numbers."""
+    versions = {}
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
 
 
 @dataclass(frozen=True)

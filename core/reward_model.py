@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from core.config.schema import FULL_PRECISION
 from core.models import ModelError, load_classifier, load_reward_tokenizer
 from core.rewards.model import Answer, Judgement
 
@@ -35,7 +36,7 @@ class RewardModel:
 
     def __init__(self, config: RewardModelConfig, device: torch.device | str = "cpu"):
         self.config, self.device = config, torch.device(device)
-        dtype = torch.bfloat16 if config.model.fsdp_config.dtype in ("bf16", "bfloat16") else torch.float32
+        dtype = torch.float32 if config.model.fsdp_config.dtype in FULL_PRECISION else torch.bfloat16
         self.module, self.by_token = load_classifier(config.model, dtype)
         self.module.to(self.device)
         self.any_pad = self.by_token or getattr(self.module.config, "pad_token_id", None) is None

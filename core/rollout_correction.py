@@ -18,7 +18,7 @@ PPO's own ratio stays between the learner and itself, before and during the upda
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,19 +28,10 @@ from core.losses import LOG_RATIO_BOUND
 from core.metrics import Means
 from core.types import TrainBatch
 
+if TYPE_CHECKING:
+    from core.config.schema import RolloutCorrectionConfig
+
 PERPLEXITY_BOUND = 80.0  # nats: a metric must be finite
-
-
-class CorrectionConfig(Protocol):
-    """The keys of ``algorithm.rollout_correction`` that are read here."""
-
-    rollout_is: str | None
-    rollout_is_threshold: float | str
-    rollout_is_batch_normalize: bool
-    rollout_rs: str | None
-    rollout_rs_threshold: float | str | None
-    rollout_rs_threshold_lower: float | None
-    rollout_token_veto_threshold: float | None
 
 
 def sampled(batch: TrainBatch) -> Tensor:
@@ -109,7 +100,7 @@ def vetoed_rows(log_ratio_BT: Tensor, threshold: float) -> Tensor:
     return (log_ratio_BT.exp() < threshold).any(-1)
 
 
-def correct(batch: TrainBatch, config: CorrectionConfig) -> tuple[TrainBatch, dict[str, float]]:
+def correct(batch: TrainBatch, config: RolloutCorrectionConfig) -> tuple[TrainBatch, dict[str, float]]:
     """Sets ``rollout_is_weights`` and takes rejected tokens out of ``loss_mask``; returns ``rollout_corr/...`` too.
 
     The weights belong to the whole batch: a driver computes them once, before rows are split over ranks. Tokens that

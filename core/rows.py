@@ -173,11 +173,8 @@ class RowFile:
 
 def sha256_of(path: str | Path) -> str:
     """The file's hash, as manifests record it."""
-    digest = hashlib.sha256()
     with open(Path(path).expanduser(), "rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _read_table(path: Path, prompt_key: str, reward_fn_key: str) -> Any:

@@ -5,7 +5,6 @@ Imports neither torch nor ray nor vllm: versions come from the installed metadat
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import os
 import platform
@@ -15,11 +14,11 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from enum import Enum
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from core.config import Config, convert, resolution
+from core.provenance import package_versions
 from core.rows import sha256_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,19 +35,6 @@ def now() -> str:
 # --- configuration as plain data ---
 
 
-def as_tree(value: Any) -> Any:
-    """Dataclasses, mappings, sequences, enums and paths as dicts, lists and scalars: what YAML can hold."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: as_tree(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): as_tree(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_tree(item) for item in value]
-    if isinstance(value, Enum):
-        return value.value
-    return str(value) if isinstance(value, Path) else value
-
-
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """``{"a": {"b": 1}}`` as ``{"a.b": 1}``; lists and empty mappings are leaves."""
     flat: dict[str, Any] = {}
@@ -60,35 +46,18 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _defaults(config: Any) -> dict[str, Any]:
-    """The tree of the schema's defaults; a field without one is absent."""
-    tree: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.default is not dataclasses.MISSING:
-            tree[field.name] = as_tree(field.default)
-        elif field.default_factory is not dataclasses.MISSING:
-            tree[field.name] = as_tree(field.default_factory())
-        elif dataclasses.is_dataclass(value):
-            tree[field.name] = _defaults(value)
-    return tree
-
-
-def changed_keys(config: Any, recipe: str = "") -> dict[str, list[Any]]:
+def changed_keys(config: Config, recipe: str) -> dict[str, list[Any]]:
     """``key -> [default, value]`` for every leaf that was changed; a default that is absent is None.
 
     A null that the configuration itself fills in from other keys is not a change.
     """
-    defaults = flatten(_defaults(config)) if dataclasses.is_dataclass(config) else {}
-    values = flatten(as_tree(config))
+    defaults, values = flatten(convert.as_tree(Config())), flatten(convert.as_tree(config))
     changed = {key: [defaults.get(key), value] for key, value in values.items() if defaults.get(key, ...) != value}
     return {key: pair for key, pair in changed.items() if pair[0] is not None or not _filled_in(config, recipe, key)}
 
 
-def _filled_in(config: Any, recipe: str, key: str) -> bool:
-    from core.config import Config, convert, resolution
-
-    if not isinstance(config, Config) or key not in convert.all_keys():  # a key inside a mapping of the user's own
+def _filled_in(config: Config, recipe: str, key: str) -> bool:
+    if key not in convert.all_keys():  # a key inside a mapping of the user's own
         return False
     without = resolution.resolve(convert.replaced(config, {key: None}), recipe)
     return convert.get(without, key) == convert.get(config, key)
@@ -124,16 +93,6 @@ def git_state(root: Path = ROOT) -> dict[str, Any]:
             digest.update(path.read_bytes())
     dirty = bool(diff or names)
     return {"commit": commit.decode().strip(), "dirty": dirty, "diff_sha256": digest.hexdigest() if dirty else None}
-
-
-def _package_versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def _cpu_model() -> str:
@@ -180,7 +139,7 @@ def session(resumed_from: int | None) -> dict[str, Any]:
         "resumed_from_step": resumed_from,
         "command": shlex.join(sys.orig_argv),
         "git": git_state(),
-        "packages": _package_versions(),
+        "packages": {"python": platform.python_version(), **package_versions(PACKAGES)},
         "hardware": hardware(),
         "threads": threads(),
     }

@@ -7,7 +7,10 @@ calls: it takes the index ``step + 1``, so that the first step moves the weights
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from core.config.schema import OptimConfig
 
 
 def constant(index: int, warmup: int) -> float:
@@ -43,24 +46,9 @@ def wsd(index: int, warmup: int, total: int, min_lr_ratio: float = 0.0, stable_r
     return min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-class OptimConfig(Protocol):
-    """The keys of ``optim`` that a schedule reads.
-
-    lr_warmup_steps: steps of warm-up; negative or None: ``lr_warmup_steps_ratio`` of the run.
-    lr_scheduler_type: constant or cosine.
-    min_lr_ratio: where a cosine ends; None is 0.
-    """
-
-    lr_warmup_steps: int | None
-    lr_warmup_steps_ratio: float
-    lr_scheduler_type: str
-    min_lr_ratio: float | None
-    num_cycles: float
-
-
 def warmup_steps(config: OptimConfig, total_steps: int) -> int:
     """Steps of warm-up in a run of ``total_steps``."""
-    if config.lr_warmup_steps is not None and config.lr_warmup_steps >= 0:
+    if config.lr_warmup_steps >= 0:
         return config.lr_warmup_steps
     return int(config.lr_warmup_steps_ratio * total_steps)
 
@@ -70,13 +58,8 @@ def multiplier(config: OptimConfig, step: int, total_steps: int) -> float:
 
     It is the schedule's at index ``step + 1``: with a warm-up of w steps the first one trains at 1/w and the w-th
     at 1, where the published trainers spend their first step at 0. All optimizer steps of an RL step share it.
-
-    Raises:
-        ValueError: an unknown ``lr_scheduler_type``.
     """
     warmup, index = warmup_steps(config, total_steps), step + 1
-    if config.lr_scheduler_type == "constant":
-        return constant(index, warmup)
     if config.lr_scheduler_type == "cosine":
         return cosine(index, warmup, total_steps, config.min_lr_ratio or 0.0, config.num_cycles)
-    raise ValueError(f"optim.lr_scheduler_type={config.lr_scheduler_type}: choose constant or cosine")
+    return constant(index, warmup)

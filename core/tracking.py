@@ -1,4 +1,4 @@
-"""The run folder and the loggers: everything a run leaves behind except its checkpoints.
+"""The run folder: everything a run leaves behind except its checkpoints.
 
 ``<run_dir>/config.yaml`` resolved configuration · ``manifest.json`` provenance and status · ``metrics.jsonl`` one line
 a step, on disk before the next step begins · ``samples.jsonl`` a few generations of every validation ·
@@ -24,15 +24,13 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol
-
-import yaml
+from typing import Any
 
 from core import run_manifest
+from core.config import Config, convert, paths, to_yaml
+from core.loggers import LOGGERS, ConsoleLogger, Logger, Row, headline
 from core.manifest import fsync, write_durably
 from core.types import Prompt, Score, StepMetrics, Trajectory
 from core.validation import ValRecord
@@ -40,17 +38,6 @@ from core.validation import ValRecord
 STATUSES = ("running", "finished", "stopped", "failed")
 RUN_FILES = ("config.yaml", "manifest.json", "metrics.jsonl", "samples.jsonl", "validation", "tensorboard")
 KEPT_SAMPLES = 8  # generations of a validation that samples.jsonl keeps for the report, at the least
-Row = Mapping[str, Any]
-
-# label on the console, the names it may be found under, format
-_CONSOLE = (
-    ("reward", ("critic/rewards/mean", "critic/score/mean"), ".3f"),
-    ("acc", ("reward/acc/mean",), ".3f"),
-    ("length", ("response_length/mean",), ".1f"),
-    ("entropy", ("actor/entropy",), ".3f"),
-    ("kl", ("actor/ppo_kl", "actor/kl_loss"), ".2e"),
-    ("time", ("timing_s/step",), ".1f"),
-)
 
 
 # --- files ---
@@ -113,129 +100,25 @@ def spread_out(rows: Sequence[Row], count: int) -> list[Row]:
     return [rows[i * len(rows) // count] for i in range(count)]
 
 
-# --- loggers ---
-
-
-class Logger(Protocol):
-    def log(self, step: int, values: Mapping[str, float]) -> None: ...
-    def samples(self, step: int, rows: Sequence[Row]) -> None: ...
-    def close(self, failed: bool) -> None: ...
-
-
-class ConsoleLogger:
-    """One line a step, above the progress bar where there is one."""
-
-    def __init__(self) -> None:
-        self.bar: Any = None
-        self.total: int | None = None
-
-    def write(self, line: str) -> None:
-        if self.bar is not None:
-            self.bar.write(line)
-        else:
-            print(line, flush=True)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        shown = [f"{label} {value:{form}}" for label, value, form in _headline(values)]
-        shown += [
-            f"{name.removeprefix('val-core/')} {value:.3f}"
-            for name, value in values.items()
-            if name.startswith("val-core/") and "/acc/mean@" in name
-        ]
-        self.write(f"step {step}{f'/{self.total}' if self.total else ''} | " + " | ".join(shown))
-
-    def samples(self, step: int, rows: Sequence[Row]) -> None:
-        for row in rows:
-            self.write(f"step {step} sample, score {row['score']}, expected {row['gts']!r}")
-            self.write(f"    {str(row['input'])[-200:]!r} -> {str(row['output'])[:400]!r}")
-
-    def close(self, failed: bool) -> None:
-        pass
-
-
-def _headline(values: Mapping[str, float]) -> Iterator[tuple[str, float, str]]:
-    for label, names, form in _CONSOLE:
-        found = next((values[name] for name in names if name in values), None)
-        if found is not None:
-            yield label, found, form
-
-
-class TensorboardLogger:
-    def __init__(self, tracker: Tracker) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        purge = None if tracker.resume_step is None else tracker.resume_step + 1
-        self._writer = SummaryWriter(log_dir=str(tracker.run_dir / "tensorboard"), purge_step=purge)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def samples(self, step: int, rows: Sequence[Row]) -> None:
-        for i, row in enumerate(rows):
-            text = "\n\n".join(f"**{key}** {row[key]}" for key in ("input", "output", "gts", "score"))
-            self._writer.add_text(f"val/sample_{i}", text, step)
-
-    def close(self, failed: bool) -> None:
-        self._writer.close()
-
-
-class WandbLogger:
-    """``WANDB_MODE=offline`` needs no login. A resumed run goes on under the id in its manifest."""
-
-    def __init__(self, tracker: Tracker) -> None:
-        import wandb
-
-        trainer = tracker.config.trainer
-        self._wandb = wandb
-        self._run = wandb.init(
-            project=trainer.project_name,
-            name=trainer.experiment_name,
-            id=tracker.manifest["run_id"],
-            resume="allow",
-            dir=str(tracker.run_dir),
-            config=run_manifest.as_tree(tracker.config),
-        )
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def samples(self, step: int, rows: Sequence[Row]) -> None:
-        data = [[step, str(row["input"]), str(row["output"]), str(row["gts"]), row["score"]] for row in rows]
-        table = self._wandb.Table(columns=["step", "input", "output", "gts", "score"], data=data)
-        self._run.log({"val/generations": table}, step=step)
-
-    def close(self, failed: bool) -> None:
-        self._run.finish(exit_code=int(failed))
-
-
-_LOGGERS = {"tensorboard": TensorboardLogger, "wandb": WandbLogger}
-LOGGER_NAMES = ("console", "jsonl", *_LOGGERS)  # jsonl is always written
-
-
 # --- the tracker ---
 
 
-class Tracker(AbstractContextManager["Tracker"]):
-    """Owns the run folder; used as ``with Tracker(...) as tracker`` it closes with the status that fits.
+class Tracker:
+    """Owns the run folder, until :meth:`close` says how the run ended.
 
     ``resume_step=None`` starts at the beginning (what an earlier run left in the folder moves to ``previous/<n>/``),
     ``resume_step=k`` goes on after step k. Create it once threads are set and data files are known: both are recorded.
     ``recipe`` is by default the name of the folder around the run's.
 
     Raises:
-        ValueError: trainer.logger names an unknown logger, or a file of the run to resume is damaged.
+        ValueError: a file of the run to resume is damaged.
         ImportError: the package of a logger is not installed.
     """
 
     def __init__(
-        self, run_dir: str | Path, config: Any, *, resume_step: int | None = None, recipe: str | None = None
+        self, run_dir: str | Path, config: Config, *, resume_step: int | None = None, recipe: str | None = None
     ) -> None:
         self.run_dir, self.config, self.resume_step = Path(run_dir), config, resume_step
-        names = [config.trainer.logger] if isinstance(config.trainer.logger, str) else list(config.trainer.logger)
-        if unknown := [name for name in names if name not in LOGGER_NAMES]:
-            raise ValueError(f"trainer.logger={unknown}: must be among {', '.join(LOGGER_NAMES)}")
         self.run_dir.mkdir(parents=True, exist_ok=True)
         if resume_step is None:
             _set_aside(self.run_dir)
@@ -243,11 +126,11 @@ class Tracker(AbstractContextManager["Tracker"]):
             _drop_after(self.run_dir, resume_step)
         self._steps = [row["step"] for row in read_jsonl(self.run_dir / "metrics.jsonl")]
         self._open_manifest(recipe or self.run_dir.resolve().parent.name)
-        write_atomic(self.run_dir / "config.yaml", yaml.safe_dump(run_manifest.as_tree(config), sort_keys=False))
+        write_atomic(self.run_dir / "config.yaml", to_yaml(config))
         self._metrics = open(self.run_dir / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
-        self._console = ConsoleLogger() if "console" in names else None
+        self._console = ConsoleLogger() if "console" in config.trainer.logger else None
         self._loggers: list[Logger] = [self._console] if self._console else []
-        self._loggers += [_LOGGERS[name](self) for name in names if name in _LOGGERS]
+        self._loggers += [LOGGERS[name](self) for name in config.trainer.logger if name in LOGGERS]
         self._bar: Any = None
         self._warn_of_gap()
 
@@ -262,12 +145,12 @@ class Tracker(AbstractContextManager["Tracker"]):
                 "run_id": secrets.token_hex(4),
                 "sessions": [],
             }
-        flat = run_manifest.flatten(run_manifest.as_tree(self.config))
+        flat = convert.flat(self.config)
         manifest["status"] = "running"
         manifest.pop("stopped_because", None)
         manifest["seeds"] = {key: value for key, value in flat.items() if key.split(".")[-1] == "seed"}
         manifest["changed_from_defaults"] = run_manifest.changed_keys(self.config, manifest["recipe"])
-        manifest["data"] = run_manifest.data_hashes(_data_files(flat))
+        manifest["data"] = run_manifest.data_hashes(_data_files(self.config))
         manifest["sessions"].append(run_manifest.session(self.resume_step))
         self.manifest = manifest
         self._write_manifest()
@@ -313,7 +196,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         for logger in self._loggers:
             logger.log(metrics.step, metrics.values)
         if self._bar is not None:
-            shown = {label: f"{value:{form}}" for label, value, form in _headline(metrics.values)}
+            shown = {label: f"{value:{form}}" for label, value, form in headline(metrics.values)}
             self._bar.set_postfix({k: v for k, v in shown.items() if k in ("reward", "length")}, refresh=False)
             self._bar.update(metrics.step - self._bar.n)
 
@@ -326,7 +209,7 @@ class Tracker(AbstractContextManager["Tracker"]):
 
         ``rows`` are those of :func:`generation_row`.
         """
-        wanted = max(self.config.trainer.log_val_generations or 0, 0)
+        wanted = self.config.trainer.log_val_generations
         with open(self.run_dir / "samples.jsonl", "a", encoding="utf-8") as file:
             file.writelines(json_line({**row, "step": step}) for row in spread_out(rows, max(wanted, KEPT_SAMPLES)))
             file.flush()
@@ -350,16 +233,9 @@ class Tracker(AbstractContextManager["Tracker"]):
         for logger in self._loggers:
             logger.close(status == "failed")
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if kind is None:
-            self.close("finished")
-        else:
-            self.close("stopped" if issubclass(kind, KeyboardInterrupt) else "failed")
 
-
-def _data_files(flat: Mapping[str, Any]) -> list[str]:
-    values = [flat.get(key) or [] for key in ("data.train_files", "data.val_files")]
-    return [file for value in values for file in ([value] if isinstance(value, str) else value)]
+def _data_files(config: Config) -> list[str]:
+    return list(dict.fromkeys(path for key, path in paths.named(config) if key.startswith("data.")))
 
 
 def _set_aside(run_dir: Path) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from core.batching import optimizer_steps
+from core.config.schema import FULL_PRECISION
 from core.engines import RolloutEngine, make_engine
 from core.export import export_hf, load_weights
 from core.learner import Actor, BasePolicy, Critic, MicroBatchSize, Policy
@@ -42,7 +43,7 @@ from core.run_state import load_tensors, save_tensors
 from core.types import TrainBatch
 
 if TYPE_CHECKING:
-    from core.config.schema import Config
+    from core.config.schema import ActorConfig, Config, CriticConfig, RefConfig, RolloutConfig
 
 log = logging.getLogger(__name__)
 
@@ -283,23 +284,26 @@ def compare_probe(learner: np.ndarray, engine: np.ndarray, *, bf16: bool) -> flo
     return float(difference.max())
 
 
-def pass_size(part: Any) -> MicroBatchSize:
-    if part.log_prob_use_dynamic_bsz:
-        return MicroBatchSize(max_tokens=part.log_prob_max_token_len_per_gpu)
-    return MicroBatchSize(max_rows=part.log_prob_micro_batch_size_per_gpu)
+def pass_size(part: RolloutConfig | RefConfig) -> MicroBatchSize:
+    """Of the passes that take log-probs; ``part`` is the section rollout or ref."""
+    size = part.log_prob_use_dynamic_bsz, part.log_prob_max_token_len_per_gpu, part.log_prob_micro_batch_size_per_gpu
+    return MicroBatchSize.of(*size)
 
 
-def steps_of(batch: TrainBatch, part: Any, response_length: int, loss_mode: str = "") -> Iterator[TrainBatch]:
+def steps_of(
+    batch: TrainBatch, part: ActorConfig | CriticConfig, response_length: int, loss_mode: str = ""
+) -> Iterator[TrainBatch]:
+    """The optimizer steps that the configuration makes of a batch."""
     return optimizer_steps(
         batch,
         prompts=part.ppo_mini_batch_size,
         epochs=part.ppo_epochs,
         agg_mode=aggregation(loss_mode, part.loss_agg_mode),
-        scale_factor=getattr(part, "loss_scale_factor", None) or response_length,
+        scale_factor=part.loss_scale_factor or response_length,
         shuffle_seed=part.data_loader_seed if part.shuffle else None,
     )
 
 
 def compute_dtype(name: str) -> torch.dtype | None:
     """The autocast dtype, or None for none: masters and reductions stay float32."""
-    return {"fp32": None, "float32": None, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}[name]
+    return None if name in FULL_PRECISION else torch.bfloat16

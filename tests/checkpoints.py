@@ -7,7 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.checkpoint import CheckpointStore, ModelFingerprint, Provenance, resolve_resume
+from core.checkpoint import CheckpointStore, resolve_resume
+from core.provenance import ModelFingerprint, Provenance
 
 __all__ = [
     "FILES",

@@ -98,14 +98,24 @@ def _policy(name: str, case: Case, precision: str) -> Iterator[Comparison]:
 
 def _aggregated(loss_BT: Tensor, mask: Tensor, mode: str, info: dict[str, Any]) -> Tensor:
     """The published ``agg_loss``: dp_size undoes the mean that data-parallel training takes of gradients."""
-    weight = losses.loss_weights(
-        mask.to(loss_BT.dtype),
-        mode,
-        scale_factor=info.get("loss_scale_factor"),
-        total_tokens=info.get("batch_num_tokens"),
-        total_rows=info.get("global_batch_size"),
-    )
-    return losses.weighted_sum(loss_BT, weight) * (info.get("dp_size") or 1)
+    return _weighted_sum(loss_BT, _weights(loss_BT, mask, mode, info)) * (info.get("dp_size") or 1)
+
+
+def _weights(loss_BT: Tensor, mask: Tensor, mode: str, info: dict[str, Any]) -> Tensor:
+    """Weights over a step of which ``mask`` may be a part: ``info`` has the tokens and rows of the whole."""
+    if mode == "token-sum":  # published, and no aggregation here
+        return mask.to(loss_BT.dtype)
+    width = info.get("loss_scale_factor") or mask.shape[-1]
+    weight = losses.loss_weights(mask.to(loss_BT.dtype), mode, scale_factor=width)
+    own, whole = int(mask.any(-1).sum()), info.get("global_batch_size")
+    if mode == "token-mean":
+        own, whole = int(mask.sum()), info.get("batch_num_tokens")
+    return weight if whole is None else weight * (own / whole)
+
+
+def _weighted_sum(loss_BT: Tensor, weight_BT: Tensor) -> Tensor:
+    """Without what stands where no token is, which may be NaN in a vector."""
+    return (loss_BT.masked_fill(weight_BT == 0, 0) * weight_BT).sum()
 
 
 def _agg_loss(case: Case, precision: str) -> Iterator[Comparison]:
@@ -147,23 +157,17 @@ def _agg_loss_partition(case: Case, precision: str) -> Iterator[Comparison]:
     """Micro-batches take their rows of weights that were computed once, over the whole step."""
     loss_mat, mask = _tensor(case.inputs["loss_mat"], precision), _mask(case.inputs["loss_mask"])
     want, params = case.want(precision), case.params
-    weight = losses.loss_weights(
-        mask.to(loss_mat.dtype),
-        params["loss_agg_mode"],
-        scale_factor=params["loss_scale_factor"],
-        total_rows=params["global_batch_size"],
-    )
+    weight = _weights(loss_mat, mask, params["loss_agg_mode"], {**params, "batch_num_tokens": None})
     ranks = case.inputs["micro_batches_per_rank"]
     per_micro = [
-        [float(losses.weighted_sum(loss_mat[rows], weight[rows])) * params["dp_size"] for rows in rank]
-        for rank in ranks
+        [float(_weighted_sum(loss_mat[rows], weight[rows])) * params["dp_size"] for rows in rank] for rank in ranks
     ]
     tolerance = _tolerance(precision, 1e-6)
     for got, expected in zip(per_micro, want["per_micro"], strict=True):
         yield Comparison("per_micro", got, expected, tolerance)
     total = sum(map(sum, per_micro)) / params["dp_size"]
     yield Comparison("mean_over_ranks_of_sum_over_micro", total, want["full_batch_loss"], tolerance)
-    yield Comparison("full_batch_loss", losses.weighted_sum(loss_mat, weight), want["full_batch_loss"], tolerance)
+    yield Comparison("full_batch_loss", _weighted_sum(loss_mat, weight), want["full_batch_loss"], tolerance)
 
 
 def _value_loss(case: Case, precision: str) -> Iterator[Comparison]:

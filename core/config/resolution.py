@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from core.config import convert
-from core.config.schema import ActorConfig, Config
+from core.config.schema import FULL_PRECISION, ActorConfig, Config
 
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
 
@@ -47,7 +47,7 @@ def logp_diff_bound(config: Config) -> float | None:
     part, correction = config.actor_rollout_ref, config.algorithm.rollout_correction
     if config.trainer.max_staleness or correction.rollout_is is not None or correction.bypass_mode:
         return None
-    full = {part.rollout.dtype, part.actor.fsdp_config.dtype} <= {"fp32", "float32"}
+    full = {part.rollout.dtype, part.actor.fsdp_config.dtype} <= {*FULL_PRECISION}
     return 1e-4 if full else 0.02
 
 

@@ -33,6 +33,7 @@ KLKind = Literal[
     *("kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"),
 ]
 DType = Literal["bfloat16", "bf16", "float32", "fp32"]
+FULL_PRECISION = ("float32", "fp32")
 Logger = Literal["console", "jsonl", "tensorboard", "wandb"]
 Open = Mapping[str, Any]  # keys that are another library's, or the user's own
 

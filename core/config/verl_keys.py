@@ -28,8 +28,6 @@ def _per_gpu(key: str) -> Advice:
     return Advice("counts over all ranks, which is not supported", fix, (None,))
 
 
-LATER = "is not supported yet"
-
 # pattern -> the key here
 RENAMED: Mapping[str, str] = {
     "algorithm.group_size": f"{ROLLOUT}.n",

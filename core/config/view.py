@@ -48,25 +48,6 @@ class Section:
 class View:
     """``view.actor.clip_ratio``; ``given`` are the keys that an override set, ``hooks`` what the recipe overrides."""
 
-    data: Section
-    actor: Section
-    ref: Section
-    rollout: Section
-    val: Section
-    model: Section
-    policy: Section
-    critic: Section
-    critic_model: Section
-    reward: Section
-    buffer: Section
-    custom: Section
-    algorithm: Section
-    kl: Section
-    filters: Section
-    correction: Section
-    trainer: Section
-    profiler: Section
-
     def __init__(self, config: Config, given: Collection[str] = (), hooks: Collection[str] = (), recipe: str = ""):
         self.given, self.hooks, self.recipe = frozenset(given), frozenset(hooks), recipe
         self.config, self.seen = config, set[str]()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from core.config.schema import FULL_PRECISION
 from core.types import Trajectory
 
 if TYPE_CHECKING:
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from core.config.schema import Config
-
-FULL_PRECISION = ("fp32", "float32")
 
 
 class EngineError(ValueError):
@@ -101,7 +100,7 @@ def make_engine(config: Config, model: Callable[[], nn.Module], tokenizer: Any, 
     ``model`` gives the policy, which becomes the engine's own; vLLM makes its own and needs the first
     ``update_weights`` before it samples. Options beyond verl's are ``rollout.engine_kwargs.hf.*``, the keyword
     arguments of :class:`core.engines.hf.HFEngine`, and ``rollout.engine_kwargs.vllm.*``, vLLM's engine arguments.
-    Raises EngineError for an engine or an option that does not exist.
+    Raises EngineError for an engine that cannot be had.
     """
     rollout = config.actor_rollout_ref.rollout
     if rollout.name == "vllm":
@@ -118,12 +117,6 @@ def _hf(config: Config, model: nn.Module, tokenizer: Any) -> RolloutEngine:
 
     rollout = config.actor_rollout_ref.rollout
     extra = dict(rollout.engine_kwargs.get("hf", {}))
-    unknown = extra.keys() - {"cache_gib", "max_batch_rows", "max_prefill_tokens"}
-    if unknown:
-        raise EngineError(
-            f"actor_rollout_ref.rollout.engine_kwargs.hf.{min(unknown)}: unknown; there are cache_gib, "
-            "max_batch_rows and max_prefill_tokens"
-        )
     options = {"max_batch_rows": rollout.max_num_seqs, "max_prefill_tokens": rollout.max_num_batched_tokens}
     dtype = torch.float32 if rollout.dtype in FULL_PRECISION else torch.bfloat16
     return HFEngine(model, tokenizer, dtype=dtype, adopt=True, **{**options, **extra})

@@ -26,11 +26,9 @@ COLUMN_BLOCK = 64  # columns of responses are allocated in multiples of this
 class DecodeStats:
     """What was computed, in all. ``row_steps`` is the sum of the batch sizes of the decode steps."""
 
-    prefill_passes: int = 0
     prefill_tokens: int = 0  # prompt tokens sent through the model ahead of decoding, padding not counted
     steps: int = 0
     row_steps: int = 0
-    copied_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,6 @@ class DecodeBatch:
                     past_key_values=self.cache,
                     use_cache=True,
                 )
-            self.stats.prefill_passes += 1
             self.stats.prefill_tokens += int(self.prefix[begin:end].sum())
             begin = end
 
@@ -198,7 +195,6 @@ class DecodeBatch:
         self.prompt, self.length = self.prompt[:left], self.length[:left]
         self.token, self.seed = self.token[:left], self.seed[:left]
         self.settings = None
-        self.stats.copied_rows += len(holes)
         unused = np.flatnonzero(np.bincount(self.prompt, minlength=len(self.prompts)) == 0).tolist()
         if unused:
             self._remove_prompts(unused)

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from core.config.frozen import thaw
-from core.engines import FULL_PRECISION, EngineError, SampleRequest
+from core.config.schema import FULL_PRECISION
+from core.engines import EngineError, SampleRequest
 from core.engines.stepped import Row, SteppedEngine
 from core.engines.stopping import eos_ids
 from core.engines.weights import checked_weights

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from core.rewards.grading import Executor, Failure, Grader, Job
-from core.rewards.managers import MANAGERS, Batched, Naive
+from core.rewards.managers import Batched, Naive
 from core.rewards.pool import Pool, unsendable
 from core.rows import Row
 from core.types import Prompt
@@ -19,12 +19,7 @@ from reward_scores import SCORERS, UnknownDataSource
 
 log = logging.getLogger(__name__)
 
-ON_ERROR = ("zero", "mask", "raise")
 SENT = "a worker gets a row's ground_truth and extra_info as JSON"
-BATCH_WITHOUT_FUNCTION = (
-    "reward_model.reward_manager=batch: calls a function of yours with lists of answers, and there is none; "
-    "set custom_reward_function.path, or use prime"
-)
 MODEL_STYLE = "model"
 NO_MODEL = (
     "reward_model.enable=False: rows whose reward_model.style is 'model' want a reward model; "
@@ -37,20 +32,11 @@ IDLE_MODEL = (
 SHOWN = 3  # rows named for one kind of problem; the rest is counted
 
 
-def option_problems(reward_model: Any, custom_path: str | None = None) -> list[str]:
-    """What is wrong with ``reward_model``: its manager, ``on_error`` and the scorers' options."""
-    problems = [
-        f"reward_model.{key}={value!r}: must be one of {', '.join(known)}"
-        for key, value, known in (
-            ("reward_manager", reward_model.reward_manager, MANAGERS),
-            ("on_error", reward_model.on_error, ON_ERROR),
-        )
-        if value not in known
-    ]
-    if reward_model.source == "register" and reward_model.reward_manager == "batch" and not custom_path:
-        problems.append(BATCH_WITHOUT_FUNCTION)
+def option_problems(reward_kwargs: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the scorers' options; the other keys are checked with the configuration."""
+    problems = []
     scorers = {scorer.name: scorer for scorer in SCORERS.values()}
-    for name, options in (reward_model.reward_kwargs or {}).items():
+    for name, options in reward_kwargs.items():
         key = f"reward_model.reward_kwargs.{name}"
         if name not in scorers:
             near = difflib.get_close_matches(str(name), scorers, n=1) or sorted(scorers)

@@ -29,7 +29,7 @@ class RewardLayer:
 
     def __init__(self, config: Any, tokenizer: Any = None):
         reward, custom = config.reward_model, config.custom_reward_function
-        problems = option_problems(reward, custom.path)
+        problems = option_problems(reward.reward_kwargs or {})
         function = None
         if custom.path:
             try:

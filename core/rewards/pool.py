@@ -88,7 +88,7 @@ class Pool:
         Raises WorkersLost where keeper after keeper dies: that is never the doing of an answer.
         """
         try:
-            body = json.dumps([_as_json(job) for job in jobs], default=_as_dict)
+            body = json.dumps(list(map(vars, jobs)), default=_as_dict)
         except (TypeError, ValueError) as error:
             return [Failure(ScoreStatus.CRASH, f"a job for a worker must be JSON: {error}")] * len(jobs)
         for last in range(KEEPERS):
@@ -228,15 +228,6 @@ def _custom(custom: CustomFunction | None) -> dict[str, Any] | None:
         "name": custom.function_name,
         "kwargs": custom.kwargs,
         "batched": custom.batched,
-    }
-
-
-def _as_json(job: Job) -> dict[str, Any]:
-    return {
-        "data_source": job.data_source,
-        "response": job.response,
-        "ground_truth": job.ground_truth,
-        "extra_info": job.extra_info,
     }
 
 

@@ -109,7 +109,7 @@ class _Grading:
     def __call__(self, line: bytes) -> tuple[bytes, bool]:
         """The reply, and whether the process is fit for another request."""
         try:
-            return json.dumps([_as_json(score) for score in self._scores(line)]).encode(), True
+            return json.dumps(list(map(vars, self._scores(line)))).encode(), True
         except MemoryError:
             return json.dumps(_detail()).encode(), False
         except Exception:  # a scorer may fail in any way; that is a status
@@ -127,16 +127,6 @@ class _Grading:
 
 async def _awaited(result: Awaitable[Any]) -> Any:
     return await result
-
-
-def _as_json(score: Score) -> dict[str, Any]:
-    return {
-        "value": score.value,
-        "parts": dict(score.parts),
-        "status": score.status.value,
-        "masked": score.masked,
-        "pred": score.pred,
-    }
 
 
 def _detail() -> str:

@@ -3,79 +3,32 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from core.config import Config, convert
+from core.config.resolution import resolve
 from core.tracking import Tracker
 from core.types import StepMetrics
 from core.validation import ValRecord, validation_metrics
 
-
-@dataclass(frozen=True)
-class Trainer:
-    logger: tuple[str, ...] = ("jsonl",)
-    project_name: str = "rlrepro"
-    experiment_name: str = "lab"
-    seed: int = 1
-    cpu_threads: int | None = None
-    log_val_generations: int = 0
-
-
-@dataclass(frozen=True)
-class ValKwargs:
-    n: int = 1
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = -1
-    do_sample: bool = False
+LAB = {
+    "trainer.logger": ("jsonl",),
+    "trainer.experiment_name": "lab",
+    "data.train_files": ("train.parquet",),
+    "data.val_files": ("test.parquet",),
+    "data.max_response_length": 16,
+    "actor_rollout_ref.model.path": "outputs/lab/base",
+    "algorithm.adv_estimator": "grpo",
+}
 
 
-@dataclass(frozen=True)
-class Rollout:
-    n: int = 8
-    val_kwargs: ValKwargs = field(default_factory=ValKwargs)
-
-
-@dataclass(frozen=True)
-class Model:
-    path: str | None = None
-
-
-@dataclass(frozen=True)
-class Optim:
-    lr: float = 1e-6
-
-
-@dataclass(frozen=True)
-class Actor:
-    clip_ratio: float = 0.2
-    optim: Optim = field(default_factory=Optim)
-
-
-@dataclass(frozen=True)
-class ActorRolloutRef:
-    model: Model = field(default_factory=lambda: Model("outputs/lab/base"))
-    actor: Actor = field(default_factory=Actor)
-    rollout: Rollout = field(default_factory=Rollout)
-
-
-@dataclass(frozen=True)
-class Data:
-    train_files: str | None = None
-    max_response_length: int = 16
-    seed: int | None = None
-
-
-@dataclass(frozen=True)
-class Config:
-    """A few keys under their real names."""
-
-    trainer: Trainer = field(default_factory=Trainer)
-    data: Data = field(default_factory=Data)
-    actor_rollout_ref: ActorRolloutRef = field(default_factory=ActorRolloutRef)
-    algorithm: dict[str, str] = field(default_factory=lambda: {"adv_estimator": "grpo"})
+def configured(changes: Mapping[str, Any] | None = None) -> Config:
+    """A resolved configuration with these keys (flat) changed."""
+    return resolve(convert.replaced(Config(), {**LAB, **(changes or {})}), "grpo")
 
 
 def step_metrics(step: int, seed: int, *, rate: float = 0.2, critic: bool = False) -> StepMetrics:
@@ -145,7 +98,7 @@ def make_run(
     status: str = "finished",
 ) -> Path:
     """Writes the run folder and returns it."""
-    config = config or Config()
+    config = config or configured()
     seed = config.trainer.seed
     tracker = Tracker(folder, config)
     tracker.progress(steps)

@@ -10,7 +10,8 @@ import shutil
 import pytest
 
 from core import manifest
-from core.checkpoint import CheckpointError, CheckpointStore, DamagedCheckpoint
+from core.checkpoint import CheckpointStore
+from core.manifest import CheckpointError, DamagedCheckpoint
 from tests.checkpoints import FILES, RUN, flip_bit, names, write
 
 # ---------------------------------------------------------------- writing and reading

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from core.checkpoint import CheckpointError, CheckpointStore
+from core.checkpoint import CheckpointStore
 from core.faults import VARIABLE, kill_point
+from core.manifest import CheckpointError
 from tests.checkpoints import ROOT, names, run, write
 from tests.faults.endless_writer import content
 

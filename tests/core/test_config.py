@@ -78,17 +78,16 @@ def test_the_schema_knows_the_names_that_the_implementations_know():
     from core.config import inert, schema
     from core.config.rules import algorithm, objective, rollout
     from core.engines.hf import HFEngine
-    from core.rewards.check import MANAGERS, ON_ERROR
-    from core.tracking import LOGGER_NAMES
+    from core.rewards.managers import MANAGERS
+    from core.tracking import LOGGERS
 
     assert set(schema.ADV_ESTIMATORS) == set(advantages.ESTIMATORS)
     assert set(schema.POLICY_LOSSES) == set(losses.POLICY_LOSSES)
     assert set(schema.KLKind.__args__) == set(kl.KL_KINDS)
-    assert set(schema.LossAggMode.__args__) == set(losses.LOSS_AGG_MODES) - {"token-sum"}
-    assert set(schema.Logger.__args__) == set(LOGGER_NAMES)
+    assert set(schema.LossAggMode.__args__) == set(losses.LOSS_AGG_MODES)
+    assert set(schema.Logger.__args__) == {"console", "jsonl", *LOGGERS}
     reward = convert.hints(schema.RewardModelConfig)
     assert set(reward["reward_manager"].__args__) == set(MANAGERS)
-    assert set(reward["on_error"].__args__) == set(ON_ERROR)
     assert set(algorithm.GROUPED) == {name for name, needs in advantages.NEEDS.items() if needs.groups}
     assert [name for name, needs in advantages.NEEDS.items() if needs.critic] == ["gae"]
     assert set(objective.PER_SEQUENCE) == set(losses.AGGREGATION)

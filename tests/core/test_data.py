@@ -129,7 +129,6 @@ def test_the_curriculum_follows_its_stages(three):
 @pytest.mark.parametrize(
     ("stages", "parts"),
     [
-        ([], ["data.curriculum=[]"]),
         (
             [{"files": ["A"], "prompts": None}, {"files": ["A"]}],
             ["data.curriculum[0].prompts=null", "only the last stage"],
@@ -145,11 +144,6 @@ def test_the_curriculum_follows_its_stages(three):
 def test_a_curriculum_that_makes_no_sense_is_refused(three, stages, parts):
     stages = [{**stage, "files": [three[0] if path == "A" else path for path in stage["files"]]} for stage in stages]
     refused(lambda: stream(three, curriculum=stages), *parts)
-
-
-def test_keys_that_a_curriculum_makes_idle_are_refused(three):
-    changes = dict(curriculum=[{"files": three}], dataset_weights=[1, 1, 1], train_max_samples=3)
-    assert len(refused(lambda: stream(three, **changes), "dataset_weights", "train_max_samples")) == 2
 
 
 def test_train_max_samples_is_a_seeded_choice_of_all_files(three):
@@ -190,7 +184,6 @@ def test_overlong_prompts_are_left_out_and_counted(long_and_short):
 def test_overlong_prompts_are_an_error_at_start_or_cut(long_and_short):
     parts = ("long.parquet", "data.max_prompt_length=4 tokens in 3 rows (3: 5 tokens, 4: 6 tokens, 5: 7 tokens)")
     refused(lambda: stream(long_and_short, max_prompt_length=4), *parts, "data.filter_overlong_prompts=True")
-    refused(lambda: stream(long_and_short, truncation="center"), "data.truncation='center'", "middle")
     prompts = stream(long_and_short, max_prompt_length=4, truncation="left")
     assert max(len(prompts.prompt(ordinal).token_ids) for ordinal in range(6)) == 4
     assert "6 of 6 rows, 3 cut to 4 tokens (data.truncation=left)" in prompts.counts()[0]

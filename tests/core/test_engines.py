@@ -372,8 +372,6 @@ def test_make_engine_follows_the_configuration(monkeypatch):
     assert made(dtype="bfloat16").model.dtype == torch.bfloat16
     with pytest.raises(EngineError, match="rollout.name=sglang"):
         made(name="sglang")
-    with pytest.raises(EngineError, match="engine_kwargs.hf.speed"):
-        made(engine_kwargs={"hf": {"speed": 2}})
     monkeypatch.setitem(sys.modules, "vllm", None)
     monkeypatch.delitem(sys.modules, "core.engines.vllm", raising=False)
     monkeypatch.delattr("core.engines.vllm", raising=False)

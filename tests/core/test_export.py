@@ -10,8 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
-from core.checkpoint import CheckpointError, CheckpointStore, save_tensors
+from core.checkpoint import CheckpointStore
 from core.export import export, export_hf, find_checkpoint, load_weights, main
+from core.manifest import CheckpointError
+from core.run_state import save_tensors
 from tests.checkpoints import ROOT, flip_bit
 from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
 

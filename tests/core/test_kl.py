@@ -143,16 +143,3 @@ def test_controllers_come_back_from_their_state():
     moved = configured.updated(9.0, 50)
     assert configured.with_state(moved.state_dict()) == moved
     assert KLController("fixed", 0.3).with_state({"value": 0.1}).value == 0.3  # a fixed one is what is configured
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("adaptive", 0.1, 0.1, 0), "horizon=0"),
-        (("adaptive", 0.1, 0, 10), "target_kl=0"),
-        (("adaptiv", 0.1), "type=adaptiv"),
-    ],
-)
-def test_bad_controllers_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        KLController(*arguments)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -17,23 +16,15 @@ import pytest
 import yaml
 
 from core import recorded, report, result_tables
+from core.config import Config, convert
 from core.recorded import load_run, publish, scrub, summarise
 from core.run_manifest import ROOT
 from core.validation import accuracy_by_question, paired_comparison, seed_interval, validation_metrics
-from tests.core.synthetic import (
-    Actor,
-    ActorRolloutRef,
-    Config,
-    Rollout,
-    Trainer,
-    ValKwargs,
-    make_run,
-    records,
-)
+from tests.core.synthetic import configured, make_run, records
 
 
 def seeded(seed: int, **changes) -> Config:
-    return Config(trainer=Trainer(seed=seed, experiment_name=f"lab_s{seed}"), **changes)
+    return configured({"trainer.seed": seed, "trainer.experiment_name": f"lab_s{seed}", **changes})
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +33,7 @@ def runs(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("outputs")
     for seed in (1, 2, 3):
         make_run(root / "grpo" / f"lab_s{seed}", seeded(seed))
-    other = seeded(1, actor_rollout_ref=ActorRolloutRef(actor=Actor(clip_ratio=0.3)))
+    other = seeded(1, **{"actor_rollout_ref.actor.clip_ratio_c": 5.0})
     make_run(root / "ppo" / "lab_s1", other, rate=0.1, critic=True)
     return root
 
@@ -142,7 +133,7 @@ def test_experiments_are_compared_question_by_question(runs, tmp_path):
     )
     assert expected in row and "| 200 |" in row
     different = md.split("### Where the runs differ")[1].split("###")[0]
-    assert "actor_rollout_ref.actor.clip_ratio | 0.2 | 0.3" in different
+    assert "actor_rollout_ref.actor.clip_ratio_c | 3.0 | 5.0" in different
     assert "seed" not in different and len(different.strip().splitlines()) == 3
     assert "Explained variance of the critic" in md
 
@@ -187,14 +178,12 @@ def test_generated_text_cannot_act_as_markup(tmp_path):
 
 
 def test_sampled_decoding_is_spelled_out():
-    rollout = Rollout(val_kwargs=ValKwargs(n=4, temperature=0.6, top_p=0.95, top_k=20, do_sample=True))
-    config = Config(actor_rollout_ref=ActorRolloutRef(rollout=rollout))
-    flat = recorded.flatten(recorded_tree(config))
-    assert recorded.decoding(flat) == "sampled, T=0.6, top-p 0.95, top-k 20, 4 a question, at most 16 tokens"
-
-
-def recorded_tree(config: Config) -> dict:
-    return dataclasses.asdict(config)
+    how = {"n": 4, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "do_sample": True}
+    config = configured({f"actor_rollout_ref.rollout.val_kwargs.{name}": value for name, value in how.items()})
+    assert (
+        recorded.decoding(convert.flat(config))
+        == "sampled, T=0.6, top-p 0.95, top-k 20, 4 a question, at most 16 tokens"
+    )
 
 
 @pytest.mark.parametrize(
@@ -255,10 +244,8 @@ def test_nothing_of_the_machine_is_published(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "sys.orig_argv", ["/home/jane/venv/bin/python", "-m", "x", "a=/scratch/jane/d.parquet", "on=node-17.cluster"]
     )
-    config = Config(
-        data=dataclasses.replace(Config().data, train_files="/home/jane/data/gsm8k/train.parquet"),
-        actor_rollout_ref=ActorRolloutRef(model=dataclasses.replace(ActorRolloutRef().model, path=f"{ROOT}/outputs/m")),
-    )
+    files = ("/home/jane/data/gsm8k/train.parquet",)
+    config = configured({"data.train_files": files, "actor_rollout_ref.model.path": f"{ROOT}/outputs/m"})
     folder = make_run(tmp_path / "grpo" / "run", config, steps=2, questions=5)
     copy = publish(folder, tmp_path / "results" / "grpo" / "run")
     text = "".join(path.read_text() for path in copy.iterdir())

@@ -117,8 +117,6 @@ def test_an_asynchronous_batch_function(make_layer, write):
 
 
 def test_batch_wants_a_function_that_takes_lists(make_layer, write):
-    with pytest.raises(RewardConfigError, match="set custom_reward_function.path, or use prime"):
-        make_layer(reward_manager="batch")
     one = write("def compute_score(data_source, solution_str, ground_truth, extra_info): return 1")
     with pytest.raises(
         RewardConfigError, match="compute_score.data_sources, solution_strs, ground_truths, extra_infos"

@@ -19,15 +19,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.checkpoint import (
-    CheckpointError,
-    DriverState,
-    load_tensors,
-    rng_state,
-    save_tensors,
-    seed_generators,
-    set_rng_state,
-)
+from core.manifest import CheckpointError
+from core.run_state import DriverState, load_tensors, rng_state, save_tensors, seed_generators, set_rng_state
 from core.types import Dropped, Prompt, Score, ScoredGroup, ScoreStatus, Segment, Stop, Trajectory
 from tests.checkpoints import ROOT
 

@@ -46,13 +46,7 @@ def test_cosine_by_hand():
 def test_warm_up_by_ratio_or_by_count():
     assert warmup_steps(config(lr_warmup_steps_ratio=0.285), 100) == 28
     assert warmup_steps(config(lr_warmup_steps_ratio=0.5, lr_warmup_steps=0), 100) == 0
-    assert warmup_steps(config(lr_warmup_steps_ratio=0.5, lr_warmup_steps=None), 100) == 50
 
 
 def test_without_warm_up_every_schedule_starts_at_one():
     assert constant(0, 0) == cosine(0, 0, 10) == wsd(0, 0, 10) == 1
-
-
-def test_an_unknown_schedule_is_named():
-    with pytest.raises(ValueError, match="lr_scheduler_type=linear: choose constant or cosine"):
-        multiplier(config(lr_scheduler_type="linear"), 0, 10)

@@ -16,7 +16,7 @@ import torch
 
 from core.advantages import ESTIMATORS, AdvantageInputs
 from core.kl import kl_penalty
-from core.losses import loss_weights, policy_loss, weighted_sum
+from core.losses import loss_weights, policy_loss
 
 HERE = Path(__file__).parent
 PYTHON = HERE / ".venv" / "bin" / "python"
@@ -104,7 +104,7 @@ def ours(document: dict, mode: str, agg: str, adv: torch.Tensor, *, beta: float 
     loss_BT, _ = policy_loss(mode)(log_prob, old, adv, mask, config)
     if beta:
         loss_BT = loss_BT + beta * kl_penalty(log_prob, double(document["ref_log_prob"]), "k3", mask)
-    loss = weighted_sum(loss_BT, loss_weights(mask.double(), agg, width=WIDTH))
+    loss = (loss_BT * loss_weights(mask.double(), agg, scale_factor=WIDTH)).sum()
     loss.backward()
     return loss.item(), log_prob.grad
 

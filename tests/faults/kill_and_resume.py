@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.checkpoint import CheckpointStore, load_tensors
+from core.checkpoint import CheckpointStore
 from core.faults import VARIABLE
+from core.run_state import load_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.001

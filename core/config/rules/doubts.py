@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from core.config.rules.rule import ACTOR, ROLLOUT, Rule
-
-FULL = ("fp32", "float32")
+from core.config.schema import FULL_PRECISION
 
 PENALISED = ("seq_reward", "seq_final_reward", "overlong", "is_overlong")  # what a shaped score's length enters
 
 DOUBTS = (
     Rule(
         f"{ROLLOUT}.dtype",
-        lambda v: (v.rollout.dtype in FULL) != (v.actor.fsdp_config.dtype in FULL),
+        lambda v: (v.rollout.dtype in FULL_PRECISION) != (v.actor.fsdp_config.dtype in FULL_PRECISION),
         "the engine's precision is not the learner's (fsdp_config.dtype={actor.fsdp_config.dtype}): log-probs differ",
         "set both",
     ),

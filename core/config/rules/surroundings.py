@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 
 from core.config import convert
+from core.config.paths import is_local
 from core.config.rules.rule import Rule
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def _strange_model(path: str | None) -> bool:
-    return path is not None and not path.startswith(("/", ".", "~")) and HUB_ID.fullmatch(path) is None
+    return path is not None and not is_local(path) and HUB_ID.fullmatch(path) is None
 
 
 def _model_rule(key: str) -> Rule:
