@@ -407,6 +407,8 @@ def lines(plan: Plan) -> list[str]:
 
 def shown(config: Config, name: str = DEFAULT_GPU) -> list[str]:
     """The plan's lines, or one that says why there is none: what a dry run prints."""
+    if config.trainer.val_only:
+        return ["none: a plan is of training, and trainer.val_only trains nothing"]
     try:
         return lines(make_plan(config, gpu(name)))
     except UnknownShape as error:

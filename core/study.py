@@ -7,6 +7,7 @@ a process of its own with one thread, forked from one that has already imported 
 command goes on with what is missing.
 
 A recipe's ``study.py`` calls :func:`main`:  python -m recipes.dapo.study [--jobs 2] [--budget-min 45]
+A recipe with several has ``study_<part>.yaml`` as well:  python -m recipes.search_r1.study topk
 """
 
 from __future__ import annotations
@@ -141,6 +142,15 @@ class Study:
     curve: str | None = None  # a logged key whose whole course is recorded
     about: tuple[str, ...] = ()  # paragraphs of the report
     limits: tuple[str, ...] = ()  # what the study cannot say
+
+    @property
+    def name(self) -> str:
+        """Of its records and its report: the file's name without its ending, ``study`` or ``study_<part>``."""
+        return self.path.stem
+
+    @property
+    def command(self) -> str:
+        return " ".join([f"python -m recipes.{self.recipe}.study", *self.name.split("_", 1)[1:]])
 
     @property
     def registration(self) -> str:
@@ -387,9 +397,7 @@ def registered(path: Path) -> bool | None:
 
 
 def _parser(study: Study) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m recipes.{study.recipe}.study", description=f"{study.title}. Goes on with the runs that miss."
-    )
+    parser = argparse.ArgumentParser(prog=study.command, description=f"{study.title}. Goes on with the runs that miss.")
     parser.add_argument("--jobs", type=int, default=2, help="processes side by side, one thread each")
     parser.add_argument("--budget-min", type=float, default=float("inf"), help="starts no run beyond these minutes")
     parser.add_argument("--report", action="store_true", help="runs nothing; writes the report of what is there")
@@ -399,7 +407,7 @@ def _parser(study: Study) -> argparse.ArgumentParser:
 
 
 def main(path: Path, arguments: Sequence[str]) -> int:
-    """The command of a recipe's ``study.py``: runs what is missing, then writes ``results/<recipe>/study.{md,html}``.
+    """The command of a recipe's ``study.py``: runs what is missing, then writes ``results/<recipe>/<name>.{md,html}``.
 
     Returns the exit status: 2 where the study's file is at fault or is not committed.
     """
@@ -408,11 +416,11 @@ def main(path: Path, arguments: Sequence[str]) -> int:
     try:
         study = load_study(path)
         args = _parser(study).parse_args(arguments)
-        records = Records(args.results / study.recipe / "study")
+        records = Records(args.results / study.recipe / study.name)
         if not args.report:
             if registered(path) is False:
                 raise StudyError(f"{path} is not committed: a study is registered before its runs")
-            outputs = args.outputs / study.recipe / "study" / study.registration[:12]
+            outputs = args.outputs / study.recipe / study.name / study.registration[:12]
             Runner(study, records, outputs, args.jobs, 60 * args.budget_min).run()
         print(f"report: {write_report(study, records, args.results)}")
     except StudyError as error:

@@ -3,7 +3,8 @@
     python -m recipes.lab.knowledge_model --seed 1
 
 Writes ``outputs/lab/knowledge/seed-<n>/`` (corpus, BM25 index, questions) and ``outputs/lab/knowledge/base/<hash>/``,
-to which ``base/current`` points. The model learns from knowledge bases of its own; none is that of a run.
+to which ``base/current`` points. The model learns from knowledge bases of its own; none is that of a run. A second one
+(:data:`VARIED`, ``outputs/lab/knowledge/varied/``) has read one, three or five passages, the right one anywhere.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from recipes.lab.warm_start import Row, WarmStart, as_row, build
 from recipes.search_r1.search_loop import information
 
 FOLDER = Path("outputs/lab/knowledge")
-TOPK = 3
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,14 @@ class KnowledgeRecipe(WarmStart):
     ramble_share: float = 0.05  # of the mixture; the rest guess
     bases: int = 24  # knowledge bases of the warm start
     questions_each: int = 1200
+    shown: tuple[int, ...] = (3,)  # passages of a search, one of these numbers an episode
+    anywhere: bool = False  # the right passage is moved to any place among them; else it stays the first
 
 
-def searcher(base: knowledge.KnowledgeBase, folder: Path) -> Callable[[list[str]], list[list[Any]]]:
+VARIED = KnowledgeRecipe(shown=(1, 3, 5), anywhere=True)  # for studies of how many passages to show
+
+
+def searcher(base: knowledge.KnowledgeBase, folder: Path, topk: int = 3) -> Callable[[list[str]], list[list[Any]]]:
     """BM25 over a knowledge base's passages, in this process."""
     from recipes.search_r1.index.build import build_index
     from recipes.search_r1.retrieval import RetrieverOptions, make_retriever
@@ -46,7 +51,7 @@ def searcher(base: knowledge.KnowledgeBase, folder: Path) -> Callable[[list[str]
     corpus.write_text("".join(json.dumps(passage) + "\n" for passage in base.passages()), encoding="utf-8")
     build_index(corpus, folder / "index", ("bm25",))
     retriever = make_retriever(RetrieverOptions(index=folder / "index", mmap=False))
-    return lambda queries: retriever.retrieve(queries, TOPK)
+    return lambda queries: retriever.retrieve(queries, topk)
 
 
 def questions(
@@ -57,15 +62,23 @@ def questions(
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
 
+    rng = random.Random(f"shown {recipe.seed}")
+
+    def block(passages: list[Any], count: int) -> str:
+        right, *others = passages[:count]
+        others.insert(rng.randrange(count) if recipe.anywhere else 0, right)
+        return information(others, 10**6, encode)
+
     for number in range(recipe.bases):
         base = knowledge.draw(f"warm start {recipe.seed} {number}")
         chosen = knowledge.splits(base, number, recipe.questions_each, 0)["train"]
         asked = [knowledge.queries(question, base) for question in chosen]
         flat = sorted({query for queries in asked for query in queries})
         with tempfile.TemporaryDirectory() as folder:
-            found = dict(zip(flat, searcher(base, Path(folder) / "kb")(flat), strict=True))
+            found = dict(zip(flat, searcher(base, Path(folder) / "kb", max(recipe.shown))(flat), strict=True))
         for question, queries in zip(chosen, asked, strict=True):
-            yield base, question, [information(found[query], 10**6, encode) for query in queries]
+            count = rng.choice(recipe.shown)
+            yield base, question, [block(found[query], count) for query in queries]
 
 
 def rows(recipe: KnowledgeRecipe, tokenizer: Any) -> tuple[list[Row], list[Row]]:
@@ -86,8 +99,9 @@ def rows(recipe: KnowledgeRecipe, tokenizer: Any) -> tuple[list[Row], list[Row]]
     return searching, mixture
 
 
-def prepare(seed: int, folder: Path = FOLDER, recipe: KnowledgeRecipe | None = None) -> Path:
-    """Makes what is missing: knowledge and index of a seed, and the base model, whose folder it returns."""
+def prepare(seed: int, folder: Path = FOLDER, recipe: KnowledgeRecipe | None = None, models: str = "base") -> Path:
+    """Makes what is missing: knowledge and index of a seed, and the base model in ``models``, whose folder it
+    returns."""
     from recipes.search_r1.index.build import build_index
 
     recipe, own = recipe or KnowledgeRecipe(), folder / f"seed-{seed}"
@@ -96,10 +110,13 @@ def prepare(seed: int, folder: Path = FOLDER, recipe: KnowledgeRecipe | None = N
         build_index(own / "corpus.jsonl", own / "index", ("bm25",))
     tokenizer = build_tokenizer(knowledge.ALPHABET, knowledge.WORDS)
     code = [Path(__file__).parent / name for name in ("knowledge.py", "knowledge_model.py", "tokenizer.py")]
-    return build(folder / "base", recipe, tokenizer, lambda: rows(recipe, tokenizer), *code)
+    return build(folder / models, recipe, tokenizer, lambda: rows(recipe, tokenizer), *code)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m recipes.lab.knowledge_model", description=__doc__)
     parser.add_argument("--seed", type=int, default=1, help="of the knowledge (default %(default)s)")
-    print(f"base model: {prepare(parser.parse_args().seed)}", flush=True)
+    parser.add_argument("--varied", action="store_true", help="makes the second base model")
+    asked = parser.parse_args()
+    made = prepare(asked.seed, recipe=VARIED, models="varied") if asked.varied else prepare(asked.seed)
+    print(f"base model: {made}", flush=True)

@@ -80,6 +80,8 @@ class RetrieverOptions:
         threads: of faiss and of torch on the CPU; None is their own default.
         ef_search, nprobe: HNSW's candidates and IVF's lists a query looks at.
         rerank: folder or hub id of a cross-encoder, which orders the first ``rerank_from`` passages anew.
+        noise: probability with which the first passage falls behind the next one, again and again, as a function of
+            ``noise_seed`` and query; for studies.
         check_encoder: encode a few passages at start and compare them with the index.
     """
 
@@ -98,6 +100,8 @@ class RetrieverOptions:
     nprobe: int = 32
     rerank: str | None = None
     rerank_from: int = 10
+    noise: float = 0.0
+    noise_seed: int = 1
     check_encoder: bool = True
 
 

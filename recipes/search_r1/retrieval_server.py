@@ -202,6 +202,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--nprobe", type=int, help="IVF: lists a query looks at (default 32)")
     add("--rerank", metavar="MODEL", help="a cross-encoder that orders the first passages anew")
     add("--rerank-from", type=int, help="passages it orders (default 10)")
+    add("--noise", type=float, help="studies: how likely the first passage falls behind the next, again and again")
+    add("--noise-seed", type=int, help="of where it falls (default 1)")
     add("--max-batch", type=int, default=256, help="queries searched together (default %(default)s)")
     add("--max-waiting", type=int, default=4096, help="queries in the queue before 503 (default %(default)s)")
     add("--no-mmap", action="store_true", help="read the index into memory")

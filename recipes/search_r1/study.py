@@ -1,6 +1,7 @@
-"""The study of Search-R1's claims on a lab task; ``study.yaml`` beside this file is its registration.
+"""The studies of Search-R1's claims on a lab task; their registrations stand beside this file.
 
-python -m recipes.search_r1.study [--jobs 2] [--budget-min 45] [--report]
+python -m recipes.search_r1.study [--jobs 2] [--budget-min 45] [--report]          study.yaml
+python -m recipes.search_r1.study topk [the same]                                  study_topk.yaml: a noisy ranking
 """
 
 import sys
@@ -8,12 +9,16 @@ from pathlib import Path
 
 from core.study import load_study, main
 
-REGISTRATION = Path(__file__).with_name("study.yaml")
+FOLDER = Path(__file__).parent
 
 if __name__ == "__main__":
-    if "--report" not in sys.argv[1:]:
-        from recipes.lab.knowledge_model import prepare
+    arguments = sys.argv[1:]
+    topk = arguments[:1] == ["topk"]
+    registration = FOLDER / ("study_topk.yaml" if topk else "study.yaml")
+    if "--report" not in arguments:
+        from recipes.lab.knowledge_model import VARIED, prepare
 
-        for seed in load_study(REGISTRATION).seeds:
-            prepare(seed)
-    sys.exit(main(REGISTRATION, sys.argv[1:]))
+        chosen = {"recipe": VARIED, "models": "varied"} if topk else {}
+        for seed in load_study(registration).seeds:
+            prepare(seed, **chosen)
+    sys.exit(main(registration, arguments[topk:]))

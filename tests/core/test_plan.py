@@ -227,3 +227,4 @@ def test_a_dry_run_prints_the_plan(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         prepare("grpo", [f"{MODEL}=./outputs/nothing", "--"])
     assert plan.shown(compose("grpo", [f"{MODEL}=nobody/nothing"]))[0].startswith("none: the shape of nobody/nothing")
+    assert plan.shown(compose("grpo", ["trainer.val_only=True"]))[0].startswith("none: a plan is of training")

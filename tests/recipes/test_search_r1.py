@@ -258,12 +258,14 @@ def test_the_lengths_are_the_published_ones():
     assert seen["limits"] == Limits(response=4096 + 500 - 100, turn=500)
 
 
-def test_a_retriever_that_is_not_there_ends_the_run_before_a_model_loads():
+def test_a_retriever_that_is_not_there_ends_the_run_before_a_model_loads(files):
+    index = files / "index"
     for overrides, said in (
         (("retriever.url=http://127.0.0.1:9/retrieve", "+retriever.client={give_up_s: 0.2}"), "no answer within"),
         (("+retriever.client={patience: 3}",), "patience"),
         (("retriever.url=null", "+retriever.local={index: /nowhere}"), "no index is there"),
         (("retriever.url=null",), "index"),
+        (("retriever.url=null", f"+retriever.local={{index: {index}, noise: 2}}"), "noise=2: must be at least 0"),
     ):
         with pytest.raises(PluginError, match=said):
             SearchLoop(config(*overrides), TOKENIZER)
@@ -578,8 +580,9 @@ def test_the_pages_numbers_are_those_of_the_references_and_the_tables():
     assert set(mine.values()) <= set(averages)
 
 
-def test_the_study_is_registered_with_arms_that_validate():
-    study = load_study(ROOT / "recipes" / "search_r1" / "study.yaml")
+@pytest.mark.parametrize("name", ["study", "study_topk"])
+def test_the_studies_are_registered_with_arms_that_validate(name):
+    study = load_study(ROOT / "recipes" / "search_r1" / f"{name}.yaml")
     assert len(study.seeds) >= 8
     for arm in study.arms.values():
         found = examine("search_r1", [*study.common, *arm.overrides, "trainer.seed=3"], main_search_r1.HOOKS)

@@ -13,8 +13,8 @@ from core.study import Records, load_study
 from core.study_report import judge, write_report
 
 ROOT = Path(__file__).resolve().parents[2]
-STUDIES = sorted((ROOT / "recipes").glob("*/study.yaml"))
-named = pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.parent.name)
+STUDIES = sorted((ROOT / "recipes").glob("*/study*.yaml"))
+named = pytest.mark.parametrize("path", STUDIES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 
 
 @named
@@ -33,9 +33,9 @@ def test_every_arm_is_a_valid_configuration_and_no_two_are_the_same(path):
 @named
 def test_the_report_is_what_the_records_give(path, tmp_path):
     study = load_study(path)
-    committed = ROOT / "results" / study.recipe / "study.md"
+    committed = ROOT / "results" / study.recipe / f"{study.name}.md"
     shutil.copy(ROOT / "results" / "references.yaml", tmp_path)
-    records = Records(ROOT / "results" / study.recipe / "study")
+    records = Records(ROOT / "results" / study.recipe / study.name)
     assert write_report(study, records, tmp_path).read_text() == committed.read_text()
     words = {verdict.word for verdict in judge(study, records.read(study)).values()}
     assert words <= {"confirmed", "refuted", "inconclusive", "not run"}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.search_r1.index.corpus import Corpus, read_json, scan
+from recipes.search_r1.index.noise import NoisyRetriever
 from recipes.search_r1.retrieval import (
     BACKENDS,
     DENSE,
@@ -20,17 +21,17 @@ BUILT = "index.json"  # {"backends": {name: settings}, "encoder": settings or nu
 
 
 def open_index(options: RetrieverOptions) -> Retriever:
-    """The retriever of an index folder or of a faiss file, with its cross-encoder where one is named."""
+    """The retriever of an index folder or of a faiss file, with the cross-encoder and the noise that are asked for."""
     if options.backend is not None and options.backend not in BACKENDS:
         raise RetrievalError(f"backend={options.backend!r}: must be one of {', '.join(BACKENDS)}")
     path = Path(options.index).expanduser()
     retriever = _of_file(path, options) if path.is_file() else _of_folder(path, options)
-    if options.rerank is None:
-        return retriever
-    from recipes.search_r1.index.rerank import RerankingRetriever, cross_encoder
+    if options.rerank is not None:
+        from recipes.search_r1.index.rerank import RerankingRetriever, cross_encoder
 
-    judge = cross_encoder(options.rerank, options.device)
-    return RerankingRetriever(retriever, judge, options.rerank, options.rerank_from)
+        judge = cross_encoder(options.rerank, options.device)
+        retriever = RerankingRetriever(retriever, judge, options.rerank, options.rerank_from)
+    return NoisyRetriever(retriever, options.noise, options.noise_seed) if options.noise else retriever
 
 
 def _of_folder(folder: Path, options: RetrieverOptions) -> Retriever:
