@@ -22,6 +22,7 @@ from tests.pools import marked_processes, none_left
 
 PATIENCE_S = 800  # for a run to end, with all its restarts, on a busy machine
 LEFT_S = 90  # after which nothing of a run may be there
+NICE = {"RAY_worker_niceness": "0"}  # not Ray's 15: on a busy machine its workers would starve, and deadlines pass
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Watched:
 def watched(factory: CmdFactory, folder: Path, env: Mapping[str, str] | None = None) -> Iterator[Watched]:
     mark = f"RUN_{uuid.uuid4().hex}"
     # Ray writes its titles over the environment that /proc shows, unless told to leave it
-    variables = {**(env or {}), mark: "1", "SPT_NOENV": "1"}
+    variables = {**(env or {}), mark: "1", "SPT_NOENV": "1", **NICE}
     with launched(factory(folder), folder, variables) as process:
         yield Watched(process, folder, mark)
 
@@ -74,7 +75,7 @@ def watched(factory: CmdFactory, folder: Path, env: Mapping[str, str] | None = N
 def ray_cluster() -> Iterator[tuple[str, str]]:
     """The address of a Ray that somebody else started, elsewhere, and the mark of its processes."""
     mark, folder = f"RAY_{uuid.uuid4().hex}", tempfile.mkdtemp(prefix="ray")  # sockets have short paths only
-    environment = {name: os.environ[name] for name in ("PATH", "HOME")} | {mark: "1", "SPT_NOENV": "1"}
+    environment = {name: os.environ[name] for name in ("PATH", "HOME")} | {mark: "1", "SPT_NOENV": "1", **NICE}
     options = ["--head", "--block", "--port=0", "--num-cpus=4", "--include-dashboard=false", "--disable-usage-stats"]
     program = [Path(sys.executable).parent / "ray", "start", *options, f"--temp-dir={folder}"]
     with open(Path(folder, "log"), "w") as log:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from core.run_manifest import git_state
 from tests.faults.kill_and_resume import read_lines, run_uninterrupted
 from tests.faults.ray_runs import Run, Watched, differences, disturbed, killing, ordinals, ray_cluster, title, watched
 from tests.faults.striking import KINDS, PHASES, VARIABLE
@@ -29,6 +30,12 @@ def files(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     prepare(folder)
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commit(record_testsuite_property):
+    """For ``tests.faults.report``."""
+    record_testsuite_property("commit", str(git_state()["commit"])[:7])
 
 
 def over_ray(files: Path, *overrides: str, ranks: int = 2) -> Callable[[Path], list[str]]:
@@ -217,10 +224,11 @@ def unstruck(files) -> Path:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_death_in_a_phase_is_over_within_two_minutes(struck, kind, phase):
+def test_a_death_in_a_phase_is_over_within_two_minutes(struck, kind, phase, record_property):
     strike, *later = struck(kind).after(phase)
     assert strike["step"] == AT[phase]
     following = next(line for line in later if line["what"] == "step")
+    record_property("seconds", following["time"] - strike["time"])
     assert following["time"] - strike["time"] < 120
     if kind in ("keeper", "worker"):  # a new one takes over
         assert later[0]["what"] == "step"

@@ -19,6 +19,9 @@ import time
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return sum(ord(character) % 7 for character in solution_str) / 42
 
+def parity(data_source, solution_str, ground_truth, extra_info):
+    return sum(map(ord, solution_str)) % 2
+
 def slowly(data_source, solution_str, ground_truth, extra_info):
     time.sleep(0.05)
     return compute_score(data_source, solution_str, ground_truth, extra_info)
