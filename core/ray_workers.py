@@ -65,8 +65,8 @@ class RayWorkers(RayProcesses):
 
     @property
     def overlaps(self) -> bool:
-        """On the CPU; on a GPU engine and learner take turns."""
-        return self.device.type == "cpu"
+        """Not where engine and learner take turns on a GPU."""
+        return self.device.type == "cpu" or not self.config.actor_rollout_ref.hybrid_engine
 
     def fingerprints(self) -> dict[str, ModelFingerprint]:
         return self._each("fingerprints", "fingerprints", [()])[0]
