@@ -113,10 +113,11 @@ def test_a_run_within_its_bounds_says_nothing(folder, caplog):
 def test_memory_and_the_last_healthy_step_survive_a_resume(folder):
     """Steps 2 and 3 lose their update; killed after 2, the resumed run must still count two in a row."""
     lose = lambda step: {"actor/skipped_updates": 1.0} if step in (2, 3) else {}  # noqa: E731
-    bounds = ["trainer.health.nonfinite.bound=2", "trainer.save_freq=1", "trainer.health.reward_window=3"]
+    bounds = ["trainer.health.nonfinite.bound=2", "trainer.save_freq=1", "trainer.health.reward_window=2"]
     first = scripted()(configured(folder, "resumed", *bounds, steps=2), answers(), report=lose).init_workers()
     first.fit()
     assert first.health.lost_updates_in_row == 1 and len(first.health.recent_scores) == 2
+    assert first.health.best_score is not None
     state = DriverState.load(first.store.folder(2)).values["health"]
     assert Health.of_state(state) == first.health and state["last_healthy_step"] == 2
     again = scripted()(configured(folder, "resumed", *bounds), answers(), report=lose).init_workers()

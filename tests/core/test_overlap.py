@@ -310,6 +310,34 @@ def test_background_work_runs_beside_and_can_be_given_up():
         assert runner.run(asyncio.sleep(0, 3)) == 3  # the loop is free again
 
 
+def test_what_is_given_up_before_it_began_never_begins(monkeypatch):
+    given_up, begun = threading.Event(), []
+
+    class Late(asyncio.Runner):
+        def run(self, *args, **kwargs):
+            given_up.wait(10)
+            return super().run(*args, **kwargs)
+
+    async def work():
+        begun.append(True)
+        await asyncio.sleep(5)
+
+    with Late() as runner:
+        schedule = runner.get_loop().call_soon_threadsafe
+
+        def noted(*args, **kwargs):
+            handle = schedule(*args, **kwargs)
+            given_up.set()
+            return handle
+
+        monkeypatch.setattr(runner.get_loop(), "call_soon_threadsafe", noted)
+        beside = Background(runner, work())
+        beside.close()
+        with pytest.raises((asyncio.CancelledError, concurrent.futures.CancelledError)):
+            beside.result()
+    assert not begun
+
+
 def test_more_than_one_step_is_refused():
     (line,) = examine("grpo", ["preset=lab", "trainer.max_staleness=2", *STALE[1:]]).problems
     assert "is at most 1" in line

@@ -143,8 +143,16 @@ def test_weights_leave_the_denominators_alone_and_count_what_they_truncate():
     normal, found = corrected(rollout_is="sequence", rollout_is_threshold=5.0, rollout_is_batch_normalize=True)
     assert float(normal.rollout_is_weights[0, 1]) == pytest.approx(2 / 1.5)
     assert found["rollout_corr/rollout_is_batch_norm_factor"] == pytest.approx(1.5)
+    cut, found = corrected(rollout_is="token", rollout_is_threshold=2.0, rollout_is_batch_normalize=True)
+    assert found["rollout_corr/rollout_is_batch_norm_factor"] == pytest.approx(6.5 / 6)  # of the weights as truncated
+    assert float(cut.rollout_is_weights[0, 1]) == pytest.approx(2 / (6.5 / 6))
     off, nothing = corrected()
     assert off.rollout_is_weights is None and torch.equal(off.loss_mask, off.response_mask) and not nothing
+
+
+def test_a_weight_is_a_number_and_no_way_for_a_gradient():
+    learner = torch.full((1, 3), -1.0, requires_grad=True)
+    assert not rc.log_ratio(learner, torch.full((1, 3), -2.0), torch.ones(1, 3, dtype=torch.bool)).requires_grad
 
 
 def test_tokens_that_nobody_sampled_are_not_weighed_and_go_with_their_row():
