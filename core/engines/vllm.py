@@ -25,6 +25,7 @@ from core.engines import EngineError, SampleRequest
 from core.engines.stepped import Row, SteppedEngine
 from core.engines.stopping import eos_ids
 from core.engines.weights import checked_weights
+from core.interrupts import WorkersLost
 from core.models import resolve_path
 from core.seeds import derive_seed
 
@@ -122,7 +123,8 @@ class VLLMEngine(SteppedEngine):
         )
 
     def _advance(self) -> list[Row]:
-        return self._take(self.llm.step())
+        with self._whole():
+            return self._take(self.llm.step())
 
     def _take(self, outputs: list[Any]) -> list[Row]:
         """Gives the rows what vLLM wrote; those that ended have left."""
@@ -156,7 +158,8 @@ class VLLMEngine(SteppedEngine):
         if self.asleep:
             self.llm.wake_up(["weights"])
         named = [(name, value) for names, _, value in weights for name in names]
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
+        with self._whole():
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
         if self.asleep:
             self.llm.wake_up(["kv_cache"])
             self.asleep = False
@@ -184,10 +187,21 @@ class VLLMEngine(SteppedEngine):
         self.llm.add_request(name, tokens_input(list(token_ids)), params)
         own: list[Any] = []
         while not own:
-            outputs = self.llm.step()
+            with self._whole():
+                outputs = self.llm.step()
             own = [output for output in outputs if output.request_id == name]
             self._deliver(self._take([output for output in outputs if output.request_id != name]))
         return np.array(own[0].prompt_logprobs.logprobs, np.float32)
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Whatever fails because one of vLLM's processes died is a loss, after which a run may start again."""
+        try:
+            yield
+        except Exception as error:
+            if getattr(self.llm.model_executor, "is_failed", False):
+                raise WorkersLost(f"one of vLLM's processes died ({type(error).__name__}: {error})") from error
+            raise
 
     def _free(self) -> None:
         with _process_kept():
