@@ -1,6 +1,7 @@
 """One question, the episode printed turn by turn: the loop of training, with the same limits and decoding.
 
     python -m recipes.search_r1.infer "who wrote the score of Jaws?" actor_rollout_ref.model.path=MODEL [key=value ...]
+    python -m recipes.search_r1.infer "who is the boss of bavu?" --prompt "Q: {question}" preset=study      # the lab's
 
 Needs a retriever (``retriever.url``, or ``retriever.local`` in this process). Decoding is that of validation,
 ``actor_rollout_ref.rollout.val_kwargs``: greedy unless ``do_sample=True``. DRY_RUN=1 only checks the configuration.
@@ -8,6 +9,7 @@ Needs a retriever (``retriever.url``, or ``retriever.local`` in this process). D
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import sys
@@ -24,8 +26,8 @@ if TYPE_CHECKING:
 OVERRIDE = re.compile(r"[\w.+~]+=")
 
 
-def prompt_of(question: str, config: Config, tokenizer: Any) -> Any:
-    """The prompt of the training data: the search prompt, or R1's without search."""
+def prompt_of(question: str, config: Config, tokenizer: Any, template: str | None = None) -> Any:
+    """The prompt of the training data: the search prompt, or R1's without search; or another ``template``."""
     from core.encode import Encoder
     from core.types import Prompt
     from data_preprocess.open_qa import PROMPTS, make_qa_row
@@ -35,7 +37,7 @@ def prompt_of(question: str, config: Config, tokenizer: Any) -> Any:
         {"question": question, "golden_answers": ["?"]},
         "infer",
         0,
-        PROMPTS["search" if config.do_search else "r1"],
+        template or PROMPTS["search" if config.do_search else "r1"],
     )
     # Without a chat template the text goes in as it is, as the published code has it.
     chat = row["prompt"] if getattr(tokenizer, "chat_template", None) else row["prompt"][0]["content"]
@@ -43,7 +45,7 @@ def prompt_of(question: str, config: Config, tokenizer: Any) -> Any:
     return Prompt(-1, "infer", tuple(ids), tuple(row["prompt"]), None, "question", row["extra_info"])
 
 
-def answer(question: str, config: Config) -> Trajectory:
+def answer(question: str, config: Config, template: str | None = None) -> Trajectory:
     """Loads the model and plays the episode."""
     import asyncio
     from types import SimpleNamespace
@@ -61,7 +63,7 @@ def answer(question: str, config: Config) -> Trajectory:
         engine = make_engine(config, lambda: policy, run.tokenizer, run.device)
         engine.update_weights(policy.state_dict().items(), 0)
         run.workers = SimpleNamespace(engine=engine)
-        prompt = prompt_of(question, config, run.tokenizer)
+        prompt = prompt_of(question, config, run.tokenizer, template)
         return asyncio.run(run.generate(prompt, 0, run.val_sampling))
     finally:
         run.agent_loop.close()
@@ -78,10 +80,15 @@ def main(argv: list[str]) -> int:
     if not argv or OVERRIDE.match(argv[0]):
         print(__doc__, file=sys.stderr)
         return 2
+    parser = argparse.ArgumentParser(prog="python -m recipes.search_r1.infer")
+    parser.add_argument("question")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--prompt", metavar="TEXT", help="around {question}; default: that of the training data")
+    args = parser.parse_intermixed_args(argv)
     try:
-        config = compose("search_r1", argv[1:], main_search_r1.HOOKS)
+        config = compose("search_r1", args.overrides, main_search_r1.HOOKS)
         if os.environ.get("DRY_RUN", "").lower() in ("", "0", "false", "no"):
-            print(show(answer(argv[0], config)))
+            print(show(answer(args.question, config, args.prompt)))
     except (ConfigError, PluginError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -143,7 +143,10 @@ def rounding(options: argparse.Namespace) -> dict[str, float]:
     from recipes.search_r1.index.corpus import Corpus
     from recipes.search_r1.index.encoder import make_encoder, settings_of
 
-    corpus, encoder = Corpus(options.work / "index", None), make_encoder(settings_of(options.encoder), threads=2)
+    corpus, encoder = (
+        Corpus(options.work / "index", None),
+        make_encoder(settings_of(options.encoder), threads=options.threads),
+    )
     rows = range(0, len(corpus), 16)
     stored = np.memmap(options.work / "index/vectors.f32", np.float32, "r").reshape(len(corpus), -1)[::16]
     exact = encoder.encode([corpus.row(row)["contents"] for row in rows], encoder.settings.passage_prefix)
@@ -314,7 +317,7 @@ def dense_lines(result: dict[str, Any]) -> tuple[str, str, str]:
         f"  questions in float32. **HNSW**: 64 links, 128 candidates a query. **IVF**: {lists} lists, 32 a query.",
         f"Of the ten passages that flat finds, HNSW finds {agree['hnsw']:.4f} and IVF {agree['ivf']:.4f}."
         + rounding_line(result),
-        f"Encoding: {_speed(encoding['passages'])} passages a second, {minutes:,.0f} minutes of CPU for all of them.\n"
+        f"Encoding in float32: {_speed(encoding['passages'])} passages a second, {minutes:,.0f} minutes for all.\n"
         f"Questions a second: {rates}.",
     )
 

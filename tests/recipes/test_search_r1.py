@@ -30,7 +30,6 @@ from core.rewards import RewardLayer
 from core.study import load_study
 from core.types import Prompt, Score, ScoredGroup, Stop
 from core.validation import Estimate
-from data_preprocess import open_qa
 from recipes.search_r1 import evaluation, infer, main_search_r1, paper_tables
 from recipes.search_r1.retrieval import Passage
 from recipes.search_r1.search_loop import (
@@ -538,8 +537,7 @@ def test_the_macro_average_weighs_sets_equally_and_has_an_interval(files, tmp_pa
     assert macro.high - macro.low == pytest.approx(0.2 / 2**0.5)
 
 
-def test_infer_prints_the_episode_turn_by_turn(files, capsys, monkeypatch):
-    monkeypatch.setattr(open_qa, "PROMPTS", {"search": "Question: {question}\n"})
+def test_infer_prints_the_episode_turn_by_turn(files, capsys):
     overrides = [
         f"actor_rollout_ref.model.path={files}/model",
         "actor_rollout_ref.rollout.name=hf",
@@ -555,7 +553,7 @@ def test_infer_prints_the_episode_turn_by_turn(files, capsys, monkeypatch):
         f"+retriever.local={{index: {files}/index}}",
         "max_turns=1",
     ]
-    assert infer.main(["a?", *overrides]) == 0
+    assert infer.main(["a?", *overrides, "--prompt", "Question: {question}\n"]) == 0
     printed = capsys.readouterr().out
     assert printed.count("[policy]") == 2 and "[tool]\nMy previous action is invalid" in printed
     assert "[2 turns, 0 searches, ended by" in printed
