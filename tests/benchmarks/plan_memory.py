@@ -6,11 +6,13 @@ Each case makes two optimizer steps of ``core.learner.Actor`` (the first creates
 allocation and release of torch's CPU allocator during the second: their highest sum is what the update needs beyond
 the weights and moments that are there. The estimate is that of ``core.plan`` for the same shape, precision and tokens:
 gradients and activations at their highest, copies of the weights in bf16. A GPU's allocator, its fragments and its
-libraries are not measured. Writes ``results/benchmarks/plan_memory.md``.
+libraries are not measured. Writes ``results/benchmarks/plan_memory.md``, and ``plan_memory.json``, from which a plan
+takes the error that it prints.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -30,9 +32,9 @@ TARGET = Path("results/benchmarks/plan_memory.md")
 MIB = 2**20
 PROMPT = 16
 SHAPES = {
-    "lab, 0.5 M": Shape(hidden=128, layers=3, heads=4, kv_heads=4, mlp=256, vocab=64, tied=False, bias=True),
-    "small, 18 M": Shape(hidden=384, layers=6, heads=6, kv_heads=2, mlp=1024, vocab=8192, tied=False, bias=True),
-    "middle, 67 M": Shape(hidden=512, layers=8, heads=8, kv_heads=2, mlp=1536, vocab=32768, tied=False, bias=True),
+    "lab": Shape(hidden=128, layers=3, heads=4, kv_heads=4, mlp=256, vocab=64, tied=False, bias=True),
+    "small": Shape(hidden=384, layers=6, heads=6, kv_heads=2, mlp=1024, vocab=8192, tied=False, bias=True),
+    "middle": Shape(hidden=512, layers=8, heads=8, kv_heads=2, mlp=1536, vocab=32768, tied=False, bias=True),
 }
 
 
@@ -56,13 +58,13 @@ class Case:
 
 
 CASES = [
-    Case("lab, 0.5 M", 64, 112, False, False),
-    Case("lab, 0.5 M", 64, 112, False, True),
-    Case("small, 18 M", 16, 240, False, False),
-    Case("small, 18 M", 16, 240, False, True),
-    Case("small, 18 M", 16, 240, True, True),
-    Case("middle, 67 M", 8, 496, False, True),
-    Case("middle, 67 M", 8, 496, True, True),
+    Case("lab", 64, 112, False, False),
+    Case("lab", 64, 112, False, True),
+    Case("small", 16, 240, False, False),
+    Case("small", 16, 240, False, True),
+    Case("small", 16, 240, True, True),
+    Case("middle", 8, 496, False, True),
+    Case("middle", 8, 496, True, True),
 ]
 
 
@@ -122,7 +124,7 @@ def render(found: list[tuple[Case, float]]) -> str:
     for case, real in found:
         shape, estimate = SHAPES[case.shape], case.estimate()
         what = f"{'bf16' if case.bf16 else 'fp32'}, {'layer inputs' if case.checkpointing else 'all layers'} kept"
-        cells = [f"{case.shape} parameters ({shape.parameters / 1e6:.1f} M)", what, str(case.tokens)]
+        cells = [f"{case.shape}, {shape.parameters / 1e6:.1f} M parameters", what, str(case.tokens)]
         rows.append([*cells, f"{estimate / MIB:.0f}", f"{real / MIB:.0f}", f"{100 * (estimate / real - 1):+.0f} %"])
     worst = max(abs(case.estimate() / real - 1) for case, real in found)
     header = ["model", "pass", "tokens", "estimated, MiB", "measured, MiB", "error"]
@@ -143,8 +145,11 @@ def render(found: list[tuple[Case, float]]) -> str:
 
 def main() -> None:
     torch.set_num_threads(1)
-    text = render([(case, measured(case)) for case in CASES])
+    found = [(case, measured(case)) for case in CASES]
+    text = render(found)
     TARGET.write_text(text, encoding="utf-8")
+    errors = [round(case.estimate() / real - 1, 4) for case, real in found]
+    TARGET.with_suffix(".json").write_text(json.dumps({"errors": errors}) + "\n", encoding="utf-8")
     print(text)
 
 

@@ -28,7 +28,7 @@ RAY = ("trainer.backend=ray", "actor_rollout_ref.rollout.name=vllm")
 
 
 def planned(*overrides: str, model: str = "Qwen/Qwen2.5-7B", on: str = "H100", recipe: str = "grpo", **assumed):
-    config = compose(recipe, [f"{MODEL}={model}", *overrides], plan.HOOKS)
+    config = compose(recipe, [f"{MODEL}={model}", *overrides], plan.hooks_of(recipe))
     return make_plan(config, gpu(on), Assumptions(**assumed))
 
 
@@ -168,6 +168,50 @@ def test_dynamic_sampling_generates_more_than_it_trains():
     assert filtered.generated_tokens == 4 * kept.generated_tokens and filtered.trained_tokens == kept.trained_tokens
 
 
+SEARCH = (
+    *("data.max_start_length=2048", "data.max_prompt_length=4096", "data.max_response_length=500"),
+    *("data.max_obs_length=400", "max_turns=4"),
+    *("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16"),
+)
+
+
+def test_an_episode_generates_its_turns_and_trains_on_what_it_reads():
+    found = planned(*RAY, *SEARCH, recipe="search_r1")
+    n = found.config.actor_rollout_ref.rollout.n
+    assert found.generated_tokens == 16 * n * 3 * 250  # half of four searches, and the answer
+    assert found.trained_tokens == 16 * n * (256 + 3 * 250 + 2 * 400)
+    asked = planned(*RAY, *SEARCH, recipe="search_r1", turns=9, mean_length=100, observed_length=50)
+    assert asked.trained_tokens == 16 * n * (256 + 5 * 100 + 4 * 50)  # there are five turns at most
+    alone = planned(*RAY, *SEARCH, "do_search=False", recipe="search_r1")
+    assert alone.generated_tokens == 16 * n * 250 and alone.trained_tokens == 16 * n * (256 + 250)
+    # reading costs the prefill of what is read, once; the longest episode decodes every turn at its limit
+    blind = planned(*RAY, *SEARCH, recipe="search_r1", observed_length=0)
+    work = 2 * found.shape.matmul_parameters
+    few = dict(found.seconds)["generate"] - dict(blind.seconds)["generate"]
+    engines = 8 // found.config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    ranks = found.config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    prefill = work * 16 * n * 2 * 400 / engines / (ranks * 989e12) / 0.35
+    assert prefill < few < 1.5 * prefill  # and a longer cache to read, which is less
+    assert dict(found.seconds)["generate"] > 5 * 500 * 2 * found.shape.matmul_parameters / ranks / 3.35e12 / 0.5
+    assert "episodes of 3 turns of 250 tokens, 400 read after each, prompts of 256" in " ".join(plan.lines(found))
+
+
+def test_a_critic_updates_after_the_policy_and_each_role_is_offloaded_by_its_own_key():
+    found = planned(*RAY, recipe="ppo")
+    critic = [part for part in found.parts if part.role == "critic"]
+    assert [part.phase for part in critic] == ["always", "critic update", "critic update"]
+    assert "32768 tokens" in critic[2].what and not [
+        p for p in found.parts if p.role == "policy" and "critic" in p.phase
+    ]
+    assert any(line.startswith("memory, critic update") for line in plan.lines(found))
+    state = 12.0 * found.shape.critic_parameters / 8
+    away = planned(*RAY, "critic.model.fsdp_config.param_offload=True", recipe="ppo")
+    assert away.host_bytes == state and found.host_bytes == 0
+    large = planned(*RAY, "critic.ppo_max_token_len_per_gpu=262144", recipe="ppo")
+    assert not large.fits and "lower critic.ppo_max_token_len_per_gpu, at the least to 1024" in plan.advice(large)
+    assert found.phase_bytes("update") - away.phase_bytes("update") == pytest.approx(state)
+
+
 # --- advice ---
 
 
@@ -204,6 +248,18 @@ def test_disk_is_counted():
 # --- the command ---
 
 
+def test_the_error_of_the_measured_updates_stands_beside_the_estimate(tmp_path, monkeypatch):
+    errors = json.loads(plan.MEASURED.read_text())["errors"]
+    table = plan.MEASURED.with_suffix(".md").read_text()
+    assert all(f" {100 * error:+.0f} % |" in table for error in errors) and table.count(" % |") == len(errors)
+    (tmp_path / "some.json").write_text('{"errors": [-0.09, 0.111, 0.02]}')
+    monkeypatch.setattr(plan, "MEASURED", tmp_path / "some.json")
+    told = [line for line in plan.lines(planned(*RAY)) if "error of an update's estimate" in line]
+    assert told == ["  " + plan.checked()] and "-9% to +11% in 3 measured updates" in told[0]
+    monkeypatch.setattr(plan, "MEASURED", tmp_path / "none.json")
+    assert "not compared" in plan.checked()
+
+
 def test_the_command_says_whether_it_fits(capsys):
     arguments = ["grpo", f"{MODEL}=Qwen/Qwen2.5-0.5B", "trainer.n_gpus_per_node=1"]
     assert plan.main([*arguments, "--gpu", "H200"]) == 0
@@ -212,6 +268,8 @@ def test_the_command_says_whether_it_fits(capsys):
     assert plan.main(["grpo", f"{MODEL}=Qwen/Qwen2.5-32B"]) == 1
     assert "DOES NOT FIT" in capsys.readouterr().out
     assert plan.main(["grpo", f"{MODEL}=nobody/nothing"]) == 2
+    assert plan.main(["search_r1", f"{MODEL}=Qwen/Qwen2.5-3B", "trainer.backend=ray", "max_turns=2"]) in (0, 1)
+    assert "episodes of 2 turns" in capsys.readouterr().out
     assert plan.main(["grpo", "data.nope=1"]) == 2
     assert "data.nope" in capsys.readouterr().err
 
