@@ -202,14 +202,18 @@ p.strong { font-size: 18px; line-height: 1.45; max-width: none; white-space: pre
   background: var(--wash);
   border-left: 4px solid var(--mark); border-radius: 0 6px 6px 0; }
 .scroll { overflow-x: auto; margin: 8px 0 14px; }
-table { border-collapse: collapse; font-size: 13.5px; font-variant-numeric: tabular-nums; }
-th { text-align: left; color: var(--soft); font-weight: 600; border-bottom: 2px solid var(--rule); }
-th, td { padding: 5px 16px 5px 0; vertical-align: top; white-space: nowrap; }
-td { border-bottom: 1px solid var(--rule); }
-td.long { white-space: normal; overflow-wrap: anywhere; min-width: 340px; }
+table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
+th { color: var(--soft); font-weight: 600; border-bottom: 2px solid var(--rule); }
+th, td { text-align: left; vertical-align: bottom; padding: 5px 12px 5px 0; }
+td { vertical-align: top; white-space: nowrap; border-bottom: 1px solid var(--rule); }
+td.words { white-space: normal; min-width: 110px; }
+td.long { white-space: normal; overflow-wrap: anywhere; min-width: 240px; }
 table.prose td { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 90px; }
 table.prose td { font-family: ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; font-size: 12px; }
 .gallery { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(340px, 100%), 1fr)); gap: 14px; }
+.gallery > figure:only-child { grid-column: 1 / -1; max-width: 760px; }
+ul { margin: 6px 0 10px; padding-left: 20px; max-width: 110ch; }
+code { font-family: ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; font-size: 0.88em; }
 figure { margin: 0; padding: 10px 12px 8px; border: 1px solid var(--rule); border-radius: 8px; }
 figcaption { font-weight: 600; font-size: 14px; margin-bottom: 4px; }
 figcaption span { font-weight: 400; color: var(--soft); font-size: 12px; }
@@ -230,8 +234,17 @@ def html(title: str, blocks: Sequence[Block]) -> str:
 
 
 def _td(cell: str) -> str:
-    wrap = ' class="long"' if len(cell) > 60 else ""
+    wrap = ' class="long"' if len(cell) > 60 else ' class="words"' if len(cell) > 24 and " " in cell else ""
     return f"<td{wrap}>{escape(cell)}</td>"
+
+
+def _prose(text: str) -> str:
+    """A paragraph, or a list where every line begins with a dash; what stands between backticks is code."""
+    shown = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+    lines = shown.splitlines()
+    if lines and all(line.startswith("- ") for line in lines):
+        return "<ul>" + "".join(f"<li>{line[2:]}</li>" for line in lines) + "</ul>"
+    return f"<p>{shown}</p>"
 
 
 def _html(block: Block, counter) -> str:
@@ -239,7 +252,7 @@ def _html(block: Block, counter) -> str:
         case Heading(text, level):
             return f"<h{level}>{escape(text)}</h{level}>"
         case Text(text, strong):
-            return f'<p class="strong">{escape(text)}</p>' if strong else f"<p>{escape(text)}</p>"
+            return f'<p class="strong">{escape(text)}</p>' if strong else _prose(text)
         case Table(header, rows, prose):
             top = "".join(f"<th>{escape(cell)}</th>" for cell in header)
             body = "\n".join("<tr>" + "".join(map(_td, row)) + "</tr>" for row in rows)

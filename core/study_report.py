@@ -143,7 +143,9 @@ def _check(study: Study, check: Check, found: Found) -> tuple[str, bool]:
 
 
 def _number(value: float, metric: Metric, sign: str = "") -> str:
-    return f"{100 * value:{sign}.1f}" if metric.percent else f"{value:{sign}.3g}"
+    if metric.percent:
+        return f"{100 * value:{sign}.1f}"
+    return f"{value:{sign}.0f}" if abs(value) >= 1000 else f"{value:{sign}.3g}"
 
 
 def _estimate(estimate: Estimate, metric: Metric, sign: str = "") -> str:
@@ -229,7 +231,7 @@ def _spread(study: Study, found: Found, arm: str, name: str) -> str:
 
 
 def _elsewhere(study: Study, found: Found, references: Mapping[str, Any]) -> Iterator[Block]:
-    """What others report for the same arms, and each arm's step from the one before it, there and here."""
+    """What others report for the same arms, and their differences beside the claims in the metric that is meant."""
     rows = [ref for ref in references.get("studies", {}).get(study.recipe, ()) if ref["arm"] in study.arms]
     if not rows:
         return
@@ -245,7 +247,8 @@ def _elsewhere(study: Study, found: Found, references: Mapping[str, Any]) -> Ite
     beside = []
     for name, claim in study.claims.items():
         for source in dict.fromkeys(ref["source"] for ref in rows):
-            value = {ref["arm"]: ref["value"] for ref in rows if ref["source"] == source}
+            same = [ref for ref in rows if ref["source"] == source and ref["metric"] == claim.metric]
+            value = {ref["arm"]: ref["value"] for ref in same}
             if claim.treatment in value and claim.control in value:
                 step = value[claim.treatment] - value[claim.control]
                 here = t_interval(v) if (v := differences(claim, found, study.seeds)) else None

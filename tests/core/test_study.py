@@ -234,10 +234,10 @@ def test_a_bad_file_is_refused(tmp_path, changed, says):
 
 
 def test_the_report_shows_claims_arms_and_what_others_report(tmp_path):
-    toy = study(tmp_path)
+    toy = study(tmp_path, claims={**SPEC["claims"], "C2": claim(metric="clip")})
     kept = records(tmp_path, toy, {"base": [0.5, 0.52, 0.48, 0.51], "better": [0.7, 0.74, 0.67, 0.72]}, clip=0.01)
     reported = [
-        {"arm": arm, "value": value, "what": "avg", "source": "its paper", "tag": "P"}
+        {"arm": arm, "value": value, "what": "avg", "metric": "accuracy", "source": "its paper", "tag": "P"}
         for arm, value in (("base", 30), ("better", 36.5))
     ]
     path = tmp_path / "results" / "references.yaml"
@@ -248,6 +248,7 @@ def test_the_report_shows_claims_arms_and_what_others_report(tmp_path):
     assert row.endswith("| +10.0 | 0.000 | 4 | confirmed |") and "+20.5 [+18.4, +22.6]" in row
     assert "| same | without effect | 0 | not run | not run | not run |" in text
     assert "| C1 | better − base | +6.5 | its paper | +20.5 [+18.4, +22.6] |" in text
+    assert "| C2 | better − base | +6.5" not in text, "what is reported is another metric"
     assert "<html" in (tmp_path / "results" / "toy" / "study.html").read_text()
     assert write_report(toy, kept, tmp_path / "results").read_text() == text
 
