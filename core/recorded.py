@@ -97,6 +97,7 @@ class RecordedRun:
         """A hash of what makes the experiment: runs that share it differ in their seeds only."""
         shared = {k: v for k, v in self.config.items() if k not in _RUN_KEYS and k.split(".")[-1] != "seed"}
         text = json.dumps([self.manifest["recipe"], shared], sort_keys=True, default=str)
+        text = re.sub(rf"\bseed-{re.escape(str(self.seed))}\b", "seed-*", text)  # data that is drawn from the seed
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def series(self, name: str) -> tuple[list[float], list[float]]:

@@ -4,6 +4,8 @@
 #   bash recipes/lab/run_lab.sh [key=value ...]          DRY_RUN=1 only checks the configuration
 #
 # Makes the data and the base model (outputs/lab/sums/ in the current folder) where they are missing.
+# Runs over Ray, or, where Ray cannot be imported, in one process. Over Ray a run repeats up to rounding;
+# trainer.backend=local, appended, repeats to the bit.
 # Hyper-parameters: recipes/grpo/config/preset/lab_tools.yaml. Output: outputs/grpo/ in the current folder.
 set -euo pipefail
 
@@ -12,13 +14,17 @@ python="$root/.venv/bin/python"
 [[ -x "$python" ]] || python=python3
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 tools=actor_rollout_ref.rollout.multi_turn.tool_config_path="$root/recipes/lab/tools.yaml"
-arguments=(preset=lab_tools "$tools" -- "$@")
+arguments=(preset=lab_tools trainer.backend=ray "$tools" -- "$@")
 
 case "${DRY_RUN:-}" in
 "" | 0 | false | no) ;;
 *) exec "$python" -m recipes.grpo.main_grpo "${arguments[@]}" ;;
 esac
 DRY_RUN=1 "$python" -m recipes.grpo.main_grpo "${arguments[@]}" > /dev/null # a wrong key ends here, not after a minute
+if ! "$python" -c "import ray" 2> /dev/null; then
+    echo "ray cannot be imported: the run is in one process, trainer.backend=local" >&2
+    arguments=(preset=lab_tools trainer.backend=local "$tools" -- "$@")
+fi
 "$python" -m recipes.lab.sums
 "$python" -m recipes.grpo.main_grpo "${arguments[@]}"
 "$python" -m recipes.lab.report grpo "${arguments[@]}"

@@ -6,6 +6,8 @@
 #
 # Makes the knowledge of trainer.seed, its BM25 index and the base model (outputs/lab/knowledge/ in the current folder)
 # where they are missing, starts a retrieval server on LAB_PORT (8123) and ends it. Output: outputs/search_r1/.
+# Runs over Ray, or, where Ray cannot be imported, in one process. Over Ray a run repeats up to rounding: which samples
+# decode together depends on when the server answers. trainer.backend=local, appended, repeats to the bit.
 # Hyper-parameters: config/preset/lab.yaml, lab_ppo.yaml.
 set -euo pipefail
 
@@ -23,13 +25,17 @@ seed=1
 for argument in "$@"; do [[ "$argument" == trainer.seed=* ]] && seed="${argument#*=}"; done
 url=()
 [[ -z "${LAB_PORT:-}" ]] || url=("retriever.url='http://127.0.0.1:$port/retrieve'")
-arguments=(preset="$preset" "${url[@]}" -- "$@")
+arguments=(preset="$preset" trainer.backend=ray "${url[@]}" -- "$@")
 
 case "${DRY_RUN:-}" in
 "" | 0 | false | no) ;;
 *) exec "$python" -m recipes.search_r1.main_search_r1 "${arguments[@]}" ;;
 esac
 DRY_RUN=1 "$python" -m recipes.search_r1.main_search_r1 "${arguments[@]}" > /dev/null # a wrong key ends here
+if ! "$python" -c "import ray" 2> /dev/null; then
+    echo "ray cannot be imported: the run is in one process, trainer.backend=local" >&2
+    arguments=(preset="$preset" trainer.backend=local "${url[@]}" -- "$@")
+fi
 "$python" -m recipes.lab.knowledge_model --seed "$seed"
 "$python" -m recipes.search_r1.retrieval_server --index "outputs/lab/knowledge/seed-$seed/index" --port "$port" \
     > /dev/null 2> "outputs/lab/knowledge/seed-$seed/server.log" &

@@ -186,6 +186,16 @@ def test_sampled_decoding_is_spelled_out():
     )
 
 
+def test_data_that_is_drawn_from_the_seed_makes_no_other_experiment(tmp_path):
+    def group(seed, files):
+        config = {"trainer.seed": seed, "data.train_files": [files], "trainer.experiment_name": f"lab{seed}"}
+        return recorded.RecordedRun(tmp_path, config, {"recipe": "search_r1"}, (), {}, ()).group
+
+    assert group(1, "./kb/seed-1/train.parquet") == group(12, "./kb/seed-12/train.parquet")
+    assert group(1, "./kb/seed-12/train.parquet") != group(12, "./kb/seed-12/train.parquet")
+    assert group(1, "./kb/seed-1/train.parquet") != group(1, "./kb/seed-1/other.parquet")
+
+
 @pytest.mark.parametrize(
     ("names", "expected"),
     [

@@ -366,6 +366,8 @@ def test_equal_queries_of_one_search_are_sent_once(make_client):
 def load(index, make_client, seconds):
     with Server(index, "--max-waiting", "32") as server:
         client = make_client(server.url, timeout_s=30.0)
+        asyncio.run(client.health())  # until it listens, attempts to connect fail, and are repeated
+        client.metrics()
 
         async def one(number, until):
             done = 0

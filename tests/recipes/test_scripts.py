@@ -63,10 +63,7 @@ def test_a_script_parses_and_stops_at_its_first_error(path):
     assert "\nset -euo pipefail\n" in text and '"$@"' in text
 
 
-IN_ONE_PROCESS = ("lab/run_lab.sh", "search_r1/run_lab.sh")  # whose episodes were not tried over Ray yet
-
-
-@named([path for path in TRAINING if f"{path.parent.name}/{path.name}" not in IN_ONE_PROCESS])
+@named(TRAINING)
 def test_a_script_runs_over_ray(path, elsewhere):
     setting = "\n  trainer.backend=ray (default local)\n"
     assert setting in run(path, elsewhere).stdout

@@ -1,0 +1,118 @@
+"""Episodes over Ray: the loop and its tools stay with the driver, turns and updates cross processes.
+
+The engine decodes elsewhere, so what decodes together depends on when tools answer: a run repeats up to rounding.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import ray
+
+from core.config import compose
+from core.ray_trainer import RayPPOTrainer
+from recipes.search_r1 import main_search_r1
+from recipes.search_r1.search_r1_ray_trainer import SearchR1Trainer
+from tests.faults.tiny_run import command, prepare
+from tests.recipes.test_search_r1 import ROOT, run_command
+from tests.recipes.test_search_r1 import files as search_files  # noqa: F401
+from tests.search import Server
+
+pytestmark = pytest.mark.xdist_group("ray")  # one Ray, however many test processes
+ROLLOUT = "actor_rollout_ref.rollout"
+
+CALLS = '''
+from core.tool_agent import ToolAgentLoop
+from core.tools import chosen, parse_hermes
+
+CALL = """<tool_call>{"name": "calculator", "arguments": {"expression": "47*86"}}</tool_call>"""
+
+
+class Calls(ToolAgentLoop):
+    """The tool agent after a turn that a random model would never write."""
+
+    async def run(self, episode):
+        await episode.turn(max_tokens=3)
+        answers = await self.answers(parse_hermes(CALL), chosen(self.tools, {}), episode)
+        assert answers == ["4042"]
+        if self.add(answers, episode):
+            await episode.turn(max_tokens=3)
+'''
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    ray.init(num_cpus=8, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def search_run(files: Path, folder: Path, url: str, *overrides: str) -> tuple[list[dict], list[list[str]]]:
+    """Metrics and answers, step by step, of a run that asks the server before its turns. A random model takes no
+    action, so every episode has a second turn after the complaint."""
+    overrides = (*overrides, "trainer.total_training_steps=3", f"trainer.rollout_data_dir={folder}/answers")
+    arguments = run_command(files, *overrides)(folder / "run")[3:]
+    arguments = [a for a in arguments if not a.startswith(("retriever.url", "+retriever.local", "trainer.total"))]
+    arguments += [f"retriever.url='{url}'", "trainer.total_training_steps=3"]
+    SearchR1Trainer(compose("search_r1", arguments, main_search_r1.HOOKS)).init_workers().fit()
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    answers = [
+        [json.loads(line)["output"] for line in (folder / "answers" / f"{step}.jsonl").read_text().splitlines()]
+        for step in (1, 2, 3)
+    ]
+    return [line for line in lines if "rollout_corr/logp_diff_max" in line], answers
+
+
+def check_searching(steps: list[dict]) -> None:
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    for step in steps:
+        assert step["tool_call_counts/mean"] == 1 and step["num_turns/min"] == step["num_turns/max"] == 2
+        assert step["rollout_corr/logp_diff_max"] < 1e-4  # the learners read the very tokens that were sampled
+        assert step["retrieval/searches"] >= 12 and step["retrieval/errors"] == 0
+
+
+def test_search_episodes_over_ray_are_those_of_one_process(search_files, tmp_path):  # noqa: F811
+    with Server(search_files / "index", "--backend", "random") as server:
+        local, ray_run = (
+            search_run(search_files, tmp_path / name, server.url, f"trainer.backend={name}")
+            for name in ("local", "ray")
+        )
+    check_searching(ray_run[0])
+    assert ray_run[1][0] == local[1][0]  # every answer of the first step, before an update could round
+    for there, here in zip(ray_run[0], local[0], strict=True):
+        assert there["critic/score/mean"] == pytest.approx(here["critic/score/mean"], abs=0.05)
+        assert there["actor/grad_norm"] == pytest.approx(here["actor/grad_norm"], rel=0.2)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup says why")
+def test_search_episodes_with_a_vllm_engine(search_files, tmp_path):  # noqa: F811
+    prepare(tmp_path, hidden_size=128)  # the CPU build's kernels want wide heads
+    overrides = (
+        *("trainer.backend=ray", f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.enforce_eager=True"),
+        *(f"{ROLLOUT}.tensor_model_parallel_size=1", f"actor_rollout_ref.model.path={tmp_path}/model"),
+    )
+    with Server(search_files / "index", "--backend", "random") as server:
+        steps, answers = search_run(search_files, tmp_path / "run", server.url, *overrides)
+    check_searching(steps)
+    assert all("My previous action is invalid" in answer and "Doc 1(Title: " in answer for answer in answers[0])
+
+
+def test_the_tool_agents_calls_over_ray(tmp_path):
+    prepare(tmp_path)
+    (tmp_path / "calls.py").write_text(CALLS)
+    overrides = (
+        f"{ROLLOUT}.agent_loop={tmp_path}/calls.py:Calls",
+        f"{ROLLOUT}.multi_turn.tool_config_path={ROOT}/recipes/lab/tools.yaml",
+        "data.max_response_length=64",
+        "trainer.backend=ray",
+    )
+    arguments = command(tmp_path, "grpo", 2, *overrides)(tmp_path / "run")[3:]
+    RayPPOTrainer(compose("grpo", arguments)).init_workers().fit()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "rollout_corr/logp_diff_max" in line]
+    assert [step["tool_call_counts/mean"] for step in steps] == [1, 1]
+    assert max(step["rollout_corr/logp_diff_max"] for step in steps) < 1e-4
+    assert "tool: 4042" in (tmp_path / "run" / "samples.jsonl").read_text()
