@@ -1,8 +1,7 @@
 """Advantage estimators: rewards in, one advantage a token out.
 
 Each is a pure function ``f(inputs: AdvantageInputs) -> (advantages_BT, returns_BT)``, both 0 outside
-``response_mask``. :data:`ESTIMATORS` is the table that ``algorithm.adv_estimator`` reads;
-:func:`resolve_estimator` also takes a user's own by module path.
+``response_mask``. ``algorithm.adv_estimator`` names one of the table :data:`ESTIMATORS`, or a user's own by its path.
 
 Written ``R_i`` below: the reward of row i, summed over all its positions. A row whose answer could not be
 scored (``in_group_stats`` False) enters no mean, variance or count, and gets advantage 0.
@@ -328,20 +327,14 @@ NEEDS: dict[str, Needs] = {
 }
 
 
-def resolve_estimator(name: str) -> Estimator:
-    """The estimator of this name, or a user's own: ``package.module:function`` or ``path/file.py:function``.
-
-    Raises:
-        PluginError: neither a name of the table nor a path that leads to a function.
-    """
-    return chosen(name, ESTIMATORS, "algorithm.adv_estimator")
-
-
 def compute(token_level_rewards_BT: Tensor, batch: TrainBatch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """Advantages and returns of a batch by the configured estimator.
 
     Shapes:
         token_level_rewards_BT, advantages, returns  [B, T]
+
+    Raises:
+        PluginError: ``algorithm.adv_estimator`` leads to no function.
     """
     inputs = AdvantageInputs(
         token_level_rewards=token_level_rewards_BT,
@@ -354,4 +347,4 @@ def compute(token_level_rewards_BT: Tensor, batch: TrainBatch, config: Algorithm
         lam=config.lam,
         norm_adv_by_std_in_grpo=config.norm_adv_by_std_in_grpo,
     )
-    return resolve_estimator(config.adv_estimator)(inputs)
+    return chosen(config.adv_estimator, ESTIMATORS, "algorithm.adv_estimator")(inputs)

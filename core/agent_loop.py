@@ -83,17 +83,16 @@ class ToolCalls:
     """Awaits tools, each on its own; after :meth:`in_waves` together, in the order of the calls."""
 
     def __init__(self) -> None:
-        self._run: Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]] = _called
+        self._jobs: _Jobs | InWaves = _Jobs()
 
     async def __call__(self, job: Callable[[], Awaitable[Answer]]) -> Answer:
-        return await self._run(job)
+        return await self._jobs.run(job)
 
     def in_waves(self) -> Callable[[], Awaitable[bool]]:
         """From now on answers are handed out together, once none is outstanding. Returns what an engine that decodes
         in this process has to await before each step (:class:`core.rewards.managers.InWaves`): the samples that
         decode together are then the same in every run. The price is that decoding waits for the slowest tool."""
-        waves = InWaves(_Jobs())
-        self._run = waves.run
+        self._jobs = waves = InWaves(self._jobs)
         return waves.settled
 
 
@@ -103,10 +102,6 @@ class _Jobs:
 
     def close(self) -> None:
         """Nothing to stop."""
-
-
-async def _called(job: Callable[[], Awaitable[Any]]) -> Any:
-    return await job()
 
 
 @dataclass(frozen=True)

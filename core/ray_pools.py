@@ -24,6 +24,7 @@ from core.processes import EngineProcess, LearnerProcess, RewardModelProcess
 from core.profiling import runtime_env
 from core.ray_engine import RayEngine, RayJudge
 from core.ray_watch import Watch
+from core.run_manifest import ROOT
 from core.workers import ClusterError
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 START_S = 300.0  # for the cluster to have room
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def actor_class(body: type, threads: int) -> Any:

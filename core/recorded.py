@@ -40,7 +40,7 @@ _RUN_KEYS = {
 }
 
 
-class RunError(ValueError):
+class NotARun(ValueError):
     """A folder is not a run folder, or a file in it is damaged."""
 
 
@@ -143,13 +143,13 @@ def load_run(folder: str | Path) -> RecordedRun:
     """A run folder or its published copy.
 
     Raises:
-        RunError: a file is missing or damaged.
+        NotARun: a file is missing or damaged.
     """
     folder = Path(folder)
     published = (folder / "metrics.csv").exists()
     needed = ["config.yaml", "manifest.json", "metrics.csv" if published else "metrics.jsonl"]
     if missing := [name for name in needed if not (folder / name).exists()]:
-        raise RunError(f"{folder} is not a run folder: it has no {', '.join(missing)}")
+        raise NotARun(f"{folder} is not a run folder: it has no {', '.join(missing)}")
     try:
         config = flatten(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
@@ -157,7 +157,7 @@ def load_run(folder: str | Path) -> RecordedRun:
         validation = _read_validation(folder)
         samples = read_jsonl(folder / "samples.jsonl")
     except (ValueError, yaml.YAMLError) as error:
-        raise RunError(f"{folder}: a file of the run is damaged: {error}") from error
+        raise NotARun(f"{folder}: a file of the run is damaged: {error}") from error
     return RecordedRun(folder, config, manifest, metrics, validation, samples)
 
 

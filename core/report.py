@@ -20,8 +20,8 @@ from typing import Any
 
 from core import result_tables, step_time
 from core.recorded import (
+    NotARun,
     RecordedRun,
-    RunError,
     decoding,
     group_name,
     group_runs,
@@ -290,7 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{headline(runs)}\nreport: {path}")
         if args.index:
             return result_tables.update(args.results, check=args.check)
-    except RunError as error:
+    except NotARun as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

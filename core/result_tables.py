@@ -16,9 +16,9 @@ import yaml
 
 from core.recorded import by_experiment, group_name
 from core.report_html import Table, markdown_table, sparkline
+from core.run_manifest import ROOT
 from core.validation import Estimate, Paired, SeedEstimate, seed_interval
 
-ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 Summary = Mapping[str, Any]
 

@@ -33,7 +33,7 @@ from pathlib import Path
 
 import yaml
 
-from core.recorded import RecordedRun, RunError, load_run
+from core.recorded import NotARun, RecordedRun, load_run
 from core.run_manifest import ROOT
 
 REDUCTIONS: Mapping[str, Callable[[Sequence[float]], float]] = {
@@ -360,7 +360,7 @@ class Runner:
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         try:
             run = load_run(folder) if code == 0 else None
-        except RunError as error:
+        except NotARun as error:
             lines, run = [str(error)], None
         if run is None or run.status != "finished":
             reason = f"exit status {code}: {lines[-1] if lines else 'no output'}"

@@ -179,26 +179,9 @@ class Dropped:
     tokens: int
 
 
-# field -> (axes, the phase that sets it)
-BATCH_FIELDS = {
-    "input_ids": ("BT", "make_batch"),
-    "attention_mask": ("BT", "make_batch"),
-    "response_mask": ("BT", "make_batch"),
-    "loss_mask": ("BT", "make_batch"),
-    "group": ("B", "make_batch"),
-    "reward": ("B", "make_batch"),
-    "in_group_stats": ("B", "make_batch"),
-    "rollout_log_probs": ("BT", "make_batch"),
-    "sampled_mask": ("BT", "make_batch, without state masking"),
-    "baseline": ("B", "make_batch, for an estimator with a greedy baseline"),
-    "old_log_probs": ("BT", "compute_log_probs"),
-    "ref_log_prob": ("BT", "compute_log_probs, with a KL term"),
-    "values": ("BT", "compute_log_probs, with a critic"),
-    "rollout_is_weights": ("BT", "compute_log_probs, with algorithm.rollout_correction.rollout_is"),
-    "advantages": ("BT", "compute_advantages"),
-    "returns": ("BT", "compute_advantages"),
-    "loss_weight": ("BT", "with_loss_weight, once an optimizer step"),
-}
+def _of(axes: str, phase: str, **options: Any) -> Any:
+    """A tensor of a batch: its axes, and the phase that sets it."""
+    return field(metadata={"axes": axes, "phase": phase}, **options)
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,28 +208,28 @@ class TrainBatch:
         loss_weight        [B, T] float32  the token's share of the objective, over all ranks
     """
 
-    input_ids: Tensor
-    attention_mask: Tensor
-    response_mask: Tensor
-    loss_mask: Tensor
-    group: Tensor
-    reward: Tensor
-    in_group_stats: Tensor
-    rollout_log_probs: Tensor
-    sampled_mask: Tensor | None = None
-    baseline: Tensor | None = None
-    old_log_probs: Tensor | None = None
-    ref_log_prob: Tensor | None = None
-    values: Tensor | None = None
-    rollout_is_weights: Tensor | None = None
-    advantages: Tensor | None = None
-    returns: Tensor | None = None
-    loss_weight: Tensor | None = None
+    input_ids: Tensor = _of("BT", "make_batch")
+    attention_mask: Tensor = _of("BT", "make_batch")
+    response_mask: Tensor = _of("BT", "make_batch")
+    loss_mask: Tensor = _of("BT", "make_batch")
+    group: Tensor = _of("B", "make_batch")
+    reward: Tensor = _of("B", "make_batch")
+    in_group_stats: Tensor = _of("B", "make_batch")
+    rollout_log_probs: Tensor = _of("BT", "make_batch")
+    sampled_mask: Tensor | None = _of("BT", "make_batch, without state masking", default=None)
+    baseline: Tensor | None = _of("B", "make_batch, for an estimator with a greedy baseline", default=None)
+    old_log_probs: Tensor | None = _of("BT", "compute_log_probs", default=None)
+    ref_log_prob: Tensor | None = _of("BT", "compute_log_probs, with a KL term", default=None)
+    values: Tensor | None = _of("BT", "compute_log_probs, with a critic", default=None)
+    rollout_is_weights: Tensor | None = _of("BT", "compute_log_probs, with rollout_correction.rollout_is", default=None)
+    advantages: Tensor | None = _of("BT", "compute_advantages", default=None)
+    returns: Tensor | None = _of("BT", "compute_advantages", default=None)
+    loss_weight: Tensor | None = _of("BT", "optimizer_steps, once an optimizer step", default=None)
 
     def __post_init__(self) -> None:
         axes = dict(zip("BT", self.input_ids.shape, strict=True))
-        for name, (names, _) in BATCH_FIELDS.items():
-            value = getattr(self, name)
+        for name, its in BATCH_FIELDS.items():
+            value, names = getattr(self, name), its["axes"]
             wanted = tuple(axes[axis] for axis in names)
             if value is not None and tuple(value.shape) != wanted:
                 raise ValueError(f"TrainBatch.{name} has shape {tuple(value.shape)}, expected {wanted} ({names})")
@@ -258,7 +241,7 @@ class TrainBatch:
         """The field, or an error that names the phase which should have set it."""
         value = getattr(self, name)
         if value is None:
-            raise ValueError(f"TrainBatch.{name} is not set yet: {BATCH_FIELDS[name][1]} sets it")
+            raise ValueError(f"TrainBatch.{name} is not set yet: {BATCH_FIELDS[name]['phase']} sets it")
         return value
 
     def adding(self, **fields: Tensor) -> TrainBatch:
@@ -282,8 +265,11 @@ class TrainBatch:
         return self._map(lambda value, axes: value.to(device, non_blocking=True))
 
     def _map(self, f: Callable[[Tensor, str], Tensor]) -> TrainBatch:
-        present = {name: (getattr(self, name), axes) for name, (axes, _) in BATCH_FIELDS.items()}
+        present = {name: (getattr(self, name), its["axes"]) for name, its in BATCH_FIELDS.items()}
         return TrainBatch(**{n: None if value is None else f(value, axes) for n, (value, axes) in present.items()})
+
+
+BATCH_FIELDS = {one.name: one.metadata for one in dataclasses.fields(TrainBatch)}
 
 
 class StepMetrics:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from core.config import examine
-from core.recorded import RunError, load_run
+from core.recorded import NotARun, load_run
 from core.report import headline, write_report
 
 
@@ -18,7 +18,7 @@ def main(recipe: str, arguments: list[str]) -> int:
     run_dir = Path(examine(recipe, [each for each in arguments if each != "--"]).config.trainer.default_local_dir)
     try:
         runs = [load_run(run_dir)]
-    except RunError as error:
+    except NotARun as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{headline(runs)}; report: {write_report(runs, run_dir)}")

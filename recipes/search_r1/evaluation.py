@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.recorded import RecordedRun, RunError, decoding, load_run
+from core.recorded import NotARun, RecordedRun, decoding, load_run
 from core.result_tables import percent
 from core.validation import Estimate, accuracy_by_question, question_interval
 
@@ -41,9 +41,9 @@ class Evaluation:
 
 
 def evaluation(run: RecordedRun) -> Evaluation:
-    """Of the run's last validation. Raises RunError where it has none with records."""
+    """Of the run's last validation. Raises NotARun where it has none with records."""
     if not run.validation:
-        raise RunError(f"{run.folder}: it has no validation records")
+        raise NotARun(f"{run.folder}: it has no validation records")
     records = run.validation[max(run.validation)]
     draws = len(records[0].values["acc"])
     sets = {
@@ -75,7 +75,7 @@ def main(folders: Sequence[str]) -> int:
         return 2
     try:
         print(table([evaluation(load_run(_with_validation(Path(folder)))) for folder in folders]))
-    except RunError as error:
+    except NotARun as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -9,10 +9,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from core.advantages import ESTIMATORS, NEEDS, AdvantageInputs, compute, group_stats, resolve_estimator
+from core.advantages import ESTIMATORS, NEEDS, AdvantageInputs, compute, group_stats
 from core.config.rules.algorithm import GROUPED
 from core.config.schema import ADV_ESTIMATORS
-from core.plugins import PluginError
+from core.plugins import PluginError, chosen
 from tests import reference
 from tests.golden_adapters import ADAPTERS
 from tests.golden_io import check, parameters
@@ -306,14 +306,18 @@ def test_needs_are_stated_for_every_estimator():
     assert set(ADV_ESTIMATORS) == set(ESTIMATORS)
 
 
+def estimator_of(spec):
+    return chosen(spec, ESTIMATORS, "algorithm.adv_estimator")
+
+
 def test_an_estimator_of_the_user_s_own(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("def halved(inputs):\n    a = 0.5 * inputs.token_level_rewards\n    return a, a\n")
-    estimator = resolve_estimator(f"{path}:halved")
+    estimator = estimator_of(f"{path}:halved")
     inputs = make_inputs(0)
     assert torch.equal(estimator(inputs)[0], 0.5 * inputs.token_level_rewards)
-    assert resolve_estimator("core.advantages:rloo") is ESTIMATORS["rloo"]
-    assert resolve_estimator("rloo") is ESTIMATORS["rloo"]
+    assert estimator_of("core.advantages:rloo") is ESTIMATORS["rloo"]
+    assert estimator_of("rloo") is ESTIMATORS["rloo"]
 
 
 @pytest.mark.parametrize(
@@ -328,16 +332,16 @@ def test_an_estimator_of_the_user_s_own(tmp_path):
 )
 def test_a_wrong_path_says_what_to_do(spec, message):
     with pytest.raises(PluginError, match=message):
-        resolve_estimator(spec)
+        estimator_of(spec)
 
 
 def test_a_plugin_s_own_error_is_not_hidden(tmp_path):
     path = tmp_path / "broken.py"
     path.write_text("import a_package_that_is_not_there\n")
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
-        resolve_estimator(f"{path}:f")
+        estimator_of(f"{path}:f")
     with pytest.raises(ModuleNotFoundError):  # and again: a half-made module is not remembered
-        resolve_estimator(f"{path}:f")
+        estimator_of(f"{path}:f")
 
 
 def test_compute_reads_the_configuration():
