@@ -1,6 +1,7 @@
 """Shared by all tests: one torch thread a process (pytest-xdist fills the cores), no network, no logins, hf."""
 
 import os
+import textwrap
 
 import pytest
 
@@ -14,3 +15,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 def hf_unless_named(monkeypatch):
     """What a test runs does not depend on whether vLLM is installed."""
     monkeypatch.setattr("core.config.resolution.find_spec", lambda name: None)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a user's module and returns its path."""
+
+    def _write(body, name="mine.py"):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(textwrap.dedent(body))
+        return str(file)
+
+    return _write

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import textwrap
 
 import pytest
 
@@ -18,15 +17,6 @@ from core.rewards.grading import Job
 from core.rewards.managers import InWaves
 from core.types import Prompt, Score, ScoredGroup, ScoreStatus
 from tests.tiny import tiny_model, tiny_tokenizer
-
-
-@pytest.fixture
-def write(tmp_path):
-    def _write(body, name="mine.py"):
-        (tmp_path / name).write_text(textwrap.dedent(body))
-        return str(tmp_path / name)
-
-    return _write
 
 
 @pytest.fixture

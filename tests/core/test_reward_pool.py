@@ -46,15 +46,6 @@ def make_pool():
         assert none_left(processes), processes()
 
 
-@pytest.fixture
-def write(tmp_path):
-    def _write(body, name="mine.py"):
-        (tmp_path / name).write_text(textwrap.dedent(body))
-        return str(tmp_path / name)
-
-    return _write
-
-
 def statuses(results):
     return [result.status.value for result in results]
 

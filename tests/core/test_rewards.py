@@ -37,17 +37,6 @@ def grade(rewards, a_prompt, a_trajectory):
     return asyncio.run(rewards.score(a_prompt, a_trajectory))
 
 
-@pytest.fixture
-def write(tmp_path):
-    def _write(body, name="mine.py"):
-        file = tmp_path / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(textwrap.dedent(body))
-        return str(file)
-
-    return _write
-
-
 def test_the_data_source_picks_the_scorer():
     rewards = layer()
     assert grade(rewards, prompt(), trajectory("#### 72")).value == 1.0
