@@ -125,7 +125,7 @@ def test_the_deadline_is_kept(make_pool):
     grade(pool, [job("right")])
     start = time.monotonic()
     assert statuses(grade(pool, [job("bomb:sleep")])) == ["timeout"]
-    assert 0.5 <= time.monotonic() - start < 4.0
+    assert 0.5 <= time.monotonic() - start < 10.0
 
 
 def test_a_job_does_not_suffer_for_the_one_before_it(make_pool, write):
@@ -234,6 +234,7 @@ def test_nothing_outlives_a_killed_driver(write, blocked):
 SLOWLY = """
     import time
     def compute_score(data_source, solution_str, ground_truth, extra_info):
+        open(f"{__file__}.{solution_str}", "w").close()
         time.sleep(1.0)
         return float(solution_str == ground_truth)
 """
@@ -242,14 +243,14 @@ SLOWLY = """
 @pytest.mark.parametrize("victim", ["keeper", "worker"])
 def test_what_was_in_a_killed_process_is_graded_once_more(make_pool, write, victim):
     """Three answers, two workers: one answer waits. Nothing of the old keeper is left."""
-    pool = make_pool(write(SLOWLY))
+    path = write(SLOWLY)
+    pool = make_pool(path)
 
     async def kill_it():
         with marked() as processes:
             waiting = [asyncio.ensure_future(pool.run(job(text))) for text in ("right", "wrong", "right")]
-            while len(processes()) < 3:
+            while not all(Path(f"{path}.{text}").exists() for text in ("right", "wrong")):  # both workers have begun
                 await asyncio.sleep(0.02)
-            await asyncio.sleep(0.3)
             keeper, before = pool._keeper.process.pid, set(processes())
             os.kill(keeper if victim == "keeper" else max(before - {keeper}), signal.SIGKILL)
             results = await asyncio.gather(*waiting)
