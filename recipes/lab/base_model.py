@@ -7,34 +7,26 @@ reads it, whose hash names its folder.
 
 from __future__ import annotations
 
-import ast
-import dataclasses
-import hashlib
-import json
 import random
 import statistics
 import string
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipes.lab import hops
+from recipes.lab import hops, warm_start
 from recipes.lab.once import built_once
 from recipes.lab.tokenizer import build_tokenizer
+from recipes.lab.warm_start import IGNORED, BaseModelError
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-CODE = ("hops.py", "tokenizer.py", "base_model.py")
-IGNORED = -100  # label of a token that carries no loss
+CODE = ("hops.py", "tokenizer.py", "base_model.py", "warm_start.py")
 RESPONSE_CHARS = max(hops.HOPS) + 4  # path, "#", letter, end of sequence
-
-
-class BaseModelError(RuntimeError):
-    """The warm start failed to make a usable base model."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +58,7 @@ class BaseRecipe:
     @property
     def digest(self) -> str:
         """Changes with a number above or with the code that uses it, not with comments or layout."""
-        code = [ast.dump(ast.parse((Path(__file__).parent / name).read_text("utf-8"))) for name in CODE]
-        said = json.dumps([dataclasses.asdict(self), code], sort_keys=True)
-        return hashlib.sha256(said.encode()).hexdigest()[:12]
+        return warm_start.digest(self, [Path(__file__).parent / name for name in CODE])
 
     def learning_rate_at(self, step: int) -> float:
         """Warm-up, then constant while chains are learned, then linear to zero over the mixture."""
@@ -107,25 +97,7 @@ def encode(pairs: Sequence[tuple[str, str]], tokenizer: PreTrainedTokenizerFast)
 
 
 def new_model(recipe: BaseRecipe, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=recipe.hidden_size,
-        intermediate_size=recipe.intermediate_size,
-        num_hidden_layers=recipe.layers,
-        num_attention_heads=recipe.heads,
-        num_key_value_heads=recipe.heads,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(recipe.seed)
-        return Qwen2ForCausalLM(config)
+    return warm_start.new_model(recipe, tokenizer, positions=256, tied=False)
 
 
 def answer_loss(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> Tensor:
@@ -141,30 +113,24 @@ def answer_loss(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits_BRV.flatten(0, 1), labels[:, -RESPONSE_CHARS:].flatten(), ignore_index=IGNORED)
 
 
-def train(
-    recipe: BaseRecipe, tokenizer: PreTrainedTokenizerFast, on_step: Callable[[int, float], None]
-) -> PreTrainedModel:
-    """The warm start: next-token loss on the answers, in nats. Calls ``on_step(step, loss)`` after each step."""
-    import torch
-
-    model = new_model(recipe, tokenizer)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+def batches(recipe: BaseRecipe, tokenizer: PreTrainedTokenizerFast) -> Iterator[tuple[Tensor, Tensor]]:
+    """Every step's input ids and labels: chains, then the mixture. No held-out question is among them."""
     rng = random.Random(recipe.seed)
     tests = {question.key for question in hops.held_out(recipe.test_questions, recipe.data_seed)}
     questions = hops.draw_many(recipe.steps * recipe.batch_size, f"hops warm start {recipe.seed}", tests)
     for step in range(recipe.steps):
-        batch = [next(questions) for _ in range(recipe.batch_size)]
+        drawn = [next(questions) for _ in range(recipe.batch_size)]
         chains = step < recipe.chain_steps
-        answers = [q.chain if chains else mixture_answer(q, recipe, rng) for q in batch]
-        ids, labels = encode([(q.prompt, answer) for q, answer in zip(batch, answers, strict=True)], tokenizer)
-        loss = answer_loss(model, ids, labels)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = recipe.learning_rate_at(step)
-        optimizer.step()
-        on_step(step, loss.item())
+        yield encode([(q.prompt, q.chain if chains else mixture_answer(q, recipe, rng)) for q in drawn], tokenizer)
+
+
+def train(
+    recipe: BaseRecipe, tokenizer: PreTrainedTokenizerFast, on_step: Callable[[int, float], None]
+) -> PreTrainedModel:
+    """The warm start: next-token loss on the answers, in nats. Calls ``on_step(step, loss)`` after each step."""
+    model = new_model(recipe, tokenizer)
+    for step, loss in enumerate(warm_start.fitted(model, recipe, batches(recipe, tokenizer), answer_loss)):
+        on_step(step, loss)
     return model.eval()
 
 
@@ -181,8 +147,6 @@ def build(root: Path, recipe: BaseRecipe | None = None) -> Path:
 
 
 def _build(recipe: BaseRecipe, folder: Path) -> None:
-    import torch
-    import transformers
     from tqdm import tqdm
 
     tokenizer = build_tokenizer()
@@ -200,19 +164,7 @@ def _build(recipe: BaseRecipe, folder: Path) -> None:
                 _check_chains(losses, recipe)
 
         model = train(recipe, tokenizer, on_step)
-    transformers.utils.logging.disable_progress_bar()  # its bar over one small file says nothing
-    model.save_pretrained(folder)
-    transformers.utils.logging.enable_progress_bar()
-    tokenizer.save_pretrained(folder)
-    record = {
-        "recipe": dataclasses.asdict(recipe),
-        "parameters": model.num_parameters(),
-        "seconds": round(time.perf_counter() - started, 1),
-        "threads": torch.get_num_threads(),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "losses": [round(loss, 4) for loss in losses],
-    }
-    (folder / "warm_start.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+    warm_start.save(folder, model, tokenizer, recipe, losses, time.perf_counter() - started)
 
 
 def _check_chains(losses: Sequence[float], recipe: BaseRecipe) -> None:

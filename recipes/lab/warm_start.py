@@ -1,7 +1,8 @@
-"""The warm start of tiny models on episodes: first on those that do the task, then on a mixture in which they are rare.
+"""The warm start of tiny models: what the base models of the lab share, and the one of those that play episodes.
 
-An episode is a prompt and stretches of text, each written by the policy or by a tool; only the policy's carry loss. The
-model is a function of a :class:`WarmStart` and of the code that makes the episodes, whose hash names its folder.
+It learns first from answers that do the task, then from a mixture in which they are rare. An episode is a prompt and
+stretches of text, each written by the policy or by a tool; only the policy's carry loss. A model is a function of its
+recipe (a dataclass) and of the code that makes its answers, whose hash names its folder.
 """
 
 from __future__ import annotations
@@ -13,17 +14,100 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipes.lab.base_model import IGNORED, BaseModelError
 from recipes.lab.once import built_once
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
+
+IGNORED = -100  # label of a token that carries no loss
+
+
+class BaseModelError(RuntimeError):
+    """The warm start failed to make a usable base model."""
+
+
+def digest(recipe: Any, files: Iterable[Path]) -> str:
+    """Changes with a number of the recipe or with the code of these files, not with comments or layout."""
+    code = [ast.dump(ast.parse(path.read_text("utf-8"))) for path in files]
+    said = json.dumps([dataclasses.asdict(recipe), code], sort_keys=True)
+    return hashlib.sha256(said.encode()).hexdigest()[:12]
+
+
+def new_model(recipe: Any, tokenizer: Any, *, positions: int, tied: bool) -> PreTrainedModel:
+    """A Qwen2-shaped transformer of the recipe's sizes; its seed decides the weights."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.heads,
+        max_position_embeddings=positions,
+        tie_word_embeddings=tied,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        return Qwen2ForCausalLM(config)
+
+
+def fitted(
+    model: PreTrainedModel,
+    recipe: Any,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    loss_of: Callable[[PreTrainedModel, Tensor, Tensor], Tensor],
+) -> Iterator[float]:
+    """An AdamW step for each batch of input ids and labels, [B, T] each; yields the step's loss, nats a token."""
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    for step, (ids_BT, labels_BT) in enumerate(batches):
+        loss = loss_of(model, ids_BT, labels_BT)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.learning_rate_at(step)
+        optimizer.step()
+        yield loss.item()
+
+
+def save(
+    folder: Path, model: PreTrainedModel, tokenizer: Any, recipe: Any, losses: Sequence[float], seconds: float
+) -> None:
+    """A Hugging Face folder, and in it ``warm_start.json``: how the model came about."""
+    import torch
+    import transformers
+
+    from core.models import quiet
+
+    with quiet():  # a bar over one small file says nothing
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    record = {
+        "recipe": dataclasses.asdict(recipe),
+        "parameters": model.num_parameters(),
+        "seconds": round(seconds, 1),
+        "threads": torch.get_num_threads(),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "losses": [round(loss, 4) for loss in losses],
+    }
+    (folder / "warm_start.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+
+
+# --- episodes ---
+
 
 Stretch = tuple[str, bool]  # text, and whether the policy writes it
 Row = tuple[list[int], list[int]]  # input ids, and labels: IGNORED where the policy does not write
@@ -51,12 +135,6 @@ class WarmStart:
     @property
     def steps(self) -> int:
         return self.task_steps + self.mixture_steps
-
-    def digest(self, *files: Path) -> str:
-        """Changes with a number above or with the code of these files, not with comments or layout."""
-        code = [ast.dump(ast.parse(path.read_text("utf-8"))) for path in (*files, Path(__file__))]
-        said = json.dumps([dataclasses.asdict(self), code], sort_keys=True)
-        return hashlib.sha256(said.encode()).hexdigest()[:12]
 
     def learning_rate_at(self, step: int) -> float:
         """Warm-up, constant, then linear to zero."""
@@ -87,61 +165,38 @@ def padded(batch: Sequence[Row], pad_id: int) -> tuple[Tensor, Tensor]:
     return ids_BT, labels_BT
 
 
-def new_model(recipe: WarmStart, tokenizer: Any) -> PreTrainedModel:
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+def written_loss(model: PreTrainedModel, ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
+    """Next-token loss on what the policy writes: only these positions go through the head."""
+    import torch.nn.functional as F
 
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=recipe.hidden_size,
-        intermediate_size=recipe.intermediate_size,
-        num_hidden_layers=recipe.layers,
-        num_attention_heads=recipe.heads,
-        num_key_value_heads=recipe.heads,
-        max_position_embeddings=recipe.positions,
-        tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(recipe.seed)
-        return Qwen2ForCausalLM(config)
+    written_BT = labels_BT[:, 1:] != IGNORED
+    hidden_NH = model.base_model(input_ids=ids_BT).last_hidden_state[:, :-1][written_BT]
+    return F.cross_entropy(model.lm_head(hidden_NH), labels_BT[:, 1:][written_BT])
 
 
 def train(
     recipe: WarmStart, tokenizer: Any, task: Sequence[Row], mixture: Sequence[Row]
 ) -> tuple[PreTrainedModel, list[float]]:
-    """The model, and each step's next-token loss on what the policy writes, in nats.
+    """The model, and each step's loss.
 
     Raises:
         BaseModelError: the task was not learned when the mixture begins.
     """
-    import torch
-    import torch.nn.functional as F
     from tqdm import trange
 
-    model, losses = new_model(recipe, tokenizer), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    model, losses = new_model(recipe, tokenizer, positions=recipe.positions, tied=True), []
     rng = random.Random(recipe.seed)
-    for step in trange(recipe.steps, desc="base model", unit="step", mininterval=0.5):
-        if step == recipe.task_steps and (last := statistics.fmean(losses[-20:])) > recipe.loss_bound:
+    batches = (
+        padded(rng.sample(task if step < recipe.task_steps else mixture, recipe.batch_size), tokenizer.pad_token_id)
+        for step in trange(recipe.steps, desc="base model", unit="step", mininterval=0.5)
+    )
+    for loss in fitted(model, recipe, batches, written_loss):
+        losses.append(loss)
+        if len(losses) == recipe.task_steps and (last := statistics.fmean(losses[-20:])) > recipe.loss_bound:
             raise BaseModelError(
-                f"the base model did not learn the task: loss {last:.3f} after {step} steps, expected at most "
+                f"the base model did not learn the task: loss {last:.3f} after {len(losses)} steps, expected at most "
                 f"{recipe.loss_bound}; raise WarmStart.task_steps or change its seed"
             )
-        pool = task if step < recipe.task_steps else mixture
-        ids_BT, labels_BT = padded(rng.sample(pool, recipe.batch_size), tokenizer.pad_token_id)
-        written_BT = labels_BT[:, 1:] != IGNORED  # only these positions go through the head
-        hidden_NH = model.base_model(input_ids=ids_BT).last_hidden_state[:, :-1][written_BT]
-        loss = F.cross_entropy(model.lm_head(hidden_NH), labels_BT[:, 1:][written_BT])
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = recipe.learning_rate_at(step)
-        optimizer.step()
-        losses.append(loss.item())
     return model.eval(), losses
 
 
@@ -152,23 +207,8 @@ def build(root: Path, recipe: WarmStart, tokenizer: Any, make_rows: Any, *files:
     """
 
     def make(folder: Path) -> None:
-        import torch
-        import transformers
-
         started = time.perf_counter()
         model, losses = train(recipe, tokenizer, *make_rows())
-        transformers.utils.logging.disable_progress_bar()  # its bar over one small file says nothing
-        model.save_pretrained(folder)
-        transformers.utils.logging.enable_progress_bar()
-        tokenizer.save_pretrained(folder)
-        record = {
-            "recipe": dataclasses.asdict(recipe),
-            "parameters": model.num_parameters(),
-            "seconds": round(time.perf_counter() - started, 1),
-            "threads": torch.get_num_threads(),
-            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-            "losses": [round(loss, 4) for loss in losses],
-        }
-        (folder / "warm_start.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+        save(folder, model, tokenizer, recipe, losses, time.perf_counter() - started)
 
-    return built_once(root, recipe.digest(*files), make)
+    return built_once(root, digest(recipe, (*files, Path(__file__))), make)
