@@ -140,7 +140,7 @@ def test_ctrl_c_twice_ends_at_once(files, apart):
 
 @pytest.mark.slow
 def test_a_killed_driver_takes_everything_with_it(files):
-    run = disturbed(over_ray(files), files / "driver", lambda run: run.process.kill(), after=4)
+    run = disturbed(over_ray(files), files / "whole-driver", lambda run: run.process.kill(), after=4)
     assert run.status == -signal.SIGKILL and run.nothing_left
 
 
