@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from core.config import convert
 from core.config.cli import prepare
 from core.health import UnhealthyRun
-from core.interrupts import WorkersLost
+from core.interrupts import EXIT_STATUS, WorkersLost
 
 if TYPE_CHECKING:
     from core.config.schema import Config
@@ -49,7 +49,11 @@ def _apart(trainer: str, config: Config) -> int:
 
     try:
         place_driver = ray_backend("ray_driver").place_driver
-        return oversee(lambda config, restarts: place_driver(trainer, config, restarts), config)
+        status = oversee(lambda config, restarts: place_driver(trainer, config, restarts), config)
+        if status == EXIT_STATUS:  # of a second Ctrl-C: nobody waits for a Ray of our own to shut down tidily
+            sys.stdout.flush()
+            os._exit(status)
+        return status
     except ClusterError as error:
         print(error, file=sys.stderr)
         return 2

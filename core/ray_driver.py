@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError
 from core.driver import WAIT_S, DriverProcess, News
 from core.interrupts import WorkersLost
 from core.ray_pools import actor_class, connect
-from core.ray_watch import ASIDE
+from core.ray_watch import ASIDE, GRACE_S
 
 if TYPE_CHECKING:
     from core.config.schema import Config
@@ -43,7 +43,9 @@ class RayDriver:
         self._ask("interrupt")
 
     def kill(self) -> None:
+        """Returns once it is known to be dead: the shell may be gone the next moment, and its request with it."""
         ray.kill(self.actor)
+        ray.wait([self.actor.settings.options(**ASIDE).remote()], timeout=GRACE_S)
 
 
 def place_driver(trainer: str, config: Config, restarts: int) -> tuple[RayDriver, bool]:
