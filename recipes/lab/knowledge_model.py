@@ -39,7 +39,7 @@ class KnowledgeRecipe(WarmStart):
 
 
 # For studies of how many passages to show. Finding the right one takes longer to learn than reading the first one.
-VARIED = KnowledgeRecipe(shown=(1, 3, 5), anywhere=True, task_steps=1000, hold_steps=850)
+VARIED = KnowledgeRecipe(shown=(1, 3, 5), anywhere=True, task_steps=1600, hold_steps=1400)
 
 
 def searcher(base: knowledge.KnowledgeBase, folder: Path, topk: int = 3) -> Callable[[list[str]], list[list[Any]]]:
