@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 START_S = 300.0  # for the cluster to have room
+# A cluster that a token protects turns others away without a word of it.
+TOKEN_HINT = "; where `ray start` made the cluster ask for a token, set RAY_AUTH_MODE=token"
 
 
 def actor_class(body: type, threads: int) -> Any:
@@ -69,7 +71,8 @@ def connect(config: Config, device: torch.device) -> None:
     try:
         ray.init(**{"logging_level": logging.WARNING, **options})
     except (ConnectionError, ValueError, TypeError) as error:  # no such cluster, or an argument it does not take
-        raise ClusterError(f"ray_kwargs.ray_init={options}: {error}") from error
+        unsaid = isinstance(error, ConnectionError) and "RAY_AUTH_MODE" not in os.environ
+        raise ClusterError(f"ray_kwargs.ray_init={options}: {error}{TOKEN_HINT if unsaid else ''}") from error
 
 
 class RayProcesses:

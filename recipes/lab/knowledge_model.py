@@ -4,7 +4,7 @@
 
 Writes ``outputs/lab/knowledge/seed-<n>/`` (corpus, BM25 index, questions) and ``outputs/lab/knowledge/base/<hash>/``,
 to which ``base/current`` points. The model learns from knowledge bases of its own; none is that of a run. A second one
-(:data:`VARIED`, ``outputs/lab/knowledge/varied/``) has read one, three or five passages, the right one anywhere.
+(:data:`VARIED`, ``outputs/lab/knowledge/varied/``) has read one, three or five passages, the right one first.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ class KnowledgeRecipe(WarmStart):
     bases: int = 24  # knowledge bases of the warm start
     questions_each: int = 1200
     shown: tuple[int, ...] = (3,)  # passages of a search, one of these numbers an episode
-    anywhere: bool = False  # the right passage is moved to any place among them; else it stays the first
 
 
-# For studies of how many passages to show. Finding the right one takes longer to learn than reading the first one.
-VARIED = KnowledgeRecipe(shown=(1, 3, 5), anywhere=True, task_steps=1600, hold_steps=1400)
+# For studies of how many passages to show.
+VARIED = KnowledgeRecipe(shown=(1, 3, 5))
 
 
 def searcher(base: knowledge.KnowledgeBase, folder: Path, topk: int = 3) -> Callable[[list[str]], list[list[Any]]]:
@@ -66,9 +65,7 @@ def questions(
     rng = random.Random(f"shown {recipe.seed}")
 
     def block(passages: list[Any], count: int) -> str:
-        right, *others = passages[:count]
-        others.insert(rng.randrange(count) if recipe.anywhere else 0, right)
-        return information(others, 10**6, encode)
+        return information(passages[:count], 10**6, encode)
 
     for number in range(recipe.bases):
         base = knowledge.draw(f"warm start {recipe.seed} {number}")
