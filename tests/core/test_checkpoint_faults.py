@@ -119,7 +119,8 @@ def test_a_full_disk_is_explained_and_the_previous_checkpoint_stands(tmp_path):
 LIMITED = """
 import resource, sys, torch, logging
 from pathlib import Path
-from core.checkpoint import CheckpointStore, save_tensors
+from core.checkpoint import CheckpointStore
+from core.run_state import save_tensors
 store = CheckpointStore(sys.argv[1])
 with store.writing(1) as folder:
     save_tensors(folder / "o.pt", {"x": torch.zeros(1000)})

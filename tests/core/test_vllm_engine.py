@@ -227,35 +227,6 @@ def test_sleep_lasts_until_the_next_weights(workers, monkeypatch):
     run(sleep_under())
 
 
-# -- tensor parallelism
-
-
-def test_two_processes_share_one_engine(tmp_path):
-    """Each holds a part of every layer: the same log-probs and answers as one process, and no part stays stale."""
-    options = {**SHAPE, "initializer_range": 0.14}
-    tiny_config(**options).save_pretrained(tmp_path)
-    requests = [ask(tuple(range(40 + i, 80 + i)), seed=i, max_tokens=8) for i in range(6)]
-    policies = [dict(tiny_model(**options, seed=seed).state_dict()) for seed in (0, 1)]
-    found = {}
-    for processes in (1, 2):
-        engine = VLLMEngine(
-            *(tiny_tokenizer(), skeleton(**options)),
-            **dict(model=str(tmp_path), dtype="float32", enforce_eager=True, block_size=BLOCK, max_model_len=256),
-            **dict(max_num_batched_tokens=256, kv_cache_memory_bytes=16 << 20, tensor_parallel_size=processes),
-        )
-        try:
-            for version, policy in enumerate(policies):
-                engine.update_weights(policy.items(), version)
-                answers = sample_all(engine, requests)
-                found[processes, version] = engine.probe(tuple(range(40, 80))), list(map(ids, answers))
-        finally:
-            engine.close()
-    for version in (0, 1):
-        np.testing.assert_allclose(found[1, version][0], found[2, version][0], atol=1e-5)
-        assert found[1, version][1] == found[2, version][1]
-    assert found[1, 0][1] != found[1, 1][1]
-
-
 # -- as configured
 
 

@@ -189,7 +189,7 @@ def test_a_gold_written_by_anyone_does_not_raise(scorer, options):
 def test_long_answers_take_no_time(scorer, options, text):
     start = time.process_time()
     scorer(text, ground_truth(scorer), {}, **options)
-    assert time.process_time() - start < 1.0
+    assert time.process_time() - start < 5.0  # what backtracks takes minutes, or for ever
 
 
 @settings(max_examples=300, deadline=None)
