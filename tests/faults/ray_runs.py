@@ -75,7 +75,12 @@ def watched(factory: CmdFactory, folder: Path, env: Mapping[str, str] | None = N
 def ray_cluster() -> Iterator[tuple[str, str]]:
     """The address of a Ray that somebody else started, elsewhere, and the mark of its processes."""
     mark, folder = f"RAY_{uuid.uuid4().hex}", tempfile.mkdtemp(prefix="ray")  # sockets have short paths only
-    environment = {name: os.environ[name] for name in ("PATH", "HOME")} | {mark: "1", "SPT_NOENV": "1", **NICE}
+    kept = ("PATH", "HOME", "HF_HUB_OFFLINE")  # the last is written down in a saved tokenizer
+    environment = {name: os.environ[name] for name in kept if name in os.environ} | {
+        mark: "1",
+        "SPT_NOENV": "1",
+        **NICE,
+    }
     environment["RAY_AUTH_MODE"] = "disabled"  # else it asks for a token wherever Ray has once made one
     options = ["--head", "--block", "--port=0", "--num-cpus=4", "--include-dashboard=false", "--disable-usage-stats"]
     program = [Path(sys.executable).parent / "ray", "start", *options, f"--temp-dir={folder}"]
