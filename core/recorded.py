@@ -201,6 +201,8 @@ def outcomes(run: RecordedRun) -> list[Outcome]:
         for name in dict.fromkeys(point.name for point in points):
             same = [point for point in points if point.name == name]
             before, after = same[0], same[-1]
+            if before.step > points[0].step:  # the first evaluation lacks it: maj@k where an answer had no vote
+                continue
             a, b = (run.accuracy_at(point.step).get(source, {}) for point in (before, after))
             paired = name.startswith("mean@") and after.step > before.step and a and b
             found.append(Outcome(source, before, after, paired_comparison(a, b) if paired else None))

@@ -17,7 +17,7 @@ import yaml
 
 from core import recorded, report, result_tables
 from core.config import Config, convert
-from core.recorded import load_run, publish, scrub, summarise
+from core.recorded import load_run, outcomes, publish, scrub, summarise
 from core.run_manifest import ROOT
 from core.validation import accuracy_by_question, paired_comparison, seed_interval, validation_metrics
 from tests.core.synthetic import configured, make_run, records
@@ -109,6 +109,22 @@ def test_the_last_validation_is_reported_not_the_best(tmp_path):
     accuracies = [value for _, value in result["curve"]]
     assert result["after"]["estimate"]["value"] == accuracies[-1] < max(accuracies)
     assert result["after"]["step"] == 4
+
+
+def test_what_the_first_validation_lacks_has_no_before(tmp_path):
+    """A vote of the answers, say, where one of them had none to give: the second validation is not where it began."""
+    folder = make_run(tmp_path / "grpo" / "votes", steps=4, test_every=2, questions=50)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    validated = [line for line in lines if any(key.startswith("val-core/") for key in line)]
+    (key,) = [key for key in validated[0] if key.endswith("/acc/mean@1")]
+    for line in validated[1:]:
+        line[key.replace("mean@1", "maj@1")] = 0.9
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [outcome.before.name for outcome in outcomes(load_run(folder))] == ["mean@1"]
+    validated[0][key.replace("mean@1", "maj@1")] = 0.1
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = outcomes(load_run(folder))
+    assert [(one.before.name, one.before.estimate.value) for one in found][1:] == [("maj@1", 0.1)]
 
 
 def test_seeds_are_one_experiment(runs, tmp_path):
