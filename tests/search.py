@@ -49,7 +49,19 @@ class Server:
     def start(self) -> Server:
         self._process = subprocess.Popen(self._command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert int(self._process.stdout.readline()) == self.port
+        self._listens()
         return self
+
+    def _listens(self) -> None:
+        """The port is said before it is open: an attempt in between is refused, and counted."""
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), timeout=5).close()
+                return
+            except ConnectionRefusedError:
+                assert self._process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.02)
 
     def kill(self) -> None:
         self._process.kill()
