@@ -59,7 +59,7 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 report: setup
-	$(BIN)/python -m core.report --index
+	$(BIN)/python -m results.report --index
 
 clean:
 	rm -rf $(VENV) outputs

@@ -3,7 +3,7 @@
 The hooks are phases that take and return values: :meth:`RayPPOTrainer.generate`,
 :meth:`~RayPPOTrainer.shape_reward`, :meth:`~RayPPOTrainer.keep_group` and
 :meth:`~RayPPOTrainer.compute_advantages`. What surrounds the loop (starting, stopping, saving,
-validating) is in :class:`core.run.Run`, which this class extends.
+validating) is in :class:`core.session.Run`, which this class extends.
 """
 
 from __future__ import annotations
@@ -13,20 +13,22 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from core import advantages
-from core.agent_loop import Limits
-from core.batching import make_batch, token_rewards
-from core.collect import CollectLimits, collect, collect_ahead
+from core.algorithm import advantages
+from core.algorithm.kl import kl_in_reward
+from core.algorithm.means import Means
+from core.algorithm.rollout_correction import add_mismatch, correct
+from core.algorithm.schedules import multiplier
+from core.checkpoint.kill_points import kill_point
+from core.data.seeds import sampling_seed
 from core.engines import SampleRequest, SamplingParams
-from core.faults import kill_point
-from core.kl import kl_in_reward
-from core.metrics import RAW_SCORE, Means
-from core.overlap import Background
-from core.rollout_correction import add_mismatch, correct
-from core.run import Run
-from core.schedules import multiplier
-from core.seeds import sampling_seed
-from core.types import Prompt, Score, ScoredGroup, StepMetrics, TrainBatch, Trajectory
+from core.learner.batching import make_batch, token_rewards
+from core.rollout.agent_loop import Limits
+from core.rollout.background import Background
+from core.rollout.collect import CollectLimits, collect, collect_ahead
+from core.session import Run
+from core.tracking.metrics import RAW_SCORE
+from core.types import Prompt, ScoredGroup, StepMetrics, TrainBatch, Trajectory
+from reward_scores.score import Score
 
 GREEDY = -1  # the sample index of a greedy baseline answer
 

@@ -6,7 +6,7 @@ A tensor's name carries its axes: ``adv_BT``, ``reward_B``, ``groups_P``.
 **Alignment.** Entry ``[b, t]`` of any ``[B, T]`` tensor describes the token ``input_ids[b, t]``.
 A log-prob is ``log p(token t | tokens < t)``, a value is that of the state in which token ``t`` is
 chosen, so both come from the hidden state at ``t - 1``. That shift happens in exactly one function
-(``core.packing.before``); nothing else in the repository moves a tensor by one.
+(``core.learner.packing.before``); nothing else in the repository moves a tensor by one.
 
 Nothing here imports torch: the scorers, the configuration and the reports use these types too.
 """
@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from reward_scores.score import Score
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -36,16 +38,6 @@ class Stop(str, Enum):
     STOP_STRING = "stop_string"  # a stop string was completed by the last token
     LENGTH = "length"  # the token budget ran out: the response is truncated
     ABORT = "abort"  # given up before it ended; never trained on
-
-
-class ScoreStatus(str, Enum):
-    """What became of an answer. Everything but OK and WRONG is also a rate in the metrics."""
-
-    OK = "ok"
-    WRONG = "wrong"
-    PARSE_ERROR = "parse_error"  # the scorer found no answer to judge
-    TIMEOUT = "timeout"
-    CRASH = "crash"
 
 
 @dataclass(frozen=True)
@@ -119,30 +111,6 @@ class Trajectory:
     @property
     def truncated(self) -> bool:
         return self.stop is Stop.LENGTH
-
-
-@dataclass(frozen=True)
-class Score:
-    """A verdict: ``value`` trains, ``parts`` explain. ``parts["acc"]`` is what counts as correct."""
-
-    value: float
-    parts: Mapping[str, float] = field(default_factory=dict)
-    status: ScoreStatus = ScoreStatus.OK
-    masked: bool = False  # carries no loss and is left out of every denominator
-    pred: str | None = None  # the answer that was read from the text; maj@k votes on it
-
-    def __post_init__(self) -> None:
-        if not math.isfinite(self.value):
-            raise ValueError(f"a score must be finite, got {self.value}")
-        object.__setattr__(self, "parts", {"acc": self.value, **self.parts})
-
-    @property
-    def acc(self) -> float:
-        return self.parts["acc"]
-
-    def plus(self, name: str, amount: float) -> Score:
-        """The score with a named component added to its value; ``acc`` keeps its meaning."""
-        return dataclasses.replace(self, value=self.value + amount, parts={**self.parts, name: amount})
 
 
 @dataclass(frozen=True, eq=False)

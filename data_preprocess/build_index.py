@@ -1,73 +1,8 @@
-"""A corpus of passages to an index that ``recipes/search_r1`` searches.
+"""This command has moved; it prints its new name (``core.MOVED`` lists all that have)."""
 
-    python -m data_preprocess.build_index --corpus wiki-18.jsonl --index DIR --backend bm25
-    python -m data_preprocess.build_index --corpus wiki-18.jsonl.gz --index DIR --backend flat hnsw \
-        --encoder intfloat/e5-base-v2 --device cuda
-
-The corpus is a file of JSON lines ``{"id", "contents"}``, plain or gzip, and is read as a stream. A second call goes on
-where the first was interrupted, and adds back ends to the folder.
-"""
-
-from __future__ import annotations
-
-import argparse
 import sys
-from collections.abc import Sequence
 
-from recipes.search_r1.index.build import build_index
-from recipes.search_r1.index.corpus import Progress
-from recipes.search_r1.index.encoder import make_encoder, settings_of
-from recipes.search_r1.retrieval import DENSE, RetrievalError
-
-
-def bar(what: str, rows: int) -> Progress:
-    """A progress bar of ``rows`` (0: unknown)."""
-    from tqdm import tqdm
-
-    return tqdm(desc=what, total=rows or None, unit="rows", unit_scale=True, file=sys.stderr).update
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command: 0, or 2 with a line on stderr."""
-    args = _parse(argv)
-    try:
-        encoder = None
-        if args.encoder:
-            settings = settings_of(
-                args.encoder,
-                query_prefix=args.query_prefix,
-                passage_prefix=args.passage_prefix,
-                pooling=args.pooling,
-                max_length=args.max_length,
-            )
-            encoder = make_encoder(settings, args.device, args.threads, args.dtype)
-        built = build_index(args.corpus, args.index, args.backend, encoder, args.lists, bar)
-    except (RetrievalError, OSError) as error:
-        print(f"build_index: {error}", file=sys.stderr)
-        return 2
-    for backend in args.backend:
-        print(f"{args.index}: {backend}, {built['backends'][backend]['seconds']} s")
-    return 0
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m data_preprocess.build_index", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
-    add("--corpus", required=True, help="jsonl of {id, contents}, plain or .gz")
-    add("--index", required=True, help="the folder to write")
-    add("--backend", nargs="+", default=["bm25"], choices=("bm25", *DENSE), help="default: bm25")
-    add("--encoder", help="for dense back ends: a folder, a hub id, or hashing:N")
-    add("--query-prefix", help='default: the model\'s own where it names one, else "query: "')
-    add("--passage-prefix", help='default: the model\'s own where it names one, else "passage: "')
-    add("--pooling", choices=("mean", "cls"), help="default: the model's own where it names one, else mean")
-    add("--max-length", type=int, help="tokens of a passage that are read (default: the model's own, else 256)")
-    add("--device", default="cpu", help="of the encoder (default %(default)s)")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on a CPU, float16 elsewhere")
-    add("--threads", type=int, help="of the encoder on the CPU")
-    add("--lists", type=int, help="ivf: inverted lists (default: four times the root of the rows)")
-    return parser.parse_args(argv)
-
+from core import moved
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(moved("data_preprocess.build_index"))

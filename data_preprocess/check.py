@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from core.encode import ChatError, Encoder
-from core.rows import DataError, Problems, Row, RowFile, sha256_of
+from core.data.parquet import Problems, Row, RowFile, sha256_of
+from core.data.tokenization import ChatError, Encoder
+from core.errors import InputError
 
 
 @dataclass
@@ -41,7 +42,7 @@ def inspect(
     reward_fn_key: str = "data_source",
     any_source: bool = False,
 ) -> Findings:
-    """Counts a file's rows and collects their problems; DataError where it cannot be read at all."""
+    """Counts a file's rows and collects their problems; InputError where it cannot be read at all."""
     file = RowFile(path, prompt_key, reward_fn_key)
     findings = Findings(rows=len(file))
     for row in file.rows(findings.problems):
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             lines = findings.problems.lines()
             print(f"{path}\n  sha256        {sha256_of(path)}")
             print("\n".join(_report(findings, args.max_prompt_length)))
-        except DataError as error:
+        except InputError as error:
             findings, lines = Findings(), error.problems
             print(path)
         for other, prompts in seen.items():

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from core.rows import DataError
+from core.errors import InputError
 from data_preprocess.schema import write_rows
 
 SPLITS = ("train", "test")
@@ -54,7 +54,7 @@ def run(source: Source, argv: Sequence[str] | None = None) -> int:
         else:
             splits = read_hub(args.hub, source.config, source.only)
         return _write(source, splits, Path(args.local_dir))
-    except DataError as error:
+    except InputError as error:
         print(error, file=sys.stderr)
         return 2
 
@@ -76,7 +76,7 @@ def read_local(paths: Sequence[str], only: str | None = None) -> dict[str, Itera
         split = next((split for split in SPLITS if path.name.startswith(split)), None)
         if split is None or not path.is_file():
             problem = "does not exist" if not path.is_file() else "is not named train* or test*"
-            raise DataError([f"--local_dataset_path: {path} {problem}; give a folder, or train.jsonl and test.jsonl"])
+            raise InputError([f"--local_dataset_path: {path} {problem}; give a folder, or train.jsonl and test.jsonl"])
         files[split] = path
     return {split: read_file(files[split]) for split in SPLITS if split in files}
 
@@ -89,7 +89,7 @@ def read_hub(hub: str, config: str | None, only: str | None = None) -> dict[str,
     try:
         loaded = datasets.load_dataset(hub, config) if config else datasets.load_dataset(hub)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise DataError([f"--hub={hub}: it could not be loaded ({error}); {advice}"]) from error
+        raise InputError([f"--hub={hub}: it could not be loaded ({error}); {advice}"]) from error
     if only:
         return {only: itertools.chain.from_iterable(loaded.values())}
     return {split: loaded[split] for split in SPLITS if split in loaded}
@@ -119,7 +119,7 @@ def _parse(source: Source, argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _write(source: Source, splits: Mapping[str, Iterable[Example]], folder: Path) -> int:
     if not splits:
-        raise DataError([f"{source.name}: neither a train nor a test split was found; give both, or one of them"])
+        raise InputError([f"{source.name}: neither a train nor a test split was found; give both, or one of them"])
     prompts: dict[str, set[str]] = {}
     for split, examples in splits.items():
         made = _made_rows(source, examples, split)
@@ -183,7 +183,7 @@ def _made(source: Source, example: Example, split: str, index: int) -> dict[str,
         return source.make_row(example, split, index)
     except KeyError as error:
         has = ", ".join(example)
-        raise DataError(
+        raise InputError(
             [f"example {index} of {split} has no field {error}, only {has}; is it {source.hub}?"]
         ) from error
 
@@ -197,7 +197,7 @@ def _files_of(folder: Path) -> dict[str, Path]:
             files[split] = found[0]
     if not files:
         looked = ", ".join(pattern.format("train") for pattern in patterns)
-        raise DataError([f"--local_dataset_path: {folder} holds none of {looked} (or test); give the files by name"])
+        raise InputError([f"--local_dataset_path: {folder} holds none of {looked} (or test); give the files by name"])
     return files
 
 
@@ -207,7 +207,7 @@ def _all_files(paths: Sequence[str]) -> list[Path]:
         inside = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES)
         if not inside:
             problem = f"holds no file that ends in {', '.join(SUFFIXES)}" if path.is_dir() else "does not exist"
-            raise DataError([f"--local_dataset_path: {path} {problem}"])
+            raise InputError([f"--local_dataset_path: {path} {problem}"])
         found += inside
     return found
 
@@ -221,7 +221,7 @@ def _read_parquet(path: Path) -> Iterator[Example]:
 
 
 def read_file(path: Path) -> Iterable[Example]:
-    """The examples of a .jsonl, .json or .parquet file. Raises DataError where it holds something else."""
+    """The examples of a .jsonl, .json or .parquet file. Raises InputError where it holds something else."""
     if path.suffix == ".parquet":
         return _read_parquet(path)
     try:
@@ -230,7 +230,7 @@ def read_file(path: Path) -> Iterable[Example]:
         lines = [line for line in text.split("\n") if line.strip()]
         examples = json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in lines]
     except ValueError as error:
-        raise DataError([f"{path}: not readable as {path.suffix[1:]} ({error}); download it again"]) from error
+        raise InputError([f"{path}: not readable as {path.suffix[1:]} ({error}); download it again"]) from error
     if not isinstance(examples, list):
-        raise DataError([f"{path}: a list of examples is wanted, it holds a {type(examples).__name__}"])
+        raise InputError([f"{path}: a list of examples is wanted, it holds a {type(examples).__name__}"])
     return examples

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from core.rows import DataError
+from core.errors import InputError
 from data_preprocess.open_qa import PROMPTS, arguments, examples_of, local_files, make_qa_row
 from data_preprocess.schema import write_rows
 
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{name}: {len(made)} questions")
             rows += made
         print(write_rows(Path(args.local_dir) / "train.parquet", rows))
-    except DataError as error:
+    except InputError as error:
         print(error, file=sys.stderr)
         return 2
     return 0

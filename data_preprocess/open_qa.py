@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from core.rows import DataError
+from core.errors import InputError
 from data_preprocess.cli import Example, read_file
 from data_preprocess.schema import make_row
 
@@ -37,11 +37,11 @@ PROMPTS = {"search": SEARCH_PROMPT, "r1": R1_PROMPT}  # r1: the baseline that do
 
 
 def make_qa_row(name: str, example: Example, split: str, index: int, prompt: str = SEARCH_PROMPT) -> dict[str, Any]:
-    """The row of a question. Raises DataError where it has no question or no answer: evaluation drops no row."""
+    """The row of a question. Raises InputError where it has no question or no answer: evaluation drops no row."""
     question, golds = question_of(example), answers_of(example)
     if not question or not golds:
         missing = "question" if not question else "answer"
-        raise DataError([f"{name}: example {index} of {split} has no {missing} ({', '.join(example)}); mend the file"])
+        raise InputError([f"{name}: example {index} of {split} has no {missing} ({', '.join(example)}); mend the file"])
     content = prompt.replace("{question}", question)
     target = {"target": golds}
     chat = [{"role": "user", "content": content}]
@@ -67,7 +67,7 @@ def answers_of(example: Example) -> list[str]:
 def read(path: Path) -> Iterable[Example]:
     """The examples of a .jsonl (plain or .gz), .json or .parquet file, or of a DPR topics file (.txt)."""
     if not path.is_file():
-        raise DataError([f"{path}: there is no such file; give name=FILE, or a folder of FlashRAG's layout"])
+        raise InputError([f"{path}: there is no such file; give name=FILE, or a folder of FlashRAG's layout"])
     names = path.name.removesuffix(".gz")
     if names.endswith(".txt"):
         return _topics(path)
@@ -81,7 +81,7 @@ def _lines(path: Path) -> Iterator[Example]:
                 if line.strip():
                     yield json.loads(line)
             except ValueError as error:
-                raise DataError([f"{path} line {number}: not JSON ({error}); download it again"]) from error
+                raise InputError([f"{path} line {number}: not JSON ({error}); download it again"]) from error
 
 
 def _topics(path: Path) -> Iterator[Example]:
@@ -112,7 +112,7 @@ def _local_file(name: str, splits: Sequence[str], local: Mapping[str, Path]) -> 
                     return path, split
     where = ", ".join(str(path) for key, path in local.items() if not key) or "the files given"
     looked = " or ".join(f"{name}/{split}.jsonl" for split in splits)
-    raise DataError([f"{name}: {where} hold no {looked}; give {name}=FILE as well, or leave it out with --sets"])
+    raise InputError([f"{name}: {where} hold no {looked}; give {name}=FILE as well, or leave it out with --sets"])
 
 
 def _from_hub(name: str, splits: Sequence[str], hub: str) -> tuple[str, Iterable[Example]]:
@@ -122,10 +122,10 @@ def _from_hub(name: str, splits: Sequence[str], hub: str) -> tuple[str, Iterable
         loaded = datasets.load_dataset(hub, name)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         advice = "check the id and the network, or give --local_dataset_path"
-        raise DataError([f"--hub={hub}: {name} could not be loaded ({error}); {advice}"]) from error
+        raise InputError([f"--hub={hub}: {name} could not be loaded ({error}); {advice}"]) from error
     split = next((split for split in splits if split in loaded), None)
     if split is None:
-        raise DataError([f"--hub={hub}: {name} has {', '.join(loaded)}, none of {', '.join(splits)}"])
+        raise InputError([f"--hub={hub}: {name} has {', '.join(loaded)}, none of {', '.join(splits)}"])
     return split, loaded[split]
 
 

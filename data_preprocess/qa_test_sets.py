@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from core.rows import DataError
+from core.errors import InputError
 from data_preprocess.open_qa import PROMPTS, arguments, examples_of, local_files, make_qa_row
 from data_preprocess.schema import write_rows
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(write_rows(Path(args.local_dir) / f"{name}.parquet", rows))
             if len(rows) != SIZES[name]:
                 print(f"  note: the published set has {SIZES[name]} questions, this one {len(rows)}")
-    except DataError as error:
+    except InputError as error:
         print(error, file=sys.stderr)
         return 2
     return 0

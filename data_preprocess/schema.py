@@ -1,4 +1,4 @@
-"""Rows of the schema of ``core/rows.py``: making them, and writing them so that a reader accepts them."""
+"""Rows of the schema of ``core/data/parquet.py``: making them, and writing them so that a reader accepts them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.rows import DataError, Problems, RowFile, sha256_of
+from core.data.parquet import Problems, RowFile, sha256_of
+from core.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,14 @@ def write_rows(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> Written:
     """Writes the rows as one parquet file, all or nothing.
 
     The file is written under another name, read back through the training reader, and renamed when that finds no
-    problem: what is at ``path`` is always complete and valid. Raises DataError, naming ``path``.
+    problem: what is at ``path`` is always complete and valid. Raises InputError, naming ``path``.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     path = Path(path).expanduser()
     if not rows:
-        raise DataError([f"{path}: there are no rows to write; look at where they come from"])
+        raise InputError([f"{path}: there are no rows to write; look at where they come from"])
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -55,7 +56,7 @@ def write_rows(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> Written:
             table = pa.Table.from_pylist([dict(row) for row in rows], schema=_schema(rows))
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             fix = "a column holds one type, reward_model.ground_truth too"
-            raise DataError([f"{path}: the rows do not fit into one schema ({error}); {fix}"]) from error
+            raise InputError([f"{path}: the rows do not fit into one schema ({error}); {fix}"]) from error
         pq.write_table(table, part)
         _verify(part, path)
         with open(part, "rb") as file:
@@ -72,8 +73,8 @@ def _verify(part: Path, path: Path) -> None:
         for _ in RowFile(part).rows(problems):
             pass
         problems.raise_if_any()
-    except DataError as error:
-        raise DataError([line.replace(str(part), str(path)) for line in error.problems]) from None
+    except InputError as error:
+        raise InputError([line.replace(str(part), str(path)) for line in error.problems]) from None
 
 
 def _schema(rows: Sequence[Mapping[str, Any]]) -> Any:

@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from core.types import Score
 from reward_scores.arithmetic import CannotEvaluate, evaluate
+from reward_scores.score import Score
 from reward_scores.tags import between
 from reward_scores.verdict import graded, no_answer
 

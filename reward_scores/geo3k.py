@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from core.types import Score
 from reward_scores.equivalence import equivalent
 from reward_scores.latex import last_box
 from reward_scores.math_reward import last_closed_box
 from reward_scores.prm800k import grade_answer
+from reward_scores.score import Score
 from reward_scores.symbolic import MATH_VERIFY, SYMPY, math_verify_equal
 from reward_scores.verdict import graded, no_answer
 

@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
-from core.types import Score
+from reward_scores.score import Score
 from reward_scores.verdict import graded, no_answer
 
 METHODS = ("strict", "flexible", "robust")

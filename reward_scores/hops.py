@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from core.types import Score
+from reward_scores.score import Score
 from reward_scores.verdict import graded, no_answer
 
 EXAMPLES = (

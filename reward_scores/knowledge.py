@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from core.types import Score
 from reward_scores import qa_em
 from reward_scores.qa_em import check_ground_truth as check_ground_truth
+from reward_scores.score import Score
 
 EXAMPLES = (
     ("<search> boss bavu</search><answer> keli</answer>", {"target": ["keli"]}, 1.0),

@@ -12,9 +12,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from core.types import Score
 from reward_scores.equivalence import cleaned, equivalent
 from reward_scores.latex import last_box
+from reward_scores.score import Score
 from reward_scores.symbolic import MATH_VERIFY, math_verify_equal
 from reward_scores.verdict import graded, no_answer
 

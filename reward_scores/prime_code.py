@@ -15,10 +15,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from core.types import Score
 from reward_scores import sandbox_fusion as fusion
 from reward_scores import unit_tests
 from reward_scores.sandbox import Sandbox
+from reward_scores.score import Score
 from reward_scores.unit_tests import FAILURES, BadTests, SandboxOptions
 from reward_scores.verdict import graded, no_answer
 

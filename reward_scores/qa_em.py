@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from core.types import Score
+from reward_scores.score import Score
 from reward_scores.tags import between
 from reward_scores.verdict import graded, no_answer
 

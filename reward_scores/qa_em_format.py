@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from core.types import Score
 from reward_scores.qa_em import check_ground_truth as check_ground_truth
 from reward_scores.qa_em import extract, normalize_answer, targets
+from reward_scores.score import Score
 from reward_scores.tags import between
 from reward_scores.verdict import graded, no_answer
 

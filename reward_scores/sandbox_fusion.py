@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.types import Score, ScoreStatus
 from reward_scores import unit_tests
+from reward_scores.score import Score, ScoreStatus
 from reward_scores.verdict import graded, no_answer
 
 METHODS = ("published", "robust")

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from core.types import Score
 from reward_scores.sandbox import Isolation, Limits, Sandbox, isolation, required_isolation, unisolated
+from reward_scores.score import Score
 from reward_scores.verdict import graded, no_answer
 
 TOLERANCE = 1e-6  # of numbers that are not integers

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from core.types import Score, ScoreStatus
+from reward_scores.score import Score, ScoreStatus
 
 # response, ground truth, the accuracy that the scorer must give it
 Example = tuple[str, Any, float]

@@ -7,8 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.checkpoint import CheckpointStore, resolve_resume
-from core.provenance import ModelFingerprint, Provenance
+from core.checkpoint.provenance import ModelFingerprint, Provenance
+from core.checkpoint.store import CheckpointStore, resolve_resume
 
 __all__ = [
     "FILES",

@@ -23,7 +23,10 @@ from tests.golden_scorers import ANSWERS, ERRORS, departure, raw_cases
 DEFAULT_OUT = Path(__file__).resolve().parents[1] / "results" / "conformance.md"
 POOL = DEFAULT_OUT.parent / "rewards" / "grading_pool.md"  # what tests.benchmarks.reward_bombs measured
 # Files whose vectors are compared by tests of another form.
-ELSEWHERE = {"bootstrap": "tests/core/test_validation.py", "val_metrics": "tests/core/test_validation.py"}
+ELSEWHERE = {
+    "bootstrap": "tests/core/tracking/test_validation.py",
+    "val_metrics": "tests/core/tracking/test_validation.py",
+}
 NOT_HERE = {
     "policy_clip_cov": "drops random tokens of a micro-batch by rank: the size of the micro-batch would be in the loss",
     "policy_kl_cov": "ranks the tokens of a micro-batch, as clip_cov",

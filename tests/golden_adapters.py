@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core import advantages, kl, losses, masked, schedules
-from core.head import token_log_probs_and_entropy
+from core.algorithm import advantages, kl, losses, masked, schedules
+from core.learner.log_probs import token_log_probs_and_entropy
 from core.types import TrainBatch
 from tests import golden_correction, golden_dapo
 from tests.golden_io import Case, Comparison

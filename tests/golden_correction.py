@@ -1,4 +1,4 @@
-"""How the golden vectors of rollout correction map onto ``core.rollout_correction``."""
+"""How the golden vectors of rollout correction map onto ``core.algorithm.rollout_correction``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from statistics import fmean, stdev
 import torch
 from torch import Tensor
 
-from core import rollout_correction as rc
+from core.algorithm import rollout_correction as rc
+from core.algorithm.means import Means
 from core.config import thresholds
-from core.metrics import Means
 from core.types import TrainBatch
 from tests.golden_io import Case, Comparison
 

@@ -1,4 +1,4 @@
-"""How the golden vectors of DAPO map onto the recipe's hooks and onto ``core.collect``."""
+"""How the golden vectors of DAPO map onto the recipe's hooks and onto ``core.rollout.collect``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from core.collect import CollectLimits, CollectState, Exhausted, collect
-from core.config import ConfigError, compose
-from core.types import Prompt, Score, ScoredGroup, Stop, Trajectory
+from core.config import compose
+from core.errors import InputError
+from core.rollout.collect import CollectLimits, CollectState, Exhausted, collect
+from core.types import Prompt, ScoredGroup, Stop, Trajectory
 from recipes.dapo.dapo_ray_trainer import SAME, RayDAPOTrainer
 from recipes.dapo.main_dapo import HOOKS
+from reward_scores.score import Score
 from tests.golden_io import Case, Comparison
 
 BEYOND = "eq. 13 is -1 beyond the limit; published: the line goes on below -1"
@@ -67,7 +69,7 @@ def _overlong_ctor(case: Case, precision: str) -> Iterator[Comparison]:
     limit = case.params["max_resp_len"]
     try:
         trainer(*overrides, *([] if limit is None else [f"data.max_response_length={limit}"]))
-    except ConfigError:
+    except InputError:
         accepted = False
     else:
         accepted = True

@@ -48,14 +48,21 @@ LABS = {
     "grpo_tools": Lab("grpo", "lab_tools", "sums/base", (TOOLS,)),
     "dapo": Lab("dapo", "lab", "base"),
     "search_r1": Lab("search_r1", "lab", "knowledge/base", (URL,)),
-    "search_r1_ppo": Lab("search_r1", "lab_ppo", "knowledge/base", (URL, "data.train_batch_size=64")),
+    "search_r1_ppo": Lab(
+        "search_r1",
+        "lab_ppo",
+        "knowledge/base",
+        (URL, "data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=32"),
+    ),
 }
-PREPARE = (("recipes.lab.prepare",), ("recipes.lab.sums",), ("recipes.lab.knowledge_model", "--seed", "1"))
+PREPARE = (("recipes.lab.prepare",), ("recipes.lab.sums",), ("recipes.search_r1.knowledge_model", "--seed", "1"))
 
 
 def python(work: Path, *arguments: str) -> None:
     """Run ``python -m`` in the work folder. Raises CalledProcessError, with the output shown, where it fails."""
-    done = subprocess.run([sys.executable, "-m", *arguments], cwd=work, env=environment(), capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments], cwd=work, env=environment(), capture_output=True, text=True
+    )
     if done.returncode:
         print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
         done.check_returncode()
@@ -103,7 +110,7 @@ def series(run: Path) -> dict[str, str]:
     values: dict[str, list[tuple[int, float]]] = {}
     for line in (run / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
-        for name, value in (row["metrics"] if "metrics" in row else row).items():
+        for name, value in row.items():
             if not name.startswith(TIMES):
                 values.setdefault(name, []).append((row.get("step"), value))
     return {name: digest(json.dumps(each).encode()) for name, each in sorted(values.items())}
@@ -125,7 +132,9 @@ def measure(name: str, work: Path, steps: int) -> dict:
 
 
 def differences(name: str, wanted: dict, found: dict) -> list[str]:
-    lines = [f"{name}: {part} {wanted[part]} -> {found[part]}" for part in ("base", "weights") if wanted[part] != found[part]]
+    lines = [
+        f"{name}: {part} {wanted[part]} -> {found[part]}" for part in ("base", "weights") if wanted[part] != found[part]
+    ]
     for metric in sorted(wanted["metrics"].keys() | found["metrics"].keys()):
         before, after = wanted["metrics"].get(metric, "absent"), found["metrics"].get(metric, "absent")
         if before != after:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from core.rewards.grading import Executor, Failure, Job
-from core.types import Score
+from reward_scores.score import Score
 from tests.bombs import EXPECTED
 
 BOMBS = str(Path(__file__).parent / "bombs.py")

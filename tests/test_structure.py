@@ -12,7 +12,9 @@ from core.config.defaults import table
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PYTHON = [
-    path for folder in ("core", "recipes", "reward_scores", "data_preprocess") for path in (ROOT / folder).rglob("*.py")
+    path
+    for folder in ("core", "recipes", "reward_scores", "data_preprocess", "results")
+    for path in (ROOT / folder).rglob("*.py")
 ]
 
 
@@ -48,7 +50,7 @@ def test_core_knows_no_recipe():
 
 
 def test_ray_and_vllm_each_have_one_door():
-    over_ray = {f"core/ray_{name}.py" for name in ("pools", "watch", "engine", "workers", "driver")}
+    over_ray = {f"core/cluster/ray_{name}.py" for name in ("pools", "watch", "engine", "workers", "driver")}
     for package, doors in (("ray", over_ray), ("vllm", {"core/engines/vllm.py"})):
         assert {str(path.relative_to(ROOT)) for path in PYTHON if package in imports(path)} <= doors
 
@@ -58,8 +60,8 @@ def test_ray_and_vllm_each_have_one_door():
     [
         "from core.config import compose; compose('grpo', ['actor_rollout_ref.rollout.n=4'])",
         "from reward_scores import SCORERS; SCORERS['openai/gsm8k']('#### 4', '4', {})",
-        "import core.rewards, core.report, core.study_report",
-        "from core import plan; plan.main(['grpo', 'actor_rollout_ref.model.path=Qwen/Qwen2.5-7B'])",
+        "import core.rewards, results.reporting.run_report, results.reporting.study_report",
+        "from core.planning import estimate; estimate.main(['grpo', 'actor_rollout_ref.model.path=Qwen/Qwen2.5-7B'])",
     ],
 )
 def test_composing_scoring_and_reporting_load_no_heavy_package(program):
@@ -74,10 +76,3 @@ def test_the_readme_is_short_and_its_table_of_defaults_is_the_codes():
     assert len(README.splitlines()) < 250
     between = README.partition("<!-- defaults:begin -->\n")[2].partition("<!-- defaults:end -->")[0]
     assert between.strip() == table()
-
-
-def test_the_readmes_tree_names_what_is_there():
-    tree = README.partition("## The tree")[2].partition("```\n")[2].partition("```")[0]
-    for path in sorted((ROOT / "core").glob("*.py")):
-        if path.name != "__init__.py":
-            assert path.name in tree, f"{path.name} is not in the README's tree"

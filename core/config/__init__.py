@@ -12,32 +12,25 @@ from typing import Any
 
 import yaml
 
-from core.config import checks, convert, inert
+from core.config import checks, convert
+from core.config import unused_keys as inert
 from core.config.defaults import CHANGED_DEFAULTS, ChangedDefault
 from core.config.resolution import resolve
 from core.config.schema import Config
 from core.config.view import View
+from core.errors import InputError
 
 __all__ = [
     "CHANGED_DEFAULTS",
     "ChangedDefault",
     "Composed",
     "Config",
-    "ConfigError",
     "compose",
     "diff",
     "examine",
     "from_yaml",
     "to_yaml",
 ]
-
-
-class ConfigError(ValueError):
-    """The configuration cannot be run; ``problems`` has one line for each thing that is wrong."""
-
-    def __init__(self, problems: Sequence[str]):
-        super().__init__("\n".join(problems))
-        self.problems = list(problems)
 
 
 @dataclass(frozen=True)
@@ -82,13 +75,13 @@ def examine(recipe: str, overrides: Sequence[str], hooks: Collection[str] = ()) 
 
 
 def compose(recipe: str, overrides: Sequence[str] = (), hooks: Collection[str] = ()) -> Config:
-    """The resolved configuration of a recipe under these overrides. Raises ConfigError with every problem.
+    """The resolved configuration of a recipe under these overrides. Raises InputError with every problem.
 
     Whether the files exist that it names is checked at start, not here.
     """
     composed = examine(recipe, overrides, hooks)
     if composed.problems:
-        raise ConfigError(composed.problems)
+        raise InputError(composed.problems)
     return composed.config
 
 
@@ -97,11 +90,11 @@ def to_yaml(config: Config) -> str:
 
 
 def from_yaml(text: str) -> Config:
-    """What :func:`to_yaml` wrote. Raises ConfigError for a key or a value that the schema refuses."""
+    """What :func:`to_yaml` wrote. Raises InputError for a key or a value that the schema refuses."""
     problems: list[convert.Problem] = []
     config = convert.build(yaml.safe_load(text), problems)
     if problems:
-        raise ConfigError([str(problem) for problem in problems])
+        raise InputError([str(problem) for problem in problems])
     return config
 
 

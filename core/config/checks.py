@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from core.config.convert import Problem
-from core.config.rules import algorithm, doubts, episodes, objective, rewards, rollout, sizes, surroundings
+from core.config.rules import algorithm, doubts, episodes, objective, rewards, rollout, sizes
+from core.config.rules import environment as surroundings
 from core.config.view import View
 
 RULES = (

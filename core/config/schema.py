@@ -159,14 +159,14 @@ class ValKwargs:
 
 @dataclass(frozen=True)
 class MultiTurnConfig:
-    """The tool agent of core/tool_agent.py. Limits are those of an episode."""
+    """The tool agent of core/rollout/tool_agent.py. Limits are those of an episode."""
 
     enable: bool = False
     max_assistant_turns: limits.Count | None = None  # None: until the response is full
     max_user_turns: limits.Count | None = None  # turns in which tools answer
     max_tool_calls: limits.Count | None = None
     max_parallel_calls: limits.Count = 1  # calls of one turn; those beyond are not made
-    tool_config_path: str | None = None  # YAML, see core/tools.py
+    tool_config_path: str | None = None  # YAML, see core/rollout/tools.py
     tool_timeout_s: limits.Positive = 30.0  # of a call
     max_tool_response_length: limits.Count = 256  # characters
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"  # what is kept, as verl has it
@@ -375,7 +375,7 @@ class HealthBound:
 
 @dataclass(frozen=True)
 class HealthConfig:
-    """What a step's metrics may be; see core.health for what each bound is compared with."""
+    """What a step's metrics may be; see core.tracking.health for what each bound is compared with."""
 
     nonfinite: HealthBound = HealthBound(bound=3, action="stop")  # steps in a row that skipped an update
     entropy: HealthBound = HealthBound()  # least, nats a token
@@ -432,15 +432,17 @@ class RetrieverConfig:
 
 @dataclass(frozen=True)
 class NsysConfig:
-    worker_nsight_options: Open = FrozenDict(  # arguments of nsys profile; a null one is left to core.profiling
-        {
-            "trace": "cuda,nvtx,cublas,ucx",
-            "cuda-memory-usage": "true",
-            "cuda-graph-trace": "graph",
-            "capture-range": "cudaProfilerApi",
-            "capture-range-end": None,
-            "kill": "none",
-        }
+    worker_nsight_options: Open = (
+        FrozenDict(  # arguments of nsys profile; a null one is left to core.tracking.profiling
+            {
+                "trace": "cuda,nvtx,cublas,ucx",
+                "cuda-memory-usage": "true",
+                "cuda-graph-trace": "graph",
+                "capture-range": "cudaProfilerApi",
+                "capture-range-end": None,
+                "kill": "none",
+            }
+        )
     )
 
 

@@ -1,29 +1,22 @@
 """The rollout engine contract: token ids in, token ids out, one request a sample, asynchronous.
 
-``core/engines/hf.py`` (transformers, in process), ``core/engines/scripted.py`` (tests) and
-``core/engines/vllm.py`` satisfy it; one test suite holds for all of them. Only ``make_engine`` knows their names.
+``core/engines/hf.py`` (transformers, in process), ``tests/scripted_engine.py`` (tests) and
+``core/engines/vllm.py`` satisfy it; one test suite holds for all of them. Only ``core/engines/factory.py`` knows
+their names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from core.config.schema import FULL_PRECISION
 from core.types import Trajectory
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-
-    from core.config.schema import Config
-
-
-class EngineError(ValueError):
-    """The configured engine cannot be had; the message says what to change."""
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -92,49 +85,3 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Frees what the engine holds. Requests in flight are cancelled."""
-
-
-def make_engine(config: Config, model: Callable[[], nn.Module], tokenizer: Any, device: torch.device) -> RolloutEngine:
-    """The engine that ``actor_rollout_ref.rollout.name`` asks for, on ``device``.
-
-    ``model`` gives the policy, which becomes the engine's own; vLLM makes its own and needs the first
-    ``update_weights`` before it samples. Options beyond verl's are ``rollout.engine_kwargs.hf.*``, the keyword
-    arguments of :class:`core.engines.hf.HFEngine`, and ``rollout.engine_kwargs.vllm.*``, vLLM's engine arguments.
-    Raises EngineError for an engine that cannot be had.
-    """
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.name == "vllm":
-        return _vllm(config, tokenizer, device)
-    if rollout.name == "hf":
-        return _hf(config, model(), tokenizer)
-    raise EngineError(f"actor_rollout_ref.rollout.name={rollout.name}: there are hf and vllm")
-
-
-def _hf(config: Config, model: nn.Module, tokenizer: Any) -> RolloutEngine:
-    import torch
-
-    from core.engines.hf import HFEngine
-
-    rollout = config.actor_rollout_ref.rollout
-    extra = dict(rollout.engine_kwargs.get("hf", {}))
-    options = {"max_batch_rows": rollout.max_num_seqs, "max_prefill_tokens": rollout.max_num_batched_tokens}
-    dtype = torch.float32 if rollout.dtype in FULL_PRECISION else torch.bfloat16
-    return HFEngine(model, tokenizer, dtype=dtype, adopt=True, **{**options, **extra})
-
-
-def _vllm(config: Config, tokenizer: Any, device: torch.device) -> RolloutEngine:
-    from core.models import load_policy
-
-    try:
-        from core.engines import vllm
-    except ModuleNotFoundError as error:
-        if error.name != "vllm":
-            raise
-        raise EngineError("actor_rollout_ref.rollout.name=vllm: vLLM is not installed; use rollout.name=hf") from error
-    if device.type != vllm.DEVICE:
-        raise EngineError(
-            f"actor_rollout_ref.rollout.name=vllm: the installed vLLM computes on {vllm.DEVICE}, the run is on "
-            f"{device.type}: set trainer.device={vllm.DEVICE}, install the other build, or use rollout.name=hf"
-        )
-    skeleton = load_policy(config.actor_rollout_ref.model, on_meta=True)
-    return vllm.VLLMEngine(tokenizer, skeleton, **vllm.engine_arguments(config, skeleton))

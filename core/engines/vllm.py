@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from core.config.frozen import thaw
 from core.config.schema import FULL_PRECISION
-from core.engines import EngineError, SampleRequest
+from core.data.seeds import derive_seed
+from core.engines import SampleRequest
 from core.engines.stepped import Row, SteppedEngine
 from core.engines.stopping import eos_ids
 from core.engines.weights import checked_weights
-from core.interrupts import WorkersLost
-from core.models import resolve_path
-from core.seeds import derive_seed
+from core.errors import InputError, WorkersLost
+from core.learner.models import resolve_path
 
 if TYPE_CHECKING:
     from core.config.schema import Config
@@ -223,13 +223,13 @@ def _on_cpu(options: dict[str, Any]) -> dict[str, Any]:
 def engine_arguments(config: Config, skeleton: nn.Module) -> dict[str, Any]:
     """vLLM's arguments for what the configuration asks for; ``rollout.engine_kwargs.vllm`` has the last word.
 
-    Raises EngineError for an argument that vLLM lacks.
+    Raises InputError for an argument that vLLM lacks.
     """
     part, data = config.actor_rollout_ref, config.data
     model, rollout = part.model, part.rollout
     extra = {name: value for name, value in thaw(rollout.engine_kwargs.get("vllm") or {}).items() if value is not None}
     for name in sorted(extra.keys() - {field.name for field in dataclasses.fields(EngineArgs)}):
-        raise EngineError(f"actor_rollout_ref.rollout.engine_kwargs.vllm.{name}: vLLM has no such engine argument")
+        raise InputError(f"actor_rollout_ref.rollout.engine_kwargs.vllm.{name}: vLLM has no such engine argument")
     longest = max(rollout.max_model_len or data.max_prompt_length + data.max_response_length, LEAST_LENGTH)
     arguments = {
         "model": resolve_path(model.path),

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from core.data.parquet import Row
 from core.rewards.grading import Executor, Failure, Grader, Job
 from core.rewards.managers import Batched, Naive
 from core.rewards.pool import Pool, unsendable
-from core.rows import Row
 from core.types import Prompt
 from reward_scores import SCORERS, UnknownDataSource
 

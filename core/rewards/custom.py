@@ -10,20 +10,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from core.plugins import PluginError, load_object
-from core.types import Score, ScoreStatus
+from core.config.plugins import load_object
+from core.errors import InputError
+from reward_scores.score import Score, ScoreStatus
 from reward_scores.verdict import Scorer, any_ground_truth
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-
-
-class RewardConfigError(ValueError):
-    """What is wrong with the rewards of a configuration or its data; ``problems`` lists every one."""
-
-    def __init__(self, problems: list[str]):
-        super().__init__("\n".join(problems))
-        self.problems = problems
 
 
 class CustomFunction:
@@ -32,7 +25,7 @@ class CustomFunction:
     It is called by argument name, as verl does. ``path`` is a Python file or a module's name; two files of the same
     name do not collide. Where the module has ``EXAMPLES`` or ``check_ground_truth``, they are used like a scorer's
     own. A ``batched`` one takes lists, ``compute_score(data_sources, solution_strs, ground_truths, extra_infos,
-    **reward_kwargs)``, and returns a list. Raises RewardConfigError.
+    **reward_kwargs)``, and returns a list. Raises InputError.
     """
 
     def __init__(
@@ -94,20 +87,20 @@ def _load(where: str, name: str) -> Callable[..., Any]:
     # load_object takes what ends in .py for a file, and everything else for a module
     try:
         function = load_object(f"{where}:{name}", "custom_reward_function.path")
-    except PluginError as error:
-        raise RewardConfigError([str(error)]) from error
+    except InputError as error:
+        raise InputError([str(error)]) from error
     except Exception as error:  # whatever the user's module raises while it is imported is a problem of this key
         problem = f"custom_reward_function.path={where}: importing it failed\n{traceback.format_exc(limit=-3).rstrip()}"
-        raise RewardConfigError([problem]) from error
+        raise InputError([problem]) from error
     if not callable(function):
-        raise RewardConfigError([f"custom_reward_function.name={name}: {where} has it, but it is not a function"])
+        raise InputError([f"custom_reward_function.name={name}: {where} has it, but it is not a function"])
     return function
 
 
 def _optional(where: str, name: str, default: Any) -> Any:
     try:
         return load_object(f"{where}:{name}")
-    except PluginError:
+    except InputError:
         return default
 
 
@@ -116,14 +109,14 @@ def _check_signature(
 ) -> None:
     taken = sorted(set(kwargs) & set(arguments))
     if taken:
-        raise RewardConfigError(
+        raise InputError(
             [f"custom_reward_function.reward_kwargs: {', '.join(taken)} come from the data; drop them here"]
         )
     try:
         inspect.signature(function).bind(**dict.fromkeys(arguments), **kwargs)
     except TypeError as error:
         call = f"{name}({', '.join([*arguments, *kwargs])})"
-        raise RewardConfigError(
+        raise InputError(
             [
                 f"custom_reward_function.name={name}: it is called by name as {call}, which its signature refuses: "
                 f"{error}; rename its arguments, or mend custom_reward_function.reward_kwargs"

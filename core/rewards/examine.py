@@ -10,7 +10,7 @@ from typing import Any
 def examined(rows: Iterable[Mapping[str, Any]], count: int) -> str:
     """The first ``count`` answers of each data source, under the headings that verl's managers print.
 
-    ``rows`` are those of :func:`core.tracking.generation_row`.
+    ``rows`` are those of :func:`core.tracking.tracker.generation_row`.
     """
     lines, seen = [], Counter()
     for row in rows if count else ():

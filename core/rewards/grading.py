@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from core.rewards.custom import CustomFunction
-from core.types import Score, ScoreStatus
 from reward_scores import Scorer, scorer_for
+from reward_scores.score import Score, ScoreStatus
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
+from core.errors import InputError
 from core.rewards.check import MODEL_STYLE, find_problems, option_problems
-from core.rewards.custom import CustomFunction, RewardConfigError
+from core.rewards.custom import CustomFunction
 from core.rewards.grading import Executor, Failure, Grader, Job
 from core.rewards.managers import InWaves, Naive, make_manager
 from core.rewards.model import Answer, Judge, ModelRewards, alone, beside
 from core.rewards.programs import scorer_options
-from core.types import Prompt, Score, ScoreStatus, Trajectory
+from core.types import Prompt, Trajectory
+from reward_scores.score import Score
 
 
 class RewardError(RuntimeError):
@@ -24,7 +25,7 @@ class RewardLayer:
     """Scores trajectories as ``reward_model`` and ``custom_reward_function`` say.
 
     ``reward_model.reward_kwargs`` maps a scorer's name to its options: ``{"gsm8k": {"method": "flexible"}}``.
-    Raises RewardConfigError, with all problems, for a configuration that cannot work.
+    Raises InputError, with all problems, for a configuration that cannot work.
     """
 
     def __init__(self, config: Any, tokenizer: Any = None):
@@ -39,10 +40,10 @@ class RewardLayer:
                     custom.reward_kwargs,
                     batched=reward.source == "register" and reward.reward_manager == "batch",
                 )
-            except RewardConfigError as error:
+            except InputError as error:
                 problems += error.problems
         if problems:
-            raise RewardConfigError(problems)
+            raise InputError(problems)
         self.on_error = reward.on_error
         self.has_model, self.weight = reward.enable, reward.weight
         self.model: ModelRewards | None = None
@@ -90,11 +91,11 @@ class RewardLayer:
     def check(self, rows: Iterable[Prompt | Mapping[str, Any]]) -> None:
         """Looks at every row and grades the examples of the scorers in use, where the answers will be graded.
 
-        ``rows`` are prompts or rows of the data schema. Raises RewardConfigError with all problems.
+        ``rows`` are prompts or rows of the data schema. Raises InputError with all problems.
         """
         problems = find_problems(self.grader, self.executor, rows, model=self.has_model, weight=self.weight)
         if problems:
-            raise RewardConfigError(problems)
+            raise InputError(problems)
 
     def in_waves(self) -> Callable[[], Awaitable[bool]] | None:
         """Makes the order of the verdicts independent of time; None where it is anyway.
@@ -129,9 +130,3 @@ def rollout_facts(trajectory: Trajectory) -> dict[str, Any]:
         "truncated": trajectory.truncated,
         "segments": [{"role": segment.role, "text": segment.text} for segment in trajectory.segments],
     }
-
-
-def status_rates(scores: Sequence[Score]) -> dict[str, float]:
-    """``reward/<status>_rate`` for every status, 0 included; nothing for no scores."""
-    counts = Counter(score.status for score in scores)
-    return {f"reward/{status.value}_rate": counts[status] / len(scores) for status in ScoreStatus if scores}

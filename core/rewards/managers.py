@@ -7,14 +7,14 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from core.interrupts import WorkersLost
-from core.plugins import PluginError, load_object
-from core.rewards.custom import RewardConfigError, as_score
+from core.config.plugins import load_object
+from core.errors import InputError, WorkersLost
+from core.rewards.batch_calls import Together
+from core.rewards.custom import as_score
 from core.rewards.grading import Executor, Failure, Grader, InProcess, Job
 from core.rewards.pool import Pool
-from core.rewards.together import Together
-from core.types import Score, ScoreStatus
 from reward_scores import UnknownDataSource
+from reward_scores.score import Score, ScoreStatus
 
 if TYPE_CHECKING:
     from core.config.schema import RewardModelConfig
@@ -168,19 +168,19 @@ def make_manager(reward: RewardModelConfig, grader: Grader) -> Executor:
 
     A user's is a class (or function) ``module.name`` of ``module.path``. It is called with ``reward_model`` and the
     :class:`Grader` of the run (so that it can put an :class:`InProcess` or a :class:`Pool` to use), and what it
-    returns has ``async run(job)`` and ``close()``. Raises RewardConfigError.
+    returns has ``async run(job)`` and ``close()``. Raises InputError.
     """
     if reward.source == "register":
         return MANAGERS[reward.reward_manager](reward, grader)
     where = (reward.module.path or "").removeprefix("file://").removeprefix("pkg://")
     try:
         made = load_object(f"{where}:{reward.module.name or ''}", "reward_model.module.path")(reward, grader)
-    except PluginError as error:
-        raise RewardConfigError([str(error)]) from error
+    except InputError as error:
+        raise InputError([str(error)]) from error
     except Exception as error:  # whatever the user's module raises is a problem of this key
         problem = f"reward_model.module.path={where}: loading it failed\n{traceback.format_exc(limit=-3).rstrip()}"
-        raise RewardConfigError([problem]) from error
+        raise InputError([problem]) from error
     lacks = [name for name in ("run", "close") if not callable(getattr(made, name, None))]
     if lacks:
-        raise RewardConfigError([f"reward_model.module.name={reward.module.name}: has no {' and no '.join(lacks)}()"])
+        raise InputError([f"reward_model.module.name={reward.module.name}: has no {' and no '.join(lacks)}()"])
     return UsersOwn(made)

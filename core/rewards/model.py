@@ -1,6 +1,7 @@
 """Model rewards: what the reward model is shown of an answer, and how its numbers become scores.
 
-The model itself is :mod:`core.reward_model`; where it runs is the business of :attr:`core.workers.Workers.judge`.
+The model itself is :mod:`core.rewards.reward_model`; where it runs is the business of
+:attr:`core.cluster.workers.Workers.judge`.
 Nothing here imports torch.
 """
 
@@ -12,9 +13,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from core.rewards.batch_calls import Together
 from core.rewards.grading import Failure
-from core.rewards.together import Together
-from core.types import Prompt, Score, ScoreStatus, Trajectory
+from core.types import Prompt, Trajectory
+from reward_scores.score import Score, ScoreStatus
 
 PART = "model"  # the part of a score that keeps the model's number
 CUT = "model_cut"  # the part that says that the model did not see the end of the answer

@@ -1,6 +1,6 @@
 """Grading in processes that can be killed: every job has a deadline, and nothing a scorer does reaches the trainer.
 
-Jobs go as JSON to a keeper process (:mod:`core.rewards.keeper`), which holds the workers. Libraries for this
+Jobs go as JSON to a keeper process (:mod:`core.rewards.supervisor`), which holds the workers. Libraries for this
 (``concurrent.futures``, pebble) were weighed: they kill a worker, but not the processes it has started, and leave
 workers in an endless loop behind when the driver is killed. No pickle is read on either side.
 """
@@ -20,10 +20,10 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from core.interrupts import WorkersLost
+from core.errors import WorkersLost
 from core.rewards.custom import CustomFunction
 from core.rewards.grading import Failure, Grader, Job
-from core.types import Score, ScoreStatus
+from reward_scores.score import Score, ScoreStatus
 
 CLOSE_S = 15.0  # for the keeper to kill its workers and end
 KEEPERS = 3  # that may die under a request
@@ -126,7 +126,7 @@ class _Keeper:
     def __init__(self, settings: Mapping[str, Any]):
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "core.rewards.keeper"],
+            [sys.executable, "-m", "core.rewards.supervisor"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # a Ctrl-C is the driver's: the step it finishes still needs its scores

@@ -1,6 +1,6 @@
 """A grading process: it takes requests from its keeper one at a time, and dies with it.
 
-Only the keeper (:mod:`core.rewards.keeper`) starts it, by a fork, so that a replacement is there in milliseconds.
+Only the keeper (:mod:`core.rewards.supervisor`) starts it, by a fork, so that a replacement is there in milliseconds.
 What it writes are lines: one byte that says what the line is, then JSON.
 """
 
@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from core.rewards.custom import CustomFunction, as_score
 from core.rewards.grading import Grader, Job
-from core.types import Score
+from reward_scores.score import Score
 
 READY, UNFIT, STARTED, REPLY, LAST_REPLY = b"R", b"U", b"S", b"=", b"!"
 

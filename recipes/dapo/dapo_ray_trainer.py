@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from core.errors import InputError
 from core.ray_trainer import RayPPOTrainer
-from core.run import RunError
-from core.types import Score, ScoredGroup, ScoreStatus, Trajectory
+from core.types import ScoredGroup, Trajectory
+from reward_scores.score import Score, ScoreStatus
 
 SHAPED = ("seq_reward", "seq_final_reward")  # verl's names of the shaped score; the second is refused with KL in reward
 SAME = 1e-6  # rewards this close are equal: what is left is rounding
@@ -34,7 +35,8 @@ class RayDAPOTrainer(RayPPOTrainer):
         """The score with the length penalty in part ``overlong``; masked where filtering leaves the answer out.
 
         A masked answer carries no loss and enters no denominator; its reward still counts in its group's mean and
-        standard deviation (``core.batching.make_batch``). With ``overlong_buffer.log``, part ``is_overlong`` says
+        standard deviation (``core.learner.batching.make_batch``). With ``overlong_buffer.log``, part ``is_overlong``
+        says
         whether the answer reached into the buffer: ``reward/is_overlong/mean`` is the share that did.
         """
         buffer, limit = self.config.reward_model.overlong_buffer, self.config.data.max_response_length
@@ -59,12 +61,12 @@ class RayDAPOTrainer(RayPPOTrainer):
         return len(values) > 1 and max(values) - min(values) > SAME
 
     def metric(self, score: Score, group: ScoredGroup) -> float:
-        """What dynamic sampling compares. Raises RunError where the scorer gives no such part."""
+        """What dynamic sampling compares. Raises InputError where the scorer gives no such part."""
         name = self.config.algorithm.filter_groups.metric
         if name in SHAPED or (score.status in FAILED and name not in score.parts):
             return score.value
         if name not in score.parts:
-            raise RunError(
+            raise InputError(
                 f"algorithm.filter_groups.metric={name}: the scorer of data_source={group.prompt.data_source} gives no "
                 f"such part; use one of {', '.join(sorted(score.parts))}, or seq_reward (the shaped score)"
             )

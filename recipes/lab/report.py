@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from core.config import examine
-from core.recorded import NotARun, load_run
-from core.report import headline, write_report
+from results.reporting.run_reader import NotARun, load_run
+from results.reporting.run_report import headline, write_report
 
 
 def main(recipe: str, arguments: list[str]) -> int:

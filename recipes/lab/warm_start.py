@@ -90,7 +90,7 @@ def save(
     import torch
     import transformers
 
-    from core.models import quiet
+    from core.learner.models import quiet
 
     with quiet():  # a bar over one small file says nothing
         model.save_pretrained(folder)

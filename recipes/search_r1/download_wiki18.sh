@@ -78,7 +78,7 @@ fetch PeterJinGo/wiki-18-corpus "wiki-18.jsonl.gz"
 corpus="$folder/wiki-18.jsonl.gz"
 case "$what" in
     bm25)
-        "$bin/python" -m data_preprocess.build_index --corpus "$corpus" --index "$folder/bm25" --backend bm25
+        "$bin/python" -m recipes.search_r1.index.cli --corpus "$corpus" --index "$folder/bm25" --backend bm25
         echo "search it: RETRIEVER_INDEX=$folder/bm25 bash recipes/search_r1/run_retriever.sh" ;;
     *)
         name=e5_Flat.index repository=PeterJinGo/wiki-18-e5-index

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.recorded import NotARun, RecordedRun, decoding, load_run
-from core.result_tables import percent
-from core.validation import Estimate, accuracy_by_question, question_interval
+from core.tracking.validation import Estimate, accuracy_by_question, question_interval
+from results.reporting.run_reader import NotARun, RecordedRun, decoding, load_run
+from results.reporting.tables import percent
 
 Z95 = 1.959964
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from core.types import Score
 from reward_scores import qa_em_format
 from reward_scores.qa_em_format import check_ground_truth as check_ground_truth
+from reward_scores.score import Score
 
 
 def compute_score(

@@ -15,8 +15,8 @@ import re
 import sys
 from typing import TYPE_CHECKING, Any
 
-from core.config import ConfigError, compose
-from core.plugins import PluginError
+from core.config import compose
+from core.errors import InputError
 from recipes.search_r1 import main_search_r1
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ OVERRIDE = re.compile(r"[\w.+~]+=")
 
 def prompt_of(question: str, config: Config, tokenizer: Any, template: str | None = None) -> Any:
     """The prompt of the training data: the search prompt, or R1's without search; or another ``template``."""
-    from core.encode import Encoder
+    from core.data.tokenization import Encoder
     from core.types import Prompt
     from data_preprocess.open_qa import PROMPTS, make_qa_row
 
@@ -50,8 +50,8 @@ def answer(question: str, config: Config, template: str | None = None) -> Trajec
     import asyncio
     from types import SimpleNamespace
 
-    from core.engines import make_engine
-    from core.models import load_policy, load_tokenizer
+    from core.engines.factory import make_engine
+    from core.learner.models import load_policy, load_tokenizer
     from recipes.search_r1.search_r1_ray_trainer import SearchR1Trainer
 
     run = SearchR1Trainer(config)
@@ -89,7 +89,7 @@ def main(argv: list[str]) -> int:
         config = compose("search_r1", args.overrides, main_search_r1.HOOKS)
         if os.environ.get("DRY_RUN", "").lower() in ("", "0", "false", "no"):
             print(show(answer(args.question, config, args.prompt)))
-    except (ConfigError, PluginError) as error:
+    except InputError as error:
         print(error, file=sys.stderr)
         return 2
     return 0

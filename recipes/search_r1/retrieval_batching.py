@@ -7,7 +7,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from recipes.search_r1.retrieval import Passage, RetrievalError, Retriever
+from recipes.search_r1.index.passages import Passage, RetrievalError, Retriever
 
 
 class Busy(Exception):

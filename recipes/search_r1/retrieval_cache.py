@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from recipes.search_r1.retrieval import Passage
+from recipes.search_r1.index.passages import Passage
 
 SUFFIX = ".sqlite"
 

@@ -29,8 +29,9 @@ from typing import Any
 
 import httpx
 
-from recipes.search_r1.retrieval import IDENTITY, QUERY_CHARS, Passage, RetrievalError, from_wire
+from recipes.search_r1.index.passages import QUERY_CHARS, Passage, RetrievalError
 from recipes.search_r1.retrieval_cache import Cache, stores
+from recipes.search_r1.wire import IDENTITY, from_wire
 
 log = logging.getLogger(__name__)
 

@@ -25,17 +25,10 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
-from recipes.search_r1.retrieval import (
-    BACKENDS,
-    IDENTITY,
-    QUERY_CHARS,
-    RetrievalError,
-    Retriever,
-    RetrieverOptions,
-    make_retriever,
-    to_wire,
-)
+from recipes.search_r1.index.opening import make_retriever
+from recipes.search_r1.index.passages import BACKENDS, QUERY_CHARS, RetrievalError, Retriever, RetrieverOptions
 from recipes.search_r1.retrieval_batching import Batcher, Busy
+from recipes.search_r1.wire import IDENTITY, to_wire
 
 log = logging.getLogger(__name__)
 LARGEST_BODY = 16 * 2**20  # bytes
@@ -185,7 +178,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m recipes.search_r1.retrieval_server", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--index", required=True, help="a folder of data_preprocess.build_index, or a faiss file")
+    add("--index", required=True, help="a folder of recipes.search_r1.index.cli, or a faiss file")
     add("--corpus", help="jsonl of {id, contents} (default: where the index was built from)")
     add("--backend", choices=BACKENDS, help="default: the only one the folder holds")
     add("--host", default="127.0.0.1", help="address to listen on (default: the loopback alone)")

@@ -36,7 +36,7 @@ if ! "$python" -c "import ray" 2> /dev/null; then
     echo "ray cannot be imported: the run is in one process, trainer.backend=local" >&2
     arguments=(preset="$preset" trainer.backend=local "${url[@]}" -- "$@")
 fi
-"$python" -m recipes.lab.knowledge_model --seed "$seed"
+"$python" -m recipes.search_r1.knowledge_model --seed "$seed"
 "$python" -m recipes.search_r1.retrieval_server --index "outputs/lab/knowledge/seed-$seed/index" --port "$port" \
     > /dev/null 2> "outputs/lab/knowledge/seed-$seed/server.log" &
 server=$!

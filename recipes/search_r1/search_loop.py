@@ -16,13 +16,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from core.agent_loop import AgentLoop, Episode
-from core.plugins import PluginError
+from core.errors import InputError
+from core.rollout.agent_loop import AgentLoop, Episode
 from core.types import Prompt
 
 if TYPE_CHECKING:
     from core.config.schema import Config, RetrieverConfig
-    from recipes.search_r1.retrieval import Passage
+    from recipes.search_r1.index.passages import Passage
 
 SEARCH, ANSWER = "search", "answer"
 TAGS = ("think", "search", "information", "answer")
@@ -100,7 +100,7 @@ class SearchLoop(AgentLoop):
     """Plays search episodes; keys ``max_turns``, ``do_search``, ``retriever.*``, ``data.max_obs_length``.
 
     Without ``do_search`` an episode is one turn (R1), with ``retriever.prefetch`` after the question's own passages
-    (RAG). Raises PluginError for a retriever that cannot be made.
+    (RAG). Raises InputError for a retriever that cannot be made.
     """
 
     def __init__(self, config: Config, tokenizer: Any):
@@ -122,12 +122,13 @@ class SearchLoop(AgentLoop):
                     asyncio.run(self.client.health())  # a server that is away is known before a model loads
                 self.retrieve = self.client.retrieve
             else:
-                from recipes.search_r1.retrieval import RetrieverOptions, make_retriever
+                from recipes.search_r1.index.opening import make_retriever
+                from recipes.search_r1.index.passages import RetrieverOptions
 
                 self.retrieve = in_process(make_retriever(RetrieverOptions(**retriever.local)))
         except (TypeError, ValueError, RuntimeError, OSError) as error:
             where = "client" if retriever.url is not None else "local"
-            raise PluginError(f"retriever.{where}={dict(getattr(retriever, where))}: {error}") from error
+            raise InputError(f"retriever.{where}={dict(getattr(retriever, where))}: {error}") from error
 
     async def run(self, episode: Episode) -> None:
         config = self.config

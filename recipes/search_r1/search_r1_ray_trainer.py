@@ -6,9 +6,9 @@ entropy, no KL and no value target (the paper's retrieved-token masking, section
 
 from __future__ import annotations
 
-from core.agent_loop import Limits
 from core.engines import SamplingParams
 from core.ray_trainer import RayPPOTrainer
+from core.rollout.agent_loop import Limits
 from core.types import Prompt, Trajectory
 
 

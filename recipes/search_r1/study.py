@@ -7,7 +7,8 @@ python -m recipes.search_r1.study topk [the same]                               
 import sys
 from pathlib import Path
 
-from core.study import load_study, main
+from results.reporting.study import load_study
+from results.reporting.study_runs import main
 
 FOLDER = Path(__file__).parent
 
@@ -16,7 +17,7 @@ if __name__ == "__main__":
     topk = arguments[:1] == ["topk"]
     registration = FOLDER / ("study_topk.yaml" if topk else "study.yaml")
     if "--report" not in arguments:
-        from recipes.lab.knowledge_model import VARIED, prepare
+        from recipes.search_r1.knowledge_model import VARIED, prepare
 
         chosen = {"recipe": VARIED, "models": "varied"} if topk else {}
         for seed in load_study(registration).seeds:

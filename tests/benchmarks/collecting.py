@@ -3,7 +3,8 @@
     python -m tests.benchmarks.collecting
 
 A *wave* is the published scheme: generate ``gen_batch_size`` prompts, wait for all of them, filter, repeat until the
-step has its groups. *Streaming* is ``core.collect``. Both answer the same prompts with the same lengths and verdicts,
+step has its groups. *Streaming* is ``core.rollout.collect``. Both answer the same prompts with the same lengths and
+verdicts,
 which are functions of a prompt and a sample number (a policy that stands still), in virtual time: an engine with a
 bounded number of slots, one second a token. Where a step ends, both go on after the last prompt that was trained, so
 that batches can be compared; the published code would drop the rest of the wave. *Idle* are the seconds in which an
@@ -22,11 +23,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.collect import CollectLimits, CollectState, collect, collect_ahead, fresh_enough
+from core.data.seeds import sampling_seed
 from core.engines import SampleRequest, SamplingParams
-from core.engines.scripted import ScriptedEngine
-from core.seeds import sampling_seed
-from core.types import Prompt, Score, ScoredGroup
+from core.rollout.collect import CollectLimits, CollectState, collect, collect_ahead, fresh_enough
+from core.types import Prompt, ScoredGroup
+from reward_scores.score import Score
+from tests.scripted_engine import ScriptedEngine
 
 TARGET = Path("results/benchmarks/collecting.md")
 GOAL = 1.5  # times fewer wasted tokens at staleness 1

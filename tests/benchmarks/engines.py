@@ -15,8 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from core.recorded import RecordedRun, load_run, outcomes
-from core.validation import t_interval
+from core.tracking.validation import t_interval
+from results.reporting.run_reader import RecordedRun, load_run, outcomes
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINES = ("hf", "vllm")

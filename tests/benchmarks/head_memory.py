@@ -48,7 +48,7 @@ def measure(which: str, vocabulary: int, tokens: int, hidden_size: int, repeats:
     """MiB and seconds of one case, in this process."""
     import torch
 
-    from core.head import token_log_probs_and_entropy
+    from core.learner.log_probs import token_log_probs_and_entropy
 
     def plain(hidden, weight, labels):
         log_probs = torch.log_softmax((hidden @ weight.T).float(), -1)

@@ -4,7 +4,8 @@
 
 Workload: 64 answers, prompts of 32 tokens, lengths lognormal (median 48, at most 512: the longest is many times the
 usual one), one optimizer step of GRPO, forward and backward. Every answer has a prompt of its own, so that what
-``core.shared_prompts`` saves for padded rows in one process is not looked at. Model: 3.2 M parameters on the CPU; on a
+``core.learner.shared_prompts`` saves for padded rows in one process is not looked at. Model: 3.2 M parameters on the
+CPU; on a
 GPU that of Qwen2.5-0.5B's shape. Three ways to cut it into passes: *rows*, 8 a pass in the order of drawing, padded to
 the longest of all, as a plain loop does; *bucketed*, rows of similar length under a token budget, padding included;
 *packed*, under the same budget. Each in a process of its own; memory is what the update adds to what was held (resident
@@ -23,12 +24,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from core.batching import optimizer_steps
+from core.algorithm.means import Means
 from core.config import compose
-from core.learner import Actor
-from core.metrics import Means
-from core.packing import Layout
-from core.run_manifest import hardware
+from core.learner.batching import optimizer_steps
+from core.learner.learner import Actor
+from core.learner.packing import Layout
+from core.tracking.run_manifest import hardware
 from core.types import TrainBatch
 from tests.benchmarks.decode import model_3m
 from tests.benchmarks.head_memory import MIB, Peak, _resident

@@ -46,8 +46,8 @@ def packaged_encoder() -> str:
 
 def build(options: argparse.Namespace) -> dict[str, Any]:
     """The indices; returns what is known of them."""
-    from data_preprocess.build_index import bar
     from recipes.search_r1.index.build import build_index
+    from recipes.search_r1.index.cli import bar
     from recipes.search_r1.index.encoder import make_encoder, settings_of
 
     corpus, _ = retrieval_corpus.write(Path(os.environ["DATA_DIR"]), options.work)
@@ -93,7 +93,8 @@ def rate(work: Callable[[Sequence[Any]], Any], items: Sequence[Any], batch: int)
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """One back end, in this process."""
     before = memory()
-    from recipes.search_r1.retrieval import RetrieverOptions, make_retriever
+    from recipes.search_r1.index.opening import make_retriever
+    from recipes.search_r1.index.passages import RetrieverOptions
 
     retriever = make_retriever(RetrieverOptions(options.work / "index", backend=options.only, threads=options.threads))
     lines = (options.work / "questions.jsonl").read_text(encoding="utf-8").splitlines()

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from core.rewards.custom import CustomFunction
 from core.rewards.grading import Executor, Grader, InProcess, Job
-from core.rewards.keeper import TAKE_S
 from core.rewards.pool import Pool, cores
+from core.rewards.supervisor import TAKE_S
 from reward_scores import SCORERS
 from tests.bombs import EXPECTED, HANGS
 from tests.pools import BOMBS, Case, cases, grade, marked, none_left

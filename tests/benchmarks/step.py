@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from core.run_manifest import hardware
+from core.tracking.run_manifest import hardware
 from tests.benchmarks.decode import PROMPTS, SAMPLES, model_3m
 from tests.benchmarks.trl.compare import prepare
 

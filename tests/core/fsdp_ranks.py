@@ -8,12 +8,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from core.batching import busy_rows, rank_shares
-from core.fsdp import LearnerRank, gather
-from core.learner import only_advantages_train
-from core.lora import merged_weights, trained_weights
-from core.metrics import Means
-from core.workers import steps_of
+from core.algorithm.means import Means
+from core.cluster.fsdp import LearnerRank, gather
+from core.learner.batching import busy_rows, rank_shares, steps_of
+from core.learner.learner import only_advantages_train
+from core.learner.lora import merged_weights, trained_weights
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig
 
 from core.config import compose
-from tests.core.cluster import write_model
+from tests.core.ray_cluster import write_model
 from tests.tiny import tiny_config, tiny_tokenizer
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}|{{ m.content }}]{% endfor %}<eos>"

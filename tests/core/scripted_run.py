@@ -16,10 +16,10 @@ import torch
 
 from core.config import compose
 from core.engines import SampleRequest
-from core.engines.scripted import ScriptedEngine
+from core.learner.saving import planned_fingerprints
 from core.ray_trainer import RayPPOTrainer
 from core.types import TrainBatch
-from core.workers import planned_fingerprints
+from tests.scripted_engine import ScriptedEngine
 from tests.tiny import tiny_model, tiny_tokenizer
 
 REWARD = """
@@ -78,7 +78,8 @@ def configured(folder: Path, run: str, *overrides: str, steps: int = 6, recipe: 
 
 
 class ScriptedWorkers:
-    """Satisfies :class:`core.workers.Workers` without weights. ``trained`` has (ordinals, versions) of every update.
+    """Satisfies :class:`core.cluster.workers.Workers` without weights. ``trained`` has (ordinals, versions) of every
+    update.
 
     ``report(step)`` gives what the update adds to the metrics; ``differ(step)`` is the learner's log-prob less the
     engine's.

@@ -11,9 +11,9 @@ import numpy as np
 
 from core.config import Config, convert
 from core.config.resolution import resolve
-from core.tracking import Tracker
+from core.tracking.tracker import Tracker
+from core.tracking.validation import ValRecord, validation_metrics
 from core.types import StepMetrics
-from core.validation import ValRecord, validation_metrics
 
 LAB = {
     "trainer.logger": ("jsonl",),

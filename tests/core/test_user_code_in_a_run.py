@@ -12,7 +12,7 @@ import pytest
 
 from core.ray_trainer import RayPPOTrainer
 from core.types import Prompt, Trajectory
-from tests.core.cluster import cluster_config, write_model
+from tests.core.ray_cluster import cluster_config, write_model
 
 ESTIMATOR = """
 import torch

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from core.advantages import ESTIMATORS, AdvantageInputs
-from core.kl import kl_penalty
-from core.losses import loss_weights, policy_loss
+from core.algorithm.advantages import ESTIMATORS, AdvantageInputs
+from core.algorithm.kl import kl_penalty
+from core.algorithm.losses import loss_weights, policy_loss
 
 HERE = Path(__file__).parent
 PYTHON = HERE / ".venv" / "bin" / "python"

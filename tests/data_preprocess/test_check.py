@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from core.rows import sha256_of
+from core.data.parquet import sha256_of
 from data_preprocess import gsm8k
 from data_preprocess.check import main
 from data_preprocess.cli import run

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from core.rows import Problems, RowFile
+from core.data.parquet import Problems, RowFile
 from data_preprocess import nq_hotpotqa, qa_test_sets
 from data_preprocess.open_qa import R1_PROMPT, SEARCH_PROMPT, answers_of, question_of
 from reward_scores import scorer_for

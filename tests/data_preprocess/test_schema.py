@@ -3,7 +3,8 @@ import os
 import pyarrow.parquet as pq
 import pytest
 
-from core.rows import DataError, Problems, RowFile, sha256_of
+from core.data.parquet import Problems, RowFile, sha256_of
+from core.errors import InputError
 from data_preprocess.schema import make_row, write_rows
 
 
@@ -39,7 +40,7 @@ def test_the_home_folder_is_expanded(tmp_path, monkeypatch):
 def test_a_bad_row_leaves_the_old_file_as_it_was(tmp_path, bad, message):
     path = tmp_path / "train.parquet"
     before = write_rows(path, rows()).sha256
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(InputError) as caught:
         write_rows(path, bad)
     assert message in str(caught.value) and str(path) in str(caught.value) and ".part" not in str(caught.value)
     assert sha256_of(path) == before

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from core.rows import Problems, RowFile
+from core.data.parquet import Problems, RowFile
 from data_preprocess import aime, dapo_math, gsm8k, math_dataset
 from data_preprocess.cli import run
 from reward_scores import scorer_for

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from core.rows import RowFile
-from core.tools import chosen, load_tools
+from core.data.parquet import RowFile
+from core.rollout.tools import chosen, load_tools
 from data_preprocess import gsm8k, gsm8k_multiturn_w_tool
 from data_preprocess.cli import run
 

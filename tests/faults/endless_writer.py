@@ -6,7 +6,7 @@ import itertools
 import sys
 from pathlib import Path
 
-from core.checkpoint import CheckpointStore
+from core.checkpoint.store import CheckpointStore
 
 
 def content(step: int, index: int) -> bytes:

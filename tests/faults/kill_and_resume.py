@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.checkpoint import CheckpointStore
-from core.faults import VARIABLE
-from core.run_state import load_tensors
+from core.checkpoint.kill_points import VARIABLE
+from core.checkpoint.run_state import load_tensors
+from core.checkpoint.store import CheckpointStore
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.001
@@ -35,7 +35,7 @@ CmdFactory = Callable[[Path], list[str]]
 
 @dataclass(frozen=True)
 class AtPoint:
-    """At the named moment of ``core.faults``, once."""
+    """At the named moment of ``core.checkpoint.kill_points``, once."""
 
     phase: str
     step: int

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from core.run_manifest import hardware
+from core.tracking.run_manifest import hardware
 from tests.faults.striking import KINDS, PHASES
 
 ROOT = Path(__file__).resolve().parents[2]

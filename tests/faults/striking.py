@@ -19,7 +19,8 @@ import ray
 
 from core import launch
 from core.ray_trainer import RayPPOTrainer
-from core.types import Score, StepMetrics, Trajectory
+from core.types import StepMetrics, Trajectory
+from reward_scores.score import Score
 
 VARIABLE = "RLREPRO_STRIKES"  # JSON: kind, at {phase: step}, journal
 KINDS = ("learner", "engine", "keeper", "worker", "driver")

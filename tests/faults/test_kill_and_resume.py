@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.checkpoint import CheckpointStore
-from core.faults import PHASES
-from core.run_state import save_tensors
+from core.checkpoint.kill_points import PHASES
+from core.checkpoint.run_state import save_tensors
+from core.checkpoint.store import CheckpointStore
 from tests.faults.kill_and_resume import (
     AtPoint,
     AtRandom,

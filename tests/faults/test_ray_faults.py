@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from core.run_manifest import git_state
+from core.tracking.run_manifest import git_state
 from tests.faults.kill_and_resume import read_lines, run_uninterrupted
 from tests.faults.ray_runs import Run, Watched, differences, disturbed, killing, ordinals, ray_cluster, title, watched
 from tests.faults.striking import KINDS, PHASES, VARIABLE

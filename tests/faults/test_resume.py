@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from core.faults import PHASES
+from core.checkpoint.kill_points import PHASES
 from tests.checkpoints import ROOT, flip_bit
 from tests.faults.kill_and_resume import (
     AtPoint,

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from core.checkpoint import CheckpointStore
-from core.faults import kill_point
-from core.run_state import DriverState
+from core.checkpoint.kill_points import kill_point
+from core.checkpoint.run_state import DriverState
+from core.checkpoint.store import CheckpointStore
 
 BUGS = ("rng", "momentum", "ordinal", "metrics", "counter")
 PROMPTS = 4  # ordinals a step

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from core.config import compose
 from core.ray_trainer import RayPPOTrainer
-from core.run_manifest import hardware
+from core.tracking.run_manifest import hardware
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = "python -m tests.gpu.grpo"

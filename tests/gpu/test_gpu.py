@@ -11,16 +11,18 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from core.batching import make_batch
+from core.cluster.fsdp import LearnerRank
+from core.cluster.local_workers import LocalWorkers
 from core.engines.hf import HFEngine
-from core.fsdp import LearnerRank
-from core.head import token_log_probs_and_entropy
-from core.learner import PADDED, MicroBatchSize, Policy
-from core.packing import Layout
-from core.types import Prompt, Score, ScoredGroup
-from core.workers import LocalWorkers, WeightSyncError
-from tests.core.cluster import cluster_config, mixed_batch, write_model
+from core.learner.batching import make_batch
+from core.learner.learner import PADDED, MicroBatchSize, Policy
+from core.learner.log_probs import token_log_probs_and_entropy
+from core.learner.packing import Layout
+from core.learner.weight_probe import WeightSyncError
+from core.types import Prompt, ScoredGroup
+from reward_scores.score import Score
 from tests.core.engine_contract import ask, sample_all
+from tests.core.ray_cluster import cluster_config, mixed_batch, write_model
 from tests.tiny import tiny_model, tiny_tokenizer
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -156,7 +158,7 @@ def _rank(rank: int, folder: str, model_path: Path, offload: bool) -> None:
     config = cluster_config(model_path, *extra, "actor_rollout_ref.model.use_remove_padding=True", ranks=1)
     one = LearnerRank(config, device, needs_ref=True, needs_critic=True)
     alone = LocalWorkers(config, tiny_tokenizer(), device, needs_ref=True, needs_critic=True)
-    from core.workers import steps_of
+    from core.learner.batching import steps_of
 
     steps = list(steps_of(mixed_batch(), config.actor_rollout_ref.actor, config.data.max_response_length))
     found, expected = one.update_actor(steps, 1.0), alone.update_actor(mixed_batch(), 1.0)

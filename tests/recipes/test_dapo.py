@@ -15,16 +15,17 @@ import torch
 from safetensors.torch import load_file
 
 from core import ray_trainer
-from core.advantages import AdvantageInputs, grpo
-from core.batching import make_batch, optimizer_steps, token_rewards
-from core.collect import Exhausted
-from core.config import ConfigError, compose, examine
-from core.run import RunError
-from core.types import Score, ScoredGroup, ScoreStatus, Stop
+from core.algorithm.advantages import AdvantageInputs, grpo
+from core.config import compose, examine
+from core.errors import InputError
+from core.learner.batching import make_batch, optimizer_steps, token_rewards
+from core.rollout.collect import Exhausted
+from core.types import ScoredGroup, Stop
 from recipes.dapo import main_dapo
 from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer, overlong_punishment
 from recipes.lab import report
 from recipes.lab.base_model import BaseRecipe, build
+from reward_scores.score import Score, ScoreStatus
 from tests.faults.tiny_run import command, prepare
 from tests.golden_dapo import ADAPTERS, group, trainer, trajectory
 from tests.golden_io import check, parameters
@@ -111,7 +112,9 @@ def test_any_part_of_the_score_may_decide():
     by_format = trainer("algorithm.filter_groups.metric=format")
     mixed = [Score(1.0, {"format": 0.0}), Score(1.0, {"format": 0.1})]
     assert by_format.keep_group(group(mixed)) and not by_format.keep_group(group([mixed[0], mixed[0]]))
-    with pytest.raises(RunError, match=r"metric=format: the scorer of data_source=test gives .* use one of acc, score"):
+    with pytest.raises(
+        InputError, match=r"metric=format: the scorer of data_source=test gives .* use one of acc, score"
+    ):
         by_format.keep_group(group([Score(1.0, {"score": 1.0})] * 2))
 
 
@@ -152,7 +155,7 @@ def test_each_technique_has_a_switch_of_its_own():
     ],
 )
 def test_bad_input_is_refused(overrides, says):
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(InputError, match=says):
         compose("dapo", overrides, main_dapo.HOOKS)
 
 
@@ -243,7 +246,7 @@ def tiny(files: Path, run: Path, steps: int, *overrides: str) -> RayDAPOTrainer:
 
 def test_a_metric_that_the_scorer_does_not_give_ends_the_run_before_a_model_loads(files, tmp_path, monkeypatch):
     monkeypatch.setattr(RayDAPOTrainer, "make_workers", lambda self: pytest.fail("a model was loaded"))
-    with pytest.raises(RunError, match=r"metric=format: the scorer of data_source=tests/letters gives no such part"):
+    with pytest.raises(InputError, match=r"metric=format: the scorer of data_source=tests/letters gives no such part"):
         tiny(files, tmp_path / "run", 1, "algorithm.filter_groups.metric=format")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 

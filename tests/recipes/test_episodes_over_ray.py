@@ -25,8 +25,8 @@ pytestmark = pytest.mark.xdist_group("ray")  # one Ray, however many test proces
 ROLLOUT = "actor_rollout_ref.rollout"
 
 CALLS = '''
-from core.tool_agent import ToolAgentLoop
-from core.tools import chosen, parse_hermes
+from core.rollout.tool_agent import ToolAgentLoop
+from core.rollout.tools import chosen, parse_hermes
 
 CALL = """<tool_call>{"name": "calculator", "arguments": {"expression": "47*86"}}</tool_call>"""
 

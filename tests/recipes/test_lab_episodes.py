@@ -9,12 +9,12 @@ import random
 import pytest
 
 from core.config import compose
-from core.rows import RowFile
-from core.tools import load_tools
-from recipes.lab import knowledge, knowledge_model, sums
+from core.data.parquet import RowFile
+from core.rollout.tools import load_tools
+from recipes.lab import sums
 from recipes.lab.tokenizer import build_tokenizer
 from recipes.lab.warm_start import IGNORED, BaseModelError, WarmStart, as_row, build, train
-from recipes.search_r1 import main_search_r1
+from recipes.search_r1 import knowledge, knowledge_model, main_search_r1
 from recipes.search_r1.search_loop import INVALID, information, parse_action
 from tests.recipes.test_search_r1 import ROOT
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from core.config.cli import prepare
+from core.command_line import prepare
 from recipes.dapo import main_dapo
 from recipes.search_r1 import main_search_r1
 

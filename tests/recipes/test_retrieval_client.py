@@ -8,7 +8,8 @@ import time
 import pytest
 
 from recipes.search_r1.index.build import build_index
-from recipes.search_r1.retrieval import QUERY_CHARS, Passage, RetrievalError, RetrieverOptions, make_retriever
+from recipes.search_r1.index.opening import make_retriever
+from recipes.search_r1.index.passages import QUERY_CHARS, Passage, RetrievalError, RetrieverOptions
 from recipes.search_r1.retrieval_client import ClientOptions, RetrievalClient
 from tests.search import Server, answer_for, contents, misbehaving, reply, write_corpus
 

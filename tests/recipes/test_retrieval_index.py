@@ -13,14 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_preprocess import build_index as command
 from recipes.search_r1.index import bm25, dense
+from recipes.search_r1.index import cli as command
 from recipes.search_r1.index.bm25 import best_rows
 from recipes.search_r1.index.build import build_index
 from recipes.search_r1.index.corpus import Corpus, scan
 from recipes.search_r1.index.encoder import EncoderSettings, HashingEncoder, make_encoder, settings_of
+from recipes.search_r1.index.opening import make_retriever
+from recipes.search_r1.index.passages import BACKENDS, RetrievalError, RetrieverOptions
 from recipes.search_r1.index.rerank import RerankingRetriever
-from recipes.search_r1.retrieval import BACKENDS, RetrievalError, RetrieverOptions, make_retriever
 from tests.search import ROOT, contents, write_corpus
 
 ROWS = 200

@@ -11,8 +11,10 @@ import pytest
 
 from recipes.search_r1 import retrieval_server
 from recipes.search_r1.index.build import build_index
-from recipes.search_r1.retrieval import IDENTITY, Passage, RetrieverOptions, make_retriever
+from recipes.search_r1.index.opening import make_retriever
+from recipes.search_r1.index.passages import Passage, RetrieverOptions
 from recipes.search_r1.retrieval_server import LARGEST_BODY, MOST_QUERIES, make_app
+from recipes.search_r1.wire import IDENTITY
 from tests.search import contents, until, write_corpus
 
 

@@ -14,24 +14,23 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.core.test_learner import actor, actor_config, gradient
 
-from core.agent_loop import Episode, Limits
-from core.batching import make_batch
+from core.algorithm.kl import kl_penalty
+from core.algorithm.losses import loss_weights
+from core.algorithm.means import Means
 from core.config import compose, examine
 from core.engines import SamplingParams
-from core.engines.scripted import ScriptedEngine
-from core.kl import kl_penalty
-from core.learner import Critic
-from core.losses import loss_weights
-from core.metrics import Means
-from core.plugins import PluginError
+from core.errors import InputError
+from core.learner.batching import make_batch
+from core.learner.learner import Critic
 from core.ray_trainer import RayPPOTrainer
 from core.rewards import RewardLayer
-from core.study import load_study
-from core.types import Prompt, Score, ScoredGroup, Stop
-from core.validation import Estimate
+from core.rollout.agent_loop import Episode, Limits
+from core.tracking.validation import Estimate
+from core.types import Prompt, ScoredGroup, Stop
 from recipes.search_r1 import evaluation, infer, main_search_r1, paper_tables
-from recipes.search_r1.retrieval import Passage
+from recipes.search_r1.index.passages import Passage
 from recipes.search_r1.search_loop import (
     AFTER,
     BEFORE,
@@ -43,9 +42,11 @@ from recipes.search_r1.search_loop import (
     question_of,
 )
 from recipes.search_r1.search_r1_ray_trainer import SearchR1Trainer
-from tests.core.test_learner import actor, actor_config, gradient
+from results.reporting.study import load_study
+from reward_scores.score import Score
 from tests.faults.kill_and_resume import AtPoint, compare_runs, run_uninterrupted, run_with_kills
 from tests.faults.tiny_run import command, prepare
+from tests.scripted_engine import ScriptedEngine
 from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -266,7 +267,7 @@ def test_a_retriever_that_is_not_there_ends_the_run_before_a_model_loads(files):
         (("retriever.url=null",), "index"),
         (("retriever.url=null", f"+retriever.local={{index: {index}, noise: 2}}"), "noise=2: must be at least 0"),
     ):
-        with pytest.raises(PluginError, match=said):
+        with pytest.raises(InputError, match=said):
             SearchLoop(config(*overrides), TOKENIZER)
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from core.config import examine
-from core.study import Records, load_study
-from core.study_report import judge, write_report
+from results.reporting.study import Records, load_study
+from results.reporting.study_report import judge, write_report
 
 ROOT = Path(__file__).resolve().parents[2]
 STUDIES = sorted((ROOT / "recipes").glob("*/study*.yaml"))

@@ -11,9 +11,9 @@ import pytest
 from core.config import compose
 from core.rewards.grading import Job
 from core.rewards.programs import scorer_options
-from core.types import ScoreStatus
 from reward_scores import prime_code, scorer_for, unit_tests
 from reward_scores.sandbox import SandboxUnavailable
+from reward_scores.score import ScoreStatus
 from reward_scores.unit_tests import BadTests, extract, read_tests, same_output, same_value
 
 SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from core.types import ScoreStatus
 from reward_scores import prime_code, sandbox_fusion
 from reward_scores.sandbox_fusion import FusionError, Server, check, place
+from reward_scores.score import ScoreStatus
 from tests.fusion_server import SUCCESS, read_log, serve
 
 SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}

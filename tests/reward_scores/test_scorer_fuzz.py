@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from core.rewards.grading import Failure, Grader, Job
 from core.rewards.pool import Pool
-from core.types import Score, ScoreStatus
 from reward_scores import SCORERS, geo3k, gsm8k, math_dapo, math_reward, prime_math, qa_em, qa_em_format
 from reward_scores.math_reward import strip_string
 from reward_scores.qa_em import normalize_answer
+from reward_scores.score import Score, ScoreStatus
 
 METHODS = {
     "gsm8k": gsm8k.METHODS,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from core.types import ScoreStatus
 from reward_scores import (
     SCORERS,
     UnknownDataSource,
@@ -23,6 +22,7 @@ from reward_scores import (
 from reward_scores.arithmetic import CannotEvaluate, evaluate
 from reward_scores.equivalence import equivalent
 from reward_scores.expressions import same_value
+from reward_scores.score import ScoreStatus
 
 ALL = list({scorer.name: scorer for scorer in SCORERS.values()}.values())
 VARIANTS = [

@@ -13,13 +13,14 @@ import pytest
 from sympy.parsing import sympy_parser
 
 from core.config.schema import CustomRewardFunctionConfig, RewardModelConfig
-from core.rewards import RewardConfigError, RewardLayer
+from core.errors import InputError
+from core.rewards import RewardLayer
 from core.rewards.custom import CustomFunction
 from core.rewards.grading import Grader, Job
 from core.rewards.managers import Naive
 from core.rewards.pool import Pool
-from core.types import ScoreStatus
 from reward_scores import SCORERS, geo3k, math_dapo, math_reward, prime_math, symbolic
+from reward_scores.score import ScoreStatus
 from reward_scores.symbolic import math_verify_equal, same_formula
 
 PRIME, GEO, MATH = "numina_olympiads", "hiyouga/geometry3k", "lighteval/MATH"
@@ -206,7 +207,7 @@ def test_naive_starts_no_process_where_none_is_needed(make_layer, caplog):
 
 
 def test_a_row_that_cannot_reach_a_worker_is_found_at_start(make_layer):
-    with pytest.raises(RewardConfigError, match="ground_truth and extra_info as JSON"):
+    with pytest.raises(InputError, match="ground_truth and extra_info as JSON"):
         make_layer().check([{**row(PRIME), "extra_info": {"when": {1, 2}}}])
     make_layer().check([{**row("openai/gsm8k"), "extra_info": {"when": {1, 2}}}])
 

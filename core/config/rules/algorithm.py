@@ -6,7 +6,14 @@ from core.config import thresholds
 from core.config.rules.rule import ACTOR, DAPO, ROLLOUT, Rule
 from core.config.view import View
 
-GROUPED = ("grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")  # core.advantages.NEEDS
+GROUPED = (
+    "grpo",
+    "grpo_passk",
+    "rloo",
+    "opo",
+    "gpg",
+    "reinforce_plus_plus_baseline",
+)  # core.algorithm.advantages.NEEDS
 CORRECTION = "algorithm.rollout_correction"
 
 GROUPS = (

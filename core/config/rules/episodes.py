@@ -43,7 +43,7 @@ EPISODES = (
         f"{ROLLOUT}.multi_turn.tool_config_path",
         lambda v: v.rollout.multi_turn.enable and not v.rollout.multi_turn.tool_config_path,
         "is needed with multi_turn.enable=True",
-        "name a YAML file with tools (core/tools.py says what it holds)",
+        "name a YAML file with tools (core/rollout/tools.py says what it holds)",
     ),
     Rule(
         "data.max_start_length",

@@ -8,7 +8,7 @@ from typing import Any
 from core.config.rules.rule import ACTOR, DAPO, Rule, always
 from core.config.view import View
 
-PER_SEQUENCE = ("gspo", "sapo")  # core.losses.AGGREGATION
+PER_SEQUENCE = ("gspo", "sapo")  # core.algorithm.losses.AGGREGATION
 
 
 def _optim_rules(key: str, runs: Callable[[View], bool]) -> tuple[Rule, ...]:

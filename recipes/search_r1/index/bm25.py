@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from recipes.search_r1.index.corpus import Corpus, Progress, no_progress, read_json, write_json
-from recipes.search_r1.retrieval import Passage, RetrievalError, fingerprint
+from recipes.search_r1.index.passages import Passage, RetrievalError, fingerprint
 
 K1, B = 0.9, 0.4
 CHUNK = 20_000  # passages

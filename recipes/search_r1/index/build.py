@@ -9,7 +9,7 @@ from typing import Any
 
 from recipes.search_r1.index.corpus import ABOUT, Corpus, Progress, no_progress, read_json, scan, write_json
 from recipes.search_r1.index.opening import BUILT
-from recipes.search_r1.retrieval import DENSE, RetrievalError
+from recipes.search_r1.index.passages import DENSE, RetrievalError
 
 Report = Callable[[str, int], Progress]  # (what begins, how many rows it has) -> called with rows done
 

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from recipes.search_r1.retrieval import Passage, RetrievalError
+from recipes.search_r1.index.passages import Passage, RetrievalError
 
 ABOUT, OFFSETS, UNPACKED, SEEN = "corpus.json", "offsets.npy", "passages.jsonl", "corpus_seen.json"
 Progress = Callable[[int], None]  # called with the number of rows (or bytes) done since the last call

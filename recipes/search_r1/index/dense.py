@@ -16,7 +16,7 @@ import numpy as np
 
 from recipes.search_r1.index.corpus import Corpus, Progress, no_progress, read_json, write_json
 from recipes.search_r1.index.encoder import Encoder, weights_hash
-from recipes.search_r1.retrieval import Passage, RetrievalError, fingerprint
+from recipes.search_r1.index.passages import Passage, RetrievalError, fingerprint
 
 VECTORS, ABOUT = "vectors.f32", "vectors.json"
 CHUNK = 1024  # passages encoded between two notes of how far it went
@@ -180,7 +180,7 @@ def _opened(path: Path, mmap: bool) -> tuple[Any, str]:
     import faiss
 
     if not path.is_file():
-        raise RetrievalError(f"{path}: there is no such index; build it with python -m data_preprocess.build_index")
+        raise RetrievalError(f"{path}: there is no such index; build it with python -m recipes.search_r1.index.cli")
     try:
         index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC if mmap else 0)
     except RuntimeError as error:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from recipes.search_r1.retrieval import RetrievalError
+from recipes.search_r1.index.passages import RetrievalError
 
 HASHING = "hashing"
 BATCH_TOKENS = 8192  # padding included; a memory knob

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 
-from recipes.search_r1.retrieval import Passage, RetrievalError, Retriever, fingerprint
+from recipes.search_r1.index.passages import Passage, RetrievalError, Retriever, fingerprint
 
 DEPTH = 10  # passages among which it falls; the ranking does not depend on how many are shown
 

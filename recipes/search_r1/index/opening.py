@@ -5,22 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from recipes.search_r1.index.controls import EmptyRetriever, RandomRetriever
 from recipes.search_r1.index.corpus import Corpus, read_json, scan
 from recipes.search_r1.index.noise import NoisyRetriever
-from recipes.search_r1.retrieval import (
-    BACKENDS,
-    DENSE,
-    EmptyRetriever,
-    RandomRetriever,
-    RetrievalError,
-    Retriever,
-    RetrieverOptions,
-)
+from recipes.search_r1.index.passages import BACKENDS, DENSE, RetrievalError, Retriever, RetrieverOptions
 
 BUILT = "index.json"  # {"backends": {name: settings}, "encoder": settings or null}
 
 
-def open_index(options: RetrieverOptions) -> Retriever:
+def make_retriever(options: RetrieverOptions) -> Retriever:
     """The retriever of an index folder or of a faiss file, with the cross-encoder and the noise that are asked for."""
     if options.backend is not None and options.backend not in BACKENDS:
         raise RetrievalError(f"backend={options.backend!r}: must be one of {', '.join(BACKENDS)}")
@@ -36,7 +29,7 @@ def open_index(options: RetrieverOptions) -> Retriever:
 
 def _of_folder(folder: Path, options: RetrieverOptions) -> Retriever:
     if not (folder / BUILT).is_file():
-        raise RetrievalError(f"{folder}: no index is there; build one with python -m data_preprocess.build_index")
+        raise RetrievalError(f"{folder}: no index is there; build one with python -m recipes.search_r1.index.cli")
     built = read_json(folder / BUILT)
     corpus = Corpus(folder, Path(options.corpus).expanduser() if options.corpus else None)
     backend = options.backend or _only(built["backends"], folder)
@@ -46,7 +39,7 @@ def _of_folder(folder: Path, options: RetrieverOptions) -> Retriever:
         return EmptyRetriever(corpus)
     if backend not in built["backends"]:
         has = ", ".join(built["backends"])
-        raise RetrievalError(f"{folder}: it holds {has}; add --backend {backend} with data_preprocess.build_index")
+        raise RetrievalError(f"{folder}: it holds {has}; add --backend {backend} with recipes.search_r1.index.cli")
     if built["backends"][backend]["corpus"] != corpus.hash:
         raise RetrievalError(f"{folder}: {backend} was built from another corpus; build it again")
     if backend == "bm25":

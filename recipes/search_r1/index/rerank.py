@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from recipes.search_r1.retrieval import Passage, RetrievalError, Retriever, fingerprint
+from recipes.search_r1.index.passages import Passage, RetrievalError, Retriever, fingerprint
 
 Judge = Callable[[Sequence[tuple[str, str]]], Sequence[float]]  # (query, contents) pairs -> relevance
 MAX_LENGTH, BATCH = 512, 32

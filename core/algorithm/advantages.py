@@ -1,0 +1,350 @@
+"""Advantage estimators: rewards in, one advantage a token out.
+
+Each is a pure function ``f(inputs: AdvantageInputs) -> (advantages_BT, returns_BT)``, both 0 outside
+``response_mask``. ``algorithm.adv_estimator`` names one of the table :data:`ESTIMATORS`, or a user's own by its path.
+
+Written ``R_i`` below: the reward of row i, summed over all its positions. A row whose answer could not be
+scored (``in_group_stats`` False) enters no mean, variance or count, and gets advantage 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from core.algorithm.masked import masked_whiten
+from core.config.plugins import chosen
+
+if TYPE_CHECKING:
+    from core.config.schema import AlgorithmConfig
+    from core.types import TrainBatch
+
+
+@dataclass(frozen=True, eq=False)
+class AdvantageInputs:
+    """What an estimator may look at.
+
+    Shapes:
+        token_level_rewards  [B, T] float  the score on the last response token, less a KL penalty if there is one
+        response_mask        [B, T] bool   written by the policy
+        group                [B]    int64  rows of one prompt share a number, any number
+        in_group_stats       [B]    bool   the row's reward is to be believed; None: all are
+        values               [B, T] float  the critic's, for gae
+        baseline             [B]    float  score of the greedy answer to the row's prompt, for remax
+    """
+
+    token_level_rewards: Tensor
+    response_mask: Tensor
+    group: Tensor
+    in_group_stats: Tensor | None = None
+    values: Tensor | None = None
+    baseline: Tensor | None = None
+    gamma: float = 1.0
+    lam: float = 1.0
+    norm_adv_by_std_in_grpo: bool = True
+    epsilon: float = 1e-6
+
+    @property
+    def counted_B(self) -> Tensor:
+        """[B] bool: the rows that enter statistics."""
+        if self.in_group_stats is None:
+            return torch.ones_like(self.group, dtype=torch.bool)
+        return self.in_group_stats.bool()
+
+    @property
+    def active_BT(self) -> Tensor:
+        """[B, T] bool: the tokens that can carry an advantage."""
+        return self.response_mask.bool() & self.counted_B[:, None]
+
+    @property
+    def rewards_B(self) -> Tensor:
+        """[B] float64: ``R_i``, in double so that a group of equal rewards has exactly equal deviations."""
+        return self.token_level_rewards.sum(-1, dtype=torch.float64).masked_fill(~self.counted_B, 0)
+
+    def need(self, name: str, estimator: str) -> Tensor:
+        value = getattr(self, name)
+        if value is None:
+            raise ValueError(f"the {estimator} estimator needs {name!r}, which this batch does not have")
+        return value
+
+    def spread(self, advantage_B: Tensor) -> Tensor:
+        """One number a row -> the same number on each of its active tokens, [B, T] in the rewards' dtype."""
+        advantage_B = advantage_B.to(self.token_level_rewards.dtype)
+        return torch.where(self.active_BT, advantage_B[:, None], 0)
+
+
+@dataclass(frozen=True, eq=False)
+class GroupStats:
+    """Rewards measured from their group's mean.
+
+    Shapes:
+        group_B     [B] int64    dense group numbers
+        centred_B   [B] float64  ``R_i - mean``; ``R_i`` itself where the row is alone by design (n = 1)
+        std_B       [B] float64  of the row's group with Bessel's correction; 1 where fewer than two rows count
+        counted_B   [B] float64  how many rows of the row's group count, at least 1
+    """
+
+    group_B: Tensor
+    centred_B: Tensor
+    std_B: Tensor
+    counted_B: Tensor
+
+
+Estimator = Callable[[AdvantageInputs], tuple[Tensor, Tensor]]
+
+
+def group_stats(inputs: AdvantageInputs, weight_B: Tensor | None = None) -> GroupStats:
+    """Group means by scatter-add; ``weight_B`` (>= 0, [B]) makes the mean a weighted one.
+
+    Rewards are first measured from the largest of their group: a group of equal rewards then deviates by
+    exactly 0 whatever the rounding of the sum, and nearly equal rewards keep their digits.
+    """
+    labels, group = torch.unique(inputs.group, return_inverse=True)
+    size, counted = len(labels), inputs.counted_B
+    zeros = torch.zeros(size, dtype=torch.float64, device=group.device)
+    kept = counted.double()
+    weight = kept if weight_B is None else kept * weight_B.double()
+
+    rewards = inputs.rewards_B
+    largest = torch.full_like(zeros, -torch.inf).scatter_reduce(0, group[counted], rewards[counted], "amax")
+    shifted = torch.where(counted, rewards - largest[group], 0)
+    total = zeros.index_add(0, group, weight)
+    mean = zeros.index_add(0, group, weight * shifted) / total.where(total > 0, torch.ones_like(total))
+    centred = torch.where(counted, shifted - mean[group], 0)
+
+    rows = torch.bincount(group, minlength=size)
+    number = zeros.index_add(0, group, kept)
+    plain_mean = zeros.index_add(0, group, shifted) / number.clamp(min=1)
+    squares = zeros.index_add(0, group, torch.where(counted, shifted - plain_mean[group], 0).square())
+    std = torch.where(number > 1, (squares / (number - 1).clamp(min=1)).sqrt(), 1.0)
+    centred = torch.where(rows[group] == 1, rewards, centred)
+    return GroupStats(group, centred, std[group], number.clamp(min=1)[group])
+
+
+def _backwards_in_time(*tensors_BT: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The tensors' columns, last first, each contiguous: strided ones cost ten times as much."""
+    return zip(*(tensor.T.contiguous().flip(0).unbind(0) for tensor in tensors_BT), strict=True)
+
+
+def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    r"""Generalised advantage estimation (arXiv:1506.02438, eq. 16), whitened over the batch's tokens.
+
+    ``delta_t = r_t + gamma V_{t+1} - V_t`` and ``A_t = delta_t + gamma lam A_{t+1}``, where "t+1" is the next
+    token that the policy wrote: a stretch of tool output is stepped over without decay. Returns are
+    ``A + V`` before whitening.
+
+    Shapes:
+        advantages, returns  [B, T]
+
+    Raises:
+        ValueError: no values, or fewer than two tokens to whiten.
+    """
+    mask = inputs.active_BT
+    values = inputs.need("values", "gae").masked_fill(~mask, 0)
+    rewards = inputs.token_level_rewards.masked_fill(~mask, 0)
+    next_value, advantage = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
+    columns = []
+    for here, reward, value in _backwards_in_time(mask, rewards, values):
+        delta = reward + inputs.gamma * next_value - value
+        advantage = torch.where(here, delta + inputs.gamma * inputs.lam * advantage, advantage)
+        next_value = torch.where(here, value, next_value)
+        columns.append(advantage)
+    advantages = torch.stack(columns[::-1]).T.contiguous().masked_fill(~mask, 0)
+    return masked_whiten(advantages, mask).masked_fill(~mask, 0), advantages + values
+
+
+def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Group-relative advantage (arXiv:2402.03300, section 4.1.2: the outcome form of eq. 3).
+
+    ``A_i = (R_i - mean_group) / (std_group + epsilon)``, std with Bessel's correction. Without the division
+    (``norm_adv_by_std_in_grpo=False``) it is Dr. GRPO's (arXiv:2503.20783). A group of one keeps its reward.
+
+    Shapes:
+        advantages, returns  [B, T], equal
+    """
+    stats = group_stats(inputs)
+    scale = stats.std_B + inputs.epsilon if inputs.norm_adv_by_std_in_grpo else 1.0
+    advantages = inputs.spread(stats.centred_B / scale)
+    return advantages, advantages
+
+
+def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Leave-one-out baseline (arXiv:2402.14740): ``A_i = R_i - mean of the group's other rewards``.
+
+    Computed as ``n / (n - 1) * (R_i - mean_group)``. A group of one keeps its reward.
+
+    Shapes:
+        advantages, returns  [B, T], equal
+    """
+    stats = group_stats(inputs)
+    advantages = inputs.spread(stats.centred_B * stats.counted_B / (stats.counted_B - 1).clamp(min=1))
+    return advantages, advantages
+
+
+def opo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Length-weighted baseline (arXiv:2505.23585): ``A_i = R_i - sum_j L_j R_j / sum_j L_j``.
+
+    ``L_j`` is the number of response tokens of row j. A group of one keeps its reward.
+
+    Shapes:
+        advantages, returns  [B, T], equal
+    """
+    advantages = inputs.spread(group_stats(inputs, weight_B=inputs.active_BT.sum(-1)).centred_B)
+    return advantages, advantages
+
+
+def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Group policy gradient (arXiv:2504.02546): ``A_i = alpha (R_i - mean_group)``.
+
+    ``alpha = B / number of rows with R != 0`` makes up for the groups that carry no gradient; it is taken
+    over the whole batch.
+
+    Shapes:
+        advantages, returns  [B, T], equal
+    """
+    alpha = inputs.counted_B.sum() / inputs.rewards_B.count_nonzero().clamp(min=1)  # in float32, as published
+    advantages = inputs.spread(alpha * group_stats(inputs).centred_B)
+    return advantages, advantages
+
+
+def grpo_passk(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Only the best row of a group is rewarded, by its lead (arXiv:2503.19595): ``A = R_best - R_second``.
+
+    Divided by ``std_group + epsilon`` as in grpo unless ``norm_adv_by_std_in_grpo=False``; a tie gives 0.
+
+    Shapes:
+        advantages, returns  [B, T], equal
+
+    Raises:
+        ValueError: a group of one row, which has no second best.
+    """
+    stats, counted = group_stats(inputs), inputs.counted_B
+    if (torch.bincount(stats.group_B) == 1).any():
+        raise ValueError("grpo_passk compares a prompt's two best answers: actor_rollout_ref.rollout.n must be >= 2")
+    key = torch.where(counted, inputs.rewards_B, -torch.inf)
+    groups, rows = int(stats.group_B.max()) + 1, torch.arange(len(key), device=key.device)
+    lowest = torch.full((groups,), -torch.inf, dtype=key.dtype, device=key.device)
+    best = lowest.scatter_reduce(0, stats.group_B, key, "amax")[stats.group_B]
+    candidate = torch.where(key == best, rows, len(rows))
+    first = torch.full((groups,), len(rows), device=key.device).scatter_reduce(0, stats.group_B, candidate, "amin")
+    winner = counted & (rows == first[stats.group_B])
+    second = lowest.scatter_reduce(0, stats.group_B, torch.where(winner, -torch.inf, key), "amax")[stats.group_B]
+    lead = torch.where(winner & second.isfinite(), key - second, 0)
+    scale = stats.std_B + inputs.epsilon if inputs.norm_adv_by_std_in_grpo else 1.0
+    advantages = inputs.spread(lead / scale)
+    return advantages, advantages
+
+
+def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Reward to go less the greedy answer's reward (arXiv:2310.10505).
+
+    Shapes:
+        advantages  [B, T]  returns less ``baseline``
+        returns     [B, T]  ``sum of r_s over response tokens s >= t``
+
+    Raises:
+        ValueError: no baseline.
+    """
+    mask = inputs.active_BT
+    rewards = inputs.token_level_rewards.masked_fill(~mask, 0)
+    returns = rewards.flip(-1).cumsum(-1).flip(-1).masked_fill(~mask, 0)
+    return returns - inputs.spread(inputs.need("baseline", "remax")), returns
+
+
+def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Discounted reward to go, whitened over the batch's tokens (arXiv:2501.03262).
+
+    ``G_t = r_t + gamma G_{t+1}``, where "t+1" is the next token that the policy wrote.
+
+    Shapes:
+        advantages  [B, T]  whitened
+        returns     [B, T]  ``G``
+
+    Raises:
+        ValueError: fewer than two tokens to whiten.
+    """
+    mask = inputs.active_BT
+    rewards = inputs.token_level_rewards.masked_fill(~mask, 0)
+    running, columns = torch.zeros_like(rewards[:, 0]), []
+    for here, reward in _backwards_in_time(mask, rewards):
+        running = torch.where(here, reward + inputs.gamma * running, running)
+        columns.append(running)
+    returns = torch.stack(columns[::-1]).T.contiguous().masked_fill(~mask, 0)
+    return masked_whiten(returns, mask).masked_fill(~mask, 0), returns
+
+
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Reward less the group's mean, then whitened over the batch's tokens (arXiv:2501.03262).
+
+    Shapes:
+        advantages, returns  [B, T], equal
+
+    Raises:
+        ValueError: fewer than two tokens to whiten.
+    """
+    mask = inputs.active_BT
+    centred = inputs.spread(group_stats(inputs).centred_B)
+    advantages = masked_whiten(centred, mask).masked_fill(~mask, 0)
+    return advantages, advantages
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "gae": gae,
+    "gpg": gpg,
+    "grpo": grpo,
+    "grpo_passk": grpo_passk,
+    "opo": opo,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "remax": remax,
+    "rloo": rloo,
+}
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the rest of the run has to provide for an estimator."""
+
+    critic: bool = False
+    groups: bool = False  # at least two answers a prompt
+    greedy_baseline: bool = False
+
+
+NEEDS: dict[str, Needs] = {
+    "gae": Needs(critic=True),
+    "gpg": Needs(groups=True),
+    "grpo": Needs(groups=True),
+    "grpo_passk": Needs(groups=True),
+    "opo": Needs(groups=True),
+    "reinforce_plus_plus": Needs(),
+    "reinforce_plus_plus_baseline": Needs(groups=True),
+    "remax": Needs(greedy_baseline=True),
+    "rloo": Needs(groups=True),
+}
+
+
+def compute(token_level_rewards_BT: Tensor, batch: TrainBatch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """Advantages and returns of a batch by the configured estimator.
+
+    Shapes:
+        token_level_rewards_BT, advantages, returns  [B, T]
+
+    Raises:
+        InputError: ``algorithm.adv_estimator`` leads to no function.
+    """
+    inputs = AdvantageInputs(
+        token_level_rewards=token_level_rewards_BT,
+        response_mask=batch.response_mask,
+        group=batch.group,
+        in_group_stats=batch.in_group_stats,
+        values=batch.values,
+        baseline=batch.baseline,
+        gamma=config.gamma,
+        lam=config.lam,
+        norm_adv_by_std_in_grpo=config.norm_adv_by_std_in_grpo,
+    )
+    return chosen(config.adv_estimator, ESTIMATORS, "algorithm.adv_estimator")(inputs)

@@ -1,0 +1,137 @@
+"""The distance to a reference policy: per-token estimates, the penalty in the reward, and its coefficient.
+
+``d = log p - log p_ref`` of a token that the policy sampled. The estimators are those of J. Schulman,
+"Approximating KL divergence" (2020, joschu.net/blog/kl-approx.html): k1, k2, k3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from core.algorithm.masked import masked_mean
+
+if TYPE_CHECKING:
+    from core.types import TrainBatch
+
+_ALIASES = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
+KL_KINDS = tuple(name + plus for plus in ("", "+") for name in ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"))
+
+
+def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str, mask: Tensor | None = None) -> Tensor:
+    """An estimate of KL(policy || reference) at each token.
+
+    ================  =============================  ============================
+    kind              value                          gradient in ``log_prob``
+    ================  =============================  ============================
+    kl, k1            ``d``                          1
+    abs               ``|d|``                        ``sign(d)``
+    mse, k2           ``d^2 / 2``                    ``d``
+    low_var_kl, k3    ``exp(-d) - 1 + d``            ``1 - exp(-d)``
+    kind + "+"        that of the kind               that of k2
+    ================  =============================  ============================
+
+    k3 is clamped to [-10, 10] (and d to +-20 before), as published: beyond d = -2.6 or so its gradient is 0. The
+    "+" forms are straight-through: k2's gradient is the one whose expectation is that of the KL itself.
+
+    Shapes:
+        log_prob, ref_log_prob, mask, result  [...]  (with a mask, 0 outside it whatever the inputs hold)
+
+    Raises:
+        NotImplementedError: an unknown kind. The full KL over the vocabulary is not one: log-probs are kept for
+            sampled tokens only.
+    """
+    if kind not in KL_KINDS:
+        raise NotImplementedError(f"KL estimator {kind!r} is not known: choose one of {', '.join(KL_KINDS)}")
+    difference = log_prob - ref_log_prob
+    if mask is not None:
+        difference = difference.masked_fill(~mask.bool(), 0)
+    name = kind.removesuffix("+")
+    value = _estimate(difference, _ALIASES.get(name, name))
+    if not kind.endswith("+"):
+        return value
+    surrogate = _estimate(difference, "mse")
+    return value.detach() + (surrogate - surrogate.detach())
+
+
+def _estimate(difference: Tensor, name: str) -> Tensor:
+    if name == "kl":
+        return difference
+    if name == "abs":
+        return difference.abs()
+    if name == "mse":
+        return 0.5 * difference.square()
+    bounded = difference.clamp(-20.0, 20.0)
+    return ((-bounded).exp() - 1 + bounded).clamp(-10.0, 10.0)
+
+
+def penalised(
+    token_level_scores_BT: Tensor,
+    old_log_prob_BT: Tensor,
+    ref_log_prob_BT: Tensor,
+    response_mask_BT: Tensor,
+    kind: str,
+    coefficient: float,
+) -> tuple[Tensor, float]:
+    """Rewards with the KL penalty taken off each token (arXiv:1909.08593, eq. 2), and the batch's mean KL.
+
+    Shapes:
+        token_level_scores_BT .. response_mask_BT  [B, T]
+        rewards                                    [B, T]  scores - coefficient * kl
+        mean KL                                    float   mean over rows of the row's token mean; an empty row
+                                                           counts as 0, as published
+    """
+    kl = kl_penalty(old_log_prob_BT.detach(), ref_log_prob_BT.detach(), kind, response_mask_BT)
+    return token_level_scores_BT - coefficient * kl, float(masked_mean(kl, response_mask_BT, dim=-1).mean())
+
+
+def kl_in_reward(
+    token_level_scores_BT: Tensor, batch: TrainBatch, controller: KLController, kind: str
+) -> tuple[Tensor, KLController, dict[str, float]]:
+    """:func:`penalised` with the controller's coefficient; the controller for the next step; the metrics.
+
+    ``actor/reward_kl_penalty_coeff`` is the coefficient that was used, the one before the update.
+
+    Shapes:
+        token_level_scores_BT, rewards  [B, T]
+    """
+    rewards, kl = penalised(
+        token_level_scores_BT,
+        batch.need("old_log_probs"),
+        batch.need("ref_log_prob"),
+        batch.response_mask,
+        kind,
+        controller.value,
+    )
+    metrics = {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": controller.value}
+    return rewards, controller.updated(kl, len(batch)), metrics
+
+
+@dataclass(frozen=True)
+class KLController:
+    """Holds the coefficient of the penalty: fixed, or steered towards a target (arXiv:1909.08593, section 2.2).
+
+    ``kind`` is fixed or adaptive, which moves by ``value *= 1 + clip(kl / target_kl - 1, -0.2, 0.2) * n_steps /
+    horizon``.
+    """
+
+    kind: str
+    value: float
+    target_kl: float = 0.1
+    horizon: float = 10000
+
+    def updated(self, current_kl: float, n_steps: int) -> KLController:
+        """The controller after a step of ``n_steps`` sequences whose mean KL was ``current_kl``."""
+        if self.kind == "fixed":
+            return self
+        error = min(max(current_kl / self.target_kl - 1, -0.2), 0.2)
+        return replace(self, value=self.value * (1 + error * n_steps / self.horizon))
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def with_state(self, state: dict[str, float]) -> KLController:
+        """The controller as it was when ``state`` was saved; target and horizon stay the configured ones."""
+        return self if self.kind == "fixed" else replace(self, value=float(state["value"]))

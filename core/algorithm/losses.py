@@ -1,0 +1,248 @@
+"""Policy losses, the value loss, and the weights that turn per-token losses into the objective.
+
+A policy loss is a pure function ``f(log_prob_BT, old_log_prob_BT, advantages_BT, response_mask_BT, config) ->
+(loss_BT, stats)``. It returns a loss for each token; the objective is ``(loss_BT * weight_BT).sum()`` with the
+weights of :func:`loss_weights`, which are computed once an optimizer step over all its rows. Sums of parts then add
+up to the whole, however the rows are split into micro-batches and ranks.
+
+``stats`` are detached ``[B, T]`` tensors, to be averaged over the response tokens. Losses and stats are 0 outside the
+mask, also where the inputs are NaN there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from core.config.plugins import chosen
+
+if TYPE_CHECKING:
+    from core.config.schema import ActorConfig
+
+LOG_RATIO_BOUND = 20.0  # exp(20) is 5e8: beyond it a float32 ratio has nothing left to say
+
+
+Stats = dict[str, Tensor]
+PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor, "ActorConfig"], tuple[Tensor, Stats]]
+
+
+def clipped(ratio_BT: Tensor, config: ActorConfig) -> Tensor:
+    """The ratio within ``[1 - low, 1 + high]``; a bound that is not given is ``clip_ratio``."""
+    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
+    high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
+    return ratio_BT.clamp(1 - low, 1 + high)
+
+
+def _inside(mask_BT: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors with 0 outside the mask, before anything is computed: gradients there are 0, never NaN."""
+    outside = ~mask_BT.bool()
+    return tuple(tensor.masked_fill(outside, 0) for tensor in tensors)
+
+
+def _stats(mask_BT: Tensor, **stats: Tensor) -> Stats:
+    return {name: value.detach().float().masked_fill(~mask_BT.bool(), 0) for name, value in stats.items()}
+
+
+def vanilla(
+    log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor, config: ActorConfig
+) -> tuple[Tensor, Stats]:
+    """PPO's clipped surrogate (arXiv:1707.06347, eq. 7) with dual clip (arXiv:1912.09729).
+
+    ``max(-A r, -A clip(r, 1 - low, 1 + high))``, and where A < 0 at most ``-A c``. With high > low it is
+    DAPO's clip-higher (arXiv:2503.14476, eq. 10). The log-ratio is clamped to +-20.
+
+    Shapes:
+        all tensors  [B, T]
+        stats        pg_clipfrac, pg_clipfrac_high (its part above 1), pg_clipfrac_lower (dual clip), ppo_kl  [B, T]
+
+    Raises:
+        ValueError: ``clip_ratio_c`` is not above 1.
+    """
+    if config.clip_ratio_c <= 1:
+        raise ValueError(f"actor.clip_ratio_c={config.clip_ratio_c}: the dual clip's bound on the ratio must be > 1")
+    logp, old, adv = _inside(response_mask_BT, log_prob_BT, old_log_prob_BT, advantages_BT)
+    log_ratio = (logp - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    ratio = log_ratio.exp()
+    plain, bounded = -adv * ratio, -adv * clipped(ratio, config)
+    surrogate, floor = torch.maximum(plain, bounded), -adv * config.clip_ratio_c
+    negative = adv < 0
+    loss = torch.where(negative, torch.minimum(surrogate, floor), surrogate)
+    return loss, _stats(
+        response_mask_BT,
+        pg_clipfrac=bounded > plain,
+        pg_clipfrac_high=(bounded > plain) & ~negative,
+        pg_clipfrac_lower=(surrogate > floor) & negative,
+        ppo_kl=-log_ratio,
+    )
+
+
+def gspo(
+    log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor, config: ActorConfig
+) -> tuple[Tensor, Stats]:
+    """Sequence-level ratio, token-level gradient: GSPO-token (arXiv:2507.18071, eq. 13 and 14).
+
+    ``s = exp(mean over the row's tokens of log r)`` is clipped as in PPO; its gradient flows through each
+    token's log-prob. Its paper averages per sequence first: see :data:`AGGREGATION`.
+
+    Shapes:
+        all tensors  [B, T]
+        stats        pg_clipfrac, pg_clipfrac_lower (always 0), ppo_kl  [B, T]
+    """
+    logp, old, adv = _inside(response_mask_BT, log_prob_BT, old_log_prob_BT, advantages_BT)
+    log_ratio = logp - old
+    sequence = log_ratio.detach().sum(-1) / response_mask_BT.bool().sum(-1).clamp(min=1)
+    ratio = (logp - logp.detach() + sequence[:, None]).clamp(max=10.0).exp()
+    plain, bounded = -adv * ratio, -adv * clipped(ratio, config)
+    return torch.maximum(plain, bounded), _stats(
+        response_mask_BT,
+        pg_clipfrac=bounded > plain,
+        pg_clipfrac_lower=torch.zeros_like(plain),
+        ppo_kl=-log_ratio,
+    )
+
+
+def sapo(
+    log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor, config: ActorConfig
+) -> tuple[Tensor, Stats]:
+    """A soft gate in place of the clip (SAPO, arXiv:2511.20347).
+
+    ``-A * 4 / tau * sigmoid(tau (r - 1))``, tau by the sign of A. Averaged per sequence: see :data:`AGGREGATION`.
+
+    Shapes:
+        all tensors  [B, T]
+        stats        pg_clipfrac, pg_clipfrac_lower (both always 0), ppo_kl  [B, T]
+    """
+    logp, old, adv = _inside(response_mask_BT, log_prob_BT, old_log_prob_BT, advantages_BT)
+    log_ratio = (logp - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    tau = torch.full_like(adv, config.tau_neg).masked_fill(adv > 0, config.tau_pos)
+    loss = -adv * torch.sigmoid(tau * (log_ratio.exp() - 1)) * (4.0 / tau)
+    never = torch.zeros_like(loss)
+    return loss, _stats(response_mask_BT, pg_clipfrac=never, pg_clipfrac_lower=never, ppo_kl=-log_ratio)
+
+
+def gpg(
+    log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor, config: ActorConfig
+) -> tuple[Tensor, Stats]:
+    """The plain policy gradient ``-A log p`` of GPG (arXiv:2504.02546), which is REINFORCE's.
+
+    Shapes:
+        all tensors  [B, T]
+        stats        ppo_kl  [B, T]
+    """
+    logp, old, adv = _inside(response_mask_BT, log_prob_BT, old_log_prob_BT, advantages_BT)
+    return -adv * logp, _stats(response_mask_BT, ppo_kl=old - logp)
+
+
+def cispo(
+    log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor, config: ActorConfig
+) -> tuple[Tensor, Stats]:
+    """Clipped importance weight, no clipped gradient: CISPO (arXiv:2506.13585, eq. 4 and 5).
+
+    ``-stop_gradient(clip(r, 1 - low, 1 + high)) A log p``: every token keeps a gradient.
+
+    Shapes:
+        all tensors  [B, T]
+        stats        pg_clipfrac, pg_clipfrac_lower (always 0), ppo_kl  [B, T]
+    """
+    logp, old, adv = _inside(response_mask_BT, log_prob_BT, old_log_prob_BT, advantages_BT)
+    log_ratio = (logp - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    ratio = log_ratio.detach().exp()
+    weight = clipped(ratio, config)
+    return -weight * adv * logp, _stats(
+        response_mask_BT,
+        pg_clipfrac=weight != ratio,
+        pg_clipfrac_lower=torch.zeros_like(ratio),
+        ppo_kl=-log_ratio,
+    )
+
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {
+    "cispo": cispo,
+    "gpg": gpg,
+    "gspo": gspo,
+    "reinforce": gpg,
+    "sapo": sapo,
+    "vanilla": vanilla,
+}
+
+# Losses whose definition fixes how tokens are averaged: their published implementations do so whatever
+# actor.loss_agg_mode says.
+AGGREGATION: dict[str, str] = {"gspo": "seq-mean-token-mean", "sapo": "seq-mean-token-mean"}
+
+
+def aggregation(loss_mode: str, loss_agg_mode: str) -> str:
+    """The aggregation that a policy loss is used with: the configured one, unless its definition fixes it."""
+    return AGGREGATION.get(loss_mode, loss_agg_mode)
+
+
+def policy_loss(name: str) -> PolicyLoss:
+    """The policy loss of this name, or a user's own: ``package.module:function`` or ``path/file.py:function``.
+
+    Raises:
+        InputError: neither a name of the table nor a path that leads to a function.
+    """
+    return chosen(name, POLICY_LOSSES, "actor_rollout_ref.actor.policy_loss.loss_mode")
+
+
+def value_loss(
+    values_BT: Tensor,
+    returns_BT: Tensor,
+    old_values_BT: Tensor,
+    cliprange_value: float,
+    response_mask_BT: Tensor | None = None,
+) -> tuple[Tensor, Stats]:
+    """Clipped squared error of the critic, ``0.5 max((V - R)^2, (clip(V, V_old +- eps) - R)^2)``.
+
+    The value-function clipping of PPO's reference implementation (Huang et al. 2022, "The 37 implementation
+    details of PPO", detail 9).
+
+    Shapes:
+        all tensors  [B, T]; without a mask every entry counts
+        stats        vf_clipfrac  [B, T]
+    """
+    if response_mask_BT is None:
+        response_mask_BT = torch.ones_like(values_BT, dtype=torch.bool)
+    values, returns, old = _inside(response_mask_BT, values_BT, returns_BT, old_values_BT)
+    near = torch.clamp(values, old - cliprange_value, old + cliprange_value)
+    plain, bounded = (values - returns).square(), (near - returns).square()
+    return 0.5 * torch.maximum(plain, bounded), _stats(response_mask_BT, vf_clipfrac=bounded > plain)
+
+
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+def loss_weights(loss_mask_BT: Tensor, mode: str, *, scale_factor: float = 1.0) -> Tensor:
+    """Each token's share of the objective, so that the loss is ``(loss_BT * weight_BT).sum()``.
+
+    With N tokens and S rows that have a token, over the whole optimizer step, and L_i tokens in row i:
+
+        token-mean               1 / N            (arXiv:2503.14476, eq. 12)
+        seq-mean-token-mean      1 / (S L_i)      (arXiv:2402.03300, eq. 3)
+        seq-mean-token-sum       1 / S
+        seq-mean-token-sum-norm  1 / (S C), C = ``scale_factor``   (arXiv:2503.20783)
+
+    The first two sum to one. A step without a token gets zeros.
+
+    Shapes:
+        loss_mask_BT  [B, T]  bool or 0/1
+        result        [B, T]  float32; float64 for a float64 mask
+
+    Raises:
+        ValueError: an unknown mode.
+    """
+    if mode not in LOSS_AGG_MODES:
+        raise ValueError(f"actor.loss_agg_mode={mode}: choose one of {', '.join(LOSS_AGG_MODES)}")
+    dtype = torch.float64 if loss_mask_BT.dtype == torch.float64 else torch.float32
+    mask = loss_mask_BT.bool().to(torch.float64)
+    length = mask.sum(-1, keepdim=True)
+    rows = float((length > 0).sum())
+    if mode == "token-mean":
+        weight = mask / mask.sum().clamp(min=1)
+    elif mode == "seq-mean-token-mean":
+        weight = mask / length.clamp(min=1) / max(rows, 1.0)
+    else:
+        weight = mask / max(rows, 1.0) / (scale_factor if mode.endswith("-norm") else 1.0)
+    return weight.to(dtype)

@@ -1,0 +1,207 @@
+"""One checkpoint folder: the manifest that seals it, its verification, and whether a run may go on from it.
+
+Imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from core.checkpoint.provenance import ModelFingerprint, Provenance
+from core.errors import InputError
+
+FORMAT = 2
+MANIFEST = "manifest.json"
+NAME = re.compile(r"global_step_(0|[1-9]\d*)")
+
+
+class DamagedCheckpoint(InputError):
+    """A folder is not the complete checkpoint that was once written there."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete folder whose hashes were verified when this object was made."""
+
+    folder: Path
+    step: int
+    files: Mapping[str, Mapping[str, Any]]  # name in the folder -> {"bytes", "sha256"}
+    provenance: Provenance | None = None
+
+    def path(self, name: str) -> Path:
+        """The file or subfolder ``name`` of the checkpoint.
+
+        Raises:
+            InputError: the manifest lists no such file, so nothing vouches for it.
+        """
+        if not any(file == name or file.startswith(f"{name}/") for file in self.files):
+            raise InputError(f"{self.folder} holds no {name}; it holds {', '.join(sorted(self.files)) or 'nothing'}")
+        return self.folder / name
+
+    def check_compatible(self, run: Provenance) -> list[str]:
+        """Whether a run may go on from here.
+
+        Returns:
+            What differs from the run that wrote it and is allowed to, one phrase each (ranks, threads, keys of
+            the configuration, package versions). Where this is not empty, the resumed run is a correct one, but
+            not promised to be bit-identical to an uninterrupted one.
+
+        Raises:
+            InputError: the weights are of another model, or the seed is another one (rows and
+                sampling seeds are functions of it: prompts would be trained twice, others never).
+        """
+        saved = self._provenance()
+        self.check_models(run.models)
+        if saved.seed != run.seed:
+            raise InputError(
+                f"trainer.seed={run.seed}, but {self.folder} was written with seed {saved.seed}: a resumed run must "
+                f"keep its seed, which decides the order of the data. Set trainer.seed={saved.seed}, or choose another "
+                "trainer.experiment_name"
+            )
+        pairs = [(name, getattr(saved, name), getattr(run, name)) for name in ("ranks", "threads")]
+        for there, here in ((saved.config, run.config), (saved.versions, run.versions)):
+            pairs += [(name, there.get(name), here.get(name)) for name in sorted(there.keys() | here.keys())]
+        return [f"{name} was {there}, is {here}" for name, there, here in pairs if there != here]
+
+    def check_models(self, models: Mapping[str, ModelFingerprint]) -> None:
+        """The part of :meth:`check_compatible` that can be known before a weight is read
+        (:func:`core.learner.saving.planned_fingerprints`). Raises InputError as said there."""
+        saved = self._provenance().models
+        for name in sorted(saved.keys() | models.keys()):
+            self._check_model(name, saved.get(name), models.get(name))
+
+    def _provenance(self) -> Provenance:
+        if self.provenance is None:
+            raise InputError(f"{self.folder}: the manifest does not say which run it is of, so it cannot be resumed")
+        return self.provenance
+
+    def _check_model(self, name: str, there: ModelFingerprint | None, here: ModelFingerprint | None) -> None:
+        if there is None or here is None:
+            holds, wants = ("holds a", "has none") if here is None else ("holds no", "has one")
+            raise InputError(
+                f"{self.folder} {holds} {name}, but this run {wants} (algorithm.adv_estimator decides whether there "
+                "is a critic). Resume with the configuration of the run, or choose another trainer.experiment_name"
+            )
+        found = there.differences(here)
+        if found:
+            more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
+            raise InputError(
+                f"{self.folder} is a checkpoint of another model ({name}): {'; '.join(found[:3])}{more}. A resumed run "
+                "must keep its model: set actor_rollout_ref.model.path (critic.model.path) to the one the run started "
+                "from, or choose another trainer.experiment_name"
+            )
+        if there.base and here.base and there.base.sha256 != here.base.sha256:
+            key = "actor_rollout_ref.model.path" if name == "actor" else f"{name}.model.path"
+            raise InputError(
+                f"{key}={here.base.path} (weights of SHA-256 {here.base.sha256[:12]}): {self.folder} holds adapters "
+                f"of another base, {there.base.path} as it was then (SHA-256 {there.base.sha256[:12]}); adapters fit "
+                "the weights that they were trained on alone. Give the run that base, wherever it is now, or choose "
+                "another trainer.experiment_name"
+            )
+
+
+def verify(folder: Path, *, hashes: bool = True) -> Checkpoint:
+    """The checkpoint in ``folder``, after checking every file that its manifest lists.
+
+    Args:
+        hashes: also read every file and compare its SHA-256; False compares presence and size only.
+
+    Raises:
+        DamagedCheckpoint: names the file and what is wrong with it.
+        InputError: written by a later version of this code.
+    """
+    body = _read_manifest(folder)
+    for name, wanted in body["files"].items():
+        try:
+            size = (folder / name).stat().st_size
+        except OSError as error:
+            raise DamagedCheckpoint(f"{folder}: {name} is missing ({error.strerror})") from error
+        if size != wanted["bytes"]:
+            raise DamagedCheckpoint(f"{folder}: {name} has {size} bytes, the manifest says {wanted['bytes']}")
+    if hashes:
+        for name, found in _hash_all(folder, body["files"]).items():
+            if found != body["files"][name]["sha256"]:
+                raise DamagedCheckpoint(f"{folder}: {name} was altered: its SHA-256 is not the one in the manifest")
+    saved = body["provenance"]
+    return Checkpoint(folder, body["step"], body["files"], Provenance.from_json(saved) if saved else None)
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        body, digest = manifest["body"], manifest["sha256"]
+    except OSError as error:
+        raise DamagedCheckpoint(f"{folder}: no readable {MANIFEST} ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedCheckpoint(f"{folder}: {MANIFEST} is not a manifest ({type(error).__name__}: {error})") from error
+    if digest != _digest(body):
+        raise DamagedCheckpoint(f"{folder}: {MANIFEST} was altered: its own SHA-256 does not match")
+    if body["format"] != FORMAT:
+        raise InputError(
+            f"{folder} has format {body['format']}, this code reads {FORMAT}: resume with the code that wrote it"
+        )
+    named = NAME.fullmatch(folder.name)
+    if named and int(named[1]) != body["step"]:
+        raise DamagedCheckpoint(f"{folder}: the manifest is of step {body['step']}: the folder was renamed")
+    return body
+
+
+def _digest(body: Any) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _hash_all(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """SHA-256 of each file; hashing releases the interpreter lock, so threads help with large ones."""
+
+    def sha256(name: str) -> str:
+        try:
+            with open(folder / name, "rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise DamagedCheckpoint(f"{folder}: {name} cannot be read ({error.strerror})") from error
+
+    names = list(names)
+    with ThreadPoolExecutor(max_workers=min(8, max(1, len(names)))) as pool:
+        return dict(zip(names, pool.map(sha256, names), strict=True))
+
+
+def seal(folder: Path, step: int, provenance: Provenance | None) -> None:
+    """Puts everything in ``folder`` on disk, then a manifest that says what everything is, on disk too."""
+    paths = sorted(folder.rglob("*"))
+    names = [str(path.relative_to(folder)) for path in paths if path.is_file()]
+    for path in paths:
+        fsync(path)
+    sums = _hash_all(folder, names)
+    body = {
+        "format": FORMAT,
+        "step": step,
+        "files": {name: {"bytes": (folder / name).stat().st_size, "sha256": sums[name]} for name in names},
+        "provenance": None if provenance is None else dataclasses.asdict(provenance),
+    }
+    body = json.loads(json.dumps(body))  # as a reader will see it, so that the digest is of the same thing
+    write_durably(folder / MANIFEST, json.dumps({"sha256": _digest(body), "body": body}, indent=1))
+    fsync(folder)
+
+
+def fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_durably(path: Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,297 @@
+"""One rank of a learner that several processes share: models sharded by PyTorch's FSDP2, and their state.
+
+The passes and the updates are those of ``core.learner.learner``. Gradients are summed over the ranks, not averaged:
+the loss
+weights of an optimizer step sum to one over all of them. Nothing here knows how the processes were started; the
+process group exists when :class:`LearnerRank` is made.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from core.algorithm.means import Means
+from core.checkpoint.provenance import ModelFingerprint
+from core.learner.hf_export import load_weights
+from core.learner.learner import Actor, BasePolicy, Critic, Policy, Ranks, pass_size
+from core.learner.lora import add_adapters, fingerprint, has_adapters, load_adapters, merged_weights, trained_weights
+from core.learner.models import compute_dtype, load_critic, load_policy, load_tokenizer
+from core.learner.packing import Layout
+from core.learner.saving import OPTIMIZER, load_sharded_optimizer, load_whole_optimizer, save_model, save_optimizer
+from core.learner.weight_probe import probe_ids, probe_log_probs
+from core.types import TrainBatch
+
+if TYPE_CHECKING:
+    from core.config.schema import Config, CriticModelConfig, FSDPConfig, ModelConfig
+
+# Models return views (a slice of the logits); nothing here works in place on them.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+
+
+class ProcessRanks(Ranks):
+    """The ranks of the default process group, ``together`` of which (neighbours) share their rows."""
+
+    def __init__(self, together: int = 1) -> None:
+        self.lead = dist.get_rank() == 0
+        self.together = together
+
+    def most(self, count: int) -> int:
+        value = torch.tensor(count)
+        dist.all_reduce(value, dist.ReduceOp.MAX)
+        return int(value)
+
+    def total(self, means: Means) -> Means:
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, means)
+        whole = Means()
+        for part in parts[:: self.together]:
+            whole.merge(part)
+        return whole
+
+    def inside(self, module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return module.forward_of(function, *args, **kwargs)
+
+
+def make_mesh(device: torch.device, shards: int) -> DeviceMesh:
+    """All ranks in one group, or groups of ``shards`` ranks (``fsdp_size``) that each hold the whole model."""
+    world = dist.get_world_size()
+    if shards in (-1, world):
+        return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+    if world % shards:
+        raise ValueError(f"fsdp_config.fsdp_size={shards}: must divide the {world} ranks; change one of them")
+    return init_device_mesh(device.type, (world // shards, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def shard(module: nn.Module, config: FSDPConfig, device: torch.device) -> nn.Module:
+    """Shards every transformer block, then the rest, as ``config`` says; parameters keep their dtype as masters.
+
+    Offloading is FSDP2's: parameters, gradients and optimizer live on the CPU together, whichever key asks for it.
+    """
+    dtype = compute_dtype(config.dtype)
+    options: dict[str, Any] = {"mesh": make_mesh(device, config.fsdp_size)}
+    if dtype is not None:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    if offloads(config):
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    names = set(getattr(module, "_no_split_modules", None) or ())
+    blocks = [part for part in module.modules() if type(part).__name__ in names]
+    for block in blocks:
+        fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
+    # The root too is resharded: a pass without gradients must not leave weights behind that the next step outdates.
+    fully_shard(module, reshard_after_forward=True, **options)
+    for part in _sharded(module):
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
+    if config.forward_prefetch:
+        for block, following in pairwise(blocks):
+            block.set_modules_to_forward_prefetch([following])
+    module.forward_of = MethodType(lambda self, function, *args, **kwargs: function(self, *args, **kwargs), module)
+    register_fsdp_forward_method(module, "forward_of")
+    return module
+
+
+def offloads(config: FSDPConfig) -> bool:
+    return config.param_offload or config.optimizer_offload or config.offload_policy
+
+
+def reshard(module: nn.Module) -> None:
+    """After a pass without gradients: with ``reshard_after_forward=False`` blocks would keep weights that go stale."""
+    for part in _sharded(module):
+        part.reshard()
+
+
+def _sharded(module: nn.Module) -> Iterator[FSDPModule]:
+    return (part for part in module.modules() if isinstance(part, FSDPModule))
+
+
+@torch.no_grad()
+def fill(
+    module: nn.Module, source: nn.Module | Mapping[str, Tensor] | None, device: torch.device, *, everything: bool = True
+) -> None:
+    """Copies the weights of rank 0's ``source`` (None elsewhere) into the ranks' shards, one tensor at a time.
+
+    ``everything``: buffers and frozen weights too, which a checkpoint leaves as they are.
+    """
+    lead = dist.get_rank() == 0
+    values = dict(source.named_parameters()) if isinstance(source, nn.Module) else source
+
+    def broadcast(like: Tensor, value: Tensor | None) -> Tensor:
+        whole = torch.empty(like.shape, dtype=like.dtype, device=device) if value is None else value.to(device)
+        dist.broadcast(whole, 0)
+        return whole
+
+    for name, parameter in module.named_parameters():
+        if not (everything or parameter.requires_grad):
+            continue
+        whole = broadcast(parameter, values[name].detach() if lead else None)
+        mine = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.to_local().copy_(mine.to_local())
+    for name, buffer in list(module.named_buffers()) if everything else ():
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, broadcast(buffer, source.get_buffer(name) if lead else None))
+
+
+@torch.no_grad()
+def gather(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> dict[str, Tensor] | None:
+    """Sharded tensors whole on rank 0's CPU, None elsewhere; all ranks must call it. Tied weights share a tensor."""
+    lead, found, seen = dist.get_rank() == 0, {}, {}
+    for name, value in weights:
+        key = id(value) if isinstance(value, nn.Parameter) else name  # what was merged is gone before the next comes
+        if key not in seen:
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            wanted = dtype if dtype is not None and whole.is_floating_point() else whole.dtype
+            seen[key] = whole.detach().to("cpu", wanted) if lead else None
+        found[name] = seen[key]
+    return found if lead else None
+
+
+class LearnerRank:
+    """This rank's part of policy, reference and critic: ``core.cluster.workers``' phases on the rank's share of a
+    batch.
+
+    Rank 0 reads the weights and hands them out, so no other process ever holds a whole model. All ranks call the
+    same methods in the same order. ``master_dtype`` is float32 but in tests.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        device: torch.device,
+        *,
+        needs_ref: bool,
+        needs_critic: bool,
+        master_dtype: torch.dtype = torch.float32,
+    ):
+        self.config, self.device, self.lead = config, device, dist.get_rank() == 0
+        self.skeletons: dict[str, nn.Module] = {}
+        part, critic = config.actor_rollout_ref, config.critic
+
+        def policy(on_meta: bool) -> nn.Module:
+            module = load_policy(part.model, master_dtype, on_meta=on_meta)
+            return add_adapters(module, part.model, config.trainer.seed)
+
+        def value_model(on_meta: bool) -> nn.Module:
+            module = load_critic(critic.model, config.trainer.seed, master_dtype, on_meta=on_meta)
+            return add_adapters(module, critic.model, config.trainer.seed)
+
+        source = policy(on_meta=False) if self.lead else None
+        shared = {"temperature": part.rollout.temperature or 1.0, "device": device}
+        of_actor = self.split(part.model, part.actor.ulysses_sequence_parallel_size)
+        of_ref = self.split(part.model, part.ref.ulysses_sequence_parallel_size)
+        module = self.sharded("actor", policy(on_meta=True), source, part.actor.fsdp_config)
+        bypass = config.algorithm.rollout_correction.bypass_mode
+        self.actor = Actor(module, part.actor, bypass=bypass, **shared, **of_actor)
+        self.ref = self.critic = None
+        if needs_ref and part.model.lora_rank:
+            self.ref = BasePolicy(module, **shared, **of_ref)
+        elif needs_ref:
+            module = self.sharded("ref", policy(on_meta=True), source, part.ref.fsdp_config).requires_grad_(False)
+            self.ref = Policy(module, **shared, **of_ref)
+        if needs_critic:
+            source = value_model(on_meta=False) if self.lead else None
+            module = self.sharded("critic", value_model(on_meta=True), source, critic.model.fsdp_config)
+            of_critic = self.split(critic.model, critic.ulysses_sequence_parallel_size)
+            self.critic = Critic(module, critic, device=device, **of_critic)
+
+    def split(self, model: ModelConfig | CriticModelConfig, ranks: int) -> dict[str, Any]:
+        """How a model's passes are shared: each by ``ranks`` neighbours (``ulysses_sequence_parallel_size``)."""
+        mesh = None
+        if ranks > 1:
+            shape = dist.get_world_size() // ranks, ranks
+            mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("rows", "sequence"))["sequence"]
+        return {"ranks": ProcessRanks(ranks), "layout": Layout(model.use_remove_padding, mesh)}
+
+    def sharded(self, name: str, skeleton: nn.Module, source: nn.Module | None, config: FSDPConfig) -> nn.Module:
+        """The weightless ``skeleton``, sharded and filled; the skeleton itself is kept for names and exports."""
+        self.skeletons[name] = copy.deepcopy(skeleton)
+        if source is not None and getattr(source, "generation_config", None) is not None:
+            self.skeletons[name].generation_config = source.generation_config
+        module = shard(skeleton, config, self.device)
+        module.to_empty(device="cpu" if offloads(config) else self.device)
+        fill(module, source, self.device)
+        return module
+
+    def trained(self) -> dict[str, Actor | Critic]:
+        return {"actor": self.actor, **({"critic": self.critic} if self.critic else {})}
+
+    def fingerprints(self) -> dict[str, ModelFingerprint]:
+        return {name: fingerprint(self.skeletons[name]) for name in self.trained()}
+
+    def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+        found = self.actor.log_probs(batch, pass_size(self.config.actor_rollout_ref.rollout))
+        reshard(self.actor.module)
+        return found
+
+    def compute_ref_log_prob(self, batch: TrainBatch) -> tuple[Tensor]:
+        found = self.ref.log_probs(batch, pass_size(self.config.actor_rollout_ref.ref))[:1]
+        reshard(self.ref.module)
+        return found
+
+    def compute_values(self, batch: TrainBatch) -> tuple[Tensor]:
+        found = self.critic.values(batch)
+        reshard(self.critic.module)
+        return (found,)
+
+    def update_actor(self, steps: list[TrainBatch], lr_multiplier: float) -> dict[str, float]:
+        return self.actor.update(steps, lr_multiplier)
+
+    def update_critic(self, steps: list[TrainBatch], lr_multiplier: float) -> dict[str, float]:
+        return self.critic.update(steps, lr_multiplier)
+
+    def probe(self) -> tuple[tuple[int, ...], Any]:
+        """The fixed text, and the policy's log-probs of it, [n - 1] float32."""
+        ids = probe_ids(self.actor.module.config.vocab_size)
+        found = probe_log_probs(self.actor)
+        reshard(self.actor.module)
+        return ids, found
+
+    def weights(self, dtype: torch.dtype) -> dict[str, Tensor] | None:
+        return gather(merged_weights(self.actor.module), dtype)
+
+    def save(self, folder: str) -> None:
+        """``actor/`` and ``critic/``: a Hugging Face folder, and the optimizer in parts. All ranks see ``folder``."""
+        tokenizer = load_tokenizer(self.config.actor_rollout_ref.model) if self.lead else None
+        for name, part in self.trained().items():
+            adapters = has_adapters(part.module)
+            state = gather(trained_weights(part.module).items() if adapters else merged_weights(part.module))
+            if self.lead:
+                save_model(self.skeletons[name], tokenizer, Path(folder, name), state)
+            save_optimizer(part.module, part.stepper.optimizer, Path(folder, name, OPTIMIZER))
+
+    def load(self, folder: str) -> None:
+        """What these, or any other number of ranks, or the in-process backend saved."""
+        for name, part in self.trained().items():
+            whole = self.read(name, Path(folder, name)) if self.lead else None
+            fill(part.module, whole, self.device, everything=False)
+            if Path(folder, name, OPTIMIZER).is_dir():
+                load_sharded_optimizer(part.module, part.stepper.optimizer, Path(folder, name, OPTIMIZER))
+            else:
+                load_whole_optimizer(part.module, part.stepper.optimizer, Path(folder, name, "optimizer.pt"))
+
+    def read(self, name: str, folder: Path) -> nn.Module | dict[str, Tensor]:
+        """A checkpoint's weights, whole."""
+        if has_adapters(self.skeletons[name]):
+            return load_adapters(list(trained_weights(self.skeletons[name])), folder)
+        whole = copy.deepcopy(self.skeletons[name]).to_empty(device="cpu")
+        whole.tie_weights()
+        load_weights(whole, folder)
+        return whole

@@ -1,0 +1,131 @@
+"""The phases of a step in this process: one learner and one engine, for tests, debugging and small runs."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from core.checkpoint.provenance import ModelFingerprint
+from core.checkpoint.run_state import save_tensors
+from core.engines.factory import make_engine
+from core.learner.batching import steps_of
+from core.learner.learner import Actor, BasePolicy, Critic, Policy, pass_size
+from core.learner.lora import (
+    add_adapters,
+    fingerprint,
+    merged_weights,
+)
+from core.learner.models import compute_dtype, load_critic, load_policy
+from core.learner.packing import Layout
+from core.learner.saving import load_model, load_optimizer, save_model
+from core.learner.weight_probe import compare_probe, probe_ids, probe_log_probs
+from core.rewards.reward_model import RewardModel
+from core.tracking.profiling import Profile
+from core.types import TrainBatch
+
+if TYPE_CHECKING:
+    from core.config.schema import Config
+
+
+class LocalWorkers:
+    """One learner and one engine, in this process."""
+
+    ranks = 1
+    overlaps = False
+
+    def __init__(self, config: Config, tokenizer: Any, device: torch.device, *, needs_ref: bool, needs_critic: bool):
+        self.config = config
+        self.tokenizer = tokenizer
+        rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+        model = config.actor_rollout_ref.model
+        passes = {
+            "temperature": rollout.temperature or 1.0,
+            "compute_dtype": compute_dtype(actor.fsdp_config.dtype),
+            "layout": Layout(packed=model.use_remove_padding),
+        }
+        policy = load_policy(model).to(device)
+        self.engine = make_engine(config, lambda: copy.deepcopy(policy).requires_grad_(False), tokenizer, device)
+        self.ref = self.critic = None
+        if needs_ref and not model.lora_rank:
+            self.ref = Policy(copy.deepcopy(policy).requires_grad_(False), **passes)
+        bypass = config.algorithm.rollout_correction.bypass_mode
+        self.actor = Actor(add_adapters(policy, model, config.trainer.seed), actor, bypass=bypass, **passes)
+        if needs_ref and model.lora_rank:
+            self.ref = BasePolicy(policy, **passes)
+        if needs_critic:
+            critic = load_critic(config.critic.model, seed=config.trainer.seed).to(device)
+            critic = add_adapters(critic, config.critic.model, config.trainer.seed)
+            dtype = compute_dtype(config.critic.model.fsdp_config.dtype)
+            layout = Layout(packed=config.critic.model.use_remove_padding)
+            self.critic = Critic(critic, config.critic, compute_dtype=dtype, layout=layout)
+        self.judge = RewardModel(config.reward_model, device).judge if config.reward_model.enable else None
+
+    def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+        self.engine.sleep()
+        return self.actor.log_probs(batch, pass_size(self.config.actor_rollout_ref.rollout))
+
+    def compute_ref_log_prob(self, batch: TrainBatch) -> Tensor:
+        self.engine.sleep()
+        return self.ref.log_probs(batch, pass_size(self.config.actor_rollout_ref.ref))[0]
+
+    def compute_values(self, batch: TrainBatch) -> Tensor:
+        self.engine.sleep()
+        return self.critic.values(batch)
+
+    def update_actor(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
+        self.engine.sleep()
+        actor, length = self.config.actor_rollout_ref.actor, self.config.data.max_response_length
+        return self.actor.update(steps_of(batch, actor, length, actor.policy_loss.loss_mode), lr_multiplier)
+
+    def update_critic(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
+        self.engine.sleep()
+        steps = steps_of(batch, self.config.critic, self.config.data.max_response_length)
+        return self.critic.update(steps, lr_multiplier)
+
+    def sync_weights(self, version: int) -> dict[str, float]:
+        self.engine.update_weights(merged_weights(self.actor.module), version)
+        return {"rollout_corr/probe_diff": self.probe()}
+
+    def probe(self) -> float:
+        """Largest difference between engine and learner log-probs on a fixed text, or WeightSyncError."""
+        ids = probe_ids(self.actor.module.config.vocab_size)
+        return compare_probe(probe_log_probs(self.actor), self.engine.probe(ids), bf16=not self.full_precision)
+
+    @property
+    def threads(self) -> int:
+        return torch.get_num_threads()
+
+    @property
+    def full_precision(self) -> bool:
+        engine = compute_dtype(self.config.actor_rollout_ref.rollout.dtype)
+        return self.actor.compute_dtype is None and engine is None
+
+    def fingerprints(self) -> dict[str, ModelFingerprint]:
+        models = {"actor": self.actor, **({"critic": self.critic} if self.critic else {})}
+        return {name: fingerprint(part.module) for name, part in models.items()}
+
+    def save(self, folder: Path) -> None:
+        for name, part in (("actor", self.actor), ("critic", self.critic)):
+            if part is not None:
+                save_model(part.module, self.tokenizer, folder / name)
+                save_tensors(folder / name / "optimizer.pt", part.stepper.optimizer.state_dict())
+
+    def load(self, folder: Path) -> None:
+        for name, part in (("actor", self.actor), ("critic", self.critic)):
+            if part is not None:
+                load_model(part.module, folder / name)
+                load_optimizer(part, folder / name)
+
+    def start_profile(self) -> None:
+        self.profile = Profile(self.config.global_profiler.tool)
+        self.profile.start()
+
+    def stop_profile(self, folder: Path, name: str) -> None:
+        self.profile.stop(folder / f"{name}.json")
+
+    def close(self) -> None:
+        self.engine.close()

@@ -1,0 +1,62 @@
+"""The loop of a run as a Ray actor (:class:`core.cluster.driver.DriverProcess`), and how a shell finds or makes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+import torch
+from ray.exceptions import RayActorError
+
+from core.cluster.driver import WAIT_S, DriverProcess, News
+from core.cluster.ray_pools import actor_class, connect
+from core.cluster.ray_watch import ASIDE, GRACE_S
+from core.errors import WorkersLost
+
+if TYPE_CHECKING:
+    from core.config.schema import Config
+
+DRIVER = actor_class(DriverProcess, 4)
+NAMESPACE = "rlrepro"
+
+
+class RayDriver:
+    """A run's loop in an actor: :class:`core.cluster.driver.Driver`."""
+
+    def __init__(self, actor: Any):
+        self.actor = actor
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        try:
+            return ray.get(getattr(self.actor, method).options(**ASIDE).remote(*args))
+        except RayActorError as error:
+            raise WorkersLost(f"the process of the run's loop died: {' '.join(str(error).split())[:600]}") from error
+
+    def settings(self) -> dict[str, Any]:
+        return self._ask("settings")
+
+    def read(self, seen: int) -> News:
+        return self._ask("read", seen, WAIT_S)
+
+    def interrupt(self) -> None:
+        self._ask("interrupt")
+
+    def kill(self) -> None:
+        """Returns once it is known to be dead: the shell may be gone the next moment, and its request with it."""
+        ray.kill(self.actor)
+        ray.wait([self.actor.settings.options(**ASIDE).remote()], timeout=GRACE_S)
+
+
+def place_driver(trainer: str, config: Config, restarts: int) -> tuple[RayDriver, bool]:
+    """The actor of this run folder's loop, and whether it was there already. It takes no GPU and outlives the shell."""
+    if not ray.is_initialized():
+        connect(config, torch.device(config.trainer.device or ("cuda" if torch.cuda.is_available() else "cpu")))
+    name = f"driver of {Path(config.trainer.default_local_dir).absolute()}"
+    try:
+        return RayDriver(ray.get_actor(name, namespace=NAMESPACE)), True
+    except ValueError:  # there is none
+        options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0, "num_gpus": 0}
+    driver = RayDriver(DRIVER.options(**options).remote())
+    driver._ask("start", trainer, config, restarts)
+    return driver, False

@@ -1,0 +1,194 @@
+"""Engine actors behind the engine contract, and the reward model's actor as a function of answers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import RayError
+from torch import Tensor
+
+from core.cluster.processes import packed
+from core.cluster.ray_watch import GRACE_S, Watch
+from core.engines import SampleRequest
+from core.rewards.model import Answer, Judgement
+from core.types import Trajectory
+
+PAUSE_S = 1.0  # between two looks at the actors' lives while samples are awaited
+
+
+@dataclass
+class _Awaited:
+    """A sample in flight."""
+
+    future: asyncio.Future
+    request: SampleRequest
+    engine: str | None = None
+
+
+class RayEngine:
+    """The engine contract over engine actors.
+
+    What is asked in one turn of the event loop travels together, so that an engine sees it at once: prompts are then
+    prefilled once, and a replay meets the same batches. The samples of a prompt go to one engine.
+    """
+
+    def __init__(self, watch: Watch, engines: Sequence[str]):
+        self.watch, self.engines = watch, list(engines)
+        self.policy_version = 0
+        self._keys = count()
+        self._awaited: dict[int, _Awaited] = {}
+        self._aborts: list[ray.ObjectRef] = []
+        self._tasks: set[asyncio.Task] = set()
+        self._progress = 0.0
+        self._closed = False
+
+    async def sample(self, request: SampleRequest) -> Trajectory:
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+        self._forget_closed_loops()
+        key, loop = next(self._keys), asyncio.get_running_loop()
+        if not any(one.engine is None for one in self._awaited.values()):
+            loop.call_soon(self._send)
+        one = self._awaited[key] = _Awaited(loop.create_future(), request)
+        try:
+            return await one.future
+        finally:
+            if self._awaited.pop(key, None) and one.future.cancelled():
+                self._abort(key, one)
+
+    def _send(self) -> None:
+        """Places what was asked since the last time: beside the same prompt, else where least is in flight."""
+        fresh = {key: one for key, one in self._awaited.items() if one.engine is None}
+        sent = [one for one in self._awaited.values() if one.engine is not None]
+        place = {one.request.prompt_ids: one.engine for one in sent}
+        load = {name: sum(one.engine == name for one in sent) for name in self.engines}
+        parts: dict[str, list[tuple[int, SampleRequest]]] = {}
+        for key, one in fresh.items():
+            one.engine = place.setdefault(one.request.prompt_ids, min(self.engines, key=load.__getitem__))
+            load[one.engine] += 1
+            parts.setdefault(one.engine, []).append((key, one.request))
+        self._progress = time.monotonic()
+        if not any(task.get_name() == "watch" and not task.done() for task in self._tasks):
+            self._begin(self._look_after(), "watch")
+        for engine, requests in parts.items():
+            self._begin(self._relay(engine, requests), "relay")
+
+    def _begin(self, work: Any, name: str) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _relay(self, engine: str, requests: list[tuple[int, SampleRequest]]) -> None:
+        """Hands the actor's outcomes to those who await them."""
+        try:
+            stream = self.watch.actors[engine].sample.options(num_returns="streaming").remote(requests)
+            async for part in stream:
+                self._progress = time.monotonic()
+                for key, outcome in await part:
+                    self._settle(key, outcome)
+        except RayError as error:
+            cause = await asyncio.to_thread(self.watch.cause, "generate", error)
+            for key, _ in requests:
+                self._settle(key, cause)
+
+    async def _look_after(self) -> None:
+        """While samples are awaited: any actor's death, silence, or no sample for too long, ends them all."""
+        next_beat = time.monotonic() + self.watch.look_s
+        while self._awaited:
+            await asyncio.sleep(PAUSE_S)
+            error = self.watch.lost("generate")
+            busy = sorted({one.engine for one in self._awaited.values() if one.engine})
+            if error is None and busy and time.monotonic() - self._progress > self.watch.timeout_s:
+                error = await asyncio.to_thread(self.watch.timeout, "generate", busy)
+            if error is None and busy and time.monotonic() > next_beat:
+                next_beat = time.monotonic() + self.watch.look_s
+                error = await asyncio.to_thread(self.watch.silence, "generate", busy)
+            if error is not None:
+                for key in list(self._awaited):
+                    self._settle(key, error)
+                return
+
+    def _settle(self, key: int, outcome: Trajectory | BaseException) -> None:
+        one = self._awaited.get(key)
+        if one is None or one.future.done():
+            return
+        if isinstance(outcome, asyncio.CancelledError):
+            one.future.cancel()
+        elif isinstance(outcome, BaseException):
+            one.future.set_exception(outcome)
+        else:
+            one.future.set_result(outcome)
+
+    def _abort(self, key: int, one: _Awaited) -> None:
+        if one.engine in self.watch.actors and not self._closed:
+            self._aborts.append(self.watch.actors[one.engine].abort.remote(key))
+
+    def _forget_closed_loops(self) -> None:
+        for key, one in list(self._awaited.items()):
+            if one.future.get_loop().is_closed():
+                self._abort(key, self._awaited.pop(key))
+        self._tasks = {task for task in self._tasks if not task.get_loop().is_closed()}
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self.publish(ray.put(packed(named_tensors)), version, {})
+
+    def publish(self, weights: ray.ObjectRef, version: int, others: dict[str, ray.ObjectRef]) -> None:
+        """Gives every engine what ``weights`` will hold; waits for ``others`` too."""
+        self._refuse_in_flight("update_weights")
+        calls = {name: self.watch.actors[name].update_weights.remote([weights], version) for name in self.engines}
+        self.watch.wait("update_weights", {**others, **calls})
+        self.policy_version = version
+
+    def sleep(self) -> None:
+        self._refuse_in_flight("sleep")
+        self.watch.wait("sleep", {name: self.watch.actors[name].sleep.remote() for name in self.engines})
+
+    def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:
+        return self.probes(token_ids)[0]
+
+    def probes(self, token_ids: tuple[int, ...]) -> list[np.ndarray]:
+        calls = {name: self.watch.actors[name].probe.remote(token_ids) for name in self.engines}
+        return self.watch.wait("probe", calls)
+
+    def _refuse_in_flight(self, what: str) -> None:
+        self._forget_closed_loops()
+        if self._awaited:
+            raise RuntimeError(f"{what} with {len(self._awaited)} requests in flight: await or cancel them")
+        aborts, self._aborts = self._aborts, []  # calls of an actor with coroutines may overtake one another
+        if aborts:
+            ray.wait(aborts, num_returns=len(aborts), timeout=self.watch.timeout_s)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._forget_closed_loops()
+        for one in self._awaited.values():
+            one.future.cancel()
+        calls = [self.watch.actors[name].close.remote() for name in self.engines]
+        ray.wait(calls, num_returns=len(calls), timeout=GRACE_S)
+
+
+class RayJudge:
+    """The reward model's actor, as a function of answers; it has the phases' deadline."""
+
+    NAME = "reward model"
+
+    def __init__(self, watch: Watch):
+        self.watch = watch
+
+    async def __call__(self, answers: Sequence[Answer]) -> list[Judgement]:
+        call = self.watch.actors[self.NAME].judge.remote(list(answers))
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(call.future()), self.watch.timeout_s)
+        except TimeoutError:
+            raise await asyncio.to_thread(self.watch.timeout, "judge", [self.NAME]) from None
+        except RayError as error:
+            raise await asyncio.to_thread(self.watch.cause, "judge", error) from error

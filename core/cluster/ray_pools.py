@@ -1,0 +1,228 @@
+"""The processes of a run on Ray: a connection, placement groups, and an actor for each learner rank and engine.
+
+A node has a placement group with a bundle a rank. By default the engines sit beside the ranks and take turns with them
+on their GPUs (or, on the CPU, on the node's cores); with ``hybrid_engine=False`` they have a pool of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+import torch
+from ray.exceptions import RayError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from core.cluster.driver import FOLDER
+from core.cluster.processes import EngineProcess, LearnerProcess, RewardModelProcess
+from core.cluster.ray_engine import RayEngine, RayJudge
+from core.cluster.ray_watch import Watch
+from core.config.frozen import thaw
+from core.errors import InputError
+from core.tracking.profiling import runtime_env
+from core.tracking.run_manifest import ROOT
+
+if TYPE_CHECKING:
+    from core.config.schema import Config
+
+log = logging.getLogger(__name__)
+
+START_S = 300.0  # for the cluster to have room
+# A cluster that a token protects turns others away without a word of it.
+TOKEN_HINT = "; where `ray start` made the cluster ask for a token, set RAY_AUTH_MODE=token"
+
+
+def actor_class(body: type, threads: int) -> Any:
+    """An actor class; ``threads`` answer aside while a method is at work."""
+    return ray.remote(concurrency_groups={"aside": threads})(body)
+
+
+LEARNER, ENGINE, JUDGE = (actor_class(body, 2) for body in (LearnerProcess, EngineProcess, RewardModelProcess))
+
+
+def connect(config: Config, device: torch.device) -> None:
+    """To the cluster that ``ray_kwargs.ray_init.address`` or RAY_ADDRESS names, or to a local Ray that this starts.
+
+    ``ray_kwargs.ray_init`` goes to ``ray.init`` as it is. On a cluster, processes find this code under the same path
+    and stand in the same folder as this one, unless ``runtime_env`` says otherwise. Raises InputError.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    options = {name: value for name, value in thaw(config.ray_kwargs.ray_init).items() if value is not None}
+    if options.get("address", os.environ.get("RAY_ADDRESS", "local")) == "local":
+        options["address"] = "local"  # and not what else may be found on this machine
+        options.setdefault("include_dashboard", False)
+        if device.type == "cpu":  # Ray's CPUs are tickets: more ranks than cores are slow, not impossible
+            trainer, part = config.trainer, config.actor_rollout_ref
+            apart = 0 if part.hybrid_engine else part.rollout.nnodes * part.rollout.n_gpus_per_node
+            bundles = trainer.nnodes * trainer.n_gpus_per_node + apart
+            options.setdefault("num_cpus", max(bundles, os.cpu_count() or 1))
+    else:
+        environment = options.setdefault("runtime_env", {})
+        if "working_dir" not in environment:
+            path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+            ours = {"PYTHONPATH": path, FOLDER: os.getcwd()}
+            given = {name: str(value) for name, value in environment.get("env_vars", {}).items()}
+            environment["env_vars"] = {**ours, **given}
+    try:
+        ray.init(**{"logging_level": logging.WARNING, **options})
+    except (ConnectionError, ValueError, TypeError) as error:  # no such cluster, or an argument it does not take
+        unsaid = isinstance(error, ConnectionError) and "RAY_AUTH_MODE" not in os.environ
+        raise InputError(f"ray_kwargs.ray_init={options}: {error}{TOKEN_HINT if unsaid else ''}") from error
+
+
+class RayProcesses:
+    """The actors of a run, from the connection to their end.
+
+    An engine computes on ``rollout.tensor_model_parallel_size`` GPUs of its pool, hf on one; on the CPU a node that
+    engines share with learners has one engine with all of the node's threads.
+    Starts a local Ray unless ``ray_kwargs.ray_init.address`` names a cluster or one is connected to already, and
+    ends what it started. Raises InputError where there is no room.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Any,
+        device: torch.device,
+        *,
+        needs_ref: bool,
+        needs_critic: bool,
+        master_dtype: torch.dtype = torch.float32,
+    ):
+        trainer = config.trainer
+        self.config, self.device = config, device
+        self.per_node, self.ranks = trainer.n_gpus_per_node, trainer.nnodes * trainer.n_gpus_per_node
+        cores = os.cpu_count() or 1
+        self.threads = trainer.cpu_threads or max(1, cores // self.per_node)
+        self.watch = Watch(trainer.phase_timeout_s, trainer.heartbeat_timeout_s)
+        self.learners: list[Any] = []
+        self.engine: RayEngine | None = None
+        self.judge: RayJudge | None = None
+        self.groups: list[Any] = []  # a node each
+        self.engine_groups: list[Any] = []  # of the engines' own pool
+        self.owns_ray = not ray.is_initialized()
+        try:
+            if self.owns_ray:
+                connect(config, device)
+            if trainer.device is None and ray.cluster_resources().get("GPU"):
+                self.device = torch.device("cuda")  # the driver's own machine need not have one
+            self._reserve()
+            self._start(needs_ref, needs_critic, master_dtype)
+            if config.reward_model.enable:
+                self.judge = self._start_judge()
+        except BaseException:
+            self.close()
+            raise
+
+    def _reserve(self) -> None:
+        trainer, part = self.config.trainer, self.config.actor_rollout_ref
+        rollout = part.rollout
+        self.engine_gpus = rollout.tensor_model_parallel_size if rollout.name == "vllm" else 1
+        self.groups = self._pool(trainer.nnodes, self.per_node, 1)
+        if not part.hybrid_engine:
+            self.engine_groups = self._pool(
+                rollout.nnodes, rollout.n_gpus_per_node // self.engine_gpus, self.engine_gpus
+            )
+        deadline = time.monotonic() + min(START_S, self.watch.timeout_s)
+        if not all(group.wait(max(0.0, deadline - time.monotonic())) for group in self.groups + self.engine_groups):
+            pool = f" and of rollout.nnodes={rollout.nnodes} rollout.n_gpus_per_node={rollout.n_gpus_per_node}"
+            own = pool if self.engine_groups else ""
+            raise InputError(
+                f"trainer.nnodes={trainer.nnodes} trainer.n_gpus_per_node={self.per_node}: no room for that many "
+                f"bundles of {self._bundle(1)} on that many nodes{own}; the cluster has "
+                f"{ray.cluster_resources()} in all and {ray.available_resources()} left. Ask for less, or wait for "
+                "other runs to end"
+            )
+
+    def _bundle(self, gpus: int) -> dict[str, float]:
+        return {"CPU": 1.0, **({"GPU": float(gpus)} if self.device.type == "cuda" else {})}
+
+    def _pool(self, nodes: int, bundles: int, gpus: int) -> list[Any]:
+        return [placement_group([self._bundle(gpus)] * bundles, strategy="STRICT_PACK") for _ in range(nodes)]
+
+    def _start(self, needs_ref: bool, needs_critic: bool, master_dtype: torch.dtype) -> None:
+        for rank in range(self.ranks):
+            place = self._place(self.groups[rank // self.per_node], rank % self.per_node, gpus=1)
+            self.learners.append(LEARNER.options(**place).remote(self.threads))
+            self.watch.add(f"learner rank {rank}", self.learners[-1])
+        engines = self._start_engines()
+        (address,) = self.watch.wait(
+            "start", {"learner rank 0": self.learners[0].host.remote(ray.util.get_node_ip_address)}
+        )
+        options = {"device": self.device, "needs_ref": needs_ref, "needs_critic": needs_critic}
+        calls = {
+            f"learner rank {rank}": actor.join.remote(
+                rank, self.ranks, address, self.watch.timeout_s, self.config, master_dtype=master_dtype, **options
+            )
+            for rank, actor in enumerate(self.learners)
+        }
+        calls.update({name: self.watch.actors[name].start.remote() for name in engines})
+        self.watch.wait("load", calls)
+        self.engine = RayEngine(self.watch, engines)
+
+    def _start_engines(self) -> list[str]:
+        """An actor an engine; returns their names. Beside learners Ray's GPUs are the learners', and an engine is told
+        which of them are its own."""
+        cores = self.config.trainer.cpu_threads or os.cpu_count() or 1
+        if self.engine_groups:
+            places = [(group, index) for group in self.engine_groups for index in range(group.bundle_count)]
+            each = [(place, (), max(1, cores // place[0].bundle_count)) for place in places]
+        elif self.device.type == "cuda":
+            calls = {f"learner rank {r}": actor.gpus.remote(ray.get_gpu_ids) for r, actor in enumerate(self.learners)}
+            gpus = self.watch.wait("start", calls)
+            firsts = range(0, self.ranks, self.engine_gpus)
+            taken = [sum(gpus[rank : rank + self.engine_gpus], []) for rank in firsts]
+            places = [(self.groups[rank // self.per_node], rank % self.per_node) for rank in firsts]
+            each = [(place, own, self.threads) for place, own in zip(places, taken, strict=True)]
+        else:
+            each = [((group, 0), (), cores) for group in self.groups]
+        names = []
+        for (group, index), own_gpus, threads in each:
+            place = self._place(group, index, gpus=self.engine_gpus if self.engine_groups else 0)
+            names.append(f"engine {len(names)}")
+            self.watch.add(names[-1], ENGINE.options(**place).remote(self.config, self.device, threads, own_gpus))
+        return names
+
+    def _place(self, group: Any, index: int, gpus: int) -> dict[str, Any]:
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+        given = gpus if self.device.type == "cuda" else 0
+        profiler = runtime_env(self.config.global_profiler)
+        return {"scheduling_strategy": strategy, "num_cpus": 0.5, "num_gpus": given, **profiler}
+
+    def _start_judge(self) -> RayJudge:
+        """The reward model has a GPU of its own, where there are any: it works while the engines decode."""
+        gpus = 1 if self.device.type == "cuda" else 0
+        actor = JUDGE.options(num_cpus=0, num_gpus=gpus).remote(self.config, self.device, self.threads)
+        self.watch.add(RayJudge.NAME, actor)
+        self.watch.wait("load", {RayJudge.NAME: actor.ready.remote()})
+        return RayJudge(self.watch)
+
+    def close(self) -> None:
+        """Ends the actors and what else this object started. A second call does nothing."""
+        if not ray.is_initialized():
+            return
+        if self.engine is not None:
+            self.engine.close()
+        if self.config.ray_kwargs.timeline_json_file and self.watch.actors:
+            _write_timeline(Path(self.config.ray_kwargs.timeline_json_file).expanduser())
+        for actor in self.watch.actors.values():
+            ray.kill(actor)
+        for group in self.groups + self.engine_groups:
+            remove_placement_group(group)
+        self.watch.actors, self.learners, self.groups, self.engine_groups, self.engine = {}, [], [], [], None
+        if self.owns_ray:
+            ray.shutdown()
+
+
+def _write_timeline(path: Path) -> None:
+    """Where each process was when, for chrome://tracing or Perfetto. Without it a run is none the worse."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        ray.timeline(filename=str(path))
+    except (RayError, OSError) as error:
+        log.warning("ray_kwargs.timeline_json_file=%s was not written: %s", path, error)

@@ -1,0 +1,113 @@
+"""Waiting for Ray actors: every remote call has a deadline, and an actor that dies or hangs ends the wait."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from core.errors import WorkersLost
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 30.0  # how often a phase that goes on is mentioned
+GRACE_S = 5.0  # for a death to be known after the error that it caused elsewhere, for stacks, for a tidy end
+ASIDE = {"concurrency_group": "aside"}  # threads of an actor that answer while it is at work
+
+
+class PhaseTimeout(WorkersLost):
+    """A remote phase passed its deadline."""
+
+
+class Watch:
+    """Waits for remote calls, with a deadline and an eye on every actor.
+
+    An actor that dies ends a wait at once, one that works on without an end at the deadline, and one that gives no
+    sign of life (its process is stopped, or the machine hangs) after ``silence_s``.
+    """
+
+    def __init__(self, timeout_s: float, silence_s: float = 300.0):
+        self.timeout_s, self.silence_s = timeout_s, silence_s
+        self.look_s = min(LOOK_S, silence_s / 4)
+        self.actors: dict[str, Any] = {}
+        self.lifelines: dict[ray.ObjectRef, str] = {}
+        self.beats: dict[str, tuple[ray.ObjectRef, float]] = {}  # the last one asked for, and when
+
+    def add(self, name: str, actor: Any) -> None:
+        self.actors[name] = actor
+        self.lifelines[actor.lifeline.options(**ASIDE).remote()] = name
+
+    def wait(self, phase: str, calls: dict[str, ray.ObjectRef]) -> list[Any]:
+        """The results, in the order of ``calls`` (actor's name -> call).
+
+        Raises WorkersLost where an actor died, PhaseTimeout where the deadline passed, else what an actor raised.
+        """
+        start, results = time.monotonic(), dict.fromkeys(calls)
+        pending = {ref: name for name, ref in calls.items()}
+        while pending:
+            left = self.timeout_s - (time.monotonic() - start)
+            if left <= 0:
+                raise self.timeout(phase, pending.values())
+            ready, _ = ray.wait([*pending, *self.lifelines], timeout=min(left, self.look_s))
+            if not ready:
+                log.info("%s: waiting for %s, %.0f s", phase, ", ".join(pending.values()), time.monotonic() - start)
+                if error := self.silence(phase, pending.values()):
+                    raise error
+            for ref in ready:
+                if ref in self.lifelines:
+                    raise self.lost(phase)
+                try:
+                    results[pending.pop(ref)] = ray.get(ref)
+                except RayError as error:
+                    raise self.cause(phase, error) from error
+        return list(results.values())
+
+    def lost(self, phase: str, within_s: float = 0.0) -> WorkersLost | None:
+        """What to raise if an actor died, or does within the time given."""
+        dead, _ = ray.wait([*self.lifelines], timeout=within_s)
+        if not dead:
+            return None
+        try:
+            ray.get(dead[0])
+        except RayError as error:
+            reason = " ".join(str(error).split())
+        return WorkersLost(f"{self.lifelines[dead[0]]} died in phase {phase}: {reason[:600]}")
+
+    def cause(self, phase: str, error: RayError) -> BaseException:
+        """The death behind an error, if there is one (ranks fail when one of them goes), else the actor's own."""
+        own = error.cause if isinstance(error, RayTaskError) else error
+        broken = isinstance(own, RuntimeError | RayError)  # what a broken connection raises
+        return self.lost(phase, GRACE_S if broken else 0.0) or own
+
+    def silence(self, phase: str, names: Iterable[str]) -> PhaseTimeout | None:
+        """Asks each actor for a sign of life; what to raise where one has owed it for too long."""
+        now, silent = time.monotonic(), []
+        for name in names:
+            beat, asked = self.beats.get(name, (None, now))
+            if beat is None or ray.wait([beat], timeout=0)[0]:
+                self.beats[name] = self.actors[name].beat.options(**ASIDE).remote(), now
+            elif now - asked > self.silence_s:
+                silent.append(name)
+        why = f"gave no sign of life in phase {phase} for trainer.heartbeat_timeout_s={self.silence_s:g}"
+        return self.with_stacks(why, silent) if silent else None
+
+    def timeout(self, phase: str, names: Iterable[str]) -> PhaseTimeout:
+        why = f"did not finish phase {phase} within trainer.phase_timeout_s={self.timeout_s:g}"
+        return self.with_stacks(why, list(names))
+
+    def with_stacks(self, why: str, names: Sequence[str]) -> PhaseTimeout:
+        stacks = {name: self.actors[name].stacks.options(**ASIDE).remote() for name in names}
+        ready, _ = ray.wait(list(stacks.values()), num_returns=len(stacks), timeout=GRACE_S)
+        shown = [f"{name}:\n{_text(ref) if ref in ready else 'does not answer'}" for name, ref in stacks.items()]
+        return PhaseTimeout(f"{', '.join(names)} {why}; Python stacks:\n" + "\n".join(shown))
+
+
+def _text(ref: ray.ObjectRef) -> str:
+    try:
+        return ray.get(ref)
+    except RayError as error:
+        return str(error)

@@ -1,0 +1,153 @@
+"""The same phases on a cluster: :class:`core.cluster.workers.Workers` over Ray actors.
+
+Batches are split over the learner's ranks here, about equal in tokens. Whatever is asked of an actor goes through
+:class:`core.cluster.ray_watch.Watch`: it has a deadline, and an actor that dies ends it at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.checkpoint.provenance import ModelFingerprint
+from core.cluster.ray_engine import RayJudge
+from core.cluster.ray_pools import RayProcesses
+from core.learner.batching import busy_rows, rank_shares, steps_of
+from core.learner.learner import only_advantages_train
+from core.learner.models import compute_dtype
+from core.learner.weight_probe import compare_probe
+from core.types import TrainBatch
+
+
+class RayWorkers(RayProcesses):
+    """The phases over ``trainer.nnodes * trainer.n_gpus_per_node`` learner ranks.
+
+    Checkpoints need a folder that all nodes see.
+    """
+
+    def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+        part = self.config.actor_rollout_ref.actor
+        log_prob, entropy = self._pass("old_log_prob", "compute_log_probs", batch, part)
+        return log_prob, entropy
+
+    def compute_ref_log_prob(self, batch: TrainBatch) -> Tensor:
+        return self._pass("ref", "compute_ref_log_prob", batch, self.config.actor_rollout_ref.ref)[0]
+
+    def compute_values(self, batch: TrainBatch) -> Tensor:
+        return self._pass("values", "compute_values", batch, self.config.critic)[0]
+
+    def update_actor(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
+        part, length = self.config.actor_rollout_ref.actor, self.config.data.max_response_length
+        steps = steps_of(batch, part, length, part.policy_loss.loss_mode)
+        return self._update("update_actor", steps, only_advantages_train(part), lr_multiplier, part)
+
+    def update_critic(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
+        steps = steps_of(batch, self.config.critic, self.config.data.max_response_length)
+        return self._update("update_critic", steps, False, lr_multiplier, self.config.critic)
+
+    def sync_weights(self, version: int) -> dict[str, float]:
+        rollout = self.config.actor_rollout_ref.rollout
+        dtype = compute_dtype(rollout.dtype) or torch.float32
+        first, *others = (actor.weights.remote(dtype) for actor in self.learners)
+        self.engine.publish(first, version, {f"learner rank {r}": ref for r, ref in enumerate(others, start=1)})
+        ids, expected = self._each("probe", "probe", [()] * self.ranks)[0]
+        bf16 = not self.full_precision
+        differences = [compare_probe(expected, found, bf16=bf16) for found in self.engine.probes(ids)]
+        return {"rollout_corr/probe_diff": max(differences)}
+
+    @property
+    def full_precision(self) -> bool:
+        part = self.config.actor_rollout_ref
+        return compute_dtype(part.actor.fsdp_config.dtype) is None and compute_dtype(part.rollout.dtype) is None
+
+    @property
+    def overlaps(self) -> bool:
+        """Not where engine and learner take turns on a GPU."""
+        return self.device.type == "cpu" or not self.config.actor_rollout_ref.hybrid_engine
+
+    def fingerprints(self) -> dict[str, ModelFingerprint]:
+        return self._each("fingerprints", "fingerprints", [()])[0]
+
+    def save(self, folder: Path) -> None:
+        self._each("save_checkpoint", "save", [(str(folder.absolute()),)] * self.ranks)
+
+    def load(self, folder: Path) -> None:
+        self._each("load_checkpoint", "load", [(str(folder.absolute()),)] * self.ranks)
+
+    def start_profile(self) -> None:
+        tool = self.config.global_profiler.tool
+        calls = {name: actor.start_profile.remote(tool) for name, actor in self._profiled().items()}
+        self.watch.wait("start_profile", calls)
+
+    def stop_profile(self, folder: Path, name: str) -> None:
+        calls = {
+            actor: handle.stop_profile.remote(str(folder.absolute() / f"{name}_{actor.replace(' ', '_')}.json"))
+            for actor, handle in self._profiled().items()
+        }
+        self.watch.wait("stop_profile", calls)
+
+    def _profiled(self) -> dict[str, Any]:
+        """Learners and engines; not a reward model."""
+        return {name: actor for name, actor in self.watch.actors.items() if name != RayJudge.NAME}
+
+    def _each(self, phase: str, method: str, arguments: Sequence[tuple]) -> list[Any]:
+        """The method on rank 0, 1, ... with its arguments."""
+        calls = {
+            f"learner rank {rank}": self.learners[rank].call.remote(method, *a) for rank, a in enumerate(arguments)
+        }
+        return self.watch.wait(phase, calls)
+
+    def _take_turns(self) -> None:
+        """Engines on the learners' GPUs sleep from here to the next sync."""
+        part = self.config.actor_rollout_ref
+        if self.device.type == "cuda" and part.hybrid_engine and part.rollout.free_cache_engine:
+            self.engine.sleep()
+
+    def _shares(self, batch: TrainBatch, together: int) -> list[Tensor]:
+        """Row numbers for each group of ``together`` neighbours, which split the tokens of the same rows."""
+        groups = self.ranks // together
+        if self.config.trainer.balance_batch:
+            return rank_shares(batch.attention_mask.sum(dim=1), groups)
+        return list(torch.arange(len(batch)).tensor_split(groups))
+
+    def _pass(self, phase: str, method: str, batch: TrainBatch, part: Any) -> list[Tensor]:
+        """A pass of ``part`` over all rows, put together again: [B, T] tensors."""
+        self._take_turns()
+        together = part.ulysses_sequence_parallel_size
+        shares = self._shares(batch, together)
+        rows = [_trimmed(batch, share) for share in shares]
+        parts = self._each(phase, method, [(rows[rank // together],) for rank in range(self.ranks)])[::together]
+        whole = [torch.zeros(batch.input_ids.shape, dtype=one.dtype) for one in parts[0]]
+        for share, found in zip(shares, parts, strict=True):
+            for target, value in zip(whole, found, strict=True):
+                target[share, : value.shape[1]] = value
+        return whole
+
+    def _update(
+        self, phase: str, steps: Iterable[TrainBatch], only_advantages: bool, lr_multiplier: float, part: Any
+    ) -> dict[str, float]:
+        """All optimizer steps of ``part``. The rows that train are shared out apart from those that only a metric
+        reads."""
+        self._take_turns()
+        together = part.ulysses_sequence_parallel_size
+        by_group: list[list[TrainBatch]] = [[] for _ in range(self.ranks // together)]
+        for step in steps:
+            busy = busy_rows(step, only_advantages_train=only_advantages)
+            shares = []
+            for chosen in (busy, ~busy):
+                rows = chosen.nonzero()[:, 0]
+                shares.append([rows[share] for share in self._shares(step.rows(rows), together)])
+            for mine, indices in zip(by_group, zip(*shares, strict=True), strict=True):
+                mine.append(_trimmed(step, torch.cat(indices)))
+        arguments = [(by_group[rank // together], lr_multiplier) for rank in range(self.ranks)]
+        return self._each(phase, phase, arguments)[0]
+
+
+def _trimmed(batch: TrainBatch, index: Tensor) -> TrainBatch:
+    """The rows without the columns that only others fill."""
+    rows = batch.rows(index)
+    return rows.cut(max(2, int(rows.attention_mask.sum(dim=1).max()))) if len(rows) else rows.cut(2)

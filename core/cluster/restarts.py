@@ -1,0 +1,59 @@
+"""A run in this process, from its trainer to its last line, started again where a process is lost."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from core.config import convert
+from core.errors import InputError, WorkersLost
+from core.tracking.health import UnhealthyRun
+
+if TYPE_CHECKING:
+    from core.config.schema import Config
+
+log = logging.getLogger("core")
+
+
+def work(trainer: str, config: Config, restarts: int = 0, began: Callable[[Any, int], None] = lambda *_: None) -> None:
+    """The run, in this process. ``began(run, restarts)`` is called with each try's trainer."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    log.setLevel(logging.INFO)
+    module, _, name = trainer.partition(":")
+    run = train(getattr(importlib.import_module(module), name), config, restarts, began)
+    print(f"{run.outcome()}; run folder {run.run_dir}", flush=True)
+
+
+def train(trainer: Callable[[Config], Any], config: Config, restarts: int, began: Callable[[Any, int], None]) -> Any:
+    """Trains to the end; starts again from the run's last checkpoint where a process dies or hangs."""
+    limit = config.trainer.max_restarts
+    while True:
+        run = trainer(config)
+        began(run, restarts)
+        try:
+            _start(run)
+            run.fit()
+            return run
+        except UnhealthyRun as error:
+            print(error, file=sys.stderr)
+            raise SystemExit(1) from error
+        except WorkersLost as error:
+            if restarts >= limit or run.stop.requested:
+                print(f"{error}\n(trainer.max_restarts={limit}: not started again)", file=sys.stderr)
+                raise SystemExit(1) from error
+            log.error("%s", error)
+        restarts += 1
+        if run.saved_step is not None:  # else as the first time: there is nothing of this run to go on from
+            config = convert.replaced(config, {"trainer.resume_mode": "auto"})
+        log.error("restart %d of %d, after step %d", restarts, limit, run.saved_step or 0)
+
+
+def _start(run: Any) -> None:
+    try:
+        run.init_workers()
+    except InputError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None

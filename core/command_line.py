@@ -1,0 +1,111 @@
+"""From the command line to a configuration, a dry run, or one line a problem.
+
+    python -m recipes.grpo.main_grpo key=value ...          runs
+    DRY_RUN=1 python -m recipes.grpo.main_grpo key=value ... composes, checks, prints and exits
+
+Arguments before a lone ``--`` are a run script's own: ``main_grpo data.train_files=... -- "$@"``. They are overrides
+like the others; but a path that a script brings along need not exist yet in a dry run, one that was typed does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Collection, Sequence
+from importlib.util import find_spec
+from typing import NoReturn
+
+from core.config import Composed, Config, diff, examine, paths, to_yaml
+from core.config.convert import show
+from core.config.resolution import resolve
+
+
+def prepare(recipe: str, argv: Sequence[str], hooks: Collection[str] = ()) -> Config:
+    """The configuration to run. Ends the process instead: 2 with problems, 0 after a dry run or ``--help``."""
+    script, typed = _split(argv)
+    if {"-h", "--help"} & {*script, *typed}:
+        print(_help(recipe))
+        raise SystemExit(0)
+    composed = examine(recipe, [*script, *typed], hooks)
+    dry = os.environ.get("DRY_RUN", "").lower() not in ("", "0", "false", "no")
+    problems = [*composed.problems, *_outside(composed, _typed_keys(typed) if dry else None)]
+    if problems:
+        _refuse(problems)
+    if dry:
+        print(_report(recipe, composed))
+        raise SystemExit(0)
+    _notes(composed)
+    return composed.config
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The script's own arguments and the typed ones."""
+    if "--" not in argv:
+        return [], list(argv)
+    at = list(argv).index("--")
+    return list(argv[:at]), [text for text in argv[at + 1 :] if text != "--"]
+
+
+def _typed_keys(typed: Sequence[str]) -> frozenset[str]:
+    from core.config import composition
+
+    return frozenset(composition.read(typed).given)
+
+
+def _outside(composed: Composed, typed: frozenset[str] | None) -> list[str]:
+    """Problems with what lies outside the configuration. A dry run looks at typed paths only."""
+    lines = [str(problem) for problem in paths.missing(composed.config, typed)]
+    if typed is None:
+        lines += _without_vllm(composed.config)
+    return lines
+
+
+def _without_vllm(config: Config) -> list[str]:
+    key = "actor_rollout_ref.rollout.name"
+    if config.actor_rollout_ref.rollout.name != "vllm" or find_spec("vllm"):
+        return []
+    return [f"{key}=vllm: vllm is not installed; make setup installs it where it can, or use {key}=hf"]
+
+
+def _refuse(problems: Sequence[str]) -> NoReturn:
+    print("\n".join(problems), file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _notes(composed: Composed) -> None:
+    """Warnings and inert keys, before anything runs."""
+    for line in composed.warnings:
+        print(f"warning: {line}", file=sys.stderr)
+    for line in _inert(composed):
+        print(f"no effect: {line}", file=sys.stderr)
+
+
+def _inert(composed: Composed) -> list[str]:
+    return [f"{key}={show(value)}: {reason}" for key, (value, reason) in composed.inert.items()]
+
+
+def _report(recipe: str, composed: Composed) -> str:
+    changed = [
+        f"{key}={show(new)} (default {show(old)})"
+        for key, (old, new) in diff(resolve(Config(), recipe), composed.config).items()
+        if key not in composed.idle
+    ]
+    from core.planning import estimate as plan
+
+    blocks = (
+        ("differs from the defaults", changed),
+        ("has no effect in this configuration", _inert(composed)),
+        ("warnings", list(composed.warnings)),
+        ("checked at start", paths.checked_at_start(composed.config)),
+        (f"plan (python -m core.plan {recipe} --gpu NAME plans for others)", plan.shown(composed.config)),
+    )
+    lines = [f"dry run: the configuration of recipe {recipe} is valid"]
+    for title, entries in blocks:
+        if entries:
+            lines += [f"{title}:", *(f"  {entry}" for entry in entries)]
+    return "\n".join(lines)
+
+
+def _help(recipe: str) -> str:
+    shown = to_yaml(examine(recipe, ()).config)
+    return f"python -m recipes.{recipe}.main_{recipe} key=value ...\n(DRY_RUN=1 checks without running)\n\n{shown}"

@@ -1,0 +1,252 @@
+"""Rows of the one data schema (verl's), read from parquet.
+
+=============  ==========================================================================================
+data_source    which scorer judges the answer (the column that ``data.reward_fn_key`` names)
+prompt         a chat as a list of ``{role, content}``, or a plain string (``data.prompt_key``)
+reward_model   ``{style: "rule" | "model", ground_truth: anything}``; a rule needs its ground truth
+extra_info     optional: ``split`` and ``index`` name the question, the rest is for the scorer
+ability        optional, not read
+=============  ==========================================================================================
+
+A file stays a columnar Arrow table; a row becomes Python objects when it is drawn. Files are never
+concatenated, so one may hold strings as ground truth and the next one structs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from core.errors import InputError
+
+Message = Mapping[str, Any]
+MAKE_ONE = "write one with python -m data_preprocess.gsm8k, or give the right path"
+
+
+@dataclass
+class Problems:
+    """Collects everything that is wrong before anything is raised."""
+
+    found: dict[tuple[str, str, str], list[str]] = field(default_factory=dict)
+    shown: int = 10
+
+    def add(self, where: str, rule: str, fix: str, row: int | None = None, value: str = "") -> None:
+        """``where`` is a file or a key; rows that break the same rule share a line."""
+        entries = self.found.setdefault((where, rule, fix), [])
+        if row is not None:
+            entries.append(f"{row}: {value}" if value else str(row))
+
+    def lines(self) -> list[str]:
+        return [self._line(*key, rows) for key, rows in self.found.items()]
+
+    def raise_if_any(self) -> None:
+        if self.found:
+            raise InputError(self.lines())
+
+    def _line(self, where: str, rule: str, fix: str, rows: list[str]) -> str:
+        if not rows:
+            return f"{where}: {rule}; {fix}"
+        more = f" and {len(rows) - self.shown} more" if len(rows) > self.shown else ""
+        noun = "row" if len(rows) == 1 else "rows"
+        return f"{where}: {rule} in {len(rows)} {noun} ({', '.join(rows[: self.shown])}{more}); {fix}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row, checked. ``number`` counts from 0 in its file."""
+
+    file: str
+    number: int
+    data_source: str
+    prompt: str | tuple[Message, ...]
+    ground_truth: Any
+    extra_info: Mapping[str, Any]
+    style: str = "rule"
+
+    @property
+    def where(self) -> str:
+        return f"{self.file} row {self.number}"
+
+    @property
+    def name(self) -> str | None:
+        """What the data calls the question: source, split, index; None where it gives no index."""
+        index = self.extra_info.get("index")
+        if isinstance(index, bool) or not isinstance(index, int | str) or index == "":
+            return None
+        return f"{self.data_source}/{self.extra_info.get('split') or '-'}/{index}"
+
+    @cached_property
+    def prompt_hash(self) -> str:
+        """16 hexadecimal digits; equal prompts share them."""
+        return _hash(self.prompt)
+
+    @cached_property
+    def content_hash(self) -> str:
+        """16 hexadecimal digits of what is asked: source, prompt and ground truth."""
+        return _hash([self.data_source, self.prompt_hash, self.ground_truth])
+
+    @property
+    def name_hash(self) -> str:
+        """Of the name, or of the content where there is no name."""
+        return self.content_hash if self.name is None else _hash(self.name)
+
+
+_canonical = json.JSONEncoder(sort_keys=True, default=str).encode
+
+
+def _hash(value: Any) -> str:
+    text = _canonical(value)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+class RowFile:
+    """The rows of one parquet file.
+
+    Raises InputError when it is missing, empty, not parquet, or lacks a column.
+    """
+
+    def __init__(self, path: str | Path, prompt_key: str = "prompt", reward_fn_key: str = "data_source"):
+        self.path = str(path)
+        self.prompt_key = prompt_key
+        self.reward_fn_key = reward_fn_key
+        self._table = _read_table(Path(path).expanduser(), prompt_key, reward_fn_key)
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def row(self, number: int) -> Row:
+        """The row; InputError where it breaks the schema."""
+        problems = Problems()
+        row = self._checked(self._table.slice(number, 1).to_pylist()[0], number, problems)
+        problems.raise_if_any()
+        return row
+
+    def rows(self, problems: Problems, numbers: np.ndarray | None = None, batch: int = 1024) -> Iterator[Row]:
+        """The rows of these (increasing) numbers, or all, a batch in memory at a time; bad ones go to ``problems``."""
+        for start in range(0, len(self), batch):
+            part = self._table.slice(start, batch)
+            wanted = np.arange(start, start + len(part))
+            if numbers is not None:
+                wanted = numbers[np.searchsorted(numbers, start) : np.searchsorted(numbers, start + batch)]
+                part = part.take(wanted - start)
+            for number, raw in zip(wanted, part.to_pylist(), strict=True):
+                row = self._checked(raw, int(number), problems)
+                if row is not None:
+                    yield row
+
+    def _checked(self, raw: Mapping[str, Any], number: int, problems: Problems) -> Row | None:
+        checks = (
+            _check_source(raw[self.reward_fn_key], self.reward_fn_key),
+            _check_prompt(raw[self.prompt_key], self.prompt_key),
+            _check_reward_model(raw["reward_model"]),
+            _check_extra_info(raw.get("extra_info")),
+        )
+        bad = [check for check in checks if check is not None]
+        for rule, fix, value in bad:
+            problems.add(self.path, rule, fix, number, value)
+        if bad:
+            return None
+        prompt = raw[self.prompt_key]
+        return Row(
+            file=self.path,
+            number=number,
+            data_source=raw[self.reward_fn_key],
+            prompt=prompt if isinstance(prompt, str) else tuple(_without_nulls(message) for message in prompt),
+            ground_truth=raw["reward_model"].get("ground_truth"),
+            extra_info=raw.get("extra_info") or {},
+            style=raw["reward_model"].get("style") or "rule",
+        )
+
+
+def sha256_of(path: str | Path) -> str:
+    """The file's hash, as manifests record it."""
+    with open(Path(path).expanduser(), "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _read_table(path: Path, prompt_key: str, reward_fn_key: str) -> Any:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    where = str(path)
+    if not path.is_file():
+        found = "is a folder" if path.is_dir() else "does not exist"
+        raise InputError([f"{where}: the parquet file {found}; {MAKE_ONE}"])
+    try:
+        file = pq.ParquetFile(path)  # not read_table, which takes a folder named a=b for a column
+        names = file.schema_arrow.names
+        wanted = {prompt_key: "data.prompt_key", reward_fn_key: "data.reward_fn_key", "reward_model": "the schema"}
+        missing = [f"{name!r} ({key})" for name, key in wanted.items() if name not in names]
+        if missing:
+            has = ", ".join(names) or "no column"
+            raise InputError([f"{where}: no column {', '.join(missing)}; it has {has}: rename a column or set the key"])
+        optional = ["extra_info"] if "extra_info" in names else []
+        table = file.read(columns=[*wanted, *optional])
+    except (pa.ArrowInvalid, OSError) as error:
+        raise InputError([f"{where}: not a readable parquet file ({error}); {MAKE_ONE}"]) from error
+    if table.num_rows == 0:
+        raise InputError([f"{where}: the parquet file has no rows; {MAKE_ONE}"])
+    return table
+
+
+# A check gives None, or (rule, fix, the value that breaks it).
+Finding = tuple[str, str, str]
+
+
+def _check_source(value: Any, key: str) -> Finding | None:
+    if isinstance(value, str) and value:
+        return None
+    return f"{key} must be a non-empty string", "name the data set, its scorer is looked up by it", repr(value)
+
+
+def _check_prompt(value: Any, key: str) -> Finding | None:
+    if not isinstance(value, str | list | None):
+        return f"{key} must be a string or a list of messages", "see core/data/parquet.py", type(value).__name__
+    if isinstance(value, list):
+        for message in value:
+            finding = _check_message(message, key)
+            if finding is not None:
+                return finding
+    texts = [value] if isinstance(value, str) else [message.get("content") or "" for message in value or ()]
+    if not "".join(texts).strip():
+        return f"{key} must not be empty", "fill it or leave the row out", ""
+    return None
+
+
+def _check_message(message: Any, key: str) -> Finding | None:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return f"{key} must hold messages with role and content", "see core/data/parquet.py", repr(message)[:60]
+    called = message["role"] == "assistant" and message.get("tool_calls")
+    if not isinstance(message.get("content"), str) and not (called and message.get("content", "") is None):
+        kind = type(message.get("content")).__name__
+        return f"{key} must hold text (images and videos are not supported)", "make content a string", kind
+    return None
+
+
+def _check_reward_model(value: Any) -> Finding | None:
+    if not isinstance(value, dict):
+        rule = "reward_model must hold style and ground_truth"
+        return rule, "the answer goes to reward_model.ground_truth", type(value).__name__
+    style = value.get("style") or "rule"
+    if value.get("ground_truth") is None and style != "model":
+        rule = "reward_model.ground_truth must be given where the style is not 'model'"
+        return rule, "fill it or leave the row out", f"style {style!r}"
+    return None
+
+
+def _check_extra_info(value: Any) -> Finding | None:
+    if value is None or isinstance(value, dict):
+        return None
+    return "extra_info must be a struct", "make it one, or leave the column out", type(value).__name__
+
+
+def _without_nulls(message: Message) -> Message:
+    """Parquet gives every message every field of the column; a chat template must not see those it does not have."""
+    return {name: value for name, value in message.items() if value is not None or name == "content"}

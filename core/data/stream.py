@@ -1,0 +1,210 @@
+"""The prompt stream: prompt number ``ordinal`` as a pure function of the seed and the ordinal.
+
+What a row must hold is in ``core/data/parquet.py``, how it becomes ids in ``core/data/tokenization.py``, which row
+an ordinal
+draws in ``core/data/sampler.py``. Data that reward functions make up while training runs is not supported: a row is a
+function of its ordinal, and that is what makes a resumed run equal to an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from core.data.dataset import Choose, PromptFiles, all_rows
+from core.data.parquet import Row
+from core.data.sampler import Order, Stage, apportion, permutation
+from core.errors import InputError
+from core.types import Prompt
+
+log = logging.getLogger(__name__)
+SUBSET, VALIDATION = -2, -3  # keep these permutations apart from those of the order
+
+
+@dataclass(frozen=True)
+class StageFiles:
+    """A curriculum stage as it is configured; without a curriculum there is one."""
+
+    key: str
+    files: tuple[str, ...]
+    weights: tuple[float, ...] | None
+    prompts: int | None
+
+
+class PromptStream:
+    """The training prompts, in the order of drawing, without end.
+
+    ``config`` is the ``data`` section; its own ``seed`` goes before ``seed`` (``trainer.seed``). Every row is
+    checked and measured here, so bad data ends the run before a model loads; a prompt is tokenised when drawn.
+
+    ``data.dataset_weights`` has one weight a training file, see :class:`core.data.sampler.Order`.
+    ``data.curriculum`` is
+    a list of ``{files, prompts, weights}`` that takes the place of ``data.train_files``: ``prompts`` ordinals are
+    drawn from a stage's files, then the next stage begins; the last one lasts for ever (``prompts: null``).
+    ``data.train_max_samples`` keeps that many rows of all files together, a seeded choice if ``data.shuffle``.
+
+    Raises InputError: every problem of every file, one line a rule.
+    """
+
+    def __init__(self, config: Any, tokenizer: Any, seed: int):
+        self.seed = int(seed if config.seed is None else config.seed)
+        stages = _stages(config)
+        self._files = PromptFiles(config, tokenizer)
+        self._files.load((path for stage in stages for path in stage.files), _training_choice(config, self.seed))
+        self._plan = [self._drawable(stage) for stage in stages]
+        self._order = Order([self._sizes(stage) for stage in self._plan], self.seed, bool(config.shuffle))
+        for line in self.counts():
+            log.info(line)
+
+    def __len__(self) -> int:
+        """Prompts in an epoch: the rows, or the lengths of the curriculum's stages (one pass for the last)."""
+        return self._order.length
+
+    def prompt(self, ordinal: int) -> Prompt:
+        place = self._order.place(ordinal)
+        return self._files.prompt(self._plan[place.stage].files[place.dataset], place.row, ordinal)
+
+    def epoch(self, ordinal: int) -> int:
+        return ordinal // len(self)
+
+    def steps_per_epoch(self, batch_size: int) -> int:
+        """Whole batches in an epoch, which is the number of steps verl counts. The tail is not lost: it begins
+        the next epoch's first batch."""
+        return len(self) // batch_size
+
+    def counts(self) -> list[str]:
+        """A line a file, for people: rows, what is left out or cut and why, copies."""
+        return self._files.counts()
+
+    @property
+    def data_sources(self) -> frozenset[str]:
+        return self._files.data_sources
+
+    def rows(self) -> Iterator[Row]:
+        """Every row that can be drawn, for a scorer to look at."""
+        return self._files.rows()
+
+    def sample_rows(self, each: int) -> list[Row]:
+        """Up to ``each`` rows of every data source of every file."""
+        return self._files.sample_rows(each)
+
+    def _drawable(self, stage: StageFiles) -> StageFiles:
+        """Without the files of which ``train_max_samples`` chose no row."""
+        files = tuple(path for path in stage.files if len(self._files.measured[path]))
+        if stage.weights and files != stage.files:
+            raise InputError([f"{stage.key}: data.train_max_samples left no row of a weighted file; raise it"])
+        return StageFiles(stage.key, files, stage.weights, stage.prompts)
+
+    def _sizes(self, stage: StageFiles) -> Stage:
+        sizes = tuple(len(self._files.measured[path]) for path in stage.files)
+        if stage.weights and min(apportion(sum(sizes), stage.weights)) < 1:
+            rule = f"a weight of {list(stage.weights)} is worth less than one of {sum(sizes)} rows"
+            raise InputError([f"{stage.key}: {rule}; raise it, or leave its file out"])
+        return Stage(sizes, stage.weights, stage.prompts)
+
+
+def load_val_prompts(config: Any, tokenizer: Any) -> list[Prompt]:
+    """The validation prompts, file by file.
+
+    ``data.val_max_samples`` keeps that many rows of **each** file, so that a small benchmark beside a large one
+    does not vanish. The choice, and the order under ``data.validation_shuffle``, follow from ``data.seed`` alone (0
+    where it is null), not from ``trainer.seed``: runs with different seeds answer the same questions.
+
+    The i-th row of the files has ordinal ``-1 - i``, whatever is left out, so its sampling seeds are those of no
+    training prompt and stay the same from one validation to the next. Without ``data.val_files`` there are none.
+    """
+    seed = int(config.seed or 0)
+    if not config.val_files:
+        return []
+    paths = _paths(config.val_files, "data.val_files")
+    files = PromptFiles(config, tokenizer)
+    files.load(paths, _validation_choice(config, seed))
+    prompts, start = [], 0
+    for path in dict.fromkeys(paths):
+        numbers = files.measured[path].number
+        prompts += [files.prompt(path, index, -1 - start - int(row)) for index, row in enumerate(numbers)]
+        start += len(files.files[path])
+    for line in files.counts():
+        log.info(line)
+    if config.validation_shuffle:
+        return [prompts[index] for index in permutation(len(prompts), seed, VALIDATION)]
+    return prompts
+
+
+def _training_choice(config: Any, seed: int) -> Choose:
+    most = config.train_max_samples
+    if most is None or most <= 0:
+        return all_rows
+
+    def choose(sizes: Sequence[int]) -> list[np.ndarray]:
+        total = sum(sizes)
+        chosen = permutation(total, seed, SUBSET)[:most] if config.shuffle else np.arange(min(most, total))
+        edges = np.cumsum([0, *sizes])
+        return [
+            np.sort(chosen[(chosen >= low) & (chosen < high)]) - low
+            for low, high in zip(edges[:-1], edges[1:], strict=True)
+        ]
+
+    return choose
+
+
+def _validation_choice(config: Any, seed: int) -> Choose:
+    most = config.val_max_samples
+    if most is None or most <= 0:
+        return all_rows
+
+    def choose(sizes: Sequence[int]) -> list[np.ndarray]:
+        # Seeded by the size and not by the file's place, so a file keeps its choice when another is added.
+        return [np.sort(permutation(size, seed, SUBSET, size)[:most]) for size in sizes]
+
+    return choose
+
+
+def _stages(config: Any) -> list[StageFiles]:
+    if config.curriculum is None:
+        key, paths = "data.dataset_weights", _paths(config.train_files, "data.train_files")
+        return [StageFiles(key, paths, _weights(config.dataset_weights, paths, key), None)]
+    errors, stages = [], []
+    for number, entry in enumerate(config.curriculum):
+        try:
+            stages.append(_stage(entry, f"data.curriculum[{number}]", number == len(config.curriculum) - 1))
+        except InputError as error:
+            errors += error.problems
+    if errors:
+        raise InputError(errors)
+    return stages
+
+
+def _stage(entry: Any, key: str, last: bool) -> StageFiles:
+    given = entry if isinstance(entry, Mapping) else vars(entry)
+    unknown = sorted(set(given) - {"files", "prompts", "weights"})
+    if unknown:
+        raise InputError([f"{key}: unknown {', '.join(unknown)}; a stage has files, prompts and weights"])
+    paths = _paths(given.get("files"), f"{key}.files")
+    prompts = given.get("prompts")
+    if prompts is None and not last:
+        raise InputError([f"{key}.prompts=null: only the last stage may last for ever; give a number"])
+    if prompts is not None and (isinstance(prompts, bool) or not isinstance(prompts, int) or prompts < 1):
+        raise InputError([f"{key}.prompts={prompts!r}: must be a whole number of at least 1, or null"])
+    return StageFiles(f"{key}.weights", paths, _weights(given.get("weights"), paths, f"{key}.weights"), prompts)
+
+
+def _weights(weights: Any, paths: Sequence[str], key: str) -> tuple[float, ...] | None:
+    if weights is None:
+        return None
+    if len(weights) != len(paths):
+        raise InputError([f"{key}: {len(weights)} weights for {len(paths)} files; give one a file, or null"])
+    if not all(isinstance(weight, int | float) and 0 < weight < float("inf") for weight in weights):
+        raise InputError([f"{key}={list(weights)}: every weight must be positive; leave the file out instead of 0"])
+    return tuple(float(weight) for weight in weights)
+
+
+def _paths(files: Any, key: str) -> tuple[str, ...]:
+    paths = (files,) if isinstance(files, str) else tuple(files or ())
+    if not paths:
+        raise InputError([f"{key}: no file is given; give a parquet path or a list of them"])
+    return tuple(str(path) for path in paths)

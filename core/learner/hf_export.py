@@ -1,0 +1,217 @@
+"""Model weights as Hugging Face folders: the ``actor/`` of every checkpoint is one, and so is an export.
+
+``python -m core.export RUN_OR_CHECKPOINT OUT`` writes a folder that transformers and vLLM load: the newest complete
+checkpoint of a run folder, or the ``global_step_N`` that is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import logging
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from core.checkpoint.manifest import Checkpoint, verify
+from core.checkpoint.store import CheckpointStore
+from core.errors import InputError
+
+log = logging.getLogger(__name__)
+
+# files of a checkpoint's model folder with these endings resume a run and are not exported
+ADAPTERS = "adapter_config.json"  # in a model folder that holds adapters alone, without their base
+TRAINING_STATE = (".pt", ".distcp", ".metadata")
+
+
+def export_hf(model: Any, tokenizer: Any, folder: Path, *, state_dict: Any = None) -> None:
+    """Writes ``model`` (a transformers model) and its tokenizer so that ``from_pretrained(folder)`` gives equal logits.
+
+    ``state_dict`` stands in for the model's own weights, where those are elsewhere.
+
+    Raises:
+        OSError: as the file system says.
+    """
+    from safetensors import SafetensorError
+
+    from core.learner.models import quiet
+
+    config = getattr(model, "generation_config", None)
+    with quiet():
+        try:
+            if config is not None:
+                model.generation_config = storable_generation_config(config)
+            model.save_pretrained(folder, state_dict=state_dict)
+        except SafetensorError as error:  # says "... (os error 28)" of a full disk
+            number = re.search(r"os error (\d+)", str(error))
+            raise OSError(int(number[1]), str(error), str(folder)) if number else error from error
+        finally:
+            if config is not None:
+                model.generation_config = config
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+            _warn_of_another_tokenizer(tokenizer, folder)
+
+
+PROBE = "Ab c\n 1+2=3;  é"
+
+
+def _warn_of_another_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """For some model types (qwen2 is one) AutoTokenizer puts a splitting rule of its own in place of the saved one:
+    whoever loads the folder would then feed the model tokens that it was not trained on."""
+    from transformers import AutoTokenizer
+
+    if getattr(tokenizer, "_auto_class", None) is not None:
+        return  # brings its own code, which is not run without being asked for
+    loaded = AutoTokenizer.from_pretrained(folder)
+    there, here = (one(PROBE, add_special_tokens=False)["input_ids"] for one in (loaded, tokenizer))
+    if there != here:
+        log.warning(
+            "%s: AutoTokenizer reads the saved tokenizer as %s, which turns %r into %s instead of %s. Load it with %s, "
+            "or use a model type whose tokenizer this is",
+            *(folder, type(loaded).__name__, PROBE, there, here, type(tokenizer).__name__),
+        )
+
+
+def storable_generation_config(config: Any) -> Any:
+    """``config``, or a mended copy: transformers loads some published ones that it then refuses to save, such as a
+    temperature beside ``do_sample=False``. A run must not die of that at its first checkpoint."""
+    from transformers import GenerationConfig
+
+    ids = {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    sampling = copy.deepcopy(config)
+    sampling.do_sample = True
+    for candidate in (config, sampling):
+        try:
+            candidate.validate(strict=True)
+        except ValueError as error:
+            log.info("generation_config of the model is not valid: %s", error)
+        else:
+            return candidate
+    return GenerationConfig(**ids)
+
+
+def load_weights(model: Any, folder: Path) -> None:
+    """Puts the weights in ``folder``, which :func:`export_hf` wrote, into ``model``, bit for bit.
+
+    Goes through ``from_pretrained``, the one reader that knows sharded files, tied weights and the renamings that
+    transformers applies on saving; needs memory for a second copy meanwhile.
+
+    Raises:
+        InputError: a parameter is missing, left over, or of another shape.
+    """
+    import torch
+
+    from core.learner.models import quiet
+
+    widest = functools.reduce(torch.promote_types, {value.dtype for value in model.parameters()})
+    with quiet():
+        try:
+            loaded, info = type(model).from_pretrained(
+                folder, config=copy.deepcopy(model.config), dtype=widest, output_loading_info=True
+            )
+        except RuntimeError as error:
+            raise InputError(f"{folder} holds weights of another model: {error}") from error
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info.get(what):
+            raise InputError(f"{folder} holds weights of another model: {what} {sorted(info[what])[:5]}")
+    model.load_state_dict(loaded.state_dict())
+
+
+# ---------------------------------------------------------------- the command
+
+
+def find_checkpoint(source: Path) -> Checkpoint:
+    """The checkpoint in ``source``, or the newest complete one of the run folder ``source``. Changes nothing there.
+
+    Raises:
+        InputError: there is none, or all are damaged.
+    """
+    if (source / "actor").is_dir():
+        return verify(source)
+    found = CheckpointStore(source).latest()
+    if found is None:
+        raise InputError(f"{source}: neither a checkpoint (global_step_N) nor a run folder with checkpoints")
+    return found
+
+
+def export(
+    source: Path, out: Path, *, dtype: str | None = None, base: str | None = None, trust_remote_code: bool = False
+) -> Checkpoint:
+    """Writes the policy of a checkpoint to the new folder ``out``.
+
+    Args:
+        dtype: a torch dtype by name, such as ``bfloat16``; None leaves the weights as they are (float32 masters).
+        base: of adapters, which are merged into it: where it is now, if not where the run found it.
+
+    Raises:
+        InputError: no checkpoint, a damaged one, another base, or ``out`` exists and is not empty.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"{out} exists and is not an empty folder: give the export a new one")
+    found = find_checkpoint(source)
+    actor = found.path("actor")
+    unfinished = out.with_name(f".tmp-{out.name}")  # renamed at the end: a folder of the final name is complete
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        if dtype is None and not (actor / ADAPTERS).exists():
+            _copy_model(found, actor, unfinished)
+        else:
+            _convert_model(found, unfinished, dtype, base, trust_remote_code)
+        unfinished.replace(out)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    return found
+
+
+def _copy_model(found: Checkpoint, actor: Path, out: Path) -> None:
+    for name in found.files:
+        if name.startswith("actor/") and not name.endswith(TRAINING_STATE):
+            target = out / (found.folder / name).relative_to(actor)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(found.folder / name, target)
+
+
+def _convert_model(found: Checkpoint, out: Path, dtype: str | None, base: str | None, trust_remote_code: bool) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from core.learner.lora import merge_saved
+    from core.learner.models import quiet
+
+    actor = found.path("actor")
+    wanted = getattr(torch, dtype or "float32", None)
+    if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
+        raise InputError(f"--dtype={dtype}: not a floating-point type of torch, such as bfloat16 or float32")
+    with quiet():
+        if (actor / ADAPTERS).exists():
+            saved = found.provenance.models["actor"].base if found.provenance else None
+            model = merge_saved(actor, wanted, saved, path=base, trust_remote_code=trust_remote_code)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(actor, dtype=wanted, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(actor, trust_remote_code=trust_remote_code)
+    export_hf(model, tokenizer, out)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m core.export", description="Write a checkpoint's policy as a model."
+    )
+    parser.add_argument("source", type=Path, help="a run folder (its newest complete checkpoint) or a global_step_N")
+    parser.add_argument("out", type=Path, help="the folder to write; must not exist or be empty")
+    parser.add_argument("--dtype", help="convert the weights, for example to bfloat16; default: as trained")
+    parser.add_argument("--base", help="of a LoRA run: where its base model is now; default: where the run found it")
+    parser.add_argument("--trust-remote-code", action="store_true", help="for models that bring their own code")
+    args = parser.parse_args(arguments)
+    options = {"dtype": args.dtype, "base": args.base, "trust_remote_code": args.trust_remote_code}
+    try:
+        found = export(args.source, args.out, **options)
+    except (InputError, OSError) as error:
+        print(f"core.export: {error}", file=sys.stderr)
+        return 2
+    print(f"{args.out}: the policy after step {found.step} of {found.folder.parent}")
+    return 0

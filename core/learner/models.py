@@ -1,0 +1,187 @@
+"""Tokenizers and models as the configuration asks for them. The one place that calls ``from_pretrained``.
+
+transformers is imported where it is used: the trainer's module stays light to import.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from core.config.paths import is_local
+from core.config.schema import FULL_PRECISION
+from core.errors import InputError
+
+if TYPE_CHECKING:
+    from core.config.schema import ModelConfig, RewardModelModelConfig
+
+
+log = logging.getLogger(__name__)
+
+
+def resolve_path(path: str, key: str = "actor_rollout_ref.model.path") -> str:
+    """A hub id as it is; a local path expanded and checked. Raises InputError where it does not exist."""
+    if not is_local(path):
+        return path
+    local = Path(path).expanduser()
+    if not (local / "config.json").exists():
+        raise InputError(f"{key}={path}: no config.json there; give a Hugging Face folder or a hub id (org/name)")
+    return str(local)
+
+
+def load_tokenizer(model: ModelConfig) -> Any:
+    """The tokenizer, with a pad token in any case and the configured chat template."""
+    import transformers
+
+    _import_external(model)
+    path = resolve_path(model.tokenizer_path or model.path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    if tokenizer.pad_token_id is None:
+        # Padding never carries loss or attention, so any id serves; eos exists in every tokenizer that can stop.
+        if tokenizer.eos_token_id is None:
+            raise InputError(
+                f"{path}: the tokenizer has neither a pad nor an eos token; set one in its tokenizer_config.json"
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+        log.info("the tokenizer has no pad token: %r is used", tokenizer.pad_token)
+    if model.custom_chat_template is not None:
+        tokenizer.chat_template = model.custom_chat_template
+    return tokenizer
+
+
+def load_policy(model: ModelConfig, dtype: torch.dtype = torch.float32, *, on_meta: bool = False) -> nn.Module:
+    """The causal language model with dropout off: a ratio between two passes must be the policies' alone.
+
+    ``on_meta`` builds it without reading or allocating a weight.
+    """
+    import transformers
+
+    _import_external(model)
+    path = resolve_path(model.path)
+    with quiet():
+        policy = _made(transformers.AutoModelForCausalLM, model, path, _config(model, path), dtype, on_meta)
+    return _prepared(policy, model)
+
+
+def _made(auto: Any, model: ModelConfig, path: str, config: Any, dtype: torch.dtype, on_meta: bool) -> nn.Module:
+    if not on_meta:
+        return auto.from_pretrained(path, config=config, dtype=dtype, trust_remote_code=model.trust_remote_code)
+    with torch.device("meta"):
+        return auto.from_config(config, dtype=dtype, trust_remote_code=model.trust_remote_code)
+
+
+def load_critic(
+    model: ModelConfig, seed: int, dtype: torch.dtype = torch.float32, *, on_meta: bool = False
+) -> nn.Module:
+    """A copy of the policy's body with a fresh one-number head on every token (PPO's value function)."""
+    import transformers
+
+    _import_external(model)
+    path = resolve_path(model.path)
+    config = _config(model, path)
+    config.num_labels = 1
+    config.classifier_dropout = 0.0
+    with torch.random.fork_rng(), quiet():
+        torch.manual_seed(seed)  # the head is new: the run's seed decides it, not what ran before
+        critic = _made(transformers.AutoModelForTokenClassification, model, path, config, dtype, on_meta)
+    return _prepared(critic, model)
+
+
+CLASSIFIERS = {
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForTokenClassification": "AutoModelForTokenClassification",
+}
+
+
+def load_classifier(model: RewardModelModelConfig, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, bool]:
+    """A trained classifier with one label in eval mode, and whether it labels tokens (else sequences).
+
+    Raises InputError for a folder or hub id that holds anything else.
+    """
+    import transformers
+
+    _import_external(model, "reward_model.model")
+    path = resolve_path(model.path, "reward_model.model.path")
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    names = tuple(config.architectures or ())
+    ending = next((end for end in CLASSIFIERS if any(name.endswith(end) for name in names)), None)
+    if ending is None or config.num_labels != 1:
+        has = f"{', '.join(names) or 'no architecture'} with {config.num_labels} labels"
+        rule = f"it has {has}; a reward model is a sequence or token classifier with one label"
+        raise InputError(f"reward_model.model.path={model.path}: {rule}")
+    auto = getattr(transformers, CLASSIFIERS[ending])
+    with quiet():
+        module = auto.from_pretrained(path, config=config, dtype=dtype, trust_remote_code=model.trust_remote_code)
+    return module.eval().requires_grad_(False), ending == "ForTokenClassification"
+
+
+def load_reward_tokenizer(model: RewardModelModelConfig) -> Any:
+    """The reward model's own."""
+    import transformers
+
+    path = resolve_path(model.path, "reward_model.model.path")
+    return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' own bars, which would write over the run's, and its table of a new head."""
+    from transformers.utils import logging as library
+
+    verbosity, bars = library.get_verbosity(), library.is_progress_bar_enabled()
+    library.set_verbosity_error()
+    library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        library.set_verbosity(verbosity)
+        if bars:
+            library.enable_progress_bar()
+
+
+def _import_external(model: ModelConfig, key: str = "actor_rollout_ref.model") -> None:
+    for name in filter(None, (model.external_lib or "").split(",")):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise InputError(f"{key}.external_lib={name}: {error}") from error
+
+
+def _config(model: ModelConfig, path: str) -> Any:
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    for name, value in model.override_config.items():
+        if not hasattr(config, name):
+            raise InputError(
+                f"actor_rollout_ref.model.override_config.{name}: {type(config).__name__} has no such field"
+            )
+        setattr(config, name, value)
+    return config
+
+
+def _prepared(module: nn.Module, model: ModelConfig) -> nn.Module:
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    for name in ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout"):
+        if hasattr(module.config, name):
+            setattr(module.config, name, 0.0)
+    for part in module.modules():  # attention modules keep the rate as a plain number of their own
+        if isinstance(getattr(part, "attention_dropout", None), float):
+            part.attention_dropout = 0.0
+    if model.enable_gradient_checkpointing:
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return module.train()  # gradient checkpointing works in training mode only; with dropout off they agree
+
+
+def compute_dtype(name: str) -> torch.dtype | None:
+    """The autocast dtype, or None for none: masters and reductions stay float32."""
+    return None if name in FULL_PRECISION else torch.bfloat16

@@ -1,0 +1,43 @@
+"""The proof after a weight sync: engine and learner give a fixed text the same log-probs."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from core.learner.learner import Policy
+
+
+class WeightSyncError(RuntimeError):
+    """The engine does not compute with the learner's weights."""
+
+
+def probe_ids(vocab_size: int, length: int = 24) -> tuple[int, ...]:
+    """A fixed text of random ids: touches the embedding, every layer and the head."""
+    return tuple(int(i) for i in np.random.default_rng(0).integers(0, vocab_size, length))
+
+
+@torch.no_grad()
+def probe_log_probs(policy: Policy) -> np.ndarray:
+    """The learner's log-probs of the fixed text, [n - 1] float32: what :meth:`RolloutEngine.probe` must give."""
+    ids = probe_ids(policy.module.config.vocab_size)
+    with policy.precision():
+        logits = policy.module(input_ids=torch.tensor([ids], device=policy.device), use_cache=False).logits
+    log_probs = logits[0, :-1].float().log_softmax(-1).cpu()
+    return log_probs.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
+
+
+def compare_probe(learner: np.ndarray, engine: np.ndarray, *, bf16: bool) -> float:
+    """Largest difference of the two; raises WeightSyncError above the bound of the precision.
+
+    Rounding grows with the number that is rounded: the tokens are random ones, whose log-probs may be -50.
+    """
+    difference = np.abs(learner - engine)
+    bound = 0.25 + np.abs(learner) / 64 if bf16 else 1e-3 + np.abs(learner) * 1e-5
+    if not bool((difference <= bound).all()):
+        worst = int(np.argmax(np.nan_to_num(difference / bound, nan=np.inf)))
+        raise WeightSyncError(
+            f"after the weight sync the engine's log-prob of a token is {engine[worst]:.4g}, the learner's "
+            f"{learner[worst]:.4g} (bound of the difference {bound[worst]:.3g}): some of its weights are stale"
+        )
+    return float(difference.max())

@@ -1,0 +1,252 @@
+"""Episodes of several turns: the policy writes, a tool answers, until there is an answer or no room is left.
+
+A loop is a class with ``async run(episode)``. It asks for turns and adds what its tools say, in plain Python:
+
+    class Oracle(AgentLoop):
+        async def run(self, episode):
+            while not episode.over and episode.turns < 4:
+                turn = await episode.turn(stop=("</ask>", "</answer>"))
+                if "<ask>" not in turn.text:
+                    return
+                said = await episode.call(lambda: self.oracle(turn.text))
+                episode.add(f"<said>{said}</said>")
+
+The :class:`Episode` keeps the one stream of token ids: what the policy sampled stays as it was sampled, what is added
+is encoded once and lies outside ``response_mask`` with log-prob 0. Nothing is decoded and encoded again.
+
+Every episode is a coroutine of its own: one that waits for a tool holds no other. When tools answer decides which
+samples decode together, and with an engine that decodes in this process every last bit. A tool that answers without
+giving way (a lookup in this process) answers in the same order in every run, so a replay is exact. Of others the order
+is chance; under ``multi_turn.repeatable`` the engine waits for them before each step (:class:`ToolCalls`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from core.config.plugins import load_object
+from core.data.seeds import sampling_seed
+from core.engines import RolloutEngine, SampleRequest, SamplingParams
+from core.errors import InputError
+from core.rewards.managers import InWaves
+from core.types import Prompt, Segment, Stop, Trajectory
+
+if TYPE_CHECKING:
+    from core.config.schema import Config
+
+KEY = "actor_rollout_ref.rollout.agent_loop"
+TOOL_AGENT = "core.rollout.tool_agent:ToolAgentLoop"  # what actor_rollout_ref.rollout.multi_turn.enable means
+Answer = TypeVar("Answer")
+
+
+class AgentLoop:
+    """What ``actor_rollout_ref.rollout.agent_loop`` names. One object serves all episodes of a run, many at a time.
+
+    ``config`` is the whole configuration. What ``__init__`` raises ends the run before a model loads.
+    """
+
+    def __init__(self, config: Config, tokenizer: Any):
+        self.config = config
+        self.tokenizer = tokenizer
+
+    async def run(self, episode: Episode) -> None:
+        """Plays one episode: at least one turn. What it raises ends the run."""
+        raise NotImplementedError
+
+    def metrics(self) -> Mapping[str, float]:
+        """Numbers of the episodes since the last call, under full names (``agent/...``), logged with each step."""
+        return {}
+
+    def close(self) -> None:
+        """Lets go of tools and connections. A second call does nothing."""
+
+
+def make_agent_loop(config: Config, tokenizer: Any) -> AgentLoop | None:
+    """The configured loop; None where a trajectory is one turn. Raises InputError for a path that leads nowhere."""
+    rollout = config.actor_rollout_ref.rollout
+    spec = rollout.agent_loop or (TOOL_AGENT if rollout.multi_turn.enable else None)
+    if spec is None:
+        return None
+    made = load_object(spec, KEY)(config, tokenizer)
+    lacks = [name for name in ("run", "metrics", "close") if not callable(getattr(made, name, None))]
+    if lacks:
+        raise InputError(f"{KEY}={spec}: has no {' and no '.join(lacks)}(); extend core.rollout.agent_loop.AgentLoop")
+    return made
+
+
+class ToolCalls:
+    """Awaits tools, each on its own; after :meth:`in_waves` together, in the order of the calls."""
+
+    def __init__(self) -> None:
+        self._jobs: _Jobs | InWaves = _Jobs()
+
+    async def __call__(self, job: Callable[[], Awaitable[Answer]]) -> Answer:
+        return await self._jobs.run(job)
+
+    def in_waves(self) -> Callable[[], Awaitable[bool]]:
+        """From now on answers are handed out together, once none is outstanding. Returns what an engine that decodes
+        in this process has to await before each step (:class:`core.rewards.managers.InWaves`): the samples that
+        decode together are then the same in every run. The price is that decoding waits for the slowest tool."""
+        self._jobs = waves = InWaves(self._jobs)
+        return waves.settled
+
+
+class _Jobs:
+    async def run(self, job: Callable[[], Awaitable[Any]]) -> Any:
+        return await job()
+
+    def close(self) -> None:
+        """Nothing to stop."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """``response`` tokens of the whole episode after the prompt, tools' included; ``turn`` of one of its turns."""
+
+    response: int
+    turn: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the policy wrote in one go."""
+
+    text: str
+    stop: Stop
+
+
+class Episode:
+    """One sample of one prompt while it grows.
+
+    ``turns`` counts the policy's turns, ``tool_calls`` the calls made through :meth:`call`; both reach the scorer in
+    ``extra_info["rollout"]``, with ``segments``: the text of every stretch and who wrote it.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        sample_index: int,
+        sampling: SamplingParams,
+        limits: Limits,
+        *,
+        engine: RolloutEngine,
+        tokenizer: Any,
+        run_seed: int,
+        calls: ToolCalls | None = None,
+    ):
+        self.prompt, self.sample_index, self.sampling, self.limits = prompt, sample_index, sampling, limits
+        self.prompt_ids = tuple(prompt.token_ids)
+        self.turns = self.tool_calls = 0
+        self.stop: Stop | None = None  # of the last turn; LENGTH once something did not fit
+        self._engine, self._tokenizer, self._run_seed = engine, tokenizer, run_seed
+        self._calls = calls or ToolCalls()
+        self._ids: list[int] = []
+        self._mask: list[bool] = []
+        self._logprobs: list[float] = []
+        self._segments: list[Segment] = []
+        self._versions: list[int] = []
+        self._full = False
+
+    @property
+    def left(self) -> int:
+        """Tokens that the response may still hold."""
+        return self.limits.response - len(self._ids)
+
+    @property
+    def over(self) -> bool:
+        """Whether no further turn has room."""
+        return self._full or self.left < 1
+
+    @property
+    def last_token(self) -> int | None:
+        """The id the response ends with."""
+        return self._ids[-1] if self._ids else None
+
+    def restart(self, prompt_ids: Sequence[int]) -> None:
+        """Another prompt than the data's, before anything was written: one that tells of the tools, say."""
+        if self._ids:
+            raise RuntimeError("the prompt cannot change once the episode has begun")
+        self.prompt_ids = tuple(prompt_ids)
+
+    async def turn(self, *, stop: Sequence[str] = (), max_tokens: int | None = None) -> Turn:
+        """Lets the policy write until the end of the sequence, one of the ``stop`` strings, or a limit.
+
+        The token that completes a stop string is kept, whatever follows the string in it. Each turn has a seed of its
+        own, a function of run seed, ordinal, sample and turn; the first one's is that of a one-turn sample.
+        """
+        room = min(self.left, self.limits.turn, max_tokens or self.left)
+        if self.over:
+            raise RuntimeError(f"no room for a turn: {len(self._ids)} of {self.limits.response} tokens are written")
+        sampling = dataclasses.replace(self.sampling, max_tokens=room, stop=(*self.sampling.stop, *stop))
+        seed = sampling_seed(self._run_seed, self.prompt.ordinal, self.sample_index, self.turns)
+        wrote = await self._engine.sample(SampleRequest((*self.prompt_ids, *self._ids), sampling, seed))
+        text = wrote.response_text
+        self._append(wrote.response_ids.tolist(), True, wrote.logprobs.tolist(), Segment("policy", text))
+        self._versions.append(wrote.policy_version)
+        self.turns += 1
+        self.stop = wrote.stop
+        return Turn(text, wrote.stop)
+
+    async def call(self, job: Callable[[], Awaitable[Answer]], timeout_s: float | None = None) -> Answer:
+        """Awaits a tool and counts it. Raises TimeoutError after ``timeout_s``, and what the tool raises."""
+        self.tool_calls += 1
+
+        async def bounded() -> Answer:
+            async with asyncio.timeout(timeout_s):
+                return await job()
+
+        return await self._calls(bounded)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of text that is not the policy's. What looks like a special token in it is text and stays text."""
+        return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+    def add(self, text: str, role: str = "tool") -> bool:
+        """Appends text that the policy did not write. See :meth:`add_ids`."""
+        return self.add_ids(self.encode(text), text, role)
+
+    def add_ids(self, ids: Sequence[int], text: str, role: str = "tool") -> bool:
+        """Appends ids, all of them or, where they would leave no token to the policy, none.
+
+        Returns whether the policy can go on. Where it cannot, the episode is over and counts as truncated.
+        """
+        if role == "policy":
+            raise ValueError("role='policy' is kept for what the engine sampled")
+        if len(ids) >= self.left:
+            self.cut_short()
+            return False
+        self._append(list(ids), False, [0.0] * len(ids), Segment(role, text))
+        return True
+
+    def cut_short(self) -> None:
+        """Ends the episode as truncated: something that has to follow has no room."""
+        self._full, self.stop = True, Stop.LENGTH
+
+    def _append(self, ids: list[int], by_policy: bool, logprobs: list[float], segment: Segment) -> None:
+        self._ids += ids
+        self._mask += [by_policy] * len(ids)
+        self._logprobs += logprobs
+        self._segments.append(segment)
+
+    def trajectory(self) -> Trajectory:
+        """The episode as it stands. ``policy_version`` is the oldest of its turns."""
+        if not self.turns:
+            raise RuntimeError("the agent loop ended an episode in which the policy wrote nothing")
+        return Trajectory(
+            prompt_ids=np.array(self.prompt_ids),
+            response_ids=np.array(self._ids),
+            response_mask=np.array(self._mask),
+            logprobs=np.array(self._logprobs),
+            segments=tuple(self._segments),
+            stop=self.stop,
+            policy_version=min(self._versions),
+            seed=sampling_seed(self._run_seed, self.prompt.ordinal, self.sample_index),
+            turns=self.turns,
+            tool_calls=self.tool_calls,
+        )

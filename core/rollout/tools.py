@@ -1,0 +1,230 @@
+"""Tools that a policy may call: what one is, the YAML file that lists them, and two that come along.
+
+The file is verl's::
+
+    tools:
+      - class_name: core.rollout.tools:Calculator        # or path/to/file.py:Class
+        config: {}                               # for the class
+        tool_schema:                             # optional: in place of the class's own
+          type: function
+          function: {name: calculator, description: ..., parameters: {...}}     # parameters: JSON schema
+
+A row of the data may choose among them, ``extra_info.tool_selection: [calculator]``, and give a tool facts of its own,
+``extra_info.tools_kwargs: {calculator: {create_kwargs: {...}}}``. Without either it has all of them; with
+``need_tools_kwargs: true`` and no selection, those that ``tools_kwargs`` names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError
+
+from core.config.plugins import load_object
+from core.errors import InputError
+
+KEY = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
+
+
+class ToolError(Exception):
+    """A call that the tool refuses; the text goes back to the policy."""
+
+
+class Tool:
+    """A tool. ``schema`` is what the policy is told of it; one object serves all episodes."""
+
+    schema: Mapping[str, Any] = {}
+
+    def __init__(self, config: Mapping[str, Any]):
+        """``config`` is the file's. Raises ValueError for what it cannot mean."""
+        if config:
+            raise ValueError(f"{type(self).__name__} has no option {', '.join(map(repr, config))}")
+
+    async def call(self, arguments: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+        """The answer for the policy. ``arguments`` fit the schema; ``facts`` are the row's ``create_kwargs``.
+
+        A function of its arguments, if a run is to be replayed. Raises ToolError for a call that makes no sense;
+        anything else that it raises ends the run.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Lets go of what it holds."""
+
+
+@dataclass(frozen=True)
+class ToolSpec:
+    """A tool of the file: its name and schema, and a check of arguments."""
+
+    name: str
+    schema: Mapping[str, Any]
+    tool: Tool
+    validator: Draft202012Validator
+
+    def problem(self, arguments: Any) -> str | None:
+        """What is wrong with the arguments of a call, shortest first; None where they fit."""
+        found = sorted(self.validator.iter_errors(arguments), key=lambda error: len(error.message))
+        return found[0].message[:200] if found else None
+
+
+def load_tools(path: str | Path) -> dict[str, ToolSpec]:
+    """Name -> tool, in the file's order. Raises InputError with every problem of the file."""
+    try:
+        listed = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise InputError(f"{KEY}={path}: cannot be read ({error})") from error
+    entries = listed.get("tools") if isinstance(listed, Mapping) else None
+    if not isinstance(entries, list) or not entries:
+        raise InputError(f"{KEY}={path}: must hold a list 'tools' with at least one; see core/rollout/tools.py")
+    tools: dict[str, ToolSpec] = {}
+    problems = []
+    for number, entry in enumerate(entries):
+        try:
+            spec = _spec(entry)
+            if spec.name in tools:
+                raise ValueError(f"a second tool named {spec.name!r}")
+            tools[spec.name] = spec
+        except (InputError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            problems.append(f"{KEY}={path}: tools[{number}]: {_said(error)}")
+    if problems:
+        raise InputError("\n".join(problems))
+    return tools
+
+
+def _spec(entry: Any) -> ToolSpec:
+    if not isinstance(entry, Mapping) or not entry.keys() <= {"class_name", "config", "tool_schema"}:
+        raise ValueError("must hold class_name, and may hold config and tool_schema")
+    where = entry["class_name"]
+    if ":" not in where:  # verl's spelling, package.module.Class
+        where = ":".join(where.rsplit(".", 1))
+    tool = load_object(where, "class_name")(dict(entry.get("config") or {}))
+    schema = entry.get("tool_schema") or tool.schema
+    function = schema["function"]
+    parameters = function.get("parameters") or {"type": "object"}
+    try:
+        Draft202012Validator.check_schema(parameters)
+    except SchemaError as error:
+        raise ValueError(f"parameters is no JSON schema: {error.message}") from error
+    return ToolSpec(str(function["name"]), schema, tool, Draft202012Validator(parameters))
+
+
+def _said(error: Exception) -> str:
+    return f"lacks {error}" if isinstance(error, KeyError) else str(error)
+
+
+def chosen(tools: Mapping[str, ToolSpec], extra_info: Mapping[str, Any]) -> dict[str, ToolSpec]:
+    """The tools of a row. Raises ValueError where it names one that the file does not have."""
+    names: Sequence[str] | None = extra_info.get("tool_selection")
+    if names is None and extra_info.get("need_tools_kwargs"):
+        # parquet gives every row every field of a struct: those without a value are not the row's
+        names = [name for name, value in (extra_info.get("tools_kwargs") or {}).items() if value is not None]
+    if names is None:
+        return dict(tools)
+    unknown = [name for name in names if name not in tools]
+    if unknown:
+        raise ValueError(f"extra_info asks for {', '.join(unknown)}; {KEY} has {', '.join(tools)}")
+    return {name: tools[name] for name in names}
+
+
+def facts_for(name: str, extra_info: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The row's ``create_kwargs`` of a tool."""
+    return ((extra_info.get("tools_kwargs") or {}).get(name) or {}).get("create_kwargs") or {}
+
+
+def _function(name: str, description: str, **parameters: str) -> Mapping[str, Any]:
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": description,
+            "parameters": {
+                "type": "object",
+                "properties": {key: {"type": "string", "description": text} for key, text in parameters.items()},
+                "required": list(parameters),
+            },
+        },
+    }
+
+
+class Calculator(Tool):
+    """Arithmetic on numbers, without ``eval``."""
+
+    schema = _function(
+        "calculator",
+        "Computes an arithmetic expression of numbers, + - * / // ** and parentheses.",
+        expression="for example (3 + 4) * 12",
+    )
+
+    async def call(self, arguments: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+        from reward_scores.arithmetic import CannotEvaluate, evaluate
+
+        try:
+            value = evaluate(arguments["expression"])
+        except CannotEvaluate as error:
+            raise ToolError(f"cannot compute that: {error}") from error
+        return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+class PythonSandbox(Tool):
+    """Runs a script where it can harm nothing (:mod:`reward_scores.sandbox`) and returns what it printed.
+
+    ``config``: ``seconds`` of processor time and ``memory_mb`` of a script. Raises SandboxUnavailable, when made,
+    where this machine cannot isolate a program.
+    """
+
+    schema = _function(
+        "python", "Runs a Python script in an empty sandbox and returns what it prints.", code="the script"
+    )
+
+    def __init__(self, config: Mapping[str, Any]):
+        from reward_scores.sandbox import Limits, required_isolation
+
+        super().__init__({name: value for name, value in config.items() if name not in ("seconds", "memory_mb")})
+        self.how = required_isolation()
+        self.limits = Limits(seconds=float(config.get("seconds", 5)), memory_mb=int(config.get("memory_mb", 512)))
+
+    async def call(self, arguments: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+        return await asyncio.to_thread(self._run, arguments["code"])
+
+    def _run(self, code: str) -> str:
+        from reward_scores.sandbox import Sandbox
+
+        with Sandbox(self.limits, self.how) as box:
+            ran = box.run(code)
+        if ran.status == "ok":
+            return ran.stdout
+        last = (ran.stderr.strip().splitlines() or [""])[-1]
+        raise ToolError({"timeout": "it took too long", "output": "it printed too much"}.get(ran.status, last))
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call as the policy wrote it; ``problem`` says why it is none."""
+
+    name: str = ""
+    arguments: Any = None
+    problem: str | None = None
+
+
+def parse_hermes(text: str) -> list[Call]:
+    """The calls of a turn: JSON with ``name`` and ``arguments`` between ``<tool_call>`` and ``</tool_call>``."""
+    from reward_scores.tags import between
+
+    return [_parse_call(content) for content in between(text, "tool_call")]
+
+
+def _parse_call(content: str) -> Call:
+    try:
+        said = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        return Call(problem=f"the call is not JSON: {error}")
+    if not isinstance(said, dict) or not isinstance(said.get("name"), str):
+        return Call(problem='a call is {"name": ..., "arguments": {...}}')
+    return Call(said["name"], said.get("arguments", {}))

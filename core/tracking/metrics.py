@@ -1,0 +1,85 @@
+"""What a step says about its data, under verl's names.
+
+``critic/score/*`` is what the scorer gave, ``critic/rewards/*`` what trained (shaped, and less the KL penalty
+where the reward carries one). ``response_length/*`` counts every token after the prompt, tool output included;
+``clip_ratio`` is the share that ran into the limit. ``reward/<part>/mean`` follows each part of the scores.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core.types import ScoredGroup, TrainBatch
+from reward_scores.score import Score, ScoreStatus
+
+RAW_SCORE = "score"  # the part that keeps what the scorer gave, before a recipe shapes it
+
+
+def data_metrics(groups: Sequence[ScoredGroup], batch: TrainBatch) -> dict[str, float]:
+    """Means and extremes over the step's trajectories."""
+    scores = [score for group in groups for score in group.scores]
+    trajectories = [t for group in groups for t in group.trajectories]
+    lengths = np.array([len(t.response_ids) for t in trajectories])
+    prompts = np.array([len(t.prompt_ids) for t in trajectories])
+    values = np.array([[score.acc for score in group.scores] for group in groups if len(group)], dtype=float)
+    metrics = {
+        **_spread("critic/score", np.array([score.parts[RAW_SCORE] for score in scores])),
+        "critic/acc/mean": float(np.mean([score.acc for score in scores])),
+        **_spread("critic/rewards", batch.reward.numpy()),
+        **_spread("response_length", lengths),
+        "response_length/clip_ratio": float(np.mean([t.truncated for t in trajectories])),
+        **_spread("prompt_length", prompts),
+        **_spread("num_turns", np.array([t.turns for t in trajectories])),
+        "tool_call_counts/mean": float(np.mean([t.tool_calls for t in trajectories])),
+        **{f"reward/{name}/mean": mean for name, mean in part_means(scores).items()},
+        **status_rates(scores),
+        "reward/zero_variance_share": float(np.mean(np.ptp(values, axis=1) <= 1e-6)),
+        "reward/masked_share": float(np.mean([score.masked for score in scores])),
+        "perf/total_num_tokens": float(lengths.sum() + prompts.sum()),
+    }
+    for name in ("advantages", "returns", "values"):
+        value_BT = getattr(batch, name)
+        if value_BT is not None and (name != "returns" or batch.values is not None):
+            metrics.update(_spread(f"critic/{name}", value_BT[batch.response_mask].numpy()))
+    if batch.values is not None:
+        metrics["critic/vf_explained_var"] = explained_variance(
+            batch.values, batch.need("returns"), batch.response_mask
+        )
+    return metrics
+
+
+def part_means(scores: Iterable[Score]) -> dict[str, float]:
+    """Mean of each part over the scores that have it."""
+    parts = defaultdict(list)
+    for score in scores:
+        for name, value in score.parts.items():
+            parts[name].append(value)
+    return {name: float(np.mean(values)) for name, values in sorted(parts.items())}
+
+
+def explained_variance(values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor) -> float:
+    """``1 - Var(returns - values) / Var(returns)`` over the policy tokens: 1 is a perfect critic."""
+    returns, residual = returns_BT[mask_BT], (returns_BT - values_BT)[mask_BT]
+    return float(1 - residual.var(correction=0) / (returns.var(correction=0) + 1e-5))
+
+
+def _spread(name: str, values: np.ndarray | Tensor) -> dict[str, float]:
+    values = values.numpy() if isinstance(values, torch.Tensor) else values
+    if not len(values):  # a step in which no answer holds a token
+        values = np.zeros(1)
+    return {
+        f"{name}/mean": float(values.mean()),
+        f"{name}/max": float(values.max()),
+        f"{name}/min": float(values.min()),
+    }
+
+
+def status_rates(scores: Sequence[Score]) -> dict[str, float]:
+    """``reward/<status>_rate`` for every status, 0 included; nothing for no scores."""
+    counts = Counter(score.status for score in scores)
+    return {f"reward/{status.value}_rate": counts[status] / len(scores) for status in ScoreStatus if scores}

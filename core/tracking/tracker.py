@@ -1,0 +1,263 @@
+"""The run folder: everything a run leaves behind except its checkpoints.
+
+``<run_dir>/config.yaml`` resolved configuration · ``manifest.json`` provenance and status · ``metrics.jsonl`` one line
+a step, on disk before the next step begins · ``samples.jsonl`` a few generations of every validation ·
+``validation/<step>.jsonl`` who answered which question.
+
+**Resume.** A run that goes on from the checkpoint of step k keeps the lines up to k and drops the rest, so that its
+files end up as those of a run that was never interrupted (``timing_s/`` and ``perf/`` excepted). For that a step is
+logged before its checkpoint is complete. TensorBoard purges what follows k as well; wandb cannot take steps back and
+keeps the first values it was sent.
+
+**Metric names** are verl's: ``critic/{score,rewards,advantages,returns,values}/{mean,max,min}``, ``critic/vf_*``,
+``actor/{entropy,pg_loss,kl_loss,ppo_kl,pg_clipfrac,pg_clipfrac_lower,grad_norm,lr}``,
+``{response,prompt}_length/{mean,max,min,clip_ratio}``, ``rollout_corr/*``, ``timing_s/{gen,reward,old_log_prob,ref,
+values,adv,update_critic,update_actor,save_checkpoint,testing,step}``, ``perf/*``, ``training/{global_step,epoch}``, and
+the validation names of :mod:`core.tracking.validation`. Not verl's: ``reward/<part>/mean``, of which
+``reward/acc/mean`` is the
+training prompts' accuracy, and ``collect/*``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from core.checkpoint.manifest import fsync, write_durably
+from core.config import Config, convert, paths, to_yaml
+from core.tracking import run_manifest
+from core.tracking.loggers import LOGGERS, ConsoleLogger, LoggedRun, Logger, Row, headline
+from core.tracking.validation import ValRecord
+from core.types import Prompt, StepMetrics, Trajectory
+from reward_scores.score import Score
+
+STATUSES = ("running", "finished", "stopped", "failed")
+RUN_FILES = ("config.yaml", "manifest.json", "metrics.jsonl", "samples.jsonl", "validation", "tensorboard")
+KEPT_SAMPLES = 8  # generations of a validation that samples.jsonl keeps for the report, at the least
+
+
+# --- files ---
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replaces the file as a whole: a reader, or a run killed here, sees the old text or the new one."""
+    partial = path.with_name(path.name + ".partial")
+    write_durably(partial, text)
+    os.replace(partial, path)
+    fsync(path.parent)
+
+
+def json_line(row: Row) -> str:
+    return json.dumps(row, ensure_ascii=False, default=str) + "\n"
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file that a process may have been killed writing: an incomplete last line is left out.
+
+    Raises:
+        ValueError: a line before the last one is damaged.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                break
+            raise ValueError(f"{path}, line {number} of {len(lines)}: not JSON ({error})") from error
+    return rows
+
+
+def dump_jsonl(folder: str | Path, step: int, rows: Iterable[Row]) -> Path:
+    """Writes ``<folder>/<step>.jsonl``, as verl does for rollout_data_dir and validation_data_dir."""
+    path = Path(folder) / f"{step}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, "".join(map(json_line, rows)))
+    return path
+
+
+def generation_row(step: int, prompt: Prompt, prompt_text: str, trajectory: Trajectory, score: Score) -> dict[str, Any]:
+    """One generation under verl's field names; ``output`` is the whole response, tool text included."""
+    row = {
+        "input": prompt_text,
+        "output": "".join(segment.text for segment in trajectory.segments),
+        "gts": prompt.ground_truth,
+        "score": score.value,
+        "step": step,
+    }
+    details = {"uid": prompt.uid, "data_source": prompt.data_source, "pred": score.pred, "stop": trajectory.stop.value}
+    return {**score.parts, **details, **row}
+
+
+def spread_out(rows: Sequence[Row], count: int) -> list[Row]:
+    """``count`` rows at even distances: the same questions at every validation, and every data source among them."""
+    count = min(count, len(rows))
+    return [rows[i * len(rows) // count] for i in range(count)]
+
+
+# --- the tracker ---
+
+
+class Tracker:
+    """Owns the run folder, until :meth:`close` says how the run ended.
+
+    ``resume_step=None`` starts at the beginning (what an earlier run left in the folder moves to ``previous/<n>/``),
+    ``resume_step=k`` goes on after step k. Create it once threads are set and data files are known: both are recorded.
+    ``recipe`` is by default the name of the folder around the run's.
+
+    Raises:
+        ValueError: a file of the run to resume is damaged.
+        ImportError: the package of a logger is not installed.
+    """
+
+    def __init__(
+        self, run_dir: str | Path, config: Config, *, resume_step: int | None = None, recipe: str | None = None
+    ) -> None:
+        self.run_dir, self.config, self.resume_step = Path(run_dir), config, resume_step
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        if resume_step is None:
+            _set_aside(self.run_dir)
+        else:
+            _drop_after(self.run_dir, resume_step)
+        self._steps = [row["step"] for row in read_jsonl(self.run_dir / "metrics.jsonl")]
+        self._open_manifest(recipe or self.run_dir.resolve().parent.name)
+        write_atomic(self.run_dir / "config.yaml", to_yaml(config))
+        self._metrics = open(self.run_dir / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
+        self._console = ConsoleLogger() if "console" in config.trainer.logger else None
+        self._loggers: list[Logger] = [self._console] if self._console else []
+        told = LoggedRun(config, self.run_dir, self.manifest["run_id"], resume_step)
+        self._loggers += [LOGGERS[name](told) for name in config.trainer.logger if name in LOGGERS]
+        self._bar: Any = None
+        self._warn_of_gap()
+
+    def _open_manifest(self, recipe: str) -> None:
+        path = self.run_dir / "manifest.json"
+        if path.exists():
+            manifest = json.loads(path.read_text(encoding="utf-8"))
+        else:
+            manifest = {
+                "run": self.run_dir.resolve().name,
+                "recipe": recipe,
+                "run_id": secrets.token_hex(4),
+                "sessions": [],
+            }
+        flat = convert.flat(self.config)
+        manifest["status"] = "running"
+        manifest.pop("stopped_because", None)
+        manifest["seeds"] = {key: value for key, value in flat.items() if key.split(".")[-1] == "seed"}
+        manifest["changed_from_defaults"] = run_manifest.changed_keys(self.config, manifest["recipe"])
+        manifest["data"] = run_manifest.data_hashes(_data_files(self.config))
+        manifest["sessions"].append(run_manifest.session(self.resume_step))
+        self.manifest = manifest
+        self._write_manifest()
+
+    def _write_manifest(self) -> None:
+        write_atomic(self.run_dir / "manifest.json", json.dumps(self.manifest, indent=1) + "\n")
+
+    def _warn_of_gap(self) -> None:
+        last = self._steps[-1] if self._steps else 0
+        if self.resume_step and last < self.resume_step:
+            gap = f"resumed after step {self.resume_step}, but metrics.jsonl ends at step {last}"
+            self.manifest["sessions"][-1]["gap"] = gap
+            print(f"warning: {gap}: the curves of this run have a hole", file=sys.stderr)
+
+    def note(self, name: str, value: Any) -> None:
+        """A fact about the run for its manifest, written when the run ends."""
+        self.manifest[name] = value
+
+    def progress(self, total: int) -> None:
+        """Shows a bar on a terminal (step, reward, length, time left) and ``step/total`` on the console.
+
+        ``total`` also goes into the manifest: a report says of a shorter run that it is one.
+        """
+        self.manifest["total_steps"] = total
+        self._write_manifest()
+        if self._console:
+            self._console.total = total
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, initial=self.resume_step or 0, unit="step", dynamic_ncols=True)
+            if self._console:
+                self._console.bar = self._bar
+
+    def log(self, metrics: StepMetrics) -> None:
+        """Writes the step's line to disk, then tells the loggers. Steps must rise."""
+        if self._steps and metrics.step <= self._steps[-1]:
+            raise ValueError(f"step {metrics.step} logged after {self._steps[-1]}: a step is logged once, in order")
+        self._metrics.write(json_line({"step": metrics.step, **metrics.values}))
+        self._metrics.flush()
+        os.fsync(self._metrics.fileno())
+        self._steps.append(metrics.step)
+        for logger in self._loggers:
+            logger.log(metrics.step, metrics.values)
+        if self._bar is not None:
+            shown = {label: f"{value:{form}}" for label, value, form in headline(metrics.values)}
+            self._bar.set_postfix({k: v for k, v in shown.items() if k in ("reward", "length")}, refresh=False)
+            self._bar.update(metrics.step - self._bar.n)
+
+    def log_validation(self, step: int, records: Iterable[ValRecord]) -> None:
+        """Keeps what every question got, for intervals and paired comparisons; a repeated step is replaced."""
+        dump_jsonl(self.run_dir / "validation", step, (record.to_json() for record in records))
+
+    def log_samples(self, step: int, rows: Sequence[Row]) -> None:
+        """Keeps a few of these generations for the report; trainer.log_val_generations of them go to the loggers.
+
+        ``rows`` are those of :func:`generation_row`.
+        """
+        wanted = self.config.trainer.log_val_generations
+        with open(self.run_dir / "samples.jsonl", "a", encoding="utf-8") as file:
+            file.writelines(json_line({**row, "step": step}) for row in spread_out(rows, max(wanted, KEPT_SAMPLES)))
+            file.flush()
+            os.fsync(file.fileno())
+        if wanted:
+            for logger in self._loggers:
+                logger.samples(step, spread_out(rows, wanted))
+
+    def close(self, status: str) -> None:
+        """Ends the run: ``finished``, ``stopped`` (by the user) or ``failed``. A second call changes nothing."""
+        if status not in STATUSES[1:]:
+            raise ValueError(f"status {status!r}: must be one of {', '.join(STATUSES[1:])}")
+        if self._metrics.closed:
+            return
+        self._metrics.close()
+        self.manifest["status"] = status
+        self.manifest["sessions"][-1]["ended"] = run_manifest.now()
+        self._write_manifest()
+        if self._bar is not None:
+            self._bar.close()
+        for logger in self._loggers:
+            logger.close(status == "failed")
+
+
+def _data_files(config: Config) -> list[str]:
+    return list(dict.fromkeys(path for key, path in paths.named(config) if key.startswith("data.")))
+
+
+def _set_aside(run_dir: Path) -> None:
+    """Moves what an earlier run left to ``previous/<n>/``; a new start neither mixes with it nor deletes it."""
+    left = [run_dir / name for name in RUN_FILES if (run_dir / name).exists()]
+    if left:
+        taken = [int(path.name) for path in (run_dir / "previous").glob("[0-9]*")]
+        target = run_dir / "previous" / str(max(taken, default=0) + 1)
+        target.mkdir(parents=True)
+        for path in left:
+            shutil.move(path, target / path.name)
+
+
+def _drop_after(run_dir: Path, step: int) -> None:
+    """Removes what later steps wrote before the run went back to its checkpoint of ``step``."""
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        if (run_dir / name).exists():
+            kept = [json_line(row) for row in read_jsonl(run_dir / name) if row["step"] <= step]
+            write_atomic(run_dir / name, "".join(kept))
+    for path in (run_dir / "validation").glob("*.jsonl"):
+        if int(path.stem) > step:
+            path.unlink()

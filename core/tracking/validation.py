@@ -1,0 +1,319 @@
+"""Validation statistics: pure functions of who answered what, with an interval on every number.
+
+**The unit is the question.** Samples of one question are not independent, so every interval here treats
+a question as one observation (a cluster), never a sample. Records that share ``(data_source, uid)`` are
+one question: a benchmark whose rows are repeated 32 times gives ``mean@32``, not 32 times as many questions.
+
+**Names** are verl's: ``val-core/<source>/acc/{mean,pass,maj}@N`` with ``N`` samples a question, and in
+``val-aux/`` the rest: ``std@N``, smaller ``k``, other variables, ``.../ci_low``, ``.../ci_high``,
+``<source>/num_questions``. Two estimators differ from verl's on purpose:
+
+* verl's ``best@k`` draws k of the N samples *with* replacement (a bootstrap on the global numpy generator),
+  which underestimates: one right answer of two gives 0.75 at k=2, though both answers were drawn and one is
+  right. Here subsets are drawn without replacement and in closed form; for 0/1 values this is the unbiased
+  ``1 - C(n-c, k) / C(n, k)`` (Chen et al. 2021, arXiv 2107.03374, eq. 1), called ``pass@k``.
+* ``maj@N`` is one vote of all N samples instead of a bootstrap over votes. As in verl a tie goes to the answer
+  that was seen first; unlike verl, samples from which no answer was read do not vote.
+
+Nothing here imports torch or draws a random number.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from core.types import ScoredGroup
+from reward_scores.score import ScoreStatus
+
+_Z95 = statistics.NormalDist().inv_cdf(0.975)
+_FAILURES = (ScoreStatus.PARSE_ERROR, ScoreStatus.TIMEOUT, ScoreStatus.CRASH)
+
+
+@dataclass(frozen=True)
+class ValRecord:
+    """One validation question: ``values[name][i]`` is what sample ``i`` got. ``acc`` is always there."""
+
+    uid: str
+    data_source: str
+    values: Mapping[str, tuple[float, ...]]
+    preds: tuple[str | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        lengths = {len(series) for series in self.values.values()} | ({len(self.preds)} if self.preds else set())
+        if "acc" not in self.values or len(lengths) != 1 or 0 in lengths:
+            raise ValueError(f"validation record {self.uid!r}: needs acc, and equally many samples in each series")
+
+    @classmethod
+    def of(cls, group: ScoredGroup) -> ValRecord:
+        """The record of a scored group. A part that only some samples have counts as 0 in the others."""
+        parts = sorted({name for score in group.scores for name in score.parts})
+        values = {name: tuple(float(score.parts.get(name, 0.0)) for score in group.scores) for name in parts}
+        values["reward"] = tuple(float(score.value) for score in group.scores)
+        if values.get("score") == values["reward"]:  # the loop's copy of an unshaped reward
+            del values["score"]
+        values["response_length"] = tuple(float(t.response_mask.sum()) for t in group.trajectories)
+        values["truncated"] = tuple(float(t.truncated) for t in group.trajectories)
+        for status in _FAILURES:
+            values[status.value] = tuple(float(score.status is status) for score in group.scores)
+        voted = any(score.pred is not None for score in group.scores)
+        preds = tuple(score.pred for score in group.scores) if voted else ()
+        return cls(group.prompt.uid, group.prompt.data_source, values, preds)
+
+    def to_json(self) -> dict[str, Any]:
+        preds = {"pred": list(self.preds)} if self.preds else {}
+        return {
+            "uid": self.uid,
+            "data_source": self.data_source,
+            **{k: list(v) for k, v in self.values.items()},
+            **preds,
+        }
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> ValRecord:
+        values = {k: tuple(v) for k, v in row.items() if k not in ("uid", "data_source", "pred", "step")}
+        return cls(row["uid"], row["data_source"], values, tuple(row.get("pred", ())))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over ``n`` units with its 95 % interval; the bounds are None where one unit cannot give any."""
+
+    value: float
+    low: float | None
+    high: float | None
+    n: int
+
+
+@dataclass(frozen=True)
+class SeedEstimate(Estimate):
+    """A mean over ``n`` seeds; ``sd`` is their sample standard deviation (None for one seed)."""
+
+    sd: float | None
+
+
+@dataclass(frozen=True)
+class Paired:
+    """``b`` minus ``a`` on the ``n`` questions that both answered, and on how many b did better or worse."""
+
+    difference: Estimate
+    better: int
+    worse: int
+    only_a: int
+    only_b: int
+
+
+# --- intervals ---
+
+
+def t_probability(t: float, df: int) -> float:
+    """P(-t < T < t) of Student's t with integer ``df``, exact (Abramowitz & Stegun 26.7.3 and 26.7.4)."""
+    theta = math.atan(t / math.sqrt(df))
+    cos2, odd = math.cos(theta) ** 2, df % 2
+    total = term = math.cos(theta) if odd else 1.0
+    for i in range(2 + odd, df - 1, 2):
+        term *= cos2 * (i - 1) / i
+        total += term
+    if odd:
+        return 2 / math.pi * (theta + (math.sin(theta) * total if df > 1 else 0.0))
+    return math.sin(theta) * total
+
+
+@cache
+def t_quantile(df: int) -> float:
+    """The two-sided 95 % quantile of Student's t, by bisection; the normal one from 10,000 degrees on."""
+    if df >= 10_000:
+        return _Z95
+    low, high = _Z95, 13.0  # 12.706 belongs to one degree of freedom
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_probability(middle, df) < 0.95 else (low, middle)
+    return (low + high) / 2
+
+
+def wilson(mean: float, n: float) -> tuple[float, float]:
+    """Wilson's 95 % score interval of a proportion seen in ``n`` independent trials (Wilson 1927)."""
+    z2 = _Z95**2
+    centre = (mean + z2 / (2 * n)) / (1 + z2 / n)
+    half = _Z95 / (1 + z2 / n) * math.sqrt(mean * (1 - mean) / n + z2 / (4 * n * n))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def t_interval(values: Sequence[float]) -> Estimate:
+    """Mean of independent values with Student's 95 % interval; no bounds for a single value."""
+    n, mean = len(values), statistics.fmean(values)
+    if n < 2:
+        return Estimate(mean, None, None, n)
+    half = t_quantile(n - 1) * statistics.stdev(values) / math.sqrt(n)
+    return Estimate(mean, mean - half, mean + half, n)
+
+
+def question_interval(per_question: Sequence[float], draws: int = 1) -> Estimate:
+    """Mean over questions of their own 0/1 frequencies over ``draws`` samples, with a 95 % interval.
+
+    Wilson's interval at the effective sample size ``p (1-p) / var(mean)``, which stays sensible near 0 and 1
+    where Student's has no width; with one draw a question it is Wilson's own. The size is kept between the number
+    of questions (as if a question's draws always agreed) and that times ``draws`` (as if they were independent).
+    """
+    n, mean = len(per_question), statistics.fmean(per_question)
+    if n < 2:
+        return Estimate(mean, None, None, n)
+    variance = statistics.variance(per_question) / n
+    size = mean * (1 - mean) / variance if variance > 0 else float(n)
+    if draws > 1:  # the variance was itself estimated from n questions (Korn and Graubard 1998)
+        size *= (_Z95 / t_quantile(n - 1)) ** 2
+    low, high = wilson(mean, min(max(size, n), n * draws))
+    return Estimate(mean, low, high, n)
+
+
+def seed_interval(values: Sequence[float]) -> SeedEstimate:
+    """Mean, sample standard deviation and Student's 95 % interval of one number over the seeds of a run.
+
+    Where every value is a share (in [0, 1], as accuracies are), so are the interval's ends.
+    """
+    mean = t_interval(values)
+    if len(values) < 2:
+        return SeedEstimate(mean.value, None, None, mean.n, None)
+    low, high = mean.low, mean.high
+    if all(0.0 <= value <= 1.0 for value in values):
+        low, high = max(low, 0.0), min(high, 1.0)
+    return SeedEstimate(mean.value, low, high, mean.n, statistics.stdev(values))
+
+
+def welch_interval(a: Sequence[float], b: Sequence[float]) -> Estimate:
+    """Difference of means ``b - a`` of two sets of seeds, unequal variances (Welch 1947; df rounded down)."""
+    difference = statistics.fmean(b) - statistics.fmean(a)
+    n = len(a) + len(b)
+    if min(len(a), len(b)) < 2:
+        return Estimate(difference, None, None, n)
+    va, vb = statistics.variance(a) / len(a), statistics.variance(b) / len(b)
+    if va + vb == 0:
+        return Estimate(difference, difference, difference, n)
+    df = (va + vb) ** 2 / (va**2 / (len(a) - 1) + vb**2 / (len(b) - 1))
+    half = t_quantile(max(1, int(df))) * math.sqrt(va + vb)
+    return Estimate(difference, difference - half, difference + half, n)
+
+
+def paired_comparison(a_by_uid: Mapping[str, float], b_by_uid: Mapping[str, float]) -> Paired:
+    """Per-question difference ``b - a`` over the questions that both have, with Student's interval.
+
+    Where no question differs, the bounds are those of Wilson's interval for 0 of n: the share of questions
+    that could differ and have not been seen to. Raises ValueError where no question is shared.
+    """
+    shared = sorted(a_by_uid.keys() & b_by_uid.keys())
+    if not shared:
+        raise ValueError("a paired comparison needs questions that both runs answered; the uids share none")
+    differences = [b_by_uid[uid] - a_by_uid[uid] for uid in shared]
+    estimate = t_interval(differences)
+    if not any(differences):
+        bound = wilson(0.0, len(shared))[1]
+        estimate = Estimate(0.0, -bound, bound, len(shared))
+    better, worse = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
+    return Paired(estimate, better, worse, len(a_by_uid) - len(shared), len(b_by_uid) - len(shared))
+
+
+# --- one question ---
+
+
+def best_at_k(values: Sequence[float], k: int) -> float:
+    """Expected best of ``k`` samples drawn without replacement; for 0/1 values the unbiased ``pass@k``."""
+    n = len(values)
+    if not 1 <= k <= n:
+        raise ValueError(f"k={k}: must lie between 1 and the {n} samples of the question")
+    total = math.comb(n, k)
+    return sum(math.comb(i, k - 1) / total * value for i, value in enumerate(sorted(values)))
+
+
+def majority(values: Sequence[float], preds: Sequence[str | None]) -> float:
+    """The value of the answer that most samples gave; a tie goes to the first seen, no answer casts no vote.
+
+    Where no sample gave an answer, the value of the first sample.
+    """
+    votes: dict[str, int] = {}
+    for pred in preds:
+        if pred is not None:
+            votes[pred] = votes.get(pred, 0) + 1
+    if not votes:
+        return values[0]
+    winner = max(votes, key=votes.__getitem__)
+    return values[list(preds).index(winner)]
+
+
+# --- all questions ---
+
+
+def merge_by_question(records: Iterable[ValRecord]) -> dict[str, list[ValRecord]]:
+    """``data_source -> records`` with the samples of equal ``(data_source, uid)`` joined, in order of appearance."""
+    merged: dict[tuple[str, str], ValRecord] = {}
+    for record in records:
+        key = (record.data_source, record.uid)
+        if key in merged:
+            old = merged[key]
+            # not every repeat need carry every part: keep those that all have, so that samples stay aligned
+            values = {name: old.values[name] + record.values[name] for name in old.values if name in record.values}
+            preds = old.preds + record.preds if old.preds and record.preds else ()
+            record = ValRecord(record.uid, record.data_source, values, preds)
+        merged[key] = record
+    by_source: dict[str, list[ValRecord]] = {}
+    for (source, _), record in merged.items():
+        by_source.setdefault(source, []).append(record)
+    return by_source
+
+
+def accuracy_by_question(records: Iterable[ValRecord]) -> dict[str, dict[str, float]]:
+    """``data_source -> uid -> mean accuracy`` over the question's samples: what a paired comparison takes."""
+    merged = merge_by_question(records)
+    return {source: {r.uid: statistics.fmean(r.values["acc"]) for r in rows} for source, rows in merged.items()}
+
+
+def _powers_of_two(n: int) -> list[int]:
+    return [2**i for i in range(1, n.bit_length()) if 2**i < n]
+
+
+def _variable_estimates(variable: str, rows: Sequence[ValRecord], n: int) -> dict[str, Estimate]:
+    """``mean@n`` of one variable and, for acc and reward over several samples, ``pass``, ``best`` and ``maj``."""
+    columns = [row.values[variable] for row in rows]
+    binary = all(value in (0.0, 1.0) for column in columns for value in column)
+
+    def over_questions(values: list[float], draws: int) -> Estimate:
+        return question_interval(values, draws) if binary else t_interval(values)
+
+    out = {f"mean@{n}": over_questions([statistics.fmean(c) for c in columns], n)}
+    if n == 1 or variable not in ("acc", "reward"):
+        return out
+    name = "pass@{}" if binary and variable == "acc" else "best@{}/mean"
+    for k in [*_powers_of_two(n), n]:
+        out[name.format(k)] = over_questions([best_at_k(c, k) for c in columns], n // k)
+    if all(row.preds for row in rows):
+        out[f"maj@{n}"] = over_questions([majority(c, r.preds) for c, r in zip(columns, rows, strict=True)], 1)
+    return out
+
+
+def _source_metrics(source: str, rows: Sequence[ValRecord]) -> dict[str, float]:
+    n = min(len(row.values["acc"]) for row in rows)
+    out: dict[str, float] = {}
+    for variable in [v for v in rows[0].values if all(v in row.values for row in rows)]:
+        for name, estimate in _variable_estimates(variable, rows, n).items():
+            core = variable == "acc" and name.partition("/")[0].endswith(f"@{n}")
+            out[f"val-{'core' if core else 'aux'}/{source}/{variable}/{name}"] = estimate.value
+            if estimate.low is not None and estimate.high is not None:
+                out[f"val-aux/{source}/{variable}/{name}/ci_low"] = estimate.low
+                out[f"val-aux/{source}/{variable}/{name}/ci_high"] = estimate.high
+        if n > 1 and variable in ("acc", "reward"):
+            spread = statistics.fmean(statistics.pstdev(row.values[variable]) for row in rows)
+            out[f"val-aux/{source}/{variable}/std@{n}"] = spread
+    out[f"val-aux/{source}/num_questions"] = float(len(rows))
+    out[f"val-aux/{source}/num_samples"] = float(sum(len(row.values["acc"]) for row in rows))
+    return out
+
+
+def validation_metrics(records: Iterable[ValRecord]) -> dict[str, float]:
+    """All numbers of one validation pass, per data source, under the names of the module's head."""
+    out: dict[str, float] = {}
+    for source, rows in merge_by_question(records).items():
+        out.update(_source_metrics(source, rows))
+    return out

@@ -1,0 +1,46 @@
+"""Retrievers that are controls of an experiment: passages that do not fit, and none."""
+
+from __future__ import annotations
+
+import random
+
+from recipes.search_r1.index.corpus import Corpus
+from recipes.search_r1.index.passages import Passage, fingerprint
+
+
+class RandomRetriever:
+    """Passages that have nothing to do with the query: a control. The same query finds the same ones."""
+
+    backend = "random"
+
+    def __init__(self, corpus: Corpus):
+        self._corpus = corpus
+        self.corpus_hash = corpus.hash
+        self.fingerprint = fingerprint(self.backend, corpus.hash)
+
+    def __len__(self) -> int:
+        return len(self._corpus)
+
+    def retrieve(self, queries: list[str], topk: int) -> list[list[Passage]]:
+        return [self._draw(query, topk) for query in queries]
+
+    def _draw(self, query: str, topk: int) -> list[Passage]:
+        rows = random.Random(query).sample(range(len(self)), min(topk, len(self)))
+        return self._corpus.passages(rows, [0.0] * len(rows))
+
+
+class EmptyRetriever:
+    """Finds nothing: a control."""
+
+    backend = "empty"
+
+    def __init__(self, corpus: Corpus):
+        self._rows = len(corpus)
+        self.corpus_hash = corpus.hash
+        self.fingerprint = fingerprint(self.backend, corpus.hash)
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def retrieve(self, queries: list[str], topk: int) -> list[list[Passage]]:
+        return [[] for _ in queries]

@@ -1,0 +1,104 @@
+"""Passages, and what finds them: the types that indices, server and client share.
+
+A corpus is a file of ``{"id", "contents"}`` lines; the first line of ``contents`` is the title, as in Search-R1.
+``python -m recipes.search_r1.index.cli`` makes an index folder from it, ``opening.make_retriever`` opens one, and
+``retrieval_server`` puts one behind HTTP. All are a :class:`Retriever`, so that the lab needs no server.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+DENSE = ("flat", "hnsw", "ivf")
+BACKENDS = ("bm25", *DENSE, "random", "empty")
+QUERY_CHARS = 4096  # the client cuts a longer query instead of failing: the policy writes it
+
+
+class RetrievalError(RuntimeError):
+    """A search that cannot be answered: an index that does not fit, or a server that does not do its work."""
+
+
+@dataclass(frozen=True)
+class Passage:
+    """One passage found. ``score`` grows with relevance: BM25, an inner product, or a cross-encoder's logit."""
+
+    id: str
+    contents: str
+    score: float
+
+    @property
+    def title(self) -> str:
+        """The first line, with its quotation marks where the corpus has them."""
+        return self.contents.partition("\n")[0]
+
+    @property
+    def text(self) -> str:
+        return self.contents.partition("\n")[2]
+
+
+class Retriever(Protocol):
+    """``corpus_hash`` names the passages; ``fingerprint`` names passages, index and settings together, so equal
+    fingerprints answer equally."""
+
+    corpus_hash: str
+    fingerprint: str
+    backend: str
+
+    def __len__(self) -> int: ...
+
+    def retrieve(self, queries: list[str], topk: int) -> list[list[Passage]]:
+        """At most ``topk`` passages for every query, best first. Dense indices always find ``topk``; BM25 finds
+        fewer, or none, where fewer share a word with the query."""
+        ...
+
+
+@dataclass(frozen=True)
+class RetrieverOptions:
+    """What to open.
+
+    Args:
+        index: a folder that ``build_index`` made, or a faiss file (the published ones), which then needs ``corpus``
+            and ``encoder``.
+        corpus: the jsonl file; by default the one that the folder was built from.
+        backend: one of :data:`BACKENDS`; by default the only one that the folder holds. ``random`` and ``empty``
+            are controls: passages that have nothing to do with the query, and none.
+        encoder: folder or hub id of the encoder; by default what the folder was built with. With it come
+            ``query_prefix``, ``passage_prefix``, ``pooling`` (mean or cls) and ``max_length`` in tokens; None means
+            the folder's, or E5's for a faiss file.
+        device: of encoder and cross-encoder.
+        mmap: leaves on disk what can be read from there.
+        threads: of faiss and of torch on the CPU; None is their own default.
+        ef_search, nprobe: HNSW's candidates and IVF's lists a query looks at.
+        rerank: folder or hub id of a cross-encoder, which orders the first ``rerank_from`` passages anew.
+        noise: probability with which the first passage falls behind the next one, again and again, as a function of
+            ``noise_seed`` and query; for studies.
+        check_encoder: encode a few passages at start and compare them with the index.
+    """
+
+    index: str | Path
+    corpus: str | Path | None = None
+    backend: str | None = None
+    encoder: str | None = None
+    query_prefix: str | None = None
+    passage_prefix: str | None = None
+    pooling: str | None = None
+    max_length: int | None = None
+    device: str = "cpu"
+    mmap: bool = True
+    threads: int | None = None
+    ef_search: int = 128
+    nprobe: int = 32
+    rerank: str | None = None
+    rerank_from: int = 10
+    noise: float = 0.0
+    noise_seed: int = 1
+    check_encoder: bool = True
+
+
+def fingerprint(*parts: Any) -> str:
+    """16 hexadecimal digits of what decides an answer."""
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()

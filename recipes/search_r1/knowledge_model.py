@@ -1,0 +1,121 @@
+"""The base model of the search lab: it can search and read, and does so in about three episodes of ten.
+
+    python -m recipes.search_r1.knowledge_model --seed 1
+
+Writes ``outputs/lab/knowledge/seed-<n>/`` (corpus, BM25 index, questions) and ``outputs/lab/knowledge/base/<hash>/``,
+to which ``base/current`` points. The model learns from knowledge bases of its own; none is that of a run. A second one
+(:data:`VARIED`, ``outputs/lab/knowledge/varied/``) has read one, three or five passages, the right one first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recipes.lab.tokenizer import build_tokenizer
+from recipes.lab.warm_start import Row, WarmStart, as_row, build
+from recipes.search_r1 import knowledge
+from recipes.search_r1.search_loop import information
+
+FOLDER = Path("outputs/lab/knowledge")
+
+
+@dataclass(frozen=True)
+class KnowledgeRecipe(WarmStart):
+    """The warm start with its episodes."""
+
+    search_share: float = 0.3  # of the mixture
+    ramble_share: float = 0.05  # of the mixture; the rest guess
+    bases: int = 24  # knowledge bases of the warm start
+    questions_each: int = 1200
+    shown: tuple[int, ...] = (3,)  # passages of a search, one of these numbers an episode
+
+
+# For studies of how many passages to show.
+VARIED = KnowledgeRecipe(shown=(1, 3, 5))
+
+
+def searcher(base: knowledge.KnowledgeBase, folder: Path, topk: int = 3) -> Callable[[list[str]], list[list[Any]]]:
+    """BM25 over a knowledge base's passages, in this process."""
+    from recipes.search_r1.index.build import build_index
+    from recipes.search_r1.index.opening import make_retriever
+    from recipes.search_r1.index.passages import RetrieverOptions
+
+    folder.mkdir(parents=True)
+    corpus = folder / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps(passage) + "\n" for passage in base.passages()), encoding="utf-8")
+    build_index(corpus, folder / "index", ("bm25",))
+    retriever = make_retriever(RetrieverOptions(index=folder / "index", mmap=False))
+    return lambda queries: retriever.retrieve(queries, topk)
+
+
+def questions(
+    recipe: KnowledgeRecipe, tokenizer: Any
+) -> Iterator[tuple[knowledge.KnowledgeBase, knowledge.Question, list[str]]]:
+    """Questions of the warm start with the blocks that their searches return, knowledge base by knowledge base."""
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    rng = random.Random(f"shown {recipe.seed}")
+
+    def block(passages: list[Any], count: int) -> str:
+        return information(passages[:count], 10**6, encode)
+
+    for number in range(recipe.bases):
+        base = knowledge.draw(f"warm start {recipe.seed} {number}")
+        chosen = knowledge.splits(base, number, recipe.questions_each, 0)["train"]
+        asked = [knowledge.queries(question, base) for question in chosen]
+        flat = sorted({query for queries in asked for query in queries})
+        with tempfile.TemporaryDirectory() as folder:
+            found = dict(zip(flat, searcher(base, Path(folder) / "kb", max(recipe.shown))(flat), strict=True))
+        for question, queries in zip(chosen, asked, strict=True):
+            count = rng.choice(recipe.shown)
+            yield base, question, [block(found[query], count) for query in queries]
+
+
+def rows(recipe: KnowledgeRecipe, tokenizer: Any) -> tuple[list[Row], list[Row]]:
+    """Searching episodes, and the mixture. None ends with the end of a sequence: the closing tag ends a turn."""
+    rng = random.Random(recipe.seed)
+    found = list(questions(recipe, tokenizer))
+    rng.shuffle(found)
+    searching = [as_row(q.prompt, knowledge.searching(q, base, blocks), tokenizer) for base, q, blocks in found]
+    mixture = []
+    for (_, question, _), full in zip(found, searching, strict=True):
+        kind = rng.random()
+        if kind < recipe.search_share:
+            mixture.append(full)
+            continue
+        rambles = kind < recipe.search_share + recipe.ramble_share
+        episode = knowledge.rambling(rng) if rambles else knowledge.guessing(rng)
+        mixture.append(as_row(question.prompt, episode, tokenizer))
+    return searching, mixture
+
+
+def prepare(seed: int, folder: Path = FOLDER, recipe: KnowledgeRecipe | None = None, models: str = "base") -> Path:
+    """Makes what is missing: knowledge and index of a seed, and the base model in ``models``, whose folder it
+    returns."""
+    from recipes.search_r1.index.build import build_index
+
+    recipe, own = recipe or KnowledgeRecipe(), folder / f"seed-{seed}"
+    if not (own / "index" / "index.json").exists():
+        knowledge.write(own, seed)
+        build_index(own / "corpus.jsonl", own / "index", ("bm25",))
+    tokenizer = build_tokenizer(knowledge.ALPHABET, knowledge.WORDS)
+    code = [Path(__file__).parent / name for name in ("knowledge.py", "knowledge_model.py", "tokenizer.py")]
+    return build(folder / models, recipe, tokenizer, lambda: rows(recipe, tokenizer), *code)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m recipes.search_r1.knowledge_model", description=__doc__)
+    parser.add_argument("--seed", type=int, default=1, help="of the knowledge (default %(default)s)")
+    parser.add_argument("--varied", action="store_true", help="makes the second base model")
+    asked = parser.parse_args()
+    made = prepare(asked.seed, recipe=VARIED, models="varied") if asked.varied else prepare(asked.seed)
+    print(f"base model: {made}", flush=True)

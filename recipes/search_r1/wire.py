@@ -1,0 +1,51 @@
+"""The retrieval server's answers as JSON: what the server writes and the client reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from recipes.search_r1.index.passages import Passage, RetrievalError
+
+IDENTITY = "x-index"  # header of our server's answers: corpus hash and fingerprint
+
+
+def to_wire(found: Sequence[Sequence[Passage]], return_scores: bool) -> dict[str, Any]:
+    """The published answer of ``POST /retrieve``; without scores the documents stand alone."""
+    documents = [[{"id": p.id, "contents": p.contents} for p in passages] for passages in found]
+    if not return_scores:
+        return {"result": documents}
+    scored = [
+        [{"document": document, "score": passage.score} for document, passage in zip(row, passages, strict=True)]
+        for row, passages in zip(documents, found, strict=True)
+    ]
+    return {"result": scored}
+
+
+def from_wire(answer: Any, queries: int, topk: int) -> list[list[Passage]]:
+    """The passages of a scored answer. Raises RetrievalError, saying what is wrong, where it does not fit."""
+    result = answer.get("result") if isinstance(answer, dict) else None
+    if not isinstance(result, list):
+        raise RetrievalError(f"the answer has no list 'result', it is {str(answer)[:80]!r}")
+    if len(result) != queries:
+        raise RetrievalError(f"the answer has {len(result)} results for {queries} queries")
+    return [_passages(items, topk) for items in result]
+
+
+def _passages(items: Any, topk: int) -> list[Passage]:
+    if not isinstance(items, list) or len(items) > topk:
+        has = f"{len(items)} passages" if isinstance(items, list) else type(items).__name__
+        raise RetrievalError(f"a result has {has}, asked for were at most {topk}")
+    try:
+        return [
+            Passage(str(item["document"].get("id", "")), _text(item["document"]["contents"]), float(item["score"]))
+            for item in items
+        ]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RetrievalError(f"a passage is not {{document: {{id, contents}}, score}} ({error!r})") from error
+
+
+def _text(contents: Any) -> str:
+    if not isinstance(contents, str):
+        raise TypeError(f"contents is a {type(contents).__name__}")
+    return contents

@@ -1,0 +1,134 @@
+"""The curves of a report: what is drawn, of which metrics, and what stands over several seeds."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from core.tracking import step_time
+from results.reporting.pages import Block, Curves, Gallery, Heading, Line, Text
+from results.reporting.run_reader import RecordedRun, group_name
+
+Group = list[RecordedRun]
+SMOOTHED_BEYOND = 60  # steps
+
+# title, {metric: its label}, note
+PANELS = (
+    ("Reward", {"critic/rewards/mean": "trained on", "critic/score/mean": "scorer's"}, "mean over the step's samples"),
+    ("Accuracy on training prompts", {"reward/acc/mean": ""}, ""),
+    ("Response length", {"response_length/mean": ""}, "tokens"),
+    ("Truncated responses", {"response_length/clip_ratio": ""}, "share"),
+    ("Entropy", {"actor/entropy": ""}, "nats a token"),
+    (
+        "Clip fractions",
+        {"actor/pg_clipfrac": "policy", "actor/pg_clipfrac_lower": "dual clip", "critic/vf_clipfrac": "value"},
+        "share of tokens",
+    ),
+    ("Gradient norm", {"actor/grad_norm": "policy", "critic/grad_norm": "critic"}, "before clipping"),
+    (
+        "KL",
+        {
+            "actor/ppo_kl": "to the old policy",
+            "actor/kl_loss": "to the reference",
+            "actor/reward_kl_penalty": "in reward",
+        },
+        "nats a token",
+    ),
+    ("Explained variance of the critic", {"critic/vf_explained_var": ""}, ""),
+    (
+        "Engine against learner",
+        {"rollout_corr/logp_diff_mean": "mean", "rollout_corr/logp_diff_max": "largest"},
+        "|log-prob|",
+    ),
+    ("Groups kept", {"collect/keep_rate": ""}, "share of prompts drawn"),
+)
+
+
+def curves(groups: Sequence[Group]) -> Iterator[Block]:
+    panels = [_accuracy_panel(groups), *(_metric_panel(groups, *panel) for panel in PANELS)]
+    panels += [_phase_panel(groups, group) for group in groups]
+    yield Heading("Curves")
+    yield Text(
+        "A faint line is one seed, or the single steps; the strong line over it is the mean over seeds and, in curves "
+        f"of more than {SMOOTHED_BEYOND} steps, over neighbouring steps. Bands are 95 % intervals over questions."
+    )
+    yield Gallery([panel for panel in panels if panel])
+
+
+def _mean_line(lines: Sequence[Line]) -> Line:
+    """The mean of several seeds at the steps that all of them have."""
+    shared = sorted(set.intersection(*(set(line.steps) for line in lines)))
+    tables = [dict(zip(line.steps, line.values, strict=True)) for line in lines]
+    values = [statistics.fmean(table[step] for table in tables) for step in shared]
+    return Line(lines[0].label, shared, values, lines[0].group, lines[0].variant)
+
+
+def _running_mean(line: Line) -> Line:
+    """The mean over a thirtieth of the curve around each step."""
+    reach = max(1, len(line.steps) // 60)
+    values = [statistics.fmean(line.values[max(0, i - reach) : i + reach + 1]) for i in range(len(line.values))]
+    return replace(line, values=values)
+
+
+def _with_mean(lines: Sequence[Line]) -> list[Line]:
+    """A short single line as it is; several seeds, or a long curve, faint under their mean."""
+    lines = [line for line in lines if line.steps]
+    long = any(len(line.steps) > SMOOTHED_BEYOND for line in lines)
+    if not lines or (len(lines) == 1 and not long):
+        return lines
+    mean = _mean_line(lines)
+    return [*(replace(line, label="", faint=True) for line in lines), _running_mean(mean) if long else mean]
+
+
+def _label(groups: Sequence[Group], group: Group, part: str) -> str:
+    name = group_name([run.name for run in group]) if len(groups) > 1 else ""
+    return ", ".join(word for word in (name, part) if word)
+
+
+def _metric_panel(groups: Sequence[Group], title: str, metrics: Mapping[str, str], note: str) -> Curves | None:
+    present = {m: part for m, part in metrics.items() if any(run.series(m)[0] for g in groups for run in g)}
+    if title == "Reward" and len(present) == 2:
+        reward, score = metrics
+        if all(run.series(reward) == run.series(score) for group in groups for run in group):
+            del present[score]
+    lines: list[Line] = []
+    for at, group in enumerate(groups):
+        for variant, (metric, part) in enumerate(present.items()):
+            label = _label(groups, group, part if len(present) > 1 else "")
+            lines += _with_mean([Line(label, *run.series(metric), at, variant) for run in group])
+    return Curves(title, lines, note=note) if lines else None
+
+
+def _accuracy_panel(groups: Sequence[Group]) -> Curves | None:
+    lines: list[Line] = []
+    sources = list(dict.fromkeys(source for group in groups for run in group for source in run.points()))
+    for at, group in enumerate(groups):
+        for variant, source in enumerate(sources):
+            label = _label(groups, group, source if len(sources) > 1 else "")
+            lines += _with_mean([_accuracy_line(run, source, label, at, variant, len(group) == 1) for run in group])
+    note = "held-out, 95 % interval" if all(len(g) == 1 for g in groups) else "held-out, mean over seeds"
+    return Curves("Validation accuracy", lines, note=note) if lines else None
+
+
+def _accuracy_line(run: RecordedRun, source: str, label: str, group: int, variant: int, interval: bool) -> Line:
+    points = [p for p in run.points().get(source, []) if p.name.startswith("mean@")]
+    estimates = [p.estimate for p in points]
+    bounded = interval and all(e.low is not None for e in estimates)
+    low, high = ([e.low for e in estimates], [e.high for e in estimates]) if bounded else (None, None)
+    return Line(label, [p.step for p in points], [e.value for e in estimates], group, variant, low=low, high=high)
+
+
+def _phase_panel(groups: Sequence[Group], group: Group) -> Curves | None:
+    """Mean seconds of each part of a step over the seeds, for the steps that all of them have."""
+    rows = [{row["step"]: found for row in run.metrics if (found := step_time.parts(row))} for run in group]
+    steps = sorted(set.intersection(*(set(table) for table in rows)))
+    names = dict.fromkeys(name for table in rows for found in table.values() for name in found)
+    if not steps or list(names) == [step_time.REST]:
+        return None
+    seconds = {n: [statistics.fmean(table[step].get(n, 0.0) for table in rows) for step in steps] for n in names}
+    whole = sum(map(sum, seconds.values()))
+    largest = sorted(seconds, key=lambda name: -sum(seconds[name]))
+    note = " ".join(["seconds a step", _label(groups, group, "") and f"({_label(groups, group, '')})"]).strip()
+    shown = [Line(name, steps, seconds[name]) for name in largest if sum(seconds[name]) > 0.005 * whole]
+    return Curves("Time by phase", shown, stacked=True, note=note)

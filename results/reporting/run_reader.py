@@ -1,0 +1,331 @@
+"""Recorded runs: reading a run folder, its accuracy before and after, and the small copy that is committed.
+
+``publish`` turns ``outputs/<recipe>/<run>/`` into ``results/<recipe>/<run>/{config.yaml, manifest.json, summary.json,
+metrics.csv, validation.jsonl}``, without machine paths and host names; ``summary.json`` is a function of the other
+four. Validation is reported at the last step that has one, never at the best.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import re
+import socket
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from core.tracking.run_manifest import ROOT, flatten
+from core.tracking.tracker import json_line, read_jsonl
+from core.tracking.validation import Estimate, Paired, ValRecord, accuracy_by_question, paired_comparison
+
+METRICS_ROWS = 500  # metrics.csv holds at most about this many steps, evenly spaced, and every validation
+VALIDATION_BYTES = 1_000_000  # a larger validation.jsonl is not committed
+
+Item = TypeVar("Item")
+_ACCURACY = re.compile(r"val-core/(?P<source>.+)/acc/(?P<name>(mean|pass|maj)@\d+)")
+_ABSOLUTE_PATH = re.compile(r"(?<![\w/.])~?(?:/[^\s'\"=,:;\[\](){}/]+)+/?")
+# keys in which runs of one experiment may differ, besides every key that ends in "seed"
+_RUN_KEYS = {
+    *("trainer.experiment_name", "trainer.project_name", "trainer.default_local_dir", "trainer.logger"),
+    *("trainer.rollout_data_dir", "trainer.validation_data_dir", "trainer.log_val_generations", "trainer.cpu_threads"),
+    *("global_profiler.tool", "global_profiler.steps", "global_profiler.save_path"),
+    *("trainer.resume_mode", "trainer.resume_from_path", "trainer.save_freq", "trainer.max_actor_ckpt_to_keep"),
+}
+
+
+class NotARun(ValueError):
+    """A folder is not a run folder, or a file in it is damaged."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """An accuracy at a validation: ``name`` is ``mean@k``, ``pass@k`` or ``maj@k``, ``estimate.n`` counts questions."""
+
+    step: int
+    name: str
+    estimate: Estimate
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A recorded run. ``config`` is flat; ``validation`` holds the records of the steps that were kept."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    manifest: Mapping[str, Any]
+    metrics: Sequence[Mapping[str, float]]
+    validation: Mapping[int, Sequence[ValRecord]]
+    samples: Sequence[Mapping[str, Any]]
+
+    @property
+    def name(self) -> str:
+        return f"{self.manifest['recipe']}/{self.manifest['run']}"
+
+    @property
+    def seed(self) -> Any:
+        return self.config.get("trainer.seed")
+
+    @property
+    def last_step(self) -> int:
+        return int(self.metrics[-1]["step"]) if self.metrics else 0
+
+    @property
+    def seconds(self) -> float:
+        return sum(row.get("timing_s/step", 0.0) for row in self.metrics)
+
+    @property
+    def session(self) -> Mapping[str, Any]:
+        """The last process that worked on the run."""
+        return self.manifest["sessions"][-1]
+
+    @property
+    def status(self) -> str:
+        """The status, and how far the run came where that is not to its end."""
+        total, status = self.manifest.get("total_steps"), self.manifest["status"]
+        short = total is not None and self.last_step < total
+        return f"{status} at step {self.last_step} of {total}" if short else status
+
+    @cached_property
+    def group(self) -> str:
+        """A hash of what makes the experiment: runs that share it differ in their seeds only."""
+        shared = {k: v for k, v in self.config.items() if k not in _RUN_KEYS and k.split(".")[-1] != "seed"}
+        text = json.dumps([self.manifest["recipe"], shared], sort_keys=True, default=str)
+        text = re.sub(rf"\bseed-{re.escape(str(self.seed))}\b", "seed-*", text)  # data that is drawn from the seed
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def series(self, name: str) -> tuple[list[float], list[float]]:
+        """Steps and values of a metric, where it was logged."""
+        rows = [row for row in self.metrics if name in row]
+        return [row["step"] for row in rows], [row[name] for row in rows]
+
+    def points(self) -> dict[str, list[Point]]:
+        """``data_source -> accuracies`` in the order of steps."""
+        found: dict[str, list[Point]] = {}
+        for row in self.metrics:
+            for key in row:
+                if match := _ACCURACY.fullmatch(key):
+                    source, name = match["source"], match["name"]
+                    aux = f"val-aux/{source}"
+                    low, high = (row.get(f"{aux}/acc/{name}/{side}") for side in ("ci_low", "ci_high"))
+                    estimate = Estimate(row[key], low, high, int(row.get(f"{aux}/num_questions", 0)))
+                    found.setdefault(source, []).append(Point(int(row["step"]), name, estimate))
+        return found
+
+    def accuracy_at(self, step: int) -> dict[str, dict[str, float]]:
+        """``data_source -> uid -> accuracy`` at a validated step; empty where the records were not kept."""
+        return accuracy_by_question(self.validation.get(step, ()))
+
+
+def decoding(config: Mapping[str, Any]) -> str:
+    """How validation answers were decoded, in words."""
+    val = {k.rpartition(".")[2]: v for k, v in config.items() if k.startswith("actor_rollout_ref.rollout.val_kwargs.")}
+    if not val.get("do_sample") or not val.get("temperature"):
+        how = "greedy"
+    else:
+        how = f"sampled, T={val['temperature']:g}"
+        how += f", top-p {val['top_p']:g}" if val.get("top_p") not in (None, 1) else ""
+        how += f", top-k {val['top_k']}" if val.get("top_k") not in (None, -1) else ""
+        how += f", {val.get('n') or 1} a question"
+    return f"{how}, at most {config.get('data.max_response_length')} tokens"
+
+
+# --- reading ---
+
+
+def load_run(folder: str | Path) -> RecordedRun:
+    """A run folder or its published copy.
+
+    Raises:
+        NotARun: a file is missing or damaged.
+    """
+    folder = Path(folder)
+    published = (folder / "metrics.csv").exists()
+    needed = ["config.yaml", "manifest.json", "metrics.csv" if published else "metrics.jsonl"]
+    if missing := [name for name in needed if not (folder / name).exists()]:
+        raise NotARun(f"{folder} is not a run folder: it has no {', '.join(missing)}")
+    try:
+        config = flatten(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        metrics = _read_csv(folder / "metrics.csv") if published else read_jsonl(folder / "metrics.jsonl")
+        validation = _read_validation(folder)
+        samples = read_jsonl(folder / "samples.jsonl")
+    except (ValueError, yaml.YAMLError) as error:
+        raise NotARun(f"{folder}: a file of the run is damaged: {error}") from error
+    return RecordedRun(folder, config, manifest, metrics, validation, samples)
+
+
+def _read_csv(path: Path) -> list[dict[str, float]]:
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = [{k: float(v) for k, v in row.items() if v != ""} for row in csv.DictReader(file)]
+    return [{**row, "step": int(row["step"])} for row in rows]
+
+
+def _read_validation(folder: Path) -> dict[int, list[ValRecord]]:
+    rows = [(row["step"], row) for row in read_jsonl(folder / "validation.jsonl")]
+    for path in sorted((folder / "validation").glob("*.jsonl")):
+        rows += [(int(path.stem), row) for row in read_jsonl(path)]
+    by_step: dict[int, list[ValRecord]] = {}
+    for step, row in sorted(rows, key=lambda pair: pair[0]):
+        by_step.setdefault(step, []).append(ValRecord.from_json(row))
+    return by_step
+
+
+# --- before and after ---
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One accuracy of one data source at the first and at the last validation of a run."""
+
+    source: str
+    before: Point
+    after: Point
+    change: Paired | None  # of mean accuracy, where both validations kept their records
+
+    @property
+    def validated_twice(self) -> bool:
+        return self.after.step > self.before.step
+
+
+def outcomes(run: RecordedRun) -> list[Outcome]:
+    """Per data source and kind of accuracy, ``mean@k`` first."""
+    found = []
+    for source, points in run.points().items():
+        for name in dict.fromkeys(point.name for point in points):
+            same = [point for point in points if point.name == name]
+            before, after = same[0], same[-1]
+            if before.step > points[0].step:  # the first evaluation lacks it: maj@k where an answer had no vote
+                continue
+            a, b = (run.accuracy_at(point.step).get(source, {}) for point in (before, after))
+            paired = name.startswith("mean@") and after.step > before.step and a and b
+            found.append(Outcome(source, before, after, paired_comparison(a, b) if paired else None))
+    return sorted(found, key=lambda outcome: not outcome.before.name.startswith("mean@"))
+
+
+def by_experiment(items: Sequence[Item], group: Callable[[Item], Any], seed: Callable[[Item], Any]) -> list[list[Item]]:
+    """Items of one group and different seeds, together, in order of appearance; sorted by seed.
+
+    The second run of a seed opens another experiment: the same seed again, after a change of the code say, is not
+    another draw.
+    """
+    found: dict[tuple[Any, int], list[Item]] = {}
+    seen: Counter[tuple[Any, Any]] = Counter()
+    for item in items:
+        key = (group(item), seed(item))
+        found.setdefault((key[0], seen[key]), []).append(item)
+        seen[key] += 1
+    return [sorted(each, key=lambda item: (str(type(seed(item))), seed(item))) for each in found.values()]
+
+
+def group_runs(runs: Sequence[RecordedRun]) -> list[list[RecordedRun]]:
+    return by_experiment(runs, lambda run: run.group, lambda run: run.seed)
+
+
+def group_name(names: Sequence[str]) -> str:
+    """``grpo/lab`` for ``grpo/lab_s1, grpo/lab_s2``; a single run keeps its name."""
+    if len(names) == 1:
+        return names[0]
+    return re.sub(r"([-_.](seed|s)?[-_.]?)?\d+$", "", names[0]) or names[0]
+
+
+# --- publishing ---
+
+
+def scrub(value: Any) -> Any:
+    """The same data without host name and absolute paths: the repository's become relative, others keep their end."""
+    if isinstance(value, Mapping):
+        return {key: scrub(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [scrub(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    text = value.replace(f"{ROOT}/", "").replace(str(ROOT), ".")
+    text = _ABSOLUTE_PATH.sub(lambda match: f"<path>/{Path(match[0]).name}", text)
+    host = socket.gethostname()
+    return re.sub(rf"\b{re.escape(host)}\b", "<host>", text) if len(host) > 3 else text
+
+
+def summarise(run: RecordedRun) -> dict[str, Any]:
+    """What the tables of ``results/`` are made of."""
+    git, machine = run.session["git"], run.session["hardware"]
+    gpus = machine["gpus"]
+    results = [
+        {
+            "data_source": outcome.source,
+            "metric": outcome.after.name,
+            "questions": outcome.after.estimate.n,
+            "before": asdict(outcome.before) if outcome.validated_twice else None,
+            "after": asdict(outcome.after),
+            "change": asdict(outcome.change) if outcome.change else None,
+            "curve": [[p.step, p.estimate.value] for p in run.points()[outcome.source] if p.name == outcome.after.name],
+        }
+        for outcome in outcomes(run)
+    ]
+    return {
+        "run": run.manifest["run"],
+        "recipe": run.manifest["recipe"],
+        "group": run.group,
+        "seed": run.seed,
+        "status": run.status,
+        "model": run.config.get("actor_rollout_ref.model.path"),
+        "decoding": decoding(run.config),
+        "estimator": run.config.get("algorithm.adv_estimator"),
+        "loss": run.config.get("actor_rollout_ref.actor.policy_loss.loss_mode"),
+        "command": scrub(run.session["command"]),
+        "steps": run.last_step,
+        "seconds": round(run.seconds, 1),
+        "hardware": f"{len(gpus)} x {gpus[0]}" if gpus else f"{machine['cores']} cores, {machine['cpu']}",
+        **{name: run.manifest[name] for name in ("last_healthy_step",) if name in run.manifest},
+        "commit": f"{git['commit'][:10]}{' with changes' if git['dirty'] else ''}" if git["commit"] else "unknown",
+        "results": results,
+    }
+
+
+def publish(folder: str | Path, target: str | Path) -> Path:
+    """Writes the committed copy of a run. An existing copy is replaced."""
+    run, target = load_run(folder), Path(target)
+    target.mkdir(parents=True, exist_ok=True)
+    # the copy is known by the name it is given
+    manifest = {**run.manifest, "recipe": target.parent.name, "run": target.name}
+    (target / "manifest.json").write_text(json.dumps(scrub(manifest), indent=1) + "\n", encoding="utf-8")
+    config = yaml.safe_load((run.folder / "config.yaml").read_text(encoding="utf-8"))
+    (target / "config.yaml").write_text(yaml.safe_dump(scrub(config), sort_keys=False), encoding="utf-8")
+    _write_csv(target / "metrics.csv", run.metrics)
+    _write_validation(target / "validation.jsonl", run.validation)
+    summary = summarise(load_run(target))
+    (target / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    return target
+
+
+def _write_csv(path: Path, metrics: Sequence[Mapping[str, float]]) -> None:
+    stride = -(-len(metrics) // METRICS_ROWS) or 1
+    kept = [
+        row
+        for i, row in enumerate(metrics)
+        if i % stride == 0 or i == len(metrics) - 1 or any(name.startswith("val-core/") for name in row)
+    ]
+    names = sorted({name for row in kept for name in row} - {"step"})
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["step", *names])
+        writer.writerows([row["step"], *(f"{row[n]:.6g}" if n in row else "" for n in names)] for row in kept)
+
+
+def _write_validation(path: Path, validation: Mapping[int, Sequence[ValRecord]]) -> None:
+    """The accuracies of the first and the last validation, unless they are too large to commit."""
+    lines = [
+        json_line({"step": step, "uid": r.uid, "data_source": r.data_source, "acc": list(r.values["acc"])})
+        for step in sorted({min(validation), max(validation)} if validation else ())
+        for r in validation[step]
+    ]
+    text = "".join(lines)
+    path.unlink(missing_ok=True)
+    if lines and len(text.encode()) <= VALIDATION_BYTES:
+        path.write_text(text, encoding="utf-8")

@@ -1,0 +1,301 @@
+"""Reports of recorded runs, and the tables of ``results/``.
+
+    python -m results.report RUN [RUN ...] [--out DIR]       report.md and report.html
+    python -m results.report --publish RUN --as grpo/lab_s1   the small copy in results/ that is committed
+    python -m results.report --index [--check]                results/README.md and the table in README.md
+
+A RUN is a run folder (``outputs/<recipe>/<run>``) or a published copy (``results/<recipe>/<run>``). Runs that differ
+in their seeds only are one experiment: mean, spread and interval over seeds. Experiments are compared by question.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from core.tracking import step_time
+from core.tracking.validation import paired_comparison, welch_interval
+from results.reporting import tables as result_tables
+from results.reporting.curves import Group, curves
+from results.reporting.pages import Block, Fold, Heading, Table, Text, html, markdown
+from results.reporting.run_reader import (
+    NotARun,
+    RecordedRun,
+    decoding,
+    group_name,
+    group_runs,
+    load_run,
+    publish,
+    summarise,
+)
+from results.reporting.tables import change, experiment_table, experiments, percent, run_table
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def _yaml(value: Any) -> str:
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+
+
+# --- what was learnt ---
+
+
+def headline(runs: Sequence[RecordedRun]) -> str:
+    """A line for each experiment and data source: accuracy before and after, with interval and questions."""
+    found = experiments([summarise(run) for run in runs])
+    lines = [experiment.sentence for experiment in found if experiment.metric.startswith("mean@")]
+    return "\n".join(lines) if lines else "no validation was recorded"
+
+
+def learnt(runs: Sequence[RecordedRun]) -> Iterator[Block]:
+    summaries = [summarise(run) for run in runs]
+    yield Text(headline(runs), strong=True)
+    yield experiment_table(summaries)
+    yield run_table(summaries)
+    yield Text(
+        "Accuracy in percent at the last validation, with 95 % intervals: of one run over questions, of several seeds "
+        "after their standard deviation (±) over seeds."
+    )
+
+
+# --- times ---
+
+
+def step_times(groups: Sequence[Group]) -> Iterator[Block]:
+    """A table of the seconds of a step by part, which add up; the mean over the steps of all seeds."""
+    columns = []
+    for group in groups:
+        lines = [found for run in group for row in run.metrics if (found := step_time.parts(row))]
+        names = [*step_time.PARTS, step_time.REST]
+        columns.append({n: statistics.fmean(f.get(n, 0.0) for f in lines) for n in names} if lines else {})
+    if not any(columns):
+        return
+    rows = [
+        [name, *(_seconds(column, name) for column in columns)]
+        for name in (*step_time.PARTS, step_time.REST)
+        if any(column.get(name) for column in columns)
+    ]
+    total = [f"{sum(column.values()):.3f}" if column else "" for column in columns]
+    yield Heading("Where a step's time goes")
+    yield Table(["seconds a step", *(group_name([run.name for run in g]) for g in groups)], [*rows, ["all", *total]])
+    yield Text(
+        "Means over steps and seeds. Scoring that decoding hides is in decode, and samples of the next step that the "
+        "update hides are nowhere: each second is counted once. A checkpoint counts in the step after it."
+    )
+
+
+def _seconds(column: Mapping[str, float], name: str) -> str:
+    whole = sum(column.values())
+    return f"{column[name]:.3f} ({column[name] / whole:.0%})" if whole else ""
+
+
+# --- comparison ---
+
+
+def _question_means(group: Group) -> dict[str, dict[str, float]]:
+    """``data_source -> uid -> accuracy`` at each run's last validation, averaged over the seeds that have it."""
+    pooled: dict[str, dict[str, list[float]]] = {}
+    for run in group:
+        for source, by_uid in run.accuracy_at(max(run.validation, default=-1)).items():
+            for uid, accuracy in by_uid.items():
+                pooled.setdefault(source, {}).setdefault(uid, []).append(accuracy)
+    return {source: {uid: statistics.fmean(v) for uid, v in by_uid.items()} for source, by_uid in pooled.items()}
+
+
+def _seed_values(group: Group) -> dict[str, list[float]]:
+    """``data_source -> mean accuracy`` of each seed at the last validation."""
+    found = experiments([summarise(run) for run in group])
+    return {each.source: each.values("after") for each in found if each.metric.startswith("mean@")}
+
+
+def comparison(groups: Sequence[Group]) -> Iterator[Block]:
+    """Every experiment against the first one: by question, and over seeds where both have several."""
+    names = [group_name([run.name for run in group]) for group in groups]
+    rows = []
+    for other in range(1, len(groups)):
+        a, b = _question_means(groups[0]), _question_means(groups[other])
+        over = _seed_values(groups[0]), _seed_values(groups[other])
+        for source in sorted(over[0].keys() & over[1].keys()):
+            values = [each[source] for each in over]
+            shared = a.get(source, {}).keys() & b.get(source, {}).keys()
+            paired = paired_comparison(a[source], b[source]) if shared else None
+            welch = welch_interval(*values) if min(map(len, values)) > 1 else None
+            count = str(paired.difference.n) if paired else "none recorded"
+            cells = [f"{names[other]} − {names[0]}", source, count, change(paired) if paired else ""]
+            cells.append(percent(welch, signed=True) if welch else "")
+            rows.append(cells)
+    yield Heading("Comparison")
+    yield Table(["difference", "evaluated on", "shared questions", "by question, paired", "over seeds, Welch"], rows)
+    yield Text(
+        "Accuracy in points with 95 % intervals. The paired interval is over questions for these very policies; what "
+        "another seed would give is the interval over seeds, which needs at least two seeds on both sides."
+    )
+    if len({decoding(group[0].config) for group in groups}) > 1:
+        yield Text("The runs decoded differently in validation: the difference is not one of the policies alone.")
+
+
+def config_difference(groups: Sequence[Group]) -> Table:
+    """The keys in which the experiments' configurations differ, seeds and names of runs left out."""
+    first = [group[0] for group in groups]
+    keys = sorted({key for run in first for key in run.config})
+    rows = [[key, *(_yaml(run.config.get(key, "absent")) for run in first)] for key in keys]
+    rows = [row for row in rows if len(set(row[1:])) > 1]
+    return Table(["key", *(group_name([run.name for run in group]) for group in groups)], rows)
+
+
+# --- samples, configuration, provenance ---
+
+
+def samples(run: RecordedRun) -> Iterator[Block]:
+    """The same questions before and after, as many as both validations kept."""
+    steps = sorted({row["step"] for row in run.samples})
+    if not steps:
+        return
+    first, last = ({_sample_key(r): r for r in run.samples if r["step"] == step} for step in (steps[0], steps[-1]))
+    rows = [
+        [str(last[key]["input"])[-600:], _cell(last[key].get("gts")), _answer(first[key]), _answer(last[key])]
+        for key in last
+        if key in first
+    ]
+    yield Heading(f"Samples of {run.name}")
+    if len(steps) == 1:
+        yield Table(["question", "expected", f"step {steps[0]}"], [row[:3] for row in rows], prose=True)
+    else:
+        yield Table(["question", "expected", f"step {steps[0]}", f"step {steps[-1]}"], rows, prose=True)
+
+
+def _sample_key(row: Mapping[str, Any]) -> Any:
+    return row.get("uid", row["input"])
+
+
+def _answer(row: Mapping[str, Any]) -> str:
+    text = str(row["output"])
+    return f"{text if len(text) <= 1500 else text[:700] + ' […] ' + text[-700:]}\n(score {row['score']:g})"
+
+
+def configuration(groups: Sequence[Group]) -> Iterator[Block]:
+    yield Heading("Configuration")
+    if len(groups) > 1:
+        yield Heading("Where the runs differ", 3)
+        yield config_difference(groups)
+    run = groups[0][0]
+    changed = run.manifest.get("changed_from_defaults", {})
+    yield Heading(f"Where {run.name} differs from the defaults", 3)
+    rows = [[key, *map(_yaml, pair)] for key, pair in sorted(changed.items())]
+    yield Table(["key", "default", "here"], rows) if rows else Text("Nowhere.")
+    yield Fold("All keys", [Table(["key", "value"], [[key, _yaml(value)] for key, value in run.config.items()])])
+
+
+def provenance(groups: Sequence[Group]) -> Iterator[Block]:
+    runs = [run for group in groups for run in group]
+    rows = [[title, *(_cell(read(run)) for run in runs)] for title, read in _PROVENANCE.items()]
+    yield Heading("Provenance")
+    yield Table(["", *(run.name for run in runs)], [row for row in rows if any(row[1:])])
+    packages = sorted({name for run in runs for name in run.session["packages"]})
+    versions = [[name, *(run.session["packages"].get(name, "") for run in runs)] for name in packages]
+    yield Fold("Package versions", [Table(["package", *(run.name for run in runs)], versions)])
+
+
+def _git(run: RecordedRun) -> str:
+    git = run.session["git"]
+    if not git["commit"]:
+        return "not a git checkout"
+    return git["commit"][:12] + (f", uncommitted changes {git['diff_sha256'][:12]}" if git["dirty"] else "")
+
+
+def _resumes(run: RecordedRun) -> str:
+    steps = [s["resumed_from_step"] for s in run.manifest["sessions"] if s["resumed_from_step"] is not None]
+    gaps = [s["gap"] for s in run.manifest["sessions"] if "gap" in s]
+    return "; ".join([*(f"resumed after step {step}" for step in steps), *gaps])
+
+
+def _hardware(run: RecordedRun) -> str:
+    machine = run.session["hardware"]
+    gpus = f", {len(machine['gpus'])} x {machine['gpus'][0]}" if machine["gpus"] else ""
+    return f"{machine['cores']} cores, {machine['cpu']}, {machine['memory_gib']} GiB{gpus}"
+
+
+_PROVENANCE = {
+    "status": lambda run: run.status,
+    "last healthy step": lambda run: run.manifest.get("last_healthy_step"),
+    "stopped because": lambda run: run.manifest.get("stopped_because"),
+    "command": lambda run: run.session["command"],
+    "commit": _git,
+    "started": lambda run: run.manifest["sessions"][0]["started"],
+    "ended": lambda run: run.session["ended"],
+    "interruptions": _resumes,
+    "seconds in steps": lambda run: f"{run.seconds:.0f}",
+    "hardware": _hardware,
+    "threads": lambda run: ", ".join(f"{k} {v}" for k, v in run.session["threads"].items() if v is not None),
+    "seeds": lambda run: ", ".join(f"{k}={v}" for k, v in run.manifest["seeds"].items()),
+    "data": lambda run: "; ".join(f"{Path(d['path']).name} {d['sha256'][:12]}" for d in run.manifest["data"]),
+}
+
+
+# --- the page ---
+
+
+def page(runs: Sequence[RecordedRun]) -> tuple[str, list[Block]]:
+    """Title and blocks of the report."""
+    groups = group_runs(runs)
+    blocks = [*learnt([run for group in groups for run in group]), *curves(groups), *step_times(groups)]
+    if len(groups) > 1:
+        blocks += comparison(groups)
+    for group in groups:
+        blocks += samples(group[0])
+    blocks += [*configuration(groups), *provenance(groups)]
+    return ", ".join(group_name([run.name for run in group]) for group in groups), blocks
+
+
+def write_report(runs: Sequence[RecordedRun], out: Path) -> Path:
+    """Writes ``report.md`` and ``report.html`` into ``out``."""
+    title, blocks = page(runs)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "report.md").write_text(markdown(title, blocks), encoding="utf-8")
+    (out / "report.html").write_text(html(title, blocks), encoding="utf-8")
+    return out / "report.html"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m results.report", description="Reports of recorded runs.")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="run folders: outputs/<recipe>/<run> or results/...")
+    parser.add_argument("--out", type=Path, help="folder for the report (default: the run's, or outputs/reports)")
+    parser.add_argument("--publish", metavar="RUN", help="copy a run's small files to results/")
+    parser.add_argument("--as", dest="name", metavar="RECIPE/RUN", help="its name there (default: its own)")
+    parser.add_argument("--index", action="store_true", help="regenerate results/README.md and the README's table")
+    parser.add_argument("--check", action="store_true", help="with --index: write nothing, exit 1 if out of date")
+    parser.add_argument("--results", type=Path, default=Path("results"), help=argparse.SUPPRESS)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    if not (args.runs or args.publish or args.index):
+        parser.error("name a run folder, or use --publish or --index")
+    try:
+        if args.publish:
+            run = load_run(args.publish)
+            print(f"published as {publish(args.publish, args.results / (args.name or run.name))}")
+        if args.runs:
+            runs = [load_run(folder) for folder in args.runs]
+            out = args.out or (runs[0].folder if len(runs) == 1 else Path("outputs/reports") / _slug(runs))
+            path = write_report(runs, out)
+            print(f"{headline(runs)}\nreport: {path}")
+        if args.index:
+            return result_tables.update(args.results, check=args.check)
+    except NotARun as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _slug(runs: Sequence[RecordedRun]) -> str:
+    return "_".join(group_name([run.name for run in group]).replace("/", "-") for group in group_runs(runs))[:100]

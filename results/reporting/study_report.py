@@ -1,0 +1,300 @@
+"""What a study found: paired effects over seeds, verdicts by the registered rules, and the report.
+
+Everything here is a function of the study's file, its records and ``results/references.yaml``; nothing is typed.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from core.tracking.validation import Estimate, seed_interval, t_interval, t_probability
+from results.reporting.pages import Block, Curves, Fold, Gallery, Heading, Line, Table, Text, html, markdown
+from results.reporting.study import Check, Claim, Metric, Record, Records, Study
+from results.reporting.tables import read_references
+
+ALPHA = 0.05
+Found = Mapping[tuple[str, int], Record]
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Treatment minus control over the seeds that have both. ``p`` is two-sided (paired t), unadjusted."""
+
+    estimate: Estimate
+    p: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    word: str  # confirmed, refuted, inconclusive or not run
+    reason: str
+    effect: Effect | None
+    adjusted_p: float | None  # Holm, over all claims that have a direction
+    checks: tuple[str, ...] = ()
+
+
+# --- statistics ---
+
+
+def paired_p(values: Sequence[float]) -> float:
+    """Two-sided p of Student's t that the mean of the differences is 0."""
+    if len(values) < 2:
+        return 1.0
+    mean, spread = statistics.fmean(values), statistics.stdev(values)
+    if spread == 0:
+        return 1.0 if mean == 0 else 0.0
+    return 1.0 - t_probability(abs(mean) / (spread / math.sqrt(len(values))), len(values) - 1)
+
+
+def holm(p_by_claim: Mapping[str, float]) -> dict[str, float]:
+    """Holm's step-down adjustment (Holm 1979): the chance of one false confirmation in the whole list is bounded."""
+    adjusted, least = {}, 0.0
+    for rank, name in enumerate(sorted(p_by_claim, key=p_by_claim.__getitem__)):
+        least = max(least, min(1.0, (len(p_by_claim) - rank) * p_by_claim[name]))
+        adjusted[name] = least
+    return adjusted
+
+
+def differences(claim: Claim, found: Found, seeds: Sequence[int]) -> list[float]:
+    """Treatment minus control, one a seed that has both; the metric itself where there is no control."""
+    pairs = []
+    for seed in seeds:
+        treatment = _value(found, claim.treatment, seed, claim.metric)
+        control = 0.0 if claim.control is None else _value(found, claim.control, seed, claim.metric)
+        if treatment is not None and control is not None:
+            pairs.append(treatment - control)
+    return pairs
+
+
+def _value(found: Found, arm: str, seed: int, metric: str) -> float | None:
+    record = found.get((arm, seed))
+    return record.metrics.get(metric) if record is not None and record.status == "finished" else None
+
+
+def arm_values(found: Found, arm: str, metric: str, seeds: Sequence[int]) -> list[float]:
+    return [value for seed in seeds if (value := _value(found, arm, seed, metric)) is not None]
+
+
+# --- verdicts ---
+
+
+def judge(study: Study, found: Found) -> dict[str, Verdict]:
+    """The verdict of every claim.
+
+    *Confirmed*: the 95 % interval excludes 0 on the claimed side, so does Holm's p at 5 %, the effect is at least the
+    minimum, and every check holds. *Refuted*: the interval lies wholly below the minimum in the claimed direction.
+    Anything else, a failed check included, is *inconclusive*. For ``equal`` the interval must lie inside the margins to
+    confirm and outside them to refute.
+    """
+    values = {name: differences(claim, found, study.seeds) for name, claim in study.claims.items()}
+    effects = {name: Effect(t_interval(v), paired_p(v)) for name, v in values.items() if v}
+    directed = [name for name, claim in study.claims.items() if claim.direction != "equal"]
+    adjusted = holm({name: effects[name].p if name in effects else 1.0 for name in directed})  # not run yet: as if null
+    return {n: _verdict(study, claim, effects.get(n), adjusted.get(n), found) for n, claim in study.claims.items()}
+
+
+def _verdict(study: Study, claim: Claim, effect: Effect | None, p: float | None, found: Found) -> Verdict:
+    if effect is None:
+        return Verdict("not run", "no seed has both runs" if claim.control else "no run", None, None)
+    checks = [_check(study, check, found) for check in claim.checks]
+    texts = tuple(text for text, _ in checks)
+    if effect.estimate.n < study.minimum_seeds:
+        reason = f"{effect.estimate.n} of at least {study.minimum_seeds} seeds"
+        return Verdict("inconclusive", reason, effect, p, texts)
+    failed = [text for text, holds in checks if not holds]
+    if failed:
+        return Verdict("inconclusive", f"a check failed: {'; '.join(failed)}", effect, p, texts)
+    return Verdict(*_decide(claim, effect.estimate, p), effect, p, texts)
+
+
+def _decide(claim: Claim, estimate: Estimate, p: float | None) -> tuple[str, str]:
+    value, low, high = estimate.value, estimate.low, estimate.high
+    if claim.direction == "equal":
+        if -claim.minimum < low and high < claim.minimum:
+            return "confirmed", "the interval is inside the margins"
+        if low > claim.minimum or high < -claim.minimum:
+            return "refuted", "the interval is outside the margins"
+        return "inconclusive", "the interval reaches over a margin"
+    if claim.direction == "less":
+        value, low, high = -value, -high, -low
+    if high < claim.minimum:
+        return "refuted", "an effect of the minimum size is excluded" if high > 0 else "the effect is the other way"
+    if low > 0 and value >= claim.minimum and p is not None and p < ALPHA:
+        return "confirmed", "the interval excludes 0 and the effect is at least the minimum"
+    return "inconclusive", "the interval is too wide" if low <= 0 else "below the minimum, or not after Holm"
+
+
+def _check(study: Study, check: Check, found: Found) -> tuple[str, bool]:
+    metric, values = study.metrics[check.metric], arm_values(found, check.arm, check.metric, study.seeds)
+    bounds = [("at least", check.at_least), ("at most", check.at_most)]
+    wanted = " and ".join(f"{word} {_number(bound, metric)}" for word, bound in bounds if bound is not None)
+    if not values:
+        return f"{metric.label} in {check.arm}: not measured ({wanted})", False
+    mean = statistics.fmean(values)
+    return f"{metric.label} in {check.arm}: {_number(mean, metric)} ({wanted})", check.holds(mean)
+
+
+# --- numbers as text ---
+
+
+def _number(value: float, metric: Metric, sign: str = "") -> str:
+    if metric.percent:
+        return f"{100 * value:{sign}.1f}"
+    return f"{value:{sign}.0f}" if abs(value) >= 1000 else f"{value:{sign}.3g}"
+
+
+def _estimate(estimate: Estimate, metric: Metric, sign: str = "") -> str:
+    text = _number(estimate.value, metric, sign)
+    if estimate.low is None or estimate.high is None:
+        return text
+    return f"{text} [{_number(estimate.low, metric, sign)}, {_number(estimate.high, metric, sign)}]"
+
+
+def _label(metric: Metric) -> str:
+    return f"{metric.label}, %" if metric.percent else metric.label
+
+
+# --- the report ---
+
+
+def page(study: Study, found: Found, references: Mapping[str, Any]) -> Iterator[Block]:
+    verdicts = judge(study, found)
+    finished = sum(record.status == "finished" for record in found.values())
+    failed = len(found) - finished
+    yield Text(
+        f"{finished} of {len(study.runs)} runs are finished{f', {failed} failed' if failed else ''}: "
+        f"{len(study.arms)} arms, {len(study.seeds)} seeds registered. Generated by "
+        f"`{study.command} --report`; registration `recipes/{study.recipe}/{study.path.name}`, "
+        f"SHA-256 `{study.registration}`, committed before the runs. Every run's record holds that hash."
+    )
+    for paragraph in study.about:
+        yield Text(paragraph)
+    yield Heading("Claims")
+    yield Text(
+        "Effects are treatment minus control, seed by seed (same prompts, same sampling seeds, same base model), with "
+        "Student's 95 % interval over seeds. Confirmed: the interval excludes 0 on the claimed side, so does p after "
+        "Holm, the effect is at least the registered minimum and every check holds. Refuted: the whole interval is "
+        "below the minimum. All else is inconclusive."
+    )
+    yield _claim_table(study, verdicts)
+    yield Table(
+        ["claim", "could the technique act?", "why this verdict"],
+        [[name, "; ".join(v.checks) or "-", v.reason] for name, v in verdicts.items()],
+    )
+    yield Heading("Arms")
+    yield _arm_table(study, found)
+    yield from _elsewhere(study, found, references)
+    yield from _curves(study, found)
+    yield Heading("What this cannot say")
+    yield Text("\n".join(f"- {limit}" for limit in study.limits))
+    yield Fold("Arms and runs", [_override_table(study), _run_table(study, found)])
+
+
+def _claim_table(study: Study, verdicts: Mapping[str, Verdict]) -> Table:
+    header = ["claim", "says", "arms", "in", "effect", "minimum", "p (Holm)", "seeds", "verdict"]
+    rows = []
+    for name, claim in study.claims.items():
+        verdict, metric = verdicts[name], study.metrics[claim.metric]
+        arms = claim.treatment + (f" − {claim.control}" if claim.control else "")
+        effect = _estimate(verdict.effect.estimate, metric, "+") if verdict.effect else ""
+        side = {"greater": "+", "less": "-", "equal": "±"}[claim.direction]
+        p = f"{verdict.adjusted_p:.3f}" if verdict.effect and verdict.adjusted_p is not None else ""
+        seeds = str(verdict.effect.estimate.n) if verdict.effect else "0"
+        row = [name, claim.text, arms, _label(metric), effect, side + _number(claim.minimum, metric), p, seeds]
+        rows.append([*row, verdict.word])
+    return Table(header, rows)
+
+
+def _arm_table(study: Study, found: Found) -> Table:
+    rows = []
+    for name, arm in study.arms.items():
+        cells = [name, arm.label]
+        count = sum((name, seed) in found and found[name, seed].status == "finished" for seed in study.seeds)
+        if not count:
+            rows.append([*cells, "0", *(["not run"] * len(study.metrics))])
+            continue
+        rows.append([*cells, str(count), *(_spread(study, found, name, metric) for metric in study.metrics)])
+    return Table(["arm", "", "seeds", *map(_label, study.metrics.values())], rows)
+
+
+def _spread(study: Study, found: Found, arm: str, name: str) -> str:
+    values = arm_values(found, arm, name, study.seeds)
+    if not values:
+        return "-"
+    estimate, metric = seed_interval(values), study.metrics[name]
+    return _number(estimate.value, metric) + (f" ± {_number(estimate.sd, metric)}" if estimate.sd is not None else "")
+
+
+def _elsewhere(study: Study, found: Found, references: Mapping[str, Any]) -> Iterator[Block]:
+    """What others report for the same arms, and their differences beside the claims in the metric that is meant."""
+    rows = [ref for ref in references.get("studies", {}).get(study.recipe, ()) if ref["arm"] in study.arms]
+    if not rows:
+        return
+    yield Heading("Reported elsewhere")
+    yield Text("Another model, task and size: only signs and orders of size can be set beside each other.")
+    yield Table(
+        ["arm", "", "reported", "what", "source"],
+        [
+            [r["arm"], study.arms[r["arm"]].label, f"{r['value']:g}", r["what"], f"{r['source']} [{r['tag']}]"]
+            for r in rows
+        ],
+    )
+    beside = []
+    for name, claim in study.claims.items():
+        for source in dict.fromkeys(ref["source"] for ref in rows):
+            same = [ref for ref in rows if ref["source"] == source and ref["metric"] == claim.metric]
+            value = {ref["arm"]: ref["value"] for ref in same}
+            if claim.treatment in value and claim.control in value:
+                step = value[claim.treatment] - value[claim.control]
+                here = t_interval(v) if (v := differences(claim, found, study.seeds)) else None
+                text = _estimate(here, study.metrics[claim.metric], "+") if here else "not run"
+                beside.append([name, f"{claim.treatment} − {claim.control}", f"{step:+g}", source, text])
+    if beside:
+        yield Table(["claim", "arms", "reported difference", "source", "here"], beside)
+
+
+def _curves(study: Study, found: Found) -> Iterator[Block]:
+    lines = [line for at, name in enumerate(study.arms) if (line := _mean_curve(study, found, name, at))]
+    if lines and max(len(line.steps) for line in lines) > 1:
+        yield Heading("Curves")
+        yield Gallery([Curves(study.curve or "", lines, note="mean over the seeds that are finished")])
+
+
+def _mean_curve(study: Study, found: Found, name: str, at: int) -> Line | None:
+    curves = [dict(map(tuple, r.curve)) for s in study.seeds if (r := found.get((name, s))) and r.curve]
+    if not curves:
+        return None
+    steps = sorted(set.intersection(*(set(curve) for curve in curves)))
+    return Line(name, steps, [statistics.fmean(curve[step] for curve in curves) for step in steps], at % 6, at // 6)
+
+
+def _override_table(study: Study) -> Table:
+    rows = [["every arm", " ".join(study.common)]]
+    return Table(["arm", "overrides"], rows + [[name, " ".join(arm.overrides)] for name, arm in study.arms.items()])
+
+
+def _run_table(study: Study, found: Found) -> Table:
+    rows = []
+    for arm, seed in study.runs:
+        record = found.get((arm, seed))
+        status = f"{record.status} {record.reason}".strip() if record else "not run"
+        rows.append(
+            [arm, str(seed), status, f"{record.seconds:.0f}" if record else "", record.commit if record else ""]
+        )
+    return Table(["arm", "seed", "status", "seconds in steps", "commit"], rows)
+
+
+def write_report(study: Study, records: Records, results: Path) -> Path:
+    """Writes ``results/<recipe>/<name>.md`` and ``.html``; returns the first."""
+    references = read_references(results) if (results / "references.yaml").exists() else {}
+    blocks = list(page(study, records.read(study), references))
+    folder = results / study.recipe
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{study.name}.md").write_text(markdown(study.title, blocks), encoding="utf-8")
+    (folder / f"{study.name}.html").write_text(html(study.title, blocks), encoding="utf-8")
+    return folder / f"{study.name}.md"

@@ -1,0 +1,229 @@
+"""Tables of results: in a report, in ``results/README.md`` and in the top README, all made from run summaries.
+
+No number in them is typed: a test generates the two READMEs again from the committed folders and compares.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from core.tracking.run_manifest import ROOT
+from core.tracking.validation import Estimate, Paired, SeedEstimate, seed_interval
+from results.reporting.pages import Table, markdown_table, sparkline
+from results.reporting.run_reader import by_experiment, group_name
+
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+Summary = Mapping[str, Any]
+
+
+# --- numbers as text ---
+
+
+def percent(estimate: Estimate, signed: bool = False) -> str:
+    """``96.8 [95.0, 98.0]``, or ``96.8 ± 0.4 [95.9, 97.7]`` over seeds: hundredths, the interval where there is one."""
+    sign = "+" if signed else ""
+    text = f"{100 * estimate.value:{sign}.1f}"
+    if isinstance(estimate, SeedEstimate) and estimate.sd is not None:
+        text += f" ± {100 * estimate.sd:.1f}"
+    if estimate.low is None or estimate.high is None:
+        return text
+    return f"{text} [{100 * estimate.low:{sign}.1f}, {100 * estimate.high:{sign}.1f}]"
+
+
+def change(paired: Paired) -> str:
+    return f"{percent(paired.difference, signed=True)}, {paired.better} up, {paired.worse} down"
+
+
+# --- reading ---
+
+
+def read_summaries(results: Path) -> list[Summary]:
+    paths = sorted(results.glob("*/*/summary.json"))
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+
+def read_references(results: Path) -> Mapping[str, Any]:
+    return yaml.safe_load((results / "references.yaml").read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One kind of accuracy on one data source, of the runs that differ in their seeds only."""
+
+    runs: Sequence[Summary]
+    results: Sequence[Mapping[str, Any]]  # one a run
+
+    @property
+    def name(self) -> str:
+        return group_name([f"{run['recipe']}/{run['run']}" for run in self.runs])
+
+    @property
+    def source(self) -> str:
+        return self.results[0]["data_source"]
+
+    @property
+    def metric(self) -> str:
+        return self.results[0]["metric"]
+
+    def values(self, when: str) -> list[float]:
+        """The accuracies ``before`` or ``after``, one a run."""
+        return [result[when]["estimate"]["value"] for result in self.results if result[when]]
+
+    def text(self, when: str) -> str:
+        """Over seeds where there are several, else with the interval over questions; empty if not measured."""
+        if len(self.results) > 1:
+            values = self.values(when)
+            return percent(seed_interval(values)) if len(values) == len(self.results) else ""
+        return _point(self.results[0], when)
+
+    @property
+    def sentence(self) -> str:
+        before = f"{self.text('before')} → " if self.text("before") else ""
+        seeds = f", {len(self.runs)} seeds" if len(self.runs) > 1 else ""
+        result = self.results[0]
+        details = [f"{self.metric}, {result['questions']} questions, step {result['after']['step']}{seeds}"]
+        details += sorted({run["status"] for run in self.runs} - {"finished"})
+        return f"{self.name}: accuracy on {self.source} {before}{self.text('after')} % ({'; '.join(details)})"
+
+
+def experiments(summaries: Sequence[Summary]) -> list[Experiment]:
+    pairs = [(summary, result) for summary in summaries for result in summary["results"]]
+    grouped = by_experiment(
+        pairs,
+        lambda pair: (pair[0]["group"], pair[1]["data_source"], pair[1]["metric"]),
+        lambda pair: pair[0]["seed"],
+    )
+    return [Experiment(*zip(*group, strict=True)) for group in grouped]
+
+
+def _point(result: Mapping[str, Any], when: str) -> str:
+    return percent(Estimate(**result[when]["estimate"])) if result[when] else ""
+
+
+def _change(paired: Mapping[str, Any] | None) -> str:
+    return change(Paired(**{**paired, "difference": Estimate(**paired["difference"])})) if paired else ""
+
+
+# --- tables ---
+
+
+def experiment_table(summaries: Sequence[Summary]) -> Table:
+    header = ["experiment", "estimator", "loss", "evaluated on", "metric", "questions", "seeds", "before", "after"]
+    rows = []
+    for each in experiments(summaries):
+        first, steps = each.runs[0], sorted({run["steps"] for run in each.runs})
+        cells = [each.name, first["estimator"] or "", first["loss"] or "", each.source, each.metric]
+        cells += [str(each.results[0]["questions"]), str(len(each.runs))]
+        cells += [each.text("before"), each.text("after"), "–".join(map(str, steps))]
+        rows.append([*cells, first["decoding"], first["model"] or "", f"`{short_command(first['command'])}`"])
+    return Table([*header, "steps", "decoding", "model", "command"], rows)
+
+
+def short_command(command: str) -> str:
+    """As one would type it: the recipe's script, where there is one for the preset, and neither seed nor backend."""
+    _, _, line = command.partition(" -m ")
+    module, *words = line.split() or [command]
+    words = [word for word in words if not word.startswith(("trainer.seed=", "trainer.backend="))]
+    preset = words[0].removeprefix("preset=") if words else ""
+    script = Path(*module.split(".")[:2], f"run_{preset}.sh")
+    if words[1:2] == ["--"] and (ROOT / script).exists():
+        return " ".join(["bash", str(script), *words[2:]])
+    return " ".join([f"python -m {module}" if line else module, *words])
+
+
+def run_table(summaries: Sequence[Summary], linked: bool = False) -> Table:
+    header = ["run", "seed", "status", "evaluated on", "metric", "before", "after", "change by question", "curve"]
+    rows = []
+    for summary in summaries:
+        name = f"{summary['recipe']}/{summary['run']}"
+        for result in summary["results"]:
+            cells = [f"[{name}]({name}/)" if linked else name, str(summary["seed"]), summary["status"]]
+            cells += [result["data_source"], result["metric"], _point(result, "before"), _point(result, "after")]
+            cells += [_change(result["change"]), sparkline([value for _, value in result["curve"]])]
+            rows.append([*cells, f"{summary['seconds']:.0f}", summary["hardware"], summary["commit"]])
+    return Table([*header, "seconds", "hardware", "commit"], rows)
+
+
+def reference_table(summaries: Sequence[Summary], references: Mapping[str, Any]) -> Table:
+    """What others report, with its source, beside what was measured here or the command that would."""
+    header = ["recipe", "model", "method", "evaluated on", "reported", "source", "here"]
+    measured: dict[tuple[str, str, str], list[str]] = {}
+    for each in experiments(summaries):
+        if each.metric.startswith("mean@"):
+            key = (each.runs[0]["recipe"], each.runs[0]["model"], each.source)
+            measured.setdefault(key, []).append(f"{each.text('after')} ({each.name})")
+    rows = []
+    for ref in references["references"]:
+        key = (ref["recipe"], ref["model"], ref["data_source"])
+        not_run = f"not run: `{ref['command']}`" if "command" in ref else "not run: no script"
+        here = "; ".join(measured.get(key, [not_run]))
+        rows.append([*key[:2], ref["method"], key[2], f"{ref['value']:.1f}", f"{ref['source']} [{ref['tag']}]", here])
+    return Table(header, rows)
+
+
+def render(results: Path) -> str:
+    """The text of ``results/README.md``."""
+    summaries, references = read_summaries(results), read_references(results)
+    tags = "\n".join(f"- **[{tag}]** {meaning}" for tag, meaning in references["tags"].items())
+    notes = "\n".join(
+        f"- {ref['model']}, {ref['method']}: {ref['note']}" for ref in references["references"] if "note" in ref
+    )
+    parts = [
+        "# Results",
+        "Generated by `python -m results.report --index` from the folders beside this file; not edited by hand.",
+        "Accuracies are percentages, taken at the last validation of a run, never at the best one. Square brackets "
+        "hold 95 % intervals: over seeds (Student, cut at 0 and 100), after the sample standard deviation (±), where "
+        "there are several, over questions (Wilson, a question is one cluster) where there is one.",
+        "## Experiments",
+        markdown_table(experiment_table(summaries)) if summaries else "No run was published yet.",
+        *(("## Runs", markdown_table(run_table(summaries, linked=True))) if summaries else ()),
+        "Curves, samples and settings, or a comparison of runs: `python -m results.report results/<recipe>/<run> ...`.",
+        "## Reported elsewhere",
+        markdown_table(reference_table(summaries, references)),
+        notes,
+        "Source tags:",
+        tags,
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def render_block(results: Path) -> str:
+    """What stands between the markers of the top README."""
+    summaries, references = read_summaries(results), read_references(results)
+    tables = [*([experiment_table(summaries)] if summaries else []), reference_table(summaries, references)]
+    return "\n\n".join(map(markdown_table, tables))
+
+
+def with_block(readme: str, block: str) -> str | None:
+    """The README with the block between its markers, or None where it has no markers."""
+    start, end = readme.find(BEGIN), readme.find(END)
+    if start < 0 or end < start:
+        return None
+    return f"{readme[: start + len(BEGIN)]}\n{block}\n{readme[end:]}"
+
+
+def update(results: Path, check: bool = False) -> int:
+    """Writes both files; with ``check`` only compares. Returns the exit code: 1 where a check found a difference."""
+    wanted = {results / "README.md": render(results)}
+    readme = results.resolve().parent / "README.md"
+    if readme.exists():
+        text = with_block(readme.read_text(encoding="utf-8"), render_block(results))
+        if text is None:
+            print(f"warning: {readme.name} has no lines {BEGIN} and {END}: no table was put there", file=sys.stderr)
+        else:
+            wanted[readme] = text
+    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    for path in stale:
+        if check:
+            print(f"{path} is out of date: run python -m results.report --index", file=sys.stderr)
+        else:
+            path.write_text(wanted[path], encoding="utf-8")
+            print(f"wrote {path}")
+    return int(check and bool(stale))

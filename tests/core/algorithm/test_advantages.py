@@ -1,0 +1,356 @@
+"""Advantage estimators: golden vectors, the formulas, and what must not change them."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from core.algorithm.advantages import ESTIMATORS, NEEDS, AdvantageInputs, compute, group_stats
+from core.config.plugins import chosen
+from core.config.rules.algorithm import GROUPED
+from core.config.schema import ADV_ESTIMATORS
+from core.errors import InputError
+from tests import reference
+from tests.golden_adapters import ADAPTERS
+from tests.golden_io import check, parameters
+
+BY_GROUP = ("gpg", "grpo", "grpo_passk", "opo", "rloo", "reinforce_plus_plus_baseline")
+
+
+@pytest.mark.parametrize("case", parameters(name for name in ADAPTERS if name.startswith("adv_")))
+def test_golden_advantages(case):
+    for precision in ("f64", "f32"):
+        check(ADAPTERS[case.file](case, precision), case.want(precision))
+
+
+def make_inputs(seed: int, prompts: int = 3, n: int = 4, width: int = 7, **overrides) -> AdvantageInputs:
+    """Random rows in shuffled groups, with holes in the masks and a reward on the last policy token."""
+    rng = np.random.default_rng(seed)
+    rows = prompts * n
+    mask = rng.random((rows, width)) < 0.7
+    mask[:, 2] = True
+    rewards = np.zeros((rows, width))
+    last = [np.flatnonzero(row)[-1] for row in mask]
+    rewards[np.arange(rows), last] = rng.choice([0.0, 0.25, 1.0, 1.75, -0.5], rows)
+    labels = rng.permutation(np.repeat([7, -3, 2**40][:prompts], n))
+    fields = {
+        "token_level_rewards": torch.from_numpy(rewards),
+        "response_mask": torch.from_numpy(mask),
+        "group": torch.from_numpy(labels),
+        "in_group_stats": torch.from_numpy(rng.random(rows) < 0.8),
+        "values": torch.from_numpy(rng.normal(size=(rows, width))),
+        "baseline": torch.from_numpy(rng.normal(size=rows)),
+        "gamma": 0.9,
+        "lam": 0.8,
+    }
+    return AdvantageInputs(**{**fields, **overrides})
+
+
+def changed(inputs: AdvantageInputs, **fields) -> AdvantageInputs:
+    return AdvantageInputs(**{**vars(inputs), **fields})
+
+
+def numpy_of(inputs: AdvantageInputs):
+    counted = inputs.counted_B.numpy()
+    mask = inputs.response_mask.numpy() & counted[:, None]
+    return inputs.token_level_rewards.numpy(), mask, inputs.group.numpy(), counted
+
+
+# -- the formulas, written a second time ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg"])
+def test_group_estimators_are_their_formulas(name, norm, seed):
+    inputs = make_inputs(seed, norm_adv_by_std_in_grpo=norm)
+    rewards, mask, group, counted = numpy_of(inputs)
+    expected = reference.outcome_advantage(name, rewards, mask, group, counted, norm)[:, None] * mask
+    advantages, returns = ESTIMATORS[name](inputs)
+    np.testing.assert_allclose(advantages, expected, rtol=1e-7 if name == "gpg" else 1e-9, atol=1e-12)
+    assert returns is advantages
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("norm", [True, False])
+def test_passk_is_its_formula(norm, seed):
+    rewards = torch.rand(12, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    inputs = make_inputs(seed, norm_adv_by_std_in_grpo=norm, token_level_rewards=rewards)
+    rewards, mask, group, counted = numpy_of(inputs)
+    expected = reference.outcome_advantage("grpo_passk", rewards, mask, group, counted, norm)[:, None] * mask
+    np.testing.assert_allclose(ESTIMATORS["grpo_passk"](inputs)[0], expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_gae_is_its_formula(seed):
+    inputs = make_inputs(seed)
+    rewards, mask, _, _ = numpy_of(inputs)
+    expected = reference.gae(rewards, inputs.values.numpy(), mask, 0.9, 0.8)
+    for got, want in zip(ESTIMATORS["gae"](inputs), expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_reinforce_family_is_its_formula(seed):
+    inputs = make_inputs(seed)
+    rewards, mask, group, counted = numpy_of(inputs)
+
+    returns = reference.discounted_returns(rewards, mask, 0.9)
+    got = ESTIMATORS["reinforce_plus_plus"](inputs)
+    np.testing.assert_allclose(got[1], returns, rtol=1e-12)
+    np.testing.assert_allclose(got[0], reference.whiten(returns, mask), rtol=1e-9, atol=1e-12)
+
+    centred = reference.outcome_advantage("centred", rewards, mask, group, counted)[:, None] * mask
+    got = ESTIMATORS["reinforce_plus_plus_baseline"](inputs)[0]
+    np.testing.assert_allclose(got, reference.whiten(centred, mask), rtol=1e-9, atol=1e-12)
+
+    returns = reference.discounted_returns(rewards, mask, 1.0)
+    got = ESTIMATORS["remax"](inputs)
+    np.testing.assert_allclose(got[1], returns, rtol=1e-12)
+    np.testing.assert_allclose(got[0], np.where(mask, returns - inputs.baseline.numpy()[:, None], 0), rtol=1e-9)
+
+
+def test_by_hand():
+    """Two groups of three, rewards (5, 2, -1) and (4, 4, 1): every estimator gives another number."""
+    inputs = AdvantageInputs(
+        token_level_rewards=torch.tensor([[0.0, 5], [2, 0], [0, -1], [0, 4], [0, 4], [1, 0]]),
+        response_mask=torch.tensor([[1, 1], [1, 0], [1, 1], [1, 1], [1, 1], [1, 0]]).bool(),
+        group=torch.tensor([0, 0, 0, 1, 1, 1]),
+    )
+
+    def first_column(name, **fields):
+        return ESTIMATORS[name](changed(inputs, **fields))[0][:, 0].tolist()
+
+    assert first_column("grpo") == pytest.approx(
+        [1, 0, -1, 1 / math.sqrt(3), 1 / math.sqrt(3), -2 / math.sqrt(3)], 1e-5
+    )
+    assert first_column("grpo", norm_adv_by_std_in_grpo=False) == pytest.approx([3, 0, -3, 1, 1, -2])
+    assert first_column("rloo") == pytest.approx([4.5, 0, -4.5, 1.5, 1.5, -3])
+    assert first_column("opo") == pytest.approx([3, 0, -3, 0.6, 0.6, -2.4])
+    assert first_column("gpg") == pytest.approx([3, 0, -3, 1, 1, -2])
+    assert first_column("grpo_passk") == pytest.approx([1, 0, 0, 0, 0, 0], 1e-5)
+
+
+def test_gae_by_hand():
+    """Values 1, 2, 4 with a tool's token between the last two: rewards 0, 0, 10; gamma 0.5, lam 0.5."""
+    inputs = AdvantageInputs(
+        token_level_rewards=torch.tensor([[0.0, 0, 0, 10]]),
+        response_mask=torch.tensor([[True, True, False, True]]),
+        group=torch.tensor([0]),
+        values=torch.tensor([[1.0, 2, 99, 4]]),
+        gamma=0.5,
+        lam=0.5,
+    )
+    # deltas: 0 + 0.5 * 2 - 1 = 0; 0 + 0.5 * 4 - 2 = 0; 10 - 4 = 6; advantages 0.375, 1.5, 6
+    advantages, returns = ESTIMATORS["gae"](inputs)
+    assert returns.tolist() == [[1.375, 3.5, 0.0, 10.0]]
+    mean, std = 2.625, math.sqrt(((2.25**2) + 1.125**2 + 3.375**2) / 2)
+    assert advantages[0].tolist() == pytest.approx([-2.25 / std, -1.125 / std, 0, (6 - mean) / std], 1e-5)
+
+
+# -- what must not change them ----------------------------------------------------------------------------------------
+
+seeds = st.integers(0, 10**6)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@given(seed=seeds)
+@settings(max_examples=15, deadline=None)
+def test_order_of_rows_and_names_of_groups_do_not_matter(name, seed):
+    inputs = make_inputs(seed)
+    rng = np.random.default_rng(seed + 1)
+    order = torch.from_numpy(rng.permutation(len(inputs.group)))
+    renamed = {label: int(new) for label, new in zip((7, -3, 2**40), rng.integers(-(2**62), 2**62, 3), strict=True)}
+    shuffled = {field: value[order] for field, value in vars(inputs).items() if isinstance(value, torch.Tensor)}
+    shuffled["group"] = torch.tensor([renamed[int(label)] for label in shuffled["group"]])
+    for before, after in zip(ESTIMATORS[name](inputs), ESTIMATORS[name](changed(inputs, **shuffled)), strict=True):
+        torch.testing.assert_close(before[order], after, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "grpo_passk", "reinforce_plus_plus_baseline"])
+@given(seed=seeds, shift=st.floats(-100, 100))
+@settings(max_examples=15, deadline=None)
+def test_a_constant_on_a_group_s_rewards_changes_nothing(name, seed, shift):
+    inputs = make_inputs(seed)
+    rewards = inputs.token_level_rewards.clone()
+    rewards[inputs.group == 7, 2] += shift
+    before, _ = ESTIMATORS[name](inputs)
+    after, _ = ESTIMATORS[name](changed(inputs, token_level_rewards=rewards))
+    torch.testing.assert_close(after, before, rtol=1e-6, atol=1e-6)
+
+
+@given(seed=seeds)
+@settings(max_examples=25, deadline=None)
+def test_group_relative_advantages_sum_to_zero(seed):
+    inputs = make_inputs(seed, response_mask=torch.ones(12, 7, dtype=torch.bool))
+    for name in ("grpo", "rloo", "gpg"):
+        per_row = ESTIMATORS[name](inputs)[0][:, 0]
+        for label in inputs.group.unique():
+            assert abs(float(per_row[inputs.group == label].sum())) < 1e-9
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@given(seed=seeds)
+@settings(max_examples=15, deadline=None)
+def test_a_row_that_could_not_be_scored_is_as_if_it_were_not_there(name, seed):
+    """As long as two rows of each group remain: whatever it holds, NaN included, it moves no other row."""
+    inputs = make_inputs(seed)
+    kept = torch.ones(12, dtype=torch.bool)
+    for label in inputs.group.unique():
+        kept[(inputs.group == label).nonzero()[seed % 4]] = False
+    rewards = inputs.token_level_rewards.clone()
+    rewards[~kept] = torch.nan
+    advantages, returns = ESTIMATORS[name](changed(inputs, token_level_rewards=rewards, in_group_stats=kept))
+    assert not advantages[~kept].any() and not returns[~kept].any()
+    rows = {field: value[kept] for field, value in vars(inputs).items() if isinstance(value, torch.Tensor)}
+    alone = ESTIMATORS[name](changed(inputs, **{**rows, "in_group_stats": None}))
+    torch.testing.assert_close(advantages[kept], alone[0], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(returns[kept], alone[1], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "remax"])
+@given(seed=seeds, garbage=st.sampled_from([math.nan, math.inf, -1e30]))
+@settings(max_examples=15, deadline=None)
+def test_what_lies_outside_the_mask_is_never_read(name, seed, garbage):
+    inputs = make_inputs(seed)
+    outside = ~inputs.response_mask
+    dirty = changed(
+        inputs,
+        token_level_rewards=inputs.token_level_rewards.masked_fill(outside, garbage),
+        values=inputs.values.masked_fill(outside, garbage),
+        in_group_stats=None,
+    )
+    clean = changed(inputs, in_group_stats=None)
+    for got, want in zip(ESTIMATORS[name](dirty), ESTIMATORS[name](clean), strict=True):
+        assert torch.equal(got, want)
+        assert not got[outside].any()
+
+
+@given(seed=seeds, value=st.floats(-10, 10), dtype=st.sampled_from([torch.float32, torch.float64]))
+@example(seed=0, value=0.1, dtype=torch.float64)  # 0.1 + 0.1 + 0.1 is not 0.3
+@settings(max_examples=25, deadline=None)
+def test_equal_rewards_give_exactly_zero(seed, value, dtype):
+    """Not 1e-8 over 1e-6: such groups are skipped in the update, and must not push in a random direction."""
+    rewards = torch.zeros(9, 7, dtype=dtype)
+    rewards[:, -1] = value
+    inputs = make_inputs(seed, n=3, token_level_rewards=rewards, in_group_stats=None)
+    for name in ("grpo", "rloo", "opo", "gpg", "grpo_passk"):
+        assert not ESTIMATORS[name](inputs)[0].any(), name
+
+
+# -- edges ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "expected"), [("grpo", 3 / (1 + 1e-6)), ("rloo", 3), ("opo", 3), ("gpg", 3)])
+def test_a_group_of_one_keeps_its_reward_but_a_lone_survivor_gets_none(name, expected):
+    """With n = 1 there is nothing to compare with by design; where the others failed, by accident."""
+    one = {"token_level_rewards": torch.tensor([[0.0, 3.0]]), "response_mask": torch.tensor([[True, True]])}
+    advantages, _ = ESTIMATORS[name](AdvantageInputs(**one, group=torch.tensor([5])))
+    assert advantages.tolist() == [pytest.approx([expected, expected])]
+    four = {key: value.repeat(4, 1) for key, value in one.items()}
+    survivor = torch.tensor([False, True, False, False])
+    advantages, _ = ESTIMATORS[name](AdvantageInputs(**four, group=torch.zeros(4).long(), in_group_stats=survivor))
+    assert not advantages.any()
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_dtype_and_device_follow_the_rewards(name):
+    inputs = make_inputs(0)
+    floats = {key: value.float() for key, value in vars(inputs).items() if getattr(value, "is_floating_point", bool)()}
+    for value in ESTIMATORS[name](changed(inputs, **floats)):
+        assert value.dtype == torch.float32 and value.shape == (12, 7)
+
+
+def test_passk_refuses_a_group_of_one():
+    with pytest.raises(ValueError, match="rollout.n must be >= 2"):
+        ESTIMATORS["grpo_passk"](make_inputs(0, prompts=1, n=1))
+
+
+@pytest.mark.parametrize(("name", "field"), [("gae", "values"), ("remax", "baseline")])
+def test_what_is_missing_is_named(name, field):
+    with pytest.raises(ValueError, match=f"{name} estimator needs '{field}'"):
+        ESTIMATORS[name](make_inputs(0, **{field: None}))
+
+
+def test_whitening_one_token_is_refused():
+    inputs = make_inputs(0, response_mask=torch.zeros(12, 7).bool(), in_group_stats=None)
+    inputs.response_mask[3, 2] = True
+    with pytest.raises(ValueError, match="at least two response tokens"):
+        ESTIMATORS["gae"](inputs)
+
+
+def test_group_stats_counts_and_spreads():
+    inputs = AdvantageInputs(
+        token_level_rewards=torch.tensor([[3.0], [5.0], [100.0], [7.0]]),
+        response_mask=torch.ones(4, 1).bool(),
+        group=torch.tensor([1, 1, 1, 9]),
+        in_group_stats=torch.tensor([True, True, False, True]),
+    )
+    stats = group_stats(inputs)
+    assert stats.centred_B.tolist() == [-1, 1, 0, 7]
+    assert stats.std_B.tolist() == pytest.approx([math.sqrt(2)] * 3 + [1])
+    assert stats.counted_B.tolist() == [2, 2, 2, 1]
+
+
+# -- the table and a user's own ---------------------------------------------------------------------------------------
+
+
+def test_needs_are_stated_for_every_estimator():
+    assert set(NEEDS) == set(ESTIMATORS)
+    assert [name for name, needs in NEEDS.items() if needs.critic] == ["gae"]
+    assert [name for name, needs in NEEDS.items() if needs.greedy_baseline] == ["remax"]
+    assert {name for name, needs in NEEDS.items() if needs.groups} == set(BY_GROUP) == set(GROUPED)
+    assert set(ADV_ESTIMATORS) == set(ESTIMATORS)
+
+
+def estimator_of(spec):
+    return chosen(spec, ESTIMATORS, "algorithm.adv_estimator")
+
+
+def test_an_estimator_of_the_user_s_own(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def halved(inputs):\n    a = 0.5 * inputs.token_level_rewards\n    return a, a\n")
+    estimator = estimator_of(f"{path}:halved")
+    inputs = make_inputs(0)
+    assert torch.equal(estimator(inputs)[0], 0.5 * inputs.token_level_rewards)
+    assert estimator_of("core.algorithm.advantages:rloo") is ESTIMATORS["rloo"]
+    assert estimator_of("rloo") is ESTIMATORS["rloo"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("grppo", "adv_estimator=grppo: choose one of gae, .*grpo"),
+        ("nowhere.at.all:f", "no module 'nowhere'"),
+        ("nowhere.py:f", "there is no file .*nowhere.py"),
+        ("core.algorithm.advantages:nope", "has no 'nope'"),
+        ("core.algorithm.advantages:", "write package.module:function"),
+    ],
+)
+def test_a_wrong_path_says_what_to_do(spec, message):
+    with pytest.raises(InputError, match=message):
+        estimator_of(spec)
+
+
+def test_a_plugin_s_own_error_is_not_hidden(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text("import a_package_that_is_not_there\n")
+    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
+        estimator_of(f"{path}:f")
+    with pytest.raises(ModuleNotFoundError):  # and again: a half-made module is not remembered
+        estimator_of(f"{path}:f")
+
+
+def test_compute_reads_the_configuration():
+    inputs = make_inputs(3)
+    batch = SimpleNamespace(**vars(inputs))
+    config = SimpleNamespace(adv_estimator="gae", gamma=0.9, lam=0.8, norm_adv_by_std_in_grpo=True)
+    for got, want in zip(compute(inputs.token_level_rewards, batch, config), ESTIMATORS["gae"](inputs), strict=True):
+        assert torch.equal(got, want)
+    config = SimpleNamespace(adv_estimator="grpo", gamma=1.0, lam=1.0, norm_adv_by_std_in_grpo=False)
+    without_std = ESTIMATORS["grpo"](changed(inputs, norm_adv_by_std_in_grpo=False))[0]
+    assert torch.equal(compute(inputs.token_level_rewards, batch, config)[0], without_std)

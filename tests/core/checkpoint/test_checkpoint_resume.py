@@ -1,0 +1,140 @@
+"""Whose checkpoint it is, and where a run goes on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from core.checkpoint.manifest import DamagedCheckpoint
+from core.checkpoint.provenance import ModelFingerprint
+from core.checkpoint.store import CheckpointStore, resolve_resume
+from core.errors import InputError
+from tests.checkpoints import FILES, RUN, Settings, flip_bit, names, run, write
+
+
+def test_the_same_run_is_compatible(tmp_path):
+    store = CheckpointStore(tmp_path)
+    write(store, 1)
+    assert store.latest().check_compatible(RUN) == []
+
+
+def test_what_may_differ_is_listed(tmp_path):
+    store = CheckpointStore(tmp_path)
+    write(store, 1)
+    other = replace(
+        RUN,
+        threads=1,
+        config={"trainer.seed": 1, "rollout.n": 8, "data.new": None, "data.x": 0},
+        versions={"torch": "2.11.0", "vllm": "0.32.0"},
+    )
+    assert store.latest().check_compatible(other) == [
+        "threads was 2, is 1",
+        "data.files was ['a'], is None",
+        "data.x was None, is 0",
+        "rollout.n was 5, is 8",
+        "torch was 2.13.0, is 2.11.0",
+        "vllm was None, is 0.32.0",
+    ]
+
+
+def shapes(**sizes: tuple[int, ...]) -> ModelFingerprint:
+    return ModelFingerprint("Qwen2ForCausalLM", sizes)
+
+
+OTHERS = {
+    "vocabulary": (
+        {"models": {"actor": shapes(embed=(101, 32), head=(101, 32))}},
+        r"another model \(actor\): embed is \[100, 32\] there, \[101, 32\] here; head .*actor_rollout_ref.model.path",
+    ),
+    "architecture": (
+        {"models": {"actor": ModelFingerprint("LlamaForCausalLM", {"embed": (100, 32), "head": (100, 32)})}},
+        r"architecture Qwen2ForCausalLM there, LlamaForCausalLM here",
+    ),
+    "tied": ({"models": {"actor": shapes(embed=(100, 32))}}, r"head is \[100, 32\] there, absent here"),
+    "critic": (
+        {"models": {**RUN.models, "critic": shapes(score=(1, 32))}},
+        r"holds no critic, but this run has one .*algorithm.adv_estimator",
+    ),
+    "deeper": (
+        {"models": {"actor": shapes(**{name: (1,) for name in "abcdef"})}},
+        r"a is absent there, \[1\] here; b is absent there, \[1\] here; c is absent there, \[1\] here; and 5 more",
+    ),
+    "seed": ({"seed": 2}, r"trainer.seed=2, but .* was written with seed 1: .*Set trainer.seed=1"),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_model_or_seed_is_refused(other, tmp_path):
+    changes, message = OTHERS[other]
+    store = CheckpointStore(tmp_path)
+    write(store, 1)
+    with pytest.raises(InputError, match=message):
+        store.latest().check_compatible(replace(RUN, **changes))
+
+
+def test_a_checkpoint_of_nobody_knows_what_is_refused(tmp_path):
+    store = CheckpointStore(tmp_path)
+    write(store, 1, provenance=None)
+    with pytest.raises(InputError, match="does not say which run"):
+        store.latest().check_compatible(RUN)
+
+
+# ---------------------------------------------------------------- where a run goes on
+
+
+def test_auto_takes_the_newest_or_starts_afresh(tmp_path):
+    store = CheckpointStore(tmp_path)
+    assert resolve_resume(Settings(), store) is None
+    write(store, 2)
+    write(store, 4)
+    assert resolve_resume(Settings(), store).step == 4
+
+
+def test_disable_starts_afresh_in_an_empty_folder_only(tmp_path):
+    store = CheckpointStore(tmp_path)
+    assert resolve_resume(Settings("disable"), store) is None
+    flip_bit(write(store, 4) / FILES[0])  # a damaged one can be mended and taken for ours as well
+    with pytest.raises(InputError, match="resume_mode=disable starts at step 0, but .* already holds global_step_4"):
+        resolve_resume(Settings("disable"), store)
+    assert resolve_resume(Settings("disable", val_only=True), store) is None
+
+
+def test_resume_path_takes_the_one_that_is_named(tmp_path):
+    other, store = CheckpointStore(tmp_path / "other"), CheckpointStore(tmp_path / "run")
+    for step in (2, 4):
+        write(other, step)
+    named = Settings("resume_path", str(other.folder(2)))
+    assert resolve_resume(named, store).folder == other.folder(2)
+    with pytest.raises(InputError, match="starts at step 2, but .*other already holds global_step_4"):
+        resolve_resume(named, other)
+    flip_bit(other.folder(2) / FILES[1])
+    with pytest.raises(DamagedCheckpoint, match="optimizer.pt was altered"):
+        resolve_resume(named, store)
+
+
+def test_a_path_without_a_folder(tmp_path):
+    with pytest.raises(InputError, match="resume_from_path=/nowhere/global_step_3: no such folder"):
+        resolve_resume(Settings("resume_path", "/nowhere/global_step_3"), CheckpointStore(tmp_path))
+
+
+def test_a_run_folder_is_not_a_checkpoint(tmp_path):
+    store = CheckpointStore(tmp_path)
+    folder = write(store, 4)
+    (tmp_path / "manifest.json").write_text('{"status": "running"}')  # the run's own
+    with pytest.raises(InputError, match=f"a folder of checkpoints; name one of them, such as {folder}"):
+        store.at(tmp_path)
+
+
+def test_looking_only_changes_nothing_and_takes_no_lock(tmp_path):
+    store = CheckpointStore(tmp_path / "run")
+    write(store, 1)
+    flip_bit(write(store, 2) / FILES[0])
+    (store.root / ".tmp-global_step_3-1").mkdir()
+    before = names(store.root)
+    code = (
+        "import sys; from tests.checkpoints import LOOKING, CheckpointStore, resolve_resume;"
+        "print(resolve_resume(LOOKING, CheckpointStore(sys.argv[1])).step)"
+    )
+    assert run(code, store.root).stdout == "1\n"  # beside the writer, which is this process
+    assert names(store.root) == before

@@ -1,0 +1,114 @@
+"""Ctrl-C: the first one finishes the step, the second one ends the process, with real signals."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from core.cluster.signals import EXIT_STATUS, GracefulStop
+from tests.checkpoints import ROOT
+
+LOOP = """
+import sys, time
+from core.checkpoint.store import CheckpointStore
+from core.cluster.signals import GracefulStop
+store, step = CheckpointStore(sys.argv[1]), 0
+try:
+    with GracefulStop() as stop:
+        while not stop.requested:
+            step += 1
+            print(f"step {step} begins", flush=True)
+            end = time.monotonic() + float(sys.argv[2])
+            while time.monotonic() < end:
+                time.sleep(0.01)
+            print(f"step {step} ends", flush=True)
+        with store.writing(step) as folder:
+            (folder / "x").write_text(str(step))
+finally:
+    print("cleaned up", flush=True)
+"""
+
+
+def start(tmp_path, seconds: float) -> subprocess.Popen:
+    command = [sys.executable, "-c", LOOP, str(tmp_path), str(seconds)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "step 1 begins\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_finishes_the_step_and_saves(number, tmp_path):
+    process = start(tmp_path, 0.3)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert out == "step 1 ends\ncleaned up\n"
+    assert f"{number.name}: finishing this step" in err and "Traceback" not in err
+    assert (tmp_path / "global_step_1" / "x").read_text() == "1"
+
+
+def test_the_second_signal_stops_at_once(tmp_path):
+    process = start(tmp_path, 60)
+    process.send_signal(signal.SIGINT)
+    assert "finishing this step" in process.stderr.readline() + process.stderr.readline()
+    before = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert time.monotonic() - before < 5
+    assert process.returncode == EXIT_STATUS == 130
+    assert out == "" and "SIGINT again: stopping at once" in err and "Traceback" not in err
+    assert not (tmp_path / "global_step_1").exists()
+
+
+def test_the_previous_handlers_come_back():
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(ValueError), GracefulStop() as stop:
+        assert signal.getsignal(signal.SIGINT) == stop._handle
+        raise ValueError
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_outside_the_main_thread_it_changes_nothing():
+    seen = []
+
+    def work():
+        with GracefulStop() as stop:
+            seen.append((signal.getsignal(signal.SIGINT), stop.requested))
+
+    before = signal.getsignal(signal.SIGINT)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [(before, False)]
+
+
+def test_a_forked_worker_dies_of_terminate_and_outlives_ctrl_c():
+    code = """
+import os, signal, time
+from core.cluster.signals import GracefulStop
+with GracefulStop() as stop:
+    told, tells = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(tells, b"x")
+        time.sleep(60)
+        os._exit(7)
+    os.read(told, 1)
+    os.kill(child, signal.SIGINT)  # handled first, if both are pending
+    os.kill(child, signal.SIGTERM)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), stop.requested)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert (done.stdout, done.stderr) == (f"{-signal.SIGTERM} False\n", "")
+
+
+def test_a_request_is_seen_in_process():
+    with GracefulStop() as stop:
+        assert not stop.requested
+        signal.raise_signal(signal.SIGINT)
+        assert stop.requested

@@ -1,0 +1,246 @@
+"""Sharded over processes, the learner computes what it computes in one: losses, gradients, weights, checkpoints."""
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from core.algorithm.means import Means
+from core.checkpoint.provenance import base_of
+from core.cluster import workers
+from core.cluster.local_workers import LocalWorkers
+from core.learner.batching import optimizer_steps, rank_shares
+from core.learner.lora import merged_weights
+from core.learner.models import load_critic, load_policy
+from tests.core import fsdp_ranks
+from tests.core.ray_cluster import cluster_config, mixed_batch, write_model
+
+CPU = torch.device("cpu")
+WHOLE = "actor_rollout_ref.actor.ppo_mini_batch_size=8"  # one optimizer step
+NO_ENTROPY = ("actor_rollout_ref.actor.use_kl_loss=False", "actor_rollout_ref.actor.entropy_coeff=0.0")
+MEMORY = (
+    "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+    "actor_rollout_ref.actor.fsdp_config.param_offload=True",
+    "critic.model.fsdp_config.optimizer_offload=True",
+    "critic.model.fsdp_config.reshard_after_forward=False",
+    "critic.model.fsdp_config.forward_prefetch=True",
+)
+ADAPTERS = ("actor_rollout_ref.model.lora_rank=4", "critic.model.lora_rank=3")
+PACKED = ("actor_rollout_ref.model.use_remove_padding=True", "critic.model.use_remove_padding=True")
+SPLIT = (
+    *PACKED,
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+    "critic.ulysses_sequence_parallel_size=2",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=40",  # of each of the two
+)
+HYBRID = ("actor_rollout_ref.actor.fsdp_config.fsdp_size=2", "critic.model.fsdp_config.fsdp_size=2")
+BF16 = "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16"
+
+
+def local(config, dtype=torch.float64, ref=False):
+    """The in-process backend with masters of another dtype."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers, "load_policy", functools.partial(load_policy, dtype=dtype))
+        patch.setattr(workers, "load_critic", functools.partial(load_critic, dtype=dtype))
+        return LocalWorkers(config, None, CPU, needs_ref=ref, needs_critic=True)
+
+
+def train_local(config, batch, updates=5, dtype=torch.float64, load=None, ref=False):
+    one = local(config, dtype, ref)
+    if load:
+        one.load(load)
+    metrics = [{**one.update_critic(batch, 1.0), **one.update_actor(batch, 1.0)} for _ in range(updates)]
+    weights = {"actor": dict(merged_weights(one.actor.module)), "critic": dict(merged_weights(one.critic.module))}
+    log_probs, values = one.compute_log_probs(batch)[0], one.compute_values(batch)
+    found = {"metrics": metrics, "weights": weights, "log_probs": log_probs, "values": values}
+    return {**found, "ref": one.compute_ref_log_prob(batch)} if one.ref else found
+
+
+def assert_same_training(found, expected, rtol=1e-9, atol=1e-9):
+    for step, (one, other) in enumerate(zip(found["metrics"], expected["metrics"], strict=True)):
+        assert one == pytest.approx(other, rel=max(rtol, 1e-6), abs=1e-6), f"update {step}"
+        losses = [name for name in other if name.endswith(("pg_loss", "vf_loss", "kl_loss", "grad_norm"))]
+        for name in losses:
+            assert one[name] == pytest.approx(other[name], rel=rtol, abs=atol), f"update {step}"
+    for model, weights in expected["weights"].items():
+        assert found["weights"][model].keys() == weights.keys()
+        for name, value in weights.items():
+            torch.testing.assert_close(found["weights"][model][name], value, rtol=rtol, atol=atol, msg=name)
+    for name in ("log_probs", "ref"):
+        if name in expected:
+            torch.testing.assert_close(found[name], expected[name], rtol=rtol, atol=atol)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "untied": write_model(folder / "untied"),
+        "tied": write_model(folder / "tied", arch="llama", tie_word_embeddings=True),
+    }
+
+
+def on_ranks(world, folder, jobs):
+    """Starts ``world`` processes that do all jobs, and returns what rank 0 found."""
+    mp.spawn(fsdp_ranks.run, args=(world, folder, jobs), nprocs=world)
+    return SimpleNamespace(**{name: torch.load(folder / f"{name}.pt", weights_only=True) for name in jobs})
+
+
+@pytest.fixture(scope="module")
+def two(models, tmp_path_factory):
+    """Everything that two ranks are asked, in one start."""
+    folder = tmp_path_factory.mktemp("two")
+    batch = mixed_batch()
+    whole = local(cluster_config(models["untied"]))
+    workers_save = folder / "from_local"
+    whole.update_critic(batch, 1.0), whole.update_actor(batch, 1.0)
+    whole.save(workers_save)
+    jobs = {
+        "untied": ("train", cluster_config(models["untied"]), {"batch": batch}),
+        "tied": ("train", cluster_config(models["tied"], *MEMORY), {"batch": batch}),
+        "gradients": ("gradients", cluster_config(models["tied"], WHOLE), {"batch": batch}),
+        "idle": ("gradients", cluster_config(models["tied"], WHOLE, *NO_ENTROPY), {"batch": batch}),
+        "few": ("gradients", cluster_config(models["tied"], WHOLE), {"batch": mixed_batch(groups=1, n=1)}),
+        "saved": ("train", cluster_config(models["untied"]), {"batch": batch, "updates": 2, "save": folder / "ckpt"}),
+        "loaded": ("train", cluster_config(models["untied"]), {"batch": batch, "updates": 2, "load": folder / "ckpt"}),
+        "from_local": ("train", cluster_config(models["untied"]), {"batch": batch, "updates": 1, "load": workers_save}),
+        "adapters": ("train", cluster_config(models["tied"], *ADAPTERS), {"batch": batch, "ref": True}),
+        "adapters_saved": (
+            *("train", cluster_config(models["tied"], *ADAPTERS)),
+            {"batch": batch, "updates": 2, "save": folder / "adapters"},
+        ),
+        "packed": ("train", cluster_config(models["untied"], *PACKED), {"batch": batch}),
+        "split": ("train", cluster_config(models["untied"], *SPLIT), {"batch": batch, "ref": True}),
+        "split_gradients": ("gradients", cluster_config(models["tied"], WHOLE, *SPLIT), {"batch": batch}),
+        "split_few": ("gradients", cluster_config(models["tied"], WHOLE, *SPLIT), {"batch": mixed_batch(1, 1)}),
+        "bf16": ("gradients", cluster_config(models["tied"], WHOLE, BF16), {"batch": batch}),
+    }
+    found = on_ranks(2, folder, jobs)
+    found.folder = folder
+    return found
+
+
+@pytest.mark.parametrize("name", ["untied", "tied"])
+def test_two_ranks_train_as_one_process(two, models, name):
+    """The tied model has every memory knob turned, the reference none."""
+    expected = train_local(cluster_config(models[name]), mixed_batch())
+    assert_same_training(getattr(two, name), expected)
+
+
+def local_gradients(config, batch):
+    one = local(config, torch.float32)
+    one.actor.mismatch, means = Means(), Means()
+    (step,) = optimizer_steps(batch, prompts=8, scale_factor=24.0)
+    one.actor.accumulate(step, means)
+    return {key: parameter.grad for key, parameter in one.actor.module.named_parameters()}, means.sums["pg_loss"]
+
+
+def distance(found, expected):
+    """Per parameter, relative to the norm of all gradients together."""
+    norm = torch.cat([grad.flatten() for grad in expected.values()]).norm()
+    assert norm > 0.01
+    return max(float((found[key] - grad).norm() / norm) for key, grad in expected.items())
+
+
+@pytest.mark.parametrize(("name", "extra", "groups"), [("gradients", (), 8), ("idle", NO_ENTROPY, 8), ("few", (), 1)])
+def test_fp32_gradients_of_two_ranks_are_those_of_one(two, models, name, extra, groups):
+    """``few`` has one row for two ranks: one of them runs empty passes only."""
+    batch = mixed_batch() if groups == 8 else mixed_batch(groups=1, n=1)
+    expected, loss = local_gradients(cluster_config(models["tied"], WHOLE, *extra), batch)
+    found = getattr(two, name)
+    assert found["loss"] == pytest.approx(loss, rel=1e-6)
+    assert distance(found["grads"], expected) < 1e-6
+
+
+def test_adapters_train_on_two_ranks_as_in_one_process(two, models):
+    """And the reference is the base, whatever was trained."""
+    config = cluster_config(models["tied"], *ADAPTERS)
+    assert_same_training(two.adapters, train_local(config, mixed_batch(), ref=True))
+    untrained = train_local(config, mixed_batch(), updates=0)
+    torch.testing.assert_close(two.adapters["ref"], untrained["log_probs"], rtol=1e-9, atol=1e-9)
+    assert not torch.allclose(two.adapters["log_probs"], untrained["log_probs"], atol=1e-2)
+    assert two.adapters["bases"] == dict.fromkeys(("actor", "critic"), base_of(str(models["tied"])).sha256)
+    assert not two.tied["bases"]
+
+
+def test_adapters_that_two_ranks_saved_load_in_one_process(two, models):
+    config, batch = cluster_config(models["tied"], *ADAPTERS), mixed_batch()
+    straight = train_local(config, batch, updates=4)
+    after = train_local(config, batch, updates=2, load=two.folder / "adapters")
+    assert_same_training(after, {**straight, "metrics": straight["metrics"][2:]})
+
+
+def test_packed_rows_on_two_ranks_train_as_padded_ones_in_one_process(two, models):
+    assert_same_training(two.packed, train_local(cluster_config(models["untied"]), mixed_batch()))
+
+
+def test_two_ranks_that_split_each_sequence_train_as_one_process(two, models):
+    """Policy, reference and critic, against padded rows and no split."""
+    expected = train_local(cluster_config(models["untied"]), mixed_batch(), ref=True)
+    assert_same_training(two.split, expected)
+    torch.testing.assert_close(two.split["values"], expected["values"], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "batch"), [("split_gradients", mixed_batch()), ("split_few", mixed_batch(1, 1))])
+def test_fp32_gradients_of_a_split_sequence_are_those_of_the_whole(two, models, name, batch):
+    expected, loss = local_gradients(cluster_config(models["tied"], WHOLE), batch)
+    found = getattr(two, name)
+    assert found["loss"] == pytest.approx(loss, rel=1e-5)
+    assert distance(found["grads"], expected) < 1e-6
+
+
+def test_bf16_passes_have_float32_masters_and_gradients(two, models):
+    expected, _ = local_gradients(cluster_config(models["tied"], WHOLE), mixed_batch())
+    assert {str(grad.dtype) for grad in two.bf16["grads"].values()} == {"torch.float32"}
+    assert 1e-6 < distance(two.bf16["grads"], expected) < 0.05
+
+
+def test_checkpoints_load_on_another_number_of_ranks(two, models, tmp_path):
+    """Two ranks save after 2 of 4 updates; two ranks, one rank and the in-process backend end at the same weights."""
+    batch, config = mixed_batch(), cluster_config(models["untied"])
+    straight = train_local(config, batch, updates=4)
+    assert_same_training(two.saved, {**straight, **train_local(config, batch, updates=2)})
+    job = {"one": ("train", config, {"batch": batch, "updates": 2, "load": two.folder / "ckpt"})}
+    after = {**straight, "metrics": straight["metrics"][2:]}
+    assert_same_training(two.loaded, after)
+    assert_same_training(on_ranks(1, tmp_path, job).one, after)
+    assert_same_training(train_local(config, batch, updates=2, load=two.folder / "ckpt"), after)
+
+
+def test_a_checkpoint_of_the_in_process_backend_loads_on_two_ranks(two, models):
+    straight = train_local(cluster_config(models["untied"]), mixed_batch(), updates=2)
+    assert_same_training(two.from_local, {**straight, "metrics": straight["metrics"][1:]})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "extra"), [(1, ()), (4, ()), (4, HYBRID), (4, (*SPLIT, *HYBRID))], ids=["1", "4", "4 in pairs", "2 x 2"]
+)
+def test_one_and_four_ranks_train_as_one_process(models, tmp_path, world, extra):
+    """In pairs: two groups of two ranks that hold the whole model each; 2 x 2: and split each sequence by two."""
+    batch = mixed_batch()
+    jobs = {
+        "it": ("train", cluster_config(models["untied"], *extra, ranks=world), {"batch": batch}),
+        "gradients": ("gradients", cluster_config(models["tied"], WHOLE, *extra, ranks=world), {"batch": batch}),
+    }
+    found = on_ranks(world, tmp_path, jobs)
+    assert_same_training(found.it, train_local(cluster_config(models["untied"]), batch))
+    expected, loss = local_gradients(cluster_config(models["tied"], WHOLE), batch)
+    assert found.gradients["loss"] == pytest.approx(loss, rel=1e-5)
+    assert distance(found.gradients["grads"], expected) < 1e-6
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_get_about_equal_tokens_and_rows(ranks):
+    lengths = mixed_batch(groups=32, n=4).attention_mask.sum(1)
+    shares = rank_shares(lengths, ranks)
+    assert sorted(torch.cat(shares).tolist()) == list(range(128))
+    tokens = torch.tensor([float(lengths[share].sum()) for share in shares])
+    assert tokens.max() <= 1.1 * tokens.mean()
+    assert {len(share) for share in shares} == {128 // ranks}
+
+
+def test_ranks_beyond_the_rows_get_none():
+    assert [share.tolist() for share in rank_shares(torch.tensor([3, 9]), 3)] == [[1], [0], []]

@@ -1,0 +1,205 @@
+"""One step off-policy over Ray: an engine in a pool of its own works while the learner updates, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+
+from core import launch
+from core.cluster.ray_workers import RayWorkers
+from core.config import compose
+from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer
+from recipes.dapo.main_dapo import HOOKS
+from tests.core.ray_cluster import cluster_config
+from tests.faults.tiny_run import command, prepare
+
+pytestmark = pytest.mark.xdist_group("ray")  # one Ray, however many test processes
+
+STEPS, P = 5, 4
+LONG_S = 120.0  # for the other process to come, on a busy machine
+APART = ("trainer.backend=ray", "actor_rollout_ref.hybrid_engine=False", "actor_rollout_ref.rollout.n_gpus_per_node=1")
+STALE = ("trainer.max_staleness=1", "algorithm.rollout_correction.rollout_is=token")
+# Groups whose answers are all of one parity are dropped: which are trained depends on every policy before
+FILTERED = (
+    "custom_reward_function.name=parity",
+    "algorithm.filter_groups.enable=True",
+    "algorithm.filter_groups.metric=score",
+    "reward_model.overlong_buffer.enable=False",
+    "data.gen_batch_size=4",  # so few in flight that a step hardly has all of the next one's groups in hand
+    "trainer.test_freq=-1",
+    "trainer.val_before_train=False",
+    "trainer.save_freq=1",
+)
+
+
+def gate_updates(process, folder: Path, first: int, last: int) -> None:
+    """Every update but the last lasts until a sample was drawn during it: without an overlap it never ends."""
+    import time
+
+    learner, step = process.learner, first
+    update = learner.update_actor
+
+    def update_actor(*args):
+        nonlocal step
+        start = time.monotonic()
+        (folder / f"updating-{step}").touch()
+        while step < last and not (folder / f"sampled-{step}").exists():
+            if time.monotonic() > start + LONG_S:
+                raise TimeoutError(f"no sample was drawn during the update of step {step}")
+            time.sleep(0.002)
+        metrics = update(*args)
+        with open(folder / "updates.jsonl", "a") as file:
+            file.write(json.dumps({"step": step, "start": start, "end": time.monotonic()}) + "\n")
+        step += 1
+        return metrics
+
+    learner.update_actor = update_actor
+
+
+def note_samples(process, folder: Path) -> None:
+    import time
+
+    sample = process.engine.sample
+
+    async def noted(request):
+        start = time.monotonic()
+        trajectory = await sample(request)
+        with open(folder / "samples.jsonl", "a") as file:
+            file.write(json.dumps({"start": start, "end": time.monotonic()}) + "\n")
+        return trajectory
+
+    process.engine.sample = noted
+
+
+class Trainer(RayDAPOTrainer):
+    """Keeps what each step trained on; over Ray, what is drawn ahead is sent once the update has begun."""
+
+    kill_in = 0  # the step whose update ends with a kill -9 of the learner, once
+
+    def init_workers(self):
+        super().init_workers()
+        self.trained: dict[int, list[tuple[int, int]]] = {}
+        self.ungated: list[int] = []  # steps after which there was nothing left to draw ahead
+        if self.config.trainer.backend == "ray":
+            self.gates = Path(f"{self.run_dir}-gates-{self.step}")
+            self.gates.mkdir()
+            actors = self.workers.watch.actors
+            planted = (("learner rank 0", gate_updates, (self.step + 1, STEPS)), ("engine 0", note_samples, ()))
+            for name, plant, more in planted:
+                ray.get(actors[name].__ray_call__.remote(plant, self.gates, *more))
+            self.learner_pid = ray.get(actors["learner rank 0"].__ray_call__.remote(lambda _: os.getpid()))
+        return self
+
+    async def generate(self, *args):
+        ahead = threading.current_thread().name.startswith("ahead")
+        step = self.step + 1
+        while ahead and not (self.gates / f"updating-{step}").exists():
+            await asyncio.sleep(0.002)
+        if ahead and type(self).kill_in == step:
+            type(self).kill_in = 0
+            os.kill(self.learner_pid, signal.SIGKILL)
+        trajectory = await super().generate(*args)
+        if ahead:
+            (self.gates / f"sampled-{step}").touch()
+        return trajectory
+
+    def collect(self, metrics):
+        groups_P = super().collect(metrics)
+        known = {*self.collected.state.carried, *self.collected.in_flight.values()}
+        if self.config.trainer.backend == "ray" and known.issuperset(self.collected.window):
+            self.ungated.append(metrics.step)
+            (self.gates / f"sampled-{metrics.step}").touch()
+        return groups_P
+
+    def complete_step(self, groups_P, batch, metrics):
+        self.trained[metrics.step] = [(g.prompt.ordinal, *{t.policy_version for t in g.trajectories}) for g in groups_P]
+        super().complete_step(groups_P, batch, metrics)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    folder: Path
+    tries: list[Trainer]
+
+    @property
+    def trained(self) -> dict[int, list[tuple[int, int]]]:
+        return {step: groups for one in self.tries for step, groups in one.trained.items()}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    prepare(folder)
+    ray.init(num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    yield folder
+    ray.shutdown()
+
+
+def fit(files: Path, name: str, *overrides: str) -> Fitted:
+    arguments = command(files, "dapo", STEPS, *STALE, *FILTERED, *overrides)(files / name)[3:]
+    tries: list[Trainer] = []
+    launch.train(Trainer, compose("dapo", arguments, hooks=HOOKS), 0, lambda run, _: tries.append(run))
+    return Fitted(files / name, tries)
+
+
+@pytest.fixture(scope="module")
+def apart(files) -> Fitted:
+    return fit(files, "apart", *APART)
+
+
+def spans(run: Trainer, name: str) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run.gates / name).read_text().splitlines()]
+
+
+def test_samples_are_drawn_in_one_process_while_the_other_updates(apart):
+    (run,) = apart.tries
+    updates, samples = spans(run, "updates.jsonl"), spans(run, "samples.jsonl")
+    assert [update["step"] for update in updates] == list(range(1, STEPS + 1))
+    assert len(run.ungated) < STEPS / 2 and run.ungated[-1] == STEPS
+    for update in updates:
+        if update["step"] in run.ungated:
+            continue
+        inside = [one for one in samples if update["start"] < one["start"] and one["end"] < update["end"]]
+        assert inside, f"step {update['step']}: no sample while it updated"
+    lines = [json.loads(line) for line in (apart.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert ["timing_s/hidden_ahead" in line for line in lines] == [True] * (STEPS - 1) + [False]
+    assert max(line["rollout_corr/probe_diff"] for line in lines) < 1e-4
+
+
+def test_the_steps_are_those_of_a_run_in_one_process(files, apart):
+    """The same ordinals, of the same policies: the ones drawn ahead are one older, and no sample is older than that."""
+    alone = fit(files, "alone")
+    assert apart.trained == alone.trained
+    ages = [{step - 1 - version for _, version in groups} for step, groups in apart.trained.items()]
+    assert ages[0] == {0} and set().union(*ages) == {0, 1} and all(1 in age for age in ages[1:])
+    ordinals = [ordinal for groups in apart.trained.values() for ordinal, _ in groups]
+    assert len(ordinals) == STEPS * P < ordinals[-1] + 1  # some were dropped
+
+
+def test_a_learner_killed_under_the_overlap_costs_no_ordinal(files, apart, monkeypatch):
+    monkeypatch.setattr(Trainer, "kill_in", 3)
+    killed = fit(files, "killed", *APART, "trainer.max_restarts=1")
+    first, second = killed.tries
+    assert list(first.trained) == [1, 2] and list(second.trained) == [3, 4, 5]
+    assert killed.trained == apart.trained
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ahead")]
+
+
+@pytest.mark.parametrize(
+    "device, hybrid, overlaps", [("cpu", True, True), ("cuda", True, False), ("cuda", False, True)]
+)
+def test_only_turns_on_a_gpu_forbid_the_overlap(tmp_path, device, hybrid, overlaps):
+    workers = object.__new__(RayWorkers)
+    workers.config = cluster_config(tmp_path, f"actor_rollout_ref.hybrid_engine={hybrid}")
+    workers.device = torch.device(device)
+    assert workers.overlaps is overlaps

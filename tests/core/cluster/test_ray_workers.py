@@ -1,0 +1,398 @@
+"""Over Ray: two ranks train as one process, the engine actor keeps the engine contract, and no loss goes unnoticed."""
+
+import asyncio
+import functools
+import importlib.util
+import json
+import os
+import signal
+import time
+from collections import Counter
+
+import pytest
+import ray
+import torch
+
+from core.cluster import workers as core_workers
+from core.cluster.driver import FOLDER
+from core.cluster.local_workers import LocalWorkers
+from core.cluster.processes import EngineProcess
+from core.cluster.ray_engine import RayEngine
+from core.cluster.ray_pools import ENGINE, LEARNER, ROOT, connect
+from core.cluster.ray_watch import PhaseTimeout, Watch
+from core.cluster.ray_workers import RayWorkers
+from core.config import compose
+from core.engines.hf import HFEngine
+from core.errors import InputError, WorkersLost
+from core.learner.models import load_critic, load_policy
+from core.learner.weight_probe import WeightSyncError
+from core.ray_trainer import RayPPOTrainer
+from tests.core.engine_contract import Counts, ModelEngineContract, ask, ids, sample_all
+from tests.core.ray_cluster import cluster_config, mixed_batch, write_model
+from tests.faults.tiny_run import command, prepare
+from tests.tiny import tiny_tokenizer
+
+pytestmark = pytest.mark.xdist_group("ray")  # one Ray, however many test processes
+CPU = torch.device("cpu")
+FP64 = torch.float64
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    ray.init(num_cpus=8, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"), tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def pair(model):
+    """Two ranks and the in-process backend, both with float64 masters, after the same three updates."""
+    config, batch = cluster_config(model), mixed_batch()
+    needs = {"needs_ref": True, "needs_critic": True}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core_workers, "load_policy", functools.partial(load_policy, dtype=FP64))
+        patch.setattr(core_workers, "load_critic", functools.partial(load_critic, dtype=FP64))
+        alone = LocalWorkers(config, tiny_tokenizer(), CPU, **needs)
+    ranks = RayWorkers(config, tiny_tokenizer(), CPU, **needs, master_dtype=FP64)
+    metrics = []
+    for _ in range(3):
+        metrics.append([{**one.update_critic(batch, 1.0), **one.update_actor(batch, 1.0)} for one in (ranks, alone)])
+    yield ranks, alone, metrics
+    ranks.close()
+
+
+def call(actor, function, *arguments):
+    return ray.get(actor.__ray_call__.remote(function, *arguments))
+
+
+def test_workers_start_under_nsys_where_the_profiler_asks_for_it(model):
+    """What Ray is given for each actor; nsys itself is Ray's business."""
+    steps = ["global_profiler.tool=nsys", "global_profiler.steps=[1,2]"]
+    for settings, wanted in (([], None), (steps, "repeat-shutdown:2")):
+        workers = object.__new__(RayWorkers)
+        workers.config, workers.device = cluster_config(model, *settings), CPU
+        options = workers._place("a group", 1, 1)
+        nsight = options.get("runtime_env", {}).get("nsight", {})
+        assert nsight.get("capture-range-end") == wanted
+        if nsight:
+            ENGINE.options(**options)  # Ray accepts them
+            LEARNER.options(**options)
+
+
+# -- training
+
+
+def test_every_process_writes_its_trace(model, pair, tmp_path):
+    ranks, _, _ = pair
+    ranks.config = cluster_config(model, "global_profiler.tool=torch", "global_profiler.steps=[1]")
+    ranks.start_profile()
+    ranks.compute_values(mixed_batch(groups=1))
+    ranks.stop_profile(tmp_path, "step_1")
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"step_1_learner_rank_0.json", "step_1_learner_rank_1.json", "step_1_engine_0.json"}
+    assert "aten::" in (tmp_path / "step_1_learner_rank_1.json").read_text()
+
+
+def test_two_ranks_report_and_compute_what_one_process_does(pair):
+    ranks, alone, metrics = pair
+    for found, expected in metrics:
+        assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    batch = mixed_batch(groups=5, n=1, seed=3)  # rows that two ranks share unevenly
+    for found, expected in zip(ranks.compute_log_probs(batch), alone.compute_log_probs(batch), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(ranks.compute_ref_log_prob(batch), alone.compute_ref_log_prob(batch))
+    torch.testing.assert_close(ranks.compute_values(batch), alone.compute_values(batch), rtol=1e-6, atol=1e-6)
+    assert not torch.equal(ranks.compute_log_probs(batch)[0], ranks.compute_ref_log_prob(batch))
+    assert ranks.fingerprints() == alone.fingerprints()
+
+
+def test_neighbours_that_split_sequences_get_the_same_rows(model):
+    """Four ranks in two groups: rows are shared out over the groups, and put together again from one of each."""
+    parallel = ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "critic.ulysses_sequence_parallel_size=1")
+    packed = ("actor_rollout_ref.model.use_remove_padding=True", "actor_rollout_ref.actor.ppo_mini_batch_size=8")
+    config, batch = cluster_config(model, *parallel, *packed, ranks=4), mixed_batch()
+    asked = []
+
+    class Recorder(RayWorkers):
+        def __init__(self):
+            self.config, self.ranks, self.device = config, 4, CPU
+
+        def _each(self, phase, method, arguments):
+            asked.append(arguments)
+            return [(given[0].input_ids,) * 2 if method.startswith("compute") else {} for given in arguments]
+
+    recorder = Recorder()
+    found, _ = recorder.compute_log_probs(batch)
+    assert torch.equal(found * batch.attention_mask, batch.input_ids * batch.attention_mask)
+    assert torch.equal(recorder.compute_values(batch) * batch.attention_mask, batch.input_ids * batch.attention_mask)
+    recorder.update_actor(batch, 1.0)
+    passes, values, update = ([one[0] for one in arguments] for arguments in asked)
+    update = [steps[0] for steps in update]
+    for first, second, third, fourth in (passes, update):
+        assert first is second and third is fourth and len(first) + len(third) == len(batch)
+    assert sum(map(len, values)) == len(batch)  # the critic's ranks do not split sequences
+    assert float(sum(one.loss_weight.sum() for one in update[::2])) == pytest.approx(1.0)
+
+
+def test_without_old_log_probs_the_update_measures_the_same(model, pair):
+    """The metrics of rows that nothing trains on are of all ranks too."""
+    ranks, alone, _ = pair
+    only_pg = {"actor_rollout_ref.actor.use_kl_loss": False, "actor_rollout_ref.actor.entropy_coeff": 0.0}
+    config = cluster_config(model, *(f"{key}={value}" for key, value in only_pg.items()))
+    batch = core_workers.TrainBatch(**{**vars(mixed_batch()), "old_log_probs": None})
+    for one in (ranks, alone):
+        one.config = config
+    alone.actor.config = config.actor_rollout_ref.actor
+    for actor in ranks.learners:
+        call(actor, lambda self, part: setattr(self.learner.actor, "config", part), config.actor_rollout_ref.actor)
+    found, expected = ranks.update_actor(batch, 1.0), alone.update_actor(batch, 1.0)
+    assert "rollout_corr/logp_diff_max" in expected and "actor/entropy" in expected
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+def test_a_sync_reaches_the_engine_and_one_that_does_not_is_noticed(pair, monkeypatch):
+    ranks, alone, _ = pair
+    assert ranks.sync_weights(4)["rollout_corr/probe_diff"] < 1e-5
+    assert ranks.engine.policy_version == 4
+    alone.sync_weights(4)
+    requests = [ask((50 + i // 4, 60), seed=i, max_tokens=9) for i in range(16)]
+    for found, expected in zip(sample_all(ranks.engine, requests), sample_all(alone.engine, requests), strict=True):
+        assert ids(found) == ids(expected) and found.policy_version == 4
+    ranks.update_actor(mixed_batch(), 1.0)
+    monkeypatch.setattr(ranks.engine, "publish", lambda *_: None)
+    with pytest.raises(WeightSyncError, match="stale"):
+        ranks.sync_weights(5)
+
+
+def test_a_checkpoint_brings_the_ranks_back(pair, tmp_path):
+    ranks, _, _ = pair
+    batch = mixed_batch(groups=4)
+    ranks.save(tmp_path)
+    before = ranks.compute_log_probs(batch)[0]
+    after = [ranks.update_actor(batch, 1.0)["actor/grad_norm"] for _ in range(2)]
+    ranks.load(tmp_path)
+    torch.testing.assert_close(ranks.compute_log_probs(batch)[0], before, rtol=1e-12, atol=1e-12)
+    assert [ranks.update_actor(batch, 1.0)["actor/grad_norm"] for _ in range(2)] == pytest.approx(after, rel=1e-12)
+
+
+def test_errors_of_the_ranks_arrive_as_they_are(pair):
+    with pytest.raises(ValueError, match="TrainBatch.values is not set yet"):
+        pair[0].update_critic(core_workers.TrainBatch(**{**vars(mixed_batch()), "values": None}), 1.0)
+
+
+def test_threads_are_those_of_the_configuration(pair):
+    ranks, _, _ = pair
+    actors = [*ranks.learners, ranks.watch.actors["engine 0"]]
+    assert [call(actor, lambda self: torch.get_num_threads()) for actor in actors] == [1, 1, 1]
+    assert ranks.threads == 1 and ranks.ranks == 2
+
+
+# -- the engine
+
+
+class TestRayEngine(ModelEngineContract):
+    """The contract of every engine, over the wire: one actor for all of them, with a fresh engine each."""
+
+    @pytest.fixture(scope="class", autouse=True)
+    def actor(self, model, cluster):
+        type(self).shared = ENGINE.options(num_cpus=0).remote(cluster_config(model), CPU, 1)
+        ray.get(self.shared.start.remote())
+        yield
+        ray.kill(self.shared)
+
+    def make(self) -> RayEngine:
+        def fresh(process: EngineProcess, model, tokenizer) -> None:
+            process.engine.close()
+            process.engine = HFEngine(model, tokenizer)
+
+        call(self.shared, fresh, self.model(), tiny_tokenizer())
+        watch = Watch(60.0)
+        watch.add("engine 0", self.shared)
+        return RayEngine(watch, ["engine 0"])
+
+    def test_aborted_rows_are_not_computed_on(self, engine):
+        """An abort travels while the engine decodes on: far fewer rows than without it, but not a number to the row."""
+        before = self.counts(engine).row_steps
+
+        async def abort_soon() -> None:
+            doomed = [
+                asyncio.ensure_future(engine.sample(ask(seed=i, max_tokens=240, ignore_eos=True))) for i in range(40)
+            ]
+            await engine.sample(ask(seed=99, max_tokens=3, ignore_eos=True))
+            for task in doomed:
+                task.cancel()
+            await asyncio.gather(*doomed, return_exceptions=True)
+            await engine.sample(ask(seed=98, max_tokens=150, ignore_eos=True))
+
+        asyncio.run(abort_soon())
+        assert self.counts(engine).row_steps - before <= 40 * 240 / 2
+
+    def counts(self, engine: RayEngine) -> Counts:
+        stats = call(self.shared, lambda process: process.engine.stats)
+        return Counts(stats.prefill_tokens, stats.row_steps)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup says why")
+def test_a_run_with_vllm_engines_in_a_pool_of_their_own(tmp_path, monkeypatch):
+    """Two learner ranks, two engines: a run to its end, and in it the engines' log-probs are the learner's."""
+    prepare(tmp_path, hidden_size=128)  # the CPU build's kernels want wide heads
+    overrides = (
+        *("actor_rollout_ref.hybrid_engine=False", "actor_rollout_ref.rollout.n_gpus_per_node=2"),
+        *("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"),
+        *("actor_rollout_ref.rollout.enforce_eager=True", "trainer.backend=ray", "trainer.n_gpus_per_node=2"),
+    )
+    arguments = command(tmp_path, "grpo", 4, *overrides)(tmp_path / "run")[3:]
+    trainer = RayPPOTrainer(compose("grpo", arguments)).init_workers()
+    engine, sent = trainer.workers.engine, []
+    assert engine.engines == ["engine 0", "engine 1"]
+    relay = engine._relay
+    monkeypatch.setattr(engine, "_relay", lambda name, requests: sent.append((name, requests)) or relay(name, requests))
+    trainer.fit()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "rollout_corr/logp_diff_max" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert max(line["rollout_corr/logp_diff_max"] for line in steps) < 1e-4
+    assert max(line["rollout_corr/probe_diff"] for line in steps) < 1e-4
+    assert {name for name, _ in sent} == {"engine 0", "engine 1"}
+    for _, requests in sent:  # validation asks once; training thrice, and one engine: the answers share a prefill
+        assert set(Counter(request.prompt_ids for _, request in requests).values()) <= {1, 3, 6}
+
+
+# -- what goes wrong
+
+
+@pytest.fixture
+def small(model):
+    config = cluster_config(model, "actor_rollout_ref.actor.use_kl_loss=False")
+    one = RayWorkers(config, tiny_tokenizer(), CPU, needs_ref=False, needs_critic=False)
+    yield one
+    one.close()
+
+
+def kill(actor):
+    os.kill(pid_of(actor), signal.SIGKILL)
+
+
+def test_a_hang_names_phase_rank_and_stack_and_a_dead_learner_its_rank(small):
+    def sleep_through_the_phase(self):
+        time.sleep(10)
+
+    small.watch.timeout_s = 6
+    small.learners[1].__ray_call__.remote(sleep_through_the_phase)
+    with pytest.raises(PhaseTimeout, match="learner rank 1 did not finish phase old_log_prob") as caught:
+        small.compute_log_probs(mixed_batch())
+    assert "trainer.phase_timeout_s=6" in str(caught.value) and "sleep_through_the_phase" in str(caught.value)
+    small.watch.timeout_s = 60
+    small.compute_log_probs(mixed_batch())  # it was slow, not lost
+    kill(small.learners[1])
+    start = time.monotonic()
+    with pytest.raises(WorkersLost, match="learner rank 1 died in phase update_actor"):
+        small.update_actor(mixed_batch(), 1.0)
+    assert time.monotonic() - start < 20
+
+
+def pid_of(actor):
+    return call(actor, lambda self: os.getpid())
+
+
+def test_a_stopped_process_gives_no_sign_of_life(small):
+    """It neither dies nor answers: long before the deadline of the phase this is noticed."""
+    small.watch.silence_s, small.watch.look_s = 2.0, 0.5
+    pid = pid_of(small.learners[1])
+    os.kill(pid, signal.SIGSTOP)
+    start = time.monotonic()
+    try:
+        with pytest.raises(PhaseTimeout, match="^learner rank 1 gave no sign of life in phase old_log_prob") as caught:
+            small.compute_log_probs(mixed_batch())
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert time.monotonic() - start < 20
+    assert "trainer.heartbeat_timeout_s=2" in str(caught.value) and "does not answer" in str(caught.value)
+    small.compute_log_probs(mixed_batch())
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_hanging_engine_is_named_with_its_stack(small, stopped):
+    def plant(process):
+        async def sleep_through_the_phase(request):
+            time.sleep(20)
+
+        process.engine.sample = sleep_through_the_phase
+
+    engine = small.watch.actors["engine 0"]
+    if stopped:
+        small.watch.silence_s, small.watch.look_s = 1.0, 0.25
+        pid = pid_of(engine)
+        os.kill(pid, signal.SIGSTOP)
+    else:
+        small.watch.timeout_s = 3
+        call(engine, plant)
+    try:
+        with pytest.raises(PhaseTimeout, match="^engine 0 .* phase generate") as caught:
+            sample_all(small.engine, [ask(seed=1), ask(seed=2)])
+    finally:
+        if stopped:
+            os.kill(pid, signal.SIGCONT)
+    told = "does not answer" if stopped else "sleep_through_the_phase"
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("victim", ["engine 0", "learner rank 0"])
+def test_a_death_while_samples_are_written_ends_them(small, victim):
+    pid = pid_of(small.watch.actors[victim])
+
+    async def kill_under() -> None:
+        tasks = [asyncio.ensure_future(small.engine.sample(ask(seed=i, max_tokens=240))) for i in range(64)]
+        await asyncio.sleep(0.05)
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.gather(*tasks)
+
+    if victim != "engine 0":  # an engine that hangs on keeps the samples from ending before the death is known
+        small.watch.actors["engine 0"].__ray_call__.remote(lambda self: time.sleep(5))
+    start = time.monotonic()
+    with pytest.raises(WorkersLost, match=f"{victim} died in phase generate"):
+        asyncio.run(kill_under())
+    assert time.monotonic() - start < 20
+
+
+def test_a_cluster_without_room_says_so(model, monkeypatch):
+    monkeypatch.setattr("core.cluster.ray_pools.START_S", 1.0)
+    config = cluster_config(
+        model, "data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=8", ranks=16
+    )
+    with pytest.raises(InputError, match="n_gpus_per_node=16: no room"):
+        RayWorkers(config, tiny_tokenizer(), CPU, needs_ref=False, needs_critic=False)
+
+
+def test_ray_init_gets_what_the_configuration_says(model, monkeypatch):
+    seen = []
+    monkeypatch.setattr(ray, "init", lambda **options: seen.append(options))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+
+    def given(*overrides):
+        connect(cluster_config(model, *(f"+ray_kwargs.ray_init.{override}" for override in overrides)), CPU)
+        return seen[-1]
+
+    local = given("log_to_driver=False")
+    assert local["address"] == "local" and local["num_cpus"] >= 2 and local["log_to_driver"] is False
+    assert "runtime_env" not in local
+    there = given("address=10.0.0.1:6379", "num_cpus=3", "runtime_env.env_vars.X=1")
+    variables = there["runtime_env"]["env_vars"]
+    assert (there["address"], there["num_cpus"]) == ("10.0.0.1:6379", 3)
+    assert variables == {"PYTHONPATH": f"{ROOT}:/mine", FOLDER: os.getcwd(), "X": "1"}
+    assert given("address=auto", "runtime_env.working_dir=/code")["runtime_env"] == {"working_dir": "/code"}
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.2:6379")
+    assert FOLDER in given("log_to_driver=False")["runtime_env"]["env_vars"]
+
+    def refuse(**_):
+        raise ConnectionError("nobody there")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    with pytest.raises(InputError, match="10.0.0.1.*nobody there"):
+        given("address=10.0.0.1:6379")

@@ -1,0 +1,287 @@
+"""Composing, typing, resolving, writing and comparing configurations."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from core.config import CHANGED_DEFAULTS, Config, compose, composition, convert, diff, examine, from_yaml, to_yaml
+from core.config.resolution import resolve
+from core.errors import InputError
+from core.tracking.health import CHECKS
+
+ROOT = Path(__file__).resolve().parents[3]
+ACTOR = "actor_rollout_ref.actor"
+VERL = yaml.safe_load((Path(__file__).parent / "verl_defaults.yaml").read_text())
+# keys that verl v0.6.1 and its DAPO recipe lack
+ADDED = {
+    *("data.dataset_weights", "data.curriculum", f"{ACTOR}.overlong_filtering", "reward_model.on_error"),
+    "reward_model.weight",
+    *(f"reward_model.{name}" for name in ("source", "module.path", "module.name", "num_workers", "timeout_s")),
+    *(f"reward_model.{name}" for name in ("memory_limit_mb", "num_examine", "val_num_examine")),
+    *(f"reward_model.sandbox.{name}" for name in ("allow_unisolated", "timeout_s", "memory_limit_mb")),
+    *("algorithm.filter_groups.on_exhausted", "trainer.backend", "trainer.cpu_threads", "trainer.seed"),
+    *("trainer.max_staleness", "trainer.health.reward_window"),
+    *(f"trainer.health.{name}.{part}" for name in CHECKS for part in ("bound", "action")),
+    *("trainer.phase_timeout_s", "trainer.max_restarts", "critic.model.exclude_modules"),
+    *("actor_rollout_ref.rollout.agent_loop", f"{ACTOR}.state_masking", "max_turns", "do_search"),
+    *(f"actor_rollout_ref.rollout.multi_turn.{name}" for name in ("max_tool_calls", "tool_timeout_s", "repeatable")),
+    *("data.max_start_length", "data.max_obs_length"),
+    *(f"retriever.{name}" for name in ("url", "topk", "prefetch", "client", "local")),
+    *("trainer.heartbeat_timeout_s", "ray_kwargs.driver_actor"),
+    *(f"actor_rollout_ref.rollout.{name}" for name in ("nnodes", "n_gpus_per_node")),  # of later versions
+}
+
+
+def problems(*overrides, recipe="ppo", hooks=()):
+    return "\n".join(examine(recipe, overrides, hooks).problems)
+
+
+# --- the schema ---
+
+
+def test_every_default_is_verls_or_listed_with_a_reason():
+    changed = {change.key: change for change in CHANGED_DEFAULTS}
+    mine = convert.flat(Config())
+    assert set(mine) == set(VERL) | ADDED and not set(VERL) & ADDED
+    for key, value in VERL.items():
+        here = convert.thaw(mine[key])
+        if key in changed:
+            assert (changed[key].verl, changed[key].here) == (value, here), key
+            assert value != here and changed[key].why
+        else:
+            assert here == value, key
+    assert set(changed) <= set(VERL)
+
+
+def test_the_schema_knows_the_names_that_the_implementations_know():
+    from core.algorithm import advantages, kl, losses
+    from core.config import schema
+    from core.config import unused_keys as inert
+    from core.config.rules import algorithm, objective, rollout
+    from core.engines.hf import HFEngine
+    from core.rewards.managers import MANAGERS
+    from core.tracking.tracker import LOGGERS
+
+    assert set(schema.ADV_ESTIMATORS) == set(advantages.ESTIMATORS)
+    assert set(schema.POLICY_LOSSES) == set(losses.POLICY_LOSSES)
+    assert set(schema.KLKind.__args__) == set(kl.KL_KINDS)
+    assert set(schema.LossAggMode.__args__) == set(losses.LOSS_AGG_MODES)
+    assert set(schema.Logger.__args__) == {"console", "jsonl", *LOGGERS}
+    reward = convert.hints(schema.RewardModelConfig)
+    assert set(reward["reward_manager"].__args__) == set(MANAGERS)
+    assert set(algorithm.GROUPED) == {name for name, needs in advantages.NEEDS.items() if needs.groups}
+    assert [name for name, needs in advantages.NEEDS.items() if needs.critic] == ["gae"]
+    assert set(objective.PER_SEQUENCE) == set(losses.AGGREGATION)
+    assert set(rollout.HF_OPTIONS) <= set(inspect.signature(HFEngine).parameters)
+    assert set(inert.CLIPPING) == set(losses.POLICY_LOSSES) - {"sapo", "gpg", "reinforce"}
+
+
+def test_nothing_can_be_changed():
+    config = compose("ppo", [f"{ACTOR}.clip_ratio=0.1", "+actor_rollout_ref.model.override_config.a={b: [1]}"])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.trainer.seed = 2
+    override = config.actor_rollout_ref.model.override_config
+    for change in (
+        lambda: override.update(c=1),
+        lambda: override.__setitem__("c", 1),
+        lambda: override["a"].pop("b"),
+        lambda: override.__ior__({"c": 1}),
+        override.clear,
+    ):
+        with pytest.raises(TypeError, match="cannot be changed"):
+            change()
+    assert override == {"a": {"b": (1,)}}
+    for other in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
+        assert other == config and hash(other) == hash(config)
+
+
+# --- composing ---
+
+
+def test_layers_win_in_order():
+    assert compose("ppo").actor_rollout_ref.rollout.n == 1
+    assert compose("grpo").actor_rollout_ref.rollout.n == 5
+    assert compose("grpo", ["preset=paper"]).actor_rollout_ref.rollout.n == 64
+    assert compose("grpo", ["actor_rollout_ref.rollout.n=7", "preset=paper"]).actor_rollout_ref.rollout.n == 7
+    assert compose("grpo", ["trainer.seed=2", "trainer.seed=3"]).trainer.seed == 3
+    assert compose("grpo", ["preset=script", "preset=paper"]).actor_rollout_ref.rollout.n == 64
+
+
+def test_the_presets_differ_where_the_paper_and_its_script_do():
+    changed = diff(compose("grpo", ["preset=paper"]), compose("grpo", ["preset=script"]))
+    assert changed[f"{ACTOR}.kl_loss_coef"] == (0.04, 0.001)
+    assert changed[f"{ACTOR}.loss_agg_mode"] == ("seq-mean-token-mean", "token-mean")
+
+
+def test_plus_signs_sections_and_deletions():
+    config = compose("ppo", ["+data.seed=3", "++trainer.seed=4", "critic.optim={lr: 1e-4}", "data={shuffle: False}"])
+    assert (config.data.seed, config.trainer.seed, config.critic.optim.lr, config.data.shuffle) == (3, 4, 1e-4, False)
+    assert config.critic.optim.weight_decay == 0.01
+    back = compose(
+        "grpo", ["trainer.seed=5", "~trainer.seed", "~actor_rollout_ref.rollout.n", "~algorithm.adv_estimator"]
+    )
+    assert (back.trainer.seed, back.actor_rollout_ref.rollout.n, back.algorithm.adv_estimator) == (1, 1, "gae")
+    assert compose("grpo", ["~algorithm"]).algorithm.adv_estimator == "gae"
+
+
+def test_values_are_read_as_meant(monkeypatch):
+    monkeypatch.setenv("SOMEWHERE", "/data")
+    config = compose(
+        "ppo",
+        [
+            "data.train_files=~/a.parquet",
+            "data.val_files=['${oc.env:SOMEWHERE}/b.parquet', c.parquet]",
+            "trainer.experiment_name=lr=1e-6 (it's)",
+            "data.max_prompt_length=1e3",
+            "critic.optim.lr=1",
+            "trainer.logger=wandb",
+            "trainer.project_name=7",
+            "trainer.rollout_data_dir=${trainer.project_name}/${data.max_response_length}",
+            "critic.model.path=${actor_rollout_ref.model.path}",
+            "actor_rollout_ref.actor.optim.betas=[0.9, 0.95]",
+            "data.curriculum=[{files: a.parquet, prompts: 64}, {files: [b.parquet]}]",
+        ],
+    )
+    assert config.data.train_files == ("~/a.parquet",)
+    assert config.data.val_files == ("/data/b.parquet", "c.parquet")
+    assert config.trainer.experiment_name == "lr=1e-6 (it's)"
+    assert config.data.max_prompt_length == 1000 and isinstance(config.data.max_prompt_length, int)
+    assert config.critic.optim.lr == 1.0 and isinstance(config.critic.optim.lr, float)
+    assert config.trainer.logger == ("wandb",)
+    assert config.trainer.rollout_data_dir == "7/512"
+    assert config.critic.model.path == config.actor_rollout_ref.model.path
+    assert config.actor_rollout_ref.actor.optim.betas == (0.9, 0.95)
+    assert config.data.curriculum == ({"files": "a.parquet", "prompts": 64}, {"files": ("b.parquet",)})
+
+
+def test_an_unknown_recipe_and_an_unknown_preset_name_the_known_ones(tmp_path, monkeypatch):
+    folder = tmp_path / "plain" / "config"
+    folder.mkdir(parents=True)
+    (folder / "plain.yaml").write_text("data: {seed: 3, nope: 4}\ntrainer: {seed: '???'}\n")
+    monkeypatch.setattr(composition, "RECIPES", tmp_path)
+    assert problems(recipe="nope") == "recipe=nope: has no config/nope.yaml; choose one of plain"
+    lines = problems("preset=x", recipe="plain").splitlines()
+    assert lines[0] == "preset=x: unknown preset; leave it out: this recipe has none"
+    assert lines[1] == "trainer.seed=???: has no default; give it a value"
+    assert lines[2].startswith("data.nope=4: unknown key")  # a recipe's file is held to the same rules
+    (folder / "preset").mkdir()
+    for name in ("one", "two"):
+        (folder / "preset" / f"{name}.yaml").touch()
+    assert problems("preset=x", recipe="plain").startswith("preset=x: unknown preset; choose one of one, two")
+
+
+# --- resolving ---
+
+
+def test_nulls_follow_other_keys(monkeypatch):
+    config = compose("ppo", ["actor_rollout_ref.model.path=org/My-Model", "trainer.seed=3", f"{ACTOR}.clip_ratio=0.1"])
+    actor, critic, trainer = config.actor_rollout_ref.actor, config.critic, config.trainer
+    assert (actor.clip_ratio_low, actor.clip_ratio_high) == (0.1, 0.1)
+    assert critic.model.path == "org/My-Model" and critic.enable is True
+    assert (critic.ppo_mini_batch_size, critic.ppo_epochs, critic.shuffle) == (256, 1, False)
+    assert config.data.gen_batch_size == 1024 and config.data.seed is None
+    assert (trainer.project_name, trainer.experiment_name) == ("rlrepro-ppo", "My-Model-seed3")
+    assert trainer.default_local_dir == "outputs/ppo/My-Model-seed3"
+    assert config.actor_rollout_ref.rollout.name == "hf" and config.algorithm.filter_groups.metric == "acc"
+    assert compose("grpo").critic.enable is False
+    assert resolve(config, "ppo") == config
+    monkeypatch.setattr("core.config.resolution.find_spec", lambda name: name == "vllm")
+    assert compose("ppo").actor_rollout_ref.rollout.name == "vllm"
+
+
+def test_one_clip_bound_leaves_the_other_to_clip_ratio():
+    actor = compose("ppo", [f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.clip_ratio_high=0.28"]).actor_rollout_ref.actor
+    assert (actor.clip_ratio_low, actor.clip_ratio_high) == (0.1, 0.28)
+
+
+ROLLOUT_MICRO = "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
+
+
+@pytest.mark.parametrize(
+    "overrides, actor, rollout, critic",
+    [
+        ([], (True, None), (True, None), (True, None)),
+        ([f"{ACTOR}.ppo_micro_batch_size_per_gpu=16"], (False, 16), (False, 16), (False, 16)),
+        ([f"{ACTOR}.ppo_micro_batch_size_per_gpu=16", f"{ROLLOUT_MICRO}=32"], (False, 16), (False, 32), (False, 16)),
+        ([f"{ROLLOUT_MICRO}=32"], (True, None), (False, 32), (True, None)),
+        ([f"{ACTOR}.use_dynamic_bsz=True", f"{ROLLOUT_MICRO}=32"], (True, None), (True, 32), (True, None)),
+        (
+            [f"{ACTOR}.use_dynamic_bsz=True", "critic.use_dynamic_bsz=False", "critic.ppo_micro_batch_size_per_gpu=8"],
+            *((True, None), (True, None), (False, 8)),
+        ),
+    ],
+)
+def test_passes_are_packed_by_tokens_unless_a_micro_batch_is_given(overrides, actor, rollout, critic):
+    config = compose("ppo", overrides)
+    part = config.actor_rollout_ref
+    assert (part.actor.use_dynamic_bsz, part.actor.ppo_micro_batch_size_per_gpu) == actor
+    assert (part.rollout.log_prob_use_dynamic_bsz, part.rollout.log_prob_micro_batch_size_per_gpu) == rollout
+    assert (config.critic.use_dynamic_bsz, config.critic.ppo_micro_batch_size_per_gpu) == critic
+
+
+# --- writing and comparing ---
+
+
+def test_yaml_there_and_back():
+    config = compose("grpo", ["preset=script", "data.curriculum=[{files: a, prompts: 3}, {files: b}]", "data.seed=0"])
+    text = to_yaml(config)
+    assert from_yaml(text) == config
+    assert "!!" not in text and yaml.safe_load(text)["actor_rollout_ref"]["rollout"]["n"] == 5
+
+
+def test_yaml_that_does_not_fit_names_every_fault():
+    tree = yaml.safe_load(to_yaml(compose("ppo")))
+    tree["data"]["nope"] = 1
+    tree["trainer"]["seed"] = "x"
+    with pytest.raises(InputError) as error:
+        from_yaml(yaml.safe_dump(tree))
+    assert [line.split(":")[0] for line in error.value.problems] == ["data.nope=1", "trainer.seed=x"]
+
+
+def test_diff():
+    one = compose("grpo")
+    other = compose("grpo", ["trainer.experiment_name=b", f"{ACTOR}.clip_ratio_high=0.28"])
+    assert diff(one, one) == {}
+    assert diff(one, other) == {
+        f"{ACTOR}.clip_ratio_high": (0.2, 0.28),
+        "trainer.experiment_name": ("deepseek-llm-7b-chat-seed1", "b"),
+        "trainer.default_local_dir": ("outputs/grpo/deepseek-llm-7b-chat-seed1", "outputs/grpo/b"),
+    }
+
+
+# --- cost ---
+
+
+def test_composing_is_fast_and_imports_nothing_heavy():
+    code = (
+        "import sys, time; start = time.process_time()\n"
+        "from core.config import compose\n"
+        "compose('grpo', ['data.seed=1'])\n"
+        "print(time.process_time() - start, [m for m in ('torch','ray','vllm','transformers') if m in sys.modules])"
+    )
+    best = 99.0
+    for _ in range(3):  # the best of three: a busy machine is not a slow composition
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+        seconds, _, heavy = done.stdout.strip().partition(" ")
+        assert heavy == "[]"
+        best = min(best, float(seconds))
+        if best < 1.5:
+            break
+    assert best < 1.5
+
+
+def test_a_second_composition_is_cheap():
+    compose("grpo")
+    start = time.process_time()
+    compose("grpo")
+    assert time.process_time() - start < 1.0

@@ -1,0 +1,252 @@
+"""Keys that are unknown, renamed, unsupported, without effect, or of the wrong type: what is said of each."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.config import compose, convert, examine, verl_keys
+from core.errors import InputError
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+def lines(*overrides, recipe="ppo", hooks=()):
+    return examine(recipe, overrides, hooks).problems
+
+
+@pytest.mark.parametrize(
+    "override, nearest",
+    [
+        ("data.train_batchsize=4", "data.train_batch_size"),
+        ("+data.train_bach_size=4", "data.train_batch_size"),
+        ("++data.val_file=x", "data.val_files"),
+        ("~data.shufle", "data.shuffle"),
+        ("actor.optim.lr=1e-6", f"{ACTOR}.optim.lr"),
+        ("rollout.n=8", f"{ROLLOUT}.n"),
+        ("train_batch_size=8", "data.train_batch_size"),
+        ("trainer.train_batch_size=8", "data.train_batch_size"),
+        (f"{ROLLOUT}.temprature=1", f"{ROLLOUT}.temperature"),
+        ("actor_rollout_ref.val_kwargs.n=4", f"{ROLLOUT}.val_kwargs.n"),
+        ("data={train_batch: 8}", "data.train_batch_size"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(override, nearest):
+    (line,) = lines(override)
+    assert line.endswith(f": unknown key; the nearest known key is {nearest}")
+
+
+def test_every_unknown_key_gets_a_suggestion_that_exists():
+    (line,) = lines("zzz=1")
+    assert line.split()[-1] in convert.all_keys()
+
+
+@pytest.mark.parametrize(
+    "override, said",
+    [
+        ("algorithm.group_size=8", f"use {ROLLOUT}.n"),
+        (f"{ROLLOUT}.n_agent=5", f"use {ROLLOUT}.n"),
+        ("max_turns=2", "Search-R1"),
+        ("+retriever.topk=3", "Search-R1"),
+        ("retriever.url='http://127.0.0.1:8000/retrieve'", "Search-R1"),
+        ("algorithm.state_masking=true", f"use {ACTOR}.state_masking"),
+        ("algorithm.state_masking.start_state_marker='<information>'", None),
+        ("trainer.log_generation_samples=5", "use trainer.log_val_generations"),
+        (f"{ACTOR}.ppo_micro_batch_size=64", "use actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),
+        ("critic.ppo_micro_batch_size=8", "use critic.ppo_micro_batch_size_per_gpu"),
+        (f"{ROLLOUT}.log_prob_micro_batch_size=128", "log_prob_micro_batch_size_per_gpu"),
+        (f"{ACTOR}.optim.warmup_style=cosine", "use actor_rollout_ref.actor.optim.lr_scheduler_type"),
+        ("reward.reward_manager.name=dapo", "use reward_model.reward_manager"),
+        ("reward.custom_reward_function.path=x.py", "use custom_reward_function.path"),
+        ("+reward.reward_kwargs.overlong_buffer_cfg.len=9", "use reward_model.overlong_buffer.len"),
+        ("+reward_model.reward_kwargs.overlong_buffer_cfg.enable=True", "use reward_model.overlong_buffer.enable"),
+        ("reward.num_workers=8", "use reward_model.num_workers"),
+        ("trainer.default_hdfs_dir=hdfs://x", "use trainer.default_local_dir"),
+        (f"{ACTOR}.megatron.tensor_model_parallel_size=2", "Megatron is not supported"),
+        ("actor_rollout_ref.model.lora_adapter_path=x", "merge those into the base"),
+        ("actor_rollout_ref.model.lora.rank=32", "use actor_rollout_ref.model.lora_rank"),
+        (f"{ROLLOUT}.agent.default_agent_loop=tool_agent", f"use {ROLLOUT}.multi_turn.enable=True"),
+        ("data.custom_cls.path=x.py", "write parquet rows"),
+        ("data.datagen.path=x.py", "a row is a function of its ordinal"),
+        ("reward_model.enable_resource_pool=True", "one process holds the reward model"),
+        ("reward_model.micro_batch_size=8", "use reward_model.micro_batch_size_per_gpu"),
+        (f"{ACTOR}.tis_imp_ratio_cap=2.0", "rollout_is_threshold"),
+        (f"{ACTOR}.fsdp_config.model_dtype=bf16", "float32"),
+        ("trainer.remove_previous_ckpt_in_save=True", "max_actor_ckpt_to_keep=1"),
+        ("hydra.run.dir=x", "trainer.default_local_dir"),
+        (f"{ACTOR}.policy_loss.kl_cov_ratio=0.5", "write the loss as a function"),
+        ("data.train_data_num=100", "use data.train_max_samples"),
+        ("algorithm.kl_coef=0.1", "use algorithm.kl_ctrl.kl_coef"),
+    ],
+)
+def test_a_key_of_another_version_says_what_to_do(override, said):
+    (line,) = lines(override)
+    assert line.startswith(override.lstrip("+").split("=")[0])
+    assert "; " in line
+    if said is None:
+        assert "unknown key" in line
+    else:
+        assert said in line and "unknown key" not in line
+
+
+def test_advice_points_at_keys_that_exist():
+    for pattern, target in verl_keys.RENAMED.items():
+        prefix = target.rstrip("*").rstrip(".")
+        assert convert.known(prefix) or prefix in convert.sections() or convert.known(target), (pattern, target)
+    tables = (verl_keys.RENAMED, verl_keys.UNSUPPORTED, verl_keys.NO_EFFECT)
+    for table in tables:
+        own = {key for key in table if key in convert.all_keys()}
+        assert not own, f"supported, and in a table of what is not: {own}"
+    for key in verl_keys.HINTS:
+        assert "*" in key or key in convert.all_keys(), key
+
+
+@pytest.mark.parametrize(
+    "override, reason",
+    [
+        ("data.return_raw_chat=True", "the chat is always kept"),
+        ("reward_model.enable_resource_pool=False", "asks for nothing"),
+        ("reward_model.strategy=fsdp2", "one process holds"),
+        ("trainer.default_hdfs_dir=null", "asks for nothing"),
+        ("actor_rollout_ref.model.lora_adapter_path=null", "asks for nothing"),
+        (f"{ACTOR}.ppo_micro_batch_size=null", "asks for nothing"),
+        (f"{ACTOR}.entropy_checkpointing=True", "chunks"),
+        (f"{ROLLOUT}.mode=async", "asynchronous"),
+        (f"{ROLLOUT}.load_format=safetensors", "in memory"),
+        ("actor_rollout_ref.model.use_fused_kernels=True", "chunks"),
+        (f"{ACTOR}.checkpoint.save_contents=[model]", "holds everything"),
+    ],
+)
+def test_a_key_whose_purpose_is_met_otherwise_is_accepted_and_listed(override, reason):
+    composed = examine("ppo", [override])
+    assert composed.problems == ()
+    key = override.split("=")[0]
+    assert reason in composed.inert[key][1]
+
+
+def test_a_harmless_value_is_harmless_by_type_too():
+    assert verl_keys.without_effect("reward_model.enable_resource_pool", 0) is None
+    assert verl_keys.without_effect("actor_rollout_ref.model.lora_adapter_path", False) is None
+
+
+@pytest.mark.parametrize(
+    "override, rule",
+    [
+        ("data.train_batch_size=many", "must be a whole number; the default is 1024"),
+        ("data.train_batch_size=1.5", "must be a whole number"),
+        ("data.train_batch_size=True", "must be a whole number"),
+        ("data.train_batch_size=null", "must be a whole number"),
+        ("data.train_batch_size=0", "must be at least 1"),
+        ("data.gen_batch_size=-1", "must be at least 1, or null"),
+        ("data.shuffle=1", "must be True or False"),
+        ("data.shuffle=yes", "must be True or False"),
+        (f"{ACTOR}.optim.lr=fast", "must be a number"),
+        (f"{ACTOR}.optim.lr=nan", "must be a number"),
+        (f"{ACTOR}.optim.lr=inf", "must be a number"),
+        (f"{ACTOR}.optim.lr=-1", "must be at least 0"),
+        (f"{ACTOR}.optim.betas=[0.9]", "must be two numbers in [0, 1)"),
+        (f"{ACTOR}.clip_ratio=1.5", "must be at least 0 and below 1"),
+        (f"{ACTOR}.clip_ratio_c=1", "must be above 1"),
+        (f"{ACTOR}.entropy_coeff=[1]", "must be a number"),
+        (
+            f"{ACTOR}.loss_agg_mode=mean",
+            "one of token-mean, seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm",
+        ),
+        (f"{ACTOR}.kl_loss_type=k4", "must be one of kl, k1, abs"),
+        (f"{ACTOR}.strategy=megatron", "use fsdp2"),
+        (f"{ACTOR}.policy_loss.loss_mode=kl_cov", "or your own as package.module:function or path/file.py:function"),
+        (f"{ACTOR}.policy_loss.loss_mode='a b:c'", "must be one of vanilla"),
+        (f"{ACTOR}.optim.lr_scheduler_type=wsd", "must be one of constant, cosine"),
+        ("algorithm.adv_estimator=ppo", "must be one of gae, grpo"),
+        ("algorithm.kl_penalty=0.001", "algorithm.kl_ctrl.kl_coef"),
+        ("algorithm.gamma=1.1", "must be between 0 and 1"),
+        (f"{ROLLOUT}.name=sglang", "use vllm"),
+        (f"{ROLLOUT}.top_k=0", "must be -1 (off) or at least 1"),
+        (f"{ROLLOUT}.top_p=0", "must be above 0 and at most 1"),
+        (f"{ROLLOUT}.val_kwargs.n=0", "must be at least 1"),
+        (f"{ROLLOUT}.gpu_memory_utilization=80", "must be above 0 and at most 1"),
+        ("trainer.logger=[console,swanlab]", "must be one of console, jsonl, tensorboard, wandb"),
+        ("trainer.device=npu", "must be one of cpu, cuda, or null"),
+        ("trainer.save_freq=0", "must be -1 (off) or at least 1"),
+        ("trainer.experiment_name=1e-6", "must be text"),
+        ("data.train_files=", "must be at least one path"),
+        ("data.train_files=[]", "must be at least one path"),
+        ("data.apply_chat_template_kwargs=3", "must be a mapping"),
+        ("data.dataset_weights=[1,-1]", "must be above 0, or null"),
+        ("reward_model.on_error=ignore", "must be one of zero, mask, raise"),
+        ("data=5", "is a section"),
+        ("trainer.health.nonfinite.bound=-1", "must be at least 0, or null"),
+    ],
+)
+def test_a_value_that_does_not_fit(override, rule):
+    (line,) = lines(override)
+    assert rule in line and line.startswith(override.split("=")[0])
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    "override, said",
+    [
+        ("nonsense", "cannot be read; write key=value"),
+        ("--epochs=3", "is not an override"),
+        ("-m", "is not an override"),
+        ("data.train_files=[~/a, ~/b]", "quote text"),
+        ("trainer.seed=1,2", "is a sweep"),
+        ("trainer.seed=range(1,4)", "is a sweep"),
+        ("group/sub=x", "config groups are not used"),
+        ("trainer@x=y", "config groups are not used"),
+        ("trainer.rollout_data_dir=${oc.env:NOT_SET_ANYWHERE}", "cannot be resolved"),
+        ("trainer.rollout_data_dir=${trainer.nope}", "cannot be resolved"),
+        ("trainer.rollout_data_dir=x/${trainer.experiment_name}", "names trainer.experiment_name, which is null"),
+        ("trainer.rollout_data_dir=???", "has no default; give it a value"),
+    ],
+)
+def test_what_cannot_be_read(override, said):
+    (line,) = lines(override)
+    assert said in line and "\n" not in line
+
+
+def test_a_custom_function_is_a_name_too():
+    config = compose(
+        "ppo", ["algorithm.adv_estimator=my.module:advantage", f"{ACTOR}.policy_loss.loss_mode=a/b.py:loss"]
+    )
+    assert config.algorithm.adv_estimator == "my.module:advantage"
+    assert config.critic.enable is False
+
+
+def test_all_problems_come_together():
+    with pytest.raises(InputError) as error:
+        compose(
+            "grpo",
+            [
+                "data.nope=1",
+                "trainer.seed=x",
+                "algorithm.group_size=3",
+                "a b",
+                "preset=zzz",
+                f"{ROLLOUT}.n=1",
+                "data.train_batch_size=100",
+                "trainer.rollout_data_dir=${nope}",
+            ],
+        )
+    found = error.value.problems
+    assert len(found) == 8 and str(error.value) == "\n".join(found)
+    for key in (
+        "data.nope",
+        "trainer.seed",
+        "algorithm.group_size",
+        "a b",
+        "preset",
+        f"{ROLLOUT}.n=1",
+        "data.train_batch_size",
+    ):
+        assert any(line.startswith(key) for line in found), key
+
+
+def test_a_refused_value_does_not_cause_other_problems():
+    # The default of 1024 that takes its place is no multiple of 48; nobody wrote 1024.
+    (line,) = lines("data.train_batch_size=x", f"{ACTOR}.ppo_mini_batch_size=48")
+    assert line.startswith("data.train_batch_size=x")
+
+
+def test_the_same_problem_is_said_once():
+    assert len(lines("data.nope=1", "data.nope=1")) == 1

@@ -1,0 +1,164 @@
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from core.data.parquet import Problems, RowFile, sha256_of
+from core.errors import InputError
+from tests.row_files import plain_row, rows_file, write_parquet
+
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+def problems_of(path, *rows):
+    problems = Problems()
+    good = list(RowFile(write_parquet(path, rows)).rows(problems))
+    return good, problems.lines()
+
+
+def test_a_row_comes_back_as_it_was_written(tmp_path):
+    chat = [{"role": "system", "content": ""}, *CHAT, {"role": "assistant", "content": "what?", "name": "bot"}]
+    gold = {"target": ["Paris", "paris"]}
+    raw = plain_row(4, "qa", prompt=chat, ability="qa", reward_model={"style": "rule", "ground_truth": gold})
+    row = RowFile(
+        write_parquet(tmp_path / "a.parquet", [plain_row(0, prompt=CHAT, reward_model=raw["reward_model"]), raw])
+    ).row(1)
+    assert row.prompt == tuple(chat)  # the fields that only another message has are not there as None
+    assert row.ground_truth == gold
+    assert row.data_source == "qa" and row.number == 1 and row.where.endswith("a.parquet row 1")
+    assert row.extra_info == {"split": "train", "index": 4}
+
+
+def test_other_column_names(tmp_path):
+    raw = {"text": "q", "source": "s", "reward_model": {"style": "rule", "ground_truth": 3}}
+    file = RowFile(write_parquet(tmp_path / "a.parquet", [raw]), prompt_key="text", reward_fn_key="source")
+    assert (file.row(0).prompt, file.row(0).data_source, file.row(0).ground_truth) == ("q", "s", 3)
+    assert file.row(0).extra_info == {} and file.row(0).name is None
+
+
+def test_batches_and_choices_give_the_same_rows(tmp_path):
+    file = RowFile(rows_file(tmp_path / "a.parquet", 25))
+    all_rows = list(file.rows(Problems(), batch=4))
+    assert [row.number for row in all_rows] == list(range(25))
+    assert all_rows == [file.row(number) for number in range(25)]
+    chosen = np.array([0, 3, 4, 11, 24])
+    assert list(file.rows(Problems(), chosen, batch=4)) == [all_rows[number] for number in chosen]
+
+
+REWARD = {"style": "rule", "ground_truth": "1"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"reward_model": None}, "reward_model must hold style and ground_truth in 1 row (1: NoneType)"),
+        ({"reward_model": {"style": "rule", "ground_truth": None}}, "must be given where the style is not 'model'"),
+        ({"reward_model": {"style": None, "ground_truth": None}}, "(1: style 'rule')"),
+        ({"data_source": None}, "data_source must be a non-empty string in 1 row (1: None)"),
+        ({"data_source": ""}, "data_source must be a non-empty string in 1 row (1: '')"),
+        ({"prompt": []}, "prompt must not be empty in 1 row (1)"),
+        ({"prompt": None}, "prompt must not be empty in 1 row (1)"),
+        ({"prompt": [{"role": "user", "content": " \n"}]}, "prompt must not be empty in 1 row (1)"),
+        ({"prompt": [{"role": "user", "content": None}]}, "prompt must hold text"),
+        ({"prompt": [{"role": None, "content": "x"}]}, "prompt must hold messages with role and content"),
+    ],
+)
+def test_a_bad_row_is_named_with_rule_and_fix(tmp_path, changes, line):
+    good, lines = problems_of(tmp_path / "a.parquet", plain_row(0, prompt=CHAT), plain_row(1, prompt=CHAT) | changes)
+    assert [row.number for row in good] == [0]
+    assert len(lines) == 1 and lines[0].startswith(str(tmp_path / "a.parquet")) and line in lines[0]
+    assert "; " in lines[0]
+    with pytest.raises(InputError, match="row"):
+        RowFile(tmp_path / "a.parquet").row(1)
+
+
+def test_rows_that_are_fine_though_they_look_odd(tmp_path):
+    model = {"style": "model", "ground_truth": None}
+    good, lines = problems_of(
+        tmp_path / "a.parquet", plain_row(0), plain_row(1, reward_model=model), plain_row(2, extra_info=None)
+    )
+    assert (len(good), lines) == (3, [])
+    called = [
+        *CHAT,
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]},
+        {"role": "tool", "content": "3"},
+    ]
+    good, lines = problems_of(tmp_path / "b.parquet", plain_row(0, prompt=called))
+    assert (len(good), lines) == (1, [])
+    assert good[0].prompt == tuple(called)
+
+
+def test_wrong_types_and_pictures(tmp_path):
+    _, lines = problems_of(tmp_path / "a.parquet", plain_row(0, prompt=3, extra_info="x"))
+    assert any("prompt must be a string or a list of messages in 1 row (0: int)" in line for line in lines)
+    assert any("extra_info must be a struct in 1 row (0: str)" in line for line in lines)
+    parts = [{"role": "user", "content": [{"type": "image"}]}]
+    _, lines = problems_of(tmp_path / "b.parquet", plain_row(0, prompt=parts))
+    assert "images and videos are not supported" in lines[0]
+
+
+def test_many_problems_are_ten_and_a_count(tmp_path):
+    rows = [plain_row(index, reward_model=None if index % 2 else REWARD) for index in range(30)]
+    rows[0]["data_source"] = ""
+    _, lines = problems_of(tmp_path / "a.parquet", *rows)
+    assert len(lines) == 2
+    assert "in 15 rows (1: NoneType, 3: NoneType" in lines[1] and "19: NoneType and 5 more)" in lines[1]
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    def error(path):
+        with pytest.raises(InputError) as caught:
+            RowFile(path)
+        (line,) = caught.value.problems
+        assert line.startswith(f"{path}: ") and str(caught.value) == line
+        return line
+
+    assert "does not exist; write one with" in error(tmp_path / "none.parquet")
+    assert "is a folder" in error(tmp_path)
+    (tmp_path / "text.parquet").write_text("not parquet at all")
+    assert "not a readable parquet file" in error(tmp_path / "text.parquet")
+    whole = rows_file(tmp_path / "whole.parquet", 50)
+    (tmp_path / "half.parquet").write_bytes(Path(whole).read_bytes()[:-100])
+    assert "not a readable parquet file" in error(tmp_path / "half.parquet")
+    pq.write_table(pa.Table.from_pylist([plain_row(0)]).slice(0, 0), tmp_path / "empty.parquet")
+    assert "has no rows" in error(tmp_path / "empty.parquet")
+    write_parquet(tmp_path / "columns.parquet", [{"prompt": "x", "question": "y"}])
+    assert "no column 'data_source' (data.reward_fn_key), 'reward_model' (the schema)" in error(
+        tmp_path / "columns.parquet"
+    )
+
+
+def test_a_folder_named_like_a_partition_adds_no_column(tmp_path):
+    folder = tmp_path / "split=train"
+    folder.mkdir()
+    assert RowFile(rows_file(folder / "a.parquet", 2)).row(1).prompt == "s1"
+
+
+def test_names_and_hashes_say_when_rows_ask_the_same(tmp_path):
+    rows = [
+        plain_row(0),
+        plain_row(0, extra_info={"split": "test", "index": 0}),
+        plain_row(0, reward_model={"style": "rule", "ground_truth": "other"}),
+        plain_row(0, source="t", text="s0"),
+        plain_row(0, text="s0 "),
+    ]
+    first, moved, regraded, renamed, reworded = RowFile(write_parquet(tmp_path / "a.parquet", rows)).rows(Problems())
+    assert first.name == "s/train/0" and moved.name == "s/test/0" and renamed.name == "t/train/0"
+    assert first.content_hash == moved.content_hash
+    assert len({row.content_hash for row in (first, regraded, renamed, reworded)}) == 4
+    assert first.prompt_hash == regraded.prompt_hash == renamed.prompt_hash != reworded.prompt_hash
+    indexed = [plain_row(0, extra_info={"index": index}) for index in ("9a9b", "")]
+    assert [row.name for row in RowFile(write_parquet(tmp_path / "b.parquet", indexed)).rows(Problems())] == [
+        "s/-/9a9b",
+        None,
+    ]
+    floats = [plain_row(0, extra_info={"index": 1.0})]
+    assert RowFile(write_parquet(tmp_path / "c.parquet", floats)).row(0).name is None
+
+
+def test_the_hash_of_a_file(tmp_path):
+    (tmp_path / "x").write_bytes(b"abc" * 700_000)
+    assert sha256_of(tmp_path / "x") == hashlib.sha256(b"abc" * 700_000).hexdigest()

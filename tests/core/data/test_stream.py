@@ -1,0 +1,330 @@
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from core.config.frozen import FrozenDict
+from core.config.schema import DataConfig
+from core.data.stream import PromptStream, load_val_prompts
+from core.errors import InputError
+from core.types import Prompt
+from tests.row_files import data_config, plain_row, rows_file, write_parquet
+from tests.tiny import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+CHAT = [{"role": "user", "content": "1+1?"}]
+
+
+def stream(files, seed=1, **changes):
+    return PromptStream(data_config(train_files=files, **changes), TOKENIZER, seed)
+
+
+def validation(files, **changes):
+    return load_val_prompts(data_config(val_files=files, **changes), TOKENIZER)
+
+
+def golds(prompts):
+    return [prompt.ground_truth for prompt in prompts]
+
+
+def refused(make, *parts):
+    with pytest.raises(InputError) as caught:
+        make()
+    for part in parts:
+        assert part in str(caught.value), str(caught.value)
+    return caught.value.problems
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    """Files of 7, 5 and 12 rows whose prompts are a0, a1, ..., b0, ..., c11."""
+    folder = tmp_path_factory.mktemp("three")
+    return [rows_file(folder / f"{name}.parquet", count, name) for name, count in (("a", 7), ("b", 5), ("c", 12))]
+
+
+def test_a_prompt_has_everything_of_its_row(tmp_path):
+    raw = plain_row(
+        3, "qa", prompt=[{"role": "system", "content": "x"}, *CHAT], extra_info={"split": "test", "index": 3, "z": 1}
+    )
+    prompt = stream(write_parquet(tmp_path / "a.parquet", [raw])).prompt(4)
+    text = "<bos>system: x\n<bos>user: 1+1?\n<bos>assistant: "
+    assert prompt == Prompt(
+        ordinal=4,
+        uid="qa/test/3",
+        token_ids=tuple(TOKENIZER(text)["input_ids"]),
+        messages=({"role": "system", "content": "x"}, *CHAT),
+        ground_truth="3",
+        data_source="qa",
+        extra_info={"split": "test", "index": 3, "z": 1},
+    )
+    plain = stream(write_parquet(tmp_path / "b.parquet", [plain_row(0, text="1+1=")])).prompt(0)
+    assert plain.messages == ({"role": "user", "content": "1+1="},)
+    assert TOKENIZER.decode(plain.token_ids) == "1+1="
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**40), shuffle=st.booleans(), start=st.integers(0, 100))
+def test_every_epoch_asks_every_question_once(three, seed, shuffle, start):
+    prompts = stream(three, seed, shuffle=shuffle)
+    assert len(prompts) == 24
+    epoch = [prompts.prompt(ordinal).uid for ordinal in range(24 * start, 24 * start + 24)]
+    assert len(set(epoch)) == 24
+    assert {prompts.epoch(24 * start), prompts.epoch(24 * start + 23)} == {start}
+    again = stream(three, seed, shuffle=shuffle)
+    assert [again.prompt(24 * start + index).uid for index in (23, 0, 7)] == [epoch[23], epoch[0], epoch[7]]
+
+
+def test_unshuffled_rows_come_in_file_order(three):
+    prompts = stream(three, shuffle=False)
+    assert [prompts.prompt(i).uid for i in (0, 6, 7, 11, 12, 23, 24)] == [
+        f"{name}/train/{index}"
+        for name, index in (("a", 0), ("a", 6), ("b", 0), ("b", 4), ("c", 0), ("c", 11), ("a", 0))
+    ]
+
+
+def test_the_data_s_own_seed_goes_first(three):
+    def order(seed, own=None):
+        prompts = PromptStream(data_config(train_files=three, seed=own), TOKENIZER, seed)
+        return [prompts.prompt(ordinal).uid for ordinal in range(24)]
+
+    assert order(1) != order(2)
+    assert order(1, own=9) == order(2, own=9) == order(9)
+
+
+def test_weights_are_exact_in_every_block(three):
+    prompts = stream(three, dataset_weights=[0.5, 0.25, 0.25])
+    for block in range(4):
+        sources = Counter(prompts.prompt(24 * block + index).data_source for index in range(24))
+        assert sources == {"a": 12, "b": 6, "c": 6}
+    refused(lambda: stream(three, dataset_weights=[1, 2]), "data.dataset_weights: 2 weights for 3 files")
+    refused(lambda: stream(three, dataset_weights=[1, 0, 1]), "data.dataset_weights=[1, 0, 1]", "positive")
+    refused(lambda: stream(three, dataset_weights=[1, 1e-4, 1]), "data.dataset_weights", "less than one of 24 rows")
+
+
+def test_the_curriculum_follows_its_stages(three):
+    a, b, c = three
+    stages = [
+        {"files": [a], "prompts": 10},
+        {"files": [b, c], "prompts": 34, "weights": [1, 1]},
+        {"files": c, "prompts": None},
+    ]
+    prompts = stream(None, curriculum=stages)
+    drawn = [prompts.prompt(ordinal) for ordinal in range(100)]
+    assert {prompt.data_source for prompt in drawn[:10]} == {"a"}
+    assert Counter(prompt.data_source for prompt in drawn[10:27]) == {"b": 9, "c": 8}
+    assert {prompt.data_source for prompt in drawn[10:44]} == {"b", "c"}
+    assert {prompt.data_source for prompt in drawn[44:]} == {"c"}
+    assert len({prompt.uid for prompt in drawn[44:56]}) == 12
+    assert len(prompts) == 10 + 34 + 12
+    resumed = stream(None, curriculum=stages)
+    assert [resumed.prompt(ordinal) for ordinal in (99, 44, 10)] == [drawn[99], drawn[44], drawn[10]]
+
+
+@pytest.mark.parametrize(
+    ("stages", "parts"),
+    [
+        (
+            [{"files": ["A"], "prompts": None}, {"files": ["A"]}],
+            ["data.curriculum[0].prompts=null", "only the last stage"],
+        ),
+        ([{"files": ["A"], "prompts": 0}], ["data.curriculum[0].prompts=0"]),
+        ([{"files": ["A"], "prompts": "12"}], ["data.curriculum[0].prompts='12'"]),
+        ([{"files": []}], ["data.curriculum[0].files: no file"]),
+        ([{"files": ["A"], "wieghts": [1]}], ["data.curriculum[0]: unknown wieghts"]),
+        ([{"files": ["A"], "weights": [1, 2]}], ["data.curriculum[0].weights: 2 weights for 1 files"]),
+        ([{"files": [], "prompts": 1}, {"files": ["A"], "prompts": -1}], ["[0].files", "[1].prompts=-1"]),
+    ],
+)
+def test_a_curriculum_that_makes_no_sense_is_refused(three, stages, parts):
+    stages = [{**stage, "files": [three[0] if path == "A" else path for path in stage["files"]]} for stage in stages]
+    refused(lambda: stream(three, curriculum=stages), *parts)
+
+
+def test_train_max_samples_is_a_seeded_choice_of_all_files(three):
+    prompts = stream(three, seed=3, train_max_samples=9)
+    assert len(prompts) == 9
+    chosen = {prompts.prompt(ordinal).uid for ordinal in range(9)}
+    assert len(chosen) == 9 and chosen == {prompts.prompt(ordinal).uid for ordinal in range(9, 18)}
+    assert chosen == {prompt.uid for prompt in map(stream(three, seed=3, train_max_samples=9).prompt, range(9))}
+    assert chosen != {prompt.uid for prompt in map(stream(three, seed=4, train_max_samples=9).prompt, range(9))}
+    in_order = stream(three, shuffle=False, train_max_samples=9)
+    assert [in_order.prompt(i).uid for i in (0, 8)] == ["a/train/0", "b/train/1"]
+    assert in_order.data_sources == {"a", "b"}
+    assert len(stream(three, train_max_samples=1000)) == 24
+    changes = dict(shuffle=False, train_max_samples=3, dataset_weights=[1, 1, 1])
+    refused(lambda: stream(three, **changes), "train_max_samples left no row of a weighted file")
+
+
+def test_an_epoch_s_steps_are_verl_s(three):
+    assert stream(three).steps_per_epoch(5) == 4
+
+
+@pytest.fixture
+def long_and_short(tmp_path):
+    """Six prompts of 2, 3, ... 7 tokens."""
+    return write_parquet(tmp_path / "long.parquet", [plain_row(n, text="x" * (n + 2)) for n in range(6)])
+
+
+def test_overlong_prompts_are_left_out_and_counted(long_and_short):
+    prompts = stream(long_and_short, max_prompt_length=4, filter_overlong_prompts=True)
+    assert sorted(golds(map(prompts.prompt, range(3)))) == ["0", "1", "2"] and len(prompts) == 3
+    (line,) = prompts.counts()
+    assert "3 of 6 rows, 3 left out, longer than data.max_prompt_length=4 tokens, longest prompt 4 tokens" in line
+    why = refused(lambda: stream(long_and_short, max_prompt_length=1, filter_overlong_prompts=True))
+    assert len(why) == 1 and "all 6 prompts are longer than data.max_prompt_length=1 tokens" in why[0]
+    assert "the shortest has 2" in why[0]
+
+
+def test_overlong_prompts_are_an_error_at_start_or_cut(long_and_short):
+    parts = ("long.parquet", "data.max_prompt_length=4 tokens in 3 rows (3: 5 tokens, 4: 6 tokens, 5: 7 tokens)")
+    refused(lambda: stream(long_and_short, max_prompt_length=4), *parts, "data.filter_overlong_prompts=True")
+    prompts = stream(long_and_short, max_prompt_length=4, truncation="left")
+    assert max(len(prompts.prompt(ordinal).token_ids) for ordinal in range(6)) == 4
+    assert "6 of 6 rows, 3 cut to 4 tokens (data.truncation=left)" in prompts.counts()[0]
+
+
+def test_truncation_cuts_the_side_that_it_names(tmp_path):
+    file = write_parquet(tmp_path / "a.parquet", [plain_row(0, text="abcdefg")])
+    for mode, kept in (("left", "cdefg"), ("right", "abcde"), ("middle", "abefg")):
+        assert TOKENIZER.decode(stream(file, max_prompt_length=5, truncation=mode).prompt(0).token_ids) == kept
+
+
+def test_all_problems_of_all_files_come_together(three, tmp_path):
+    bad = write_parquet(
+        tmp_path / "bad.parquet", [plain_row(0), plain_row(1, reward_model=None), plain_row(2, text=" ")]
+    )
+    long = write_parquet(tmp_path / "long.parquet", [plain_row(0, text="x" * 600)])
+    problems = refused(lambda: stream([*three, bad, long]))
+    assert len(problems) == 3
+    assert [str(tmp_path) in line for line in problems] == [True] * 3
+    missing = refused(lambda: stream([str(tmp_path / "x.parquet"), three[0], str(tmp_path / "y.parquet")]))
+    assert len(missing) == 2 and all("does not exist" in line for line in missing)
+    refused(lambda: stream([]), "data.train_files: no file is given")
+    refused(lambda: validation([str(tmp_path / "x.parquet")]), "does not exist")
+
+
+def test_a_template_s_refusal_and_a_prompt_without_tokens_are_problems(tmp_path):
+    chats = [plain_row(n, prompt=CHAT * (n + 1)) for n in range(3)]
+    template = "{% if messages|length > 1 %}{{ raise_exception('roles must alternate') }}{% endif %}hello"
+    changes = dict(apply_chat_template_kwargs={"chat_template": template})
+    file = write_parquet(tmp_path / "a.parquet", chats)
+    refused(lambda: stream(file, **changes), "the chat template refuses a prompt in 2 rows (1: roles must alternate, 2")
+    silent = dict(apply_chat_template_kwargs={"chat_template": "{{ '' }}"})
+    refused(lambda: stream(file, **silent), "a prompt has no tokens in 3 rows (0, 1, 2)")
+
+
+def test_a_uid_names_a_question_wherever_it_is_loaded(three, tmp_path):
+    alone, together = stream(three[1], shuffle=False), stream(three, shuffle=False)
+    assert alone.prompt(2).uid == together.prompt(9).uid == "b/train/2"
+    # Two questions under one name are told apart, their neighbours keep their names.
+    clash = write_parquet(tmp_path / "clash.parquet", [plain_row(2, "b", text="another"), plain_row(9, "b")])
+    both = stream([three[1], clash], shuffle=False)
+    uids = [both.prompt(ordinal).uid for ordinal in range(7)]
+    assert len(set(uids)) == 7
+    assert uids[1] == "b/train/1" and uids[6] == "b/train/9"
+    assert uids[2].startswith("b/train/2/") and uids[5].startswith("b/train/2/")
+
+
+def test_copies_of_a_question_share_their_uid_and_are_counted(tmp_path):
+    unnamed = [plain_row(n % 3, extra_info={"split": "test"}) for n in range(9)]
+    prompts = stream(write_parquet(tmp_path / "a.parquet", unnamed), shuffle=False)
+    uids = [prompts.prompt(ordinal).uid for ordinal in range(9)]
+    assert len(set(uids)) == 3 and uids[:3] == uids[3:6]
+    assert "9 of 9 rows, 3 different questions" in prompts.counts()[0]
+    named = write_parquet(tmp_path / "b.parquet", [plain_row(0), plain_row(0)])
+    assert {stream(named).prompt(ordinal).uid for ordinal in range(2)} == {"s/train/0"}
+
+
+def test_rows_for_the_scorers(three, long_and_short, tmp_path):
+    unused = write_parquet(tmp_path / "d.parquet", [plain_row(0, "d", text="too long"), plain_row(0)])
+    prompts = stream([*three, long_and_short], max_prompt_length=3, filter_overlong_prompts=True)
+    assert stream(unused, max_prompt_length=3, filter_overlong_prompts=True).data_sources == {"s"}
+    assert prompts.data_sources == {"a", "b", "c", "s"}
+    assert Counter(row.data_source for row in prompts.rows()) == {"a": 7, "b": 5, "c": 12, "s": 2}
+    assert [row.where.rpartition("/")[2] for row in prompts.sample_rows(2)] == [
+        f"{name}.parquet row {row}"
+        for name, row in (("a", 0), ("a", 6), ("b", 0), ("b", 4), ("c", 0), ("c", 11), ("long", 0), ("long", 1))
+    ]
+
+
+def test_validation_asks_every_row_in_order(three):
+    prompts = validation(three)
+    assert [prompt.uid for prompt in prompts][6:8] == ["a/train/6", "b/train/0"]
+    assert [prompt.ordinal for prompt in prompts] == [-1 - index for index in range(24)]
+    assert validation(None) == validation([]) == []
+
+
+def test_a_validation_choice_is_a_file_s_own_and_the_same_for_every_run(three):
+    prompts = validation(three, val_max_samples=4)
+    assert Counter(prompt.data_source for prompt in prompts) == {"a": 4, "b": 4, "c": 4}
+    assert prompts == validation(three, val_max_samples=4)
+    # A row keeps its ordinal, and with it its sampling seeds, whatever else is left out.
+    everything = {prompt.uid: prompt for prompt in validation(three)}
+    assert all(prompt == everything[prompt.uid] for prompt in prompts)
+    only_c = validation(three[2:], val_max_samples=4)
+    assert [prompt.uid for prompt in only_c] == [prompt.uid for prompt in prompts[8:]]
+    assert golds(only_c) != ["0", "1", "2", "3"]
+    assert golds(only_c) == sorted(golds(only_c), key=int)
+    assert golds(validation(three[2:], val_max_samples=4, seed=5)) != golds(only_c)
+
+
+def test_validation_can_be_shuffled_and_filtered(three, long_and_short, caplog):
+    shuffled = validation(three, validation_shuffle=True)
+    assert shuffled != validation(three)
+    assert sorted(shuffled, key=lambda prompt: -prompt.ordinal) == validation(three)
+    with caplog.at_level(logging.INFO, "core.data.stream"):
+        short = validation([long_and_short, three[0]], max_prompt_length=4, filter_overlong_prompts=True)
+    assert [prompt.ordinal for prompt in short] == [-1, -2, -3, *range(-7, -14, -1)]
+    assert "3 left out" in caplog.text
+
+
+def test_files_with_different_kinds_of_ground_truth_go_together(tmp_path):
+    texts = rows_file(tmp_path / "a.parquet", 2)
+    lists = write_parquet(
+        tmp_path / "b.parquet",
+        [plain_row(5, "qa", reward_model={"style": "rule", "ground_truth": {"target": ["x", "y"]}})],
+    )
+    prompts = stream([texts, lists], shuffle=False)
+    assert golds(map(prompts.prompt, range(3))) == ["0", "1", {"target": ["x", "y"]}]
+
+
+def test_the_configuration_s_own_class_is_what_is_read(three):
+    stages = (FrozenDict(files=(three[0],), prompts=3), FrozenDict(files=tuple(three[1:]), weights=(1, 2)))
+    plain, staged = DataConfig(train_files=tuple(three)), DataConfig(curriculum=stages, val_files=tuple(three))
+    assert PromptStream(plain, TOKENIZER, 4).prompt(30) == stream(three, 4).prompt(30)
+    assert len(PromptStream(staged, TOKENIZER, 1)) == 3 + 17
+    assert load_val_prompts(staged, TOKENIZER) == validation(three)
+
+
+def test_prompts_are_equal_in_another_process(three):
+    """Nothing depends on the hash seed of the interpreter, on time or on what was drawn before."""
+    code = (
+        "import sys, json; from core.data.stream import PromptStream; from tests.row_files import data_config\n"
+        "from tests.tiny import tiny_tokenizer\n"
+        "stream = PromptStream(data_config(train_files=json.loads(sys.argv[1])), tiny_tokenizer(), 5)\n"
+        "print(json.dumps([stream.prompt(i).uid for i in (30, 31, 2)]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(three)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONHASHSEED": "123"},
+    )
+    prompts = stream(three, 5)
+    assert json.loads(done.stdout) == [prompts.prompt(i).uid for i in (30, 31, 2)]
+
+
+def test_reading_data_imports_neither_torch_nor_datasets(three):
+    code = (
+        "import sys; from core.data.parquet import RowFile, Problems; import core.data.stream\n"
+        f"list(RowFile({three[0]!r}).rows(Problems()))\n"
+        "assert not {'torch', 'datasets', 'transformers', 'ray', 'vllm'} & set(sys.modules), 'heavy'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

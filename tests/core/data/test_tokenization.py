@@ -1,0 +1,105 @@
+import pytest
+
+from core.data.tokenization import ChatError, Encoder, truncate
+from core.errors import InputError
+from tests.tiny import tiny_tokenizer
+
+USER = {"role": "user", "content": "1+1?"}
+SYSTEM = {"role": "system", "content": "be brief"}
+IDS = list(range(1, 11))
+
+
+# Values of verl's postprocess_data (torch_functional.py:514), padding aside.
+@pytest.mark.parametrize(
+    ("length", "mode", "kept"),
+    [
+        (7, "left", [2, 3, 4, 5, 6, 7]),
+        (7, "right", [1, 2, 3, 4, 5, 6]),
+        (7, "middle", [1, 2, 3, 5, 6, 7]),
+        (10, "left", [5, 6, 7, 8, 9, 10]),
+        (10, "right", [1, 2, 3, 4, 5, 6]),
+        (10, "middle", [1, 2, 3, 8, 9, 10]),
+        (6, "error", [1, 2, 3, 4, 5, 6]),
+        (1, "middle", [1]),
+    ],
+)
+def test_truncation_keeps_what_its_name_says(length, mode, kept):
+    assert truncate(IDS[:length], 6, mode) == kept
+
+
+def test_truncation_to_odd_and_tiny_limits():
+    assert truncate(IDS, 5, "middle") == [1, 2, 8, 9, 10]
+    assert truncate(IDS, 1, "middle") == [10]
+    assert truncate(IDS, 1, "left") == [10]
+    with pytest.raises(ValueError, match="10 tokens is longer than 9"):
+        truncate(IDS, 9, "error")
+
+
+def encoded(prompt, tokenizer=None, **template_kwargs):
+    tokenizer = tokenizer or tiny_tokenizer()
+    (ids,) = Encoder(tokenizer, template_kwargs).encode([prompt])
+    assert type(ids) is list and all(type(value) is int for value in ids)
+    return tokenizer.decode(ids)
+
+
+def test_a_chat_ends_where_the_answer_begins():
+    assert encoded([SYSTEM, USER]) == "<bos>system: be brief\n<bos>user: 1+1?\n<bos>assistant: "
+    turns = [USER, {"role": "assistant", "content": "2"}, {"role": "user", "content": "sure?"}]
+    assert encoded(turns) == "<bos>user: 1+1?\n<bos>assistant: 2\n<bos>user: sure?\n<bos>assistant: "
+
+
+def test_a_begun_answer_is_continued():
+    begun = [USER, {"role": "assistant", "content": "I think"}]
+    assert encoded(begun) == "<bos>user: 1+1?\n<bos>assistant: I think"
+
+
+def test_template_arguments_reach_the_template():
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if thinking %}<think>{% endif %}"
+    assert encoded([USER], chat_template=template, thinking=True) == "1+1?<think>"
+    assert encoded([USER], add_generation_prompt=False) == "<bos>user: 1+1?\n"
+    with pytest.raises(InputError, match="apply_chat_template_kwargs: tokenize, padding"):
+        Encoder(tiny_tokenizer(), {"padding": True, "tokenize": False})
+
+
+def test_a_plain_string_is_encoded_as_it_is():
+    assert encoded("1+1=") == "1+1="
+    assert Encoder(tiny_tokenizer()).encode(["ab", [USER], "c"])[2] == Encoder(tiny_tokenizer()).encode(["c"])[0]
+    assert Encoder(tiny_tokenizer()).encode([]) == []
+
+
+def with_specials(before, after):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = tiny_tokenizer()
+    single = f"{before} $A {after}".strip()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=single, special_tokens=[("<bos>", 3), ("<eos>", 1)]
+    )
+    return tokenizer
+
+
+def test_special_tokens_are_added_once_and_never_an_end():
+    tokenizer = with_specials("<bos>", "<eos>")
+    assert tokenizer("a")["input_ids"][0] == 3 and tokenizer("a")["input_ids"][-1] == 1
+    assert encoded("1+1=", tokenizer) == "<bos>1+1="
+    assert encoded([USER], tokenizer) == "<bos>user: 1+1?\n<bos>assistant: "
+
+
+def test_a_batch_gives_what_each_prompt_gives():
+    prompts = ["a", [USER], "bcd", [SYSTEM, USER], "e"]
+    encoder = Encoder(tiny_tokenizer())
+    assert encoder.encode(prompts) == [encoder.encode([prompt])[0] for prompt in prompts]
+
+
+def test_a_chat_without_a_template_says_what_to_do():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    assert Encoder(tokenizer).encode(["plain"])
+    with pytest.raises(InputError, match="no chat template.*custom_chat_template.*plain strings"):
+        Encoder(tokenizer).encode([[USER]])
+
+
+def test_a_refused_chat_gives_the_template_s_reason():
+    template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ChatError, match="roles must alternate"):
+        encoded([USER, USER], chat_template=template)

@@ -1,0 +1,483 @@
+"""The hf and the scripted engine: the shared contract, and what is theirs alone."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import MistralConfig, MistralForCausalLM
+
+from core.engines import SampleRequest
+from core.engines.factory import make_engine
+from core.engines.hf import HFEngine
+from core.errors import InputError
+from core.types import Stop
+from tests.core.engine_contract import (
+    HELLO,
+    PROMPTS,
+    Counts,
+    EngineContract,
+    ModelEngineContract,
+    ask,
+    ids,
+    run,
+    sample_all,
+)
+from tests.scripted_engine import ScriptedEngine, random_latency
+from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
+
+
+class TestHF(ModelEngineContract):
+    def make(self) -> HFEngine:
+        return HFEngine(self.model(), tiny_tokenizer())
+
+    def counts(self, engine: HFEngine) -> Counts:
+        return Counts(engine.stats.prefill_tokens, engine.stats.row_steps)
+
+
+class TestScripted(EngineContract):
+    def make(self) -> ScriptedEngine:
+        return ScriptedEngine(tiny_tokenizer(), random_ids)
+
+
+def random_ids(request: SampleRequest) -> list[int]:
+    generator = torch.Generator().manual_seed(hash((request.prompt_ids, request.seed)) % 2**63)
+    return torch.randint(0, 100, (256,), generator=generator).tolist()
+
+
+# -- hf: models
+
+
+def mistral(**overrides):
+    options = {**tiny_config("llama").to_dict(), "sliding_window": 6, **overrides}
+    config = MistralConfig(**{k: v for k, v in options.items() if k in MistralConfig().to_dict() and k != "model_type"})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return MistralForCausalLM(config).eval()
+
+
+MODELS = {
+    "qwen2": tiny_model,
+    "llama": lambda: tiny_model("llama"),
+    "gpt2": lambda: tiny_model("gpt2"),
+    "one head of keys": lambda: tiny_model(num_key_value_heads=1),
+    "a head of keys each": lambda: tiny_model(num_key_value_heads=4),
+    "tied": lambda: tiny_model(tie_word_embeddings=True),
+    "wide heads": lambda: tiny_model("llama", head_dim=24),
+    "sliding window": mistral,
+    "eager": lambda: eager(tiny_model()),
+    "eager gpt2": lambda: eager(tiny_model("gpt2")),
+}
+
+
+def eager(model):
+    model.set_attn_implementation("eager")
+    return model
+
+
+def full_logprobs(model, request: SampleRequest, response: list[int]) -> np.ndarray:
+    with torch.no_grad():
+        logits = model(torch.tensor([[*request.prompt_ids, *response]]), use_cache=False).logits[0]
+    logprobs = (logits[len(request.prompt_ids) - 1 : -1] / request.sampling.temperature).log_softmax(-1)
+    return logprobs.gather(-1, torch.tensor(response)[:, None])[:, 0].numpy()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_architecture_agrees_with_its_full_forward_pass(name):
+    """Prompts of many lengths, shared and not, rows that end early, and some that join late."""
+    model = MODELS[name]()
+    engine = HFEngine(model, tiny_tokenizer())
+    rng = np.random.default_rng(0)
+    prompts = [tuple(rng.integers(4, 100, length).tolist()) for length in (1, 2, 3, 7, 8, 20)]
+    requests = [ask(prompts[i % 6], seed=i, max_tokens=1 + i * 7 % 29, ignore_eos=True) for i in range(24)]
+
+    async def staggered():
+        first = [asyncio.ensure_future(engine.sample(request)) for request in requests[:16]]
+        await first[1]  # 8 tokens: the rest joins while these decode
+        return await asyncio.gather(*first, *map(engine.sample, requests[16:]))
+
+    for request, trajectory in zip(requests, run(staggered()), strict=True):
+        expected = full_logprobs(model, request, ids(trajectory))
+        np.testing.assert_allclose(trajectory.logprobs, expected, atol=1e-5)
+    probed = engine.probe((5, 6, 7, 8))
+    np.testing.assert_allclose(probed, full_logprobs(model, ask((5,)), [6, 7, 8]), atol=1e-5)
+
+
+def test_a_model_without_plain_keys_and_values_is_refused():
+    from transformers import MambaConfig, MambaForCausalLM
+
+    model = MambaForCausalLM(MambaConfig(vocab_size=100, hidden_size=16, num_hidden_layers=1, state_size=4))
+    with pytest.raises(ValueError, match="MambaForCausalLM"):
+        HFEngine(model, tiny_tokenizer())
+
+
+def test_the_engine_keeps_its_own_copy():
+    model = tiny_model()
+    engine = HFEngine(model, tiny_tokenizer())
+    before = engine.probe((4, 5, 6))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    np.testing.assert_array_equal(engine.probe((4, 5, 6)), before)
+    assert model.config._attn_implementation == "sdpa" and all(p.requires_grad for p in model.parameters())
+
+
+def test_a_model_in_training_mode_samples_without_dropout():
+    model = tiny_model("gpt2", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5)
+    expected = HFEngine(model, tiny_tokenizer()).probe((4, 5, 6))
+    np.testing.assert_array_equal(HFEngine(model.train(), tiny_tokenizer()).probe((4, 5, 6)), expected)
+
+
+def test_bf16_keeps_the_rotary_frequencies():
+    engine = HFEngine(tiny_model(), tiny_tokenizer(), dtype=torch.bfloat16)
+    assert {p.dtype for p in engine.model.parameters()} == {torch.bfloat16}
+    assert engine.model.model.rotary_emb.inv_freq.dtype == torch.float32
+    requests = [ask(PROMPTS[i % 5], seed=i, max_tokens=20, ignore_eos=True) for i in range(10)]
+    for request, trajectory in zip(requests, sample_all(engine, requests), strict=True):
+        difference = np.abs(trajectory.logprobs - full_logprobs(tiny_model(), request, ids(trajectory)))
+        assert difference.mean() < 0.05
+    assert not np.array_equal(engine.probe((4, 5, 6)), HFEngine(tiny_model(), tiny_tokenizer()).probe((4, 5, 6)))
+
+
+# -- hf: weights
+
+
+def test_tied_weights_may_come_under_one_name_or_both():
+    engine = HFEngine(tiny_model(tie_word_embeddings=True), tiny_tokenizer())
+    new = dict(tiny_model(seed=1, tie_word_embeddings=True).state_dict())
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= new.keys()
+    probes = []
+    for version, left_out in enumerate(((), ("lm_head.weight",), ("model.embed_tokens.weight",)), start=1):
+        engine.update_weights(tiny_model(tie_word_embeddings=True).state_dict().items(), 0)
+        engine.update_weights(((n, t.clone()) for n, t in new.items() if n not in left_out), version)
+        probes.append(engine.probe((4, 5, 6)))
+        assert engine.policy_version == version
+    np.testing.assert_array_equal(probes[0], probes[1])
+    np.testing.assert_array_equal(probes[0], probes[2])
+    np.testing.assert_allclose(
+        probes[0], full_logprobs(tiny_model(seed=1, tie_word_embeddings=True), ask((4,)), [5, 6])
+    )
+    with pytest.raises(ValueError, match="lm_head.weight.*different values"):
+        engine.update_weights({**new, "lm_head.weight": new["lm_head.weight"] + 1}.items(), 9)
+    with pytest.raises(ValueError, match="embed_tokens.weight.*missing"):
+        without = {n: t for n, t in new.items() if n not in ("lm_head.weight", "model.embed_tokens.weight")}
+        engine.update_weights(without.items(), 9)
+    np.testing.assert_array_equal(engine.probe((4, 5, 6)), probes[0])
+
+
+def test_all_that_is_wrong_with_weights_is_named_together():
+    engine = HFEngine(tiny_model(), tiny_tokenizer())
+    with pytest.raises(ValueError, match="weights do not fit, none was changed.*and .* more"):
+        engine.update_weights([("nonsense", torch.zeros(1))], 1)
+
+
+def test_weights_that_are_not_finite_fail_the_requests_and_leave_no_trace():
+    engine = HFEngine(tiny_model(), tiny_tokenizer())
+    good = sample_all(engine, [ask(seed=i, max_tokens=30) for i in range(5)])
+    broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in tiny_model().state_dict().items()}
+    engine.update_weights(broken.items(), 1)
+
+    async def fail():
+        return await asyncio.gather(*(engine.sample(ask(seed=i)) for i in range(5)), return_exceptions=True)
+
+    assert {type(result) for result in run(fail())} == {FloatingPointError}
+    engine.update_weights(tiny_model().state_dict().items(), 2)
+    again = sample_all(engine, [ask(seed=i, max_tokens=30) for i in range(5)])
+    assert [ids(t) for t in again] == [ids(t) for t in good]
+
+
+def test_an_error_of_the_model_reaches_every_request(monkeypatch):
+    engine = HFEngine(tiny_model(), tiny_tokenizer(), max_batch_rows=2)
+
+    def broken(*args, **kwargs):
+        raise MemoryError("no room")
+
+    async def fail():
+        tasks = [asyncio.ensure_future(engine.sample(ask(seed=i))) for i in range(5)]
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.model, "forward", broken)
+        assert [type(result) for result in run(fail())] == [MemoryError] * 5
+    assert sample_all(engine, [ask()])
+
+
+# -- hf: what is in flight
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_arrivals_and_aborts_at_random_change_no_response(seed):
+    rng = np.random.default_rng(seed)
+    prompts = [tuple(rng.integers(4, 100, length).tolist()) for length in rng.integers(1, 12, 6)]
+    requests = [
+        ask(prompts[rng.integers(6)], seed=int(rng.integers(2**63)), max_tokens=int(rng.integers(1, 40)))
+        for _ in range(40)
+    ]
+    limits = dict(max_batch_rows=int(rng.integers(1, 20)), max_prefill_tokens=int(rng.integers(1, 30)))
+    engine = HFEngine(tiny_model(), tiny_tokenizer(), **limits)
+    doomed = set(rng.choice(40, 8, replace=False).tolist())
+    chains = np.split(np.arange(40), np.sort(rng.choice(40, 9, replace=False)))
+
+    async def chain(members):
+        results = []
+        for i in members.tolist():
+            task = asyncio.ensure_future(engine.sample(requests[i]))
+            if i in doomed:
+                for _ in range(int(rng.integers(30))):
+                    await asyncio.sleep(0)
+                task.cancel()
+            results.append((i, (await asyncio.gather(task, return_exceptions=True))[0]))
+        return results
+
+    async def everything():
+        return [pair for results in await asyncio.gather(*map(chain, chains)) for pair in results]
+
+    undisturbed = sample_all(HFEngine(tiny_model(), tiny_tokenizer()), requests)
+    for i, result in run(everything()):
+        if isinstance(result, asyncio.CancelledError):
+            assert i in doomed
+            continue
+        expected = undisturbed[i]
+        assert (ids(result), result.stop) == (ids(expected), expected.stop)
+        np.testing.assert_allclose(result.logprobs, expected.logprobs, atol=1e-5)
+    assert set(engine._batch.cache.allocated.values()) == {(0, 0)}  # nothing is held while idle
+
+
+def test_limits_hold_and_what_does_not_fit_waits(monkeypatch):
+    engine = HFEngine(tiny_model(), tiny_tokenizer(), max_batch_rows=7)
+    seen = []
+    step = engine._batch.step
+    monkeypatch.setattr(engine._batch, "step", lambda: seen.append(len(engine._batch.rows)) or step())
+    requests = [ask(PROMPTS[i % 5], seed=i, max_tokens=5 + i % 9, ignore_eos=True) for i in range(40)]
+    trajectories = sample_all(engine, requests)
+    assert [t.seed for t in trajectories] == list(range(40))
+    assert max(seen) == 7 and sum(seen) == sum(len(ids(t)) for t in trajectories)
+    assert seen.index(7) == 0 and seen[len(seen) // 2] == 7  # places are filled again at once
+
+
+PER_TOKEN = 2 * 2 * 2 * 8 * 4  # of the tiny model: layers, keys and values, heads, dim, bytes
+
+
+def engine_of(tokens: int) -> tuple[HFEngine, list[int]]:
+    """An engine whose cache holds so many tokens, and the bytes of the stores after each allocation."""
+    engine = HFEngine(tiny_model(), tiny_tokenizer(), cache_gib=tokens * PER_TOKEN / 2**30)
+    cache, held = engine._batch.cache, []
+    reserve = cache.reserve
+
+    def watched(*args):
+        reserve(*args)
+        stores = [store for layer in cache.layers for store in (layer.prompts, layer.responses)]
+        held.append(sum(t.numel() * t.element_size() for store in stores for t in store.tensors))
+
+    cache.reserve = watched
+    return engine, held
+
+
+def test_the_cache_stays_within_its_bytes():
+    engine, held = engine_of(2000)
+    requests = [ask(PROMPTS[i % 5] * 3, seed=i, max_tokens=[150, 20, 70][i % 3], ignore_eos=True) for i in range(30)]
+    assert [len(ids(t)) for t in sample_all(engine, requests)] == [150, 20, 70] * 10
+    assert 0.5 * 2000 * PER_TOKEN < max(held) <= 2000 * PER_TOKEN
+    tight, _ = engine_of(100)
+    with pytest.raises(ValueError, match="cache_gib"):
+        sample_all(tight, [ask(max_tokens=120)])
+    assert sample_all(tight, [ask(max_tokens=60)])
+
+
+def test_room_for_prompts_comes_out_of_the_room_of_former_responses():
+    engine, held = engine_of(2000)
+
+    async def two_waves():
+        async def wave(prompts, budget):
+            requests = [ask(prompt, seed=i, max_tokens=budget, ignore_eos=True) for i, prompt in enumerate(prompts)]
+            return await asyncio.gather(*map(engine.sample, requests))
+
+        lasting = asyncio.ensure_future(engine.sample(ask((4,), max_tokens=126, ignore_eos=True)))
+        first = await wave([HELLO] * 11, 90)
+        second = await wave([tuple(range(4 + i, 94)) for i in range(8)], 4)
+        return [await lasting, *first, *second]
+
+    for trajectory in run(two_waves()):
+        expected = full_logprobs(tiny_model(), ask(tuple(trajectory.prompt_ids.tolist())), ids(trajectory))
+        np.testing.assert_allclose(trajectory.logprobs, expected, atol=1e-5)
+    assert max(held) <= 2000 * PER_TOKEN
+    assert any(later < earlier for earlier, later in zip(held, held[1:], strict=False)), "no store had to shrink"
+
+
+def test_a_late_sample_shares_the_prompt_that_is_decoding():
+    engine = HFEngine(tiny_model(), tiny_tokenizer())
+    prompt = tuple(range(4, 54))
+
+    async def late():
+        early = asyncio.ensure_future(engine.sample(ask(prompt, max_tokens=40, ignore_eos=True)))
+        await engine.sample(ask(HELLO, max_tokens=5, ignore_eos=True))
+        return await asyncio.gather(early, engine.sample(ask(prompt, seed=8, max_tokens=40, ignore_eos=True)))
+
+    early, after = run(late())
+    assert engine.stats.prefill_tokens == len(prompt) - 1 + len(HELLO) - 1
+    for trajectory in (early, after):
+        expected = full_logprobs(tiny_model(), ask(prompt), ids(trajectory))
+        np.testing.assert_allclose(trajectory.logprobs, expected, atol=1e-5)
+
+
+def test_a_probe_between_steps_disturbs_nothing():
+    engine = HFEngine(tiny_model(), tiny_tokenizer())
+    expected = sample_all(engine, [ask(max_tokens=40, ignore_eos=True)])[0]
+
+    async def probe_under():
+        task = asyncio.ensure_future(engine.sample(ask(max_tokens=40, ignore_eos=True)))
+        for _ in range(20):
+            await asyncio.sleep(0)
+            engine.probe((4, 5, 6, 7))
+        return await task
+
+    assert ids(run(probe_under())) == ids(expected)
+    assert engine.probe((4,)).shape == (0,)
+
+
+def test_ids_outside_of_the_vocabulary_are_refused():
+    engine = HFEngine(tiny_model(), tiny_tokenizer())
+    for prompt in ((4, 100), (-1,)):
+        with pytest.raises(ValueError, match="100 tokens"):
+            sample_all(engine, [ask(prompt)])
+
+
+def test_any_end_of_sequence_id_ends():
+    model = tiny_model()
+    free = ids(sample_all(HFEngine(model, tiny_tokenizer()), [ask(max_tokens=30, ignore_eos=True)])[0])
+    end = next(i for i in range(3, 30) if free[i] not in free[:i])
+    model.generation_config.eos_token_id = [1, free[end]]
+    ended = sample_all(HFEngine(model, tiny_tokenizer()), [ask(max_tokens=30)])[0]
+    assert (ids(ended), ended.stop) == (free[: end + 1], Stop.EOS)
+
+
+# -- make_engine
+
+
+def made(**options):
+    defaults = dict(name="hf", engine_kwargs={}, max_num_seqs=9, max_num_batched_tokens=512, dtype="float32")
+    part = SimpleNamespace(rollout=SimpleNamespace(**{**defaults, **options}))
+    return make_engine(SimpleNamespace(actor_rollout_ref=part), tiny_model, tiny_tokenizer(), torch.device("cpu"))
+
+
+def test_make_engine_follows_the_configuration(monkeypatch):
+    engine = made(engine_kwargs={"hf": {"cache_gib": 0.5}})
+    assert isinstance(engine, HFEngine)
+    assert engine.limits.rows == 9 and engine.limits.prefill_tokens == 512
+    assert engine.limits.cache_tokens == 0.5 * 2**30 / 256
+    assert made(dtype="bfloat16").model.dtype == torch.bfloat16
+    with pytest.raises(InputError, match="rollout.name=sglang"):
+        made(name="sglang")
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.delitem(sys.modules, "core.engines.vllm", raising=False)
+    monkeypatch.delattr("core.engines.vllm", raising=False)
+    with pytest.raises(InputError, match="not installed; use rollout.name=hf"):
+        made(name="vllm")
+
+
+def test_the_contract_module_imports_no_torch():
+    code = "import sys, core.engines; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# -- scripted
+
+
+def scripted(latencies: dict[int, float], **options) -> ScriptedEngine:
+    return ScriptedEngine(
+        None, lambda request: [request.seed] * 3, lambda request, _: latencies[request.seed], **options
+    )
+
+
+async def order_of(engine: ScriptedEngine, seeds) -> list[int]:
+    order = []
+
+    async def one(seed: int) -> None:
+        await engine.sample(ask(seed=seed))
+        order.append(seed)
+
+    await asyncio.gather(*map(one, seeds))
+    return order
+
+
+def test_the_script_decides_the_order_of_ends():
+    engine = scripted({0: 3.0, 1: 1.0, 2: 2.0, 3: 1.0})
+    assert run(order_of(engine, range(4))) == [1, 3, 2, 0]
+    assert engine.now == 3.0
+    assert run(order_of(engine, (2, 1))) == [1, 2] and engine.now == 5.0
+
+
+def test_virtual_time_takes_no_time():
+    engine = scripted(dict.fromkeys(range(50), 1e9), max_concurrency=5)
+    assert run(asyncio.wait_for(order_of(engine, range(50)), 10)) == list(range(50))
+    assert engine.now == 10 * 1e9
+
+
+def test_slots_busy_and_idle_time():
+    engine = scripted({0: 4.0, 1: 1.0, 2: 2.0}, max_concurrency=2)
+    assert run(order_of(engine, range(3))) == [1, 2, 0]
+    assert [(r.slot, r.submitted, r.start, r.end) for r in engine.records] == [
+        (0, 0.0, 0.0, 4.0),
+        (1, 0.0, 0.0, 1.0),
+        (1, 0.0, 1.0, 3.0),
+    ]
+    assert engine.busy_time() == [4.0, 3.0] and engine.now == 4.0
+
+
+def test_a_hanging_request_blocks_its_slot_until_it_is_aborted():
+    engine = scripted({0: math.inf, 1: 1.0, 2: 1.0}, max_concurrency=1)
+
+    async def unblock():
+        hanging = asyncio.ensure_future(engine.sample(ask(seed=0)))
+        waiting = [asyncio.ensure_future(engine.sample(ask(seed=seed))) for seed in (1, 2)]
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not any(task.done() for task in waiting) and engine.in_flight() == 3
+        hanging.cancel()
+        await asyncio.gather(*waiting)
+        return await asyncio.gather(hanging, return_exceptions=True)
+
+    assert isinstance(run(unblock())[0], asyncio.CancelledError)
+    assert [r.stop for r in engine.records] == [Stop.ABORT, Stop.EOS, Stop.EOS]
+
+
+def test_text_ids_and_errors_as_scripts():
+    script = {1: "four", 2: [69, 70], 3: "too long to fit", 4: ""}
+    engine = ScriptedEngine(tiny_tokenizer(), lambda request: script[request.seed])
+    results = sample_all(engine, [ask(seed=seed, max_tokens=8) for seed in script])
+    assert [t.response_text for t in results] == ["four", "ab", "too long", ""]
+    assert [t.stop for t in results] == [Stop.EOS, Stop.EOS, Stop.LENGTH, Stop.EOS]
+    assert ids(results[0])[-1] == 1 and ids(results[1]) == [69, 70]
+    with pytest.raises(KeyError):
+        sample_all(engine, [ask(seed=5)])
+    assert engine.in_flight() == 0
+
+
+def test_random_latencies_follow_the_request_not_the_arrival():
+    latency = random_latency(3, mean=2.0)
+    drawn = [latency(ask(seed=i), 5) for i in range(2000)]
+    assert drawn == [latency(ask(seed=i), 9) for i in range(2000)]
+    assert 1.9 < np.mean(drawn) < 2.1 and drawn != [random_latency(4, 2.0)(ask(seed=i), 5) for i in range(2000)]
+
+
+def test_a_fault_that_nobody_awaits_does_not_end_in_silence():
+    engine = HFEngine(tiny_model(), tiny_tokenizer())
+
+    async def broken():
+        raise RuntimeError("the grader is gone")
+
+    async def aborted_before_the_fault():
+        request = asyncio.create_task(engine.sample(ask(seed=0)))
+        await asyncio.sleep(0)
+        engine.before_step, decoding = broken, engine._task
+        request.cancel()
+        await decoding
+
+    with pytest.raises(RuntimeError, match="the grader is gone"):
+        run(aborted_before_the_fault())

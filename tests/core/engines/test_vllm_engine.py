@@ -1,0 +1,291 @@
+"""vLLM, the CPU build in CI: the contract of every engine, and what is its alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+
+import numpy as np
+import pytest
+import torch
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed: make setup says why", allow_module_level=True)
+
+from core.cluster.local_workers import LocalWorkers
+from core.engines import vllm
+from core.engines.factory import make_engine
+from core.engines.vllm import VLLMEngine, engine_arguments
+from core.errors import InputError
+from core.learner.models import load_policy
+from core.learner.weight_probe import WeightSyncError
+from tests.core.engine_contract import Counts, ModelEngineContract, ask, ids, run, sample_all
+from tests.core.ray_cluster import cluster_config, write_model
+from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
+
+pytestmark = pytest.mark.skipif(vllm.DEVICE != "cpu", reason="this vLLM is not the CPU build")
+CPU = torch.device("cpu")
+BLOCK = 32  # tokens; of the CPU build's kernels, as is the width of a head
+SHAPE = dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=1)
+ROLLOUT = "actor_rollout_ref.rollout"
+VLLM = (
+    *("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.enforce_eager=True"),
+    *("actor_rollout_ref.rollout.tensor_model_parallel_size=1", "trainer.backend=local"),
+    *("actor_rollout_ref.actor.use_kl_loss=False", f"+{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes=16777216"),
+)
+
+
+def skeleton(**options) -> torch.nn.Module:
+    with torch.device("meta"):
+        return tiny_model(**options)
+
+
+class TestVLLM(ModelEngineContract):
+    """One engine for all of the tests: starting one takes seconds. Each test finds it with fresh weights."""
+
+    model_options = {**SHAPE, "initializer_range": 0.14}
+
+    @pytest.fixture(scope="class", autouse=True)
+    def shared(self, tmp_path_factory):
+        folder = tmp_path_factory.mktemp("model")
+        tiny_config(**self.model_options).save_pretrained(folder)
+        engine = VLLMEngine(
+            tiny_tokenizer(),
+            skeleton(**self.model_options),
+            model=str(folder),
+            dtype="float32",
+            enforce_eager=True,
+            block_size=BLOCK,
+            max_model_len=256,
+            max_num_batched_tokens=64,  # raised to a whole sequence; less than many prompts together
+            max_num_seqs=200,
+            kv_cache_memory_bytes=16 << 20,
+        )
+        type(self).engine_of_all, type(self).work = engine, watched(engine)
+        engine._free = lambda: None  # close() is to be undone
+        yield
+        del engine._free
+        engine._closed = False
+        engine.close()
+        assert engine.llm is None
+
+    def make(self) -> VLLMEngine:
+        engine = self.engine_of_all
+        engine._closed = False
+        engine.update_weights(self.model().state_dict().items(), 0)
+        return engine
+
+    def counts(self, engine: VLLMEngine) -> Counts:
+        return Counts(self.work["prefill"], self.work["rows"])
+
+    def test_samples_of_a_prompt_share_its_prefill(self, engine):
+        """But for what follows the last whole block."""
+        prompt = tuple(40 + i % 50 for i in range(5 * BLOCK + 1))
+        before = self.counts(engine).prefill_tokens
+        sample_all(engine, [ask(prompt, seed=i, max_tokens=3) for i in range(8)])
+        assert self.counts(engine).prefill_tokens - before == len(prompt) + 7
+        before = self.counts(engine).prefill_tokens
+        sample_all(engine, [ask((i + 40, *prompt[1:]), seed=i, max_tokens=3) for i in range(8)])
+        assert self.counts(engine).prefill_tokens - before == 7 * len(prompt) + 1  # the first prompt was there
+
+
+def watched(engine: VLLMEngine) -> dict[str, int]:
+    """Counts the tokens that vLLM's scheduler sends through the model, before a request's first token and after."""
+    scheduler, work = engine.llm.engine_core.engine_core.scheduler, {"prefill": 0, "rows": 0}
+    schedule = scheduler.schedule
+
+    def counting(*args, **kwargs):
+        output = schedule(*args, **kwargs)
+        for name, tokens in output.num_scheduled_tokens.items():
+            work["rows" if scheduler.requests[name].num_output_tokens else "prefill"] += tokens
+        return output
+
+    scheduler.schedule = counting
+    return work
+
+
+# -- in a run
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True, **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def workers(model):
+    """Learner and engine of a model whose head is its embedding."""
+    one = LocalWorkers(cluster_config(model, *VLLM), tiny_tokenizer(), CPU, needs_ref=False, needs_critic=False)
+    yield one
+    one.close()
+
+
+@torch.no_grad()
+def train(workers: LocalWorkers, seed: int = 0) -> None:
+    """Every weight moves."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in workers.actor.module.parameters():
+        parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+
+
+def test_every_sync_brings_every_weight(workers):
+    for version in (1, 2, 3):
+        train(workers, version)
+        assert workers.sync_weights(version)["rollout_corr/probe_diff"] < 1e-4
+    requests = [ask((50 + i // 4, 60), seed=i, max_tokens=20) for i in range(16)]
+    for trajectory in sample_all(workers.engine, requests):
+        assert trajectory.policy_version == 3
+        with torch.no_grad():
+            logits = workers.actor.module(torch.tensor([[*trajectory.prompt_ids, *ids(trajectory)]])).logits[0]
+        expected = logits[len(trajectory.prompt_ids) - 1 : -1].log_softmax(-1)
+        expected = expected.gather(-1, torch.tensor(ids(trajectory))[:, None])[:, 0]
+        np.testing.assert_allclose(trajectory.logprobs, expected.numpy(), atol=1e-4)
+
+
+def test_any_stale_weight_is_noticed(workers, monkeypatch):
+    """One weight of each sync is left out, in turn; the head that is the embedding, under its own name alone too."""
+    tied = ("model.embed_tokens.weight", "lm_head.weight")
+    names = [(name,) for name in workers.actor.module.state_dict() if name not in tied]
+    send, unnoticed = workers.engine.llm.collective_rpc, []
+    for number, left_out in enumerate([*names, tied, tied[1:]]):
+        train(workers, number)
+
+        def without(method, kwargs, left_out=left_out):
+            weights = kwargs["weights_iterator"]
+            assert set(left_out) <= set(dict(weights))
+            send(method, kwargs={"weights_iterator": [one for one in weights if one[0] not in left_out]})
+
+        with monkeypatch.context() as patch:
+            patch.setattr(workers.engine.llm, "collective_rpc", without)
+            with contextlib.suppress(WeightSyncError):
+                workers.sync_weights(number)
+                unnoticed.append(left_out)
+        assert workers.sync_weights(number)["rollout_corr/probe_diff"] < 1e-3, left_out
+    assert unnoticed == [] and len(names) > 20
+
+
+def test_the_engine_keeps_its_own_copy(workers):
+    text = (50, 60, 61, 62)
+    given = {name: tensor.clone() for name, tensor in workers.actor.module.state_dict().items()}
+    workers.engine.update_weights(given.items(), 7)
+    before = workers.engine.probe(text)
+    for tensor in given.values():
+        tensor.zero_()
+    np.testing.assert_array_equal(workers.engine.probe(text), before)
+
+
+def test_a_probe_between_steps_disturbs_nothing(workers):
+    workers.sync_weights(1)
+    engine, request = workers.engine, ask(max_tokens=24, ignore_eos=True)
+    expected = sample_all(engine, [request])[0]
+
+    async def probe_under():
+        task = asyncio.ensure_future(engine.sample(request))
+        while not task.done():
+            await asyncio.sleep(0)
+            engine.probe((4, 5, 6, 7))
+        return await task
+
+    assert ids(run(probe_under())) == ids(expected)
+    assert engine.probe((4,)).shape == (0,)
+
+
+def test_the_process_stays_as_it_was(workers):
+    assert "LOCAL_WORLD_SIZE" not in os.environ and "tcmalloc" not in os.environ.get("LD_PRELOAD", "")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    assert torch.get_num_threads() == threads + 1
+    torch.set_num_threads(threads)
+
+
+def test_sleep_lasts_until_the_next_weights(workers, monkeypatch):
+    """The GPU's memory is vLLM's to free; here it is seen that it is asked to, when, and what may happen meanwhile."""
+    engine, calls = workers.engine, []
+    send = engine.llm.collective_rpc
+    monkeypatch.setattr(engine.llm, "sleep", lambda level: calls.append(f"sleep {level}"))
+    monkeypatch.setattr(engine.llm, "wake_up", lambda tags: calls.append(f"wake {tags[0]}"))
+    monkeypatch.setattr(engine.llm, "collective_rpc", lambda *a, **k: calls.append(a[0]) or send(*a, **k))
+    workers.sync_weights(1)
+    engine.sleep()
+    assert calls == ["reload_weights"]  # not made to sleep: it does not
+    monkeypatch.setattr(engine, "sleeps", True)
+    calls.clear()
+    engine.sleep()
+    engine.sleep()
+    with pytest.raises(RuntimeError, match="asleep"):
+        sample_all(engine, [ask()])
+    workers.sync_weights(2)
+    assert calls == ["sleep 2", "wake weights", "reload_weights", "wake kv_cache"]
+    assert sample_all(engine, [ask()])[0].policy_version == 2
+
+    async def sleep_under():
+        task = asyncio.ensure_future(engine.sample(ask(max_tokens=20, ignore_eos=True)))
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="sleep with 1 requests in flight"):
+            engine.sleep()
+        await task
+
+    run(sleep_under())
+
+
+# -- as configured
+
+
+def test_the_configuration_reaches_vllm(model, monkeypatch):
+    empty = skeleton(tie_word_embeddings=True, **SHAPE)
+    config = cluster_config(
+        *(model, *VLLM, "trainer.backend=ray", f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.dtype=bfloat16"),
+        *(
+            f"{ROLLOUT}.max_num_seqs=32",
+            f"{ROLLOUT}.max_num_batched_tokens=512",
+            f"{ROLLOUT}.gpu_memory_utilization=0.3",
+        ),
+        *(f"+{ROLLOUT}.engine_kwargs.vllm.block_size=64", f"+{ROLLOUT}.engine_kwargs.vllm.swap=null"),
+        *(f"{ROLLOUT}.enable_prefix_caching=False", "+actor_rollout_ref.model.override_config.rope_theta=5.0"),
+    )
+    found = engine_arguments(config, empty)
+    assert found == {
+        "model": str(model),
+        "trust_remote_code": False,
+        "hf_overrides": {"rope_theta": 5.0},
+        "dtype": "bfloat16",
+        "tensor_parallel_size": 2,
+        "max_model_len": 64,
+        "enable_sleep_mode": False,
+        "gpu_memory_utilization": 0.3,
+        "enforce_eager": True,
+        "max_num_batched_tokens": 512,
+        "max_num_seqs": 32,
+        "enable_chunked_prefill": True,
+        "enable_prefix_caching": False,
+        "block_size": 64,
+        "kv_cache_memory_bytes": 16 << 20,
+    }
+    monkeypatch.setattr(vllm, "DEVICE", "cuda")
+    assert engine_arguments(config, empty)["enable_sleep_mode"]
+    apart = cluster_config(model, *VLLM, "trainer.backend=ray", "actor_rollout_ref.hybrid_engine=False")
+    assert not engine_arguments(apart, empty)["enable_sleep_mode"]
+    kept = cluster_config(model, *VLLM, f"{ROLLOUT}.free_cache_engine=False", f"{ROLLOUT}.max_model_len=1000")
+    assert not engine_arguments(kept, empty)["enable_sleep_mode"]
+    assert engine_arguments(kept, empty)["max_model_len"] == 256  # the model has no more positions
+
+
+def test_what_cannot_be_had_is_said(model):
+    config = cluster_config(model, *VLLM, "+actor_rollout_ref.rollout.engine_kwargs.vllm.speed=9")
+    with pytest.raises(InputError, match="engine_kwargs.vllm.speed: vLLM has no such"):
+        make_engine(config, lambda: load_policy(config.actor_rollout_ref.model), tiny_tokenizer(), CPU)
+    with pytest.raises(InputError, match="computes on cpu, the run is on cuda: set trainer.device=cpu"):
+        make_engine(config, None, tiny_tokenizer(), torch.device("cuda"))
+
+
+def test_weights_that_are_not_finite_fail_the_requests(workers):
+    """The last test of this engine: its cache holds NaN ever after."""
+    weights = workers.actor.module.named_parameters()
+    workers.engine.update_weights(((name, torch.full_like(tensor, torch.nan)) for name, tensor in weights), 2)
+
+    async def fail():
+        return await asyncio.gather(*(workers.engine.sample(ask(seed=i)) for i in range(5)), return_exceptions=True)
+
+    assert {type(result) for result in run(fail())} == {FloatingPointError}

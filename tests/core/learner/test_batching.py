@@ -1,0 +1,132 @@
+"""Groups to tensors, optimizer steps, and pieces that fit: what trains is decided before memory is."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core.learner.batching import make_batch, micro_batches, optimizer_steps, split_idle_rows, token_rewards
+from core.types import Prompt, ScoredGroup, Stop, Trajectory
+from reward_scores.score import Score, ScoreStatus
+
+PAD = 99
+
+
+def trajectory(prompt, response, mask=None, stop=Stop.EOS):
+    mask = [True] * len(response) if mask is None else mask
+    return Trajectory(prompt, response, mask, [-0.5] * len(response), (), stop, policy_version=3, seed=1)
+
+
+def scored(prompt, responses, scores, ordinal=0, baseline=None):
+    question = Prompt(ordinal, f"q{ordinal}", tuple(prompt), (), "x", "test")
+    return ScoredGroup(question, tuple(responses), tuple(scores), baseline)
+
+
+@pytest.fixture
+def groups():
+    one = scored(
+        [1, 2],
+        [trajectory([1, 2], [3, 4, 5]), trajectory([1, 2], [6], stop=Stop.LENGTH)],
+        [Score(1.0), Score(0.25, masked=True)],
+    )
+    crashed = Score(0.0, status=ScoreStatus.CRASH, masked=True)
+    tool = trajectory([1, 2, 3], [7, 8, 9, 10], [True, False, True, False])
+    two = scored([1, 2, 3], [tool, trajectory([1, 2, 3], [7])], [Score(2.0), crashed], ordinal=1)
+    return [one, two]
+
+
+def test_rows_are_prompt_then_response_padded_on_the_right(groups):
+    batch = make_batch(groups, PAD)
+    assert batch.input_ids.tolist() == [
+        [1, 2, 3, 4, 5, PAD, PAD],
+        [1, 2, 6, PAD, PAD, PAD, PAD],
+        [1, 2, 3, 7, 8, 9, 10],
+        [1, 2, 3, 7, PAD, PAD, PAD],
+    ]
+    assert batch.attention_mask.sum(1).tolist() == [5, 3, 7, 4]
+    assert batch.response_mask.int().tolist()[2] == [0, 0, 0, 1, 0, 1, 0]
+    assert batch.group.tolist() == [0, 0, 1, 1]
+    assert batch.reward.tolist() == [1.0, 0.25, 2.0, 0.0]
+    assert batch.rollout_log_probs[0].tolist() == [0, 0, -0.5, -0.5, -0.5, 0, 0]
+
+
+def test_a_masked_row_carries_no_loss_and_only_an_errored_one_leaves_the_statistics(groups):
+    batch = make_batch(groups, PAD)
+    assert batch.loss_mask.any(1).tolist() == [True, False, True, False]
+    assert batch.in_group_stats.tolist() == [True, True, True, False]
+
+
+def test_the_reward_lies_on_the_last_token_the_policy_wrote(groups):
+    rewards = token_rewards(make_batch(groups, PAD))
+    assert rewards[0].tolist() == [0, 0, 0, 0, 1.0, 0, 0]
+    assert rewards[2].tolist() == [0, 0, 0, 0, 0, 2.0, 0]  # not on the tool output that follows
+
+
+def test_a_response_without_a_policy_token_gets_no_reward():
+    batch = make_batch([scored([1], [trajectory([1], [])], [Score(5.0)])], PAD)
+    assert token_rewards(batch).abs().sum() == 0
+
+
+def test_baselines_are_spread_over_their_group():
+    responses = [trajectory([1], [2]), trajectory([1], [3])]
+    batch = make_batch([scored([1], responses, [Score(1.0), Score(0.0)], baseline=Score(0.75))], PAD)
+    assert batch.baseline.tolist() == [0.75, 0.75]
+
+
+def test_a_late_field_names_the_phase_that_sets_it(groups):
+    with pytest.raises(ValueError, match="old_log_probs is not set yet: compute_log_probs"):
+        make_batch(groups, PAD).need("old_log_probs")
+    with pytest.raises(ValueError, match=r"advantages has shape \(4, 2\), expected \(4, 7\)"):
+        make_batch(groups, PAD).adding(advantages=torch.zeros(4, 2))
+
+
+@st.composite
+def batches(draw):
+    seed = draw(st.integers(0, 10**6))
+    rng = np.random.default_rng(seed)
+    groups = []
+    for ordinal in range(draw(st.integers(1, 7))):
+        prompt = list(range(1, 1 + int(rng.integers(1, 6))))
+        responses = [trajectory(prompt, [5] * int(rng.integers(0, 12))) for _ in range(3)]
+        groups.append(scored(prompt, responses, [Score(float(rng.normal())) for _ in responses], ordinal))
+    return make_batch(groups, PAD)
+
+
+@settings(max_examples=60, deadline=None)
+@given(batch=batches(), prompts=st.integers(1, 7), epochs=st.integers(1, 2), seed=st.none() | st.integers(0, 9))
+def test_optimizer_steps_hold_every_row_once_an_epoch_and_weigh_one(batch, prompts, epochs, seed):
+    steps = list(optimizer_steps(batch, prompts=prompts, epochs=epochs, scale_factor=12.0, shuffle_seed=seed))
+    assert sum(len(step) for step in steps) == epochs * len(batch)
+    for step in steps:
+        assert len(step.group.unique()) <= prompts
+        assert float(step.loss_weight.sum()) == pytest.approx(float(step.loss_mask.any()), abs=1e-5)
+        assert bool((step.loss_weight[~step.loss_mask] == 0).all())
+
+
+@settings(max_examples=60, deadline=None)
+@given(batch=batches(), tokens=st.integers(18, 80), rows=st.none() | st.integers(1, 5))
+def test_micro_batches_never_exceed_the_budget_and_lose_nothing(batch, tokens, rows):
+    seen = []
+    for index, micro in micro_batches(batch, max_rows=rows, max_tokens=tokens):
+        assert micro.input_ids.numel() <= tokens and (rows is None or len(micro) <= rows)
+        assert bool(micro.attention_mask.any(0).all()), "a column of nothing but padding"
+        assert torch.equal(micro.attention_mask.sum(1), batch.attention_mask[index].sum(1))
+        seen += index.tolist()
+    assert sorted(seen) == list(range(len(batch)))
+
+
+def test_a_sequence_over_the_budget_is_refused_by_name(groups):
+    with pytest.raises(ValueError, match="7 tokens is longer than the token budget of 6: raise ppo_max_token_len"):
+        list(micro_batches(make_batch(groups, PAD), max_tokens=6))
+
+
+def test_idle_rows_are_those_that_cannot_move_a_weight(groups):
+    batch = make_batch(groups, PAD)
+    (step,) = optimizer_steps(batch, prompts=2, scale_factor=1.0)
+    step = step.adding(advantages=torch.zeros(4, 7).index_fill(0, torch.tensor([2, 3]), 1.5))
+    busy, idle = split_idle_rows(step, only_advantages_train=True)
+    assert (len(busy), len(idle)) == (1, 3) and busy.reward.tolist() == [2.0]
+    assert float(busy.loss_weight.sum()) == pytest.approx(2 / 5)  # weights were made over all rows
+    busy, idle = split_idle_rows(step, only_advantages_train=False)
+    assert busy.reward.tolist() == [1.0, 2.0] and len(idle) == 2

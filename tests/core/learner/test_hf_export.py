@@ -1,0 +1,204 @@
+"""Checkpoints' model folders and exports: transformers loads them and computes the same."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
+
+from core.checkpoint.run_state import save_tensors
+from core.checkpoint.store import CheckpointStore
+from core.errors import InputError
+from core.learner.hf_export import export, export_hf, find_checkpoint, load_weights, main
+from tests.checkpoints import ROOT, flip_bit
+from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
+
+MODELS = {
+    "qwen2": ("qwen2", {}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "gpt2": ("gpt2", {}),
+}
+IDS = torch.arange(4, 24)[None]
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(IDS, attention_mask=torch.ones_like(IDS)).logits
+
+
+def save(root, model, step: int = 3) -> CheckpointStore:
+    store = CheckpointStore(root)
+    with store.writing(step) as folder:
+        export_hf(model, tiny_tokenizer(), folder / "actor")
+        save_tensors(folder / "actor" / "optimizer.pt", {"x": torch.ones(2)})
+        (folder / "driver.json").write_text("{}")
+    return store
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_export_computes_the_same(name, tmp_path):
+    arch, overrides = MODELS[name]
+    model = tiny_model(arch, **overrides)
+    model.generation_config.max_new_tokens = 77
+    save(tmp_path / "run", model)
+    assert main([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(loaded) is type(model)
+    assert torch.equal(logits(loaded), logits(model))
+    assert loaded.generation_config.max_new_tokens == 77
+    tied = loaded.get_input_embeddings().weight.data_ptr() == loaded.get_output_embeddings().weight.data_ptr()
+    assert tied == model.config.tie_word_embeddings
+    if arch != "qwen2":
+        check_tokenizer(tmp_path / "out")
+    assert not list((tmp_path / "out").glob("*.pt"))
+
+
+def check_tokenizer(folder) -> None:
+    tokenizer, ours = AutoTokenizer.from_pretrained(folder), tiny_tokenizer()
+    messages = [{"role": "user", "content": "2 + 2 = ?"}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == ours.apply_chat_template(messages, tokenize=False)
+    assert tokenizer("a b\nc")["input_ids"] == ours("a b\nc")["input_ids"]
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
+
+
+def test_a_tokenizer_that_auto_tokenizer_replaces_is_reported(tmp_path, caplog):
+    export_hf(tiny_model("llama"), tiny_tokenizer(), tmp_path / "llama")
+    assert caplog.text == ""
+    export_hf(tiny_model("qwen2"), tiny_tokenizer(), tmp_path / "qwen2")  # not a tokenizer of the Qwen2 family
+    assert "AutoTokenizer reads the saved tokenizer as Qwen2Tokenizer" in caplog.text
+    caplog.clear()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "qwen2")  # as every run loads it: then all agree
+    export_hf(tiny_model("qwen2"), tokenizer, tmp_path / "again")
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_come_back_to_the_bit(name, tmp_path):
+    arch, overrides = MODELS[name]
+    model, other = tiny_model(arch, seed=1, **overrides), tiny_model(arch, seed=2, **overrides)
+    export_hf(model, None, tmp_path)
+    assert not torch.equal(logits(other), logits(model))
+    parameters = list(other.parameters())
+    load_weights(other, tmp_path)
+    for (key, value), (_, loaded) in zip(model.state_dict().items(), other.state_dict().items(), strict=True):
+        assert torch.equal(value, loaded), key
+    assert all(a is b for a, b in zip(parameters, other.parameters(), strict=True)), "the optimizer holds these"
+
+
+def test_a_critic_and_many_files_come_back_too(tmp_path):
+    critics = [
+        AutoModelForTokenClassification.from_config(tiny_config("qwen2", num_labels=1), dtype=torch.float32)
+        for _ in range(2)
+    ]
+    critics[0].save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    load_weights(critics[1], tmp_path)
+    for (key, value), (_, loaded) in zip(critics[0].state_dict().items(), critics[1].state_dict().items(), strict=True):
+        assert torch.equal(value, loaded), key
+
+
+@pytest.mark.parametrize("other", [("qwen2", {"vocab_size": 101}), ("llama", {}), ("qwen2", {"num_hidden_layers": 3})])
+def test_weights_of_another_model_are_refused(other, tmp_path):
+    export_hf(tiny_model("qwen2"), None, tmp_path)
+    target = tiny_model(other[0], **other[1])
+    before = logits(target)
+    with pytest.raises(InputError, match="holds weights of another model"):
+        load_weights(target, tmp_path)
+    assert torch.equal(logits(target), before)
+
+
+def test_converted_on_request(tmp_path):
+    model = tiny_model()
+    save(tmp_path / "run", model)
+    export(tmp_path / "run" / "global_step_3", tmp_path / "out", dtype="bfloat16")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert {value.dtype for value in loaded.parameters()} == {torch.bfloat16}
+    for key, value in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[key], value.bfloat16()), key
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token_id == 1
+    renamed = tmp_path / "best"
+    (tmp_path / "run" / "global_step_3").rename(renamed)
+    assert find_checkpoint(renamed).step == 3
+    with pytest.raises(InputError, match="--dtype=int8: not a floating-point type"):
+        export(renamed, tmp_path / "out2", dtype="int8")
+    assert not (tmp_path / "out2").exists() and not list(tmp_path.glob(".tmp-*"))
+
+
+def test_a_published_generation_config_that_transformers_will_not_save_does_not_end_the_run(tmp_path):
+    model = tiny_model()
+    model.generation_config.temperature = 0.6  # with do_sample=False: loads, does not save
+    with pytest.raises(ValueError, match="GenerationConfig is invalid"):
+        model.save_pretrained(tmp_path / "plain")
+    before = model.generation_config
+    export_hf(model, tiny_tokenizer(), tmp_path / "ours")
+    assert model.generation_config is before and not before.do_sample
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").generation_config
+    assert (saved.temperature, saved.do_sample, saved.eos_token_id) == (0.6, True, 1)
+
+
+def test_the_newest_complete_checkpoint_is_exported(tmp_path, caplog):
+    store = save(tmp_path / "run", tiny_model(seed=1), step=1)
+    save(tmp_path / "run", tiny_model(seed=2), step=2)
+    flip_bit(store.folder(2) / "actor" / "model.safetensors")
+    assert find_checkpoint(tmp_path / "run").step == 1
+    assert "global_step_2: actor/model.safetensors was altered" in caplog.text
+    export(tmp_path / "run", tmp_path / "out")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(tiny_model(seed=1)))
+
+
+def test_the_command_explains_what_is_wrong(tmp_path, capsys):
+    store = save(tmp_path / "run", tiny_model())
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "fresh").mkdir()
+    (tmp_path / "fresh" / "manifest.json").write_text('{"status": "running"}')  # a run's own, before its first save
+    cases = [
+        (tmp_path / "fresh", tmp_path / "out", "fresh: neither a checkpoint"),
+        (tmp_path / "run", tmp_path / "full", "full exists and is not an empty folder"),
+        (tmp_path / "nowhere", tmp_path / "out", "nowhere: neither a checkpoint (global_step_N) nor a run folder"),
+        (tmp_path / "empty", tmp_path / "out", "empty: neither a checkpoint"),
+    ]
+    for source, out, message in cases:
+        assert main([str(source), str(out)]) == 2
+        assert message in capsys.readouterr().err
+    flip_bit(store.folder(3) / "actor" / "config.json")
+    for source in (tmp_path / "run", store.folder(3)):
+        assert main([str(source), str(tmp_path / "out")]) == 2
+        assert "config.json was altered" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch, capsys):
+    save(tmp_path / "run", tiny_model())
+    copyfile = shutil.copyfile
+
+    def full(source, target):
+        if source.suffix == ".safetensors":
+            raise OSError(28, "No space left on device", str(target))
+        return copyfile(source, target)
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    assert main([str(tmp_path / "run"), str(tmp_path / "out")]) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_the_module_runs_and_shows_no_bars_of_its_own(tmp_path):
+    save(tmp_path / "run", tiny_model())
+    command = [
+        sys.executable,
+        "-m",
+        "core.learner.hf_export",
+        str(tmp_path / "run"),
+        str(tmp_path / "out"),
+        "--dtype",
+        "float16",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{tmp_path / 'out'}: the policy after step 3 of {tmp_path / 'run'}\n"

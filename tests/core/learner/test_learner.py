@@ -1,0 +1,239 @@
+"""The learner against the plain computation: alignment, gradients whatever memory is allowed, skipped steps."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Gemma2Config
+
+from core.algorithm.means import Means
+from core.errors import InputError
+from core.learner.batching import make_batch, optimizer_steps
+from core.learner.learner import Actor, Critic, MicroBatchSize, Policy
+from core.types import Prompt, ScoredGroup, Stop, Trajectory
+from reward_scores.score import Score
+from tests.tiny import VOCAB_SIZE, tiny_config, tiny_model
+
+PAD = 0
+
+
+def actor_config(**overrides):
+    optim = SimpleNamespace(lr=1e-2, betas=(0.9, 0.999), weight_decay=0.01)
+    base = dict(
+        optim=optim,
+        grad_clip=1.0,
+        use_dynamic_bsz=False,
+        ppo_micro_batch_size_per_gpu=16,
+        ppo_max_token_len_per_gpu=4096,
+        policy_loss=SimpleNamespace(loss_mode="vanilla"),
+        clip_ratio=0.2,
+        clip_ratio_low=0.2,
+        clip_ratio_high=0.28,
+        clip_ratio_c=3.0,
+        use_kl_loss=False,
+        kl_loss_coef=0.1,
+        kl_loss_type="low_var_kl",
+        entropy_coeff=0.0,
+        cliprange_value=0.5,
+    )
+    return SimpleNamespace(**{**base, **overrides})
+
+
+def random_batch(seed=0, groups=4, n=3):
+    """Prompts and responses of mixed lengths, tool gaps, one masked row, every later field filled with noise."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for ordinal in range(groups):
+        prompt = rng.integers(4, VOCAB_SIZE, rng.integers(2, 7))
+        trajectories, scores = [], []
+        for i in range(n):
+            length = int(rng.integers(1, 15))
+            mask = rng.random(length) < 0.8
+            mask[0] = True
+            ids = rng.integers(4, VOCAB_SIZE, length)
+            trajectories.append(Trajectory(prompt, ids, mask, -rng.random(length) * mask, (), Stop.EOS, 0, 0))
+            scores.append(Score(float(rng.normal()), masked=ordinal == 1 and i == 2))
+        question = Prompt(ordinal, str(ordinal), tuple(prompt), (), "x", "test")
+        made.append(ScoredGroup(question, tuple(trajectories), tuple(scores)))
+    batch = make_batch(made, PAD)
+    generator = torch.Generator().manual_seed(seed)
+    noise = {
+        name: torch.randn(batch.input_ids.shape, generator=generator, dtype=torch.float64) * batch.response_mask
+        for name in ("old_log_probs", "ref_log_prob", "advantages", "values", "returns")
+    }
+    now, _ = Policy(policy_module(), temperature=0.7).log_probs(batch, MicroBatchSize(max_rows=100))
+    for name in ("old_log_probs", "ref_log_prob"):  # near the policy, as after a few updates
+        noise[name] = 0.3 * noise[name] + now * batch.response_mask
+    return batch.adding(**{name: value.float() for name, value in noise.items()})
+
+
+def one_step(batch, mode="token-mean"):
+    (step,) = optimizer_steps(batch, prompts=100, agg_mode=mode, scale_factor=20.0)
+    return step
+
+
+def policy_module():
+    return tiny_model(initializer_range=0.08)  # logits of a few units, as trained models have: fp32 then rounds at 1e-7
+
+
+def actor(dtype=torch.float64, **overrides):
+    module = policy_module().to(dtype).train()
+    return Actor(module, actor_config(**overrides), temperature=0.7)
+
+
+def gradient(part):
+    return torch.cat([p.grad.flatten() for p in part.module.parameters()])
+
+
+def test_log_probs_and_entropies_are_those_of_a_plain_forward_pass_of_each_row():
+    """Every row alone, unpadded, with full logits: this catches a shift by one and any leak from the padding."""
+    policy, batch = actor(torch.float32), random_batch()
+    log_prob, entropy = policy.log_probs(batch, MicroBatchSize(max_tokens=60))
+    for row in range(len(batch)):
+        ids = batch.input_ids[row][batch.attention_mask[row]]
+        logits = policy.module(input_ids=ids[None], use_cache=False).logits[0] / 0.7
+        expected = torch.log_softmax(logits, -1).detach()
+        for t in range(1, len(ids)):
+            if batch.response_mask[row, t]:
+                assert float(log_prob[row, t]) == pytest.approx(float(expected[t - 1, ids[t]]), abs=2e-5)
+                h = -(expected[t - 1].exp() * expected[t - 1]).sum()
+                assert float(entropy[row, t]) == pytest.approx(float(h), abs=2e-5)
+    assert float(log_prob[~batch.response_mask].abs().sum()) == 0
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+@pytest.mark.parametrize("terms", [{}, {"use_kl_loss": True, "entropy_coeff": 0.03}])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-9), (torch.float32, 1e-6)])
+def test_memory_knobs_do_not_change_the_gradient(mode, terms, dtype, tolerance):
+    step, gradients, losses = one_step(random_batch(), mode), [], []
+    knobs = [{"ppo_micro_batch_size_per_gpu": k} for k in (1, 3, 100)]
+    knobs += [{"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": k} for k in (21, 50)]
+    for knob in knobs:
+        part, means = actor(dtype, **knob, **terms), Means()
+        means.value("pg_loss", 0.0)
+        part.mismatch = Means()
+        part.accumulate(step, means)
+        gradients.append(gradient(part))
+        losses.append(means.result("actor")["actor/pg_loss"])
+    scale = gradients[0].norm()
+    assert scale > 0
+    for other in gradients[1:]:
+        assert float((other - gradients[0]).norm() / scale) < tolerance
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
+
+
+def test_the_objective_is_the_formula_written_out():
+    """Token-mean of the clipped surrogate, minus entropy bonus, plus k3, by a loop over single tokens."""
+    batch = random_batch()
+    part = actor(use_kl_loss=True, entropy_coeff=0.03)
+    log_prob, entropy = part.log_probs(batch, MicroBatchSize(max_rows=100))
+    total, count = 0.0, 0
+    for row, t in batch.loss_mask.nonzero().tolist():
+        lp, adv = float(log_prob[row, t]), float(batch.advantages[row, t])
+        ratio = np.exp(lp - float(batch.old_log_probs[row, t]))
+        surrogate = max(-adv * ratio, -adv * min(max(ratio, 0.8), 1.28))
+        if adv < 0:
+            surrogate = min(surrogate, -adv * 3.0)
+        d = lp - float(batch.ref_log_prob[row, t])
+        total += surrogate - 0.03 * float(entropy[row, t]) + 0.1 * (np.exp(-d) - 1 + d)
+        count += 1
+    part.mismatch = Means()
+    loss = part.objective(one_step(batch), Means())
+    assert float(loss.detach()) == pytest.approx(total / count, rel=1e-6)
+
+
+def test_skipping_rows_without_advantage_changes_nothing():
+    batch = random_batch()
+    flat = batch.adding(advantages=batch.advantages * (batch.group % 2 == 0)[:, None])
+    parts = [actor(), actor(entropy_coeff=1e-300)]  # an entropy term, however small, keeps every row in
+    for part in parts:
+        part.mismatch = Means()
+        part.accumulate(one_step(flat), Means())
+    torch.testing.assert_close(gradient(parts[0]), gradient(parts[1]), rtol=1e-12, atol=1e-15)
+
+
+def test_a_missing_old_log_prob_means_a_ratio_of_one_and_measures_the_pass_it_saved():
+    batch = random_batch()
+    reference = actor()
+    old, _ = reference.log_probs(batch, MicroBatchSize(max_rows=100))
+    with_old, without = actor(), actor()
+    metrics = with_old.update([one_step(batch.adding(old_log_probs=old))], 1.0)
+    flat = batch.adding(advantages=batch.advantages * (batch.group > 0)[:, None])
+    short = without.update([one_step(batch.adding(old_log_probs=None))], 1.0)
+    assert short["actor/pg_loss"] == pytest.approx(metrics["actor/pg_loss"], rel=1e-6)
+    for a, b in zip(with_old.module.parameters(), without.module.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+    # with idle rows the entropy and the engine's mismatch are still those of every row
+    _, entropy = reference.log_probs(batch, MicroBatchSize(max_rows=100))
+    measured = actor().update([one_step(flat.adding(old_log_probs=None))], 1.0)
+    assert measured["actor/entropy"] == pytest.approx(float(entropy[batch.response_mask].mean()), rel=1e-5)
+    gap = (old - batch.rollout_log_probs)[batch.response_mask]
+    assert measured["rollout_corr/logp_diff_mean"] == pytest.approx(float(gap.abs().mean()), rel=1e-5)
+    assert measured["rollout_corr/kl"] == pytest.approx(float(-gap.mean()), rel=1e-5)
+    assert measured["rollout_corr/logp_diff_max"] == pytest.approx(float(gap.abs().max()), rel=1e-5)
+
+
+def test_a_non_finite_gradient_skips_the_step_and_is_counted():
+    part, batch = actor(torch.float32), random_batch()
+    before = [p.clone() for p in part.module.parameters()]
+    broken = batch.adding(advantages=torch.where(batch.response_mask, float("inf"), 0.0))
+    metrics = part.update([one_step(broken), one_step(broken)], 1.0)
+    assert metrics["actor/skipped_updates"] == 2 and "actor/pg_loss" not in metrics
+    assert all(torch.equal(a, b) for a, b in zip(before, part.module.parameters(), strict=True))
+    healthy = part.update([one_step(batch)], 1.0)
+    assert healthy["actor/skipped_updates"] == 0 and np.isfinite(healthy["actor/grad_norm"])
+    assert not torch.equal(before[0], next(part.module.parameters()))
+
+
+def test_the_norm_is_clipped_and_reported_unclipped():
+    big, small = actor(grad_clip=1e9), actor(grad_clip=1e-3)
+    norms = [part.update([one_step(random_batch())], 0.0)["actor/grad_norm"] for part in (big, small)]
+    assert norms[0] == pytest.approx(norms[1]) and norms[0] > 1e-3
+
+
+def critic(dtype=torch.float64, **overrides):
+    config = tiny_config(num_labels=1, classifier_dropout=0.0)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        module = AutoModelForTokenClassification.from_config(config).to(dtype)
+    return Critic(module, actor_config(**overrides))
+
+
+def test_a_value_is_that_of_the_state_before_its_token():
+    part, batch = critic(torch.float32), random_batch()
+    values = part.values(batch)
+    for row in range(len(batch)):
+        ids = batch.input_ids[row][batch.attention_mask[row]]
+        expected = part.module(input_ids=ids[None]).logits[0, :, 0]
+        for t in batch.response_mask[row].nonzero()[:, 0].tolist():
+            assert float(values[row, t]) == pytest.approx(float(expected[t - 1].detach()), abs=2e-5)
+
+
+def test_the_critics_gradient_does_not_depend_on_memory_and_zero_advantages_still_train_it():
+    step, gradients = one_step(random_batch().adding(advantages=torch.zeros(12, random_batch().input_ids.shape[1]))), []
+    for rows in (1, 5, 100):
+        part = critic(ppo_micro_batch_size_per_gpu=rows)
+        seen = {}
+        part.stepper.step = lambda rate, part=part, seen=seen: (seen.update(g=gradient(part)) or 1.0, True)
+        part.update([step], 1.0)
+        gradients.append(seen["g"])
+    assert gradients[0].norm() > 0
+    for other in gradients[1:]:
+        torch.testing.assert_close(other, gradients[0], rtol=1e-9, atol=1e-12)
+
+
+def test_a_model_that_caps_its_logits_is_refused():
+    config = Gemma2Config(
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, final_logit_softcapping=0.1, initializer_range=1.0,
+    )  # fmt: skip
+    with pytest.raises(InputError, match="final_logit_softcapping"):
+        Policy(AutoModelForCausalLM.from_config(config), temperature=1.0)
+
+
+def test_the_first_token_can_never_be_a_response():
+    part, batch = actor(torch.float32), random_batch()
+    shifted = batch.adding(response_mask=torch.ones_like(batch.response_mask))
+    with pytest.raises(ValueError, match="must belong to the prompt"):
+        part.token_stats(shifted)

@@ -1,0 +1,185 @@
+"""The chunked head: the numbers of an explicit softmax, its gradients, and what it must not materialise."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from core.learner.log_probs import token_log_probs_and_entropy
+from tests import reference
+from tests.golden_adapters import ADAPTERS
+from tests.golden_io import check, parameters
+
+
+@pytest.mark.parametrize("case", parameters(["entropy_logprob"]))
+def test_golden_head(case):
+    for precision in ("f64", "f32"):
+        check(ADAPTERS[case.file](case, precision), case.want(precision))
+
+
+def make(n=7, v=11, h=5, dtype=torch.float64, seed=0, grad=True):
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((n, h), (v, h), (v,)))
+    labels = torch.randint(0, v, (n,), generator=generator)
+    return *(x.requires_grad_(grad) for x in (hidden, weight, bias)), labels
+
+
+def naive(hidden, weight, labels, temperature=1.0, bias=None):
+    logits = torch.nn.functional.linear(hidden, weight, bias).to(torch.promote_types(hidden.dtype, torch.float32))
+    log_probs = torch.log_softmax(logits / temperature, -1)
+    return log_probs.gather(1, labels[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)
+
+
+CHUNKS = [1, 25, 22, 10**6]  # one token at a time; two, with a rest; exactly two; all at once
+
+
+@given(seed=st.integers(0, 10**6), temperature=st.sampled_from([0.6, 1.0, 1.7]), chunk=st.sampled_from(CHUNKS))
+@settings(max_examples=30, deadline=None)
+def test_it_is_the_softmax(seed, temperature, chunk):
+    hidden, weight, bias, labels = make(seed=seed, grad=False)
+    for b in (None, bias):
+        got = token_log_probs_and_entropy(hidden, weight, labels, temperature=temperature, bias=b, chunk_elements=chunk)
+        arrays = [x.numpy() for x in (hidden, weight, labels)]
+        want = reference.head(*arrays, temperature, None if b is None else b.numpy())
+        for one, other in zip(got, want, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("entropy_grad", [True, False])
+def test_gradients_by_finite_differences(chunk, entropy_grad):
+    hidden, weight, bias, labels = make()
+
+    def outputs(hidden, weight, bias):
+        log_prob, entropy = token_log_probs_and_entropy(
+            hidden, weight, labels, temperature=0.7, bias=bias, entropy_grad=entropy_grad, chunk_elements=chunk
+        )
+        assert entropy.requires_grad == entropy_grad
+        return (log_prob, entropy) if entropy_grad else log_prob
+
+    assert torch.autograd.gradcheck(outputs, (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_gradients_of_a_mixed_objective_equal_the_naive_ones(chunk):
+    """Different upstream gradients for each token, and both outputs at once."""
+    results = []
+    for function, kwargs in (
+        (naive, {}),
+        (token_log_probs_and_entropy, {"entropy_grad": True, "chunk_elements": chunk}),
+    ):
+        hidden, weight, bias, labels = make(seed=3)
+        log_prob, entropy = function(hidden, weight, labels, temperature=1.3, bias=bias, **kwargs)
+        scale = torch.arange(1, 8, dtype=torch.float64)
+        (scale * log_prob - scale.flip(0) * entropy).sum().backward()
+        results.append((hidden.grad, weight.grad, bias.grad))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("wanted", ["hidden", "weight"])
+@pytest.mark.parametrize("chunk", [25, 10**6])
+def test_gradients_are_computed_where_they_are_wanted(wanted, chunk):
+    hidden, weight, _, labels = make(grad=False)
+    tensor = {"hidden": hidden, "weight": weight}[wanted].requires_grad_()
+    token_log_probs_and_entropy(hidden, weight, labels, chunk_elements=chunk)[0].sum().backward()
+    expected = tensor.grad.clone()
+    tensor.grad = None
+    naive(hidden, weight, labels)[0].sum().backward()
+    torch.testing.assert_close(expected, tensor.grad)
+    assert (weight if wanted == "hidden" else hidden).grad is None
+
+
+@pytest.mark.parametrize("chunk", [25, 10**6])
+def test_backward_can_run_twice(chunk):
+    hidden, weight, bias, labels = make()
+    loss = token_log_probs_and_entropy(hidden, weight, labels, bias=bias, chunk_elements=chunk)[0].sum()
+    loss.backward(retain_graph=True)
+    first = weight.grad.clone()
+    weight.grad = None
+    loss.backward()
+    assert torch.equal(first, weight.grad)
+
+
+def test_low_precision_weights_get_sums_of_full_precision():
+    """2,000 tokens in chunks of one: bfloat16 sums would stop growing at a few hundred."""
+    hidden, weight, labels = torch.ones(2000, 4), torch.zeros(8, 4), torch.zeros(2000, dtype=torch.int64)
+    hidden, weight = hidden.bfloat16(), weight.bfloat16().requires_grad_()
+    log_prob, entropy = token_log_probs_and_entropy(hidden, weight, labels, chunk_elements=8)
+    log_prob.sum().backward()
+    assert log_prob.dtype == entropy.dtype == torch.float32 and weight.grad.dtype == torch.bfloat16
+    assert weight.grad[0].tolist() == [1752.0] * 4  # 2000 * (1 - 1/8) = 1750, in bfloat16
+    assert weight.grad[1].tolist() == [-250.0] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_precision_of_the_inputs_is_kept_and_close_to_double(dtype):
+    hidden, weight, _, labels = make(n=64, v=500, h=32, dtype=dtype, seed=1)
+    log_prob, entropy = token_log_probs_and_entropy(hidden, weight, labels, chunk_elements=5000, entropy_grad=True)
+    (log_prob + entropy).sum().backward()
+    exact_hidden, exact_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    exact = naive(exact_hidden, exact_weight, labels)
+    (exact[0] + exact[1]).sum().backward()
+    tolerance = {"rtol": 0.03, "atol": 0.15} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+    for got, want in zip(
+        (log_prob, entropy, hidden.grad, weight.grad), (*exact, exact_hidden.grad, exact_weight.grad), strict=True
+    ):
+        torch.testing.assert_close(got.double(), want, **tolerance)
+
+
+def test_autocast_does_not_touch_the_reductions():
+    hidden, weight, _, labels = make(n=64, v=500, h=32, dtype=torch.float32, seed=1)
+    log_prob, entropy = token_log_probs_and_entropy(hidden, weight, labels)
+    log_prob.sum().backward()
+    plain, hidden.grad = hidden.grad, None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        again = token_log_probs_and_entropy(hidden, weight, labels)
+        again[0].sum().backward()
+    assert torch.equal(again[0], log_prob) and torch.equal(again[1], entropy) and torch.equal(hidden.grad, plain)
+
+
+def test_extreme_logits_stay_finite():
+    hidden, weight = torch.tensor([[100.0], [-100.0]], requires_grad=True), torch.tensor([[10.0], [0.0], [-10.0]])
+    log_prob, entropy = token_log_probs_and_entropy(hidden, weight, torch.tensor([0, 0]), entropy_grad=True)
+    assert log_prob.tolist() == [0, -2000] and entropy.tolist() == [0, 0]
+    (log_prob + entropy).sum().backward()
+    assert torch.isfinite(hidden.grad).all()
+
+
+def test_no_tokens():
+    hidden, weight, _, _ = make()
+    log_prob, entropy = token_log_probs_and_entropy(hidden[:0], weight, torch.zeros(0, dtype=torch.int64))
+    assert log_prob.shape == entropy.shape == (0,)
+    log_prob.sum().backward()
+    assert not weight.grad.any()
+
+
+def test_a_temperature_of_zero_is_refused():
+    hidden, weight, _, labels = make()
+    with pytest.raises(ValueError, match="temperature=0"):
+        token_log_probs_and_entropy(hidden, weight, labels, temperature=0)
+
+
+class Largest(TorchDispatchMode):
+    """Records the largest tensor that any operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for item in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(item, torch.Tensor):
+                self.elements = max(self.elements, item.numel())
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_larger_than_a_chunk_is_ever_made(dtype):
+    """40 tokens of 1,000 words in chunks of 4,000: neither pass makes the 40,000 logits."""
+    hidden, weight, _, labels = make(n=40, v=1000, h=3, dtype=dtype)
+    with Largest() as largest:
+        log_prob, entropy = token_log_probs_and_entropy(hidden, weight, labels, chunk_elements=4000, entropy_grad=True)
+        (log_prob + entropy).sum().backward()
+    assert largest.elements == 4000

@@ -1,0 +1,288 @@
+"""Adapters: only they train, engines and exports get the whole model, and the base is the reference."""
+
+import json
+
+import huggingface_hub
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from core.checkpoint.provenance import Base, base_of
+from core.cluster.local_workers import LocalWorkers
+from core.config import compose
+from core.errors import InputError
+from core.learner.hf_export import main as export
+from core.learner.learner import BasePolicy
+from core.learner.lora import add_adapters, base_only, layers, merged_weights, trained_weights
+from core.learner.models import load_critic, load_policy
+from core.learner.saving import planned_fingerprints
+from core.ray_trainer import RayPPOTrainer
+from tests.core.ray_cluster import cluster_config, mixed_batch, write_model
+from tests.faults.tiny_run import command, prepare
+from tests.tiny import tiny_tokenizer
+
+CPU = torch.device("cpu")
+ADAPTERS = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=8")
+IDS = torch.arange(4, 24)[None]
+MODELS = {"qwen2": {}, "tied": {"arch": "llama", "tie_word_embeddings": True}, "gpt2": {"arch": "gpt2"}}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {name: write_model(tmp_path_factory.mktemp(name), **shape) for name, shape in MODELS.items()}
+
+
+def config(folder, *overrides):
+    return cluster_config(folder, *ADAPTERS, *overrides)
+
+
+def workers(folder, *overrides, critic=False):
+    return LocalWorkers(config(folder, *overrides), tiny_tokenizer(), CPU, needs_ref=True, needs_critic=critic)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=IDS, use_cache=False).logits
+
+
+def adapted(folder, *overrides, seed=1):
+    """The model, and the settings of its adapters."""
+    model = config(folder, *overrides).actor_rollout_ref.model
+    return add_adapters(load_policy(model), model, seed)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fresh_adapters_change_nothing_and_only_they_train(folders, name):
+    plain, module = load_policy(config(folders[name]).actor_rollout_ref.model), adapted(folders[name])
+    assert torch.equal(logits(module), logits(plain))
+    trained = trained_weights(module)
+    assert trained and all(".lora_" in key for key in trained)
+    count = sum(value.numel() for value in trained.values())
+    assert count == sum(4 * (one.in_features + one.out_features) for one in layers(module).values())
+    again, other = adapted(folders[name]), adapted(folders[name], seed=2)
+    for key, value in trained.items():
+        assert torch.equal(value, trained_weights(again)[key])
+        assert ("lora_B" in key) == torch.equal(value, trained_weights(other)[key])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_merged_weights_are_a_model_of_the_base_that_computes_the_same(folders, name):
+    module = adapted(folders[name])
+    with torch.no_grad():
+        for value in trained_weights(module).values():
+            value.normal_(std=0.1, generator=torch.Generator().manual_seed(value.numel()))
+    plain = load_policy(config(folders[name]).actor_rollout_ref.model)
+    before = logits(plain)
+    merged = dict(merged_weights(module))
+    assert list(merged) == list(plain.state_dict())
+    plain.load_state_dict(merged)
+    torch.testing.assert_close(logits(plain), logits(module), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(before, logits(module), atol=0.1)
+    with base_only(module):
+        assert torch.equal(logits(module), before)
+    assert not torch.equal(logits(module), before) and all(v.requires_grad for v in trained_weights(module).values())
+    assert len(trained_weights(module)) > 1
+
+
+def test_an_update_moves_adapters_alone_and_the_reference_is_the_base(folders):
+    one, batch = workers(folders["qwen2"]), mixed_batch()
+    assert isinstance(one.ref, BasePolicy) and one.ref.module is one.actor.module  # no second copy
+    frozen = {k: v.clone() for k, v in one.actor.module.named_parameters() if not v.requires_grad}
+    started = {k: v.clone() for k, v in trained_weights(one.actor.module).items()}
+    first = one.compute_log_probs(batch)[0]
+    for _ in range(3):
+        metrics = one.update_actor(batch, 1.0)
+    assert metrics["actor/grad_norm"] > 0
+    now = dict(one.actor.module.named_parameters())
+    assert all(torch.equal(now[key], value) for key, value in frozen.items())
+    assert all(not torch.equal(now[key], value) for key, value in started.items())
+    assert torch.equal(one.compute_ref_log_prob(batch), first)
+    assert not torch.allclose(one.compute_log_probs(batch)[0], first, atol=1e-2)
+    state = one.actor.stepper.optimizer.state_dict()["state"]
+    assert len(state) == len(started)
+
+
+def test_the_engine_gets_the_merged_model(folders):
+    one = workers(folders["tied"])
+    for version in (1, 2):
+        one.update_actor(mixed_batch(), 1.0)
+        assert one.sync_weights(version)["rollout_corr/probe_diff"] < 1e-5
+    names = {name for name, _ in merged_weights(one.actor.module)}
+    assert names == set(load_policy(config(folders["tied"]).actor_rollout_ref.model).state_dict())
+
+
+def test_a_checkpoint_is_adapters_and_optimizer_and_goes_on_to_the_bit(folders, tmp_path):
+    batch, straight = mixed_batch(), workers(folders["qwen2"], "critic.model.lora_rank=2", critic=True)
+    for _ in range(2):
+        straight.update_critic(batch, 1.0), straight.update_actor(batch, 1.0)
+    straight.save(tmp_path)
+    for part, base in (("actor", straight.actor), ("critic", straight.critic)):
+        assert not (tmp_path / part / "model.safetensors").exists()
+        stored = load_file(tmp_path / part / "adapter_model.safetensors")
+        assert sum(v.numel() for v in stored.values()) == sum(v.numel() for v in trained_weights(base.module).values())
+        assert json.loads((tmp_path / part / "adapter_config.json").read_text())["r"] in (4, 2)
+    resumed = workers(folders["qwen2"], "critic.model.lora_rank=2", critic=True)
+    resumed.load(tmp_path)
+    for one in (straight, resumed):
+        one.found = one.update_critic(batch, 1.0), one.update_actor(batch, 1.0)
+    assert straight.found == resumed.found
+    for one, other in ((straight.actor, resumed.actor), (straight.critic, resumed.critic)):
+        weights = dict(other.module.named_parameters())
+        assert all(torch.equal(value, weights[key]) for key, value in one.module.named_parameters())
+
+
+def test_a_critic_trains_its_adapters_and_its_new_head(folders):
+    one, batch = workers(folders["qwen2"], "critic.model.lora_rank=2", critic=True), mixed_batch()
+    names = {key.split(".")[-3] if "lora" in key else key for key in trained_weights(one.critic.module)}
+    assert names == {"lora_A", "lora_B", "score.weight", "score.bias"}
+    before = one.compute_values(batch)
+    one.update_critic(batch, 1.0)
+    assert not torch.allclose(one.compute_values(batch), before, atol=1e-3)
+    merged = dict(merged_weights(one.critic.module))
+    plain = load_critic(config(folders["qwen2"]).critic.model, seed=1)
+    plain.load_state_dict(merged)
+    torch.testing.assert_close(logits(plain), logits(one.critic.module), rtol=1e-4, atol=1e-5)
+
+
+def test_a_checkpoint_with_another_rank_is_another_model(folders):
+    planned = planned_fingerprints(config(folders["qwen2"]), critic=False)
+    assert planned == {"actor": workers(folders["qwen2"]).fingerprints()["actor"]}
+    others = planned_fingerprints(config(folders["qwen2"], "actor_rollout_ref.model.lora_rank=8"), critic=False)
+    assert planned["actor"].differences(others["actor"])
+
+
+@pytest.mark.parametrize(
+    "overrides, expected",
+    [
+        (("target_modules=[q_proj,v_proj]",), {"q_proj", "v_proj"}),
+        (("target_modules=q_proj",), {"q_proj"}),
+        (("target_modules='.*layers.1.*(up|down)_proj'",), {"up_proj", "down_proj"}),
+        (("exclude_modules=[down_proj,o_proj]",), {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}),
+    ],
+)
+def test_target_modules_are_named_as_in_peft(folders, overrides, expected):
+    module = adapted(folders["qwen2"], *(f"actor_rollout_ref.model.{one}" for one in overrides))
+    assert {name.rsplit(".", 1)[-1] for name in layers(module)} == expected
+
+
+@pytest.mark.parametrize(
+    "target, said", [("[lm_head]", "the output head cannot have an adapter"), ("[nothing]", "not found")]
+)
+def test_target_modules_that_cannot_be_are_refused(folders, target, said):
+    with pytest.raises(InputError, match=said):
+        adapted(folders["qwen2"], f"actor_rollout_ref.model.target_modules={target}")
+
+
+# -- whole runs
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Four steps in one go, and two and then two more."""
+    folder = tmp_path_factory.mktemp("runs")
+    prepare(folder)
+
+    def go(name, steps, *overrides):
+        extra = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.use_kl_loss=True")
+        arguments = command(folder, "grpo", 4, *extra, f"trainer.total_training_steps={steps}", *overrides)(
+            folder / name
+        )
+        RayPPOTrainer(compose("grpo", arguments[3:])).init_workers().fit()
+        return folder / name
+
+    straight = go("straight", 4)
+    go("halves", 2)
+    return straight, go("halves", 4)
+
+
+def planted(model, out, shards="50GB"):
+    """A copy of the model with one number of one frozen weight changed (none for other ``shards``)."""
+    copy = AutoModelForCausalLM.from_pretrained(model)
+    if shards == "50GB":
+        with torch.no_grad():
+            copy.get_output_embeddings().weight[-1, -1] += 1e-3
+    copy.save_pretrained(out, max_shard_size=shards)
+    tiny_tokenizer().save_pretrained(out)
+    return out
+
+
+def resumed(run, model):
+    """The run's command once more, on another base."""
+    extra = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.use_kl_loss=True")
+    arguments = command(run.parent, "grpo", 4, *extra, f"actor_rollout_ref.model.path={model}")(run)
+    return RayPPOTrainer(compose("grpo", arguments[3:]))
+
+
+def test_adapters_are_resumed_on_their_own_base_alone(runs, tmp_path):
+    straight, _ = runs
+    other = planted(straight.parent / "model", tmp_path / "other")
+    with pytest.raises(InputError) as caught:
+        resumed(straight, other).init_workers()
+    said = str(caught.value)
+    assert f"actor_rollout_ref.model.path={other} " in said and f"of another base, {straight.parent / 'model'} " in said
+    for folder in (other, straight.parent / "model"):
+        assert base_of(str(folder)).sha256[:12] in said
+    moved = planted(straight.parent / "model", tmp_path / "moved", shards="20KB")  # the same weights, cut otherwise
+    assert len(list(moved.glob("*.safetensors"))) > 1
+    run = resumed(straight, moved).init_workers()
+    assert run.step == 4
+    run.workers.close()
+
+
+def test_an_export_merges_into_the_same_base_alone(runs, tmp_path, capsys):
+    straight, _ = runs
+    model = straight.parent / "model"
+    other, moved = planted(model, tmp_path / "other"), planted(model, tmp_path / "moved", shards="20KB")
+    assert export([str(straight), str(tmp_path / "bad"), "--base", str(other)]) == 2
+    said = capsys.readouterr().err
+    assert f"--base={other} " in said and f"another base, {model} " in said and not (tmp_path / "bad").exists()
+    assert export([str(straight), str(tmp_path / "gone"), "--base", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere" in capsys.readouterr().err
+    assert export([str(straight), str(tmp_path / "here")]) == 0
+    assert export([str(straight), str(tmp_path / "there"), "--base", str(moved)]) == 0
+    one, same = (logits(AutoModelForCausalLM.from_pretrained(tmp_path / name)) for name in ("here", "there"))
+    assert torch.equal(one, same)
+
+
+def test_the_base_of_a_hub_id_is_what_this_machine_holds(folders, tmp_path, monkeypatch):
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "abc"
+    snapshot.parent.mkdir(parents=True)
+    snapshot.symlink_to(folders["qwen2"])
+    (tmp_path / "models--org--name" / "refs").mkdir()
+    (tmp_path / "models--org--name" / "refs" / "main").write_text("abc")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    assert base_of("org/name") == Base("org/name", base_of(str(folders["qwen2"])).sha256)
+    assert base_of(str(folders["tied"])).sha256 != base_of("org/name").sha256
+    with pytest.raises(FileNotFoundError, match="no weights"):
+        base_of(str(tmp_path))
+
+
+def test_a_run_goes_on_to_the_bit(runs):
+    straight, halves = runs
+    for name in ("adapter_model.safetensors", "optimizer.pt"):
+        one, other = (load(run / "global_step_4" / "actor" / name) for run in runs)
+        assert one == other
+    lines = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in runs]
+    last = [{k: v for k, v in line[-1].items() if not k.startswith(("timing", "perf"))} for line in lines]
+    assert last[0] == last[1] and last[0]["actor/kl_loss"] > 0
+
+
+def load(path):
+    if path.suffix == ".safetensors":
+        return {key: value.tolist() for key, value in load_file(path).items()}
+    state = torch.load(path, weights_only=True)["state"]
+    return {index: {key: value.tolist() for key, value in one.items()} for index, one in state.items()}
+
+
+def test_an_export_is_the_merged_model(runs, tmp_path):
+    straight, _ = runs
+    assert export([str(straight), str(tmp_path / "out")]) == 0
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    base = AutoModelForCausalLM.from_pretrained(straight.parent / "model")
+    plain = logits(base)
+    expected = logits(PeftModel.from_pretrained(base, straight / "global_step_4" / "actor"))
+    torch.testing.assert_close(logits(found), expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(plain, expected, atol=1e-3)
+    assert type(found) is type(AutoModelForCausalLM.from_pretrained(straight.parent / "model"))

@@ -1,0 +1,288 @@
+"""The plan: sizes as models have them, formulas at hand-made values, knobs that help, and a command that says no."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from core.config import compose
+from core.planning import estimate as plan
+from core.planning.estimate import Assumptions, block_bytes, head_bytes, make_plan, update_bytes
+from core.planning.model_shapes import Shape, UnknownShape, gpu, known_models, shape_of
+
+MODEL = "actor_rollout_ref.model.path"
+# billions of parameters that the model cards give
+PUBLISHED = {
+    "Qwen/Qwen2.5-0.5B": 0.494,
+    "Qwen/Qwen2.5-1.5B": 1.544,
+    "Qwen/Qwen2.5-3B": 3.086,
+    "Qwen/Qwen2.5-7B": 7.616,
+    "Qwen/Qwen2.5-14B": 14.770,
+    "Qwen/Qwen2.5-32B": 32.764,
+    "deepseek-ai/deepseek-llm-7b": 6.910,
+}
+SMALL = Shape(hidden=8, layers=3, heads=4, kv_heads=2, mlp=16, vocab=32, tied=False, bias=True)
+RAY = ("trainer.backend=ray", "actor_rollout_ref.rollout.name=vllm")
+
+
+def planned(*overrides: str, model: str = "Qwen/Qwen2.5-7B", on: str = "H100", recipe: str = "grpo", **assumed):
+    config = compose(recipe, [f"{MODEL}={model}", *overrides], plan.hooks_of(recipe))
+    return make_plan(config, gpu(on), Assumptions(**assumed))
+
+
+def size(found: plan.Plan, role: str, words: str) -> float:
+    (part,) = [p for p in found.parts if p.role == role and words in p.what]
+    return part.bytes
+
+
+# --- shapes ---
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_those_that_are_published(name):
+    assert shape_of(name).parameters / 1e9 == pytest.approx(PUBLISHED[name], abs=0.002)
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-7B", "deepseek-ai/deepseek-llm-7b"])
+def test_parameters_are_those_that_transformers_makes(name):
+    import torch
+    import transformers
+
+    shape = shape_of(name)
+    kind = "Qwen2" if shape.bias else "Llama"
+    config = getattr(transformers, f"{kind}Config")(
+        **{"hidden_size": shape.hidden, "num_hidden_layers": shape.layers, "intermediate_size": shape.mlp},
+        **{"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "vocab_size": shape.vocab},
+        tie_word_embeddings=shape.tied,
+    )
+    with torch.device("meta"):
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+        config.num_labels = 1
+        critic = getattr(transformers, f"{kind}ForTokenClassification")(config)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.critic_parameters == sum(p.numel() for p in critic.parameters())
+
+
+def test_a_local_folder_is_read_and_an_unknown_name_has_a_nearest(tmp_path):
+    fields = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = {**fields, "intermediate_size": 16, "vocab_size": 32, "tie_word_embeddings": False, "model_type": "qwen2"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert shape_of(str(tmp_path)) == SMALL
+    assert shape_of(str(tmp_path), {"num_hidden_layers": 5}).layers == 5
+    assert shape_of("Qwen/Qwen2.5-7B-Instruct") == shape_of("Qwen/Qwen2.5-7B") and "Qwen/Qwen2.5-32B" in known_models()
+    with pytest.raises(UnknownShape, match=r"nearest in model_shapes.yaml: Qwen/Qwen2.5-7B"):
+        shape_of("Qwen/Qwen25-7B")
+    with pytest.raises(UnknownShape, match="H100, H800"):
+        gpu("H999")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UnknownShape, match="num_attention_heads"):
+        shape_of(str(tmp_path))
+
+
+# --- formulas ---
+
+
+def test_the_formulas_at_hand_made_values():
+    """h 8, q 8, kv 4, m 16, L 3, V 32: every term differs, so a term that is lost shows."""
+    assert SMALL.block == 2 * 8 * 8 + 2 * 8 * 4 + (8 + 8) + 3 * 8 * 16 + 16 and SMALL.ends == 2 * 32 * 8 + 8
+    assert SMALL.kv_bytes(2) == 2 * 3 * 4 * 2
+    block = block_bytes(SMALL, 2, 4)
+    assert block == 16 * (4 + 4 + 2) + (24 + 8) * 2 + 4 * 16 * 2
+    head = head_bytes(SMALL, 10, 2)
+    assert head == 3 * 4 * 10 * 32 + 4 * 32 * 8 + 2 * 10 * 8 * 2 == head_bytes(SMALL, 10, 2, trains=False) + 1024
+    backward = 2 * 24 * 2
+    assert update_bytes(SMALL, 10, 2, 4, checkpointing=False) == (10 * 3 * block + head, "in the head")
+    first = 4 * (SMALL.parameters - 32 * 8) + 10 * (backward + block)
+    assert update_bytes(SMALL, 10, 2, 4, checkpointing=True) == (first, "in the first layer")
+    wide = dataclasses.replace(SMALL, mlp=512, vocab=4)
+    last = 4 * 4 * 8 / 9**9 + 10**6 * (3 * 8 * 2 + 2 * 520 * 2 + block_bytes(wide, 2, 2))
+    found = update_bytes(wide, 10**6, 2, 2, checkpointing=True, ranks=9**9)
+    assert found == (pytest.approx(last), "in the last layer")
+    assert update_bytes(SMALL, 1, 2, 2, checkpointing=True, adapters=10**6)[0] > 4e6
+
+
+def test_state_is_shared_by_the_ranks_or_leaves_the_gpu():
+    alone, eight = planned(), planned(*RAY)
+    state = 12.0 * alone.shape.parameters
+    assert size(alone, "policy", "optimizer") == state and size(eight, "policy", "optimizer") == state / 8
+    half = planned(*RAY, "actor_rollout_ref.actor.fsdp_config.fsdp_size=2")
+    assert size(half, "policy", "optimizer") == state / 2
+    away = planned(*RAY, "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True")
+    assert away.host_bytes == state / 8 and not [p for p in away.parts if "optimizer" in p.what]
+
+
+def test_adapters_and_split_sequences_take_less():
+    whole, lora = planned(*RAY), planned(*RAY, "actor_rollout_ref.model.lora_rank=32")
+    shape = whole.shape
+    adapters = 28 * 32 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944))
+    assert shape.adapters(32) == adapters
+    assert size(lora, "policy", "optimizer") == (4.0 * shape.parameters + 8.0 * adapters) / 8
+    assert lora.checkpoint_bytes == 12.0 * adapters
+    longer = ("data.max_response_length=32256", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384")
+    split = (
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+        "actor_rollout_ref.model.use_remove_padding=True",
+    )
+    shared = planned(*RAY, *longer, *split)
+    assert "activations of 16384 tokens" in "".join(part.what for part in shared.parts)
+
+
+def test_the_cache_holds_what_is_left_beside_the_weights():
+    found = planned(*RAY, "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
+    shape, longest = found.shape, 1024
+    room = 0.5 * found.gpu.memory - shape.parameters  # two bytes a parameter, over two GPUs
+    assert size(found, "engine", "KV cache") == pytest.approx(room)
+    assert found.kv_sequences == int(room // (shape.kv_bytes(2) / 2 * longest))
+    more = planned(*RAY, "actor_rollout_ref.rollout.gpu_memory_utilization=0.8")
+    assert more.kv_sequences > found.kv_sequences
+
+
+def test_times_follow_their_formulas():
+    lengths = ("data.max_prompt_length=100", "data.max_response_length=400", "trainer.total_training_steps=10")
+    batches = ("data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=64")
+    found = planned(*RAY, *lengths, *batches, mean_length=300)
+    n = found.shape.layers * found.shape.block + found.shape.vocab * found.shape.hidden
+    forward = 2 * n + 2 * found.shape.layers * found.shape.q_size * 400
+    tokens = 64 * found.config.actor_rollout_ref.rollout.n * 400
+    assert found.trained_tokens == tokens
+    phases = dict(found.seconds)
+    assert phases["update"] == pytest.approx(tokens * forward * 4 / (8 * 989e12 * 0.35))
+    assert "old log-probs" not in phases
+    two = planned(*RAY, *lengths, "data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=32")
+    assert "old log-probs" in dict(two.seconds)
+    # a few sequences: decoding reads the weights once an iteration, as often as the longest answer is long
+    one = ("data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8")
+    few = planned(*RAY, *lengths, *one, mean_length=300)
+    engine_bytes = 2 * n / 2  # the default: two GPUs an engine
+    assert dict(few.seconds)["generate"] == pytest.approx(400 * engine_bytes / 3.35e12 / 0.5, rel=0.1)
+
+
+def test_dynamic_sampling_generates_more_than_it_trains():
+    arguments = ("data.max_response_length=8192", "trainer.total_training_steps=5")
+    kept, filtered = (
+        planned(*RAY, *arguments, f"algorithm.filter_groups.enable={on}", recipe="dapo", keep_rate=0.25)
+        for on in (False, True)
+    )
+    assert filtered.generated_tokens == 4 * kept.generated_tokens and filtered.trained_tokens == kept.trained_tokens
+
+
+SEARCH = (
+    *("data.max_start_length=2048", "data.max_prompt_length=4096", "data.max_response_length=500"),
+    *("data.max_obs_length=400", "max_turns=4"),
+    *("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16"),
+)
+
+
+def test_an_episode_generates_its_turns_and_trains_on_what_it_reads():
+    found = planned(*RAY, *SEARCH, recipe="search_r1")
+    n = found.config.actor_rollout_ref.rollout.n
+    assert found.generated_tokens == 16 * n * 3 * 250  # half of four searches, and the answer
+    assert found.trained_tokens == 16 * n * (256 + 3 * 250 + 2 * 400)
+    asked = planned(*RAY, *SEARCH, recipe="search_r1", turns=9, mean_length=100, observed_length=50)
+    assert asked.trained_tokens == 16 * n * (256 + 5 * 100 + 4 * 50)  # there are five turns at most
+    alone = planned(*RAY, *SEARCH, "do_search=False", recipe="search_r1")
+    assert alone.generated_tokens == 16 * n * 250 and alone.trained_tokens == 16 * n * (256 + 250)
+    # reading costs the prefill of what is read, once; the longest episode decodes every turn at its limit
+    blind = planned(*RAY, *SEARCH, recipe="search_r1", observed_length=0)
+    work = 2 * found.shape.matmul_parameters
+    few = dict(found.seconds)["generate"] - dict(blind.seconds)["generate"]
+    engines = 8 // found.config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    ranks = found.config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    prefill = work * 16 * n * 2 * 400 / engines / (ranks * 989e12) / 0.35
+    assert prefill < few < 1.5 * prefill  # and a longer cache to read, which is less
+    assert dict(found.seconds)["generate"] > 5 * 500 * 2 * found.shape.matmul_parameters / ranks / 3.35e12 / 0.5
+    assert "episodes of 3 turns of 250 tokens, 400 read after each, prompts of 256" in " ".join(plan.lines(found))
+
+
+def test_a_critic_updates_after_the_policy_and_each_role_is_offloaded_by_its_own_key():
+    found = planned(*RAY, recipe="ppo")
+    critic = [part for part in found.parts if part.role == "critic"]
+    assert [part.phase for part in critic] == ["always", "critic update", "critic update"]
+    assert "32768 tokens" in critic[2].what and not [
+        p for p in found.parts if p.role == "policy" and "critic" in p.phase
+    ]
+    assert any(line.startswith("memory, critic update") for line in plan.lines(found))
+    state = 12.0 * found.shape.critic_parameters / 8
+    away = planned(*RAY, "critic.model.fsdp_config.param_offload=True", recipe="ppo")
+    assert away.host_bytes == state and found.host_bytes == 0
+    large = planned(*RAY, "critic.ppo_max_token_len_per_gpu=262144", recipe="ppo")
+    assert not large.fits and "lower critic.ppo_max_token_len_per_gpu, at the least to 1024" in plan.advice(large)
+    assert found.phase_bytes("update") - away.phase_bytes("update") == pytest.approx(state)
+
+
+# --- advice ---
+
+
+def test_what_does_not_fit_says_which_knob_to_turn():
+    alone = planned(on="RTX4090")
+    assert not alone.fits
+    told = " ".join(plan.advice(alone))
+    assert "trainer.backend=ray" in told and "ppo_max_token_len_per_gpu" in told and "rollout.name=vllm" in told
+    every = "actor_rollout_ref.model.enable_gradient_checkpointing=False"
+    held = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16896"
+    long = planned("data.max_response_length=16384", every, held, *RAY)
+    assert "enable_gradient_checkpointing=True" in " ".join(plan.advice(long))
+    crowded = planned(*RAY, "actor_rollout_ref.rollout.gpu_memory_utilization=0.9", "trainer.n_gpus_per_node=2")
+    assert not crowded.fits and "gpu_memory_utilization" in " ".join(plan.advice(crowded))
+
+
+def test_following_the_advice_makes_it_fit():
+    one = (*RAY, "trainer.n_gpus_per_node=1", "actor_rollout_ref.rollout.tensor_model_parallel_size=1")
+    tight = planned(*one)
+    assert not tight.fits and "optimizer_offload=True" in plan.advice(tight)[0]
+    assert planned(*one, "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True").fits
+
+
+def test_disk_is_counted():
+    found = planned("trainer.total_training_steps=100", "trainer.save_freq=10")
+    assert (found.checkpoints, found.checkpoint_bytes) == (10, 12.0 * found.shape.parameters)
+    kept = planned("trainer.total_training_steps=100", "trainer.save_freq=10", "trainer.max_actor_ckpt_to_keep=2")
+    assert kept.checkpoints == 2 and planned("trainer.total_training_steps=100").checkpoints == 0
+    critic = planned("algorithm.adv_estimator=gae", recipe="ppo").checkpoint_bytes
+    assert critic == 12.0 * (found.shape.parameters + found.shape.critic_parameters)
+    assert "max_actor_ckpt_to_keep" in " ".join(plan.advice(dataclasses.replace(found, checkpoint_bytes=1e12)))
+
+
+# --- the command ---
+
+
+def test_the_error_of_the_measured_updates_stands_beside_the_estimate(tmp_path, monkeypatch):
+    errors = json.loads(plan.MEASURED.read_text())["errors"]
+    table = plan.MEASURED.with_suffix(".md").read_text()
+    assert all(f" {100 * error:+.0f} % |" in table for error in errors) and table.count(" % |") == len(errors)
+    (tmp_path / "some.json").write_text('{"errors": [-0.09, 0.111, 0.02]}')
+    monkeypatch.setattr(plan, "MEASURED", tmp_path / "some.json")
+    told = [line for line in plan.lines(planned(*RAY)) if "error of an update's estimate" in line]
+    assert told == ["  " + plan.checked()] and "-9% to +11% in 3 measured updates" in told[0]
+    monkeypatch.setattr(plan, "MEASURED", tmp_path / "none.json")
+    assert "not compared" in plan.checked()
+
+
+def test_the_command_says_whether_it_fits(capsys):
+    arguments = ["grpo", f"{MODEL}=Qwen/Qwen2.5-0.5B", "trainer.n_gpus_per_node=1"]
+    assert plan.main([*arguments, "--gpu", "H200"]) == 0
+    assert "fits on H200" in capsys.readouterr().out
+    assert plan.main([*arguments, "--gpu", "RTX4090", "data.max_response_length=4096"]) in (0, 1)
+    assert plan.main(["grpo", f"{MODEL}=Qwen/Qwen2.5-32B"]) == 1
+    assert "DOES NOT FIT" in capsys.readouterr().out
+    assert plan.main(["grpo", f"{MODEL}=nobody/nothing"]) == 2
+    assert plan.main(["search_r1", f"{MODEL}=Qwen/Qwen2.5-3B", "trainer.backend=ray", "max_turns=2"]) in (0, 1)
+    assert "episodes of 2 turns" in capsys.readouterr().out
+    assert plan.main(["grpo", "data.nope=1"]) == 2
+    assert "data.nope" in capsys.readouterr().err
+
+
+def test_a_dry_run_prints_the_plan(capsys, monkeypatch):
+    from core.command_line import prepare
+
+    monkeypatch.setenv("DRY_RUN", "1")
+    with pytest.raises(SystemExit):
+        prepare("grpo", [f"{MODEL}=Qwen/Qwen2.5-7B"])
+    out = capsys.readouterr().out
+    assert "plan (python -m core.plan grpo --gpu NAME" in out and "7.62e9 parameters on 1 x H100" in out
+    with pytest.raises(SystemExit):
+        prepare("grpo", [f"{MODEL}=./outputs/nothing", "--"])
+    assert plan.shown(compose("grpo", [f"{MODEL}=nobody/nothing"]))[0].startswith("none: the shape of nobody/nothing")
+    assert plan.shown(compose("grpo", ["trainer.val_only=True"]))[0].startswith("none: a plan is of training")

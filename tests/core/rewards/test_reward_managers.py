@@ -1,0 +1,273 @@
+"""Reward managers other than the plain pool: batch, a user's own, and verdicts in waves."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from core.config.schema import CustomRewardFunctionConfig, RewardModelConfig, RewardModuleConfig
+from core.engines import SampleRequest, SamplingParams
+from core.engines.hf import HFEngine
+from core.errors import InputError
+from core.rewards import RewardLayer
+from core.rewards.examine import examined
+from core.rewards.grading import Job
+from core.rewards.managers import InWaves
+from core.rollout.collect import CollectLimits, CollectState, collect
+from core.types import Prompt, ScoredGroup
+from reward_scores.score import Score, ScoreStatus
+from tests.tiny import tiny_model, tiny_tokenizer
+
+
+@pytest.fixture
+def make_layer():
+    layers = []
+
+    def make(path=None, **reward_model):
+        reward = RewardModelConfig(**{"num_workers": 1, "memory_limit_mb": 512, **reward_model})
+
+        class Both:
+            reward_model = reward
+            custom_reward_function = CustomRewardFunctionConfig(path=path)
+
+        layers.append(RewardLayer(Both))
+        return layers[-1]
+
+    yield make
+    for layer in layers:
+        layer.close()
+
+
+def grade(layer, responses):
+    async def everything():
+        return await asyncio.gather(*(layer.executor.run(Job("tests/x", text, "b", {})) for text in responses))
+
+    return asyncio.run(everything())
+
+
+# --- batch ---
+
+LISTS = """
+    import asyncio, os
+    def compute_score(data_sources, solution_strs, ground_truths, extra_infos):
+        assert set(data_sources) == {"tests/x"} and set(ground_truths) == {"b"} and not any(extra_infos)
+        if "bomb" in solution_strs:
+            os._exit(3)
+        if "short" in solution_strs:
+            return [1.0] * (len(solution_strs) - 1)
+        return [{"score": text == gold, "size": len(solution_strs)} for text, gold in zip(solution_strs, ground_truths)]
+    async def later(**lists):
+        await asyncio.sleep(0)
+        return compute_score(**lists)
+"""
+
+
+def test_batch_calls_with_lists_of_what_waits(make_layer, write):
+    scores = grade(make_layer(write(LISTS), reward_manager="batch"), ["a", "b", "a", "b"])
+    assert [score.value for score in scores] == [0.0, 1.0, 0.0, 1.0]
+    assert [score.parts["size"] for score in scores] == [4.0] * 4
+
+
+def test_what_arrives_during_a_call_goes_into_the_next(make_layer, write):
+    layer = make_layer(
+        write(
+            LISTS.replace("def compute_score", "import time\n    def compute_score").replace(
+                '        if "bomb"', '        time.sleep(0.3)\n        if "bomb"'
+            )
+        ),
+        reward_manager="batch",
+    )
+
+    async def two_rounds():
+        first = asyncio.ensure_future(layer.executor.run(Job("tests/x", "b", "b", {})))
+        for _ in range(3):  # turns in which the first one leaves
+            await asyncio.sleep(0)
+        rest = [layer.executor.run(Job("tests/x", text, "b", {})) for text in "abb"]
+        return [await first, *await asyncio.gather(*rest)]
+
+    assert [score.parts["size"] for score in asyncio.run(two_rounds())] == [1, 3, 3, 3]
+
+
+@pytest.mark.parametrize("bad", ["bomb", "short"])
+def test_a_bad_answer_in_a_batch_costs_its_own_verdict_only(make_layer, write, bad):
+    results = grade(make_layer(write(LISTS), reward_manager="batch"), ["a", bad, "b"])
+    assert [result.status.value for result in results] == ["wrong", "crash", "ok"]
+    assert "0 results for 1 answers" in results[1].detail or "status 3" in results[1].detail
+
+
+def test_an_asynchronous_batch_function(make_layer, write):
+    layer = make_layer(
+        write(LISTS + "\n    compute_score, compute_score_ = later, compute_score"), reward_manager="batch"
+    )
+    assert grade(layer, ["x"])[0].status is ScoreStatus.CRASH  # it calls itself for ever: a status like any other
+    body = LISTS.replace("def compute_score", "def inner").replace("return compute_score(**", "return inner(**")
+    layer = make_layer(
+        write(body.replace("async def later", "async def compute_score"), "b.py"), reward_manager="batch"
+    )
+    assert [score.value for score in grade(layer, ["a", "b"])] == [0.0, 1.0]
+
+
+def test_batch_wants_a_function_that_takes_lists(make_layer, write):
+    one = write("def compute_score(data_source, solution_str, ground_truth, extra_info): return 1")
+    with pytest.raises(InputError, match="compute_score.data_sources, solution_strs, ground_truths, extra_infos"):
+        make_layer(one, reward_manager="batch")
+    with pytest.raises(InputError, match="compute_score.data_source, solution_str"):
+        make_layer(write(LISTS, "lists.py"), reward_manager="prime")
+
+
+# --- a user's own ---
+
+OWN = """
+    from core.rewards.grading import InProcess
+    class Halved:
+        def __init__(self, reward_model, grader):
+            self.inner, self.timeout_s = InProcess(grader), reward_model.timeout_s
+        async def run(self, job):
+            if job.response == "raise":
+                raise KeyError("mine")
+            if job.response == "dict":
+                return {"score": 0.25, "acc": 1}
+            return (await self.inner.run(job)).value / 2
+        def close(self):
+            self.closed = True
+    class Lacking:
+        def __init__(self, *_): pass
+        def run(self, job): pass
+    def broken(*_):
+        raise ValueError("at start")
+"""
+
+
+def test_a_users_own_manager(make_layer, write):
+    path = write("def compute_score(solution_str, ground_truth, **rest): return solution_str == ground_truth", "f.py")
+    layer = make_layer(path, source="importlib", module=RewardModuleConfig(write(OWN), "Halved"))
+    half, given, raised = grade(layer, ["b", "dict", "raise"])
+    assert (half.value, given.value, given.acc) == (0.5, 0.25, 1.0)
+    assert raised.status is ScoreStatus.CRASH and "KeyError: 'mine'" in raised.detail
+    layer.close()
+    assert layer.executor.manager.closed
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Lacking", "has no close"),
+        ("broken", "ValueError: at start"),
+        ("Nobody", "has no 'Nobody'.*Halved"),
+        (None, ""),
+    ],
+)
+def test_a_users_manager_that_cannot_work(make_layer, write, name, says):
+    with pytest.raises(InputError, match=f"(?s)reward_model.module.*{says}"):
+        make_layer(source="importlib", module=RewardModuleConfig(write(OWN), name))
+
+
+# --- waves ---
+
+
+class Slow:
+    """Verdicts that take a random number of the event loop's turns: some of them several steps of the engine."""
+
+    def __init__(self, seed):
+        self.random = random.Random(seed)
+
+    async def run(self, job):
+        for _ in range(self.random.choice((1, 2, 4, 8))):
+            await asyncio.sleep(0)
+        if job.response == "raise":
+            raise KeyError("inner")
+        return Score(float(job.response))
+
+    def close(self):
+        pass
+
+
+def test_a_wave_is_handed_out_together_and_in_order():
+    waves = InWaves(Slow(0))
+
+    async def watch():
+        order = []
+
+        async def one(number):
+            result = await waves.run(Job("x", str(number), None, {}))
+            assert waves._open == 0  # the last one's verdict is there
+            order.append((number, result.value))
+
+        tasks = [asyncio.ensure_future(one(number)) for number in range(20)]
+        await asyncio.sleep(0)
+        tasks[3].cancel()
+        assert await waves.settled()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert not await waves.settled()
+        return order
+
+    assert asyncio.run(watch()) == [(number, float(number)) for number in range(20) if number != 3]
+
+
+def test_an_error_passes_through_a_wave():
+    waves = InWaves(Slow(0))
+
+    async def watch():
+        return await asyncio.gather(
+            *(waves.run(Job("x", text, None, {})) for text in ("1", "raise")), return_exceptions=True
+        )
+
+    one, error = asyncio.run(watch())
+    assert one.value == 1.0 and isinstance(error, KeyError)
+
+
+def decoded_together(seed: int, in_waves: bool, waits: bool = True) -> list[tuple[int, ...]]:
+    """Which samples (by seed) each step of the engine decoded, under verdicts that take their time."""
+    engine = HFEngine(tiny_model("llama", hidden_size=16, intermediate_size=16), tiny_tokenizer(), adopt=True)
+    executor = InWaves(Slow(seed)) if in_waves else Slow(seed)
+    engine.before_step = executor.settled if in_waves and waits else None
+    steps, step = [], engine._batch.step
+
+    def watched():
+        steps.append(tuple(row.request.seed for row in engine._batch.rows))
+        return step()
+
+    engine._batch.step = watched
+
+    async def roll(ordinal):
+        prompt = Prompt(ordinal, f"q{ordinal}", (1, 2, 3 + ordinal % 50), (), None, "x")
+
+        async def one(sample):
+            sampling = SamplingParams(max_tokens=2 + (ordinal * 7 + sample * 3) % 31, ignore_eos=True)
+            trajectory = await engine.sample(SampleRequest(prompt.token_ids, sampling, 10 * ordinal + sample))
+            return trajectory, await executor.run(Job("x", str(int(trajectory.response_ids[-1]) % 2), None, {}))
+
+        trajectories, scores = zip(*await asyncio.gather(*map(one, range(2))), strict=True)
+        return ScoredGroup(prompt, trajectories, scores)
+
+    def mixed(group):
+        return len({score.value for score in group.scores}) > 1
+
+    asyncio.run(collect(roll, mixed, CollectState(keep_rate=0.5), CollectLimits(6, 8, 1000)))
+    return steps
+
+
+def test_filtered_collecting_decodes_the_same_samples_together_however_long_verdicts_take():
+    first, *others = (decoded_together(seed, in_waves=True) for seed in range(4))
+    assert len(first) > 20 and all(first == other for other in others)
+
+
+def test_without_waves_they_would_differ():
+    assert decoded_together(1, in_waves=False) != decoded_together(2, in_waves=False)
+    assert decoded_together(1, in_waves=True, waits=False) != decoded_together(2, in_waves=True, waits=False)
+
+
+# --- samples in full ---
+
+
+def test_examined_answers_are_the_first_of_each_source():
+    rows = [
+        {"data_source": source, "input": f"q{i}", "output": "o", "gts": "g", "score": 0.5}
+        for i, source in enumerate("aabb")
+    ]
+    text = examined(rows, 1)
+    assert text.splitlines()[:4] == ["[prompt] q0", "[response] o", "[ground_truth] g", "[score] 0.5"]
+    assert text.count("[prompt]") == 2 and "[prompt] q2" in text
+    assert examined(rows, 0) == "" and examined([], 3) == ""

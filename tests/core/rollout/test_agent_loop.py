@@ -1,0 +1,366 @@
+"""Episodes: one stream of ids with a mask, seeds a turn, budgets, tools that hold nobody up, exact replays."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core.config import compose
+from core.data.seeds import sampling_seed
+from core.engines import SamplingParams
+from core.errors import InputError
+from core.rewards.layer import rollout_facts
+from core.rollout.agent_loop import AgentLoop, Episode, Limits, ToolCalls, make_agent_loop
+from core.types import Prompt, Stop
+from tests.faults.kill_and_resume import AtPoint, compare_runs, run_uninterrupted, run_with_kills
+from tests.faults.tiny_run import command, prepare
+from tests.scripted_engine import LOGPROB, ScriptedEngine
+from tests.tiny import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+ASK = ("</ask>",)
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def prompt(text: str = "Q: ", ordinal: int = 3) -> Prompt:
+    return Prompt(ordinal, f"q{ordinal}", tuple(ids(text)), ({"role": "user", "content": text},), "a", "test")
+
+
+def episode(engine, response: int = 100, turn: int = 100, index: int = 0, ordinal: int = 3, calls=None) -> Episode:
+    return Episode(
+        prompt(ordinal=ordinal),
+        index,
+        SamplingParams(max_tokens=999),
+        Limits(response, turn),
+        engine=engine,
+        tokenizer=TOKENIZER,
+        run_seed=1,
+        calls=calls,
+    )
+
+
+def scripted(*turns: str) -> ScriptedEngine:
+    """Answers the n-th request with the n-th text."""
+    left = list(turns)
+    return ScriptedEngine(TOKENIZER, lambda request: left.pop(0))
+
+
+async def said(text: str) -> str:
+    return text
+
+
+# --- the stream ---
+
+
+async def two_turns(e: Episode) -> None:
+    turn = await e.turn(stop=ASK)
+    assert turn.text == "so <ask>x</ask>" and turn.stop is Stop.STOP_STRING
+    answer = await e.call(lambda: said("<eos> it is 4"))
+    assert e.add(f"[{answer}]")
+    assert (await e.turn(stop=ASK)).stop is Stop.EOS
+
+
+def test_an_episode_is_one_stream_of_what_was_sampled_and_what_was_added():
+    engine = scripted("so <ask>x</ask> and more", "4")
+    e = episode(engine)
+    asyncio.run(two_turns(e))
+    t = e.trajectory()
+    first, added, second = ids("so <ask>x</ask>"), [*map(ids, "[<eos> it is 4]")], [*ids("4"), 1]
+    added = [one for (one,) in added]  # character by character: what looks like a special token stays text
+    assert t.response_ids.tolist() == first + added + second
+    assert t.response_mask.tolist() == [True] * len(first) + [False] * len(added) + [True] * 2
+    assert t.logprobs.tolist() == [LOGPROB] * len(first) + [0.0] * len(added) + [LOGPROB] * 2
+    assert [(s.role, s.text) for s in t.segments] == [
+        ("policy", "so <ask>x</ask>"),
+        ("tool", "[<eos> it is 4]"),
+        ("policy", "4"),
+    ]
+    assert t.response_text == "so <ask>x</ask>4"
+    assert (t.turns, t.tool_calls, t.stop, t.truncated) == (2, 1, Stop.EOS, False)
+    assert [r.request.prompt_ids for r in engine.records] == [
+        tuple(ids("Q: ")),
+        (*ids("Q: "), *first, *added),
+    ]
+
+
+def test_special_tokens_are_read_again_by_others_after_text_was_encoded_without_them():
+    e = episode(scripted())
+    assert len(e.encode("<eos>")) == 5 and TOKENIZER.encode("<eos>", add_special_tokens=False) == [1]
+
+
+def test_turns_and_tool_calls_reach_the_scorer():
+    e = episode(scripted("so <ask>x</ask>", "4"))
+    asyncio.run(two_turns(e))
+    facts = rollout_facts(e.trajectory())
+    assert (facts["num_turns"], facts["num_tool_calls"]) == (2, 1)
+    assert [s["role"] for s in facts["segments"]] == ["policy", "tool", "policy"]
+
+
+def test_each_turn_has_its_own_seed_and_the_first_one_is_that_of_a_single_turn():
+    engine = scripted("so <ask>x</ask>", "4")
+    e = episode(engine, index=5)
+    asyncio.run(two_turns(e))
+    assert [r.request.seed for r in engine.records] == [sampling_seed(1, 3, 5, 0), sampling_seed(1, 3, 5, 1)]
+    assert e.trajectory().seed == sampling_seed(1, 3, 5)
+
+
+def test_the_policy_version_is_the_oldest_of_the_turns():
+    engine = scripted("a", "b")
+    e = episode(engine)
+
+    async def over_an_update() -> None:
+        await e.turn()
+        engine.update_weights((), 7)
+        await e.turn()
+
+    asyncio.run(over_an_update())
+    assert e.trajectory().policy_version == 0
+
+
+def test_the_role_policy_cannot_be_claimed():
+    e = episode(scripted("a"))
+    with pytest.raises(ValueError, match="sampled"):
+        e.add("<answer>x</answer>", role="policy")
+
+
+def test_an_episode_without_a_turn_is_an_error():
+    with pytest.raises(RuntimeError, match="wrote nothing"):
+        episode(scripted()).trajectory()
+
+
+# --- limits ---
+
+
+def test_a_turn_is_cut_at_its_own_limit_and_the_episode_goes_on():
+    engine = scripted("abcdefgh", "ij")
+    e = episode(engine, response=20, turn=5)
+
+    async def play() -> None:
+        assert (await e.turn()).stop is Stop.LENGTH
+        assert not e.over and e.left == 15
+        assert (await e.turn()).stop is Stop.EOS
+
+    asyncio.run(play())
+    assert not e.trajectory().truncated
+    assert [r.request.sampling.max_tokens for r in engine.records] == [5, 5]
+
+
+def test_what_does_not_fit_is_not_added_at_all_and_ends_the_episode_as_truncated():
+    e = episode(scripted("abc"), response=10)
+
+    async def play() -> None:
+        await e.turn()
+        assert e.left == 6
+        assert not e.add("123456")  # it would leave the policy no token
+        assert e.over
+        with pytest.raises(RuntimeError, match="no room"):
+            await e.turn()
+
+    asyncio.run(play())
+    t = e.trajectory()
+    assert t.truncated and t.response_ids.tolist() == [*ids("abc"), 1]
+
+
+class Recorded:
+    """An engine that keeps what it gave."""
+
+    def __init__(self, engine):
+        self.engine, self.gave = engine, []
+
+    async def sample(self, request):
+        self.gave.append(await self.engine.sample(request))
+        return self.gave[-1]
+
+
+class Chatter(AgentLoop):
+    """Writes and is answered until nothing has room or no answer is left."""
+
+    def __init__(self, answers):
+        self.answers = list(answers)
+
+    async def run(self, e: Episode) -> None:
+        while not e.over:
+            await e.turn()
+            if not self.answers or not e.add(self.answers.pop(0)):
+                return
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    response=st.integers(1, 40),
+    turn=st.integers(1, 12),
+    turns=st.lists(st.text("abc", min_size=1, max_size=9), min_size=45, max_size=45),
+    answers=st.lists(st.text("xyz", min_size=1, max_size=9), max_size=12),
+)
+def test_no_limit_is_ever_passed_and_every_id_is_where_it_was_sampled(response, turn, turns, answers):
+    engine = Recorded(scripted(*turns))
+    e = episode(engine, response, turn)
+    asyncio.run(Chatter(answers).run(e))
+    t = e.trajectory()
+    assert 1 <= len(t.response_ids) <= response
+    assert all(len(gave.response_ids) <= turn for gave in engine.gave)
+    sampled = np.concatenate([gave.response_ids for gave in engine.gave])
+    assert t.response_ids[t.response_mask].tolist() == sampled.tolist()
+    added = "".join(segment.text for segment in t.segments if segment.role == "tool")
+    assert TOKENIZER.decode(t.response_ids[~t.response_mask]) == added
+
+
+# --- tools ---
+
+
+def test_an_episode_that_waits_for_a_tool_holds_no_other():
+    """The first one's tool answers only once all the others are done."""
+    engine = ScriptedEngine(TOKENIZER, lambda request: "<ask>x</ask>" if request.prompt_ids[-1] == ids(" ")[0] else "4")
+    others_done = asyncio.Event()
+
+    async def play(e: Episode, slow: bool) -> None:
+        await e.turn(stop=ASK)
+        await e.call(others_done.wait if slow else lambda: said("y"))
+        e.add("y")
+        await e.turn()
+
+    async def main() -> None:
+        episodes = [episode(engine, ordinal=n) for n in range(8)]
+        slow = asyncio.ensure_future(play(episodes[0], True))
+        await asyncio.wait_for(asyncio.gather(*(play(e, False) for e in episodes[1:])), 30)
+        assert not slow.done()
+        others_done.set()
+        await asyncio.wait_for(slow, 30)
+
+    asyncio.run(main())
+
+
+def test_a_tool_that_takes_too_long_is_a_timeout_and_counts_as_a_call():
+    e = episode(scripted("a"))
+
+    async def play() -> None:
+        await e.turn()
+        with pytest.raises(TimeoutError):
+            await e.call(asyncio.Event().wait, timeout_s=0.01)
+
+    asyncio.run(play())
+    assert e.trajectory().tool_calls == 1
+
+
+def test_in_waves_answers_come_together_in_the_order_of_the_calls():
+    calls, order = ToolCalls(), []
+    settled = calls.in_waves()
+
+    async def ask(name: str, turns: int) -> None:
+        async def job() -> str:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            order.append(f"answered {name}")
+            return name
+
+        order.append(f"got {await calls(job)}")
+
+    async def main() -> None:
+        tasks = [asyncio.ensure_future(ask(name, turns)) for name, turns in (("slow", 9), ("fast", 1), ("middle", 4))]
+        await asyncio.sleep(0)
+        assert await settled()
+        await asyncio.gather(*tasks)
+        assert not await settled()
+
+    asyncio.run(main())
+    assert order[:3] == ["answered fast", "answered middle", "answered slow"]
+    assert order[3:] == ["got slow", "got fast", "got middle"]
+
+
+# --- the loop as it is configured ---
+
+
+def config(*overrides: str):
+    return compose("grpo", overrides)
+
+
+def test_without_a_loop_a_trajectory_is_one_turn():
+    assert make_agent_loop(config(), TOKENIZER) is None
+
+
+LOOP = """
+import asyncio
+
+from core.rollout.agent_loop import AgentLoop
+
+
+class Parrot(AgentLoop):
+    \"\"\"Three turns of two tokens; the tool repeats each in capitals, after a pause.\"\"\"
+
+    async def run(self, episode):
+        for _ in range(3):
+            turn = await episode.turn(max_tokens=2)
+
+            async def job():
+                await asyncio.sleep(PAUSE())
+                return turn.text.upper()
+
+            if not episode.add(f"[{await episode.call(job)}]"):
+                return
+        await episode.turn()
+
+    def metrics(self):
+        return {"agent/parrots": 1.0}
+"""
+
+
+def parrot(folder: Path, pause: str = "lambda: 0", name: str = "parrot.py") -> str:
+    path = folder / name
+    path.write_text(f"import random\n\nPAUSE = {pause}\n{LOOP}")
+    return f"{ROLLOUT}.agent_loop={path}:Parrot"
+
+
+def test_a_loop_of_ones_own_is_a_class_by_its_path(tmp_path):
+    assert type(make_agent_loop(config(parrot(tmp_path)), TOKENIZER)).__name__ == "Parrot"
+    for spec, said in (
+        ("nowhere.at.all:Loop", "no module 'nowhere'"),
+        (f"{tmp_path}/parrot.py:Missing", "has no 'Missing'"),
+        ("core.rollout.agent_loop:Turn", "Turn"),
+    ):
+        with pytest.raises((InputError, TypeError), match=said):
+            make_agent_loop(config(f"{ROLLOUT}.agent_loop={spec}"), TOKENIZER)
+
+
+# --- with a model ---
+
+
+def trained(folder: Path, *overrides: str):
+    return command(folder, "grpo", 4, "data.max_response_length=24", *overrides)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("parrot")
+    prepare(folder)
+    return folder
+
+
+def test_a_run_with_a_tool_is_resumed_to_the_bit(files, tmp_path):
+    """Killed in the middle and resumed: weights and metrics of the uninterrupted run, tool calls among them."""
+    make = trained(files, parrot(files))
+    whole = run_uninterrupted(make, tmp_path / "whole")
+    killed = run_with_kills(make, tmp_path / "killed", [AtPoint("update", 3)], random.Random(0))
+    assert len(killed.landed) == 1
+    assert compare_runs(whole.folder, killed.folder) == []
+    last = json.loads((whole.folder / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["num_turns/max"] == 4 and last["tool_call_counts/mean"] > 2 and last["agent/parrots"] == 1
+    assert last["rollout_corr/logp_diff_max"] < 1e-4  # the learner reads the very tokens that were sampled
+
+
+def test_a_run_with_a_slow_tool_repeats_to_the_bit_where_that_is_asked(files, tmp_path):
+    slow = parrot(files, "lambda: random.SystemRandom().random() / 100", "slow.py")
+    make = trained(files, slow, f"{ROLLOUT}.multi_turn.repeatable=True", "trainer.test_freq=-1")
+    for name in ("one", "two"):
+        run_uninterrupted(make, tmp_path / name)
+    assert compare_runs(tmp_path / "one", tmp_path / "two") == []

@@ -1,0 +1,344 @@
+"""One step off-policy: the next collection behind the update, the same outcome whatever the timing, nothing lost."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import math
+import random
+import shutil
+import threading
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.core.test_collect import Rollouts, group
+
+from core.config import examine
+from core.data.seeds import derive_seed, sampling_seed
+from core.engines import SampleRequest, SamplingParams
+from core.rollout.background import Background
+from core.rollout.collect import CollectLimits, CollectState, collect, collect_ahead, fresh_enough
+from core.types import Dropped, Prompt, ScoredGroup
+from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer
+from recipes.dapo.main_dapo import HOOKS
+from results.reporting.run_reader import load_run
+from reward_scores.score import Score
+from tests.core.scripted_run import ScriptedWorkers, configured, prepare, scripted
+from tests.scripted_engine import ScriptedEngine, random_latency
+
+P, STEPS = 4, 7
+STALE = ("trainer.max_staleness=1", "algorithm.rollout_correction.rollout_is=token")
+
+
+def passes(ordinal: int, version: int, share: float) -> bool:
+    return random.Random(f"{version}/{ordinal}").random() < share
+
+
+def expected(steps: int, share: float, wanted: int = P):
+    """(ordinal, version) of every group of every step, written out without a clock: as many ordinals as the last step
+    went through, and a tenth, belong to the policy before last, the others to the last one."""
+    return written_out(steps, lambda ordinal, version: passes(ordinal, version, share), wanted)
+
+
+def written_out(steps: int, passing, wanted: int = P):
+    first, window, trained = 0, 0, []
+    for step in range(1, steps + 1):
+        chosen, ordinal = [], first
+        while len(chosen) < wanted:
+            version = step - 2 if ordinal < first + window else step - 1
+            if passing(ordinal, version):
+                chosen.append((ordinal, version))
+            ordinal += 1
+        trained.append(chosen)
+        window = ordinal - first
+        window += math.ceil(window / 10) if window > wanted else 0
+        first = ordinal
+    return trained
+
+
+def keep(share):
+    return lambda g: passes(g.prompt.ordinal, g.version, share)
+
+
+async def two_phases(rollouts, keep_group, state, limits):
+    """A step's collection, then the next one's with the same policy, on one event loop."""
+    collected = await collect(rollouts, keep_group, state, limits, ahead=True)
+    return collected, await collect_ahead(rollouts, keep_group, collected, limits)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    timing=st.integers(0, 10**6),
+    share=st.floats(0.2, 1.0),
+    in_flight=st.integers(1, 20),
+    stop_after=st.integers(0, STEPS),
+)
+def test_ordinals_and_their_versions_do_not_depend_on_timing(timing, share, in_flight, stop_after):
+    """Verdicts depend on the policy here, so a sample of another version than expected would change what is trained."""
+    state, trained, begun = CollectState(), [], []
+    limits = CollectLimits(P, in_flight, 10_000)
+    for step in range(1, STEPS + 1):
+        rollouts = Rollouts(timing + step, version=step - 1, longest=60)
+        fresh = fresh_enough(state, step - 2)
+        assert set(fresh.carried) == set(state.carried)  # nothing was drawn too early
+        start = state.next_ordinal
+        collected, state = asyncio.run(two_phases(rollouts, keep(share), fresh, limits))
+        trained.append([(g.prompt.ordinal, g.version) for g in collected.groups])
+        assert all(g.version >= step - 2 for g in collected.groups)
+        assert rollouts.most_in_flight <= in_flight
+        begun.append(rollouts.begun)
+        assert list(state.carried) == list(collected.window)
+        assert state.next_ordinal == collected.window.start >= start + P and len(collected.window) >= P
+        assert {verdict.version for verdict in state.carried.values()} == {step - 1}
+        if step == stop_after:  # killed and resumed: only the state is left
+            state = CollectState(state.next_ordinal, state.keep_rate, dict(state.carried))
+    assert trained == expected(STEPS, share)
+    assert all(len(one) == len(set(one)) for one in begun)
+
+
+def test_a_sample_that_the_next_step_wants_is_not_aborted():
+    async def roll(ordinal):
+        for _ in range(200 if ordinal == 4 else 2):
+            await asyncio.sleep(0)
+        return group(ordinal)
+
+    limits, begun = CollectLimits(4, 9, 100), []
+
+    async def counted(ordinal):
+        begun.append(ordinal)
+        return await roll(ordinal)
+
+    state = CollectState(keep_rate=0.4)  # overdraws: five and more are begun for four
+    collected, after = asyncio.run(two_phases(counted, lambda g: True, state, limits))
+    assert 4 in collected.in_flight.values()
+    assert list(after.carried) == [4, 5, 6, 7] and begun.count(4) == 1
+    assert collected.metrics["collect/wasted_tokens"] == 3 * sum(ordinal > 7 for ordinal in begun) > 0
+
+
+@dataclass
+class Spent:
+    """Tokens that an engine decoded in a run of the collector, and those whose verdicts decided something."""
+
+    decoded: float
+    useful: float
+
+    @property
+    def wasted(self) -> float:
+        return self.decoded - self.useful
+
+
+def spent(staleness: int, steps: int = 25, wanted: int = 8, in_flight: int = 24) -> Spent:
+    """One sample a prompt, one token a second, lengths with a long tail, half of the groups pass."""
+
+    def tokens(ordinal: int) -> int:
+        return min(2000, int(random.Random(f"length {ordinal}").lognormvariate(5, 1)) + 1)
+
+    engine = ScriptedEngine(None, lambda request: [7] * tokens(request.seed))
+    limits, useful = CollectLimits(wanted, in_flight, 10_000), 0
+
+    async def roll(ordinal: int):
+        request = SampleRequest((1, 2), SamplingParams(4000), ordinal)
+        trajectory = await engine.sample(request)
+        return ScoredGroup(Prompt(ordinal, "q", (1, 2), (), "a", "test"), (trajectory,), (Score(1.0),))
+
+    state = CollectState(keep_rate=0.5)
+    with asyncio.Runner() as runner:
+        for step in range(1, steps + 1):
+            fresh = fresh_enough(state, step - 1 - staleness)
+            collected = runner.run(collect(roll, keep(0.5), fresh, limits, ahead=staleness > 0))
+            useful += sum(map(tokens, range(state.next_ordinal, collected.state.next_ordinal)))
+            state = collected.state
+            if staleness:
+                state = runner.run(collect_ahead(roll, keep(0.5), collected, limits))
+            engine.update_weights([], step)
+    useful += sum(verdict.tokens for verdict in state.carried.values()) if staleness else 0
+    return Spent(sum(record.end - record.start for record in engine.records), useful)
+
+
+def test_a_step_of_staleness_wastes_fewer_tokens():
+    on_policy, stale = spent(0), spent(1)
+    assert on_policy.wasted > 0 and stale.wasted >= 0
+    assert on_policy.wasted / on_policy.useful > stale.wasted / stale.useful
+
+
+def test_a_verdict_of_an_old_policy_does_not_stay():
+    """A group that policy 1 dropped must be drawn again by policy 3, as a group that it kept must."""
+    state = CollectState(4, 1.0, {4: Dropped(1, 3), 5: group(5, version=1), 6: Dropped(2, 3), 7: group(7, version=2)})
+    assert list(fresh_enough(state, 2).carried) == [6, 7]
+    assert list(fresh_enough(state, 1).carried) == [4, 5, 6, 7]
+    assert not fresh_enough(state, 3).carried
+
+
+# --- the trainer ---
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return prepare(tmp_path_factory.mktemp("overlap"))
+
+
+class Overlapping(ScriptedWorkers):
+    """Another thread collects meanwhile; the update waits until it has begun to."""
+
+    overlaps = True
+
+    def update_actor(self, batch, lr_multiplier):
+        self.threads_seen.append(sum(thread.name.startswith("ahead") for thread in threading.enumerate()))
+        return super().update_actor(batch, lr_multiplier)
+
+
+class Trainer(scripted(RayDAPOTrainer)):
+    overlapping = False
+
+    def make_workers(self):
+        workers = super().make_workers()
+        if self.overlapping:
+            workers.__class__, workers.threads_seen = Overlapping, []
+        return workers
+
+    def complete_step(self, groups_P, batch, metrics):
+        self.details = [*getattr(self, "details", []), [(g.prompt.ordinal, g.version) for g in groups_P]]
+        super().complete_step(groups_P, batch, metrics)
+
+
+def answers(request, version):
+    """0 or 1, another one from every policy: about half of the groups of two pass."""
+    return str(derive_seed("answer", request.seed, version) % 2)
+
+
+def mixed(ordinal: int, version: int) -> bool:
+    seeds = [sampling_seed(1, ordinal, index) for index in range(2)]
+    return len({derive_seed("answer", seed, version) % 2 for seed in seeds}) == 2
+
+
+def fit(folder, name, *overrides, timing=0, overlapping=False, steps=STEPS):
+    config = configured(
+        folder, name, "algorithm.filter_groups.enable=True", "data.gen_batch_size=6", "trainer.save_freq=1",
+        "reward_model.overlong_buffer.enable=False", *overrides, steps=steps, recipe="dapo", hooks=HOOKS,
+    )  # fmt: skip
+    run = Trainer(config, answers, random_latency(timing))
+    run.overlapping = overlapping
+    run.init_workers()
+    run.fit()
+    return run
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_a_run_trains_the_same_whatever_the_timing_and_wherever_it_collects(folder, overlapping):
+    runs = [fit(folder, f"t{overlapping}{timing}", *STALE, timing=timing, overlapping=overlapping) for timing in (1, 2)]
+    for run in runs:
+        assert run.details == written_out(STEPS, mixed)
+        if overlapping:
+            assert run.workers.threads_seen == [1] * (STEPS - 1) + [0]  # the last step has none to look ahead for
+    ages = [step - 1 - version for step, one in enumerate(runs[0].details, start=1) for _, version in one]
+    assert set(ages) == {0, 1}
+    rows = load_run(runs[0].run_dir).metrics
+    assert all(("timing_s/wait_ahead" in row) == (overlapping and row["step"] < STEPS) for row in rows)
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    return fit(folder, "whole", *STALE)
+
+
+@pytest.mark.parametrize("killed_after", [1, 3, 6])
+def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(folder, whole, killed_after):
+    part = folder / f"part{killed_after}"
+    shutil.copytree(whole.run_dir, part)
+    for step in range(killed_after + 1, STEPS + 1):  # what a process killed in the next step leaves
+        shutil.rmtree(part / f"global_step_{step}")
+    (part / "latest_checkpointed_iteration.txt").write_text(str(killed_after))
+    again = fit(folder, part.name, *STALE, timing=5)
+    assert whole.details[killed_after:] == again.details
+
+
+def test_on_policy_nothing_is_collected_ahead(folder):
+    run = fit(folder, "on-policy")
+    assert all(step - 1 == version for step, one in enumerate(run.details, start=1) for _, version in one)
+    assert not run.collect_state.carried and "timing_s/gen_ahead" not in load_run(run.run_dir).metrics[0]
+
+
+def test_a_fault_in_the_update_ends_the_collection_too(folder):
+    def report(step):
+        if step == 2:
+            raise RuntimeError("a learner died")
+        return {}
+
+    config = configured(folder, "fault", *STALE)
+    run = scripted()(config, lambda request, version: "1", random_latency(0), report)
+    run.init_workers()
+    run.workers.overlaps = True
+    with pytest.raises(RuntimeError, match="a learner died"):
+        run.fit()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ahead")]
+
+
+def test_a_fault_in_the_collection_surfaces_after_the_update(folder):
+    def respond(request, version):
+        if version == 1:
+            raise RuntimeError("an engine died")
+        return "1"
+
+    run = scripted()(configured(folder, "fault2", *STALE), respond, random_latency(0)).init_workers()
+    run.workers.overlaps = True
+    with pytest.raises(RuntimeError, match="an engine died"):
+        run.fit()
+    assert run.step == 1
+
+
+def test_background_work_runs_beside_and_can_be_given_up():
+    with asyncio.Runner() as runner:
+        begun, released = threading.Event(), threading.Event()
+
+        async def work():
+            begun.set()
+            while not released.is_set():
+                await asyncio.sleep(0)
+            return 7
+
+        beside = Background(runner, work())
+        assert begun.wait(10)  # it runs while this thread does what it likes
+        released.set()
+        assert beside.result() == 7
+        beside.close()
+        released.clear()
+        endless = Background(runner, work())
+        endless.close()
+        with pytest.raises((asyncio.CancelledError, concurrent.futures.CancelledError)):
+            endless.result()
+        assert runner.run(asyncio.sleep(0, 3)) == 3  # the loop is free again
+
+
+def test_what_is_given_up_before_it_began_never_begins(monkeypatch):
+    given_up, begun = threading.Event(), []
+
+    class Late(asyncio.Runner):
+        def run(self, *args, **kwargs):
+            given_up.wait(10)
+            return super().run(*args, **kwargs)
+
+    async def work():
+        begun.append(True)
+        await asyncio.sleep(5)
+
+    with Late() as runner:
+        schedule = runner.get_loop().call_soon_threadsafe
+
+        def noted(*args, **kwargs):
+            handle = schedule(*args, **kwargs)
+            given_up.set()
+            return handle
+
+        monkeypatch.setattr(runner.get_loop(), "call_soon_threadsafe", noted)
+        beside = Background(runner, work())
+        beside.close()
+        with pytest.raises((asyncio.CancelledError, concurrent.futures.CancelledError)):
+            beside.result()
+    assert not begun
+
+
+def test_more_than_one_step_is_refused():
+    (line,) = examine("grpo", ["preset=lab", "trainer.max_staleness=2", *STALE[1:]]).problems
+    assert "is at most 1" in line

@@ -1,0 +1,205 @@
+"""Selection by ordinal, whatever finishes first; bounded; nothing lost or trained twice."""
+
+import asyncio
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core.rollout.collect import CollectLimits, CollectState, Exhausted, StopRequested, collect, fresh_enough
+from core.types import Dropped, Prompt, ScoredGroup, Stop, Trajectory
+from reward_scores.score import Score
+from tests.benchmarks.collecting import GOAL, SCHEMES, Workload, simulate
+
+
+def group(ordinal: int, length: int = 3, version: int = 0) -> ScoredGroup:
+    prompt = Prompt(ordinal, f"q{ordinal}", (1, 2), (), "a", "test")
+    trajectory = Trajectory([1, 2], [5] * length, [True] * length, [-1.0] * length, (), Stop.EOS, version, 0)
+    return ScoredGroup(prompt, (trajectory,), (Score(1.0),))
+
+
+class Rollouts:
+    """Groups that take a random number of turns of the event loop; remembers what was begun and aborted."""
+
+    def __init__(self, seed: int, version: int = 0, longest: int = 30):
+        self.random = random.Random(seed)
+        self.version, self.longest = version, longest
+        self.begun, self.aborted, self.most_in_flight, self.in_flight = [], [], 0, 0
+
+    async def __call__(self, ordinal: int) -> ScoredGroup:
+        self.begun.append(ordinal)
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        try:
+            for _ in range(self.random.randrange(self.longest)):
+                await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            self.aborted.append(ordinal)
+            raise
+        finally:
+            self.in_flight -= 1
+        return group(ordinal, length=1 + ordinal % 7, version=self.version)
+
+
+def passes(share: float, seed: int = 0):
+    """A predicate that is a function of the ordinal, as it is when the policy stands still."""
+    return lambda g: random.Random(f"{seed}/{g.prompt.ordinal}").random() < share
+
+
+def run(rollouts, keep, state=None, wanted=5, in_flight=8, drawn=10_000, **kwargs):
+    limits = CollectLimits(wanted, in_flight, drawn)
+    return asyncio.run(collect(rollouts, keep, state or CollectState(), limits, **kwargs))
+
+
+def ordinals(collected):
+    return [g.prompt.ordinal for g in collected.groups]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    timing=st.integers(0, 10**6),
+    share=st.floats(0.15, 1.0),
+    wanted=st.integers(1, 9),
+    in_flight=st.integers(1, 30),
+    keep_rate=st.floats(0.01, 1.0),
+)
+def test_the_lowest_ordinals_that_pass_are_chosen_whatever_the_timing(timing, share, wanted, in_flight, keep_rate):
+    keep, state = passes(share), CollectState(next_ordinal=3, keep_rate=keep_rate)
+    rollouts = Rollouts(timing)
+    result = run(rollouts, keep, state, wanted, in_flight)
+    expected = [o for o in range(3, 3000) if keep(group(o))][:wanted]
+    assert ordinals(result) == expected
+    assert result.state.next_ordinal == expected[-1] + 1
+    assert rollouts.most_in_flight <= in_flight
+    assert len(rollouts.begun) == len(set(rollouts.begun))
+
+
+@settings(max_examples=40, deadline=None)
+@given(timing=st.integers(0, 10**6), share=st.floats(0.2, 1.0), staleness=st.integers(0, 2))
+def test_over_many_steps_each_passing_ordinal_is_trained_once_and_none_is_skipped(timing, share, staleness):
+    keep, state, trained, begun = passes(share), CollectState(), [], 0
+    for step in range(8):
+        rollouts = Rollouts(timing + step, version=step, longest=60)
+        result = run(rollouts, keep, fresh_enough(state, step - staleness), wanted=4, in_flight=9)
+        assert all(t.policy_version >= step - staleness for g in result.groups for t in g.trajectories)
+        trained += ordinals(result)
+        begun += len(rollouts.begun)
+        state = result.state
+    assert trained == [o for o in range(3000) if keep(group(o))][: len(trained)]
+    assert len(trained) == 32
+
+
+@settings(max_examples=30, deadline=None)
+@given(timing=st.integers(0, 10**6), share=st.floats(0.2, 0.9))
+def test_without_staleness_each_step_s_own_policy_judges_every_ordinal(timing, share):
+    """A surplus ordinal that the last policy dropped, if it had finished, must not be lost to the next one."""
+
+    def keep(g):
+        version = g.trajectories[0].policy_version
+        return random.Random(f"{version}/{g.prompt.ordinal}").random() < share
+
+    state, following = CollectState(), 0
+    for step in range(6):
+        passing = (o for o in range(following, 3000) if keep(group(o, version=step)))
+        expected = [next(passing) for _ in range(4)]
+        rollouts = Rollouts(timing + step, version=step, longest=60)
+        result = run(rollouts, keep, fresh_enough(state, step), wanted=4, in_flight=9)
+        assert ordinals(result) == expected
+        state, following = result.state, expected[-1] + 1
+
+
+def test_carried_groups_do_not_jump_over_undecided_ordinals():
+    carried = {7: group(7), 5: Dropped(0, 3)}
+    result = run(Rollouts(1), lambda g: True, CollectState(4, 1.0, carried), wanted=3)
+    assert ordinals(result) == [4, 6, 7]
+    only_old = run(Rollouts(1), lambda g: True, CollectState(4, 1.0, {5: group(5)}), wanted=1)
+    assert ordinals(only_old) == [4]
+
+
+def test_carried_groups_alone_may_be_enough():
+    rollouts = Rollouts(1)
+    carried = {4: Dropped(0, 3), 5: group(5), 6: Dropped(0, 3), 7: group(7), 8: group(8)}
+    result = run(rollouts, lambda g: True, CollectState(4, 1.0, carried), wanted=2)
+    assert ordinals(result) == [5, 7] and not rollouts.begun
+    assert result.state.next_ordinal == 8 and list(result.state.carried) == [8]
+
+
+def test_without_a_filter_exactly_the_wanted_groups_are_begun():
+    rollouts = Rollouts(0)
+    result = run(rollouts, lambda g: True, wanted=6, in_flight=100)
+    assert sorted(rollouts.begun) == list(range(6)) and not rollouts.aborted
+    assert result.metrics["collect/surplus_groups"] == 0 and result.metrics["collect/prompts_drawn"] == 6
+
+
+def test_trained_lengths_are_distributed_as_generated_lengths():
+    """Long answers take long; a collector that took what finishes first would train on short ones."""
+
+    async def roll(ordinal):
+        length = 1 + random.Random(ordinal).randrange(50)
+        for _ in range(3 * length):
+            await asyncio.sleep(0)
+        return group(ordinal, length)
+
+    state, lengths = CollectState(keep_rate=0.3), []
+    for _ in range(20):
+        result = asyncio.run(collect(roll, lambda g: True, state, CollectLimits(4, 24, 1000)))
+        lengths += [len(g.trajectories[0].response_ids) for g in result.groups]
+        state = CollectState(result.state.next_ordinal, 0.3)  # overdraw: more in flight than is needed
+    assert lengths == [1 + random.Random(o).randrange(50) for o in range(80)]
+
+
+def test_streaming_trains_the_batches_of_waves_with_less_idle_time_and_less_waste():
+    """Batches in every single run; times and tokens of a long-tailed workload over several."""
+    runs = {scheme: [simulate(scheme, Workload(steps=4), seed) for seed in (1, 2, 3)] for scheme in SCHEMES}
+    waves, fresh, carried = runs.values()
+    for one, other, third in zip(waves, fresh, carried, strict=True):
+        assert one.batches == other.batches == third.batches and len(one.batches) == 4
+        assert third.wasted_tokens < other.wasted_tokens < one.wasted_tokens
+        assert third.wasted_tokens * GOAL < one.wasted_tokens
+    for streamed in (fresh, carried):
+        assert sum(o.seconds for o in streamed) < sum(o.seconds for o in waves)
+    # at staleness 1 a step's second drain lies behind its update, which takes no time here
+    assert sum(o.idle for o in fresh) < sum(o.idle for o in waves)
+
+
+def test_exhausted_trains_on_what_there_is_or_raises_with_counts():
+    keep = passes(0.2)
+    rollouts = Rollouts(0)
+    result = run(rollouts, keep, wanted=20, in_flight=10, drawn=30, raise_on_exhausted=False)
+    assert ordinals(result) == [o for o in range(30) if keep(group(o))]
+    assert result.state.next_ordinal == 30 and len(rollouts.begun) == 30
+    with pytest.raises(Exhausted, match=r"20 groups.*after 30 prompts.*max_num_gen_batches"):
+        run(Rollouts(0), keep, wanted=20, in_flight=10, drawn=30)
+    with pytest.raises(Exhausted, match="0 of the 3"):
+        run(Rollouts(0), lambda g: False, wanted=3, in_flight=10, drawn=12, raise_on_exhausted=False)
+
+
+def test_a_fault_in_a_rollout_surfaces_and_the_others_are_aborted():
+    rollouts = Rollouts(0)
+
+    async def roll(ordinal):
+        if ordinal == 2:
+            await asyncio.sleep(0)
+            raise RuntimeError("engine died")
+        return await rollouts(ordinal)
+
+    with pytest.raises(RuntimeError, match="engine died"):
+        run(roll, lambda g: True, wanted=8)
+    assert rollouts.in_flight == 0
+
+
+def test_a_request_to_stop_ends_collecting_and_aborts():
+    rollouts = Rollouts(0, longest=1000)
+    with pytest.raises(StopRequested):
+        run(rollouts, lambda g: True, stop_requested=lambda: len(rollouts.begun) >= 5)
+    assert rollouts.in_flight == 0
+
+
+def test_a_replay_begins_the_same_groups_in_the_same_order():
+    begun = []
+    for _ in range(2):
+        rollouts = Rollouts(11)
+        run(rollouts, passes(0.3), wanted=6, in_flight=12)
+        begun.append(rollouts.begun)
+    assert begun[0] == begun[1]

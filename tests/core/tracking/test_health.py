@@ -1,0 +1,193 @@
+"""Bounds on a run's health: each is crossed by a scripted run, warns or stops, and the last healthy step is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+
+import pytest
+
+from core.checkpoint.run_state import DriverState
+from core.config import examine
+from core.config.schema import HealthBound, HealthConfig
+from core.launch import train
+from core.tracking.health import CHECKS, Health, UnhealthyRun
+from results.reporting.run_reader import load_run, summarise
+from tests.core.scripted_run import configured, prepare, scripted
+
+QUIET = HealthConfig(nonfinite=HealthBound())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return prepare(tmp_path_factory.mktemp("health"))
+
+
+def answers(bad=(), text="3", good="{}"):
+    """Groups of unequal answers 0..4, but ``text`` from the versions in ``bad``."""
+
+    def respond(request, version):
+        return text if version + 1 in bad else good.format(request.seed % 5)
+
+    return respond
+
+
+def flatten(value):
+    return lambda step, bad=(4, 5): value if step in bad else {}
+
+
+# check -> (overrides of its bound, what makes steps 4 and 5 unhealthy)
+PLANTED = {
+    "nonfinite": (["bound=2"], {}, flatten({"actor/skipped_updates": 1.0})),
+    "entropy": (["bound=0.05"], {}, flatten({"actor/entropy": 0.01})),
+    "reward_drop": (["bound=1.5"], {"bad": (4, 5), "text": "-90"}, flatten({})),
+    "logp_diff": (["bound=0.5"], {}, flatten({"rollout_corr/logp_diff_mean": 0.7})),
+    "zero_variance": (["bound=0.99"], {"bad": (4, 5)}, flatten({})),
+    "scorer_errors": (["bound=0.9"], {"bad": (4, 5), "text": "x"}, flatten({})),
+}
+FIRST = {name: 5 if name == "nonfinite" else 4 for name in PLANTED}  # two steps in a row, one is enough elsewhere
+
+
+def overrides(name, action, *more):
+    bound, _, _ = PLANTED[name]
+    keys = [*bound, f"action={action}"]
+    rest = ["trainer.health.reward_window=2"] if name == "reward_drop" else []
+    return [*(f"trainer.health.{name}.{key}" for key in keys), *rest, "trainer.save_freq=2", *more]
+
+
+def test_every_check_is_planted_here():
+    assert set(PLANTED) == set(CHECKS)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_crossing_a_bound_stops_after_saving(name, folder):
+    _, replies, report = PLANTED[name]
+    config = configured(folder, f"stop-{name}", *overrides(name, "stop"))
+    run = scripted()(config, answers(**replies), report=report).init_workers()
+    with pytest.raises(UnhealthyRun) as stopped:
+        run.fit()
+    last = FIRST[name]
+    assert run.step == last and run.store.steps()[-1] == last
+    text = str(stopped.value)
+    assert f"trainer.health.{name}.bound" in text and f"stopped after step {last}" in text
+    healthy = 3 if name != "nonfinite" else 4
+    assert f"last healthy step is {healthy}" in text
+    sound = healthy if healthy % 2 == 0 else healthy - 1
+    assert f"global_step_{sound}" in text and f"resume_from_path={run.store.folder(sound)}" in text
+    manifest = json.loads((run.run_dir / "manifest.json").read_text())
+    assert manifest["status"] == "stopped" and manifest["last_healthy_step"] == healthy
+    assert manifest["stopped_because"] == text
+    assert summarise(load_run(run.run_dir))["last_healthy_step"] == healthy
+    assert load_run(run.run_dir).metrics[-1]["health/last_healthy_step"] == healthy
+    assert (run.run_dir / "nonfinite_step_5.pt").exists() == (name == "nonfinite")
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_warning_goes_on_and_names_step_and_bound(name, folder, caplog):
+    _, replies, report = PLANTED[name]
+    config = configured(folder, f"warn-{name}", *overrides(name, "warn"))
+    with caplog.at_level(logging.WARNING, logger="core"):
+        run = scripted()(config, answers(**replies), report=report).init_workers()
+        run.fit()
+    said = [record.getMessage() for record in caplog.records if f"trainer.health.{name}.bound" in record.getMessage()]
+    assert run.step == 6 and said and said[0].startswith(f"step {FIRST[name]}: ")
+    crossed = {row["step"]: row["health/crossed_bounds"] for row in load_run(run.run_dir).metrics}
+    assert crossed[FIRST[name]] == 1 and crossed[FIRST[name] - 1] == 0
+    recovers = name != "reward_drop"  # its window still holds step 5
+    assert run.health.last_healthy_step == (6 if recovers else 3)
+
+
+def test_a_run_within_its_bounds_says_nothing(folder, caplog):
+    bounds = [f"trainer.health.{name}.bound={bound}" for name, bound in
+              (("entropy", 0.05), ("reward_drop", 3.9), ("zero_variance", 0.99), ("scorer_errors", 0.1))]  # fmt: skip
+    config = configured(folder, "well", *bounds, "trainer.health.reward_window=2")
+    with caplog.at_level(logging.WARNING, logger="core"):
+        run = scripted()(config, answers()).init_workers()
+        run.fit()
+    assert not [r for r in caplog.records if "trainer.health" in r.getMessage()]
+    assert run.health.last_healthy_step == 6
+
+
+def test_memory_and_the_last_healthy_step_survive_a_resume(folder):
+    """Steps 2 and 3 lose their update; killed after 2, the resumed run must still count two in a row."""
+    lose = lambda step: {"actor/skipped_updates": 1.0} if step in (2, 3) else {}  # noqa: E731
+    bounds = ["trainer.health.nonfinite.bound=2", "trainer.save_freq=1", "trainer.health.reward_window=2"]
+    first = scripted()(configured(folder, "resumed", *bounds, steps=2), answers(), report=lose).init_workers()
+    first.fit()
+    assert first.health.lost_updates_in_row == 1 and len(first.health.recent_scores) == 2
+    assert first.health.best_score is not None
+    state = DriverState.load(first.store.folder(2)).values["health"]
+    assert Health.of_state(state) == first.health and state["last_healthy_step"] == 2
+    again = scripted()(configured(folder, "resumed", *bounds), answers(), report=lose).init_workers()
+    assert again.health == first.health
+    with pytest.raises(UnhealthyRun, match="The last healthy step is 2: go back"):
+        again.fit()
+    assert again.step == 3
+
+
+def test_the_command_ends_with_a_line_and_status_one(folder, capsys):
+    config = configured(folder, "command", *overrides("entropy", "stop"))
+    low = lambda config: scripted()(config, answers(), report=flatten({"actor/entropy": 0.01}))  # noqa: E731
+    with pytest.raises(SystemExit) as ended:
+        train(low, config, 0, lambda *_: None)
+    assert ended.value.code == 1 and "trainer.health.entropy.bound=0.05" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name, values, crossed",
+    [
+        ("entropy", {"actor/entropy": 0.1}, False),
+        ("entropy", {"actor/entropy": 0.0999}, True),
+        ("entropy", {}, False),  # a step of critic_warmup has none
+        ("logp_diff", {"rollout_corr/logp_diff_mean": 0.1}, False),
+        ("logp_diff", {"rollout_corr/logp_diff_mean": 0.1001}, True),
+        ("logp_diff", {"rollout_corr/logp_diff_mean": math.nan}, True),
+        ("zero_variance", {"reward/zero_variance_share": 0.11}, True),
+        ("scorer_errors", {"reward/timeout_rate": 0.06, "reward/crash_rate": 0.05}, True),
+        ("scorer_errors", {"reward/timeout_rate": 0.05, "reward/crash_rate": 0.05, "reward/wrong_rate": 0.9}, False),
+    ],
+)
+def test_a_bound_is_crossed_beyond_it(name, values, crossed):
+    config = dataclasses.replace(QUIET, **{name: HealthBound(bound=0.1)})
+    state, found = Health(last_healthy_step=6).after(7, values, config)
+    assert [one.check for one in found] == ([name] if crossed else [])
+    assert state.last_healthy_step == (6 if crossed else 7)
+    assert Health().after(7, values, QUIET)[1] == []
+
+
+def test_a_reward_drop_is_measured_from_the_best_window():
+    config = dataclasses.replace(QUIET, reward_drop=HealthBound(bound=0.4), reward_window=3)
+    state, steps = Health(), []
+    for step, score in enumerate([9.0, 0.0, 0.3, 0.6, 0.9, 0.9, 0.9, 0.3, 0.3], start=1):
+        state, found = state.after(step, {"critic/score/mean": score}, config)
+        steps.append(bool(found))
+    # windows: 3.1 (the outlier is in it), 0.3, 0.6, 0.8, 0.9, 0.7, 0.5 -> drops of 2.8, 2.5, 2.3, 2.2, 2.4, 2.6
+    assert steps == [False, False, False, True, True, True, True, True, True]
+    state, steps = Health(), []
+    for step, score in enumerate([0.3, 0.6, 0.9, 0.9, 0.9, 0.3, 0.3], start=1):
+        state, found = state.after(step, {"critic/score/mean": score}, config)
+        steps.append(bool(found))
+    assert steps == [False, False, False, False, False, False, False]  # 0.9 - 0.5 is not beyond 0.4 but for rounding
+    assert state.best_score == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize(
+    "settings, bound",
+    [
+        (["actor_rollout_ref.rollout.dtype=fp32", "actor_rollout_ref.actor.fsdp_config.dtype=fp32"], 1e-4),
+        (["actor_rollout_ref.rollout.dtype=bf16", "actor_rollout_ref.actor.fsdp_config.dtype=fp32"], 0.02),
+        (["algorithm.rollout_correction.rollout_is=token"], None),
+        (["algorithm.rollout_correction.rollout_is=token", "trainer.health.logp_diff.bound=0.3"], 0.3),
+    ],
+)
+def test_the_mismatch_has_a_bound_by_precision_unless_it_is_weighed_for(settings, bound):
+    assert examine("grpo", ["preset=lab", *settings]).config.trainer.health.logp_diff.bound == bound
+
+
+def test_what_is_off_is_listed():
+    inert = examine(
+        "grpo", ["preset=lab", "trainer.health.entropy.action=stop", "trainer.health.reward_window=5"]
+    ).inert
+    assert set(inert) == {"trainer.health.entropy.action", "trainer.health.reward_window"}

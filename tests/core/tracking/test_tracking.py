@@ -1,0 +1,341 @@
+"""The run folder: on disk before the next step, the same after a kill and a resume, and complete about its origin."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from core.config import Config, compose, convert, from_yaml
+from core.tracking import run_manifest
+from core.tracking import tracker as tracking
+from core.tracking.tracker import Tracker, dump_jsonl, generation_row, read_jsonl, spread_out
+from core.types import Prompt, Segment, StepMetrics, Stop, Trajectory
+from reward_scores.score import Score
+from tests.core.synthetic import configured, make_run, records, sample_rows, step_metrics
+
+ROOT = Path(__file__).parents[3]
+
+
+def metrics_of(step: int, **values: float) -> StepMetrics:
+    metrics = StepMetrics(step)
+    metrics.add(values or {"critic/score/mean": 0.1 * step})
+    return metrics
+
+
+def with_trainer(**changes) -> Config:
+    return configured({f"trainer.{name}": value for name, value in changes.items()})
+
+
+# --- metrics.jsonl ---
+
+
+def test_a_step_is_on_disk_when_log_returns(tmp_path):
+    tracker = Tracker(tmp_path / "grpo" / "run", configured())
+    value = 0.1 + 0.2  # a number with no short decimal form
+    tracker.log(metrics_of(1, **{"critic/score/mean": value}))
+    assert read_jsonl(tracker.run_dir / "metrics.jsonl") == [{"step": 1, "critic/score/mean": value}]
+    tracker.close("finished")
+
+
+def test_steps_rise(tmp_path):
+    tracker = Tracker(tmp_path, configured())
+    tracker.log(metrics_of(0))
+    tracker.log(metrics_of(1))
+    with pytest.raises(ValueError, match="step 1 logged after 1"):
+        tracker.log(metrics_of(1))
+    tracker.close("failed")
+
+
+CRASHING = """
+import os, signal
+from tests.core.synthetic import *
+tracker = Tracker({folder!r}, configured())
+for step in range(8):
+    tracker.log(step_metrics(step, 1))
+    tracker.log_validation(step, records(step, 1, 5))
+    tracker.log_samples(step, sample_rows(step))
+os.write(tracker._metrics.fileno(), b'{{"step": 8, "critic/sc')  # killed while writing step 8
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_killed_and_resumed_is_the_same_as_never_interrupted(tmp_path):
+    def finish(tracker: Tracker, start: int) -> None:
+        for step in range(start, 12):
+            tracker.log(step_metrics(step, 1))
+            tracker.log_validation(step, records(step, 1, 5))
+            tracker.log_samples(step, sample_rows(step))
+        tracker.close("finished")
+
+    code = CRASHING.format(folder=str(tmp_path / "killed"))
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL
+    run_id = json.loads((tmp_path / "killed" / "manifest.json").read_text())["run_id"]
+    finish(Tracker(tmp_path / "killed", configured(), resume_step=5), 6)
+    finish(Tracker(tmp_path / "whole", configured()), 0)
+    names = ["metrics.jsonl", "samples.jsonl", *(f"validation/{step}.jsonl" for step in range(12))]
+    for name in names:
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    manifest = json.loads((tmp_path / "killed" / "manifest.json").read_text())
+    assert manifest["run_id"] == run_id and manifest["status"] == "finished"
+    assert [s["resumed_from_step"] for s in manifest["sessions"]] == [None, 5]
+    assert [s["ended"] is None for s in manifest["sessions"]] == [True, False]
+
+
+def test_later_validations_are_dropped_on_resume(tmp_path):
+    make_run(tmp_path, steps=10, questions=5)
+    Tracker(tmp_path, configured(), resume_step=7).close("stopped")
+    assert sorted(path.name for path in (tmp_path / "validation").iterdir()) == ["0.jsonl", "5.jsonl"]
+    assert {row["step"] for row in read_jsonl(tmp_path / "samples.jsonl")} == {0, 5}
+    assert read_jsonl(tmp_path / "metrics.jsonl")[-1]["step"] == 7
+
+
+def test_a_damaged_line_in_the_middle_is_an_error(tmp_path):
+    make_run(tmp_path, steps=3, questions=5)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    (tmp_path / "metrics.jsonl").write_text("\n".join([lines[0], lines[1][:20], *lines[2:]]) + "\n")
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2 of 4: not JSON"):
+        Tracker(tmp_path, configured(), resume_step=2)
+
+
+def test_a_gap_is_said(tmp_path, capsys):
+    make_run(tmp_path, steps=3, questions=5)
+    Tracker(tmp_path, configured(), resume_step=9).close("stopped")
+    assert "resumed after step 9, but metrics.jsonl ends at step 3" in capsys.readouterr().err
+    assert "gap" in json.loads((tmp_path / "manifest.json").read_text())["sessions"][-1]
+
+
+def test_a_fresh_start_sets_the_earlier_run_aside(tmp_path):
+    make_run(tmp_path, steps=3, questions=5)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    make_run(tmp_path, steps=1, questions=5)
+    make_run(tmp_path, steps=1, questions=5)
+    assert (tmp_path / "previous" / "1" / "metrics.jsonl").read_bytes() == before
+    assert (tmp_path / "previous" / "2" / "validation").is_dir()
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1]
+
+
+def test_files_are_replaced_as_a_whole(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    tracking.write_atomic(path, "old")
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(tracking, "write_durably", fail)
+    with pytest.raises(OSError, match="disk full"):
+        tracking.write_atomic(path, "new")
+    assert path.read_text() == "old"
+
+
+# --- status ---
+
+
+def test_the_status_follows_how_the_run_ended(tmp_path):
+    def status(name: str) -> str:
+        return json.loads((tmp_path / name / "manifest.json").read_text())["status"]
+
+    tracker = Tracker(tmp_path / "a", configured())
+    assert status("a") == "running"
+    tracker.close("finished")
+    assert status("a") == "finished"
+    tracker.close("failed")
+    assert status("a") == "finished"
+    with pytest.raises(ValueError, match="'done'.*finished, stopped, failed"):
+        tracker.close("done")
+
+
+# --- manifest ---
+
+
+def test_the_manifest_says_where_numbers_come_from(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.orig_argv", ["python", "-m", "recipes.grpo.main_grpo", "a=[1, 2]"])
+    data = tmp_path / "train.parquet"
+    data.write_bytes(b"rows")
+    config = configured({"trainer.seed": 7, "trainer.experiment_name": "x", "data.train_files": (str(data),)})
+    tracker = Tracker(tmp_path / "grpo" / "lab_s7", config)
+    tracker.progress(20)
+    tracker.close("finished")
+    manifest = json.loads((tmp_path / "grpo" / "lab_s7" / "manifest.json").read_text())
+    assert (manifest["recipe"], manifest["run"], manifest["total_steps"]) == ("grpo", "lab_s7", 20)
+    assert manifest["seeds"] == {"trainer.seed": 7, "data.seed": None}
+    sha256 = hashlib.sha256(b"rows").hexdigest()
+    assert manifest["data"] == [{"path": str(data), "bytes": 4, "sha256": sha256}]
+    assert manifest["changed_from_defaults"]["trainer.seed"] == [1, 7]
+    session = manifest["sessions"][0]
+    assert session["packages"]["numpy"] == np.__version__
+    assert session["hardware"]["cores"] >= 1 and session["hardware"]["cpu"]
+    assert session["command"] == "python -m recipes.grpo.main_grpo 'a=[1, 2]'"
+    assert session["started"] <= session["ended"]
+    assert yaml.safe_load((tmp_path / "grpo" / "lab_s7" / "config.yaml").read_text())["trainer"]["seed"] == 7
+
+
+def test_changed_keys_reach_into_mappings_of_the_users_own():
+    config = compose("grpo", ["+actor_rollout_ref.rollout.engine_kwargs.hf.cache_gib=2"])
+    key = "actor_rollout_ref.rollout.engine_kwargs.hf.cache_gib"
+    assert run_manifest.changed_keys(config, "grpo")[key] == [None, 2]
+
+
+def test_changed_keys_reach_into_nested_parts():
+    config = convert.replaced(Config(), {"actor_rollout_ref.actor.optim.lr": 3e-6})
+    assert run_manifest.changed_keys(config, "ppo") == {"actor_rollout_ref.actor.optim.lr": [1e-6, 3e-6]}
+
+
+def test_a_real_configuration_is_kept_whole_and_its_changes_are_those_that_were_made(tmp_path):
+    overrides = ["data.train_files=a.parquet", "actor_rollout_ref.actor.clip_ratio=0.3", "trainer.seed=5"]
+    plain, config = compose("grpo"), compose("grpo", overrides)
+    tracker = Tracker(tmp_path / "grpo" / "run", config)
+    tracker.close("finished")
+    assert from_yaml((tracker.run_dir / "config.yaml").read_text()) == config
+    before, now = (run_manifest.changed_keys(each, "grpo") for each in (plain, config))
+    made = {key: pair[1] for key, pair in now.items() if before.get(key) != pair}
+    assert made == {
+        "data.train_files": ["a.parquet"],
+        "actor_rollout_ref.actor.clip_ratio": 0.3,
+        "trainer.seed": 5,
+    }
+    assert tracker.manifest["changed_from_defaults"] == now
+
+
+def git(folder: Path, *command: str) -> None:
+    identity = ["-c", "user.name=n", "-c", "user.email=e@example.com"]
+    subprocess.run(["git", "-C", str(folder), *identity, *command], check=True, capture_output=True)
+
+
+def test_git_state_sees_every_change(tmp_path):
+    assert run_manifest.git_state(tmp_path) == {"commit": None, "dirty": None, "diff_sha256": None}
+    git(tmp_path, "init", "-q")
+    (tmp_path / "a.py").write_text("x = 1\n")
+    git(tmp_path, "add", "a.py")
+    git(tmp_path, "commit", "-q", "-m", "one")
+    clean = run_manifest.git_state(tmp_path)
+    assert len(clean["commit"]) == 40 and clean["dirty"] is False and clean["diff_sha256"] is None
+    hashes = set()
+    for name, text in (("a.py", "x = 2\n"), ("a.py", "x = 3\n"), ("new.py", "y = 1\n"), ("new.py", "y = 2\n")):
+        (tmp_path / name).write_text(text)
+        state = run_manifest.git_state(tmp_path)
+        assert state["dirty"] is True
+        hashes.add(state["diff_sha256"])
+    assert len(hashes) == 4
+    (tmp_path / "inside").mkdir()
+    assert run_manifest.git_state(tmp_path / "inside")["commit"] is None  # somebody else's checkout around ours
+
+
+def test_git_is_not_needed(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert run_manifest.git_state()["commit"] is None
+    assert run_manifest.hardware()["gpus"] == []
+
+
+# --- loggers ---
+
+
+def test_the_console_shows_one_line_a_step(tmp_path, capsys):
+    tracker = Tracker(tmp_path, with_trainer(logger=("console",)))
+    tracker.progress(20)
+    metrics = step_metrics(3, 1)
+    metrics.add({"val-core/lab/hops/acc/mean@1": 0.5, "val-aux/lab/hops/acc/mean@1/ci_low": 0.4})
+    tracker.log(metrics)
+    tracker.close("finished")
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("step 3/20 | reward 0.6")
+    for label in ("acc 0.", "length ", "entropy ", "kl ", "time 1.", "lab/hops/acc/mean@1 0.500"):
+        assert label in line
+    assert "ci_low" not in line
+
+
+def test_a_terminal_gets_a_bar(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    tracker = Tracker(tmp_path, with_trainer(logger=("console",)))
+    tracker.progress(4)
+    for step in range(1, 5):
+        tracker.log(step_metrics(step, 1))
+    tracker.close("finished")
+    shown = capsys.readouterr()
+    assert "4/4" in shown.err and "reward=0." in shown.err and "length=" in shown.err
+    assert "step 4/4 | reward" in shown.out
+
+
+def test_tensorboard_forgets_what_follows_the_checkpoint(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = with_trainer(logger=("tensorboard",), log_val_generations=2)
+    tracker = Tracker(tmp_path, config)
+    for step in range(1, 5):
+        tracker.log(metrics_of(step, reward=float(step)))
+    tracker.log_samples(4, sample_rows(4))
+    tracker.close("failed")
+    tracker = Tracker(tmp_path, config, resume_step=2)
+    tracker.log(metrics_of(3, reward=30.0))
+    tracker.close("finished")
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+def test_wandb_works_offline_and_resumes_under_its_id(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = with_trainer(logger=("wandb",), log_val_generations=2)
+    tracker = Tracker(tmp_path, config)
+    tracker.log(metrics_of(1))
+    tracker.log_samples(1, sample_rows(1))
+    run_id = tracker.manifest["run_id"]
+    tracker.close("finished")
+    Tracker(tmp_path, config, resume_step=1).close("finished")
+    runs = sorted(path.name for path in (tmp_path / "wandb").glob("offline-run-*"))
+    assert runs and all(name.endswith(run_id) for name in runs)
+
+
+# --- generations ---
+
+
+def test_samples_are_kept_for_the_report_and_limited_for_the_loggers(tmp_path, capsys):
+    rows = [{"input": f"q{i}", "output": "a", "gts": "b", "score": 0.0} for i in range(100)]
+    tracker = Tracker(tmp_path, with_trainer(logger=("console",), log_val_generations=2))
+    tracker.log_samples(5, rows)
+    tracker.close("finished")
+    kept = read_jsonl(tmp_path / "samples.jsonl")
+    assert len(kept) == tracking.KEPT_SAMPLES and {row["step"] for row in kept} == {5}
+    assert len({row["input"] for row in kept}) == tracking.KEPT_SAMPLES
+    assert capsys.readouterr().out.count("step 5 sample") == 2
+
+
+def test_spread_out_takes_from_everywhere():
+    rows = [{"i": i} for i in range(10)]
+    assert [row["i"] for row in spread_out(rows, 3)] == [0, 3, 6]
+    assert spread_out(rows, 99) == rows and spread_out([], 3) == []
+
+
+def test_dumps_have_verls_fields(tmp_path):
+    prompt = Prompt(3, "gsm8k/3", (1, 2), (), "7", "openai/gsm8k")
+    segments = (Segment("policy", "It is "), Segment("tool", "<r>"), Segment("policy", "7"))
+    trajectory = Trajectory([1, 2], [3, 4], [True, True], [0.0, 0.0], segments, Stop.LENGTH, 0, 0)
+    row = generation_row(4, prompt, "What?", trajectory, Score(0.5, {"acc": 1.0, "overlong": -0.5}, pred="7"))
+    path = dump_jsonl(tmp_path / "dumps", 4, [row])
+    assert path.name == "4.jsonl"
+    (read,) = read_jsonl(path)
+    verl = {"input": "What?", "output": "It is <r>7", "gts": "7", "score": 0.5, "step": 4, "acc": 1.0}
+    assert verl.items() <= read.items()
+    assert read["overlong"] == -0.5 and read["uid"] == "gsm8k/3" and read["stop"] == "length"
+
+
+# --- imports ---
+
+
+def test_statistics_and_reports_import_nothing_heavy():
+    code = (
+        "import sys, results.reporting.run_report, core.tracking.tracker, core.tracking.validation\n"
+        "heavy = {'torch', 'ray', 'vllm', 'transformers', 'matplotlib', 'wandb', 'tensorboard', 'datasets'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

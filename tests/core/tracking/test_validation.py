@@ -1,0 +1,319 @@
+"""Validation statistics against closed forms, brute force, verl's recorded values and simulated coverage."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.tracking.validation import (
+    ValRecord,
+    accuracy_by_question,
+    best_at_k,
+    majority,
+    merge_by_question,
+    paired_comparison,
+    question_interval,
+    seed_interval,
+    t_interval,
+    t_quantile,
+    validation_metrics,
+    welch_interval,
+    wilson,
+)
+from core.types import Prompt, ScoredGroup, Segment, Stop, Trajectory
+from reward_scores.score import Score, ScoreStatus
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+
+
+def record(uid: str, acc: list[float], preds: list[str | None] | None = None, source: str = "s", **more) -> ValRecord:
+    values = {"acc": tuple(map(float, acc)), **{name: tuple(map(float, v)) for name, v in more.items()}}
+    return ValRecord(uid, source, values, tuple(preds or ()))
+
+
+# --- quantiles and intervals against tables ---
+
+
+@pytest.mark.parametrize(
+    ("df", "quantile"),
+    [(1, 12.7062047), (2, 4.3026527), (3, 3.1824463), (4, 2.7764451), (5, 2.5705818), (10, 2.2281389)]
+    + [(30, 2.0422725), (499, 1.9647294), (20_000, 1.9599640)],
+)
+def test_student_quantiles_are_those_of_the_tables(df, quantile):
+    assert t_quantile(df) == pytest.approx(quantile, abs=6e-8)
+
+
+@pytest.mark.parametrize(("mean", "n"), [(0.5, 10), (0.2, 50), (0.97, 500)])
+def test_wilson_bounds_are_where_the_score_test_turns(mean, n):
+    for bound in wilson(mean, n):
+        assert abs(mean - bound) == pytest.approx(1.9599640 * math.sqrt(bound * (1 - bound) / n), rel=1e-6)
+
+
+def test_wilson_by_hand():
+    assert wilson(0.5, 10) == pytest.approx((0.236593, 0.763407), abs=1e-6)
+    assert wilson(1.0, 500) == pytest.approx((500 / (500 + 1.9599640**2), 1.0))
+
+
+def test_seeds_by_hand():
+    estimate = seed_interval([1.0, 2.0, 4.0])
+    assert (estimate.value, estimate.n) == (pytest.approx(7 / 3), 3)
+    assert estimate.sd == pytest.approx(1.5275252)
+    half = 4.3026527 * 1.5275252 / math.sqrt(3)
+    assert (estimate.low, estimate.high) == pytest.approx((7 / 3 - half, 7 / 3 + half))
+    single = seed_interval([0.4])
+    assert (single.value, single.sd, single.low, single.high, single.n) == (0.4, None, None, None, 1)
+    near = seed_interval([0.97, 1.0])
+    assert near.low == pytest.approx(0.985 - 12.7062047 * 0.015, abs=1e-6) and near.high == 1.0
+    assert seed_interval([0.0, 0.03]).low == 0.0 and seed_interval([0.9, 1.1]).high > 1.5
+
+
+def test_welch_by_hand():
+    a, b = [1.0, 2.0, 4.0], [5.0, 5.5, 6.0, 8.0]
+    estimate = welch_interval(a, b)
+    va, vb = statistics.variance(a) / 3, statistics.variance(b) / 4
+    df = (va + vb) ** 2 / (va**2 / 2 + vb**2 / 3)
+    assert int(df) == 4
+    assert estimate.value == pytest.approx(6.125 - 7 / 3)
+    assert estimate.high - estimate.low == pytest.approx(2 * 2.7764451 * math.sqrt(va + vb))
+    assert welch_interval([1.0], b).low is None
+
+
+# --- one question ---
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0, -1.0, 0.3]), min_size=1, max_size=7), st.data())
+def test_best_of_k_is_the_mean_over_all_subsets(values, data):
+    k = data.draw(st.integers(1, len(values)))
+    brute = statistics.fmean(max(subset) for subset in itertools.combinations(values, k))
+    assert best_at_k(values, k) == pytest.approx(brute, abs=1e-12)
+
+
+def test_pass_at_k_is_the_papers_formula():
+    n, c, k = 16, 3, 4
+    values = [1.0] * c + [0.0] * (n - c)
+    assert best_at_k(values, k) == pytest.approx(1 - math.comb(n - c, k) / math.comb(n, k))
+    assert best_at_k([1.0, 0.0], 2) == 1.0
+    with pytest.raises(ValueError, match="k=3.* 2 samples"):
+        best_at_k([1.0, 0.0], 3)
+
+
+def test_majority_follows_verl_but_silence_does_not_vote():
+    golden = json.loads((GOLDEN / "bootstrap.json").read_text())
+    cases = [case for case in golden["cases"] if case["name"].startswith("maj vote")]
+    assert len(cases) == 2
+    for case in cases:
+        votes = case["inputs"]["data"]
+        assert majority([v["val"] for v in votes], [v["pred"] for v in votes]) == case["expected"]
+    assert majority([0.0, 0.0, 0.0, 1.0], [None, None, None, "7"]) == 1.0
+    assert majority([0.2, 0.4], [None, None]) == 0.2
+
+
+# --- verl's recorded values ---
+
+
+def golden_records(inputs: dict) -> list[ValRecord]:
+    infos = inputs["infos"]
+    records: dict[str, dict[str, list]] = {}
+    for i, uid in enumerate(inputs["sample_uids"]):
+        row = records.setdefault(uid, {name: [] for name in infos} | {"source": inputs["data_sources"][i]})
+        for name, values in infos.items():
+            row[name].append(values[i])
+    return [
+        record(uid, row["acc"], row.get("pred"), row["source"], reward=row["reward"]) for uid, row in records.items()
+    ]
+
+
+GOLDEN_VALIDATION = json.loads((GOLDEN / "val_metrics.json").read_text())["cases"]
+
+
+@pytest.mark.parametrize("case", GOLDEN_VALIDATION, ids=lambda case: case["name"])
+def test_means_and_spreads_are_verls(case):
+    ours = validation_metrics(golden_records(case["inputs"]))
+    checked = 0
+    for source, variables in case["expected"].items():
+        for variable, expected in variables.items():
+            for name, value in expected.items():
+                if name.startswith(("mean@", "std@")):
+                    core = "core" if variable == "acc" and name.startswith("mean@") else "aux"
+                    assert ours[f"val-{core}/{source}/{variable}/{name}"] == pytest.approx(value, abs=1e-12), name
+                    checked += 1
+    assert checked >= 2
+
+
+@pytest.mark.parametrize("case", GOLDEN_VALIDATION, ids=lambda case: case["name"])
+def test_verls_best_of_k_draws_with_replacement_and_so_is_lower(case):
+    """verl's bootstrap agrees with the closed form for drawing with replacement; ours is that without."""
+    records = golden_records(case["inputs"])
+    ours = validation_metrics(records)
+    for name, verl in case["expected"]["a"]["acc"].items():
+        if not name.startswith("best@") or not name.endswith("/mean"):
+            continue
+        k = int(name.removeprefix("best@").removesuffix("/mean"))
+        shares = [statistics.fmean(r.values["acc"]) for r in records]
+        assert verl == pytest.approx(statistics.fmean(1 - (1 - p) ** k for p in shares), abs=0.03)
+        key = f"/a/acc/pass@{k}"
+        without = next(value for full, value in ours.items() if full.endswith(key))
+        assert without >= verl - 0.03
+        if k == len(records[0].values["acc"]):  # all samples are drawn: right if any is right
+            assert without == statistics.fmean(float(any(r.values["acc"])) for r in records)
+
+
+# --- intervals over questions ---
+
+
+def test_one_sample_a_question_is_wilsons_own():
+    estimate = question_interval([1.0] * 30 + [0.0] * 20)
+    assert (estimate.low, estimate.high) == pytest.approx(wilson(0.6, 50))
+    assert estimate.n == 50
+
+
+def test_samples_that_agree_count_once():
+    """Four copies of every answer say no more than one: the width is that of the questions."""
+    once = question_interval([1.0] * 30 + [0.0] * 20)
+    copied = validation_metrics([record(str(i), [float(i < 30)] * 4) for i in range(50)])
+    low, high = (copied[f"val-aux/s/acc/mean@4/ci_{side}"] for side in ("low", "high"))
+    assert (low, high) == pytest.approx((once.low, once.high))
+
+
+def test_all_right_still_has_a_width():
+    estimate = question_interval([1.0] * 500, draws=4)
+    assert estimate.high == 1.0 and estimate.low == pytest.approx(wilson(1.0, 500)[0])
+    assert question_interval([1.0]).low is None
+
+
+@pytest.mark.parametrize(("a", "b"), [(2, 2), (8, 1), (0.3, 0.3)])
+@pytest.mark.parametrize("questions", [30, 300])
+def test_the_interval_covers(a, b, questions):
+    """With 4 samples of questions of unequal difficulty; an interval over samples does not."""
+    generator, n, repeats = np.random.default_rng([questions, int(10 * a)]), 4, 400
+    true, covered, naive = a / (a + b), 0, 0
+    for _ in range(repeats):
+        shares = generator.binomial(n, generator.beta(a, b, questions)) / n
+        estimate = question_interval(shares.tolist(), n)
+        covered += estimate.low <= true <= estimate.high
+        low, high = wilson(shares.mean(), questions * n)
+        naive += low <= true <= high
+    assert covered / repeats >= 0.925
+    assert naive < covered
+    if a < 1:
+        assert naive / repeats < 0.85
+
+
+# --- names and records ---
+
+
+def test_names_of_one_greedy_sample():
+    names = validation_metrics([record("a", [1]), record("b", [0]), record("c", [0])])
+    assert names["val-core/s/acc/mean@1"] == pytest.approx(1 / 3)
+    assert names["val-aux/s/num_questions"] == 3
+    assert set(names) == {
+        "val-core/s/acc/mean@1",
+        "val-aux/s/acc/mean@1/ci_low",
+        "val-aux/s/acc/mean@1/ci_high",
+        "val-aux/s/num_questions",
+        "val-aux/s/num_samples",
+    }
+
+
+def test_names_of_several_samples_and_sources():
+    records = [
+        record("a", [1, 0, 0, 0], ["1", "2", "2", "2"], "openai/gsm8k", reward=[1, -1, -1, -1]),
+        record("b", [1, 1, 0, 1], ["1", "1", None, "1"], "openai/gsm8k", reward=[1, 1, -1, 1]),
+        record("a", [0, 0], ["1", "2"], "math"),
+        record("b", [0, 1], ["1", "2"], "math"),
+    ]
+    names = validation_metrics(records)
+    assert names["val-core/openai/gsm8k/acc/mean@4"] == 0.5
+    assert names["val-core/openai/gsm8k/acc/pass@4"] == 1.0
+    assert names["val-core/openai/gsm8k/acc/maj@4"] == 0.5
+    assert names["val-aux/openai/gsm8k/acc/pass@2"] == pytest.approx((0.5 + 1.0) / 2)
+    assert names["val-aux/openai/gsm8k/reward/best@2/mean"] == pytest.approx((0.0 + 1.0) / 2)
+    assert names["val-aux/openai/gsm8k/reward/best@4/mean"] == 1.0
+    assert names["val-core/math/acc/pass@2"] == 0.5
+    assert names["val-aux/math/num_samples"] == 4
+    assert not any(name.startswith("val-core") and "/acc/" not in name for name in names)
+
+
+def test_graded_scores_get_best_and_students_interval():
+    names = validation_metrics([record(str(i), [0.2 * (i % 3), 0.5]) for i in range(10)])
+    assert "val-aux/s/acc/pass@2" not in names and "val-core/s/acc/best@2/mean" in names
+    expected = t_interval([(0.2 * (i % 3) + 0.5) / 2 for i in range(10)])
+    assert names["val-aux/s/acc/mean@2/ci_low"] == pytest.approx(expected.low)
+
+
+def test_repeated_rows_are_one_question():
+    rows = [record("aime-1", [1]), record("aime-2", [0]), record("aime-1", [0]), record("aime-2", [0])]
+    names = validation_metrics(rows)
+    assert names["val-core/s/acc/mean@2"] == 0.25
+    assert names["val-aux/s/num_questions"] == 2
+    assert merge_by_question(rows)["s"][0].values["acc"] == (1.0, 0.0)
+    assert accuracy_by_question(rows) == {"s": {"aime-1": 0.5, "aime-2": 0.0}}
+
+
+def test_a_record_of_a_scored_group():
+    def trajectory(length: int, stop: Stop) -> Trajectory:
+        ids, mask = np.arange(length), np.array([True] * (length - 1) + [False])
+        return Trajectory([1], ids, mask, np.zeros(length), (Segment("policy", "x"),), stop, 0, 0)
+
+    prompt = Prompt(0, "u", (1,), (), "7", "openai/gsm8k")
+    scores = (
+        Score(1.0, {"format": 1.0, "score": 1.0}, pred="7"),
+        Score(0.0, {"score": 0.0}, ScoreStatus.PARSE_ERROR),
+    )
+    group = ScoredGroup(prompt, (trajectory(3, Stop.EOS), trajectory(5, Stop.LENGTH)), scores)
+    made = ValRecord.of(group)
+    assert made.values["acc"] == (1.0, 0.0) and made.values["reward"] == (1.0, 0.0)
+    assert made.values["format"] == (1.0, 0.0) and "score" not in made.values
+    assert made.values["response_length"] == (2.0, 4.0) and made.values["truncated"] == (0.0, 1.0)
+    assert made.values["parse_error"] == (0.0, 1.0) and made.preds == ("7", None)
+    assert ValRecord.from_json(json.loads(json.dumps(made.to_json()))) == made
+    names = validation_metrics([made])
+    assert names["val-aux/openai/gsm8k/response_length/mean@2"] == 3.0
+    assert names["val-aux/openai/gsm8k/parse_error/mean@2"] == 0.5
+
+
+def test_a_record_needs_equally_many_samples():
+    with pytest.raises(ValueError, match="'u'.*acc"):
+        ValRecord("u", "s", {"acc": (1.0, 0.0), "reward": (1.0,)})
+    with pytest.raises(ValueError, match="'u'.*acc"):
+        ValRecord("u", "s", {"reward": (1.0,)})
+
+
+# --- paired comparison ---
+
+
+def test_paired_difference_by_hand():
+    a = {"1": 0.0, "2": 1.0, "3": 0.5, "4": 1.0, "only a": 1.0}
+    b = {"1": 1.0, "2": 1.0, "3": 0.75, "4": 0.5, "only b": 0.0, "also": 0.0}
+    paired = paired_comparison(a, b)
+    assert paired.difference.value == pytest.approx((1.0 + 0.0 + 0.25 - 0.5) / 4)
+    assert (paired.better, paired.worse, paired.only_a, paired.only_b) == (2, 1, 1, 2)
+    half = 3.1824463 * statistics.stdev([1.0, 0.0, 0.25, -0.5]) / 2
+    assert paired.difference.high == pytest.approx(paired.difference.value + half)
+    assert paired_comparison(b, a).difference.value == pytest.approx(-paired.difference.value)
+
+
+def test_pairing_is_narrower_than_two_intervals():
+    """Questions of unequal difficulty, one run a little better: only the paired interval excludes zero."""
+    difficulty = np.linspace(0, 1, 400)
+    a = {str(i): float(d < 0.50) for i, d in enumerate(difficulty)}
+    b = {str(i): float(d < 0.55) for i, d in enumerate(difficulty)}
+    paired = paired_comparison(a, b)
+    alone = [question_interval(list(each.values())) for each in (a, b)]
+    assert paired.difference.low > 0
+    assert alone[0].high > alone[1].low
+
+
+def test_no_difference_and_no_shared_question():
+    same = paired_comparison({str(i): 1.0 for i in range(100)}, {str(i): 1.0 for i in range(100)})
+    assert (same.difference.low, same.difference.high) == pytest.approx((-0.0370, 0.0370), abs=1e-4)
+    with pytest.raises(ValueError, match="share none"):
+        paired_comparison({"a": 1.0}, {"b": 1.0})

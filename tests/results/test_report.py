@@ -1,0 +1,434 @@
+"""Reports and result tables: generated from recorded runs, self-contained, and with nothing of the machine in them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+
+from core.config import Config, convert
+from core.tracking.run_manifest import ROOT
+from core.tracking.validation import accuracy_by_question, paired_comparison, seed_interval, validation_metrics
+from results.reporting import run_reader as recorded
+from results.reporting import run_report as report
+from results.reporting import tables as result_tables
+from results.reporting.run_reader import load_run, outcomes, publish, scrub, summarise
+from tests.core.synthetic import configured, make_run, records
+
+
+def seeded(seed: int, **changes) -> Config:
+    return configured({"trainer.seed": seed, "trainer.experiment_name": f"lab_s{seed}", **changes})
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """outputs/ with three seeds of one experiment and one run of another, with another clip range."""
+    root = tmp_path_factory.mktemp("outputs")
+    for seed in (1, 2, 3):
+        make_run(root / "grpo" / f"lab_s{seed}", seeded(seed))
+    other = seeded(1, **{"actor_rollout_ref.actor.clip_ratio_c": 5.0})
+    make_run(root / "ppo" / "lab_s1", other, rate=0.1, critic=True)
+    return root
+
+
+def build(runs: Path, out: Path, *names: str) -> tuple[str, str]:
+    assert report.main([*(str(runs / name) for name in names), "--out", str(out)]) == 0
+    return (out / "report.md").read_text(), (out / "report.html").read_text()
+
+
+class Page(HTMLParser):
+    """Tags, ids and addresses of a page."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.addresses: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value)
+            if name in ("src", "href", "xlink:href", "action", "data", "srcset"):
+                self.addresses.append(value)
+
+
+# --- the page ---
+
+
+def test_the_page_is_one_file(runs, tmp_path):
+    _, text = build(runs, tmp_path, "grpo/lab_s1", "ppo/lab_s1")
+    page = Page(text)
+    assert page.tags.count("svg") >= 10
+    assert not {"script", "link", "iframe", "img", "object"} & set(page.tags)
+    assert all(address.startswith("#") for address in page.addresses)
+    assert not re.search(r"url\((?!#)|@import", text)
+    assert len(page.ids) == len(set(page.ids))
+    assert len(text) < 600_000
+
+
+def test_one_run_says_what_was_learnt(runs, tmp_path, capsys):
+    md, text = build(runs, tmp_path, "grpo/lab_s1")
+    ours = validation_metrics(records(20, 1, 200))
+    value, low, high = (
+        100 * ours[f"val-{name}"]
+        for name in ("core/lab/hops/acc/mean@1", "aux/lab/hops/acc/mean@1/ci_low", "aux/lab/hops/acc/mean@1/ci_high")
+    )
+    after = f"→ {value:.1f} [{low:.1f}, {high:.1f}] % (mean@1, 200 questions, step 20)"
+    assert after in md and after in text and after in capsys.readouterr().out
+    before, now = (accuracy_by_question(records(step, 1, 200))["lab/hops"] for step in (0, 20))
+    paired = paired_comparison(before, now)
+    assert f"{100 * paired.difference.value:+.1f} [" in md
+    assert f"{paired.better} up, {paired.worse} down" in md
+    for title in ("Validation accuracy", "Reward", "Response length", "Entropy", "Clip fractions", "Time by phase"):
+        assert title in md and title in text
+    assert "cfkp#p" in text and "greedy, at most 16 tokens" in text
+    assert "Explained variance" not in text and "Comparison" not in text
+
+
+def test_the_same_run_gives_the_same_page(runs, tmp_path):
+    assert build(runs, tmp_path / "a", "grpo/lab_s1") == build(runs, tmp_path / "b", "grpo/lab_s1")
+
+
+def test_the_last_validation_is_reported_not_the_best(tmp_path):
+    folder = make_run(tmp_path / "grpo" / "falls", steps=4, test_every=1, questions=50, rate=2.0)
+    tail = records(0, 1, 50)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines[-1].update(validation_metrics(tail))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (result,) = summarise(load_run(folder))["results"]
+    accuracies = [value for _, value in result["curve"]]
+    assert result["after"]["estimate"]["value"] == accuracies[-1] < max(accuracies)
+    assert result["after"]["step"] == 4
+
+
+def test_what_the_first_validation_lacks_has_no_before(tmp_path):
+    """A vote of the answers, say, where one of them had none to give: the second validation is not where it began."""
+    folder = make_run(tmp_path / "grpo" / "votes", steps=4, test_every=2, questions=50)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    validated = [line for line in lines if any(key.startswith("val-core/") for key in line)]
+    (key,) = [key for key in validated[0] if key.endswith("/acc/mean@1")]
+    for line in validated[1:]:
+        line[key.replace("mean@1", "maj@1")] = 0.9
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [outcome.before.name for outcome in outcomes(load_run(folder))] == ["mean@1"]
+    validated[0][key.replace("mean@1", "maj@1")] = 0.1
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = outcomes(load_run(folder))
+    assert [(one.before.name, one.before.estimate.value) for one in found][1:] == [("maj@1", 0.1)]
+
+
+def test_seeds_are_one_experiment(runs, tmp_path):
+    md, text = build(runs, tmp_path, "grpo/lab_s1", "grpo/lab_s2", "grpo/lab_s3")
+    finals = [validation_metrics(records(20, seed, 200))["val-core/lab/hops/acc/mean@1"] for seed in (1, 2, 3)]
+    e = seed_interval(finals)
+    expected = f"{100 * e.value:.1f} ± {100 * e.sd:.1f} [{100 * e.low:.1f}, {100 * e.high:.1f}] %"
+    assert f"{expected} (mean@1, 200 questions, step 20, 3 seeds)" in md
+    assert md.startswith("# grpo/lab\n") and "## Comparison" not in md
+    assert "Where the runs differ" not in md
+
+
+def test_experiments_are_compared_question_by_question(runs, tmp_path):
+    md, _ = build(runs, tmp_path, "grpo/lab_s1", "ppo/lab_s1")
+    a = accuracy_by_question(records(20, 1, 200))["lab/hops"]
+    b = accuracy_by_question(records(20, 1, 200, rate=0.1))["lab/hops"]
+    paired = paired_comparison(a, b)
+    d = paired.difference
+    row = next(line for line in md.splitlines() if line.startswith("| ppo/lab_s1 − grpo/lab_s1 "))
+    expected = (
+        f"{100 * d.value:+.1f} [{100 * d.low:+.1f}, {100 * d.high:+.1f}], {paired.better} up, {paired.worse} down"
+    )
+    assert expected in row and "| 200 |" in row
+    different = md.split("### Where the runs differ")[1].split("###")[0]
+    assert "actor_rollout_ref.actor.clip_ratio_c | 3.0 | 5.0" in different
+    assert "seed" not in different and len(different.strip().splitlines()) == 3
+    assert "Explained variance of the critic" in md
+
+
+def test_several_seeds_are_compared_with_the_mean_of_each_question(runs, tmp_path):
+    md, _ = build(runs, tmp_path, "grpo/lab_s1", "grpo/lab_s2", "grpo/lab_s3", "ppo/lab_s1")
+    by_seed = [accuracy_by_question(records(20, seed, 200))["lab/hops"] for seed in (1, 2, 3)]
+    mean = {uid: sum(seed[uid] for seed in by_seed) / 3 for uid in by_seed[0]}
+    d = paired_comparison(mean, accuracy_by_question(records(20, 1, 200, rate=0.1))["lab/hops"]).difference
+    row = next(line for line in md.splitlines() if line.startswith("| ppo/lab_s1 − grpo/lab "))
+    assert f"{100 * d.value:+.1f} [{100 * d.low:+.1f}, {100 * d.high:+.1f}]" in row
+
+
+def test_an_unfinished_run_is_called_one(tmp_path, capsys):
+    folder = make_run(tmp_path / "grpo" / "short", steps=10, status="stopped")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "total_steps": 40}))
+    report.main([str(folder)])
+    assert "step 10; stopped at step 10 of 40)" in capsys.readouterr().out
+    assert (folder / "report.html").exists()
+
+
+def test_a_run_without_validation_still_has_a_page(tmp_path):
+    folder = make_run(tmp_path / "grpo" / "blind", steps=3, test_every=1)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    kept = [{k: v for k, v in line.items() if not k.startswith("val-")} for line in lines[1:]]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    shutil.rmtree(folder / "validation")
+    (folder / "samples.jsonl").unlink()
+    md, _ = build(folder.parent, tmp_path / "out", "blind")
+    assert "no validation was recorded" in md and "Reward" in md and "Samples" not in md
+
+
+def test_generated_text_cannot_act_as_markup(tmp_path):
+    folder = make_run(tmp_path / "grpo" / "evil", steps=1, test_every=1, questions=5)
+    rows = [{"input": "a | b", "output": "<script>alert(1)</script>\n| x", "gts": "<b>", "score": 0.0, "step": 0}]
+    (folder / "samples.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    md, text = build(folder.parent, tmp_path / "out", "evil")
+    assert "<script" not in text and "&lt;script&gt;alert(1)" in text
+    assert "<script" not in md and "a \\| b" in md
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;<br>\\| x" in md
+
+
+def test_sampled_decoding_is_spelled_out():
+    how = {"n": 4, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "do_sample": True}
+    config = configured({f"actor_rollout_ref.rollout.val_kwargs.{name}": value for name, value in how.items()})
+    assert (
+        recorded.decoding(convert.flat(config))
+        == "sampled, T=0.6, top-p 0.95, top-k 20, 4 a question, at most 16 tokens"
+    )
+
+
+def test_data_that_is_drawn_from_the_seed_makes_no_other_experiment(tmp_path):
+    def group(seed, files):
+        config = {"trainer.seed": seed, "data.train_files": [files], "trainer.experiment_name": f"lab{seed}"}
+        return recorded.RecordedRun(tmp_path, config, {"recipe": "search_r1"}, (), {}, ()).group
+
+    assert group(1, "./kb/seed-1/train.parquet") == group(12, "./kb/seed-12/train.parquet")
+    assert group(1, "./kb/seed-12/train.parquet") != group(12, "./kb/seed-12/train.parquet")
+    assert group(1, "./kb/seed-1/train.parquet") != group(1, "./kb/seed-1/other.parquet")
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["grpo/lab_s1", "grpo/lab_s2"], "grpo/lab"),
+        (["grpo/qwen2.5-0.5b-seed1", "grpo/qwen2.5-0.5b-seed12"], "grpo/qwen2.5-0.5b"),
+        (["grpo/lab_s1"], "grpo/lab_s1"),
+        (["ppo/runs", "ppo/runs2"], "ppo/runs"),
+        (["ppo/lab1", "ppo/lab2"], "ppo/lab"),
+    ],
+)
+def test_names_of_experiments(names, expected):
+    assert recorded.group_name(names) == expected
+
+
+# --- bad input ---
+
+
+def test_bad_folders_end_in_one_line(tmp_path, capsys):
+    assert report.main([str(tmp_path)]) == 2
+    assert "is not a run folder: it has no config.yaml, manifest.json, metrics.jsonl" in capsys.readouterr().err
+    folder = make_run(tmp_path / "grpo" / "run", steps=2, questions=5)
+    (folder / "manifest.json").write_text("{")
+    assert report.main([str(folder)]) == 2
+    assert "damaged" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        report.main([])
+
+
+# --- publishing ---
+
+
+def test_a_published_run_tells_the_same(runs, tmp_path, capsys):
+    results = tmp_path / "results"
+    assert report.main(["--publish", str(runs / "grpo/lab_s1"), "--results", str(results)]) == 0
+    copy = results / "grpo" / "lab_s1"
+    assert sorted(path.name for path in copy.iterdir()) == [
+        "config.yaml",
+        "manifest.json",
+        "metrics.csv",
+        "summary.json",
+        "validation.jsonl",
+    ]
+    capsys.readouterr()
+    lines = []
+    for folder in (runs / "grpo/lab_s1", copy):
+        report.main([str(folder), "--out", str(tmp_path / "out")])
+        lines.append(capsys.readouterr().out.splitlines()[0])
+    assert lines[0] == lines[1]
+    original, copied = (summarise(load_run(folder)) for folder in (runs / "grpo/lab_s1", copy))
+    assert copied["results"][0]["change"] == original["results"][0]["change"]
+    assert json.loads((copy / "summary.json").read_text()) == copied
+
+
+def test_nothing_of_the_machine_is_published(tmp_path, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "node-17.cluster")
+    monkeypatch.setattr(
+        "sys.orig_argv", ["/home/jane/venv/bin/python", "-m", "x", "a=/scratch/jane/d.parquet", "on=node-17.cluster"]
+    )
+    files = ("/home/jane/data/gsm8k/train.parquet",)
+    config = configured({"data.train_files": files, "actor_rollout_ref.model.path": f"{ROOT}/outputs/m"})
+    folder = make_run(tmp_path / "grpo" / "run", config, steps=2, questions=5)
+    copy = publish(folder, tmp_path / "results" / "grpo" / "run")
+    text = "".join(path.read_text() for path in copy.iterdir())
+    for secret in ("jane", "/home", "/scratch", "node-17", str(ROOT), str(tmp_path)):
+        assert secret not in text, secret
+    assert "<path>/train.parquet" in text and "a=<path>/d.parquet" in text and "on=<host>" in text
+    assert yaml.safe_load((copy / "config.yaml").read_text())["actor_rollout_ref"]["model"]["path"] == "outputs/m"
+
+
+def test_scrubbing_leaves_other_slashes_alone():
+    kept = ["Qwen/Qwen2.5-7B", "val-core/a/acc", "https://example.com/a/b", "1/2", "outputs/grpo/x", "and/or", 3, None]
+    assert scrub(kept) == kept
+    assert scrub({"k": ["~/x/y.json", "hf:/a/b", "('/a/b', '/c')"]}) == {
+        "k": ["<path>/y.json", "hf:<path>/b", "('<path>/b', '<path>/c')"]
+    }
+
+
+def test_long_runs_are_thinned_and_large_validations_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(recorded, "METRICS_ROWS", 10)
+    monkeypatch.setattr(recorded, "VALIDATION_BYTES", 100)
+    folder = make_run(tmp_path / "grpo" / "run", steps=60, test_every=7, questions=20)
+    copy = publish(folder, tmp_path / "results" / "grpo" / "long")
+    steps = [row["step"] for row in load_run(copy).metrics]
+    assert len(steps) < 22 and steps[-1] == 60 and set(range(0, 60, 7)) <= set(steps)
+    assert not (copy / "validation.jsonl").exists()
+    summary = json.loads((copy / "summary.json").read_text())
+    assert summary["run"] == "long" and summary["results"][0]["change"] is None
+
+
+# --- result tables ---
+
+REFERENCES = {
+    "tags": {"R": "read"},
+    "references": [
+        {
+            "recipe": "grpo",
+            "model": "outputs/lab/base",
+            "method": "GRPO",
+            "data_source": "lab/hops",
+            "value": 98,
+            "source": "a paper, table 1",
+            "tag": "R",
+            "command": "bash recipes/grpo/run_lab.sh",
+        },
+        {
+            "recipe": "ppo",
+            "model": "org/other",
+            "method": "PPO",
+            "data_source": "lab/hops",
+            "value": 69.5,
+            "source": "a page",
+            "tag": "R",
+            "command": "bash run.sh",
+            "note": "strict",
+        },
+    ],
+}
+
+
+@pytest.fixture
+def repository(runs, tmp_path) -> Path:
+    results = tmp_path / "results"
+    for seed in (1, 2, 3):
+        publish(runs / f"grpo/lab_s{seed}", results / "grpo" / f"lab_s{seed}")
+    (results / "references.yaml").write_text(yaml.safe_dump(REFERENCES))
+    (tmp_path / "README.md").write_text(f"# Top\n\n{result_tables.BEGIN}\nold\n{result_tables.END}\n\nrest\n")
+    return tmp_path
+
+
+def test_tables_are_generated_from_the_summaries(repository, capsys):
+    results = repository / "results"
+    assert report.main(["--index", "--results", str(results)]) == 0
+    text, top = (results / "README.md").read_text(), (repository / "README.md").read_text()
+    finals = [validation_metrics(records(20, seed, 200))["val-core/lab/hops/acc/mean@1"] for seed in (1, 2, 3)]
+    e = seed_interval(finals)
+    after = f"{100 * e.value:.1f} ± {100 * e.sd:.1f} [{100 * e.low:.1f}, {100 * e.high:.1f}]"
+    for table in (text, top):
+        row = next(line for line in table.splitlines() if line.startswith("| grpo/lab |"))
+        assert after in row and "| 200 | 3 |" in row and "greedy, at most 16 tokens" in row
+        reference = next(line for line in table.splitlines() if "a paper, table 1 [R]" in line)
+        assert "| 98.0 |" in reference and f"{after} (grpo/lab)" in reference
+        assert "not run: `bash run.sh`" in table
+    assert "[grpo/lab_s2](grpo/lab_s2/)" in text and "org/other, PPO: strict" in text
+    assert top.startswith("# Top\n") and top.endswith("\n\nrest\n") and "\nold\n" not in top
+
+
+def test_a_typed_number_is_found(repository, capsys):
+    results = repository / "results"
+    report.main(["--index", "--results", str(results)])
+    check = ["--index", "--check", "--results", str(results)]
+    assert report.main(check) == 0
+    readme = results / "README.md"
+    readme.write_text(readme.read_text().replace("98.0", "99.0"))
+    assert report.main(check) == 1
+    assert "README.md is out of date" in capsys.readouterr().err
+    assert "99.0" in readme.read_text()
+
+
+def test_a_readme_without_markers_is_left_alone(repository, capsys):
+    (repository / "README.md").write_text("# Top\n")
+    assert report.main(["--index", "--results", str(repository / "results")]) == 0
+    assert "no table was put there" in capsys.readouterr().err
+    assert (repository / "README.md").read_text() == "# Top\n"
+
+
+def test_other_settings_are_another_experiment(repository, runs):
+    results = repository / "results"
+    publish(runs / "ppo/lab_s1", results / "grpo" / "lab_s4")
+    summaries = result_tables.read_summaries(results)
+    names = sorted((e.name, len(e.runs)) for e in result_tables.experiments(summaries))
+    assert names == [("grpo/lab", 3), ("grpo/lab_s4", 1)]
+
+
+def test_the_same_seed_again_is_not_another_draw(repository, runs):
+    results = repository / "results"
+    publish(runs / "grpo/lab_s2", results / "grpo" / "rerun")
+    found = result_tables.experiments(result_tables.read_summaries(results))
+    assert sorted((e.name, len(e.runs)) for e in found) == [("grpo/lab", 3), ("grpo/rerun", 1)]
+
+
+# --- this repository's results ---
+
+
+def test_the_committed_results_are_what_the_committed_runs_give():
+    assert result_tables.update(ROOT / "results", check=True) == 0
+    for path in sorted((ROOT / "results").glob("*/*/summary.json")):
+        assert json.loads(path.read_text()) == summarise(load_run(path.parent)), path
+
+
+def test_references_name_source_and_tag():
+    references = result_tables.read_references(ROOT / "results")
+    for ref in references["references"]:
+        assert {"recipe", "model", "method", "data_source", "value", "source", "tag"} <= ref.keys()
+        assert ref["tag"] in references["tags"] and 0 < ref["value"] <= 100
+
+
+COMMANDS = {
+    (ref["command"], ref["model"])
+    for ref in result_tables.read_references(ROOT / "results")["references"]
+    if "command" in ref
+}
+
+
+@pytest.mark.parametrize(("command", "model"), sorted(COMMANDS))
+def test_the_command_of_a_reference_composes_and_trains_its_model(command, model):
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "DRY_RUN": "1", "PATH": path}
+    done = subprocess.run(command.split(), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert f"actor_rollout_ref.model.path={model} " in done.stdout
+
+
+def test_a_recorded_command_is_shown_as_the_script_that_was_typed():
+    recorded = (
+        "/x/python -m recipes.grpo.main_grpo preset=lab trainer.backend=ray -- trainer.seed=3 trainer.cpu_threads=1"
+    )
+    assert result_tables.short_command(recorded) == "bash recipes/grpo/run_lab.sh trainer.cpu_threads=1"
+    assert result_tables.short_command("python -m recipes.ppo.main_ppo a=1") == "python -m recipes.ppo.main_ppo a=1"
