@@ -234,7 +234,7 @@ def test_a_run_trains_the_same_whatever_the_timing_and_wherever_it_collects(fold
             assert run.workers.threads_seen == [1] * (STEPS - 1) + [0]  # the last step has none to look ahead for
     ages = [step - 1 - version for step, one in enumerate(runs[0].details, start=1) for _, version in one]
     assert set(ages) == {0, 1}
-    rows = load_run(runs[0].run_dir).metrics
+    rows = load_run(runs[0].session.run_dir).metrics
     assert all(("timing_s/wait_ahead" in row) == (overlapping and row["step"] < STEPS) for row in rows)
 
 
