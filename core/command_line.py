@@ -73,28 +73,28 @@ def _refuse(problems: Sequence[str]) -> NoReturn:
 
 
 def _notes(composed: Composed) -> None:
-    """Warnings and inert keys, before anything runs."""
+    """Print warnings and unused keys, before anything runs."""
     for line in composed.warnings:
         print(f"warning: {line}", file=sys.stderr)
-    for line in _inert(composed):
+    for line in _unused(composed):
         print(f"no effect: {line}", file=sys.stderr)
 
 
-def _inert(composed: Composed) -> list[str]:
-    return [f"{key}={show(value)}: {reason}" for key, (value, reason) in composed.inert.items()]
+def _unused(composed: Composed) -> list[str]:
+    return [f"{key}={show(value)}: {reason}" for key, (value, reason) in composed.unused.items()]
 
 
 def _report(recipe: str, composed: Composed) -> str:
     changed = [
         f"{key}={show(new)} (default {show(old)})"
         for key, (old, new) in diff(resolve(Config(), recipe), composed.config).items()
-        if key not in composed.idle
+        if key not in composed.without_effect
     ]
     from core.planning import estimate as plan
 
     blocks = (
         ("differs from the defaults", changed),
-        ("has no effect in this configuration", _inert(composed)),
+        ("has no effect in this configuration", _unused(composed)),
         ("warnings", list(composed.warnings)),
         ("checked at start", paths.checked_at_start(composed.config)),
         (f"plan (python -m core.plan {recipe} --gpu NAME plans for others)", plan.shown(composed.config)),

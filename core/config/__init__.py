@@ -12,8 +12,7 @@ from typing import Any
 
 import yaml
 
-from core.config import checks, convert
-from core.config import unused_keys as inert
+from core.config import convert, rules, unused_keys
 from core.config.defaults import CHANGED_DEFAULTS, ChangedDefault
 from core.config.resolution import resolve
 from core.config.schema import Config
@@ -39,16 +38,16 @@ class Composed:
 
     config: resolved; with ``problems`` a refused value is replaced by its default.
     given: the keys that an override set (not those of the recipe's file), with the values as read.
-    inert: key -> (value, reason), for overrides that do nothing in this configuration.
-    idle: every key that does nothing in it, whoever set it.
+    unused: key -> (value, reason), for overrides that do nothing in this configuration.
+    without_effect: every key that does nothing in it, whoever set it.
     """
 
     config: Config
     problems: tuple[str, ...]
     warnings: tuple[str, ...]
     given: Mapping[str, Any]
-    inert: Mapping[str, tuple[Any, str]]
-    idle: frozenset[str]
+    unused: Mapping[str, tuple[Any, str]]
+    without_effect: frozenset[str]
 
 
 def examine(recipe: str, overrides: Sequence[str], hooks: Collection[str] = ()) -> Composed:
@@ -61,16 +60,16 @@ def examine(recipe: str, overrides: Sequence[str], hooks: Collection[str] = ()) 
     config = resolve(convert.build(tree, refused), recipe)
     view = View(config, layers.given, hooks, recipe)
     bad = {problem.key for problem in refused if isinstance(problem, convert.Problem)}
-    lines = [*refused, *checks.problems(view, bad)]
-    idle = inert.reasons(view, [*layers.given, *convert.all_keys()])
-    set_in_vain = {key: (value, idle[key]) for key, value in layers.given.items() if key in idle}
+    lines = [*refused, *rules.problems(view, bad)]
+    without_effect = unused_keys.reasons(view, [*layers.given, *convert.all_keys()])
+    unused = {key: (value, without_effect[key]) for key, value in layers.given.items() if key in without_effect}
     return Composed(
         config=config,
         problems=tuple(dict.fromkeys(map(str, lines))),
-        warnings=tuple(checks.warnings(view)),
+        warnings=tuple(rules.warnings(view)),
         given=layers.given,
-        inert={**layers.inert, **set_in_vain},
-        idle=frozenset(idle),
+        unused={**layers.unused, **unused},
+        without_effect=frozenset(without_effect),
     )
 
 

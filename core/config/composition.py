@@ -38,7 +38,7 @@ class Layers:
     values: list[tuple[str, Any]] = field(default_factory=list)
     deleted: list[str] = field(default_factory=list)
     given: dict[str, Any] = field(default_factory=dict)  # what was set by an override
-    inert: dict[str, tuple[Any, str]] = field(default_factory=dict)  # accepted keys that mean nothing here
+    unused: dict[str, tuple[Any, str]] = field(default_factory=dict)  # accepted keys that mean nothing here
     problems: list[Problem | str] = field(default_factory=list)
 
 
@@ -122,7 +122,7 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _set(key: str, value: Any, layers: Layers) -> None:
     if (reason := verl_keys.without_effect(key, value)) is not None:
-        layers.inert[key] = (value, reason)
+        layers.unused[key] = (value, reason)
     elif key in convert.sections():
         layers.problems.append(Problem(key, value, "is a section of the configuration", "set one of its keys"))
     elif verl_keys.advice(key) is not None and key not in convert.all_keys() or not convert.known(key):

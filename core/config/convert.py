@@ -143,7 +143,7 @@ def build(tree: Any, problems: list[Problem], default: Any = None, prefix: str =
 
 
 def mismatch(key: str, value: Any, rule: str) -> Problem:
-    return Problem(key, value, f"must be {rule}", verl_keys.hint(key, value) or f"the default is {default_of(key)}")
+    return Problem(key, value, f"must be {rule}", verl_keys.hint(key) or f"the default is {default_of(key)}")
 
 
 def default_of(key: str) -> str:

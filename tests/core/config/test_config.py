@@ -66,8 +66,7 @@ def test_every_default_is_verls_or_listed_with_a_reason():
 def test_the_schema_knows_the_names_that_the_implementations_know():
     from core.algorithm import advantages, kl, losses
     from core.config import schema
-    from core.config import unused_keys as inert
-    from core.config.rules import algorithm, objective, rollout
+    from core.config.view import View
     from core.engines.hf import HFEngine
     from core.rewards.managers import MANAGERS
     from core.tracking.tracker import LOGGERS
@@ -79,11 +78,11 @@ def test_the_schema_knows_the_names_that_the_implementations_know():
     assert set(schema.Logger.__args__) == {"console", "jsonl", *LOGGERS}
     reward = convert.hints(schema.RewardModelConfig)
     assert set(reward["reward_manager"].__args__) == set(MANAGERS)
-    assert set(algorithm.GROUPED) == {name for name, needs in advantages.NEEDS.items() if needs.groups}
+    assert set(View.GROUPED) == {name for name, needs in advantages.NEEDS.items() if needs.groups}
     assert [name for name, needs in advantages.NEEDS.items() if needs.critic] == ["gae"]
-    assert set(objective.PER_SEQUENCE) == set(losses.AGGREGATION)
-    assert set(rollout.HF_OPTIONS) <= set(inspect.signature(HFEngine).parameters)
-    assert set(inert.CLIPPING) == set(losses.POLICY_LOSSES) - {"sapo", "gpg", "reinforce"}
+    assert set(View.PER_SEQUENCE) == set(losses.AGGREGATION)
+    assert set(View.HF_OPTIONS) <= set(inspect.signature(HFEngine).parameters)
+    assert set(View.CLIPPING) == set(losses.POLICY_LOSSES) - {"sapo", "gpg", "reinforce"}
 
 
 def test_nothing_can_be_changed():

@@ -1,16 +1,17 @@
-"""Every rule between keys fires where it should, and only there; every inert key says why."""
+"""Every rule between keys fires where it should, and only there; every unused key has its reason."""
 
 from __future__ import annotations
 
 import functools
+from fnmatch import fnmatchcase
 
 import pytest
 
-from core.config import convert, examine
-from core.config import unused_keys as inert
-from core.config.checks import RULES, WARNINGS
+from core.config import convert, examine, rules, unused_keys
 from core.config.view import View
 from core.tracking.health import CHECKS
+
+RULES, WARNINGS = rules.table("problems"), rules.table("warnings")
 
 
 @functools.cache
@@ -603,7 +604,7 @@ IDLE = [
 def test_a_key_without_effect_is_listed_with_the_reason(recipe, overrides, key):
     composed = examined(recipe, overrides, SEARCHES if recipe == "search_r1" else ())
     assert composed.problems == ()
-    value, reason = composed.inert[key]
+    value, reason = composed.unused[key]
     assert value == composed.given[key] and reason and "{" not in reason
 
 
@@ -612,18 +613,15 @@ def test_every_entry_is_tried():
     for recipe, overrides, key in IDLE:
         composed = examined(recipe, overrides, SEARCHES if recipe == "search_r1" else ())
         view = View(composed.config, composed.given, (), recipe)
-        for index, (patterns, applies, _) in enumerate(inert.ENTRIES):
-            if any(inert.fnmatchcase(key, pattern) for pattern in patterns) and applies(view):
-                tried.add(index)
-                break
-    assert [inert.ENTRIES[i][0] for i in range(len(inert.ENTRIES)) if i not in tried] == []
+        tried.add(next(entry for entry in unused_keys.table() if entry.fits(key) and view.holds(entry.when)))
+    assert [entry.keys for entry in unused_keys.table() if entry not in tried] == []
 
 
-def test_patterns_of_inert_keys_match_keys():
+def test_patterns_of_unused_keys_match_keys():
     known = list(convert.all_keys())
-    for patterns, _, _ in inert.ENTRIES:
-        for pattern in patterns:
-            assert any(inert.fnmatchcase(key, pattern) for key in known) or "_kwargs." in pattern, pattern
+    for entry in unused_keys.table():
+        for pattern in entry.keys:
+            assert any(fnmatchcase(key, pattern) for key in known) or "_kwargs." in pattern, pattern
 
 
 def test_a_key_with_effect_is_not_listed():
@@ -637,8 +635,8 @@ def test_a_key_with_effect_is_not_listed():
         ),
         *(f"{ROLLOUT}.val_kwargs.do_sample=True", f"{ROLLOUT}.val_kwargs.temperature=0.6", "trainer.seed=3"),
     ]
-    assert dict(examined("ppo", given).inert) == {}
+    assert dict(examined("ppo", given).unused) == {}
 
 
 def test_what_the_recipe_file_says_is_not_listed():
-    assert dict(examined("grpo", ["preset=paper"]).inert) == {}
+    assert dict(examined("grpo", ["preset=paper"]).unused) == {}
