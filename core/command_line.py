@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from importlib.util import find_spec
 from typing import NoReturn
 
-from core.config import Composed, Config, diff, examine, paths, to_yaml
+from core.config import Composed, Config, diff, examine, paths, recipes, to_yaml
 from core.config.convert import show
 from core.config.resolution import resolve
 
@@ -28,7 +28,7 @@ def prepare(recipe: str, argv: Sequence[str], hooks: Collection[str] = ()) -> Co
         raise SystemExit(0)
     composed = examine(recipe, [*script, *typed], hooks)
     dry = os.environ.get("DRY_RUN", "").lower() not in ("", "0", "false", "no")
-    problems = [*composed.problems, *_outside(composed, _typed_keys(typed) if dry else None)]
+    problems = [*composed.problems, *_outside(composed, _typed_keys(recipe, typed) if dry else None)]
     if problems:
         _refuse(problems)
     if dry:
@@ -46,10 +46,10 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(argv[:at]), [text for text in argv[at + 1 :] if text != "--"]
 
 
-def _typed_keys(typed: Sequence[str]) -> frozenset[str]:
+def _typed_keys(recipe: str, typed: Sequence[str]) -> frozenset[str]:
     from core.config import composition
 
-    return frozenset(composition.read(typed).given)
+    return frozenset(composition.read(typed, recipes.schema_of(recipe)).given)
 
 
 def _outside(composed: Composed, typed: frozenset[str] | None) -> list[str]:
@@ -87,7 +87,7 @@ def _unused(composed: Composed) -> list[str]:
 def _report(recipe: str, composed: Composed) -> str:
     changed = [
         f"{key}={show(new)} (default {show(old)})"
-        for key, (old, new) in diff(resolve(Config(), recipe), composed.config).items()
+        for key, (old, new) in diff(resolve(recipes.schema_of(recipe)(), recipe), composed.config).items()
         if key not in composed.without_effect
     ]
     from core.planning import estimate as plan

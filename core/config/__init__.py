@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from core.config import convert, rules, unused_keys
+from core.config import convert, recipes, rules, unused_keys
 from core.config.defaults import CHANGED_DEFAULTS, ChangedDefault
 from core.config.resolution import resolve
 from core.config.schema import Config
@@ -54,14 +54,15 @@ def examine(recipe: str, overrides: Sequence[str], hooks: Collection[str] = ()) 
     """Composes and checks without raising. ``hooks`` names the hooks that the recipe's trainer overrides."""
     from core.config import composition  # Hydra: half a second that reading a saved configuration need not pay
 
-    layers = composition.read(overrides)
+    schema = recipes.schema_of(recipe)
+    layers = composition.read(overrides, schema)
     tree = composition.tree(recipe, layers)
     refused = list(layers.problems)
-    config = resolve(convert.build(tree, refused), recipe)
+    config = resolve(convert.build(schema, tree, refused), recipe)
     view = View(config, layers.given, hooks, recipe)
     bad = {problem.key for problem in refused if isinstance(problem, convert.Problem)}
     lines = [*refused, *rules.problems(view, bad)]
-    without_effect = unused_keys.reasons(view, [*layers.given, *convert.all_keys()])
+    without_effect = unused_keys.reasons(view, [*layers.given, *convert.all_keys(schema)])
     unused = {key: (value, without_effect[key]) for key, value in layers.given.items() if key in without_effect}
     return Composed(
         config=config,
@@ -89,15 +90,22 @@ def to_yaml(config: Config) -> str:
 
 
 def from_yaml(text: str) -> Config:
-    """What :func:`to_yaml` wrote. Raises InputError for a key or a value that the schema refuses."""
-    problems: list[convert.Problem] = []
-    config = convert.build(yaml.safe_load(text), problems)
+    """Return the configuration that :func:`to_yaml` wrote, in the schema that lacks fewest of its sections.
+
+    Raises:
+        InputError: a key or a value is not the schema's.
+    """
+    tree, problems = yaml.safe_load(text), []
+    schemas = [Config, *(module.SCHEMA for _, module in recipes.extended())]
+    schema = min(schemas, key=lambda one: len(tree.keys() - convert.hints(one).keys()))
+    config = convert.build(schema, tree, problems)
     if problems:
         raise InputError([str(problem) for problem in problems])
     return config
 
 
 def diff(one: Config, other: Config) -> dict[str, tuple[Any, Any]]:
-    """Flat key -> the two values, of the keys in which two configurations differ."""
+    """Return flat key -> the two values, of the keys in which two configurations differ; a missing one is None."""
     first, second = convert.flat(one), convert.flat(other)
-    return {key: (first[key], second[key]) for key in first if first[key] != second[key]}
+    keys = [*first, *(key for key in second if key not in first)]
+    return {key: (first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)}

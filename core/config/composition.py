@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,18 +22,18 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from core.config import convert, verl_keys
+from core.config import convert, recipes, verl_keys
 from core.config.convert import Problem
 from core.config.schema import Config
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 PRESET = "preset"
 
 
 @dataclass
 class Layers:
-    """What the overrides say, sorted; ``values`` are applied from left to right."""
+    """The overrides of a recipe with this schema, sorted; ``values`` are applied from left to right."""
 
+    schema: type[Config] = Config
     presets: list[str] = field(default_factory=list)
     values: list[tuple[str, Any]] = field(default_factory=list)
     deleted: list[str] = field(default_factory=list)
@@ -42,16 +42,12 @@ class Layers:
     problems: list[Problem | str] = field(default_factory=list)
 
 
-def recipes() -> list[str]:
-    return sorted(path.parent.name for path in RECIPES.glob("*/config") if (path / f"{path.parent.name}.yaml").exists())
-
-
 # --- reading overrides ---
 
 
-def read(overrides: Sequence[str]) -> Layers:
+def read(overrides: Sequence[str], schema: type[Config] = Config) -> Layers:
     """The overrides, each on its own, so that one that cannot be read hides no other."""
-    parser, layers = OverridesParser.create(), Layers()
+    parser, layers = OverridesParser.create(), Layers(schema)
     for text in overrides:
         override = _parsed(parser, text)
         if isinstance(override, str):
@@ -93,29 +89,29 @@ def _sort(override: Override, layers: Layers) -> None:
     elif override.is_delete():
         _delete(key, override.value(), layers)
     else:
-        for leaf, value in _leaves(key, override.value()):
+        for leaf, value in _leaves(key, override.value(), convert.sections(layers.schema)):
             _set(leaf, value, layers)
 
 
 def _delete(key: str, value: Any, layers: Layers) -> None:
     """``~key`` takes the key back to its default."""
-    if key in convert.all_keys() or key in convert.sections():
+    if key in convert.all_keys(layers.schema) or key in convert.sections(layers.schema):
         layers.deleted.append(key)
         layers.values = [(name, value) for name, value in layers.values if not _within(name, key)]
         layers.given = {name: value for name, value in layers.given.items() if not _within(name, key)}
     else:
-        layers.problems.append(str(convert.unknown(key, value)))
+        layers.problems.append(str(convert.unknown(key, value, layers.schema)))
 
 
 def _within(key: str, parent: str) -> bool:
     return key == parent or key.startswith(f"{parent}.")
 
 
-def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """``data={seed: 1}`` as ``data.seed=1``."""
-    if key in convert.sections() and isinstance(value, Mapping):
+def _leaves(key: str, value: Any, sections: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Yield ``data={seed: 1}`` as ``data.seed=1``."""
+    if key in sections and isinstance(value, Mapping):
         for name, item in value.items():
-            yield from _leaves(f"{key}.{name}", item)
+            yield from _leaves(f"{key}.{name}", item, sections)
     else:
         yield key, value
 
@@ -123,10 +119,10 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _set(key: str, value: Any, layers: Layers) -> None:
     if (reason := verl_keys.without_effect(key, value)) is not None:
         layers.unused[key] = (value, reason)
-    elif key in convert.sections():
+    elif key in convert.sections(layers.schema):
         layers.problems.append(Problem(key, value, "is a section of the configuration", "set one of its keys"))
-    elif verl_keys.advice(key) is not None and key not in convert.all_keys() or not convert.known(key):
-        layers.problems.append(convert.unknown(key, value))
+    elif not convert.known(key, layers.schema) or verl_keys.advice(key) and key not in convert.all_keys(layers.schema):
+        layers.problems.append(convert.unknown(key, value, layers.schema))
     else:
         layers.values.append((key, value))
         layers.given[key] = value
@@ -144,19 +140,20 @@ def tree(recipe: str, layers: Layers) -> dict[str, Any]:
         OmegaConf.update(composed, key, value, force_add=True)
     for key in _missing(OmegaConf.to_container(composed, resolve=False)):
         layers.problems.append(Problem(key, "???", "has no default", "give it a value"))
-    merged = OmegaConf.merge(_base(), composed)
+    merged = OmegaConf.merge(_base(layers.schema), composed)
     return _resolved(merged, "", layers.problems)
 
 
 @functools.cache
-def _base() -> DictConfig:
-    return OmegaConf.create(convert.as_tree(Config()))
+def _base(schema: type[Config]) -> DictConfig:
+    return OmegaConf.create(convert.as_tree(schema()))
 
 
 def _recipe_tree(recipe: str, layers: Layers) -> DictConfig:
-    folder = RECIPES / recipe / "config"
+    folder = recipes.folder(recipe)
     if not (folder / f"{recipe}.yaml").exists():
-        layers.problems.append(f"recipe={recipe}: has no config/{recipe}.yaml; choose one of {', '.join(recipes())}")
+        known = ", ".join(recipes.names())
+        layers.problems.append(f"recipe={recipe}: has no config/{recipe}.yaml; choose one of {known}")
         return OmegaConf.create({})
     return OmegaConf.create(_composed_files(recipe, _preset(folder, layers)))
 
@@ -164,7 +161,7 @@ def _recipe_tree(recipe: str, layers: Layers) -> DictConfig:
 @functools.cache
 def _composed_files(recipe: str, preset: str | None) -> dict[str, Any]:
     """What a recipe's files say, interpolations untouched. Read once a process."""
-    with initialize_config_dir(config_dir=str(RECIPES / recipe / "config"), version_base="1.3"):
+    with initialize_config_dir(config_dir=str(recipes.folder(recipe)), version_base="1.3"):
         composed = hydra_compose(config_name=recipe, overrides=[f"+{PRESET}={preset}"] if preset else [])
     return OmegaConf.to_container(composed, resolve=False)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from core.config import verl_keys
+from core.config import recipes, verl_keys
 from core.config.frozen import freeze, thaw
 from core.config.limits import Limit, NumberOrText
 from core.config.schema import Config
@@ -61,25 +61,23 @@ def walk(section: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 @functools.cache
-def all_keys() -> dict[str, Any]:
-    """Flat key -> type, of the whole configuration, sections left out."""
-    return {key: hint for key, hint in walk(Config) if not is_dataclass(hint)}
+def all_keys(schema: type = Config) -> dict[str, Any]:
+    """Return flat key -> type, of a whole configuration, sections left out."""
+    return {key: hint for key, hint in walk(schema) if not is_dataclass(hint)}
 
 
 @functools.cache
-def sections() -> dict[str, type]:
-    return {key: hint for key, hint in walk(Config) if is_dataclass(hint)}
+def sections(schema: type = Config) -> dict[str, type]:
+    """Return flat key -> dataclass, of the sections of a whole configuration."""
+    return {key: hint for key, hint in walk(schema) if is_dataclass(hint)}
 
 
-@functools.cache
-def open_keys() -> frozenset[str]:
-    """Keys that hold a mapping of the user's own."""
-    return frozenset(key for key, hint in all_keys().items() if any(_is_mapping(part) for part in _alternatives(hint)))
-
-
-def known(key: str) -> bool:
-    """Whether the schema has the key, or a mapping that the key is a part of."""
-    return key in all_keys() or any(key.startswith(f"{parent}.") for parent in open_keys())
+def known(key: str, schema: type = Config) -> bool:
+    """Return whether the schema has the key, or a mapping of the user's own that the key is a part of."""
+    keys = all_keys(schema)
+    if key in keys:
+        return True
+    return any(key.startswith(f"{parent}.") and any(map(_is_mapping, _alternatives(keys[parent]))) for parent in keys)
 
 
 def get(config: Any, key: str) -> Any:
@@ -89,7 +87,7 @@ def get(config: Any, key: str) -> Any:
 
 def flat(config: Any) -> dict[str, Any]:
     """Flat key -> value, of every key."""
-    return {key: get(config, key) for key in all_keys()}
+    return {key: get(config, key) for key in all_keys(type(config))}
 
 
 def as_json(config: Any) -> dict[str, Any]:
@@ -120,42 +118,43 @@ def as_tree(section: Any) -> dict[str, Any]:
 # --- an untyped tree as a configuration ---
 
 
-def build(tree: Any, problems: list[Problem], default: Any = None, prefix: str = "") -> Any:
-    """The typed section of a tree. What is wrong goes to ``problems`` and leaves the default in its place."""
-    default = Config() if default is None else default
+def build(schema: type[Config], tree: Any, problems: list[Problem]) -> Config:
+    """Return the typed configuration of a tree. What is wrong goes to ``problems``, and its key keeps the default."""
+    return _section(schema, tree, problems, schema(), "")
+
+
+def _section(schema: type[Config], tree: Any, problems: list[Problem], default: Any, prefix: str) -> Any:
     if not isinstance(tree, Mapping):
         problems.append(Problem(prefix.rstrip("."), tree, "is a section of the configuration", "set one of its keys"))
         return default
     known_here = hints(type(default))
-    problems += [unknown(f"{prefix}{name}", value) for name, value in tree.items() if name not in known_here]
+    problems += [unknown(f"{prefix}{name}", tree[name], schema) for name in tree if name not in known_here]
     values = {}
     for name, hint in known_here.items():
         if name not in tree:
             continue
         if is_dataclass(hint):
-            values[name] = build(tree[name], problems, getattr(default, name), f"{prefix}{name}.")
+            values[name] = _section(schema, tree[name], problems, getattr(default, name), f"{prefix}{name}.")
             continue
         try:
             values[name] = parse(hint, tree[name])
         except Mismatch as error:
-            problems.append(mismatch(f"{prefix}{name}", tree[name], str(error)))
+            key = f"{prefix}{name}"
+            fix = verl_keys.hint(key) or f"the default is {show(getattr(default, name))}"
+            problems.append(Problem(key, tree[name], f"must be {error}", fix))
     return dataclasses.replace(default, **values)
 
 
-def mismatch(key: str, value: Any, rule: str) -> Problem:
-    return Problem(key, value, f"must be {rule}", verl_keys.hint(key) or f"the default is {default_of(key)}")
-
-
-def default_of(key: str) -> str:
-    return show(get(Config(), key))
-
-
-def unknown(key: str, value: Any) -> Problem:
-    """What to say of a key that the schema lacks."""
+def unknown(key: str, value: Any, schema: type[Config]) -> Problem:
+    """Return the problem with a key that the schema lacks: renamed, unsupported, another recipe's, or misspelt."""
     advice = verl_keys.advice(key)
     if advice is not None:
         return Problem(key, value, advice.rule, advice.fix)
-    return Problem(key, value, "unknown key", f"the nearest known key is {verl_keys.nearest(key, all_keys())}")
+    for recipe, module in recipes.extended():
+        if key.partition(".")[0] in hints(module.SCHEMA).keys() - hints(schema).keys():
+            fix = f"use the recipe that has it: python -m recipes.{recipe}.main_{recipe}"
+            return Problem(key, value, f"belongs to {module.PAPER}, and this recipe has no such key", fix)
+    return Problem(key, value, "unknown key", f"the nearest known key is {verl_keys.nearest(key, all_keys(schema))}")
 
 
 def parse(hint: Any, value: Any) -> Any:

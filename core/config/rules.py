@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.config import convert
+from core.config import convert, recipes
 from core.config.convert import Problem
 from core.config.view import View
 from core.config.yaml_tables import entries, read_table
@@ -38,16 +38,17 @@ class Rule:
 
 
 @functools.cache
-def table(kind: str) -> tuple[Rule, ...]:
-    """Return every rule of a kind, ``problems`` or ``warnings``, in the order in which they are reported."""
-    return tuple(Rule(**one) for one in entries(read_table(TABLE)[kind]))
+def table(kind: str, recipe: str) -> tuple[Rule, ...]:
+    """Return every rule of a kind, ``problems`` or ``warnings``, that holds for a recipe, in the order of reports."""
+    own = recipes.table(recipe, TABLE.name) or {}
+    return tuple(Rule(**one) for one in entries([*read_table(TABLE)[kind], *own.get(kind, ())]))
 
 
 def problems(view: View, bad: Collection[str] = ()) -> list[Problem]:
     """Return what is broken. ``bad`` are keys that were refused already and now hold their default."""
-    return [problem for rule in table("problems") if (problem := rule.check(view, bad)) is not None]
+    return [problem for rule in table("problems", view.recipe) if (problem := rule.check(view, bad)) is not None]
 
 
 def warnings(view: View) -> list[str]:
     """Return what can be run and is probably not meant, a line each."""
-    return [str(problem) for rule in table("warnings") if (problem := rule.check(view, ())) is not None]
+    return [str(problem) for rule in table("warnings", view.recipe) if (problem := rule.check(view, ())) is not None]

@@ -420,17 +420,6 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True)
-class RetrieverConfig:
-    """What a search of Search-R1 asks."""
-
-    url: str | None = "http://127.0.0.1:8000/retrieve"  # None: a retriever in this process, see local
-    topk: limits.Count = 3  # passages
-    prefetch: bool = False  # the question's own passages stand before the first turn: RAG
-    client: Open = FrozenDict()  # with a url: fields of ClientOptions, recipes/search_r1/retrieval_client.py
-    local: Open = FrozenDict()  # without: fields of RetrieverOptions, recipes/search_r1/retrieval.py
-
-
-@dataclass(frozen=True)
 class NsysConfig:
     worker_nsight_options: Open = (
         FrozenDict(  # arguments of nsys profile; a null one is left to core.tracking.profiling
@@ -468,7 +457,10 @@ class RayKwargsConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """The whole configuration; ``config.actor_rollout_ref.rollout.n`` is verl's key of that name."""
+    """The whole configuration; ``config.actor_rollout_ref.rollout.n`` is verl's key of that name.
+
+    A recipe may add keys of its own in a subclass: see :mod:`core.config.recipes`.
+    """
 
     data: DataConfig = DataConfig()
     actor_rollout_ref: ActorRolloutRefConfig = ActorRolloutRefConfig()
@@ -478,7 +470,9 @@ class Config:
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
     ray_kwargs: RayKwargsConfig = RayKwargsConfig()
-    retriever: RetrieverConfig = RetrieverConfig()
-    max_turns: limits.Count = 4  # search episodes: turns that may search; one more must answer
-    do_search: bool = True  # search episodes: False is the baseline that cannot search
     global_profiler: GlobalProfilerConfig = GlobalProfilerConfig()
+
+    @property
+    def turns(self) -> int:
+        """The policy's turns in the longest episode, for planning; a recipe with longer episodes overrides it."""
+        return 1

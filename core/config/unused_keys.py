@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from core.config import recipes
 from core.config.view import View
 from core.config.yaml_tables import entries, read_table
 
@@ -31,13 +32,14 @@ class Unused:
 
 
 @functools.cache
-def table() -> tuple[Unused, ...]:
-    """Return every entry; of those that fit a key, the first whose condition holds gives the reason."""
-    return tuple(Unused(tuple(one["keys"]), one["when"], one["reason"]) for one in entries(read_table(TABLE)))
+def table(recipe: str) -> tuple[Unused, ...]:
+    """Return a recipe's entries; of those that fit a key, the first whose condition holds gives the reason."""
+    found = entries([*read_table(TABLE), *(recipes.table(recipe, TABLE.name) or ())])
+    return tuple(Unused(tuple(one["keys"]), one["when"], one["reason"]) for one in found)
 
 
 def reasons(view: View, keys: Iterable[str]) -> dict[str, str]:
     """Return key -> why it does nothing, for those of ``keys`` that do nothing."""
-    active = [entry for entry in table() if view.holds(entry.when)]
+    active = [entry for entry in table(view.recipe) if view.holds(entry.when)]
     first = {key: next((entry for entry in active if entry.fits(key)), None) for key in keys}
     return {key: entry.reason.format_map(view) for key, entry in first.items() if entry is not None}
