@@ -21,7 +21,7 @@ from core.config.resolution import resolve
 
 
 def prepare(recipe: str, argv: Sequence[str], hooks: Collection[str] = ()) -> Config:
-    """The configuration to run. Ends the process instead: 2 with problems, 0 after a dry run or ``--help``."""
+    """Return the configuration to run, or end the process: with 2 for problems, 0 after a dry run or ``--help``."""
     script, typed = _split(argv)
     if {"-h", "--help"} & {*script, *typed}:
         print(_help(recipe))
@@ -39,7 +39,7 @@ def prepare(recipe: str, argv: Sequence[str], hooks: Collection[str] = ()) -> Co
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The script's own arguments and the typed ones."""
+    """Return the script's own arguments and the typed ones."""
     if "--" not in argv:
         return [], list(argv)
     at = list(argv).index("--")
@@ -53,7 +53,7 @@ def _typed_keys(recipe: str, typed: Sequence[str]) -> frozenset[str]:
 
 
 def _outside(composed: Composed, typed: frozenset[str] | None) -> list[str]:
-    """Problems with what lies outside the configuration. A dry run looks at typed paths only."""
+    """Return the problems with what lies outside the configuration: in a dry run, with the ``typed`` paths only."""
     lines = [str(problem) for problem in paths.missing(composed.config, typed)]
     if typed is None:
         lines += _without_vllm(composed.config)

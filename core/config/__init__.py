@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Composed:
-    """A configuration with all that is to be said about it.
+    """A configuration and everything that was found out about it.
 
     config: resolved; with ``problems`` a refused value is replaced by its default.
     given: the keys that an override set (not those of the recipe's file), with the values as read.
@@ -51,7 +51,7 @@ class Composed:
 
 
 def examine(recipe: str, overrides: Sequence[str], hooks: Collection[str] = ()) -> Composed:
-    """Composes and checks without raising. ``hooks`` names the hooks that the recipe's trainer overrides."""
+    """Compose and check without raising. ``hooks`` names the hooks that the recipe's trainer overrides."""
     from core.config import composition  # Hydra: half a second that reading a saved configuration need not pay
 
     schema = recipes.schema_of(recipe)
@@ -75,9 +75,12 @@ def examine(recipe: str, overrides: Sequence[str], hooks: Collection[str] = ()) 
 
 
 def compose(recipe: str, overrides: Sequence[str] = (), hooks: Collection[str] = ()) -> Config:
-    """The resolved configuration of a recipe under these overrides. Raises InputError with every problem.
+    """Return the resolved configuration of a recipe under these overrides.
 
-    Whether the files exist that it names is checked at start, not here.
+    Whether the files that it names exist is checked at start, not here.
+
+    Raises:
+        InputError: every problem there is, a line each.
     """
     composed = examine(recipe, overrides, hooks)
     if composed.problems:
@@ -86,6 +89,7 @@ def compose(recipe: str, overrides: Sequence[str] = (), hooks: Collection[str] =
 
 
 def to_yaml(config: Config) -> str:
+    """Return the text of a run folder's ``config.yaml``: every key, in the order of the schema."""
     return yaml.safe_dump(convert.as_tree(config), sort_keys=False, width=120)
 
 

@@ -1,6 +1,6 @@
 """Overrides and recipe files to one untyped tree. Hydra reads and composes; what is wrong is reported here.
 
-A recipe's folder ``recipes/<recipe>/config/`` holds ``<recipe>.yaml``, which says only what differs from the schema's
+A recipe's folder ``recipes/<recipe>/config/`` holds ``<recipe>.yaml``, with only what differs from the schema's
 defaults, and may hold ``preset/<name>.yaml``, chosen by ``preset=<name>``. Later layers win: schema, recipe, preset,
 overrides from left to right.
 """
@@ -46,7 +46,7 @@ class Layers:
 
 
 def read(overrides: Sequence[str], schema: type[Config] = Config) -> Layers:
-    """The overrides, each on its own, so that one that cannot be read hides no other."""
+    """Read the overrides, each on its own, so that one that cannot be read hides no other."""
     parser, layers = OverridesParser.create(), Layers(schema)
     for text in overrides:
         override = _parsed(parser, text)
@@ -58,7 +58,7 @@ def read(overrides: Sequence[str], schema: type[Config] = Config) -> Layers:
 
 
 def _parsed(parser: OverridesParser, text: str) -> Override | str:
-    """The parsed override, or the problem with it."""
+    """Return the parsed override, or the problem with it."""
     if text.startswith("-"):
         return f"{text}: is not an override; write key=value (DRY_RUN=1 in the environment checks without running)"
     try:
@@ -67,9 +67,8 @@ def _parsed(parser: OverridesParser, text: str) -> Override | str:
         key, separator, value = text.partition("=")
         if not separator:
             return f"{text}: cannot be read; write key=value"
-        if (
-            value and value[0] not in "[{'\"" and "$" not in value
-        ):  # ~/data, a=b: plain text with a character of Hydra's
+        # ~/data, a=b: plain text with a character of Hydra's
+        if value and value[0] not in "[{'\"" and "$" not in value:
             return parser.parse_override(f"{key}='{value.translate(_ESCAPED)}'")
         reason = str(error).splitlines()[0]
         return f"{text}: cannot be read ({reason}); quote text: {key}=\"'...'\", and each text in a list"
@@ -94,7 +93,7 @@ def _sort(override: Override, layers: Layers) -> None:
 
 
 def _delete(key: str, value: Any, layers: Layers) -> None:
-    """``~key`` takes the key back to its default."""
+    """Take the key of ``~key`` back to its default."""
     if key in convert.all_keys(layers.schema) or key in convert.sections(layers.schema):
         layers.deleted.append(key)
         layers.values = [(name, value) for name, value in layers.values if not _within(name, key)]
@@ -123,16 +122,22 @@ def _set(key: str, value: Any, layers: Layers) -> None:
         layers.problems.append(Problem(key, value, "is a section of the configuration", "set one of its keys"))
     elif not convert.known(key, layers.schema) or verl_keys.advice(key) and key not in convert.all_keys(layers.schema):
         layers.problems.append(convert.unknown(key, value, layers.schema))
+    elif isinstance(value, list) and isinstance(default := _default(key, layers.schema), Mapping):
+        layers.problems.append(convert.mismatch(key, value, convert.MAPPING, default))  # OmegaConf cannot merge the two
     else:
         layers.values.append((key, value))
         layers.given[key] = value
+
+
+def _default(key: str, schema: type[Config]) -> Any:
+    return convert.get(schema(), key) if key in convert.all_keys(schema) else None
 
 
 # --- composing ---
 
 
 def tree(recipe: str, layers: Layers) -> dict[str, Any]:
-    """The composed tree with interpolations resolved; problems go to ``layers``."""
+    """Return the composed tree with interpolations resolved; problems go to ``layers``."""
     composed = _recipe_tree(recipe, layers)
     for key in layers.deleted:
         _forget(composed, key)
@@ -160,14 +165,14 @@ def _recipe_tree(recipe: str, layers: Layers) -> DictConfig:
 
 @functools.cache
 def _composed_files(recipe: str, preset: str | None) -> dict[str, Any]:
-    """What a recipe's files say, interpolations untouched. Read once a process."""
+    """Return what a recipe's files hold, interpolations untouched. They are read once a process."""
     with initialize_config_dir(config_dir=str(recipes.folder(recipe)), version_base="1.3"):
         composed = hydra_compose(config_name=recipe, overrides=[f"+{PRESET}={preset}"] if preset else [])
     return OmegaConf.to_container(composed, resolve=False)
 
 
 def _preset(folder: Path, layers: Layers) -> str | None:
-    """The chosen preset; a typed one takes the place of a script's."""
+    """Return the chosen preset; a typed one takes the place of a script's."""
     known = sorted(path.stem for path in (folder / PRESET).glob("*.yaml"))
     chosen = layers.presets[-1] if layers.presets else None
     if chosen is None or chosen in known:
@@ -185,7 +190,7 @@ def _forget(composed: DictConfig, key: str) -> None:
 
 
 def _missing(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Keys that a file marks as ``???``: merging would quietly give them the schema's default."""
+    """Yield keys that a file marks as ``???``: merging would quietly give them the schema's default."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
             yield from _missing(value, f"{prefix}{name}.")
@@ -197,7 +202,7 @@ _REFERENCE = re.compile(r"\$\{\s*([\w.]+)\s*\}")
 
 
 def _resolved(node: DictConfig, prefix: str, problems: list[Problem | str]) -> dict[str, Any]:
-    """The node as plain values. One that cannot be resolved is left out, and so keeps its default."""
+    """Return the node as plain values. One that cannot be resolved is left out, and so keeps its default."""
     raw = OmegaConf.to_container(node, resolve=False)
     found = {}
     for name in node:
@@ -221,7 +226,7 @@ def _resolved(node: DictConfig, prefix: str, problems: list[Problem | str]) -> d
 
 
 def _null_reference(node: DictConfig, text: Any) -> str | None:
-    """A key that is null and would be written into the text as "None"."""
+    """Return a key that is null and would be written into the text as "None"."""
     references = _REFERENCE.findall(text) if isinstance(text, str) else []
     root = node._get_root()
     return next((key for key in references if OmegaConf.select(root, key) is None), None)

@@ -16,6 +16,7 @@ from core.config.limits import Limit, NumberOrText
 from core.config.schema import Config
 
 SEQUENCES = (list, tuple)
+MAPPING = "a mapping, as in {name: value}"
 
 
 class Mismatch(ValueError):
@@ -24,7 +25,7 @@ class Mismatch(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One line: what stands there, which rule it breaks, what to do."""
+    """A key, its value, the rule that it breaks and what to do; as text one line."""
 
     key: str
     value: Any
@@ -36,7 +37,7 @@ class Problem:
 
 
 def show(value: Any) -> str:
-    """A value as one would type it on the command line."""
+    """Return a value as one would type it on the command line."""
     value = thaw(value)
     if value is None or isinstance(value, bool | list | dict):
         return json.dumps(value, default=str)
@@ -48,12 +49,12 @@ def show(value: Any) -> str:
 
 @functools.cache
 def hints(section: type) -> dict[str, Any]:
-    """Field name -> type, of one dataclass."""
+    """Return field name -> type, of one dataclass."""
     return get_type_hints(section, include_extras=True)
 
 
 def walk(section: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key and its type; a section's type is its dataclass."""
+    """Yield every key and its type; a section's type is its dataclass."""
     for name, hint in hints(section).items():
         yield prefix + name, hint
         if is_dataclass(hint):
@@ -81,22 +82,22 @@ def known(key: str, schema: type = Config) -> bool:
 
 
 def get(config: Any, key: str) -> Any:
-    """The value of a flat key."""
+    """Return the value of a flat key."""
     return functools.reduce(getattr, key.split("."), config)
 
 
 def flat(config: Any) -> dict[str, Any]:
-    """Flat key -> value, of every key."""
+    """Return flat key -> value, of every key."""
     return {key: get(config, key) for key in all_keys(type(config))}
 
 
 def as_json(config: Any) -> dict[str, Any]:
-    """Flat key -> value, of every key, as a JSON file would give it back."""
+    """Return flat key -> value, of every key, as a JSON file would give it back."""
     return json.loads(json.dumps({key: thaw(value) for key, value in flat(config).items()}, default=str))
 
 
 def replaced(config: Any, changes: Mapping[str, Any]) -> Any:
-    """The configuration with the values of these flat keys."""
+    """Return the configuration with the values of these flat keys."""
     for key, value in changes.items():
         config = _replace(config, key.split("."), value)
     return config
@@ -108,7 +109,7 @@ def _replace(section: Any, path: list[str], value: Any) -> Any:
 
 
 def as_tree(section: Any) -> dict[str, Any]:
-    """A section as nested dicts and lists."""
+    """Return a section as nested dicts and lists."""
     return {
         field.name: as_tree(value) if is_dataclass(value := getattr(section, field.name)) else thaw(value)
         for field in dataclasses.fields(section)
@@ -140,9 +141,13 @@ def _section(schema: type[Config], tree: Any, problems: list[Problem], default: 
             values[name] = parse(hint, tree[name])
         except Mismatch as error:
             key = f"{prefix}{name}"
-            fix = verl_keys.hint(key) or f"the default is {show(getattr(default, name))}"
-            problems.append(Problem(key, tree[name], f"must be {error}", fix))
+            problems.append(mismatch(key, tree[name], str(error), getattr(default, name)))
     return dataclasses.replace(default, **values)
+
+
+def mismatch(key: str, value: Any, rule: str, default: Any) -> Problem:
+    """Return the problem with a value that its key's type refuses; ``rule`` completes "must be ..."."""
+    return Problem(key, value, f"must be {rule}", verl_keys.hint(key) or f"the default is {show(default)}")
 
 
 def unknown(key: str, value: Any, schema: type[Config]) -> Problem:
@@ -158,7 +163,11 @@ def unknown(key: str, value: Any, schema: type[Config]) -> Problem:
 
 
 def parse(hint: Any, value: Any) -> Any:
-    """The value as the type wants it, or Mismatch."""
+    """Return the value as the type requires it.
+
+    Raises:
+        Mismatch: the type or a limit of it refuses the value.
+    """
     if get_origin(hint) is Annotated:
         base, *limits = get_args(hint)
         result = parse(base, value)
@@ -177,7 +186,7 @@ def parse(hint: Any, value: Any) -> Any:
     if _is_mapping(hint):
         if isinstance(value, Mapping):
             return freeze(value)
-        raise Mismatch("a mapping, as in {name: value}")
+        raise Mismatch(MAPPING)
     return _SCALARS[hint](value)
 
 
