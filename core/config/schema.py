@@ -5,8 +5,9 @@ overlong keys; a default that differs is listed in :data:`core.config.defaults.C
 that stands for another key's value is filled in by :func:`core.config.resolution.resolve`, so a resolved configuration
 holds None only where a comment here gives its meaning.
 
-Units: a *prompt* is an example of the data, a *trajectory* one answer to it (``rollout.n`` of them a prompt). Batch sizes
-named ``..._per_gpu`` count trajectories in one pass of one rank, and are memory knobs: they cannot change the result.
+Units: a *prompt* is an example of the data, a *trajectory* one answer to it (``rollout.n`` of them a prompt). Batch
+sizes named ``..._per_gpu`` count trajectories in one pass of one rank, and are memory knobs: they cannot change the
+result.
 """
 
 from __future__ import annotations
