@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from core.algorithm import advantages
 from core.algorithm.kl import KLController
 from core.checkpoint import run_state
 from core.checkpoint.kill_points import kill_point
@@ -25,7 +24,7 @@ from core.checkpoint.store import CheckpointStore, resolve_resume
 from core.cluster.local_workers import LocalWorkers
 from core.cluster.signals import GracefulStop
 from core.cluster.workers import Workers, ray_backend
-from core.config import convert
+from core.config import convert, tables
 from core.data.stream import PromptStream, load_val_prompts
 from core.engines import SamplingParams
 from core.engines.stepped import SteppedEngine
@@ -56,7 +55,7 @@ WHERE_FROM = ("trainer.resume_mode", "trainer.resume_from_path")  # of a process
 
 
 @dataclass(frozen=True)
-class Needs:
+class StepNeeds:
     """Which parts of a step the configuration makes necessary."""
 
     critic: bool
@@ -67,10 +66,10 @@ class Needs:
     prompts_per_optimizer_step: int
 
     @classmethod
-    def of(cls, config: Config) -> Needs:
+    def of(cls, config: Config) -> StepNeeds:
         algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
         correction = algorithm.rollout_correction
-        estimator = advantages.NEEDS.get(algorithm.adv_estimator, advantages.Needs())
+        estimator = tables.estimator(algorithm.adv_estimator)
         return cls(
             critic=estimator.critic,
             ref=algorithm.use_kl_in_reward or actor.use_kl_loss,
@@ -107,7 +106,7 @@ class Run:
     def __init__(self, config: Config):
         self.config = config
         self.run_dir = Path(config.trainer.default_local_dir)
-        self.needs = Needs.of(config)
+        self.needs = StepNeeds.of(config)
         self.step = 0  # complete steps
         self.saved_step: int | None = None
         self.collect_state = CollectState()

@@ -5,30 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 
-from core.config.limits import is_plugin
+from core.config import tables
 from core.config.rules.algorithm import CORRECTION
-from core.config.rules.objective import PER_SEQUENCE
 from core.config.rules.rule import ACTOR, REF, ROLLOUT, always
 from core.config.rules.sizes import PASSES
 from core.config.view import View
 
 MODEL = "actor_rollout_ref.model"
-CLIPPING = ("vanilla", "gspo", "cispo")
 
 # keys (patterns), when, why; the reason is formatted with the view
 Entry = tuple[tuple[str, ...], Callable[[View], object], str]
-
-
-def _estimator_is(*names: str) -> Callable[[View], bool]:
-    return lambda v: v.algorithm.adv_estimator in names or is_plugin(v.algorithm.adv_estimator)
-
-
-def _not(condition: Callable[[View], object]) -> Callable[[View], bool]:
-    return lambda v: not condition(v)
-
-
-def _loss_is_not(*names: str) -> Callable[[View], bool]:
-    return lambda v: v.actor.policy_loss.loss_mode not in names and not is_plugin(v.actor.policy_loss.loss_mode)
 
 
 MODELS: tuple[Entry, ...] = (
@@ -78,13 +64,17 @@ OBJECTIVE: tuple[Entry, ...] = (
     ),
     (
         ("algorithm.gamma",),
-        _not(_estimator_is("gae", "reinforce_plus_plus")),
+        lambda v: "gamma" not in v.estimator.reads,
         "{algorithm.adv_estimator} does not discount",
     ),
-    (("algorithm.lam",), _not(_estimator_is("gae")), "only gae has it"),
+    (
+        ("algorithm.lam",),
+        lambda v: "lam" not in v.estimator.reads,
+        f"only {tables.readers(tables.ESTIMATORS, 'lam')} has it",
+    ),
     (
         ("algorithm.norm_adv_by_std_in_grpo",),
-        _not(_estimator_is("grpo", "grpo_passk")),
+        lambda v: "norm_adv_by_std_in_grpo" not in v.estimator.reads,
         "{algorithm.adv_estimator} does not divide by the group's standard deviation",
     ),
     (
@@ -92,13 +82,25 @@ OBJECTIVE: tuple[Entry, ...] = (
         lambda v: {f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"} <= v.given,
         "clip_ratio_low and clip_ratio_high are both given",
     ),
-    ((f"{ACTOR}.clip_ratio_c",), _loss_is_not("vanilla"), "{actor.policy_loss.loss_mode} has no dual clip"),
-    ((f"{ACTOR}.clip_ratio*",), _loss_is_not(*CLIPPING), "{actor.policy_loss.loss_mode} does not clip"),
-    ((f"{ACTOR}.tau_*",), _loss_is_not("sapo"), "only sapo has it"),
+    (
+        (f"{ACTOR}.clip_ratio_c",),
+        lambda v: "clip_ratio_c" not in v.loss.reads,
+        "{actor.policy_loss.loss_mode} has no dual clip",
+    ),
+    (
+        (f"{ACTOR}.clip_ratio*",),
+        lambda v: "clip_ratio" not in v.loss.reads,
+        "{actor.policy_loss.loss_mode} does not clip",
+    ),
+    (
+        (f"{ACTOR}.tau_*",),
+        lambda v: "tau_pos" not in v.loss.reads,
+        f"only {tables.readers(tables.POLICY_LOSSES, 'tau_pos')} has it",
+    ),
     (
         (f"{ACTOR}.loss_agg_mode",),
-        lambda v: v.actor.policy_loss.loss_mode in PER_SEQUENCE,
-        "{actor.policy_loss.loss_mode} is defined with seq-mean-token-mean",
+        lambda v: v.loss.aggregation is not None,
+        "{actor.policy_loss.loss_mode} is defined with {loss.aggregation}",
     ),
     (
         ("*.loss_scale_factor",),
@@ -151,17 +153,12 @@ MISMATCH: tuple[Entry, ...] = (
     ),
     (
         (f"{CORRECTION}.bypass_mode",),
-        lambda v: v.correction.bypass_mode and v.actor.policy_loss.loss_mode in ("gpg", "reinforce"),
+        lambda v: v.correction.bypass_mode and not v.loss.has_ratio,
         "{actor.policy_loss.loss_mode} has no ratio",
     ),
 )
 
 MEMORY: tuple[Entry, ...] = tuple(entry for one in PASSES for entry in _passes(*one[:4]))
-
-GPU_ENGINE = (
-    *("tensor_model_parallel_size", "gpu_memory_utilization", "enforce_eager", "free_cache_engine"),
-    *("max_model_len", "enable_chunked_prefill", "enable_prefix_caching"),
-)
 
 SAMPLING: tuple[Entry, ...] = (
     (
@@ -169,18 +166,24 @@ SAMPLING: tuple[Entry, ...] = (
         lambda v: not v.val.do_sample,
         f"validation is greedy; {ROLLOUT}.val_kwargs.do_sample=True samples",
     ),
-    (
+    *(
         (
-            *(f"{ROLLOUT}.{name}" for name in GPU_ENGINE),
-            *(f"{ROLLOUT}.engine_kwargs.{engine}*" for engine in ("vllm", "sglang")),
-        ),
-        lambda v: v.rollout.name == "hf",
-        f"{ROLLOUT}.name=hf has no such setting",
+            (f"{ROLLOUT}.{name}",),
+            lambda v, name=name: name not in v.engine.reads,
+            f"{ROLLOUT}.name={{rollout.name}} has no such setting",
+        )
+        for entry in tables.ENGINES.values()
+        for name in entry.reads
+    ),
+    (
+        tuple(f"{ROLLOUT}.engine_kwargs.{engine}*" for engine in ("vllm", "sglang")),
+        lambda v: v.rollout.name != "vllm",
+        f"{ROLLOUT}.name={{rollout.name}} has no such setting",
     ),
     (
         (f"{ROLLOUT}.engine_kwargs.hf*",),
-        lambda v: v.rollout.name == "vllm",
-        f"{ROLLOUT}.name=vllm has engine_kwargs.vllm",
+        lambda v: v.rollout.name != "hf",
+        f"{ROLLOUT}.name={{rollout.name}} has engine_kwargs.{{rollout.name}}",
     ),
     (
         (f"{ROLLOUT}.nnodes", f"{ROLLOUT}.n_gpus_per_node"),
@@ -295,9 +298,9 @@ RUNS: tuple[Entry, ...] = (
     ),
     (
         tuple(f"reward_model.{name}" for name in ("num_workers", "timeout_s", "memory_limit_mb")),
-        lambda v: v.reward.source == "register" and v.reward.reward_manager == "naive",
-        "reward_model.reward_manager=naive grades in this process, but for what sympy and math-verify compare "
-        "(prime_math, geo3k, method=math_verify); prime has workers for all",
+        lambda v: v.manager.in_process,
+        "reward_model.reward_manager={reward.reward_manager} grades in this process, "
+        "but for what sympy and math-verify compare (prime_math, geo3k, method=math_verify); prime has workers for all",
     ),
     (
         (

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import is_dataclass
 from typing import Any
 
-from core.config import convert
+from core.config import convert, tables
 from core.config.schema import Config
 
 SHORT = {
@@ -84,8 +84,23 @@ class View:
     @property
     def corrects(self) -> bool:
         """Whether samples of another distribution than the learner's are weighed for it."""
-        has_ratio = self.actor.policy_loss.loss_mode not in ("gpg", "reinforce")
-        return self.correction.rollout_is is not None or (self.correction.bypass_mode and has_ratio)
+        return self.correction.rollout_is is not None or (self.correction.bypass_mode and self.loss.has_ratio)
+
+    @property
+    def estimator(self) -> tables.EstimatorEntry:
+        return tables.estimator(self.algorithm.adv_estimator)
+
+    @property
+    def loss(self) -> tables.LossEntry:
+        return tables.policy_loss(self.actor.policy_loss.loss_mode)
+
+    @property
+    def engine(self) -> tables.EngineEntry:
+        return tables.ENGINES[self.rollout.name]
+
+    @property
+    def manager(self) -> tables.ManagerEntry:
+        return tables.reward_manager(self.reward)
 
     @property
     def longest(self) -> int:

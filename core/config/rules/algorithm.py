@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from core.config import thresholds
+from core.config import tables, thresholds
 from core.config.rules.rule import ACTOR, DAPO, ROLLOUT, Rule
 from core.config.view import View
 
-GROUPED = (
-    "grpo",
-    "grpo_passk",
-    "rloo",
-    "opo",
-    "gpg",
-    "reinforce_plus_plus_baseline",
-)  # core.algorithm.advantages.NEEDS
+UNGROUPED = sorted(name for name, entry in tables.ESTIMATORS.items() if not entry.groups)
 CORRECTION = "algorithm.rollout_correction"
 
 GROUPS = (
@@ -25,13 +18,13 @@ GROUPS = (
     ),
     Rule(
         f"{ROLLOUT}.n",
-        lambda v: v.rollout.n == 1 and v.algorithm.adv_estimator in GROUPED,
+        lambda v: v.rollout.n == 1 and v.estimator.groups,
         "algorithm.adv_estimator={algorithm.adv_estimator} compares the answers to a prompt, so it needs at least 2",
-        f"set {ROLLOUT}.n=5, say, or use gae, reinforce_plus_plus or remax",
+        f"set {ROLLOUT}.n=5, say, or use {', '.join(UNGROUPED[:-1])} or {UNGROUPED[-1]}",
     ),
     Rule(
         f"{ROLLOUT}.n",
-        lambda v: v.rollout.n == 1 and v.filters.enable and v.algorithm.adv_estimator not in GROUPED,
+        lambda v: v.rollout.n == 1 and v.filters.enable and not v.estimator.groups,
         "algorithm.filter_groups.enable=True drops groups of equal answers, and one answer equals itself",
         f"set {ROLLOUT}.n=16, say, or algorithm.filter_groups.enable=False",
     ),

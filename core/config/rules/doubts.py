@@ -22,8 +22,9 @@ DOUBTS = (
     ),
     Rule(
         f"{ACTOR}.policy_loss.loss_mode",
-        lambda v: v.actor.policy_loss.loss_mode == "gspo" and v.actor.clip_ratio_high > 0.05,
-        "gspo clips the ratio of a whole sequence, and clip_ratio_high={actor.clip_ratio_high} is never reached",
+        lambda v: v.loss.sequence_ratio and v.actor.clip_ratio_high > 0.05,
+        "{actor.policy_loss.loss_mode} clips the ratio of a whole sequence, "
+        "and clip_ratio_high={actor.clip_ratio_high} is never reached",
         "the paper's bounds are clip_ratio_low=3e-4, clip_ratio_high=4e-4",
     ),
     Rule(

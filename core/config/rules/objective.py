@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from core.config import tables
 from core.config.rules.rule import ACTOR, DAPO, Rule, always
 from core.config.view import View
 
-PER_SEQUENCE = ("gspo", "sapo")  # core.algorithm.losses.AGGREGATION
+WITH_CRITIC = ", ".join(name for name, entry in tables.ESTIMATORS.items() if entry.critic)
 
 
 def _optim_rules(key: str, runs: Callable[[View], bool]) -> tuple[Rule, ...]:
@@ -54,8 +55,9 @@ OBJECTIVE = (
     ),
     Rule(
         "critic.enable",
-        lambda v: v.critic.enable != (v.algorithm.adv_estimator == "gae"),
-        "algorithm.adv_estimator={algorithm.adv_estimator} decides: there is a critic with gae, and with no other",
+        lambda v: v.critic.enable != v.estimator.critic,
+        "algorithm.adv_estimator={algorithm.adv_estimator} decides: "
+        f"there is a critic with {WITH_CRITIC}, and with no other",
         "leave it out",
     ),
     Rule(
@@ -70,12 +72,8 @@ OBJECTIVE = (
     ),
     Rule(
         f"{ACTOR}.loss_agg_mode",
-        lambda v: (
-            f"{ACTOR}.loss_agg_mode" in v.given
-            and v.actor.policy_loss.loss_mode in PER_SEQUENCE
-            and v.actor.loss_agg_mode != "seq-mean-token-mean"
-        ),
-        "policy_loss.loss_mode={actor.policy_loss.loss_mode} is defined with seq-mean-token-mean",
+        lambda v: f"{ACTOR}.loss_agg_mode" in v.given and v.loss.aggregation not in (None, v.actor.loss_agg_mode),
+        "policy_loss.loss_mode={actor.policy_loss.loss_mode} is defined with {loss.aggregation}",
         "leave it out",
     ),
 )

@@ -47,7 +47,7 @@ JUDGES = (
 MANAGERS = (
     Rule(
         "reward_model.reward_manager",
-        lambda v: v.reward.source == "register" and v.reward.reward_manager == "batch" and not v.custom.path,
+        lambda v: v.manager.batched and not v.custom.path,
         "calls a function of yours with lists of answers, and there is none",
         "set custom_reward_function.path, or use prime",
     ),

@@ -52,7 +52,9 @@ SAMPLING = (
     Rule(
         f"{ROLLOUT}.max_model_len",
         lambda v: (
-            v.rollout.name == "vllm" and v.rollout.max_model_len is not None and v.rollout.max_model_len < v.longest
+            "max_model_len" in v.engine.reads
+            and v.rollout.max_model_len is not None
+            and v.rollout.max_model_len < v.longest
         ),
         "must hold max_prompt_length + max_response_length = {longest} tokens",
         "raise it, or leave it out",
@@ -60,7 +62,7 @@ SAMPLING = (
     Rule(
         f"{ROLLOUT}.max_num_batched_tokens",
         lambda v: (
-            v.rollout.name == "vllm"
+            "enable_chunked_prefill" in v.engine.reads
             and not v.rollout.enable_chunked_prefill
             and v.rollout.max_num_batched_tokens < v.longest
         ),
@@ -69,7 +71,9 @@ SAMPLING = (
     ),
     Rule(
         f"{ROLLOUT}.max_num_batched_tokens",
-        lambda v: v.rollout.name == "vllm" and v.rollout.max_num_batched_tokens < v.rollout.max_num_seqs,
+        lambda v: (
+            "enable_chunked_prefill" in v.engine.reads and v.rollout.max_num_batched_tokens < v.rollout.max_num_seqs
+        ),
         f"must be at least {ROLLOUT}.max_num_seqs={{rollout.max_num_seqs}}: each sequence takes one of them a step",
         "change one of them",
     ),

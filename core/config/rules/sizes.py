@@ -88,7 +88,11 @@ BATCHES = (
     ),
     Rule(
         f"{ROLLOUT}.tensor_model_parallel_size",
-        lambda v: v.rollout.name == "vllm" and v.cluster and v.engine_gpus % v.rollout.tensor_model_parallel_size,
+        lambda v: (
+            "tensor_model_parallel_size" in v.engine.reads
+            and v.cluster
+            and v.engine_gpus % v.rollout.tensor_model_parallel_size
+        ),
         "must divide the {engine_gpus} GPUs of a node that engines compute on",
         "change one of them; a model that fits one GPU needs 1",
     ),
