@@ -9,7 +9,7 @@ import pytest
 
 from core.config import compose
 from core.planning import estimate as plan
-from core.planning.estimate import Assumptions, block_bytes, head_bytes, make_plan, update_bytes
+from core.planning.estimate import Assumptions, Plan, block_bytes, head_bytes, update_bytes
 from core.planning.model_shapes import Shape, UnknownShape, gpu, known_models, shape_of
 
 MODEL = "actor_rollout_ref.model.path"
@@ -29,7 +29,7 @@ RAY = ("trainer.backend=ray", "actor_rollout_ref.rollout.name=vllm")
 
 def planned(*overrides: str, model: str = "Qwen/Qwen2.5-7B", on: str = "H100", recipe: str = "grpo", **assumed):
     config = compose(recipe, [f"{MODEL}={model}", *overrides], plan.hooks_of(recipe))
-    return make_plan(config, gpu(on), Assumptions(**assumed))
+    return Plan(config, gpu(on), Assumptions(**assumed))
 
 
 def size(found: plan.Plan, role: str, words: str) -> float:
@@ -147,16 +147,16 @@ def test_times_follow_their_formulas():
     forward = 2 * n + 2 * found.shape.layers * found.shape.q_size * 400
     tokens = 64 * found.config.actor_rollout_ref.rollout.n * 400
     assert found.trained_tokens == tokens
-    phases = dict(found.seconds)
+    phases = found.seconds
     assert phases["update"] == pytest.approx(tokens * forward * 4 / (8 * 989e12 * 0.35))
     assert "old log-probs" not in phases
     two = planned(*RAY, *lengths, "data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=32")
-    assert "old log-probs" in dict(two.seconds)
+    assert "old log-probs" in two.seconds
     # a few sequences: decoding reads the weights once an iteration, as often as the longest answer is long
     one = ("data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8")
     few = planned(*RAY, *lengths, *one, mean_length=300)
     engine_bytes = 2 * n / 2  # the default: two GPUs an engine
-    assert dict(few.seconds)["generate"] == pytest.approx(400 * engine_bytes / 3.35e12 / 0.5, rel=0.1)
+    assert few.seconds["generate"] == pytest.approx(400 * engine_bytes / 3.35e12 / 0.5, rel=0.1)
 
 
 def test_dynamic_sampling_generates_more_than_it_trains():
@@ -187,12 +187,12 @@ def test_an_episode_generates_its_turns_and_trains_on_what_it_reads():
     # reading costs the prefill of what is read, once; the longest episode decodes every turn at its limit
     blind = planned(*RAY, *SEARCH, recipe="search_r1", observed_length=0)
     work = 2 * found.shape.matmul_parameters
-    few = dict(found.seconds)["generate"] - dict(blind.seconds)["generate"]
+    few = found.seconds["generate"] - blind.seconds["generate"]
     engines = 8 // found.config.actor_rollout_ref.rollout.tensor_model_parallel_size
     ranks = found.config.actor_rollout_ref.rollout.tensor_model_parallel_size
     prefill = work * 16 * n * 2 * 400 / engines / (ranks * 989e12) / 0.35
     assert prefill < few < 1.5 * prefill  # and a longer cache to read, which is less
-    assert dict(found.seconds)["generate"] > 5 * 500 * 2 * found.shape.matmul_parameters / ranks / 3.35e12 / 0.5
+    assert found.seconds["generate"] > 5 * 500 * 2 * found.shape.matmul_parameters / ranks / 3.35e12 / 0.5
     assert "episodes of 3 turns of 250 tokens, 400 read after each, prompts of 256" in " ".join(plan.lines(found))
 
 
@@ -242,7 +242,8 @@ def test_disk_is_counted():
     assert kept.checkpoints == 2 and planned("trainer.total_training_steps=100").checkpoints == 0
     critic = planned("algorithm.adv_estimator=gae", recipe="ppo").checkpoint_bytes
     assert critic == 12.0 * (found.shape.parameters + found.shape.critic_parameters)
-    assert "max_actor_ckpt_to_keep" in " ".join(plan.advice(dataclasses.replace(found, checkpoint_bytes=1e12)))
+    large = planned("trainer.total_training_steps=100", "trainer.save_freq=10", model="Qwen/Qwen2.5-32B")
+    assert "max_actor_ckpt_to_keep" in " ".join(plan.advice(large))
 
 
 # --- the command ---
