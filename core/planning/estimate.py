@@ -11,12 +11,8 @@ parameters, R learner ranks that share them, c bytes a number in the passes (2 i
     reference           4 P / R           float32 weights; none with LoRA, whose base it is
     gathered weights    c (2 block + ends) + 4 (block + ends)     one layer and the next, the ends, and their gradients;
                                           alone (R = 1) only bf16 copies: 2 P, or of one layer with checkpointing
-    one layer, a token  b = 2 h (4 + r + c) + (3 q + 2 kv) c + 4 m c      what autograd keeps; r bytes a number between
-                                          layers: 4 under autocast (R = 1), else c; backward 2 (m + h) c more
-    update              the highest of three moments, with K = T L h r (checkpointing) or T L b:
-                        head              K + 3 x 32 MiB + 4 V h + 2 T h c     chunks of logits, the head's gradient
-                        last layer        K + 4 V h / R + T (2 (m + h) c + b)   b only with checkpointing
-                        first layer       (4 P - 4 V h) / R + T (2 (m + h) c + b)   all gradients but the embedding's
+    one layer, a token  what autograd keeps (block_bytes) and what a backward pass adds
+    update              the highest of three moments, in the head, the last and the first layer (update_bytes)
     engine              c P / tp + KV cache; a token's cache is 2 L kv c / tp
     decoding            an iteration reads the weights and the cache of its sequences, or multiplies 2 P a token,
                         whichever takes longer; never shorter than the longest answer, alone
@@ -34,20 +30,18 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.config import examine, tables
-from core.config.schema import FULL_PRECISION, ActorConfig, Config, CriticConfig
+from core.config import examine, schema, tables
 from core.planning.model_shapes import Gpu, Shape, UnknownShape, gpu, shape_of
 
 GIB = 2**30
 HEAD_CHUNK = 3 * 4 * 2**23  # bytes: core.learner.log_probs holds about three chunks of 2**23 float32 numbers
 USABLE = 0.95  # of a GPU's memory; the rest is the allocator's and the libraries'
-MEASURED = (
-    Path(__file__).parents[2] / "results/benchmarks/plan_memory.json"
-)  # of python -m tests.benchmarks.plan_memory
+# written by python -m tests.benchmarks.plan_memory
+MEASURED = Path(__file__).parents[2] / "results/benchmarks/plan_memory.json"
 LARGE_DISK = 1e12  # bytes of checkpoints that are worth a word
 PHASES = ("generate", "update", "critic update")
 HOOKS = ("shape_reward", "keep_group", "compute_advantages")  # a plan does not judge the trainer
@@ -65,38 +59,6 @@ class Assumptions:
     keep_rate: float = 0.5  # share of groups that dynamic sampling keeps
     train_efficiency: float = 0.35  # of the peak FLOP/s
     decode_efficiency: float = 0.5  # of the peak bandwidth or FLOP/s
-
-    @property
-    def generated(self) -> int:
-        return self.turns * self.mean_length
-
-    @property
-    def observed(self) -> int:
-        return (self.turns - 1) * self.observed_length
-
-    @property
-    def sequence(self) -> int:
-        """Return the tokens of a trajectory, the prompt's included."""
-        return self.prompt_length + self.generated + self.observed
-
-    def resolved(self, config: Config) -> Assumptions:
-        """Fill in numbers where they were left to the configuration."""
-        data, most = config.data, most_turns(config)
-        return dataclasses.replace(
-            self,
-            mean_length=self.mean_length or max(1, data.max_response_length // 2),
-            prompt_length=min(self.prompt_length, data.max_start_length or data.max_prompt_length),
-            turns=min(self.turns or 1 + most // 2, most),
-            observed_length=data.max_obs_length if self.observed_length is None else self.observed_length,
-        )
-
-
-def most_turns(config: Config) -> int:
-    """Count the policy's turns in the longest episode: those that may search, and the one that must answer."""
-    return 1 + config.max_turns if config.data.max_start_length is not None and config.do_search else 1
-
-
-# --- formulas of memory ---
 
 
 def block_bytes(shape: Shape, width: int, residual: int) -> int:
@@ -139,10 +101,7 @@ def copies_bytes(shape: Shape, checkpointing: bool) -> float:
 
 
 def _width(dtype: str) -> int:
-    return 4 if dtype in FULL_PRECISION else 2
-
-
-# --- the plan ---
+    return 4 if dtype in schema.FULL_PRECISION else 2
 
 
 @dataclass(frozen=True)
@@ -161,11 +120,15 @@ class Plan:
     Raises UnknownShape where the model is not known offline.
     """
 
-    def __init__(self, config: Config, on: Gpu, assumed: Assumptions | None = None):
+    def __init__(self, config: schema.Config, on: Gpu, assumed: Assumptions | None = None):
         roles, trainer, data = config.actor_rollout_ref, config.trainer, config.data
         self.config, self.gpu = config, on
+        # turns of the longest episode: those that may search, and the one that must answer
+        self.most_turns = 1 + config.max_turns if data.max_start_length is not None and config.do_search else 1
         self.shape = shape_of(roles.model.path, roles.model.override_config)
-        self.assumed = (assumed or Assumptions()).resolved(config)
+        self.assumed = a = self._resolved(assumed or Assumptions())
+        self.generated, self.observed = a.turns * a.mean_length, (a.turns - 1) * a.observed_length  # a trajectory
+        self.sequence = a.prompt_length + self.generated + self.observed  # tokens, the prompt's included
         self.gpus = 1 if trainer.backend == "local" else trainer.nnodes * trainer.n_gpus_per_node
         size = roles.actor.fsdp_config.fsdp_size
         self.ranks = size if 0 < size < self.gpus else self.gpus  # learner ranks that share one copy of the state
@@ -175,16 +138,20 @@ class Plan:
         self.engine_gpus = roles.rollout.tensor_model_parallel_size if self.engine_reserves else 1
         self.engines = max(1, self.gpus // self.engine_gpus) if self.engine_reserves else 1  # side by side
         answers = data.train_batch_size * roles.rollout.n
-        self.drawn = answers / (self.assumed.keep_rate if config.algorithm.filter_groups.enable else 1.0)  # answers
-        self.generated_tokens, self.trained_tokens = (
-            self.drawn * self.assumed.generated,
-            answers * self.assumed.sequence,
+        self.drawn = answers / (a.keep_rate if config.algorithm.filter_groups.enable else 1.0)  # answers
+        self.generated_tokens = self.drawn * self.generated  # of a step, as are trained_tokens
+        self.trained_tokens = answers * self.sequence
+        critic = config.critic
+        self.learners = (  # role, phase of its update, section, model, fsdp_config
+            ("policy", "update", roles.actor, roles.model, roles.actor.fsdp_config),
+            ("critic", "critic update", critic, critic.model, critic.model.fsdp_config),
         )
         self.states = self._states()
         engine, self.kv_sequences = self._engine()  # the sequences of full length that an engine's cache holds
-        passes = [part for role in ("policy", "critic")[: 1 + config.critic.enable] for part in self._passes(role)]
-        self.parts = [*(part for part in self.states if part.phase == "always"), *passes, *engine]
-        cached = self.kv_sequences * self.longest / self.assumed.sequence
+        self.parts = [*(part for part in self.states if part.phase == "always"), *self._passes(), *engine]
+        self.host_bytes = sum(part.bytes for part in self.states if part.phase == "host")  # a rank
+        self.fits = max(map(self.phase_bytes, PHASES)) <= USABLE * on.memory and self.kv_sequences > 0
+        cached = self.kv_sequences * self.longest / self.sequence
         # sequences that an engine decodes at once
         self.in_batch = max(1, int(min(cached, self.drawn / self.engines, roles.rollout.max_num_seqs)))
         self.seconds = {"generate": self._generate_seconds(), **self._learner_seconds()}  # of a step
@@ -192,20 +159,23 @@ class Plan:
         kept = None if steps is None else -(-steps // save) if save > 0 else 0
         limit = trainer.max_actor_ckpt_to_keep
         self.checkpoints = min(kept, limit) if kept is not None and limit else kept  # None: all, of an open number
-        trained = self.shape.adapters(roles.model.lora_rank) if roles.model.lora_rank else self.shape.parameters
-        critic = self.shape.critic_parameters if config.critic.enable else 0
-        self.checkpoint_bytes = 12.0 * (trained + critic)
+        rank = roles.model.lora_rank
+        trained = self.shape.adapters(rank) if rank else self.shape.parameters
+        self.checkpoint_bytes = 12.0 * (trained + (self.shape.critic_parameters if critic.enable else 0))
+
+    def _resolved(self, assumed: Assumptions) -> Assumptions:
+        """Fill in numbers where they were left to the configuration."""
+        data = self.config.data
+        return dataclasses.replace(
+            assumed,
+            mean_length=assumed.mean_length or max(1, data.max_response_length // 2),
+            prompt_length=min(assumed.prompt_length, data.max_start_length or data.max_prompt_length),
+            turns=min(assumed.turns or 1 + self.most_turns // 2, self.most_turns),
+            observed_length=data.max_obs_length if assumed.observed_length is None else assumed.observed_length,
+        )
 
     def phase_bytes(self, phase: str) -> float:
         return sum(part.bytes for part in self.parts if part.phase in ("always", phase))
-
-    @property
-    def host_bytes(self) -> float:
-        return sum(part.bytes for part in self.states if part.phase == "host")
-
-    @property
-    def fits(self) -> bool:
-        return max(map(self.phase_bytes, PHASES)) <= USABLE * self.gpu.memory and self.kv_sequences > 0
 
     def _states(self) -> list[Part]:
         """List what a rank keeps from step to step, the policy's first."""
@@ -227,32 +197,31 @@ class Plan:
             parts.append(Part(role, phase, what, size / self.ranks))
         return parts
 
-    def pass_tokens(self, part: ActorConfig | CriticConfig) -> tuple[int, int]:
+    def pass_tokens(self, part: schema.ActorConfig | schema.CriticConfig) -> tuple[int, int]:
         """Return the tokens in one pass of an update on one rank, and a rank's share of the longest sequence."""
         share = -(-self.longest // part.ulysses_sequence_parallel_size)
         if part.use_dynamic_bsz:
             return max(share, part.ppo_max_token_len_per_gpu), share
         return share * (part.ppo_micro_batch_size_per_gpu or 1), share
 
-    def _passes(self, role: str) -> list[Part]:
-        """List what a role's update needs for a while."""
-        roles, critic, shape, adapters = self.config.actor_rollout_ref, self.config.critic, self.shape, 0
-        if role == "policy":
-            part, model, dtype = roles.actor, roles.model, roles.actor.fsdp_config.dtype
-            adapters = shape.adapters(model.lora_rank) if model.lora_rank else 0
-        else:
-            part, model, dtype = critic, critic.model, critic.model.fsdp_config.dtype
-        (tokens, _), width, checkpointing = self.pass_tokens(part), _width(dtype), model.enable_gradient_checkpointing
-        gathered, residual = width * (2.0 * shape.block + shape.ends) + 4.0 * (shape.block + shape.ends), width
-        if self.config.trainer.backend == "local":
-            gathered, residual = copies_bytes(shape, checkpointing) if width == 2 else 0.0, 4
-        headed = shape if role == "policy" else dataclasses.replace(shape, vocab=1)  # a value head has one output
-        options = {"checkpointing": checkpointing, "ranks": self.ranks, "adapters": adapters}
-        highest, moment = update_bytes(headed, tokens, width, residual, **options)
-        kept = "layer inputs" if checkpointing else "all layers"
-        what = f"gradients, activations of {tokens} tokens ({kept} kept), highest {moment}"
-        phase = "update" if role == "policy" else "critic update"
-        return [Part(role, phase, "weights of the layers at work", gathered), Part(role, phase, what, highest)]
+    def _passes(self) -> Iterator[Part]:
+        """Yield what an update needs for a while, the policy's and the critic's."""
+        shape, config = self.shape, self.config
+        for role, phase, part, model, fsdp in self.learners[: 1 + config.critic.enable]:
+            width, checkpointing, adapters = _width(fsdp.dtype), model.enable_gradient_checkpointing, 0
+            gathered, residual = width * (2.0 * shape.block + shape.ends) + 4.0 * (shape.block + shape.ends), width
+            if config.trainer.backend == "local":
+                gathered, residual = copies_bytes(shape, checkpointing) if width == 2 else 0.0, 4
+            headed = dataclasses.replace(shape, vocab=1)  # a value head has one output
+            if role == "policy":
+                headed, adapters = shape, shape.adapters(model.lora_rank)
+            options = {"checkpointing": checkpointing, "ranks": self.ranks, "adapters": adapters}
+            tokens, _ = self.pass_tokens(part)
+            highest, moment = update_bytes(headed, tokens, width, residual, **options)
+            kept = "layer inputs" if checkpointing else "all layers"
+            yield Part(role, phase, "weights of the layers at work", gathered)
+            what = f"gradients, activations of {tokens} tokens ({kept} kept), highest {moment}"
+            yield Part(role, phase, what, highest)
 
     def _engine(self) -> tuple[list[Part], int]:
         """List the engine's parts, and count the sequences of full length that its cache holds."""
@@ -272,7 +241,7 @@ class Plan:
     def _generate_seconds(self) -> float:
         rollout, shape, on, assumed = self.config.actor_rollout_ref.rollout, self.shape, self.gpu, self.assumed
         width, ranks = _width(rollout.dtype), self.engine_gpus
-        context = (assumed.prompt_length + assumed.sequence) / 2
+        context = (assumed.prompt_length + self.sequence) / 2
 
         def iteration(sequences: float) -> float:
             read = width * shape.matmul_parameters + sequences * context * shape.kv_bytes(width)
@@ -280,15 +249,15 @@ class Plan:
             return max(read / (ranks * on.bandwidth), work) / assumed.decode_efficiency
 
         rounds = self.generated_tokens / self.engines / self.in_batch
-        prompts = self.drawn * (assumed.prompt_length / rollout.n + assumed.observed) / self.engines
-        longest = most_turns(self.config) * self.config.data.max_response_length
+        prompts = self.drawn * (assumed.prompt_length / rollout.n + self.observed) / self.engines
+        longest = self.most_turns * self.config.data.max_response_length
         prefill = 2.0 * shape.matmul_parameters * prompts / (ranks * on.flops) / assumed.train_efficiency
         return prefill + max(rounds * iteration(self.in_batch), longest * iteration(1))
 
     def _learner_seconds(self) -> dict[str, float]:
         config, actor, shape = self.config, self.config.actor_rollout_ref.actor, self.shape
         # causal attention: half of 4
-        forward = 2.0 * shape.matmul_parameters + 2.0 * shape.layers * shape.q_size * self.assumed.sequence
+        forward = 2.0 * shape.matmul_parameters + 2.0 * shape.layers * shape.q_size * self.sequence
         once = self.trained_tokens * forward / (self.gpus * self.gpu.flops * self.assumed.train_efficiency)
         backward = 3.0 + config.actor_rollout_ref.model.enable_gradient_checkpointing
         found = {}
@@ -299,9 +268,6 @@ class Plan:
         if config.critic.enable:
             found["critic"] = once * (1 + backward * config.critic.ppo_epochs)
         return {**found, "update": once * backward * actor.ppo_epochs}
-
-
-# --- advice ---
 
 
 def advice(plan: Plan) -> list[str]:
@@ -318,19 +284,17 @@ def advice(plan: Plan) -> list[str]:
         ranks = int(12.0 * plan.shape.parameters / large) + 1
         more = f"{ranks} ranks would share it" if config.trainer.backend == "ray" else "trainer.backend=ray"
         found.append(f"the learner's state takes {_gib(state.bytes)}: fsdp_config.optimizer_offload=True, or {more}")
-    roles = config.actor_rollout_ref
-    for phase, name, part, model in (
-        ("update", "actor", roles.actor, roles.model),
-        ("critic update", "critic", config.critic, config.critic.model),
-    ):
+    for role, phase, part, model, _ in plan.learners:
         if phase not in over:
             continue
         (tokens, share), checkpointing, alone = plan.pass_tokens(part), model.enable_gradient_checkpointing, not found
         if not checkpointing:
-            prefix = "critic" if name == "critic" else "actor_rollout_ref"
+            prefix = "critic" if role == "critic" else "actor_rollout_ref"
             found.append(f"activations of all layers are kept: {prefix}.model.enable_gradient_checkpointing=True")
         if tokens > share:
-            found.append(f"lower {name}.ppo_max_token_len_per_gpu, at the least to {share}")
+            found.append(
+                f"lower {'actor' if role == 'policy' else role}.ppo_max_token_len_per_gpu, at the least to {share}"
+            )
         elif checkpointing and alone:
             found.append(
                 "one sequence of full length is a pass already: shorten data.max_response_length, or larger GPUs"
@@ -340,9 +304,6 @@ def advice(plan: Plan) -> list[str]:
     if plan.checkpoints and plan.checkpoints * plan.checkpoint_bytes > LARGE_DISK:
         found.append("checkpoints take much disk: trainer.max_actor_ckpt_to_keep, or a larger trainer.save_freq")
     return found
-
-
-# --- text ---
 
 
 def _gib(value: float) -> str:
@@ -392,7 +353,7 @@ def lines(plan: Plan) -> list[str]:
     return [*out, length, f"disk: {_gib(plan.checkpoint_bytes)} a checkpoint (12 B a parameter), {kept} kept{total}"]
 
 
-def shown(config: Config, name: str = DEFAULT_GPU) -> list[str]:
+def shown(config: schema.Config, name: str = DEFAULT_GPU) -> list[str]:
     """Return the plan's lines, or one that gives the reason why there is none: what a dry run prints."""
     if config.trainer.val_only:
         return ["none: a plan is of training, and trainer.val_only trains nothing"]
@@ -402,7 +363,14 @@ def shown(config: Config, name: str = DEFAULT_GPU) -> list[str]:
         return [f"none: {error}"]
 
 
-def _parser() -> argparse.ArgumentParser:
+def hooks_of(recipe: str) -> tuple[str, ...]:
+    """Return HOOKS, and ``generate`` where the recipe's own configuration plays episodes."""
+    plain = examine(recipe, [], HOOKS).config
+    return (*HOOKS, "generate") if plain is not None and plain.actor_rollout_ref.rollout.agent_loop else HOOKS
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the plan. Return 1 where it does not fit, 2 where the configuration is at fault."""
     parser = argparse.ArgumentParser(
         prog="python -m core.plan", description="Memory, time and disk of a run, estimated before it starts."
     )
@@ -414,18 +382,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--observed-length", type=int, help="tokens between turns (default: data.max_obs_length)")
     parser.add_argument("--prompt-length", type=int, default=Assumptions.prompt_length)
     parser.add_argument("--keep-rate", type=float, default=Assumptions.keep_rate)
-    return parser
-
-
-def hooks_of(recipe: str) -> tuple[str, ...]:
-    """Return HOOKS, and ``generate`` where the recipe's own configuration plays episodes."""
-    plain = examine(recipe, [], HOOKS).config
-    return (*HOOKS, "generate") if plain is not None and plain.actor_rollout_ref.rollout.agent_loop else HOOKS
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the plan. Return 1 where it does not fit, 2 where the configuration is at fault."""
-    args = _parser().parse_intermixed_args(arguments)
+    args = parser.parse_intermixed_args(arguments)
     composed = examine(args.recipe, [each for each in args.overrides if each != "--"], hooks_of(args.recipe))
     if composed.problems:
         print("\n".join(composed.problems), file=sys.stderr)

@@ -10,7 +10,7 @@ import pytest
 from core.config import compose
 from core.planning import estimate as plan
 from core.planning.estimate import Assumptions, Plan, block_bytes, head_bytes, update_bytes
-from core.planning.model_shapes import Shape, UnknownShape, gpu, known_models, shape_of
+from core.planning.model_shapes import MODELS, Shape, UnknownShape, gpu, shape_of
 
 MODEL = "actor_rollout_ref.model.path"
 # billions of parameters that the model cards give
@@ -71,7 +71,7 @@ def test_a_local_folder_is_read_and_an_unknown_name_has_a_nearest(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert shape_of(str(tmp_path)) == SMALL
     assert shape_of(str(tmp_path), {"num_hidden_layers": 5}).layers == 5
-    assert shape_of("Qwen/Qwen2.5-7B-Instruct") == shape_of("Qwen/Qwen2.5-7B") and "Qwen/Qwen2.5-32B" in known_models()
+    assert shape_of("Qwen/Qwen2.5-7B-Instruct") == shape_of("Qwen/Qwen2.5-7B") and "Qwen/Qwen2.5-32B" in MODELS
     with pytest.raises(UnknownShape, match=r"nearest in model_shapes.yaml: Qwen/Qwen2.5-7B"):
         shape_of("Qwen/Qwen25-7B")
     with pytest.raises(UnknownShape, match="H100, H800"):
