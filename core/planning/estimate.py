@@ -11,8 +11,7 @@ parameters, R learner ranks that share them, c bytes a number in the passes (2 i
     reference           4 P / R           float32 weights; none with LoRA, whose base it is
     gathered weights    c (2 block + ends) + 4 (block + ends)     one layer and the next, the ends, and their gradients;
                                           alone (R = 1) only bf16 copies: 2 P, or of one layer with checkpointing
-    one layer, a token  what autograd keeps (block_bytes) and what a backward pass adds
-    update              the highest of three moments, in the head, the last and the first layer (update_bytes)
+    update              gradients and activations at the highest of three moments (block_bytes, update_bytes)
     engine              c P / tp + KV cache; a token's cache is 2 L kv c / tp
     decoding            an iteration reads the weights and the cache of its sequences, or multiplies 2 P a token,
                         whichever takes longer; never shorter than the longest answer, alone
@@ -27,22 +26,19 @@ scoring, validation, and tools or a retriever, which answer outside these GPUs.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from core.config import examine, schema, tables
-from core.planning.model_shapes import Gpu, Shape, UnknownShape, gpu, shape_of
+from core.config import compose, examine, schema, tables
+from core.errors import InputError
+from core.planning.model_shapes import Gpu, Shape, gpu, shape_of
 
-GIB = 2**30
 HEAD_CHUNK = 3 * 4 * 2**23  # bytes: core.learner.log_probs holds about three chunks of 2**23 float32 numbers
 USABLE = 0.95  # of a GPU's memory; the rest is the allocator's and the libraries'
-# written by python -m tests.benchmarks.plan_memory
-MEASURED = Path(__file__).parents[2] / "results/benchmarks/plan_memory.json"
-LARGE_DISK = 1e12  # bytes of checkpoints that are worth a word
+MEASURED = Path(__file__).parents[2] / "results/benchmarks/plan_memory.json"  # of tests.benchmarks.plan_memory
 PHASES = ("generate", "update", "critic update")
 HOOKS = ("shape_reward", "keep_group", "compute_advantages")  # a plan does not judge the trainer
 DEFAULT_GPU = "H100"
@@ -115,10 +111,7 @@ class Part:
 
 
 class Plan:
-    """What a resolved configuration needs on one kind of GPU.
-
-    Raises UnknownShape where the model is not known offline.
-    """
+    """What a resolved configuration needs on one kind of GPU. Raises InputError for a model not known offline."""
 
     def __init__(self, config: schema.Config, on: Gpu, assumed: Assumptions | None = None):
         roles, trainer, data = config.actor_rollout_ref, config.trainer, config.data
@@ -141,32 +134,32 @@ class Plan:
         self.drawn = answers / (a.keep_rate if config.algorithm.filter_groups.enable else 1.0)  # answers
         self.generated_tokens = self.drawn * self.generated  # of a step, as are trained_tokens
         self.trained_tokens = answers * self.sequence
-        critic = config.critic
         self.learners = (  # role, phase of its update, section, model, fsdp_config
             ("policy", "update", roles.actor, roles.model, roles.actor.fsdp_config),
-            ("critic", "critic update", critic, critic.model, critic.model.fsdp_config),
+            ("critic", "critic update", config.critic, config.critic.model, config.critic.model.fsdp_config),
         )
-        self.states = self._states()
+        self.states = list(self._states())
         engine, self.kv_sequences = self._engine()  # the sequences of full length that an engine's cache holds
         self.parts = [*(part for part in self.states if part.phase == "always"), *self._passes(), *engine]
         self.host_bytes = sum(part.bytes for part in self.states if part.phase == "host")  # a rank
-        self.fits = max(map(self.phase_bytes, PHASES)) <= USABLE * on.memory and self.kv_sequences > 0
-        cached = self.kv_sequences * self.longest / self.sequence
-        # sequences that an engine decodes at once
+        self.phase_bytes = {
+            phase: sum(part.bytes for part in self.parts if part.phase in ("always", phase)) for phase in PHASES
+        }
+        self.fits = max(self.phase_bytes.values()) <= USABLE * on.memory and self.kv_sequences > 0
+        cached = self.kv_sequences * self.longest / self.sequence  # in_batch: sequences that an engine decodes at once
         self.in_batch = max(1, int(min(cached, self.drawn / self.engines, roles.rollout.max_num_seqs)))
         self.seconds = {"generate": self._generate_seconds(), **self._learner_seconds()}  # of a step
         steps, save = trainer.total_training_steps, trainer.save_freq
         kept = None if steps is None else -(-steps // save) if save > 0 else 0
-        limit = trainer.max_actor_ckpt_to_keep
-        self.checkpoints = min(kept, limit) if kept is not None and limit else kept  # None: all, of an open number
-        rank = roles.model.lora_rank
-        trained = self.shape.adapters(rank) if rank else self.shape.parameters
-        self.checkpoint_bytes = 12.0 * (trained + (self.shape.critic_parameters if critic.enable else 0))
+        # None: all of them, of an open number
+        self.checkpoints = kept if kept is None else min(kept, trainer.max_actor_ckpt_to_keep or kept)
+        trained = self.shape.adapters(roles.model.lora_rank) or self.shape.parameters
+        self.checkpoint_bytes = 12.0 * (trained + (self.shape.critic_parameters if config.critic.enable else 0))
 
     def _resolved(self, assumed: Assumptions) -> Assumptions:
         """Fill in numbers where they were left to the configuration."""
         data = self.config.data
-        return dataclasses.replace(
+        return replace(
             assumed,
             mean_length=assumed.mean_length or max(1, data.max_response_length // 2),
             prompt_length=min(assumed.prompt_length, data.max_start_length or data.max_prompt_length),
@@ -174,11 +167,8 @@ class Plan:
             observed_length=data.max_obs_length if assumed.observed_length is None else assumed.observed_length,
         )
 
-    def phase_bytes(self, phase: str) -> float:
-        return sum(part.bytes for part in self.parts if part.phase in ("always", phase))
-
-    def _states(self) -> list[Part]:
-        """List what a rank keeps from step to step, the policy's first."""
+    def _states(self) -> Iterator[Part]:
+        """Yield what a rank keeps from step to step, the policy's first."""
         roles, critic, shape = self.config.actor_rollout_ref, self.config.critic, self.shape
         rank = roles.model.lora_rank
         policy = 4.0 * shape.parameters + 8.0 * shape.adapters(rank) if rank else 12.0 * shape.parameters
@@ -189,13 +179,11 @@ class Plan:
         if critic.enable:
             size = 12.0 * shape.critic_parameters
             kept.append(("critic", "weights and optimizer (12 B", size, critic.model.fsdp_config))
-        parts = []
         for role, what, size, fsdp in kept:
             offloads = fsdp.param_offload or fsdp.optimizer_offload or fsdp.offload_policy
             phase = "host" if self.config.trainer.backend == "ray" and offloads else "always"
             what = f"{what} x {shape.parameters / 1e9:.3g}e9 / {self.ranks})"
-            parts.append(Part(role, phase, what, size / self.ranks))
-        return parts
+            yield Part(role, phase, what, size / self.ranks)
 
     def pass_tokens(self, part: schema.ActorConfig | schema.CriticConfig) -> tuple[int, int]:
         """Return the tokens in one pass of an update on one rank, and a rank's share of the longest sequence."""
@@ -208,15 +196,15 @@ class Plan:
         """Yield what an update needs for a while, the policy's and the critic's."""
         shape, config = self.shape, self.config
         for role, phase, part, model, fsdp in self.learners[: 1 + config.critic.enable]:
-            width, checkpointing, adapters = _width(fsdp.dtype), model.enable_gradient_checkpointing, 0
+            (tokens, _), width = self.pass_tokens(part), _width(fsdp.dtype)
+            checkpointing = model.enable_gradient_checkpointing
             gathered, residual = width * (2.0 * shape.block + shape.ends) + 4.0 * (shape.block + shape.ends), width
             if config.trainer.backend == "local":
                 gathered, residual = copies_bytes(shape, checkpointing) if width == 2 else 0.0, 4
-            headed = dataclasses.replace(shape, vocab=1)  # a value head has one output
+            headed, adapters = replace(shape, vocab=1), 0  # a value head has one output
             if role == "policy":
                 headed, adapters = shape, shape.adapters(model.lora_rank)
             options = {"checkpointing": checkpointing, "ranks": self.ranks, "adapters": adapters}
-            tokens, _ = self.pass_tokens(part)
             highest, moment = update_bytes(headed, tokens, width, residual, **options)
             kept = "layer inputs" if checkpointing else "all layers"
             yield Part(role, phase, "weights of the layers at work", gathered)
@@ -250,14 +238,13 @@ class Plan:
 
         rounds = self.generated_tokens / self.engines / self.in_batch
         prompts = self.drawn * (assumed.prompt_length / rollout.n + self.observed) / self.engines
-        longest = self.most_turns * self.config.data.max_response_length
         prefill = 2.0 * shape.matmul_parameters * prompts / (ranks * on.flops) / assumed.train_efficiency
+        longest = self.most_turns * self.config.data.max_response_length
         return prefill + max(rounds * iteration(self.in_batch), longest * iteration(1))
 
     def _learner_seconds(self) -> dict[str, float]:
         config, actor, shape = self.config, self.config.actor_rollout_ref.actor, self.shape
-        # causal attention: half of 4
-        forward = 2.0 * shape.matmul_parameters + 2.0 * shape.layers * shape.q_size * self.sequence
+        forward = 2.0 * shape.matmul_parameters + 2.0 * shape.layers * shape.q_size * self.sequence  # causal: half of 4
         once = self.trained_tokens * forward / (self.gpus * self.gpu.flops * self.assumed.train_efficiency)
         backward = 3.0 + config.actor_rollout_ref.model.enable_gradient_checkpointing
         found = {}
@@ -272,42 +259,40 @@ class Plan:
 
 def advice(plan: Plan) -> list[str]:
     """List the knobs to turn where it does not fit; memory knobs cannot change the result."""
-    config, found = plan.config, []
+    config, tips = plan.config, []
     if plan.kv_sequences == 0:
         knob = "take a larger GPU, or rollout.name=vllm over several"
         if plan.engine_reserves:
             knob = "raise tensor_model_parallel_size or gpu_memory_utilization"
-        found.append(f"the engine's cache holds no sequence of full length: {knob}")
-    over = [phase for phase in PHASES if plan.phase_bytes(phase) > USABLE * plan.gpu.memory]
+        tips.append(f"the engine's cache holds no sequence of full length: {knob}")
+    over = [phase for phase, size in plan.phase_bytes.items() if size > USABLE * plan.gpu.memory]
     state, large = plan.states[0], 0.4 * plan.gpu.memory
     if over and state.phase == "always" and state.bytes > large:
         ranks = int(12.0 * plan.shape.parameters / large) + 1
         more = f"{ranks} ranks would share it" if config.trainer.backend == "ray" else "trainer.backend=ray"
-        found.append(f"the learner's state takes {_gib(state.bytes)}: fsdp_config.optimizer_offload=True, or {more}")
+        tips.append(f"the learner's state takes {_gib(state.bytes)}: fsdp_config.optimizer_offload=True, or {more}")
     for role, phase, part, model, _ in plan.learners:
         if phase not in over:
             continue
-        (tokens, share), checkpointing, alone = plan.pass_tokens(part), model.enable_gradient_checkpointing, not found
+        (tokens, share), checkpointing, alone = plan.pass_tokens(part), model.enable_gradient_checkpointing, not tips
         if not checkpointing:
             prefix = "critic" if role == "critic" else "actor_rollout_ref"
-            found.append(f"activations of all layers are kept: {prefix}.model.enable_gradient_checkpointing=True")
+            tips.append(f"activations of all layers are kept: {prefix}.model.enable_gradient_checkpointing=True")
         if tokens > share:
-            found.append(
-                f"lower {'actor' if role == 'policy' else role}.ppo_max_token_len_per_gpu, at the least to {share}"
-            )
+            name = "actor" if role == "policy" else "critic"
+            tips.append(f"lower {name}.ppo_max_token_len_per_gpu, at the least to {share}")
         elif checkpointing and alone:
-            found.append(
-                "one sequence of full length is a pass already: shorten data.max_response_length, or larger GPUs"
-            )
+            remedy = "shorten data.max_response_length, or larger GPUs"
+            tips.append(f"one sequence of full length is a pass already: {remedy}")
     if "generate" in over and plan.engine_reserves:
-        found.append("lower rollout.gpu_memory_utilization: the learner's state stays beside the engine")
-    if plan.checkpoints and plan.checkpoints * plan.checkpoint_bytes > LARGE_DISK:
-        found.append("checkpoints take much disk: trainer.max_actor_ckpt_to_keep, or a larger trainer.save_freq")
-    return found
+        tips.append("lower rollout.gpu_memory_utilization: the learner's state stays beside the engine")
+    if plan.checkpoints and plan.checkpoints * plan.checkpoint_bytes > 1e12:  # bytes
+        tips.append("checkpoints take much disk: trainer.max_actor_ckpt_to_keep, or a larger trainer.save_freq")
+    return tips
 
 
 def _gib(value: float) -> str:
-    return f"{value / GIB:.1f} GiB" if value >= 0.1 * GIB else f"{value / 2**20:.1f} MiB"
+    return f"{value / 2**30:.1f} GiB" if value >= 0.1 * 2**30 else f"{value / 2**20:.1f} MiB"
 
 
 def checked() -> str:
@@ -334,8 +319,8 @@ def lines(plan: Plan) -> list[str]:
     ]
     out += [f"  {p.role:<10}{p.phase:<14}{_gib(p.bytes):>11}  {p.what}" for p in plan.parts]
     for phase in PHASES[: 2 + config.critic.enable]:
-        share = plan.phase_bytes(phase) / on.memory
-        out.append(f"memory, {phase}: {_gib(plan.phase_bytes(phase))} a GPU, {share:.0%} of it")
+        size = plan.phase_bytes[phase]
+        out.append(f"memory, {phase}: {_gib(size)} a GPU, {size / on.memory:.0%} of it")
     out.append(f"  {checked()}")
     if plan.host_bytes:
         out.append(f"memory, host: {_gib(plan.host_bytes)} a rank, of offloaded state")
@@ -359,7 +344,7 @@ def shown(config: schema.Config, name: str = DEFAULT_GPU) -> list[str]:
         return ["none: a plan is of training, and trainer.val_only trains nothing"]
     try:
         return lines(Plan(config, gpu(name)))
-    except UnknownShape as error:
+    except InputError as error:
         return [f"none: {error}"]
 
 
@@ -371,9 +356,7 @@ def hooks_of(recipe: str) -> tuple[str, ...]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan. Return 1 where it does not fit, 2 where the configuration is at fault."""
-    parser = argparse.ArgumentParser(
-        prog="python -m core.plan", description="Memory, time and disk of a run, estimated before it starts."
-    )
+    parser = argparse.ArgumentParser("python -m core.plan", description="Estimate memory, time and disk of a run.")
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--gpu", default=DEFAULT_GPU)
@@ -383,14 +366,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt-length", type=int, default=Assumptions.prompt_length)
     parser.add_argument("--keep-rate", type=float, default=Assumptions.keep_rate)
     args = parser.parse_intermixed_args(arguments)
-    composed = examine(args.recipe, [each for each in args.overrides if each != "--"], hooks_of(args.recipe))
-    if composed.problems:
-        print("\n".join(composed.problems), file=sys.stderr)
-        return 2
     assumed = Assumptions(args.mean_length, args.prompt_length, args.turns, args.observed_length, args.keep_rate)
     try:
-        plan = Plan(composed.config, gpu(args.gpu), assumed)
-    except UnknownShape as error:
+        overrides = [each for each in args.overrides if each != "--"]
+        plan = Plan(compose(args.recipe, overrides, hooks_of(args.recipe)), gpu(args.gpu), assumed)
+    except InputError as error:
         print(error, file=sys.stderr)
         return 2
     print("\n".join(lines(plan)))

@@ -1,4 +1,4 @@
-"""Hold the sizes of models and GPUs, known without torch, a download or a GPU: ``model_shapes.yaml`` as objects."""
+"""Sizes of models and GPUs, known without torch, a download or a GPU: what ``model_shapes.yaml`` holds."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from typing import Any
 
 import yaml
 
+from core.errors import InputError
+
 SOURCE = Path(__file__).with_suffix(".yaml")
 TABLE = yaml.safe_load(SOURCE.read_text(encoding="utf-8"))
-
-
-class UnknownShape(ValueError):
-    """A model or GPU that the table does not hold."""
 
 
 @dataclass(frozen=True)
@@ -89,24 +87,22 @@ MODELS = {name + suffix: Shape(**s) for name, s in TABLE["models"].items() for s
 
 
 def shape_of(path: str, override: Mapping[str, Any] | None = None) -> Shape:
-    """Return the shape of a hub id in the table, or of a local folder's ``config.json``.
-
-    Raises UnknownShape with the nearest name, or where the folder is not there.
-    """
+    """Return the shape of a hub id in the table, or of a folder's ``config.json``. Raises InputError for others."""
     file = Path(path).expanduser() / "config.json"
     if not file.exists():
         if path in MODELS:
             return MODELS[path]
         near = difflib.get_close_matches(path, MODELS, n=1)
         hint = f"nearest in {SOURCE.name}: {near[0]}" if near else f"{SOURCE.name} holds those that are known"
-        raise UnknownShape(f"the shape of {path} is not known offline; {hint}")
+        raise InputError(f"the shape of {path} is not known offline; {hint}")
     config = {**json.loads(file.read_text(encoding="utf-8")), **(override or {})}
     try:
+        heads = config["num_attention_heads"]
         return Shape(
             hidden=config["hidden_size"],
             layers=config["num_hidden_layers"],
-            heads=config["num_attention_heads"],
-            kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
             mlp=config["intermediate_size"],
             vocab=config["vocab_size"],
             tied=config.get("tie_word_embeddings", True),
@@ -114,12 +110,12 @@ def shape_of(path: str, override: Mapping[str, Any] | None = None) -> Shape:
             head_dim=config.get("head_dim") or 0,
         )
     except KeyError as error:
-        raise UnknownShape(f"its config.json has no {error}: not a model of the Llama or Qwen2 shape") from error
+        raise InputError(f"its config.json has no {error}: not a model of the Llama or Qwen2 shape") from error
 
 
 def gpu(name: str) -> Gpu:
-    """Return a GPU of the table. Raises UnknownShape with the names it holds."""
+    """Return a GPU of the table. Raises InputError with the names it holds."""
     if name not in TABLE["gpus"]:
-        raise UnknownShape(f"--gpu={name}: not in {SOURCE.name}, which holds {', '.join(TABLE['gpus'])}")
+        raise InputError(f"--gpu={name}: not in {SOURCE.name}, which holds {', '.join(TABLE['gpus'])}")
     found = TABLE["gpus"][name]
     return Gpu(name, found["memory"] * 2**30, found["tflops"] * 1e12, found["bandwidth"] * 1e12)
