@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from importlib.util import find_spec
 from typing import NoReturn
 
-from core.config import Composed, Config, diff, examine, paths, recipes, to_yaml
+from core.config import Composed, Config, diff, examine, paths, recipes, tables, to_yaml
 from core.config.convert import show
 from core.config.resolution import resolve
 
@@ -56,15 +56,16 @@ def _outside(composed: Composed, typed: frozenset[str] | None) -> list[str]:
     """Return the problems with what lies outside the configuration: in a dry run, with the ``typed`` paths only."""
     lines = [str(problem) for problem in paths.missing(composed.config, typed)]
     if typed is None:
-        lines += _without_vllm(composed.config)
+        lines += _without_engine(composed.config)
     return lines
 
 
-def _without_vllm(config: Config) -> list[str]:
-    key = "actor_rollout_ref.rollout.name"
-    if config.actor_rollout_ref.rollout.name != "vllm" or find_spec("vllm"):
+def _without_engine(config: Config) -> list[str]:
+    key, name = "actor_rollout_ref.rollout.name", config.actor_rollout_ref.rollout.name
+    package = tables.ENGINES[name].package
+    if package is None or find_spec(package):
         return []
-    return [f"{key}=vllm: vllm is not installed; make setup installs it where it can, or use {key}=hf"]
+    return [f"{key}={name}: {package} is not installed; make setup installs it where it can, or use {key}=hf"]
 
 
 def _refuse(problems: Sequence[str]) -> NoReturn:

@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,10 +23,10 @@ from core.algorithm.kl import KLController, kl_in_reward
 from core.algorithm.means import Means
 from core.algorithm.rollout_correction import add_mismatch, correct
 from core.algorithm.schedules import multiplier
-from core.algorithm.step_needs import StepNeeds
 from core.checkpoint.kill_points import kill_point
 from core.cluster.local_workers import LocalWorkers
 from core.cluster.workers import Workers, ray_backend
+from core.config import tables
 from core.config.schema import Config
 from core.data.seeds import sampling_seed
 from core.data.stream import PromptStream, load_val_prompts
@@ -50,6 +51,40 @@ from core.types import Prompt, ScoredGroup, StepMetrics, TrainBatch, Trajectory
 from reward_scores.score import Score
 
 GREEDY = -1  # the sample index of a greedy baseline answer
+
+
+@dataclass(frozen=True)
+class StepNeeds:
+    """What a step needs beside the policy."""
+
+    critic: bool
+    ref: bool
+    baseline: bool  # a greedy answer to every prompt
+    every_old_log_prob: bool
+    no_old_log_prob: bool  # the engine's stand for them
+    prompts_per_optimizer_step: int
+    state_masking: bool  # tokens that tools wrote carry no loss
+
+    @classmethod
+    def of(cls, config: Config) -> StepNeeds:
+        algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+        correction = algorithm.rollout_correction
+        estimator = tables.estimator(algorithm.adv_estimator)
+        return cls(
+            critic=estimator.critic,
+            ref=algorithm.use_kl_in_reward or actor.use_kl_loss,
+            baseline=estimator.greedy_baseline,
+            every_old_log_prob=algorithm.use_kl_in_reward or actor.ppo_epochs > 1 or correction.uses_old_log_probs,
+            no_old_log_prob=correction.bypass_mode,
+            prompts_per_optimizer_step=actor.ppo_mini_batch_size,
+            state_masking=actor.state_masking,
+        )
+
+    def old_log_probs(self, batch: TrainBatch) -> bool:
+        """Return whether the step needs a pass for the old log-probs: not with one optimizer step of the batch."""
+        if self.no_old_log_prob:
+            return False
+        return self.every_old_log_prob or int(batch.group.max()) >= self.prompts_per_optimizer_step
 
 
 class RayPPOTrainer:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from core.algorithm import advantages, kl, losses, masked, schedules
+from core.config import tables
 from core.learner.log_probs import token_log_probs_and_entropy
 from core.types import TrainBatch
 from tests import golden_correction, golden_dapo
@@ -59,7 +60,7 @@ def _advantage(name: str, f64: float, case: Case, precision: str) -> Iterator[Co
         lam=given.get("lam", 1.0),
         norm_adv_by_std_in_grpo=norm,
     )
-    got = dict(zip(("advantages", "returns"), advantages.ESTIMATORS[name](inputs), strict=True))
+    got = dict(zip(("advantages", "returns"), getattr(advantages, name)(inputs), strict=True))
     tolerance = _tolerance(precision, f64)
     if precision == "f32" and any(text in case.name for text in ILL_CONDITIONED):
         tolerance = 1e-4
@@ -83,7 +84,7 @@ def _policy(name: str, case: Case, precision: str) -> Iterator[Comparison]:
     loss_BT, stats = losses.policy_loss(name)(log_prob, old, adv, mask, config)
     if given.get("rollout_is_weights") is not None:
         loss_BT = loss_BT * _tensor(given["rollout_is_weights"], precision)
-    mode = losses.aggregation(name, case.params["loss_agg_mode"])
+    mode = tables.policy_loss(name).aggregation or case.params["loss_agg_mode"]
     loss = _aggregated(loss_BT, mask, mode, case.params.get("global_batch_info") or {})
     loss.backward()
     empty = not bool(mask.any())

@@ -1,7 +1,8 @@
 """Advantage estimators: rewards in, one advantage a token out.
 
 Each is a pure function ``f(inputs: AdvantageInputs) -> (advantages_BT, returns_BT)``, both 0 outside
-``response_mask``. ``algorithm.adv_estimator`` names one of the table :data:`ESTIMATORS`, or a user's own by its path.
+``response_mask``. ``algorithm.adv_estimator`` names one of :data:`core.config.tables.ESTIMATORS`, or a
+user's own by its path.
 
 Written ``R_i`` below: the reward of row i, summed over all its positions. A row whose answer could not be
 scored (``in_group_stats`` False) enters no mean, variance or count, and gets advantage 0.
@@ -9,7 +10,7 @@ scored (``in_group_stats`` False) enters no mean, variance or count, and gets ad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from core.algorithm.masked import masked_whiten
+from core.config import tables
 from core.config.plugins import chosen
 
 if TYPE_CHECKING:
@@ -92,9 +94,6 @@ class GroupStats:
     centred_B: Tensor
     std_B: Tensor
     counted_B: Tensor
-
-
-Estimator = Callable[[AdvantageInputs], tuple[Tensor, Tensor]]
 
 
 def group_stats(inputs: AdvantageInputs, weight_B: Tensor | None = None) -> GroupStats:
@@ -292,41 +291,6 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tenso
     return advantages, advantages
 
 
-ESTIMATORS: dict[str, Estimator] = {
-    "gae": gae,
-    "gpg": gpg,
-    "grpo": grpo,
-    "grpo_passk": grpo_passk,
-    "opo": opo,
-    "reinforce_plus_plus": reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-    "remax": remax,
-    "rloo": rloo,
-}
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What the rest of the run has to provide for an estimator."""
-
-    critic: bool = False
-    groups: bool = False  # at least two answers a prompt
-    greedy_baseline: bool = False
-
-
-NEEDS: dict[str, Needs] = {
-    "gae": Needs(critic=True),
-    "gpg": Needs(groups=True),
-    "grpo": Needs(groups=True),
-    "grpo_passk": Needs(groups=True),
-    "opo": Needs(groups=True),
-    "reinforce_plus_plus": Needs(),
-    "reinforce_plus_plus_baseline": Needs(groups=True),
-    "remax": Needs(greedy_baseline=True),
-    "rloo": Needs(groups=True),
-}
-
-
 def compute(token_level_rewards_BT: Tensor, batch: TrainBatch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """Advantages and returns of a batch by the configured estimator.
 
@@ -347,4 +311,4 @@ def compute(token_level_rewards_BT: Tensor, batch: TrainBatch, config: Algorithm
         lam=config.lam,
         norm_adv_by_std_in_grpo=config.norm_adv_by_std_in_grpo,
     )
-    return chosen(config.adv_estimator, ESTIMATORS, "algorithm.adv_estimator")(inputs)
+    return chosen(config.adv_estimator, tables.ESTIMATORS, "algorithm.adv_estimator")(inputs)

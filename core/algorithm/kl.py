@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from core.algorithm.masked import masked_mean
+from core.config.tables import KL_KINDS
 
 if TYPE_CHECKING:
     from core.types import TrainBatch
 
 _ALIASES = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
-KL_KINDS = tuple(name + plus for plus in ("", "+") for name in ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"))
 
 
 def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str, mask: Tensor | None = None) -> Tensor:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from core.config import tables
 from core.config.plugins import chosen
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def gspo(
     """Sequence-level ratio, token-level gradient: GSPO-token (arXiv:2507.18071, eq. 13 and 14).
 
     ``s = exp(mean over the row's tokens of log r)`` is clipped as in PPO; its gradient flows through each
-    token's log-prob. Its paper averages per sequence first: see :data:`AGGREGATION`.
+    token's log-prob. Its paper averages per sequence first (``aggregation`` in the table).
 
     Shapes:
         all tensors  [B, T]
@@ -109,7 +110,7 @@ def sapo(
 ) -> tuple[Tensor, Stats]:
     """A soft gate in place of the clip (SAPO, arXiv:2511.20347).
 
-    ``-A * 4 / tau * sigmoid(tau (r - 1))``, tau by the sign of A. Averaged per sequence: see :data:`AGGREGATION`.
+    ``-A * 4 / tau * sigmoid(tau (r - 1))``, tau by the sign of A. Averaged per sequence.
 
     Shapes:
         all tensors  [B, T]
@@ -159,32 +160,13 @@ def cispo(
     )
 
 
-POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "cispo": cispo,
-    "gpg": gpg,
-    "gspo": gspo,
-    "reinforce": gpg,
-    "sapo": sapo,
-    "vanilla": vanilla,
-}
-
-# Losses whose definition fixes how tokens are averaged: their published implementations do so whatever
-# actor.loss_agg_mode says.
-AGGREGATION: dict[str, str] = {"gspo": "seq-mean-token-mean", "sapo": "seq-mean-token-mean"}
-
-
-def aggregation(loss_mode: str, loss_agg_mode: str) -> str:
-    """The aggregation that a policy loss is used with: the configured one, unless its definition fixes it."""
-    return AGGREGATION.get(loss_mode, loss_agg_mode)
-
-
 def policy_loss(name: str) -> PolicyLoss:
     """The policy loss of this name, or a user's own: ``package.module:function`` or ``path/file.py:function``.
 
     Raises:
         InputError: neither a name of the table nor a path that leads to a function.
     """
-    return chosen(name, POLICY_LOSSES, "actor_rollout_ref.actor.policy_loss.loss_mode")
+    return chosen(name, tables.POLICY_LOSSES, "actor_rollout_ref.actor.policy_loss.loss_mode")
 
 
 def value_loss(
@@ -211,9 +193,6 @@ def value_loss(
     return 0.5 * torch.maximum(plain, bounded), _stats(response_mask_BT, vf_clipfrac=bounded > plain)
 
 
-LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-
-
 def loss_weights(loss_mask_BT: Tensor, mode: str, *, scale_factor: float = 1.0) -> Tensor:
     """Each token's share of the objective, so that the loss is ``(loss_BT * weight_BT).sum()``.
 
@@ -233,8 +212,8 @@ def loss_weights(loss_mask_BT: Tensor, mode: str, *, scale_factor: float = 1.0) 
     Raises:
         ValueError: an unknown mode.
     """
-    if mode not in LOSS_AGG_MODES:
-        raise ValueError(f"actor.loss_agg_mode={mode}: choose one of {', '.join(LOSS_AGG_MODES)}")
+    if mode not in tables.LOSS_AGG_MODES:
+        raise ValueError(f"actor.loss_agg_mode={mode}: choose one of {', '.join(tables.LOSS_AGG_MODES)}")
     dtype = torch.float64 if loss_mask_BT.dtype == torch.float64 else torch.float32
     mask = loss_mask_BT.bool().to(torch.float64)
     length = mask.sum(-1, keepdim=True)

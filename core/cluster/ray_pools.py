@@ -22,6 +22,7 @@ from core.cluster.driver import FOLDER
 from core.cluster.processes import EngineProcess, LearnerProcess, RewardModelProcess
 from core.cluster.ray_engine import RayEngine, RayJudge
 from core.cluster.ray_watch import Watch
+from core.config import tables
 from core.config.frozen import thaw
 from core.errors import InputError
 from core.tracking.profiling import runtime_env
@@ -122,7 +123,8 @@ class RayProcesses:
     def _reserve(self) -> None:
         trainer, part = self.config.trainer, self.config.actor_rollout_ref
         rollout = part.rollout
-        self.engine_gpus = rollout.tensor_model_parallel_size if rollout.name == "vllm" else 1
+        sharded = "tensor_model_parallel_size" in tables.ENGINES[rollout.name].reads
+        self.engine_gpus = rollout.tensor_model_parallel_size if sharded else 1
         self.groups = self._pool(trainer.nnodes, self.per_node, 1)
         if not part.hybrid_engine:
             self.engine_groups = self._pool(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from core.config import tables
 from core.config.convert import Problem
 from core.config.limits import is_plugin
 from core.config.schema import Config
@@ -85,8 +86,9 @@ def checked_at_start(config: Config) -> list[str]:
         lines.append(
             f"reward model: {config.reward_model.model.path} is a classifier with one label; its chat template"
         )
-    if rollout.name == "vllm":
-        lines.append("package: vllm is installed, for the device of the run (actor_rollout_ref.rollout.name=vllm)")
+    if package := tables.ENGINES[rollout.name].package:
+        where = f"for the device of the run (actor_rollout_ref.rollout.name={rollout.name})"
+        lines.append(f"package: {package} is installed, {where}")
     if model.lora_rank or (config.critic.enable and config.critic.model.lora_rank):
         lines.append("package: peft can be imported (lora_rank)")
     if trainer.backend == "ray":
@@ -96,18 +98,13 @@ def checked_at_start(config: Config) -> list[str]:
             lines.append(f"devices: {rollout.nnodes} x {rollout.n_gpus_per_node} more for the engines")
     else:
         lines.append(f"device: {trainer.device or 'cuda if there is one, else cpu'}, and its memory")
-    lines += [
-        f"package: {name} can be imported (trainer.logger)" for name in trainer.logger if name not in _OWN_LOGGERS
-    ]
-    if "wandb" in trainer.logger:
-        lines.append("login: wandb, unless WANDB_MODE=offline")
+    loggers = {name: tables.LOGGERS[name] for name in trainer.logger}
+    lines += [f"package: {name} can be imported (trainer.logger)" for name, entry in loggers.items() if entry.function]
+    lines += [f"login: {name}, {entry.login}" for name, entry in loggers.items() if entry.login]
     for key in sorted({key for key, _ in _plugins(config)} | _set_paths(config)):
         lines.append(f"function: {key} can be loaded and called")
     lines.append(f"run folder: {trainer.default_local_dir} can be written; its checkpoints, if any, are complete")
     return lines
-
-
-_OWN_LOGGERS = ("console", "jsonl")
 
 
 def _set_paths(config: Config) -> set[str]:

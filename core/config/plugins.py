@@ -36,18 +36,16 @@ def load_object(spec: str, key: str = "") -> Any:
 
 
 def chosen(name: str, known: Mapping[str, Any], key: str) -> Any:
-    """Return a table's entry, or a user's own function: ``package.module:function`` or ``path/file.py:function``.
+    """Import the function of an entry of :mod:`core.config.tables`, or a user's own by its path.
 
     Raises:
         InputError: neither a name of the table nor a path that leads to a function.
     """
     if name in known:
-        return known[name]
+        return load_object(known[name].function)
     if ":" not in name:
-        raise InputError(
-            f"{key}={name}: choose one of {', '.join(known)}, "
-            "or name your own as package.module:function or path/file.py:function"
-        )
+        choose = f"choose one of {', '.join(known)}, or " if known else ""
+        raise InputError(f"{key}={name}: {choose}name your own as package.module:function or path/file.py:function")
     return load_object(name, key)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-from core.config import convert
+from core.config import convert, tables
 from core.config.schema import FULL_PRECISION, ActorConfig, Config
 
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
@@ -51,10 +51,6 @@ def logp_diff_bound(config: Config) -> float | None:
     return 1e-4 if full else 0.02
 
 
-def has_critic(config: Config) -> bool:
-    return config.algorithm.adv_estimator == "gae"
-
-
 def _derived(recipe: str) -> tuple[tuple[str, Callable[[Config], Any]], ...]:
     """Return key -> its value where it is null. In order: a later one may read an earlier one."""
     copied = ("ppo_mini_batch_size", "ppo_epochs", "shuffle", "loss_agg_mode", "loss_scale_factor")
@@ -81,7 +77,7 @@ def _derived(recipe: str) -> tuple[tuple[str, Callable[[Config], Any]], ...]:
         (f"{ROLLOUT}.name", lambda config: "vllm" if find_spec("vllm") else "hf"),
         (f"{ROLLOUT}.nnodes", lambda config: 1),
         (f"{ROLLOUT}.n_gpus_per_node", _follows("trainer.n_gpus_per_node")),
-        ("critic.enable", has_critic),
+        ("critic.enable", lambda config: tables.estimator(config.algorithm.adv_estimator).critic),
         *((f"critic.{name}", _follows(f"{ACTOR}.{name}")) for name in copied),
         *(
             (f"critic.model.{name}", _follows(f"actor_rollout_ref.model.{name}"))

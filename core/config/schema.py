@@ -16,26 +16,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from core.config import limits
+from core.config import limits, tables
 from core.config.frozen import FrozenDict
 
-ADV_ESTIMATORS = (
-    *("gae", "grpo", "grpo_passk", "rloo", "remax"),
-    *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "gpg"),
-)
-POLICY_LOSSES = ("vanilla", "gspo", "sapo", "gpg", "reinforce", "cispo")
-
-AdvEstimator = Annotated[str, limits.names(*ADV_ESTIMATORS)]
-LossMode = Annotated[str, limits.names(*POLICY_LOSSES)]
-AgentLoop = Annotated[str, limits.names()]
-LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-KLKind = Literal[
-    *("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"),
-    *("kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"),
-]
+AdvEstimator = Annotated[str, limits.names(*tables.ESTIMATORS)]
+LossMode = Annotated[str, limits.names(*tables.POLICY_LOSSES)]
+AgentLoop = Annotated[str, limits.names(*tables.AGENT_LOOPS)]
+EngineName = Literal[*tables.ENGINES]
+RewardManager = Literal[*tables.REWARD_MANAGERS]
+LossAggMode = Literal[*tables.LOSS_AGG_MODES]
+KLKind = Literal[*tables.KL_KINDS]
 DType = Literal["bfloat16", "bf16", "float32", "fp32"]
 FULL_PRECISION = ("float32", "fp32")
-Logger = Literal["console", "jsonl", "tensorboard", "wandb"]
+Logger = Literal[*tables.LOGGERS]
 Open = Mapping[str, Any]  # keys that are another library's, or the user's own
 
 
@@ -177,7 +170,7 @@ class MultiTurnConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    name: Literal["hf", "vllm"] | None = None  # None: vllm where it is installed, else hf
+    name: EngineName | None = None  # None: vllm where it is installed, else hf
     nnodes: limits.Count | None = None  # of the engines' own pool (hybrid_engine=False); None: 1
     n_gpus_per_node: limits.Count | None = None  # of that pool; None: the trainer's
     n: limits.Count = 1  # trajectories a prompt
@@ -300,7 +293,7 @@ class RewardModelConfig:
     forward_max_token_len_per_gpu: limits.Count | None = None  # tokens a pass; None: the critic's
     source: Literal["register", "importlib"] = "register"  # importlib: the manager is module.name of module.path
     module: RewardModuleConfig = RewardModuleConfig()
-    reward_manager: Literal["naive", "batch", "prime", "dapo"] = "naive"
+    reward_manager: RewardManager = "naive"
     num_workers: limits.Count | None = None  # grading processes; None: one a core, at most 4
     timeout_s: limits.Positive = 10.0  # of an answer (batch: of a call) and of a program's tests together
     memory_limit_mb: limits.Count | None = 1024  # MiB that a worker may map; None: no limit

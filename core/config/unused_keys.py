@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from core.config import recipes
+from core.config import recipes, tables
 from core.config.view import View
 from core.config.yaml_tables import entries, read_table
 
@@ -31,11 +31,23 @@ class Unused:
         return any(fnmatchcase(key, pattern) for pattern in self.keys)
 
 
+# Settings of an engine that the chosen one lacks.
+_ENGINES = tuple(
+    Unused(
+        (f"actor_rollout_ref.rollout.{name}",),
+        f"{name!r} not in engine.reads",
+        "actor_rollout_ref.rollout.name={rollout.name} has no such setting",
+    )
+    for entry in tables.ENGINES.values()
+    for name in entry.reads
+)
+
+
 @functools.cache
 def table(recipe: str) -> tuple[Unused, ...]:
     """Return a recipe's entries; of those that fit a key, the first whose condition holds gives the reason."""
     found = entries([*read_table(TABLE), *(recipes.table(recipe, TABLE.name) or ())])
-    return tuple(Unused(tuple(one["keys"]), one["when"], one["reason"]) for one in found)
+    return (*_ENGINES, *(Unused(tuple(one["keys"]), one["when"], one["reason"]) for one in found))
 
 
 def reasons(view: View, keys: Iterable[str]) -> dict[str, str]:

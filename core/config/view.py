@@ -13,8 +13,7 @@ from dataclasses import is_dataclass
 from types import CodeType
 from typing import Any
 
-from core.config import convert, schema, thresholds
-from core.config.limits import is_plugin
+from core.config import convert, schema, tables, thresholds
 from core.config.paths import is_local
 from core.config.schema import Config
 
@@ -67,9 +66,6 @@ class Section:
 class View:
     """``view.actor.clip_ratio``; ``given`` are the keys that an override set, ``hooks`` what the recipe overrides."""
 
-    GROUPED = ("grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")  # advantages.NEEDS
-    PER_SEQUENCE = ("gspo", "sapo")  # core.algorithm.losses.AGGREGATION
-    CLIPPING = ("vanilla", "gspo", "cispo")
     FULL_PRECISION = schema.FULL_PRECISION
     HF_OPTIONS = ("cache_gib", "max_batch_rows", "max_prefill_tokens")  # core.engines.hf.HFEngine
 
@@ -92,21 +88,48 @@ class View:
         """Return whether an override set the key, or one inside it."""
         return any(given == key or given.startswith(f"{key}.") for given in self.given)
 
-    # --- estimator and loss ---
-
-    def estimator_is(self, *names: str) -> bool:
-        """Return whether the estimator is one of these, or the user's own, of which nothing is known."""
-        return self.algorithm.adv_estimator in names or is_plugin(self.algorithm.adv_estimator)
-
-    def loss_is(self, *names: str) -> bool:
-        """Return whether the policy loss is one of these, or the user's own, of which nothing is known."""
-        loss = self.actor.policy_loss.loss_mode
-        return loss in names or is_plugin(loss)
+    # --- entries of the tables ---
 
     @property
-    def has_ratio(self) -> bool:
-        """Whether the policy loss weighs tokens by the ratio of new to old probability."""
-        return self.actor.policy_loss.loss_mode not in ("gpg", "reinforce")
+    def estimator(self) -> tables.EstimatorEntry:
+        """The chosen estimator's entry."""
+        return tables.estimator(self.algorithm.adv_estimator)
+
+    @property
+    def loss(self) -> tables.LossEntry:
+        """The chosen policy loss's entry."""
+        return tables.policy_loss(self.actor.policy_loss.loss_mode)
+
+    @property
+    def engine(self) -> tables.EngineEntry:
+        """The chosen engine's entry."""
+        return tables.ENGINES[self.rollout.name]
+
+    @property
+    def manager(self) -> tables.ManagerEntry:
+        """The chosen reward manager's entry."""
+        return tables.reward_manager(self.reward)
+
+    @property
+    def ungrouped(self) -> str:
+        """The estimators that one answer a prompt is enough for, for a message."""
+        *most, last = sorted(name for name, entry in tables.ESTIMATORS.items() if not entry.groups)
+        return f"{', '.join(most)} or {last}"
+
+    @property
+    def with_critic(self) -> str:
+        """The estimators with a critic, for a message."""
+        return ", ".join(name for name, entry in tables.ESTIMATORS.items() if entry.critic)
+
+    @property
+    def readers_of_lam(self) -> str:
+        """The estimators that read ``lam``, for a message."""
+        return tables.readers(tables.ESTIMATORS, "lam")
+
+    @property
+    def readers_of_tau(self) -> str:
+        """The policy losses that read ``tau_pos`` and ``tau_neg``, for a message."""
+        return tables.readers(tables.POLICY_LOSSES, "tau_pos")
 
     @property
     def needs_ref(self) -> bool:
@@ -116,7 +139,7 @@ class View:
     @property
     def corrects(self) -> bool:
         """Whether samples of another distribution than the learner's are weighed for it."""
-        return self.correction.rollout_is is not None or (self.correction.bypass_mode and self.has_ratio)
+        return self.correction.rollout_is is not None or (self.correction.bypass_mode and self.loss.has_ratio)
 
     @property
     def thresholds_fit(self) -> bool:

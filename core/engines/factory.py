@@ -1,10 +1,12 @@
-"""From ``actor_rollout_ref.rollout.name`` to an engine: the one table of their names."""
+"""From ``actor_rollout_ref.rollout.name`` to an engine: what :data:`core.config.tables.ENGINES` names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from core.config import tables
+from core.config.plugins import load_object
 from core.config.schema import FULL_PRECISION
 from core.engines import RolloutEngine
 from core.errors import InputError
@@ -24,15 +26,13 @@ def make_engine(config: Config, model: Callable[[], nn.Module], tokenizer: Any, 
     arguments of :class:`core.engines.hf.HFEngine`, and ``rollout.engine_kwargs.vllm.*``, vLLM's engine arguments.
     Raises InputError for an engine that cannot be had.
     """
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.name == "vllm":
-        return _vllm(config, tokenizer, device)
-    if rollout.name == "hf":
-        return _hf(config, model(), tokenizer)
-    raise InputError(f"actor_rollout_ref.rollout.name={rollout.name}: there are hf and vllm")
+    name = config.actor_rollout_ref.rollout.name
+    if name not in tables.ENGINES:
+        raise InputError(f"actor_rollout_ref.rollout.name={name}: there are {' and '.join(tables.ENGINES)}")
+    return load_object(tables.ENGINES[name].function)(config, model, tokenizer, device)
 
 
-def _hf(config: Config, model: nn.Module, tokenizer: Any) -> RolloutEngine:
+def hf_engine(config: Config, model: Callable[[], nn.Module], tokenizer: Any, device: torch.device) -> RolloutEngine:
     import torch
 
     from core.engines.hf import HFEngine
@@ -41,10 +41,10 @@ def _hf(config: Config, model: nn.Module, tokenizer: Any) -> RolloutEngine:
     extra = dict(rollout.engine_kwargs.get("hf", {}))
     options = {"max_batch_rows": rollout.max_num_seqs, "max_prefill_tokens": rollout.max_num_batched_tokens}
     dtype = torch.float32 if rollout.dtype in FULL_PRECISION else torch.bfloat16
-    return HFEngine(model, tokenizer, dtype=dtype, adopt=True, **{**options, **extra})
+    return HFEngine(model(), tokenizer, dtype=dtype, adopt=True, **{**options, **extra})
 
 
-def _vllm(config: Config, tokenizer: Any, device: torch.device) -> RolloutEngine:
+def vllm_engine(config: Config, model: Callable[[], nn.Module], tokenizer: Any, device: torch.device) -> RolloutEngine:
     from core.learner.models import load_policy
 
     try:

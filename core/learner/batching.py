@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.algorithm.losses import aggregation, loss_weights
+from core.algorithm.losses import loss_weights
+from core.config import tables
 from core.types import ScoredGroup, TrainBatch, Trajectory
 from reward_scores.score import ScoreStatus
 
@@ -208,7 +209,7 @@ def steps_of(
         batch,
         prompts=part.ppo_mini_batch_size,
         epochs=part.ppo_epochs,
-        agg_mode=aggregation(loss_mode, part.loss_agg_mode),
+        agg_mode=tables.policy_loss(loss_mode).aggregation or part.loss_agg_mode,
         scale_factor=part.loss_scale_factor or response_length,
         shuffle_seed=part.data_loader_seed if part.shuffle else None,
     )

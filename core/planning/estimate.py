@@ -11,12 +11,7 @@ parameters, R learner ranks that share them, c bytes a number in the passes (2 i
     reference           4 P / R           float32 weights; none with LoRA, whose base it is
     gathered weights    c (2 block + ends) + 4 (block + ends)     one layer and the next, the ends, and their gradients;
                                           alone (R = 1) only bf16 copies: 2 P, or of one layer with checkpointing
-    one layer, a token  b = 2 h (4 + r + c) + (3 q + 2 kv) c + 4 m c      what autograd keeps; r bytes a number between
-                                          layers: 4 under autocast (R = 1), else c; backward 2 (m + h) c more
-    update              the highest of three moments, with K = T L h r (checkpointing) or T L b:
-                        head              K + 3 x 32 MiB + 4 V h + 2 T h c     chunks of logits, the head's gradient
-                        last layer        K + 4 V h / R + T (2 (m + h) c + b)   b only with checkpointing
-                        first layer       (4 P - 4 V h) / R + T (2 (m + h) c + b)   all gradients but the embedding's
+    update              gradients and activations at the highest of three moments (block_bytes, update_bytes)
     engine              c P / tp + KV cache; a token's cache is 2 L kv c / tp
     decoding            an iteration reads the weights and the cache of its sequences, or multiplies 2 P a token,
                         whichever takes longer; never shorter than the longest answer, alone
@@ -31,31 +26,19 @@ scoring, validation, and tools or a retriever, which answer outside these GPUs.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from core.config.schema import (
-    FULL_PRECISION,
-    ActorConfig,
-    Config,
-    CriticConfig,
-    CriticModelConfig,
-    FSDPConfig,
-    ModelConfig,
-)
-from core.planning.model_shapes import Gpu, Shape, UnknownShape, gpu, shape_of
+from core.config import compose, examine, schema, tables
+from core.errors import InputError
+from core.planning.model_shapes import Gpu, Shape, gpu, shape_of
 
-GIB = 2**30
 HEAD_CHUNK = 3 * 4 * 2**23  # bytes: core.learner.log_probs holds about three chunks of 2**23 float32 numbers
 USABLE = 0.95  # of a GPU's memory; the rest is the allocator's and the libraries'
-MEASURED = (
-    Path(__file__).parents[2] / "results/benchmarks/plan_memory.json"
-)  # of python -m tests.benchmarks.plan_memory
-LARGE_DISK = 1e12  # bytes of checkpoints that are worth a word
+MEASURED = Path(__file__).parents[2] / "results/benchmarks/plan_memory.json"  # of tests.benchmarks.plan_memory
 PHASES = ("generate", "update", "critic update")
 HOOKS = ("shape_reward", "keep_group", "compute_advantages")  # a plan does not judge the trainer
 DEFAULT_GPU = "H100"
@@ -63,7 +46,7 @@ DEFAULT_GPU = "H100"
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What no configuration says. Shown with every plan; each is an option of the command."""
+    """What no configuration holds. Shown with every plan; most are options of the command."""
 
     mean_length: int | None = None  # tokens of an answer, or of a turn; None: half of the limit
     prompt_length: int = 256  # tokens, at most the limit
@@ -73,151 +56,15 @@ class Assumptions:
     train_efficiency: float = 0.35  # of the peak FLOP/s
     decode_efficiency: float = 0.5  # of the peak bandwidth or FLOP/s
 
-    @property
-    def generated(self) -> int:
-        return self.turns * self.mean_length
-
-    @property
-    def observed(self) -> int:
-        return (self.turns - 1) * self.observed_length
-
-    @property
-    def sequence(self) -> int:
-        """Tokens of a trajectory, the prompt's included."""
-        return self.prompt_length + self.generated + self.observed
-
-    def resolved(self, config: Config) -> Assumptions:
-        """With a number for what was left to the configuration."""
-        data, most = config.data, config.turns
-        return dataclasses.replace(
-            self,
-            mean_length=self.mean_length or max(1, data.max_response_length // 2),
-            prompt_length=min(self.prompt_length, data.max_start_length or data.max_prompt_length),
-            turns=min(self.turns or 1 + most // 2, most),
-            observed_length=data.max_obs_length if self.observed_length is None else self.observed_length,
-        )
-
-
-@dataclass(frozen=True)
-class Part:
-    role: str
-    phase: str  # always, or one of PHASES
-    what: str
-    bytes: float
-
-
-@dataclass(frozen=True)
-class Plan:
-    config: Config
-    gpu: Gpu
-    shape: Shape
-    assumed: Assumptions
-    parts: tuple[Part, ...]
-    host_bytes: float  # of offloaded state, a rank
-    kv_sequences: int  # of full length that an engine's cache holds
-    in_batch: int  # sequences an engine decodes at once
-    generated_tokens: float  # a step
-    trained_tokens: float
-    seconds: tuple[tuple[str, float], ...]  # a step, by phase
-    steps: int | None
-    checkpoint_bytes: float
-    checkpoints: int | None
-
-    @property
-    def gpus(self) -> int:
-        return _gpus(self.config)
-
-    def phase_bytes(self, phase: str) -> float:
-        return sum(part.bytes for part in self.parts if part.phase in ("always", phase))
-
-    @property
-    def fits(self) -> bool:
-        return max(map(self.phase_bytes, PHASES)) <= USABLE * self.gpu.memory and self.kv_sequences > 0
-
-    @property
-    def step_seconds(self) -> float:
-        return sum(seconds for _, seconds in self.seconds)
-
-
-# --- estimates ---
-
-
-def make_plan(config: Config, on: Gpu, assumed: Assumptions | None = None) -> Plan:
-    """The plan of a resolved configuration. Raises UnknownShape where the model is not known offline."""
-    model = config.actor_rollout_ref.model
-    assumed, shape = (assumed or Assumptions()).resolved(config), shape_of(model.path, model.override_config)
-    learner = tuple(_learner(config, shape))
-    engine, kv_sequences = _engine(config, shape, on, sum(p.bytes for p in learner if p.phase == "always"))
-    answers = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
-    drawn = answers / (assumed.keep_rate if config.algorithm.filter_groups.enable else 1.0)
-    trained = answers * assumed.sequence
-    in_batch = _in_batch(config, kv_sequences, drawn, assumed)
-    seconds = (
-        ("generate", _generate_seconds(config, shape, on, assumed, drawn, in_batch)),
-        *_learner_seconds(config, shape, on, assumed, trained),
-    )
-    steps, save = config.trainer.total_training_steps, config.trainer.save_freq
-    kept = None if steps is None else -(-steps // save) if save > 0 else 0
-    limit = config.trainer.max_actor_ckpt_to_keep
-    return Plan(
-        config,
-        on,
-        shape,
-        assumed,
-        (*learner, *engine),
-        sum(size for _, _, size, fsdp in _states(config, shape) if _offloaded(config, fsdp)),
-        kv_sequences,
-        in_batch,
-        drawn * assumed.generated,
-        trained,
-        seconds,
-        steps,
-        _checkpoint_bytes(config, shape),
-        min(kept, limit) if kept is not None and limit else kept,
-    )
-
-
-def _width(dtype: str) -> int:
-    return 4 if dtype in FULL_PRECISION else 2
-
-
-def _gpus(config: Config) -> int:
-    trainer = config.trainer
-    return 1 if trainer.backend == "local" else trainer.nnodes * trainer.n_gpus_per_node
-
-
-def _ranks(config: Config) -> int:
-    """Learner ranks that share one copy of the model's state."""
-    size = config.actor_rollout_ref.actor.fsdp_config.fsdp_size
-    return size if 0 < size < _gpus(config) else _gpus(config)
-
-
-def _offloaded(config: Config, fsdp: FSDPConfig) -> bool:
-    return config.trainer.backend == "ray" and (fsdp.param_offload or fsdp.optimizer_offload or fsdp.offload_policy)
-
-
-def _state_bytes(config: Config, shape: Shape) -> float:
-    """Weights and Adam's moments of the policy, a rank."""
-    if rank := config.actor_rollout_ref.model.lora_rank:
-        return (4.0 * shape.parameters + 8.0 * shape.adapters(rank)) / _ranks(config)
-    return 12.0 * shape.parameters / _ranks(config)
-
-
-def _checkpoint_bytes(config: Config, shape: Shape) -> float:
-    """Float32 weights and Adam's moments of what trains."""
-    rank = config.actor_rollout_ref.model.lora_rank
-    policy = shape.adapters(rank) if rank else shape.parameters
-    return 12.0 * (policy + (shape.critic_parameters if config.critic.enable else 0))
-
 
 def block_bytes(shape: Shape, width: int, residual: int) -> int:
-    """What autograd keeps of one layer, a token; ``residual`` bytes a number in the stream between layers."""
+    """Return what autograd keeps of one layer, a token; ``residual`` bytes a number in the stream between layers."""
     attention = (3 * shape.q_size + 2 * shape.kv_size) * width
     return 2 * shape.hidden * (4 + residual + width) + attention + 4 * shape.mlp * width
 
 
 def head_bytes(shape: Shape, tokens: int, width: int, trains: bool = True) -> float:
-    """The chunked head: logits, its weight's gradient in float32, hidden states and their gradient."""
+    """Return the chunked head's bytes: logits, its weight's gradient in float32, hidden states and their gradient."""
     logits = min(HEAD_CHUNK, 3 * 4 * tokens * shape.vocab)
     weight = 4.0 * shape.vocab * shape.hidden if trains else 0.0
     return logits + weight + 2.0 * tokens * shape.hidden * width
@@ -226,7 +73,7 @@ def head_bytes(shape: Shape, tokens: int, width: int, trains: bool = True) -> fl
 def update_bytes(
     shape: Shape, tokens: int, width: int, residual: int, *, checkpointing: bool, ranks: int = 1, adapters: int = 0
 ) -> tuple[float, str]:
-    """Gradients and activations at their highest, and when that is: they do not all exist at once.
+    """Return gradients and activations at their highest, and when that is: they do not all exist at once.
 
     In the head nothing of the layers has a gradient yet; in the first layer, the last to be passed backward, the
     activations of the others are gone and only the embedding lacks its gradient.
@@ -244,210 +91,211 @@ def update_bytes(
     return max(moments[moment], gradients), moment
 
 
-def longest_sequence(config: Config) -> int:
-    return config.data.max_prompt_length + config.data.max_response_length
-
-
-def share_of_longest(config: Config, part: ActorConfig | CriticConfig) -> int:
-    """Tokens of the longest sequence that a rank passes; with sequence parallelism it has a share of each."""
-    return -(-longest_sequence(config) // part.ulysses_sequence_parallel_size)
-
-
-def pass_tokens(config: Config, part: ActorConfig | CriticConfig) -> int:
-    """Tokens in one pass of an update on one rank."""
-    longest = share_of_longest(config, part)
-    if part.use_dynamic_bsz:
-        return max(longest, part.ppo_max_token_len_per_gpu)
-    return longest * (part.ppo_micro_batch_size_per_gpu or 1)
-
-
-def _states(config: Config, shape: Shape) -> Iterator[tuple[str, str, float, FSDPConfig]]:
-    """Role, words, bytes a rank and FSDP settings of what a rank keeps from step to step."""
-    roles, ranks = config.actor_rollout_ref, _ranks(config)
-    lora, count = roles.model.lora_rank, f"{shape.parameters / 1e9:.3g}e9 / {ranks}"
-    what = f"weights and optimizer ({'4 B, LoRA 12 B' if lora else '12 B'} x {count})"
-    yield "policy", what, _state_bytes(config, shape), roles.actor.fsdp_config
-    if (roles.actor.use_kl_loss or config.algorithm.use_kl_in_reward) and not lora:
-        yield "reference", f"weights (4 B x {count})", 4.0 * shape.parameters / ranks, roles.ref.fsdp_config
-    if config.critic.enable:
-        size = 12.0 * shape.critic_parameters / ranks
-        yield "critic", f"weights and optimizer (12 B x {count})", size, config.critic.model.fsdp_config
-
-
-def _learner(config: Config, shape: Shape) -> Iterator[Part]:
-    for role, what, size, fsdp in _states(config, shape):
-        if not _offloaded(config, fsdp):
-            yield Part(role, "always", what, size)
-    part, critic = config.actor_rollout_ref, config.critic
-    yield from _passes("policy", "update", config, shape, part.actor, part.actor.fsdp_config, part.model)
-    if critic.enable:
-        yield from _passes("critic", "critic update", config, shape, critic, critic.model.fsdp_config, critic.model)
-
-
-def _passes(
-    role: str,
-    phase: str,
-    config: Config,
-    shape: Shape,
-    part: ActorConfig | CriticConfig,
-    fsdp: FSDPConfig,
-    model: ModelConfig | CriticModelConfig,
-) -> Iterator[Part]:
-    """What a role's update needs for a while."""
-    tokens, width, checkpointing = pass_tokens(config, part), _width(fsdp.dtype), model.enable_gradient_checkpointing
-    alone, policy, rank = config.trainer.backend == "local", role == "policy", config.actor_rollout_ref.model.lora_rank
-    if alone:
-        gathered = copies_bytes(shape, checkpointing) if width == 2 else 0.0
-    else:
-        gathered = width * (2.0 * shape.block + shape.ends) + 4.0 * (shape.block + shape.ends)
-    yield Part(role, phase, "weights of the layers at work", gathered)
-    headed = shape if policy else dataclasses.replace(shape, vocab=1)  # a value head is one row
-    adapters = shape.adapters(rank) if policy and rank else 0
-    residual = 4 if alone else width
-    highest, moment = update_bytes(
-        headed, tokens, width, residual, checkpointing=checkpointing, ranks=_ranks(config), adapters=adapters
-    )
-    kept = "layer inputs" if checkpointing else "all layers"
-    yield Part(role, phase, f"gradients, activations of {tokens} tokens ({kept} kept), highest {moment}", highest)
-
-
 def copies_bytes(shape: Shape, checkpointing: bool) -> float:
-    """The bf16 copies of the weights that autocast makes: of a layer and the head, or of all that autograd keeps."""
+    """Return autocast's bf16 copies of the weights: of a layer and the head, or of all that autograd keeps."""
     return 2.0 * (shape.block + shape.vocab * shape.hidden if checkpointing else shape.parameters)
 
 
-def _engine(config: Config, shape: Shape, on: Gpu, resident: float) -> tuple[list[Part], int]:
-    """The engine's parts, and how many sequences of full length its cache holds."""
-    rollout = config.actor_rollout_ref.rollout
-    width, longest = _width(rollout.dtype), longest_sequence(config)
-    if rollout.name != "vllm":
-        weights = float(width * shape.parameters)
-        room = USABLE * on.memory - resident - weights
-        phase, ranks = "always", 1
-    else:
-        ranks = rollout.tensor_model_parallel_size
-        weights = width * shape.parameters / ranks
-        room = rollout.gpu_memory_utilization * on.memory - weights
-        phase = "generate" if rollout.free_cache_engine else "always"
-    sequences = max(0, int(room // (shape.kv_bytes(width) / ranks * longest)))
-    parts = [Part("engine", phase, f"weights ({width} B / {ranks})", weights)]
-    if rollout.name == "vllm":
-        parts.append(Part("engine", phase, "KV cache (the rest of gpu_memory_utilization)", max(0.0, room)))
-    return parts, sequences
+def _width(dtype: str) -> int:
+    return 4 if dtype in schema.FULL_PRECISION else 2
 
 
-def _engines(config: Config) -> int:
-    """Engines that decode side by side."""
-    rollout = config.actor_rollout_ref.rollout
-    return 1 if rollout.name != "vllm" else max(1, _gpus(config) // rollout.tensor_model_parallel_size)
+@dataclass(frozen=True)
+class Part:
+    """Bytes that a role takes of a GPU."""
+
+    role: str
+    phase: str  # always, one of PHASES, or host: offloaded, so not on the GPU
+    what: str
+    bytes: float
 
 
-def _in_batch(config: Config, kv_sequences: int, drawn: float, assumed: Assumptions) -> int:
-    """Sequences an engine decodes at once: what the cache holds of mean length, what is asked, what is allowed."""
-    limit = config.data.max_prompt_length + config.data.max_response_length
-    cached = kv_sequences * limit / assumed.sequence
-    return max(1, int(min(cached, drawn / _engines(config), config.actor_rollout_ref.rollout.max_num_seqs)))
+class Plan:
+    """What a resolved configuration needs on one kind of GPU. Raises InputError for a model not known offline."""
 
+    def __init__(self, config: schema.Config, on: Gpu, assumed: Assumptions | None = None):
+        roles, trainer, data = config.actor_rollout_ref, config.trainer, config.data
+        self.config, self.gpu = config, on
+        self.most_turns = config.turns
+        self.shape = shape_of(roles.model.path, roles.model.override_config)
+        self.assumed = a = self._resolved(assumed or Assumptions())
+        self.generated, self.observed = a.turns * a.mean_length, (a.turns - 1) * a.observed_length  # a trajectory
+        self.sequence = a.prompt_length + self.generated + self.observed  # tokens, the prompt's included
+        self.gpus = 1 if trainer.backend == "local" else trainer.nnodes * trainer.n_gpus_per_node
+        size = roles.actor.fsdp_config.fsdp_size
+        self.ranks = size if 0 < size < self.gpus else self.gpus  # learner ranks that share one copy of the state
+        self.longest = data.max_prompt_length + data.max_response_length  # tokens of a sequence
+        # Whether an engine reserves a share of the memory of one GPU or several, as vLLM does.
+        self.engine_reserves = "gpu_memory_utilization" in tables.ENGINES[roles.rollout.name].reads
+        self.engine_gpus = roles.rollout.tensor_model_parallel_size if self.engine_reserves else 1
+        self.engines = max(1, self.gpus // self.engine_gpus) if self.engine_reserves else 1  # side by side
+        answers = data.train_batch_size * roles.rollout.n
+        self.drawn = answers / (a.keep_rate if config.algorithm.filter_groups.enable else 1.0)  # answers
+        self.generated_tokens = self.drawn * self.generated  # of a step, as are trained_tokens
+        self.trained_tokens = answers * self.sequence
+        self.learners = (  # role, phase of its update, section, model, fsdp_config
+            ("policy", "update", roles.actor, roles.model, roles.actor.fsdp_config),
+            ("critic", "critic update", config.critic, config.critic.model, config.critic.model.fsdp_config),
+        )
+        self.states = list(self._states())
+        engine, self.kv_sequences = self._engine()  # the sequences of full length that an engine's cache holds
+        self.parts = [*(part for part in self.states if part.phase == "always"), *self._passes(), *engine]
+        self.host_bytes = sum(part.bytes for part in self.states if part.phase == "host")  # a rank
+        self.phase_bytes = {
+            phase: sum(part.bytes for part in self.parts if part.phase in ("always", phase)) for phase in PHASES
+        }
+        self.fits = max(self.phase_bytes.values()) <= USABLE * on.memory and self.kv_sequences > 0
+        cached = self.kv_sequences * self.longest / self.sequence  # in_batch: sequences that an engine decodes at once
+        self.in_batch = max(1, int(min(cached, self.drawn / self.engines, roles.rollout.max_num_seqs)))
+        self.seconds = {"generate": self._generate_seconds(), **self._learner_seconds()}  # of a step
+        steps, save = trainer.total_training_steps, trainer.save_freq
+        kept = None if steps is None else -(-steps // save) if save > 0 else 0
+        # None: all of them, of an open number
+        self.checkpoints = kept if kept is None else min(kept, trainer.max_actor_ckpt_to_keep or kept)
+        trained = self.shape.adapters(roles.model.lora_rank) or self.shape.parameters
+        self.checkpoint_bytes = 12.0 * (trained + (self.shape.critic_parameters if config.critic.enable else 0))
 
-def _generate_seconds(config: Config, shape: Shape, on: Gpu, assumed: Assumptions, drawn: float, batch: int) -> float:
-    rollout, engines = config.actor_rollout_ref.rollout, _engines(config)
-    width, ranks = _width(rollout.dtype), rollout.tensor_model_parallel_size if rollout.name == "vllm" else 1
-    context = (assumed.prompt_length + assumed.sequence) / 2
+    def _resolved(self, assumed: Assumptions) -> Assumptions:
+        """Fill in numbers where they were left to the configuration."""
+        data = self.config.data
+        return replace(
+            assumed,
+            mean_length=assumed.mean_length or max(1, data.max_response_length // 2),
+            prompt_length=min(assumed.prompt_length, data.max_start_length or data.max_prompt_length),
+            turns=min(assumed.turns or 1 + self.most_turns // 2, self.most_turns),
+            observed_length=data.max_obs_length if assumed.observed_length is None else assumed.observed_length,
+        )
 
-    def iteration(sequences: float) -> float:
-        read = (width * shape.matmul_parameters + sequences * context * shape.kv_bytes(width)) / (ranks * on.bandwidth)
-        work = 2.0 * shape.matmul_parameters * sequences / (ranks * on.flops)
-        return max(read, work) / assumed.decode_efficiency
+    def _states(self) -> Iterator[Part]:
+        """Yield what a rank keeps from step to step, the policy's first."""
+        roles, critic, shape = self.config.actor_rollout_ref, self.config.critic, self.shape
+        rank = roles.model.lora_rank
+        policy = 4.0 * shape.parameters + 8.0 * shape.adapters(rank) if rank else 12.0 * shape.parameters
+        what = f"weights and optimizer ({'4 B, LoRA 12 B' if rank else '12 B'}"
+        kept = [("policy", what, policy, roles.actor.fsdp_config)]
+        if (roles.actor.use_kl_loss or self.config.algorithm.use_kl_in_reward) and not rank:
+            kept.append(("reference", "weights (4 B", 4.0 * shape.parameters, roles.ref.fsdp_config))
+        if critic.enable:
+            size = 12.0 * shape.critic_parameters
+            kept.append(("critic", "weights and optimizer (12 B", size, critic.model.fsdp_config))
+        for role, what, size, fsdp in kept:
+            offloads = fsdp.param_offload or fsdp.optimizer_offload or fsdp.offload_policy
+            phase = "host" if self.config.trainer.backend == "ray" and offloads else "always"
+            what = f"{what} x {shape.parameters / 1e9:.3g}e9 / {self.ranks})"
+            yield Part(role, phase, what, size / self.ranks)
 
-    rounds = drawn * assumed.generated / engines / batch
-    prompts = drawn * (assumed.prompt_length / rollout.n + assumed.observed) / engines
-    longest = config.turns * config.data.max_response_length
-    prefill = 2.0 * shape.matmul_parameters * prompts / (ranks * on.flops) / assumed.train_efficiency
-    return prefill + max(rounds * iteration(batch), longest * iteration(1))
+    def pass_tokens(self, part: schema.ActorConfig | schema.CriticConfig) -> tuple[int, int]:
+        """Return the tokens in one pass of an update on one rank, and a rank's share of the longest sequence."""
+        share = -(-self.longest // part.ulysses_sequence_parallel_size)
+        if part.use_dynamic_bsz:
+            return max(share, part.ppo_max_token_len_per_gpu), share
+        return share * (part.ppo_micro_batch_size_per_gpu or 1), share
 
+    def _passes(self) -> Iterator[Part]:
+        """Yield what an update needs for a while, the policy's and the critic's."""
+        shape, config = self.shape, self.config
+        for role, phase, part, model, fsdp in self.learners[: 1 + config.critic.enable]:
+            (tokens, _), width = self.pass_tokens(part), _width(fsdp.dtype)
+            checkpointing = model.enable_gradient_checkpointing
+            gathered, residual = width * (2.0 * shape.block + shape.ends) + 4.0 * (shape.block + shape.ends), width
+            if config.trainer.backend == "local":
+                gathered, residual = copies_bytes(shape, checkpointing) if width == 2 else 0.0, 4
+            headed, adapters = replace(shape, vocab=1), 0  # a value head has one output
+            if role == "policy":
+                headed, adapters = shape, shape.adapters(model.lora_rank)
+            options = {"checkpointing": checkpointing, "ranks": self.ranks, "adapters": adapters}
+            highest, moment = update_bytes(headed, tokens, width, residual, **options)
+            kept = "layer inputs" if checkpointing else "all layers"
+            yield Part(role, phase, "weights of the layers at work", gathered)
+            what = f"gradients, activations of {tokens} tokens ({kept} kept), highest {moment}"
+            yield Part(role, phase, what, highest)
 
-def _learner_seconds(
-    config: Config, shape: Shape, on: Gpu, assumed: Assumptions, tokens: float
-) -> Iterator[tuple[str, float]]:
-    actor = config.actor_rollout_ref.actor
-    forward = (
-        2.0 * shape.matmul_parameters + 2.0 * shape.layers * shape.q_size * assumed.sequence
-    )  # causal attention: half of 4
-    speed = _gpus(config) * on.flops * assumed.train_efficiency
-    backward = 3.0 + config.actor_rollout_ref.model.enable_gradient_checkpointing
-    updates = -(-config.data.train_batch_size // actor.ppo_mini_batch_size) * actor.ppo_epochs
-    if updates > 1:
-        yield "old log-probs", tokens * forward / speed
-    if actor.use_kl_loss or config.algorithm.use_kl_in_reward:
-        yield "reference", tokens * forward / speed
-    if config.critic.enable:
-        yield "critic", tokens * forward * (1 + backward * config.critic.ppo_epochs) / speed
-    yield "update", tokens * forward * backward * actor.ppo_epochs / speed
+    def _engine(self) -> tuple[list[Part], int]:
+        """List the engine's parts, and count the sequences of full length that its cache holds."""
+        rollout = self.config.actor_rollout_ref.rollout
+        width = _width(rollout.dtype)
+        weights = width * self.shape.parameters / self.engine_gpus
+        phase = "generate" if self.engine_reserves and rollout.free_cache_engine else "always"
+        parts = [Part("engine", phase, f"weights ({width} B / {self.engine_gpus})", weights)]
+        if self.engine_reserves:
+            room = rollout.gpu_memory_utilization * self.gpu.memory - weights
+            parts.append(Part("engine", phase, "KV cache (the rest of gpu_memory_utilization)", max(0.0, room)))
+        else:
+            resident = sum(part.bytes for part in self.states if part.phase == "always")
+            room = USABLE * self.gpu.memory - resident - weights
+        return parts, max(0, int(room // (self.shape.kv_bytes(width) / self.engine_gpus * self.longest)))
 
+    def _generate_seconds(self) -> float:
+        rollout, shape, on, assumed = self.config.actor_rollout_ref.rollout, self.shape, self.gpu, self.assumed
+        width, ranks = _width(rollout.dtype), self.engine_gpus
+        context = (assumed.prompt_length + self.sequence) / 2
 
-# --- advice ---
+        def iteration(sequences: float) -> float:
+            read = width * shape.matmul_parameters + sequences * context * shape.kv_bytes(width)
+            work = 2.0 * shape.matmul_parameters * sequences / (ranks * on.flops)
+            return max(read / (ranks * on.bandwidth), work) / assumed.decode_efficiency
+
+        rounds = self.generated_tokens / self.engines / self.in_batch
+        prompts = self.drawn * (assumed.prompt_length / rollout.n + self.observed) / self.engines
+        prefill = 2.0 * shape.matmul_parameters * prompts / (ranks * on.flops) / assumed.train_efficiency
+        longest = self.most_turns * self.config.data.max_response_length
+        return prefill + max(rounds * iteration(self.in_batch), longest * iteration(1))
+
+    def _learner_seconds(self) -> dict[str, float]:
+        config, actor, shape = self.config, self.config.actor_rollout_ref.actor, self.shape
+        forward = 2.0 * shape.matmul_parameters + 2.0 * shape.layers * shape.q_size * self.sequence  # causal: half of 4
+        once = self.trained_tokens * forward / (self.gpus * self.gpu.flops * self.assumed.train_efficiency)
+        backward = 3.0 + config.actor_rollout_ref.model.enable_gradient_checkpointing
+        found = {}
+        if -(-config.data.train_batch_size // actor.ppo_mini_batch_size) * actor.ppo_epochs > 1:
+            found["old log-probs"] = once
+        if actor.use_kl_loss or config.algorithm.use_kl_in_reward:
+            found["reference"] = once
+        if config.critic.enable:
+            found["critic"] = once * (1 + backward * config.critic.ppo_epochs)
+        return {**found, "update": once * backward * actor.ppo_epochs}
 
 
 def advice(plan: Plan) -> list[str]:
-    """Which knob to turn where it does not fit; memory knobs cannot change the result."""
-    config, lines = plan.config, []
-    rollout = config.actor_rollout_ref.rollout
-    room = USABLE * plan.gpu.memory
-    state = _state_bytes(config, plan.shape)
+    """List the knobs to turn where it does not fit; memory knobs cannot change the result."""
+    config, tips = plan.config, []
     if plan.kv_sequences == 0:
-        vllm = "raise tensor_model_parallel_size or gpu_memory_utilization"
-        knob = vllm if rollout.name == "vllm" else "take a larger GPU, or rollout.name=vllm over several"
-        lines.append(f"the engine's cache holds no sequence of full length: {knob}")
-    over = [phase for phase in PHASES if plan.phase_bytes(phase) > room]
-    if over and not _offloaded(config, config.actor_rollout_ref.actor.fsdp_config) and state > 0.4 * plan.gpu.memory:
-        ranks = int(12.0 * plan.shape.parameters / (0.4 * plan.gpu.memory)) + 1
+        knob = "take a larger GPU, or rollout.name=vllm over several"
+        if plan.engine_reserves:
+            knob = "raise tensor_model_parallel_size or gpu_memory_utilization"
+        tips.append(f"the engine's cache holds no sequence of full length: {knob}")
+    over = [phase for phase, size in plan.phase_bytes.items() if size > USABLE * plan.gpu.memory]
+    state, large = plan.states[0], 0.4 * plan.gpu.memory
+    if over and state.phase == "always" and state.bytes > large:
+        ranks = int(12.0 * plan.shape.parameters / large) + 1
         more = f"{ranks} ranks would share it" if config.trainer.backend == "ray" else "trainer.backend=ray"
-        lines.append(f"the learner's state takes {_gib(state)}: fsdp_config.optimizer_offload=True, or {more}")
-    roles, critic = config.actor_rollout_ref, config.critic
-    if "update" in over:
-        lines += _shorter_passes(
-            "actor_rollout_ref", roles.model.enable_gradient_checkpointing, config, roles.actor, lines
-        )
-    if "critic update" in over:
-        lines += _shorter_passes("critic", critic.model.enable_gradient_checkpointing, config, critic, lines)
-    if "generate" in over and rollout.name == "vllm":
-        lines.append("lower rollout.gpu_memory_utilization: the learner's state stays beside the engine")
-    if plan.checkpoints and plan.checkpoints * plan.checkpoint_bytes > LARGE_DISK:
-        lines.append("checkpoints take much disk: trainer.max_actor_ckpt_to_keep, or a larger trainer.save_freq")
-    return lines
-
-
-def _shorter_passes(
-    prefix: str, checkpointing: bool, config: Config, part: ActorConfig | CriticConfig, said: Sequence[str]
-) -> Iterator[str]:
-    """What makes an update smaller; ``said`` is the advice before it."""
-    if not checkpointing:
-        yield f"activations of all layers are kept: {prefix}.model.enable_gradient_checkpointing=True"
-    longest = share_of_longest(config, part)
-    if pass_tokens(config, part) > longest:
-        name = "actor" if prefix == "actor_rollout_ref" else prefix
-        yield f"lower {name}.ppo_max_token_len_per_gpu, at the least to {longest}"
-    elif checkpointing and not said:
-        yield "one sequence of full length is a pass already: shorten data.max_response_length, or larger GPUs"
-
-
-# --- text ---
+        tips.append(f"the learner's state takes {_gib(state.bytes)}: fsdp_config.optimizer_offload=True, or {more}")
+    for role, phase, part, model, _ in plan.learners:
+        if phase not in over:
+            continue
+        (tokens, share), checkpointing, alone = plan.pass_tokens(part), model.enable_gradient_checkpointing, not tips
+        if not checkpointing:
+            prefix = "critic" if role == "critic" else "actor_rollout_ref"
+            tips.append(f"activations of all layers are kept: {prefix}.model.enable_gradient_checkpointing=True")
+        if tokens > share:
+            name = "actor" if role == "policy" else "critic"
+            tips.append(f"lower {name}.ppo_max_token_len_per_gpu, at the least to {share}")
+        elif checkpointing and alone:
+            remedy = "shorten data.max_response_length, or larger GPUs"
+            tips.append(f"one sequence of full length is a pass already: {remedy}")
+    if "generate" in over and plan.engine_reserves:
+        tips.append("lower rollout.gpu_memory_utilization: the learner's state stays beside the engine")
+    if plan.checkpoints and plan.checkpoints * plan.checkpoint_bytes > 1e12:  # bytes
+        tips.append("checkpoints take much disk: trainer.max_actor_ckpt_to_keep, or a larger trainer.save_freq")
+    return tips
 
 
 def _gib(value: float) -> str:
-    return f"{value / GIB:.1f} GiB" if value >= 0.1 * GIB else f"{value / 2**20:.1f} MiB"
-
-
-def _trajectory(assumed: Assumptions) -> str:
-    if assumed.turns == 1:
-        return f"answers of {assumed.mean_length} tokens on average"
-    return (
-        f"episodes of {assumed.turns} turns of {assumed.mean_length} tokens, {assumed.observed_length} read after each"
-    )
+    return f"{value / 2**30:.1f} GiB" if value >= 0.1 * 2**30 else f"{value / 2**20:.1f} MiB"
 
 
 def checked() -> str:
-    """What is known of the error of an update's estimate."""
+    """Return what is known of the error of an update's estimate."""
     if not MEASURED.exists():
         return "an update's estimate was not compared with measured ones"
     errors = json.loads(MEASURED.read_text(encoding="utf-8"))["errors"]
@@ -456,52 +304,58 @@ def checked() -> str:
 
 
 def lines(plan: Plan) -> list[str]:
-    """The plan as text, a line each."""
+    """Return the plan as text, a line each."""
     a, on, config = plan.assumed, plan.gpu, plan.config
+    trajectory = f"episodes of {a.turns} turns of {a.mean_length} tokens, {a.observed_length} read after each"
+    if a.turns == 1:
+        trajectory = f"answers of {a.mean_length} tokens on average"
+    kept_groups = f", {a.keep_rate:.0%} of groups kept" if config.algorithm.filter_groups.enable else ""
     out = [
         f"{plan.shape.parameters / 1e9:.3g}e9 parameters on {plan.gpus} x {on.name} ({_gib(on.memory)}); "
-        f"{_ranks(config)} learner ranks share the state, {_engines(config)} engines",
-        f"assumed: {_trajectory(a)}, prompts of {a.prompt_length}"
-        + (f", {a.keep_rate:.0%} of groups kept" if config.algorithm.filter_groups.enable else "")
-        + f"; {a.train_efficiency:.0%} of peak FLOP/s in training, {a.decode_efficiency:.0%} of the decoding roofline",
+        f"{plan.ranks} learner ranks share the state, {plan.engines} engines",
+        f"assumed: {trajectory}, prompts of {a.prompt_length}{kept_groups}; "
+        f"{a.train_efficiency:.0%} of peak FLOP/s in training, {a.decode_efficiency:.0%} of the decoding roofline",
     ]
     out += [f"  {p.role:<10}{p.phase:<14}{_gib(p.bytes):>11}  {p.what}" for p in plan.parts]
     for phase in PHASES[: 2 + config.critic.enable]:
-        share = plan.phase_bytes(phase) / on.memory
-        out.append(f"memory, {phase}: {_gib(plan.phase_bytes(phase))} a GPU, {share:.0%} of it")
+        size = plan.phase_bytes[phase]
+        out.append(f"memory, {phase}: {_gib(size)} a GPU, {size / on.memory:.0%} of it")
     out.append(f"  {checked()}")
     if plan.host_bytes:
         out.append(f"memory, host: {_gib(plan.host_bytes)} a rank, of offloaded state")
     out.append(f"the engine's cache holds {plan.kv_sequences} sequences of full length; {plan.in_batch} decode at once")
     out.append(f"{'fits' if plan.fits else 'DOES NOT FIT'} on {on.name}")
     out += [f"  {line}" for line in advice(plan)]
-    phases = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in plan.seconds)
+    phases = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in plan.seconds.items())
     out.append(f"a step: {plan.generated_tokens:.3g} tokens generated, {plan.trained_tokens:.3g} trained; {phases}")
-    if plan.steps is None:
-        out.append("length: as long as total_epochs says; the number of steps depends on the data")
-    else:
-        hours = plan.steps * plan.step_seconds / 3600
-        out.append(f"{plan.steps} steps: {hours:.3g} hours, {hours * plan.gpus:.3g} GPU-hours")
+    length = "length: as long as total_epochs says; the number of steps depends on the data"
+    if steps := config.trainer.total_training_steps:
+        hours = steps * sum(plan.seconds.values()) / 3600
+        length = f"{steps} steps: {hours:.3g} hours, {hours * plan.gpus:.3g} GPU-hours"
     kept = "all" if plan.checkpoints is None else str(plan.checkpoints)
     total = "" if not plan.checkpoints else f", {_gib(plan.checkpoints * plan.checkpoint_bytes)} in all"
-    out.append(f"disk: {_gib(plan.checkpoint_bytes)} a checkpoint (12 B a parameter), {kept} kept{total}")
-    return out
+    return [*out, length, f"disk: {_gib(plan.checkpoint_bytes)} a checkpoint (12 B a parameter), {kept} kept{total}"]
 
 
-def shown(config: Config, name: str = DEFAULT_GPU) -> list[str]:
-    """The plan's lines, or one that says why there is none: what a dry run prints."""
+def shown(config: schema.Config, name: str = DEFAULT_GPU) -> list[str]:
+    """Return the plan's lines, or one that gives the reason why there is none: what a dry run prints."""
     if config.trainer.val_only:
         return ["none: a plan is of training, and trainer.val_only trains nothing"]
     try:
-        return lines(make_plan(config, gpu(name)))
-    except UnknownShape as error:
+        return lines(Plan(config, gpu(name)))
+    except InputError as error:
         return [f"none: {error}"]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m core.plan", description="Memory, time and disk of a run, estimated before it starts."
-    )
+def hooks_of(recipe: str) -> tuple[str, ...]:
+    """Return HOOKS, and ``generate`` where the recipe's own configuration plays episodes."""
+    plain = examine(recipe, [], HOOKS).config
+    return (*HOOKS, "generate") if plain is not None and plain.actor_rollout_ref.rollout.agent_loop else HOOKS
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the plan. Return 1 where it does not fit, 2 where the configuration is at fault."""
+    parser = argparse.ArgumentParser("python -m core.plan", description="Estimate memory, time and disk of a run.")
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--gpu", default=DEFAULT_GPU)
@@ -510,30 +364,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--observed-length", type=int, help="tokens between turns (default: data.max_obs_length)")
     parser.add_argument("--prompt-length", type=int, default=Assumptions.prompt_length)
     parser.add_argument("--keep-rate", type=float, default=Assumptions.keep_rate)
-    return parser
-
-
-def hooks_of(recipe: str) -> tuple[str, ...]:
-    """HOOKS, and ``generate`` where the recipe's own configuration plays episodes."""
-    from core.config import examine
-
-    plain = examine(recipe, [], HOOKS).config
-    return (*HOOKS, "generate") if plain is not None and plain.actor_rollout_ref.rollout.agent_loop else HOOKS
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the plan. Returns 1 where it does not fit, 2 where the configuration is at fault."""
-    from core.config import examine
-
-    args = _parser().parse_intermixed_args(arguments)
-    composed = examine(args.recipe, [each for each in args.overrides if each != "--"], hooks_of(args.recipe))
-    if composed.problems:
-        print("\n".join(composed.problems), file=sys.stderr)
-        return 2
+    args = parser.parse_intermixed_args(arguments)
     assumed = Assumptions(args.mean_length, args.prompt_length, args.turns, args.observed_length, args.keep_rate)
     try:
-        plan = make_plan(composed.config, gpu(args.gpu), assumed)
-    except UnknownShape as error:
+        overrides = [each for each in args.overrides if each != "--"]
+        plan = Plan(compose(args.recipe, overrides, hooks_of(args.recipe)), gpu(args.gpu), assumed)
+    except InputError as error:
         print(error, file=sys.stderr)
         return 2
     print("\n".join(lines(plan)))

@@ -1,4 +1,4 @@
-"""Sizes of models and GPUs, known without torch, a download or a GPU. The table is ``model_shapes.yaml``."""
+"""Sizes of models and GPUs, known without torch, a download or a GPU: what ``model_shapes.yaml`` holds."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import Any
 
 import yaml
 
-TABLE = Path(__file__).with_suffix(".yaml")
+from core.errors import InputError
 
-
-class UnknownShape(ValueError):
-    """A model or GPU that the table does not hold."""
+SOURCE = Path(__file__).with_suffix(".yaml")
+TABLE = yaml.safe_load(SOURCE.read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -42,14 +41,14 @@ class Shape:
 
     @property
     def block(self) -> int:
-        """Parameters of one layer."""
+        """Count the parameters of one layer."""
         attention = 2 * self.hidden * self.q_size + 2 * self.hidden * self.kv_size
         bias = (self.q_size + 2 * self.kv_size) if self.bias else 0
         return attention + bias + 3 * self.hidden * self.mlp + 2 * self.hidden
 
     @property
     def ends(self) -> int:
-        """Parameters outside the layers: embedding, head, last norm."""
+        """Count the parameters outside the layers: embedding, head, last norm."""
         return self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
 
     @property
@@ -58,21 +57,21 @@ class Shape:
 
     @property
     def critic_parameters(self) -> int:
-        """The same body with one number a token instead of the vocabulary (and a bias)."""
+        """Count the parameters of the same body with one number a token instead of the vocabulary (and a bias)."""
         return self.layers * self.block + self.vocab * self.hidden + 2 * self.hidden + 1
 
     def adapters(self, rank: int) -> int:
-        """Parameters of LoRA on every linear layer: two factors each."""
+        """Count the parameters of LoRA on every linear layer: two factors each."""
         attention = 2 * (self.hidden + self.q_size) + 2 * (self.hidden + self.kv_size)
         return self.layers * rank * (attention + 3 * (self.hidden + self.mlp))
 
     @property
     def matmul_parameters(self) -> int:
-        """Those that a token is multiplied with: the embedding is a lookup, the head is not."""
+        """Count the parameters that multiply a token: the embedding is a lookup, the head is not."""
         return self.layers * self.block + self.vocab * self.hidden
 
     def kv_bytes(self, width: int) -> int:
-        """Bytes of key and value cache a token at ``width`` bytes a number."""
+        """Return the bytes of key and value cache a token at ``width`` bytes a number."""
         return 2 * self.layers * self.kv_size * width
 
 
@@ -84,32 +83,19 @@ class Gpu:
     bandwidth: float  # bytes a second
 
 
-def _table() -> Mapping[str, Any]:
-    return yaml.safe_load(TABLE.read_text(encoding="utf-8"))
-
-
-def known_models() -> dict[str, Shape]:
-    table = _table()
-    return {name + suffix: Shape(**s) for name, s in table["models"].items() for suffix in table["suffixes"]}
+MODELS = {name + suffix: Shape(**s) for name, s in TABLE["models"].items() for suffix in TABLE["suffixes"]}
 
 
 def shape_of(path: str, override: Mapping[str, Any] | None = None) -> Shape:
-    """The shape of a hub id in the table, or of a local folder's ``config.json``.
-
-    Raises UnknownShape with the nearest name, or where the folder is not there.
-    """
-    config_file = Path(path).expanduser() / "config.json"
-    if config_file.exists():
-        return _from_config({**json.loads(config_file.read_text(encoding="utf-8")), **(override or {})})
-    models = known_models()
-    if path in models:
-        return models[path]
-    near = difflib.get_close_matches(path, models, n=1)
-    hint = f"; nearest in {TABLE.name}: {near[0]}" if near else f"; {TABLE.name} holds those that are known"
-    raise UnknownShape(f"the shape of {path} is not known offline{hint}")
-
-
-def _from_config(config: Mapping[str, Any]) -> Shape:
+    """Return the shape of a hub id in the table, or of a folder's ``config.json``. Raises InputError for others."""
+    file = Path(path).expanduser() / "config.json"
+    if not file.exists():
+        if path in MODELS:
+            return MODELS[path]
+        near = difflib.get_close_matches(path, MODELS, n=1)
+        hint = f"nearest in {SOURCE.name}: {near[0]}" if near else f"{SOURCE.name} holds those that are known"
+        raise InputError(f"the shape of {path} is not known offline; {hint}")
+    config = {**json.loads(file.read_text(encoding="utf-8")), **(override or {})}
     try:
         heads = config["num_attention_heads"]
         return Shape(
@@ -124,12 +110,12 @@ def _from_config(config: Mapping[str, Any]) -> Shape:
             head_dim=config.get("head_dim") or 0,
         )
     except KeyError as error:
-        raise UnknownShape(f"its config.json has no {error}: not a model of the Llama or Qwen2 shape") from error
+        raise InputError(f"its config.json has no {error}: not a model of the Llama or Qwen2 shape") from error
 
 
 def gpu(name: str) -> Gpu:
-    """A GPU of the table. Raises UnknownShape with the names it holds."""
-    gpus = _table()["gpus"]
-    if name not in gpus:
-        raise UnknownShape(f"--gpu={name}: not in {TABLE.name}, which holds {', '.join(gpus)}")
-    return Gpu(name, gpus[name]["memory"] * 2**30, gpus[name]["tflops"] * 1e12, gpus[name]["bandwidth"] * 1e12)
+    """Return a GPU of the table. Raises InputError with the names it holds."""
+    if name not in TABLE["gpus"]:
+        raise InputError(f"--gpu={name}: not in {SOURCE.name}, which holds {', '.join(TABLE['gpus'])}")
+    found = TABLE["gpus"][name]
+    return Gpu(name, found["memory"] * 2**30, found["tflops"] * 1e12, found["bandwidth"] * 1e12)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
+from core.config import tables
 from core.errors import InputError
 from core.rewards.check import MODEL_STYLE, find_problems, option_problems
 from core.rewards.custom import CustomFunction
@@ -38,7 +39,7 @@ class RewardLayer:
                     custom.path,
                     custom.name or "compute_score",
                     custom.reward_kwargs,
-                    batched=reward.source == "register" and reward.reward_manager == "batch",
+                    batched=tables.reward_manager(reward).batched,
                 )
             except InputError as error:
                 problems += error.problems

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from core.config import tables
 from core.config.plugins import load_object
 from core.errors import InputError, WorkersLost
 from core.rewards.batch_calls import Together
@@ -150,17 +151,20 @@ class InWaves:
         self.inner.close()
 
 
-def _pool(reward: RewardModelConfig, grader: Grader) -> Pool:
+# -- the functions of core.config.tables.REWARD_MANAGERS --
+
+
+def pool(reward: RewardModelConfig, grader: Grader) -> Pool:
     limits = {name: getattr(reward, name) for name in ("num_workers", "timeout_s", "memory_limit_mb")}
     return Pool(grader, **limits)
 
 
-MANAGERS: dict[str, Callable[[RewardModelConfig, Grader], Executor]] = {
-    "naive": lambda reward, grader: Naive(grader, _pool(reward, grader)),
-    "batch": lambda reward, grader: Batched(_pool(reward, grader)),
-    "prime": _pool,
-    "dapo": _pool,  # the overlong penalty, the other half of that manager, is the trainer's shape_reward
-}
+def naive(reward: RewardModelConfig, grader: Grader) -> Naive:
+    return Naive(grader, pool(reward, grader))
+
+
+def batch(reward: RewardModelConfig, grader: Grader) -> Batched:
+    return Batched(pool(reward, grader))
 
 
 def make_manager(reward: RewardModelConfig, grader: Grader) -> Executor:
@@ -171,7 +175,7 @@ def make_manager(reward: RewardModelConfig, grader: Grader) -> Executor:
     returns has ``async run(job)`` and ``close()``. Raises InputError.
     """
     if reward.source == "register":
-        return MANAGERS[reward.reward_manager](reward, grader)
+        return load_object(tables.reward_manager(reward).function)(reward, grader)
     where = (reward.module.path or "").removeprefix("file://").removeprefix("pkg://")
     try:
         made = load_object(f"{where}:{reward.module.name or ''}", "reward_model.module.path")(reward, grader)

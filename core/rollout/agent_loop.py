@@ -30,7 +30,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from core.config.plugins import load_object
+from core.config import tables
+from core.config.plugins import chosen
 from core.data.seeds import sampling_seed
 from core.engines import RolloutEngine, SampleRequest, SamplingParams
 from core.errors import InputError
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from core.config.schema import Config
 
 KEY = "actor_rollout_ref.rollout.agent_loop"
-TOOL_AGENT = "core.rollout.tool_agent:ToolAgentLoop"  # what actor_rollout_ref.rollout.multi_turn.enable means
 Answer = TypeVar("Answer")
 
 
@@ -70,10 +70,10 @@ class AgentLoop:
 def make_agent_loop(config: Config, tokenizer: Any) -> AgentLoop | None:
     """The configured loop; None where a trajectory is one turn. Raises InputError for a path that leads nowhere."""
     rollout = config.actor_rollout_ref.rollout
-    spec = rollout.agent_loop or (TOOL_AGENT if rollout.multi_turn.enable else None)
+    spec = rollout.agent_loop or (tables.TOOL_AGENT if rollout.multi_turn.enable else None)
     if spec is None:
         return None
-    made = load_object(spec, KEY)(config, tokenizer)
+    made = chosen(spec, tables.AGENT_LOOPS, KEY)(config, tokenizer)
     lacks = [name for name in ("run", "metrics", "close") if not callable(getattr(made, name, None))]
     if lacks:
         raise InputError(f"{KEY}={spec}: has no {' and no '.join(lacks)}(); extend core.rollout.agent_loop.AgentLoop")

@@ -128,6 +128,3 @@ class WandbLogger:
 
     def close(self, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
-
-
-LOGGERS = {"tensorboard": TensorboardLogger, "wandb": WandbLogger}  # beside the console; jsonl is always written

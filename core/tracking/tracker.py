@@ -30,9 +30,10 @@ from pathlib import Path
 from typing import Any
 
 from core.checkpoint.manifest import fsync, write_durably
-from core.config import Config, convert, paths, to_yaml
+from core.config import Config, convert, paths, tables, to_yaml
+from core.config.plugins import load_object
 from core.tracking import run_manifest
-from core.tracking.loggers import LOGGERS, ConsoleLogger, LoggedRun, Logger, Row, headline
+from core.tracking.loggers import ConsoleLogger, LoggedRun, Logger, Row, headline
 from core.tracking.validation import ValRecord
 from core.types import StepMetrics
 
@@ -118,8 +119,9 @@ class Tracker:
         self._metrics = open(self.run_dir / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
         self._console = ConsoleLogger() if "console" in config.trainer.logger else None
         self._loggers: list[Logger] = [self._console] if self._console else []
+        entries = [tables.LOGGERS[name] for name in config.trainer.logger]
         told = LoggedRun(config, self.run_dir, self.manifest["run_id"], resume_step)
-        self._loggers += [LOGGERS[name](told) for name in config.trainer.logger if name in LOGGERS]
+        self._loggers += [load_object(entry.function)(told) for entry in entries if entry.function]
         self._bar: Any = None
         self._warn_of_gap()
 

@@ -9,15 +9,15 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from core.algorithm.advantages import ESTIMATORS, NEEDS, AdvantageInputs, compute, group_stats
+from core.algorithm.advantages import AdvantageInputs, compute, group_stats
+from core.config import tables
 from core.config.plugins import chosen
-from core.config.schema import ADV_ESTIMATORS
-from core.config.view import View
 from core.errors import InputError
 from tests import reference
 from tests.golden_adapters import ADAPTERS
 from tests.golden_io import check, parameters
 
+ESTIMATORS = {name: chosen(name, tables.ESTIMATORS, "algorithm.adv_estimator") for name in tables.ESTIMATORS}
 BY_GROUP = ("gpg", "grpo", "grpo_passk", "opo", "rloo", "reinforce_plus_plus_baseline")
 
 
@@ -300,15 +300,14 @@ def test_group_stats_counts_and_spreads():
 
 
 def test_needs_are_stated_for_every_estimator():
-    assert set(NEEDS) == set(ESTIMATORS)
-    assert [name for name, needs in NEEDS.items() if needs.critic] == ["gae"]
-    assert [name for name, needs in NEEDS.items() if needs.greedy_baseline] == ["remax"]
-    assert {name for name, needs in NEEDS.items() if needs.groups} == set(BY_GROUP) == set(View.GROUPED)
-    assert set(ADV_ESTIMATORS) == set(ESTIMATORS)
+    entries = tables.ESTIMATORS
+    assert [name for name, entry in entries.items() if entry.critic] == ["gae"]
+    assert [name for name, entry in entries.items() if entry.greedy_baseline] == ["remax"]
+    assert {name for name, entry in entries.items() if entry.groups} == set(BY_GROUP)
 
 
 def estimator_of(spec):
-    return chosen(spec, ESTIMATORS, "algorithm.adv_estimator")
+    return chosen(spec, tables.ESTIMATORS, "algorithm.adv_estimator")
 
 
 def test_an_estimator_of_the_user_s_own(tmp_path):

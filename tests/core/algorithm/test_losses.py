@@ -11,16 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.algorithm.losses import (
-    AGGREGATION,
-    LOSS_AGG_MODES,
-    POLICY_LOSSES,
-    aggregation,
     loss_weights,
     policy_loss,
     value_loss,
 )
-from core.config import schema
-from core.config.view import View
+from core.config import schema, tables
+from core.config.tables import LOSS_AGG_MODES, POLICY_LOSSES
 from core.errors import InputError
 from tests import reference
 from tests.golden_adapters import ADAPTERS
@@ -180,15 +176,13 @@ def test_a_loss_of_the_user_s_own(tmp_path):
 
 
 def test_losses_that_fix_their_aggregation():
-    assert aggregation("gspo", "token-mean") == aggregation("sapo", "token-mean") == "seq-mean-token-mean"
-    assert aggregation("vanilla", "token-mean") == "token-mean"
-    assert set(AGGREGATION) <= set(POLICY_LOSSES) and set(AGGREGATION.values()) <= set(LOSS_AGG_MODES)
+    fixed = {name: entry.aggregation for name, entry in POLICY_LOSSES.items() if entry.aggregation}
+    assert fixed == {"gspo": "seq-mean-token-mean", "sapo": "seq-mean-token-mean"}
+    assert tables.policy_loss("my.module:loss").aggregation is None
 
 
-def test_the_configuration_knows_these_names():
-    assert set(schema.POLICY_LOSSES) == set(POLICY_LOSSES)
-    assert set(get_args(schema.LossAggMode)) == set(LOSS_AGG_MODES)
-    assert set(View.PER_SEQUENCE) == set(AGGREGATION)
+def test_the_configuration_knows_these_modes():
+    assert get_args(schema.LossAggMode) == LOSS_AGG_MODES
 
 
 # -- the value loss ---------------------------------------------------------------------------------------------------

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from core.algorithm import rollout_correction as rc
 from core.algorithm.means import Means
-from core.algorithm.step_needs import StepNeeds
 from core.config import compose, examine
 from core.config.schema import RolloutCorrectionConfig
 from core.config.thresholds import Bounds, criteria, weight_bounds
 from core.learner.batching import optimizer_steps
 from core.learner.learner import Actor
+from core.ray_trainer import StepNeeds
 from tests.core.learner.test_learner import actor, actor_config, gradient, one_step, policy_module, random_batch
 from tests.golden_adapters import ADAPTERS
 from tests.golden_correction import batch_of

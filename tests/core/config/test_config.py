@@ -63,25 +63,25 @@ def test_every_default_is_verls_or_listed_with_a_reason():
 
 
 def test_the_schema_knows_the_names_that_the_implementations_know():
-    from core.algorithm import advantages, kl, losses
-    from core.config import schema
+    from core.config import tables
+    from core.config.plugins import load_object
     from core.config.view import View
     from core.engines.hf import HFEngine
-    from core.rewards.managers import MANAGERS
-    from core.tracking.tracker import LOGGERS
 
-    assert set(schema.ADV_ESTIMATORS) == set(advantages.ESTIMATORS)
-    assert set(schema.POLICY_LOSSES) == set(losses.POLICY_LOSSES)
-    assert set(schema.KLKind.__args__) == set(kl.KL_KINDS)
-    assert set(schema.LossAggMode.__args__) == set(losses.LOSS_AGG_MODES)
-    assert set(schema.Logger.__args__) == {"console", "jsonl", *LOGGERS}
-    reward = convert.hints(schema.RewardModelConfig)
-    assert set(reward["reward_manager"].__args__) == set(MANAGERS)
-    assert set(View.GROUPED) == {name for name, needs in advantages.NEEDS.items() if needs.groups}
-    assert [name for name, needs in advantages.NEEDS.items() if needs.critic] == ["gae"]
-    assert set(View.PER_SEQUENCE) == set(losses.AGGREGATION)
+    sections = {
+        "algorithm": tables.ESTIMATORS,
+        ACTOR: tables.POLICY_LOSSES,
+        "actor_rollout_ref.rollout": tables.ENGINES,
+    }
+    for section, table in sections.items():
+        assert all(convert.known(f"{section}.{key}") for entry in table.values() for key in entry.reads), section
+    for table in (*sections.values(), tables.REWARD_MANAGERS, tables.LOGGERS, tables.AGENT_LOOPS):
+        assert all(callable(load_object(entry.function)) for entry in table.values() if entry.function)
+    assert callable(load_object(tables.TOOL_AGENT))
+    clipping = {name for name, entry in tables.POLICY_LOSSES.items() if "clip_ratio" in entry.reads}
+    assert clipping == set(tables.POLICY_LOSSES) - {"sapo", "gpg", "reinforce"}
+    assert [name for name, entry in tables.ESTIMATORS.items() if entry.critic] == ["gae"]
     assert set(View.HF_OPTIONS) <= set(inspect.signature(HFEngine).parameters)
-    assert set(View.CLIPPING) == set(losses.POLICY_LOSSES) - {"sapo", "gpg", "reinforce"}
 
 
 def test_nothing_can_be_changed():

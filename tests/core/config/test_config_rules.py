@@ -524,7 +524,13 @@ IDLE = [
     *(("ppo", [*UNWATCHED, f"trainer.health.{name}.action=stop"], f"trainer.health.{name}.action") for name in CHECKS),
     ("ppo", ["trainer.health.reward_window=3"], "trainer.health.reward_window"),
     ("ppo", [f"{ROLLOUT}.val_kwargs.temperature=0.6"], f"{ROLLOUT}.val_kwargs.temperature"),
-    ("ppo", [f"{ROLLOUT}.gpu_memory_utilization=0.6"], f"{ROLLOUT}.gpu_memory_utilization"),
+    *(
+        ("ppo", [f"{ROLLOUT}.{setting}"], f"{ROLLOUT}.{setting.partition('=')[0]}")
+        for setting in (
+            *("gpu_memory_utilization=0.6", "tensor_model_parallel_size=1", "enforce_eager=True", "max_model_len=4096"),
+            *("free_cache_engine=False", "enable_chunked_prefill=False", "enable_prefix_caching=False"),
+        )
+    ),
     ("ppo", [f"+{ROLLOUT}.engine_kwargs.vllm.x=1"], f"{ROLLOUT}.engine_kwargs.vllm.x"),
     (
         "ppo",

@@ -1,0 +1,170 @@
+"""All that the repository knows about a name in a configuration: one entry of one table, in plain sight.
+
+Adding an estimator, a policy loss, an engine, a reward manager, a logger or an agent loop touches two files: a function
+in a module of its own, and an entry here. The schema takes its names from these tables, the rules, the unused keys and
+the plan read the facts, and :func:`core.config.plugins.chosen` imports the function when a run first uses it. This
+module computes nothing and imports nothing heavy. A user's own function, named by its path, needs no entry.
+
+``function`` is always ``module:name``. ``reads`` lists the keys of the entry's section that not every other entry
+reads: where they are set for an entry without them, they are reported as unused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from core.config.schema import RewardModelConfig
+
+
+@dataclass(frozen=True)
+class EstimatorEntry:
+    """An advantage estimator: a function of :class:`core.algorithm.advantages.AdvantageInputs`."""
+
+    function: str
+    critic: bool = False  # it reads values
+    groups: bool = False  # it compares the answers to a prompt, so it needs at least two
+    greedy_baseline: bool = False  # it reads the score of a greedy answer to the prompt
+    reads: Collection[str] = ()  # keys of the section algorithm
+
+
+ESTIMATORS = {  # algorithm.adv_estimator
+    "gae": EstimatorEntry("core.algorithm.advantages:gae", critic=True, reads=("gamma", "lam")),
+    "grpo": EstimatorEntry("core.algorithm.advantages:grpo", groups=True, reads=("norm_adv_by_std_in_grpo",)),
+    "grpo_passk": EstimatorEntry(
+        "core.algorithm.advantages:grpo_passk", groups=True, reads=("norm_adv_by_std_in_grpo",)
+    ),
+    "rloo": EstimatorEntry("core.algorithm.advantages:rloo", groups=True),
+    "remax": EstimatorEntry("core.algorithm.advantages:remax", greedy_baseline=True),
+    "reinforce_plus_plus": EstimatorEntry("core.algorithm.advantages:reinforce_plus_plus", reads=("gamma",)),
+    "reinforce_plus_plus_baseline": EstimatorEntry(
+        "core.algorithm.advantages:reinforce_plus_plus_baseline", groups=True
+    ),
+    "opo": EstimatorEntry("core.algorithm.advantages:opo", groups=True),
+    "gpg": EstimatorEntry("core.algorithm.advantages:gpg", groups=True),
+}
+
+
+@dataclass(frozen=True)
+class LossEntry:
+    """A policy loss: a function of log-probs, old ones, advantages, mask and the section actor."""
+
+    function: str
+    # The only loss_agg_mode that the loss is defined with: its published implementation ignores the key.
+    aggregation: str | None = None
+    has_ratio: bool = True  # of new to old probabilities, which under bypass_mode is the importance weight
+    sequence_ratio: bool = False  # the ratio is a whole sequence's, so the clip bounds are far smaller
+    reads: Collection[str] = ()  # keys of the section actor
+
+
+_CLIP = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+
+POLICY_LOSSES = {  # actor_rollout_ref.actor.policy_loss.loss_mode
+    "vanilla": LossEntry("core.algorithm.losses:vanilla", reads=(*_CLIP, "clip_ratio_c")),
+    "gspo": LossEntry(
+        "core.algorithm.losses:gspo", aggregation="seq-mean-token-mean", sequence_ratio=True, reads=_CLIP
+    ),
+    "sapo": LossEntry("core.algorithm.losses:sapo", aggregation="seq-mean-token-mean", reads=("tau_pos", "tau_neg")),
+    "gpg": LossEntry("core.algorithm.losses:gpg", has_ratio=False),
+    "reinforce": LossEntry("core.algorithm.losses:gpg", has_ratio=False),
+    "cispo": LossEntry("core.algorithm.losses:cispo", reads=_CLIP),
+}
+
+
+@dataclass(frozen=True)
+class EngineEntry:
+    """A rollout engine: a function of configuration, policy, tokenizer and device."""
+
+    function: str
+    package: str | None = None  # that has to be installed
+    reads: Collection[str] = ()  # keys of the section rollout
+
+
+ENGINES = {  # actor_rollout_ref.rollout.name
+    "hf": EngineEntry("core.engines.factory:hf_engine"),
+    "vllm": EngineEntry(
+        "core.engines.factory:vllm_engine",
+        package="vllm",
+        reads=(
+            *("tensor_model_parallel_size", "gpu_memory_utilization", "enforce_eager", "free_cache_engine"),
+            *("max_model_len", "enable_chunked_prefill", "enable_prefix_caching"),
+        ),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class ManagerEntry:
+    """A reward manager: a function of the section reward_model and the run's grader."""
+
+    function: str
+    in_process: bool = False  # it grades in this process, without a deadline
+    batched: bool = False  # it calls a user's function with lists of answers
+
+
+REWARD_MANAGERS = {  # reward_model.reward_manager
+    "naive": ManagerEntry("core.rewards.managers:naive", in_process=True),
+    "batch": ManagerEntry("core.rewards.managers:batch", batched=True),
+    "prime": ManagerEntry("core.rewards.managers:pool"),
+    # The overlong penalty, the other half of verl's manager of this name, is the trainer's shape_reward.
+    "dapo": ManagerEntry("core.rewards.managers:pool"),
+}
+
+
+@dataclass(frozen=True)
+class LoggerEntry:
+    """A logger: a function of :class:`core.tracking.loggers.LoggedRun`."""
+
+    function: str | None = None  # None: the tracker has it anyway
+    login: str | None = None  # when the service asks for one
+
+
+LOGGERS = {  # trainer.logger
+    "console": LoggerEntry(),
+    "jsonl": LoggerEntry(),
+    "tensorboard": LoggerEntry("core.tracking.loggers:TensorboardLogger"),
+    "wandb": LoggerEntry("core.tracking.loggers:WandbLogger", login="unless WANDB_MODE=offline"),
+}
+
+
+@dataclass(frozen=True)
+class AgentLoopEntry:
+    """An agent loop: a subclass of :class:`core.rollout.agent_loop.AgentLoop`."""
+
+    function: str
+
+
+AGENT_LOOPS: dict[str, AgentLoopEntry] = {}  # actor_rollout_ref.rollout.agent_loop: so far users' own alone
+TOOL_AGENT = "core.rollout.tool_agent:ToolAgentLoop"  # what actor_rollout_ref.rollout.multi_turn.enable means
+
+KL_KINDS = (
+    *("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"),
+    *("kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"),
+)
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+def estimator(name: str) -> EstimatorEntry:
+    """Return the estimator's entry. A user's own may read any key, and provides for itself what it needs."""
+    return ESTIMATORS.get(name) or EstimatorEntry(name, reads=_all_keys(ESTIMATORS))
+
+
+def policy_loss(name: str) -> LossEntry:
+    """Return the policy loss's entry. A user's own may read any key, and has a ratio."""
+    return POLICY_LOSSES.get(name) or LossEntry(name, reads=_all_keys(POLICY_LOSSES))
+
+
+def reward_manager(reward: RewardModelConfig) -> ManagerEntry:
+    """Return the manager's entry. A user's own (``source=importlib``) is neither in process nor batched."""
+    return REWARD_MANAGERS[reward.reward_manager] if reward.source == "register" else ManagerEntry("")
+
+
+def _all_keys(table: Mapping[str, Any]) -> frozenset[str]:
+    return frozenset(key for entry in table.values() for key in entry.reads)
+
+
+def readers(table: Mapping[str, Any], key: str) -> str:
+    """Return the names of the entries that read a key, for a message."""
+    return ", ".join(name for name, entry in table.items() if key in entry.reads)

@@ -1,0 +1,206 @@
+"""Adding an estimator, a loss, an engine, a manager, a logger or an agent loop touches two files, shown by doing it.
+
+The first file is a module of one's own (``MINE``), the second ``core/config/tables.py``, to which ``ENTRIES`` adds a
+line each. A process of its own reads a copy with these lines in place of the original: that is what an edit does.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from core.config import examine, tables
+
+ROOT = Path(__file__).resolve().parents[2]
+ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+
+MINE = """
+from core.rollout.agent_loop import AgentLoop
+
+
+def halved(inputs):
+    return 0.5 * inputs.token_level_rewards, inputs.token_level_rewards
+
+
+def plain(log_prob, old_log_prob, advantages, mask, config):
+    return -advantages * log_prob * mask, {}
+
+
+def echo(config, model, tokenizer, device):
+    return f"an engine on {device}"
+
+
+class Lenient:
+    def __init__(self, reward, grader):
+        self.grader = grader
+
+    async def run(self, job):
+        return 1.0
+
+    def close(self):
+        pass
+
+
+class Lines:
+    def __init__(self, run):
+        self.path = run.run_dir / "lines.txt"
+
+    def log(self, step, values):
+        self.path.write_text(f"step {step}: {values['training/global_step']}")
+
+    def close(self, failed):
+        pass
+
+
+class Chat(AgentLoop):
+    pass
+"""
+
+ENTRIES = """
+ESTIMATORS["halved"] = EstimatorEntry("mine:halved", groups=True, greedy_baseline=True, reads=("gamma",))
+POLICY_LOSSES["plain"] = LossEntry("mine:plain", aggregation="seq-mean-token-sum", has_ratio=False)
+ENGINES["echo"] = EngineEntry("mine:echo", package="no_such_package", reads=("max_model_len",))
+REWARD_MANAGERS["lenient"] = ManagerEntry("mine:Lenient")
+LOGGERS["lines"] = LoggerEntry("mine:Lines", login="with a card")
+AGENT_LOOPS["chat"] = AgentLoopEntry("mine:Chat")
+"""
+
+CHOSEN = {
+    "algorithm.adv_estimator": "halved",
+    f"{ACTOR}.policy_loss.loss_mode": "plain",
+    f"{ROLLOUT}.name": "echo",
+    "reward_model.reward_manager": "lenient",
+    "trainer.logger": "lines",
+    f"{ROLLOUT}.agent_loop": "chat",
+}
+
+PROGRAM = """
+import importlib.util
+import json
+import sys
+from types import SimpleNamespace
+
+spec = importlib.util.spec_from_file_location("core.config.tables", sys.argv[3])
+sys.modules["core.config.tables"] = tables = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tables)
+
+from core.config import compose, examine, paths
+
+chosen = [f"{key}={value}" for key, value in json.loads(sys.argv[1]).items()]
+report = {"problems": examine("grpo", chosen).problems}
+config = compose("grpo", chosen)
+alone = examine("grpo", [*chosen, "actor_rollout_ref.rollout.n=1"]).problems
+report["alone"] = alone
+report["wrong"] = examine("grpo", [f"{key}=wrong" for key in json.loads(sys.argv[1])]).problems
+known = ["algorithm.gamma=0.9", "actor_rollout_ref.rollout.max_model_len=2048"]
+unknown = [
+    *("algorithm.lam=0.9", "algorithm.norm_adv_by_std_in_grpo=False", "actor_rollout_ref.actor.clip_ratio_high=0.3"),
+    *("actor_rollout_ref.actor.tau_pos=2.0", "actor_rollout_ref.rollout.enforce_eager=True"),
+]
+report["unused"] = {k: why for k, (_, why) in examine("grpo", [*chosen, *known, *unknown]).unused.items()}
+report["at_start"] = paths.checked_at_start(config)
+report["torch_until_here"] = "torch" in sys.modules
+
+import torch
+
+from core.algorithm.advantages import compute
+from core.algorithm.losses import policy_loss
+from core.engines.factory import make_engine
+from core.rewards.managers import make_manager
+from core.rollout.agent_loop import make_agent_loop
+from core.ray_trainer import StepNeeds
+from core.tracking.tracker import Tracker
+from core.types import StepMetrics
+
+names = ("response_mask", "group", "in_group_stats", "values", "baseline")
+advantages, _ = compute(torch.tensor([[0.0, 3.0]]), SimpleNamespace(**dict.fromkeys(names)), config.algorithm)
+report["advantages"] = advantages.tolist()
+loss = policy_loss(config.actor_rollout_ref.actor.policy_loss.loss_mode)
+report["loss"] = loss.__module__ + ":" + loss.__name__
+report["baseline"] = StepNeeds.of(config).baseline
+report["engine"] = make_engine(config, None, None, torch.device("cpu"))
+report["manager"] = type(make_manager(config.reward_model, "grader")).__name__
+report["loop"] = type(make_agent_loop(config, None)).__name__
+tracker = Tracker(sys.argv[2], config, recipe="grpo")
+metrics = StepMetrics(1)
+metrics.add({"training/global_step": 1.0})
+tracker.log(metrics)
+tracker.close("finished")
+report["logged"] = open(sys.argv[2] + "/lines.txt").read()
+print(json.dumps(report))
+"""
+
+
+@pytest.fixture(scope="module")
+def added(tmp_path_factory):
+    """What the configuration and the run make of the additions."""
+    folder = tmp_path_factory.mktemp("mine")
+    (folder / "mine.py").write_text(MINE)
+    (folder / "tables.py").write_text(Path(tables.__file__).read_text() + ENTRIES)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(CHOSEN), str(folder / "run"), str(folder / "tables.py")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    "key, known",
+    [
+        ("algorithm.adv_estimator", tables.ESTIMATORS),
+        (f"{ACTOR}.policy_loss.loss_mode", tables.POLICY_LOSSES),
+        (f"{ROLLOUT}.name", tables.ENGINES),
+        ("reward_model.reward_manager", tables.REWARD_MANAGERS),
+        ("trainer.logger", tables.LOGGERS),
+        (f"{ROLLOUT}.agent_loop", {"your own as package.module:function": None}),
+    ],
+)
+def test_without_its_entry_a_name_is_refused_with_the_list_of_names(key, known):
+    (problem,) = examine("grpo", [f"{key}={CHOSEN[key]}"]).problems
+    assert problem.startswith(f"{key}=") and CHOSEN[key] not in known
+    assert ", ".join(known) in problem
+
+
+def test_with_its_entry_each_is_accepted_and_among_the_names(added):
+    assert added["problems"] == []
+    for key, value in CHOSEN.items():
+        (problem,) = [line for line in added["wrong"] if line.startswith(f"{key}=")]
+        assert value in problem
+
+
+def test_the_rules_read_the_entry(added):
+    (problem,) = added["alone"]
+    assert problem.startswith(f"{ROLLOUT}.n=1: algorithm.adv_estimator=halved compares the answers to a prompt")
+
+
+def test_the_unused_keys_read_the_entry(added):
+    assert set(added["unused"]) == {
+        *("algorithm.lam", "algorithm.norm_adv_by_std_in_grpo"),
+        *(f"{ACTOR}.clip_ratio_high", f"{ACTOR}.tau_pos", f"{ROLLOUT}.enforce_eager"),
+    }
+    assert added["unused"][f"{ACTOR}.clip_ratio_high"] == "plain does not clip"
+    assert added["unused"][f"{ROLLOUT}.enforce_eager"] == f"{ROLLOUT}.name=echo has no such setting"
+
+
+def test_a_dry_run_lists_what_the_entry_needs(added):
+    assert "package: lines can be imported (trainer.logger)" in added["at_start"]
+    assert "login: lines, with a card" in added["at_start"]
+    assert [line for line in added["at_start"] if line.startswith("package: no_such_package is installed")]
+    assert not added["torch_until_here"]
+
+
+def test_the_run_uses_the_function(added):
+    assert added["advantages"] == [[0.0, 1.5]]
+    assert added["baseline"] is True
+    assert added["loss"] == "mine:plain"
+    assert added["engine"] == "an engine on cpu"
+    assert added["manager"] == "Lenient"
+    assert added["loop"] == "Chat"
+    assert added["logged"] == "step 1: 1.0"
