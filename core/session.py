@@ -33,15 +33,14 @@ from core.errors import InputError
 from core.learner.models import load_tokenizer
 from core.learner.saving import planned_fingerprints
 from core.rewards import RewardLayer
-from core.rewards.examine import examined
-from core.rewards.hook_check import rehearse
+from core.rewards.hook_check import check_hooks
 from core.rollout.agent_loop import Episode, Limits, ToolCalls, make_agent_loop
 from core.rollout.collect import CollectState, StopRequested, fresh_enough
 from core.tracking import profiling, step_time
 from core.tracking.health import Crossing, Health, UnhealthyRun
 from core.tracking.metrics import data_metrics
 from core.tracking.step_time import BusyClock
-from core.tracking.tracker import Tracker, dump_jsonl, generation_row
+from core.tracking.tracker import Tracker, dump_jsonl, first_answers, generation_row
 from core.tracking.validation import ValRecord, validation_metrics
 from core.types import Prompt, ScoredGroup, StepMetrics, TrainBatch, Trajectory
 from reward_scores.score import Score
@@ -142,9 +141,9 @@ class Run:
         self.tokenizer = load_tokenizer(config.actor_rollout_ref.model)
         self.stream = PromptStream(config.data, self.tokenizer, config.trainer.seed)
         self.val_prompts = load_val_prompts(config.data, self.tokenizer)
-        self.reward = RewardLayer(config, self.tokenizer)
+        self.reward = RewardLayer(config)
         self.reward.check(itertools.chain(self.stream.rows(), self.val_prompts))
-        rehearse(self.stream.sample_rows(1), self.reward, self.tokenizer, self.shape_reward, self.keep_group)
+        check_hooks(self.stream.sample_rows(1), self.reward, self.tokenizer, self.shape_reward, self.keep_group)
         self.total_steps = self.count_steps()
         self.open_agent_loop()
         keep = config.trainer.max_actor_ckpt_to_keep
@@ -155,8 +154,8 @@ class Run:
         self.prepare_torch()
         self.workers = self.make_workers()
         try:
-            if self.workers.judge is not None:
-                self.reward.attach(self.workers.judge)
+            if self.workers.reward_model is not None:
+                self.reward.attach(self.workers.reward_model)
             if checkpoint is not None:
                 self.resume(checkpoint)
         except BaseException:
@@ -181,9 +180,9 @@ class Run:
         waits = []
         in_flight = data.gen_batch_size or data.train_batch_size
         if self.config.algorithm.filter_groups.enable or in_flight < data.train_batch_size:
-            waits.append(self.reward.in_waves())
+            waits.append(self.reward.add_barrier())
         if self.agent_loop is not None and self.config.actor_rollout_ref.rollout.multi_turn.repeatable:
-            waits.append(self.tool_calls.in_waves())
+            waits.append(self.tool_calls.add_barrier())
         engine.before_step = _all_of([wait for wait in waits if wait is not None])
 
     def episode(self, prompt: Prompt, sample_index: int, sampling: SamplingParams, limits: Limits) -> Episode:
@@ -399,7 +398,7 @@ class Run:
 
     def show(self, rows: Sequence[dict[str, Any]], count: int) -> None:
         """Prints the first ``count`` answers of each data source."""
-        if text := examined(rows, count):
+        if text := first_answers(rows, count):
             print(text, flush=True)
 
     def generation_rows(self, groups: Sequence[ScoredGroup]) -> list[dict[str, Any]]:

@@ -1,5 +1,7 @@
 """A reward model: a classifier that gives an answer one number (verl's ``reward_model.enable``).
 
+How it is called, and what becomes of its numbers, is :mod:`core.rewards.reward_model_calls`'s and the layer's.
+
 A *token* classifier (one label) is read at the last token, as verl does; a *sequence* classifier (one label) as
 transformers pools it. Answers are passed in batches of similar length, right-padded under a mask, so that neither the
 batch nor its order changes a number beyond rounding.
@@ -16,7 +18,7 @@ from torch import Tensor
 from core.config.schema import FULL_PRECISION
 from core.errors import InputError
 from core.learner.models import load_classifier, load_reward_tokenizer
-from core.rewards.model import Answer, Judgement
+from core.rewards.reward_model_calls import Answer, ModelScore
 
 if TYPE_CHECKING:
     from core.config.schema import RewardModelConfig
@@ -28,11 +30,11 @@ NO_TEMPLATE = (
 
 
 class RewardModel:
-    """The model, its tokenizer, and how an answer is written for it.
+    """A classifier with its tokenizer, and how an answer is written for it.
 
     With ``reward_model.model.input_tokenizer`` (the policy's, whose text is put into the reward model's chat template)
     the answer is tokenised anew; with null the model reads the policy's token ids. More than ``max_length`` tokens are
-    cut at the end, and the judgement says so. Raises InputError.
+    cut at the end, and the score's ``cut`` is True. Raises InputError.
     """
 
     def __init__(self, config: RewardModelConfig, device: torch.device | str = "cpu"):
@@ -47,24 +49,24 @@ class RewardModel:
             if not self.tokenizer.chat_template:
                 raise InputError(NO_TEMPLATE.format(path=config.model.path))
 
-    def judge(self, answers: Sequence[Answer]) -> list[Judgement]:
-        """One judgement an answer. An answer that the chat template refuses has its complaint, and costs no other."""
-        ids, found = [], [Judgement()] * len(answers)
+    def score(self, answers: Sequence[Answer]) -> list[ModelScore]:
+        """Return one score an answer; for an answer that the chat template refuses, its error alone."""
+        ids, found = [], [ModelScore()] * len(answers)
         for at, answer in enumerate(answers):
             try:
                 ids.append(self.encode(answer))
             except Exception as error:  # a template is a program of the model's maker: it may fail in any way
                 ids.append([])
-                found[at] = Judgement(error=f"{type(error).__name__}: {error}")
+                found[at] = ModelScore(error=f"{type(error).__name__}: {error}")
         limit = self.config.max_length
         shown = [each[:limit] for each in ids]
         for rows in self._passes([len(each) for each in shown]):
             for at, value in zip(rows, self._values([shown[at] for at in rows]).tolist(), strict=True):
-                found[at] = Judgement(value, cut=len(ids[at]) > limit)
+                found[at] = ModelScore(value, cut=len(ids[at]) > limit)
         return found
 
     def encode(self, answer: Answer) -> list[int]:
-        """The answer's token ids as the model reads it, not cut yet."""
+        """Return the answer's token ids as the model reads it, not cut yet."""
         if self.tokenizer is None:
             return list(answer.token_ids)
         chat = [dict(message) for message in answer.messages]
@@ -76,7 +78,10 @@ class RewardModel:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _passes(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Row numbers, longest first; at most so many rows, or tokens with padding, a pass. Empty rows are left out."""
+        """Yield each pass as answers' numbers, longest first, within the bound of sequences or padded tokens a pass.
+
+        Answers without a token are left out.
+        """
         order = sorted((at for at, length in enumerate(lengths) if length), key=lambda at: -lengths[at])
         budget = self.config.forward_max_token_len_per_gpu
         while order:
@@ -88,7 +93,7 @@ class RewardModel:
 
     @torch.no_grad()
     def _values(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """[B] float32."""
+        """Return the model's numbers, [B] float32."""
         width, pad = len(rows[0]), self._pad_id(rows)
         ids_BT = torch.tensor([[*row, *[pad] * (width - len(row))] for row in rows], device=self.device)
         lengths_B = torch.tensor([len(row) for row in rows], device=self.device)
@@ -99,7 +104,7 @@ class RewardModel:
         return logits[:, 0].cpu()
 
     def _pad_id(self, rows: Sequence[Sequence[int]]) -> int:
-        """The model's own: a decoder that pools finds the last token by it. Where it has none, one that ends no row."""
+        """Return the model's own, by which a pooling decoder finds the last token; else one that ends no sequence."""
         config: Any = self.module.config
         if self.any_pad:
             last = {row[-1] for row in rows}

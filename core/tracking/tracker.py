@@ -25,6 +25,7 @@ import os
 import secrets
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,17 @@ def generation_row(step: int, prompt: Prompt, prompt_text: str, trajectory: Traj
     }
     details = {"uid": prompt.uid, "data_source": prompt.data_source, "pred": score.pred, "stop": trajectory.stop.value}
     return {**score.parts, **details, **row}
+
+
+def first_answers(rows: Iterable[Row], count: int) -> str:
+    """Return the first ``count`` answers of each data source, as text under the headings that verl's managers print."""
+    lines, seen = [], Counter()
+    for row in rows:
+        seen[row["data_source"]] += 1
+        if seen[row["data_source"]] <= count:
+            lines += [f"[prompt] {row['input']}", f"[response] {row['output']}", f"[ground_truth] {row['gts']}"]
+            lines += [f"[score] {row['score']:g}"]
+    return "\n".join(lines)
 
 
 def spread_out(rows: Sequence[Row], count: int) -> list[Row]:

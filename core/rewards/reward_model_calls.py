@@ -1,0 +1,63 @@
+"""How a reward model is called: what it is shown of an answer, and what it returns.
+
+The model itself is :mod:`core.rewards.reward_model`; where it runs is decided by
+:attr:`core.cluster.workers.Workers.reward_model`. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from core.rewards.batch_calls import BatchCalls
+from core.rewards.grading import Failure
+from reward_scores.score import ScoreStatus
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer as a reward model may read it: a chat and a text, or the policy's own token ids."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    response: str  # what the policy wrote, and nothing else
+    token_ids: tuple[int, ...]  # prompt and response
+
+
+@dataclass(frozen=True)
+class ModelScore:
+    """The model's number, or why there is none."""
+
+    value: float = math.nan
+    cut: bool = False  # the answer was longer than reward_model.max_length
+    error: str = ""
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The parts of a score that keep the number, and whether the model did not see the end of the answer."""
+        return {"model": self.value, "model_cut": float(self.cut)}
+
+
+RewardModelCall = Callable[[Sequence[Answer]], Sequence[ModelScore] | Awaitable[Sequence[ModelScore]]]
+
+
+class RewardModelCalls:
+    """Calls the model with all the answers that wait at once."""
+
+    def __init__(self, call: RewardModelCall):
+        self._call = call
+        self._batches = BatchCalls(self._call_batch)
+
+    async def run(self, answer: Answer) -> ModelScore | Failure:
+        """Return a finite score; a Failure where the model could not be shown the answer, or gave no number."""
+        found: ModelScore = await self._batches(answer)
+        if found.error or not math.isfinite(found.value):
+            detail = found.error or f"it gave {found.value}"
+            return Failure(ScoreStatus.CRASH, f"the reward model has no score for the answer: {detail}\n")
+        return found
+
+    async def _call_batch(self, answers: list[Answer]) -> Sequence[ModelScore]:
+        result = self._call(answers)
+        return await result if inspect.isawaitable(result) else result
