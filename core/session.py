@@ -35,6 +35,7 @@ from core.learner.saving import planned_fingerprints
 from core.rewards import RewardLayer
 from core.rewards.hook_check import check_hooks
 from core.rollout.agent_loop import Episode, Limits, ToolCalls, make_agent_loop
+from core.rollout.barrier import Barrier
 from core.rollout.collect import CollectState, StopRequested, fresh_enough
 from core.tracking import profiling, step_time
 from core.tracking.health import Crossing, Health, UnhealthyRun
@@ -179,11 +180,13 @@ class Run:
             return
         waits = []
         in_flight = data.gen_batch_size or data.train_batch_size
-        if self.config.algorithm.filter_groups.enable or in_flight < data.train_batch_size:
-            waits.append(self.reward.add_barrier())
+        scores_decide = self.config.algorithm.filter_groups.enable or in_flight < data.train_batch_size
+        if scores_decide and not self.reward.in_process:
+            self.reward.manager = barrier = Barrier(self.reward.manager)
+            waits.append(barrier.settled)
         if self.agent_loop is not None and self.config.actor_rollout_ref.rollout.multi_turn.repeatable:
             waits.append(self.tool_calls.add_barrier())
-        engine.before_step = _all_of([wait for wait in waits if wait is not None])
+        engine.before_step = _all_of(waits)
 
     def episode(self, prompt: Prompt, sample_index: int, sampling: SamplingParams, limits: Limits) -> Episode:
         """A new episode of this run: its engine, its seeds, its tools."""

@@ -6,6 +6,7 @@ A call never waits until it is full: it starts as soon as one may run, with the 
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ class BatchCalls:
     is raised for every item of the list.
     """
 
-    def __init__(self, function: Callable[[list[Any]], Awaitable[Sequence[Any]]], at_once: int = 1):
+    def __init__(self, function: Callable[[list[Any]], Sequence[Any] | Awaitable[Sequence[Any]]], at_once: int = 1):
         self.function, self.at_once = function, at_once
         self._waiting: list[tuple[Any, asyncio.Future]] = []
         self._calls: set[asyncio.Task] = set()
@@ -36,7 +37,9 @@ class BatchCalls:
         while batch := [one for one in self._waiting if not one[1].done()]:
             self._waiting = []
             try:
-                results = await self.function([item for item, _ in batch])
+                results = self.function([item for item, _ in batch])
+                if inspect.isawaitable(results):
+                    results = await results
             except Exception as error:  # it is handed to everybody who waits
                 results = [error] * len(batch)
             for (_, future), result in zip(batch, results, strict=True):

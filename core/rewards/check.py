@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from core.data.parquet import Problems, Row
-from core.rewards.grading import Failure, RewardManager, Scorers
-from core.rewards.managers import Naive
+from core.rewards.grading import Failure, InProcess, RewardManager, Scorers
 from core.rewards.pool import Pool, to_json
 from core.types import Prompt
 from reward_scores import SCORERS, UnknownDataSource
@@ -83,7 +82,7 @@ def check_rows(
         except UnknownDataSource as error:
             problems.add("data.reward_fn_key", str(error), "correct it, or set custom_reward_function.path", where)
             continue
-        if isinstance(manager, Pool) or (needed and isinstance(manager, Naive)):
+        if isinstance(manager, Pool) or (needed and isinstance(manager, InProcess)):
             try:
                 to_json([row.ground_truth, row.extra_info])
             except (TypeError, ValueError) as error:
@@ -110,10 +109,10 @@ def check_rows(
 
 def _preload(manager: RewardManager, libraries: Mapping[str, str]) -> None:
     """Let graders start with the libraries imported, and log which answers the naive manager sends to graders."""
-    if isinstance(manager, Pool | Naive):
-        pool = manager.pool if isinstance(manager, Naive) else manager
+    if isinstance(manager, Pool | InProcess):
+        pool = manager.pool if isinstance(manager, InProcess) else manager
         pool.preload(libraries)
-    if libraries and isinstance(manager, Naive):
+    if libraries and isinstance(manager, InProcess):
         log.info(
             "reward_model.reward_manager=naive: %s calls on a library that may not end, so that its answers are graded "
             "in processes that are killed after reward_model.timeout_s=%g s",

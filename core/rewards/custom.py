@@ -35,11 +35,7 @@ class CustomFunction:
     """
 
     def __init__(
-        self,
-        path: str,
-        name: str = "compute_score",
-        kwargs: Mapping[str, Any] | None = None,
-        batched: bool = False,
+        self, path: str, name: str = "compute_score", kwargs: Mapping[str, Any] | None = None, batched: bool = False
     ):
         self.settings = {"path": path, "name": name, "kwargs": dict(kwargs or {}), "batched": batched}
         self.name, self.kwargs, self.batched = f"{path}:{name}", dict(kwargs or {}), batched

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from core.errors import WorkersLost
 from core.rewards.custom import CustomFunction, as_score
 from reward_scores import Scorer, scorer_for
 from reward_scores.score import Score, ScoreStatus
@@ -61,7 +62,7 @@ class Scorers:
 
 
 class RewardManager(Protocol):
-    """Grades jobs: in this process (:class:`InProcess`), or in others (:class:`core.rewards.pool.Pool`).
+    """Grades jobs: in this process (:class:`InProcess`), in others (:class:`core.rewards.pool.Pool`), or in both.
 
     ``run`` returns a :class:`Failure` where there is no score. It may be called from several event loops, one after
     the other.
@@ -73,17 +74,22 @@ class RewardManager(Protocol):
 
 
 class InProcess:
-    """Grades in this process, one job after the other, and trusts the scorers to end."""
+    """Grades in this process, one job after the other. What a library may not finish goes to ``pool``, if given."""
 
-    def __init__(self, scorers: Scorers):
-        self.scorers = scorers
+    def __init__(self, scorers: Scorers, pool: RewardManager | None = None):
+        self.scorers, self.pool = scorers, pool
 
     async def run(self, job: Job) -> Score | Failure:
         try:
+            if self.pool is not None and self.scorers.libraries(job.data_source):
+                return await self.pool.run(job)
             result = self.scorers(job)
             return as_score(await result if inspect.isawaitable(result) else result)
+        except WorkersLost:  # of the pool: never the fault of an answer
+            raise
         except Exception:  # a scorer may fail in any way; that is a status, and on_error decides what follows from it
             return Failure(ScoreStatus.CRASH, traceback.format_exc())
 
     def close(self) -> None:
-        """Do nothing: there is no process to end."""
+        if self.pool is not None:
+            self.pool.close()

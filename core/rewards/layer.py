@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from core.data.parquet import Row
 from core.errors import InputError
+from core.rewards.batch_calls import BatchCalls
 from core.rewards.check import MODEL_STYLE, check_rows, option_problems
 from core.rewards.custom import CustomFunction
-from core.rewards.grading import Failure, Job, RewardManager, Scorers
-from core.rewards.managers import Barrier, Naive, make_manager
-from core.rewards.reward_model_calls import Answer, RewardModelCall, RewardModelCalls
+from core.rewards.grading import Failure, InProcess, Job, RewardManager, Scorers
+from core.rewards.managers import make_manager
+from core.rewards.reward_model_calls import Answer, ModelScore, RewardModelCall
 from core.types import Prompt, Trajectory
-from reward_scores.score import Score
+from reward_scores.score import Score, ScoreStatus
 
 if TYPE_CHECKING:
     from core.config.schema import Config, RewardModelConfig
@@ -52,14 +54,14 @@ class RewardLayer:
             raise InputError(problems)
         self.on_error = reward.on_error
         self.has_model, self.weight = reward.enable, reward.weight
-        self.reward_model: RewardModelCalls | None = None
+        self._call_model: BatchCalls | None = None
         self.scorers = Scorers(scorer_options(reward), function)
         self.manager: RewardManager = make_manager(reward, self.scorers)
         self._examples: dict[tuple[str, str, str], Score | Failure] = {}
 
     def attach(self, reward_model: RewardModelCall) -> None:
         """Use this reward model: the workers load it after the layer is made."""
-        self.reward_model = RewardModelCalls(reward_model)
+        self._call_model = BatchCalls(reward_model)
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Score:
         """Score what the policy wrote. A failing scorer raises RewardError only with ``on_error=raise``.
@@ -84,17 +86,22 @@ class RewardLayer:
         return Score(0.0, {"acc": 0.0}, result.status, masked=self.on_error == "mask")
 
     async def _with_model(self, prompt: Prompt, trajectory: Trajectory, job: Job) -> Score | Failure:
-        if self.reward_model is None:
+        if self._call_model is None:
             raise RuntimeError("reward_model.enable: the workers have not attached the model yet")
         ids = (*trajectory.prompt_ids.tolist(), *trajectory.response_ids.tolist())
+        found: ModelScore
         answer = Answer(prompt.messages, trajectory.response_text, ids)
         if prompt.style == MODEL_STYLE:
-            found = await self.reward_model.run(answer)
-            return found if isinstance(found, Failure) else Score(found.value, found.parts)
-        rule, found = await asyncio.gather(self.manager.run(job), self.reward_model.run(answer))
-        for one in (rule, found):
-            if isinstance(one, Failure):
-                return one
+            rule, found = None, await self._call_model(answer)
+        else:
+            rule, found = await asyncio.gather(self.manager.run(job), self._call_model(answer))
+        if isinstance(rule, Failure):
+            return rule
+        if found.error or not math.isfinite(found.value):
+            reason = found.error or f"it gave {found.value}"
+            return Failure(ScoreStatus.CRASH, f"the reward model has no score for the answer: {reason}\n")
+        if rule is None:
+            return Score(found.value, found.parts)
         value, parts = rule.value + self.weight * found.value, {**rule.parts, **found.parts}
         return dataclasses.replace(rule, value=value, parts=parts)
 
@@ -117,21 +124,10 @@ class RewardLayer:
             self._examples[key] = asyncio.run(self.manager.run(job))
         return self._examples[key]
 
-    def add_barrier(self) -> Callable[[], Awaitable[bool]] | None:
-        """Make the order of the scores independent of time; do nothing and return None where it already is.
-
-        Return what an engine that decodes in this process has to await before each of its steps: see
-        :class:`core.rewards.managers.Barrier`. Call it after :meth:`check`, which finds out whether graders are needed.
-        """
-        if self.in_process:
-            return None
-        self.manager = barrier = Barrier(self.manager)
-        return barrier.settled
-
     @property
     def in_process(self) -> bool:
-        """Whether answers are graded in this process, while nothing else in it goes on."""
-        return isinstance(self.manager, Naive) and not self.manager.pool.preloaded
+        """Whether answers are graded in this process, while nothing else in it goes on. Known after :meth:`check`."""
+        return isinstance(self.manager, InProcess) and not self.manager.pool.preloaded
 
     def close(self) -> None:
         """End the manager's processes. A second call does nothing."""

@@ -1,11 +1,10 @@
-"""Reward managers: which process grades an answer (``reward_model.reward_manager``), and in what order results appear.
+"""Reward managers: which process grades an answer (``reward_model.reward_manager``), or a user's own code for it.
 
 The processes themselves are :mod:`core.rewards.pool`'s.
 """
 
 from __future__ import annotations
 
-import asyncio
 import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -15,28 +14,10 @@ from core.errors import InputError, WorkersLost
 from core.rewards.custom import as_score, users_code, without_scheme
 from core.rewards.grading import Failure, InProcess, Job, RewardManager, Scorers
 from core.rewards.pool import Pool
-from reward_scores import UnknownDataSource
 from reward_scores.score import Score, ScoreStatus
 
 if TYPE_CHECKING:
     from core.config.schema import RewardModelConfig
-
-
-class Naive:
-    """Grades in this process, one answer after the other; where a scorer's library may not end, in a pool instead."""
-
-    def __init__(self, scorers: Scorers, pool: Pool):
-        self.pool, self.in_process = pool, InProcess(scorers)
-
-    async def run(self, job: Job) -> Score | Failure:
-        try:
-            may_not_end = bool(self.in_process.scorers.libraries(job.data_source))
-        except UnknownDataSource:  # grading in this process reports it
-            may_not_end = False
-        return await (self.pool if may_not_end else self.in_process).run(job)
-
-    def close(self) -> None:
-        self.pool.close()
 
 
 class UsersOwn:
@@ -58,66 +39,13 @@ class UsersOwn:
         self.manager.close()
 
 
-class Barrier:
-    """Hands results out together, in the order of their jobs, once none is outstanding.
-
-    A pool's results arrive in an order that chance decides. Where they decide what is generated next (filtered
-    groups), an engine that decodes in this process awaits :meth:`settled` before each step: which samples decode
-    together, and with it every last bit, is then the same in every run. The price is that decoding waits for scoring.
-    """
-
-    def __init__(self, inner: RewardManager):
-        self.inner = inner
-        self._wave: list[tuple[asyncio.Task, asyncio.Future]] = []
-        self._open = 0
-        self._news = False  # results were handed out since the last call of settled
-
-    async def run(self, job: Job) -> Score | Failure:
-        loop = asyncio.get_running_loop()
-        task, handed_out = loop.create_task(self.inner.run(job)), loop.create_future()
-        self._wave.append((task, handed_out))
-        self._open += 1
-        task.add_done_callback(self._hand_out)
-        try:
-            return await handed_out
-        except asyncio.CancelledError:
-            task.cancel()
-            raise
-
-    def _hand_out(self, _: asyncio.Task) -> None:
-        self._open -= 1
-        if self._open:
-            return
-        wave, self._wave = self._wave, []
-        self._news = True
-        for task, handed_out in wave:
-            if handed_out.done():  # its sample was given up
-                continue
-            if task.cancelled():
-                handed_out.cancel()
-            elif error := task.exception():
-                handed_out.set_exception(error)
-            else:
-                handed_out.set_result(task.result())
-
-    async def settled(self) -> bool:
-        """Wait until no result is outstanding. Return whether any was handed out since the last call."""
-        while self._wave:
-            await asyncio.wait([task for task, _ in self._wave])
-        news, self._news = self._news, False
-        return news
-
-    def close(self) -> None:
-        self.inner.close()
-
-
 def _pool(reward: RewardModelConfig, scorers: Scorers) -> Pool:
     limits = {name: getattr(reward, name) for name in ("num_workers", "timeout_s", "memory_limit_mb")}
     return Pool(scorers, **limits)
 
 
 MANAGERS: dict[str, Callable[[RewardModelConfig, Scorers], RewardManager]] = {
-    "naive": lambda reward, scorers: Naive(scorers, _pool(reward, scorers)),
+    "naive": lambda reward, scorers: InProcess(scorers, _pool(reward, scorers)),
     "batch": _pool,  # the function is then a batched one, which a pool calls with all the answers that wait
     "prime": _pool,
     "dapo": _pool,  # the overlong penalty, the other half of that manager, is the trainer's shape_reward

@@ -65,22 +65,18 @@ class Pool:
             "memory_limit_mb": memory_limit_mb,
             "reward_kwargs": scorers.reward_kwargs,
             "custom": scorers.custom and scorers.custom.settings,
-            "preload": (),
         }
+        self.preloaded: tuple[str, ...] = ()
         batched = scorers.custom is not None and scorers.custom.batched
         self._batches = BatchCalls(self._run_batch, self.num_workers) if batched else None
         self._supervisor: _Supervisor | None = None
-
-    @property
-    def preloaded(self) -> tuple[str, ...]:
-        return self.settings["preload"]
 
     def preload(self, libraries: Iterable[str]) -> None:
         """Name functions (``module:name``) that the supervisor calls when it starts, before the first job.
 
         A grader that replaces a killed one then has a slow library at hand.
         """
-        self.settings["preload"] = tuple(sorted({*self.preloaded, *libraries}))
+        self.preloaded = tuple(sorted({*self.preloaded, *libraries}))
 
     async def run(self, job: Job) -> Score | Failure:
         if self._batches is not None:
@@ -104,7 +100,7 @@ class Pool:
             return [Failure(ScoreStatus.CRASH, f"a job for a grader must be JSON: {error}")] * len(jobs)
         for _ in range(SUPERVISORS):
             if self._supervisor is None or not self._supervisor.alive:
-                self._supervisor = _Supervisor(self.settings)
+                self._supervisor = _Supervisor({**self.settings, "preload": self.preloaded})
             supervisor = self._supervisor
             number, future = supervisor.submit(body, self.timeout_s)
             try:
@@ -148,6 +144,7 @@ class _Supervisor:
 
     def submit(self, body: str, seconds: float) -> tuple[int, concurrent.futures.Future]:
         number, future = next(self._numbers), concurrent.futures.Future()
+        future.set_running_or_notify_cancel()  # it is no longer cancelled then, so that its result can always be set
         with self._lock:
             if self.alive:
                 self._waiting[number] = future
@@ -173,7 +170,7 @@ class _Supervisor:
             with self._lock:
                 future = self._waiting.pop(int(number), None)
             if future is not None:
-                _resolve(future, (status.decode(), body))
+                future.set_result((status.decode(), body))
         self.process.wait()
         with self._lock:
             self.alive = False
@@ -181,7 +178,7 @@ class _Supervisor:
         if left and not self.closed:
             log.warning("%s; a new supervisor grades what it had not finished", self._lost())
         for future in left.values():
-            _resolve(future, self._lost())
+            future.set_exception(self._lost())
 
     def _lost(self) -> WorkersLost:
         status = self.process.returncode
@@ -198,15 +195,6 @@ class _Supervisor:
             self.process.wait()
         self._reader.join(CLOSE_S)
         self.process.stdout.close()
-
-
-def _resolve(future: concurrent.futures.Future, result: tuple[str, bytes] | WorkersLost) -> None:
-    # It may be cancelled, now or at any time, and its event loop may be closed: nobody is there to be told.
-    with contextlib.suppress(concurrent.futures.InvalidStateError, RuntimeError):
-        if isinstance(result, WorkersLost):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
 
 
 def _results(status: str, answer: bytes, count: int) -> list[Score | Failure]:

@@ -6,15 +6,10 @@ The model itself is :mod:`core.rewards.reward_model`; where it runs is decided b
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from core.rewards.batch_calls import BatchCalls
-from core.rewards.grading import Failure
-from reward_scores.score import ScoreStatus
 
 
 @dataclass(frozen=True)
@@ -40,24 +35,5 @@ class ModelScore:
         return {"model": self.value, "model_cut": float(self.cut)}
 
 
+# The reward model as the reward layer calls it: with all the answers that wait at once
 RewardModelCall = Callable[[Sequence[Answer]], Sequence[ModelScore] | Awaitable[Sequence[ModelScore]]]
-
-
-class RewardModelCalls:
-    """Calls the model with all the answers that wait at once."""
-
-    def __init__(self, call: RewardModelCall):
-        self._call = call
-        self._batches = BatchCalls(self._call_batch)
-
-    async def run(self, answer: Answer) -> ModelScore | Failure:
-        """Return a finite score; a Failure where the model could not be shown the answer, or gave no number."""
-        found: ModelScore = await self._batches(answer)
-        if found.error or not math.isfinite(found.value):
-            detail = found.error or f"it gave {found.value}"
-            return Failure(ScoreStatus.CRASH, f"the reward model has no score for the answer: {detail}\n")
-        return found
-
-    async def _call_batch(self, answers: list[Answer]) -> Sequence[ModelScore]:
-        result = self._call(answers)
-        return await result if inspect.isawaitable(result) else result

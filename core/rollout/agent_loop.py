@@ -34,7 +34,7 @@ from core.config.plugins import load_object
 from core.data.seeds import sampling_seed
 from core.engines import RolloutEngine, SampleRequest, SamplingParams
 from core.errors import InputError
-from core.rewards.managers import Barrier
+from core.rollout.barrier import Barrier
 from core.types import Prompt, Segment, Stop, Trajectory
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class ToolCalls:
 
     def add_barrier(self) -> Callable[[], Awaitable[bool]]:
         """From now on answers are handed out together, once none is outstanding. Returns what an engine that decodes
-        in this process has to await before each step (:class:`core.rewards.managers.Barrier`): the samples that
+        in this process has to await before each step (:class:`core.rollout.barrier.Barrier`): the samples that
         decode together are then the same in every run. The price is that decoding waits for the slowest tool."""
         self._jobs = barrier = Barrier(self._jobs)
         return barrier.settled

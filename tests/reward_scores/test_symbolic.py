@@ -17,8 +17,7 @@ from core.data.parquet import Row
 from core.errors import InputError
 from core.rewards import RewardLayer
 from core.rewards.custom import CustomFunction
-from core.rewards.grading import Job, Scorers
-from core.rewards.managers import Naive
+from core.rewards.grading import InProcess, Job, Scorers
 from core.rewards.pool import Pool
 from reward_scores import SCORERS, geo3k, math_dapo, math_reward, prime_math, symbolic
 from reward_scores.score import ScoreStatus
@@ -196,7 +195,7 @@ def test_naive_leaves_algebra_to_workers_and_says_so(make_layer, monkeypatch, ca
         Job("openai/gsm8k", "#### 4", "4", {}),
     )
     assert [right.acc, wrong.acc, gsm8k.acc] == [1.0, 0.0, 1.0]
-    assert isinstance(layer.manager, Naive) and layer.add_barrier() is not None
+    assert isinstance(layer.manager, InProcess) and not layer.in_process
 
 
 def test_naive_starts_no_process_where_none_is_needed(make_layer, caplog):
@@ -204,7 +203,7 @@ def test_naive_starts_no_process_where_none_is_needed(make_layer, caplog):
     layer = make_layer(reward_kwargs={"prime_math": {"method": "robust"}})
     layer.check([row("openai/gsm8k"), row(PRIME)])
     assert layer.manager.pool._supervisor is None and not caplog.text
-    assert layer.add_barrier() is None
+    assert layer.in_process
 
 
 def test_a_row_that_cannot_reach_a_worker_is_found_at_start(make_layer):

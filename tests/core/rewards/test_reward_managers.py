@@ -13,7 +13,7 @@ from core.engines.hf import HFEngine
 from core.errors import InputError
 from core.rewards import RewardLayer
 from core.rewards.grading import Job
-from core.rewards.managers import Barrier
+from core.rollout.barrier import Barrier
 from core.rollout.collect import CollectLimits, CollectState, collect
 from core.tracking.tracker import first_answers
 from core.types import Prompt, ScoredGroup
