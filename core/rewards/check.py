@@ -15,7 +15,7 @@ from core.data.parquet import Problems, Row
 from core.rewards.grading import Failure, InProcess, RewardManager, Scorers
 from core.rewards.pool import Pool, to_json
 from core.types import Prompt
-from reward_scores import SCORERS, UnknownDataSource
+from reward_scores import SCORERS, Scorer, UnknownDataSource
 from reward_scores.score import Score
 
 log = logging.getLogger(__name__)
@@ -55,16 +55,11 @@ def option_problems(reward_kwargs: Mapping[str, Any]) -> list[str]:
 
 
 def check_rows(
-    scorers: Scorers,
-    manager: RewardManager,
-    rows: Iterable[Prompt | Row],
-    grade_example: Callable[..., Score | Failure],
-    has_model: bool,
-    weight: float,
-) -> None:
-    """Check that every row can be scored, and that the scorers in use grade their own examples as stated.
+    scorers: Scorers, manager: RewardManager, rows: Iterable[Prompt | Row], has_model: bool, weight: float
+) -> tuple[Problems, list[str]]:
+    """Check that every row can be scored. Return the problems, and one data source of each scorer in use.
 
-    ``weight`` is what the reward model counts beside a scorer. Raises InputError with all problems.
+    ``weight`` is what the reward model counts beside a scorer. Pools learn which libraries the scorers call.
     """
     problems = Problems(shown=SHOWN)
     used: dict[str, str] = {}  # a scorer's name -> a data source that it scores
@@ -94,24 +89,8 @@ def check_rows(
             problems.add("reward_model.ground_truth", rule, "correct it, or leave the row out", where, trouble)
     if has_model and not for_model and not weight:
         problems.add(*IDLE_MODEL)
-    _preload(manager, libraries)
-    for name, data_source in used.items():
-        for response, ground_truth, acc in scorers.scorer(data_source).examples:
-            result = grade_example(data_source, response, ground_truth, {})
-            what = f"its own example {response!r:.200} (ground truth {ground_truth!r:.100})"
-            if isinstance(result, Failure):
-                reason = result.detail.strip().splitlines()[-1]
-                problems.add(name, f"{what} failed ({result.status.value}): {reason}", "correct the scorer's options")
-            elif result.acc != acc:
-                problems.add(name, f"{what} got acc={result.acc}, not {acc}", "correct the scorer or the example")
-    problems.raise_if_any()
-
-
-def _preload(manager: RewardManager, libraries: Mapping[str, str]) -> None:
-    """Let graders start with the libraries imported, and log which answers the naive manager sends to graders."""
     if isinstance(manager, Pool | InProcess):
-        pool = manager.pool if isinstance(manager, InProcess) else manager
-        pool.preload(libraries)
+        (manager.pool if isinstance(manager, InProcess) else manager).preload(libraries)
     if libraries and isinstance(manager, InProcess):
         log.info(
             "reward_model.reward_manager=naive: %s calls on a library that may not end, so that its answers are graded "
@@ -119,3 +98,16 @@ def _preload(manager: RewardManager, libraries: Mapping[str, str]) -> None:
             ", ".join(sorted(set(libraries.values()))),
             manager.pool.timeout_s,
         )
+    return problems, list(used.values())
+
+
+def check_examples(problems: Problems, scorer: Scorer, grade: Callable[[str, Any], Score | Failure]) -> None:
+    """Check that a scorer grades its own examples as stated; ``grade`` takes a response and a ground truth."""
+    for response, ground_truth, acc in scorer.examples:
+        result = grade(response, ground_truth)
+        what = f"its own example {response!r:.200} (ground truth {ground_truth!r:.100})"
+        if isinstance(result, Failure):
+            reason = f"failed ({result.status.value}): {result.detail.strip().splitlines()[-1]}"
+            problems.add(scorer.name, f"{what} {reason}", "correct the scorer's options or the example")
+        elif result.acc != acc:
+            problems.add(scorer.name, f"{what} got acc={result.acc}, not {acc}", "correct the scorer or the example")

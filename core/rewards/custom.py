@@ -11,7 +11,7 @@ import inspect
 import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -41,12 +41,15 @@ class CustomFunction:
         self.name, self.kwargs, self.batched = f"{path}:{name}", dict(kwargs or {}), batched
         where = without_scheme(path)
         self.function = _load(where, name, self.kwargs, BATCH_ARGUMENTS if batched else ARGUMENTS)
-        self.examples = _optional(where, "EXAMPLES", ())
-        self.check_ground_truth = _optional(where, "check_ground_truth", any_ground_truth)
+        self.examples, self.check_ground_truth = (), any_ground_truth
+        with suppress(InputError):  # the module need not have it
+            self.examples = tuple(load_object(f"{where}:EXAMPLES"))
+        with suppress(InputError):
+            self.check_ground_truth = load_object(f"{where}:check_ground_truth")
 
     def scorer(self, data_source: str) -> Scorer:
         """Return the function in the shape of a built-in scorer, for one data source."""
-        return Scorer(self.name, partial(self._call, data_source), tuple(self.examples), self.check_ground_truth)
+        return Scorer(self.name, partial(self._call, data_source), self.examples, self.check_ground_truth)
 
     def _call(self, data_source: str, response: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> Any:
         # Copies: what the function does to its arguments must not reach the example in memory.
@@ -95,13 +98,6 @@ def _load(where: str, name: str, kwargs: Mapping[str, Any], arguments: tuple[str
             f"{error}; rename its arguments, or correct custom_reward_function.reward_kwargs"
         ) from error
     return function
-
-
-def _optional(where: str, name: str, default: Any) -> Any:
-    try:
-        return load_object(f"{where}:{name}")
-    except InputError:
-        return default
 
 
 def as_scores(result: Any, count: int) -> list[Score]:

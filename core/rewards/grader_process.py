@@ -18,14 +18,14 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from core.rewards.custom import CustomFunction, as_score, as_scores
 from core.rewards.grading import Job, Scorers
 from reward_scores.score import Score
 
-READY, UNFIT, STARTED, REPLY, LAST_REPLY = b"R", b"U", b"S", b"=", b"!"
+READY, STARTED, REPLY, LAST_REPLY = b"R", b"S", b"=", b"!"
 
 JOBS, RESULTS = 3, 4  # file descriptors in a grader
 JOB_FIELDS = ("data_source", "response", "ground_truth", "extra_info")
@@ -34,10 +34,26 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def become_grader(settings: Mapping[str, Any], jobs: int, results: int, supervisor: int) -> NoReturn:
-    """Turn a fork of the supervisor into a grader; never return."""
+    """Turn a fork of the supervisor into a grader; never return.
+
+    It takes a session of its own, to be killed as one, and closes the supervisor's pipes: they must end when it does.
+    """
     status = 1
     try:
-        _leave_the_supervisor(jobs, results, supervisor)
+        os.setsid()
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != supervisor:  # it died before the line above
+            os._exit(1)
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # children's children come to this process when their parent ends
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        above = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in (jobs, results)]
+        for fd, place in zip(above, (JOBS, RESULTS), strict=True):
+            os.dup2(fd, place, inheritable=False)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(2, 1)  # what a scorer prints is seen, and is no message
+        os.closerange(5, os.sysconf("SC_OPEN_MAX"))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if settings["memory_limit_mb"] is not None:
             resource.setrlimit(resource.RLIMIT_AS, (settings["memory_limit_mb"] * 2**20,) * 2)
@@ -56,30 +72,8 @@ def prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
 
 
-def _leave_the_supervisor(jobs: int, results: int, supervisor: int) -> None:
-    """Take a session of its own, to be killed as one, and close the supervisor's pipes: they must end when it does."""
-    os.setsid()
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != supervisor:  # it died before the line above
-        os._exit(1)
-    prctl(PR_SET_CHILD_SUBREAPER, 1)  # children's children come to this process when their parent ends
-    signal.set_wakeup_fd(-1)
-    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)
-    above = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in (jobs, results)]
-    for fd, place in zip(above, (JOBS, RESULTS), strict=True):
-        os.dup2(fd, place, inheritable=False)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # what a scorer prints is seen, and is no message
-    os.closerange(5, os.sysconf("SC_OPEN_MAX"))
-
-
 def _serve(settings: Mapping[str, Any]) -> None:
-    try:
-        grade = _Grading(settings)
-    except BaseException:  # a user's module may fail in any way; the line is the report
-        write_line(RESULTS, UNFIT + _detail())
-        return
+    grade = _Grading(settings)
     write_line(RESULTS, READY)
     me = os.getpid()
     with os.fdopen(JOBS, "rb", closefd=False) as requests:
@@ -99,12 +93,18 @@ class _Grading:
     """From a request (a JSON list of jobs) to its JSON: a list of scores, or a failure's text."""
 
     def __init__(self, settings: Mapping[str, Any]):
-        self.custom = CustomFunction(**settings["custom"]) if settings["custom"] else None
-        self.scorers = Scorers(settings["reward_kwargs"], self.custom)
         self.runner = asyncio.Runner()  # of asynchronous functions: one event loop for the life of the grader
+        self.load_error = b""
+        try:
+            self.custom = CustomFunction(**settings["custom"]) if settings["custom"] else None
+            self.scorers = Scorers(settings["reward_kwargs"], self.custom)
+        except BaseException:  # a user's module may fail in any way; every request is answered with the report
+            self.load_error = _detail()
 
     def __call__(self, line: bytes) -> tuple[bytes, bool]:
         """Return the reply, and whether the process is fit for another request."""
+        if self.load_error:
+            return self.load_error, False
         try:
             return json.dumps(list(map(vars, self._scores(json.loads(line))))).encode(), True
         except BaseException as error:  # a scorer may fail in any way; that is a status
@@ -118,10 +118,8 @@ class _Grading:
         return [as_score(self._finished(self.scorers(Job(**job)))) for job in jobs]
 
     def _finished(self, result: Any) -> Any:
-        async def awaited(result: Awaitable[Any]) -> Any:
-            return await result
-
-        return self.runner.run(awaited(result)) if inspect.isawaitable(result) else result
+        # wait_for makes a coroutine of any awaitable
+        return self.runner.run(asyncio.wait_for(result, None)) if inspect.isawaitable(result) else result
 
 
 def _detail() -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -73,6 +73,17 @@ class RewardManager(Protocol):
     def close(self) -> None: ...
 
 
+async def as_result(grade: Callable[[Job], Awaitable[Any]], job: Job) -> Score | Failure:
+    """Call code that may fail in any way, a scorer's or a user's, and read its result; what it raises is a crash."""
+    try:
+        result = await grade(job)
+        return result if isinstance(result, Failure) else as_score(result)
+    except WorkersLost:  # of a pool that it uses: never the fault of an answer
+        raise
+    except Exception:
+        return Failure(ScoreStatus.CRASH, traceback.format_exc())
+
+
 class InProcess:
     """Grades in this process, one job after the other. What a library may not finish goes to ``pool``, if given."""
 
@@ -80,15 +91,13 @@ class InProcess:
         self.scorers, self.pool = scorers, pool
 
     async def run(self, job: Job) -> Score | Failure:
-        try:
-            if self.pool is not None and self.scorers.libraries(job.data_source):
-                return await self.pool.run(job)
-            result = self.scorers(job)
-            return as_score(await result if inspect.isawaitable(result) else result)
-        except WorkersLost:  # of the pool: never the fault of an answer
-            raise
-        except Exception:  # a scorer may fail in any way; that is a status, and on_error decides what follows from it
-            return Failure(ScoreStatus.CRASH, traceback.format_exc())
+        return await as_result(self._grade, job)
+
+    async def _grade(self, job: Job) -> Any:
+        if self.pool is not None and self.scorers.libraries(job.data_source):
+            return await self.pool.run(job)
+        result = self.scorers(job)
+        return await result if inspect.isawaitable(result) else result
 
     def close(self) -> None:
         if self.pool is not None:

@@ -38,7 +38,7 @@ def check_hooks(
     for row in firsts.values():
         answer, ground_truth, extra_info = "", row.ground_truth, row.extra_info
         if examples := reward.scorers.scorer(row.data_source).examples:
-            answer, ground_truth, extra_info = *examples[0][:2], {}
+            answer, ground_truth, extra_info = *examples[0][:2], None
         score = reward.grade_example(row.data_source, answer, ground_truth, extra_info)
         if isinstance(score, Failure):
             continue

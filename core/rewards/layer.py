@@ -9,12 +9,13 @@ import asyncio
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from core.data.parquet import Row
 from core.errors import InputError
 from core.rewards.batch_calls import BatchCalls
-from core.rewards.check import MODEL_STYLE, check_rows, option_problems
+from core.rewards.check import MODEL_STYLE, check_examples, check_rows, option_problems
 from core.rewards.custom import CustomFunction
 from core.rewards.grading import Failure, InProcess, Job, RewardManager, Scorers
 from core.rewards.managers import make_manager
@@ -105,22 +106,25 @@ class RewardLayer:
         value, parts = rule.value + self.weight * found.value, {**rule.parts, **found.parts}
         return dataclasses.replace(rule, value=value, parts=parts)
 
-    def check(self, examples: Iterable[Prompt | Row]) -> None:
-        """Check every example of the data, and grade the scorers' own examples where the answers will be graded.
+    def check(self, rows: Iterable[Prompt | Row]) -> None:
+        """Check every row of the data, and grade the scorers' own examples where the answers will be graded.
 
         Raises InputError with all problems.
         """
-        check_rows(self.scorers, self.manager, examples, self.grade_example, self.has_model, self.weight)
+        problems, used = check_rows(self.scorers, self.manager, rows, self.has_model, self.weight)
+        for data_source in used:
+            check_examples(problems, self.scorers.scorer(data_source), partial(self.grade_example, data_source))
+        problems.raise_if_any()
 
     def grade_example(
-        self, data_source: str, response: str, ground_truth: Any, extra_info: Mapping[str, Any]
+        self, data_source: str, response: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
     ) -> Score | Failure:
         """Grade an answer that is known before the run; each is graded once, however many checks use its score."""
         # A user's function may treat data sources differently; a built-in scorer does not know them
         scored_by = data_source if self.scorers.custom else self.scorers.scorer(data_source).name
         key = (scored_by, response, repr(ground_truth))
         if key not in self._examples:
-            job = Job(data_source, response, ground_truth, extra_info)
+            job = Job(data_source, response, ground_truth, extra_info or {})
             self._examples[key] = asyncio.run(self.manager.run(job))
         return self._examples[key]
 

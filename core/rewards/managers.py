@@ -5,16 +5,15 @@ The processes themselves are :mod:`core.rewards.pool`'s.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from core.config.plugins import load_object
-from core.errors import InputError, WorkersLost
-from core.rewards.custom import as_score, users_code, without_scheme
-from core.rewards.grading import Failure, InProcess, Job, RewardManager, Scorers
+from core.errors import InputError
+from core.rewards.custom import users_code, without_scheme
+from core.rewards.grading import Failure, InProcess, Job, RewardManager, Scorers, as_result
 from core.rewards.pool import Pool
-from reward_scores.score import Score, ScoreStatus
+from reward_scores.score import Score
 
 if TYPE_CHECKING:
     from core.config.schema import RewardModelConfig
@@ -27,28 +26,26 @@ class UsersOwn:
         self.manager = manager
 
     async def run(self, job: Job) -> Score | Failure:
-        try:
-            result = await self.manager.run(job)
-            return result if isinstance(result, Failure) else as_score(result)
-        except WorkersLost:  # of a pool that the manager uses: never the fault of an answer
-            raise
-        except Exception:  # a user's code may fail in any way; that is a status
-            return Failure(ScoreStatus.CRASH, traceback.format_exc())
+        return await as_result(self.manager.run, job)
 
     def close(self) -> None:
         self.manager.close()
 
 
-def _pool(reward: RewardModelConfig, scorers: Scorers) -> Pool:
+def naive(reward: RewardModelConfig, scorers: Scorers) -> InProcess:
+    return InProcess(scorers, pool(reward, scorers))
+
+
+def pool(reward: RewardModelConfig, scorers: Scorers) -> Pool:
     limits = {name: getattr(reward, name) for name in ("num_workers", "timeout_s", "memory_limit_mb")}
     return Pool(scorers, **limits)
 
 
 MANAGERS: dict[str, Callable[[RewardModelConfig, Scorers], RewardManager]] = {
-    "naive": lambda reward, scorers: InProcess(scorers, _pool(reward, scorers)),
-    "batch": _pool,  # the function is then a batched one, which a pool calls with all the answers that wait
-    "prime": _pool,
-    "dapo": _pool,  # the overlong penalty, the other half of that manager, is the trainer's shape_reward
+    "naive": naive,
+    "batch": pool,  # the function is then a batched one, which a pool calls with all the answers that wait
+    "prime": pool,
+    "dapo": pool,  # the overlong penalty, the other half of that manager, is the trainer's shape_reward
 }
 
 

@@ -69,7 +69,7 @@ class Pool:
         self.preloaded: tuple[str, ...] = ()
         batched = scorers.custom is not None and scorers.custom.batched
         self._batches = BatchCalls(self._run_batch, self.num_workers) if batched else None
-        self._supervisor: _Supervisor | None = None
+        self._supervisor: _Link | None = None
 
     def preload(self, libraries: Iterable[str]) -> None:
         """Name functions (``module:name``) that the supervisor calls when it starts, before the first job.
@@ -100,7 +100,7 @@ class Pool:
             return [Failure(ScoreStatus.CRASH, f"a job for a grader must be JSON: {error}")] * len(jobs)
         for _ in range(SUPERVISORS):
             if self._supervisor is None or not self._supervisor.alive:
-                self._supervisor = _Supervisor({**self.settings, "preload": self.preloaded})
+                self._supervisor = _Link({**self.settings, "preload": self.preloaded})
             supervisor = self._supervisor
             number, future = supervisor.submit(body, self.timeout_s)
             try:
@@ -121,7 +121,7 @@ class Pool:
             self._supervisor = None
 
 
-class _Supervisor:
+class _Link:
     """The driver's end of a supervisor process. A thread reads its results, so that event loops may come and go."""
 
     def __init__(self, settings: Mapping[str, Any]):

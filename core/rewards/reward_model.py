@@ -23,11 +23,6 @@ from core.rewards.reward_model_calls import Answer, ModelScore
 if TYPE_CHECKING:
     from core.config.schema import RewardModelConfig
 
-NO_TEMPLATE = (
-    "reward_model.model.path={path}: its tokenizer has no chat template; give it one, or set "
-    "reward_model.model.input_tokenizer=null where it reads the policy's own tokens"
-)
-
 
 class RewardModel:
     """A classifier with its tokenizer, and how an answer is written for it.
@@ -47,7 +42,10 @@ class RewardModel:
         if config.model.input_tokenizer is not None:
             self.tokenizer = load_reward_tokenizer(config.model)
             if not self.tokenizer.chat_template:
-                raise InputError(NO_TEMPLATE.format(path=config.model.path))
+                raise InputError(
+                    f"reward_model.model.path={config.model.path}: its tokenizer has no chat template; give it one, or "
+                    "set reward_model.model.input_tokenizer=null where it reads the policy's own tokens"
+                )
 
     def score(self, answers: Sequence[Answer]) -> list[ModelScore]:
         """Return one score an answer; for an answer that the chat template refuses, its error alone."""
@@ -94,7 +92,11 @@ class RewardModel:
     @torch.no_grad()
     def _values(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """Return the model's numbers, [B] float32."""
-        width, pad = len(rows[0]), self._pad_id(rows)
+        model: Any = self.module.config
+        if self.any_pad:  # a pooling decoder finds the last token by the id: it must end no sequence
+            last = {row[-1] for row in rows}
+            model.pad_token_id = next(token for token in range(model.vocab_size) if token not in last)
+        width, pad = len(rows[0]), model.pad_token_id
         ids_BT = torch.tensor([[*row, *[pad] * (width - len(row))] for row in rows], device=self.device)
         lengths_B = torch.tensor([len(row) for row in rows], device=self.device)
         mask_BT = torch.arange(width, device=self.device) < lengths_B[:, None]
@@ -102,11 +104,3 @@ class RewardModel:
         if self.by_token:
             logits = logits[torch.arange(len(rows), device=self.device), lengths_B - 1]
         return logits[:, 0].cpu()
-
-    def _pad_id(self, rows: Sequence[Sequence[int]]) -> int:
-        """Return the model's own, by which a pooling decoder finds the last token; else one that ends no sequence."""
-        config: Any = self.module.config
-        if self.any_pad:
-            last = {row[-1] for row in rows}
-            config.pad_token_id = next(token for token in range(config.vocab_size) if token not in last)
-        return config.pad_token_id

@@ -98,7 +98,8 @@ class Supervisor:
                         key.data()
                 self.bury()
                 self.expire()
-                self.kill_strangers()
+                if self.strangers_possible:
+                    self.kill_strangers()
         except BrokenPipeError:  # the driver no longer reads
             pass
         finally:
@@ -140,8 +141,7 @@ class Supervisor:
                 self.fail(self.queue.popleft(), "crash", f"no grader could be started: {error}")
 
     def start_grader(self) -> None:
-        jobs_out, jobs_in = os.pipe()
-        results_out, results_in = os.pipe()
+        jobs_out, jobs_in, results_out, results_in = *os.pipe(), *os.pipe()
         try:
             pid = os.fork()
         except OSError:
@@ -194,10 +194,6 @@ class Supervisor:
         """Act on a line of a grader."""
         if kind == grader_process.READY:
             one.ready, one.deadline = True, None
-        elif kind == grader_process.UNFIT:
-            if self.queue:
-                self.answer(self.queue.popleft(), "crash", body)
-            self.end(one)
         elif one.request is not None and not one.started and kind == grader_process.STARTED:
             one.started, one.deadline = True, time.monotonic() + one.request.seconds
         elif one.request is not None and one.started and kind in (grader_process.REPLY, grader_process.LAST_REPLY):
@@ -268,8 +264,6 @@ class Supervisor:
 
     def kill_strangers(self) -> None:
         """Kill the children that this process did not start: what a dead grader's scorers have left."""
-        if not self.strangers_possible:
-            return
         children = Path(f"/proc/self/task/{self.me}/children")  # Linux alone has it
         pids = [int(pid) for pid in children.read_text().split()] if children.exists() else []
         strangers = [pid for pid in pids if pid not in self.graders]
@@ -285,7 +279,6 @@ class Supervisor:
             self.kill(one)
         give_up = time.monotonic() + 10.0
         while time.monotonic() < give_up:
-            self.strangers_possible = True
             self.kill_strangers()
             try:
                 os.waitpid(-1, os.WNOHANG)
