@@ -43,9 +43,6 @@ class BatchCalls:
             except Exception as error:  # it is handed to everybody who waits
                 results = [error] * len(batch)
             for (_, future), result in zip(batch, results, strict=True):
-                if future.done():  # cancelled meanwhile
-                    continue
-                if isinstance(result, Exception):
-                    future.set_exception(result)
-                else:
-                    future.set_result(result)
+                if not future.done():  # it is where the caller was cancelled
+                    settle = future.set_exception if isinstance(result, Exception) else future.set_result
+                    settle(result)

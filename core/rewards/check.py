@@ -9,7 +9,7 @@ import difflib
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from core.data.parquet import Problems, Row
 from core.rewards.grading import Failure, InProcess, RewardManager, Scorers
@@ -17,6 +17,9 @@ from core.rewards.pool import Pool, to_json
 from core.types import Prompt
 from reward_scores import SCORERS, Scorer, UnknownDataSource
 from reward_scores.score import Score
+
+if TYPE_CHECKING:
+    from core.config.schema import RewardModelConfig
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +35,6 @@ IDLE_MODEL = (
     "give rows the reward_model.style 'model', or set reward_model.weight to what the model counts beside the rules",
 )
 NOT_JSON = "its graders receive ground_truth and extra_info as JSON"
-SHOWN = 3  # rows named for one kind of problem; the rest is counted
 
 
 def option_problems(reward_kwargs: Mapping[str, Any]) -> list[str]:
@@ -55,13 +57,13 @@ def option_problems(reward_kwargs: Mapping[str, Any]) -> list[str]:
 
 
 def check_rows(
-    scorers: Scorers, manager: RewardManager, rows: Iterable[Prompt | Row], has_model: bool, weight: float
+    reward: RewardModelConfig, scorers: Scorers, manager: RewardManager, rows: Iterable[Prompt | Row]
 ) -> tuple[Problems, list[str]]:
     """Check that every row can be scored. Return the problems, and one data source of each scorer in use.
 
-    ``weight`` is what the reward model counts beside a scorer. Pools learn which libraries the scorers call.
+    The manager's pool learns which libraries the scorers call.
     """
-    problems = Problems(shown=SHOWN)
+    problems = Problems(shown=3)  # rows named for one kind of problem; the rest is counted
     used: dict[str, str] = {}  # a scorer's name -> a data source that it scores
     libraries: dict[str, str] = {}  # -> the name of a scorer that calls it
     for_model = 0
@@ -69,7 +71,7 @@ def check_rows(
         where = row.where if isinstance(row, Row) else f"uid {row.uid}"
         if row.style == MODEL_STYLE:
             for_model += 1
-            if not has_model:
+            if not reward.enable:
                 problems.add(*NO_MODEL, where)
             continue
         try:
@@ -87,7 +89,7 @@ def check_rows(
         if trouble := scorer.check_ground_truth(row.ground_truth, **scorers.options(scorer)):
             rule = f"{scorer.name} cannot grade it"
             problems.add("reward_model.ground_truth", rule, "correct it, or leave the row out", where, trouble)
-    if has_model and not for_model and not weight:
+    if reward.enable and not for_model and not reward.weight:
         problems.add(*IDLE_MODEL)
     if isinstance(manager, Pool | InProcess):
         (manager.pool if isinstance(manager, InProcess) else manager).preload(libraries)

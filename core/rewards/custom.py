@@ -83,19 +83,20 @@ def users_code(key: str, what: str) -> Iterator[None]:
 
 
 def _load(where: str, name: str, kwargs: Mapping[str, Any], arguments: tuple[str, ...]) -> Callable[..., Any]:
-    with users_code(f"custom_reward_function.path={where}", "importing it"):
-        function = load_object(f"{where}:{name}", "custom_reward_function.path")
+    key = "custom_reward_function"
+    with users_code(f"{key}.path={where}", "importing it"):
+        function = load_object(f"{where}:{name}", f"{key}.path")
     if not callable(function):
-        raise InputError(f"custom_reward_function.name={name}: {where} has it, but it is not a function")
+        raise InputError(f"{key}.name={name}: {where} has it, but it is not a function")
     if taken := sorted(set(kwargs) & set(arguments)):
-        raise InputError(f"custom_reward_function.reward_kwargs: {', '.join(taken)} come from the data; drop them here")
+        raise InputError(f"{key}.reward_kwargs: {', '.join(taken)} come from the data; drop them here")
     try:
         inspect.signature(function).bind(**dict.fromkeys(arguments), **kwargs)
     except TypeError as error:
         call = f"{name}({', '.join([*arguments, *kwargs])})"
         raise InputError(
-            f"custom_reward_function.name={name}: it is called by name as {call}, which its signature refuses: "
-            f"{error}; rename its arguments, or correct custom_reward_function.reward_kwargs"
+            f"{key}.name={name}: it is called by name as {call}, which its signature refuses: {error}; "
+            f"rename its arguments, or correct {key}.reward_kwargs"
         ) from error
     return function
 

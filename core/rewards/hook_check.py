@@ -8,7 +8,7 @@ run at its start, not after the first answers of a cluster. What the scorers ret
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from core.data.parquet import Row
@@ -20,7 +20,7 @@ from reward_scores.score import Score
 
 
 def check_hooks(
-    rows: Iterable[Row],
+    rows: Sequence[Row],
     reward: RewardLayer,
     tokenizer: Any,
     shape_reward: Callable[[Score, Trajectory], Score],
@@ -32,10 +32,7 @@ def check_hooks(
     row: a function must return the same parts for every answer. What cannot be graded is passed over. Raises what the
     hooks raise.
     """
-    firsts: dict[str, Row] = {}
-    for row in rows:
-        firsts.setdefault(row.data_source, row)
-    for row in firsts.values():
+    for row in {row.data_source: row for row in reversed(rows)}.values():  # the first row of each source
         answer, ground_truth, extra_info = "", row.ground_truth, row.extra_info
         if examples := reward.scorers.scorer(row.data_source).examples:
             answer, ground_truth, extra_info = *examples[0][:2], None

@@ -19,7 +19,7 @@ from core.rewards.check import MODEL_STYLE, check_examples, check_rows, option_p
 from core.rewards.custom import CustomFunction
 from core.rewards.grading import Failure, InProcess, Job, RewardManager, Scorers
 from core.rewards.managers import make_manager
-from core.rewards.reward_model_calls import Answer, ModelScore, RewardModelCall
+from core.rewards.reward_model_calls import Answer, RewardModelCall
 from core.types import Prompt, Trajectory
 from reward_scores.score import Score, ScoreStatus
 
@@ -53,8 +53,7 @@ class RewardLayer:
                 problems += error.problems
         if problems:
             raise InputError(problems)
-        self.on_error = reward.on_error
-        self.has_model, self.weight = reward.enable, reward.weight
+        self.config: RewardModelConfig = reward
         self._call_model: BatchCalls | None = None
         self.scorers = Scorers(scorer_options(reward), function)
         self.manager: RewardManager = make_manager(reward, self.scorers)
@@ -72,25 +71,24 @@ class RewardLayer:
         """
         extra_info = {**prompt.extra_info, "rollout": rollout_facts(trajectory)}
         job = Job(prompt.data_source, trajectory.response_text, prompt.ground_truth, extra_info)
-        if self.has_model and (prompt.style == MODEL_STYLE or self.weight):
+        if self.config.enable and (prompt.style == MODEL_STYLE or self.config.weight):
             result = await self._with_model(prompt, trajectory, job)
         else:
             result = await self.manager.run(job)
         if not isinstance(result, Failure):
             return result
-        if self.on_error == "raise":
+        if self.config.on_error == "raise":
             raise RewardError(
                 f"scoring failed ({result.status.value}) on uid={prompt.uid!r}, data_source={job.data_source!r}, "
                 f"ground_truth={job.ground_truth!r:.300}, response (its end)={job.response[-1000:]!r}\n{result.detail}"
                 "reward_model.on_error=zero or =mask goes on without it"
             )
-        return Score(0.0, {"acc": 0.0}, result.status, masked=self.on_error == "mask")
+        return Score(0.0, {"acc": 0.0}, result.status, masked=self.config.on_error == "mask")
 
     async def _with_model(self, prompt: Prompt, trajectory: Trajectory, job: Job) -> Score | Failure:
         if self._call_model is None:
             raise RuntimeError("reward_model.enable: the workers have not attached the model yet")
         ids = (*trajectory.prompt_ids.tolist(), *trajectory.response_ids.tolist())
-        found: ModelScore
         answer = Answer(prompt.messages, trajectory.response_text, ids)
         if prompt.style == MODEL_STYLE:
             rule, found = None, await self._call_model(answer)
@@ -103,7 +101,7 @@ class RewardLayer:
             return Failure(ScoreStatus.CRASH, f"the reward model has no score for the answer: {reason}\n")
         if rule is None:
             return Score(found.value, found.parts)
-        value, parts = rule.value + self.weight * found.value, {**rule.parts, **found.parts}
+        value, parts = rule.value + self.config.weight * found.value, {**rule.parts, **found.parts}
         return dataclasses.replace(rule, value=value, parts=parts)
 
     def check(self, rows: Iterable[Prompt | Row]) -> None:
@@ -111,7 +109,7 @@ class RewardLayer:
 
         Raises InputError with all problems.
         """
-        problems, used = check_rows(self.scorers, self.manager, rows, self.has_model, self.weight)
+        problems, used = check_rows(self.config, self.scorers, self.manager, rows)
         for data_source in used:
             check_examples(problems, self.scorers.scorer(data_source), partial(self.grade_example, data_source))
         problems.raise_if_any()

@@ -72,10 +72,7 @@ class Pool:
         self._supervisor: _Link | None = None
 
     def preload(self, libraries: Iterable[str]) -> None:
-        """Name functions (``module:name``) that the supervisor calls when it starts, before the first job.
-
-        A grader that replaces a killed one then has a slow library at hand.
-        """
+        """Name functions (``module:name``) that import slow libraries in the supervisor: all graders then have them."""
         self.preloaded = tuple(sorted({*self.preloaded, *libraries}))
 
     async def run(self, job: Job) -> Score | Failure:
@@ -102,8 +99,8 @@ class Pool:
             if self._supervisor is None or not self._supervisor.alive:
                 self._supervisor = _Link({**self.settings, "preload": self.preloaded})
             supervisor = self._supervisor
-            number, future = supervisor.submit(body, self.timeout_s)
             try:
+                number, future = supervisor.submit(body, self.timeout_s)
                 return _results(*await asyncio.wrap_future(future), len(jobs))
             except asyncio.CancelledError:
                 supervisor.withdraw(number)
@@ -137,7 +134,7 @@ class _Link:
         self.alive, self.closed = True, False
         self._numbers = itertools.count()
         self._waiting: dict[int, concurrent.futures.Future] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of a request's entry against the end: none is entered that nobody resolves
         self._send(to_json({**settings, "driver": os.getpid()}))
         self._reader = threading.Thread(target=self._read, name="reward-pool", daemon=True)
         self._reader.start()
@@ -146,17 +143,14 @@ class _Link:
         number, future = next(self._numbers), concurrent.futures.Future()
         future.set_running_or_notify_cancel()  # it is no longer cancelled then, so that its result can always be set
         with self._lock:
-            if self.alive:
-                self._waiting[number] = future
-            else:
-                future.set_exception(self._lost())
+            if not self.alive:
+                raise self._lost()
+            self._waiting[number] = future
         self._send(f"{number} {seconds!r} {body}")
         return number, future
 
     def withdraw(self, number: int) -> None:
-        with self._lock:
-            waited = self._waiting.pop(number, None)
-        if waited is not None:
+        if self._waiting.pop(number, None) is not None:
             self._send(f"{number} -")
 
     def _send(self, line: str) -> None:
@@ -167,9 +161,7 @@ class _Link:
     def _read(self) -> None:
         for line in self.process.stdout:
             number, status, body = line.split(b" ", 2)
-            with self._lock:
-                future = self._waiting.pop(int(number), None)
-            if future is not None:
+            if (future := self._waiting.pop(int(number), None)) is not None:
                 future.set_result((status.decode(), body))
         self.process.wait()
         with self._lock:

@@ -76,10 +76,7 @@ class RewardModel:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _passes(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Yield each pass as answers' numbers, longest first, within the bound of sequences or padded tokens a pass.
-
-        Answers without a token are left out.
-        """
+        """Yield the answers of each pass, longest first, within its bound of sequences or padded tokens; none empty."""
         order = sorted((at for at, length in enumerate(lengths) if length), key=lambda at: -lengths[at])
         budget = self.config.forward_max_token_len_per_gpu
         while order:

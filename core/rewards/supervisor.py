@@ -119,11 +119,11 @@ class Supervisor:
                 seconds, _, jobs = rest.partition(b" ")
                 self.queue.append(Request(int(number), float(seconds), jobs))
 
-    def answer(self, request: Request, status: str, body: bytes) -> None:
+    def answer(self, request: Request, status: str, body: bytes | str) -> None:
+        """Send a grader's own words (bytes of JSON), or a text of the supervisor's."""
+        if isinstance(body, str):
+            body = json.dumps(body).encode()
         grader_process.write_line(DRIVER_OUT, b"%d %s %s" % (request.id, status.encode(), body))
-
-    def fail(self, request: Request, status: str, detail: str) -> None:
-        self.answer(request, status, json.dumps(detail).encode())
 
     # -- graders -----------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class Supervisor:
             try:
                 self.start_grader()
             except OSError as error:  # no process or pipe is to be had
-                self.fail(self.queue.popleft(), "crash", f"no grader could be started: {error}")
+                self.answer(self.queue.popleft(), "crash", f"no grader could be started: {error}")
 
     def start_grader(self) -> None:
         jobs_out, jobs_in, results_out, results_in = *os.pipe(), *os.pipe()
@@ -214,7 +214,7 @@ class Supervisor:
             if one.request is not None and one.started:
                 self.end(one, "timeout", f"killed after {one.request.seconds:g} s (reward_model.timeout_s)")
             elif one.request is None and self.queue:
-                self.fail(self.queue.popleft(), "crash", f"a grader was not ready after {START_S:g} s")
+                self.answer(self.queue.popleft(), "crash", f"a grader was not ready after {START_S:g} s")
                 self.end(one)
             else:
                 self.end(one, "crash", f"{TRIES} graders did not take the request")
@@ -224,7 +224,7 @@ class Supervisor:
         request, one.request, one.deadline, one.ended = one.request, None, None, True
         if request is not None:
             if one.started or request.tries >= TRIES:
-                self.fail(request, status, detail)
+                self.answer(request, status, detail)
             else:
                 self.queue.appendleft(request)
         self.kill(one)
@@ -275,7 +275,6 @@ class Supervisor:
 
     def end_all(self) -> None:
         for one in self.graders.values():
-            one.ended = True
             self.kill(one)
         give_up = time.monotonic() + 10.0
         while time.monotonic() < give_up:
