@@ -35,7 +35,7 @@ from core.engines.stepped import SteppedEngine
 from core.learner.batching import make_batch, token_rewards
 from core.learner.models import load_tokenizer
 from core.rewards import RewardLayer
-from core.rewards.hook_check import rehearse
+from core.rewards.hook_check import check_hooks
 from core.rollout.agent_loop import AgentLoop, Episode, Limits, ToolCalls, make_agent_loop
 from core.rollout.background import Background
 from core.rollout.collect import Collected, CollectLimits, CollectState, collect, collect_ahead, fresh_enough
@@ -124,15 +124,15 @@ class RayPPOTrainer:
         self.tokenizer = load_tokenizer(config.actor_rollout_ref.model)
         self.stream = PromptStream(config.data, self.tokenizer, config.trainer.seed)
         self.val_prompts = load_val_prompts(config.data, self.tokenizer)
-        self.reward = RewardLayer(config, self.tokenizer)
+        self.reward = RewardLayer(config)
         self.reward.check(itertools.chain(self.stream.rows(), self.val_prompts))
-        rehearse(self.stream.sample_rows(1), self.reward, self.tokenizer, self.shape_reward, self.keep_group)
+        check_hooks(self.stream.sample_rows(1), self.reward, self.tokenizer, self.shape_reward, self.keep_group)
         self.agent_loop = make_agent_loop(config, self.tokenizer)
         checkpoint = self.session.open(self.stream, critic=self.needs.critic)
         self.workers = self.make_workers(prepare_torch(config.trainer))
         try:
-            if self.workers.judge is not None:
-                self.reward.attach(self.workers.judge)
+            if self.workers.reward_model is not None:
+                self.reward.attach(self.workers.reward_model)
             state = self.session.attach(self.workers, checkpoint)
             self.collect_state, self.kl_controller = state.collect, state.kl_controller
         except BaseException:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.rewards.grading import Executor, Failure, Job
+from core.rewards.grading import Failure, Job, RewardManager
 from reward_scores.score import Score
 from tests.bombs import EXPECTED
 
@@ -46,9 +46,9 @@ def cases(count: int, share: float, seed: int = 0) -> list[Case]:
     return found
 
 
-def grade(executor: Executor, jobs: list[Job]) -> list[Score | Failure]:
+def grade(manager: RewardManager, jobs: list[Job]) -> list[Score | Failure]:
     async def everything() -> list[Score | Failure]:
-        return await asyncio.gather(*map(executor.run, jobs))
+        return await asyncio.gather(*map(manager.run, jobs))
 
     return asyncio.run(everything())
 

@@ -62,7 +62,7 @@ class LocalWorkers:
             dtype = compute_dtype(config.critic.model.fsdp_config.dtype)
             layout = Layout(packed=config.critic.model.use_remove_padding)
             self.critic = Critic(critic, config.critic, compute_dtype=dtype, layout=layout)
-        self.judge = RewardModel(config.reward_model, device).judge if config.reward_model.enable else None
+        self.reward_model = RewardModel(config.reward_model, device).score if config.reward_model.enable else None
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         self.engine.sleep()

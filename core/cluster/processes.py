@@ -26,7 +26,7 @@ from core.cluster.driver import stand_where_the_shell_stood
 from core.engines import SampleRequest
 from core.engines.factory import make_engine
 from core.learner.models import load_policy, load_tokenizer
-from core.rewards.model import Answer, Judgement
+from core.rewards.reward_model_calls import Answer, ModelScore
 from core.tracking.profiling import Profile
 from core.types import Trajectory
 
@@ -207,8 +207,8 @@ class RewardModelProcess:
 
     async def ready(self) -> None: ...
 
-    async def judge(self, answers: Sequence[Answer]) -> list[Judgement]:
-        return self.model.judge(answers)
+    async def score(self, answers: Sequence[Answer]) -> list[ModelScore]:
+        return self.model.score(answers)
 
     async def beat(self) -> None: ...
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from core.cluster.processes import packed
 from core.cluster.ray_watch import GRACE_S, Watch
 from core.engines import SampleRequest
-from core.rewards.model import Answer, Judgement
+from core.rewards.reward_model_calls import Answer, ModelScore
 from core.types import Trajectory
 
 PAUSE_S = 1.0  # between two looks at the actors' lives while samples are awaited
@@ -176,7 +176,7 @@ class RayEngine:
         ray.wait(calls, num_returns=len(calls), timeout=GRACE_S)
 
 
-class RayJudge:
+class RayRewardModel:
     """The reward model's actor, as a function of answers; it has the phases' deadline."""
 
     NAME = "reward model"
@@ -184,11 +184,11 @@ class RayJudge:
     def __init__(self, watch: Watch):
         self.watch = watch
 
-    async def __call__(self, answers: Sequence[Answer]) -> list[Judgement]:
-        call = self.watch.actors[self.NAME].judge.remote(list(answers))
+    async def __call__(self, answers: Sequence[Answer]) -> list[ModelScore]:
+        call = self.watch.actors[self.NAME].score.remote(list(answers))
         try:
             return await asyncio.wait_for(asyncio.wrap_future(call.future()), self.watch.timeout_s)
         except TimeoutError:
-            raise await asyncio.to_thread(self.watch.timeout, "judge", [self.NAME]) from None
+            raise await asyncio.to_thread(self.watch.timeout, "reward_model", [self.NAME]) from None
         except RayError as error:
-            raise await asyncio.to_thread(self.watch.cause, "judge", error) from error
+            raise await asyncio.to_thread(self.watch.cause, "reward_model", error) from error

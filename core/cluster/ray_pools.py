@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from core.cluster.driver import FOLDER
 from core.cluster.processes import EngineProcess, LearnerProcess, RewardModelProcess
-from core.cluster.ray_engine import RayEngine, RayJudge
+from core.cluster.ray_engine import RayEngine, RayRewardModel
 from core.cluster.ray_watch import Watch
 from core.config import tables
 from core.config.frozen import thaw
@@ -43,7 +43,7 @@ def actor_class(body: type, threads: int) -> Any:
     return ray.remote(concurrency_groups={"aside": threads})(body)
 
 
-LEARNER, ENGINE, JUDGE = (actor_class(body, 2) for body in (LearnerProcess, EngineProcess, RewardModelProcess))
+LEARNER, ENGINE, REWARD_MODEL = (actor_class(body, 2) for body in (LearnerProcess, EngineProcess, RewardModelProcess))
 
 
 def connect(config: Config, device: torch.device) -> None:
@@ -103,7 +103,7 @@ class RayProcesses:
         self.watch = Watch(trainer.phase_timeout_s, trainer.heartbeat_timeout_s)
         self.learners: list[Any] = []
         self.engine: RayEngine | None = None
-        self.judge: RayJudge | None = None
+        self.reward_model: RayRewardModel | None = None
         self.groups: list[Any] = []  # a node each
         self.engine_groups: list[Any] = []  # of the engines' own pool
         self.owns_ray = not ray.is_initialized()
@@ -115,7 +115,7 @@ class RayProcesses:
             self._reserve()
             self._start(needs_ref, needs_critic, master_dtype)
             if config.reward_model.enable:
-                self.judge = self._start_judge()
+                self.reward_model = self._start_reward_model()
         except BaseException:
             self.close()
             raise
@@ -196,13 +196,13 @@ class RayProcesses:
         profiler = runtime_env(self.config.global_profiler)
         return {"scheduling_strategy": strategy, "num_cpus": 0.5, "num_gpus": given, **profiler}
 
-    def _start_judge(self) -> RayJudge:
+    def _start_reward_model(self) -> RayRewardModel:
         """The reward model has a GPU of its own, where there are any: it works while the engines decode."""
         gpus = 1 if self.device.type == "cuda" else 0
-        actor = JUDGE.options(num_cpus=0, num_gpus=gpus).remote(self.config, self.device, self.threads)
-        self.watch.add(RayJudge.NAME, actor)
-        self.watch.wait("load", {RayJudge.NAME: actor.ready.remote()})
-        return RayJudge(self.watch)
+        actor = REWARD_MODEL.options(num_cpus=0, num_gpus=gpus).remote(self.config, self.device, self.threads)
+        self.watch.add(RayRewardModel.NAME, actor)
+        self.watch.wait("load", {RayRewardModel.NAME: actor.ready.remote()})
+        return RayRewardModel(self.watch)
 
     def close(self) -> None:
         """Ends the actors and what else this object started. A second call does nothing."""

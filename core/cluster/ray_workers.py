@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from core.checkpoint.provenance import ModelFingerprint
-from core.cluster.ray_engine import RayJudge
+from core.cluster.ray_engine import RayRewardModel
 from core.cluster.ray_pools import RayProcesses
 from core.learner.batching import busy_rows, rank_shares, steps_of
 from core.learner.learner import only_advantages_train
@@ -92,7 +92,7 @@ class RayWorkers(RayProcesses):
 
     def _profiled(self) -> dict[str, Any]:
         """Learners and engines; not a reward model."""
-        return {name: actor for name, actor in self.watch.actors.items() if name != RayJudge.NAME}
+        return {name: actor for name, actor in self.watch.actors.items() if name != RayRewardModel.NAME}
 
     def _each(self, phase: str, method: str, arguments: Sequence[tuple]) -> list[Any]:
         """The method on rank 0, 1, ... with its arguments."""

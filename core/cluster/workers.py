@@ -17,7 +17,7 @@ from torch import Tensor
 from core.checkpoint.provenance import ModelFingerprint
 from core.engines import RolloutEngine
 from core.errors import InputError
-from core.rewards.model import Judge
+from core.rewards.reward_model_calls import RewardModelCall
 from core.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Workers(Protocol):
     """The remote phases of a step. Batches travel whole; how they are split is the workers' business."""
 
     engine: RolloutEngine
-    judge: Judge | None  # the reward model, where reward_model.enable asks for one
+    reward_model: RewardModelCall | None  # where reward_model.enable is set
     full_precision: bool  # no bf16 anywhere: engine and learner then agree to rounding
     ranks: int  # learner processes
     threads: int  # of torch in each of them

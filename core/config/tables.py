@@ -13,10 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from core.config.schema import RewardModelConfig
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,7 @@ class ManagerEntry:
 
 REWARD_MANAGERS = {  # reward_model.reward_manager
     "naive": ManagerEntry("core.rewards.managers:naive", in_process=True),
-    "batch": ManagerEntry("core.rewards.managers:batch", batched=True),
+    "batch": ManagerEntry("core.rewards.managers:pool", batched=True),
     "prime": ManagerEntry("core.rewards.managers:pool"),
     # The overlong penalty, the other half of verl's manager of this name, is the trainer's shape_reward.
     "dapo": ManagerEntry("core.rewards.managers:pool"),
@@ -156,9 +153,9 @@ def policy_loss(name: str) -> LossEntry:
     return POLICY_LOSSES.get(name) or LossEntry(name, reads=_all_keys(POLICY_LOSSES))
 
 
-def reward_manager(reward: RewardModelConfig) -> ManagerEntry:
+def reward_manager(name: str, source: str) -> ManagerEntry:
     """Return the manager's entry. A user's own (``source=importlib``) is neither in process nor batched."""
-    return REWARD_MANAGERS[reward.reward_manager] if reward.source == "register" else ManagerEntry("")
+    return REWARD_MANAGERS[name] if source == "register" else ManagerEntry("")
 
 
 def _all_keys(table: Mapping[str, Any]) -> frozenset[str]:

@@ -108,7 +108,7 @@ class View:
     @property
     def manager(self) -> tables.ManagerEntry:
         """The chosen reward manager's entry."""
-        return tables.reward_manager(self.reward)
+        return tables.reward_manager(self.reward.reward_manager, self.reward.source)
 
     @property
     def ungrouped(self) -> str:

@@ -37,8 +37,8 @@ class Problems:
     found: dict[tuple[str, str, str], list[str]] = field(default_factory=dict)
     shown: int = 10
 
-    def add(self, where: str, rule: str, fix: str, row: int | None = None, value: str = "") -> None:
-        """``where`` is a file or a key; rows that break the same rule share a line."""
+    def add(self, where: str, rule: str, fix: str, row: int | str | None = None, value: str = "") -> None:
+        """Add one. ``where`` is a file or a key; rows that break the same rule share a line."""
         entries = self.found.setdefault((where, rule, fix), [])
         if row is not None:
             entries.append(f"{row}: {value}" if value else str(row))

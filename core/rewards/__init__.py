@@ -1,6 +1,5 @@
-"""The reward layer: from a trajectory to a score, with every failure in sight."""
+"""The reward layer: it turns a trajectory into a score and gives every failure of a scorer a status."""
 
-from core.errors import InputError
 from core.rewards.layer import RewardError, RewardLayer
 
-__all__ = ["InputError", "RewardError", "RewardLayer"]
+__all__ = ["RewardError", "RewardLayer"]

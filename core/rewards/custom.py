@@ -1,12 +1,17 @@
-"""A user's own reward function, with verl's signature: loading it, calling it, reading what it returns."""
+"""A user's own reward function, with verl's signature: how it is loaded and called, and how its result is read.
+
+Where it is called (in this process or in a grader) is not decided here.
+"""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import math
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -25,107 +30,79 @@ class CustomFunction:
     It is called by argument name, as verl does. ``path`` is a Python file or a module's name; two files of the same
     name do not collide. Where the module has ``EXAMPLES`` or ``check_ground_truth``, they are used like a scorer's
     own. A ``batched`` one takes lists, ``compute_score(data_sources, solution_strs, ground_truths, extra_infos,
-    **reward_kwargs)``, and returns a list. Raises InputError.
+    **reward_kwargs)``, and returns a list. ``settings`` are the arguments that make it anew in another process.
+    Raises InputError.
     """
 
     def __init__(
-        self,
-        path: str,
-        name: str = "compute_score",
-        kwargs: Mapping[str, Any] | None = None,
-        batched: bool = False,
+        self, path: str, name: str = "compute_score", kwargs: Mapping[str, Any] | None = None, batched: bool = False
     ):
-        self.path, self.function_name, self.batched = path, name, batched
-        self.kwargs = dict(kwargs or {})
-        self.name = f"{path}:{name}"
-        where = path.removeprefix("file://").removeprefix("pkg://")
-        self.function = _load(where, name)
-        _check_signature(self.function, name, self.kwargs, BATCH_ARGUMENTS if batched else ARGUMENTS)
-        self.examples = _optional(where, "EXAMPLES", ())
-        self.check_ground_truth = _optional(where, "check_ground_truth", any_ground_truth)
+        self.settings = {"path": path, "name": name, "kwargs": dict(kwargs or {}), "batched": batched}
+        self.name, self.kwargs, self.batched = f"{path}:{name}", dict(kwargs or {}), batched
+        where = without_scheme(path)
+        self.function = _load(where, name, self.kwargs, BATCH_ARGUMENTS if batched else ARGUMENTS)
+        self.examples, self.check_ground_truth = (), any_ground_truth
+        with suppress(InputError):  # the module need not have it
+            self.examples = tuple(load_object(f"{where}:EXAMPLES"))
+        with suppress(InputError):
+            self.check_ground_truth = load_object(f"{where}:check_ground_truth")
 
     def scorer(self, data_source: str) -> Scorer:
-        """The function in the shape of a built-in scorer, for one data source."""
-        return Scorer(self.name, partial(self._score, data_source), tuple(self.examples), self.check_ground_truth)
+        """Return the function in the shape of a built-in scorer, for one data source."""
+        return Scorer(self.name, partial(self._call, data_source), self.examples, self.check_ground_truth)
 
-    def _score(
-        self, data_source: str, response: str, ground_truth: Any, extra_info: Mapping[str, Any]
-    ) -> Score | Awaitable[Score]:
-        # Copies: what the function does to its arguments must not reach the data row.
-        result = self.function(
+    def _call(self, data_source: str, response: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> Any:
+        # Copies: what the function does to its arguments must not reach the example in memory.
+        return self.function(
             data_source=data_source,
             solution_str=response,
             ground_truth=copy.deepcopy(ground_truth),
             extra_info=copy.deepcopy(dict(extra_info)),
             **self.kwargs,
         )
-        return _await_score(result) if inspect.isawaitable(result) else as_score(result)
 
-    def score_all(
-        self,
-        data_sources: Sequence[str],
-        responses: Sequence[str],
-        ground_truths: Sequence[Any],
-        extra_infos: Sequence[Mapping[str, Any]],
-    ) -> list[Score] | Awaitable[list[Score]]:
-        """One call of a ``batched`` function. Raises ValueError where it does not return one result an answer."""
-        lists = ([*data_sources], [*responses], copy.deepcopy([*ground_truths]), copy.deepcopy([*extra_infos]))
-        result = self.function(**dict(zip(BATCH_ARGUMENTS, lists, strict=True)), **self.kwargs)
-        count = len(data_sources)
-        return _await_scores(result, count) if inspect.isawaitable(result) else as_scores(result, count)
+    def call_batch(self, *lists: Sequence[Any]) -> Any:
+        """Call a batched function with the lists of BATCH_ARGUMENTS, for :func:`as_scores` to read the result."""
+        return self.function(**dict(zip(BATCH_ARGUMENTS, lists, strict=True)), **self.kwargs)
 
 
-async def _await_score(result: Awaitable[Any]) -> Score:
-    return as_score(await result)
+def without_scheme(path: str) -> str:
+    """Return a path of the configuration without verl's ``file://`` or ``pkg://``."""
+    return path.removeprefix("file://").removeprefix("pkg://")
 
 
-async def _await_scores(result: Awaitable[Any], count: int) -> list[Score]:
-    return as_scores(await result, count)
-
-
-def _load(where: str, name: str) -> Callable[..., Any]:
-    # load_object takes what ends in .py for a file, and everything else for a module
+@contextmanager
+def users_code(key: str, what: str) -> Iterator[None]:
+    """Turn whatever a user's module raises at start into an InputError that names the configuration key."""
     try:
-        function = load_object(f"{where}:{name}", "custom_reward_function.path")
-    except InputError as error:
-        raise InputError([str(error)]) from error
-    except Exception as error:  # whatever the user's module raises while it is imported is a problem of this key
-        problem = f"custom_reward_function.path={where}: importing it failed\n{traceback.format_exc(limit=-3).rstrip()}"
-        raise InputError([problem]) from error
-    if not callable(function):
-        raise InputError([f"custom_reward_function.name={name}: {where} has it, but it is not a function"])
-    return function
-
-
-def _optional(where: str, name: str, default: Any) -> Any:
-    try:
-        return load_object(f"{where}:{name}")
+        yield
     except InputError:
-        return default
+        raise
+    except Exception as error:
+        raise InputError(f"{key}: {what} failed\n{traceback.format_exc(limit=-3).rstrip()}") from error
 
 
-def _check_signature(
-    function: Callable[..., Any], name: str, kwargs: Mapping[str, Any], arguments: tuple[str, ...]
-) -> None:
-    taken = sorted(set(kwargs) & set(arguments))
-    if taken:
-        raise InputError(
-            [f"custom_reward_function.reward_kwargs: {', '.join(taken)} come from the data; drop them here"]
-        )
+def _load(where: str, name: str, kwargs: Mapping[str, Any], arguments: tuple[str, ...]) -> Callable[..., Any]:
+    key = "custom_reward_function"
+    with users_code(f"{key}.path={where}", "importing it"):
+        function = load_object(f"{where}:{name}", f"{key}.path")
+    if not callable(function):
+        raise InputError(f"{key}.name={name}: {where} has it, but it is not a function")
+    if taken := sorted(set(kwargs) & set(arguments)):
+        raise InputError(f"{key}.reward_kwargs: {', '.join(taken)} come from the data; drop them here")
     try:
         inspect.signature(function).bind(**dict.fromkeys(arguments), **kwargs)
     except TypeError as error:
         call = f"{name}({', '.join([*arguments, *kwargs])})"
         raise InputError(
-            [
-                f"custom_reward_function.name={name}: it is called by name as {call}, which its signature refuses: "
-                f"{error}; rename its arguments, or mend custom_reward_function.reward_kwargs"
-            ]
+            f"{key}.name={name}: it is called by name as {call}, which its signature refuses: {error}; "
+            f"rename its arguments, or correct {key}.reward_kwargs"
         ) from error
+    return function
 
 
 def as_scores(result: Any, count: int) -> list[Score]:
-    """What a batched function returned: ``count`` results, each as :func:`as_score` takes it."""
+    """Read what a batched function returned: ``count`` results, each in a form that :func:`as_score` reads."""
     if isinstance(result, Mapping | str) or not hasattr(result, "__len__") or len(result) != count:
         had = f"{len(result)} results" if hasattr(result, "__len__") else type(result).__name__
         raise ValueError(f"a batched reward function must return one result an answer: got {had} for {count} answers")
@@ -133,38 +110,26 @@ def as_scores(result: Any, count: int) -> list[Score]:
 
 
 def as_score(result: Any) -> Score:
-    """A number, a dict with ``score``, or a :class:`Score`, as a Score.
+    """Read a number, a dict with ``score``, or a :class:`Score`, as a Score.
 
     Of a dict, ``pred`` is the answer that was read, other numbers (``acc`` among them) are parts, and texts are left
     out. The status is OK where ``acc`` (the score itself, unless given) is above 0. Raises TypeError or ValueError for
     anything else, non-finite numbers included.
     """
     if isinstance(result, Score):
-        return Score(
-            _number(result.value),
-            {name: _number(part, name) for name, part in result.parts.items()},
-            result.status,
-            result.masked,
-            result.pred,
-        )
-    if not isinstance(result, Mapping):
-        value = _number(result)
-        return Score(value, status=_status(value))
-    if "score" not in result:
-        raise ValueError(f"a reward function's dict needs the key 'score', it has {sorted(map(str, result))}")
-    value = _number(result["score"])
-    pred = result.get("pred")
+        parts = {name: _number(part, name) for name, part in result.parts.items()}
+        return dataclasses.replace(result, value=_number(result.value), parts=parts)
+    given = result if isinstance(result, Mapping) else {"score": result}
+    if "score" not in given:
+        raise ValueError(f"a reward function's dict needs the key 'score', it has {sorted(map(str, given))}")
+    value, pred = _number(given["score"]), given.get("pred")
     parts = {
         str(name): _number(part, name)
-        for name, part in result.items()
+        for name, part in given.items()
         if name not in ("score", "pred") and part is not None and not isinstance(part, str)
     }
-    status = _status(parts.get("acc", value))
+    status = ScoreStatus.OK if parts.get("acc", value) > 0 else ScoreStatus.WRONG
     return Score(value, parts, status, pred=None if pred is None else str(pred))
-
-
-def _status(acc: float) -> ScoreStatus:
-    return ScoreStatus.OK if acc > 0 else ScoreStatus.WRONG
 
 
 def _number(value: Any, name: Any = "score") -> float:

@@ -1,21 +1,26 @@
-"""Grading one answer, and where that happens."""
+"""What a job is, which scorer grades it, and how it is graded in this process.
+
+Processes that can be killed are :mod:`core.rewards.pool`'s; the choice between the two is a reward manager's
+(:mod:`core.rewards.managers`).
+"""
 
 from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from core.rewards.custom import CustomFunction
+from core.errors import WorkersLost
+from core.rewards.custom import CustomFunction, as_score
 from reward_scores import Scorer, scorer_for
 from reward_scores.score import Score, ScoreStatus
 
 
 @dataclass(frozen=True)
 class Job:
-    """One answer to grade: all that a worker needs, as plain data."""
+    """One answer to grade: all that a grader needs, as plain data."""
 
     data_source: str
     response: str
@@ -25,54 +30,42 @@ class Job:
 
 @dataclass(frozen=True)
 class Failure:
-    """The scorer gave no verdict."""
+    """The reason why an answer has no score."""
 
     status: ScoreStatus
     detail: str
 
 
-class Grader:
-    """Picks the scorer of a job and calls it with the configured options."""
+class Scorers:
+    """The scorers of a run and their options: the table of :mod:`reward_scores`, or the user's function for all."""
 
     def __init__(self, reward_kwargs: Mapping[str, Any] | None = None, custom: CustomFunction | None = None):
         self.reward_kwargs = {name: dict(options or {}) for name, options in (reward_kwargs or {}).items()}
         self.custom = custom
 
     def scorer(self, data_source: str) -> Scorer:
-        """Raises UnknownDataSource where neither the table nor a custom function covers it."""
+        """Return the scorer of a data source. Raises UnknownDataSource where there is none."""
         return self.custom.scorer(data_source) if self.custom else scorer_for(data_source)
 
     def options(self, scorer: Scorer) -> dict[str, Any]:
         return self.reward_kwargs.get(scorer.name, {})
 
     def libraries(self, data_source: str) -> tuple[str, ...]:
-        """What the scorer of a data source calls whose work may not end; see :class:`reward_scores.verdict.Scorer`.
-
-        Raises UnknownDataSource.
-        """
+        """Return the libraries of a data source's scorer whose work may not end. Raises UnknownDataSource."""
         scorer = self.scorer(data_source)
         return tuple(scorer.libraries(**self.options(scorer)))
 
     def __call__(self, job: Job) -> Any:
-        """A Score, or an awaitable of one where the user's function is asynchronous."""
+        """Return what the scorer returned, for :func:`as_score` to read; an awaitable of it from an async function."""
         scorer = self.scorer(job.data_source)
         return scorer(job.response, job.ground_truth, job.extra_info, **self.options(scorer))
 
-    def batch(self, jobs: Sequence[Job]) -> list[Score] | Awaitable[list[Score]]:
-        """The scores of several jobs by one call of the user's function, which must be a batched one."""
-        return self.custom.score_all(
-            [job.data_source for job in jobs],
-            [job.response for job in jobs],
-            [job.ground_truth for job in jobs],
-            [job.extra_info for job in jobs],
-        )
 
+class RewardManager(Protocol):
+    """Grades jobs: in this process (:class:`InProcess`), in others (:class:`core.rewards.pool.Pool`), or in both.
 
-class Executor(Protocol):
-    """Where jobs are graded, and in what company: what a reward manager is.
-
-    :class:`InProcess` trusts the scorers; :class:`core.rewards.pool.Pool` does not. ``run`` answers a
-    :class:`Failure` where there is no verdict, and may be called from several event loops, one after the other.
+    ``run`` returns a :class:`Failure` where there is no score. It may be called from several event loops, one after
+    the other.
     """
 
     async def run(self, job: Job) -> Score | Failure: ...
@@ -80,18 +73,32 @@ class Executor(Protocol):
     def close(self) -> None: ...
 
 
-class InProcess:
-    """Grades in this process, one job after the other."""
+async def as_result(grade: Callable[[Job], Awaitable[Any]], job: Job) -> Score | Failure:
+    """Call code that may fail in any way, a scorer's or a user's, and read its result; what it raises is a crash."""
+    try:
+        result = await grade(job)
+        return result if isinstance(result, Failure) else as_score(result)
+    except WorkersLost:  # of a pool that it uses: never the fault of an answer
+        raise
+    except Exception:
+        return Failure(ScoreStatus.CRASH, traceback.format_exc())
 
-    def __init__(self, grader: Grader):
-        self.grader = grader
+
+class InProcess:
+    """Grades in this process, one job after the other. What a library may not finish goes to ``pool``, if given."""
+
+    def __init__(self, scorers: Scorers, pool: RewardManager | None = None):
+        self.scorers, self.pool = scorers, pool
 
     async def run(self, job: Job) -> Score | Failure:
-        try:
-            result = self.grader(job)
-            return await result if inspect.isawaitable(result) else result
-        except Exception:  # a scorer may fail in any way; that is a status, and on_error says what follows from it
-            return Failure(ScoreStatus.CRASH, traceback.format_exc())
+        return await as_result(self._grade, job)
+
+    async def _grade(self, job: Job) -> Any:
+        if self.pool is not None and self.scorers.libraries(job.data_source):
+            return await self.pool.run(job)
+        result = self.scorers(job)
+        return await result if inspect.isawaitable(result) else result
 
     def close(self) -> None:
-        """Nothing to stop."""
+        if self.pool is not None:
+            self.pool.close()

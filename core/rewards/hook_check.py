@@ -1,45 +1,42 @@
-"""The training hooks, tried on an example answer of every data source before a model is loaded.
+"""Tries the training hooks on an example answer of every data source before a model is loaded.
 
-A hook that cannot work with what a scorer gives (a filter on a part that is not there, say) then ends the run at its
-start, not after the first answers of a cluster.
+A hook that cannot work with what a scorer returns (a filter on a part that is not there, for example) then ends the
+run at its start, not after the first answers of a cluster. What the scorers return is checked before, by
+:mod:`core.rewards.check`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from core.data.parquet import Row
 from core.rewards import RewardLayer
-from core.rewards.grading import Failure, Job
+from core.rewards.grading import Failure
 from core.tracking.metrics import RAW_SCORE
 from core.types import Prompt, ScoredGroup, Stop, Trajectory
 from reward_scores.score import Score
 
 
-def rehearse(
-    rows: Iterable[Row],
+def check_hooks(
+    rows: Sequence[Row],
     reward: RewardLayer,
     tokenizer: Any,
     shape_reward: Callable[[Score, Trajectory], Score],
     keep_group: Callable[[ScoredGroup], bool],
 ) -> None:
-    """Shapes and judges a group of one example answer for each data source of ``rows``.
+    """Call both hooks with a group of one example answer for each data source of ``rows``.
 
-    The answers are the scorer's own examples; for a function without any, nothing at all, the empty answer, on the
-    source's first row: a function must give the same parts for every answer. What cannot be graded is passed over.
-    Raises what the hooks raise.
+    The answer is the scorer's first example; for a function without any it is the empty answer, on the source's first
+    row: a function must return the same parts for every answer. What cannot be graded is passed over. Raises what the
+    hooks raise.
     """
-    seen: set[str] = set()
-    for row in rows:
-        if row.data_source in seen:
-            continue
-        seen.add(row.data_source)
-        examples = reward.grader.scorer(row.data_source).examples
-        answer, ground_truth = examples[0][:2] if examples else ("", row.ground_truth)
-        score = asyncio.run(reward.executor.run(Job(row.data_source, answer, ground_truth, row.extra_info or {})))
+    for row in {row.data_source: row for row in reversed(rows)}.values():  # the first row of each source
+        answer, ground_truth, extra_info = "", row.ground_truth, row.extra_info
+        if examples := reward.scorers.scorer(row.data_source).examples:
+            answer, ground_truth, extra_info = *examples[0][:2], None
+        score = reward.grade_example(row.data_source, answer, ground_truth, extra_info)
         if isinstance(score, Failure):
             continue
         ids = tokenizer.encode(answer, add_special_tokens=False) or [tokenizer.pad_token_id]

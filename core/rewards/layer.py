@@ -1,126 +1,144 @@
-"""From a finished trajectory to its :class:`Score`: which scorer, what it sees, and what happens when it fails."""
+"""From a finished trajectory to its :class:`Score`: who scores it, what the scorer sees, and what a failure becomes.
+
+The scorers are :mod:`reward_scores`' or the user's; where they run is a reward manager's choice.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from core.config import tables
+from core.data.parquet import Row
 from core.errors import InputError
-from core.rewards.check import MODEL_STYLE, find_problems, option_problems
+from core.rewards.batch_calls import BatchCalls
+from core.rewards.check import MODEL_STYLE, check_examples, check_rows, option_problems
 from core.rewards.custom import CustomFunction
-from core.rewards.grading import Executor, Failure, Grader, Job
-from core.rewards.managers import InWaves, Naive, make_manager
-from core.rewards.model import Answer, Judge, ModelRewards, alone, beside
-from core.rewards.programs import scorer_options
+from core.rewards.grading import Failure, InProcess, Job, RewardManager, Scorers
+from core.rewards.managers import make_manager
+from core.rewards.reward_model_calls import Answer, RewardModelCall
 from core.types import Prompt, Trajectory
-from reward_scores.score import Score
+from reward_scores.score import Score, ScoreStatus
+
+if TYPE_CHECKING:
+    from core.config.schema import Config, RewardModelConfig
+
+RUN_PROGRAMS = ("prime_code", "unit_tests")  # scorers that do
+TESTS_SHARE = 0.8  # of reward_model.timeout_s: a slow program is a wrong answer, not a failing scorer
 
 
 class RewardError(RuntimeError):
-    """A reward function failed on a sample and ``reward_model.on_error=raise``."""
+    """A reward function failed on an answer and ``reward_model.on_error=raise``."""
 
 
 class RewardLayer:
-    """Scores trajectories as ``reward_model`` and ``custom_reward_function`` say.
+    """Scores trajectories as the sections ``reward_model`` and ``custom_reward_function`` of the configuration say.
 
     ``reward_model.reward_kwargs`` maps a scorer's name to its options: ``{"gsm8k": {"method": "flexible"}}``.
     Raises InputError, with all problems, for a configuration that cannot work.
     """
 
-    def __init__(self, config: Any, tokenizer: Any = None):
+    def __init__(self, config: Config):
         reward, custom = config.reward_model, config.custom_reward_function
         problems = option_problems(reward.reward_kwargs or {})
         function = None
         if custom.path:
+            batched = tables.reward_manager(reward.reward_manager, reward.source).batched
             try:
-                function = CustomFunction(
-                    custom.path,
-                    custom.name or "compute_score",
-                    custom.reward_kwargs,
-                    batched=tables.reward_manager(reward).batched,
-                )
+                function = CustomFunction(custom.path, custom.name or "compute_score", custom.reward_kwargs, batched)
             except InputError as error:
                 problems += error.problems
         if problems:
             raise InputError(problems)
-        self.on_error = reward.on_error
-        self.has_model, self.weight = reward.enable, reward.weight
-        self.model: ModelRewards | None = None
-        self.grader = Grader(scorer_options(reward), function)
-        self.executor: Executor = make_manager(reward, self.grader)
+        self.config: RewardModelConfig = reward
+        self._call_model: BatchCalls | None = None
+        self.scorers = Scorers(scorer_options(reward), function)
+        self.manager: RewardManager = make_manager(reward, self.scorers)
+        self._examples: dict[tuple[str, str, str], Score | Failure] = {}
 
-    def attach(self, judge: Judge) -> None:
-        """The reward model, once the workers have loaded it."""
-        self.model = ModelRewards(judge)
+    def attach(self, reward_model: RewardModelCall) -> None:
+        """Use this reward model: the workers load it after the layer is made."""
+        self._call_model = BatchCalls(reward_model)
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Score:
-        """The verdict on what the policy wrote. A failing scorer raises only with ``on_error=raise``.
+        """Score what the policy wrote. A failing scorer raises RewardError only with ``on_error=raise``.
 
-        In a row of style ``model`` it is the reward model's; in another one the scorer's, to which
+        For an example of style ``model`` the reward model scores; for another one the scorer, to whose value
         ``reward_model.weight`` times the model's number is added where that is not 0.
         """
         extra_info = {**prompt.extra_info, "rollout": rollout_facts(trajectory)}
         job = Job(prompt.data_source, trajectory.response_text, prompt.ground_truth, extra_info)
-        if self.has_model and (prompt.style == MODEL_STYLE or self.weight):
+        if self.config.enable and (prompt.style == MODEL_STYLE or self.config.weight):
             result = await self._with_model(prompt, trajectory, job)
         else:
-            result = await self.executor.run(job)
-        return self._after(result, job, prompt.uid) if isinstance(result, Failure) else result
-
-    async def _with_model(self, prompt: Prompt, trajectory: Trajectory, job: Job) -> Score | Failure:
-        if self.model is None:
-            raise RuntimeError("reward_model.enable: the workers have not attached the model yet")
-        answer = Answer.of(prompt, trajectory)
-        if prompt.style == MODEL_STYLE:
-            found = await self.model.run(answer)
-            return found if isinstance(found, Failure) else alone(found)
-        ruled, found = await asyncio.gather(self.executor.run(job), self.model.run(answer))
-        failed = next((one for one in (ruled, found) if isinstance(one, Failure)), None)
-        return failed or beside(ruled, found, self.weight)
-
-    def _after(self, failure: Failure, job: Job, uid: str) -> Score:
-        if self.on_error == "raise":
+            result = await self.manager.run(job)
+        if not isinstance(result, Failure):
+            return result
+        if self.config.on_error == "raise":
             raise RewardError(
-                f"scoring failed ({failure.status.value}) on uid={uid!r}, data_source={job.data_source!r}, "
-                f"ground_truth={job.ground_truth!r:.300}, response (its end)={job.response[-1000:]!r}\n{failure.detail}"
+                f"scoring failed ({result.status.value}) on uid={prompt.uid!r}, data_source={job.data_source!r}, "
+                f"ground_truth={job.ground_truth!r:.300}, response (its end)={job.response[-1000:]!r}\n{result.detail}"
                 "reward_model.on_error=zero or =mask goes on without it"
             )
-        return Score(0.0, {"acc": 0.0}, failure.status, masked=self.on_error == "mask")
+        return Score(0.0, {"acc": 0.0}, result.status, masked=self.config.on_error == "mask")
 
-    def check(self, rows: Iterable[Prompt | Mapping[str, Any]]) -> None:
-        """Looks at every row and grades the examples of the scorers in use, where the answers will be graded.
+    async def _with_model(self, prompt: Prompt, trajectory: Trajectory, job: Job) -> Score | Failure:
+        if self._call_model is None:
+            raise RuntimeError("reward_model.enable: the workers have not attached the model yet")
+        ids = (*trajectory.prompt_ids.tolist(), *trajectory.response_ids.tolist())
+        answer = Answer(prompt.messages, trajectory.response_text, ids)
+        if prompt.style == MODEL_STYLE:
+            rule, found = None, await self._call_model(answer)
+        else:
+            rule, found = await asyncio.gather(self.manager.run(job), self._call_model(answer))
+        if isinstance(rule, Failure):
+            return rule
+        if found.error or not math.isfinite(found.value):
+            reason = found.error or f"it gave {found.value}"
+            return Failure(ScoreStatus.CRASH, f"the reward model has no score for the answer: {reason}\n")
+        if rule is None:
+            return Score(found.value, found.parts)
+        value, parts = rule.value + self.config.weight * found.value, {**rule.parts, **found.parts}
+        return dataclasses.replace(rule, value=value, parts=parts)
 
-        ``rows`` are prompts or rows of the data schema. Raises InputError with all problems.
+    def check(self, rows: Iterable[Prompt | Row]) -> None:
+        """Check every row of the data, and grade the scorers' own examples where the answers will be graded.
+
+        Raises InputError with all problems.
         """
-        problems = find_problems(self.grader, self.executor, rows, model=self.has_model, weight=self.weight)
-        if problems:
-            raise InputError(problems)
+        problems, used = check_rows(self.config, self.scorers, self.manager, rows)
+        for data_source in used:
+            check_examples(problems, self.scorers.scorer(data_source), partial(self.grade_example, data_source))
+        problems.raise_if_any()
 
-    def in_waves(self) -> Callable[[], Awaitable[bool]] | None:
-        """Makes the order of the verdicts independent of time; None where it is anyway.
-
-        Returns what an engine that decodes in this process has to await before each of its steps: see
-        :class:`core.rewards.managers.InWaves`. To be called after :meth:`check`, which learns whether workers grade.
-        """
-        if self.in_process:
-            return None
-        self.executor = waves = InWaves(self.executor)
-        return waves.settled
+    def grade_example(
+        self, data_source: str, response: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
+    ) -> Score | Failure:
+        """Grade an answer that is known before the run; each is graded once, however many checks use its score."""
+        # A user's function may treat data sources differently; a built-in scorer does not know them
+        scored_by = data_source if self.scorers.custom else self.scorers.scorer(data_source).name
+        key = (scored_by, response, repr(ground_truth))
+        if key not in self._examples:
+            job = Job(data_source, response, ground_truth, extra_info or {})
+            self._examples[key] = asyncio.run(self.manager.run(job))
+        return self._examples[key]
 
     @property
     def in_process(self) -> bool:
-        """Whether answers are graded in this process, while nothing else in it goes on."""
-        return isinstance(self.executor, Naive) and self.executor.at_once
+        """Whether answers are graded in this process, while nothing else in it goes on. Known after :meth:`check`."""
+        return isinstance(self.manager, InProcess) and not self.manager.pool.preloaded
 
     def close(self) -> None:
-        """Ends the manager's processes. A second call does nothing."""
-        self.executor.close()
+        """End the manager's processes. A second call does nothing."""
+        self.manager.close()
 
 
 def rollout_facts(trajectory: Trajectory) -> dict[str, Any]:
-    """What ``extra_info["rollout"]`` tells a scorer about how the response came about.
+    """Return ``extra_info["rollout"]``: how the response came about.
 
     ``segments`` is the role-tagged text: a scorer's ``response`` is the policy's part of it only.
     """
@@ -131,3 +149,17 @@ def rollout_facts(trajectory: Trajectory) -> dict[str, Any]:
         "truncated": trajectory.truncated,
         "segments": [{"role": segment.role, "text": segment.text} for segment in trajectory.segments],
     }
+
+
+def scorer_options(reward: RewardModelConfig) -> dict[str, dict[str, Any]]:
+    """Return ``reward_model.reward_kwargs``, with where and within which limits the scorers run programs."""
+    options = {name: dict(given or {}) for name, given in (reward.reward_kwargs or {}).items()}
+    sandbox = dataclasses.asdict(reward.sandbox)
+    if reward.source != "register" or reward.reward_manager != "naive":  # naive has no deadline for an answer
+        sandbox["total_timeout_s"] = TESTS_SHARE * reward.timeout_s
+    for name in RUN_PROGRAMS:
+        options[name] = {"sandbox": sandbox, **options.get(name, {})}
+    if reward.sandbox_fusion.url:
+        fusion = dataclasses.asdict(reward.sandbox_fusion)
+        options["prime_code"] = {"sandbox_fusion": fusion, **options["prime_code"]}
+    return options

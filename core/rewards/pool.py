@@ -1,8 +1,8 @@
 """Grading in processes that can be killed: every job has a deadline, and nothing a scorer does reaches the trainer.
 
-Jobs go as JSON to a keeper process (:mod:`core.rewards.supervisor`), which holds the workers. Libraries for this
-(``concurrent.futures``, pebble) were weighed: they kill a worker, but not the processes it has started, and leave
-workers in an endless loop behind when the driver is killed. No pickle is read on either side.
+Jobs go as JSON to a supervisor process (:mod:`core.rewards.supervisor`), which holds the graders; no pickle is read on
+either side. Libraries for this (``concurrent.futures``, pebble) were tried: they kill a worker, but not the processes
+it has started, and leave workers in an endless loop behind when the driver is killed.
 """
 
 from __future__ import annotations
@@ -21,39 +21,38 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from core.errors import WorkersLost
-from core.rewards.custom import CustomFunction
-from core.rewards.grading import Failure, Grader, Job
+from core.rewards.batch_calls import BatchCalls
+from core.rewards.grading import Failure, Job, Scorers
 from reward_scores.score import Score, ScoreStatus
 
-CLOSE_S = 15.0  # for the keeper to kill its workers and end
-KEEPERS = 3  # that may die under a request
+CLOSE_S = 15.0  # for the supervisor to kill its graders and end
+SUPERVISORS = 3  # that may die under a request
 SINGLE_THREADED = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 log = logging.getLogger(__name__)
 
-Result = Score | Failure
-
 
 def cores() -> int:
-    """Processors that this process may use."""
+    """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Pool:
-    """Grades jobs in ``num_workers`` processes (None: one a core, at most 4).
+    """Grades jobs in ``num_workers`` graders (None: one a core, at most 4).
 
-    A job that takes longer than ``timeout_s``, counted from when a worker begins it, gets status timeout; one whose
-    worker dies, or whose scorer raises, gets crash. A worker past its deadline is killed with everything it started,
+    A job that takes longer than ``timeout_s``, counted from when a grader begins it, gets status timeout; one whose
+    grader dies, or whose scorer raises, gets crash. A grader past its deadline is killed with everything it started,
     and replaced. It may map ``memory_limit_mb`` MiB (None: no limit; a limit that is too low for what the user's
-    module imports shows at start). An asynchronous function runs in the worker's own event loop, one job at a time.
-    Where somebody else kills the keeper or a worker (``kill -9``, a lack of memory), its jobs are graded once more.
+    module imports shows at start). An asynchronous function runs in the grader's own event loop, one job at a time.
+    Where somebody else kills the supervisor or a grader (``kill -9``, a lack of memory), its jobs are graded once more.
 
-    What a job holds must be JSON: :func:`unsendable` says what is not. No process is started before the first job.
+    A batched function is called with all the jobs that wait, as soon as a grader is free; ``timeout_s`` is then the
+    time of a call. What a job holds must be JSON (:func:`to_json`). No process is started before the first job.
     """
 
     def __init__(
         self,
-        grader: Grader,
+        scorers: Scorers,
         *,
         num_workers: int | None = None,
         timeout_s: float = 10.0,
@@ -64,64 +63,63 @@ class Pool:
         self.settings = {
             "num_workers": self.num_workers,
             "memory_limit_mb": memory_limit_mb,
-            "reward_kwargs": grader.reward_kwargs,
-            "custom": _custom(grader.custom),
-            "preload": (),
+            "reward_kwargs": scorers.reward_kwargs,
+            "custom": scorers.custom and scorers.custom.settings,
         }
-        self._keeper: _Keeper | None = None
-
-    @property
-    def preloaded(self) -> tuple[str, ...]:
-        return self.settings["preload"]
+        self.preloaded: tuple[str, ...] = ()
+        batched = scorers.custom is not None and scorers.custom.batched
+        self._batches = BatchCalls(self._run_batch, self.num_workers) if batched else None
+        self._supervisor: _Link | None = None
 
     def preload(self, libraries: Iterable[str]) -> None:
-        """Functions (``module:name``) that the parent of the workers calls when it starts, so that a worker that
-        replaces a killed one has a slow library at hand. To be called before the first job."""
-        self.settings["preload"] = tuple(sorted({*self.preloaded, *libraries}))
+        """Name functions (``module:name``) that import slow libraries in the supervisor: all graders then have them."""
+        self.preloaded = tuple(sorted({*self.preloaded, *libraries}))
 
-    async def run(self, job: Job) -> Result:
+    async def run(self, job: Job) -> Score | Failure:
+        if self._batches is not None:
+            return await self._batches(job)
         return (await self.run_together([job]))[0]
 
-    async def run_together(self, jobs: Sequence[Job]) -> list[Result]:
-        """The results of jobs that one worker gets at once and in the time of one; they fail together.
+    async def _run_batch(self, jobs: list[Job]) -> list[Score | Failure]:
+        results = await self.run_together(jobs)
+        if len(jobs) > 1 and isinstance(results[0], Failure):  # again one by one: a bad answer costs its own score only
+            results = [result for (result,) in await asyncio.gather(*(self.run_together([job]) for job in jobs))]
+        return results
 
-        Raises WorkersLost where keeper after keeper dies: that is never the doing of an answer.
+    async def run_together(self, jobs: Sequence[Job]) -> list[Score | Failure]:
+        """Return the results of jobs that one grader gets at once and in the time of one; they fail together.
+
+        Raises WorkersLost where supervisor after supervisor dies: that is never the fault of an answer.
         """
         try:
-            body = json.dumps(list(map(vars, jobs)), default=_as_dict)
+            body = to_json(list(map(vars, jobs)))
         except (TypeError, ValueError) as error:
-            return [Failure(ScoreStatus.CRASH, f"a job for a worker must be JSON: {error}")] * len(jobs)
-        for last in range(KEEPERS):
-            keeper = self._running()
-            number, future = keeper.submit(body, self.timeout_s)
+            return [Failure(ScoreStatus.CRASH, f"a job for a grader must be JSON: {error}")] * len(jobs)
+        for _ in range(SUPERVISORS):
+            if self._supervisor is None or not self._supervisor.alive:
+                self._supervisor = _Link({**self.settings, "preload": self.preloaded})
+            supervisor = self._supervisor
             try:
-                status, answer = await asyncio.wrap_future(future)
+                number, future = supervisor.submit(body, self.timeout_s)
+                return _results(*await asyncio.wrap_future(future), len(jobs))
             except asyncio.CancelledError:
-                keeper.withdraw(number)
+                supervisor.withdraw(number)
                 raise
             except WorkersLost as error:
-                if keeper.closed:
+                if supervisor.closed:
                     return [Failure(ScoreStatus.CRASH, str(error))] * len(jobs)
-                if last == KEEPERS - 1:
-                    raise
-            else:
-                break
-        return _results(status, answer, len(jobs))
-
-    def _running(self) -> _Keeper:
-        if self._keeper is None or not self._keeper.alive:
-            self._keeper = _Keeper(self.settings)
-        return self._keeper
+                lost = error
+        raise lost
 
     def close(self) -> None:
-        """Kills the workers. The next job would start new ones."""
-        if self._keeper is not None:
-            self._keeper.close()
-            self._keeper = None
+        """Kill the graders. The next job would start new ones."""
+        if self._supervisor is not None:
+            self._supervisor.close()
+            self._supervisor = None
 
 
-class _Keeper:
-    """The driver's end of a keeper process. A thread reads its answers, so that event loops may come and go."""
+class _Link:
+    """The driver's end of a supervisor process. A thread reads its results, so that event loops may come and go."""
 
     def __init__(self, settings: Mapping[str, Any]):
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
@@ -130,58 +128,53 @@ class _Keeper:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # a Ctrl-C is the driver's: the step it finishes still needs its scores
-            # One thread: the keeper forks, and a thread's memory counts against the workers' limit
+            # One thread: the supervisor forks, and a thread's memory counts against the graders' limit
             env={**os.environ, "PYTHONPATH": path, **dict.fromkeys(SINGLE_THREADED, "1")},
         )
         self.alive, self.closed = True, False
         self._numbers = itertools.count()
         self._waiting: dict[int, concurrent.futures.Future] = {}
-        self._lock = threading.Lock()
-        self._send(json.dumps({**settings, "driver": os.getpid()}))
+        self._lock = threading.Lock()  # of a request's entry against the end: none is entered that nobody resolves
+        self._send(to_json({**settings, "driver": os.getpid()}))
         self._reader = threading.Thread(target=self._read, name="reward-pool", daemon=True)
         self._reader.start()
 
     def submit(self, body: str, seconds: float) -> tuple[int, concurrent.futures.Future]:
-        future: concurrent.futures.Future = concurrent.futures.Future()
-        number = next(self._numbers)
+        number, future = next(self._numbers), concurrent.futures.Future()
+        future.set_running_or_notify_cancel()  # it is no longer cancelled then, so that its result can always be set
         with self._lock:
             if not self.alive:
-                future.set_exception(self._lost())
-                return number, future
+                raise self._lost()
             self._waiting[number] = future
         self._send(f"{number} {seconds!r} {body}")
         return number, future
 
     def withdraw(self, number: int) -> None:
-        with self._lock:
-            waited = self._waiting.pop(number, None)
-        if waited is not None:
+        if self._waiting.pop(number, None) is not None:
             self._send(f"{number} -")
 
     def _send(self, line: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it is dead: the reader says so to everybody
+        with contextlib.suppress(BrokenPipeError):  # it is dead: the reader tells everybody
             self.process.stdin.write(line.encode() + b"\n")
             self.process.stdin.flush()
 
     def _read(self) -> None:
         for line in self.process.stdout:
-            number, _, rest = line.partition(b" ")
-            status, _, body = rest.partition(b" ")
-            with self._lock:
-                future = self._waiting.pop(int(number), None)
-            _resolve(future, (status.decode(), body))
+            number, status, body = line.split(b" ", 2)
+            if (future := self._waiting.pop(int(number), None)) is not None:
+                future.set_result((status.decode(), body))
         self.process.wait()
         with self._lock:
             self.alive = False
             left, self._waiting = self._waiting, {}
         if left and not self.closed:
-            log.warning("%s; a new keeper grades what was in its hands", self._lost())
+            log.warning("%s; a new supervisor grades what it had not finished", self._lost())
         for future in left.values():
-            _resolve(future, self._lost())
+            future.set_exception(self._lost())
 
     def _lost(self) -> WorkersLost:
         status = self.process.returncode
-        return WorkersLost(f"the keeper of the grading processes ended with status {status}; see the messages above")
+        return WorkersLost(f"the supervisor of the graders ended with status {status}; see the messages above")
 
     def close(self) -> None:
         self.closed = True
@@ -196,51 +189,26 @@ class _Keeper:
         self.process.stdout.close()
 
 
-def _resolve(future: concurrent.futures.Future | None, result: tuple[str, bytes] | WorkersLost) -> None:
-    # It may be cancelled, now or at any time, and its event loop may be closed: nobody is there to be told.
-    if future is not None:
-        with contextlib.suppress(concurrent.futures.InvalidStateError, RuntimeError):
-            if isinstance(result, WorkersLost):
-                future.set_exception(result)
-            else:
-                future.set_result(result)
-
-
-def _results(status: str, answer: bytes, count: int) -> list[Result]:
-    """What the worker wrote, read with suspicion: its scorer may have written it."""
+def _results(status: str, answer: bytes, count: int) -> list[Score | Failure]:
+    """Read what a grader wrote, with suspicion: its scorer may have written it."""
     try:
         value = json.loads(answer)
-        if status == "graded":
-            scores: list[Result] = [Score(**{**one, "status": ScoreStatus(one["status"])}) for one in value]
-            if len(scores) == count:
-                return scores
+        if status != "graded":
+            return [Failure(ScoreStatus(status), str(value))] * count
+        scores: list[Score | Failure] = [Score(**{**one, "status": ScoreStatus(one["status"])}) for one in value]
+        if len(scores) != count:
             raise ValueError(f"{len(scores)} scores for {count} jobs")
-        return [Failure(ScoreStatus(status), str(value))] * count
+        return scores
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         return [Failure(ScoreStatus.CRASH, f"unreadable result ({error}): {answer[:200]!r}")] * count
 
 
-def _custom(custom: CustomFunction | None) -> dict[str, Any] | None:
-    if custom is None:
-        return None
-    return {
-        "path": custom.path,
-        "name": custom.function_name,
-        "kwargs": custom.kwargs,
-        "batched": custom.batched,
-    }
+def to_json(value: Any) -> str:
+    """Write what goes to a grader. Raises TypeError or ValueError that names what is not JSON."""
 
+    def as_dict(value: Any) -> dict[str, Any]:
+        if isinstance(value, Mapping):
+            return dict(value)
+        raise TypeError(f"{type(value).__name__} is not JSON: {value!r:.100}")
 
-def _as_dict(value: Any) -> dict[str, Any]:
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"{type(value).__name__} is not JSON: {value!r:.100}")
-
-
-def unsendable(value: Any) -> str | None:
-    """Why a value of a data row cannot be sent to a worker, or None."""
-    try:
-        json.dumps(value, default=_as_dict)
-    except (TypeError, ValueError) as error:
-        return str(error)
-    return None
+    return json.dumps(value, default=as_dict)

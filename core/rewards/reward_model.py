@@ -1,5 +1,7 @@
 """A reward model: a classifier that gives an answer one number (verl's ``reward_model.enable``).
 
+How it is called, and what becomes of its numbers, is :mod:`core.rewards.reward_model_calls`'s and the layer's.
+
 A *token* classifier (one label) is read at the last token, as verl does; a *sequence* classifier (one label) as
 transformers pools it. Answers are passed in batches of similar length, right-padded under a mask, so that neither the
 batch nor its order changes a number beyond rounding.
@@ -16,23 +18,18 @@ from torch import Tensor
 from core.config.schema import FULL_PRECISION
 from core.errors import InputError
 from core.learner.models import load_classifier, load_reward_tokenizer
-from core.rewards.model import Answer, Judgement
+from core.rewards.reward_model_calls import Answer, ModelScore
 
 if TYPE_CHECKING:
     from core.config.schema import RewardModelConfig
 
-NO_TEMPLATE = (
-    "reward_model.model.path={path}: its tokenizer has no chat template; give it one, or set "
-    "reward_model.model.input_tokenizer=null where it reads the policy's own tokens"
-)
-
 
 class RewardModel:
-    """The model, its tokenizer, and how an answer is written for it.
+    """A classifier with its tokenizer, and how an answer is written for it.
 
     With ``reward_model.model.input_tokenizer`` (the policy's, whose text is put into the reward model's chat template)
     the answer is tokenised anew; with null the model reads the policy's token ids. More than ``max_length`` tokens are
-    cut at the end, and the judgement says so. Raises InputError.
+    cut at the end, and the score's ``cut`` is True. Raises InputError.
     """
 
     def __init__(self, config: RewardModelConfig, device: torch.device | str = "cpu"):
@@ -45,26 +42,29 @@ class RewardModel:
         if config.model.input_tokenizer is not None:
             self.tokenizer = load_reward_tokenizer(config.model)
             if not self.tokenizer.chat_template:
-                raise InputError(NO_TEMPLATE.format(path=config.model.path))
+                raise InputError(
+                    f"reward_model.model.path={config.model.path}: its tokenizer has no chat template; give it one, or "
+                    "set reward_model.model.input_tokenizer=null where it reads the policy's own tokens"
+                )
 
-    def judge(self, answers: Sequence[Answer]) -> list[Judgement]:
-        """One judgement an answer. An answer that the chat template refuses has its complaint, and costs no other."""
-        ids, found = [], [Judgement()] * len(answers)
+    def score(self, answers: Sequence[Answer]) -> list[ModelScore]:
+        """Return one score an answer; for an answer that the chat template refuses, its error alone."""
+        ids, found = [], [ModelScore()] * len(answers)
         for at, answer in enumerate(answers):
             try:
                 ids.append(self.encode(answer))
             except Exception as error:  # a template is a program of the model's maker: it may fail in any way
                 ids.append([])
-                found[at] = Judgement(error=f"{type(error).__name__}: {error}")
+                found[at] = ModelScore(error=f"{type(error).__name__}: {error}")
         limit = self.config.max_length
         shown = [each[:limit] for each in ids]
         for rows in self._passes([len(each) for each in shown]):
             for at, value in zip(rows, self._values([shown[at] for at in rows]).tolist(), strict=True):
-                found[at] = Judgement(value, cut=len(ids[at]) > limit)
+                found[at] = ModelScore(value, cut=len(ids[at]) > limit)
         return found
 
     def encode(self, answer: Answer) -> list[int]:
-        """The answer's token ids as the model reads it, not cut yet."""
+        """Return the answer's token ids as the model reads it, not cut yet."""
         if self.tokenizer is None:
             return list(answer.token_ids)
         chat = [dict(message) for message in answer.messages]
@@ -76,7 +76,7 @@ class RewardModel:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _passes(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Row numbers, longest first; at most so many rows, or tokens with padding, a pass. Empty rows are left out."""
+        """Yield the answers of each pass, longest first, within its bound of sequences or padded tokens; none empty."""
         order = sorted((at for at, length in enumerate(lengths) if length), key=lambda at: -lengths[at])
         budget = self.config.forward_max_token_len_per_gpu
         while order:
@@ -88,8 +88,12 @@ class RewardModel:
 
     @torch.no_grad()
     def _values(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """[B] float32."""
-        width, pad = len(rows[0]), self._pad_id(rows)
+        """Return the model's numbers, [B] float32."""
+        model: Any = self.module.config
+        if self.any_pad:  # a pooling decoder finds the last token by the id: it must end no sequence
+            last = {row[-1] for row in rows}
+            model.pad_token_id = next(token for token in range(model.vocab_size) if token not in last)
+        width, pad = len(rows[0]), model.pad_token_id
         ids_BT = torch.tensor([[*row, *[pad] * (width - len(row))] for row in rows], device=self.device)
         lengths_B = torch.tensor([len(row) for row in rows], device=self.device)
         mask_BT = torch.arange(width, device=self.device) < lengths_B[:, None]
@@ -97,11 +101,3 @@ class RewardModel:
         if self.by_token:
             logits = logits[torch.arange(len(rows), device=self.device), lengths_B - 1]
         return logits[:, 0].cpu()
-
-    def _pad_id(self, rows: Sequence[Sequence[int]]) -> int:
-        """The model's own: a decoder that pools finds the last token by it. Where it has none, one that ends no row."""
-        config: Any = self.module.config
-        if self.any_pad:
-            last = {row[-1] for row in rows}
-            config.pad_token_id = next(token for token in range(config.vocab_size) if token not in last)
-        return config.pad_token_id

@@ -35,7 +35,7 @@ from core.config.plugins import chosen
 from core.data.seeds import sampling_seed
 from core.engines import RolloutEngine, SampleRequest, SamplingParams
 from core.errors import InputError
-from core.rewards.managers import InWaves
+from core.rollout.barrier import Barrier
 from core.types import Prompt, Segment, Stop, Trajectory
 
 if TYPE_CHECKING:
@@ -81,20 +81,20 @@ def make_agent_loop(config: Config, tokenizer: Any) -> AgentLoop | None:
 
 
 class ToolCalls:
-    """Awaits tools, each on its own; after :meth:`in_waves` together, in the order of the calls."""
+    """Awaits tools, each on its own; after :meth:`add_barrier` together, in the order of the calls."""
 
     def __init__(self) -> None:
-        self._jobs: _Jobs | InWaves = _Jobs()
+        self._jobs: _Jobs | Barrier = _Jobs()
 
     async def __call__(self, job: Callable[[], Awaitable[Answer]]) -> Answer:
         return await self._jobs.run(job)
 
-    def in_waves(self) -> Callable[[], Awaitable[bool]]:
+    def add_barrier(self) -> Callable[[], Awaitable[bool]]:
         """From now on answers are handed out together, once none is outstanding. Returns what an engine that decodes
-        in this process has to await before each step (:class:`core.rewards.managers.InWaves`): the samples that
+        in this process has to await before each step (:class:`core.rollout.barrier.Barrier`): the samples that
         decode together are then the same in every run. The price is that decoding waits for the slowest tool."""
-        self._jobs = waves = InWaves(self._jobs)
-        return waves.settled
+        self._jobs = barrier = Barrier(self._jobs)
+        return barrier.settled
 
 
 class _Jobs:

@@ -1,8 +1,4 @@
-"""Barriers that make a run repeat to the bit: an engine in this process waits for grades, and for tools.
-
-Which samples decode together decides every last bit of their log-probs. Where answers from outside decide what is
-begun next, the engine therefore awaits them before each of its steps.
-"""
+"""Where a run needs barriers to repeat to the bit: scores that decide what is begun next, and tools if asked for."""
 
 from __future__ import annotations
 
@@ -10,14 +6,13 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from core.engines.stepped import SteppedEngine
+from core.rollout.barrier import Barrier
 
 if TYPE_CHECKING:
     from core.config.schema import Config
     from core.engines import RolloutEngine
     from core.rewards import RewardLayer
     from core.rollout.agent_loop import ToolCalls
-
-Barrier = Callable[[], Awaitable[bool]]
 
 
 def make_repeatable(
@@ -29,14 +24,16 @@ def make_repeatable(
         return
     data, barriers = config.data, []
     in_flight = data.gen_batch_size or data.train_batch_size
-    if config.algorithm.filter_groups.enable or in_flight < data.train_batch_size:
-        barriers.append(reward.in_waves())
+    scores_decide = config.algorithm.filter_groups.enable or in_flight < data.train_batch_size
+    if scores_decide and not reward.in_process:
+        reward.manager = barrier = Barrier(reward.manager)
+        barriers.append(barrier.settled)
     if episodes and config.actor_rollout_ref.rollout.multi_turn.repeatable:
-        barriers.append(tool_calls.in_waves())
-    engine.before_step = _all_of([barrier for barrier in barriers if barrier is not None])
+        barriers.append(tool_calls.add_barrier())
+    engine.before_step = _all_of(barriers)
 
 
-def _all_of(barriers: list[Barrier]) -> Barrier | None:
+def _all_of(barriers: list[Callable[[], Awaitable[bool]]]) -> Callable[[], Awaitable[bool]] | None:
     """Return one barrier that awaits them all and reports whether any had news."""
 
     async def wait() -> bool:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from core.rewards.custom import CustomFunction
-from core.rewards.grading import Executor, Grader, InProcess, Job
+from core.rewards.grading import InProcess, Job, RewardManager, Scorers
 from core.rewards.pool import Pool, cores
 from core.rewards.supervisor import TAKE_S
 from reward_scores import SCORERS
@@ -67,7 +67,7 @@ def bomb_run() -> Outcome:
     found = cases(COUNT, SHARE)
     with marked() as processes:
         pool = Pool(
-            Grader(custom=CustomFunction(BOMBS)), num_workers=WORKERS, timeout_s=TIMEOUT_S, memory_limit_mb=MEMORY_MB
+            Scorers(custom=CustomFunction(BOMBS)), num_workers=WORKERS, timeout_s=TIMEOUT_S, memory_limit_mb=MEMORY_MB
         )
         start = time.perf_counter()
         results = grade(pool, [case.job for case in found])
@@ -77,14 +77,14 @@ def bomb_run() -> Outcome:
     return Outcome(found, [result.status.value for result in results], seconds, bound(found), left)
 
 
-def rate(executor: Executor, jobs: list[Job], seconds: float) -> float:
+def rate(manager: RewardManager, jobs: list[Job], seconds: float) -> float:
     """Answers a second; the first round, in which modules are imported, is not counted."""
 
     async def rounds() -> float:
-        await asyncio.gather(*map(executor.run, jobs))
+        await asyncio.gather(*map(manager.run, jobs))
         start, graded = time.perf_counter(), 0
         while time.perf_counter() - start < seconds:
-            await asyncio.gather(*map(executor.run, jobs))
+            await asyncio.gather(*map(manager.run, jobs))
             graded += len(jobs)
         return graded / (time.perf_counter() - start)
 
@@ -96,12 +96,12 @@ def rates(seconds: float) -> dict[str, tuple[float, float]]:
     found = {}
     for source, method in MEASURED:
         scorer, options = SCORERS[source], {"method": method} if method else {}
-        grader = Grader({scorer.name: options})
+        scorers = Scorers({scorer.name: options})
         jobs = [Job(source, "so " * (LONG // 3) + text, gold, {}) for text, gold, _ in scorer.examples] * 50
-        pool = Pool(grader, num_workers=WORKERS, memory_limit_mb=1024)
+        pool = Pool(scorers, num_workers=WORKERS, memory_limit_mb=1024)
         pool.preload(scorer.libraries(**options))
         found[f"{scorer.name} {method or ''}".strip()] = (
-            rate(InProcess(grader), jobs, seconds),
+            rate(InProcess(scorers), jobs, seconds),
             rate(pool, jobs, seconds),
         )
         pool.close()

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.rewards.grading import Failure, Grader, InProcess, Job
+from core.rewards.grading import Failure, InProcess, Job, Scorers
 from core.rewards.pool import Pool
 from reward_scores import gsm8k, math_dapo, math_reward, prime_math, scorer_for
 from reward_scores.equivalence import equivalent
@@ -108,21 +108,21 @@ def families(golds: int) -> list[Family]:
 def grade(family: Family) -> dict[tuple[str, str], list[str]]:
     """Variant -> ``yes``, ``no``, or the failure's status, for each case."""
 
-    async def everything(executor: Any, source: str) -> list[str]:
+    async def everything(manager: Any, source: str) -> list[str]:
         jobs = (Job(source, case.response, case.ground_truth, {}) for case in family.cases)
-        results = await asyncio.gather(*map(executor.run, jobs))
+        results = await asyncio.gather(*map(manager.run, jobs))
         return [one.status.value if isinstance(one, Failure) else "yes" if one.acc == 1.0 else "no" for one in results]
 
     verdicts = {}
     for source, method in family.variants:
-        scorer, grader = scorer_for(source), Grader({scorer_for(source).name: {"method": method}})
+        scorer, scorers = scorer_for(source), Scorers({scorer_for(source).name: {"method": method}})
         needed = scorer.libraries(method=method)
-        executor = Pool(grader, num_workers=1, timeout_s=TIMEOUT_S) if needed else InProcess(grader)
+        manager = Pool(scorers, num_workers=1, timeout_s=TIMEOUT_S) if needed else InProcess(scorers)
         if needed:
-            executor.preload(needed)
+            manager.preload(needed)
         start = time.perf_counter()
-        verdicts[source, method] = asyncio.run(everything(executor, source))
-        executor.close()
+        verdicts[source, method] = asyncio.run(everything(manager, source))
+        manager.close()
         print(f"{family.title}: {scorer.name} {method}, {time.perf_counter() - start:.0f} s", file=sys.stderr)
     return verdicts
 

@@ -102,12 +102,12 @@ class Striking(RayPPOTrainer):
         if self.kind == "driver":
             return os.getpid()
         if self.kind in ("keeper", "worker"):
-            keeper = self.reward.executor._keeper.process.pid
+            keeper = self.reward.manager._supervisor.process.pid
             return keeper if self.kind == "keeper" else _children(keeper)[-1]
         return [pid for name, pid in self.pids.items() if name.startswith(self.kind)][-1]
 
     def scoring(self) -> bool:
-        keeper = self.reward.executor._keeper
+        keeper = self.reward.manager._supervisor
         return keeper is not None and bool(keeper._waiting) and bool(_children(keeper.process.pid))
 
     def note(self, what: str, **details: Any) -> None:

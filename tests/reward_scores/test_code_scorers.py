@@ -10,7 +10,7 @@ import pytest
 
 from core.config import compose
 from core.rewards.grading import Job
-from core.rewards.programs import scorer_options
+from core.rewards.layer import scorer_options
 from reward_scores import prime_code, scorer_for, unit_tests
 from reward_scores.sandbox import SandboxUnavailable
 from reward_scores.score import ScoreStatus
@@ -243,10 +243,10 @@ def test_options_of_the_user_come_first():
 
 
 def test_in_workers_that_can_be_killed():
-    from core.rewards.grading import Grader
+    from core.rewards.grading import Scorers
     from core.rewards.pool import Pool
 
-    pool = Pool(Grader(scorer_options(configured())), num_workers=1)
+    pool = Pool(Scorers(scorer_options(configured())), num_workers=1)
     jobs = [Job("apps", fenced(source), SUM, {}) for source in (ADD, "print(3)", "import os\nos._exit(0)", ADD)]
     try:
         scores = asyncio.run(_all(pool, jobs))

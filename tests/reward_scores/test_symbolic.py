@@ -13,11 +13,11 @@ import pytest
 from sympy.parsing import sympy_parser
 
 from core.config.schema import CustomRewardFunctionConfig, RewardModelConfig
+from core.data.parquet import Row
 from core.errors import InputError
 from core.rewards import RewardLayer
 from core.rewards.custom import CustomFunction
-from core.rewards.grading import Grader, Job
-from core.rewards.managers import Naive
+from core.rewards.grading import InProcess, Job, Scorers
 from core.rewards.pool import Pool
 from reward_scores import SCORERS, geo3k, math_dapo, math_reward, prime_math, symbolic
 from reward_scores.score import ScoreStatus
@@ -160,13 +160,13 @@ def make_layer():
         layer.close()
 
 
-def row(source, ground_truth="42"):
-    return {"data_source": source, "reward_model": {"style": "rule", "ground_truth": ground_truth}}
+def row(source, ground_truth="42", **extra_info):
+    return Row("file", 0, source, "?", ground_truth, extra_info)
 
 
 def grade(layer, *jobs):
     async def everything():
-        return await asyncio.gather(*map(layer.executor.run, jobs))
+        return await asyncio.gather(*map(layer.manager.run, jobs))
 
     return asyncio.run(everything())
 
@@ -195,21 +195,21 @@ def test_naive_leaves_algebra_to_workers_and_says_so(make_layer, monkeypatch, ca
         Job("openai/gsm8k", "#### 4", "4", {}),
     )
     assert [right.acc, wrong.acc, gsm8k.acc] == [1.0, 0.0, 1.0]
-    assert isinstance(layer.executor, Naive) and layer.in_waves() is not None
+    assert isinstance(layer.manager, InProcess) and not layer.in_process
 
 
 def test_naive_starts_no_process_where_none_is_needed(make_layer, caplog):
     caplog.set_level("INFO", "core.rewards")
     layer = make_layer(reward_kwargs={"prime_math": {"method": "robust"}})
     layer.check([row("openai/gsm8k"), row(PRIME)])
-    assert layer.executor.pool._keeper is None and not caplog.text
-    assert layer.in_waves() is None
+    assert layer.manager.pool._supervisor is None and not caplog.text
+    assert layer.in_process
 
 
 def test_a_row_that_cannot_reach_a_worker_is_found_at_start(make_layer):
     with pytest.raises(InputError, match="ground_truth and extra_info as JSON"):
-        make_layer().check([{**row(PRIME), "extra_info": {"when": {1, 2}}}])
-    make_layer().check([{**row("openai/gsm8k"), "extra_info": {"when": {1, 2}}}])
+        make_layer().check([row(PRIME, when={1, 2})])
+    make_layer().check([row("openai/gsm8k", when={1, 2})])
 
 
 BOMBS = [
@@ -239,7 +239,7 @@ def test_bombs_are_killed_at_the_deadline(make_layer, manager, method):
 def test_a_worker_starts_with_the_library_imported(tmp_path):
     (tmp_path / "look.py").write_text("import sys\ndef compute_score(**_): return 'math_verify' in sys.modules\n")
     for libraries in ((), SCORERS[PRIME].libraries(method="math_verify")):
-        pool = Pool(Grader(custom=CustomFunction(str(tmp_path / "look.py"))), num_workers=1)
+        pool = Pool(Scorers(custom=CustomFunction(str(tmp_path / "look.py"))), num_workers=1)
         pool.preload(libraries)
         pool.preload(SCORERS[PRIME].libraries(method="robust"))
         assert pool.preloaded == libraries

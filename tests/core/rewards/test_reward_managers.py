@@ -13,7 +13,7 @@ from core.engines.hf import HFEngine
 from core.errors import InputError
 from core.rewards import RewardLayer
 from core.rewards.grading import Job
-from core.rewards.managers import InWaves
+from core.rollout.barrier import Barrier
 from core.rollout.collect import CollectLimits, CollectState, collect
 from core.tracking.generations import print_examples
 from core.types import Prompt, ScoredGroup
@@ -42,7 +42,7 @@ def make_layer():
 
 def grade(layer, responses):
     async def everything():
-        return await asyncio.gather(*(layer.executor.run(Job("tests/x", text, "b", {})) for text in responses))
+        return await asyncio.gather(*(layer.manager.run(Job("tests/x", text, "b", {})) for text in responses))
 
     return asyncio.run(everything())
 
@@ -81,10 +81,10 @@ def test_what_arrives_during_a_call_goes_into_the_next(make_layer, write):
     )
 
     async def two_rounds():
-        first = asyncio.ensure_future(layer.executor.run(Job("tests/x", "b", "b", {})))
+        first = asyncio.ensure_future(layer.manager.run(Job("tests/x", "b", "b", {})))
         for _ in range(3):  # turns in which the first one leaves
             await asyncio.sleep(0)
-        rest = [layer.executor.run(Job("tests/x", text, "b", {})) for text in "abb"]
+        rest = [layer.manager.run(Job("tests/x", text, "b", {})) for text in "abb"]
         return [await first, *await asyncio.gather(*rest)]
 
     assert [score.parts["size"] for score in asyncio.run(two_rounds())] == [1, 3, 3, 3]
@@ -147,7 +147,7 @@ def test_a_users_own_manager(make_layer, write):
     assert (half.value, given.value, given.acc) == (0.5, 0.25, 1.0)
     assert raised.status is ScoreStatus.CRASH and "KeyError: 'mine'" in raised.detail
     layer.close()
-    assert layer.executor.manager.closed
+    assert layer.manager.manager.closed
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ class Slow:
 
 
 def test_a_wave_is_handed_out_together_and_in_order():
-    waves = InWaves(Slow(0))
+    waves = Barrier(Slow(0))
 
     async def watch():
         order = []
@@ -207,7 +207,7 @@ def test_a_wave_is_handed_out_together_and_in_order():
 
 
 def test_an_error_passes_through_a_wave():
-    waves = InWaves(Slow(0))
+    waves = Barrier(Slow(0))
 
     async def watch():
         return await asyncio.gather(
@@ -221,7 +221,7 @@ def test_an_error_passes_through_a_wave():
 def decoded_together(seed: int, in_waves: bool, waits: bool = True) -> list[tuple[int, ...]]:
     """Which samples (by seed) each step of the engine decoded, under verdicts that take their time."""
     engine = HFEngine(tiny_model("llama", hidden_size=16, intermediate_size=16), tiny_tokenizer(), adopt=True)
-    executor = InWaves(Slow(seed)) if in_waves else Slow(seed)
+    executor = Barrier(Slow(seed)) if in_waves else Slow(seed)
     engine.before_step = executor.settled if in_waves and waits else None
     steps, step = [], engine._batch.step
 

@@ -13,11 +13,12 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from core.config import compose
 from core.config.schema import CustomRewardFunctionConfig, FSDPConfig, RewardModelConfig, RewardModelModelConfig
+from core.data.parquet import Row
 from core.errors import InputError
 from core.ray_trainer import RayPPOTrainer
 from core.rewards import RewardError, RewardLayer
-from core.rewards.model import Answer, Judgement
 from core.rewards.reward_model import RewardModel
+from core.rewards.reward_model_calls import Answer, ModelScore
 from core.types import Prompt, Segment, Stop, Trajectory
 from reward_scores.score import ScoreStatus
 from tests.core.judges import TEMPLATE, metrics, run_config, write_classifier
@@ -65,7 +66,7 @@ def test_batches_give_what_each_answer_gives_alone(tmp_path, kind, arch, config,
     for reads_ids in (False, True):
         if reads_ids:
             model.tokenizer = None
-        found = model.judge(answers())
+        found = model.score(answers())
         expected = [direct(tmp_path, kind, model.encode(answer)) for answer in answers()]
         assert [one.value for one in found] == pytest.approx(expected, abs=2e-5)
         assert np.ptp(expected) > 0.02 and not any(one.cut or one.error for one in found)
@@ -85,7 +86,7 @@ def test_the_answer_is_written_in_the_models_own_chat_template(tmp_path):
 def test_an_answer_beyond_max_length_is_cut_at_its_end_and_says_so(tmp_path):
     model = RewardModel(settings(write_classifier(tmp_path), input_tokenizer=None, max_length=7))
     long, short = Answer((), "", tuple(range(10, 30))), Answer((), "", tuple(range(10, 17)))
-    cut, whole = model.judge([long, short])
+    cut, whole = model.score([long, short])
     assert (cut.cut, whole.cut) == (True, False) and cut.value == pytest.approx(whole.value, abs=1e-6)
 
 
@@ -103,7 +104,7 @@ def test_a_chat_that_the_template_refuses_costs_its_own_score_only(tmp_path):
     refuses = "{% if messages[-1].content == 'x' %}{{ raise_exception('no x') }}{% endif %}" + TEMPLATE
     model = RewardModel(settings(write_classifier(tmp_path, template=refuses)))
     chat = ({"role": "user", "content": "?"},)
-    good, bad, again = model.judge([Answer(chat, text, ()) for text in ("a", "x", "a")])
+    good, bad, again = model.score([Answer(chat, text, ()) for text in ("a", "x", "a")])
     assert "no x" in bad.error and math.isnan(bad.value)
     assert good.value == pytest.approx(again.value) and not good.error
 
@@ -134,7 +135,7 @@ class Lengths:
     def __call__(self, found):
         self.calls.append([answer.response for answer in found])
         return [
-            Judgement(error="refused") if answer.response == "bad" else Judgement(len(answer.response) / 8, cut=False)
+            ModelScore(error="refused") if answer.response == "bad" else ModelScore(len(answer.response) / 8, cut=False)
             for answer in found
         ]
 
@@ -185,7 +186,7 @@ def test_the_weight_adds_the_model_to_the_rules():
 
 def test_the_model_sees_the_policys_words_and_all_tokens():
     seen = []
-    made = layer(lambda found: seen.extend(found) or [Judgement(0.0)])
+    made = layer(lambda found: seen.extend(found) or [ModelScore(0.0)])
     steps = trajectory("let me look", ("tool", "SECRET"), " 72")
     assert asyncio.run(made.score(prompt("model"), steps)).value == 0.0
     assert seen == [Answer(({"role": "user", "content": "?"},), "let me look 72", (7, 8, 0, 1, 2))]
@@ -194,12 +195,12 @@ def test_the_model_sees_the_policys_words_and_all_tokens():
 def test_an_asynchronous_judge_is_awaited():
     async def judge(found):
         await asyncio.sleep(0)
-        return [Judgement(0.5)] * len(found)
+        return [ModelScore(0.5)] * len(found)
 
     assert grade(layer(judge), ("model", "a"))[0].value == 0.5
 
 
-@pytest.mark.parametrize("judge", [Lengths(), lambda found: [Judgement(math.inf)] * len(found)], ids=["error", "inf"])
+@pytest.mark.parametrize("judge", [Lengths(), lambda found: [ModelScore(math.inf)] * len(found)], ids=["error", "inf"])
 def test_no_number_is_a_status_and_on_error_decides(judge):
     for style, weight in (("model", 0.0), ("rule", 1.0)):
         zero = grade(layer(judge, weight=weight), (style, "bad"))[0]
@@ -217,19 +218,19 @@ def test_a_failure_of_the_judge_itself_is_no_score():
         grade(layer(judge), ("model", "a"))
 
 
-def row(style, ground_truth="72"):
-    return {"data_source": "openai/gsm8k", "reward_model": {"style": style, "ground_truth": ground_truth}}
+def row(style, ground_truth="72", number=0):
+    return Row("file", number, "openai/gsm8k", "?", ground_truth, {}, style)
 
 
 def test_styles_are_checked_against_the_configuration():
     layer().check([row("rule"), row("model", None)])
     layer(weight=0.1).check([row("rule")])
     layer(enable=False).check([row("rule"), row(None)])
-    with pytest.raises(InputError, match=r"reward_model.enable=False: .*\(2 rows\): row 1; row 2"):
-        layer(enable=False).check([row("rule"), row("model"), row("model")])
+    with pytest.raises(InputError, match=r"reward_model.enable=False: .* in 2 rows \(file row 1, file row 2\); set it"):
+        layer(enable=False).check([row("rule"), row("model", number=1), row("model", number=2)])
     with pytest.raises(InputError, match="the model would score nothing; .*reward_model.weight"):
         layer().check([row("rule")])
-    layer().check([{"data_source": "unheard/of", "reward_model": {"style": "model"}}])  # no scorer is asked for
+    layer().check([Row("file", 0, "unheard/of", "?", None, {}, "model")])  # no scorer is asked for
 
 
 # --- the configuration ---

@@ -10,10 +10,10 @@ import signal
 import pytest
 import ray
 
-from core.cluster.ray_engine import RayJudge
+from core.cluster.ray_engine import RayRewardModel
 from core.errors import WorkersLost
 from core.ray_trainer import RayPPOTrainer
-from core.rewards.model import Answer
+from core.rewards.reward_model_calls import Answer
 from tests.core.judges import metrics, run_config
 
 pytestmark = pytest.mark.xdist_group("ray")  # one Ray, however many test processes
@@ -33,11 +33,11 @@ def test_the_same_run_on_ray_has_the_model_in_its_own_process(tmp_path):
 def test_a_dead_or_broken_judge_ends_the_step_on_ray(tmp_path):
     trainer = RayPPOTrainer(run_config(tmp_path, "trainer.backend=ray")).init_workers()
     try:
-        actor = trainer.workers.watch.actors[RayJudge.NAME]
+        actor = trainer.workers.watch.actors[RayRewardModel.NAME]
         pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(WorkersLost, match="reward model died"):
-            asyncio.run(trainer.workers.judge([Answer((), "x", (5,))]))
+            asyncio.run(trainer.workers.reward_model([Answer((), "x", (5,))]))
     finally:
         trainer.workers.close()
         trainer.reward.close()

@@ -19,7 +19,7 @@ from core.config.schema import CustomRewardFunctionConfig, RewardModelConfig
 from core.errors import InputError, WorkersLost
 from core.rewards import RewardError, RewardLayer
 from core.rewards.custom import CustomFunction
-from core.rewards.grading import Failure, Grader, InProcess, Job
+from core.rewards.grading import Failure, InProcess, Job, Scorers
 from core.rewards.pool import Pool
 from core.types import Prompt, Segment, Stop, Trajectory
 from reward_scores import SCORERS
@@ -37,7 +37,7 @@ def make_pool():
 
     def make(path=None, *, workers=2, timeout_s=20.0, memory_mb=MEMORY_MB, kwargs=None, name="compute_score"):
         custom = CustomFunction(path, name, kwargs) if path else None
-        pools.append(Pool(Grader(custom=custom), num_workers=workers, timeout_s=timeout_s, memory_limit_mb=memory_mb))
+        pools.append(Pool(Scorers(custom=custom), num_workers=workers, timeout_s=timeout_s, memory_limit_mb=memory_mb))
         return pools[-1]
 
     with marked() as processes:
@@ -82,7 +82,7 @@ def test_what_a_scorer_leaves_behind_is_killed_with_its_worker(make_pool):
     with marked() as processes:
         names = ("fork", "forks", "daemon", "daemon_and_segfault", "daemon_and_hang")
         assert statuses(grade(pool, [job(f"bomb:{name}") for name in names])) == [EXPECTED[name] for name in names]
-        assert none_left(lambda: processes()[3:])  # the keeper and two workers may stay
+        assert none_left(lambda: processes()[3:])  # the supervisor and two workers may stay
         assert statuses(grade(pool, [job("right")])) == ["ok"]
 
 
@@ -91,7 +91,7 @@ def test_what_a_scorer_leaves_behind_does_not_wait_for_another_death(make_pool, 
     pool = make_pool(BOMBS, workers=1)
     with marked() as processes:
         assert statuses(grade(pool, [job(f"bomb:{name}")])) == ["ok"]
-        assert none_left(lambda: processes()[2:])  # the keeper, and perhaps a worker
+        assert none_left(lambda: processes()[2:])  # the supervisor, and perhaps a worker
 
 
 def test_bombs_that_the_scorers_themselves_are_given(make_pool):
@@ -189,13 +189,13 @@ def test_a_module_that_does_not_load_in_a_worker_says_so(make_pool, write):
 DRIVER = """
     import asyncio, sys, os
     from core.rewards.custom import CustomFunction
-    from core.rewards.grading import Grader
+    from core.rewards.grading import Scorers
     from core.rewards.pool import Pool
     from tests.pools import BOMBS, job
     async def main():
-        pool = Pool(Grader(custom=CustomFunction(BOMBS)), num_workers=2, timeout_s=600, memory_limit_mb=512)
+        pool = Pool(Scorers(custom=CustomFunction(BOMBS)), num_workers=2, timeout_s=600, memory_limit_mb=512)
         await pool.run(job("right"))
-        asyncio.get_running_loop().call_later(1, print, "grading", pool._keeper.process.pid)
+        asyncio.get_running_loop().call_later(1, print, "grading", pool._supervisor.process.pid)
         asyncio.get_running_loop().call_later(1.1, sys.stdout.flush)
         await asyncio.gather(*(pool.run(job(f"bomb:{name}")) for name in ("daemon_and_hang", "power", "sleep")))
     if __name__ == "__main__":
@@ -209,7 +209,7 @@ HOLDS = "[__import__('time').sleep(600) for _ in [0] if os.fork() == 0]"
 @pytest.mark.parametrize("blocked", [False, True], ids=["alone", "with a child that holds its pipes"])
 def test_nothing_outlives_a_killed_driver(write, blocked):
     body = textwrap.dedent(DRIVER)
-    if blocked:  # a process that the driver forked keeps the pipe to the keeper open
+    if blocked:  # a process that the driver forked keeps the pipe to the supervisor open
         body = body.replace(
             "    asyncio.get_running_loop().call_later(1, ",
             f"    {HOLDS}\n    asyncio.get_running_loop().call_later(1, ",
@@ -222,7 +222,7 @@ def test_nothing_outlives_a_killed_driver(write, blocked):
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
         assert driver.stdout.readline().startswith(b"grading")
-        assert len(processes()) >= 5  # driver, keeper, two workers, a daemon
+        assert len(processes()) >= 5  # driver, supervisor, two workers, a daemon
         driver.kill()
         driver.wait()
         assert none_left(lambda: processes()[int(blocked) :]), processes()
@@ -241,9 +241,9 @@ SLOWLY = """
 """
 
 
-@pytest.mark.parametrize("victim", ["keeper", "worker"])
+@pytest.mark.parametrize("victim", ["supervisor", "grader"])
 def test_what_was_in_a_killed_process_is_graded_once_more(make_pool, write, victim):
-    """Three answers, two workers: one answer waits. Nothing of the old keeper is left."""
+    """Three answers, two workers: one answer waits. Nothing of the old supervisor is left."""
     path = write(SLOWLY)
     pool = make_pool(path)
 
@@ -252,30 +252,30 @@ def test_what_was_in_a_killed_process_is_graded_once_more(make_pool, write, vict
             waiting = [asyncio.ensure_future(pool.run(job(text))) for text in ("right", "wrong", "right")]
             while not all(Path(f"{path}.{text}").exists() for text in ("right", "wrong")):  # both workers have begun
                 await asyncio.sleep(0.02)
-            keeper, before = pool._keeper.process.pid, set(processes())
-            os.kill(keeper if victim == "keeper" else max(before - {keeper}), signal.SIGKILL)
+            supervisor, before = pool._supervisor.process.pid, set(processes())
+            os.kill(supervisor if victim == "supervisor" else max(before - {supervisor}), signal.SIGKILL)
             results = await asyncio.gather(*waiting)
-            if victim == "keeper":
+            if victim == "supervisor":
                 assert none_left(lambda: before & set(processes()))
             return results
 
     assert statuses(asyncio.run(kill_it())) == ["ok", "wrong", "ok"]
 
 
-def test_keepers_that_die_one_after_another_end_the_run(make_pool, write):
+def test_supervisors_that_die_one_after_another_end_the_run(make_pool, write):
     pool = make_pool(write(SLOWLY))
 
     async def kill_them():
         waiting, killed = asyncio.ensure_future(pool.run(job("right"))), set()
         while not waiting.done():
             await asyncio.sleep(0.02)
-            if pool._keeper is not None and pool._keeper not in killed:
-                killed.add(pool._keeper)
-                pool._keeper.process.kill()
+            if pool._supervisor is not None and pool._supervisor not in killed:
+                killed.add(pool._supervisor)
+                pool._supervisor.process.kill()
         assert len(killed) == 3
         return await waiting
 
-    with pytest.raises(WorkersLost, match="keeper of the grading processes ended with status -9"):
+    with pytest.raises(WorkersLost, match="supervisor of the graders ended with status -9"):
         asyncio.run(kill_them())
 
 
@@ -304,7 +304,7 @@ def test_the_pool_agrees_with_grading_in_process(make_pool):
         for response, ground_truth, _ in scorer.examples
     ]
     jobs += [Job("openai/gsm8k", text, "72", {}) for text in ("#### 72\ud800", "é\u2028\n#### 72", "", "\x00")]
-    here, there = grade(InProcess(Grader()), jobs), grade(make_pool(), jobs)
+    here, there = grade(InProcess(Scorers()), jobs), grade(make_pool(), jobs)
     assert len(jobs) > 50 and here == there
 
 
@@ -318,7 +318,7 @@ def test_options_and_arguments_arrive(make_pool, write):
     given = job("x", {"target": [1, None, 0.1], "é": True}, rollout={"segments": [{"role": "tool", "text": "t"}]})
     (result,) = grade(make_pool(path, kwargs={"scale": {"by": 3}}), [given])
     assert (result.value, dict(result.parts), result.pred) == (3 * 0.1, {"acc": 1.0, "long": 1e-300}, "x")
-    pool = Pool(Grader({"gsm8k": {"method": "flexible"}}), num_workers=1, memory_limit_mb=MEMORY_MB)
+    pool = Pool(Scorers({"gsm8k": {"method": "flexible"}}), num_workers=1, memory_limit_mb=MEMORY_MB)
     assert statuses(grade(pool, [Job("openai/gsm8k", "so 72", "72", {})])) == ["ok"]
     pool.close()
 
@@ -454,7 +454,7 @@ def test_known_answers_are_graded_in_the_real_worker(write):
 def test_rows_that_cannot_be_sent_are_found_at_start():
     rows = [prompt("openai/gsm8k", "72", when=time), prompt("openai/gsm8k", "72")]
     rewards = layer(reward_manager="prime")
-    with pytest.raises(InputError, match=r"as JSON.*module is not JSON.*\(1 rows\): uid row-7"):
+    with pytest.raises(InputError, match=r"as JSON in 1 row \(uid row-7: module is not JSON"):
         rewards.check(rows)
     rewards.close()
     layer(reward_manager="naive").check(rows)
@@ -482,7 +482,7 @@ def test_a_driver_that_never_closes_its_pool_leaves_nothing(write):
 def test_settings_with_frozen_mappings_reach_the_worker():
     from core.config.frozen import freeze
 
-    grader = Grader(freeze({"gsm8k": {"method": "flexible"}}))
+    grader = Scorers(freeze({"gsm8k": {"method": "flexible"}}))
     pool = Pool(grader, num_workers=1, memory_limit_mb=MEMORY_MB)
     assert json.dumps(pool.settings)
     assert statuses(grade(pool, [Job("openai/gsm8k", "so 72", "72", {})])) == ["ok"]
@@ -493,6 +493,6 @@ def test_the_signals_of_the_terminal_do_not_reach_the_workers(make_pool, write):
     pool = make_pool(write(pids()))
     (result,) = grade(pool, [job("x")])
     assert os.getpgid(int(result.value)) != os.getpgid(0)
-    assert os.getpgid(pool._keeper.process.pid) != os.getpgid(0)
+    assert os.getpgid(pool._supervisor.process.pid) != os.getpgid(0)
     os.kill(int(result.value), signal.SIGTERM)  # an administrator's; the pool goes on
     assert not isinstance(grade(pool, [job("x")])[0], Failure)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from core.config.schema import RewardModelConfig
+from core.data.parquet import Row
 from core.errors import InputError
 from core.rewards import RewardError, RewardLayer
 from core.rewards.custom import as_score
@@ -111,7 +112,7 @@ FAILING = {
     "no score": "return {'acc': 1}",
     "none": "return None",
     "text": "return '1'",
-    "nan in a Score": "from core.types import Score\n    return Score(1.0, {'acc': float('nan')})",
+    "nan in a Score": "from reward_scores.score import Score\n    return Score(1.0, {'acc': float('nan')})",
 }
 
 
@@ -168,7 +169,7 @@ def test_bad_options_are_all_reported_with_the_nearest_name():
 
 def test_check_passes_on_good_rows():
     rows = [
-        {"data_source": "openai/gsm8k", "reward_model": {"style": "rule", "ground_truth": "72"}},
+        Row("file", 0, "openai/gsm8k", "?", "72", {}),
         prompt("lab/hops", "d"),
         prompt("lighteval/MATH", r"\frac{1}{2}"),
     ]
@@ -181,14 +182,14 @@ def test_check_reports_every_problem_at_once():
     rows = [
         prompt("openai/gsm8", "1"),
         *[prompt("openai/gsm8k", "1,000")] * 5,
-        {"data_source": "lighteval/MATH", "reward_model": None},
+        Row("file", 6, "lighteval/MATH", "?", None, {}),
     ]
     with pytest.raises(InputError) as caught:
         layer().check(rows)
     assert len(caught.value.problems) == 3
     unknown, commas, missing = caught.value.problems
     assert "data_source='openai/gsm8'; nearest: openai/gsm8k" in unknown
-    assert "(5 rows)" in commas and "and 2 more" in commas and "uid row-7" in commas
+    assert "in 5 rows" in commas and "and 2 more" in commas and "uid row-7" in commas
     assert "row 6" in missing and "None" in missing
 
 

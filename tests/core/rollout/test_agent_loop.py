@@ -253,9 +253,9 @@ def test_a_tool_that_takes_too_long_is_a_timeout_and_counts_as_a_call():
     assert e.trajectory().tool_calls == 1
 
 
-def test_in_waves_answers_come_together_in_the_order_of_the_calls():
+def test_add_barrier_answers_come_together_in_the_order_of_the_calls():
     calls, order = ToolCalls(), []
-    settled = calls.in_waves()
+    settled = calls.add_barrier()
 
     async def ask(name: str, turns: int) -> None:
         async def job() -> str:
