@@ -4,7 +4,7 @@ Each is a pure function ``f(inputs: AdvantageInputs) -> (advantages_BT, returns_
 ``response_mask``. ``algorithm.adv_estimator`` names one of :data:`core.config.tables.ESTIMATORS`, or a
 user's own by its path.
 
-Written ``R_i`` below: the reward of row i, summed over all its positions. A row whose answer could not be
+Written ``R_i`` below: the reward of sequence i, summed over all its positions. One whose answer could not be
 scored (``in_group_stats`` False) enters no mean, variance or count, and gets advantage 0.
 """
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class AdvantageInputs:
-    """What an estimator may look at.
+    """The inputs of every estimator.
 
     Shapes:
         token_level_rewards  [B, T] float  the score on the last response token, less a KL penalty if there is one
         response_mask        [B, T] bool   written by the policy
-        group                [B]    int64  rows of one prompt share a number, any number
-        in_group_stats       [B]    bool   the row's reward is to be believed; None: all are
+        group                [B]    int64  sequences of one prompt share a number, any number
+        in_group_stats       [B]    bool   the sequence was scored; None: all were
         values               [B, T] float  the critic's, for gae
-        baseline             [B]    float  score of the greedy answer to the row's prompt, for remax
+        baseline             [B]    float  score of the greedy answer to the same prompt, for remax
     """
 
     token_level_rewards: Tensor
@@ -52,19 +52,19 @@ class AdvantageInputs:
 
     @property
     def counted_B(self) -> Tensor:
-        """[B] bool: the rows that enter statistics."""
+        """Return the sequences that enter statistics, [B] bool."""
         if self.in_group_stats is None:
             return torch.ones_like(self.group, dtype=torch.bool)
         return self.in_group_stats.bool()
 
     @property
     def active_BT(self) -> Tensor:
-        """[B, T] bool: the tokens that can carry an advantage."""
+        """Return the tokens that can carry an advantage, [B, T] bool."""
         return self.response_mask.bool() & self.counted_B[:, None]
 
     @property
     def rewards_B(self) -> Tensor:
-        """[B] float64: ``R_i``, in double so that a group of equal rewards has exactly equal deviations."""
+        """Return ``R_i``, [B] float64: in double a group of equal rewards has exactly equal deviations."""
         return self.token_level_rewards.sum(-1, dtype=torch.float64).masked_fill(~self.counted_B, 0)
 
     def need(self, name: str, estimator: str) -> Tensor:
@@ -74,20 +74,20 @@ class AdvantageInputs:
         return value
 
     def spread(self, advantage_B: Tensor) -> Tensor:
-        """One number a row -> the same number on each of its active tokens, [B, T] in the rewards' dtype."""
+        """Put a sequence's number on each of its active tokens, [B] -> [B, T] in the rewards' dtype."""
         advantage_B = advantage_B.to(self.token_level_rewards.dtype)
         return torch.where(self.active_BT, advantage_B[:, None], 0)
 
 
 @dataclass(frozen=True, eq=False)
 class GroupStats:
-    """Rewards measured from their group's mean.
+    """The rewards of a batch, measured from their group's mean.
 
     Shapes:
         group_B     [B] int64    dense group numbers
-        centred_B   [B] float64  ``R_i - mean``; ``R_i`` itself where the row is alone by design (n = 1)
-        std_B       [B] float64  of the row's group with Bessel's correction; 1 where fewer than two rows count
-        counted_B   [B] float64  how many rows of the row's group count, at least 1
+        centred_B   [B] float64  ``R_i - mean``; ``R_i`` itself where it is alone by design (n = 1)
+        std_B       [B] float64  of the group, with Bessel's correction; 1 where fewer than two sequences count
+        counted_B   [B] float64  how many sequences of the group count, at least 1
     """
 
     group_B: Tensor
@@ -97,7 +97,7 @@ class GroupStats:
 
 
 def group_stats(inputs: AdvantageInputs, weight_B: Tensor | None = None) -> GroupStats:
-    """Group means by scatter-add; ``weight_B`` (>= 0, [B]) makes the mean a weighted one.
+    """Compute group means by scatter-add; ``weight_B`` (>= 0, [B]) makes the mean a weighted one.
 
     Rewards are first measured from the largest of their group: a group of equal rewards then deviates by
     exactly 0 whatever the rounding of the sum, and nearly equal rewards keep their digits.
@@ -125,12 +125,12 @@ def group_stats(inputs: AdvantageInputs, weight_B: Tensor | None = None) -> Grou
 
 
 def _backwards_in_time(*tensors_BT: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors' columns, last first, each contiguous: strided ones cost ten times as much."""
+    """Return the tensors' columns, last first, each contiguous: strided ones cost ten times as much."""
     return zip(*(tensor.T.contiguous().flip(0).unbind(0) for tensor in tensors_BT), strict=True)
 
 
 def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    r"""Generalised advantage estimation (arXiv:1506.02438, eq. 16), whitened over the batch's tokens.
+    r"""Estimate generalised advantages (arXiv:1506.02438, eq. 16), whitened over the batch's tokens.
 
     ``delta_t = r_t + gamma V_{t+1} - V_t`` and ``A_t = delta_t + gamma lam A_{t+1}``, where "t+1" is the next
     token that the policy wrote: a stretch of tool output is stepped over without decay. Returns are
@@ -157,7 +157,7 @@ def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Group-relative advantage (arXiv:2402.03300, section 4.1.2: the outcome form of eq. 3).
+    """Compare rewards within a group (arXiv:2402.03300, section 4.1.2: the outcome form of eq. 3).
 
     ``A_i = (R_i - mean_group) / (std_group + epsilon)``, std with Bessel's correction. Without the division
     (``norm_adv_by_std_in_grpo=False``) it is Dr. GRPO's (arXiv:2503.20783). A group of one keeps its reward.
@@ -172,7 +172,7 @@ def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Leave-one-out baseline (arXiv:2402.14740): ``A_i = R_i - mean of the group's other rewards``.
+    """Subtract a leave-one-out baseline (arXiv:2402.14740): ``A_i = R_i - mean of the group's other rewards``.
 
     Computed as ``n / (n - 1) * (R_i - mean_group)``. A group of one keeps its reward.
 
@@ -185,9 +185,9 @@ def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def opo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Length-weighted baseline (arXiv:2505.23585): ``A_i = R_i - sum_j L_j R_j / sum_j L_j``.
+    """Subtract a length-weighted baseline (arXiv:2505.23585): ``A_i = R_i - sum_j L_j R_j / sum_j L_j``.
 
-    ``L_j`` is the number of response tokens of row j. A group of one keeps its reward.
+    ``L_j`` is the number of response tokens of sequence j. A group of one keeps its reward.
 
     Shapes:
         advantages, returns  [B, T], equal
@@ -197,9 +197,9 @@ def opo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Group policy gradient (arXiv:2504.02546): ``A_i = alpha (R_i - mean_group)``.
+    """Scale deviations by ``alpha``, group policy gradient (arXiv:2504.02546): ``A_i = alpha (R_i - mean_group)``.
 
-    ``alpha = B / number of rows with R != 0`` makes up for the groups that carry no gradient; it is taken
+    ``alpha = B / number of sequences with R != 0`` makes up for the groups that carry no gradient; it is taken
     over the whole batch.
 
     Shapes:
@@ -211,7 +211,7 @@ def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def grpo_passk(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Only the best row of a group is rewarded, by its lead (arXiv:2503.19595): ``A = R_best - R_second``.
+    """Reward only the best answer of a group, by its lead (arXiv:2503.19595): ``A = R_best - R_second``.
 
     Divided by ``std_group + epsilon`` as in grpo unless ``norm_adv_by_std_in_grpo=False``; a tie gives 0.
 
@@ -219,7 +219,7 @@ def grpo_passk(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
         advantages, returns  [B, T], equal
 
     Raises:
-        ValueError: a group of one row, which has no second best.
+        ValueError: a group of one answer, which has no second best.
     """
     stats, counted = group_stats(inputs), inputs.counted_B
     if (torch.bincount(stats.group_B) == 1).any():
@@ -239,7 +239,7 @@ def grpo_passk(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Reward to go less the greedy answer's reward (arXiv:2310.10505).
+    """Subtract the greedy answer's reward from the reward to go (arXiv:2310.10505).
 
     Shapes:
         advantages  [B, T]  returns less ``baseline``
@@ -255,7 +255,7 @@ def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Discounted reward to go, whitened over the batch's tokens (arXiv:2501.03262).
+    """Whiten the discounted reward to go over the batch's tokens (arXiv:2501.03262).
 
     ``G_t = r_t + gamma G_{t+1}``, where "t+1" is the next token that the policy wrote.
 
@@ -277,7 +277,7 @@ def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Reward less the group's mean, then whitened over the batch's tokens (arXiv:2501.03262).
+    """Subtract the group's mean, then whiten over the batch's tokens (arXiv:2501.03262).
 
     Shapes:
         advantages, returns  [B, T], equal
@@ -292,7 +292,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tenso
 
 
 def compute(token_level_rewards_BT: Tensor, batch: TrainBatch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of a batch by the configured estimator.
+    """Compute advantages and returns of a batch by the configured estimator.
 
     Shapes:
         token_level_rewards_BT, advantages, returns  [B, T]

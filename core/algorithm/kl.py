@@ -1,4 +1,4 @@
-"""The distance to a reference policy: per-token estimates, the penalty in the reward, and its coefficient.
+"""Distance to a reference policy: per-token estimates, the penalty in the reward, and its coefficient.
 
 ``d = log p - log p_ref`` of a token that the policy sampled. The estimators are those of J. Schulman,
 "Approximating KL divergence" (2020, joschu.net/blog/kl-approx.html): k1, k2, k3.
@@ -21,7 +21,7 @@ _ALIASES = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
 
 
 def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str, mask: Tensor | None = None) -> Tensor:
-    """An estimate of KL(policy || reference) at each token.
+    """Estimate KL(policy || reference) at each token.
 
     ================  =============================  ============================
     kind              value                          gradient in ``log_prob``
@@ -75,12 +75,12 @@ def penalised(
     kind: str,
     coefficient: float,
 ) -> tuple[Tensor, float]:
-    """Rewards with the KL penalty taken off each token (arXiv:1909.08593, eq. 2), and the batch's mean KL.
+    """Take the KL penalty off each token's reward (arXiv:1909.08593, eq. 2); return the batch's mean KL too.
 
     Shapes:
         token_level_scores_BT .. response_mask_BT  [B, T]
         rewards                                    [B, T]  scores - coefficient * kl
-        mean KL                                    float   mean over rows of the row's token mean; an empty row
+        mean KL                                    float   mean over sequences of their token means; an empty one
                                                            counts as 0, as published
     """
     kl = kl_penalty(old_log_prob_BT.detach(), ref_log_prob_BT.detach(), kind, response_mask_BT)
@@ -90,28 +90,22 @@ def penalised(
 def kl_in_reward(
     token_level_scores_BT: Tensor, batch: TrainBatch, controller: KLController, kind: str
 ) -> tuple[Tensor, KLController, dict[str, float]]:
-    """:func:`penalised` with the controller's coefficient; the controller for the next step; the metrics.
+    """Apply :func:`penalised` with the controller's coefficient; return the next controller and the metrics too.
 
     ``actor/reward_kl_penalty_coeff`` is the coefficient that was used, the one before the update.
 
     Shapes:
         token_level_scores_BT, rewards  [B, T]
     """
-    rewards, kl = penalised(
-        token_level_scores_BT,
-        batch.need("old_log_probs"),
-        batch.need("ref_log_prob"),
-        batch.response_mask,
-        kind,
-        controller.value,
-    )
+    old, ref = batch.need("old_log_probs"), batch.need("ref_log_prob")
+    rewards, kl = penalised(token_level_scores_BT, old, ref, batch.response_mask, kind, controller.value)
     metrics = {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": controller.value}
     return rewards, controller.updated(kl, len(batch)), metrics
 
 
 @dataclass(frozen=True)
 class KLController:
-    """Holds the coefficient of the penalty: fixed, or steered towards a target (arXiv:1909.08593, section 2.2).
+    """The coefficient of the penalty: fixed, or steered towards a target (arXiv:1909.08593, section 2.2).
 
     ``kind`` is fixed or adaptive, which moves by ``value *= 1 + clip(kl / target_kl - 1, -0.2, 0.2) * n_steps /
     horizon``.
@@ -123,7 +117,7 @@ class KLController:
     horizon: float = 10000
 
     def updated(self, current_kl: float, n_steps: int) -> KLController:
-        """The controller after a step of ``n_steps`` sequences whose mean KL was ``current_kl``."""
+        """Return the controller after a step of ``n_steps`` sequences whose mean KL was ``current_kl``."""
         if self.kind == "fixed":
             return self
         error = min(max(current_kl / self.target_kl - 1, -0.2), 0.2)
@@ -133,5 +127,5 @@ class KLController:
         return {"value": self.value}
 
     def with_state(self, state: dict[str, float]) -> KLController:
-        """The controller as it was when ``state`` was saved; target and horizon stay the configured ones."""
+        """Return the controller as it was when ``state`` was saved; target and horizon stay the configured ones."""
         return self if self.kind == "fixed" else replace(self, value=float(state["value"]))

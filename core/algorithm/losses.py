@@ -2,8 +2,8 @@
 
 A policy loss is a pure function ``f(log_prob_BT, old_log_prob_BT, advantages_BT, response_mask_BT, config) ->
 (loss_BT, stats)``. It returns a loss for each token; the objective is ``(loss_BT * weight_BT).sum()`` with the
-weights of :func:`loss_weights`, which are computed once an optimizer step over all its rows. Sums of parts then add
-up to the whole, however the rows are split into micro-batches and ranks.
+weights of :func:`loss_weights`, which are computed once an optimizer step over all its sequences. Sums of parts then
+add up to the whole, however the sequences are split into micro-batches and ranks.
 
 ``stats`` are detached ``[B, T]`` tensors, to be averaged over the response tokens. Losses and stats are 0 outside the
 mask, also where the inputs are NaN there.
@@ -23,22 +23,21 @@ from core.config.plugins import chosen
 if TYPE_CHECKING:
     from core.config.schema import ActorConfig
 
-LOG_RATIO_BOUND = 20.0  # exp(20) is 5e8: beyond it a float32 ratio has nothing left to say
-
+LOG_RATIO_BOUND = 20.0  # exp(20) is 5e8: beyond it a float32 ratio has no digits left
 
 Stats = dict[str, Tensor]
 PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor, "ActorConfig"], tuple[Tensor, Stats]]
 
 
 def clipped(ratio_BT: Tensor, config: ActorConfig) -> Tensor:
-    """The ratio within ``[1 - low, 1 + high]``; a bound that is not given is ``clip_ratio``."""
+    """Clamp the ratio to ``[1 - low, 1 + high]``; a bound that is not given is ``clip_ratio``."""
     low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
     high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
     return ratio_BT.clamp(1 - low, 1 + high)
 
 
 def _inside(mask_BT: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors with 0 outside the mask, before anything is computed: gradients there are 0, never NaN."""
+    """Set the tensors to 0 outside the mask, before anything is computed: gradients there are 0, never NaN."""
     outside = ~mask_BT.bool()
     return tuple(tensor.masked_fill(outside, 0) for tensor in tensors)
 
@@ -50,7 +49,7 @@ def _stats(mask_BT: Tensor, **stats: Tensor) -> Stats:
 def vanilla(
     log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor, config: ActorConfig
 ) -> tuple[Tensor, Stats]:
-    """PPO's clipped surrogate (arXiv:1707.06347, eq. 7) with dual clip (arXiv:1912.09729).
+    """Return PPO's clipped surrogate (arXiv:1707.06347, eq. 7) with dual clip (arXiv:1912.09729).
 
     ``max(-A r, -A clip(r, 1 - low, 1 + high))``, and where A < 0 at most ``-A c``. With high > low it is
     DAPO's clip-higher (arXiv:2503.14476, eq. 10). The log-ratio is clamped to +-20.
@@ -83,9 +82,9 @@ def vanilla(
 def gspo(
     log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor, config: ActorConfig
 ) -> tuple[Tensor, Stats]:
-    """Sequence-level ratio, token-level gradient: GSPO-token (arXiv:2507.18071, eq. 13 and 14).
+    """Use a sequence-level ratio with a token-level gradient: GSPO-token (arXiv:2507.18071, eq. 13 and 14).
 
-    ``s = exp(mean over the row's tokens of log r)`` is clipped as in PPO; its gradient flows through each
+    ``s = exp(mean over the sequence's tokens of log r)`` is clipped as in PPO; its gradient flows through each
     token's log-prob. Its paper averages per sequence first (``aggregation`` in the table).
 
     Shapes:
@@ -97,18 +96,15 @@ def gspo(
     sequence = log_ratio.detach().sum(-1) / response_mask_BT.bool().sum(-1).clamp(min=1)
     ratio = (logp - logp.detach() + sequence[:, None]).clamp(max=10.0).exp()
     plain, bounded = -adv * ratio, -adv * clipped(ratio, config)
-    return torch.maximum(plain, bounded), _stats(
-        response_mask_BT,
-        pg_clipfrac=bounded > plain,
-        pg_clipfrac_lower=torch.zeros_like(plain),
-        ppo_kl=-log_ratio,
-    )
+    clips, never = bounded > plain, torch.zeros_like(plain)
+    stats = _stats(response_mask_BT, pg_clipfrac=clips, pg_clipfrac_lower=never, ppo_kl=-log_ratio)
+    return torch.maximum(plain, bounded), stats
 
 
 def sapo(
     log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor, config: ActorConfig
 ) -> tuple[Tensor, Stats]:
-    """A soft gate in place of the clip (SAPO, arXiv:2511.20347).
+    """Use a soft gate in place of the clip (SAPO, arXiv:2511.20347).
 
     ``-A * 4 / tau * sigmoid(tau (r - 1))``, tau by the sign of A. Averaged per sequence.
 
@@ -127,7 +123,7 @@ def sapo(
 def gpg(
     log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor, config: ActorConfig
 ) -> tuple[Tensor, Stats]:
-    """The plain policy gradient ``-A log p`` of GPG (arXiv:2504.02546), which is REINFORCE's.
+    """Return the plain policy gradient ``-A log p`` of GPG (arXiv:2504.02546), which is REINFORCE's.
 
     Shapes:
         all tensors  [B, T]
@@ -140,7 +136,7 @@ def gpg(
 def cispo(
     log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor, config: ActorConfig
 ) -> tuple[Tensor, Stats]:
-    """Clipped importance weight, no clipped gradient: CISPO (arXiv:2506.13585, eq. 4 and 5).
+    """Clip the importance weight, not the gradient: CISPO (arXiv:2506.13585, eq. 4 and 5).
 
     ``-stop_gradient(clip(r, 1 - low, 1 + high)) A log p``: every token keeps a gradient.
 
@@ -152,16 +148,13 @@ def cispo(
     log_ratio = (logp - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = log_ratio.detach().exp()
     weight = clipped(ratio, config)
-    return -weight * adv * logp, _stats(
-        response_mask_BT,
-        pg_clipfrac=weight != ratio,
-        pg_clipfrac_lower=torch.zeros_like(ratio),
-        ppo_kl=-log_ratio,
-    )
+    clips, never = weight != ratio, torch.zeros_like(ratio)
+    stats = _stats(response_mask_BT, pg_clipfrac=clips, pg_clipfrac_lower=never, ppo_kl=-log_ratio)
+    return -weight * adv * logp, stats
 
 
 def policy_loss(name: str) -> PolicyLoss:
-    """The policy loss of this name, or a user's own: ``package.module:function`` or ``path/file.py:function``.
+    """Return the policy loss of this name, or a user's own: ``package.module:function`` or ``path/file.py:function``.
 
     Raises:
         InputError: neither a name of the table nor a path that leads to a function.
@@ -170,23 +163,17 @@ def policy_loss(name: str) -> PolicyLoss:
 
 
 def value_loss(
-    values_BT: Tensor,
-    returns_BT: Tensor,
-    old_values_BT: Tensor,
-    cliprange_value: float,
-    response_mask_BT: Tensor | None = None,
+    values_BT: Tensor, returns_BT: Tensor, old_values_BT: Tensor, cliprange_value: float, response_mask_BT: Tensor
 ) -> tuple[Tensor, Stats]:
-    """Clipped squared error of the critic, ``0.5 max((V - R)^2, (clip(V, V_old +- eps) - R)^2)``.
+    """Return the critic's clipped squared error, ``0.5 max((V - R)^2, (clip(V, V_old +- eps) - R)^2)``.
 
     The value-function clipping of PPO's reference implementation (Huang et al. 2022, "The 37 implementation
     details of PPO", detail 9).
 
     Shapes:
-        all tensors  [B, T]; without a mask every entry counts
+        all tensors  [B, T]
         stats        vf_clipfrac  [B, T]
     """
-    if response_mask_BT is None:
-        response_mask_BT = torch.ones_like(values_BT, dtype=torch.bool)
     values, returns, old = _inside(response_mask_BT, values_BT, returns_BT, old_values_BT)
     near = torch.clamp(values, old - cliprange_value, old + cliprange_value)
     plain, bounded = (values - returns).square(), (near - returns).square()
@@ -194,9 +181,9 @@ def value_loss(
 
 
 def loss_weights(loss_mask_BT: Tensor, mode: str, *, scale_factor: float = 1.0) -> Tensor:
-    """Each token's share of the objective, so that the loss is ``(loss_BT * weight_BT).sum()``.
+    """Return each token's share of the objective, so that the loss is ``(loss_BT * weight_BT).sum()``.
 
-    With N tokens and S rows that have a token, over the whole optimizer step, and L_i tokens in row i:
+    With N tokens and S sequences that have a token, over the whole optimizer step, and L_i tokens in sequence i:
 
         token-mean               1 / N            (arXiv:2503.14476, eq. 12)
         seq-mean-token-mean      1 / (S L_i)      (arXiv:2402.03300, eq. 3)

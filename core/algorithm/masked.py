@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sum of the kept entries, 0 where there are none.
+    """Sum the kept entries, 0 where there are none.
 
     Shapes:
         values, mask  [...]  of one shape; ``mask`` is bool or 0/1
@@ -21,13 +21,13 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean of the kept entries, 0 where there are none. Shapes as :func:`masked_sum`."""
+    """Average the kept entries, 0 where there are none. Shapes as :func:`masked_sum`."""
     count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
     return masked_sum(values, mask, dim) / count.clamp(min=1)
 
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Variance of the kept entries, with Bessel's correction if ``unbiased``.
+    """Return the variance of the kept entries, with Bessel's correction if ``unbiased``.
 
     Shapes:
         values, mask  [...]
@@ -46,7 +46,7 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """``(values - mean) / sqrt(var + 1e-8)`` with the statistics of the kept entries, applied to every entry.
+    """Return ``(values - mean) / sqrt(var + 1e-8)`` of every entry, with the statistics of the kept ones.
 
     Shapes:
         values, mask, result  [...]

@@ -23,16 +23,16 @@ class Means:
             self.counts[name] += float(mask_BT.sum())
 
     def value(self, name: str, value: float, *, counts: bool = True) -> None:
-        """A number for an optimizer step; ``counts=False`` adds another partial sum to the same step."""
+        """Add a number for an optimizer step; ``counts=False`` adds another partial sum to the same step."""
         self.sums[name] += value
         self.counts[name] += counts
 
     def peak(self, name: str, value: float) -> None:
-        """A maximum over everything, beside the means."""
+        """Keep a maximum over everything, beside the means."""
         self.peaks[name] = max(self.peaks.get(name, value), value)
 
     def trough(self, name: str, value: float) -> None:
-        """A minimum over everything."""
+        """Keep a minimum over everything."""
         self.troughs[name] = min(self.troughs.get(name, value), value)
 
     def merge(self, other: Means) -> None:

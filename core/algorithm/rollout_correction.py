@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from core.algorithm.losses import LOG_RATIO_BOUND
+from core.algorithm.masked import masked_mean
 from core.algorithm.means import Means
 from core.config.thresholds import Bounds, Criterion, criteria, weight_bounds
 from core.types import TrainBatch
@@ -35,20 +36,20 @@ PERPLEXITY_BOUND = 80.0  # nats: a metric must be finite
 
 
 def sampled(batch: TrainBatch) -> Tensor:
-    """[B, T] bool: the tokens for which the engine has a log-prob."""
+    """Return the tokens for which the engine has a log-prob, [B, T] bool."""
     return batch.response_mask if batch.sampled_mask is None else batch.sampled_mask
 
 
 def log_ratio(log_prob_BT: Tensor, rollout_log_prob_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """``d``, [B, T] float64 and 0 outside the mask."""
+    """Return ``d``, [B, T] float64 and 0 outside the mask."""
     difference = log_prob_BT.detach().double() - rollout_log_prob_BT.double()
     return difference.masked_fill(~mask_BT.bool(), 0)
 
 
 def importance_weights(log_ratio_BT: Tensor, mask_BT: Tensor, level: str, bounds: Bounds) -> tuple[Tensor, Tensor]:
-    """Weights as applied, and as they were before the bounds.
+    """Return the weights as applied, and as they were before the bounds.
 
-    ``token``: ``exp(d_t)``. ``sequence``: ``exp(sum_t d_t)`` for each token of the row. Exponents are clamped to +-20.
+    ``token``: ``exp(d_t)``. ``sequence``: ``exp(sum_t d_t)`` for all its tokens. Exponents are clamped to +-20.
     One bound truncates, ``min(w, upper)``; two of them mask, ``w`` where ``lower <= w <= upper`` and 0 elsewhere.
 
     Shapes:
@@ -63,16 +64,16 @@ def importance_weights(log_ratio_BT: Tensor, mask_BT: Tensor, level: str, bounds
 
 
 def normalising_factor(weights_BT: Tensor, mask_BT: Tensor, level: str) -> float:
-    """The mean weight, over tokens or over sequences; 1 where all weights are 0."""
-    mean = weights_BT[mask_BT].mean() if level == "token" else _row_means(weights_BT, mask_BT).mean()
-    return float(mean) if float(mean) > 1e-8 else 1.0
+    """Return the mean weight, over tokens or over sequences; 1 where all weights are 0."""
+    mean = float((weights_BT[mask_BT] if level == "token" else _means_of_sequences(weights_BT, mask_BT)).mean())
+    return mean if mean > 1e-8 else 1.0
 
 
 def divergence(log_ratio_BT: Tensor, mask_BT: Tensor, name: str) -> Tensor:
-    """A statistic of :data:`core.config.thresholds.STATISTICS`, [B, T]; of a sequence it stands in all its tokens.
+    """Return a statistic of :data:`core.config.thresholds.STATISTICS`, [B, T]; a sequence's stands in all its tokens.
 
     ``k1 = -d``, ``k2 = d^2 / 2``, ``k3 = exp(d) - 1 - d`` (Schulman 2020, "Approximating KL divergence"), d clamped to
-    +-20; per token, or summed, averaged or maximised over the row.
+    +-20; per token, or summed, averaged or maximised over the sequence.
     """
     d = log_ratio_BT.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     over, _, estimate = name.rpartition("_")
@@ -87,7 +88,7 @@ def divergence(log_ratio_BT: Tensor, mask_BT: Tensor, name: str) -> Tensor:
 
 
 def kept_tokens(log_ratio_BT: Tensor, mask_BT: Tensor, wanted: tuple[Criterion, ...]) -> Tensor:
-    """[B, T] bool: the tokens of the mask that meet every criterion."""
+    """Return the tokens of the mask that meet every criterion, [B, T] bool."""
     kept = mask_BT.clone()
     for one in wanted:
         value = divergence(log_ratio_BT, mask_BT, one.name)
@@ -95,16 +96,12 @@ def kept_tokens(log_ratio_BT: Tensor, mask_BT: Tensor, wanted: tuple[Criterion, 
     return kept
 
 
-def vetoed_rows(log_ratio_BT: Tensor, threshold: float) -> Tensor:
-    """[B] bool: rows with a token that the learner finds less likely than the engine by this factor or more."""
-    return (log_ratio_BT.exp() < threshold).any(-1)
-
-
 def correct(batch: TrainBatch, config: RolloutCorrectionConfig) -> tuple[TrainBatch, dict[str, float]]:
-    """Sets ``rollout_is_weights`` and takes rejected tokens out of ``loss_mask``; returns ``rollout_corr/...`` too.
+    """Set ``rollout_is_weights`` and take rejected tokens out of ``loss_mask``; return ``rollout_corr/...`` too.
 
-    The weights belong to the whole batch: a driver computes them once, before rows are split over ranks. Tokens that
-    train and that no policy sampled (``batch.sampled_mask``) have weight 1, and stay where their row does.
+    The weights belong to the whole batch: a driver computes them once, before sequences are split over ranks.
+    Tokens that train and that no policy sampled (``batch.sampled_mask``) have weight 1, and stay where their sequence
+    does.
     """
     mask, metrics = sampled(batch), {}
     if not bool(mask.any()):
@@ -125,7 +122,8 @@ def correct(batch: TrainBatch, config: RolloutCorrectionConfig) -> tuple[TrainBa
         kept = kept_tokens(ratio_BT, mask, wanted)
         metrics.update(rejection_metrics(ratio_BT, mask, wanted))
     if config.rollout_token_veto_threshold is not None:
-        vetoed = vetoed_rows(ratio_BT, config.rollout_token_veto_threshold)
+        # One token that the learner finds less likely than the engine by this factor drops its sequence.
+        vetoed = (ratio_BT.exp() < config.rollout_token_veto_threshold).any(-1)
         kept = kept & ~vetoed[:, None]
         metrics["rollout_is_veto_fraction"] = float(vetoed.double().mean())
     kept = kept | (others & kept.any(-1, keepdim=True))
@@ -136,13 +134,14 @@ def correct(batch: TrainBatch, config: RolloutCorrectionConfig) -> tuple[TrainBa
 
 
 def weight_metrics(applied_BT: Tensor, raw_BT: Tensor, mask_BT: Tensor, level: str, bounds: Bounds) -> dict[str, float]:
-    """``rollout_is_*``: of the weights as applied; the shares beyond the bounds, of the weights before.
+    """Return ``rollout_is_*``: of the weights as applied; the shares beyond the bounds, of the weights before.
 
     ``eff_sample_size`` is Kish's, ``(mean w)^2 / mean w^2`` over tokens: 1 where all weights are equal, 0 where all
     are 0. Without a lower bound ``fraction_low`` counts what is below the upper one's reciprocal.
     """
     lower = 1 / bounds.upper if bounds.lower is None else bounds.lower
-    found = _spread(applied_BT, raw_BT, mask_BT, level == "sequence", (lower, bounds.upper), ideal=1.0)
+    inside = Bounds(lower, bounds.upper)
+    found = _spread(applied_BT, raw_BT, mask_BT, level == "sequence", inside, ideal=1.0, floor=0.0)
     tokens = applied_BT[mask_BT]
     square = float(tokens.square().mean())
     found["eff_sample_size"] = float(tokens.mean()) ** 2 / square if square else 0.0
@@ -154,11 +153,12 @@ def weight_metrics(applied_BT: Tensor, raw_BT: Tensor, mask_BT: Tensor, level: s
 
 
 def rejection_metrics(log_ratio_BT: Tensor, mask_BT: Tensor, wanted: tuple[Criterion, ...]) -> dict[str, float]:
-    """``rollout_rs_*``: each criterion's statistic, and the shares of tokens and of sequences (in part) rejected."""
+    """Return ``rollout_rs_*``: each criterion's statistic, and the shares of tokens and of sequences rejected."""
     metrics = {}
     for one in wanted:
-        value, by_row = divergence(log_ratio_BT, mask_BT, one.name), one.name.startswith("seq")
-        found = _spread(value, value, mask_BT, by_row, (one.lower, one.upper), ideal=0.0, floor=one.lower)
+        value, by_sequence = divergence(log_ratio_BT, mask_BT, one.name), one.name.startswith("seq")
+        inside = Bounds(one.lower, one.upper)
+        found = _spread(value, value, mask_BT, by_sequence, inside, ideal=0.0, floor=one.lower)
         found |= _rejected(kept_tokens(log_ratio_BT, mask_BT, (one,)), mask_BT)
         metrics |= {f"rollout_rs_{one.name}_{name}": number for name, number in found.items()}
     together = _rejected(kept_tokens(log_ratio_BT, mask_BT, wanted), mask_BT)
@@ -166,8 +166,8 @@ def rejection_metrics(log_ratio_BT: Tensor, mask_BT: Tensor, wanted: tuple[Crite
 
 
 def _rejected(kept_BT: Tensor, mask_BT: Tensor) -> dict[str, float]:
-    rows = mask_BT.any(-1)
-    touched = (mask_BT & ~kept_BT).any(-1)[rows]
+    """Return the share of tokens that were rejected, and of sequences that lost one."""
+    touched = (mask_BT & ~kept_BT).any(-1)[mask_BT.any(-1)]
     return {
         "masked_fraction": float((~kept_BT[mask_BT]).double().mean()),
         "seq_masked_fraction": float(touched.double().mean()),
@@ -175,19 +175,15 @@ def _rejected(kept_BT: Tensor, mask_BT: Tensor) -> dict[str, float]:
 
 
 def _spread(
-    applied_BT: Tensor,
-    raw_BT: Tensor,
-    mask_BT: Tensor,
-    by_row: bool,
-    bounds: tuple[float, float],
-    *,
-    ideal: float,
-    floor: float = 0.0,
+    applied_BT: Tensor, raw_BT: Tensor, mask_BT: Tensor, by_sequence: bool, bounds: Bounds, ideal: float, floor: float
 ) -> dict[str, float]:
-    """Mean and spread over tokens; extremes and shares over tokens or, ``by_row``, rows; rows' means in ``seq_*``."""
-    lower, upper = bounds
-    tokens, rows, raw_rows = applied_BT[mask_BT], _row_means(applied_BT, mask_BT), _row_means(raw_BT, mask_BT)
-    extremes, compared = (raw_rows, raw_rows) if by_row else (tokens, raw_BT[mask_BT])
+    """Return mean and spread over tokens, and over the means of sequences in ``seq_*``.
+
+    Extremes and shares are those of tokens or, ``by_sequence``, of sequences' means.
+    """
+    tokens, means = applied_BT[mask_BT], _means_of_sequences(applied_BT, mask_BT)
+    raw_means, lower, upper = _means_of_sequences(raw_BT, mask_BT), bounds.lower, bounds.upper
+    extremes, compared = (raw_means, raw_means) if by_sequence else (tokens, raw_BT[mask_BT])
     found = {
         "mean": tokens.mean(),
         "max": extremes.max(),
@@ -195,30 +191,28 @@ def _spread(
         "std": tokens.clamp(min=floor, max=upper).std(correction=0),
         "fraction_high": (compared > upper).double().mean(),
         "fraction_low": (compared < lower).double().mean(),
-        "seq_mean": rows.mean(),
-        "seq_std": rows.std() if len(rows) > 1 else torch.zeros(()),
-        "seq_max": rows.max(),
-        "seq_min": rows.min(),
-        "seq_max_deviation": (rows - ideal).abs().max(),
-        "seq_fraction_high": (raw_rows > upper).double().mean(),
-        "seq_fraction_low": (raw_rows < lower).double().mean(),
+        "seq_mean": means.mean(),
+        "seq_std": means.std() if len(means) > 1 else torch.zeros(()),
+        "seq_max": means.max(),
+        "seq_min": means.min(),
+        "seq_max_deviation": (means - ideal).abs().max(),
+        "seq_fraction_high": (raw_means > upper).double().mean(),
+        "seq_fraction_low": (raw_means < lower).double().mean(),
     }
     return {name: float(value) for name, value in found.items()}
 
 
-def _row_means(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """[rows that have a token]: the mean over a row's tokens."""
-    count = mask_BT.sum(-1)
-    total = values_BT.masked_fill(~mask_BT, 0).sum(-1)
-    return (total / count.clamp(min=1))[count > 0]
+def _means_of_sequences(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Return the mean over each sequence's tokens, [sequences that have a token]."""
+    return masked_mean(values_BT, mask_BT, dim=-1)[mask_BT.any(-1)]
 
 
 def add_mismatch(means: Means, log_prob_BT: Tensor, batch: TrainBatch) -> None:
-    """How far the engine's log-probs are from the learner's (verl's ``rollout_corr/*``), corrected for or not.
+    """Measure how far the engine's log-probs are from the learner's (verl's ``rollout_corr/*``), corrected or not.
 
     ``kl`` and ``k3_kl`` estimate KL(engine, learner) on the engine's own samples (Schulman's k1 and k3), per token.
     ``*_ppl`` are means over sequences of ``exp(-mean log p)``; ``chi2_*`` is ``mean w^2 - 1``, per token or sequence.
-    Rows are complete in a micro-batch, so the parts of ``means`` add up.
+    Sequences are complete in a micro-batch, so the parts of ``means`` add up.
     """
     mask = sampled(batch)
     d = log_ratio(log_prob_BT, batch.rollout_log_probs, mask)
@@ -231,8 +225,8 @@ def add_mismatch(means: Means, log_prob_BT: Tensor, batch: TrainBatch) -> None:
     }
     means.tokens(of_tokens, mask)
     means.peak("logp_diff_max", float(d.abs().max()) if d.numel() else 0.0)
-    rows = mask.any(-1, keepdim=True)
-    if not bool(rows.any()):
+    sequences = mask.any(-1, keepdim=True)
+    if not bool(sequences.any()):
         return
     count = mask.sum(-1, keepdim=True).clamp(min=1)
     training, rollout = (
@@ -240,7 +234,7 @@ def add_mismatch(means: Means, log_prob_BT: Tensor, batch: TrainBatch) -> None:
         for value in (log_prob_BT, batch.rollout_log_probs)
     )
     gap = training - rollout
-    of_rows = {
+    of_sequences = {
         "training_ppl": training.clamp(max=PERPLEXITY_BOUND).exp(),
         "training_log_ppl": training,
         "rollout_ppl": rollout.clamp(max=PERPLEXITY_BOUND).exp(),
@@ -250,6 +244,6 @@ def add_mismatch(means: Means, log_prob_BT: Tensor, batch: TrainBatch) -> None:
         "ppl_ratio": gap.clamp(max=PERPLEXITY_BOUND).exp(),
         "chi2_seq": (2 * d.sum(-1, keepdim=True).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)).exp() - 1,
     }
-    means.tokens(of_rows, rows)
-    means.peak("log_ppl_diff_max", float(gap[rows].max()))
-    means.trough("log_ppl_diff_min", float(gap[rows].min()))
+    means.tokens(of_sequences, sequences)
+    means.peak("log_ppl_diff_max", float(gap[sequences].max()))
+    means.trough("log_ppl_diff_min", float(gap[sequences].min()))

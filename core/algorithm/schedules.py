@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def constant(index: int, warmup: int) -> float:
-    """Linear from 0 to 1 over ``warmup`` steps, then 1."""
+    """Rise linearly from 0 to 1 over ``warmup`` steps, then stay at 1."""
     return min(1.0, index / max(warmup, 1)) if index < warmup else 1.0
 
 
 def cosine(index: int, warmup: int, total: int, min_lr_ratio: float = 0.0, num_cycles: float = 0.5) -> float:
-    """Linear warm-up, then ``num_cycles`` waves of a cosine between 1 and ``min_lr_ratio`` (arXiv:1608.03983, eq. 5).
+    """Warm up, then follow ``num_cycles`` waves of a cosine between 1 and ``min_lr_ratio`` (arXiv:1608.03983, eq. 5).
 
     Half a wave ends at ``min_lr_ratio`` at index ``total``; beyond it the wave goes on, as published.
     """
@@ -31,7 +31,7 @@ def cosine(index: int, warmup: int, total: int, min_lr_ratio: float = 0.0, num_c
 
 
 def wsd(index: int, warmup: int, total: int, min_lr_ratio: float = 0.0, stable_ratio: float = 0.9) -> float:
-    """Warm-up, a plateau, then half a cosine wave down to ``min_lr_ratio`` (arXiv:2404.06395, section 4).
+    """Warm up, stay, then follow half a cosine wave down to ``min_lr_ratio`` (arXiv:2404.06395, section 4).
 
     The plateau takes ``stable_ratio`` of the steps after the warm-up, rounded down.
     """
@@ -47,14 +47,14 @@ def wsd(index: int, warmup: int, total: int, min_lr_ratio: float = 0.0, stable_r
 
 
 def warmup_steps(config: OptimConfig, total_steps: int) -> int:
-    """Steps of warm-up in a run of ``total_steps``."""
+    """Count the steps of warm-up in a run of ``total_steps``."""
     if config.lr_warmup_steps >= 0:
         return config.lr_warmup_steps
     return int(config.lr_warmup_steps_ratio * total_steps)
 
 
 def multiplier(config: OptimConfig, step: int, total_steps: int) -> float:
-    """The multiplier of ``optim.lr`` in RL step ``step`` of ``total_steps``, counted from 0.
+    """Return the multiplier of ``optim.lr`` in RL step ``step`` of ``total_steps``, counted from 0.
 
     It is the schedule's at index ``step + 1``: with a warm-up of w steps the first one trains at 1/w and the w-th
     at 1, where the published trainers spend their first step at 0. All optimizer steps of an RL step share it.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def make_engine(config: Config, model: Callable[[], nn.Module], tokenizer: Any, device: torch.device) -> RolloutEngine:
-    """The engine that ``actor_rollout_ref.rollout.name`` asks for, on ``device``.
+    """Make the engine that ``actor_rollout_ref.rollout.name`` names, on ``device``.
 
     ``model`` gives the policy, which becomes the engine's own; vLLM makes its own and needs the first
     ``update_weights`` before it samples. Options beyond verl's are ``rollout.engine_kwargs.hf.*``, the keyword

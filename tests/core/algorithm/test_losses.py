@@ -192,7 +192,7 @@ def test_value_loss_by_hand():
     """Old value 1, bound 0.5. New values 3, 3, 1.2 against returns 0, 4, 2: clipped to 1.5, 1.5, 1.2."""
     values = torch.tensor([[3.0, 3.0, 1.2]], requires_grad=True)
     returns, old = torch.tensor([[0.0, 4.0, 2.0]]), torch.ones(1, 3)
-    loss, stats = value_loss(values, returns, old, 0.5)
+    loss, stats = value_loss(values, returns, old, 0.5, torch.ones(1, 3, dtype=torch.bool))
     assert loss[0].tolist() == pytest.approx([4.5, 3.125, 0.32])
     assert stats["vf_clipfrac"].tolist() == [[0, 1, 0]]
     loss.sum().backward()
