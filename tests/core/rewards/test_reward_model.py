@@ -21,8 +21,8 @@ from core.rewards.reward_model import RewardModel
 from core.rewards.reward_model_calls import Answer, ModelScore
 from core.types import Prompt, Segment, Stop, Trajectory
 from reward_scores.score import ScoreStatus
-from tests.core.judges import TEMPLATE, metrics, run_config, write_classifier
 from tests.core.ray_cluster import write_model
+from tests.core.reward_model_runs import TEMPLATE, metrics, run_config, write_classifier
 
 
 def settings(folder, *, input_tokenizer="policy", **given):

@@ -14,7 +14,7 @@ from core.cluster.ray_engine import RayRewardModel
 from core.errors import WorkersLost
 from core.ray_trainer import RayPPOTrainer
 from core.rewards.reward_model_calls import Answer
-from tests.core.judges import metrics, run_config
+from tests.core.reward_model_runs import metrics, run_config
 
 pytestmark = pytest.mark.xdist_group("ray")  # one Ray, however many test processes
 
