@@ -1,4 +1,4 @@
-"""Answers of a retriever, kept on disk: one SQLite file an index, which several processes may share."""
+"""Keep a retriever's answers on disk: one SQLite file an index, which several processes may share."""
 
 from __future__ import annotations
 
@@ -44,5 +44,5 @@ class Cache:
 
 
 def stores(folder: Path) -> list[str]:
-    """The identities of the indices whose answers the folder holds."""
+    """Return the identities of the indices whose answers the folder holds."""
     return sorted(path.name.removesuffix(SUFFIX) for path in folder.glob(f"*{SUFFIX}"))

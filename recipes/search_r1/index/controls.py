@@ -9,7 +9,7 @@ from recipes.search_r1.index.passages import Passage, fingerprint
 
 
 class RandomRetriever:
-    """Passages that have nothing to do with the query: a control. The same query finds the same ones."""
+    """A control that finds passages unrelated to the query, the same ones for the same query."""
 
     backend = "random"
 
@@ -30,7 +30,7 @@ class RandomRetriever:
 
 
 class EmptyRetriever:
-    """Finds nothing: a control."""
+    """A control that finds nothing."""
 
     backend = "empty"
 

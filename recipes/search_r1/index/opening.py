@@ -1,4 +1,4 @@
-"""From options to a retriever: what the index folder holds, and whether everything belongs together."""
+"""Open a retriever from its options, and check that index, corpus and encoder belong together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BUILT = "index.json"  # {"backends": {name: settings}, "encoder": settings or nu
 
 
 def make_retriever(options: RetrieverOptions) -> Retriever:
-    """The retriever of an index folder or of a faiss file, with the cross-encoder and the noise that are asked for."""
+    """Open an index folder or a faiss file, with the cross-encoder and the noise that the options name."""
     if options.backend is not None and options.backend not in BACKENDS:
         raise RetrievalError(f"backend={options.backend!r}: must be one of {', '.join(BACKENDS)}")
     path = Path(options.index).expanduser()
@@ -50,7 +50,7 @@ def _of_folder(folder: Path, options: RetrieverOptions) -> Retriever:
 
 
 def _of_file(path: Path, options: RetrieverOptions) -> Retriever:
-    """A faiss file made elsewhere. Its corpus is scanned once, into a folder beside the file."""
+    """Open a faiss file made elsewhere. Its corpus is scanned once, into a folder beside the file."""
     missing = [name for name in ("corpus", "encoder") if getattr(options, name) is None]
     if missing:
         raise RetrievalError(f"{path}: a faiss file needs {' and '.join(missing)} as well (--{' --'.join(missing)})")

@@ -12,7 +12,7 @@ MAX_LENGTH, BATCH = 512, 32
 
 
 class RerankingRetriever:
-    """Another retriever's first ``candidates`` passages, in the order of ``judge``; a query sees only its own."""
+    """Another retriever's first ``candidates`` passages of a query, in the order of ``judge``."""
 
     def __init__(self, inner: Retriever, judge: Judge, name: str, candidates: int):
         if candidates < 1:
@@ -34,7 +34,7 @@ class RerankingRetriever:
 
 
 def cross_encoder(model: str, device: str = "cpu") -> Judge:
-    """The judge of a sequence-classification model with one logit. Raises RetrievalError where it has more."""
+    """Return a judge by a sequence-classification model with one logit. Raises RetrievalError where it has more."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
