@@ -18,7 +18,7 @@ EXAMPLES = (
 
 
 def score(response: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> Score:
-    """1 for a gold answer. ``searches`` counts the calls of the episode; it is no part of the value."""
-    verdict = qa_em.score(response, ground_truth, extra_info, max_tags=None)
+    """Return 1 for a gold answer. ``searches`` counts the calls of the episode; it is no part of the value."""
+    exact = qa_em.score(response, ground_truth, extra_info, max_tags=None)
     searches = float((extra_info or {}).get("rollout", {}).get("num_tool_calls", 0))
-    return dataclasses.replace(verdict, parts={**verdict.parts, "searches": searches})
+    return dataclasses.replace(exact, parts={**exact.parts, "searches": searches})

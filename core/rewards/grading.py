@@ -46,7 +46,7 @@ class Grader:
         return self.reward_kwargs.get(scorer.name, {})
 
     def libraries(self, data_source: str) -> tuple[str, ...]:
-        """What the scorer of a data source calls whose work may not end; see :class:`reward_scores.verdict.Scorer`.
+        """What the scorer of a data source calls whose work may not end; see :class:`reward_scores.scorer.Scorer`.
 
         Raises UnknownDataSource.
         """

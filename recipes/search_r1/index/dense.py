@@ -156,7 +156,7 @@ class DenseRetriever:
         return {}
 
     def _check_encoder(self, path: Path) -> None:
-        """Encode the first, middle and last passage anew. Raises RetrievalError where the vectors of the file differ."""
+        """Encode the first, middle and last passage anew. Raises RetrievalError where the file's vectors differ."""
         rows = sorted({0, len(self) // 2, len(self) - 1})
         texts = [self._corpus.row(row)["contents"] for row in rows]
         fresh = self._encoder.encode(texts, self._encoder.settings.passage_prefix)
