@@ -67,12 +67,12 @@ def judge(
 ) -> Score:
     """Score by the published rule. ``rewards`` are those of structure, final format, retrieval and a right answer."""
     structure, final, retrieval, correct = rewards
-    said = None if answer is None else normalize_answer(answer)
+    pred = None if answer is None else normalize_answer(answer)
     parts = {"format": float(valid), "retrieved": float(retrieved)}
-    if said is not None and said in map(normalize_answer, golds):
-        return graded(True, said, correct if valid else correct - structure, **parts)
-    value = structure + (retrieval if retrieved else 0.0) if valid else (0.0 if said is None else final)
-    return no_answer(value, **parts) if said is None else graded(False, said, value, **parts)
+    if pred is not None and pred in map(normalize_answer, golds):
+        return graded(True, pred, correct if valid else correct - structure, **parts)
+    value = structure + (retrieval if retrieved else 0.0) if valid else (0.0 if pred is None else final)
+    return no_answer(value, **parts) if pred is None else graded(False, pred, value, **parts)
 
 
 def structure_problem(text: str) -> str | None:

@@ -51,7 +51,7 @@ class RayDAPOTrainer(RayPPOTrainer):
     def keep_group(self, group: ScoredGroup) -> bool:
         """Return whether the answers differ in ``algorithm.filter_groups.metric``: equal ones have no advantage.
 
-        An answer that could not be graded and is masked says nothing about the group, so it is not looked at.
+        A masked answer that could not be graded is ignored: it is no evidence about the group.
         """
         if not self.config.algorithm.filter_groups.enable:
             return True

@@ -90,7 +90,7 @@ def reward(answer: str, gold: str) -> float:
     """Return 1 where the text after the last ``#`` is the gold letter, and 0 elsewhere.
 
     Nothing rewards the path that an answer may write before the ``#``: training finds out that paths lead to rewards.
-    Only what the policy wrote is judged, never the prompt.
+    Only what the policy wrote is graded, never the prompt.
 
     Trainer: graders are processes with a deadline. An answer that they fail to grade leaves its group's statistics and
     is counted; it is not a silent zero (core/rewards).
@@ -113,9 +113,7 @@ def group_advantages(reward_B: Tensor, group_size: int) -> Tensor:
     keeps the gradient. DAPO (recipes/dapo) draws prompts until enough groups are mixed. Other estimators are entries
     of one table (core/algorithm/advantages.py).
     """
-    reward_PG = reward_B.double().view(
-        -1, group_size
-    )  # float64: equal rewards then differ from their mean by exactly 0
+    reward_PG = reward_B.double().view(-1, group_size)  # float64: rounding of a mean must not look like a difference
     centred_PG = reward_PG - reward_PG.mean(dim=1, keepdim=True)
     return (centred_PG / (reward_PG.std(dim=1, keepdim=True) + 1e-6)).flatten().to(reward_B.dtype)
 
@@ -238,11 +236,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m recipes.grpo.from_scratch", description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     if not BASE_MODEL.exists():
         sys.exit(f"{BASE_MODEL} is missing in the current folder. Make it once with: python -m recipes.lab.prepare")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(BASE_MODEL), AutoTokenizer.from_pretrained(BASE_MODEL)
-    train(model, tokenizer, asked.steps, asked.seed)
+    train(model, tokenizer, arguments.steps, arguments.seed)
 
 
 if __name__ == "__main__":

@@ -146,7 +146,7 @@ def _build(recipe: CountdownRecipe, folder: Path) -> None:
     model = train(recipe, losses)
     if (last := statistics.fmean(losses[-20:])) > recipe.loss_bound:
         raise BaseModelError(f"the base model did not learn: loss {last:.3f}, expected at most {recipe.loss_bound}")
-    transformers.utils.logging.disable_progress_bar()  # its bar over one small file says nothing
+    transformers.utils.logging.disable_progress_bar()  # a progress bar over one small file is noise
     model.save_pretrained(folder)
     transformers.utils.logging.enable_progress_bar()
     build_tokenizer(countdown.ALPHABET, countdown.TAGS).save_pretrained(folder)

@@ -92,7 +92,7 @@ def save(
 
     from core.learner.models import quiet
 
-    with quiet():  # a bar over one small file says nothing
+    with quiet():  # a progress bar over one small file is noise
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     record = {

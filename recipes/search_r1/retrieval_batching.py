@@ -26,7 +26,7 @@ class Batcher:
 
     A batch is what waited while the one before was searched: an idle server answers at once, a busy one in large
     batches. Requests with another ``topk`` go into another batch, since an approximate index may find other passages
-    for another number: an answer must not depend on who asks beside one.
+    for another number: an answer must not depend on the requests beside it.
 
     Args:
         max_batch: queries searched together. A larger request is a batch of its own.

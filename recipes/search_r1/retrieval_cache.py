@@ -24,7 +24,7 @@ class Cache:
         self.path = folder / f"{identity}{SUFFIX}"
         self._db = sqlite3.connect(self.path, timeout=60.0, isolation_level=None, check_same_thread=False)
         self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=NORMAL")  # a power cut may cost the last answers, which are asked again
+        self._db.execute("PRAGMA synchronous=NORMAL")  # a power cut may cost the last answers, which are searched again
         self._db.execute(
             "CREATE TABLE IF NOT EXISTS answers (query TEXT, topk INT, passages TEXT, PRIMARY KEY (query, topk))"
         )

@@ -173,7 +173,7 @@ class DenseRetriever:
         if self.backend != "ivf":
             stored = self._index.reconstruct(row)
             return float(stored @ vector / max(float(np.linalg.norm(stored)), 1e-9))
-        scores, _ = self._index.search(vector[None], 1)  # inverted lists cannot be asked for a row
+        scores, _ = self._index.search(vector[None], 1)  # inverted lists cannot return the vector of a row
         return float(scores[0, 0])
 
 

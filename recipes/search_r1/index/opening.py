@@ -22,8 +22,8 @@ def make_retriever(options: RetrieverOptions) -> Retriever:
     if options.rerank is not None:
         from recipes.search_r1.index.rerank import RerankingRetriever, cross_encoder
 
-        judge = cross_encoder(options.rerank, options.device)
-        retriever = RerankingRetriever(retriever, judge, options.rerank, options.rerank_from)
+        rate = cross_encoder(options.rerank, options.device)
+        retriever = RerankingRetriever(retriever, rate, options.rerank, options.rerank_from)
     return NoisyRetriever(retriever, options.noise, options.noise_seed) if options.noise else retriever
 
 
