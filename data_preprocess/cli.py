@@ -1,4 +1,7 @@
-"""The shared part of the scripts: arguments (verl's names), reading a data set from the hub or local files, writing."""
+"""The shared part of the scripts: arguments (verl's names), reading a data set from the hub or local files, writing.
+
+A script describes its data set as a :class:`Source`. What one data set alone needs stays in its script.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Rows of the schema of ``core/data/parquet.py``: making them, and writing them so that a reader accepts them."""
+"""Rows of the schema of ``core/data/parquet.py``: making them, and writing them so that a reader accepts them.
+
+Checking a finished file is ``data_preprocess.check``; reading one for training is core's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Evaluate arithmetic as Python's operators do, without ``eval`` and without numbers that take for ever."""
+"""Evaluate arithmetic as Python's operators do, without ``eval`` and without numbers that take for ever.
+
+Formulas with letters and roots are :mod:`reward_scores.expressions`.
+"""
 
 from __future__ import annotations
 

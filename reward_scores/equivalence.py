@@ -1,4 +1,7 @@
-"""Decide whether two written answers are the same, for the ``robust`` variants of the mathematics scorers."""
+"""Decide whether two written answers are the same, for the ``robust`` variants of the mathematics scorers.
+
+Equality by algebra, which may not end, is :mod:`reward_scores.symbolic`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The lab task: an optional chain of letters, then ``#`` and the letter where the hops lead."""
+"""The lab task: an optional chain of letters, then ``#`` and the letter where the hops lead.
+
+The chain earns nothing by itself. ``recipes/lab/hops.py`` makes the questions.
+"""
 
 from __future__ import annotations
 

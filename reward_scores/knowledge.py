@@ -1,4 +1,7 @@
-"""The lab's search task: exact match of the answer (``qa_em``), with the number of searches beside it."""
+"""The lab's search task: exact match of the answer (``qa_em``), with the number of searches beside it.
+
+A search earns nothing by itself. ``recipes/search_r1/knowledge.py`` makes the questions.
+"""
 
 from __future__ import annotations
 

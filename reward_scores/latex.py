@@ -1,4 +1,7 @@
-"""Read LaTeX answers: the last box, and a formula as plain text."""
+"""Read LaTeX answers: the last box, and a formula as plain text.
+
+Text goes in and text comes out: values are compared by :mod:`reward_scores.expressions`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The parts of every scorer: the two kinds of score that it returns, and the entry of the table of scorers."""
+"""The parts of every scorer: the two kinds of score that it returns, and the entry of the table of scorers.
+
+The table itself is in :mod:`reward_scores`. Running scorers in processes with a deadline is the caller's work.
+"""
 
 from __future__ import annotations
 

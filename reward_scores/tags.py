@@ -1,4 +1,7 @@
-"""Find the text between two tags in linear time: a regular expression is quadratic in tags that nothing closes."""
+"""Find the text between two tags in linear time: a regular expression is quadratic in tags that nothing closes.
+
+Attributes and tags inside a tag of the same name are not read.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Make a folder once, also where several processes need it at the same time. A folder that exists is complete."""
+"""Make a folder once, also where several processes need it at the same time. A folder that exists is complete.
+
+The lab's base models are made through it. Callers put a hash of everything that decides the content into the name.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Answer the searches of many requests together: a bounded queue before one thread that owns the retriever."""
+"""Answer the searches of many requests together: a bounded queue before one thread that owns the retriever.
+
+The server puts it before its retriever. Nothing of HTTP is here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Keep a retriever's answers on disk: one SQLite file an index, which several processes may share."""
+"""Keep a retriever's answers on disk: one SQLite file an index, which several processes may share.
+
+The client uses it, so that a run can be repeated without a server.
+"""
 
 from __future__ import annotations
 

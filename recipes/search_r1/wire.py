@@ -1,4 +1,7 @@
-"""Convert the retrieval server's answers to JSON and back: the server writes them and the client reads them."""
+"""Convert the retrieval server's answers to JSON and back: the server writes them and the client reads them.
+
+The format is Search-R1's published one, so that either side can be replaced by another program.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Measure how long untrusted code takes: processor time while it computes, time on the wall while it waits."""
+"""Measure how long untrusted code takes: processor time while it computes, time on the wall while it waits.
+
+Limits of memory, files and processes are ``confine.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Build an index folder from a corpus. A second call goes on where the first stopped and keeps what is finished."""
+"""Build an index folder from a corpus. A second call goes on where the first stopped and keeps what is finished.
+
+The command line is ``cli.py``; opening a finished folder to search it is ``opening.py``.
+"""
 
 from __future__ import annotations
 

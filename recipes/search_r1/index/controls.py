@@ -1,4 +1,7 @@
-"""Retrievers that are controls of an experiment: passages that do not fit, and none."""
+"""Retrievers that are controls of an experiment: passages that do not fit, and none.
+
+They show how much of a result is owed to the passages. No recipe trains with them unless its command names one.
+"""
 
 from __future__ import annotations
 

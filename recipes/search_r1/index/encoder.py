@@ -1,4 +1,7 @@
-"""Encode texts as unit vectors: any sentence-transformers or E5-style encoder, or hashing, which needs no model."""
+"""Encode texts as unit vectors: any sentence-transformers or E5-style encoder, or hashing, which needs no model.
+
+Encoding a whole corpus, in chunks that an interrupted call resumes, is ``dense.py``.
+"""
 
 from __future__ import annotations
 

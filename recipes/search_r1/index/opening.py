@@ -1,4 +1,7 @@
-"""Open a retriever from its options, and check that index, corpus and encoder belong together."""
+"""Open a retriever from its options, and check that index, corpus and encoder belong together.
+
+Nothing is built here, except the scan of a corpus that belongs to a faiss file made elsewhere.
+"""
 
 from __future__ import annotations
 

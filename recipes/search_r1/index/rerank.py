@@ -1,4 +1,7 @@
-"""A cross-encoder that orders the first passages anew (``cross-encoder/ms-marco-MiniLM-L12-v2``, for example)."""
+"""A cross-encoder that orders the first passages anew (``cross-encoder/ms-marco-MiniLM-L12-v2``, for example).
+
+It wraps any retriever, whose scores its own replace.
+"""
 
 from __future__ import annotations
 
