@@ -2,55 +2,128 @@
 
 The hooks are phases that take and return values: :meth:`RayPPOTrainer.generate`,
 :meth:`~RayPPOTrainer.shape_reward`, :meth:`~RayPPOTrainer.keep_group` and
-:meth:`~RayPPOTrainer.compute_advantages`. What surrounds the loop (starting, stopping, saving,
-validating) is in :class:`core.session.Run`, which this class extends.
+:meth:`~RayPPOTrainer.compute_advantages`. Starting, resuming, recording, saving and stopping belong to
+the :class:`core.session.Session` that the trainer holds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
+
+import torch
 
 from core.algorithm import advantages
-from core.algorithm.kl import kl_in_reward
+from core.algorithm.kl import KLController, kl_in_reward
 from core.algorithm.means import Means
 from core.algorithm.rollout_correction import add_mismatch, correct
 from core.algorithm.schedules import multiplier
+from core.algorithm.step_needs import StepNeeds
 from core.checkpoint.kill_points import kill_point
+from core.cluster.local_workers import LocalWorkers
+from core.cluster.workers import Workers, ray_backend
+from core.config.schema import Config
 from core.data.seeds import sampling_seed
-from core.engines import SampleRequest, SamplingParams
+from core.data.stream import PromptStream, load_val_prompts
+from core.engines import SampleRequest, SamplingParams, sampling_params
+from core.engines.stepped import SteppedEngine
 from core.learner.batching import make_batch, token_rewards
-from core.rollout.agent_loop import Limits
+from core.learner.models import load_tokenizer
+from core.rewards import RewardLayer
+from core.rewards.hook_check import rehearse
+from core.rollout.agent_loop import AgentLoop, Episode, Limits, ToolCalls, make_agent_loop
 from core.rollout.background import Background
-from core.rollout.collect import CollectLimits, collect, collect_ahead
-from core.session import Run
-from core.tracking.metrics import RAW_SCORE
+from core.rollout.collect import Collected, CollectLimits, CollectState, collect, collect_ahead, fresh_enough
+from core.rollout.repeatable import make_repeatable
+from core.session import LoopState, Session, prepare_torch
+from core.tracking.generations import generation_rows, print_examples
+from core.tracking.metrics import RAW_SCORE, data_metrics
+from core.tracking.profiling import profiled
+from core.tracking.step_time import BusyClock
+from core.tracking.tracker import dump_jsonl
+from core.tracking.validation import ValRecord, validation_metrics
 from core.types import Prompt, ScoredGroup, StepMetrics, TrainBatch, Trajectory
 from reward_scores.score import Score
 
 GREEDY = -1  # the sample index of a greedy baseline answer
 
 
-class RayPPOTrainer(Run):
+class RayPPOTrainer:
     """PPO and GRPO as they are, and the base of every other recipe.
 
     ``RayPPOTrainer(config).init_workers()`` checks the data, loads the models and finds the checkpoint
     to go on from; ``.fit()`` trains.
     """
 
+    def __init__(self, config: Config):
+        self.config = config
+        ctrl, rollout = config.algorithm.kl_ctrl, config.actor_rollout_ref.rollout
+        self.kl_controller = KLController(ctrl.type, ctrl.kl_coef, ctrl.target_kl, ctrl.horizon)
+        self.collect_state = CollectState()
+        self.session = Session(config, LoopState(self.kl_controller, self.collect_state))
+        self.needs = StepNeeds.of(config)
+        self.train_sampling = sampling_params(config, rollout)
+        self.val_sampling = sampling_params(config, rollout.val_kwargs)
+        # Set by init_workers, or by fit for as long as it runs:
+        self.tokenizer: Any = None
+        self.stream: PromptStream | None = None
+        self.val_prompts: Sequence[Prompt] = ()
+        self.reward: RewardLayer | None = None
+        self.agent_loop: AgentLoop | None = None  # None where a trajectory is one turn
+        self.tool_calls = ToolCalls()
+        self.workers: Workers | None = None
+        self.clock = BusyClock("decode", "reward")
+        self.runner: asyncio.Runner | None = None
+        self.collected: Collected | None = None
+
+    def init_workers(self) -> RayPPOTrainer:
+        """Check the data, the scorers, the hooks and the checkpoint, then load the models and resume.
+
+        Raises InputError, mostly before a model loads, and what a training hook raises on an example answer.
+        """
+        config = self.config
+        self.tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+        self.stream = PromptStream(config.data, self.tokenizer, config.trainer.seed)
+        self.val_prompts = load_val_prompts(config.data, self.tokenizer)
+        self.reward = RewardLayer(config, self.tokenizer)
+        self.reward.check(itertools.chain(self.stream.rows(), self.val_prompts))
+        rehearse(self.stream.sample_rows(1), self.reward, self.tokenizer, self.shape_reward, self.keep_group)
+        self.agent_loop = make_agent_loop(config, self.tokenizer)
+        checkpoint = self.session.open(self.stream, critic=self.needs.critic)
+        self.workers = self.make_workers(prepare_torch(config.trainer))
+        try:
+            if self.workers.judge is not None:
+                self.reward.attach(self.workers.judge)
+            state = self.session.attach(self.workers, checkpoint)
+            self.collect_state, self.kl_controller = state.collect, state.kl_controller
+        except BaseException:
+            self.workers.close()
+            raise
+        make_repeatable(config, self.workers.engine, self.reward, self.tool_calls, episodes=self.agent_loop is not None)
+        if self.reward.in_process and isinstance(self.workers.engine, SteppedEngine):
+            self.clock = BusyClock("reward", "decode")  # scoring here holds up an engine in this process
+        return self
+
+    def make_workers(self, device: torch.device) -> Workers:
+        """Return the models and the engine, where ``trainer.backend`` places them."""
+        backend = ray_backend().RayWorkers if self.config.trainer.backend == "ray" else LocalWorkers
+        needs = {"needs_ref": self.needs.ref, "needs_critic": self.needs.critic}
+        return backend(self.config, self.tokenizer, device, **needs)
+
     def fit(self) -> None:
-        """Trains to the last step. Each turn of the loop makes one policy version."""
-        with self.running():
-            self.workers.sync_weights(self.step)
+        """Train to the last step. Each turn of the loop makes one policy version."""
+        with self.session.running(self.workers, self.agent_loop, self.reward) as self.runner:
+            self.workers.sync_weights(self.session.step)
             self.validate_before_training()
-            while not self.finished():
-                metrics = StepMetrics(self.step + 1)
-                with self.profiled(metrics.step), metrics.time("step"):
+            for metrics in self.session.steps():
+                with profiled(self.config, self.workers, metrics.step), metrics.time("step"):
                     groups_P = self.collect(metrics)
                     with self.collecting_ahead(metrics):
-                        batch = make_batch(groups_P, self.tokenizer.pad_token_id, self.state_masking)
+                        batch = make_batch(groups_P, self.tokenizer.pad_token_id, self.needs.state_masking)
                         batch = self.compute_log_probs(batch, metrics)
                         with metrics.time("adv"):
                             batch = self.compute_advantages(batch, metrics)
@@ -62,23 +135,23 @@ class RayPPOTrainer(Run):
     # -- hooks: a recipe overrides these ---------------------------------------------------------
 
     async def generate(self, prompt: Prompt, sample_index: int, sampling: SamplingParams) -> Trajectory:
-        """One trajectory. Base: an episode of the configured agent loop, or else a single turn of the engine."""
+        """Return one trajectory. Base: an episode of the configured agent loop, or else one turn of the engine."""
         if self.agent_loop is not None:
             length = self.config.data.max_response_length
-            return await self.play(self.episode(prompt, sample_index, sampling, Limits(length, turn=length)))
+            return await self.play(prompt, sample_index, sampling, Limits(length, turn=length))
         seed = sampling_seed(self.config.trainer.seed, prompt.ordinal, sample_index)
         return await self.workers.engine.sample(SampleRequest(prompt.token_ids, sampling, seed))
 
     def shape_reward(self, score: Score, trajectory: Trajectory) -> Score:
-        """The score that trains; validation never calls it. Base: the scorer's."""
+        """Return the score that trains; validation never calls it. Base: the scorer's."""
         return score
 
     def keep_group(self, group: ScoredGroup) -> bool:
-        """Whether a step may train on the group; validation never calls it. Base: always."""
+        """Return whether a step may train on the group; validation never calls it. Base: always."""
         return True
 
     def compute_advantages(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
-        """Sets ``advantages`` and ``returns`` by ``algorithm.adv_estimator``, after a KL penalty in the reward."""
+        """Set ``advantages`` and ``returns`` by ``algorithm.adv_estimator``, after a KL penalty in the reward."""
         algorithm = self.config.algorithm
         rewards_BT = token_rewards(batch)
         if algorithm.use_kl_in_reward:
@@ -93,16 +166,20 @@ class RayPPOTrainer(Run):
     # -- phases ----------------------------------------------------------------------------------
 
     def collect(self, metrics: StepMetrics) -> tuple[ScoredGroup, ...]:
-        """The step's groups: the lowest ordinals that pass ``keep_group``. Sets the next step's start."""
+        """Return the step's groups: the lowest ordinals that pass ``keep_group``, regardless of finishing order.
+
+        Sets the state that the next step starts from.
+        """
+        oldest = self.session.step - self.config.trainer.max_staleness
         with metrics.time("gen"):
             self.collected = self.runner.run(
                 collect(
                     self.roll_group,
                     self.keep_group,
-                    self.fresh_collect_state(),
+                    fresh_enough(self.collect_state, oldest),
                     self.collect_limits(),
                     raise_on_exhausted=self.config.algorithm.filter_groups.on_exhausted == "raise",
-                    stop_requested=self.stop_requested,
+                    stop_requested=lambda: self.session.stop.requested,
                     ahead=self.looks_ahead(metrics.step),
                 )
             )
@@ -116,12 +193,12 @@ class RayPPOTrainer(Run):
         return CollectLimits(data.train_batch_size, in_flight, (filters.max_num_gen_batches or 2**40) * in_flight)
 
     def looks_ahead(self, step: int) -> bool:
-        """Whether the next step's first prompts are answered by the policy that this step updates."""
-        return self.config.trainer.max_staleness > 0 and step < self.total_steps
+        """Return whether the next step's first prompts are answered by the policy that this step updates."""
+        return self.config.trainer.max_staleness > 0 and step < self.session.total_steps
 
     @contextmanager
     def collecting_ahead(self, metrics: StepMetrics) -> Iterator[None]:
-        """With ``trainer.max_staleness=1``, has the next step's first prompts answered while the block runs.
+        """With ``trainer.max_staleness=1``, answer the next step's first prompts while the block runs.
 
         Where engine and learner cannot work at the same time (in one process, on one GPU) they are answered before
         it, with the same outcome. The state to go on from is complete, with them, when the block ends.
@@ -129,7 +206,7 @@ class RayPPOTrainer(Run):
         work = None
         if self.looks_ahead(metrics.step):
             work = collect_ahead(self.roll_group, self.keep_group, self.collected, self.collect_limits())
-        else:  # what else was judged is timing's doing
+        else:  # which other groups were judged depends on timing, and must not reach a checkpoint
             self.collect_state = dataclasses.replace(self.collect_state, carried={})
         if work is not None and not self.workers.overlaps:
             with metrics.time("gen_ahead"):
@@ -149,7 +226,7 @@ class RayPPOTrainer(Run):
             background.close()
 
     async def roll_group(self, ordinal: int) -> ScoredGroup:
-        """Generates, scores and shapes one group; each answer is scored while others still decode."""
+        """Generate, score and shape one group; each answer is scored while others still decode."""
         prompt, rollout = self.stream.prompt(ordinal), self.config.actor_rollout_ref.rollout
 
         async def roll(index: int, sampling: SamplingParams) -> tuple[Trajectory, Score]:
@@ -160,33 +237,29 @@ class RayPPOTrainer(Run):
         if self.needs.baseline:
             rolls.append(roll(GREEDY, dataclasses.replace(self.train_sampling, temperature=0.0)))
         trajectories, scores = zip(*await asyncio.gather(*rolls), strict=True)
-        kill_point("rollout", self.step + 1)
+        kill_point("rollout", self.session.step + 1)
         n = rollout.n
         return ScoredGroup(prompt, trajectories[:n], scores[:n], scores[n] if self.needs.baseline else None)
+
+    async def play(self, prompt: Prompt, sample_index: int, sampling: SamplingParams, limits: Limits) -> Trajectory:
+        """Play an episode of the agent loop to its end: what a recipe's ``generate`` calls with its own limits."""
+        parts = {"engine": self.workers.engine, "tokenizer": self.tokenizer, "calls": self.tool_calls}
+        episode = Episode(prompt, sample_index, sampling, limits, run_seed=self.config.trainer.seed, **parts)
+        await self.agent_loop.run(episode)
+        return episode.trajectory()
 
     async def generate_and_score(
         self, prompt: Prompt, index: int, sampling: SamplingParams
     ) -> tuple[Trajectory, Score]:
-        """A trajectory and the scorer's verdict, which keeps its own value as a part: shaping may change the value."""
+        """Return a trajectory and its score, which keeps the scorer's value as a part: shaping may change it."""
         with self.clock.busy("decode"):
             trajectory = await self.generate(prompt, index, sampling)
         with self.clock.busy("reward"):
             score = await self.reward.score(prompt, trajectory)
         return trajectory, dataclasses.replace(score, parts={**score.parts, RAW_SCORE: score.value})
 
-    async def evaluate(self) -> list[ScoredGroup]:
-        """The validation prompts, answered and scored; nothing shapes or filters."""
-        n = self.config.actor_rollout_ref.rollout.val_kwargs.n
-
-        async def group(prompt: Prompt) -> ScoredGroup:
-            rolls = (self.generate_and_score(prompt, index, self.val_sampling) for index in range(n))
-            trajectories, scores = zip(*await asyncio.gather(*rolls), strict=True)
-            return ScoredGroup(prompt, trajectories, scores)
-
-        return await asyncio.gather(*map(group, self.val_prompts))
-
     def compute_log_probs(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
-        """Sets ``old_log_probs``, ``ref_log_prob`` and ``values``, each only where something reads it.
+        """Set ``old_log_probs``, ``ref_log_prob`` and ``values``, each only where something reads it.
 
         With one optimizer step a batch the ratio is one by definition: the update's own pass then gives the
         old log-probs, and the pass here is saved, unless the samples' importance weights are made of it.
@@ -210,15 +283,81 @@ class RayPPOTrainer(Run):
         return batch
 
     def update(self, batch: TrainBatch, metrics: StepMetrics) -> None:
-        """The critic's optimizer steps, then the policy's once ``trainer.critic_warmup`` is over."""
+        """Take the critic's optimizer steps, then the policy's once ``trainer.critic_warmup`` is over."""
         step, config = metrics.step, self.config
         if self.needs.critic:
-            rate = multiplier(config.critic.optim, step - 1, self.total_steps)
+            rate = multiplier(config.critic.optim, step - 1, self.session.total_steps)
             with metrics.time("update_critic"):
                 metrics.add(self.workers.update_critic(batch, rate))
         kill_point("update", step)
         if step > config.trainer.critic_warmup:
-            rate = multiplier(config.actor_rollout_ref.actor.optim, step - 1, self.total_steps)
+            rate = multiplier(config.actor_rollout_ref.actor.optim, step - 1, self.session.total_steps)
             with metrics.time("update_actor"):
                 metrics.add(self.workers.update_actor(batch, rate))
         kill_point("sync", step)
+
+    def complete_step(self, groups_P: Sequence[ScoredGroup], batch: TrainBatch, metrics: StepMetrics) -> None:
+        """Measure the step, validate where due, and hand it to the session, which records and saves it."""
+        trainer, step = self.config.trainer, metrics.step
+        oldest = min(t.policy_version for group in groups_P for t in group.trajectories)
+        if oldest < step - 1 - trainer.max_staleness:
+            raise RuntimeError(f"step {step} trained on samples of policy {oldest}, older than max_staleness allows")
+        metrics.add(data_metrics(groups_P, batch))
+        if self.agent_loop is not None:
+            metrics.add(self.agent_loop.metrics())
+        seconds = metrics.values["timing_s/step"]
+        metrics.add(
+            {
+                "training/global_step": step,
+                "training/epoch": self.stream.epoch(groups_P[-1].prompt.ordinal),
+                "perf/time_per_step": seconds,
+                "perf/throughput": metrics.values["perf/total_num_tokens"] / seconds,
+            }
+        )
+        if trainer.rollout_data_dir or self.config.reward_model.num_examine:
+            rows = generation_rows(step, groups_P, self.tokenizer)
+            print_examples(rows, self.config.reward_model.num_examine)
+            if trainer.rollout_data_dir:
+                dump_jsonl(trainer.rollout_data_dir, step, rows)
+        state = LoopState(self.kl_controller, self.collect_state)
+        if self.session.is_due(trainer.test_freq, step, state):
+            self.validate(metrics)
+        self.session.complete_step(metrics, state, batch)
+
+    # -- validation ------------------------------------------------------------------------------
+
+    def validate_before_training(self) -> None:
+        """Validate the untrained policy, or with ``trainer.val_only`` whatever was loaded."""
+        trainer, step = self.config.trainer, self.session.step
+        if self.val_prompts and (trainer.val_only or (trainer.val_before_train and step == 0)):
+            metrics = StepMetrics(step)
+            self.validate(metrics)
+            self.session.tracker.log(metrics)
+
+    async def evaluate(self) -> list[ScoredGroup]:
+        """Answer and score the validation prompts; nothing shapes or filters."""
+        n = self.config.actor_rollout_ref.rollout.val_kwargs.n
+
+        async def group(prompt: Prompt) -> ScoredGroup:
+            rolls = (self.generate_and_score(prompt, index, self.val_sampling) for index in range(n))
+            trajectories, scores = zip(*await asyncio.gather(*rolls), strict=True)
+            return ScoredGroup(prompt, trajectories, scores)
+
+        return await asyncio.gather(*map(group, self.val_prompts))
+
+    def validate(self, metrics: StepMetrics) -> None:
+        """Answer every validation prompt ``val_kwargs.n`` times; no hook that shapes or filters is called."""
+        with metrics.time("testing"):
+            groups = self.runner.run(self.evaluate())
+        self.clock.take()  # of validation, which is one part of the step
+        records = [ValRecord.of(group) for group in groups]
+        metrics.add(validation_metrics(records))
+        if self.agent_loop is not None:
+            found = self.agent_loop.metrics().items()
+            metrics.add({f"val-{name}": value for name, value in found if not name.startswith("timing_s/")})
+        rows = generation_rows(metrics.step, groups, self.tokenizer)
+        self.session.tracker.log_validation(metrics.step, records)
+        self.session.tracker.log_samples(metrics.step, rows)
+        print_examples(rows, self.config.reward_model.val_num_examine)
+        if self.config.trainer.validation_data_dir:
+            dump_jsonl(self.config.trainer.validation_data_dir, metrics.step, rows)

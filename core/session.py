@@ -1,226 +1,120 @@
-"""What surrounds the loop: starting, resuming, validating, saving and stopping a run."""
+"""What surrounds the loop: the run's folder, its checkpoints, its record, its health and its signals.
+
+A :class:`Session` starts, resumes, records, saves and stops a run; the trainer holds one. It knows no phase of a step:
+what it needs of the loop arrives as arguments, and it never calls back.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from core.algorithm import advantages
 from core.algorithm.kl import KLController
 from core.checkpoint import run_state
 from core.checkpoint.kill_points import kill_point
+from core.checkpoint.manifest import Checkpoint
 from core.checkpoint.provenance import Provenance
 from core.checkpoint.store import CheckpointStore, resolve_resume
-from core.cluster.local_workers import LocalWorkers
 from core.cluster.signals import GracefulStop
-from core.cluster.workers import Workers, ray_backend
+from core.cluster.workers import Workers
 from core.config import convert
-from core.data.stream import PromptStream, load_val_prompts
-from core.engines import SamplingParams
-from core.engines.stepped import SteppedEngine
+from core.data.stream import PromptStream
 from core.errors import InputError
-from core.learner.models import load_tokenizer
 from core.learner.saving import planned_fingerprints
-from core.rewards import RewardLayer
-from core.rewards.examine import examined
-from core.rewards.hook_check import rehearse
-from core.rollout.agent_loop import Episode, Limits, ToolCalls, make_agent_loop
-from core.rollout.collect import CollectState, StopRequested, fresh_enough
-from core.tracking import profiling, step_time
+from core.rollout.collect import CollectState, StopRequested
+from core.tracking import step_time
 from core.tracking.health import Crossing, Health, UnhealthyRun
-from core.tracking.metrics import data_metrics
-from core.tracking.step_time import BusyClock
-from core.tracking.tracker import Tracker, dump_jsonl, generation_row
-from core.tracking.validation import ValRecord, validation_metrics
-from core.types import Prompt, ScoredGroup, StepMetrics, TrainBatch, Trajectory
-from reward_scores.score import Score
+from core.tracking.tracker import Tracker
+from core.types import StepMetrics, TrainBatch
 
 if TYPE_CHECKING:
-    from core.config.schema import Config
+    from core.config.schema import Config, TrainerConfig
 
 log = logging.getLogger(__name__)
-
 
 WHERE_FROM = ("trainer.resume_mode", "trainer.resume_from_path")  # of a process, not of the run that it works on
 
 
 @dataclass(frozen=True)
-class Needs:
-    """Which parts of a step the configuration makes necessary."""
+class LoopState:
+    """What the loop carries from one step to the next beside the weights: a part of every checkpoint."""
 
-    critic: bool
-    ref: bool
-    baseline: bool  # a greedy answer to every prompt
-    every_old_log_prob: bool
-    no_old_log_prob: bool  # the engine's stand for them
-    prompts_per_optimizer_step: int
-
-    @classmethod
-    def of(cls, config: Config) -> Needs:
-        algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
-        correction = algorithm.rollout_correction
-        estimator = advantages.NEEDS.get(algorithm.adv_estimator, advantages.Needs())
-        return cls(
-            critic=estimator.critic,
-            ref=algorithm.use_kl_in_reward or actor.use_kl_loss,
-            baseline=estimator.greedy_baseline,
-            every_old_log_prob=algorithm.use_kl_in_reward or actor.ppo_epochs > 1 or correction.uses_old_log_probs,
-            no_old_log_prob=correction.bypass_mode,
-            prompts_per_optimizer_step=actor.ppo_mini_batch_size,
-        )
-
-    def old_log_probs(self, batch: TrainBatch) -> bool:
-        """Whether the step needs a pass for the old log-probs: not if it makes one optimizer step of the batch."""
-        if self.no_old_log_prob:
-            return False
-        return self.every_old_log_prob or int(batch.group.max()) >= self.prompts_per_optimizer_step
+    kl_controller: KLController
+    collect: CollectState = field(default_factory=CollectState)
 
 
-def _all_of(waits: Sequence[Callable[[], Awaitable[bool]]]) -> Callable[[], Awaitable[bool]] | None:
-    """Awaits each of them; whether any had news."""
+class Session:
+    """The surroundings of one run. ``step`` counts complete steps; ``saved_step`` is that of the newest checkpoint.
 
-    async def wait() -> bool:
-        return any([await one() for one in waits])
+    :meth:`open` finds the checkpoint before a model loads, :meth:`attach` resumes from it, :meth:`running` lasts as
+    long as the loop, and :meth:`complete_step` ends each step.
+    """
 
-    return wait if waits else None
-
-
-class Run:
-    """State and surroundings of a run; :class:`core.ray_trainer.RayPPOTrainer` adds the loop."""
-
-    # The trainer's
-    evaluate: Callable[[], Awaitable[list[ScoredGroup]]]
-    shape_reward: Callable[[Score, Trajectory], Score]
-    keep_group: Callable[[ScoredGroup], bool]
-
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, state: LoopState):
         self.config = config
+        self.state = state
         self.run_dir = Path(config.trainer.default_local_dir)
-        self.needs = Needs.of(config)
-        self.step = 0  # complete steps
-        self.saved_step: int | None = None
-        self.collect_state = CollectState()
+        self.store = CheckpointStore(self.run_dir, keep=config.trainer.max_actor_ckpt_to_keep)
         self.stop = GracefulStop()
         self.health = Health()
+        self.step = self.total_steps = 0
+        self.ordinals: float = float("inf")  # that the epochs hold, where they decide when the run ends
+        self.saved_step: int | None = None
+        self.workers: Workers | None = None
+        self.tracker: Tracker | None = None
         self.saving_s = 0.0  # of checkpoints since the last line of metrics
-        ctrl = config.algorithm.kl_ctrl
-        self.kl_controller = KLController(ctrl.type, ctrl.kl_coef, ctrl.target_kl, ctrl.horizon)
-        rollout = config.actor_rollout_ref.rollout
-        self.train_sampling = self.sampling(rollout, rollout.do_sample)
-        self.val_sampling = self.sampling(rollout.val_kwargs, rollout.val_kwargs.do_sample)
-        self.state_masking = config.actor_rollout_ref.actor.state_masking
-
-    def sampling(self, part: Any, do_sample: bool) -> SamplingParams:
-        return SamplingParams(
-            max_tokens=self.config.data.max_response_length,
-            temperature=part.temperature if do_sample else 0.0,
-            top_p=part.top_p if do_sample else 1.0,
-            top_k=part.top_k if do_sample else -1,
-            ignore_eos=self.config.actor_rollout_ref.rollout.ignore_eos,
-        )
+        self.line_ended = time.perf_counter()
 
     # -- starting --------------------------------------------------------------------------------
 
-    def init_workers(self) -> Run:
-        """Checks the data, the scorers and the checkpoint, then loads the models and resumes.
+    def open(self, stream: PromptStream, *, critic: bool) -> Checkpoint | None:
+        """Count the steps and return the checkpoint to resume from, if any. No model is loaded yet.
 
-        Raises InputError, InputError, InputError or InputError, the first three before a model loads, and
-        what a training hook raises on an example answer.
+        Raises:
+            InputError: an epoch has no whole batch, or the checkpoint cannot be used or holds other models.
         """
-        config = self.config
-        self.tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-        self.stream = PromptStream(config.data, self.tokenizer, config.trainer.seed)
-        self.val_prompts = load_val_prompts(config.data, self.tokenizer)
-        self.reward = RewardLayer(config, self.tokenizer)
-        self.reward.check(itertools.chain(self.stream.rows(), self.val_prompts))
-        rehearse(self.stream.sample_rows(1), self.reward, self.tokenizer, self.shape_reward, self.keep_group)
-        self.total_steps = self.count_steps()
-        self.open_agent_loop()
-        keep = config.trainer.max_actor_ckpt_to_keep
-        self.store = CheckpointStore(self.run_dir, keep=keep)
-        checkpoint = resolve_resume(config.trainer, self.store)
-        if checkpoint is not None:
-            checkpoint.check_models(planned_fingerprints(config, critic=self.needs.critic))
-        self.prepare_torch()
-        self.workers = self.make_workers()
-        try:
-            if self.workers.judge is not None:
-                self.reward.attach(self.workers.judge)
-            if checkpoint is not None:
-                self.resume(checkpoint)
-        except BaseException:
-            self.workers.close()
-            raise
-        self.make_collecting_repeatable()
-        # Scoring in this process holds an engine in this process up; else what decodes meanwhile hides it.
-        blocks = self.reward.in_process and isinstance(self.workers.engine, SteppedEngine)
-        self.clock = BusyClock("reward", "decode") if blocks else BusyClock("decode", "reward")
-        return self
-
-    def open_agent_loop(self) -> None:
-        """The loop that plays episodes, and its tools; None where a trajectory is one turn."""
-        self.agent_loop, self.tool_calls = make_agent_loop(self.config, self.tokenizer), ToolCalls()
-
-    def make_collecting_repeatable(self) -> None:
-        """Where verdicts decide what is begun next, an engine in this process waits for them before each step; for
-        tools it does where ``multi_turn.repeatable`` says so."""
-        data, engine = self.config.data, self.workers.engine
-        if not isinstance(engine, SteppedEngine):
-            return
-        waits = []
-        in_flight = data.gen_batch_size or data.train_batch_size
-        if self.config.algorithm.filter_groups.enable or in_flight < data.train_batch_size:
-            waits.append(self.reward.in_waves())
-        if self.agent_loop is not None and self.config.actor_rollout_ref.rollout.multi_turn.repeatable:
-            waits.append(self.tool_calls.in_waves())
-        engine.before_step = _all_of([wait for wait in waits if wait is not None])
-
-    def episode(self, prompt: Prompt, sample_index: int, sampling: SamplingParams, limits: Limits) -> Episode:
-        """A new episode of this run: its engine, its seeds, its tools."""
-        parts = {"engine": self.workers.engine, "tokenizer": self.tokenizer, "calls": self.tool_calls}
-        return Episode(prompt, sample_index, sampling, limits, run_seed=self.config.trainer.seed, **parts)
-
-    async def play(self, episode: Episode) -> Trajectory:
-        """The episode, played to its end by the agent loop."""
-        await self.agent_loop.run(episode)
-        return episode.trajectory()
-
-    def make_workers(self) -> Workers:
-        """The models and the engine, where ``trainer.backend`` says."""
-        backend = ray_backend().RayWorkers if self.config.trainer.backend == "ray" else LocalWorkers
-        needs = {"needs_ref": self.needs.ref, "needs_critic": self.needs.critic}
-        return backend(self.config, self.tokenizer, self.device, **needs)
-
-    def count_steps(self) -> int:
-        """``trainer.total_training_steps``, or the whole batches of ``trainer.total_epochs`` epochs."""
         trainer, batch_size = self.config.trainer, self.config.data.train_batch_size
         if trainer.total_training_steps is not None:
-            return trainer.total_training_steps
-        steps = trainer.total_epochs * self.stream.steps_per_epoch(batch_size)
-        if steps == 0:
+            self.total_steps = trainer.total_training_steps
+        else:
+            self.total_steps = trainer.total_epochs * stream.steps_per_epoch(batch_size)
+            self.ordinals = trainer.total_epochs * len(stream)
+        if self.total_steps == 0:
             raise InputError(
-                f"data.train_batch_size={batch_size}: an epoch has only {len(self.stream)} prompts; "
+                f"data.train_batch_size={batch_size}: an epoch has only {len(stream)} prompts; "
                 "lower it, or set trainer.total_training_steps"
             )
-        return steps
+        checkpoint = resolve_resume(trainer, self.store)
+        if checkpoint is not None:
+            checkpoint.check_models(planned_fingerprints(self.config, critic=critic))
+        return checkpoint
 
-    def prepare_torch(self) -> None:
-        """Threads and seeds: with equal ones a run on the CPU repeats to the bit."""
-        trainer = self.config.trainer
-        torch.set_num_threads(trainer.cpu_threads or os.cpu_count() or 1)
-        run_state.seed_generators(trainer.seed)
-        self.device = torch.device(trainer.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    def attach(self, workers: Workers, checkpoint: Checkpoint | None) -> LoopState:
+        """Take the models into the run and return the state to go on from, as if the run had never stopped."""
+        self.workers = workers
+        if checkpoint is None:
+            return self.state
+        if changed := checkpoint.check_compatible(self.provenance()):
+            log.warning("resuming %s with changes, so not to the bit: %s", checkpoint.folder, "; ".join(changed))
+        workers.load(checkpoint.folder)
+        saved = run_state.DriverState.load(checkpoint.folder)
+        self.step = self.saved_step = saved.step
+        self.health = Health.of_state(saved.values["health"])
+        collect = CollectState(saved.next_ordinal, saved.values["keep_rate"], saved.carried)
+        self.state = LoopState(self.state.kl_controller.with_state(saved.values["kl_controller"]), collect)
+        run_state.set_rng_state(run_state.load_tensors(checkpoint.path("rng.pt")))
+        log.info("resumed after step %d from %s", self.step, checkpoint.folder)
+        return self.state
 
     def provenance(self) -> Provenance:
         return Provenance(
@@ -231,25 +125,14 @@ class Run:
             config={key: value for key, value in convert.as_json(self.config).items() if key not in WHERE_FROM},
         )
 
-    def resume(self, checkpoint: Any) -> None:
-        """Goes on after the checkpoint's step, as if the run had never stopped."""
-        changed = checkpoint.check_compatible(self.provenance())
-        if changed:
-            log.warning("resuming %s with changes, so not to the bit: %s", checkpoint.folder, "; ".join(changed))
-        self.workers.load(checkpoint.folder)
-        state = run_state.DriverState.load(checkpoint.folder)
-        self.step = self.saved_step = state.step
-        self.collect_state = CollectState(state.next_ordinal, state.values["keep_rate"], state.carried)
-        self.health = Health.of_state(state.values["health"])
-        self.kl_controller = self.kl_controller.with_state(state.values["kl_controller"])
-        run_state.set_rng_state(run_state.load_tensors(checkpoint.path("rng.pt")))
-        log.info("resumed after step %d from %s", self.step, checkpoint.folder)
-
     # -- around the loop -------------------------------------------------------------------------
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Signals, event loop and tracker for the time of ``fit``; the run's status says how it ended."""
+    def running(self, *owned: Any) -> Iterator[asyncio.Runner]:
+        """Hold signals, event loop and tracker for the time of the loop, then close them and what is ``owned``.
+
+        The run's status in its manifest is how the block ended. A requested stop saves first and does not raise.
+        """
         only_validates = self.config.trainer.val_only
         folder = self.run_dir / f"val_only_step_{self.step}" if only_validates else self.run_dir
         if self.finished() and not only_validates:
@@ -265,9 +148,9 @@ class Run:
             self.tracker.progress(self.total_steps)
         status = "failed"
         try:
-            with self.stop, asyncio.Runner() as self.runner:
+            with self.stop, asyncio.Runner() as runner:
                 try:
-                    yield
+                    yield runner
                     status = "finished"
                 except UnhealthyRun as error:
                     status = "stopped"
@@ -279,73 +162,43 @@ class Run:
                     log.warning("stopped after step %d of %d; the same command goes on", self.step, self.total_steps)
         finally:
             self.tracker.close(status)
-            self.workers.close()
-            if self.agent_loop is not None:
-                self.agent_loop.close()
-            self.reward.close()
+            for part in owned:
+                if part is not None:
+                    part.close()
 
-    def stop_requested(self) -> bool:
-        return self.stop.requested
+    def steps(self) -> Iterator[StepMetrics]:
+        """Yield the metrics of each step to come, empty, until the run is finished."""
+        self.line_ended = time.perf_counter()
+        while not self.finished():
+            yield StepMetrics(self.step + 1)
 
     def finished(self) -> bool:
-        """Whether the last step is done; with dynamic sampling also when the epochs have no prompt left."""
-        trainer = self.config.trainer
-        if trainer.val_only or self.step >= self.total_steps:
-            return True
-        out_of_prompts = self.collect_state.next_ordinal >= trainer.total_epochs * len(self.stream)
-        return trainer.total_training_steps is None and out_of_prompts
+        """Return whether no step is left; with dynamic sampling the epochs may run out of prompts before."""
+        return self.config.trainer.val_only or self._is_last(self.step, self.state)
 
-    def outcome(self) -> str:
-        """How ``fit`` ended, in a few words."""
-        if self.config.trainer.val_only:
-            return f"validated after step {self.step}"
-        return f"{'finished' if self.finished() else 'stopped'} after step {self.step} of {self.total_steps}"
+    def _is_last(self, step: int, state: LoopState) -> bool:
+        return step >= self.total_steps or state.collect.next_ordinal >= self.ordinals
 
-    def is_due(self, frequency: int) -> bool:
-        return frequency > 0 and (self.step % frequency == 0 or self.finished())
+    def is_due(self, frequency: int, step: int, state: LoopState) -> bool:
+        """Return whether something that happens every ``frequency`` steps, and after the last, happens now."""
+        return frequency > 0 and (step % frequency == 0 or self._is_last(step, state))
 
-    def complete_step(self, groups_P: Sequence[ScoredGroup], batch: TrainBatch, metrics: StepMetrics) -> None:
-        """Measures, validates, logs and saves. The line is on disk before the checkpoint that it belongs to."""
-        trainer = self.config.trainer
-        self.step = metrics.step
-        self.describe(groups_P, batch, metrics)
-        crossings = self.check_health(metrics)
-        if trainer.rollout_data_dir or self.config.reward_model.num_examine:
-            rows = self.generation_rows(groups_P)
-            self.show(rows, self.config.reward_model.num_examine)
-            if trainer.rollout_data_dir:
-                dump_jsonl(trainer.rollout_data_dir, self.step, rows)
-        if self.is_due(trainer.test_freq):
-            self.validate(metrics)
-        self.add_up_times(metrics)
+    def complete_step(self, metrics: StepMetrics, state: LoopState, batch: TrainBatch) -> None:
+        """Record the step, save it where due, and stop an unhealthy run.
+
+        The line is on disk before the checkpoint that it belongs to. Raises UnhealthyRun.
+        """
+        self.step, self.state = metrics.step, state
+        crossings = self._check_health(metrics)
+        self._add_up_times(metrics)
         self.tracker.log(metrics)
-        if self.is_due(trainer.save_freq):
+        if self.is_due(self.config.trainer.save_freq, self.step, state):
             self.save()
         kill_point("between", self.step)
-        self.stop_if_unhealthy(crossings, batch)
+        self._stop_if_unhealthy(crossings, batch)
 
-    def describe(self, groups_P: Sequence[ScoredGroup], batch: TrainBatch, metrics: StepMetrics) -> None:
-        """Adds what the step's data and times say."""
-        oldest = min(t.policy_version for group in groups_P for t in group.trajectories)
-        if oldest < self.step - 1 - self.config.trainer.max_staleness:
-            raise RuntimeError(
-                f"step {self.step} trained on samples of policy {oldest}, older than max_staleness allows"
-            )
-        metrics.add(data_metrics(groups_P, batch))
-        if self.agent_loop is not None:
-            metrics.add(self.agent_loop.metrics())
-        values = metrics.values
-        metrics.add(
-            {
-                "training/global_step": self.step,
-                "training/epoch": self.stream.epoch(groups_P[-1].prompt.ordinal),
-                "perf/time_per_step": values["timing_s/step"],
-                "perf/throughput": values["perf/total_num_tokens"] / values["timing_s/step"],
-            }
-        )
-
-    def add_up_times(self, metrics: StepMetrics) -> None:
-        """The seconds since the line before, and those that no phase had. A checkpoint is on the line after it."""
+    def _add_up_times(self, metrics: StepMetrics) -> None:
+        """Add the seconds since the line before, and those of no phase. A checkpoint is on the line after it."""
         now = time.perf_counter()
         if self.saving_s:
             metrics.add({"timing_s/save_checkpoint": self.saving_s})
@@ -353,79 +206,28 @@ class Run:
         metrics.add({"timing_s/other": step_time.parts(metrics.values)[step_time.REST]})
         self.line_ended, self.saving_s = now, 0.0
 
-    @contextmanager
-    def profiled(self, step: int) -> Iterator[None]:
-        """Profiles the step in every process that works on it, where ``global_profiler`` asks for it."""
-        config = self.config.global_profiler
-        if not profiling.wanted(config, step):
-            yield
-            return
-        self.workers.start_profile()
-        try:
-            yield
-        finally:
-            self.workers.stop_profile(Path(config.save_path or self.run_dir / "profile"), f"step_{step}")
-
-    def fresh_collect_state(self) -> CollectState:
-        """What collecting may carry into the step under ``trainer.max_staleness``."""
-        return fresh_enough(self.collect_state, self.step - self.config.trainer.max_staleness)
-
-    # -- validation ------------------------------------------------------------------------------
-
-    def validate_before_training(self) -> None:
-        trainer = self.config.trainer
-        if self.val_prompts and (trainer.val_only or (trainer.val_before_train and self.step == 0)):
-            metrics = StepMetrics(self.step)
-            self.validate(metrics)
-            self.tracker.log(metrics)
-        self.line_ended = time.perf_counter()
-
-    def validate(self, metrics: StepMetrics) -> None:
-        """Answers every validation prompt ``val_kwargs.n`` times; no hook that shapes or filters is called."""
-        with metrics.time("testing"):
-            groups = self.runner.run(self.evaluate())
-        self.clock.take()  # of validation, which is one part of the step
-        records = [ValRecord.of(group) for group in groups]
-        metrics.add(validation_metrics(records))
-        if self.agent_loop is not None:
-            found = self.agent_loop.metrics().items()
-            metrics.add({f"val-{name}": value for name, value in found if not name.startswith("timing_s/")})
-        rows = self.generation_rows(groups)
-        self.tracker.log_validation(metrics.step, records)
-        self.tracker.log_samples(metrics.step, rows)
-        self.show(rows, self.config.reward_model.val_num_examine)
-        if self.config.trainer.validation_data_dir:
-            dump_jsonl(self.config.trainer.validation_data_dir, metrics.step, rows)
-
-    def show(self, rows: Sequence[dict[str, Any]], count: int) -> None:
-        """Prints the first ``count`` answers of each data source."""
-        if text := examined(rows, count):
-            print(text, flush=True)
-
-    def generation_rows(self, groups: Sequence[ScoredGroup]) -> list[dict[str, Any]]:
-        rows = []
-        for group in groups:
-            text = self.tokenizer.decode(group.prompt.token_ids)
-            for trajectory, score in zip(group.trajectories, group.scores, strict=True):
-                row = generation_row(self.step, group.prompt, text, trajectory, score)
-                rows.append({**row, "ordinal": group.prompt.ordinal})
-        return rows
+    def outcome(self) -> str:
+        """Return how the run ended, in a few words."""
+        if self.config.trainer.val_only:
+            return f"validated after step {self.step}"
+        return f"{'finished' if self.finished() else 'stopped'} after step {self.step} of {self.total_steps}"
 
     # -- saving and giving up --------------------------------------------------------------------
 
     def save(self) -> None:
-        """A checkpoint of the last complete step, unless there is one."""
+        """Write a checkpoint of the last complete step, unless there is one."""
         if self.saved_step == self.step or self.step == 0:
             return
         start = time.perf_counter()
+        collect = self.state.collect
         state = run_state.DriverState(
             step=self.step,
-            next_ordinal=self.collect_state.next_ordinal,
-            carried=self.collect_state.carried if self.config.trainer.max_staleness else {},
+            next_ordinal=collect.next_ordinal,
+            carried=collect.carried if self.config.trainer.max_staleness else {},
             values={
-                "keep_rate": self.collect_state.keep_rate,
+                "keep_rate": collect.keep_rate,
                 "health": self.health.state_dict(),
-                "kl_controller": self.kl_controller.state_dict(),
+                "kl_controller": self.state.kl_controller.state_dict(),
             },
         )
         with self.store.writing(self.step, self.provenance()) as folder:
@@ -435,8 +237,8 @@ class Run:
         self.saved_step = self.step
         self.saving_s += time.perf_counter() - start
 
-    def check_health(self, metrics: StepMetrics) -> list[Crossing]:
-        """Compares the step with ``trainer.health``; says what is beyond it, and which step was the last within."""
+    def _check_health(self, metrics: StepMetrics) -> list[Crossing]:
+        """Compare the step with ``trainer.health`` and warn of every bound that it crossed."""
         self.health, crossings = self.health.after(self.step, metrics.values, self.config.trainer.health)
         last = self.health.last_healthy_step
         metrics.add({"health/crossed_bounds": len(crossings), "health/last_healthy_step": last})
@@ -445,8 +247,8 @@ class Run:
             log.warning("step %d: %s (last healthy step %d)", self.step, crossing.text, last)
         return crossings
 
-    def stop_if_unhealthy(self, crossings: Sequence[Crossing], batch: TrainBatch) -> None:
-        """Saves and raises UnhealthyRun where a bound with ``action=stop`` was crossed."""
+    def _stop_if_unhealthy(self, crossings: Iterable[Crossing], batch: TrainBatch) -> None:
+        """Save and raise UnhealthyRun where a bound with ``action=stop`` was crossed."""
         stopping = [crossing for crossing in crossings if crossing.action == "stop"]
         if not stopping:
             return
@@ -456,12 +258,19 @@ class Run:
             run_state.save_tensors(path, {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)})
         last = self.health.last_healthy_step
         sound = max((step for step in self.store.steps() if step <= last), default=None)
-        back = "no checkpoint is that old" if sound is None else f"go back to it with {self.resume_from(sound)}"
+        back = "no checkpoint is that old" if sound is None else f"go back to it with {self._resume_from(sound)}"
         raise UnhealthyRun(
             f"stopped after step {self.step}, saved in {self.store.folder(self.step)}: "
             f"{'; '.join(crossing.text for crossing in stopping)}. The last healthy step is {last}: {back}. "
             "The same command goes on from here and stops again unless the bound is raised"
         )
 
-    def resume_from(self, step: int) -> str:
+    def _resume_from(self, step: int) -> str:
         return f"trainer.resume_mode=resume_path trainer.resume_from_path={self.store.folder(step)}"
+
+
+def prepare_torch(trainer: TrainerConfig) -> torch.device:
+    """Set threads and seeds, and return the device. With equal ones a run on the CPU repeats to the bit."""
+    torch.set_num_threads(trainer.cpu_threads or os.cpu_count() or 1)
+    run_state.seed_generators(trainer.seed)
+    return torch.device(trainer.device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -120,6 +121,7 @@ def measure(name: str, work: Path, steps: int) -> dict:
     """Train the lab for ``steps`` steps and return its hashes."""
     lab, base = LABS[name], (work / "outputs/lab" / LABS[name].base / "current").resolve()
     run = work / "runs" / name
+    shutil.rmtree(run, ignore_errors=True)
     folder = (f"trainer.default_local_dir={run}", f"trainer.total_training_steps={steps}", f"trainer.save_freq={steps}")
     arguments = (f"preset={lab.preset}", *SHARED, *folder, *lab.overrides)
     python(work, f"recipes.{lab.recipe}.main_{lab.recipe}", *arguments)

@@ -85,7 +85,7 @@ class DriverProcess:
     def interrupt(self) -> None:
         self.interrupted = True
         if self.run is not None:
-            self.run.stop.request()
+            self.run.session.stop.request()
 
     def read(self, seen: int, wait_s: float) -> News:
         """What was written after the first ``seen`` pieces; waits for something a while."""
@@ -95,7 +95,7 @@ class DriverProcess:
             pieces = tuple(list(self.pieces)[len(self.pieces) - fresh :])
             if self.status is not None:
                 self.told.set()
-            saved = getattr(self.run, "saved_step", None) is not None
+            saved = self.run is not None and self.run.session.saved_step is not None
             return News(pieces, self.written, self.restarts, saved, self.status)
 
     def lifeline(self) -> None:
@@ -130,7 +130,7 @@ class DriverProcess:
     def _began(self, run: Any, restarts: int) -> None:
         self.run, self.restarts = run, restarts
         if self.interrupted:
-            run.stop.request()
+            run.session.stop.request()
 
 
 class _Stream(io.TextIOBase):

@@ -24,7 +24,7 @@ def work(trainer: str, config: Config, restarts: int = 0, began: Callable[[Any, 
     log.setLevel(logging.INFO)
     module, _, name = trainer.partition(":")
     run = train(getattr(importlib.import_module(module), name), config, restarts, began)
-    print(f"{run.outcome()}; run folder {run.run_dir}", flush=True)
+    print(f"{run.session.outcome()}; run folder {run.session.run_dir}", flush=True)
 
 
 def train(trainer: Callable[[Config], Any], config: Config, restarts: int, began: Callable[[Any, int], None]) -> Any:
@@ -41,14 +41,14 @@ def train(trainer: Callable[[Config], Any], config: Config, restarts: int, began
             print(error, file=sys.stderr)
             raise SystemExit(1) from error
         except WorkersLost as error:
-            if restarts >= limit or run.stop.requested:
+            if restarts >= limit or run.session.stop.requested:
                 print(f"{error}\n(trainer.max_restarts={limit}: not started again)", file=sys.stderr)
                 raise SystemExit(1) from error
             log.error("%s", error)
         restarts += 1
-        if run.saved_step is not None:  # else as the first time: there is nothing of this run to go on from
+        if run.session.saved_step is not None:  # else as the first time: there is nothing of this run to go on from
             config = convert.replaced(config, {"trainer.resume_mode": "auto"})
-        log.error("restart %d of %d, after step %d", restarts, limit, run.saved_step or 0)
+        log.error("restart %d of %d, after step %d", restarts, limit, run.session.saved_step or 0)
 
 
 def _start(run: Any) -> None:

@@ -18,6 +18,8 @@ from core.types import Trajectory
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from core.config.schema import Config, RolloutConfig, ValKwargs
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -85,3 +87,14 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Frees what the engine holds. Requests in flight are cancelled."""
+
+
+def sampling_params(config: Config, section: RolloutConfig | ValKwargs) -> SamplingParams:
+    """Return how a configuration section (rollout, or rollout.val_kwargs) samples; greedy without ``do_sample``."""
+    return SamplingParams(
+        max_tokens=config.data.max_response_length,
+        temperature=section.temperature if section.do_sample else 0.0,
+        top_p=section.top_p if section.do_sample else 1.0,
+        top_k=section.top_k if section.do_sample else -1,
+        ignore_eos=config.actor_rollout_ref.rollout.ignore_eos,
+    )

@@ -7,14 +7,15 @@ sets with the CUDA profiler's interface; Ray keeps its reports in the ``logs/nsi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.config.frozen import thaw
 
 if TYPE_CHECKING:
-    from core.config.schema import GlobalProfilerConfig
+    from core.config.schema import Config, GlobalProfilerConfig
 
 
 class Profile:
@@ -64,3 +65,17 @@ def runtime_env(config: GlobalProfilerConfig) -> Mapping[str, Any]:
     given = thaw(config.global_tool_config.nsys.worker_nsight_options)
     options = {**options, **{name: str(value) for name, value in given.items() if value is not None}}
     return {"runtime_env": {"nsight": options}}
+
+
+@contextmanager
+def profiled(config: Config, workers: Any, step: int) -> Iterator[None]:
+    """Profile the step in every process that works on it, where ``global_profiler`` names it."""
+    if not wanted(config.global_profiler, step):
+        yield
+        return
+    workers.start_profile()
+    try:
+        yield
+    finally:
+        folder = config.global_profiler.save_path or Path(config.trainer.default_local_dir) / "profile"
+        workers.stop_profile(Path(folder), f"step_{step}")

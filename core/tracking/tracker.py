@@ -34,8 +34,7 @@ from core.config import Config, convert, paths, to_yaml
 from core.tracking import run_manifest
 from core.tracking.loggers import LOGGERS, ConsoleLogger, LoggedRun, Logger, Row, headline
 from core.tracking.validation import ValRecord
-from core.types import Prompt, StepMetrics, Trajectory
-from reward_scores.score import Score
+from core.types import StepMetrics
 
 STATUSES = ("running", "finished", "stopped", "failed")
 RUN_FILES = ("config.yaml", "manifest.json", "metrics.jsonl", "samples.jsonl", "validation", "tensorboard")
@@ -81,19 +80,6 @@ def dump_jsonl(folder: str | Path, step: int, rows: Iterable[Row]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, "".join(map(json_line, rows)))
     return path
-
-
-def generation_row(step: int, prompt: Prompt, prompt_text: str, trajectory: Trajectory, score: Score) -> dict[str, Any]:
-    """One generation under verl's field names; ``output`` is the whole response, tool text included."""
-    row = {
-        "input": prompt_text,
-        "output": "".join(segment.text for segment in trajectory.segments),
-        "gts": prompt.ground_truth,
-        "score": score.value,
-        "step": step,
-    }
-    details = {"uid": prompt.uid, "data_source": prompt.data_source, "pred": score.pred, "stop": trajectory.stop.value}
-    return {**score.parts, **details, **row}
 
 
 def spread_out(rows: Sequence[Row], count: int) -> list[Row]:
@@ -210,7 +196,7 @@ class Tracker:
     def log_samples(self, step: int, rows: Sequence[Row]) -> None:
         """Keeps a few of these generations for the report; trainer.log_val_generations of them go to the loggers.
 
-        ``rows`` are those of :func:`generation_row`.
+        ``rows`` are those of :func:`core.tracking.generations.generation_rows`.
         """
         wanted = self.config.trainer.log_val_generations
         with open(self.run_dir / "samples.jsonl", "a", encoding="utf-8") as file:

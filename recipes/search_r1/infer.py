@@ -52,15 +52,17 @@ def answer(question: str, config: Config, template: str | None = None) -> Trajec
 
     from core.engines.factory import make_engine
     from core.learner.models import load_policy, load_tokenizer
+    from core.rollout.agent_loop import make_agent_loop
+    from core.session import prepare_torch
     from recipes.search_r1.search_r1_ray_trainer import SearchR1Trainer
 
     run = SearchR1Trainer(config)
     run.tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    run.open_agent_loop()
+    run.agent_loop = make_agent_loop(config, run.tokenizer)
     try:
-        run.prepare_torch()
-        policy = load_policy(config.actor_rollout_ref.model).to(run.device)
-        engine = make_engine(config, lambda: policy, run.tokenizer, run.device)
+        device = prepare_torch(config.trainer)
+        policy = load_policy(config.actor_rollout_ref.model).to(device)
+        engine = make_engine(config, lambda: policy, run.tokenizer, device)
         engine.update_weights(policy.state_dict().items(), 0)
         run.workers = SimpleNamespace(engine=engine)
         prompt = prompt_of(question, config, run.tokenizer, template)

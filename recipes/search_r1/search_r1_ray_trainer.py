@@ -23,4 +23,4 @@ class SearchR1Trainer(RayPPOTrainer):
         """
         data = self.config.data
         whole = data.max_prompt_length + data.max_response_length - len(prompt.token_ids)
-        return await self.play(self.episode(prompt, sample_index, sampling, Limits(whole, data.max_response_length)))
+        return await self.play(prompt, sample_index, sampling, Limits(whole, data.max_response_length))

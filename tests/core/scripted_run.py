@@ -128,7 +128,7 @@ def scripted(base: type[RayPPOTrainer] = RayPPOTrainer) -> type[RayPPOTrainer]:
             self.respond, self.latency, self.report = respond, latency, report
             self.trained: list[tuple[tuple[int, ...], tuple[int, ...]]] = []  # ordinals and versions of each step
 
-        def make_workers(self):
+        def make_workers(self, device):
             def respond(request: SampleRequest) -> str:
                 return self.respond(request, engine.policy_version)
 

@@ -41,7 +41,7 @@ class Striking(RayPPOTrainer):
         self.validating = False
         super().init_workers()
         self.pids = {name: _pid(actor) for name, actor in self.workers.watch.actors.items()}
-        self.note("begun", step=self.step)
+        self.note("begun", step=self.session.step)
         wait = self.workers.watch.wait
 
         def struck(phase: str, calls: dict[str, Any]) -> list[Any]:
@@ -82,12 +82,12 @@ class Striking(RayPPOTrainer):
     def complete_step(self, groups_P: Any, batch: Any, metrics: StepMetrics) -> None:
         ordinals = [group.prompt.ordinal for group in groups_P]
         super().complete_step(groups_P, batch, metrics)
-        self.note("step", step=self.step, ordinals=ordinals)
+        self.note("step", step=self.session.step, ordinals=ordinals)
 
     # -- the act
 
     def strike(self, phase: str) -> None:
-        step = self.step if phase in ("validation", "checkpoint") else self.step + 1
+        step = self.session.step if phase in ("validation", "checkpoint") else self.session.step + 1
         if self.at.get(phase) != step:
             return
         victim = self.victim()

@@ -138,7 +138,7 @@ def test_every_named_moment(recipe, overrides, files, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_twenty_five_random_moments(files, tmp_path):
-    factory = command(files, "grpo", 40, *KL)
+    factory = command(files, "grpo", 160, *KL)  # long enough for 60 kills at the pace seen: 16 landed in 40 steps
     whole = run_uninterrupted(factory, tmp_path / "whole").folder
     kills = [AtTime(3.0), *[AtRandom(step_seconds=0.3)] * 25]
     outcome = run_with_kills(factory, tmp_path / "killed", kills, random.Random(5))

@@ -245,7 +245,7 @@ def tiny(files: Path, run: Path, steps: int, *overrides: str) -> RayDAPOTrainer:
 
 
 def test_a_metric_that_the_scorer_does_not_give_ends_the_run_before_a_model_loads(files, tmp_path, monkeypatch):
-    monkeypatch.setattr(RayDAPOTrainer, "make_workers", lambda self: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(RayDAPOTrainer, "make_workers", lambda *_: pytest.fail("a model was loaded"))
     with pytest.raises(InputError, match=r"metric=format: the scorer of data_source=tests/letters gives no such part"):
         tiny(files, tmp_path / "run", 1, "algorithm.filter_groups.metric=format")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
@@ -257,7 +257,11 @@ def test_with_the_prompts_exhausted_the_run_ends_or_trains_on_what_there_is_and_
     run = tiny(files, tmp_path / "epoch", 1, *unlimited)
     run.fit()
     last = json.loads((tmp_path / "epoch" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert run.finished() and last["collect/next_ordinal"] >= 13 and run.step <= run.total_steps == 3
+    assert (
+        run.session.finished()
+        and last["collect/next_ordinal"] >= 13
+        and run.session.step <= run.session.total_steps == 3
+    )
     scarce = ("algorithm.filter_groups.max_num_gen_batches=1", "trainer.save_freq=-1")
     alike = ("actor_rollout_ref.rollout.temperature=0.01",)  # every answer to a prompt is the same
     few = tiny(files, tmp_path / "few", 1, *scarce, *alike, "algorithm.filter_groups.on_exhausted=raise")

@@ -11,16 +11,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.core.test_learner import actor, actor_config, gradient, one_step, policy_module, random_batch
 
 from core.algorithm import rollout_correction as rc
 from core.algorithm.means import Means
+from core.algorithm.step_needs import StepNeeds
 from core.config import compose, examine
 from core.config.schema import RolloutCorrectionConfig
 from core.config.thresholds import Bounds, criteria, weight_bounds
 from core.learner.batching import optimizer_steps
 from core.learner.learner import Actor
-from core.session import Needs
+from tests.core.learner.test_learner import actor, actor_config, gradient, one_step, policy_module, random_batch
 from tests.golden_adapters import ADAPTERS
 from tests.golden_correction import batch_of
 from tests.golden_io import check, parameters
@@ -241,7 +241,7 @@ def test_bypass_takes_the_engines_log_probs_for_the_old_ones_and_measures_before
 )
 def test_the_old_log_prob_pass_is_made_where_weights_are_made_of_it(settings, pass_needed):
     config = compose("grpo", ["preset=lab", *(f"{KEY}.{one}" for one in settings)])
-    needs = Needs.of(config)
+    needs = StepNeeds.of(config)
     one = batch_of(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool))
     assert needs.old_log_probs(one) == pass_needed
     many = batch_of(*(torch.zeros(99, 2),) * 2, torch.ones(99, 2, dtype=torch.bool))

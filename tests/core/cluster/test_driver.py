@@ -102,6 +102,7 @@ class Trainer:
 
     def __init__(self, config):
         self.config, self.saved_step, self.run_dir = config, 4, "somewhere"
+        self.session = self
         self.asked = threading.Event()
         self.stop = self
         self.requested = False

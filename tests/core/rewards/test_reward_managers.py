@@ -12,10 +12,10 @@ from core.engines import SampleRequest, SamplingParams
 from core.engines.hf import HFEngine
 from core.errors import InputError
 from core.rewards import RewardLayer
-from core.rewards.examine import examined
 from core.rewards.grading import Job
 from core.rewards.managers import InWaves
 from core.rollout.collect import CollectLimits, CollectState, collect
+from core.tracking.generations import print_examples
 from core.types import Prompt, ScoredGroup
 from reward_scores.score import Score, ScoreStatus
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -262,12 +262,15 @@ def test_without_waves_they_would_differ():
 # --- samples in full ---
 
 
-def test_examined_answers_are_the_first_of_each_source():
+def test_printed_answers_are_the_first_of_each_source(capsys):
     rows = [
         {"data_source": source, "input": f"q{i}", "output": "o", "gts": "g", "score": 0.5}
         for i, source in enumerate("aabb")
     ]
-    text = examined(rows, 1)
+    print_examples(rows, 1)
+    text = capsys.readouterr().out
     assert text.splitlines()[:4] == ["[prompt] q0", "[response] o", "[ground_truth] g", "[score] 0.5"]
     assert text.count("[prompt]") == 2 and "[prompt] q2" in text
-    assert examined(rows, 0) == "" and examined([], 3) == ""
+    print_examples(rows, 0)
+    print_examples([], 3)
+    assert capsys.readouterr().out == ""

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.core.test_collect import Rollouts, group
 
 from core.config import examine
 from core.data.seeds import derive_seed, sampling_seed
@@ -25,6 +24,7 @@ from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer
 from recipes.dapo.main_dapo import HOOKS
 from results.reporting.run_reader import load_run
 from reward_scores.score import Score
+from tests.core.rollout.test_collect import Rollouts, group
 from tests.core.scripted_run import ScriptedWorkers, configured, prepare, scripted
 from tests.scripted_engine import ScriptedEngine, random_latency
 
@@ -192,8 +192,8 @@ class Overlapping(ScriptedWorkers):
 class Trainer(scripted(RayDAPOTrainer)):
     overlapping = False
 
-    def make_workers(self):
-        workers = super().make_workers()
+    def make_workers(self, device):
+        workers = super().make_workers(device)
         if self.overlapping:
             workers.__class__, workers.threads_seen = Overlapping, []
         return workers
@@ -234,7 +234,7 @@ def test_a_run_trains_the_same_whatever_the_timing_and_wherever_it_collects(fold
             assert run.workers.threads_seen == [1] * (STEPS - 1) + [0]  # the last step has none to look ahead for
     ages = [step - 1 - version for step, one in enumerate(runs[0].details, start=1) for _, version in one]
     assert set(ages) == {0, 1}
-    rows = load_run(runs[0].run_dir).metrics
+    rows = load_run(runs[0].session.run_dir).metrics
     assert all(("timing_s/wait_ahead" in row) == (overlapping and row["step"] < STEPS) for row in rows)
 
 
@@ -246,7 +246,7 @@ def whole(folder):
 @pytest.mark.parametrize("killed_after", [1, 3, 6])
 def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(folder, whole, killed_after):
     part = folder / f"part{killed_after}"
-    shutil.copytree(whole.run_dir, part)
+    shutil.copytree(whole.session.run_dir, part)
     for step in range(killed_after + 1, STEPS + 1):  # what a process killed in the next step leaves
         shutil.rmtree(part / f"global_step_{step}")
     (part / "latest_checkpointed_iteration.txt").write_text(str(killed_after))
@@ -257,7 +257,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(folder, whole, killed_
 def test_on_policy_nothing_is_collected_ahead(folder):
     run = fit(folder, "on-policy")
     assert all(step - 1 == version for step, one in enumerate(run.details, start=1) for _, version in one)
-    assert not run.collect_state.carried and "timing_s/gen_ahead" not in load_run(run.run_dir).metrics[0]
+    assert not run.collect_state.carried and "timing_s/gen_ahead" not in load_run(run.session.run_dir).metrics[0]
 
 
 def test_a_fault_in_the_update_ends_the_collection_too(folder):
@@ -285,7 +285,7 @@ def test_a_fault_in_the_collection_surfaces_after_the_update(folder):
     run.workers.overlaps = True
     with pytest.raises(RuntimeError, match="an engine died"):
         run.fit()
-    assert run.step == 1
+    assert run.session.step == 1
 
 
 def test_background_work_runs_beside_and_can_be_given_up():

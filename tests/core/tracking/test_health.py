@@ -10,9 +10,9 @@ import math
 import pytest
 
 from core.checkpoint.run_state import DriverState
+from core.cluster.restarts import train
 from core.config import examine
 from core.config.schema import HealthBound, HealthConfig
-from core.launch import train
 from core.tracking.health import CHECKS, Health, UnhealthyRun
 from results.reporting.run_reader import load_run, summarise
 from tests.core.scripted_run import configured, prepare, scripted
@@ -69,19 +69,19 @@ def test_crossing_a_bound_stops_after_saving(name, folder):
     with pytest.raises(UnhealthyRun) as stopped:
         run.fit()
     last = FIRST[name]
-    assert run.step == last and run.store.steps()[-1] == last
+    assert run.session.step == last and run.session.store.steps()[-1] == last
     text = str(stopped.value)
     assert f"trainer.health.{name}.bound" in text and f"stopped after step {last}" in text
     healthy = 3 if name != "nonfinite" else 4
     assert f"last healthy step is {healthy}" in text
     sound = healthy if healthy % 2 == 0 else healthy - 1
-    assert f"global_step_{sound}" in text and f"resume_from_path={run.store.folder(sound)}" in text
-    manifest = json.loads((run.run_dir / "manifest.json").read_text())
+    assert f"global_step_{sound}" in text and f"resume_from_path={run.session.store.folder(sound)}" in text
+    manifest = json.loads((run.session.run_dir / "manifest.json").read_text())
     assert manifest["status"] == "stopped" and manifest["last_healthy_step"] == healthy
     assert manifest["stopped_because"] == text
-    assert summarise(load_run(run.run_dir))["last_healthy_step"] == healthy
-    assert load_run(run.run_dir).metrics[-1]["health/last_healthy_step"] == healthy
-    assert (run.run_dir / "nonfinite_step_5.pt").exists() == (name == "nonfinite")
+    assert summarise(load_run(run.session.run_dir))["last_healthy_step"] == healthy
+    assert load_run(run.session.run_dir).metrics[-1]["health/last_healthy_step"] == healthy
+    assert (run.session.run_dir / "nonfinite_step_5.pt").exists() == (name == "nonfinite")
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -92,11 +92,11 @@ def test_a_warning_goes_on_and_names_step_and_bound(name, folder, caplog):
         run = scripted()(config, answers(**replies), report=report).init_workers()
         run.fit()
     said = [record.getMessage() for record in caplog.records if f"trainer.health.{name}.bound" in record.getMessage()]
-    assert run.step == 6 and said and said[0].startswith(f"step {FIRST[name]}: ")
-    crossed = {row["step"]: row["health/crossed_bounds"] for row in load_run(run.run_dir).metrics}
+    assert run.session.step == 6 and said and said[0].startswith(f"step {FIRST[name]}: ")
+    crossed = {row["step"]: row["health/crossed_bounds"] for row in load_run(run.session.run_dir).metrics}
     assert crossed[FIRST[name]] == 1 and crossed[FIRST[name] - 1] == 0
     recovers = name != "reward_drop"  # its window still holds step 5
-    assert run.health.last_healthy_step == (6 if recovers else 3)
+    assert run.session.health.last_healthy_step == (6 if recovers else 3)
 
 
 def test_a_run_within_its_bounds_says_nothing(folder, caplog):
@@ -107,7 +107,7 @@ def test_a_run_within_its_bounds_says_nothing(folder, caplog):
         run = scripted()(config, answers()).init_workers()
         run.fit()
     assert not [r for r in caplog.records if "trainer.health" in r.getMessage()]
-    assert run.health.last_healthy_step == 6
+    assert run.session.health.last_healthy_step == 6
 
 
 def test_memory_and_the_last_healthy_step_survive_a_resume(folder):
@@ -116,15 +116,15 @@ def test_memory_and_the_last_healthy_step_survive_a_resume(folder):
     bounds = ["trainer.health.nonfinite.bound=2", "trainer.save_freq=1", "trainer.health.reward_window=2"]
     first = scripted()(configured(folder, "resumed", *bounds, steps=2), answers(), report=lose).init_workers()
     first.fit()
-    assert first.health.lost_updates_in_row == 1 and len(first.health.recent_scores) == 2
-    assert first.health.best_score is not None
-    state = DriverState.load(first.store.folder(2)).values["health"]
-    assert Health.of_state(state) == first.health and state["last_healthy_step"] == 2
+    assert first.session.health.lost_updates_in_row == 1 and len(first.session.health.recent_scores) == 2
+    assert first.session.health.best_score is not None
+    state = DriverState.load(first.session.store.folder(2)).values["health"]
+    assert Health.of_state(state) == first.session.health and state["last_healthy_step"] == 2
     again = scripted()(configured(folder, "resumed", *bounds), answers(), report=lose).init_workers()
-    assert again.health == first.health
+    assert again.session.health == first.session.health
     with pytest.raises(UnhealthyRun, match="The last healthy step is 2: go back"):
         again.fit()
-    assert again.step == 3
+    assert again.session.step == 3
 
 
 def test_the_command_ends_with_a_line_and_status_one(folder, capsys):

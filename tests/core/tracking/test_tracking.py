@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,8 +17,9 @@ import yaml
 from core.config import Config, compose, convert, from_yaml
 from core.tracking import run_manifest
 from core.tracking import tracker as tracking
-from core.tracking.tracker import Tracker, dump_jsonl, generation_row, read_jsonl, spread_out
-from core.types import Prompt, Segment, StepMetrics, Stop, Trajectory
+from core.tracking.generations import generation_rows
+from core.tracking.tracker import Tracker, dump_jsonl, read_jsonl, spread_out
+from core.types import Prompt, ScoredGroup, Segment, StepMetrics, Stop, Trajectory
 from reward_scores.score import Score
 from tests.core.synthetic import configured, make_run, records, sample_rows, step_metrics
 
@@ -319,7 +321,9 @@ def test_dumps_have_verls_fields(tmp_path):
     prompt = Prompt(3, "gsm8k/3", (1, 2), (), "7", "openai/gsm8k")
     segments = (Segment("policy", "It is "), Segment("tool", "<r>"), Segment("policy", "7"))
     trajectory = Trajectory([1, 2], [3, 4], [True, True], [0.0, 0.0], segments, Stop.LENGTH, 0, 0)
-    row = generation_row(4, prompt, "What?", trajectory, Score(0.5, {"acc": 1.0, "overlong": -0.5}, pred="7"))
+    score = Score(0.5, {"acc": 1.0, "overlong": -0.5}, pred="7")
+    tokenizer = SimpleNamespace(decode={(1, 2): "What?"}.get)
+    (row,) = generation_rows(4, [ScoredGroup(prompt, (trajectory,), (score,))], tokenizer)
     path = dump_jsonl(tmp_path / "dumps", 4, [row])
     assert path.name == "4.jsonl"
     (read,) = read_jsonl(path)

@@ -1,0 +1,32 @@
+"""Generations as rows under verl's field names: what is dumped, sampled for the report, and printed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from core.types import ScoredGroup
+
+
+def generation_rows(step: int, groups: Sequence[ScoredGroup], tokenizer: Any) -> list[dict[str, Any]]:
+    """Return one row a trajectory; ``output`` is the whole response, tool text included."""
+    rows = []
+    for group in groups:
+        prompt, text = group.prompt, tokenizer.decode(group.prompt.token_ids)
+        for trajectory, score in zip(group.trajectories, group.scores, strict=True):
+            output = "".join(segment.text for segment in trajectory.segments)
+            named = {"uid": prompt.uid, "data_source": prompt.data_source, "pred": score.pred}
+            named |= {"stop": trajectory.stop.value, "input": text, "output": output, "gts": prompt.ground_truth}
+            rows.append({**score.parts, **named, "score": score.value, "step": step, "ordinal": prompt.ordinal})
+    return rows
+
+
+def print_examples(rows: Iterable[Mapping[str, Any]], count: int) -> None:
+    """Print the first ``count`` answers of each data source, under the headings that verl's managers print."""
+    seen: Counter[str] = Counter()
+    for row in rows if count else ():
+        seen[row["data_source"]] += 1
+        if seen[row["data_source"]] <= count:
+            print(f"[prompt] {row['input']}\n[response] {row['output']}\n[ground_truth] {row['gts']}")
+            print(f"[score] {row['score']:g}", flush=True)

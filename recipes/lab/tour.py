@@ -1,0 +1,108 @@
+"""The way of one prompt through the code, from its parquet row to the changed weight, as files in order.
+
+    python -m recipes.lab.tour
+
+Trains two steps of GRPO's lab in this process (4 prompts, 2 answers each) and prints every file of this repository
+that the second step enters between drawing its prompts and the optimizer's step, with the functions that were called.
+It is a reading list that cannot be out of date: read the files in this order to follow the loop.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = (
+    *("preset=lab", "trainer.backend=local", "trainer.cpu_threads=1", "trainer.logger=[jsonl]"),
+    *("trainer.total_training_steps=2", "trainer.val_before_train=False", "trainer.test_freq=-1"),
+    *("trainer.save_freq=-1", "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2"),
+    *("actor_rollout_ref.rollout.n=2", "trainer.resume_mode=disable"),
+)
+TRAINER, SESSION = "core/ray_trainer.py", "core/session.py"
+
+
+class Tour:
+    """What was entered while the tour was on: file -> its functions in the order of their first call."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, list[str]] = {}
+        self.crossings = 0  # calls that the trainer makes into its session, or the session into the trainer
+        self.on = False
+
+    def enter(self, frame: FrameType, event: str, _: Any) -> None:
+        """Take note of a function's first call: what ``sys.setprofile`` calls back."""
+        if not self.on or event != "call" or frame.f_code.co_name.startswith("<"):
+            return
+        name = self._file(frame)
+        if name is None:
+            return
+        functions = self.files.setdefault(name, [])
+        if frame.f_code.co_name not in functions:
+            functions.append(frame.f_code.co_name)
+        caller = self._file(frame.f_back) if frame.f_back else None
+        self.crossings += {name, caller} == {TRAINER, SESSION}
+
+    @staticmethod
+    def _file(frame: FrameType) -> str | None:
+        path = frame.f_code.co_filename
+        inside = path.startswith(f"{ROOT}/") and "/.venv/" not in path and path != __file__
+        return path[len(str(ROOT)) + 1 :] if inside else None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch this thread for as long as the block runs."""
+        sys.setprofile(self.enter)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+    def lines(self) -> list[str]:
+        """Return the tour as text: a line a file, in the order in which they were entered."""
+        width = max(map(len, self.files))
+        listed = [f"{n:3}  {file:{width}}  {', '.join(called)}" for n, (file, called) in enumerate(self.files.items(), 1)]
+        crossed = f"{self.crossings} calls between trainer and session"
+        return [*listed, f"{len(self.files)} files, {crossed}, from the prompt's row to the changed weight"]
+
+
+def take_tour(*overrides: str) -> Tour:
+    """Train two steps of the lab and return what the second one entered. The lab's base model must be there."""
+    from core.config import compose
+    from core.ray_trainer import RayPPOTrainer
+
+    tour = Tour()
+
+    class Toured(RayPPOTrainer):
+        """The trainer, watched from the first prompt of its last step to the end of its update."""
+
+        def collect(self, metrics: Any) -> Any:
+            tour.on = metrics.step == self.session.total_steps
+            return super().collect(metrics)
+
+        def update(self, batch: Any, metrics: Any) -> None:
+            super().update(batch, metrics)
+            tour.on = False
+
+    with tempfile.TemporaryDirectory() as folder:
+        settings = [*SETTINGS, f"trainer.default_local_dir={folder}/grpo/tour", *overrides]
+        trainer = Toured(compose("grpo", settings)).init_workers()
+        with tour.watched():
+            trainer.fit()
+    return tour
+
+
+def main() -> None:
+    from recipes.lab.prepare import prepare
+
+    prepare()
+    print("\n".join(take_tour().lines()))
+
+
+if __name__ == "__main__":
+    main()
