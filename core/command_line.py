@@ -15,20 +15,20 @@ from collections.abc import Collection, Sequence
 from importlib.util import find_spec
 from typing import NoReturn
 
-from core.config import Composed, Config, diff, examine, paths, to_yaml
+from core.config import Composed, Config, diff, examine, paths, recipes, to_yaml
 from core.config.convert import show
 from core.config.resolution import resolve
 
 
 def prepare(recipe: str, argv: Sequence[str], hooks: Collection[str] = ()) -> Config:
-    """The configuration to run. Ends the process instead: 2 with problems, 0 after a dry run or ``--help``."""
+    """Return the configuration to run, or end the process: with 2 for problems, 0 after a dry run or ``--help``."""
     script, typed = _split(argv)
     if {"-h", "--help"} & {*script, *typed}:
         print(_help(recipe))
         raise SystemExit(0)
     composed = examine(recipe, [*script, *typed], hooks)
     dry = os.environ.get("DRY_RUN", "").lower() not in ("", "0", "false", "no")
-    problems = [*composed.problems, *_outside(composed, _typed_keys(typed) if dry else None)]
+    problems = [*composed.problems, *_outside(composed, _typed_keys(recipe, typed) if dry else None)]
     if problems:
         _refuse(problems)
     if dry:
@@ -39,21 +39,21 @@ def prepare(recipe: str, argv: Sequence[str], hooks: Collection[str] = ()) -> Co
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The script's own arguments and the typed ones."""
+    """Return the script's own arguments and the typed ones."""
     if "--" not in argv:
         return [], list(argv)
     at = list(argv).index("--")
     return list(argv[:at]), [text for text in argv[at + 1 :] if text != "--"]
 
 
-def _typed_keys(typed: Sequence[str]) -> frozenset[str]:
+def _typed_keys(recipe: str, typed: Sequence[str]) -> frozenset[str]:
     from core.config import composition
 
-    return frozenset(composition.read(typed).given)
+    return frozenset(composition.read(typed, recipes.schema_of(recipe)).given)
 
 
 def _outside(composed: Composed, typed: frozenset[str] | None) -> list[str]:
-    """Problems with what lies outside the configuration. A dry run looks at typed paths only."""
+    """Return the problems with what lies outside the configuration: in a dry run, with the ``typed`` paths only."""
     lines = [str(problem) for problem in paths.missing(composed.config, typed)]
     if typed is None:
         lines += _without_vllm(composed.config)
@@ -73,28 +73,28 @@ def _refuse(problems: Sequence[str]) -> NoReturn:
 
 
 def _notes(composed: Composed) -> None:
-    """Warnings and inert keys, before anything runs."""
+    """Print warnings and unused keys, before anything runs."""
     for line in composed.warnings:
         print(f"warning: {line}", file=sys.stderr)
-    for line in _inert(composed):
+    for line in _unused(composed):
         print(f"no effect: {line}", file=sys.stderr)
 
 
-def _inert(composed: Composed) -> list[str]:
-    return [f"{key}={show(value)}: {reason}" for key, (value, reason) in composed.inert.items()]
+def _unused(composed: Composed) -> list[str]:
+    return [f"{key}={show(value)}: {reason}" for key, (value, reason) in composed.unused.items()]
 
 
 def _report(recipe: str, composed: Composed) -> str:
     changed = [
         f"{key}={show(new)} (default {show(old)})"
-        for key, (old, new) in diff(resolve(Config(), recipe), composed.config).items()
-        if key not in composed.idle
+        for key, (old, new) in diff(resolve(recipes.schema_of(recipe)(), recipe), composed.config).items()
+        if key not in composed.without_effect
     ]
     from core.planning import estimate as plan
 
     blocks = (
         ("differs from the defaults", changed),
-        ("has no effect in this configuration", _inert(composed)),
+        ("has no effect in this configuration", _unused(composed)),
         ("warnings", list(composed.warnings)),
         ("checked at start", paths.checked_at_start(composed.config)),
         (f"plan (python -m core.plan {recipe} --gpu NAME plans for others)", plan.shown(composed.config)),

@@ -12,8 +12,7 @@ from typing import Any
 
 import yaml
 
-from core.config import checks, convert
-from core.config import unused_keys as inert
+from core.config import convert, recipes, rules, unused_keys
 from core.config.defaults import CHANGED_DEFAULTS, ChangedDefault
 from core.config.resolution import resolve
 from core.config.schema import Config
@@ -35,49 +34,53 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Composed:
-    """A configuration with all that is to be said about it.
+    """A configuration and everything that was found out about it.
 
     config: resolved; with ``problems`` a refused value is replaced by its default.
     given: the keys that an override set (not those of the recipe's file), with the values as read.
-    inert: key -> (value, reason), for overrides that do nothing in this configuration.
-    idle: every key that does nothing in it, whoever set it.
+    unused: key -> (value, reason), for overrides that do nothing in this configuration.
+    without_effect: every key that does nothing in it, whoever set it.
     """
 
     config: Config
     problems: tuple[str, ...]
     warnings: tuple[str, ...]
     given: Mapping[str, Any]
-    inert: Mapping[str, tuple[Any, str]]
-    idle: frozenset[str]
+    unused: Mapping[str, tuple[Any, str]]
+    without_effect: frozenset[str]
 
 
 def examine(recipe: str, overrides: Sequence[str], hooks: Collection[str] = ()) -> Composed:
-    """Composes and checks without raising. ``hooks`` names the hooks that the recipe's trainer overrides."""
+    """Compose and check without raising. ``hooks`` names the hooks that the recipe's trainer overrides."""
     from core.config import composition  # Hydra: half a second that reading a saved configuration need not pay
 
-    layers = composition.read(overrides)
+    schema = recipes.schema_of(recipe)
+    layers = composition.read(overrides, schema)
     tree = composition.tree(recipe, layers)
     refused = list(layers.problems)
-    config = resolve(convert.build(tree, refused), recipe)
+    config = resolve(convert.build(schema, tree, refused), recipe)
     view = View(config, layers.given, hooks, recipe)
     bad = {problem.key for problem in refused if isinstance(problem, convert.Problem)}
-    lines = [*refused, *checks.problems(view, bad)]
-    idle = inert.reasons(view, [*layers.given, *convert.all_keys()])
-    set_in_vain = {key: (value, idle[key]) for key, value in layers.given.items() if key in idle}
+    lines = [*refused, *rules.problems(view, bad)]
+    without_effect = unused_keys.reasons(view, [*layers.given, *convert.all_keys(schema)])
+    unused = {key: (value, without_effect[key]) for key, value in layers.given.items() if key in without_effect}
     return Composed(
         config=config,
         problems=tuple(dict.fromkeys(map(str, lines))),
-        warnings=tuple(checks.warnings(view)),
+        warnings=tuple(rules.warnings(view)),
         given=layers.given,
-        inert={**layers.inert, **set_in_vain},
-        idle=frozenset(idle),
+        unused={**layers.unused, **unused},
+        without_effect=frozenset(without_effect),
     )
 
 
 def compose(recipe: str, overrides: Sequence[str] = (), hooks: Collection[str] = ()) -> Config:
-    """The resolved configuration of a recipe under these overrides. Raises InputError with every problem.
+    """Return the resolved configuration of a recipe under these overrides.
 
-    Whether the files exist that it names is checked at start, not here.
+    Whether the files that it names exist is checked at start, not here.
+
+    Raises:
+        InputError: every problem there is, a line each.
     """
     composed = examine(recipe, overrides, hooks)
     if composed.problems:
@@ -86,19 +89,27 @@ def compose(recipe: str, overrides: Sequence[str] = (), hooks: Collection[str] =
 
 
 def to_yaml(config: Config) -> str:
+    """Return the text of a run folder's ``config.yaml``: every key, in the order of the schema."""
     return yaml.safe_dump(convert.as_tree(config), sort_keys=False, width=120)
 
 
 def from_yaml(text: str) -> Config:
-    """What :func:`to_yaml` wrote. Raises InputError for a key or a value that the schema refuses."""
-    problems: list[convert.Problem] = []
-    config = convert.build(yaml.safe_load(text), problems)
+    """Return the configuration that :func:`to_yaml` wrote, in the schema that lacks fewest of its sections.
+
+    Raises:
+        InputError: a key or a value is not the schema's.
+    """
+    tree, problems = yaml.safe_load(text), []
+    schemas = [Config, *(module.SCHEMA for _, module in recipes.extended())]
+    schema = min(schemas, key=lambda one: len(tree.keys() - convert.hints(one).keys()))
+    config = convert.build(schema, tree, problems)
     if problems:
         raise InputError([str(problem) for problem in problems])
     return config
 
 
 def diff(one: Config, other: Config) -> dict[str, tuple[Any, Any]]:
-    """Flat key -> the two values, of the keys in which two configurations differ."""
+    """Return flat key -> the two values, of the keys in which two configurations differ; a missing one is None."""
     first, second = convert.flat(one), convert.flat(other)
-    return {key: (first[key], second[key]) for key in first if first[key] != second[key]}
+    keys = [*first, *(key for key in second if key not in first)]
+    return {key: (first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)}

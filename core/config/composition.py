@@ -1,6 +1,6 @@
 """Overrides and recipe files to one untyped tree. Hydra reads and composes; what is wrong is reported here.
 
-A recipe's folder ``recipes/<recipe>/config/`` holds ``<recipe>.yaml``, which says only what differs from the schema's
+A recipe's folder ``recipes/<recipe>/config/`` holds ``<recipe>.yaml``, with only what differs from the schema's
 defaults, and may hold ``preset/<name>.yaml``, chosen by ``preset=<name>``. Later layers win: schema, recipe, preset,
 overrides from left to right.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,36 +22,32 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from core.config import convert, verl_keys
+from core.config import convert, recipes, verl_keys
 from core.config.convert import Problem
 from core.config.schema import Config
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 PRESET = "preset"
 
 
 @dataclass
 class Layers:
-    """What the overrides say, sorted; ``values`` are applied from left to right."""
+    """The overrides of a recipe with this schema, sorted; ``values`` are applied from left to right."""
 
+    schema: type[Config] = Config
     presets: list[str] = field(default_factory=list)
     values: list[tuple[str, Any]] = field(default_factory=list)
     deleted: list[str] = field(default_factory=list)
     given: dict[str, Any] = field(default_factory=dict)  # what was set by an override
-    inert: dict[str, tuple[Any, str]] = field(default_factory=dict)  # accepted keys that mean nothing here
+    unused: dict[str, tuple[Any, str]] = field(default_factory=dict)  # accepted keys that mean nothing here
     problems: list[Problem | str] = field(default_factory=list)
-
-
-def recipes() -> list[str]:
-    return sorted(path.parent.name for path in RECIPES.glob("*/config") if (path / f"{path.parent.name}.yaml").exists())
 
 
 # --- reading overrides ---
 
 
-def read(overrides: Sequence[str]) -> Layers:
-    """The overrides, each on its own, so that one that cannot be read hides no other."""
-    parser, layers = OverridesParser.create(), Layers()
+def read(overrides: Sequence[str], schema: type[Config] = Config) -> Layers:
+    """Read the overrides, each on its own, so that one that cannot be read hides no other."""
+    parser, layers = OverridesParser.create(), Layers(schema)
     for text in overrides:
         override = _parsed(parser, text)
         if isinstance(override, str):
@@ -62,7 +58,7 @@ def read(overrides: Sequence[str]) -> Layers:
 
 
 def _parsed(parser: OverridesParser, text: str) -> Override | str:
-    """The parsed override, or the problem with it."""
+    """Return the parsed override, or the problem with it."""
     if text.startswith("-"):
         return f"{text}: is not an override; write key=value (DRY_RUN=1 in the environment checks without running)"
     try:
@@ -71,9 +67,8 @@ def _parsed(parser: OverridesParser, text: str) -> Override | str:
         key, separator, value = text.partition("=")
         if not separator:
             return f"{text}: cannot be read; write key=value"
-        if (
-            value and value[0] not in "[{'\"" and "$" not in value
-        ):  # ~/data, a=b: plain text with a character of Hydra's
+        # ~/data, a=b: plain text with a character of Hydra's
+        if value and value[0] not in "[{'\"" and "$" not in value:
             return parser.parse_override(f"{key}='{value.translate(_ESCAPED)}'")
         reason = str(error).splitlines()[0]
         return f"{text}: cannot be read ({reason}); quote text: {key}=\"'...'\", and each text in a list"
@@ -93,50 +88,56 @@ def _sort(override: Override, layers: Layers) -> None:
     elif override.is_delete():
         _delete(key, override.value(), layers)
     else:
-        for leaf, value in _leaves(key, override.value()):
+        for leaf, value in _leaves(key, override.value(), convert.sections(layers.schema)):
             _set(leaf, value, layers)
 
 
 def _delete(key: str, value: Any, layers: Layers) -> None:
-    """``~key`` takes the key back to its default."""
-    if key in convert.all_keys() or key in convert.sections():
+    """Take the key of ``~key`` back to its default."""
+    if key in convert.all_keys(layers.schema) or key in convert.sections(layers.schema):
         layers.deleted.append(key)
         layers.values = [(name, value) for name, value in layers.values if not _within(name, key)]
         layers.given = {name: value for name, value in layers.given.items() if not _within(name, key)}
     else:
-        layers.problems.append(str(convert.unknown(key, value)))
+        layers.problems.append(str(convert.unknown(key, value, layers.schema)))
 
 
 def _within(key: str, parent: str) -> bool:
     return key == parent or key.startswith(f"{parent}.")
 
 
-def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """``data={seed: 1}`` as ``data.seed=1``."""
-    if key in convert.sections() and isinstance(value, Mapping):
+def _leaves(key: str, value: Any, sections: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Yield ``data={seed: 1}`` as ``data.seed=1``."""
+    if key in sections and isinstance(value, Mapping):
         for name, item in value.items():
-            yield from _leaves(f"{key}.{name}", item)
+            yield from _leaves(f"{key}.{name}", item, sections)
     else:
         yield key, value
 
 
 def _set(key: str, value: Any, layers: Layers) -> None:
     if (reason := verl_keys.without_effect(key, value)) is not None:
-        layers.inert[key] = (value, reason)
-    elif key in convert.sections():
+        layers.unused[key] = (value, reason)
+    elif key in convert.sections(layers.schema):
         layers.problems.append(Problem(key, value, "is a section of the configuration", "set one of its keys"))
-    elif verl_keys.advice(key) is not None and key not in convert.all_keys() or not convert.known(key):
-        layers.problems.append(convert.unknown(key, value))
+    elif not convert.known(key, layers.schema) or verl_keys.advice(key) and key not in convert.all_keys(layers.schema):
+        layers.problems.append(convert.unknown(key, value, layers.schema))
+    elif isinstance(value, list) and isinstance(default := _default(key, layers.schema), Mapping):
+        layers.problems.append(convert.mismatch(key, value, convert.MAPPING, default))  # OmegaConf cannot merge the two
     else:
         layers.values.append((key, value))
         layers.given[key] = value
+
+
+def _default(key: str, schema: type[Config]) -> Any:
+    return convert.get(schema(), key) if key in convert.all_keys(schema) else None
 
 
 # --- composing ---
 
 
 def tree(recipe: str, layers: Layers) -> dict[str, Any]:
-    """The composed tree with interpolations resolved; problems go to ``layers``."""
+    """Return the composed tree with interpolations resolved; problems go to ``layers``."""
     composed = _recipe_tree(recipe, layers)
     for key in layers.deleted:
         _forget(composed, key)
@@ -144,33 +145,34 @@ def tree(recipe: str, layers: Layers) -> dict[str, Any]:
         OmegaConf.update(composed, key, value, force_add=True)
     for key in _missing(OmegaConf.to_container(composed, resolve=False)):
         layers.problems.append(Problem(key, "???", "has no default", "give it a value"))
-    merged = OmegaConf.merge(_base(), composed)
+    merged = OmegaConf.merge(_base(layers.schema), composed)
     return _resolved(merged, "", layers.problems)
 
 
 @functools.cache
-def _base() -> DictConfig:
-    return OmegaConf.create(convert.as_tree(Config()))
+def _base(schema: type[Config]) -> DictConfig:
+    return OmegaConf.create(convert.as_tree(schema()))
 
 
 def _recipe_tree(recipe: str, layers: Layers) -> DictConfig:
-    folder = RECIPES / recipe / "config"
+    folder = recipes.folder(recipe)
     if not (folder / f"{recipe}.yaml").exists():
-        layers.problems.append(f"recipe={recipe}: has no config/{recipe}.yaml; choose one of {', '.join(recipes())}")
+        known = ", ".join(recipes.names())
+        layers.problems.append(f"recipe={recipe}: has no config/{recipe}.yaml; choose one of {known}")
         return OmegaConf.create({})
     return OmegaConf.create(_composed_files(recipe, _preset(folder, layers)))
 
 
 @functools.cache
 def _composed_files(recipe: str, preset: str | None) -> dict[str, Any]:
-    """What a recipe's files say, interpolations untouched. Read once a process."""
-    with initialize_config_dir(config_dir=str(RECIPES / recipe / "config"), version_base="1.3"):
+    """Return what a recipe's files hold, interpolations untouched. They are read once a process."""
+    with initialize_config_dir(config_dir=str(recipes.folder(recipe)), version_base="1.3"):
         composed = hydra_compose(config_name=recipe, overrides=[f"+{PRESET}={preset}"] if preset else [])
     return OmegaConf.to_container(composed, resolve=False)
 
 
 def _preset(folder: Path, layers: Layers) -> str | None:
-    """The chosen preset; a typed one takes the place of a script's."""
+    """Return the chosen preset; a typed one takes the place of a script's."""
     known = sorted(path.stem for path in (folder / PRESET).glob("*.yaml"))
     chosen = layers.presets[-1] if layers.presets else None
     if chosen is None or chosen in known:
@@ -188,7 +190,7 @@ def _forget(composed: DictConfig, key: str) -> None:
 
 
 def _missing(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Keys that a file marks as ``???``: merging would quietly give them the schema's default."""
+    """Yield keys that a file marks as ``???``: merging would quietly give them the schema's default."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
             yield from _missing(value, f"{prefix}{name}.")
@@ -200,7 +202,7 @@ _REFERENCE = re.compile(r"\$\{\s*([\w.]+)\s*\}")
 
 
 def _resolved(node: DictConfig, prefix: str, problems: list[Problem | str]) -> dict[str, Any]:
-    """The node as plain values. One that cannot be resolved is left out, and so keeps its default."""
+    """Return the node as plain values. One that cannot be resolved is left out, and so keeps its default."""
     raw = OmegaConf.to_container(node, resolve=False)
     found = {}
     for name in node:
@@ -224,7 +226,7 @@ def _resolved(node: DictConfig, prefix: str, problems: list[Problem | str]) -> d
 
 
 def _null_reference(node: DictConfig, text: Any) -> str | None:
-    """A key that is null and would be written into the text as "None"."""
+    """Return a key that is null and would be written into the text as "None"."""
     references = _REFERENCE.findall(text) if isinstance(text, str) else []
     root = node._get_root()
     return next((key for key in references if OmegaConf.select(root, key) is None), None)

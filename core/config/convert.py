@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from core.config import verl_keys
+from core.config import recipes, verl_keys
 from core.config.frozen import freeze, thaw
 from core.config.limits import Limit, NumberOrText
 from core.config.schema import Config
 
 SEQUENCES = (list, tuple)
+MAPPING = "a mapping, as in {name: value}"
 
 
 class Mismatch(ValueError):
@@ -24,7 +25,7 @@ class Mismatch(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One line: what stands there, which rule it breaks, what to do."""
+    """A key, its value, the rule that it breaks and what to do; as text one line."""
 
     key: str
     value: Any
@@ -36,7 +37,7 @@ class Problem:
 
 
 def show(value: Any) -> str:
-    """A value as one would type it on the command line."""
+    """Return a value as one would type it on the command line."""
     value = thaw(value)
     if value is None or isinstance(value, bool | list | dict):
         return json.dumps(value, default=str)
@@ -48,12 +49,12 @@ def show(value: Any) -> str:
 
 @functools.cache
 def hints(section: type) -> dict[str, Any]:
-    """Field name -> type, of one dataclass."""
+    """Return field name -> type, of one dataclass."""
     return get_type_hints(section, include_extras=True)
 
 
 def walk(section: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key and its type; a section's type is its dataclass."""
+    """Yield every key and its type; a section's type is its dataclass."""
     for name, hint in hints(section).items():
         yield prefix + name, hint
         if is_dataclass(hint):
@@ -61,44 +62,42 @@ def walk(section: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 @functools.cache
-def all_keys() -> dict[str, Any]:
-    """Flat key -> type, of the whole configuration, sections left out."""
-    return {key: hint for key, hint in walk(Config) if not is_dataclass(hint)}
+def all_keys(schema: type = Config) -> dict[str, Any]:
+    """Return flat key -> type, of a whole configuration, sections left out."""
+    return {key: hint for key, hint in walk(schema) if not is_dataclass(hint)}
 
 
 @functools.cache
-def sections() -> dict[str, type]:
-    return {key: hint for key, hint in walk(Config) if is_dataclass(hint)}
+def sections(schema: type = Config) -> dict[str, type]:
+    """Return flat key -> dataclass, of the sections of a whole configuration."""
+    return {key: hint for key, hint in walk(schema) if is_dataclass(hint)}
 
 
-@functools.cache
-def open_keys() -> frozenset[str]:
-    """Keys that hold a mapping of the user's own."""
-    return frozenset(key for key, hint in all_keys().items() if any(_is_mapping(part) for part in _alternatives(hint)))
-
-
-def known(key: str) -> bool:
-    """Whether the schema has the key, or a mapping that the key is a part of."""
-    return key in all_keys() or any(key.startswith(f"{parent}.") for parent in open_keys())
+def known(key: str, schema: type = Config) -> bool:
+    """Return whether the schema has the key, or a mapping of the user's own that the key is a part of."""
+    keys = all_keys(schema)
+    if key in keys:
+        return True
+    return any(key.startswith(f"{parent}.") and any(map(_is_mapping, _alternatives(keys[parent]))) for parent in keys)
 
 
 def get(config: Any, key: str) -> Any:
-    """The value of a flat key."""
+    """Return the value of a flat key."""
     return functools.reduce(getattr, key.split("."), config)
 
 
 def flat(config: Any) -> dict[str, Any]:
-    """Flat key -> value, of every key."""
-    return {key: get(config, key) for key in all_keys()}
+    """Return flat key -> value, of every key."""
+    return {key: get(config, key) for key in all_keys(type(config))}
 
 
 def as_json(config: Any) -> dict[str, Any]:
-    """Flat key -> value, of every key, as a JSON file would give it back."""
+    """Return flat key -> value, of every key, as a JSON file would give it back."""
     return json.loads(json.dumps({key: thaw(value) for key, value in flat(config).items()}, default=str))
 
 
 def replaced(config: Any, changes: Mapping[str, Any]) -> Any:
-    """The configuration with the values of these flat keys."""
+    """Return the configuration with the values of these flat keys."""
     for key, value in changes.items():
         config = _replace(config, key.split("."), value)
     return config
@@ -110,7 +109,7 @@ def _replace(section: Any, path: list[str], value: Any) -> Any:
 
 
 def as_tree(section: Any) -> dict[str, Any]:
-    """A section as nested dicts and lists."""
+    """Return a section as nested dicts and lists."""
     return {
         field.name: as_tree(value) if is_dataclass(value := getattr(section, field.name)) else thaw(value)
         for field in dataclasses.fields(section)
@@ -120,46 +119,55 @@ def as_tree(section: Any) -> dict[str, Any]:
 # --- an untyped tree as a configuration ---
 
 
-def build(tree: Any, problems: list[Problem], default: Any = None, prefix: str = "") -> Any:
-    """The typed section of a tree. What is wrong goes to ``problems`` and leaves the default in its place."""
-    default = Config() if default is None else default
+def build(schema: type[Config], tree: Any, problems: list[Problem]) -> Config:
+    """Return the typed configuration of a tree. What is wrong goes to ``problems``, and its key keeps the default."""
+    return _section(schema, tree, problems, schema(), "")
+
+
+def _section(schema: type[Config], tree: Any, problems: list[Problem], default: Any, prefix: str) -> Any:
     if not isinstance(tree, Mapping):
         problems.append(Problem(prefix.rstrip("."), tree, "is a section of the configuration", "set one of its keys"))
         return default
     known_here = hints(type(default))
-    problems += [unknown(f"{prefix}{name}", value) for name, value in tree.items() if name not in known_here]
+    problems += [unknown(f"{prefix}{name}", tree[name], schema) for name in tree if name not in known_here]
     values = {}
     for name, hint in known_here.items():
         if name not in tree:
             continue
         if is_dataclass(hint):
-            values[name] = build(tree[name], problems, getattr(default, name), f"{prefix}{name}.")
+            values[name] = _section(schema, tree[name], problems, getattr(default, name), f"{prefix}{name}.")
             continue
         try:
             values[name] = parse(hint, tree[name])
         except Mismatch as error:
-            problems.append(mismatch(f"{prefix}{name}", tree[name], str(error)))
+            key = f"{prefix}{name}"
+            problems.append(mismatch(key, tree[name], str(error), getattr(default, name)))
     return dataclasses.replace(default, **values)
 
 
-def mismatch(key: str, value: Any, rule: str) -> Problem:
-    return Problem(key, value, f"must be {rule}", verl_keys.hint(key, value) or f"the default is {default_of(key)}")
+def mismatch(key: str, value: Any, rule: str, default: Any) -> Problem:
+    """Return the problem with a value that its key's type refuses; ``rule`` completes "must be ..."."""
+    return Problem(key, value, f"must be {rule}", verl_keys.hint(key) or f"the default is {show(default)}")
 
 
-def default_of(key: str) -> str:
-    return show(get(Config(), key))
-
-
-def unknown(key: str, value: Any) -> Problem:
-    """What to say of a key that the schema lacks."""
+def unknown(key: str, value: Any, schema: type[Config]) -> Problem:
+    """Return the problem with a key that the schema lacks: renamed, unsupported, another recipe's, or misspelt."""
     advice = verl_keys.advice(key)
     if advice is not None:
         return Problem(key, value, advice.rule, advice.fix)
-    return Problem(key, value, "unknown key", f"the nearest known key is {verl_keys.nearest(key, all_keys())}")
+    for recipe, module in recipes.extended():
+        if key.partition(".")[0] in hints(module.SCHEMA).keys() - hints(schema).keys():
+            fix = f"use the recipe that has it: python -m recipes.{recipe}.main_{recipe}"
+            return Problem(key, value, f"belongs to {module.PAPER}, and this recipe has no such key", fix)
+    return Problem(key, value, "unknown key", f"the nearest known key is {verl_keys.nearest(key, all_keys(schema))}")
 
 
 def parse(hint: Any, value: Any) -> Any:
-    """The value as the type wants it, or Mismatch."""
+    """Return the value as the type requires it.
+
+    Raises:
+        Mismatch: the type or a limit of it refuses the value.
+    """
     if get_origin(hint) is Annotated:
         base, *limits = get_args(hint)
         result = parse(base, value)
@@ -178,7 +186,7 @@ def parse(hint: Any, value: Any) -> Any:
     if _is_mapping(hint):
         if isinstance(value, Mapping):
             return freeze(value)
-        raise Mismatch("a mapping, as in {name: value}")
+        raise Mismatch(MAPPING)
     return _SCALARS[hint](value)
 
 

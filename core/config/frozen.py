@@ -23,7 +23,7 @@ class FrozenDict(dict):
 
 
 def freeze(value: Any) -> Any:
-    """Mappings as FrozenDict with text keys, sequences as tuples, all the way down."""
+    """Return mappings as FrozenDict with text keys, sequences as tuples, all the way down."""
     if isinstance(value, Mapping):
         return FrozenDict({str(key): freeze(item) for key, item in value.items()})
     if isinstance(value, list | tuple):
@@ -32,7 +32,7 @@ def freeze(value: Any) -> Any:
 
 
 def thaw(value: Any) -> Any:
-    """The reverse: dicts and lists, as YAML and OmegaConf want them."""
+    """Return the reverse of :func:`freeze`: dicts and lists, as YAML and OmegaConf require them."""
     if isinstance(value, Mapping):
         return {key: thaw(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""What a key's type does not say: bounds, and names that a user can extend. Read by ``core/config/convert.py``."""
+"""What a key's type leaves open: bounds, and names that a user can extend. Read by ``core/config/convert.py``."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Limit:
 
 
 def names(*known: str) -> Limit:
-    """One of ``known``, or a user's own function by its path."""
+    """Return the limit of a name: one of ``known``, or a user's own function by its path."""
     own = "your own as package.module:function or path/file.py:function"
     rule = f"one of {', '.join(known)}, or {own}" if known else own
     return Limit(rule, lambda value: value in known or PLUGIN.fullmatch(value) is not None)
 
 
 def is_plugin(value: str) -> bool:
-    """Whether the value is the path of a user's own function, not a known name."""
+    """Return whether the value is the path of a user's own function, not a known name."""
     return ":" in value
 
 

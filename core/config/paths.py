@@ -11,12 +11,12 @@ from core.config.schema import Config
 
 
 def is_local(model: str) -> bool:
-    """A folder, not a hub id."""
+    """Return whether the text is a folder's path, not a hub id."""
     return model.startswith(("/", ".", "~"))
 
 
 def named(config: Config) -> Iterator[tuple[str, str]]:
-    """Every (key, local path) that has to exist."""
+    """Yield every (key, local path) that has to exist."""
     data, model, critic = config.data, config.actor_rollout_ref.model, config.critic
     if data.curriculum is None:
         yield from (("data.train_files", path) for path in data.train_files)
@@ -60,7 +60,7 @@ def _plugins(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def missing(config: Config, among: frozenset[str] | None = None) -> list[Problem]:
-    """The named paths that do not exist; only those of the keys in ``among``, where it is given."""
+    """Return the named paths that do not exist; only those of the keys in ``among``, where it is given."""
     return [
         Problem(key, path, f"does not exist (looked for {Path(path).expanduser().absolute()})", _where_from(key))
         for key, path in named(config)
@@ -75,7 +75,7 @@ def _where_from(key: str) -> str:
 
 
 def checked_at_start(config: Config) -> list[str]:
-    """What a dry run leaves open: data, models, packages, devices, logins, checkpoints."""
+    """Return what a dry run leaves open: data, models, packages, devices, logins, checkpoints."""
     rollout, model, trainer = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model, config.trainer
     files = sorted({path for key, path in named(config) if key.startswith("data.")})
     lines = [f"data: every row of {', '.join(files)} is read, measured and shown to its scorer"]

@@ -15,10 +15,10 @@ from core.errors import InputError
 
 
 def load_object(spec: str, key: str = "") -> Any:
-    """The object that ``package.module:name`` or ``path/to/file.py:name`` leads to.
+    """Return the object that ``package.module:name`` or ``path/to/file.py:name`` leads to.
 
     ``key`` is the configuration key the path came from; every error names it. A file is run once a
-    process, however often it is asked for.
+    process, however often it is named.
 
     Raises:
         InputError: the path has no ``:name``, the module or file does not exist, or it has no such name.
@@ -36,7 +36,7 @@ def load_object(spec: str, key: str = "") -> Any:
 
 
 def chosen(name: str, known: Mapping[str, Any], key: str) -> Any:
-    """The entry of a table, or a user's own function: ``package.module:function`` or ``path/file.py:function``.
+    """Return a table's entry, or a user's own function: ``package.module:function`` or ``path/file.py:function``.
 
     Raises:
         InputError: neither a name of the table nor a path that leads to a function.
@@ -55,7 +55,7 @@ def _from_package(name: str, label: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # A package that the module itself wants and lacks is another error than a module that is not there.
+        # A package that the module itself imports and lacks is another error than a module that is not there.
         if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
             raise
         raise InputError(

@@ -21,7 +21,7 @@ def _follows(name: str) -> Callable[[Config], Any]:
 
 
 def _dynamic(micro: str) -> Callable[[Config], bool]:
-    """The actor's choice; where it made none, packing by tokens unless a micro-batch size is given here or there."""
+    """Return the actor's choice; if null, packing by tokens unless a micro-batch size is given here or there."""
 
     def decide(config: Config) -> bool:
         actor = _actor(config)
@@ -33,7 +33,7 @@ def _dynamic(micro: str) -> Callable[[Config], bool]:
 
 
 def _micro(dynamic: str) -> Callable[[Config], int | None]:
-    """The actor's micro-batch size, where one is needed."""
+    """Return the actor's micro-batch size, where one is needed."""
     return lambda config: None if convert.get(config, dynamic) else _actor(config).ppo_micro_batch_size_per_gpu
 
 
@@ -43,7 +43,7 @@ def experiment_name(config: Config) -> str:
 
 
 def logp_diff_bound(config: Config) -> float | None:
-    """What is rounding between engine and learner on the same weights; no bound where more is expected and weighed."""
+    """Return what rounding explains between engine and learner; no bound where more is expected and corrected."""
     part, correction = config.actor_rollout_ref, config.algorithm.rollout_correction
     if config.trainer.max_staleness or correction.rollout_is is not None or correction.bypass_mode:
         return None
@@ -56,7 +56,7 @@ def has_critic(config: Config) -> bool:
 
 
 def _derived(recipe: str) -> tuple[tuple[str, Callable[[Config], Any]], ...]:
-    """Key -> its value where it is null. In order: a later one may read an earlier one."""
+    """Return key -> its value where it is null. In order: a later one may read an earlier one."""
     copied = ("ppo_mini_batch_size", "ppo_epochs", "shuffle", "loss_agg_mode", "loss_scale_factor")
     passes = tuple(
         (f"{part}.{dynamic}", f"{part}.{micro}")
@@ -100,9 +100,11 @@ def _derived(recipe: str) -> tuple[tuple[str, Callable[[Config], Any]], ...]:
 
 
 def resolve(config: Config, recipe: str) -> Config:
-    """The configuration with every such null filled in. ``data.seed``, ``trainer.device`` and ``trainer.cpu_threads``
-    stay null: the first follows ``trainer.seed`` for training rows only, so that runs of different seeds answer the
-    same validation questions; the other two are the machine's to say.
+    """Return the configuration with every such null filled in.
+
+    ``data.seed``, ``trainer.device`` and ``trainer.cpu_threads`` stay null: the first follows ``trainer.seed`` for
+    training examples only, so that runs of different seeds answer the same validation questions; the other two are
+    the machine's.
     """
     for key, value in _derived(recipe):
         if convert.get(config, key) is None:

@@ -3,10 +3,11 @@
 Keys and defaults are those of verl v0.6.1 in the subset that does something here, with the DAPO recipe's filter and
 overlong keys; a default that differs is listed in :data:`core.config.defaults.CHANGED_DEFAULTS`. A default of None
 that stands for another key's value is filled in by :func:`core.config.resolution.resolve`, so a resolved configuration
-holds None only where a comment here says what it means.
+holds None only where a comment here gives its meaning.
 
-Units: a *prompt* is a row of the data, a *trajectory* one answer to it (``rollout.n`` of them a prompt). Batch sizes
-named ``..._per_gpu`` count trajectories in one pass of one rank, and are memory knobs: they cannot change the result.
+Units: a *prompt* is an example of the data, a *trajectory* one answer to it (``rollout.n`` of them a prompt). Batch
+sizes named ``..._per_gpu`` count trajectories in one pass of one rank, and are memory knobs: they cannot change the
+result.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ Open = Mapping[str, Any]  # keys that are another library's, or the user's own
 class DataConfig:
     train_files: limits.NonEmpty = ("~/data/rlhf/gsm8k/train.parquet",)
     val_files: limits.NonEmpty = ("~/data/rlhf/gsm8k/test.parquet",)
-    dataset_weights: tuple[limits.Positive, ...] | None = None  # one a training file; None: by number of rows
+    dataset_weights: tuple[limits.Positive, ...] | None = None  # one a training file; None: by number of examples
     curriculum: tuple[Open, ...] | None = None  # stages {files, prompts, weights}, in place of train_files
     prompt_key: str = "prompt"
     reward_fn_key: str = "data_source"
@@ -52,10 +53,10 @@ class DataConfig:
     max_obs_length: limits.Count = 500  # search episodes: tokens of what a search returns
     train_batch_size: limits.Count = 1024  # prompts a step
     gen_batch_size: limits.Count | None = None  # prompts in flight at most; None: train_batch_size
-    train_max_samples: limits.OffOrCount = -1  # rows of all training files together
-    val_max_samples: limits.OffOrCount = -1  # rows of each validation file
+    train_max_samples: limits.OffOrCount = -1  # examples of all training files together
+    val_max_samples: limits.OffOrCount = -1  # examples of each validation file
     shuffle: bool = True
-    seed: limits.Size | None = None  # order of the training rows; None: trainer.seed
+    seed: limits.Size | None = None  # order of the training examples; None: trainer.seed
     validation_shuffle: bool = False
     filter_overlong_prompts: bool = False
     truncation: Literal["error", "left", "right", "middle"] = "error"
@@ -206,7 +207,7 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class ActorRolloutRefConfig:
-    hybrid_engine: bool = True  # learner and engine take turns on one pool of GPUs; False: the engine has its own
+    hybrid_engine: bool = True  # learner and engine alternate on one pool of GPUs; False: the engine has its own
     model: ModelConfig = ModelConfig()
     actor: ActorConfig = ActorConfig()
     ref: RefConfig = RefConfig()
@@ -290,8 +291,8 @@ class RewardModelModelConfig:
 
 @dataclass(frozen=True)
 class RewardModelConfig:
-    enable: bool = False  # a model scores the rows whose reward_model.style is "model"
-    weight: float = 0.0  # what the model's number counts beside a rule's score, in the other rows
+    enable: bool = False  # a model scores the examples whose reward_model.style is "model"
+    weight: float = 0.0  # what the model's number counts beside a rule's score, in the other examples
     model: RewardModelModelConfig = RewardModelModelConfig()
     max_length: limits.Count | None = None  # tokens that the model sees; None: the longest prompt and answer
     micro_batch_size_per_gpu: limits.Count | None = None  # answers a pass; None: use_dynamic_bsz decides
@@ -396,7 +397,7 @@ class TrainerConfig:
     n_gpus_per_node: limits.Count = 8
     total_epochs: limits.Count = 30
     total_training_steps: limits.Count | None = None  # None: the whole batches of total_epochs
-    phase_timeout_s: limits.Positive = 3600  # of a remote phase, after which the run ends and says what hangs
+    phase_timeout_s: limits.Positive = 3600  # of a remote phase, after which the run ends and reports what hangs
     heartbeat_timeout_s: limits.Positive = 300  # without a sign of life from a process at work, after which likewise
     max_restarts: limits.Size = 0  # from the last checkpoint, after a process died or hung
     critic_warmup: limits.Size = 0  # steps in which only the critic trains
@@ -417,17 +418,6 @@ class TrainerConfig:
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
     resume_from_path: str | None = None
     health: HealthConfig = HealthConfig()
-
-
-@dataclass(frozen=True)
-class RetrieverConfig:
-    """What a search of Search-R1 asks."""
-
-    url: str | None = "http://127.0.0.1:8000/retrieve"  # None: a retriever in this process, see local
-    topk: limits.Count = 3  # passages
-    prefetch: bool = False  # the question's own passages stand before the first turn: RAG
-    client: Open = FrozenDict()  # with a url: fields of ClientOptions, recipes/search_r1/retrieval_client.py
-    local: Open = FrozenDict()  # without: fields of RetrieverOptions, recipes/search_r1/retrieval.py
 
 
 @dataclass(frozen=True)
@@ -468,7 +458,10 @@ class RayKwargsConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """The whole configuration; ``config.actor_rollout_ref.rollout.n`` is verl's key of that name."""
+    """The whole configuration; ``config.actor_rollout_ref.rollout.n`` is verl's key of that name.
+
+    A recipe may add keys of its own in a subclass: see :mod:`core.config.recipes`.
+    """
 
     data: DataConfig = DataConfig()
     actor_rollout_ref: ActorRolloutRefConfig = ActorRolloutRefConfig()
@@ -478,7 +471,9 @@ class Config:
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
     ray_kwargs: RayKwargsConfig = RayKwargsConfig()
-    retriever: RetrieverConfig = RetrieverConfig()
-    max_turns: limits.Count = 4  # search episodes: turns that may search; one more must answer
-    do_search: bool = True  # search episodes: False is the baseline that cannot search
     global_profiler: GlobalProfilerConfig = GlobalProfilerConfig()
+
+    @property
+    def turns(self) -> int:
+        """The policy's turns in the longest episode, for planning; a recipe with longer episodes overrides it."""
+        return 1

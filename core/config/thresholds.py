@@ -17,7 +17,7 @@ Spec = float | str
 
 @dataclass(frozen=True)
 class Bounds:
-    """Of an importance weight: above ``upper`` it is truncated or, where there is a ``lower``, outside both dropped."""
+    """Bounds of a weight: one above ``upper`` is truncated; where there is a ``lower``, one outside both is dropped."""
 
     lower: float | None
     upper: float
@@ -25,7 +25,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Criterion:
-    """A token is kept where its statistic, named as in verl, lies within ``[lower, upper]``."""
+    """A condition on tokens: kept where the statistic, named as in verl, lies within ``[lower, upper]``."""
 
     name: str
     lower: float
@@ -33,10 +33,10 @@ class Criterion:
 
 
 def weight_bounds(spec: Spec) -> Bounds:
-    """``2.0`` truncates at 2, ``"0.5_2.0"`` drops what is outside.
+    """Read the bounds of a weight: ``2.0`` truncates at 2, ``"0.5_2.0"`` drops what is outside.
 
     Raises:
-        ValueError: says what is wrong.
+        ValueError: the bounds are impossible or cannot be read.
     """
     lower, upper = _numbers(spec)
     if upper <= 0 or (lower is not None and not 0 < lower <= upper):
@@ -45,7 +45,7 @@ def weight_bounds(spec: Spec) -> Bounds:
 
 
 def criteria(options: str, spec: Spec | None, lower: float | None = None) -> tuple[Criterion, ...]:
-    """What ``rollout_rs`` and its thresholds ask for, repeated options once.
+    """Return the criteria of ``rollout_rs`` and its thresholds, repeated options once.
 
     One threshold serves all options, or each has its own, separated by commas. ``token``, ``sequence`` and
     ``geometric`` bound the ratio learner / rollout from above and, by ``lower`` or else the reciprocal, from below.
@@ -53,7 +53,7 @@ def criteria(options: str, spec: Spec | None, lower: float | None = None) -> tup
     branch: k1 is the logarithm of that one), all others an upper bound of the divergence.
 
     Raises:
-        ValueError: says what is wrong.
+        ValueError: the bounds are impossible or cannot be read.
     """
     names = list(dict.fromkeys(part.strip() for part in options.split(",") if part.strip()))
     if strange := [name for name in names if name not in (*STATISTICS, *RATIOS)]:
@@ -87,7 +87,7 @@ def _criterion(name: str, spec: Spec, lower: float | None) -> Criterion:
 
 
 def _numbers(spec: Spec) -> tuple[float | None, float]:
-    """A number, or ``lower_upper``."""
+    """Return (None, number) of a number, (lower, upper) of ``lower_upper``."""
     lower, separator, upper = str(spec).strip().rpartition("_")
     try:
         return (float(lower) if separator else None), float(upper)

@@ -1,13 +1,24 @@
-"""What the rules look at: the resolved configuration under short names, and what it was made of."""
+"""What rules and conditions read: the resolved configuration under short names, and what it was made of.
+
+The conditions of ``rules.yaml`` and ``unused_keys.yaml`` are Python expressions over the names here: a section's short
+name, or an attribute of :class:`View`. They are part of the program; nothing that a user writes is evaluated.
+"""
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Collection
 from dataclasses import is_dataclass
+from types import CodeType
 from typing import Any
 
-from core.config import convert
+from core.config import convert, schema, thresholds
+from core.config.limits import is_plugin
+from core.config.paths import is_local
 from core.config.schema import Config
+
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 SHORT = {
     "data": "data",
@@ -31,6 +42,14 @@ SHORT = {
 }
 
 
+BUILTINS = {"__builtins__": {"len": len, "max": max}}  # all that a condition can call besides a view's methods
+
+
+@functools.cache
+def _compiled(condition: str) -> CodeType:
+    return compile(condition, condition, "eval")
+
+
 class Section:
     """A section that notes which keys were read, so that a rule about a key of the wrong type can be passed over."""
 
@@ -48,18 +67,72 @@ class Section:
 class View:
     """``view.actor.clip_ratio``; ``given`` are the keys that an override set, ``hooks`` what the recipe overrides."""
 
+    GROUPED = ("grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")  # advantages.NEEDS
+    PER_SEQUENCE = ("gspo", "sapo")  # core.algorithm.losses.AGGREGATION
+    CLIPPING = ("vanilla", "gspo", "cispo")
+    FULL_PRECISION = schema.FULL_PRECISION
+    HF_OPTIONS = ("cache_gib", "max_batch_rows", "max_prefill_tokens")  # core.engines.hf.HFEngine
+
     def __init__(self, config: Config, given: Collection[str] = (), hooks: Collection[str] = (), recipe: str = ""):
         self.given, self.hooks, self.recipe = frozenset(given), frozenset(hooks), recipe
         self.config, self.seen = config, set[str]()
         for name, key in SHORT.items():
             setattr(self, name, Section(convert.get(config, key), f"{key}.", self.seen))
 
-    def __getitem__(self, name: str) -> Any:  # for str.format_map
+    def __getitem__(self, name: str) -> Any:  # for str.format_map and eval
+        if name not in vars(self) and not hasattr(type(self), name):
+            raise KeyError(name)
         return getattr(self, name)
+
+    def holds(self, condition: str) -> bool:
+        """Return whether a condition of ``rules.yaml`` or ``unused_keys.yaml`` holds in this configuration."""
+        return bool(eval(_compiled(condition), BUILTINS, self))
+
+    def gives(self, key: str) -> bool:
+        """Return whether an override set the key, or one inside it."""
+        return any(given == key or given.startswith(f"{key}.") for given in self.given)
+
+    # --- estimator and loss ---
+
+    def estimator_is(self, *names: str) -> bool:
+        """Return whether the estimator is one of these, or the user's own, of which nothing is known."""
+        return self.algorithm.adv_estimator in names or is_plugin(self.algorithm.adv_estimator)
+
+    def loss_is(self, *names: str) -> bool:
+        """Return whether the policy loss is one of these, or the user's own, of which nothing is known."""
+        loss = self.actor.policy_loss.loss_mode
+        return loss in names or is_plugin(loss)
+
+    @property
+    def has_ratio(self) -> bool:
+        """Whether the policy loss weighs tokens by the ratio of new to old probability."""
+        return self.actor.policy_loss.loss_mode not in ("gpg", "reinforce")
+
+    @property
+    def needs_ref(self) -> bool:
+        """Whether the objective holds a KL to the reference policy."""
+        return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
+
+    @property
+    def corrects(self) -> bool:
+        """Whether samples of another distribution than the learner's are weighed for it."""
+        return self.correction.rollout_is is not None or (self.correction.bypass_mode and self.has_ratio)
+
+    @property
+    def thresholds_fit(self) -> bool:
+        """Whether the thresholds of rejection fit the statistics that it names."""
+        one = self.correction
+        try:
+            thresholds.criteria(one.rollout_rs, one.rollout_rs_threshold, one.rollout_rs_threshold_lower)
+        except ValueError:
+            return False
+        return True
+
+    # --- sizes ---
 
     @property
     def cluster(self) -> bool:
-        """Whether the number of ranks was said: by the backend, or by the keys that count GPUs."""
+        """Whether the number of ranks is given: by the backend, or by the keys that count GPUs."""
         return self.trainer.backend == "ray" or bool({"trainer.nnodes", "trainer.n_gpus_per_node"} & self.given)
 
     @property
@@ -74,20 +147,38 @@ class View:
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that get different rows: those of a sequence-parallel group share theirs."""
+        """Ranks that get different sequences: those of a sequence-parallel group share theirs."""
         return max(self.ranks // self.actor.ulysses_sequence_parallel_size, 1)
-
-    @property
-    def needs_ref(self) -> bool:
-        return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
-
-    @property
-    def corrects(self) -> bool:
-        """Whether samples of another distribution than the learner's are weighed for it."""
-        has_ratio = self.actor.policy_loss.loss_mode not in ("gpg", "reinforce")
-        return self.correction.rollout_is is not None or (self.correction.bypass_mode and has_ratio)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence there can be."""
         return self.data.max_prompt_length + self.data.max_response_length
+
+    @property
+    def open_length(self) -> bool:
+        """Whether the number of training steps is known only as the run goes: filtering decides how many prompts."""
+        return self.filters.enable and self.trainer.total_training_steps is None
+
+    def uneven(self, mini: int, micro: int | None, dynamic: bool) -> bool:
+        """Return whether micro-batches of this size leave a remainder of a rank's share of an optimizer step."""
+        if dynamic or micro is None:
+            return False
+        share = mini * self.rollout.n // self.data_ranks
+        return micro < share and share % micro != 0
+
+    # --- names ---
+
+    def no_model(self, path: str | None) -> bool:
+        """Return whether the text is neither a hub id nor the path of a folder."""
+        return path is not None and not is_local(path) and HUB_ID.fullmatch(path) is None
+
+    @property
+    def hf_options(self) -> str:
+        """The options that the hf engine has, for a message."""
+        return ", ".join(self.HF_OPTIONS)
+
+    @property
+    def unknown_hf_options(self) -> set[str]:
+        """Options for the hf engine that it lacks."""
+        return set(self.rollout.engine_kwargs.get("hf") or ()) - set(self.HF_OPTIONS)

@@ -88,7 +88,7 @@ class Assumptions:
 
     def resolved(self, config: Config) -> Assumptions:
         """With a number for what was left to the configuration."""
-        data, most = config.data, most_turns(config)
+        data, most = config.data, config.turns
         return dataclasses.replace(
             self,
             mean_length=self.mean_length or max(1, data.max_response_length // 2),
@@ -190,11 +190,6 @@ def _ranks(config: Config) -> int:
     """Learner ranks that share one copy of the model's state."""
     size = config.actor_rollout_ref.actor.fsdp_config.fsdp_size
     return size if 0 < size < _gpus(config) else _gpus(config)
-
-
-def most_turns(config: Config) -> int:
-    """Turns of the policy in the longest episode: those that may search, and the one that must answer."""
-    return 1 + config.max_turns if config.data.max_start_length is not None and config.do_search else 1
 
 
 def _offloaded(config: Config, fsdp: FSDPConfig) -> bool:
@@ -366,7 +361,7 @@ def _generate_seconds(config: Config, shape: Shape, on: Gpu, assumed: Assumption
 
     rounds = drawn * assumed.generated / engines / batch
     prompts = drawn * (assumed.prompt_length / rollout.n + assumed.observed) / engines
-    longest = most_turns(config) * config.data.max_response_length
+    longest = config.turns * config.data.max_response_length
     prefill = 2.0 * shape.matmul_parameters * prompts / (ranks * on.flops) / assumed.train_efficiency
     return prefill + max(rounds * iteration(batch), longest * iteration(1))
 

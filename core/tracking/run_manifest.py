@@ -51,13 +51,13 @@ def changed_keys(config: Config, recipe: str) -> dict[str, list[Any]]:
 
     A null that the configuration itself fills in from other keys is not a change.
     """
-    defaults, values = flatten(convert.as_tree(Config())), flatten(convert.as_tree(config))
+    defaults, values = flatten(convert.as_tree(type(config)())), flatten(convert.as_tree(config))
     changed = {key: [defaults.get(key), value] for key, value in values.items() if defaults.get(key, ...) != value}
     return {key: pair for key, pair in changed.items() if pair[0] is not None or not _filled_in(config, recipe, key)}
 
 
 def _filled_in(config: Config, recipe: str, key: str) -> bool:
-    if key not in convert.all_keys():  # a key inside a mapping of the user's own
+    if key not in convert.all_keys(type(config)):  # a key inside a mapping of the user's own
         return False
     without = resolution.resolve(convert.replaced(config, {key: None}), recipe)
     return convert.get(without, key) == convert.get(config, key)

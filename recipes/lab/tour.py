@@ -66,7 +66,8 @@ class Tour:
     def lines(self) -> list[str]:
         """Return the tour as text: a line a file, in the order in which they were entered."""
         width = max(map(len, self.files))
-        listed = [f"{n:3}  {file:{width}}  {', '.join(called)}" for n, (file, called) in enumerate(self.files.items(), 1)]
+        entered = enumerate(self.files.items(), 1)
+        listed = [f"{n:3}  {file:{width}}  {', '.join(called)}" for n, (file, called) in entered]
         crossed = f"{self.crossings} calls between trainer and session"
         return [*listed, f"{len(self.files)} files, {crossed}, from the prompt's row to the changed weight"]
 

@@ -20,13 +20,13 @@ from core.errors import InputError
 from recipes.search_r1 import main_search_r1
 
 if TYPE_CHECKING:
-    from core.config import Config
     from core.types import Trajectory
+    from recipes.search_r1.config_schema import SearchR1Config
 
 OVERRIDE = re.compile(r"[\w.+~]+=")
 
 
-def prompt_of(question: str, config: Config, tokenizer: Any, template: str | None = None) -> Any:
+def prompt_of(question: str, config: SearchR1Config, tokenizer: Any, template: str | None = None) -> Any:
     """Return the prompt of the training data (the search prompt, or R1's without search) or of a ``template``."""
     from core.data.tokenization import Encoder
     from core.types import Prompt
@@ -45,7 +45,7 @@ def prompt_of(question: str, config: Config, tokenizer: Any, template: str | Non
     return Prompt(-1, "infer", tuple(ids), tuple(row["prompt"]), None, "question", row["extra_info"])
 
 
-def answer(question: str, config: Config, template: str | None = None) -> Trajectory:
+def answer(question: str, config: SearchR1Config, template: str | None = None) -> Trajectory:
     """Load the model and play the episode."""
     import asyncio
     from types import SimpleNamespace

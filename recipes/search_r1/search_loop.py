@@ -21,7 +21,7 @@ from core.rollout.agent_loop import AgentLoop, Episode
 from core.types import Prompt
 
 if TYPE_CHECKING:
-    from core.config.schema import Config, RetrieverConfig
+    from recipes.search_r1.config_schema import RetrieverConfig, SearchR1Config
     from recipes.search_r1.index.passages import Passage
 
 SEARCH, ANSWER = "search", "answer"
@@ -103,7 +103,7 @@ class SearchLoop(AgentLoop):
     (RAG). Raises InputError for a retriever that cannot be made.
     """
 
-    def __init__(self, config: Config, tokenizer: Any):
+    def __init__(self, config: SearchR1Config, tokenizer: Any):
         super().__init__(config, tokenizer)
         self.counts: Counter[str] = Counter()
         self.client: Any = None

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from core.config import compose, composition, convert
+from core.config import compose, convert, recipes
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "recipes").glob("*/run_*.sh"))
@@ -102,12 +102,12 @@ def test_nothing_that_a_script_sets_is_without_effect_and_it_fits_on_what_it_ask
 
 
 def test_a_recipe_file_says_only_what_differs():
-    for recipe in composition.recipes():
+    for recipe in recipes.names():
         plain = convert.flat(compose("ppo")) if recipe != "ppo" else None
         tree = yaml.safe_load((ROOT / "recipes" / recipe / "config" / f"{recipe}.yaml").read_text()) or {}
         tree.pop("defaults", None)
         for key, value in _leaves(tree):
-            assert convert.known(key), f"{recipe}.yaml: {key}"
+            assert convert.known(key, recipes.schema_of(recipe)), f"{recipe}.yaml: {key}"
             assert plain is None or convert.thaw(plain.get(key, "unset")) != value, (
                 f"{recipe}.yaml repeats the default of {key}"
             )

@@ -476,7 +476,7 @@ def test_search_keys_without_the_recipe_are_refused_and_idle_ones_listed():
     (line,) = examine("grpo", ["max_turns=3"]).problems
     assert "Search-R1" in line and "recipes.search_r1.main_search_r1" in line
     idle = examine("search_r1", [*FIXED, "do_search=False", "max_turns=3"], main_search_r1.HOOKS)
-    assert not idle.problems and "do_search is off" in idle.inert["max_turns"][1]
+    assert not idle.problems and "do_search is off" in idle.unused["max_turns"][1]
     (line,) = examine("search_r1", [*FIXED, "data.max_start_length=5000"], main_search_r1.HOOKS).problems
     assert "at most data.max_prompt_length=4096" in line
 
@@ -585,5 +585,5 @@ def test_the_studies_are_registered_with_arms_that_validate(name):
     assert len(study.seeds) >= 8
     for arm in study.arms.values():
         found = examine("search_r1", [*study.common, *arm.overrides, "trainer.seed=3"], main_search_r1.HOOKS)
-        assert not found.problems and not found.inert
+        assert not found.problems and not found.unused
         assert "seed-3" in str(found.config.data.train_files)

@@ -25,7 +25,7 @@ def test_every_arm_is_a_valid_configuration_and_no_two_are_the_same(path):
     for name, arm in study.arms.items():
         composed = examine(study.recipe, [*study.common, *arm.overrides], hooks)
         assert not composed.problems, name
-        assert not [key for override in arm.overrides if (key := override.split("=")[0]) in composed.inert], name
+        assert not [key for override in arm.overrides if (key := override.split("=")[0]) in composed.unused], name
         configs.append(composed.config)
     assert all(a != b for at, a in enumerate(configs) for b in configs[:at])
 

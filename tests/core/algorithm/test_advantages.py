@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from core.algorithm.advantages import ESTIMATORS, NEEDS, AdvantageInputs, compute, group_stats
 from core.config.plugins import chosen
-from core.config.rules.algorithm import GROUPED
 from core.config.schema import ADV_ESTIMATORS
+from core.config.view import View
 from core.errors import InputError
 from tests import reference
 from tests.golden_adapters import ADAPTERS
@@ -303,7 +303,7 @@ def test_needs_are_stated_for_every_estimator():
     assert set(NEEDS) == set(ESTIMATORS)
     assert [name for name, needs in NEEDS.items() if needs.critic] == ["gae"]
     assert [name for name, needs in NEEDS.items() if needs.greedy_baseline] == ["remax"]
-    assert {name for name, needs in NEEDS.items() if needs.groups} == set(BY_GROUP) == set(GROUPED)
+    assert {name for name, needs in NEEDS.items() if needs.groups} == set(BY_GROUP) == set(View.GROUPED)
     assert set(ADV_ESTIMATORS) == set(ESTIMATORS)
 
 

@@ -20,7 +20,7 @@ from core.algorithm.losses import (
     value_loss,
 )
 from core.config import schema
-from core.config.rules.objective import PER_SEQUENCE
+from core.config.view import View
 from core.errors import InputError
 from tests import reference
 from tests.golden_adapters import ADAPTERS
@@ -188,7 +188,7 @@ def test_losses_that_fix_their_aggregation():
 def test_the_configuration_knows_these_names():
     assert set(schema.POLICY_LOSSES) == set(POLICY_LOSSES)
     assert set(get_args(schema.LossAggMode)) == set(LOSS_AGG_MODES)
-    assert set(PER_SEQUENCE) == set(AGGREGATION)
+    assert set(View.PER_SEQUENCE) == set(AGGREGATION)
 
 
 # -- the value loss ---------------------------------------------------------------------------------------------------

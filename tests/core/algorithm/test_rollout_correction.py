@@ -308,7 +308,7 @@ def test_what_does_not_fit_is_refused(settings, said):
 )
 def test_what_fits_is_accepted(settings):
     composed = lines(*settings)
-    assert not composed.problems and not composed.inert
+    assert not composed.problems and not composed.unused
 
 
 @pytest.mark.parametrize(
@@ -320,4 +320,4 @@ def test_what_fits_is_accepted(settings):
     ],
 )
 def test_what_does_nothing_is_listed(settings, key):
-    assert list(lines(*settings).inert) == [f"{KEY}.{key}"]
+    assert list(lines(*settings).unused) == [f"{KEY}.{key}"]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from core.config import CHANGED_DEFAULTS, Config, compose, composition, convert, diff, examine, from_yaml, to_yaml
+from core.config import CHANGED_DEFAULTS, Config, compose, convert, diff, examine, from_yaml, recipes, to_yaml
 from core.config.resolution import resolve
 from core.errors import InputError
 from core.tracking.health import CHECKS
@@ -33,10 +33,9 @@ ADDED = {
     *("trainer.max_staleness", "trainer.health.reward_window"),
     *(f"trainer.health.{name}.{part}" for name in CHECKS for part in ("bound", "action")),
     *("trainer.phase_timeout_s", "trainer.max_restarts", "critic.model.exclude_modules"),
-    *("actor_rollout_ref.rollout.agent_loop", f"{ACTOR}.state_masking", "max_turns", "do_search"),
+    *("actor_rollout_ref.rollout.agent_loop", f"{ACTOR}.state_masking"),
     *(f"actor_rollout_ref.rollout.multi_turn.{name}" for name in ("max_tool_calls", "tool_timeout_s", "repeatable")),
     *("data.max_start_length", "data.max_obs_length"),
-    *(f"retriever.{name}" for name in ("url", "topk", "prefetch", "client", "local")),
     *("trainer.heartbeat_timeout_s", "ray_kwargs.driver_actor"),
     *(f"actor_rollout_ref.rollout.{name}" for name in ("nnodes", "n_gpus_per_node")),  # of later versions
 }
@@ -66,8 +65,7 @@ def test_every_default_is_verls_or_listed_with_a_reason():
 def test_the_schema_knows_the_names_that_the_implementations_know():
     from core.algorithm import advantages, kl, losses
     from core.config import schema
-    from core.config import unused_keys as inert
-    from core.config.rules import algorithm, objective, rollout
+    from core.config.view import View
     from core.engines.hf import HFEngine
     from core.rewards.managers import MANAGERS
     from core.tracking.tracker import LOGGERS
@@ -79,11 +77,11 @@ def test_the_schema_knows_the_names_that_the_implementations_know():
     assert set(schema.Logger.__args__) == {"console", "jsonl", *LOGGERS}
     reward = convert.hints(schema.RewardModelConfig)
     assert set(reward["reward_manager"].__args__) == set(MANAGERS)
-    assert set(algorithm.GROUPED) == {name for name, needs in advantages.NEEDS.items() if needs.groups}
+    assert set(View.GROUPED) == {name for name, needs in advantages.NEEDS.items() if needs.groups}
     assert [name for name, needs in advantages.NEEDS.items() if needs.critic] == ["gae"]
-    assert set(objective.PER_SEQUENCE) == set(losses.AGGREGATION)
-    assert set(rollout.HF_OPTIONS) <= set(inspect.signature(HFEngine).parameters)
-    assert set(inert.CLIPPING) == set(losses.POLICY_LOSSES) - {"sapo", "gpg", "reinforce"}
+    assert set(View.PER_SEQUENCE) == set(losses.AGGREGATION)
+    assert set(View.HF_OPTIONS) <= set(inspect.signature(HFEngine).parameters)
+    assert set(View.CLIPPING) == set(losses.POLICY_LOSSES) - {"sapo", "gpg", "reinforce"}
 
 
 def test_nothing_can_be_changed():
@@ -103,6 +101,23 @@ def test_nothing_can_be_changed():
     assert override == {"a": {"b": (1,)}}
     for other in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
         assert other == config and hash(other) == hash(config)
+
+
+def test_a_recipe_may_have_keys_of_its_own():
+    config = compose("search_r1", ["max_turns=2", "retriever.topk=5", "+retriever.client.timeout_s=3"])
+    assert type(config) is recipes.schema_of("search_r1") and isinstance(config, Config)
+    assert (config.max_turns, config.do_search, config.retriever.topk) == (2, True, 5)
+    own = {"max_turns", "do_search", *(f"retriever.{name}" for name in ("url", "topk", "prefetch", "client", "local"))}
+    assert convert.flat(config).keys() - convert.flat(Config()).keys() == own
+    changed = convert.replaced(config, {"retriever.topk": 3, "trainer.seed": 7})
+    assert (changed.retriever.topk, changed.trainer.seed, changed.max_turns) == (3, 7, 2)
+    assert diff(config, changed) == {"retriever.topk": (5, 3), "trainer.seed": (1, 7)}
+    assert convert.as_json(config)["retriever.client"] == {"timeout_s": 3}
+    assert from_yaml(to_yaml(config)) == config and from_yaml(to_yaml(compose("grpo"))) == compose("grpo")
+    assert recipes.schema_of("grpo") is Config and diff(compose("grpo"), compose("grpo")) == {}
+    code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).retriever.topk)"  # as in an actor of Ray
+    done = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(config), capture_output=True, cwd=ROOT)
+    assert done.stdout.strip() == b"5", done.stderr
 
 
 # --- composing ---
@@ -168,7 +183,7 @@ def test_an_unknown_recipe_and_an_unknown_preset_name_the_known_ones(tmp_path, m
     folder = tmp_path / "plain" / "config"
     folder.mkdir(parents=True)
     (folder / "plain.yaml").write_text("data: {seed: 3, nope: 4}\ntrainer: {seed: '???'}\n")
-    monkeypatch.setattr(composition, "RECIPES", tmp_path)
+    monkeypatch.setattr(recipes, "RECIPES", tmp_path)
     assert problems(recipe="nope") == "recipe=nope: has no config/nope.yaml; choose one of plain"
     lines = problems("preset=x", recipe="plain").splitlines()
     assert lines[0] == "preset=x: unknown preset; leave it out: this recipe has none"
@@ -246,6 +261,13 @@ def test_yaml_that_does_not_fit_names_every_fault():
     with pytest.raises(InputError) as error:
         from_yaml(yaml.safe_dump(tree))
     assert [line.split(":")[0] for line in error.value.problems] == ["data.nope=1", "trainer.seed=x"]
+
+
+@pytest.mark.parametrize("recipe", ["ppo", "grpo", "dapo", "search_r1"])
+def test_published_configurations_are_read_also_where_they_hold_another_recipes_keys(recipe):
+    for path in sorted(ROOT.glob(f"results/{recipe}/lab-seed*/config.yaml")):
+        tree = yaml.safe_load(path.read_text())
+        assert "retriever" in tree and yaml.safe_load(to_yaml(from_yaml(path.read_text()))) == tree
 
 
 def test_diff():

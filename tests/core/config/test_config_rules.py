@@ -1,16 +1,21 @@
-"""Every rule between keys fires where it should, and only there; every inert key says why."""
+"""Every rule between keys fires where it should, and only there; every unused key has its reason."""
 
 from __future__ import annotations
 
 import functools
+from fnmatch import fnmatchcase
 
 import pytest
 
-from core.config import convert, examine
-from core.config import unused_keys as inert
-from core.config.checks import RULES, WARNINGS
+from core.config import convert, examine, rules, unused_keys
+from core.config.recipes import schema_of
 from core.config.view import View
 from core.tracking.health import CHECKS
+
+RECIPES = ("ppo", "dapo", "search_r1")  # that have rules or unused keys of their own, and one that has none
+RULES = {rule for recipe in RECIPES for rule in rules.table("problems", recipe)}
+WARNINGS = {rule for recipe in RECIPES for rule in rules.table("warnings", recipe)}
+UNUSED = {entry for recipe in RECIPES for entry in unused_keys.table(recipe)}
 
 
 @functools.cache
@@ -27,6 +32,7 @@ DAPO = ("keep_group", "shape_reward")
 FILTER = ("algorithm.filter_groups.enable=True", f"{ROLLOUT}.n=4")
 BUFFER = ("reward_model.overlong_buffer.enable=True", "reward_model.overlong_buffer.len=100")
 FACTOR = "reward_model.overlong_buffer.penalty_factor=1.0"
+SHORT = "data.max_response_length=512"
 JUDGE = "reward_model.enable=True"
 EIGHT = "trainer.n_gpus_per_node=8"
 PACKED = "actor_rollout_ref.model.use_remove_padding=True"
@@ -45,8 +51,8 @@ BROKEN = [
             *(("max_turns=3", ""), ("do_search=False", "do_search=false"), ("data.max_start_length=100", "")),
             *(("data.max_obs_length=100", ""), ("retriever.url=null", ""), ("retriever.topk=5", "")),
             ("retriever.prefetch=True", "retriever.prefetch=true"),
-            ("+retriever.client.timeout_s=3", 'retriever.client={"timeout_s": 3}'),
-            ("+retriever.local.index=x", 'retriever.local={"index": "x"}'),
+            ("+retriever.client.timeout_s=3", "retriever.client.timeout_s=3"),
+            ("+retriever.local.index=x", "retriever.local.index=x"),
         )
     ),
     *(
@@ -171,11 +177,11 @@ BROKEN = [
         *(DAPO, "algorithm.filter_groups.metric=seq_final_reward", "known only after"),
     ),
     (
-        *("grpo", [*BUFFER[:1], "reward_model.overlong_buffer.len=513", FACTOR], DAPO),
+        *("dapo", [SHORT, "reward_model.overlong_buffer.len=513"], DAPO),
         *("reward_model.overlong_buffer.len=513", "between 1 and data.max_response_length=512"),
     ),
-    ("grpo", [BUFFER[0], FACTOR], DAPO, "reward_model.overlong_buffer.len=0", "between 1 and"),
-    ("grpo", BUFFER, DAPO, "reward_model.overlong_buffer.penalty_factor=0.0", "penalises nothing"),
+    ("dapo", ["reward_model.overlong_buffer.len=0"], DAPO, "reward_model.overlong_buffer.len=0", "between 1 and"),
+    ("dapo", [FACTOR.replace("1", "0")], DAPO, "reward_model.overlong_buffer.penalty_factor=0.0", "penalises nothing"),
     (
         *("ppo", ["reward_model.reward_manager=batch"], ()),
         *("reward_model.reward_manager=batch", "set custom_reward_function.path"),
@@ -356,7 +362,7 @@ def test_every_rule_is_tried():
     for recipe, overrides, hooks, *_ in BROKEN:
         composed = examined(recipe, overrides, hooks)
         view = View(composed.config, composed.given, hooks, recipe)
-        tried |= {rule for rule in RULES if rule.check(view, ()) is not None}
+        tried |= {rule for rule in rules.table("problems", recipe) if rule.check(view, ()) is not None}
     assert [rule.key for rule in RULES if rule not in tried] == []
 
 
@@ -383,7 +389,7 @@ FINE = [
     ("grpo", [*FILTER, "data.gen_batch_size=3072"], DAPO),
     ("grpo", [*FILTER, f"{ACTOR}.optim.lr_scheduler_type=cosine", "trainer.total_training_steps=9"], DAPO),
     ("grpo", [f"{ACTOR}.optim.lr_scheduler_type=cosine", f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"], ()),
-    ("grpo", [BUFFER[0], FACTOR, "reward_model.overlong_buffer.len=512"], DAPO),
+    ("dapo", [SHORT, "reward_model.overlong_buffer.len=512"], DAPO),
     ("ppo", ["algorithm.adv_estimator=remax"], ()),
     ("ppo", ["algorithm.adv_estimator=reinforce_plus_plus"], ()),
     ("ppo", ["algorithm.adv_estimator=my.pkg:mine"], ()),
@@ -415,9 +421,9 @@ WARNED = [
     ("grpo", [f"{ROLLOUT}.dtype=fp32"], (), "fsdp_config.dtype=bfloat16"),
     ("grpo", [f"{ACTOR}.use_kl_loss=True", "algorithm.use_kl_in_reward=True"], (), "penalised twice"),
     ("grpo", [f"{ACTOR}.policy_loss.loss_mode=gspo"], (), "clip_ratio_low=3e-4"),
-    ("grpo", [*FILTER, *BUFFER, FACTOR, "algorithm.filter_groups.metric=seq_reward"], DAPO, "length penalty"),
-    ("grpo", ["trainer.total_epochs=1"], DAPO, "each prompt about 100 times"),
-    ("grpo", [f"{ROLLOUT}.val_kwargs={{do_sample: True, temperature: 1.0}}"], DAPO, "n=32"),
+    ("dapo", ["algorithm.filter_groups.metric=seq_reward"], DAPO, "length penalty"),
+    ("dapo", ["trainer.total_epochs=1"], DAPO, "each prompt about 100 times"),
+    ("dapo", [f"{ROLLOUT}.val_kwargs={{do_sample: True, temperature: 1.0}}"], DAPO, "n=32"),
 ]
 
 
@@ -603,7 +609,7 @@ IDLE = [
 def test_a_key_without_effect_is_listed_with_the_reason(recipe, overrides, key):
     composed = examined(recipe, overrides, SEARCHES if recipe == "search_r1" else ())
     assert composed.problems == ()
-    value, reason = composed.inert[key]
+    value, reason = composed.unused[key]
     assert value == composed.given[key] and reason and "{" not in reason
 
 
@@ -612,18 +618,15 @@ def test_every_entry_is_tried():
     for recipe, overrides, key in IDLE:
         composed = examined(recipe, overrides, SEARCHES if recipe == "search_r1" else ())
         view = View(composed.config, composed.given, (), recipe)
-        for index, (patterns, applies, _) in enumerate(inert.ENTRIES):
-            if any(inert.fnmatchcase(key, pattern) for pattern in patterns) and applies(view):
-                tried.add(index)
-                break
-    assert [inert.ENTRIES[i][0] for i in range(len(inert.ENTRIES)) if i not in tried] == []
+        tried.add(next(entry for entry in unused_keys.table(recipe) if entry.fits(key) and view.holds(entry.when)))
+    assert [entry.keys for entry in UNUSED - tried] == []
 
 
-def test_patterns_of_inert_keys_match_keys():
-    known = list(convert.all_keys())
-    for patterns, _, _ in inert.ENTRIES:
-        for pattern in patterns:
-            assert any(inert.fnmatchcase(key, pattern) for key in known) or "_kwargs." in pattern, pattern
+def test_patterns_of_unused_keys_match_keys():
+    known = list(convert.all_keys(schema_of("search_r1")))
+    for entry in UNUSED:
+        for pattern in entry.keys:
+            assert any(fnmatchcase(key, pattern) for key in known) or "_kwargs." in pattern, pattern
 
 
 def test_a_key_with_effect_is_not_listed():
@@ -637,8 +640,8 @@ def test_a_key_with_effect_is_not_listed():
         ),
         *(f"{ROLLOUT}.val_kwargs.do_sample=True", f"{ROLLOUT}.val_kwargs.temperature=0.6", "trainer.seed=3"),
     ]
-    assert dict(examined("ppo", given).inert) == {}
+    assert dict(examined("ppo", given).unused) == {}
 
 
 def test_what_the_recipe_file_says_is_not_listed():
-    assert dict(examined("grpo", ["preset=paper"]).inert) == {}
+    assert dict(examined("grpo", ["preset=paper"]).unused) == {}

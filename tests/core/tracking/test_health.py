@@ -189,5 +189,5 @@ def test_the_mismatch_has_a_bound_by_precision_unless_it_is_weighed_for(settings
 def test_what_is_off_is_listed():
     inert = examine(
         "grpo", ["preset=lab", "trainer.health.entropy.action=stop", "trainer.health.reward_window=5"]
-    ).inert
+    ).unused
     assert set(inert) == {"trainer.health.entropy.action", "trainer.health.reward_window"}

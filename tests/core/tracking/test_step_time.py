@@ -187,6 +187,6 @@ def test_a_profile_that_cannot_be_made_is_refused(settings, said):
 def test_what_does_nothing_is_listed():
     inert = examine(
         "grpo", ["preset=lab", "global_profiler.steps=[1]", "actor_rollout_ref.actor.profiler.enable=True"]
-    ).inert
+    ).unused
     assert set(inert) == {"global_profiler.steps", "actor_rollout_ref.actor.profiler.enable"}
     assert not step_time.parts({})

@@ -1,0 +1,54 @@
+"""What recipes' folders add to the configuration: presets, keys of their own, rules on these.
+
+``recipes/<recipe>/config/`` holds ``<recipe>.yaml`` and presets; it may hold ``rules.yaml`` and ``unused_keys.yaml``,
+in the form of the files of those names here. ``recipes/<recipe>/config_schema.py`` may define ``SCHEMA``, a subclass of
+:class:`Config` with the recipe's own keys, and ``PAPER``, the name that messages give it. Files are found by the
+recipe's name; core imports no recipe.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from core.config.schema import Config
+from core.config.yaml_tables import read_table
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+
+
+def names() -> list[str]:
+    """Return the names of all recipes: folders that hold a configuration of their own name."""
+    return sorted(path.stem for path in RECIPES.glob("*/config/*.yaml") if path.stem == path.parts[-3])
+
+
+def folder(recipe: str) -> Path:
+    """Return the folder of a recipe's configuration files."""
+    return RECIPES / recipe / "config"
+
+
+def table(recipe: str, name: str) -> Any:
+    """Return what the recipe's own file of rules or unused keys holds, or None where it has none."""
+    path = folder(recipe) / name
+    return read_table(path) if path.exists() else None
+
+
+def schema_of(recipe: str) -> type[Config]:
+    """Return the class of a recipe's configurations: :class:`Config`, or the recipe's subclass of it."""
+    module = _module(recipe)
+    return Config if module is None else module.SCHEMA
+
+
+def extended() -> Iterator[tuple[str, ModuleType]]:
+    """Yield the recipes that have keys of their own, with the modules that define them."""
+    yield from ((recipe, module) for recipe in names() if (module := _module(recipe)) is not None)
+
+
+@functools.cache
+def _module(recipe: str) -> ModuleType | None:
+    exists = (RECIPES / recipe / "config_schema.py").exists()
+    return importlib.import_module(f"recipes.{recipe}.config_schema") if exists else None

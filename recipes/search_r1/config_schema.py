@@ -1,0 +1,43 @@
+"""The keys that only Search-R1 has: its budget of searches, and the retriever. See ``core/config/recipes.py``.
+
+The lengths of an episode, ``data.max_start_length`` and ``data.max_obs_length``, are the core's: prompts are measured
+and runs are planned by them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from core.config import limits
+from core.config.frozen import FrozenDict
+from core.config.schema import Config, Open
+
+PAPER = "Search-R1"
+
+
+@dataclass(frozen=True)
+class RetrieverConfig:
+    """What answers a search."""
+
+    url: str | None = "http://127.0.0.1:8000/retrieve"  # None: a retriever in this process, see local
+    topk: limits.Count = 3  # passages
+    prefetch: bool = False  # the question's own passages stand before the first turn: RAG
+    client: Open = FrozenDict()  # with a url: fields of ClientOptions, recipes/search_r1/retrieval_client.py
+    local: Open = FrozenDict()  # without: fields of RetrieverOptions, recipes/search_r1/retrieval.py
+
+
+@dataclass(frozen=True)
+class SearchR1Config(Config):
+    """The core's configuration with Search-R1's keys."""
+
+    retriever: RetrieverConfig = RetrieverConfig()
+    max_turns: limits.Count = 4  # turns that may search; one more must answer
+    do_search: bool = True  # False is the baseline that cannot search
+
+    @property
+    def turns(self) -> int:
+        """The policy's turns in the longest episode: those that may search, and the one that must answer."""
+        return 1 + self.max_turns if self.data.max_start_length is not None and self.do_search else 1
+
+
+SCHEMA = SearchR1Config
