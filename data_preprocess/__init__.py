@@ -1,2 +1,2 @@
-"""Public data sets -> parquet rows of the one schema (``core/data/parquet.py``), one script a data set, and a check
-command."""
+"""Public data sets to parquet files of the one schema (``core/data/parquet.py``): one script a data set, and a command
+that checks a file."""

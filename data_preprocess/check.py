@@ -1,4 +1,4 @@
-"""What is in a parquet file of rows, and what is wrong with it.
+"""Report what a parquet file of examples holds, and what is wrong with it.
 
     python -m data_preprocess.check FILE.parquet... [--tokenizer PATH] [--max_prompt_length N]
 
@@ -22,7 +22,7 @@ from core.errors import InputError
 
 @dataclass
 class Findings:
-    """What one pass over a file counted."""
+    """Counts and problems that one pass over a file found."""
 
     rows: int = 0
     sources: Counter[str] = field(default_factory=Counter)
@@ -42,7 +42,7 @@ def inspect(
     reward_fn_key: str = "data_source",
     any_source: bool = False,
 ) -> Findings:
-    """Counts a file's rows and collects their problems; InputError where it cannot be read at all."""
+    """Count a file's rows and collect their problems. Raises InputError where it cannot be read at all."""
     file = RowFile(path, prompt_key, reward_fn_key)
     findings = Findings(rows=len(file))
     for row in file.rows(findings.problems):
@@ -123,7 +123,7 @@ def _count_tokens(row: Row, encoder: Encoder, findings: Findings) -> None:
 
 
 def _check_answer(row: Row, any_source: bool, problems: Problems) -> None:
-    """The ground truth by itself, and in the eyes of the scorer that will read it."""
+    """Collect problems of the ground truth: its own, and those that the scorer of its data source reports."""
     from reward_scores import UnknownDataSource, scorer_for
 
     gold = row.ground_truth

@@ -1,4 +1,7 @@
-"""What the scripts share: arguments (verl's names), reading a data set from the hub or from local files, writing."""
+"""The shared part of the scripts: arguments (verl's names), reading a data set from the hub or local files, writing.
+
+A script describes its data set as a :class:`Source`. What one data set alone needs stays in its script.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ class Source:
 
 
 def run(source: Source, argv: Sequence[str] | None = None) -> int:
-    """The command: writes ``train.parquet`` and ``test.parquet``, or the only one; 0, or 2 with a line on stderr."""
+    """Write ``train.parquet`` and ``test.parquet``, or the only one. Returns 0, or 2 with a line on stderr."""
     args = _parse(source, argv)
     try:
         if args.local_dataset_path:
@@ -60,7 +63,7 @@ def run(source: Source, argv: Sequence[str] | None = None) -> int:
 
 
 def read_local(paths: Sequence[str], only: str | None = None) -> dict[str, Iterable[Example]]:
-    """Split -> examples, from a folder or from files whose names begin with ``train`` or ``test``.
+    """Return the examples of each split, from a folder or from files whose names begin with ``train`` or ``test``.
 
     Reads .jsonl, .json (a list) and .parquet, the last without holding it in memory. A folder may be a snapshot of
     the hub's repository. With ``only``, every file is of that split, whatever its name.
@@ -82,7 +85,7 @@ def read_local(paths: Sequence[str], only: str | None = None) -> dict[str, Itera
 
 
 def read_hub(hub: str, config: str | None, only: str | None = None) -> dict[str, Iterable[Example]]:
-    """Split -> examples, through ``datasets``."""
+    """Return the examples of each split, through ``datasets``."""
     import datasets
 
     advice = "check the id and the network, or give --local_dataset_path with downloaded files"
@@ -138,7 +141,7 @@ def _write(source: Source, splits: Mapping[str, Iterable[Example]], folder: Path
 
 @dataclass
 class _Made:
-    """The rows of a split, and what became of the examples that are not among them."""
+    """The rows of a split, and how many examples were left out, by reason."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     examples: int = 0
@@ -221,7 +224,7 @@ def _read_parquet(path: Path) -> Iterator[Example]:
 
 
 def read_file(path: Path) -> Iterable[Example]:
-    """The examples of a .jsonl, .json or .parquet file. Raises InputError where it holds something else."""
+    """Return the examples of a .jsonl, .json or .parquet file. Raises InputError where it holds something else."""
     if path.suffix == ".parquet":
         return _read_parquet(path)
     try:

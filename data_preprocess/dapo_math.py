@@ -23,7 +23,7 @@ AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
 
 
 def problem(example: Example) -> str:
-    """The problem without the instructions around it. Raises KeyError where the example has none."""
+    """Return the problem without the instructions around it. Raises KeyError where the example has none."""
     text = next((example[name] for name in ("prompt", "problem") if example.get(name)), None) or example["question"]
     if not isinstance(text, str):
         text = text[-1]["content"]
@@ -31,13 +31,13 @@ def problem(example: Example) -> str:
 
 
 def gold(example: Example) -> str:
-    """The answer, of the published schema or as a column. Raises KeyError where the example has none."""
+    """Return the answer, from the published schema or from a column. Raises KeyError where the example has none."""
     published = (example.get("reward_model") or {}).get("ground_truth")
     return str(example["answer"] if published is None else published).strip()
 
 
 def question_row(example: Example, data_source: str, answer: str, split: str, index: int) -> dict[str, Any]:
-    """A row with DAPO's prompt, which training and evaluation share."""
+    """Return a row with DAPO's prompt, which training and evaluation share."""
     question = problem(example)
     prompt = [{"role": "user", "content": f"{BEFORE}{question}{AFTER}"}]
     published = (example.get("extra_info") or {}).get("index", example.get("id"))

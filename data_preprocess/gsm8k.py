@@ -18,7 +18,7 @@ _GOLD = re.compile(r"#### (-?[0-9.,]+)")
 
 
 def gold(solution: str) -> str | None:
-    """The number after ``####`` without its thousands separators."""
+    """Return the number after ``####`` without its thousands separators."""
     found = _GOLD.search(solution)
     return found.group(1).replace(",", "") if found else None
 

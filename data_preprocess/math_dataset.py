@@ -19,7 +19,7 @@ INSTRUCTION = r"Let's think step by step and output the final answer within \box
 
 
 def gold(example: Example) -> str | None:
-    """What the last box of the solution holds; the given answer where there is no solution."""
+    """Return the content of the solution's last box, or the given answer where there is no solution."""
     solution = example.get("solution")
     return unbox(last_box(solution)) if solution else example.get("answer")
 

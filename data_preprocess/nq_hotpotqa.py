@@ -20,7 +20,7 @@ SETS = ("nq", "hotpotqa")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command: 0, or 2 with a line on stderr."""
+    """Run the command. Returns 0, or 2 with a line on stderr."""
     args = arguments("nq_hotpotqa", __doc__, "~/data/search_r1/nq_hotpotqa", SETS).parse_args(argv)
     rows = []
     try:

@@ -37,7 +37,7 @@ PROMPTS = {"search": SEARCH_PROMPT, "r1": R1_PROMPT}  # r1: the baseline that do
 
 
 def make_qa_row(name: str, example: Example, split: str, index: int, prompt: str = SEARCH_PROMPT) -> dict[str, Any]:
-    """The row of a question. Raises InputError where it has no question or no answer: evaluation drops no row."""
+    """Return the row of a question. Raises InputError where question or answer is missing: evaluation drops no row."""
     question, golds = question_of(example), answers_of(example)
     if not question or not golds:
         missing = "question" if not question else "answer"
@@ -54,7 +54,7 @@ def question_of(example: Example) -> str:
 
 
 def answers_of(example: Example) -> list[str]:
-    """All accepted answers, of any of the published forms, each once, in order."""
+    """Return all accepted answers in order, each once. Any of the published forms is read."""
     found: list[Any] = []
     for name in ("golden_answers", "answers", "answer", "possible_answers", "answer_aliases"):
         value = example.get(name)
@@ -65,7 +65,7 @@ def answers_of(example: Example) -> list[str]:
 
 
 def read(path: Path) -> Iterable[Example]:
-    """The examples of a .jsonl (plain or .gz), .json or .parquet file, or of a DPR topics file (.txt)."""
+    """Return the examples of a .jsonl (plain or .gz), .json or .parquet file, or of a DPR topics file (.txt)."""
     if not path.is_file():
         raise InputError([f"{path}: there is no such file; give name=FILE, or a folder of FlashRAG's layout"])
     names = path.name.removesuffix(".gz")
@@ -85,7 +85,7 @@ def _lines(path: Path) -> Iterator[Example]:
 
 
 def _topics(path: Path) -> Iterator[Example]:
-    """DPR's topics: a question, a tab, and the answers as a Python list."""
+    """Return the examples of DPR's topics: a question, a tab, and the answers as a Python list."""
     with open(path, encoding="utf-8", newline="") as file:
         for question, answers in csv.reader(file, delimiter="\t"):
             yield {"question": question, "golden_answers": [str(answer) for answer in ast.literal_eval(answers)]}
@@ -94,7 +94,7 @@ def _topics(path: Path) -> Iterator[Example]:
 def examples_of(
     name: str, splits: Sequence[str], local: Mapping[str, Path] | None, hub: str
 ) -> tuple[str, Iterable[Example]]:
-    """The first of ``splits`` that the set has, and its examples: from local files, else from the hub."""
+    """Return the first of ``splits`` that the set has, and its examples, from local files or else from the hub."""
     if local is not None:
         path, split = _local_file(name, splits, local)
         return split, read(path)
@@ -130,7 +130,7 @@ def _from_hub(name: str, splits: Sequence[str], hub: str) -> tuple[str, Iterable
 
 
 def arguments(name: str, description: str | None, folder: str, sets: Sequence[str]) -> argparse.ArgumentParser:
-    """What both commands take."""
+    """Return a parser of the arguments that both commands share."""
     parser = argparse.ArgumentParser(
         prog=f"python -m data_preprocess.{name}",
         description=description,
@@ -151,7 +151,7 @@ def arguments(name: str, description: str | None, folder: str, sets: Sequence[st
 
 
 def local_files(given: Sequence[str] | None) -> dict[str, Path] | None:
-    """``name=FILE`` by name, a folder under the empty name; None where nothing is given."""
+    """Return the files of ``name=FILE`` by name, a folder under the empty name; None where nothing is given."""
     if not given:
         return None
     named = [text.partition("=")[::2] for text in given]

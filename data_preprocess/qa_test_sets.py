@@ -31,7 +31,7 @@ SIZES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command: 0, or 2 with a line on stderr."""
+    """Run the command. Returns 0, or 2 with a line on stderr."""
     args = arguments("qa_test_sets", __doc__, "~/data/search_r1/test", tuple(SIZES)).parse_args(argv)
     local = local_files(args.local_dataset_path)
     try:

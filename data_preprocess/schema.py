@@ -1,4 +1,7 @@
-"""Rows of the schema of ``core/data/parquet.py``: making them, and writing them so that a reader accepts them."""
+"""Rows of the schema of ``core/data/parquet.py``: making them, and writing them so that a reader accepts them.
+
+Checking a finished file is ``data_preprocess.check``; reading one for training is core's.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from core.errors import InputError
 
 @dataclass(frozen=True)
 class Written:
-    """A file that was written."""
+    """A parquet file that was written, with its number of rows."""
 
     path: Path
     rows: int
@@ -27,7 +30,7 @@ class Written:
 def make_row(
     data_source: str, prompt: str | Sequence[Mapping[str, Any]], ground_truth: Any, ability: str, **extra_info: Any
 ) -> dict[str, Any]:
-    """A row whose answer a rule judges. ``extra_info`` should hold ``split`` and ``index``: they name the question."""
+    """Return a row that a rule grades. ``extra_info`` should hold ``split`` and ``index``, which name the question."""
     return {
         "data_source": data_source,
         "prompt": prompt if isinstance(prompt, str) else [dict(message) for message in prompt],
@@ -38,7 +41,7 @@ def make_row(
 
 
 def write_rows(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> Written:
-    """Writes the rows as one parquet file, all or nothing.
+    """Write the rows as one parquet file, all or nothing.
 
     The file is written under another name, read back through the training reader, and renamed when that finds no
     problem: what is at ``path`` is always complete and valid. Raises InputError, naming ``path``.
@@ -78,8 +81,10 @@ def _verify(part: Path, path: Path) -> None:
 
 
 def _schema(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """The columns of all rows, with their types; one that is null throughout becomes text, so that files of the
-    same data set have the same types."""
+    """Return the columns of all rows, with their types.
+
+    A column that is null throughout becomes text, so that files of the same data set have the same types.
+    """
     import pyarrow as pa
 
     names = list(dict.fromkeys(name for row in rows for name in row))

@@ -1,4 +1,4 @@
-"""Pure scoring functions, one file per kind of answer, and the table that says which data source uses which.
+"""Pure scoring functions, one file per kind of answer, and the table from data sources to them.
 
 ``reward_model.reward_kwargs`` chooses a variant by the scorer's name: ``{"gsm8k": {"method": "flexible"}}``.
 """
@@ -23,7 +23,7 @@ from reward_scores import (
     qa_em_format,
     unit_tests,
 )
-from reward_scores.verdict import Scorer, any_ground_truth, no_libraries
+from reward_scores.scorer import Scorer, any_ground_truth, no_libraries
 
 
 def _scorer(module: ModuleType) -> Scorer:
@@ -86,7 +86,7 @@ class UnknownDataSource(ValueError):
 
 
 def scorer_for(data_source: str) -> Scorer:
-    """The scorer of a data source; :class:`UnknownDataSource`, with the nearest names, where there is none."""
+    """Return the scorer of a data source. Raises :class:`UnknownDataSource`, with the nearest names, without one."""
     exact = SCORERS.get(data_source)
     if exact is not None and not data_source.endswith("*"):
         return exact

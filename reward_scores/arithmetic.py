@@ -1,4 +1,7 @@
-"""Arithmetic on text: what Python's operators say, without ``eval`` and without numbers that take for ever."""
+"""Evaluate arithmetic as Python's operators do, without ``eval`` and without numbers that take for ever.
+
+Formulas with letters and roots are :mod:`reward_scores.expressions`.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ _UNARY: dict[type, Callable[[Number], Number]] = {ast.UAdd: operator.pos, ast.US
 
 
 def evaluate(text: str) -> Number:
-    """The value of numbers joined by ``+ - * / // **`` and parentheses. Raises CannotEvaluate for anything else."""
+    """Return the value of numbers joined by ``+ - * / // **`` and parentheses. Raises CannotEvaluate for other text."""
     if len(text) > MAX_CHARS:
         raise CannotEvaluate(f"longer than {MAX_CHARS} characters")
     try:

@@ -12,8 +12,8 @@ from typing import Any
 
 from reward_scores.arithmetic import CannotEvaluate, evaluate
 from reward_scores.score import Score
+from reward_scores.scorer import graded, no_answer
 from reward_scores.tags import between
-from reward_scores.verdict import graded, no_answer
 
 _GOLD = {"target": 9, "numbers": [1, 2, 3]}
 EXAMPLES = (
@@ -34,7 +34,7 @@ def score(
     format_score: float = 0.1,
     correct_score: float = 1.0,
 ) -> Score:
-    """Grades the response; ``ground_truth`` holds ``target`` and ``numbers``."""
+    """Grade the response; ``ground_truth`` holds ``target`` and ``numbers``."""
     equation = extract(PROMPT_END + response)
     if equation is None:
         return no_answer()
@@ -43,7 +43,7 @@ def score(
 
 
 def extract(text: str) -> str | None:
-    """The equation in a prompt and its response, as published."""
+    """Return the equation in a prompt and its response, as published."""
     for mark in (PROMPT_END, "<|im_start|>assistant"):
         if mark in text:
             last_line = text.partition(mark)[2].rpartition("\n")[2]
@@ -53,7 +53,7 @@ def extract(text: str) -> str | None:
 
 
 def uses_numbers(equation: str, numbers: Any) -> bool:
-    """Whether the equation holds exactly these numbers, each as often as it is given."""
+    """Return whether the equation holds exactly these numbers, each as often as it is given."""
     found = re.findall(r"\d+", equation)
     if len(found) != len(numbers) or max(map(len, found), default=0) > 4000:
         return False

@@ -1,4 +1,7 @@
-"""Whether two written answers are the same: what the ``robust`` variants of the mathematics scorers ask."""
+"""Decide whether two written answers are the same, for the ``robust`` variants of the mathematics scorers.
+
+Equality by algebra, which may not end, is :mod:`reward_scores.symbolic`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _WORDS = re.compile(r"\\(?:text|mbox|mathrm|textrm|textbf|mathbf|operatorname)\{
 
 
 def equivalent(one: str, other: str) -> bool:
-    """Equal as text, as numbers or formulas, or part by part as tuples, intervals and (in any order) sets.
+    """Return whether two answers are equal as text, numbers, formulas, or part by part as tuples or sets.
 
     Ignores layout, currency, units behind a number, separators of thousands, and ``x =`` in front. What is nothing
     after that equals nothing.
@@ -34,7 +37,7 @@ def equivalent(one: str, other: str) -> bool:
 
 
 def cleaned(answer: str) -> str:
-    """The answer without what does not matter."""
+    """Return the answer without layout, currency, units and words that do not change its value."""
     if len(answer) > MAX_CHARS:
         return answer.strip()
     text = unicodedata.normalize("NFKC", answer).replace("\u2212", "-")
@@ -77,12 +80,12 @@ def _without_separators(text: str) -> str:
 
 
 def _mixed(text: str) -> str:
-    """``2\\frac{1}{2}`` is two and a half."""
+    """Rewrite mixed numbers as sums: ``2\\frac{1}{2}`` is two and a half."""
     return re.sub(r"(?<![\d.^{])(\d+)\s*(\\[dt]?frac\{\d+\}\{\d+\}|\\[dt]?frac\d\d|(?<= )\d+/\d+)", r"(\1+\2)", text)
 
 
 def _parts(text: str) -> tuple[str, list[str], str] | None:
-    """Brackets and elements of a tuple, interval or set; None for anything else."""
+    """Return brackets and elements of a tuple, interval or set; None for anything else."""
     text = text.replace("\\{", "{").replace("\\}", "}") if text.startswith("\\{") else text
     if text[:1] in _OPEN and text[-1:] in _CLOSE and text[:1]:
         inner = text[1:-1]
@@ -96,7 +99,7 @@ def _parts(text: str) -> tuple[str, list[str], str] | None:
 
 
 def _split(text: str) -> list[str] | None:
-    """At the commas outside every bracket; None where brackets do not match, or an element is empty."""
+    """Split at the commas outside every bracket; None where brackets do not match, or an element is empty."""
     depth, elements, start = 0, [], 0
     for at, char in enumerate(text):
         depth += (char in _OPEN) - (char in _CLOSE)

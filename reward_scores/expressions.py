@@ -1,6 +1,6 @@
-"""Formulas as text: a reader without ``eval``, and a comparison by values that always ends.
+"""Read formulas from text without ``eval``, and compare them by values in bounded time.
 
-:func:`read` builds whatever its :class:`Algebra` makes of a formula: numbers here, sympy's objects in
+:func:`read` builds objects of its :class:`Algebra`: numbers here, sympy's objects in
 :mod:`reward_scores.symbolic`. By values, two formulas are taken for equal where they agree at fixed points of the
 complex plane, a test of identity that is wrong with probability about zero (Schwartz-Zippel) and that also tells
 ``sqrt(x^2)`` from ``x``. Numbers without roots are compared exactly.
@@ -40,7 +40,7 @@ class NotAnExpression(ValueError):
 
 
 def same_value(one: str, other: str) -> bool:
-    """Whether two formulas have the same value, for all values of their one-letter names."""
+    """Return whether two formulas have the same value, for all values of their one-letter names."""
     try:
         sides = [tokens(one), tokens(other)]
         letters = sorted({text for side in sides for text in side if len(text) == 1 and text.isalpha()})
@@ -65,7 +65,7 @@ def _agree(one: Value, other: Value, tolerance: float) -> bool:
 
 
 def tokens(text: str) -> list[str]:
-    """Numbers, names and operators; a name that is no function or constant is a product of letters, two at most."""
+    """Return numbers, names and operators; a name of no function or constant is a product of at most two letters."""
     if len(text) > MAX_CHARS:
         raise NotAnExpression(f"longer than {MAX_CHARS} characters")
     text, at, found_tokens = text.strip(), 0, []
@@ -88,11 +88,11 @@ def tokens(text: str) -> list[str]:
 
 
 class Algebra(Protocol):
-    """What the parts of a formula become; ``+ - * /`` and the minus sign are the objects' own."""
+    """The objects that the parts of a formula become; ``+ - * /`` and the minus sign are the objects' own."""
 
     def number(self, token: str) -> Any: ...
     def name(self, name: str) -> Any:
-        """A letter or ``pi``. Raises NotAnExpression for another."""
+        """Return a letter or ``pi``. Raises NotAnExpression for another name."""
 
     def call(self, function: str, value: Any) -> Any: ...
     def power(self, base: Any, exponent: Any) -> Any: ...
@@ -100,7 +100,7 @@ class Algebra(Protocol):
 
 
 def read(found: Sequence[str], algebra: Algebra) -> Any:
-    """What the tokens of a formula become. Raises NotAnExpression, or what the algebra raises."""
+    """Build the object of a formula's tokens. Raises NotAnExpression, and what the algebra raises."""
     reader = _Reader(found, algebra)
     value = reader.sum(0)
     if reader.at < len(found):
@@ -109,7 +109,7 @@ def read(found: Sequence[str], algebra: Algebra) -> Any:
 
 
 class _Reader:
-    """A descent over ``sum > product > sign > power > factorial > atom``; adjacent factors are multiplied."""
+    """A recursive descent over ``sum > product > sign > power > factorial > atom``; adjacent factors are multiplied."""
 
     def __init__(self, found: Sequence[str], algebra: Algebra):
         self.tokens, self.algebra, self.at = found, algebra, 0
@@ -185,7 +185,7 @@ class _Reader:
 
 
 class Values:
-    """Numbers: exact where there is no root, and refused where they would be too large to compute."""
+    """The algebra of numbers: exact where there is no root, and refused where too large to compute."""
 
     def __init__(self, letters: Mapping[str, complex]):
         self.letters = {**_CONSTANTS, **letters}

@@ -14,8 +14,8 @@ from reward_scores.latex import last_box
 from reward_scores.math_reward import last_closed_box
 from reward_scores.prm800k import grade_answer
 from reward_scores.score import Score
+from reward_scores.scorer import graded, no_answer
 from reward_scores.symbolic import MATH_VERIFY, SYMPY, math_verify_equal
-from reward_scores.verdict import graded, no_answer
 
 METHODS = {"published": SYMPY, "robust": None, "math_verify": MATH_VERIFY}  # and the library that may not end
 _EQUAL = {"published": grade_answer, "robust": equivalent, "math_verify": math_verify_equal}
@@ -34,7 +34,7 @@ def score(
     format_score: float = 0.1,
     method: str = "published",
 ) -> Score:
-    """``(1 - format_score) * acc + format_score * format``."""
+    """Return ``(1 - format_score) * acc + format_score * format``."""
     if method not in METHODS:
         raise ValueError(f"geo3k method={method!r}: must be one of {', '.join(METHODS)}")
     form = float(is_well_formed(response))
@@ -46,7 +46,7 @@ def score(
 
 
 def is_well_formed(text: str) -> bool:
-    """``<think>`` first, ``</think>`` somewhere, and an opened and closed box after one."""
+    """Return whether ``<think>`` is first, ``</think>`` follows, and an opened and closed box comes after one."""
     closed = text.find("</think>", len("<think>"))
     box = text.find("\\boxed{", closed)
     return text.startswith("<think>") and 0 <= closed < box and "}" in text[box:]

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from reward_scores.score import Score
-from reward_scores.verdict import graded, no_answer
+from reward_scores.scorer import graded, no_answer
 
 METHODS = ("strict", "flexible", "robust")
 WINDOW = 300  # characters from the end that the published variants read
@@ -36,7 +36,7 @@ def score(
     format_score: float = 0.0,
     correct_score: float = 1.0,
 ) -> Score:
-    """``correct_score`` for the gold number, ``format_score`` for another one, 0 where there is none.
+    """Return ``correct_score`` for the gold number, ``format_score`` for another one, 0 where there is none.
 
     ``method="robust"`` reads the first number after the last ``####``, or the last number where there is no
     ``####``, ignores currency, markup and separators, and compares by value; the part ``format`` is 1 with ``####``.
@@ -54,7 +54,7 @@ def score(
 
 
 def extract(response: str, method: str) -> str | None:
-    """The answer as text, or None where there is none."""
+    """Return the answer as text, or None where there is none."""
     if method == "robust":
         return _extract_robust(response)
     tail = response[-WINDOW:]
@@ -74,13 +74,13 @@ def _extract_robust(response: str) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """Full-width digits and the minus sign of typography as ASCII; signs joined to the number that follows."""
+    """Rewrite full-width digits and the typographic minus as ASCII, and join signs to the number that follows."""
     text = unicodedata.normalize("NFKC", text).replace("\u2212", "-")
     return re.sub(r"(?<![0-9])-[ $*{]+(?=[0-9.])", "-", text)
 
 
 def canonical(number: Any) -> str | None:
-    """One spelling a value: no separators, no leading or trailing zeros; None where it is not a number.
+    """Return one spelling a value: no separators, no leading or trailing zeros; None where it is not a number.
 
     Works on text, so that a number of any length is cheap.
     """

@@ -1,4 +1,7 @@
-"""The lab task: an optional chain of letters, then ``#`` and the letter where the hops lead."""
+"""The lab task: an optional chain of letters, then ``#`` and the letter where the hops lead.
+
+The chain earns nothing by itself. ``recipes/lab/hops.py`` makes the questions.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from reward_scores.score import Score
-from reward_scores.verdict import graded, no_answer
+from reward_scores.scorer import graded, no_answer
 
 EXAMPLES = (
     ("abcd#d", "d", 1.0),
@@ -18,7 +21,7 @@ EXAMPLES = (
 
 
 def score(response: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None) -> Score:
-    """1 where the text after the last ``#`` is the gold letter. ``chain`` is 1 where a path stands before it."""
+    """Return 1 where the text after the last ``#`` is the gold letter. ``chain`` is 1 where a path stands before it."""
     path, mark, answer = response.rpartition("#")
     answer = answer.strip()
     chain = float(bool(path.strip()))

@@ -1,4 +1,7 @@
-"""Reading LaTeX answers: the last box, and a formula as plain text."""
+"""Read LaTeX answers: the last box, and a formula as plain text.
+
+Text goes in and text comes out: values are compared by :mod:`reward_scores.expressions`.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +35,11 @@ _SYMBOLS = {
 
 
 class NotLatex(ValueError):
-    """Too long, too deeply nested, or not a formula."""
+    """The text is too long, too deeply nested, or not a formula."""
 
 
 def closing_brace(text: str, start: int) -> int | None:
-    """Where the first group after ``start`` ends; None where it does not."""
+    """Return the place where the first group after ``start`` ends; None where it does not."""
     depth = 0
     for brace in _BRACE.finditer(text, start):
         depth += 1 if brace.group() == "{" else -1
@@ -46,7 +49,7 @@ def closing_brace(text: str, start: int) -> int | None:
 
 
 def last_box(text: str, *openings: str) -> str | None:
-    """What the last of these boxes holds (an opening ends in a brace); None where it is not closed."""
+    """Return the content of the last of these boxes (an opening ends in a brace); None where it is not closed."""
     start, opening = max(((text.rfind(opening), opening) for opening in openings), default=(-1, ""))
     if start < 0:
         return None
@@ -56,7 +59,7 @@ def last_box(text: str, *openings: str) -> str | None:
 
 @dataclass(frozen=True)
 class Style:
-    """How a fraction and a root are written. ``powers`` puts the group behind ``^`` in parentheses.
+    """The spelling of fractions and roots. ``powers`` puts the group behind ``^`` in parentheses.
 
     Where ``unknown_commands`` are let through, they vanish and their arguments stay.
     """
@@ -73,7 +76,7 @@ EXACT = Style("(({0})/({1}))", "(({1})**(1/({0})))", powers=True, unknown_comman
 
 
 def to_text(latex: str, style: Style) -> str:
-    r"""A formula as text: ``\frac{1}{2}\pi`` as ``1/2pi``.
+    r"""Return a formula as text: ``\frac{1}{2}\pi`` as ``1/2pi``.
 
     Raises NotLatex beyond MAX_CHARS characters or MAX_DEPTH nested groups, and for an unknown command.
     """
@@ -83,7 +86,7 @@ def to_text(latex: str, style: Style) -> str:
 
 
 def _group(tokens: list[str], style: Style, depth: int) -> str:
-    """Consumes tokens (the next one is the last of the list) up to the brace that closes the group."""
+    """Consume tokens (the next one is the last of the list) up to the brace that closes the group."""
     if depth > MAX_DEPTH:
         raise NotLatex(f"more than {MAX_DEPTH} nested groups")
     text = ""
@@ -118,7 +121,7 @@ def _piece(tokens: list[str], style: Style, depth: int) -> str:
 
 
 def _argument(tokens: list[str], style: Style, depth: int) -> str:
-    """The next group, command or character."""
+    """Consume and return the next group, command or character."""
     while tokens and tokens[-1].isspace():
         tokens.pop()
     if not tokens or tokens[-1] == "}":
@@ -132,7 +135,7 @@ def _argument(tokens: list[str], style: Style, depth: int) -> str:
 
 
 def _option(tokens: list[str]) -> str:
-    """The index of a root in brackets, 2 where there is none."""
+    """Consume and return the index of a root in brackets, 2 where there is none."""
     found = re.match(r"\s*\[([^\]]*)\]", tokens[-1]) if tokens else None
     if found is None:
         return "2"

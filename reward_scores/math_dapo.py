@@ -15,8 +15,8 @@ from typing import Any
 from reward_scores.equivalence import cleaned, equivalent
 from reward_scores.latex import last_box
 from reward_scores.score import Score
+from reward_scores.scorer import graded, no_answer
 from reward_scores.symbolic import MATH_VERIFY, math_verify_equal
-from reward_scores.verdict import graded, no_answer
 
 PUBLISHED = ("fallback", "minerva_only", "strict_box")
 METHODS = {**dict.fromkeys(PUBLISHED), "robust": None, "math_verify": MATH_VERIFY}  # and the library that may not end
@@ -32,7 +32,7 @@ EXAMPLES = (
 def score(
     response: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None, method: str = "fallback"
 ) -> Score:
-    """+1 for the gold answer, -1 for everything else."""
+    """Return +1 for the gold answer and -1 for everything else."""
     if method not in METHODS:
         raise ValueError(f"math_dapo method={method!r}: must be one of {', '.join(METHODS)}")
     if method not in PUBLISHED:
@@ -47,7 +47,7 @@ def score(
 
 
 def verify(text: str, ground_truth: str, method: str) -> tuple[bool, str | None]:
-    """Whether the answer is right, and the answer: the published function behind its window."""
+    """Return whether the answer is right, and the answer, as the published function does behind its window."""
     if method != "strict_box":
         lines = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", text)
         pred = normalize_final_answer(lines[-1] if lines else INVALID)
@@ -60,7 +60,7 @@ def verify(text: str, ground_truth: str, method: str) -> tuple[bool, str | None]
 
 
 def _robust_answer(response: str) -> str | None:
-    """What follows the last ``Answer:`` on its line, or the last closed box."""
+    """Return the text after the last ``Answer:`` on its line, or the last closed box."""
     lines = re.findall(r"(?i)answer[*_ ]*[:\uff1a][*_ ]*([^\n]*)", response)
     line = lines[-1].strip().removesuffix("</answer>") if lines else ""
     box = last_box(line or response, "\\boxed{", "\\fbox{")
@@ -99,7 +99,7 @@ _PATTERNS = (
 
 
 def normalize_final_answer(answer: str) -> str:
-    """The normal form of an answer; its deletions reach into words, as published."""
+    """Return the normal form of an answer; its deletions reach into words, as published."""
     answer = answer.rpartition("=")[2]
     for old, new in _SUBSTITUTIONS:
         answer = answer.replace(old, new)

@@ -2,7 +2,7 @@
 
 ``published`` is verl's ``math_reward``: text equality, no algebra. 1,000 is not 1000, 0.25 is not 1/4, and a last box
 that is not closed loses an earlier one. ``robust`` reads the last box that is closed and compares values;
-``math_verify`` reads the same and asks the library of that name.
+``math_verify`` reads the same and compares by the library of that name.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 from reward_scores.equivalence import cleaned, equivalent
 from reward_scores.latex import closing_brace
 from reward_scores.score import Score
+from reward_scores.scorer import graded, no_answer
 from reward_scores.symbolic import MATH_VERIFY, math_verify_equal
-from reward_scores.verdict import graded, no_answer
 
 MAX_BOXES = 20  # from the end, that are looked at for a closed one
 METHODS = {"published": None, "robust": None, "math_verify": MATH_VERIFY}  # and the library that may not end
@@ -31,7 +31,7 @@ EXAMPLES = (
 def score(
     response: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None, method: str = "published"
 ) -> Score:
-    """1 where the last boxed answer equals the gold one: ``published`` as text after :func:`strip_string`."""
+    """Return 1 where the last boxed answer equals the gold one: ``published`` as text after :func:`strip_string`."""
     if method not in METHODS:
         raise ValueError(f"math_reward method={method!r}: must be one of {', '.join(METHODS)}")
     if method != "published":
@@ -44,7 +44,7 @@ def score(
 
 
 def last_box(text: str) -> str | None:
-    r"""The last ``\boxed{...}`` with its braces, or ``\boxed x`` up to a ``$``; None where it is not closed."""
+    r"""Return the last ``\boxed{...}`` with its braces, or ``\boxed x`` up to a ``$``; None where it is not closed."""
     if "\\boxed " in text:
         return "\\boxed " + text.rpartition("\\boxed ")[2].partition("$")[0]
     start = text.rfind("\\boxed")
@@ -57,7 +57,7 @@ def last_box(text: str) -> str | None:
 
 
 def last_closed_box(text: str) -> str | None:
-    """What the last closed ``\\boxed{...}`` or ``\\fbox{...}`` holds, or what follows ``\\boxed `` on its line."""
+    """Return the content of the last closed ``\\boxed{...}`` or ``\\fbox{...}``, or the line after ``\\boxed ``."""
     for found in list(re.finditer(r"\\(?:boxed|fbox)\s*(\{|(?<=\s)[^\s${}]+)", text))[: -MAX_BOXES - 1 : -1]:
         if found[1] != "{":
             return found[1]
@@ -68,7 +68,7 @@ def last_closed_box(text: str) -> str | None:
 
 
 def unbox(box: str | None) -> str | None:
-    r"""What a box holds; None for ``\fbox`` and for what is no box (published: only ``\boxed`` counts)."""
+    r"""Return a box's content; None for ``\fbox`` and for what is no box (published: only ``\boxed`` counts)."""
     if box is None:
         return None
     if "\\boxed " in box:
@@ -79,7 +79,7 @@ def unbox(box: str | None) -> str | None:
 
 
 def is_equiv(answer: str | None, ground_truth: str | None) -> bool:
-    """Equal after normalising; equal as they stand where one of the two cannot be normalised."""
+    """Return whether two answers are equal after normalising, or as they stand where one cannot be normalised."""
     if answer is None or ground_truth is None:
         return answer is ground_truth
     try:
@@ -110,7 +110,7 @@ _REPLACEMENTS = (
 
 
 def strip_string(text: str) -> str:
-    """The normal form of an answer in LaTeX; ValueError where the published rules break down on it."""
+    """Return the normal form of an answer in LaTeX. Raises ValueError where the published rules break down."""
     for old, new in _REPLACEMENTS:
         text = text.replace(old, new)
     text = _drop_unit(text)
@@ -130,7 +130,7 @@ def strip_string(text: str) -> str:
 
 
 def _drop_unit(text: str) -> str:
-    """Cuts at ``\\text{ ``, which in MATH is only ever a unit."""
+    """Cut at ``\\text{ ``, which in MATH is only ever a unit."""
     before, *others = text.split("\\text{ ")
     if len(others) > 1:
         raise ValueError("more than one unit")
@@ -138,7 +138,7 @@ def _drop_unit(text: str) -> str:
 
 
 def _brace_roots(text: str) -> str:
-    """``\\sqrt3`` as ``\\sqrt{3}``."""
+    """Rewrite ``\\sqrt3`` as ``\\sqrt{3}``."""
     head, *roots = text.split("\\sqrt")
     if "" in roots:
         raise ValueError("a root of nothing")
@@ -146,7 +146,7 @@ def _brace_roots(text: str) -> str:
 
 
 def _brace_fractions(text: str) -> str:
-    """``\\frac12`` as ``\\frac{1}{2}`` and ``\\frac1{72}`` as ``\\frac{1}{72}``."""
+    """Rewrite ``\\frac12`` as ``\\frac{1}{2}`` and ``\\frac1{72}`` as ``\\frac{1}{72}``."""
     head, *fractions = text.split("\\frac")
     for fraction in fractions:
         if not fraction:
@@ -162,7 +162,7 @@ def _brace_fractions(text: str) -> str:
 
 
 def _slash_to_fraction(text: str) -> str:
-    """``3/4`` as ``\\frac{3}{4}``, for whole numbers in their usual spelling only."""
+    """Rewrite ``3/4`` as ``\\frac{3}{4}``, for whole numbers in their usual spelling only."""
     whole = re.fullmatch(r"(0|-?[1-9][0-9]*)/(0|-?[1-9][0-9]*)", text)
     return f"\\frac{{{whole[1]}}}{{{whole[2]}}}" if whole else text
 

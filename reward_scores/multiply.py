@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from reward_scores.score import Score
+from reward_scores.scorer import graded, no_answer
 from reward_scores.tags import between
-from reward_scores.verdict import graded, no_answer
 
 EXAMPLES = (
     ("<think>3 * 4</think><answer> 12 </answer>", "12", 1.0),
@@ -26,7 +26,7 @@ def score(
     format_score: float = 0.1,
     correct_score: float = 1.0,
 ) -> Score:
-    """Grades the response by the last ``<answer>``, which must be a whole number on one line."""
+    """Grade the response by the last ``<answer>``, which must be a whole number on one line."""
     answer = extract(PROMPT_END + response)
     if answer is None:
         return no_answer()
@@ -35,7 +35,7 @@ def score(
 
 
 def extract(text: str) -> str | None:
-    """The answer in a prompt and its response, as published; None where it is not a whole number."""
+    """Return the answer in a prompt and its response, as published; None where it is not a whole number."""
     if PROMPT_END not in text:
         return None
     found = between(text.partition(PROMPT_END)[2], "answer", one_line=True)

@@ -1,6 +1,6 @@
-"""PRIME's code scorer: programs for contest problems, judged by standard input and output or by calls of a function.
+"""PRIME's code scorer: programs for contest problems, tested by standard input and output or by calls of a function.
 
-``published`` keeps verl's verdicts, mistakes included: a response without tests passes, outputs agree in many ways,
+``published`` keeps verl's scores, mistakes included: a response without tests passes, outputs agree in many ways,
 single tests of a function are run as if they were scripts, and only the first ten count once one fails. The program
 does not run as published, where it could reach everything, but in :mod:`reward_scores.sandbox`, and an answer has a
 time limit over all its tests. ``robust`` is :mod:`reward_scores.unit_tests`. With ``sandbox_fusion`` programs run on
@@ -19,8 +19,8 @@ from reward_scores import sandbox_fusion as fusion
 from reward_scores import unit_tests
 from reward_scores.sandbox import Sandbox
 from reward_scores.score import Score
+from reward_scores.scorer import graded, no_answer
 from reward_scores.unit_tests import FAILURES, BadTests, SandboxOptions
-from reward_scores.verdict import graded, no_answer
 
 METHODS = ("published", "robust")
 EXAMPLES = tuple(example for example in unit_tests.EXAMPLES if isinstance(example[1], str))
@@ -67,7 +67,7 @@ def score(
     sandbox: Mapping[str, Any] | None = None,
     sandbox_fusion: Mapping[str, Any] | None = None,
 ) -> Score:
-    """1 where all tests pass, else with ``continuous`` the share of the first ten; ``robust`` as ``unit_tests``.
+    """Return 1 where all tests pass, else with ``continuous`` the share of the first ten; ``robust`` as ``unit_tests``.
 
     Raises UnboundLocalError, as published, for a failed test with ``continuous`` False and ``method`` published.
     """
@@ -87,7 +87,7 @@ def score(
 
 
 def published_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The tests as they stand; None where they cannot be read."""
+    """Return the tests as they stand; None where they cannot be read."""
     given = ground_truth if ground_truth is not None else (extra_info or {}).get("test_cases")
     if isinstance(given, (str, bytes)):
         try:
@@ -114,7 +114,7 @@ def _published(source: str, tests: dict[str, Any], continuous: bool, options: Sa
 
 
 def _run_all(box: Sandbox, source: str, tests: dict[str, Any], end: float) -> dict[int, str]:
-    """Every test until one fails."""
+    """Run every test until one fails. Returns the tests' results by number."""
     found: dict[int, str] = {}
     function, inputs, outputs = tests.get("fn_name"), tests["inputs"], tests["outputs"]
     if function or not inputs:  # a script is loaded where it runs
@@ -136,7 +136,7 @@ def _run_all(box: Sandbox, source: str, tests: dict[str, Any], end: float) -> di
 
 
 def _run_first(box: Sandbox, source: str, tests: dict[str, Any], known: dict[int, str], end: float) -> dict[int, str]:
-    """The first ten tests as scripts, with more time; those that have ended already are not run again."""
+    """Run the first ten tests as scripts, with more time. Those that have ended already are not run again."""
     found = {number: status for number, status in known.items() if number < COUNTED and status != "timeout"}
     for number, (given, wanted) in enumerate(zip(tests["inputs"], tests["outputs"], strict=False)):
         if number < COUNTED and number not in found:
@@ -154,7 +154,7 @@ def _run(box: Sandbox, source: str, given: Any, wanted: Any, seconds: float) -> 
 
 
 def as_function(source: str) -> str:
-    """The script as published: in a function ``code`` behind many imports, its main guard taken away."""
+    """Return the script as published: in a function ``code`` behind many imports, its main guard taken away."""
     lines, inside = [], False
     for line in _without_guard(source).split("\n"):
         imports = line.startswith(("from ", "import "))
@@ -205,7 +205,7 @@ def _whole_keys(value: dict[str, Any]) -> dict[Any, Any]:
 
 
 def same_value(value: Any, goal: Any) -> bool:
-    """Published: a tuple is a list, and the first element of what is wanted will do."""
+    """Compare as published: a tuple is a list, and the first element of the wanted value is enough."""
     if isinstance(goal, dict):
         goal = [_whole_keys(goal)]
     elif isinstance(goal, list) and goal and isinstance(goal[0], dict):
@@ -232,7 +232,7 @@ def _is_json(value: Any) -> bool:
 
 
 def same_output(stdout: str, wanted: str) -> bool:
-    """Published: equal but for spaces around lines and empty lines, or as numbers a line within numpy's tolerance."""
+    """Compare as published: without spaces around lines and empty lines, or by numbers within numpy's tolerance."""
     lines = stdout.splitlines()
     if wanted.strip() in ("\n".join(lines).strip(), "\n".join(line.strip() for line in lines).strip()):
         return True
@@ -258,7 +258,7 @@ def check_ground_truth(
     sandbox: Mapping[str, Any] | None = None,
     sandbox_fusion: Mapping[str, Any] | None = None,
 ) -> str | None:
-    """A problem, or None; under both methods, since a row without tests is a mistake in the data."""
+    """Return a problem, or None, under both methods: a row without tests is a mistake in the data."""
     if method == "published" and not continuous:
         return "method=published has no score for a failed test with continuous=False; set method=robust"
     problem = unit_tests.check_ground_truth(ground_truth)

@@ -19,8 +19,8 @@ from reward_scores.latex import closing_brace
 from reward_scores.math_reward import last_closed_box
 from reward_scores.prm800k import grade_answer
 from reward_scores.score import Score
+from reward_scores.scorer import graded, no_answer
 from reward_scores.symbolic import MATH_VERIFY, SYMPY, math_verify_equal
-from reward_scores.verdict import graded, no_answer
 
 METHODS = {"published": SYMPY, "robust": None, "math_verify": MATH_VERIFY}  # and the library that may not end
 EXAMPLES = (
@@ -40,7 +40,7 @@ _VERBS = ("be ", "is ", "are ", "=", ": ", "get ", "be\n", "is\n", "are\n", ":\n
 def score(
     response: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None, method: str = "published"
 ) -> Score:
-    """1 for an equal answer. ``robust`` and ``math_verify`` compare exactly."""
+    """Return 1 for an equal answer. ``robust`` and ``math_verify`` compare exactly."""
     if method not in METHODS:
         raise ValueError(f"prime_math method={method!r}: must be one of {', '.join(METHODS)}")
     found, answer = match_answer(response)
@@ -54,7 +54,7 @@ def score(
 
 
 def match_answer(text: str) -> tuple[bool, str]:
-    """Whether the text names an answer that holds a digit, and what is left of the text as the answer."""
+    """Return whether the text marks an answer and that holds a digit, and the text that is left as the answer."""
     found = False
     for mark in _BEFORE:
         text, seen = _after_last(text, mark)
@@ -100,7 +100,7 @@ _EQUAL = {"published": is_correct, "robust": equivalent, "math_verify": math_ver
 
 
 def _math_equal(answer: str, gold: str, pi: float) -> bool:
-    """Equal as text without case, spaces and brackets, or as numbers within 1e-4, a factor of 100 allowed."""
+    """Compare as text without case, spaces and brackets, or as numbers within 1e-4, a factor of 100 allowed."""
     try:
         given, wanted = _value(answer, pi), _value(gold, pi)
     except (ValueError, OverflowError):
@@ -137,7 +137,7 @@ def _equal_lists(given: list[str], wanted: list[str]) -> bool:
 
 
 def _value(text: str, pi: float) -> str:
-    """The answer without ``$`` and ``%``, a number's base cut off, and pi as a number."""
+    """Return the answer without ``$`` and ``%``, a number's base cut off, and pi as a number."""
     if re.match(r"\$\d+(\.\d+)?", text):
         return text[1:]
     if re.match(r"^\d+(\.\d+)?\\?%$", text):

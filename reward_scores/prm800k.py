@@ -21,7 +21,7 @@ _MAX_UNKNOWNS = 2
 
 
 def grade_answer(given: str | None, gold: str) -> bool:
-    """Equal after either normalisation, or equal part by part; unreduced fractions and 5.0 for 5 in a formula fail."""
+    """Compare after either normalisation, or part by part; unreduced fractions and 5.0 for 5 in a formula fail."""
     if given is None:
         return False
     if _hendrycks(gold) == _hendrycks(given):
@@ -59,7 +59,7 @@ def _same_element(gold: str, given: str) -> bool:
 
 
 def normalize(answer: str) -> str:
-    """Lower case, without units, currency and percent signs; commands as text; whole numbers in one spelling."""
+    """Return lower case without units, currency and percent signs, commands as text, whole numbers in one spelling."""
     words = re.search(r"^\\text\{(.+?)\}$", answer)
     text = words[1] if words else answer
     for old in ("\\%", "\\$", "$", "%"):
@@ -91,7 +91,7 @@ def _as_text(latex: str) -> str:
 
 
 def _whole(text: str) -> str | None:
-    """The nearest whole number where the text is one, up to 1e-7."""
+    """Return the nearest whole number where the text is one, up to 1e-7."""
     try:
         number = float(text)
         return str(round(number)) if abs(number - round(number)) <= 1e-7 else None
@@ -112,7 +112,7 @@ def _without_separators(text: str) -> str:
 
 
 def split_tuple(text: str) -> list[str]:
-    """The elements of a flat tuple or interval; the text itself for anything else."""
+    """Return the elements of a flat tuple or interval; the text itself for anything else."""
     text = _without_separators(text)
     inner = text[1:-1]
     flat = len(text) > 2 and text[0] in _TUPLE and text[-1] in _TUPLE and not any(char in inner for char in _TUPLE)

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reward_scores.score import Score
+from reward_scores.scorer import graded, no_answer
 from reward_scores.tags import between
-from reward_scores.verdict import graded, no_answer
 
 METHODS = ("em", "subem", "f1", "robust")
 EXAMPLES = (
@@ -41,7 +41,7 @@ def score(
     min_answers: int = 1,
     max_tags: int | None = 10,
 ) -> Score:
-    """``correct_score`` for a gold answer, ``format_score`` for another one, 0 where there is none.
+    """Return ``correct_score`` for a gold answer, ``format_score`` for another one, 0 where there is none.
 
     With ``em``, a right answer among more than ``max_tags`` opening or closing tags counts a quarter.
 
@@ -73,13 +73,13 @@ def targets(ground_truth: Any) -> Sequence[str]:
 
 
 def extract(text: str, min_answers: int = 1) -> str | None:
-    """What stands in the last ``<answer>``; None with fewer than ``min_answers`` of them."""
+    """Return the content of the last ``<answer>``; None with fewer than ``min_answers`` of them."""
     found = between(text, "answer")
     return found[-1].strip() if found and len(found) >= min_answers else None
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case, without ASCII punctuation and articles, single spaces (SQuAD, in this order)."""
+    """Return lower case without ASCII punctuation and articles, with single spaces (SQuAD, in this order)."""
     text = text.lower().translate(_PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", text).split())
 
@@ -90,7 +90,7 @@ def _normal_gold(gold: str) -> str:
 
 
 def _overlap(said: str, gold: str) -> float:
-    """Harmonic mean of precision and recall over words; 0 where one of the two has none."""
+    """Return the harmonic mean of precision and recall over words; 0 where one of the two has none."""
     words, wanted = Counter(said.split()), Counter(gold.split())
     shared = sum((words & wanted).values())
     return 2 * shared / (words.total() + wanted.total()) if shared else 0.0

@@ -1,6 +1,6 @@
 """Exact match with a reward for well-formed search episodes (Search-R1's ``qa_em_format``).
 
-The structure is judged on the whole episode, tool output included; the answer is read from what the policy wrote,
+The structure is read from the whole episode, tool output included; the answer is read from what the policy wrote,
 and what was retrieved from what the tool returned, so that neither can be faked in the other's place. Without the
 episode's segments all three are read from the response.
 """
@@ -14,8 +14,8 @@ from typing import Any
 from reward_scores.qa_em import check_ground_truth as check_ground_truth
 from reward_scores.qa_em import extract, normalize_answer, targets
 from reward_scores.score import Score
+from reward_scores.scorer import graded, no_answer
 from reward_scores.tags import between
-from reward_scores.verdict import graded, no_answer
 
 _SEARCHED = "<think>t</think><search>q</search><information>Paris is big</information><think>u</think>"
 EXAMPLES = (
@@ -49,7 +49,7 @@ def score(
     retrieval_score: float = 0.0,
     correct_score: float = 1.0,
 ) -> Score:
-    """Grades a response; ``extra_info["rollout"]["segments"]`` is the episode, where there is one."""
+    """Grade a response; ``extra_info["rollout"]["segments"]`` is the episode, where there is one."""
     segments = (extra_info or {}).get("rollout", {}).get("segments", ())
     episode = "".join(segment["text"] for segment in segments) or response
     retrieved = [segment["text"] for segment in segments if segment["role"] != "policy"]
@@ -65,18 +65,18 @@ def score(
 def judge(
     valid: bool, retrieved: bool, answer: str | None, golds: Any, rewards: tuple[float, float, float, float]
 ) -> Score:
-    """The published rule. ``rewards`` are those of structure, final format, retrieval and a right answer."""
+    """Score by the published rule. ``rewards`` are those of structure, final format, retrieval and a right answer."""
     structure, final, retrieval, correct = rewards
-    said = None if answer is None else normalize_answer(answer)
+    pred = None if answer is None else normalize_answer(answer)
     parts = {"format": float(valid), "retrieved": float(retrieved)}
-    if said is not None and said in map(normalize_answer, golds):
-        return graded(True, said, correct if valid else correct - structure, **parts)
-    value = structure + (retrieval if retrieved else 0.0) if valid else (0.0 if said is None else final)
-    return no_answer(value, **parts) if said is None else graded(False, said, value, **parts)
+    if pred is not None and pred in map(normalize_answer, golds):
+        return graded(True, pred, correct if valid else correct - structure, **parts)
+    value = structure + (retrieval if retrieved else 0.0) if valid else (0.0 if pred is None else final)
+    return no_answer(value, **parts) if pred is None else graded(False, pred, value, **parts)
 
 
 def structure_problem(text: str) -> str | None:
-    """What breaks the sequence think, (search, information, think)*, answer after the assistant's mark."""
+    """Return what breaks the sequence think, (search, information, think)*, answer after the assistant's mark."""
     start = re.search(r"<\|im_start\|>assistant\s*", text)
     if start is None:
         return "Missing assistant marker"
@@ -103,6 +103,6 @@ def blocks(text: str) -> list[str]:
 
 
 def is_retrieved(passages: list[str], golds: Any) -> bool:
-    """Whether a gold answer stands in a passage, after normalising."""
+    """Return whether a gold answer stands in a passage, after normalising."""
     found = [normalize_answer(passage) for passage in passages]
     return any(normalize_answer(gold) in passage for gold in golds for passage in found)

@@ -1,8 +1,8 @@
-"""Programs judged by a Sandbox Fusion server: one ``POST /run_code`` a test.
+"""Test programs on a Sandbox Fusion server: one ``POST /run_code`` a test.
 
-Verdicts as verl's ``sandbox_fusion``: outputs equal but for newlines at the end, and the tests behind one that did not
-compile count as not compiled. What the server could not do scores nothing under ``published``, with status crash, and
-raises under ``robust``, so that ``reward_model.on_error`` decides.
+Scores are those of verl's ``sandbox_fusion``: outputs are equal but for newlines at the end, and the tests behind one
+that did not compile count as not compiled. What the server could not do scores nothing under ``published``, with status
+crash, and raises under ``robust``, so that ``reward_model.on_error`` decides.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 from reward_scores import unit_tests
 from reward_scores.score import Score, ScoreStatus
-from reward_scores.verdict import graded, no_answer
+from reward_scores.scorer import graded, no_answer
 
 METHODS = ("published", "robust")
 COUNTED = 10  # tests that a continuous score is made of
@@ -53,7 +53,7 @@ print(_text(_called({name!r})))
 
 
 class FusionError(RuntimeError):
-    """The server did not judge a test."""
+    """The server did not run a test."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Server:
     timeout: float = 10.0  # seconds to compile, and to run
 
     def run(self, source: str, stdin: str | None) -> tuple[Any, str]:
-        """The server's answer, or what went wrong. Waits for a free place first."""
+        """Wait for a free place, and return the server's answer, or what went wrong."""
         payload = {
             "compile_timeout": self.timeout,
             "run_timeout": self.timeout,
@@ -102,7 +102,7 @@ class Server:
 
 @contextmanager
 def place(url: str, count: int) -> Iterator[None]:
-    """One of ``count`` places of a server, over all processes of this machine that know it by this address.
+    """Hold one of a server's ``count`` places, over all processes of this machine that use this address.
 
     A place is a lock on a file, so a process that is killed gives its place back.
     """
@@ -141,7 +141,7 @@ def score(
     memory_limit_mb: int = 1024,
     timeout: float = 10.0,
 ) -> Score:
-    """The share of tests passed: of the first ten with ``continuous``. ``acc`` is 1 where all of them pass.
+    """Return the share of tests passed: of the first ten with ``continuous``. ``acc`` is 1 where all of them pass.
 
     Raises FusionError under ``method="robust"`` where the server failed, ValueError without ``url``.
     """
@@ -169,7 +169,7 @@ def score(
 
 
 def extract(response: str) -> str | None:
-    """Published: what follows the last mark of Python, else the first block; None where there is no block."""
+    """Return, as published, the text after the last mark of Python, else the first block, else None."""
     if "```python" in response:
         return response.split("```python")[-1].split("```")[0]
     if "```" not in response:
@@ -193,7 +193,7 @@ Result = tuple[bool | int, str]  # True, False, -1 server, -2 run, -3 time, -4 c
 
 
 def check(server: Server, source: str, tests: Mapping[str, Any]) -> tuple[list[Result], list[str]]:
-    """Every test's result, and what the server could not do."""
+    """Return every test's result, and the server's failures."""
     inputs, outputs = list(tests["inputs"]), list(tests["outputs"])
     if len(inputs) != len(outputs):
         return [(-1, "input_output_mismatch")] * len(inputs), [f"{len(inputs)} inputs and {len(outputs)} outputs"]
@@ -215,7 +215,7 @@ def check(server: Server, source: str, tests: Mapping[str, Any]) -> tuple[list[R
 
 
 def after_compilation(results: Sequence[Result]) -> list[Result]:
-    """Published: the first test that did not compile speaks for all after it."""
+    """Give all tests behind the first that did not compile its result, as published."""
     first = next((number for number, (result, _) in enumerate(results) if result == -4), len(results))
     return [
         (-4, "compile_error_skipped") if number > first and result != -4 else (result, status)
@@ -224,7 +224,7 @@ def after_compilation(results: Sequence[Result]) -> list[Result]:
 
 
 def read_answer(answer: Any, problem: str, wanted: str) -> Result:
-    """What one answer of the server means for a test that wants this output."""
+    """Return the result of a test that expects the output ``wanted``, from one answer of the server."""
     if problem:
         return -1, "api_error"
     if not isinstance(answer, Mapping):

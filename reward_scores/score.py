@@ -1,4 +1,4 @@
-"""What a scorer returns. Nothing here imports the rest of the repository, so the scorers can be used alone."""
+"""The result of a scorer. Nothing here imports the rest of the repository, so the scorers can be used alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class ScoreStatus(str, Enum):
-    """What became of an answer. Everything but OK and WRONG is also a rate in the metrics."""
+    """The outcome of grading an answer. Everything but OK and WRONG is also a rate in the metrics."""
 
     OK = "ok"
     WRONG = "wrong"
@@ -21,7 +21,7 @@ class ScoreStatus(str, Enum):
 
 @dataclass(frozen=True)
 class Score:
-    """A verdict: ``value`` trains, ``parts`` explain. ``parts["acc"]`` is what counts as correct."""
+    """The score of an answer: ``value`` trains, ``parts`` explain, and ``parts["acc"]`` counts as correct."""
 
     value: float
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -39,5 +39,5 @@ class Score:
         return self.parts["acc"]
 
     def plus(self, name: str, amount: float) -> Score:
-        """The score with a named component added to its value; ``acc`` keeps its meaning."""
+        """Return the score with a named component added to its value; ``acc`` keeps its meaning."""
         return dataclasses.replace(self, value=self.value + amount, parts={**self.parts, name: amount})

@@ -1,11 +1,10 @@
-"""Equality by algebra: sympy and math-verify. Such work may not end, so that it belongs into a worker with a deadline.
+"""Compare formulas by algebra, with sympy and math-verify. Such work may not end: it belongs into a grader process.
 
 A scorer that calls this names it in its ``libraries``, and :mod:`core.rewards` then grades its answers in a pool whose
-workers are killed and replaced (I11). The libraries' own time limits are off: they use signals, or a process a call.
-No text is evaluated as code. sympy gets the objects that :mod:`reward_scores.expressions` reads, not text (its parser
-calls ``eval``); math-verify reads LaTeX by a grammar, of which only the numbers that the grammar has recognised reach
-that parser, and its reader of plain expressions is off.
-The libraries are imported when they are first used.
+graders are killed at a deadline and replaced. The libraries' own time limits are off: they use signals, or a process a
+call. No text is evaluated as code. sympy gets the objects that :mod:`reward_scores.expressions` reads, not text (its
+parser calls ``eval``). math-verify reads LaTeX by a grammar, and only numbers that the grammar has recognised reach
+that parser; its reader of plain expressions is off. The libraries are imported when they are first used.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ SYMPY, MATH_VERIFY = "reward_scores.symbolic:warm_sympy", "reward_scores.symboli
 
 
 def same_formula(one: str, other: str) -> bool:
-    """Whether sympy simplifies the difference of two formulas to 0; False for what is no formula."""
+    """Return whether sympy simplifies the difference of two formulas to 0; False for what is no formula."""
     import sympy
 
     try:
@@ -33,7 +32,7 @@ def same_formula(one: str, other: str) -> bool:
 
 
 class _Objects:
-    """Formulas as sympy objects. Unlike numbers they have no bounds: ``9**9**9**9`` keeps sympy busy for good."""
+    """The algebra of sympy objects. Unlike numbers they have no bounds: ``9**9**9**9`` keeps sympy busy for good."""
 
     def __init__(self, sympy: Any):
         self.sympy = sympy
@@ -55,10 +54,10 @@ class _Objects:
 
 
 def math_verify_equal(answer: str, gold: str) -> bool:
-    """Equal as text after :func:`reward_scores.equivalence.cleaned`, or for math-verify.
+    """Compare as text after :func:`reward_scores.equivalence.cleaned`, or by math-verify.
 
-    Nothing equals nothing; answers longer than MAX_CHARS are compared as texts. math-verify is asked about what is left
-    of currency, units and layout.
+    Nothing equals nothing; answers longer than MAX_CHARS are compared as texts. math-verify gets the answers
+    without currency, units and layout.
     """
     answer, gold = cleaned(answer), cleaned(gold)
     if not answer or not gold or max(len(answer), len(gold)) > MAX_CHARS:

@@ -1,10 +1,13 @@
-"""What stands between two tags, in linear time: a regular expression is quadratic in tags that nothing closes."""
+"""Find the text between two tags in linear time: a regular expression is quadratic in tags that nothing closes.
+
+Attributes and tags inside a tag of the same name are not read.
+"""
 
 from __future__ import annotations
 
 
 def between(text: str, tag: str, one_line: bool = False) -> list[str]:
-    """The contents of ``<tag>...</tag>`` from left to right, not overlapping; within a line each, if ``one_line``."""
+    """Return the contents of ``<tag>...</tag>`` in order, not overlapping; within a line each, if ``one_line``."""
     if one_line:
         return [content for line in text.split("\n") for content in between(line, tag)]
     opening, closing, found, at = f"<{tag}>", f"</{tag}>", [], 0

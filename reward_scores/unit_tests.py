@@ -1,4 +1,4 @@
-"""Programs, judged by tests: standard input and output, calls of a function, or assertions (HumanEval, MBPP).
+"""Score programs by tests: standard input and output, calls of a function, or assertions (HumanEval, MBPP).
 
 The answer is the last closed block of Python code. It runs in :mod:`reward_scores.sandbox`; outputs and results are
 compared here, and assertions in a process that the program cannot reach.
@@ -17,7 +17,7 @@ from typing import Any
 
 from reward_scores.sandbox import Isolation, Limits, Sandbox, isolation, required_isolation, unisolated
 from reward_scores.score import Score
-from reward_scores.verdict import graded, no_answer
+from reward_scores.scorer import graded, no_answer
 
 TOLERANCE = 1e-6  # of numbers that are not integers
 PYTHON = ("python", "python3", "py")
@@ -34,12 +34,12 @@ EXAMPLES = (
 
 
 class BadTests(ValueError):
-    """Tests that no program can be judged by."""
+    """The tests cannot be read, so that no program can be scored."""
 
 
 @dataclass(frozen=True)
 class Tests:
-    """``inputs`` with ``outputs`` (calls of ``fn_name`` where it is set), or ``asserts``.
+    """The tests of a problem: ``inputs`` with ``outputs`` (calls of ``fn_name`` where it is set), or ``asserts``.
 
     ``prelude`` is the code that an answer continues; ``names`` are the program's that the assertions use.
     """
@@ -57,7 +57,7 @@ class Tests:
 
 @dataclass(frozen=True)
 class SandboxOptions:
-    """``reward_model.sandbox``, and the time that an answer has."""
+    """The section ``reward_model.sandbox``, and the time that an answer has."""
 
     allow_unisolated: bool = False
     timeout_s: float = 10.0  # of a test
@@ -80,7 +80,7 @@ def score(
     continuous: bool = True,
     sandbox: Mapping[str, Any] | None = None,
 ) -> Score:
-    """The share of tests that pass or, with ``continuous`` False, 1 where all do. ``acc`` is 1 where all do.
+    """Return the share of tests that pass or, with ``continuous`` False, 1 where all do. ``acc`` is 1 where all do.
 
     Raises BadTests for tests that are none, SandboxUnavailable where programs cannot be isolated.
     """
@@ -96,7 +96,7 @@ def score(
 
 
 def extract(response: str) -> str | None:
-    """The last closed block marked as Python or, where there is none, the last closed one without a mark."""
+    """Return the last closed block marked as Python or, where there is none, the last closed one without a mark."""
     found: dict[bool, str] = {}
     fence, mark, lines = "", "", []
     for line in response.splitlines():
@@ -119,7 +119,7 @@ def extract(response: str) -> str | None:
 
 
 def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> Tests:
-    """The tests of a row: its ground truth or, where that is None, ``extra_info["test_cases"]``. Raises BadTests."""
+    """Return the tests of a row: its ground truth or else ``extra_info["test_cases"]``. Raises BadTests."""
     given = (extra_info or {}).get("test_cases") if ground_truth is None else ground_truth
     if isinstance(given, (str, bytes)):
         try:
@@ -187,7 +187,7 @@ def _free(tree: ast.Module) -> set[str]:
 
 
 def _defined(tree: ast.Module) -> set[str]:
-    """Names that the module's top level gives a value."""
+    """Return the names that the module's top level gives a value."""
     names: set[str] = set()
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -207,12 +207,13 @@ def _is_stored(name: ast.Name) -> bool:
 
 
 def run_tests(source: str, tests: Tests, options: SandboxOptions, stop_early: bool = False) -> Iterator[str]:
-    """What each test came to: passed, wrong, error or timeout; fewer of them where ``stop_early``."""
+    """Yield each test's result: passed, wrong, error or timeout; fewer of them where ``stop_early``."""
     with Sandbox(options.limits(), options.isolation()) as box:
         if tests.asserts:
             seconds = min(options.timeout_s * len(tests), options.total_timeout_s)
-            verdicts = box.judge(program(source, tests.prelude), tests.asserts, tests.names, tests.prelude, seconds)
-            yield from (_of_verdict(verdict.status) for verdict in verdicts)
+            tested = box.judge(program(source, tests.prelude), tests.asserts, tests.names, tests.prelude, seconds)
+            results = {"passed": "passed", "failed": "wrong", "timeout": "timeout"}
+            yield from (results.get(each.status, "error") for each in tested)
             return
         one = _run_call if tests.fn_name else _run_script
         for given, wanted in zip(tests.inputs, tests.outputs, strict=True):
@@ -224,15 +225,11 @@ def run_tests(source: str, tests: Tests, options: SandboxOptions, stop_early: bo
 
 
 def program(source: str, prelude: str) -> str:
-    """The answer behind the code that it continues: indented lines are the rest of its last function."""
+    """Return the answer behind the code that it continues: indented lines are the rest of its last function."""
     if not prelude:
         return source
     first = next((line for line in source.split("\n") if line.strip()), "")
     return prelude + source if first[:1].isspace() else f"{prelude}\n\n{source}"
-
-
-def _of_verdict(status: str) -> str:
-    return {"passed": "passed", "failed": "wrong", "timeout": "timeout"}.get(status, "error")
 
 
 def _run_script(box: Sandbox, source: str, fn_name: None, given: str, wanted: str, seconds: float) -> str:
@@ -243,7 +240,7 @@ def _run_script(box: Sandbox, source: str, fn_name: None, given: str, wanted: st
 
 
 def _run_call(box: Sandbox, source: str, fn_name: str, given: str, wanted: str, seconds: float) -> str:
-    """Every call in a program loaded anew, so that tests cannot lean on one another."""
+    """Make the calls of one test in a program loaded anew, so that tests cannot lean on one another."""
     called = box.load(source, seconds)
     if called.status == "ok":
         called = box.call(_callable_name(source, fn_name), *map(_json, given.split("\n")), seconds=seconds)
@@ -260,7 +257,7 @@ def _callable_name(source: str, fn_name: str) -> str:
 
 
 def same_output(given: str, wanted: str) -> bool:
-    """Equal word by word, whatever the spaces between; numbers with a point or an exponent within TOLERANCE."""
+    """Compare word by word, whatever the spaces between; numbers with a point or an exponent within TOLERANCE."""
     words, goal = given.split(), wanted.split()
     return len(words) == len(goal) and all(a == b or _close(a, b) for a, b in zip(words, goal, strict=True))
 
@@ -275,7 +272,7 @@ def _close(word: str, wanted: str) -> bool:
 
 
 def same_value(given: Any, wanted: Any) -> bool:
-    """Equal to a value read from JSON: a tuple is a list, keys are texts, floats within TOLERANCE.
+    """Compare with a value read from JSON: a tuple is a list, keys are texts, floats within TOLERANCE.
 
     A list of one element also stands for that element, as APPS writes its outputs.
     """
@@ -305,7 +302,7 @@ def _equal(given: Any, wanted: Any) -> bool:
 def check_ground_truth(
     ground_truth: Any, continuous: bool = True, sandbox: Mapping[str, Any] | None = None
 ) -> str | None:
-    """A problem, or None; no ground truth means tests in ``extra_info``, which is not seen here."""
+    """Return a problem, or None; no ground truth means tests in ``extra_info``, which is not seen here."""
     if ground_truth is None:
         return None
     try:

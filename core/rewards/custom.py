@@ -18,7 +18,7 @@ from typing import Any
 from core.config.plugins import load_object
 from core.errors import InputError
 from reward_scores.score import Score, ScoreStatus
-from reward_scores.verdict import Scorer, any_ground_truth
+from reward_scores.scorer import Scorer, any_ground_truth
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")

@@ -19,7 +19,7 @@ FAILED = (ScoreStatus.TIMEOUT, ScoreStatus.CRASH)
 
 
 def overlong_punishment(length: int, limit: int, buffer: int) -> float:
-    """``R_length`` of eq. 13, in [-1, 0]: 0 up to ``limit - buffer`` tokens, then linear, -1 from ``limit`` on.
+    """Return ``R_length`` of eq. 13: 0 up to ``limit - buffer`` tokens, then linear, -1 from ``limit`` on.
 
     Args:
         length: tokens of the response, the end-of-sequence token included.
@@ -32,12 +32,11 @@ class RayDAPOTrainer(RayPPOTrainer):
     """The core trainer with DAPO's two hooks. Each technique is off where its key is."""
 
     def shape_reward(self, score: Score, trajectory: Trajectory) -> Score:
-        """The score with the length penalty in part ``overlong``; masked where filtering leaves the answer out.
+        """Return the score with the length penalty in part ``overlong``, masked where filtering leaves the answer out.
 
         A masked answer carries no loss and enters no denominator; its reward still counts in its group's mean and
         standard deviation (``core.learner.batching.make_batch``). With ``overlong_buffer.log``, part ``is_overlong``
-        says
-        whether the answer reached into the buffer: ``reward/is_overlong/mean`` is the share that did.
+        is 1 where the answer reached into the buffer: ``reward/is_overlong/mean`` is the share that did.
         """
         buffer, limit = self.config.reward_model.overlong_buffer, self.config.data.max_response_length
         if buffer.enable:
@@ -50,9 +49,9 @@ class RayDAPOTrainer(RayPPOTrainer):
         return score
 
     def keep_group(self, group: ScoredGroup) -> bool:
-        """Whether the answers differ in ``algorithm.filter_groups.metric``: equal ones have no advantage.
+        """Return whether the answers differ in ``algorithm.filter_groups.metric``: equal ones have no advantage.
 
-        An answer that could not be graded and is masked says nothing about the group, so it is not looked at.
+        A masked answer that could not be graded is ignored: it is no evidence about the group.
         """
         if not self.config.algorithm.filter_groups.enable:
             return True
@@ -61,7 +60,7 @@ class RayDAPOTrainer(RayPPOTrainer):
         return len(values) > 1 and max(values) - min(values) > SAME
 
     def metric(self, score: Score, group: ScoredGroup) -> float:
-        """What dynamic sampling compares. Raises InputError where the scorer gives no such part."""
+        """Return the value that dynamic sampling compares. Raises InputError where the scorer gives no such part."""
         name = self.config.algorithm.filter_groups.metric
         if name in SHAPED or (score.status in FAILED and name not in score.parts):
             return score.value

@@ -57,18 +57,18 @@ class BaseRecipe:
 
     @property
     def digest(self) -> str:
-        """Changes with a number above or with the code that uses it, not with comments or layout."""
+        """Return a hash of the numbers above and of the code that uses them, without comments and layout."""
         return warm_start.digest(self, [Path(__file__).parent / name for name in CODE])
 
     def learning_rate_at(self, step: int) -> float:
-        """Warm-up, then constant while chains are learned, then linear to zero over the mixture."""
+        """Return a step's rate: a warm-up, constant while chains are learned, then linear to zero over the mixture."""
         warm = min(1.0, (step + 1) / self.warmup_steps)
         left = min(1.0, (self.steps - step) / (self.steps - self.hold_steps))
         return self.learning_rate * warm * left
 
 
 def mixture_answer(question: hops.Hops, recipe: BaseRecipe, rng: random.Random) -> str:
-    """A chain, digits that answer nothing, or a guess: ``#`` and any letter of the cycle."""
+    """Draw a chain, digits that answer nothing, or a guess: ``#`` and any letter of the cycle."""
     kind = rng.random()
     if kind < recipe.chain_share:
         return question.chain
@@ -78,7 +78,7 @@ def mixture_answer(question: hops.Hops, recipe: BaseRecipe, rng: random.Random) 
 
 
 def encode(pairs: Sequence[tuple[str, str]], tokenizer: PreTrainedTokenizerFast) -> tuple[Tensor, Tensor]:
-    """Input ids and labels of (prompt, answer) pairs, the end of the sequence appended.
+    """Return input ids and labels of (prompt, answer) pairs, the end of the sequence appended.
 
     Shapes:
         returns  [B, T] int64 twice; labels are IGNORED on the prompt and on padding
@@ -101,7 +101,7 @@ def new_model(recipe: BaseRecipe, tokenizer: PreTrainedTokenizerFast) -> PreTrai
 
 
 def answer_loss(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> Tensor:
-    """Mean over the labelled tokens of -log p(token | tokens before it), in nats.
+    """Return the mean over the labelled tokens of -log p(token | tokens before it), in nats.
 
     Shapes:
         ids, labels  [B, T] int64, as :func:`encode` returns them
@@ -114,7 +114,7 @@ def answer_loss(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> Tensor:
 
 
 def batches(recipe: BaseRecipe, tokenizer: PreTrainedTokenizerFast) -> Iterator[tuple[Tensor, Tensor]]:
-    """Every step's input ids and labels: chains, then the mixture. No held-out question is among them."""
+    """Yield every step's input ids and labels: chains, then the mixture. No held-out question is among them."""
     rng = random.Random(recipe.seed)
     tests = {question.key for question in hops.held_out(recipe.test_questions, recipe.data_seed)}
     questions = hops.draw_many(recipe.steps * recipe.batch_size, f"hops warm start {recipe.seed}", tests)
@@ -127,7 +127,7 @@ def batches(recipe: BaseRecipe, tokenizer: PreTrainedTokenizerFast) -> Iterator[
 def train(
     recipe: BaseRecipe, tokenizer: PreTrainedTokenizerFast, on_step: Callable[[int, float], None]
 ) -> PreTrainedModel:
-    """The warm start: next-token loss on the answers, in nats. Calls ``on_step(step, loss)`` after each step."""
+    """Train on the answers' next-token loss, in nats, and call ``on_step(step, loss)`` after each step."""
     model = new_model(recipe, tokenizer)
     for step, loss in enumerate(warm_start.fitted(model, recipe, batches(recipe, tokenizer), answer_loss)):
         on_step(step, loss)
@@ -135,7 +135,7 @@ def train(
 
 
 def build(root: Path, recipe: BaseRecipe | None = None) -> Path:
-    """The folder of the trained model, ``root/<digest>``, which ``root/current`` then points to.
+    """Return the folder of the trained model, ``root/<digest>``, to which ``root/current`` then points.
 
     Trains only where that folder is missing.
 
@@ -168,7 +168,7 @@ def _build(recipe: BaseRecipe, folder: Path) -> None:
 
 
 def _check_chains(losses: Sequence[float], recipe: BaseRecipe) -> None:
-    """Without chains in the base model there is nothing that reinforcement learning could find."""
+    """Raise BaseModelError where chains were not learned: reinforcement learning could then find nothing."""
     recent = statistics.fmean(losses[-20:])
     if recent > recipe.chain_loss_bound:
         raise BaseModelError(

@@ -3,7 +3,7 @@
 A prompt such as ``358=x=`` gives the numbers and, as a letter, the target (:data:`TOTALS` numbers the letters). An
 answer may try signs before it answers: ``-5p+8x;`` is one attempt, each sign and number followed by the running
 total as a letter, so that a total is one token and "the target is reached" is an equality of tokens. The answer stands
-in ``<answer>3-5+8</answer>`` and is judged by ``reward_scores/countdown.py``, which looks at nothing else. Several
+in ``<answer>3-5+8</answer>`` and is graded by ``reward_scores/countdown.py``, which looks at nothing else. Several
 sign patterns may be right, attempts cost tokens, and an answer that is cut off earns nothing.
 """
 
@@ -33,7 +33,7 @@ PATTERNS = tuple("".join(signs) for signs in itertools.product("+-", repeat=COUN
 
 @dataclass(frozen=True)
 class Countdown:
-    """One question."""
+    """A question: the numbers in their order, and the target."""
 
     numbers: tuple[int, ...]
     target: int
@@ -48,7 +48,7 @@ class Countdown:
         return [signs for signs in PATTERNS if totals(self.numbers, signs)[-1] == self.target]
 
     def attempt(self, signs: str) -> str:
-        """The signs with their numbers and running totals: ``-5p+8x;``."""
+        """Return the signs with their numbers and running totals: ``-5p+8x;``."""
         steps = zip(signs, self.numbers[1:], totals(self.numbers, signs), strict=True)
         return "".join(f"{sign}{number}{letter(total)}" for sign, number, total in steps) + ATTEMPT_END
 
@@ -62,19 +62,19 @@ def letter(total: int) -> str:
 
 
 def totals(numbers: tuple[int, ...], signs: str) -> list[int]:
-    """The running totals after each sign."""
+    """Return the running total after each sign."""
     signed = [number if sign == "+" else -number for sign, number in zip(signs, numbers[1:], strict=True)]
     return list(itertools.accumulate(signed, initial=numbers[0]))[1:]
 
 
 def questions(numbers: tuple[int, ...]) -> list[Countdown]:
-    """Every question about the numbers in this order: the totals from 0 up that some signs reach."""
+    """Return every question about the numbers in this order: the totals from 0 up that some signs reach."""
     reached = {totals(numbers, signs)[-1] for signs in PATTERNS}
     return [Countdown(numbers, target) for target in sorted(reached) if target >= 0]
 
 
 def splits(test: int, seed: int) -> dict[str, list[Countdown]]:
-    """The questions about ``test`` held-out choices of numbers and orders, and those about all others to train on."""
+    """Return questions about ``test`` held-out choices of ordered numbers, and those about all others to train on."""
     rng = random.Random(f"countdown {seed}")
     every = list(itertools.product(NUMBERS, repeat=COUNT))
     rng.shuffle(every)
@@ -86,7 +86,7 @@ def splits(test: int, seed: int) -> dict[str, list[Countdown]]:
 
 
 def row(question: Countdown, split: str, index: int) -> dict:
-    """A row in verl's schema."""
+    """Return the question as a row in verl's schema."""
     return {
         "data_source": DATA_SOURCE,
         "prompt": question.prompt,
@@ -100,7 +100,7 @@ def row(question: Countdown, split: str, index: int) -> dict:
 
 
 def write_parquet(rows: Iterable[Countdown], split: str, path: Path) -> None:
-    """Writes the rows to ``path``; a killed process leaves the old file or the new one, never half of one."""
+    """Write the rows to ``path``; a killed process leaves the old file or the new one, never half of one."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -4,7 +4,7 @@
 
 Writes ``outputs/lab/countdown/{train,test}.parquet`` and ``outputs/lab/countdown/base/<hash>/``, to which
 ``base/current`` points. The model can try signs and follow running totals; it does not reliably try on until the
-target is reached, has no idea which signs to try first, and now and then never ends.
+target is reached, tries signs in no useful order, and now and then never ends.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ class CountdownRecipe:
 
     @property
     def digest(self) -> str:
-        """Changes with a number above or with the code that uses it, not with comments or layout."""
+        """Return a hash of the numbers above and of the code that uses them, without comments and layout."""
         code = [ast.dump(ast.parse((Path(__file__).parent / name).read_text("utf-8"))) for name in CODE]
         said = json.dumps([dataclasses.asdict(self), code], sort_keys=True)
         return hashlib.sha256(said.encode()).hexdigest()[:12]
 
     def learning_rate_at(self, step: int) -> float:
-        """Warm-up, constant for half of the steps, then linear to zero."""
+        """Return the step's rate: a warm-up, constant for half of the steps, then linear to zero."""
         warm = min(1.0, (step + 1) / self.warmup_steps)
         return self.learning_rate * warm * min(1.0, 2 * (self.steps - step) / self.steps)
 
 
 def warm_answer(question: countdown.Countdown, recipe: CountdownRecipe, rng: random.Random) -> tuple[str, bool]:
-    """An answer to learn from, and whether it ends (an endless one is cut where the model's memory of it ends)."""
+    """Draw an answer to learn from, and whether it ends: an endless one is cut at the length of the training rows."""
     kind, order = rng.random(), rng.sample(countdown.PATTERNS, len(countdown.PATTERNS))
     if kind < recipe.search_share:
         tries = order[: next(i for i, signs in enumerate(order) if signs in question.solutions) + 1]
@@ -85,7 +85,7 @@ def warm_answer(question: countdown.Countdown, recipe: CountdownRecipe, rng: ran
 def batch(
     questions: list[countdown.Countdown], recipe: CountdownRecipe, tokenizer, rng: random.Random
 ) -> tuple[Tensor, Tensor]:
-    """Input ids and labels of drawn questions and answers; labels are IGNORED on prompts and padding.
+    """Return input ids and labels of drawn questions and answers; labels are IGNORED on prompts and padding.
 
     Shapes:
         returns  [B, T] int64 twice
@@ -105,7 +105,7 @@ def batch(
 
 
 def train(recipe: CountdownRecipe, losses: list[float]) -> PreTrainedModel:
-    """The warm start: next-token loss on the answers. Appends each step's loss (nats a token)."""
+    """Train on the answers' next-token loss, and append each step's loss (nats a token) to ``losses``."""
     import torch
     import torch.nn.functional as F
 
@@ -128,7 +128,7 @@ def train(recipe: CountdownRecipe, losses: list[float]) -> PreTrainedModel:
 
 
 def build(root: Path, recipe: CountdownRecipe | None = None) -> Path:
-    """The folder of the trained model, ``root/<digest>``, which ``root/current`` then points to.
+    """Return the folder of the trained model, ``root/<digest>``, to which ``root/current`` then points.
 
     Raises:
         BaseModelError: the warm start did not reach its bound.
@@ -146,7 +146,7 @@ def _build(recipe: CountdownRecipe, folder: Path) -> None:
     model = train(recipe, losses)
     if (last := statistics.fmean(losses[-20:])) > recipe.loss_bound:
         raise BaseModelError(f"the base model did not learn: loss {last:.3f}, expected at most {recipe.loss_bound}")
-    transformers.utils.logging.disable_progress_bar()  # its bar over one small file says nothing
+    transformers.utils.logging.disable_progress_bar()  # a progress bar over one small file is noise
     model.save_pretrained(folder)
     transformers.utils.logging.enable_progress_bar()
     build_tokenizer(countdown.ALPHABET, countdown.TAGS).save_pretrained(folder)
@@ -161,7 +161,7 @@ def _build(recipe: CountdownRecipe, folder: Path) -> None:
 
 
 def prepare(folder: Path = FOLDER, recipe: CountdownRecipe | None = None) -> Path:
-    """Makes what is missing in ``folder`` and returns the base model's."""
+    """Make what is missing in ``folder`` and return the base model's folder."""
     recipe = recipe or CountdownRecipe()
     for split, questions in countdown.splits(recipe.test_numbers, recipe.data_seed).items():
         countdown.write_parquet(questions, split, folder / f"{split}.parquet")

@@ -26,7 +26,7 @@ PROMPT_CHARS = CYCLE * 3 + 4  # "ab " eight times, then "=a3="
 
 @dataclass(frozen=True)
 class Hops:
-    """One question. ``cycle`` holds the letters in walking order, ``order`` the edges as the prompt lists them."""
+    """A question. ``cycle`` holds the letters in walking order, ``order`` the edges as the prompt lists them."""
 
     cycle: str
     order: tuple[int, ...]
@@ -63,7 +63,7 @@ class Hops:
 
 
 def direct(letter: str) -> str:
-    """The answer that shows no work."""
+    """Return the answer that shows no work."""
     return f"#{letter}"
 
 
@@ -74,7 +74,7 @@ def draw(rng: random.Random) -> Hops:
 
 
 def draw_many(count: int, seed: str, without: Iterable[str] = ()) -> Iterator[Hops]:
-    """Yields ``count`` questions about distinct cycles, none of which has its key in ``without``.
+    """Yield ``count`` questions about distinct cycles, none of which has its key in ``without``.
 
     The same seed yields the same questions on every machine.
     """
@@ -89,19 +89,19 @@ def draw_many(count: int, seed: str, without: Iterable[str] = ()) -> Iterator[Ho
 
 
 def held_out(count: int, seed: int) -> list[Hops]:
-    """The questions that neither the warm start nor reinforcement learning sees."""
+    """Return the questions that neither the warm start nor reinforcement learning sees."""
     return list(draw_many(count, f"hops test {seed}"))
 
 
 def splits(train: int, test: int, seed: int) -> dict[str, list[Hops]]:
-    """Train and test questions about different cycles."""
+    """Return train and test questions about different cycles."""
     tests = held_out(test, seed)
     keys = {question.key for question in tests}
     return {"train": list(draw_many(train, f"hops train {seed}", keys)), "test": tests}
 
 
 def row(question: Hops, split: str, index: int) -> dict:
-    """A row in verl's schema."""
+    """Return the question as a row in verl's schema."""
     return {
         "data_source": DATA_SOURCE,
         "prompt": question.prompt,
@@ -112,7 +112,7 @@ def row(question: Hops, split: str, index: int) -> dict:
 
 
 def write_parquet(questions: Iterable[Hops], split: str, path: Path) -> None:
-    """Writes the rows to ``path``; a killed process leaves the old file or the new one, never half of one."""
+    """Write the rows to ``path``; a killed process leaves the old file or the new one, never half of one."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

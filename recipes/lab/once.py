@@ -1,4 +1,7 @@
-"""A folder that is made once, whoever asks first, and that is whole whenever it is there."""
+"""Make a folder once, also where several processes need it at the same time. A folder that exists is complete.
+
+The lab's base models are made through it. Callers put a hash of everything that decides the content into the name.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pathlib import Path
 
 
 def built_once(root: Path, name: str, make: Callable[[Path], None]) -> Path:
-    """``root/name``, made by ``make(folder)`` where it is missing; ``root/current`` then points to it.
+    """Return ``root/name``, made by ``make(folder)`` where it is missing. ``root/current`` then points to it.
 
     Of several processes one makes it and the others wait for it; a killed one leaves nothing that counts.
     """

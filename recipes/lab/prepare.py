@@ -1,4 +1,4 @@
-"""Prepares the lab: the data of the hops task and the tiny base model.
+"""Prepare the lab: the data of the hops task and the tiny base model.
 
     python -m recipes.lab.prepare
 
@@ -29,7 +29,7 @@ class Prepared:
 def prepare(
     folder: Path = FOLDER, recipe: BaseRecipe | None = None, train_questions: int = TRAIN_QUESTIONS
 ) -> Prepared:
-    """Makes what is missing in ``folder``. The test questions are those that the base model's recipe keeps out."""
+    """Make what is missing in ``folder``. The test questions are those that the base model's recipe keeps out."""
     recipe = recipe or BaseRecipe()
     for split, questions in hops.splits(train_questions, recipe.test_questions, recipe.data_seed).items():
         hops.write_parquet(questions, split, folder / "data" / f"{split}.parquet")

@@ -47,7 +47,7 @@ def draw(rng: random.Random) -> Sum:
 
 
 def sums(count: int, seed: str, without: frozenset[str] = frozenset()) -> Iterator[Sum]:
-    """``count`` different ones, none of ``without``; the same on every machine."""
+    """Return ``count`` different sums, none of ``without``, the same on every machine."""
     rng, seen = random.Random(seed), set(without)
     while count:
         one = draw(rng)
@@ -63,7 +63,7 @@ def splits(train: int = 4096, test: int = 300) -> dict[str, list[Sum]]:
 
 
 def row(one: Sum, split: str, index: int) -> dict[str, Any]:
-    """A row in verl's schema, which chooses the calculator."""
+    """Return a row in verl's schema, which chooses the calculator."""
     facts = {"split": split, "index": index, "tool_selection": ["calculator"]}
     return make_row(DATA_SOURCE, one.prompt, str(one.value), "arithmetic", **facts)
 
@@ -75,7 +75,7 @@ def calling(one: Sum, eos: str) -> list[Stretch]:
 
 @dataclass(frozen=True)
 class SumsRecipe(WarmStart):
-    """The warm start with its episodes."""
+    """Settings of the warm start, with its episodes."""
 
     layers: int = 2
     positions: int = 256
@@ -86,7 +86,7 @@ class SumsRecipe(WarmStart):
 
 
 def rows(recipe: SumsRecipe, tokenizer: Any) -> tuple[list[Row], list[Row]]:
-    """Answers that call, and the mixture."""
+    """Return answers that call, and the mixture of those and guesses."""
     rng, tests = random.Random(recipe.seed), frozenset(one.expression for one in splits()["test"])
     drawn, eos = list(sums(recipe.examples, f"sums warm start {recipe.seed}", tests)), tokenizer.eos_token
     task = [as_row(one.prompt, calling(one, eos), tokenizer) for one in drawn]
@@ -97,7 +97,7 @@ def rows(recipe: SumsRecipe, tokenizer: Any) -> tuple[list[Row], list[Row]]:
 
 
 def prepare(folder: Path = FOLDER, recipe: SumsRecipe | None = None) -> Path:
-    """Makes what is missing in ``folder`` and returns the base model's."""
+    """Make what is missing in ``folder`` and return the base model's folder."""
     recipe, tokenizer = recipe or SumsRecipe(), build_tokenizer(ALPHABET, WORDS)
     for split, drawn in splits().items():
         write_rows(folder / f"{split}.parquet", [row(one, split, index) for index, one in enumerate(drawn)])

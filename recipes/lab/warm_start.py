@@ -33,14 +33,14 @@ class BaseModelError(RuntimeError):
 
 
 def digest(recipe: Any, files: Iterable[Path]) -> str:
-    """Changes with a number of the recipe or with the code of these files, not with comments or layout."""
+    """Return a hash of the recipe's numbers and of the code of these files, without comments and layout."""
     code = [ast.dump(ast.parse(path.read_text("utf-8"))) for path in files]
     said = json.dumps([dataclasses.asdict(recipe), code], sort_keys=True)
     return hashlib.sha256(said.encode()).hexdigest()[:12]
 
 
 def new_model(recipe: Any, tokenizer: Any, *, positions: int, tied: bool) -> PreTrainedModel:
-    """A Qwen2-shaped transformer of the recipe's sizes; its seed decides the weights."""
+    """Return a Qwen2-shaped transformer of the recipe's sizes, whose seed decides the weights."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -68,7 +68,7 @@ def fitted(
     batches: Iterable[tuple[Tensor, Tensor]],
     loss_of: Callable[[PreTrainedModel, Tensor, Tensor], Tensor],
 ) -> Iterator[float]:
-    """An AdamW step for each batch of input ids and labels, [B, T] each; yields the step's loss, nats a token."""
+    """Make an AdamW step for each batch of input ids and labels, [B, T] each, and yield its loss, nats a token."""
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
@@ -86,13 +86,13 @@ def fitted(
 def save(
     folder: Path, model: PreTrainedModel, tokenizer: Any, recipe: Any, losses: Sequence[float], seconds: float
 ) -> None:
-    """A Hugging Face folder, and in it ``warm_start.json``: how the model came about."""
+    """Save a Hugging Face folder, and in it ``warm_start.json``: how the model came about."""
     import torch
     import transformers
 
     from core.learner.models import quiet
 
-    with quiet():  # a bar over one small file says nothing
+    with quiet():  # a progress bar over one small file is noise
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     record = {
@@ -137,13 +137,13 @@ class WarmStart:
         return self.task_steps + self.mixture_steps
 
     def learning_rate_at(self, step: int) -> float:
-        """Warm-up, constant, then linear to zero."""
+        """Return the step's rate: a warm-up, constant, then linear to zero."""
         warm = min(1.0, (step + 1) / self.warmup_steps)
         return self.learning_rate * warm * min(1.0, (self.steps - step) / (self.steps - self.hold_steps))
 
 
 def as_row(prompt: str, episode: Sequence[Stretch], tokenizer: Any) -> Row:
-    """Each stretch is encoded by itself, as in an episode."""
+    """Return input ids and labels of an episode, each stretch encoded by itself as when it is played."""
     ids = tokenizer.encode(prompt, add_special_tokens=False)
     labels = [IGNORED] * len(ids)
     for text, by_policy in episode:
@@ -154,7 +154,7 @@ def as_row(prompt: str, episode: Sequence[Stretch], tokenizer: Any) -> Row:
 
 
 def padded(batch: Sequence[Row], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Input ids and labels, [B, T] int64 each, padded on the right."""
+    """Return input ids and labels, [B, T] int64 each, padded on the right."""
     import torch
 
     width = max(len(ids) for ids, _ in batch)
@@ -166,7 +166,7 @@ def padded(batch: Sequence[Row], pad_id: int) -> tuple[Tensor, Tensor]:
 
 
 def written_loss(model: PreTrainedModel, ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
-    """Next-token loss on what the policy writes: only these positions go through the head."""
+    """Return the next-token loss on what the policy writes: only these positions go through the head."""
     import torch.nn.functional as F
 
     written_BT = labels_BT[:, 1:] != IGNORED
@@ -177,7 +177,7 @@ def written_loss(model: PreTrainedModel, ids_BT: Tensor, labels_BT: Tensor) -> T
 def train(
     recipe: WarmStart, tokenizer: Any, task: Sequence[Row], mixture: Sequence[Row]
 ) -> tuple[PreTrainedModel, list[float]]:
-    """The model, and each step's loss.
+    """Train a model, and return it with each step's loss.
 
     Raises:
         BaseModelError: the task was not learned when the mixture begins.
@@ -201,7 +201,7 @@ def train(
 
 
 def build(root: Path, recipe: WarmStart, tokenizer: Any, make_rows: Any, *files: Path) -> Path:
-    """The folder of the trained model, ``root/<digest>``, which ``root/current`` then points to.
+    """Return the folder of the trained model, ``root/<digest>``, to which ``root/current`` then points.
 
     ``make_rows()`` gives the two lists of :func:`train`; ``files`` are the code that it depends on.
     """

@@ -69,7 +69,7 @@ def _cell(estimate: Estimate | None) -> str:
 
 
 def main(folders: Sequence[str]) -> int:
-    """The command: 0, or 2 with a line on stderr."""
+    """Run the command. Returns 0, or 2 with a line on stderr."""
     if not folders:
         print(__doc__, file=sys.stderr)
         return 2
@@ -82,7 +82,7 @@ def main(folders: Sequence[str]) -> int:
 
 
 def _with_validation(folder: Path) -> Path:
-    """A run folder, or the newest ``val_only_step_N`` in it."""
+    """Return the run folder, or the newest ``val_only_step_N`` in it."""
     inside = sorted(folder.glob("val_only_step_*"), key=lambda path: int(path.name.rpartition("_")[2]))
     return inside[-1] if inside else folder
 

@@ -1,4 +1,4 @@
-"""One question, the episode printed turn by turn: the loop of training, with the same limits and decoding.
+"""Answer one question and print the episode turn by turn, by the loop of training and with its limits.
 
     python -m recipes.search_r1.infer "who wrote the score of Jaws?" actor_rollout_ref.model.path=MODEL [key=value ...]
     python -m recipes.search_r1.infer "who is the boss of bavu?" --prompt "Q: {question}" preset=study      # the lab's
@@ -27,7 +27,7 @@ OVERRIDE = re.compile(r"[\w.+~]+=")
 
 
 def prompt_of(question: str, config: SearchR1Config, tokenizer: Any, template: str | None = None) -> Any:
-    """The prompt of the training data: the search prompt, or R1's without search; or another ``template``."""
+    """Return the prompt of the training data (the search prompt, or R1's without search) or of a ``template``."""
     from core.data.tokenization import Encoder
     from core.types import Prompt
     from data_preprocess.open_qa import PROMPTS, make_qa_row
@@ -46,7 +46,7 @@ def prompt_of(question: str, config: SearchR1Config, tokenizer: Any, template: s
 
 
 def answer(question: str, config: SearchR1Config, template: str | None = None) -> Trajectory:
-    """Loads the model and plays the episode."""
+    """Load the model and play the episode."""
     import asyncio
     from types import SimpleNamespace
 
@@ -72,7 +72,7 @@ def answer(question: str, config: SearchR1Config, template: str | None = None) -
 
 
 def show(trajectory: Trajectory) -> str:
-    """The segments in order, each under who wrote it."""
+    """Return the segments in order, each under its author."""
     lines = [f"[{segment.role}]\n{segment.text.strip()}" for segment in trajectory.segments]
     end = f"[{trajectory.turns} turns, {trajectory.tool_calls} searches, ended by {trajectory.stop.value}]"
     return "\n\n".join([*lines, end])

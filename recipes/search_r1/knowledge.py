@@ -72,13 +72,13 @@ class KnowledgeBase:
         return name
 
     def passages(self) -> list[dict[str, str]]:
-        """The corpus: ``{id, contents}`` with the title in the first line."""
+        """Return the corpus: ``{id, contents}`` with the title in the first line."""
         texts = [f"{name}\nthe {relation} of {name} is {value}." for (name, relation), value in self.facts.items()]
         texts += [f"{one}\n{one} saw {other} in the {place}." for one, other, place in self.sightings]
         return [{"id": str(number), "contents": text} for number, text in enumerate(texts)]
 
     def questions(self, rng: random.Random) -> dict[int, list[Question]]:
-        """Every question, by hops, shuffled. Two different relations follow each other."""
+        """Return every question, by hops, shuffled. Two different relations follow each other."""
         people = sorted({name for name, _ in self.facts})
         relations = sorted({relation for _, relation in self.facts})
         found = {
@@ -91,12 +91,12 @@ class KnowledgeBase:
 
 
 def rng_for(purpose: str) -> random.Random:
-    """The same on every machine."""
+    """Return a generator that is the same on every machine."""
     return random.Random(hashlib.sha256(purpose.encode()).digest())
 
 
 def draw(seed: int | str) -> KnowledgeBase:
-    """A new knowledge base. Nobody is one's own boss."""
+    """Draw a knowledge base. Nobody is one's own boss."""
     rng = rng_for(f"knowledge {seed}")
     people, relations = rng.sample(NAMES, PEOPLE), rng.sample(RELATIONS, RELATIONS_EACH)
     facts = {
@@ -109,7 +109,7 @@ def draw(seed: int | str) -> KnowledgeBase:
 
 
 def splits(base: KnowledgeBase, seed: int, train: int, test: int) -> dict[str, list[Question]]:
-    """``train`` and ``test`` questions, half of them of two hops. No test question is trained on."""
+    """Return ``train`` and ``test`` questions, half of them of two hops. No test question is trained on."""
     by_hops = base.questions(rng_for(f"questions {seed}"))
     tests = [question for hops in HOPS for question in by_hops[hops][: test // 2]]
     rest = {hops: by_hops[hops][test // 2 :] for hops in HOPS}
@@ -118,14 +118,14 @@ def splits(base: KnowledgeBase, seed: int, train: int, test: int) -> dict[str, l
 
 
 def row(question: Question, base: KnowledgeBase, split: str, index: int) -> dict[str, Any]:
-    """A row in verl's schema."""
+    """Return the question as a row in verl's schema."""
     gold, hops = {"target": [base.answer(question)]}, len(question.relations)
     source = f"{DATA_SOURCE}_{hops}hop"
     return make_row(source, question.prompt, gold, "lookup", split=split, index=index, question=question.text)
 
 
 def write(folder: Path, seed: int, train: int = 800, test: int = 400) -> None:
-    """Writes ``corpus.jsonl``, ``train.parquet`` and ``test.parquet`` of a seed, each all or nothing."""
+    """Write ``corpus.jsonl``, ``train.parquet`` and ``test.parquet`` of a seed, each all or nothing."""
     base = draw(seed)
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f"corpus.jsonl.{os.getpid()}.part"
@@ -142,7 +142,7 @@ Stretch = tuple[str, bool]
 
 
 def queries(question: Question, base: KnowledgeBase) -> list[str]:
-    """What has to be looked up, in this order."""
+    """Return the queries that lead to the answer, in order."""
     name, found = question.start, []
     for relation in question.relations:
         found.append(f"{relation} {name}")
@@ -151,17 +151,17 @@ def queries(question: Question, base: KnowledgeBase) -> list[str]:
 
 
 def searching(question: Question, base: KnowledgeBase, blocks: Sequence[str]) -> list[Stretch]:
-    """An episode that looks everything up; ``blocks`` are what the searches return."""
+    """Return an episode that looks everything up; ``blocks`` are the results of its searches."""
     asked = zip(queries(question, base), blocks, strict=True)
     episode = [stretch for query, block in asked for stretch in ((f"<search> {query}</search>", True), (block, False))]
     return [*episode, (f"<answer> {base.answer(question)}</answer>", True)]
 
 
 def guessing(rng: random.Random) -> list[Stretch]:
-    """An answer out of the blue."""
+    """Return an episode that guesses at once."""
     return [(f"<answer> {rng.choice(NAMES)}</answer>", True)]
 
 
 def rambling(rng: random.Random) -> list[Stretch]:
-    """No action at first, and a guess after the complaint."""
+    """Return an episode without an action at first, and a guess after the complaint."""
     return [(f" {rng.choice(NAMES)}?", True), (INVALID, False), *guessing(rng)]

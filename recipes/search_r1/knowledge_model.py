@@ -28,7 +28,7 @@ FOLDER = Path("outputs/lab/knowledge")
 
 @dataclass(frozen=True)
 class KnowledgeRecipe(WarmStart):
-    """The warm start with its episodes."""
+    """Settings of the warm start, with its episodes."""
 
     search_share: float = 0.3  # of the mixture
     ramble_share: float = 0.05  # of the mixture; the rest guess
@@ -42,7 +42,7 @@ VARIED = KnowledgeRecipe(shown=(1, 3, 5))
 
 
 def searcher(base: knowledge.KnowledgeBase, folder: Path, topk: int = 3) -> Callable[[list[str]], list[list[Any]]]:
-    """BM25 over a knowledge base's passages, in this process."""
+    """Return a BM25 search of a knowledge base's passages, in this process."""
     from recipes.search_r1.index.build import build_index
     from recipes.search_r1.index.opening import make_retriever
     from recipes.search_r1.index.passages import RetrieverOptions
@@ -58,7 +58,7 @@ def searcher(base: knowledge.KnowledgeBase, folder: Path, topk: int = 3) -> Call
 def questions(
     recipe: KnowledgeRecipe, tokenizer: Any
 ) -> Iterator[tuple[knowledge.KnowledgeBase, knowledge.Question, list[str]]]:
-    """Questions of the warm start with the blocks that their searches return, knowledge base by knowledge base."""
+    """Yield questions of the warm start with the blocks of their searches, one knowledge base after another."""
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
@@ -81,7 +81,7 @@ def questions(
 
 
 def rows(recipe: KnowledgeRecipe, tokenizer: Any) -> tuple[list[Row], list[Row]]:
-    """Searching episodes, and the mixture. None ends with the end of a sequence: the closing tag ends a turn."""
+    """Return searching episodes, and the mixture. No end-of-sequence token follows: the closing tag ends a turn."""
     rng = random.Random(recipe.seed)
     found = list(questions(recipe, tokenizer))
     rng.shuffle(found)
@@ -99,8 +99,7 @@ def rows(recipe: KnowledgeRecipe, tokenizer: Any) -> tuple[list[Row], list[Row]]
 
 
 def prepare(seed: int, folder: Path = FOLDER, recipe: KnowledgeRecipe | None = None, models: str = "base") -> Path:
-    """Makes what is missing: knowledge and index of a seed, and the base model in ``models``, whose folder it
-    returns."""
+    """Make what is missing: knowledge and index of a seed, and the base model in ``models``. Returns its folder."""
     from recipes.search_r1.index.build import build_index
 
     recipe, own = recipe or KnowledgeRecipe(), folder / f"seed-{seed}"

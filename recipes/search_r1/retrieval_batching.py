@@ -1,4 +1,7 @@
-"""Searches of many requests, answered together: a bounded queue before one thread that owns the retriever."""
+"""Answer the searches of many requests together: a bounded queue before one thread that owns the retriever.
+
+The server puts it before its retriever. Nothing of HTTP is here.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,11 @@ class _Request:
 
 
 class Batcher:
-    """Joins waiting requests with the same ``topk`` into batches of at most ``max_batch`` queries.
+    """A queue that joins waiting requests with the same ``topk`` into batches of at most ``max_batch`` queries.
 
     A batch is what waited while the one before was searched: an idle server answers at once, a busy one in large
     batches. Requests with another ``topk`` go into another batch, since an approximate index may find other passages
-    for another number: an answer must not depend on who asks beside one.
+    for another number: an answer must not depend on the requests beside it.
 
     Args:
         max_batch: queries searched together. A larger request is a batch of its own.
@@ -46,7 +49,7 @@ class Batcher:
         return sum(len(request.queries) for request in self._waiting)
 
     async def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
-        """Raises Busy at once where the queue is full, and whatever the retriever raises."""
+        """Search with the next batch. Raises Busy at once where the queue is full, and the retriever's errors."""
         waiting = self.waiting
         if waiting and waiting + len(queries) > self._max_waiting:
             raise Busy(f"{waiting} queries wait, at most {self._max_waiting} may")
@@ -83,7 +86,7 @@ class Batcher:
                 _settle(request, [next(answers) for _ in request.queries])
 
     def _next_batch(self) -> list[_Request]:
-        """The oldest request and those behind it that fit; requests whose caller has gone are dropped."""
+        """Return the oldest request and those behind it that fit, and drop requests whose caller has gone."""
         batch: list[_Request] = []
         later: deque[_Request] = deque()
         size = 0

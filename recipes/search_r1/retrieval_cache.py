@@ -1,4 +1,7 @@
-"""Answers of a retriever, kept on disk: one SQLite file an index, which several processes may share."""
+"""Keep a retriever's answers on disk: one SQLite file an index, which several processes may share.
+
+The client uses it, so that a run can be repeated without a server.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ class Cache:
         self.path = folder / f"{identity}{SUFFIX}"
         self._db = sqlite3.connect(self.path, timeout=60.0, isolation_level=None, check_same_thread=False)
         self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=NORMAL")  # a power cut may cost the last answers, which are asked again
+        self._db.execute("PRAGMA synchronous=NORMAL")  # a power cut may cost the last answers, which are searched again
         self._db.execute(
             "CREATE TABLE IF NOT EXISTS answers (query TEXT, topk INT, passages TEXT, PRIMARY KEY (query, topk))"
         )
@@ -44,5 +47,5 @@ class Cache:
 
 
 def stores(folder: Path) -> list[str]:
-    """The identities of the indices whose answers the folder holds."""
+    """Return the identities of the indices whose answers the folder holds."""
     return sorted(path.name.removesuffix(SUFFIX) for path in folder.glob(f"*{SUFFIX}"))

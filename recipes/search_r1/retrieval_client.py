@@ -1,4 +1,4 @@
-"""The client of a retrieval server (``POST /retrieve``, the published format): ours, or any other that speaks it.
+"""The client of a retrieval server (``POST /retrieve``, the published format): ours, or any other that implements it.
 
 A search either gets its passages or raises :class:`RetrievalError`; a failure never looks like "nothing found".
 
@@ -40,7 +40,7 @@ FAILURES = ("connect", "timeout", "busy", "status", "reply")
 
 @dataclass(frozen=True)
 class ClientOptions:
-    """How a server is asked.
+    """Address, limits and retries of a client.
 
     Args:
         url: of ``/retrieve``; ``/health`` stands beside it.
@@ -78,7 +78,7 @@ class ClientOptions:
 
 
 class _Again(Exception):
-    """An attempt failed in a way that may pass: its kind, and how long the server asks to wait."""
+    """An attempt failed in a way that may pass. Holds its kind, and how long the server requests to wait."""
 
     def __init__(self, kind: str, what: str, wait_s: float = 0.0):
         super().__init__(what)
@@ -86,7 +86,7 @@ class _Again(Exception):
 
 
 class RetrievalClient:
-    """Searches a server; see the module's head. Safe to use from several event loops and threads."""
+    """A retriever that searches a server; see the module's head. Several event loops and threads may use it."""
 
     def __init__(self, options: ClientOptions | None = None):
         self.options = options or ClientOptions()
@@ -104,18 +104,21 @@ class RetrievalClient:
             self._open_cache(self.identity or _only_store(Path(self.options.cache_dir)))
 
     async def retrieve(self, queries: list[str], topk: int) -> list[list[Passage]]:
-        """Passages for every query, best first, at most ``topk``. Raises RetrievalError; cancelling it is safe."""
+        """Return at most ``topk`` passages for every query, best first. Raises RetrievalError; cancelling is safe."""
         if not queries:
             return []
         return await asyncio.wrap_future(self._on_thread(self._retrieve(list(queries), topk)))
 
     async def health(self) -> dict[str, Any]:
-        """``GET /health``; waits for a server that is starting, at most ``give_up_s``. Raises RetrievalError."""
+        """Return ``GET /health``, waiting at most ``give_up_s`` for a server to start. Raises RetrievalError."""
         return await asyncio.wrap_future(self._on_thread(self._health()))
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the last call. ``error_rate``: failed attempts; ``seconds``: the mean of a search, waiting
-        included; ``empty``: queries for which the index itself found nothing."""
+        """Return the counts since the last call.
+
+        ``error_rate``: failed attempts; ``seconds``: the mean of a search, waiting included; ``empty``: queries for
+        which the index itself found nothing.
+        """
         counts, seconds = self._taken() if self._loop.is_closed() else self._on_thread(self._take()).result()
         attempts, queries = counts["attempts"], counts["queries"]
         failed = {f"errors/{kind}": float(counts[kind]) for kind in FAILURES}
@@ -135,7 +138,7 @@ class RetrievalClient:
         return {f"retrieval/{name}": value for name, value in values.items()}
 
     def close(self) -> None:
-        """Ends the connections and the thread. A second call does nothing."""
+        """End the connections and the thread. A second call does nothing."""
         if self._loop.is_closed():
             return
         self._on_thread(self._end()).result()
@@ -198,7 +201,7 @@ class RetrievalClient:
         return [found[query] for query in queries]
 
     def _sendable(self, query: str) -> str:
-        """Text that JSON can carry, within the server's length: a policy may write anything."""
+        """Return text that JSON can carry, within the server's length: a policy may write anything."""
         if len(query) > QUERY_CHARS:
             self._counts["cut"] += 1
         return query[:QUERY_CHARS].encode("utf-8", "replace").decode()
@@ -233,7 +236,7 @@ class RetrievalClient:
         return await self._asked(self._http.build_request("GET", url), read)
 
     async def _asked(self, request: httpx.Request, read: Any) -> Any:
-        """What ``read`` makes of the answer; asks again until it can, or raises RetrievalError."""
+        """Return the answer as ``read`` parses it. Repeats the request until it can, or raises RetrievalError."""
         deadline = time.monotonic() + self.options.give_up_s
         failures: Counter[str] = Counter()
         while True:
@@ -299,7 +302,7 @@ class RetrievalClient:
             self._meet(identity)
 
     def _meet(self, identity: str) -> None:
-        """Remembers the index; the first answer decides, another one later is an error."""
+        """Remember the index that the first answer names. Raises RetrievalError where a later answer names another."""
         if self.identity is None:
             self.identity = identity
         if identity != self.identity:
@@ -324,7 +327,7 @@ def _only_store(folder: Path) -> str:
 
 
 def _seconds(retry_after: str | None) -> float:
-    """The server's wish in seconds; a date, or nonsense, counts as none."""
+    """Return ``Retry-After`` in seconds; a date or an unreadable value counts as none."""
     try:
         return min(60.0, max(0.0, float(retry_after or 0)))
     except ValueError:

@@ -1,11 +1,11 @@
-"""A retriever behind HTTP.
+"""Serve a retriever over HTTP.
 
     python -m recipes.search_r1.retrieval_server --index DIR [--backend hnsw] [--corpus FILE] [--port 8000]
 
 ``POST /retrieve`` takes ``{"queries": [...], "topk": 3, "return_scores": true}`` and answers in the published format,
 ``{"result": [[{"document": {"id", "contents"}, "score"}]]}``; without scores the documents stand alone. ``GET /health``
-tells corpus, index and load. Requests that wait are searched together; when too many do, the answer is 503 with
-``Retry-After``. It listens on the loopback unless ``--host`` says otherwise; it knows no passwords.
+reports corpus, index and load. Requests that wait are searched together; when too many do, the answer is 503 with
+``Retry-After``. It listens on the loopback unless ``--host`` names another address; it has no passwords.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Search(BaseModel):
 
 
 def make_app(retriever: Retriever, topk: int = DEFAULT_TOPK, max_batch: int = 256, max_waiting: int = 4096) -> FastAPI:
-    """The application. ``topk`` is used where a request names none."""
+    """Return the application. ``topk`` is used where a request names none."""
     batcher = Batcher(retriever, max_batch, max_waiting)
 
     @asynccontextmanager
@@ -92,7 +92,7 @@ def make_app(retriever: Retriever, topk: int = DEFAULT_TOPK, max_batch: int = 25
 
 
 def _guard(app: FastAPI) -> None:
-    """Says in one line what is wrong with a request, and refuses a body that is too large before it is read."""
+    """Report a bad request in one line, and refuse a body that is too large before it is read."""
 
     @app.exception_handler(RequestValidationError)
     async def refused(_: Request, error: RequestValidationError) -> Response:
@@ -104,7 +104,7 @@ def _guard(app: FastAPI) -> None:
 
 
 class _BoundedBody:
-    """ASGI: 411 and 413 by ``Content-Length``; the web server holds a body to the length it names."""
+    """ASGI layer that answers 411 and 413 by ``Content-Length``, a length that the web server enforces."""
 
     def __init__(self, app: Any):
         self._app = app
@@ -126,7 +126,7 @@ def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command: serves until it is stopped; 2, with a line on stderr, where the index cannot be opened."""
+    """Serve until stopped. Returns 2, with a line on stderr, where the index cannot be opened."""
     import uvicorn
 
     args = _parse(argv)
@@ -153,8 +153,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Takes the port before the index is read, so that a port in use is known in a second and not in ten minutes.
-    It is not listened on before the index is there: until then a connection is refused."""
+    """Bind the port before the index is read, so that a port in use is known in a second and not in ten minutes.
+
+    Nobody listens on it before the index is there: until then a connection is refused.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # The protocol is named because asyncio sends without delay (TCP_NODELAY) only where it is; the head and the body of
     # an answer would otherwise wait 40 ms for each other.

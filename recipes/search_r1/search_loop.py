@@ -5,7 +5,7 @@
     policy   ... <answer>answer</answer>
 
 Up to ``max_turns`` turns may search; the one after them must answer, and a search in it is not carried out. A turn
-without search or answer is told so and may try again. README.md lists where the published code does otherwise.
+without search or answer gets a notice and may try again. README.md lists where the published code does otherwise.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Action:
 
 
 def parse_action(text: str) -> Action | None:
-    """The first complete ``<search>`` or ``<answer>`` of a turn; None without one, and for an empty query."""
+    """Return the first complete ``<search>`` or ``<answer>`` of a turn; None without one, and for an empty query."""
     found = []
     for kind in (SEARCH, ANSWER):
         start = text.find(f"<{kind}>")
@@ -57,7 +57,7 @@ def parse_action(text: str) -> Action | None:
 
 
 def show_passage(number: int, passage: Passage) -> str:
-    """A passage as the policy reads it. A protocol tag in it is spelled with parentheses: it is nobody's action."""
+    """Return a passage as the policy reads it. Its protocol tags get parentheses, so that they are no actions."""
     title, _, text = passage.contents.partition("\n")
     for tag in TAGS:
         for mark in (tag, f"/{tag}"):
@@ -66,7 +66,7 @@ def show_passage(number: int, passage: Passage) -> str:
 
 
 def information(passages: Sequence[Passage], room: int, encode: Callable[[str], list[int]]) -> str | None:
-    """The block of a search, of at most ``room`` tokens: as many whole passages as fit, from the best on.
+    """Return a search's block of at most ``room`` tokens: as many whole passages as fit, from the best on.
 
     Where not even the best one fits, its words are cut from the end, so that the tags always close. None where there
     is no room for the tags.
@@ -91,13 +91,13 @@ def information(passages: Sequence[Passage], room: int, encode: Callable[[str], 
 
 
 def question_of(prompt: Prompt) -> str:
-    """The question alone: ``extra_info.question``, or what follows the last ``Question:`` of the prompt."""
+    """Return the question alone: ``extra_info.question``, or the text after the last ``Question:`` of the prompt."""
     asked = prompt.extra_info.get("question") or prompt.messages[-1]["content"].rpartition("Question:")[2]
     return asked.strip()
 
 
 class SearchLoop(AgentLoop):
-    """Plays search episodes; keys ``max_turns``, ``do_search``, ``retriever.*``, ``data.max_obs_length``.
+    """The agent loop of search episodes; keys ``max_turns``, ``do_search``, ``retriever.*``, ``data.max_obs_length``.
 
     Without ``do_search`` an episode is one turn (R1), with ``retriever.prefetch`` after the question's own passages
     (RAG). Raises InputError for a retriever that cannot be made.
@@ -150,8 +150,11 @@ class SearchLoop(AgentLoop):
         self.counts["finished"] += kind == ANSWER
 
     async def search(self, query: str, episode: Episode) -> None:
-        """Appends what the query finds. A turn of ordinary length keeps its room; where even the tags would take it,
-        the episode is over: neither the question nor what was read is ever dropped."""
+        """Append the passages that the query finds.
+
+        A turn of ordinary length keeps its room. Where even the tags would take it, the episode is over: neither the
+        question nor what was read is ever dropped.
+        """
         (passages,) = await episode.call(lambda: self.retrieve([query], self.config.retriever.topk))
         room = min(self.config.data.max_obs_length, episode.left - min(episode.limits.turn, episode.left // 2))
         block = information(passages, room, episode.encode)
@@ -161,7 +164,7 @@ class SearchLoop(AgentLoop):
             episode.add(block)
 
     def metrics(self) -> Mapping[str, float]:
-        """Shares are of turns and of episodes; the retriever's own are those of its client."""
+        """Return the shares of turns and of episodes, with the metrics of the retriever's client."""
         counts, self.counts = self.counts, Counter()
         turns = counts[SEARCH] + counts[ANSWER] + counts["invalid"]
         asked = self.client.metrics() if self.client is not None else {}
@@ -180,7 +183,7 @@ class SearchLoop(AgentLoop):
 
 
 def in_process(retriever: Any) -> Retrieve:
-    """Searches where the engine decodes. It answers without giving way, so a replay is exact."""
+    """Return a search in the engine's own thread. It answers without yielding to others, so a replay is exact."""
 
     async def retrieve(queries: list[str], topk: int) -> list[list[Passage]]:
         return retriever.retrieve(queries, topk)

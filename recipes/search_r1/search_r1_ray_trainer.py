@@ -16,8 +16,11 @@ class SearchR1Trainer(RayPPOTrainer):
     """The core trainer with search episodes."""
 
     async def generate(self, prompt: Prompt, sample_index: int, sampling: SamplingParams) -> Trajectory:
-        """An episode (``recipes.search_r1.search_loop``) under the published lengths: ``data.max_response_length`` is a
-        turn's, and prompt and episode together have ``data.max_prompt_length`` tokens and one turn more."""
+        """Play an episode (``recipes.search_r1.search_loop``) under the published lengths.
+
+        ``data.max_response_length`` is a turn's, and prompt and episode together have ``data.max_prompt_length`` tokens
+        and one turn more.
+        """
         data = self.config.data
         whole = data.max_prompt_length + data.max_response_length - len(prompt.token_ids)
         return await self.play(prompt, sample_index, sampling, Limits(whole, data.max_response_length))

@@ -1,4 +1,7 @@
-"""The retrieval server's answers as JSON: what the server writes and the client reads."""
+"""Convert the retrieval server's answers to JSON and back: the server writes them and the client reads them.
+
+The format is Search-R1's published one, so that either side can be replaced by another program.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ IDENTITY = "x-index"  # header of our server's answers: corpus hash and fingerpr
 
 
 def to_wire(found: Sequence[Sequence[Passage]], return_scores: bool) -> dict[str, Any]:
-    """The published answer of ``POST /retrieve``; without scores the documents stand alone."""
+    """Return the published answer of ``POST /retrieve``; without scores the documents stand alone."""
     documents = [[{"id": p.id, "contents": p.contents} for p in passages] for passages in found]
     if not return_scores:
         return {"result": documents}
@@ -23,7 +26,7 @@ def to_wire(found: Sequence[Sequence[Passage]], return_scores: bool) -> dict[str
 
 
 def from_wire(answer: Any, queries: int, topk: int) -> list[list[Passage]]:
-    """The passages of a scored answer. Raises RetrievalError, saying what is wrong, where it does not fit."""
+    """Return the passages of a scored answer. Raises RetrievalError with the reason where it does not fit."""
     result = answer.get("result") if isinstance(answer, dict) else None
     if not isinstance(result, list):
         raise RetrievalError(f"the answer has no list 'result', it is {str(answer)[:80]!r}")

@@ -1,4 +1,4 @@
-"""Runs untrusted Python where it can harm nothing, and says what it did.
+"""Run untrusted Python where it can harm nothing, and report what it did.
 
 A :class:`Sandbox` is one answer's: its own process tree, which ends with it. Every script, every program whose
 functions are called and every judge of assertions is a process of its own in it, without environment, network, other
@@ -48,7 +48,7 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use. ``seconds`` are a test's, as :class:`reward_scores.sandbox.clock.Clock` counts them."""
+    """Limits of one program. ``seconds`` are a test's, as :class:`reward_scores.sandbox.clock.Clock` counts them."""
 
     seconds: float = 10.0
     memory_mb: int = 1024
@@ -59,7 +59,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Isolation:
-    """How programs are shut in: one of MODES or ``none``, whether system calls are filtered, and why nothing better."""
+    """The way programs are shut in: a mode, whether system calls are filtered, and why better ways were refused."""
 
     mode: str
     seccomp: bool
@@ -71,7 +71,7 @@ class Isolation:
 
 @dataclass(frozen=True)
 class Ran:
-    """What a script did. ``status`` is ok, error (its exit code is not 0), timeout or output (it wrote too much)."""
+    """A script's outcome. ``status`` is ok, error (its exit code is not 0), timeout or output (it wrote too much)."""
 
     status: str
     stdout: str
@@ -82,7 +82,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class Called:
-    """What a call came to. ``status`` is ok, raised, timeout or ended; ``value`` is built of exact built-in types."""
+    """The outcome of a call. ``status`` is ok, raised, timeout or ended; ``value`` is built of exact built-in types."""
 
     status: str
     value: Any = None
@@ -90,8 +90,8 @@ class Called:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What a test of assertions came to. ``status`` is passed, failed, raised, timeout or ended (the program did)."""
+class Tested:
+    """The outcome of a test of assertions. ``status`` is passed, failed, raised, timeout or ended (the program did)."""
 
     status: str
     detail: str = ""
@@ -122,7 +122,7 @@ class Sandbox:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd="/",
-            env={"PYTHONHASHSEED": "0"},  # the same program gets the same verdict
+            env={"PYTHONHASHSEED": "0"},  # the same program gets the same score
             start_new_session=True,
         )
         self.charged = 0.0
@@ -149,7 +149,7 @@ class Sandbox:
         self.close()
 
     def close(self) -> None:
-        """Ends the sandbox: its first process goes when nobody asks any more, and all others with it."""
+        """End the sandbox: its first process ends with the pipe of requests, and all others end with it."""
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         self._deadline = time.monotonic() + CLOSE_SECONDS
@@ -162,16 +162,16 @@ class Sandbox:
         self._process.stderr.close()
 
     def run(self, source: str, stdin: str = "", seconds: float | None = None) -> Ran:
-        """Runs a script, in a new process."""
+        """Run a script in a new process."""
         request = {"source": source, "stdin": stdin, "output_bytes": self.limits.output_bytes}
         return Ran(**self._ask("run", seconds, **request))
 
     def load(self, source: str, seconds: float | None = None) -> Called:
-        """Loads a program whose functions :meth:`call` calls; it stays until the next one or until it fails."""
+        """Load a program whose functions :meth:`call` calls; it stays until the next one or until it fails."""
         return _called(self._ask("load", seconds, source=source))
 
     def call(self, name: str, *arguments: Any, seconds: float | None = None) -> Called:
-        """Calls a function of the program, or ``Class.method`` of a new object."""
+        """Call a function of the program, or ``Class.method`` of a new object."""
         found = _called(self._ask("ask", seconds, request=["find", name, None]))
         if not isinstance(found.value, Opaque):
             return (
@@ -182,8 +182,8 @@ class Sandbox:
 
     def judge(
         self, source: str, tests: Sequence[str], names: Sequence[str], prelude: str = "", seconds: float | None = None
-    ) -> list[Verdict]:
-        """Runs tests made of assertions, in a process that reaches the program's ``names`` by calls only.
+    ) -> list[Tested]:
+        """Run tests made of assertions, in a process that reaches the program's ``names`` by calls only.
 
         What ``prelude`` defines under other names is the tests' own. The time limit is that of all tests together.
         """
@@ -191,7 +191,7 @@ class Sandbox:
         if self._receive() != "tests":
             raise SandboxError("the sandbox did not ask for the tests")
         self._send({"tests": list(tests), "names": list(names), "prelude": prelude})
-        return [Verdict(*verdict) for verdict in self._answer()]
+        return [Tested(*each) for each in self._answer()]
 
     # --- the pipes
 
@@ -261,7 +261,7 @@ def _refuse(value: Any) -> int:
 
 @functools.cache
 def isolation() -> Isolation:
-    """The best way to shut a program in that holds here: each is tried with a program that tries to get out."""
+    """Return the best way to shut a program in on this machine. Each is tried with a program that tries to get out."""
     refused = []
     for mode in MODES:
         for seccomp in (True, False) if mode != "landlock" else (True,):
@@ -274,7 +274,7 @@ def isolation() -> Isolation:
 
 
 def required_isolation() -> Isolation:
-    """:func:`isolation`, or SandboxUnavailable where there is none."""
+    """Return :func:`isolation`. Raises SandboxUnavailable where there is none."""
     how = isolation()
     if how.mode == "none":
         raise SandboxUnavailable(
@@ -287,7 +287,7 @@ def required_isolation() -> Isolation:
 
 
 def unisolated() -> Isolation:
-    """No isolation but resource limits and, where there is one, the filter of system calls."""
+    """Return no isolation but resource limits and, where there is one, the filter of system calls."""
     return Isolation("none", not probe(Isolation("none", True), escapes=False))
 
 
@@ -309,7 +309,7 @@ print(
 
 
 def probe(how: Isolation, escapes: bool = True) -> str:
-    """Why a program is not shut in this way; empty where it is. ``escapes`` False: only whether it runs."""
+    """Return why a program is not shut in this way, or an empty text. ``escapes`` False: only whether it runs."""
     with tempfile.NamedTemporaryFile("w") as secret, socket.create_server(("127.0.0.1", 0)) as server:
         secret.write("secret")
         secret.flush()
@@ -334,7 +334,7 @@ __all__ = [
     "Sandbox",
     "SandboxError",
     "SandboxUnavailable",
-    "Verdict",
+    "Tested",
     "isolation",
     "probe",
     "required_isolation",

@@ -1,4 +1,4 @@
-"""What runs inside the confined processes: a program, a program whose functions are called, or the tests of one.
+"""The code of the confined processes: a program, a program whose functions are called, or the tests of one.
 
 The tests of assertions run in a process of their own, the *judge*. There the program's functions are stand-ins that
 send the call over, and what comes back is plain data, so a program can alter nothing that an assertion is made of.
@@ -21,7 +21,7 @@ ITEMS_MAX = 1_000_000  # of an iterator that is read to its end
 
 
 class _Source(SourceFileLoader):
-    """Loads a module from text."""
+    """A loader of a module from text."""
 
     def __init__(self, name: str, source: str):
         super().__init__(name, f"<{name}>")
@@ -32,7 +32,7 @@ class _Source(SourceFileLoader):
 
 
 def load(name: str, source: str, namespace: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Runs the source as a module named ``name``; returns its namespace."""
+    """Run the source as a module named ``name`` and return its namespace."""
     module = types.ModuleType(name)
     module.__dict__.update(namespace or {})
     sys.modules[name] = module
@@ -41,7 +41,7 @@ def load(name: str, source: str, namespace: dict[str, Any] | None = None) -> dic
 
 
 def become_program(source: str) -> int:
-    """Runs a script on file descriptors 0, 1 and 2; returns its exit code."""
+    """Run a script on file descriptors 0, 1 and 2 and return its exit code."""
     sys.argv = ["program.py"]
     _open_standard_streams()
     try:
@@ -83,7 +83,7 @@ def _finish_threads_and_exit_functions() -> None:
 
 
 class Server:
-    """Answers calls of a program's functions over a pair of pipes, one JSON a line."""
+    """A server of calls of a program's functions over a pair of pipes, one JSON a line."""
 
     def __init__(self, source: str, requests: BinaryIO, answers: BinaryIO):
         self.source, self.requests, self.answers = source, requests, answers
@@ -127,7 +127,7 @@ class Server:
         return plain.encode(value, self._keep)
 
     def _find(self, name: str) -> Any:
-        """A name of the program; ``Solution.name`` is a method of a new object, as contest graders take it."""
+        """Return a name of the program; ``Solution.name`` is a method of a new object, as contest graders take it."""
         owner, dot, method = name.partition(".")
         return getattr(self.names[owner](), method) if dot else self.names[name]
 
@@ -140,7 +140,7 @@ class ProgramFailed(Exception):
 
 
 class Remote:
-    """Stands in the judge for an object of the program. It equals nothing but itself."""
+    """A stand-in, in the judge, for an object of the program. It equals nothing but itself."""
 
     __slots__ = ("_link", "_number")
 
@@ -201,13 +201,13 @@ def _number_of(value: Any) -> int:
 
 
 class Judge:
-    """Runs tests against a program in another process. ``report`` gets one message a test."""
+    """A runner of tests against a program in another process. ``report`` gets one message a test."""
 
     def __init__(self, link: Link, report: Callable[[Any], None]):
         self.link, self.report = link, report
 
     def run(self, prelude: str, tests: list[str], names: list[str]) -> None:
-        """``names`` are the program's that the tests use. What the prelude defines otherwise is the judge's own."""
+        """Run the tests. ``names`` are the program's that they use; what else the prelude defines is their own."""
         try:
             self.link.receive()  # the program is loaded
             namespace = load("prelude", prelude)
@@ -239,7 +239,7 @@ def _failure(error: BaseException) -> list[str]:
 
 
 def silence() -> None:
-    """Standard output and error lead nowhere."""
+    """Send standard output and error nowhere, and read nothing."""
     nowhere = os.open("/dev/null", os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(nowhere, number)

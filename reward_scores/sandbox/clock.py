@@ -1,4 +1,7 @@
-"""How long untrusted code may take."""
+"""Measure how long untrusted code takes: processor time while it computes, time on the wall while it waits.
+
+Limits of memory, files and processes are ``confine.py``.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ PATIENCE = 5  # times its limit that a program may last on the wall, at most, fo
 
 
 class Clock:
-    """The time that processes are charged for: neither the fastest nor a busy machine changes a verdict much.
+    """The time that processes are charged for: neither a fast nor a busy machine changes a score much.
 
     While they use no processor, that is time on the wall; while they do, it is the processor's time, since they may
     have to share it, but no less than a share of the wall's. A wait of this process that took much longer than asked
@@ -28,7 +31,7 @@ class Clock:
         self.last, self.busy, self.window = time.monotonic(), self._processor_time(), 0.0
 
     def charge(self) -> float:
-        """Seconds left."""
+        """Charge the time since the last call, and return the seconds left."""
         now = time.monotonic()
         passed, self.last = min(now - self.last, 2 * _SLICE), now
         self.left -= passed
@@ -51,7 +54,7 @@ class Clock:
         return self.seconds - self.left
 
     def poll(self, poll: select.poll) -> list[int]:
-        """What is ready; nothing once the time is over. Ends the process when its owner has gone."""
+        """Return the ready descriptors; none once the time is over. Ends the process when its owner has gone."""
         while self.charge() > 0:
             ready = [number for number, _ in poll.poll(1000 * min(_SLICE, self.left))]
             if OWNER in ready:
@@ -62,7 +65,7 @@ class Clock:
 
 
 def _processor_time(pid: int) -> float:
-    """Seconds of processor time that a process has had; the clock's number is made as the kernel's headers do."""
+    """Return a process's seconds of processor time, from a clock number made as in the kernel's headers."""
     try:
         return time.clock_gettime((~pid << 3) | 2)
     except OSError:  # it has ended

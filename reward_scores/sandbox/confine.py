@@ -1,4 +1,4 @@
-"""What the kernel offers to shut a process in: namespaces, Landlock, seccomp, resource limits (Linux, by ctypes).
+"""Shut a process in by means of the kernel: namespaces, Landlock, seccomp, resource limits (Linux, by ctypes).
 
 Run inside the sandbox's own processes. Every function raises OSError where the kernel refuses.
 """
@@ -90,7 +90,7 @@ def _require_architecture() -> int:
 
 
 def unshare(user: bool) -> None:
-    """New pid, network, mount, IPC and host name spaces; as an ordinary user with a user namespace around them.
+    """Enter new pid, network, mount, IPC and host name spaces, as an ordinary user inside a new user namespace.
 
     The pid namespace is that of processes forked from here on.
     """
@@ -104,7 +104,7 @@ def unshare(user: bool) -> None:
 
 
 def readable(search_path: list[str]) -> list[str]:
-    """What a program may read: the standard library and the system's shared libraries."""
+    """Return what a program may read: the standard library and the system's shared libraries."""
     library = os.path.dirname(os.path.dirname(os.path.realpath(os.__file__)))
     wanted = [library, *(os.path.realpath(path) for path in search_path), *_LIBRARIES]
     found = [path for path in dict.fromkeys(wanted) if os.path.exists(path)]
@@ -113,7 +113,7 @@ def readable(search_path: list[str]) -> list[str]:
 
 
 def enter_root(paths: list[str], box_bytes: int, uid: int) -> None:
-    """Changes to a file tree of nothing but ``paths``, read-only, four devices and an empty, small working folder."""
+    """Change to a file tree of nothing but ``paths``, read-only, four devices and an empty, small working folder."""
     _mount("none", "/", None, _REC | _PRIVATE)
     root = next(p for p in _MOUNT_POINTS if os.path.isdir(p) and not any(q.startswith(p + "/") for q in paths))
     _mount("tmpfs", root, "tmpfs", _NOSUID | _NODEV, "size=1m,mode=755")
@@ -132,7 +132,7 @@ def enter_root(paths: list[str], box_bytes: int, uid: int) -> None:
 
 
 def _show(path: str, target: str) -> None:
-    """The same file or folder at ``target``, read-only; a link stays a link."""
+    """Mount the same file or folder at ``target``, read-only; a link stays a link."""
     os.makedirs(os.path.dirname(target), mode=0o755, exist_ok=True)
     if os.path.islink(path):
         os.symlink(os.readlink(path), target)
@@ -149,12 +149,12 @@ def _show(path: str, target: str) -> None:
 
 
 def program_uid(mode: str) -> int:
-    """The user that programs run as: in namespaces that root makes one of this sandbox alone, counted by itself."""
+    """Return the user that programs run as. In namespaces made by root it is this sandbox's alone."""
     return _FIRST_UID + os.getpid() if mode == "namespaces" and os.geteuid() == 0 else os.geteuid()
 
 
 def drop_privileges(uid: int) -> None:
-    """Gives up root, every capability, and the way back."""
+    """Give up root, every capability, and the way back."""
     if uid != os.geteuid():
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -172,7 +172,7 @@ def drop_privileges(uid: int) -> None:
 
 
 def landlock(paths: list[str]) -> None:
-    """From here on only ``paths`` can be opened, to read; no file can be written or made, no TCP port used."""
+    """Allow from here on only reading of ``paths``: no file can be written or made, no TCP port used."""
     version = _syscall(_LANDLOCK_CREATE, "landlock", None, 0, 1)
     rights = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     rule_set = struct.pack("QQQ", rights, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
@@ -191,7 +191,7 @@ def landlock(paths: list[str]) -> None:
 
 
 def enter_vanished_folder() -> None:
-    """An empty working folder in which nothing can be made, and that leaves nothing behind."""
+    """Enter an empty working folder in which nothing can be made, and that leaves nothing behind."""
     folder = tempfile.mkdtemp()
     os.chdir(folder)
     os.rmdir(folder)
@@ -201,7 +201,7 @@ def enter_vanished_folder() -> None:
 
 
 def seccomp(pid: int) -> None:
-    """No more processes, programs, sockets, debugging, mounts, shared memory or signals to others; threads are fine."""
+    """Forbid new processes (not threads), programs, sockets, debugging, mounts, shared memory, signals to others."""
     arch = _require_architecture()
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     program = b"".join(struct.pack("HBBI", *step) for step in _filter(arch, pid))
@@ -235,7 +235,7 @@ def _filter(arch: int, pid: int) -> list[tuple[int, int, int, int]]:
 
 
 def limit(memory_bytes: int, cpu_seconds: int, file_bytes: int, threads: int | None) -> None:
-    """Resource limits of this process; ``threads`` None where other processes of the user would count."""
+    """Set resource limits of this process; ``threads`` is None where the user's other processes would count."""
     stack = min(112 << 20, memory_bytes)  # a larger one would grow into what lies below it
     wanted = {
         resource.RLIMIT_AS: memory_bytes,

@@ -27,7 +27,7 @@ _FILES = 256  # above every descriptor in use
 
 
 def read_message() -> Any:
-    """The next message; the process ends where there is none, since whoever asks has gone."""
+    """Return the next message. Ends the process where there is none, since its owner has gone."""
     length = int.from_bytes(_read_exactly(4), "big")
     return plain.loads(_read_exactly(length))
 
@@ -60,7 +60,7 @@ class Process:
         self.clock = Clock(seconds, (self.pid,))
 
     def stop(self) -> int:
-        """Kills it, and in a pid namespace all it left; returns its wait status."""
+        """Kill it, and in a pid namespace all it left. Returns its wait status."""
         for kill, target in ((os.kill, self.pid), (os.killpg, self.pid)):
             try:
                 kill(target, signal.SIGKILL)
@@ -102,7 +102,7 @@ class Harness:
                 self._clean_up()
 
     def _clean_up(self) -> None:
-        """No process and no file is left to the next program."""
+        """End all processes and remove all files, so that none is left to the next program."""
         if os.getpid() == 1:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)
@@ -113,7 +113,7 @@ class Harness:
     # --- scripts
 
     def do_run(self, source: str, stdin: str, seconds: float, output_bytes: int) -> dict[str, Any]:
-        """Runs a script; see :class:`reward_scores.sandbox.Ran` for the answer."""
+        """Run a script; see :class:`reward_scores.sandbox.Ran` for the answer."""
         pipes = [os.pipe() for _ in range(3)]
         ours = [pipes[0][1], pipes[1][0], pipes[2][0]]
         theirs = [pipes[0][0], pipes[1][1], pipes[2][1]]
@@ -194,10 +194,10 @@ class Harness:
     # --- assertions
 
     def do_judge(self, source: str, seconds: float) -> list[list[str]]:
-        """Loads the program, then asks for the tests, so that they do not exist where it runs."""
+        """Load the program, then request the tests, so that they do not exist where it runs."""
         to_program, from_judge = os.pipe()
         to_judge, from_program = os.pipe()
-        verdicts, reports = os.pipe()
+        results, reports = os.pipe()
         program = self._start_server(source, seconds, to_program, from_program)
         os.close(to_program)
         os.close(from_program)
@@ -220,11 +220,11 @@ class Harness:
         for number in (from_judge, to_judge, reports):
             os.close(number)
         clock = Clock(seconds, (judge.pid, program.pid))
-        found = _read_reports(verdicts, len(tests["tests"]), clock)
+        found = _read_reports(results, len(tests["tests"]), clock)
         self.charged = clock.used()
         judge.stop()
         program.stop()
-        os.close(verdicts)
+        os.close(results)
         return found
 
 
@@ -253,7 +253,7 @@ def _remove(path: str) -> None:
 
 
 def _wait(descriptor: int, clock: Clock) -> bool:
-    """Whether it can be read in time."""
+    """Return whether the descriptor can be read in time."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     poll.register(_CONTROL_IN, 0)  # hang-up only
@@ -261,7 +261,7 @@ def _wait(descriptor: int, clock: Clock) -> bool:
 
 
 class _Talk:
-    """Feeds a process and collects what it writes, within bounds."""
+    """The exchange with a process: feeds it and collects what it writes, within bounds."""
 
     def __init__(self, process: Process, pipes: list[int], stdin: bytes, output_bytes: int):
         self.process, self.stdin, self.limit = process, memoryview(stdin), output_bytes
@@ -271,7 +271,7 @@ class _Talk:
             os.set_blocking(number, False)
 
     def go(self) -> str:
-        """Until the process has ended (empty answer), its time is over or it has written too much."""
+        """Exchange until the process has ended (returns an empty text), its time is over or it has written too much."""
         poll = select.poll()
         for number in self.outputs:
             poll.register(number, select.POLLIN)
@@ -296,7 +296,7 @@ class _Talk:
         return any(len(data) > self.limit for data in self.outputs.values())
 
     def drain(self) -> None:
-        """Reads what the ended process left in its pipes."""
+        """Read what the ended process left in its pipes."""
         for number in self.open & set(self.outputs):
             while not self.too_long() and self._read(number):
                 continue
@@ -311,7 +311,7 @@ class _Talk:
         return bool(self.stdin)
 
     def _read(self, number: int) -> int | None:
-        """How many bytes there were; None where there are none now, 0 where there will be none."""
+        """Return how many bytes there were; None where there are none now, 0 where there will be none."""
         try:
             piece = os.read(number, _CHUNK)
         except BlockingIOError:
@@ -347,7 +347,7 @@ def main() -> None:
 
 
 def _supervise(pid: int) -> NoReturn:
-    """Waits for the first process of the namespaces; holds none of its pipes."""
+    """Wait for the first process of the namespaces, holding none of its pipes."""
     os.close(_CONTROL_IN)
     os.close(_CONTROL_OUT)
     os.waitpid(pid, 0)

@@ -1,4 +1,4 @@
-"""Values as plain data: how results leave the process of untrusted code.
+"""Encode values as plain data, the form in which results leave the process of untrusted code.
 
 What is decoded is built here from exact built-in types, so that no class, ``__eq__`` or ``__hash__`` of the program
 crosses the border; any other object stays where it is and is known by a number.
@@ -21,7 +21,7 @@ class NotPlain(ValueError):
 
 
 def encode(value: Any, keep: Callable[[Any], int]) -> Any:
-    """JSON for the value. ``keep(object)`` gives the number of an object that is not plain data.
+    """Return JSON for the value. ``keep(object)`` gives the number of an object that is not plain data.
 
     Subclasses of plain types (named tuples, counters) become the plain type.
     """
@@ -51,7 +51,7 @@ def encode(value: Any, keep: Callable[[Any], int]) -> Any:
 
 
 def decode(message: Any, handle: Callable[[int], Any]) -> Any:
-    """The value of :func:`encode`'s JSON. ``handle(number)`` stands for an object. Raises NotPlain."""
+    """Return the value of :func:`encode`'s JSON. ``handle(number)`` stands for an object. Raises NotPlain."""
     if not isinstance(message, list):
         if message is None or isinstance(message, (bool, int, float, str)):
             return message
@@ -84,7 +84,7 @@ def dumps(message: Any) -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    """Raises NotPlain."""
+    """Return the message of these bytes. Raises NotPlain."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -247,13 +247,10 @@ def test_the_lengths_are_the_published_ones():
     seen = {}
     trainer = SearchR1Trainer(config())
 
-    async def play(episode):
-        return episode
-
-    def episode(prompt, index, sampling, limits):
+    async def play(prompt, index, sampling, limits):
         seen["limits"] = limits
 
-    trainer.episode, trainer.play = episode, play
+    trainer.play = play
     asyncio.run(trainer.generate(prompt("x" * 100), 0, trainer.train_sampling))
     assert seen["limits"] == Limits(response=4096 + 500 - 100, turn=500)
 

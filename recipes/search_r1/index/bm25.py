@@ -27,7 +27,7 @@ _POSSESSIVE = re.compile(r"['\u2019]s\b")
 
 
 class Stems:
-    """Words to numbers of stems. ``grow``: a new stem gets the next number; otherwise it is left out."""
+    """A table from words to numbers of stems. ``grow``: a new stem gets the next number; otherwise it is left out."""
 
     def __init__(self, stems: dict[str, int], grow: bool):
         import Stemmer
@@ -59,7 +59,7 @@ class Stems:
 
 
 def build_bm25(corpus: Corpus, folder: Path, progress: Callable[[str, int], Any] | None = None) -> dict[str, Any]:
-    """Builds the index in ``folder``; returns its settings. Goes on where an earlier attempt stopped."""
+    """Build the index in ``folder`` and return its settings. It goes on where an earlier attempt stopped."""
     import bm25s
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def build_bm25(corpus: Corpus, folder: Path, progress: Callable[[str, int], Any]
 
 
 class Bm25Retriever:
-    """Searches a BM25 index. Passages that share no stem with the query are not found."""
+    """A retriever over a BM25 index. Passages that share no stem with the query are not found."""
 
     backend = "bm25"
 
@@ -109,7 +109,7 @@ class Bm25Retriever:
 
 
 def best_rows(scores_N: np.ndarray, topk: int) -> np.ndarray:
-    """Rows of the ``topk`` largest positive scores, best first, the earlier row first where they are equal."""
+    """Return the rows of the ``topk`` largest positive scores, best first, and the earlier row first where equal."""
     rows = np.flatnonzero(scores_N > 0)
     if topk < len(rows):
         least = np.partition(scores_N[rows], len(rows) - topk)[len(rows) - topk]
@@ -166,7 +166,7 @@ class _TokenFile:
 
 
 class _Documents:
-    """What bm25s goes over three times: the passages' stems, one list at a time."""
+    """The passages' stems, one list at a time: bm25s iterates over them three times."""
 
     def __init__(self, stems: Path, lengths: Path, progress: Progress):
         self._stems, self._progress = stems, progress

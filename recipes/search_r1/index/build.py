@@ -1,4 +1,7 @@
-"""Builds an index folder from a corpus. Called again, it goes on where it stopped and keeps what is finished."""
+"""Build an index folder from a corpus. A second call goes on where the first stopped and keeps what is finished.
+
+The command line is ``cli.py``; opening a finished folder to search it is ``opening.py``.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def build_index(
     lists: int | None = None,
     report: Report = silent,
 ) -> dict[str, Any]:
-    """Makes ``folder`` answer with every back end named; returns what ``index.json`` then holds.
+    """Build the named back ends in ``folder`` and return the content of ``index.json``.
 
     Args:
         encoder: an ``Encoder``, for flat, hnsw and ivf.
@@ -60,7 +63,7 @@ def _scanned(source: Path, folder: Path, report: Report) -> Corpus:
 def _build(
     backend: str, corpus: Corpus, folder: Path, encoder: Any, lists: int | None, report: Report
 ) -> dict[str, Any]:
-    """Settings, and the seconds without those of encoding, which the dense ones share (``vectors.json`` has them)."""
+    """Build one back end. Returns its settings and seconds, less those of encoding, which ``vectors.json`` holds."""
     began = time.perf_counter()
     if backend == "bm25":
         from recipes.search_r1.index.bm25 import build_bm25

@@ -1,4 +1,4 @@
-"""A corpus of passages to an index that ``recipes/search_r1`` searches.
+"""Build an index that ``recipes/search_r1`` searches from a corpus of passages.
 
     python -m recipes.search_r1.index.cli --corpus wiki-18.jsonl --index DIR --backend bm25
     python -m recipes.search_r1.index.cli --corpus wiki-18.jsonl.gz --index DIR --backend flat hnsw \
@@ -21,14 +21,14 @@ from recipes.search_r1.index.passages import DENSE, RetrievalError
 
 
 def bar(what: str, rows: int) -> Progress:
-    """A progress bar of ``rows`` (0: unknown)."""
+    """Return a function that advances a progress bar of ``rows`` (0: unknown)."""
     from tqdm import tqdm
 
     return tqdm(desc=what, total=rows or None, unit="rows", unit_scale=True, file=sys.stderr).update
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command: 0, or 2 with a line on stderr."""
+    """Run the command. Returns 0, or 2 with a line on stderr."""
     args = _parse(argv)
     try:
         encoder = None

@@ -1,4 +1,7 @@
-"""Retrievers that are controls of an experiment: passages that do not fit, and none."""
+"""Retrievers that are controls of an experiment: passages that do not fit, and none.
+
+They show how much of a result is owed to the passages. No recipe trains with them unless its command names one.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from recipes.search_r1.index.passages import Passage, fingerprint
 
 
 class RandomRetriever:
-    """Passages that have nothing to do with the query: a control. The same query finds the same ones."""
+    """A control that finds passages unrelated to the query, the same ones for the same query."""
 
     backend = "random"
 
@@ -30,7 +33,7 @@ class RandomRetriever:
 
 
 class EmptyRetriever:
-    """Finds nothing: a control."""
+    """A control that finds nothing."""
 
     backend = "empty"
 

@@ -27,11 +27,11 @@ Progress = Callable[[int], None]  # called with the number of rows (or bytes) do
 
 
 def no_progress(_: int) -> None:
-    """Tells nobody."""
+    """Ignore the progress: the default of functions that report it."""
 
 
 def scan(source: Path, folder: Path, progress: Progress = no_progress) -> dict[str, Any]:
-    """Checks the corpus and writes what ``Corpus`` needs into ``folder``; returns what is known of the corpus.
+    """Check the corpus, write the files of ``Corpus`` into ``folder``, and return the content of ``corpus.json``.
 
     Raises RetrievalError with the line's number where a line is not a passage.
     """
@@ -91,13 +91,13 @@ class Corpus:
         ]
 
     def contents(self, start: int = 0, stop: int | None = None) -> Iterator[str]:
-        """The texts of rows ``start`` to ``stop``, in order."""
+        """Yield the texts of rows ``start`` to ``stop``, in order."""
         for number in range(start, len(self) if stop is None else stop):
             yield self.row(number)["contents"]
 
 
 def _opened(path: Path) -> IO[bytes]:
-    """The lines of the corpus. The published ``wiki-18.jsonl.gz`` is, under its name, a tar archive with one file."""
+    """Open the corpus for its lines. The published ``wiki-18.jsonl.gz`` is in fact a tar archive with one file."""
     try:
         if path.suffix != ".gz":
             return open(path, "rb")
@@ -140,7 +140,7 @@ def _file_of(about: dict[str, Any], folder: Path, given: Path | None) -> Path:
 
 
 def _same(path: Path, about: dict[str, Any], folder: Path) -> None:
-    """Compares the file with the one that was scanned; a file that was found equal is believed until it changes."""
+    """Check that the file is the one that was scanned. A file found equal is not read again until it changes."""
     other = f"not the corpus that {folder} was built from"
     status = path.stat()
     if status.st_size != about["bytes"]:
@@ -168,7 +168,7 @@ def _sha256(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises RetrievalError where there is none."""
+    """Return the content of a JSON file. Raises RetrievalError where there is none."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -176,7 +176,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """All or nothing."""
+    """Write a JSON file, all or nothing."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     part.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     os.replace(part, path)

@@ -26,7 +26,7 @@ AGREE = 0.99  # cosine between a stored vector and the same passage encoded anew
 
 
 def encode_corpus(corpus: Corpus, encoder: Encoder, folder: Path, progress: Progress = no_progress) -> np.ndarray:
-    """The vectors of the whole corpus, from ``folder/vectors.f32``, where those that are missing are added.
+    """Return the vectors of the whole corpus: those in ``folder/vectors.f32``, to which missing ones are added.
 
     Shapes: [rows, dim], float32, memory-mapped. Raises RetrievalError where the file is another encoder's.
     """
@@ -53,7 +53,7 @@ def encode_corpus(corpus: Corpus, encoder: Encoder, folder: Path, progress: Prog
 
 
 def _encoded(folder: Path, about: dict[str, Any]) -> tuple[int, float]:
-    """Rows that are whole already, and the seconds they took."""
+    """Return how many rows are whole already, and the seconds they took."""
     if not (folder / ABOUT).exists():
         return 0, 0.0
     found = read_json(folder / ABOUT)
@@ -69,8 +69,10 @@ def _encoded(folder: Path, about: dict[str, Any]) -> tuple[int, float]:
 def build_faiss(
     backend: str, vectors: np.ndarray, path: Path, lists: int | None = None, progress: Progress = no_progress
 ) -> dict[str, Any]:
-    """Builds ``flat``, ``hnsw`` or ``ivf`` (``lists`` inverted lists; None: four times the root of the rows) and
-    writes it to ``path``; returns its settings."""
+    """Build ``flat``, ``hnsw`` or ``ivf``, write it to ``path``, and return its settings.
+
+    ``lists`` is the number of inverted lists; None means four times the root of the rows.
+    """
     import faiss
 
     rows, dim = vectors.shape
@@ -98,7 +100,7 @@ def build_faiss(
 
 
 class DenseRetriever:
-    """Encodes the queries and searches a faiss index.
+    """A retriever that encodes the queries and searches a faiss index.
 
     Raises RetrievalError where rows, dimensions or (``check``) the vectors of a few passages do not agree.
     """
@@ -137,7 +139,7 @@ class DenseRetriever:
         return [self._found(rows, scores) for rows, scores in zip(rows_NK, scores_NK, strict=True)]
 
     def search(self, vectors_ND: np.ndarray, topk: int) -> tuple[np.ndarray, np.ndarray]:
-        """Inner products and rows, best first; -1 where faiss found fewer. Shapes: [N, topk] both."""
+        """Return inner products and rows, best first; -1 where faiss found fewer. Shapes: [N, topk] both."""
         return self._index.search(vectors_ND, topk)
 
     def _found(self, rows: np.ndarray, scores: np.ndarray) -> list[Passage]:
@@ -154,7 +156,7 @@ class DenseRetriever:
         return {}
 
     def _check_encoder(self, path: Path) -> None:
-        """First, middle and last passage, encoded anew, must be the vectors of their rows."""
+        """Encode the first, middle and last passage anew. Raises RetrievalError where the file's vectors differ."""
         rows = sorted({0, len(self) // 2, len(self) - 1})
         texts = [self._corpus.row(row)["contents"] for row in rows]
         fresh = self._encoder.encode(texts, self._encoder.settings.passage_prefix)
@@ -171,12 +173,12 @@ class DenseRetriever:
         if self.backend != "ivf":
             stored = self._index.reconstruct(row)
             return float(stored @ vector / max(float(np.linalg.norm(stored)), 1e-9))
-        scores, _ = self._index.search(vector[None], 1)  # inverted lists cannot be asked for a row
+        scores, _ = self._index.search(vector[None], 1)  # inverted lists cannot return the vector of a row
         return float(scores[0, 0])
 
 
 def _opened(path: Path, mmap: bool) -> tuple[Any, str]:
-    """The index, and which kind it is. What faiss cannot map (HNSW graphs of old files) it reads into memory."""
+    """Open the index; returns it and its kind. What faiss cannot map (HNSW graphs of old files) is read into memory."""
     import faiss
 
     if not path.is_file():

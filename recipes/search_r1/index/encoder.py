@@ -1,4 +1,7 @@
-"""Texts to unit vectors: any sentence-transformers or E5-style encoder, or hashing, which needs no model."""
+"""Encode texts as unit vectors: any sentence-transformers or E5-style encoder, or hashing, which needs no model.
+
+Encoding a whole corpus, in chunks that an interrupted call resumes, is ``dense.py``.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ BATCH_TOKENS = 8192  # padding included; a memory knob
 
 @dataclass(frozen=True)
 class EncoderSettings:
-    """What decides a vector. The defaults are E5's, as in Search-R1; ``prefix_of`` other models is often empty.
+    """Everything that decides a vector. The defaults are E5's, as in Search-R1; many other models have no prefix.
 
     ``model`` is a folder, a hub id, or ``hashing:N``: words and pairs of words hashed into N numbers, for tests.
     """
@@ -42,15 +45,18 @@ class Encoder(Protocol):
     dtype: str
 
     def encode(self, texts: Sequence[str], prefix: str) -> np.ndarray:
-        """Unit vectors of ``prefix + text``. Shapes: [N, dim], float32."""
+        """Return unit vectors of ``prefix + text``. Shapes: [N, dim], float32."""
         ...
 
 
 def make_encoder(
     settings: EncoderSettings, device: str = "cpu", threads: int | None = None, dtype: str | None = None
 ) -> Encoder:
-    """Raises RetrievalError where the model cannot be loaded. ``dtype`` of the weights: None is float32 on a CPU,
-    float16 elsewhere; bfloat16 is several times as fast on CPUs that have units for it."""
+    """Load an encoder. Raises RetrievalError where the model cannot be loaded.
+
+    ``dtype`` is that of the weights: None is float32 on a CPU and float16 elsewhere. bfloat16 is several times as fast
+    on CPUs that have units for it.
+    """
     if settings.pooling not in ("mean", "cls"):
         raise RetrievalError(f"pooling={settings.pooling!r}: must be mean or cls")
     if settings.model.partition(":")[0] == HASHING:
@@ -59,7 +65,7 @@ def make_encoder(
 
 
 def settings_of(model: str, **given: Any) -> EncoderSettings:
-    """Settings of a model: what is given, then what its sentence-transformers files say, then E5's.
+    """Return a model's settings: those given, then those of its sentence-transformers files, then E5's.
 
     A folder with ``modules.json`` is a sentence-transformers model: its prefixes (``prompts``) are empty unless named.
     """
@@ -88,7 +94,7 @@ def _sentence_transformers(folder: Path) -> dict[str, Any]:
 
 
 class TransformerEncoder:
-    """Mean (or first-token) pooling over the last hidden states, then unit length (E5, arXiv 2212.03533)."""
+    """An encoder that pools the last hidden states, mean or first token, to unit length (E5, arXiv 2212.03533)."""
 
     def __init__(
         self, settings: EncoderSettings, device: str = "cpu", threads: int | None = None, dtype: str | None = None
@@ -137,7 +143,7 @@ class TransformerEncoder:
 
 
 def _batches(order: list[int], ids: list[list[int]]) -> list[list[int]]:
-    """Texts of similar length together, at most BATCH_TOKENS with their padding (one text at least)."""
+    """Yield texts of similar length together, at most BATCH_TOKENS with their padding (one text at least)."""
     batches: list[list[int]] = [[]]
     for i in order:  # by length: the last one is the longest of its batch
         if batches[-1] and (len(batches[-1]) + 1) * len(ids[i]) > BATCH_TOKENS:
@@ -147,7 +153,7 @@ def _batches(order: list[int], ids: list[list[int]]) -> list[list[int]]:
 
 
 class HashingEncoder:
-    """Feature hashing (Weinberger et al. 2009): every word and every pair of neighbours adds plus or minus one."""
+    """Feature hashing (Weinberger et al. 2009): each word and each pair of neighbours adds plus or minus one."""
 
     dtype = "float32"
 
@@ -170,7 +176,7 @@ class HashingEncoder:
 
 
 def weights_hash(model: str) -> str | None:
-    """16 hexadecimal digits of the weights in a folder; None for a hub id or hashing, whose name is all we know."""
+    """Return 16 hexadecimal digits of the weights in a folder; None for a hub id or hashing, known by name only."""
     files = sorted(Path(model).expanduser().glob("*.safetensors")) or sorted(Path(model).expanduser().glob("*.bin"))
     if not files:
         return None

@@ -1,4 +1,7 @@
-"""From options to a retriever: what the index folder holds, and whether everything belongs together."""
+"""Open a retriever from its options, and check that index, corpus and encoder belong together.
+
+Nothing is built here, except the scan of a corpus that belongs to a faiss file made elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ BUILT = "index.json"  # {"backends": {name: settings}, "encoder": settings or nu
 
 
 def make_retriever(options: RetrieverOptions) -> Retriever:
-    """The retriever of an index folder or of a faiss file, with the cross-encoder and the noise that are asked for."""
+    """Open an index folder or a faiss file, with the cross-encoder and the noise that the options name."""
     if options.backend is not None and options.backend not in BACKENDS:
         raise RetrievalError(f"backend={options.backend!r}: must be one of {', '.join(BACKENDS)}")
     path = Path(options.index).expanduser()
@@ -22,8 +25,8 @@ def make_retriever(options: RetrieverOptions) -> Retriever:
     if options.rerank is not None:
         from recipes.search_r1.index.rerank import RerankingRetriever, cross_encoder
 
-        judge = cross_encoder(options.rerank, options.device)
-        retriever = RerankingRetriever(retriever, judge, options.rerank, options.rerank_from)
+        rate = cross_encoder(options.rerank, options.device)
+        retriever = RerankingRetriever(retriever, rate, options.rerank, options.rerank_from)
     return NoisyRetriever(retriever, options.noise, options.noise_seed) if options.noise else retriever
 
 
@@ -50,7 +53,7 @@ def _of_folder(folder: Path, options: RetrieverOptions) -> Retriever:
 
 
 def _of_file(path: Path, options: RetrieverOptions) -> Retriever:
-    """A faiss file made elsewhere. Its corpus is scanned once, into a folder beside the file."""
+    """Open a faiss file made elsewhere. Its corpus is scanned once, into a folder beside the file."""
     missing = [name for name in ("corpus", "encoder") if getattr(options, name) is None]
     if missing:
         raise RetrievalError(f"{path}: a faiss file needs {' and '.join(missing)} as well (--{' --'.join(missing)})")

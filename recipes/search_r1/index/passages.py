@@ -19,7 +19,7 @@ QUERY_CHARS = 4096  # the client cuts a longer query instead of failing: the pol
 
 
 class RetrievalError(RuntimeError):
-    """A search that cannot be answered: an index that does not fit, or a server that does not do its work."""
+    """A search cannot be answered: an index does not fit, or a server fails."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ class Retriever(Protocol):
     def __len__(self) -> int: ...
 
     def retrieve(self, queries: list[str], topk: int) -> list[list[Passage]]:
-        """At most ``topk`` passages for every query, best first. Dense indices always find ``topk``; BM25 finds
+        """Return at most ``topk`` passages for every query, best first. Dense indices always find ``topk``; BM25 finds
         fewer, or none, where fewer share a word with the query."""
         ...
 
 
 @dataclass(frozen=True)
 class RetrieverOptions:
-    """What to open.
+    """Which index to open, and with what.
 
     Args:
         index: a folder that ``build_index`` made, or a faiss file (the published ones), which then needs ``corpus``
@@ -100,5 +100,5 @@ class RetrieverOptions:
 
 
 def fingerprint(*parts: Any) -> str:
-    """16 hexadecimal digits of what decides an answer."""
+    """Return 16 hexadecimal digits of everything that decides an answer."""
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()

@@ -1,4 +1,7 @@
-"""A cross-encoder that orders the first passages anew (``cross-encoder/ms-marco-MiniLM-L12-v2``, for example)."""
+"""A cross-encoder that orders the first passages anew (``cross-encoder/ms-marco-MiniLM-L12-v2``, for example).
+
+It wraps any retriever, whose scores its own replace.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,17 @@ from dataclasses import replace
 
 from recipes.search_r1.index.passages import Passage, RetrievalError, Retriever, fingerprint
 
-Judge = Callable[[Sequence[tuple[str, str]]], Sequence[float]]  # (query, contents) pairs -> relevance
+Rate = Callable[[Sequence[tuple[str, str]]], Sequence[float]]  # (query, contents) pairs -> relevance
 MAX_LENGTH, BATCH = 512, 32
 
 
 class RerankingRetriever:
-    """Another retriever's first ``candidates`` passages, in the order of ``judge``; a query sees only its own."""
+    """Another retriever's first ``candidates`` passages of a query, ordered by ``rate``."""
 
-    def __init__(self, inner: Retriever, judge: Judge, name: str, candidates: int):
+    def __init__(self, inner: Retriever, rate: Rate, name: str, candidates: int):
         if candidates < 1:
             raise RetrievalError(f"rerank_from={candidates}: must be at least 1")
-        self._inner, self._judge, self._candidates = inner, judge, candidates
+        self._inner, self._rate, self._candidates = inner, rate, candidates
         self.corpus_hash = inner.corpus_hash
         self.backend = f"{inner.backend}+rerank"
         self.fingerprint = fingerprint(inner.fingerprint, name, candidates)
@@ -28,13 +31,13 @@ class RerankingRetriever:
     def retrieve(self, queries: list[str], topk: int) -> list[list[Passage]]:
         found = self._inner.retrieve(queries, max(topk, self._candidates))
         pairs = [(query, p.contents) for query, passages in zip(queries, found, strict=True) for p in passages]
-        scores = iter(self._judge(pairs) if pairs else ())
-        judged = [[replace(passage, score=float(next(scores))) for passage in passages] for passages in found]
-        return [sorted(passages, key=lambda passage: -passage.score)[:topk] for passages in judged]
+        scores = iter(self._rate(pairs) if pairs else ())
+        rated = [[replace(passage, score=float(next(scores))) for passage in passages] for passages in found]
+        return [sorted(passages, key=lambda passage: -passage.score)[:topk] for passages in rated]
 
 
-def cross_encoder(model: str, device: str = "cpu") -> Judge:
-    """The judge of a sequence-classification model with one logit. Raises RetrievalError where it has more."""
+def cross_encoder(model: str, device: str = "cpu") -> Rate:
+    """Return the rating by a sequence-classification model with one logit. Raises RetrievalError where it has more."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -48,7 +51,7 @@ def cross_encoder(model: str, device: str = "cpu") -> Judge:
             f"rerank={model}: it has {network.config.num_labels} logits; a cross-encoder with one is needed"
         )
 
-    def judge(pairs: Sequence[tuple[str, str]]) -> list[float]:
+    def rate(pairs: Sequence[tuple[str, str]]) -> list[float]:
         scores: list[float] = []
         with torch.inference_mode():
             for start in range(0, len(pairs), BATCH):
@@ -64,4 +67,4 @@ def cross_encoder(model: str, device: str = "cpu") -> Judge:
                 scores += network(**batch).logits[:, 0].float().tolist()
         return scores
 
-    return judge
+    return rate

@@ -1,4 +1,7 @@
-"""What every scorer is made of: the two kinds of verdict, and the record that the table holds."""
+"""The parts of every scorer: the two kinds of score that it returns, and the entry of the table of scorers.
+
+The table itself is in :mod:`reward_scores`. Running scorers in processes with a deadline is the caller's work.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ Example = tuple[str, Any, float]
 
 
 def graded(right: bool, pred: str | None, value: float | None = None, **parts: float) -> Score:
-    """The score of an answer that could be judged: ``acc`` is 1 or 0, and so is ``value`` unless given."""
+    """Return the score of an answer that could be graded: ``acc`` is 1 or 0, and so is ``value`` unless given."""
     acc = float(right)
     status = ScoreStatus.OK if right else ScoreStatus.WRONG
     return Score(acc if value is None else float(value), {"acc": acc, **parts}, status, pred=pred)
 
 
 def no_answer(value: float = 0.0, **parts: float) -> Score:
-    """The score of a response in which no answer was found."""
+    """Return the score of a response in which no answer was found."""
     return Score(float(value), {"acc": 0.0, **parts}, ScoreStatus.PARSE_ERROR)
 
 
@@ -34,7 +37,7 @@ def no_libraries(**options: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Scorer:
-    """A scoring function and what it says about itself.
+    """A scoring function with its name, examples, and needs.
 
     Args:
         name: the key of its options in ``reward_model.reward_kwargs``.
@@ -42,7 +45,7 @@ class Scorer:
         examples: answers that it must grade as stated, graded when a run starts.
         check_ground_truth: ``(ground_truth, **options) -> problem or None``.
         libraries: ``(**options) -> what is called on``: libraries whose work may not end, each as the function
-            (``module:name``) that imports and warms it. With any, answers are graded in workers that can be killed.
+            (``module:name``) that imports and warms it. With any, answers are graded in processes that can be killed.
     """
 
     name: str
