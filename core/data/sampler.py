@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from core.data.seeds import derive_seed
+from core.data.seeds import permutation
 
 
 class Place(NamedTuple):
@@ -44,16 +44,6 @@ class Stage:
     @property
     def length(self) -> int:
         return self.rows if self.prompts is None else self.prompts
-
-
-def permutation(size: int, *key: int) -> np.ndarray:
-    """A permutation of ``range(size)`` that depends on nothing but its arguments.
-
-    It sorts the raw PCG64 stream, which numpy promises to keep, and not ``Generator.permutation``, which it may
-    change: a run that is resumed under another numpy sees the same order.
-    """
-    keys = np.random.PCG64(derive_seed("order", *key)).random_raw(size)
-    return np.argsort(keys, kind="stable")
 
 
 def apportion(total: int, weights: Sequence[float]) -> tuple[int, ...]:

@@ -17,7 +17,8 @@ import numpy as np
 
 from core.data.dataset import Choose, PromptFiles, all_rows
 from core.data.parquet import Row
-from core.data.sampler import Order, Stage, apportion, permutation
+from core.data.sampler import Order, Stage, apportion
+from core.data.seeds import permutation
 from core.errors import InputError
 from core.types import Prompt
 

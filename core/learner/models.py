@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from core.config.paths import is_local
-from core.config.schema import FULL_PRECISION
 from core.errors import InputError
 
 if TYPE_CHECKING:
@@ -28,6 +26,8 @@ log = logging.getLogger(__name__)
 
 def resolve_path(path: str, key: str = "actor_rollout_ref.model.path") -> str:
     """A hub id as it is; a local path expanded and checked. Raises InputError where it does not exist."""
+    from core.config.paths import is_local
+
     if not is_local(path):
         return path
     local = Path(path).expanduser()
@@ -184,4 +184,6 @@ def _prepared(module: nn.Module, model: ModelConfig) -> nn.Module:
 
 def compute_dtype(name: str) -> torch.dtype | None:
     """The autocast dtype, or None for none: masters and reductions stay float32."""
+    from core.config.schema import FULL_PRECISION
+
     return None if name in FULL_PRECISION else torch.bfloat16

@@ -14,7 +14,7 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.core.test_learner import actor, actor_config, gradient
+from tests.core.learner.test_learner import actor, actor_config, gradient
 
 from core.algorithm.kl import kl_penalty
 from core.algorithm.losses import loss_weights

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.core.test_learner import actor, actor_config, gradient, one_step, policy_module, random_batch
+from tests.core.learner.test_learner import actor, actor_config, gradient, one_step, policy_module, random_batch
 
 from core.algorithm import rollout_correction as rc
 from core.algorithm.means import Means

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.core.test_learner import actor_config, gradient, one_step, random_batch
+from tests.core.learner.test_learner import actor_config, gradient, one_step, random_batch
 from transformers import AutoModelForTokenClassification, Gemma2Config, MistralConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -35,7 +35,9 @@ def trained(layout, dtype, **overrides):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("size", [MicroBatchSize(max_tokens=70), MicroBatchSize(max_rows=5)], ids=["tokens", "rows"])
+@pytest.mark.parametrize(
+    "size", [MicroBatchSize(max_tokens=70), MicroBatchSize(max_sequences=5)], ids=["tokens", "rows"]
+)
 def test_log_probs_and_entropies_are_those_of_padded_rows(arch, size):
     batch = random_batch()
     for found, expected in zip(
@@ -82,7 +84,7 @@ def test_a_row_does_not_see_its_neighbours():
     batch, reader = random_batch(), policy(PACKED)
     whole = reader.log_probs(batch, MicroBatchSize(max_tokens=10_000))[0]
     for row in range(len(batch)):
-        alone = reader.log_probs(batch.rows([row]), MicroBatchSize(max_rows=1))[0]
+        alone = reader.log_probs(batch.rows([row]), MicroBatchSize(max_sequences=1))[0]
         torch.testing.assert_close(alone[0], whole[row], rtol=1e-9, atol=1e-9)
     changed = batch.adding(input_ids=torch.where(torch.arange(len(batch))[:, None] == 3, batch.input_ids, 7))
     torch.testing.assert_close(
@@ -179,7 +181,7 @@ def test_a_model_that_cannot_is_refused(monkeypatch):
             q, *(one.repeat_interleave(2, 0) for one in (k, v)), is_causal=True
         ),
     )
-    with pytest.raises(InputError, match="reads packed rows otherwise"):
+    with pytest.raises(InputError, match="reads packed sequences otherwise"):
         policy(PACKED)  # attention over all rows at once
 
 
