@@ -143,8 +143,8 @@ class Run:
         self.stream = PromptStream(config.data, self.tokenizer, config.trainer.seed)
         self.val_prompts = load_val_prompts(config.data, self.tokenizer)
         self.reward = RewardLayer(config, self.tokenizer)
-        self.reward.check(itertools.chain(self.stream.rows(), self.val_prompts))
-        rehearse(self.stream.sample_rows(1), self.reward, self.tokenizer, self.shape_reward, self.keep_group)
+        self.reward.check(itertools.chain(self.stream.files.examples(), self.val_prompts))
+        rehearse(self.stream.files.sample_examples(1), self.reward, self.tokenizer, self.shape_reward, self.keep_group)
         self.total_steps = self.count_steps()
         self.open_agent_loop()
         keep = config.trainer.max_actor_ckpt_to_keep

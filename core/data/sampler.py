@@ -1,6 +1,7 @@
-"""Ordinal -> row, as a pure function: epochs, shuffling, data set weights and curriculum stages.
+"""Ordinal -> row of a data set, as a pure function: epochs, shuffling, data set weights and curriculum stages.
 
-There is no loader state. What a run needs to go on is the next ordinal.
+There is no loader state. What a run needs to go on is the next ordinal. Rows are numbers here: what stands in them is
+read by ``core/data/parquet.py``.
 """
 
 from __future__ import annotations
@@ -107,11 +108,11 @@ class Order:
         return Place(number, dataset, int(self._walk(number, dataset, epoch, size)[step]))
 
     def _make_walk(self, stage: int, dataset: int, epoch: int, size: int) -> np.ndarray:
-        """The order of one epoch's rows."""
+        """Return the order of one epoch's rows."""
         return permutation(size, self.seed, stage, dataset, epoch) if self.shuffle else np.arange(size)
 
     def _make_block(self, stage: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """For each place of a block, its data set and how many of that data set came before it in the block."""
+        """Return, for each place of a block, its data set and how many of that data set came before it in the block."""
         shares = self._shares[stage]
         datasets = np.repeat(np.arange(len(shares)), shares)
         if self.shuffle:
@@ -119,16 +120,10 @@ class Order:
         else:
             even = np.concatenate([(np.arange(share) + 0.5) / share for share in shares])
             datasets = datasets[np.argsort(even, kind="stable")]
-        return datasets, _ranks(datasets, len(shares))
-
-
-def _ranks(datasets: np.ndarray, count: int) -> np.ndarray:
-    """How often each entry's value occurred before it."""
-    ranks = np.empty(len(datasets), dtype=np.int64)
-    for dataset in range(count):
-        where = np.flatnonzero(datasets == dataset)
-        ranks[where] = np.arange(len(where))
-    return ranks
+        ranks = np.empty(len(datasets), dtype=np.int64)
+        for dataset, share in enumerate(shares):
+            ranks[datasets == dataset] = np.arange(share)
+        return datasets, ranks
 
 
 def _check(stage: Stage) -> None:
