@@ -30,9 +30,8 @@ from reward_scores.score import Score, ScoreStatus
 def save_tensors(path: Path, state: Any) -> None:
     """Write nested dicts, lists and tuples of tensors and plain scalars, such as an optimizer's ``state_dict``.
 
-    Raises:
-        InputError: something in it could not be read back with ``weights_only=True``. Now, not at the resume.
-        OSError: as the file system says.
+    Raises InputError, now and not at the resume, for what could not be read back with ``weights_only=True``, and
+    OSError for a full disk, which torch reports as an error of its own zip writer.
     """
     import torch
 
@@ -41,7 +40,7 @@ def save_tensors(path: Path, state: Any) -> None:
     with open(path, "wb") as file:
         try:
             torch.save(state, file)
-        except RuntimeError as error:  # torch hides a full disk behind an error of its own zip writer
+        except RuntimeError as error:
             if isinstance(error.__context__, OSError):
                 raise OSError(error.__context__.errno, error.__context__.strerror, str(path)) from error
             raise
@@ -112,7 +111,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 class DriverState:
     """State of the driver, enough to go on after ``step`` complete steps.
 
-    ``carried`` maps the ordinals from ``next_ordinal`` on that were already judged to their group, or to a
+    ``carried`` maps the ordinals from ``next_ordinal`` on that were already scored to their group, or to a
     ``Dropped``. ``values`` is whatever else is JSON: the KL controller's state, keep rate, counters.
     """
 
@@ -152,7 +151,7 @@ TAG = "is"  # {"is": type name, "of": content}: anything that JSON has no type f
 
 _DATACLASSES = {cls.__name__: cls for cls in (Prompt, Segment, Trajectory, Score, ScoredGroup, Dropped)}
 _ENUMS = {cls.__name__: cls for cls in (Stop, ScoreStatus)}
-# What a parquet row may hold beyond JSON: type name -> (type, to text, from text)
+# What an example may hold beyond JSON: type name -> (type, to text, from text)
 _AS_TEXT = {
     "bytes": (bytes, bytes.hex, bytes.fromhex),
     "datetime": (datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),

@@ -70,8 +70,11 @@ class CheckpointStore:
         """Return the steps for which a folder exists, complete or not, ascending."""
         if not self.root.is_dir():
             return []
-        found = [NAME.fullmatch(path.name) for path in self.root.iterdir() if path.is_dir()]
-        return sorted(int(match[1]) for match in found if match)
+        with os.scandir(
+            self.root
+        ) as entries:  # one look: with a stat for each name a busy writer may seem to have none
+            names = [entry.name for entry in entries if entry.is_dir()]
+        return sorted(int(match[1]) for match in map(NAME.fullmatch, names) if match)
 
     def folder(self, step: int) -> Path:
         return self.root / f"global_step_{step}"
@@ -189,9 +192,16 @@ class CheckpointStore:
         except BaseException as error:
             shutil.rmtree(folder, ignore_errors=True)
             self._put_back()
-            if isinstance(error, OSError):
-                raise self._write_error(step, error) from error
-            raise
+            if not isinstance(error, OSError):
+                raise
+            complete = [other for other in self.steps() if self._looks_complete(other)]
+            intact = f"{self.folder(complete[-1])} is intact" if complete else "there is no earlier one"
+            raise InputError(
+                f"the checkpoint of step {step} could not be written to {self.root}: {error} "
+                f"({shutil.disk_usage(self.root).free / 2**30:.1f} GiB free there); {intact}. Make room, or set another "
+                "trainer.default_local_dir or a lower trainer.max_actor_ckpt_to_keep (one more is needed while "
+                "writing), and resume"
+            ) from error
 
     def _publish(self, folder: Path, step: int) -> None:
         final = self.folder(step)
@@ -246,16 +256,6 @@ class CheckpointStore:
         target = self.root / (f"{name}-{taken + 1}" if taken else name)
         os.rename(self.folder(step), target)
         log.warning("kept the damaged checkpoint as %s; delete it when it is of no use", target)
-
-    def _write_error(self, step: int, error: OSError) -> InputError:
-        free = shutil.disk_usage(self.root).free / 2**30
-        steps = [other for other in self.steps() if self._looks_complete(other)]
-        intact = f"{self.folder(steps[-1])} is intact" if steps else "there is no earlier one"
-        return InputError(
-            f"the checkpoint of step {step} could not be written to {self.root}: {error} ({free:.1f} GiB free there); "
-            f"{intact}. Make room, or set another trainer.default_local_dir or a lower trainer.max_actor_ckpt_to_keep "
-            "(one more is needed while writing), and resume"
-        )
 
 
 def resolve_resume(trainer: TrainerConfig, store: CheckpointStore) -> Checkpoint | None:

@@ -147,7 +147,7 @@ class PromptFiles:
         return lines
 
     def _keep(self, file: ExampleFile, measured: Measured, problems: Problems) -> None:
-        """Leave out what is too long, or report it, as the configuration says."""
+        """Leave out what is too long, or report it, as the configuration has it."""
         limit = self.limit
         fits = measured.length <= limit
         self.measured[file.path] = measured

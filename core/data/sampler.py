@@ -48,7 +48,7 @@ class Stage:
 
 
 def apportion(total: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """``total`` split by weight into whole numbers, largest remainders first, earlier entries first on a tie."""
+    """Split ``total`` by weight into whole numbers, largest remainders first, earlier entries first on a tie."""
     share = np.asarray(weights, dtype=np.float64)
     quota = total * share / share.sum()
     counts = np.floor(quota).astype(np.int64)

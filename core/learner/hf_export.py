@@ -98,7 +98,7 @@ def storable_generation_config(config: Any) -> Any:
 def load_weights(model: Any, folder: Path) -> None:
     """Put the weights in ``folder``, which :func:`export_hf` wrote, into ``model``, bit for bit.
 
-    Goes through ``from_pretrained``, the one reader that knows sharded files, tied weights and the renamings that
+    Goes through ``from_pretrained``, the one reader that handles sharded files, tied weights and the renamings that
     transformers applies on saving; needs memory for a second copy meanwhile.
 
     Raises InputError for a parameter that is missing, left over, or of another shape.

@@ -57,7 +57,7 @@ def pass_size(part: RolloutConfig | RefConfig) -> MicroBatchSize:
 class Ranks:
     """What the ranks of one learner must agree on. This is a learner alone, :mod:`core.cluster.fsdp` has several."""
 
-    lead = True  # the one rank that counts what all of them know
+    lead = True  # the one rank that counts what all of them have
 
     def most(self, count: int) -> int:
         """Return the largest ``count`` of all ranks."""

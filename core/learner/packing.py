@@ -56,7 +56,7 @@ class Reading:
     def spread(self, values_M: Tensor) -> Tensor:
         """Return [B, T]: the values of all ranks at their tokens, 0 elsewhere; differentiable.
 
-        All ranks that split the sequences then compute the same loss. DTensor knows that its gradient is one, not one
+        All ranks that split the sequences then compute the same loss. DTensor treats its gradient as one, not as one
         a rank, and gives each rank the part that belongs to its own values: nothing is counted twice.
         """
         if self.mesh is not None:
