@@ -196,9 +196,10 @@ class CheckpointStore:
                 raise
             complete = [other for other in self.steps() if self._looks_complete(other)]
             intact = f"{self.folder(complete[-1])} is intact" if complete else "there is no earlier one"
+            free = shutil.disk_usage(self.root).free / 2**30
             raise InputError(
-                f"the checkpoint of step {step} could not be written to {self.root}: {error} "
-                f"({shutil.disk_usage(self.root).free / 2**30:.1f} GiB free there); {intact}. Make room, or set another "
+                f"the checkpoint of step {step} could not be written to {self.root}: {error} ({free:.1f} GiB free "
+                f"there); {intact}. Make room, or set another "
                 "trainer.default_local_dir or a lower trainer.max_actor_ckpt_to_keep (one more is needed while "
                 "writing), and resume"
             ) from error
