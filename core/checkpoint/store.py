@@ -199,9 +199,8 @@ class CheckpointStore:
             free = shutil.disk_usage(self.root).free / 2**30
             raise InputError(
                 f"the checkpoint of step {step} could not be written to {self.root}: {error} ({free:.1f} GiB free "
-                f"there); {intact}. Make room, or set another "
-                "trainer.default_local_dir or a lower trainer.max_actor_ckpt_to_keep (one more is needed while "
-                "writing), and resume"
+                f"there); {intact}. Make room, or set another trainer.default_local_dir or a lower "
+                "trainer.max_actor_ckpt_to_keep (one more is needed while writing), and resume"
             ) from error
 
     def _publish(self, folder: Path, step: int) -> None:
