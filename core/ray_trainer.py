@@ -125,8 +125,10 @@ class RayPPOTrainer:
         self.stream = PromptStream(config.data, self.tokenizer, config.trainer.seed)
         self.val_prompts = load_val_prompts(config.data, self.tokenizer)
         self.reward = RewardLayer(config)
-        self.reward.check(itertools.chain(self.stream.rows(), self.val_prompts))
-        check_hooks(self.stream.sample_rows(1), self.reward, self.tokenizer, self.shape_reward, self.keep_group)
+        self.reward.check(itertools.chain(self.stream.files.examples(), self.val_prompts))
+        check_hooks(
+            self.stream.files.sample_examples(1), self.reward, self.tokenizer, self.shape_reward, self.keep_group
+        )
         self.agent_loop = make_agent_loop(config, self.tokenizer)
         checkpoint = self.session.open(self.stream, critic=self.needs.critic)
         self.workers = self.make_workers(prepare_torch(config.trainer))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from core.data.parquet import Problems, Row, RowFile, sha256_of
+from core.data.parquet import Example, ExampleFile, Problems, sha256_of
 from core.data.tokenization import ChatError, Encoder
 from core.errors import InputError
 
@@ -43,9 +43,9 @@ def inspect(
     any_source: bool = False,
 ) -> Findings:
     """Count a file's rows and collect their problems. Raises InputError where it cannot be read at all."""
-    file = RowFile(path, prompt_key, reward_fn_key)
+    file = ExampleFile(path, prompt_key, reward_fn_key)
     findings = Findings(rows=len(file))
-    for row in file.rows(findings.problems):
+    for row in file.examples(findings.problems):
         findings.sources[row.data_source] += 1
         findings.kinds["plain string" if isinstance(row.prompt, str) else "chat"] += 1
         findings.characters.append(_characters(row))
@@ -108,13 +108,13 @@ def _encoder(path: str) -> Encoder:
     return Encoder(AutoTokenizer.from_pretrained(path))
 
 
-def _characters(row: Row) -> int:
+def _characters(row: Example) -> int:
     if isinstance(row.prompt, str):
         return len(row.prompt)
     return sum(len(message.get("content") or "") for message in row.prompt)
 
 
-def _count_tokens(row: Row, encoder: Encoder, findings: Findings) -> None:
+def _count_tokens(row: Example, encoder: Encoder, findings: Findings) -> None:
     try:
         findings.tokens.append(len(encoder.encode([row.prompt])[0]))
     except ChatError as error:
@@ -122,7 +122,7 @@ def _count_tokens(row: Row, encoder: Encoder, findings: Findings) -> None:
         findings.problems.add(row.file, "the chat template refuses a prompt", fix, row.number, str(error))
 
 
-def _check_answer(row: Row, any_source: bool, problems: Problems) -> None:
+def _check_answer(row: Example, any_source: bool, problems: Problems) -> None:
     """Collect problems of the ground truth: its own, and those that the scorer of its data source reports."""
     from reward_scores import UnknownDataSource, scorer_for
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.data.parquet import Problems, RowFile, sha256_of
+from core.data.parquet import ExampleFile, Problems, sha256_of
 from core.errors import InputError
 
 
@@ -73,7 +73,7 @@ def write_rows(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> Written:
 def _verify(part: Path, path: Path) -> None:
     problems = Problems()
     try:
-        for _ in RowFile(part).rows(problems):
+        for _ in ExampleFile(part).examples(problems):
             pass
         problems.raise_if_any()
     except InputError as error:

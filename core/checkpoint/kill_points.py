@@ -1,4 +1,4 @@
-"""Named moments at which a test may kill the process. Nothing happens unless the environment asks for it.
+"""Named moments at which a test may kill the process. Nothing happens unless a variable names one.
 
 ``RLREPRO_KILL_AT=update:3`` kills the process (SIGKILL, no clean-up of any kind) when it reaches
 ``kill_point("update", 3)``. The kill-and-resume tests use it to hit moments that are too short to be hit by chance.
@@ -25,7 +25,7 @@ PHASES = {
 
 
 def kill_point(phase: str, step: int) -> None:
-    """Kills this process if ``RLREPRO_KILL_AT`` is ``<phase>:<step>``.
+    """Kill this process if ``RLREPRO_KILL_AT`` is ``<phase>:<step>``.
 
     Raises:
         ValueError: the phase is not one of ``PHASES`` (checked on every call: a typing error shows in any test).

@@ -1,6 +1,7 @@
 """One checkpoint folder: the manifest that seals it, its verification, and whether a run may go on from it.
 
-Imports neither torch nor transformers.
+Which folder is written or taken is decided in ``core/checkpoint/store.py``. The manifest of a run folder is another
+file, see ``core/tracking/run_manifest.py``. This module imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ class Checkpoint:
     provenance: Provenance | None = None
 
     def path(self, name: str) -> Path:
-        """The file or subfolder ``name`` of the checkpoint.
+        """Return the file or subfolder ``name`` of the checkpoint.
 
         Raises:
             InputError: the manifest lists no such file, so nothing vouches for it.
@@ -48,7 +49,7 @@ class Checkpoint:
         return self.folder / name
 
     def check_compatible(self, run: Provenance) -> list[str]:
-        """Whether a run may go on from here.
+        """Check whether a run may go on from here.
 
         Returns:
             What differs from the run that wrote it and is allowed to, one phrase each (ranks, threads, keys of
@@ -56,11 +57,11 @@ class Checkpoint:
             not promised to be bit-identical to an uninterrupted one.
 
         Raises:
-            InputError: the weights are of another model, or the seed is another one (rows and
+            InputError: the weights are of another model, or the seed is another one (examples and
                 sampling seeds are functions of it: prompts would be trained twice, others never).
         """
-        saved = self._provenance()
         self.check_models(run.models)
+        saved = self.provenance
         if saved.seed != run.seed:
             raise InputError(
                 f"trainer.seed={run.seed}, but {self.folder} was written with seed {saved.seed}: a resumed run must "
@@ -73,24 +74,24 @@ class Checkpoint:
         return [f"{name} was {there}, is {here}" for name, there, here in pairs if there != here]
 
     def check_models(self, models: Mapping[str, ModelFingerprint]) -> None:
-        """The part of :meth:`check_compatible` that can be known before a weight is read
-        (:func:`core.learner.saving.planned_fingerprints`). Raises InputError as said there."""
-        saved = self._provenance().models
-        for name in sorted(saved.keys() | models.keys()):
-            self._check_model(name, saved.get(name), models.get(name))
+        """Check the part of :meth:`check_compatible` that can be known before a weight is read.
 
-    def _provenance(self) -> Provenance:
+        ``models`` are those of :func:`core.learner.saving.planned_fingerprints`. Raises InputError for other ones.
+        """
         if self.provenance is None:
             raise InputError(f"{self.folder}: the manifest does not say which run it is of, so it cannot be resumed")
-        return self.provenance
-
-    def _check_model(self, name: str, there: ModelFingerprint | None, here: ModelFingerprint | None) -> None:
-        if there is None or here is None:
-            holds, wants = ("holds a", "has none") if here is None else ("holds no", "has one")
+        saved = self.provenance.models
+        for name in sorted(saved.keys() | models.keys()):
+            if name in saved and name in models:
+                self._check_model(name, saved[name], models[name])
+                continue
+            holds, needs = ("holds a", "has none") if name in saved else ("holds no", "has one")
             raise InputError(
-                f"{self.folder} {holds} {name}, but this run {wants} (algorithm.adv_estimator decides whether there "
+                f"{self.folder} {holds} {name}, but this run {needs} (algorithm.adv_estimator decides whether there "
                 "is a critic). Resume with the configuration of the run, or choose another trainer.experiment_name"
             )
+
+    def _check_model(self, name: str, there: ModelFingerprint, here: ModelFingerprint) -> None:
         found = there.differences(here)
         if found:
             more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
@@ -110,7 +111,7 @@ class Checkpoint:
 
 
 def verify(folder: Path, *, hashes: bool = True) -> Checkpoint:
-    """The checkpoint in ``folder``, after checking every file that its manifest lists.
+    """Check every file that the manifest of ``folder`` lists, and return the checkpoint.
 
     Args:
         hashes: also read every file and compare its SHA-256; False compares presence and size only.
@@ -159,8 +160,8 @@ def _digest(body: Any) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def _hash_all(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """SHA-256 of each file; hashing releases the interpreter lock, so threads help with large ones."""
+def _hash_all(folder: Path, names: Collection[str]) -> dict[str, str]:
+    """Return the SHA-256 of each file; hashing releases the interpreter lock, so threads help with large ones."""
 
     def sha256(name: str) -> str:
         try:
@@ -169,13 +170,12 @@ def _hash_all(folder: Path, names: Iterable[str]) -> dict[str, str]:
         except OSError as error:
             raise DamagedCheckpoint(f"{folder}: {name} cannot be read ({error.strerror})") from error
 
-    names = list(names)
     with ThreadPoolExecutor(max_workers=min(8, max(1, len(names)))) as pool:
         return dict(zip(names, pool.map(sha256, names), strict=True))
 
 
 def seal(folder: Path, step: int, provenance: Provenance | None) -> None:
-    """Puts everything in ``folder`` on disk, then a manifest that says what everything is, on disk too."""
+    """Put everything in ``folder`` on disk, then a manifest that lists and hashes it, on disk too."""
     paths = sorted(folder.rglob("*"))
     names = [str(path.relative_to(folder)) for path in paths if path.is_file()]
     for path in paths:

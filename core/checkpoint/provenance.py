@@ -1,7 +1,7 @@
-"""Which run a checkpoint or a result belongs to: model (and the base of adapters), seed, ranks, threads, configuration,
-package versions.
+"""Which run a checkpoint or a result belongs to.
 
-Imports neither torch nor transformers.
+That is its model (and the base of adapters), seed, ranks, threads, configuration and package versions. Comparing two
+of them is done in ``core/checkpoint/manifest.py``. This module imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -39,7 +39,7 @@ class ModelFingerprint:
 
     @classmethod
     def of(cls, module: Any, base: Base | None = None) -> ModelFingerprint:
-        """Of a torch module: the class name and the (global) shape of every parameter. Works on the meta device."""
+        """Return the class name of a torch module and the (global) shape of every parameter, on the meta device too."""
         shapes = {name: tuple(value.shape) for name, value in module.named_parameters()}
         return cls(type(module).__name__, shapes, base)
 
@@ -50,23 +50,19 @@ class ModelFingerprint:
         return cls(value["architecture"], shapes, Base(**base) if base else None)
 
     def differences(self, other: ModelFingerprint) -> list[str]:
-        """What this (saved) model has otherwise than ``other`` (of this run), one phrase each."""
+        """Return what this (saved) model has otherwise than ``other`` (of this run), one phrase each."""
         found = []
         if self.architecture != other.architecture:
             found.append(f"architecture {self.architecture} there, {other.architecture} here")
         for name in sorted(self.shapes.keys() | other.shapes.keys()):
-            there, here = self.shapes.get(name), other.shapes.get(name)
+            there, here = (list(one.shapes[name]) if name in one.shapes else "absent" for one in (self, other))
             if there != here:
-                found.append(f"{name} is {_shape(there)} there, {_shape(here)} here")
+                found.append(f"{name} is {there} there, {here} here")
         return found
 
 
-def _shape(shape: tuple[int, ...] | None) -> str:
-    return "absent" if shape is None else str(list(shape))
-
-
 def base_of(path: str) -> Base:
-    """The SHA-256 of the weights in a Hugging Face folder (or of a hub id's, as this machine holds them).
+    """Return the SHA-256 of the weights in a Hugging Face folder (or of a hub id's, as this machine holds them).
 
     Of safetensors every tensor counts by name, type, shape and bytes, so a copy that is cut into other files is the
     same base; of other formats the files do. Reads all of them, once a process. Raises FileNotFoundError.
@@ -79,17 +75,16 @@ def base_of(path: str) -> Base:
     files = next((found for pattern in FORMATS if (found := sorted(folder.glob(pattern)))), None)
     if files is None:
         raise FileNotFoundError(f"{path}: no weights ({', '.join(FORMATS)}) there")
-    return Base(path, _sha256([(file, file.stat().st_size, file.stat().st_mtime_ns) for file in files]))
-
-
-def _sha256(files: Sequence[tuple[Path, int, int]]) -> str:
-    entries = sorted(entry for file in files for entry in _entries(*file))
-    return hashlib.sha256("\n".join(entries).encode()).hexdigest()
+    entries = [entry for file in files for entry in _entries(file, file.stat().st_size, file.stat().st_mtime_ns)]
+    return Base(path, hashlib.sha256("\n".join(sorted(entries)).encode()).hexdigest())
 
 
 @functools.cache
 def _entries(file: Path, size: int, changed: int) -> tuple[str, ...]:
-    """A line a tensor of a safetensors file (eight bytes of length, a header in JSON, the tensors), else one in all."""
+    """Return a line a tensor of a safetensors file, else one in all; ``size`` and ``changed`` are keys of the cache.
+
+    A safetensors file holds eight bytes of length, a header in JSON, and the tensors.
+    """
     with open(file, "rb") as stream:
         if file.suffix != ".safetensors":
             return (f"{file.name} {hashlib.file_digest(stream, 'sha256').hexdigest()}",)
@@ -98,25 +93,20 @@ def _entries(file: Path, size: int, changed: int) -> tuple[str, ...]:
         header.pop("__metadata__", None)
         found = []
         for name, one in header.items():
-            digest = hashlib.sha256()
-            for block in _blocks(stream, *(start + offset for offset in one["data_offsets"])):
+            digest, (begin, end) = hashlib.sha256(), one["data_offsets"]
+            stream.seek(start + begin)
+            while begin < end:
+                block = stream.read(min(end - begin, BLOCK))
+                if not block:
+                    raise FileNotFoundError(f"{file} is cut short: fetch the model again")
                 digest.update(block)
+                begin += len(block)
             found.append(f"{name} {one['dtype']} {one['shape']} {digest.hexdigest()}")
         return tuple(found)
 
 
-def _blocks(stream: Any, start: int, end: int) -> Iterator[bytes]:
-    stream.seek(start)
-    while start < end:
-        block = stream.read(min(end - start, BLOCK))
-        if not block:
-            raise FileNotFoundError(f"{stream.name} is cut short: fetch the model again")
-        start += len(block)
-        yield block
-
-
 def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:
-    """The installed versions, by default of the packages that decide the numbers."""
+    """Return the installed versions, by default of the packages that decide the numbers."""
     versions = {}
     for name in names:
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides weights: optimizer and RNG states, and the driver's own.
+"""Files of a checkpoint besides weights: optimizer states, RNG states, and the state of the driver.
 
 Tensors go through ``torch.save`` and come back with ``weights_only=True``. The driver's state goes into
 ``driver.json``, its arrays into ``driver.npz``; it comes back equal to the bit and of the same types. Nothing is
@@ -28,11 +28,10 @@ from reward_scores.score import Score, ScoreStatus
 
 
 def save_tensors(path: Path, state: Any) -> None:
-    """Writes nested dicts, lists and tuples of tensors and plain scalars, such as an optimizer's ``state_dict``.
+    """Write nested dicts, lists and tuples of tensors and plain scalars, such as an optimizer's ``state_dict``.
 
-    Raises:
-        InputError: something in it could not be read back with ``weights_only=True``. Now, not at the resume.
-        OSError: as the file system says.
+    Raises InputError, now and not at the resume, for what could not be read back with ``weights_only=True``, and
+    OSError for a full disk, which torch reports as an error of its own zip writer.
     """
     import torch
 
@@ -41,14 +40,14 @@ def save_tensors(path: Path, state: Any) -> None:
     with open(path, "wb") as file:
         try:
             torch.save(state, file)
-        except RuntimeError as error:  # torch hides a full disk behind an error of its own zip writer
+        except RuntimeError as error:
             if isinstance(error.__context__, OSError):
                 raise OSError(error.__context__.errno, error.__context__.strerror, str(path)) from error
             raise
 
 
 def load_tensors(path: Path) -> Any:
-    """What :func:`save_tensors` wrote, on the CPU."""
+    """Return what :func:`save_tensors` wrote, on the CPU."""
     import torch
 
     return torch.load(path, map_location="cpu", weights_only=True)
@@ -59,23 +58,19 @@ def _check_loadable(value: Any, where: str) -> None:
 
     if isinstance(value, torch.Tensor) or value is None or type(value) in (bool, int, float, str):
         return
-    if type(value) is dict:
-        for key, item in value.items():
-            if type(key) not in (int, str):
-                raise InputError(f"{where}: key {key!r} is a {type(key).__name__}; only int and str can be stored")
-            _check_loadable(item, f"{where}[{key!r}]")
-    elif type(value) in (list, tuple):
-        for index, item in enumerate(value):
-            _check_loadable(item, f"{where}[{index}]")
-    else:
+    if type(value) not in (dict, list, tuple):
         raise InputError(
             f"{where} is a {type(value).__module__}.{type(value).__name__}: only tensors, numbers, strings, None and "
             "dicts, lists and tuples of them can be stored"
         )
+    for key, item in value.items() if type(value) is dict else enumerate(value):
+        if type(key) not in (int, str):
+            raise InputError(f"{where}: key {key!r} is a {type(key).__name__}; only int and str can be stored")
+        _check_loadable(item, f"{where}[{key!r}]")
 
 
 def seed_generators(seed: int) -> None:
-    """Seeds all global generators, also those that nothing here draws from: a user's reward function may."""
+    """Seed all global generators, also those that nothing here draws from: a user's reward function may."""
     import torch
 
     random.seed(seed)
@@ -84,7 +79,7 @@ def seed_generators(seed: int) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """The states of the global generators: Python's, numpy's, torch's on the CPU and on every CUDA device."""
+    """Return the states of the global generators: Python's, numpy's, torch's on the CPU and on every CUDA device."""
     import torch
 
     name, keys, position, has_gauss, cached = np.random.get_state()
@@ -97,7 +92,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Puts back what :func:`rng_state` returned. To be called last: loading a model draws numbers."""
+    """Put back what :func:`rng_state` returned. To be called last: loading a model draws numbers."""
     import torch
 
     name, keys, *rest = state["numpy"]
@@ -114,9 +109,9 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class DriverState:
-    """What the driver needs to go on after ``step`` complete steps.
+    """State of the driver, enough to go on after ``step`` complete steps.
 
-    ``carried`` maps the ordinals from ``next_ordinal`` on that were already judged to their group, or to a
+    ``carried`` maps the ordinals from ``next_ordinal`` on that were already scored to their group, or to a
     ``Dropped``. ``values`` is whatever else is JSON: the KL controller's state, keep rate, counters.
     """
 
@@ -126,7 +121,7 @@ class DriverState:
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
-        """Writes ``driver.json`` and ``driver.npz``.
+        """Write ``driver.json`` and ``driver.npz``.
 
         Raises:
             InputError: a value is of a type that cannot be stored; names it.
@@ -140,7 +135,8 @@ class DriverState:
         }
         (folder / "driver.json").write_text(json.dumps(fields), encoding="ascii")
         with open(folder / "driver.npz", "wb") as file:
-            np.savez(file, allow_pickle=False, **encoder.buffers())
+            buffers = {name: np.concatenate(parts) for name, parts in encoder.arrays.items()}
+            np.savez(file, allow_pickle=False, **buffers)
 
     @classmethod
     def load(cls, folder: Path) -> DriverState:
@@ -155,7 +151,7 @@ TAG = "is"  # {"is": type name, "of": content}: anything that JSON has no type f
 
 _DATACLASSES = {cls.__name__: cls for cls in (Prompt, Segment, Trajectory, Score, ScoredGroup, Dropped)}
 _ENUMS = {cls.__name__: cls for cls in (Stop, ScoreStatus)}
-# What a parquet row may hold beyond JSON: type name -> (type, to text, from text)
+# What an example may hold beyond JSON: type name -> (type, to text, from text)
 _AS_TEXT = {
     "bytes": (bytes, bytes.hex, bytes.fromhex),
     "datetime": (datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
@@ -166,14 +162,11 @@ _AS_TEXT = {
 
 
 class _Encoder:
-    """Turns values into JSON; the arrays among them are strung together, one buffer a dtype."""
+    """An encoder of values as JSON; the arrays among them are strung together, one buffer a dtype."""
 
     def __init__(self) -> None:
-        self._arrays: dict[str, list[np.ndarray]] = {}
+        self.arrays: dict[str, list[np.ndarray]] = {}
         self._used: dict[str, int] = {}
-
-    def buffers(self) -> dict[str, np.ndarray]:
-        return {name: np.concatenate(parts) for name, parts in self._arrays.items()}
 
     def encode(self, value: Any, where: str) -> Any:
         kind = type(value)
@@ -181,11 +174,8 @@ class _Encoder:
             return value
         if kind is list:
             return [self.encode(item, f"{where}[{index}]") for index, item in enumerate(value)]
-        if isinstance(value, Mapping):
-            return self._mapping(value, where)
-        return {TAG: kind.__name__, "of": self._content(value, kind, where)}
-
-    def _mapping(self, value: Mapping[Any, Any], where: str) -> Any:
+        if not isinstance(value, Mapping):
+            return {TAG: kind.__name__, "of": self._content(value, kind, where)}
         if all(type(key) is str for key in value) and TAG not in value:
             return {key: self.encode(item, f"{where}[{key!r}]") for key, item in value.items()}
         pairs = [[self.encode(key, where), self.encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
@@ -203,15 +193,13 @@ class _Encoder:
         if name in _AS_TEXT and _AS_TEXT[name][0] is kind:
             return _AS_TEXT[name][1](value)
         if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
-            return [value.dtype.str, list(np.shape(value)), self._store(np.asarray(value))]
+            array = np.asarray(value)
+            buffer = array.dtype.str.replace("<", "").replace("|", "")
+            start = self._used.get(buffer, 0)
+            self.arrays.setdefault(buffer, []).append(array.reshape(-1))
+            self._used[buffer] = start + array.size
+            return [array.dtype.str, list(array.shape), start]
         raise InputError(f"{where} is a {kind.__module__}.{name}, which a checkpoint cannot store")
-
-    def _store(self, array: np.ndarray) -> int:
-        name = array.dtype.str.replace("<", "").replace("|", "")
-        start = self._used.get(name, 0)
-        self._arrays.setdefault(name, []).append(array.reshape(-1))
-        self._used[name] = start + array.size
-        return start
 
 
 def _decode(value: Any, buffers: Mapping[str, np.ndarray]) -> Any:

@@ -1,8 +1,8 @@
-"""Checkpoints that survive a kill at any moment (DESIGN I5).
+"""Checkpoints that survive a kill at any moment.
 
 A checkpoint is a folder ``<root>/global_step_N``. It is written under a temporary name, every file and
 directory is fsynced, a manifest with the hash of every file is added, and only then does it get its name, by
-one atomic rename. So a folder called ``global_step_N`` was complete once, and the hashes say whether it
+one atomic rename. So a folder called ``global_step_N`` was complete once, and the hashes tell whether it
 still is. The newest complete one wins; ``latest_checkpointed_iteration.txt`` is a convenience for people
 and scripts and is never read here.
 
@@ -12,14 +12,13 @@ Names in the root::
     .tmp-global_step_N-<pid>        being written, or left by a writer that was killed
     .old-global_step_N              replaced by a new one of the same step; put back if the new one did not arrive
     .trash-global_step_N            being deleted; renamed first, so that no half-deleted folder keeps the good name
-    damaged-global_step_N           failed its verification at a resume; kept for whoever wants to look
+    damaged-global_step_N           failed its verification at a resume; kept for people to look at
     latest_checkpointed_iteration.txt, .writer.lock
 
-Who writes takes the lock of the root (:meth:`CheckpointStore.claim`): two runs in one folder would delete each
+A writer takes the lock of the root (:meth:`CheckpointStore.claim`): two runs in one folder would delete each
 other's work. Reading takes no lock and changes nothing.
 
-What goes into the folder is the caller's affair; ``core/checkpoint/run_state.py`` and ``core/learner/hf_export.py``
-have the parts.
+The caller fills the folder; ``core/checkpoint/run_state.py`` and ``core/learner/hf_export.py`` have the parts.
 Importing this module imports neither torch nor transformers.
 """
 
@@ -68,23 +67,26 @@ class CheckpointStore:
     # -- reading
 
     def steps(self) -> list[int]:
-        """The steps for which a folder exists, complete or not, ascending."""
+        """Return the steps for which a folder exists, complete or not, ascending."""
         if not self.root.is_dir():
             return []
-        found = [NAME.fullmatch(path.name) for path in self.root.iterdir() if path.is_dir()]
-        return sorted(int(match[1]) for match in found if match)
+        with os.scandir(
+            self.root
+        ) as entries:  # one look: with a stat for each name a busy writer may seem to have none
+            names = [entry.name for entry in entries if entry.is_dir()]
+        return sorted(int(match[1]) for match in map(NAME.fullmatch, names) if match)
 
     def folder(self, step: int) -> Path:
         return self.root / f"global_step_{step}"
 
     def latest(self, *, tidy: bool = False) -> Checkpoint | None:
-        """The newest complete checkpoint, or None where there is no checkpoint at all.
+        """Return the newest complete checkpoint, or None where there is no checkpoint at all.
 
         Damaged ones are skipped with a warning that names folder, file and reason.
 
         Args:
-            tidy: for the writer, who goes on from here: rename the damaged ones to ``damaged-global_step_N``, so that
-                they cannot come between later, and prune what a killed writer did not get to.
+            tidy: for a writer that goes on from here: rename the damaged ones to ``damaged-global_step_N``, so that
+                they are not taken later, and prune what a killed writer did not get to.
 
         Raises:
             InputError: checkpoints exist and all are damaged: starting over silently would throw a run away.
@@ -114,7 +116,7 @@ class CheckpointStore:
         return None
 
     def at(self, path: str | os.PathLike[str]) -> Checkpoint:
-        """The checkpoint in the folder ``path`` (``trainer.resume_from_path``), verified.
+        """Verify the folder ``path`` (``trainer.resume_from_path``) and return its checkpoint.
 
         Raises:
             InputError: there is none, or it is damaged; another one is never taken instead.
@@ -133,7 +135,7 @@ class CheckpointStore:
     # -- writing
 
     def claim(self) -> None:
-        """Makes this process the root's only writer and clears away what killed writers left. Idempotent.
+        """Make this process the root's only writer and clear away what killed writers left. Idempotent.
 
         The lock is the process's and goes with it, however it ends.
 
@@ -169,7 +171,7 @@ class CheckpointStore:
 
     @contextmanager
     def writing(self, step: int, provenance: Provenance | None = None) -> Iterator[Path]:
-        """A temporary folder to fill; on leaving the block it becomes ``global_step_<step>``.
+        """Yield a temporary folder to fill; on leaving the block it becomes ``global_step_<step>``.
 
         Whoever writes (other processes included: their files must be closed and on this file system) fills the
         folder inside the block. On the way out: manifest, fsync of everything, rename, tracker file, pruning. Where
@@ -190,14 +192,27 @@ class CheckpointStore:
         except BaseException as error:
             shutil.rmtree(folder, ignore_errors=True)
             self._put_back()
-            if isinstance(error, OSError):
-                raise self._write_error(step, error) from error
-            raise
+            if not isinstance(error, OSError):
+                raise
+            complete = [other for other in self.steps() if self._looks_complete(other)]
+            intact = f"{self.folder(complete[-1])} is intact" if complete else "there is no earlier one"
+            free = shutil.disk_usage(self.root).free / 2**30
+            raise InputError(
+                f"the checkpoint of step {step} could not be written to {self.root}: {error} ({free:.1f} GiB free "
+                f"there); {intact}. Make room, or set another trainer.default_local_dir or a lower "
+                "trainer.max_actor_ckpt_to_keep (one more is needed while writing), and resume"
+            ) from error
 
     def _publish(self, folder: Path, step: int) -> None:
         final = self.folder(step)
-        if final.exists():
-            self._make_room(step)
+        if final.exists():  # written before: a damaged folder is kept under another name, a complete one replaced
+            try:
+                verify(final)
+            except InputError as error:
+                log.warning("%s; written anew", error)
+                self._set_aside(step)
+            else:
+                os.rename(final, self.root / f".old-{final.name}")
         os.rename(folder, final)
         fsync(self.root)
         kill_point("checkpoint_tracker", step)
@@ -207,18 +222,8 @@ class CheckpointStore:
         fsync(self.root)
         self._prune(step)
 
-    def _make_room(self, step: int) -> None:
-        """The same step was written before: a damaged folder is kept under another name, a complete one replaced."""
-        try:
-            verify(self.folder(step))
-        except InputError as error:
-            log.warning("%s; written anew", error)
-            self._set_aside(step)
-        else:
-            os.rename(self.folder(step), self.root / f".old-global_step_{step}")
-
     def _prune(self, sound: int) -> None:
-        """Deletes all but the ``keep`` newest complete ones, whoever wrote them; never the one known to be sound."""
+        """Delete all but the ``keep`` newest complete ones, whoever wrote them; never the one known to be sound."""
         complete = [step for step in self.steps() if step != sound and self._looks_complete(step)]
         surplus = [] if self.keep is None else complete[: max(0, len(complete) + 1 - self.keep)]
         for step in surplus:
@@ -227,7 +232,7 @@ class CheckpointStore:
         self._clear(".old-", ".trash-")
 
     def _put_back(self) -> None:
-        """Undoes a replacement that got no further than the first of its two renames."""
+        """Undo a replacement that got no further than the first of its two renames."""
         for old in self.root.glob(".old-global_step_*"):
             replacement = self.root / old.name.removeprefix(".old-")
             if not replacement.exists():
@@ -252,19 +257,9 @@ class CheckpointStore:
         os.rename(self.folder(step), target)
         log.warning("kept the damaged checkpoint as %s; delete it when it is of no use", target)
 
-    def _write_error(self, step: int, error: OSError) -> InputError:
-        free = shutil.disk_usage(self.root).free / 2**30
-        steps = [other for other in self.steps() if self._looks_complete(other)]
-        intact = f"{self.folder(steps[-1])} is intact" if steps else "there is no earlier one"
-        return InputError(
-            f"the checkpoint of step {step} could not be written to {self.root}: {error} ({free:.1f} GiB free there); "
-            f"{intact}. Make room, or set another trainer.default_local_dir or a lower trainer.max_actor_ckpt_to_keep "
-            "(one more is needed while writing), and resume"
-        )
-
 
 def resolve_resume(trainer: TrainerConfig, store: CheckpointStore) -> Checkpoint | None:
-    """The checkpoint to go on from, or None for a start from the base model. Claims the store, unless ``val_only``.
+    """Return the checkpoint to go on from, or None to start from the base model. Claims the store unless ``val_only``.
 
     - ``auto``: the newest complete one of the run folder; damaged newer ones are set aside. None where there is none.
     - ``resume_path``: the one that ``trainer.resume_from_path`` names, of this run or of another.
@@ -274,7 +269,7 @@ def resolve_resume(trainer: TrainerConfig, store: CheckpointStore) -> Checkpoint
     would lie among them, and the next ``auto`` would take one of theirs for one of its own.
 
     Raises:
-        InputError: as said above, or as :meth:`CheckpointStore.latest`, ``at`` and ``claim`` say.
+        InputError: as above, or as :meth:`CheckpointStore.latest`, ``at`` and ``claim`` raise it.
     """
     if not trainer.val_only:
         store.claim()

@@ -16,7 +16,7 @@ from torch import Tensor
 from core.checkpoint.provenance import ModelFingerprint
 from core.cluster.ray_engine import RayRewardModel
 from core.cluster.ray_pools import RayProcesses
-from core.learner.batching import busy_rows, rank_shares, steps_of
+from core.learner.batching import busy_sequences, rank_shares, steps_of
 from core.learner.learner import only_advantages_train
 from core.learner.models import compute_dtype
 from core.learner.weight_probe import compare_probe
@@ -136,7 +136,7 @@ class RayWorkers(RayProcesses):
         together = part.ulysses_sequence_parallel_size
         by_group: list[list[TrainBatch]] = [[] for _ in range(self.ranks // together)]
         for step in steps:
-            busy = busy_rows(step, only_advantages_train=only_advantages)
+            busy = busy_sequences(step, only_advantages_train=only_advantages)
             shares = []
             for chosen in (busy, ~busy):
                 rows = chosen.nonzero()[:, 0]

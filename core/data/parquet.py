@@ -1,15 +1,16 @@
-"""Rows of the one data schema (verl's), read from parquet.
+"""Examples of the one data schema (verl's), read from parquet: a line of a file each, checked.
 
 =============  ==========================================================================================
-data_source    which scorer judges the answer (the column that ``data.reward_fn_key`` names)
+data_source    which scorer scores the answer (the column that ``data.reward_fn_key`` names)
 prompt         a chat as a list of ``{role, content}``, or a plain string (``data.prompt_key``)
 reward_model   ``{style: "rule" | "model", ground_truth: anything}``; a rule needs its ground truth
 extra_info     optional: ``split`` and ``index`` name the question, the rest is for the scorer
 ability        optional, not read
 =============  ==========================================================================================
 
-A file stays a columnar Arrow table; a row becomes Python objects when it is drawn. Files are never
-concatenated, so one may hold strings as ground truth and the next one structs.
+A file stays a columnar Arrow table; an example becomes Python objects when it is drawn. Files are never
+concatenated, so one may hold strings as ground truth and the next one structs. Which examples a run draws, and
+what becomes of their prompts, is not decided here.
 """
 
 from __future__ import annotations
@@ -44,23 +45,22 @@ class Problems:
             entries.append(f"{row}: {value}" if value else str(row))
 
     def lines(self) -> list[str]:
-        return [self._line(*key, rows) for key, rows in self.found.items()]
+        found = []
+        for (where, rule, fix), rows in self.found.items():
+            more = f" and {len(rows) - self.shown} more" if len(rows) > self.shown else ""
+            noun = "row" if len(rows) == 1 else "rows"
+            which = f" in {len(rows)} {noun} ({', '.join(rows[: self.shown])}{more})" if rows else ""
+            found.append(f"{where}: {rule}{which}; {fix}")
+        return found
 
     def raise_if_any(self) -> None:
         if self.found:
             raise InputError(self.lines())
 
-    def _line(self, where: str, rule: str, fix: str, rows: list[str]) -> str:
-        if not rows:
-            return f"{where}: {rule}; {fix}"
-        more = f" and {len(rows) - self.shown} more" if len(rows) > self.shown else ""
-        noun = "row" if len(rows) == 1 else "rows"
-        return f"{where}: {rule} in {len(rows)} {noun} ({', '.join(rows[: self.shown])}{more}); {fix}"
-
 
 @dataclass(frozen=True)
-class Row:
-    """One row, checked. ``number`` counts from 0 in its file."""
+class Example:
+    """One line of a file, checked. ``number`` counts from 0 in its file."""
 
     file: str
     number: int
@@ -76,7 +76,7 @@ class Row:
 
     @property
     def name(self) -> str | None:
-        """What the data calls the question: source, split, index; None where it gives no index."""
+        """The question's name in the data: source, split, index; None where it gives no index."""
         index = self.extra_info.get("index")
         if isinstance(index, bool) or not isinstance(index, int | str) or index == "":
             return None
@@ -84,17 +84,17 @@ class Row:
 
     @cached_property
     def prompt_hash(self) -> str:
-        """16 hexadecimal digits; equal prompts share them."""
+        """A hash of 16 hexadecimal digits; equal prompts share them."""
         return _hash(self.prompt)
 
     @cached_property
     def content_hash(self) -> str:
-        """16 hexadecimal digits of what is asked: source, prompt and ground truth."""
+        """A hash of 16 hexadecimal digits of the question's content: source, prompt and ground truth."""
         return _hash([self.data_source, self.prompt_hash, self.ground_truth])
 
     @property
     def name_hash(self) -> str:
-        """Of the name, or of the content where there is no name."""
+        """A hash of the name, or of the content where there is no name."""
         return self.content_hash if self.name is None else _hash(self.name)
 
 
@@ -102,12 +102,14 @@ _canonical = json.JSONEncoder(sort_keys=True, default=str).encode
 
 
 def _hash(value: Any) -> str:
-    text = _canonical(value)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(_canonical(value).encode(), digest_size=8).hexdigest()
 
 
-class RowFile:
-    """The rows of one parquet file.
+Row = Example  # the name under which core.rewards imports it
+
+
+class ExampleFile:
+    """The examples of one parquet file.
 
     Raises InputError when it is missing, empty, not parquet, or lacks a column.
     """
@@ -121,15 +123,18 @@ class RowFile:
     def __len__(self) -> int:
         return self._table.num_rows
 
-    def row(self, number: int) -> Row:
-        """The row; InputError where it breaks the schema."""
+    def example(self, number: int) -> Example:
+        """Return the example of this number. Raises InputError where it breaks the schema."""
         problems = Problems()
-        row = self._checked(self._table.slice(number, 1).to_pylist()[0], number, problems)
+        example = self._checked(self._table.slice(number, 1).to_pylist()[0], number, problems)
         problems.raise_if_any()
-        return row
+        return example
 
-    def rows(self, problems: Problems, numbers: np.ndarray | None = None, batch: int = 1024) -> Iterator[Row]:
-        """The rows of these (increasing) numbers, or all, a batch in memory at a time; bad ones go to ``problems``."""
+    def examples(self, problems: Problems, numbers: np.ndarray | None = None, batch: int = 1024) -> Iterator[Example]:
+        """Yield the examples of these (increasing) numbers, or all, with a batch in memory at a time.
+
+        Those that break the schema are left out and added to ``problems``.
+        """
         for start in range(0, len(self), batch):
             part = self._table.slice(start, batch)
             wanted = np.arange(start, start + len(part))
@@ -137,28 +142,26 @@ class RowFile:
                 wanted = numbers[np.searchsorted(numbers, start) : np.searchsorted(numbers, start + batch)]
                 part = part.take(wanted - start)
             for number, raw in zip(wanted, part.to_pylist(), strict=True):
-                row = self._checked(raw, int(number), problems)
-                if row is not None:
-                    yield row
+                example = self._checked(raw, int(number), problems)
+                if example is not None:
+                    yield example
 
-    def _checked(self, raw: Mapping[str, Any], number: int, problems: Problems) -> Row | None:
-        checks = (
-            _check_source(raw[self.reward_fn_key], self.reward_fn_key),
-            _check_prompt(raw[self.prompt_key], self.prompt_key),
-            _check_reward_model(raw["reward_model"]),
-            _check_extra_info(raw.get("extra_info")),
-        )
-        bad = [check for check in checks if check is not None]
+    def _checked(self, raw: Mapping[str, Any], number: int, problems: Problems) -> Example | None:
+        bad = list(_findings(raw, self.prompt_key, self.reward_fn_key))
         for rule, fix, value in bad:
             problems.add(self.path, rule, fix, number, value)
         if bad:
             return None
         prompt = raw[self.prompt_key]
-        return Row(
+        if not isinstance(prompt, str):
+            # Parquet gives every message every field of the column; a chat template must not see those it lacks.
+            present = ({k: v for k, v in message.items() if v is not None or k == "content"} for message in prompt)
+            prompt = tuple(present)
+        return Example(
             file=self.path,
             number=number,
             data_source=raw[self.reward_fn_key],
-            prompt=prompt if isinstance(prompt, str) else tuple(_without_nulls(message) for message in prompt),
+            prompt=prompt,
             ground_truth=raw["reward_model"].get("ground_truth"),
             extra_info=raw.get("extra_info") or {},
             style=raw["reward_model"].get("style") or "rule",
@@ -166,7 +169,7 @@ class RowFile:
 
 
 def sha256_of(path: str | Path) -> str:
-    """The file's hash, as manifests record it."""
+    """Return the file's hash, as manifests record it."""
     with open(Path(path).expanduser(), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -196,57 +199,38 @@ def _read_table(path: Path, prompt_key: str, reward_fn_key: str) -> Any:
     return table
 
 
-# A check gives None, or (rule, fix, the value that breaks it).
-Finding = tuple[str, str, str]
+Finding = tuple[str, str, str]  # (rule, fix, the value that breaks the rule)
 
 
-def _check_source(value: Any, key: str) -> Finding | None:
-    if isinstance(value, str) and value:
-        return None
-    return f"{key} must be a non-empty string", "name the data set, its scorer is looked up by it", repr(value)
+def _findings(raw: Mapping[str, Any], prompt_key: str, source_key: str) -> Iterator[Finding]:
+    """Yield what breaks the schema: at most one finding a column."""
+    source, reward, extra = raw[source_key], raw["reward_model"], raw.get("extra_info")
+    if not isinstance(source, str) or not source:
+        rule = f"{source_key} must be a non-empty string"
+        yield rule, "name the data set, its scorer is looked up by it", repr(source)
+    if finding := _prompt_finding(raw[prompt_key], prompt_key):
+        yield finding
+    if not isinstance(reward, dict):
+        rule = "reward_model must hold style and ground_truth"
+        yield rule, "the answer goes to reward_model.ground_truth", type(reward).__name__
+    elif reward.get("ground_truth") is None and (style := reward.get("style") or "rule") != "model":
+        rule = "reward_model.ground_truth must be given where the style is not 'model'"
+        yield rule, "fill it or leave the row out", f"style {style!r}"
+    if extra is not None and not isinstance(extra, dict):
+        yield "extra_info must be a struct", "make it one, or leave the column out", type(extra).__name__
 
 
-def _check_prompt(value: Any, key: str) -> Finding | None:
+def _prompt_finding(value: Any, key: str) -> Finding | None:
     if not isinstance(value, str | list | None):
         return f"{key} must be a string or a list of messages", "see core/data/parquet.py", type(value).__name__
-    if isinstance(value, list):
-        for message in value:
-            finding = _check_message(message, key)
-            if finding is not None:
-                return finding
+    for message in value if isinstance(value, list) else ():
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            return f"{key} must hold messages with role and content", "see core/data/parquet.py", repr(message)[:60]
+        called = message["role"] == "assistant" and message.get("tool_calls")
+        if not isinstance(message.get("content"), str) and not (called and message.get("content", "") is None):
+            kind = type(message.get("content")).__name__
+            return f"{key} must hold text (images and videos are not supported)", "make content a string", kind
     texts = [value] if isinstance(value, str) else [message.get("content") or "" for message in value or ()]
     if not "".join(texts).strip():
         return f"{key} must not be empty", "fill it or leave the row out", ""
     return None
-
-
-def _check_message(message: Any, key: str) -> Finding | None:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        return f"{key} must hold messages with role and content", "see core/data/parquet.py", repr(message)[:60]
-    called = message["role"] == "assistant" and message.get("tool_calls")
-    if not isinstance(message.get("content"), str) and not (called and message.get("content", "") is None):
-        kind = type(message.get("content")).__name__
-        return f"{key} must hold text (images and videos are not supported)", "make content a string", kind
-    return None
-
-
-def _check_reward_model(value: Any) -> Finding | None:
-    if not isinstance(value, dict):
-        rule = "reward_model must hold style and ground_truth"
-        return rule, "the answer goes to reward_model.ground_truth", type(value).__name__
-    style = value.get("style") or "rule"
-    if value.get("ground_truth") is None and style != "model":
-        rule = "reward_model.ground_truth must be given where the style is not 'model'"
-        return rule, "fill it or leave the row out", f"style {style!r}"
-    return None
-
-
-def _check_extra_info(value: Any) -> Finding | None:
-    if value is None or isinstance(value, dict):
-        return None
-    return "extra_info must be a struct", "make it one, or leave the column out", type(value).__name__
-
-
-def _without_nulls(message: Message) -> Message:
-    """Parquet gives every message every field of the column; a chat template must not see those it does not have."""
-    return {name: value for name, value in message.items() if value is not None or name == "content"}

@@ -1,6 +1,7 @@
-"""Ordinal -> row, as a pure function: epochs, shuffling, data set weights and curriculum stages.
+"""Ordinal -> row of a data set, as a pure function: epochs, shuffling, data set weights and curriculum stages.
 
-There is no loader state. What a run needs to go on is the next ordinal.
+There is no loader state. What a run needs to go on is the next ordinal. Rows are numbers here: what stands in them is
+read by ``core/data/parquet.py``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from core.data.seeds import derive_seed
+from core.data.seeds import permutation
 
 
 class Place(NamedTuple):
@@ -46,18 +47,8 @@ class Stage:
         return self.rows if self.prompts is None else self.prompts
 
 
-def permutation(size: int, *key: int) -> np.ndarray:
-    """A permutation of ``range(size)`` that depends on nothing but its arguments.
-
-    It sorts the raw PCG64 stream, which numpy promises to keep, and not ``Generator.permutation``, which it may
-    change: a run that is resumed under another numpy sees the same order.
-    """
-    keys = np.random.PCG64(derive_seed("order", *key)).random_raw(size)
-    return np.argsort(keys, kind="stable")
-
-
 def apportion(total: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """``total`` split by weight into whole numbers, largest remainders first, earlier entries first on a tie."""
+    """Split ``total`` by weight into whole numbers, largest remainders first, earlier entries first on a tie."""
     share = np.asarray(weights, dtype=np.float64)
     quota = total * share / share.sum()
     counts = np.floor(quota).astype(np.int64)
@@ -117,11 +108,11 @@ class Order:
         return Place(number, dataset, int(self._walk(number, dataset, epoch, size)[step]))
 
     def _make_walk(self, stage: int, dataset: int, epoch: int, size: int) -> np.ndarray:
-        """The order of one epoch's rows."""
+        """Return the order of one epoch's rows."""
         return permutation(size, self.seed, stage, dataset, epoch) if self.shuffle else np.arange(size)
 
     def _make_block(self, stage: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """For each place of a block, its data set and how many of that data set came before it in the block."""
+        """Return, for each place of a block, its data set and how many of that data set came before it in the block."""
         shares = self._shares[stage]
         datasets = np.repeat(np.arange(len(shares)), shares)
         if self.shuffle:
@@ -129,16 +120,10 @@ class Order:
         else:
             even = np.concatenate([(np.arange(share) + 0.5) / share for share in shares])
             datasets = datasets[np.argsort(even, kind="stable")]
-        return datasets, _ranks(datasets, len(shares))
-
-
-def _ranks(datasets: np.ndarray, count: int) -> np.ndarray:
-    """How often each entry's value occurred before it."""
-    ranks = np.empty(len(datasets), dtype=np.int64)
-    for dataset in range(count):
-        where = np.flatnonzero(datasets == dataset)
-        ranks[where] = np.arange(len(where))
-    return ranks
+        ranks = np.empty(len(datasets), dtype=np.int64)
+        for dataset, share in enumerate(shares):
+            ranks[datasets == dataset] = np.arange(share)
+        return datasets, ranks
 
 
 def _check(stage: Stage) -> None:

@@ -1,27 +1,24 @@
 """The prompt stream: prompt number ``ordinal`` as a pure function of the seed and the ordinal.
 
-What a row must hold is in ``core/data/parquet.py``, how it becomes ids in ``core/data/tokenization.py``, which row
-an ordinal
-draws in ``core/data/sampler.py``. Data that reward functions make up while training runs is not supported: a row is a
-function of its ordinal, and that is what makes a resumed run equal to an uninterrupted one.
+What an example must hold is in ``core/data/parquet.py``, how it becomes ids in ``core/data/tokenization.py``, which
+one an ordinal draws in ``core/data/sampler.py``. Data that reward functions make up while training runs is not
+supported: an example is a function of its ordinal, and that is what makes a resumed run equal to an uninterrupted one.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from core.data.dataset import Choose, PromptFiles, all_rows
-from core.data.parquet import Row
-from core.data.sampler import Order, Stage, apportion, permutation
+from core.data.dataset import Choose, PromptFiles
+from core.data.sampler import Order, Stage, apportion
+from core.data.seeds import permutation
 from core.errors import InputError
 from core.types import Prompt
 
-log = logging.getLogger(__name__)
 SUBSET, VALIDATION = -2, -3  # keep these permutations apart from those of the order
 
 
@@ -38,14 +35,13 @@ class StageFiles:
 class PromptStream:
     """The training prompts, in the order of drawing, without end.
 
-    ``config`` is the ``data`` section; its own ``seed`` goes before ``seed`` (``trainer.seed``). Every row is
+    ``config`` is the ``data`` section; its own ``seed`` goes before ``seed`` (``trainer.seed``). Every example is
     checked and measured here, so bad data ends the run before a model loads; a prompt is tokenised when drawn.
 
-    ``data.dataset_weights`` has one weight a training file, see :class:`core.data.sampler.Order`.
-    ``data.curriculum`` is
-    a list of ``{files, prompts, weights}`` that takes the place of ``data.train_files``: ``prompts`` ordinals are
+    ``data.dataset_weights`` has one weight a training file, see :class:`core.data.sampler.Order`. ``data.curriculum``
+    is a list of ``{files, prompts, weights}`` that takes the place of ``data.train_files``: ``prompts`` ordinals are
     drawn from a stage's files, then the next stage begins; the last one lasts for ever (``prompts: null``).
-    ``data.train_max_samples`` keeps that many rows of all files together, a seeded choice if ``data.shuffle``.
+    ``data.train_max_samples`` keeps that many examples of all files together, a seeded choice if ``data.shuffle``.
 
     Raises InputError: every problem of every file, one line a rule.
     """
@@ -53,113 +49,83 @@ class PromptStream:
     def __init__(self, config: Any, tokenizer: Any, seed: int):
         self.seed = int(seed if config.seed is None else config.seed)
         stages = _stages(config)
-        self._files = PromptFiles(config, tokenizer)
-        self._files.load((path for stage in stages for path in stage.files), _training_choice(config, self.seed))
-        self._plan = [self._drawable(stage) for stage in stages]
-        self._order = Order([self._sizes(stage) for stage in self._plan], self.seed, bool(config.shuffle))
-        for line in self.counts():
-            log.info(line)
+        self.files = PromptFiles(config, tokenizer)
+        self.files.load((path for stage in stages for path in stage.files), _training_choice(config, self.seed))
+        self._paths, sized = zip(*map(self._sized, stages), strict=True)
+        self._order = Order(sized, self.seed, bool(config.shuffle))
 
     def __len__(self) -> int:
-        """Prompts in an epoch: the rows, or the lengths of the curriculum's stages (one pass for the last)."""
+        """Return the prompts in an epoch: all examples, or a curriculum's lengths (one pass for its last stage)."""
         return self._order.length
 
     def prompt(self, ordinal: int) -> Prompt:
         place = self._order.place(ordinal)
-        return self._files.prompt(self._plan[place.stage].files[place.dataset], place.row, ordinal)
+        return self.files.prompt(self._paths[place.stage][place.dataset], place.row, ordinal)
 
     def epoch(self, ordinal: int) -> int:
         return ordinal // len(self)
 
     def steps_per_epoch(self, batch_size: int) -> int:
-        """Whole batches in an epoch, which is the number of steps verl counts. The tail is not lost: it begins
-        the next epoch's first batch."""
+        """Return the whole batches in an epoch, which is the number of steps verl counts.
+
+        The tail is not lost: it begins the next epoch's first batch.
+        """
         return len(self) // batch_size
 
-    def counts(self) -> list[str]:
-        """A line a file, for people: rows, what is left out or cut and why, copies."""
-        return self._files.counts()
-
-    @property
-    def data_sources(self) -> frozenset[str]:
-        return self._files.data_sources
-
-    def rows(self) -> Iterator[Row]:
-        """Every row that can be drawn, for a scorer to look at."""
-        return self._files.rows()
-
-    def sample_rows(self, each: int) -> list[Row]:
-        """Up to ``each`` rows of every data source of every file."""
-        return self._files.sample_rows(each)
-
-    def _drawable(self, stage: StageFiles) -> StageFiles:
-        """Without the files of which ``train_max_samples`` chose no row."""
-        files = tuple(path for path in stage.files if len(self._files.measured[path]))
+    def _sized(self, stage: StageFiles) -> tuple[tuple[str, ...], Stage]:
+        """Return the stage's files of which ``train_max_samples`` chose an example, and their sizes and weights."""
+        files = tuple(path for path in stage.files if len(self.files.measured[path]))
         if stage.weights and files != stage.files:
             raise InputError([f"{stage.key}: data.train_max_samples left no row of a weighted file; raise it"])
-        return StageFiles(stage.key, files, stage.weights, stage.prompts)
-
-    def _sizes(self, stage: StageFiles) -> Stage:
-        sizes = tuple(len(self._files.measured[path]) for path in stage.files)
+        sizes = tuple(len(self.files.measured[path]) for path in files)
         if stage.weights and min(apportion(sum(sizes), stage.weights)) < 1:
             rule = f"a weight of {list(stage.weights)} is worth less than one of {sum(sizes)} rows"
             raise InputError([f"{stage.key}: {rule}; raise it, or leave its file out"])
-        return Stage(sizes, stage.weights, stage.prompts)
+        return files, Stage(sizes, stage.weights, stage.prompts)
 
 
 def load_val_prompts(config: Any, tokenizer: Any) -> list[Prompt]:
-    """The validation prompts, file by file.
+    """Return the validation prompts, file by file.
 
-    ``data.val_max_samples`` keeps that many rows of **each** file, so that a small benchmark beside a large one
+    ``data.val_max_samples`` keeps that many examples of **each** file, so that a small benchmark beside a large one
     does not vanish. The choice, and the order under ``data.validation_shuffle``, follow from ``data.seed`` alone (0
     where it is null), not from ``trainer.seed``: runs with different seeds answer the same questions.
 
-    The i-th row of the files has ordinal ``-1 - i``, whatever is left out, so its sampling seeds are those of no
+    The i-th example of the files has ordinal ``-1 - i``, whatever is left out, so its sampling seeds are those of no
     training prompt and stay the same from one validation to the next. Without ``data.val_files`` there are none.
     """
-    seed = int(config.seed or 0)
+    seed, most = int(config.seed or 0), config.val_max_samples
     if not config.val_files:
         return []
+
+    def choose(sizes: Sequence[int]) -> list[np.ndarray]:
+        # Seeded by the size and not by the file's place, so a file keeps its choice when another is added.
+        return [np.sort(permutation(size, seed, SUBSET, size)[:most]) for size in sizes]
+
     paths = _paths(config.val_files, "data.val_files")
     files = PromptFiles(config, tokenizer)
-    files.load(paths, _validation_choice(config, seed))
+    files.load(paths, choose if most is not None and most > 0 else None)
     prompts, start = [], 0
     for path in dict.fromkeys(paths):
         numbers = files.measured[path].number
-        prompts += [files.prompt(path, index, -1 - start - int(row)) for index, row in enumerate(numbers)]
+        prompts += [files.prompt(path, index, -1 - start - int(number)) for index, number in enumerate(numbers)]
         start += len(files.files[path])
-    for line in files.counts():
-        log.info(line)
     if config.validation_shuffle:
         return [prompts[index] for index in permutation(len(prompts), seed, VALIDATION)]
     return prompts
 
 
-def _training_choice(config: Any, seed: int) -> Choose:
+def _training_choice(config: Any, seed: int) -> Choose | None:
     most = config.train_max_samples
     if most is None or most <= 0:
-        return all_rows
+        return None
 
     def choose(sizes: Sequence[int]) -> list[np.ndarray]:
         total = sum(sizes)
         chosen = permutation(total, seed, SUBSET)[:most] if config.shuffle else np.arange(min(most, total))
-        edges = np.cumsum([0, *sizes])
-        return [
-            np.sort(chosen[(chosen >= low) & (chosen < high)]) - low
-            for low, high in zip(edges[:-1], edges[1:], strict=True)
-        ]
-
-    return choose
-
-
-def _validation_choice(config: Any, seed: int) -> Choose:
-    most = config.val_max_samples
-    if most is None or most <= 0:
-        return all_rows
-
-    def choose(sizes: Sequence[int]) -> list[np.ndarray]:
-        # Seeded by the size and not by the file's place, so a file keeps its choice when another is added.
-        return [np.sort(permutation(size, seed, SUBSET, size)[:most]) for size in sizes]
+        ends = np.cumsum(sizes)
+        parts = np.split(np.sort(chosen), np.searchsorted(np.sort(chosen), ends[:-1]))
+        return [part - (end - size) for part, end, size in zip(parts, ends, sizes, strict=True)]
 
     return choose
 

@@ -1,4 +1,4 @@
-"""Prompt -> token ids: the chat template, plain strings, truncation."""
+"""Prompt -> token ids: the chat template, plain strings, truncation. Answers are never encoded here."""
 
 from __future__ import annotations
 
@@ -20,20 +20,17 @@ class ChatError(ValueError):
 
 
 def truncate(ids: Sequence[int], limit: int, mode: str) -> list[int]:
-    """The ids cut to ``limit``: ``left`` keeps the tail, ``right`` the head, ``middle`` both ends.
+    """Return the ids cut to ``limit``: ``left`` keeps the tail, ``right`` the head, ``middle`` both ends.
 
     ``middle`` keeps ``limit // 2`` of the head (verl's ``postprocess_data``). Raises ValueError for ``error``.
     """
     if len(ids) <= limit:
         return list(ids)
-    if mode == "left":
-        return list(ids[len(ids) - limit :])
-    if mode == "right":
-        return list(ids[:limit])
-    if mode == "middle":
-        head = limit // 2
-        return [*ids[:head], *ids[len(ids) - (limit - head) :]]
-    raise ValueError(f"a prompt of {len(ids)} tokens is longer than {limit}")
+    heads = {"left": 0, "right": limit, "middle": limit // 2}
+    if mode not in heads:
+        raise ValueError(f"a prompt of {len(ids)} tokens is longer than {limit}")
+    head = heads[mode]
+    return [*ids[:head], *ids[len(ids) - (limit - head) :]]
 
 
 class Encoder:
@@ -52,21 +49,24 @@ class Encoder:
             raise InputError([f"data.apply_chat_template_kwargs: {', '.join(clash)} cannot be set here; leave it out"])
 
     def encode(self, prompts: Sequence[str | Sequence[Message]]) -> list[list[int]]:
-        """Ids of each prompt, neither cut nor padded.
+        """Return the ids of each prompt, neither cut nor padded.
 
         Raises ChatError where the template refuses a chat, InputError where there is no template.
         """
-        chats = [index for index, prompt in enumerate(prompts) if not isinstance(prompt, str)]
-        plain = [index for index, prompt in enumerate(prompts) if isinstance(prompt, str)]
         ids: list[list[int]] = [[] for _ in prompts]
-        for index, value in zip(chats, self._batch([self.render(prompts[i]) for i in chats], False), strict=True):
-            ids[index] = value
-        for index, value in zip(plain, self._batch([prompts[i] for i in plain], True), strict=True):
-            ids[index] = self._open_ended(value)
+        for plain in (False, True):
+            indices = [index for index, prompt in enumerate(prompts) if isinstance(prompt, str) == plain]
+            texts = [prompts[index] if plain else self.render(prompts[index]) for index in indices]
+            # A template writes its special tokens itself: none are added to a chat.
+            found = self.tokenizer(texts, add_special_tokens=plain)["input_ids"] if texts else []
+            for index, value in zip(indices, found, strict=True):
+                # Some tokenizers append an EOS to a plain string: the policy would have to write after its end.
+                ends = plain and value and value[-1] == self.tokenizer.eos_token_id
+                ids[index] = value[:-1] if ends else value
         return ids
 
     def render(self, chat: Sequence[Message]) -> str:
-        """The chat as one string, ready for tokens to follow."""
+        """Return the chat as one string, ready for tokens to follow."""
         if not (self.template_kwargs.get("chat_template") or getattr(self.tokenizer, "chat_template", None)):
             raise InputError([NO_TEMPLATE])
         from jinja2 import TemplateError
@@ -77,12 +77,3 @@ class Encoder:
             return self.tokenizer.apply_chat_template([dict(message) for message in chat], tokenize=False, **options)
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise ChatError(str(error)) from error
-
-    def _batch(self, texts: list[str], special: bool) -> list[list[int]]:
-        """A template writes its special tokens itself; none are added to what it rendered."""
-        return self.tokenizer(texts, add_special_tokens=special)["input_ids"] if texts else []
-
-    def _open_ended(self, ids: list[int]) -> list[int]:
-        """Without the EOS that some tokenizers append: the policy would be asked to write after its end."""
-        eos = self.tokenizer.eos_token_id
-        return ids[:-1] if ids and eos is not None and ids[-1] == eos else ids

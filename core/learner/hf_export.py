@@ -22,18 +22,17 @@ from core.errors import InputError
 
 log = logging.getLogger(__name__)
 
-# files of a checkpoint's model folder with these endings resume a run and are not exported
 ADAPTERS = "adapter_config.json"  # in a model folder that holds adapters alone, without their base
-TRAINING_STATE = (".pt", ".distcp", ".metadata")
+TRAINING_STATE = (".pt", ".distcp", ".metadata")  # endings of files that resume a run and are not exported
+PROBE = "Ab c\n 1+2=3;  é"
 
 
 def export_hf(model: Any, tokenizer: Any, folder: Path, *, state_dict: Any = None) -> None:
-    """Writes ``model`` (a transformers model) and its tokenizer so that ``from_pretrained(folder)`` gives equal logits.
+    """Write ``model`` (a transformers model) and its tokenizer so that ``from_pretrained(folder)`` gives equal logits.
 
     ``state_dict`` stands in for the model's own weights, where those are elsewhere.
 
-    Raises:
-        OSError: as the file system says.
+    Raises OSError, also for a full disk that safetensors reports as an error of its own.
     """
     from safetensors import SafetensorError
 
@@ -45,7 +44,7 @@ def export_hf(model: Any, tokenizer: Any, folder: Path, *, state_dict: Any = Non
             if config is not None:
                 model.generation_config = storable_generation_config(config)
             model.save_pretrained(folder, state_dict=state_dict)
-        except SafetensorError as error:  # says "... (os error 28)" of a full disk
+        except SafetensorError as error:  # "... (os error 28)" for a full disk
             number = re.search(r"os error (\d+)", str(error))
             raise OSError(int(number[1]), str(error), str(folder)) if number else error from error
         finally:
@@ -56,12 +55,11 @@ def export_hf(model: Any, tokenizer: Any, folder: Path, *, state_dict: Any = Non
             _warn_of_another_tokenizer(tokenizer, folder)
 
 
-PROBE = "Ab c\n 1+2=3;  é"
-
-
 def _warn_of_another_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """For some model types (qwen2 is one) AutoTokenizer puts a splitting rule of its own in place of the saved one:
-    whoever loads the folder would then feed the model tokens that it was not trained on."""
+    """Warn where AutoTokenizer puts a splitting rule of its own in place of the saved one, as for qwen2.
+
+    Whoever loads the folder would then feed the model tokens that it was not trained on.
+    """
     from transformers import AutoTokenizer
 
     if getattr(tokenizer, "_auto_class", None) is not None:
@@ -77,8 +75,11 @@ def _warn_of_another_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def storable_generation_config(config: Any) -> Any:
-    """``config``, or a mended copy: transformers loads some published ones that it then refuses to save, such as a
-    temperature beside ``do_sample=False``. A run must not die of that at its first checkpoint."""
+    """Return ``config``, or a mended copy of one that transformers loads and then refuses to save.
+
+    Some published ones have a temperature beside ``do_sample=False``: a run must not die of that at its first
+    checkpoint.
+    """
     from transformers import GenerationConfig
 
     ids = {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -95,13 +96,12 @@ def storable_generation_config(config: Any) -> Any:
 
 
 def load_weights(model: Any, folder: Path) -> None:
-    """Puts the weights in ``folder``, which :func:`export_hf` wrote, into ``model``, bit for bit.
+    """Put the weights in ``folder``, which :func:`export_hf` wrote, into ``model``, bit for bit.
 
-    Goes through ``from_pretrained``, the one reader that knows sharded files, tied weights and the renamings that
+    Goes through ``from_pretrained``, the one reader that handles sharded files, tied weights and the renamings that
     transformers applies on saving; needs memory for a second copy meanwhile.
 
-    Raises:
-        InputError: a parameter is missing, left over, or of another shape.
+    Raises InputError for a parameter that is missing, left over, or of another shape.
     """
     import torch
 
@@ -125,10 +125,9 @@ def load_weights(model: Any, folder: Path) -> None:
 
 
 def find_checkpoint(source: Path) -> Checkpoint:
-    """The checkpoint in ``source``, or the newest complete one of the run folder ``source``. Changes nothing there.
+    """Return the checkpoint in ``source``, or the newest complete one of the run folder ``source``.
 
-    Raises:
-        InputError: there is none, or all are damaged.
+    Changes nothing there. Raises InputError where there is none, or all are damaged.
     """
     if (source / "actor").is_dir():
         return verify(source)
@@ -141,7 +140,7 @@ def find_checkpoint(source: Path) -> Checkpoint:
 def export(
     source: Path, out: Path, *, dtype: str | None = None, base: str | None = None, trust_remote_code: bool = False
 ) -> Checkpoint:
-    """Writes the policy of a checkpoint to the new folder ``out``.
+    """Write the policy of a checkpoint to the new folder ``out``.
 
     Args:
         dtype: a torch dtype by name, such as ``bfloat16``; None leaves the weights as they are (float32 masters).
@@ -158,7 +157,11 @@ def export(
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         if dtype is None and not (actor / ADAPTERS).exists():
-            _copy_model(found, actor, unfinished)
+            for name in found.files:
+                if name.startswith("actor/") and not name.endswith(TRAINING_STATE):
+                    target = unfinished / name.removeprefix("actor/")
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(found.folder / name, target)
         else:
             _convert_model(found, unfinished, dtype, base, trust_remote_code)
         unfinished.replace(out)
@@ -166,14 +169,6 @@ def export(
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     return found
-
-
-def _copy_model(found: Checkpoint, actor: Path, out: Path) -> None:
-    for name in found.files:
-        if name.startswith("actor/") and not name.endswith(TRAINING_STATE):
-            target = out / (found.folder / name).relative_to(actor)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(found.folder / name, target)
 
 
 def _convert_model(found: Checkpoint, out: Path, dtype: str | None, base: str | None, trust_remote_code: bool) -> None:
@@ -207,9 +202,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--base", help="of a LoRA run: where its base model is now; default: where the run found it")
     parser.add_argument("--trust-remote-code", action="store_true", help="for models that bring their own code")
     args = parser.parse_args(arguments)
-    options = {"dtype": args.dtype, "base": args.base, "trust_remote_code": args.trust_remote_code}
     try:
-        found = export(args.source, args.out, **options)
+        found = export(**vars(args))
     except (InputError, OSError) as error:
         print(f"core.export: {error}", file=sys.stderr)
         return 2

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,71 +20,63 @@ from core.algorithm.kl import kl_penalty
 from core.algorithm.losses import policy_loss, value_loss
 from core.algorithm.means import Means
 from core.algorithm.rollout_correction import add_mismatch
-from core.errors import InputError
-from core.learner.batching import micro_batches, split_idle_rows
+from core.learner.batching import micro_batches, split_idle
 from core.learner.log_probs import token_log_probs_and_entropy
 from core.learner.lora import base_only
+from core.learner.model_checks import check_head, check_packing
 from core.learner.packing import Layout, Reading
 from core.learner.shared_prompts import SharedPrompts, can_share, hidden_before_tokens
 from core.types import TrainBatch
 
 if TYPE_CHECKING:
-    from core.config.schema import ActorConfig, CriticConfig, OptimConfig, RefConfig, RolloutConfig
+    from core.config.schema import ActorConfig, CriticConfig, RefConfig, RolloutConfig
 
 
 @dataclass(frozen=True)
 class MicroBatchSize:
-    """A memory knob: at most so many rows, or so many tokens (padding included, if there is any), in one pass."""
+    """A memory knob: at most so many sequences, or so many tokens (padding included, if there is any), in one pass."""
 
-    max_rows: int | None = None
+    max_sequences: int | None = None
     max_tokens: int | None = None
-    packed: bool = False
 
-    @classmethod
-    def of(cls, by_tokens: bool, max_tokens: int, max_rows: int | None) -> MicroBatchSize:
-        """As a section of the configuration has it: packed by tokens, or so many rows."""
-        return cls(max_tokens=max_tokens) if by_tokens else cls(max_rows=max_rows)
 
-    def under(self, layout: Layout) -> MicroBatchSize:
-        """With several ranks to a pass, and without padding where there is none."""
-        tokens = self.max_tokens and self.max_tokens * layout.ranks
-        return MicroBatchSize(self.max_rows, tokens, layout.packed)
+def training_size(part: ActorConfig | CriticConfig) -> MicroBatchSize:
+    """Return the micro-batch size of the passes that train. ``part`` is the actor or critic section."""
+    if part.use_dynamic_bsz:
+        return MicroBatchSize(max_tokens=part.ppo_max_token_len_per_gpu)
+    return MicroBatchSize(max_sequences=part.ppo_micro_batch_size_per_gpu)
 
-    def split(self, batch: TrainBatch) -> Iterator[tuple[Tensor, TrainBatch]]:
-        return micro_batches(batch, max_rows=self.max_rows, max_tokens=self.max_tokens, packed=self.packed)
+
+def pass_size(part: RolloutConfig | RefConfig) -> MicroBatchSize:
+    """Return the micro-batch size of log-prob passes. ``part`` is the rollout or ref section."""
+    if part.log_prob_use_dynamic_bsz:
+        return MicroBatchSize(max_tokens=part.log_prob_max_token_len_per_gpu)
+    return MicroBatchSize(max_sequences=part.log_prob_micro_batch_size_per_gpu)
 
 
 class Ranks:
-    """What the ranks of one learner must agree on. Alone there is nothing to agree on; ``core.cluster.fsdp`` has the
-    others."""
+    """What the ranks of one learner must agree on. This is a learner alone, :mod:`core.cluster.fsdp` has several."""
 
-    lead = True  # the one rank that counts what all of them know
+    lead = True  # the one rank that counts what all of them have
 
     def most(self, count: int) -> int:
-        """The largest ``count`` of all ranks."""
+        """Return the largest ``count`` of all ranks."""
         return count
 
     def total(self, means: Means) -> Means:
-        """The means of what all ranks saw."""
+        """Return the means of what all ranks saw."""
         return means
 
     def inside(self, module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a function that reads parameters of ``module``, which a sharded one must gather first."""
+        """Call a function that reads parameters of ``module``, which a sharded one must gather first."""
         return function(module, *args, **kwargs)
-
-    def passes(self, size: MicroBatchSize, batch: TrainBatch) -> list[tuple[Tensor, TrainBatch]]:
-        """The rank's micro-batches with their row numbers, as many on every rank: a sharded model needs all ranks in
-        every pass, so a rank with fewer adds empty ones."""
-        pieces = list(size.split(batch))
-        missing = self.most(len(pieces)) - len(pieces)
-        return pieces + missing * [(torch.empty(0, dtype=torch.int64), batch.blank_row())]
 
 
 ALONE, PADDED = Ranks(), Layout()
 
 
 def only_advantages_train(config: ActorConfig) -> bool:
-    """Whether the policy gradient is the objective's only term."""
+    """Return whether the policy gradient is the objective's only term."""
     return not config.use_kl_loss and config.entropy_coeff == 0
 
 
@@ -93,10 +85,10 @@ def read_tokens(
     reading: Reading,
     *,
     temperature: float,
-    entropy_grad: bool,
+    entropy_grad: bool = False,
     shared: SharedPrompts | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """[M], [M]: log-prob and entropy of each token that a pass asks for, by a causal language model."""
+    """Return [M], [M]: log-prob and entropy of each token that ``reading`` predicts, by a causal language model."""
     if shared is None:
         body = module.base_model(input_ids=reading.input_ids, use_cache=False, **reading.inputs)
         hidden_MH = body.last_hidden_state[reading.asked]
@@ -104,17 +96,12 @@ def read_tokens(
         hidden_MH = hidden_before_tokens(module, reading.input_ids, reading.mask_BT, shared)
     head = module.get_output_embeddings()
     return token_log_probs_and_entropy(
-        hidden_MH,
-        head.weight,
-        reading.labels,
-        temperature=temperature,
-        bias=head.bias,
-        entropy_grad=entropy_grad,
+        hidden_MH, head.weight, reading.labels, temperature=temperature, bias=head.bias, entropy_grad=entropy_grad
     )
 
 
 class Passes:
-    """A model and what its passes need: their precision, the ranks that share them, how rows lie in them."""
+    """A model and what its passes need: precision, the ranks that share them, how sequences lie in them."""
 
     def __init__(
         self,
@@ -125,11 +112,9 @@ class Passes:
         device: torch.device | None = None,
         layout: Layout = PADDED,
     ):
-        self.module = module
-        self.compute_dtype = compute_dtype
-        self.ranks = ranks
+        self.module, self.compute_dtype = module, compute_dtype
+        self.ranks, self.layout = ranks, layout
         self.computes_on = device  # None: where the parameters are
-        self.layout = layout
         layout.prepare(module)
 
     @property
@@ -142,7 +127,16 @@ class Passes:
         return torch.autocast(self.device.type, dtype=self.compute_dtype)
 
     def passes(self, size: MicroBatchSize, batch: TrainBatch) -> list[tuple[Tensor, TrainBatch]]:
-        return self.ranks.passes(size.under(self.layout), batch)
+        """Return the rank's micro-batches with the indices of their sequences, as many on every rank.
+
+        A sharded model needs all ranks in every pass, so a rank with fewer adds empty ones.
+        """
+        tokens = size.max_tokens and size.max_tokens * self.layout.ranks  # several ranks share a pass
+        pieces = list(
+            micro_batches(batch, max_sequences=size.max_sequences, max_tokens=tokens, packed=self.layout.packed)
+        )
+        missing = self.ranks.most(len(pieces)) - len(pieces)
+        return pieces + missing * [(torch.empty(0, dtype=torch.int64), batch.blank_row())]
 
 
 class Policy(Passes):
@@ -151,28 +145,25 @@ class Policy(Passes):
     def __init__(self, module: nn.Module, *, temperature: float, **passes: Any):
         super().__init__(module, **passes)
         self.temperature = temperature
-        self.check_head()
-        self.check_packing()
+        check_head(self)
+        check_packing(self)
 
     def token_stats(self, batch: TrainBatch, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
-        """Log-prob of each policy token and entropy of its distribution, both [B, T] and 0 elsewhere."""
+        """Return log-prob of each policy token and entropy of its distribution, both [B, T] and 0 elsewhere."""
         reading = self.layout.read(batch.input_ids, batch.attention_mask, batch.response_mask)
-        # Alone only: sharded ranks must make the same calls of the model, whatever their rows are.
+        # Alone only: sharded ranks must make the same calls of the model, whatever their sequences are.
         share = self.ranks is ALONE and not self.layout.packed and can_share(self.module)
         shared = SharedPrompts.of(batch.input_ids, batch.response_mask, batch.group) if share else None
         return tuple(map(reading.spread, self.read(reading, entropy_grad=entropy_grad, shared=shared)))
 
-    def read(
-        self, reading: Reading, *, entropy_grad: bool = False, shared: SharedPrompts | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """:func:`read_tokens` by this policy."""
-        settings = {"temperature": self.temperature, "entropy_grad": entropy_grad, "shared": shared}
+    def read(self, reading: Reading, **options: Any) -> tuple[Tensor, Tensor]:
+        """Return :func:`read_tokens` of this policy; ``options`` are the rest of its arguments."""
         with self.precision():
-            return self.ranks.inside(self.module, read_tokens, reading, **settings)
+            return self.ranks.inside(self.module, read_tokens, reading, temperature=self.temperature, **options)
 
     @torch.no_grad()
     def log_probs(self, batch: TrainBatch, size: MicroBatchSize) -> tuple[Tensor, Tensor]:
-        """:meth:`token_stats` of the whole batch, [B, T] on the batch's device, without gradients."""
+        """Return :meth:`token_stats` of the whole batch, [B, T] on the batch's device, without gradients."""
         dtype = torch.promote_types(next(self.module.parameters()).dtype, torch.float32)
         log_prob = torch.zeros(batch.input_ids.shape, dtype=dtype)
         entropy = torch.zeros_like(log_prob)
@@ -182,40 +173,6 @@ class Policy(Passes):
                 width = micro.input_ids.shape[1]
                 log_prob[index, :width], entropy[index, :width] = one.cpu().to(dtype), other.cpu().to(dtype)
         return log_prob, entropy
-
-    @torch.no_grad()
-    def check_head(self) -> None:
-        """The chunked head must compute what the model computes: some models scale or cap their logits."""
-        if not isinstance(self.module.get_output_embeddings(), nn.Linear):
-            raise InputError(f"{type(self.module).__name__} has no linear output head")
-        ids = torch.arange(4, device=self.device)[None] % self.module.config.vocab_size
-
-        def logits(module: nn.Module) -> Tensor:
-            hidden = module.base_model(input_ids=ids, use_cache=False).last_hidden_state
-            return module.get_output_embeddings()(hidden)
-
-        with self.precision():
-            ours, theirs = self.ranks.inside(self.module, logits), self.module(input_ids=ids, use_cache=False).logits
-        if not torch.allclose(ours.float(), theirs.float(), atol=1e-2, rtol=1e-2):
-            raise InputError(
-                f"{type(self.module).__name__} changes its logits after the head (a cap or a scale), which the chunked "
-                "log-prob does not do; use a model without final_logit_softcapping / logit_scale"
-            )
-
-    @torch.no_grad()
-    def check_packing(self) -> None:
-        """A row must not see its neighbours, and must be read as it is alone."""
-        if not self.layout.packed:
-            return
-        ids = torch.arange(12, device=self.device).view(2, 6) % self.module.config.vocab_size
-        real = torch.arange(6, device=self.device) < torch.tensor([[6], [4]], device=self.device)
-        wrote = real & (torch.arange(6, device=self.device) > 0)
-        packed, padded = (self.read(Layout(packed).read(ids, real, wrote))[0] for packed in (True, False))
-        if not torch.allclose(packed, padded, atol=5e-2, rtol=5e-2):
-            raise InputError(
-                f"use_remove_padding: {type(self.module).__name__} reads packed rows otherwise than padded ones (by up "
-                f"to {float((packed - padded).abs().max()):.2g}); set it to False"
-            )
 
 
 class BasePolicy(Policy):
@@ -229,20 +186,20 @@ class BasePolicy(Policy):
 class Stepper:
     """AdamW with clipping; a non-finite gradient norm skips the step and is counted."""
 
-    def __init__(self, module: nn.Module, config: OptimConfig, grad_clip: float):
-        self.module = module
-        self.base_lr = config.lr
-        self.grad_clip = grad_clip
+    def __init__(self, trained: Passes, config: ActorConfig | CriticConfig):
+        self.module, self.ranks = trained.module, trained.ranks
+        self.base_lr, self.grad_clip = config.optim.lr, config.grad_clip
+        self.number = 0  # of the step under way, in its update
         self.optimizer = torch.optim.AdamW(
-            [parameter for parameter in module.parameters() if parameter.requires_grad],
-            lr=config.lr,
-            betas=tuple(config.betas),
-            weight_decay=config.weight_decay,
+            [parameter for parameter in self.module.parameters() if parameter.requires_grad],
+            lr=self.base_lr,
+            betas=tuple(config.optim.betas),
+            weight_decay=config.optim.weight_decay,
             fused=True,
         )
 
     def step(self, lr_multiplier: float) -> tuple[float, bool]:
-        """Clips, steps and clears the gradients. Returns the norm before clipping and whether it stepped."""
+        """Clip, step and clear the gradients. Return the norm before clipping and whether it stepped."""
         norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.grad_clip)
         norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # sharded: of all ranks
         finite = math.isfinite(norm)
@@ -253,71 +210,79 @@ class Stepper:
         self.optimizer.zero_grad(set_to_none=True)
         return norm, finite
 
+    def update(
+        self,
+        steps: Iterable[TrainBatch],
+        lr_multiplier: float,
+        accumulate: Callable[[TrainBatch, Means], None],
+        *,
+        name: str,
+        losses: Sequence[str],
+    ) -> dict[str, float]:
+        """Take one step for each batch of ``steps``, with the gradients that ``accumulate`` adds. Return the metrics.
 
-def training_passes(config: ActorConfig | CriticConfig) -> MicroBatchSize:
-    size = config.use_dynamic_bsz, config.ppo_max_token_len_per_gpu, config.ppo_micro_batch_size_per_gpu
-    return MicroBatchSize.of(*size)
+        ``losses`` are partial sums of ``accumulate``: each counts once a step, however many parts and ranks add to it.
+        """
+        means, skipped = Means(), 0
+        for number, batch in enumerate(steps):
+            self.number, one = number, Means()
+            for loss in losses:
+                one.value(loss, 0.0, counts=self.ranks.lead)
+            accumulate(batch, one)
+            norm, stepped = self.step(lr_multiplier)
+            skipped += not stepped
+            if stepped:  # the numbers of a skipped step are no numbers
+                one.value("grad_norm", norm)
+                means.merge(one)
+        metrics = self.ranks.total(means).result(name)
+        return {**metrics, f"{name}/lr": self.base_lr * lr_multiplier, f"{name}/skipped_updates": skipped}
 
 
 class Actor(Policy):
     """The policy that is trained. ``bypass``: the engine's log-probs stand for the old ones, as bypass_mode has it."""
 
-    untouched = True  # no weight has moved since the batch was sampled
-
     def __init__(self, module: nn.Module, config: ActorConfig, *, bypass: bool = False, **policy: Any):
         super().__init__(module, **policy)
         self.config, self.bypass = config, bypass
         self.policy_loss = policy_loss(config.policy_loss.loss_mode)
-        self.stepper = Stepper(module, config.optim, config.grad_clip)
-        self.size = training_passes(config)
+        self.stepper = Stepper(self, config)
+        self.size = training_size(config)
+        self.mismatch = Means()  # between engine and learner, before the update's first step
 
     def update(self, steps: Iterable[TrainBatch], lr_multiplier: float) -> dict[str, float]:
-        """One AdamW step for each batch of ``steps``. Returns ``actor/...`` metrics.
+        """Take one AdamW step for each batch of ``steps``. Return ``actor/...`` and ``rollout_corr/...`` metrics.
 
         Where ``old_log_probs`` is not set the batch is the only optimizer step of its rollout, the
         ratio is one by definition and the pass's own log-probs, detached, stand for the old ones. With ``bypass``
         there may be several steps; the mismatch is then that of the first, before any weight has moved.
         """
-        means, skipped = Means(), 0
         self.mismatch = Means()
-        for number, batch in enumerate(steps):
-            self.untouched = number == 0
-            one = Means()
-            one.value("pg_loss", 0.0, counts=self.ranks.lead)
-            if self.config.use_kl_loss:
-                one.value("kl_loss", 0.0, counts=self.ranks.lead)
-            self.accumulate(batch, one)
-            norm, stepped = self.stepper.step(lr_multiplier)
-            skipped += not stepped
-            if stepped:  # the numbers of a skipped step are no numbers
-                one.value("grad_norm", norm)
-                means.merge(one)
-        means, mismatch = self.ranks.total(means), self.ranks.total(self.mismatch)
-        metrics = {**means.result("actor"), **mismatch.result("rollout_corr")}
-        metrics["actor/lr"] = self.config.optim.lr * lr_multiplier
-        metrics["actor/skipped_updates"] = skipped
+        losses = ("pg_loss", "kl_loss") if self.config.use_kl_loss else ("pg_loss",)
+        metrics = self.stepper.update(steps, lr_multiplier, self.accumulate, name="actor", losses=losses)
+        metrics |= self.ranks.total(self.mismatch).result("rollout_corr")
         if self.config.use_kl_loss:
             metrics["actor/kl_coef"] = self.config.kl_loss_coef
         return metrics
 
     def accumulate(self, batch: TrainBatch, means: Means) -> None:
-        """Adds the gradients of one optimizer step, micro-batch by micro-batch."""
-        busy, idle = split_idle_rows(batch, only_advantages_train=only_advantages_train(self.config))
+        """Add the gradients of one optimizer step, micro-batch by micro-batch."""
+        busy, idle = split_idle(batch, only_advantages_train=only_advantages_train(self.config))
         for _, micro in self.passes(self.size, busy):
             self.objective(micro.to(self.device), means).backward()
         if batch.old_log_probs is None and self.ranks.most(len(idle)):
-            # nothing trains on them, but the metrics are of every row
+            # Nothing trains on them, but the metrics are of every sequence.
             log_prob, entropy = self.log_probs(idle, self.size)
             if len(idle):
                 means.tokens({"entropy": entropy}, idle.response_mask)
                 self.measure(log_prob, idle)
 
     def measure(self, log_prob_BT: Tensor, batch: TrainBatch) -> None:
-        if self.untouched:
+        """Add the difference between engine and learner, which means something only before a weight has moved."""
+        if self.stepper.number == 0:
             add_mismatch(self.mismatch, log_prob_BT, batch)
 
     def objective(self, micro: TrainBatch, means: Means) -> Tensor:
-        """The micro-batch's partial sum of the loss: policy gradient - entropy bonus + KL."""
+        """Return the micro-batch's partial sum of the loss: policy gradient - entropy bonus + KL."""
         config, mask, weight = self.config, micro.response_mask, micro.need("loss_weight")
         log_prob, entropy = self.token_stats(micro, entropy_grad=config.entropy_coeff != 0)
         old = micro.old_log_probs
@@ -346,12 +311,11 @@ class Critic(Passes):
 
     def __init__(self, module: nn.Module, config: CriticConfig, **passes: Any):
         super().__init__(module, **passes)
-        self.config = config
-        self.stepper = Stepper(module, config.optim, config.grad_clip)
-        self.size = training_passes(config)
+        self.config, self.size = config, training_size(config)
+        self.stepper = Stepper(self, config)
 
     def token_values(self, batch: TrainBatch) -> Tensor:
-        """[B, T]: the value of the state in which each policy token is chosen, 0 elsewhere."""
+        """Return [B, T]: the value of the state in which each policy token is chosen, 0 elsewhere."""
         reading = self.layout.read(batch.input_ids, batch.attention_mask, batch.response_mask)
         with self.precision():
             found = self.module(input_ids=reading.input_ids, use_cache=False, **reading.inputs).logits
@@ -360,7 +324,7 @@ class Critic(Passes):
 
     @torch.no_grad()
     def values(self, batch: TrainBatch) -> Tensor:
-        """:meth:`token_values` of the whole batch, [B, T], without gradients."""
+        """Return :meth:`token_values` of the whole batch, [B, T], without gradients."""
         out = torch.zeros(batch.input_ids.shape)
         for index, micro in self.passes(self.size, batch):
             values = self.token_values(micro.to(self.device))
@@ -369,25 +333,17 @@ class Critic(Passes):
         return out
 
     def update(self, steps: Iterable[TrainBatch], lr_multiplier: float) -> dict[str, float]:
-        """One AdamW step for each batch of ``steps``. Returns ``critic/...`` metrics."""
-        means, skipped = Means(), 0
-        for batch in steps:
-            one = Means()
-            one.value("vf_loss", 0.0, counts=self.ranks.lead)
-            for _, micro in self.passes(self.size, split_idle_rows(batch, only_advantages_train=False)[0]):
-                self.objective(micro.to(self.device), one).backward()
-            norm, stepped = self.stepper.step(lr_multiplier)
-            skipped += not stepped
-            if stepped:
-                one.value("grad_norm", norm)
-                means.merge(one)
-        metrics = self.ranks.total(means).result("critic")
-        metrics["critic/lr"] = self.config.optim.lr * lr_multiplier
-        metrics["critic/skipped_updates"] = skipped
-        return metrics
+        """Take one AdamW step for each batch of ``steps``. Return ``critic/...`` metrics."""
+        return self.stepper.update(steps, lr_multiplier, self.accumulate, name="critic", losses=("vf_loss",))
+
+    def accumulate(self, batch: TrainBatch, means: Means) -> None:
+        """Add the gradients of one optimizer step, micro-batch by micro-batch."""
+        busy, _ = split_idle(batch, only_advantages_train=False)
+        for _, micro in self.passes(self.size, busy):
+            self.objective(micro.to(self.device), means).backward()
 
     def objective(self, micro: TrainBatch, means: Means) -> Tensor:
-        """The micro-batch's partial sum of the clipped value loss."""
+        """Return the micro-batch's partial sum of the clipped value loss."""
         values = self.token_values(micro)
         loss_BT, stats = value_loss(
             values, micro.need("returns"), micro.need("values"), self.config.cliprange_value, micro.response_mask
@@ -396,9 +352,3 @@ class Critic(Passes):
         means.value("vf_loss", float(loss.detach()), counts=False)
         means.tokens({**stats, "vpred_mean": values}, micro.response_mask)
         return loss
-
-
-def pass_size(part: RolloutConfig | RefConfig) -> MicroBatchSize:
-    """Of the passes that take log-probs; ``part`` is the section rollout or ref."""
-    size = part.log_prob_use_dynamic_bsz, part.log_prob_max_token_len_per_gpu, part.log_prob_micro_batch_size_per_gpu
-    return MicroBatchSize.of(*size)

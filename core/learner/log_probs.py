@@ -26,7 +26,7 @@ def token_log_probs_and_entropy(
     chunk_elements: int = CHUNK_ELEMENTS,
     entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each label and entropy of each distribution under ``softmax(hidden @ weight.T / temperature)``.
+    """Return log-prob of each label and entropy of each distribution, ``softmax(hidden @ weight.T / temperature)``.
 
     Gradients reach ``hidden``, ``weight`` and ``bias`` through the log-probs, and through the entropies with
     ``entropy_grad=True``. At most about three tensors of ``chunk_elements`` are alive beyond the inputs, the outputs
@@ -42,16 +42,9 @@ def token_log_probs_and_entropy(
     """
     if temperature <= 0:
         raise ValueError(f"temperature={temperature}: a distribution needs a temperature > 0")
-    log_prob, entropy = _ChunkedHead.apply(
-        hidden_NH,
-        weight_VH.to(hidden_NH.dtype),
-        bias,
-        labels_N,
-        temperature,
-        max(1, chunk_elements // weight_VH.shape[0]),
-        entropy_grad,
-    )
-    return log_prob, entropy
+    rows = max(1, chunk_elements // weight_VH.shape[0])
+    weight_VH = weight_VH.to(hidden_NH.dtype)
+    return _ChunkedHead.apply(hidden_NH, weight_VH, bias, labels_N, temperature, rows, entropy_grad)
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -60,10 +53,18 @@ class _ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, temperature, rows, entropy_grad):
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        log_prob, entropy, normaliser = (torch.empty(len(hidden), dtype=dtype, device=hidden.device) for _ in range(3))
+        log_probs = None
         with torch.autocast(hidden.device.type, enabled=False):
-            log_prob, entropy, normaliser, kept = _forward(
-                hidden, weight, bias, labels, temperature, rows, keep=any(ctx.needs_input_grad)
-            )
+            for part in _chunks(len(hidden), rows):
+                logits = _logits(hidden[part], weight, bias, temperature, dtype)
+                normaliser[part] = logits.logsumexp(-1)
+                log_probs = logits.sub_(normaliser[part, None])
+                log_prob[part] = log_probs.gather(1, labels[part, None])[:, 0]
+                entropy[part] = -torch.linalg.vecdot(log_probs.exp(), log_probs)
+        # Where one chunk is all, its log-softmax is kept: the backward pass need not compute it again.
+        kept = log_probs if any(ctx.needs_input_grad) and len(hidden) <= rows else None
         ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy if entropy_grad else None, kept)
         ctx.temperature, ctx.rows = temperature, rows
         ctx.set_materialize_grads(False)
@@ -76,66 +77,31 @@ class _ChunkedHead(torch.autograd.Function):
     def backward(ctx, grad_log_prob, grad_entropy):
         if grad_log_prob is None and grad_entropy is None:
             return (None,) * 7
-        with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
-            grads = _backward(ctx, grad_log_prob, grad_entropy)
-        return *grads, None, None, None, None
-
-
-def _forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    temperature: float,
-    rows: int,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Log-probs [N], entropies [N], the log of the softmax's denominator [N], and where one chunk
-    is all, its [N, V] log-softmax to ``keep`` for the backward pass.
-    """
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    log_prob, entropy, normaliser = (torch.empty(len(hidden), dtype=dtype, device=hidden.device) for _ in range(3))
-    log_probs = None
-    for part in _chunks(len(hidden), rows):
-        logits = _logits(hidden[part], weight, bias, temperature, dtype)
-        normaliser[part] = logits.logsumexp(-1)
-        log_probs = logits.sub_(normaliser[part, None])
-        log_prob[part] = log_probs.gather(1, labels[part, None])[:, 0]
-        entropy[part] = -torch.linalg.vecdot(log_probs.exp(), log_probs)
-    return log_prob, entropy, normaliser, log_probs if keep and len(hidden) <= rows else None
-
-
-def _backward(ctx, grad_log_prob: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Gradients of hidden, weight and bias, each only where it is wanted."""
-    hidden, weight, bias, labels, normaliser, entropy, kept = ctx.saved_tensors
-    for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
-    dtype = normaliser.dtype
-    grad_hidden = torch.empty_like(hidden) if for_hidden else None
-    grad_weight = torch.zeros_like(weight, dtype=dtype) if for_weight else None
-    grad_bias = torch.zeros_like(bias, dtype=dtype) if for_bias else None
-    for part in _chunks(len(hidden), ctx.rows):
-        if kept is None:
-            log_probs = _logits(hidden[part], weight, bias, ctx.temperature, dtype).sub_(normaliser[part, None])
-        else:
-            log_probs = kept.clone()
-        grad = _grad_logits(
-            log_probs,
-            labels[part],
-            None if grad_log_prob is None else grad_log_prob[part],
-            None if grad_entropy is None else (grad_entropy[part], entropy[part]),
-        ).div_(ctx.temperature)
-        if for_bias:
-            grad_bias += grad.sum(0)
-        grad = grad.to(hidden.dtype)
-        if for_hidden:
-            torch.mm(grad, weight, out=grad_hidden[part])
-        if for_weight:
-            _accumulate(grad_weight, grad, hidden[part])
-    return (
-        grad_hidden,
-        None if grad_weight is None else grad_weight.to(weight.dtype),
-        None if grad_bias is None else grad_bias.to(bias.dtype),
-    )
+        hidden, weight, bias, labels, normaliser, entropy, kept = ctx.saved_tensors
+        for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
+        dtype = normaliser.dtype
+        grad_hidden = torch.empty_like(hidden) if for_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=dtype) if for_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=dtype) if for_bias else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            for part in _chunks(len(hidden), ctx.rows):
+                if kept is None:
+                    log_probs = _logits(hidden[part], weight, bias, ctx.temperature, dtype).sub_(normaliser[part, None])
+                else:
+                    log_probs = kept.clone()
+                of_log_prob = None if grad_log_prob is None else grad_log_prob[part]
+                of_entropy = None if grad_entropy is None else (grad_entropy[part], entropy[part])
+                grad = _grad_logits(log_probs, labels[part], of_log_prob, of_entropy).div_(ctx.temperature)
+                if for_bias:
+                    grad_bias += grad.sum(0)
+                grad = grad.to(hidden.dtype)
+                if for_hidden:
+                    torch.mm(grad, weight, out=grad_hidden[part])
+                if for_weight:
+                    _accumulate(grad_weight, grad, hidden[part])
+            grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+            grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
 def _chunks(total: int, rows: int) -> Iterator[slice]:
@@ -152,7 +118,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: fl
 def _grad_logits(
     log_probs: Tensor, labels: Tensor, grad_log_prob: Tensor | None, for_entropy: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """Gradient in the tempered logits z; overwrites ``log_probs``.
+    """Return the gradient in the tempered logits z; overwrites ``log_probs``.
 
     ``d log p_label / dz_j = [j = label] - p_j`` and ``dH / dz_j = -p_j (log p_j + H)``.
     """
@@ -170,7 +136,7 @@ def _minus_probs(probs: Tensor, labels: Tensor, grad: Tensor) -> Tensor:
 
 
 def _accumulate(total_VH: Tensor, grad_NV: Tensor, hidden_NH: Tensor) -> None:
-    """``total += grad.T @ hidden``, in blocks of the vocabulary where the product has another precision."""
+    """Add ``grad.T @ hidden``, in blocks of the vocabulary where the product has another precision."""
     if total_VH.dtype == grad_NV.dtype:
         total_VH.addmm_(grad_NV.T, hidden_NH)
         return

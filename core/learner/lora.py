@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 ADAPTER = "default"  # peft's name of the one adapter there is
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's files
-PREFIX = "base_model.model."  # of the names in them
+PREFIX, INFIX = "base_model.model.", f".{ADAPTER}."  # names in them have the first and lack the second
 VALUE_HEADS = ("score", "classifier")  # what transformers calls the head of a token classifier
 PATTERN = re.compile(r"[^\w.-]")
 
 
 def add_adapters(module: nn.Module, model: ModelConfig | CriticModelConfig, seed: int) -> nn.Module:
-    """Puts adapters into ``module`` where ``model`` asks for them (``lora_rank`` > 0) and freezes the rest.
+    """Put adapters into ``module`` where ``lora_rank`` > 0, and freeze the rest.
 
     The seed decides the adapters' first weights, which change nothing yet: one factor of each is zero. A critic's new
     head trains whole. Raises InputError for target modules that the model does not have, or its output head.
@@ -43,6 +43,9 @@ def add_adapters(module: nn.Module, model: ModelConfig | CriticModelConfig, seed
     except ModuleNotFoundError as error:
         raise InputError(f"model.lora_rank={model.lora_rank}: {error}; pip install '.[lora]'") from error
 
+    path = resolve_path(model.path)
+    if Path(path).exists():
+        path = str(Path(path).resolve())  # of the base as it is now, whatever a link points to later
     head = module.get_output_embeddings()
     own_head = next((name for name in VALUE_HEADS if head is None and hasattr(module, name)), None)
     excluded = [*(model.exclude_modules or ()), *([own_head] if own_head else ())]
@@ -52,7 +55,7 @@ def add_adapters(module: nn.Module, model: ModelConfig | CriticModelConfig, seed
         target_modules=_names(model.target_modules),
         exclude_modules=_names(excluded) or None,
         task_type="CAUSAL_LM" if head is not None else "TOKEN_CLS",
-        base_model_name_or_path=_pinned(model.path),
+        base_model_name_or_path=path,
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -65,25 +68,21 @@ def add_adapters(module: nn.Module, model: ModelConfig | CriticModelConfig, seed
     if own_head is not None:
         module.get_submodule(own_head).requires_grad_(True)
     if not next(module.parameters()).is_meta:
-        base_of(config.base_model_name_or_path)  # hashed as they are when they are loaded
+        base_of(path)  # hashed as they are when they are loaded
     return module
 
 
-def _pinned(path: str) -> str:
-    """Where the base is, whatever a link points to later."""
-    found = resolve_path(path)
-    return found if found == path and not Path(found).exists() else str(Path(found).resolve())
-
-
 def _names(names: Any) -> Any:
-    """As peft tells them apart: a list holds the ends of names, a text is all-linear or a pattern of whole names."""
+    """Return names as peft tells them apart: a list holds ends, a text is all-linear or a pattern of whole names."""
     names = list(names)
     return names[0] if len(names) == 1 and (names[0] == "all-linear" or PATTERN.search(names[0])) else names
 
 
 def fingerprint(module: nn.Module, *, fetched: bool = True) -> ModelFingerprint:
-    """What a checkpoint of ``module`` must agree with; of one with adapters the base's weights too, but where they
-    are a hub's and not ``fetched`` to this machine yet."""
+    """Return what a checkpoint of ``module`` must agree with; of one with adapters the base's weights too.
+
+    Those are left out where they are a hub's and not ``fetched`` to this machine yet.
+    """
     path = module.peft_config[ADAPTER].base_model_name_or_path if has_adapters(module) else None
     return ModelFingerprint.of(module, base_of(path) if path and (fetched or Path(path).is_dir()) else None)
 
@@ -93,7 +92,7 @@ def has_adapters(module: nn.Module) -> bool:
 
 
 def layers(module: nn.Module) -> dict[str, Any]:
-    """Name -> layer with an adapter."""
+    """Return name -> layer, of the layers with an adapter."""
     if not has_adapters(module):
         return {}
     from peft.tuners.lora import LoraLayer
@@ -103,7 +102,7 @@ def layers(module: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def base_only(module: nn.Module) -> Iterator[None]:
-    """The model as it was before any training, without a second copy."""
+    """Switch the adapters off for a block: the model is as it was before training, without a second copy."""
     for layer in layers(module).values():
         layer.enable_adapters(False)
     try:
@@ -115,9 +114,10 @@ def base_only(module: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def merged_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The weights of the model without adapters that computes the same, by its state dict's names: the parameters
-    themselves where nothing is merged, so that tied ones are one; of a sharded model sharded. One layer at a time:
-    there is never a second copy of the model.
+    """Yield the weights of the model without adapters that computes the same, by its state dict's names.
+
+    They are the parameters themselves where nothing is merged, so that tied ones are one; of a sharded model sharded.
+    One layer is merged at a time: there is never a second copy of the model.
     """
     adapted = layers(module)
     own = {f"{name}.{part}" for name, layer in adapted.items() for part, _ in layer.named_parameters()}
@@ -133,41 +133,37 @@ def merged_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def trained_weights(module: nn.Module) -> dict[str, nn.Parameter]:
-    """What is trained, by name: the adapters, and a critic's head."""
+    """Return what is trained, by name: the adapters, and a critic's head."""
     return {name: value for name, value in module.named_parameters() if value.requires_grad}
 
 
 def save_adapters(module: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Writes :func:`trained_weights` (whole tensors) and the configurations of adapters and model."""
+    """Write :func:`trained_weights` (whole tensors) and the configurations of adapters and model."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
     module.config.save_pretrained(folder)
     module.peft_config[ADAPTER].save_pretrained(folder)
-    stored = {_stored(name): value.detach().cpu().contiguous() for name, value in weights.items()}
+    stored = {PREFIX + name.replace(INFIX, "."): value.detach().cpu().contiguous() for name, value in weights.items()}
     save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def load_adapters(names: list[str], folder: Path) -> dict[str, Tensor]:
-    """What :func:`save_adapters` wrote, by the names of :func:`trained_weights`. Raises InputError for other names."""
+    """Return what :func:`save_adapters` wrote, by the ``names`` of :func:`trained_weights`."""
     from safetensors.torch import load_file
 
     found = load_file(folder / WEIGHTS)
-    wanted = {_stored(name): name for name in names}
+    wanted = {PREFIX + name.replace(INFIX, "."): name for name in names}
     if wanted.keys() != found.keys():
         odd = sorted(wanted.keys() ^ found.keys())
         raise InputError(f"{folder / WEIGHTS} holds adapters of another shape: {', '.join(odd[:5])}")
     return {wanted[name]: value for name, value in found.items()}
 
 
-def _stored(name: str) -> str:
-    return PREFIX + name.replace(f".{ADAPTER}.", ".")
-
-
 def merge_saved(
     folder: Path, dtype: torch.dtype, saved: Base | None, *, path: str | None = None, trust_remote_code: bool = False
 ) -> nn.Module:
-    """The policy of a checkpoint that :func:`save_adapters` wrote: its base, with the adapters merged.
+    """Return the policy of a checkpoint that :func:`save_adapters` wrote: its base, with the adapters merged.
 
     ``path`` is where the base is now, if not where the run found it; ``saved`` what it was then (the checkpoint's
     manifest). Raises InputError where the weights there are others.
@@ -175,11 +171,8 @@ def merge_saved(
     from peft import PeftConfig, PeftModel
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    try:
-        path = resolve_path(path or PeftConfig.from_pretrained(folder).base_model_name_or_path, "--base")
-        found = base_of(path)
-    except InputError as error:
-        raise InputError(str(error)) from error
+    path = resolve_path(path or PeftConfig.from_pretrained(folder).base_model_name_or_path, "--base")
+    found = base_of(path)
     if saved is not None and saved.sha256 != found.sha256:
         raise InputError(
             f"--base={path} (weights of SHA-256 {found.sha256[:12]}): {folder} holds adapters of another base, "

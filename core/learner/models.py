@@ -1,6 +1,7 @@
-"""Tokenizers and models as the configuration asks for them. The one place that calls ``from_pretrained``.
+"""Tokenizers and models as the configuration names them, read from Hugging Face folders or the hub.
 
-transformers is imported where it is used: the trainer's module stays light to import.
+What a checkpoint holds is read in ``core/learner/saving.py``. transformers is imported where it is used: the module of
+the trainer stays light to import.
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from core.config.paths import is_local
-from core.config.schema import FULL_PRECISION
 from core.errors import InputError
 
 if TYPE_CHECKING:
@@ -27,7 +26,9 @@ log = logging.getLogger(__name__)
 
 
 def resolve_path(path: str, key: str = "actor_rollout_ref.model.path") -> str:
-    """A hub id as it is; a local path expanded and checked. Raises InputError where it does not exist."""
+    """Return a hub id as it is, a local path expanded and checked. Raises InputError where it does not exist."""
+    from core.config.paths import is_local
+
     if not is_local(path):
         return path
     local = Path(path).expanduser()
@@ -37,7 +38,7 @@ def resolve_path(path: str, key: str = "actor_rollout_ref.model.path") -> str:
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
-    """The tokenizer, with a pad token in any case and the configured chat template."""
+    """Load the tokenizer, with a pad token in any case and the configured chat template."""
     import transformers
 
     _import_external(model)
@@ -57,41 +58,44 @@ def load_tokenizer(model: ModelConfig) -> Any:
 
 
 def load_policy(model: ModelConfig, dtype: torch.dtype = torch.float32, *, on_meta: bool = False) -> nn.Module:
-    """The causal language model with dropout off: a ratio between two passes must be the policies' alone.
+    """Load the causal language model with dropout off: a ratio between two passes must be the policies' alone.
 
     ``on_meta`` builds it without reading or allocating a weight.
     """
-    import transformers
-
-    _import_external(model)
-    path = resolve_path(model.path)
-    with quiet():
-        policy = _made(transformers.AutoModelForCausalLM, model, path, _config(model, path), dtype, on_meta)
-    return _prepared(policy, model)
-
-
-def _made(auto: Any, model: ModelConfig, path: str, config: Any, dtype: torch.dtype, on_meta: bool) -> nn.Module:
-    if not on_meta:
-        return auto.from_pretrained(path, config=config, dtype=dtype, trust_remote_code=model.trust_remote_code)
-    with torch.device("meta"):
-        return auto.from_config(config, dtype=dtype, trust_remote_code=model.trust_remote_code)
+    return _load("AutoModelForCausalLM", model, dtype, on_meta)
 
 
 def load_critic(
     model: ModelConfig, seed: int, dtype: torch.dtype = torch.float32, *, on_meta: bool = False
 ) -> nn.Module:
-    """A copy of the policy's body with a fresh one-number head on every token (PPO's value function)."""
+    """Load a copy of the policy's body with a fresh one-number head on every token (PPO's value function)."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)  # the head is new: the run's seed decides it, not what ran before
+        return _load("AutoModelForTokenClassification", model, dtype, on_meta, num_labels=1, classifier_dropout=0.0)
+
+
+def _load(auto: str, model: ModelConfig, dtype: torch.dtype, on_meta: bool, **head: Any) -> nn.Module:
     import transformers
 
     _import_external(model)
     path = resolve_path(model.path)
-    config = _config(model, path)
-    config.num_labels = 1
-    config.classifier_dropout = 0.0
-    with torch.random.fork_rng(), quiet():
-        torch.manual_seed(seed)  # the head is new: the run's seed decides it, not what ran before
-        critic = _made(transformers.AutoModelForTokenClassification, model, path, config, dtype, on_meta)
-    return _prepared(critic, model)
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    for name, value in model.override_config.items():
+        if not hasattr(config, name):
+            raise InputError(
+                f"actor_rollout_ref.model.override_config.{name}: {type(config).__name__} has no such field"
+            )
+        setattr(config, name, value)
+    for name, value in head.items():
+        setattr(config, name, value)
+    options = {"dtype": dtype, "trust_remote_code": model.trust_remote_code}
+    with quiet():
+        if on_meta:
+            with torch.device("meta"):
+                module = getattr(transformers, auto).from_config(config, **options)
+        else:
+            module = getattr(transformers, auto).from_pretrained(path, config=config, **options)
+    return _prepared(module, model)
 
 
 CLASSIFIERS = {
@@ -101,7 +105,7 @@ CLASSIFIERS = {
 
 
 def load_classifier(model: RewardModelModelConfig, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, bool]:
-    """A trained classifier with one label in eval mode, and whether it labels tokens (else sequences).
+    """Load a trained classifier with one label in eval mode; return it and whether it labels tokens (else sequences).
 
     Raises InputError for a folder or hub id that holds anything else.
     """
@@ -123,7 +127,7 @@ def load_classifier(model: RewardModelModelConfig, dtype: torch.dtype = torch.fl
 
 
 def load_reward_tokenizer(model: RewardModelModelConfig) -> Any:
-    """The reward model's own."""
+    """Load the reward model's own tokenizer."""
     import transformers
 
     path = resolve_path(model.path, "reward_model.model.path")
@@ -132,7 +136,7 @@ def load_reward_tokenizer(model: RewardModelModelConfig) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' own bars, which would write over the run's, and its table of a new head."""
+    """Run a block without transformers' own bars, which would write over the run's, and its table of a new head."""
     from transformers.utils import logging as library
 
     verbosity, bars = library.get_verbosity(), library.is_progress_bar_enabled()
@@ -154,19 +158,6 @@ def _import_external(model: ModelConfig, key: str = "actor_rollout_ref.model") -
             raise InputError(f"{key}.external_lib={name}: {error}") from error
 
 
-def _config(model: ModelConfig, path: str) -> Any:
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-    for name, value in model.override_config.items():
-        if not hasattr(config, name):
-            raise InputError(
-                f"actor_rollout_ref.model.override_config.{name}: {type(config).__name__} has no such field"
-            )
-        setattr(config, name, value)
-    return config
-
-
 def _prepared(module: nn.Module, model: ModelConfig) -> nn.Module:
     for part in module.modules():
         if isinstance(part, nn.Dropout):
@@ -183,5 +174,7 @@ def _prepared(module: nn.Module, model: ModelConfig) -> nn.Module:
 
 
 def compute_dtype(name: str) -> torch.dtype | None:
-    """The autocast dtype, or None for none: masters and reductions stay float32."""
+    """Return the autocast dtype, or None for none: masters and reductions stay float32."""
+    from core.config.schema import FULL_PRECISION
+
     return None if name in FULL_PRECISION else torch.bfloat16

@@ -1,8 +1,9 @@
-"""What one pass of a model reads: padded rows, rows packed one after another, or this rank's part of packed rows.
+"""What one pass of a model reads: padded sequences, packed ones, or this rank's part of packed ones.
 
-Packed rows keep to themselves: positions restart with each, and attention sees its own row alone. That goes through
-transformers' attention interface: on a GPU PyTorch's variable-length kernel (or flash-attn, where
-``override_config.attn_implementation`` names it), elsewhere scaled-dot-product attention row by row.
+Packed sequences lie one after another without padding. Positions restart with each, and attention sees its own
+sequence alone. That goes through transformers' attention interface: on a GPU PyTorch's variable-length kernel (or
+flash-attn, where ``override_config.attn_implementation`` names it), elsewhere scaled-dot-product attention, sequence
+by sequence.
 
 A sequence-parallel group splits the packed tokens evenly. Attention alone reads more than a rank's own tokens, so
 there, and only there, tokens are exchanged for heads (Jacobs et al. 2023, arXiv:2309.14509). The exchange and its
@@ -41,7 +42,7 @@ class Reading:
         asked      S      bool   the next token is one that the policy wrote
         labels     [M]    int64  those tokens, in the order of ``asked``
         mask_BT    [B, T] bool   where they stand in the batch
-        asked_N    [N]    bool   ``asked`` of all ranks that split the rows
+        asked_N    [N]    bool   ``asked`` of all ranks that split the sequences
     """
 
     input_ids: Tensor
@@ -53,10 +54,10 @@ class Reading:
     mesh: DeviceMesh | None = None
 
     def spread(self, values_M: Tensor) -> Tensor:
-        """[B, T]: the values at their tokens, 0 elsewhere; differentiable. Of all ranks that split the rows.
+        """Return [B, T]: the values of all ranks at their tokens, 0 elsewhere; differentiable.
 
-        Each of those ranks then computes the same loss. DTensor takes its gradient for what it is, one gradient known
-        to all, and gives each rank the part that belongs to its own values: nothing is counted twice.
+        All ranks that split the sequences then compute the same loss. DTensor treats its gradient as one, not as one
+        a rank, and gives each rank the part that belongs to its own values: nothing is counted twice.
         """
         if self.mesh is not None:
             from torch.distributed.tensor import DTensor, Shard
@@ -68,7 +69,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the rows of a micro-batch lie in a pass. A memory knob: it cannot change a result."""
+    """How the sequences of a micro-batch lie in a pass. A memory knob: it cannot change a result."""
 
     packed: bool = False
     mesh: DeviceMesh | None = None  # of the ranks that split each pass between them
@@ -78,7 +79,7 @@ class Layout:
         return 1 if self.mesh is None else self.mesh.size()
 
     def prepare(self, module: nn.Module) -> None:
-        """Makes the model's attention know packed rows. Raises InputError for a model that cannot."""
+        """Give the model an attention that keeps packed sequences apart. Raises InputError where it takes none."""
         if not self.packed or (self.mesh is None and module.config._attn_implementation.startswith("flash_attention")):
             return
         module.set_attn_implementation(ATTENTION)
@@ -91,19 +92,19 @@ class Layout:
             )
 
     def read(self, input_ids_BT: Tensor, attention_mask_BT: Tensor, response_mask_BT: Tensor) -> Reading:
-        """The pass over these rows, which are padded on the right.
+        """Return the pass over these sequences, which are padded on the right.
 
-        Padded rows need no attention mask: attention is causal, so no real token can see the padding.
+        Padded ones need no attention mask: attention is causal, so no real token can see the padding.
         """
         labels = input_ids_BT[response_mask_BT]
         if not self.packed:
             return Reading(input_ids_BT, before(response_mask_BT), labels, response_mask_BT)
+        positions_BT = torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device).expand(input_ids_BT.shape)
         ids, position, wrote = (
-            value[attention_mask_BT]
-            for value in (input_ids_BT, _positions(attention_mask_BT), before(response_mask_BT))
+            value[attention_mask_BT] for value in (input_ids_BT, positions_BT, before(response_mask_BT))
         )
         lengths = attention_mask_BT.sum(1)
-        if extra := -len(ids) % self.ranks:  # a row of nothing makes the ranks' parts equal
+        if extra := -len(ids) % self.ranks:  # a sequence of nothing makes the ranks' parts equal
             ids, wrote = F.pad(ids, (0, extra)), F.pad(wrote, (0, extra))
             position = torch.cat([position, torch.arange(extra, device=ids.device)])
             lengths = F.pad(lengths, (0, 1), value=extra)
@@ -119,9 +120,9 @@ class Layout:
 
 
 def before(mask_BT: Tensor) -> Tensor:
-    """For each token of the mask the position before it, whose state predicts it: [B, T] bool.
+    """Return [B, T] bool: for each token of the mask the position before it, whose state predicts it.
 
-    The one place where anything is shifted. A prompt has at least one token, so position 0 is never asked for.
+    The one place where anything is shifted. A prompt has at least one token, so position 0 is never predicted.
     """
     if bool(mask_BT[:, 0].any()):
         raise ValueError("the first token of a sequence has no state before it: it must belong to the prompt")
@@ -129,12 +130,8 @@ def before(mask_BT: Tensor) -> Tensor:
 
 
 def scattered(values_M: Tensor, mask: Tensor) -> Tensor:
-    """``values_M`` where the mask is True, 0 elsewhere, in the mask's shape; differentiable."""
+    """Return ``values_M`` where the mask is True, 0 elsewhere, in the mask's shape; differentiable."""
     return torch.zeros(mask.shape, dtype=values_M.dtype, device=values_M.device).masked_scatter(mask, values_M)
-
-
-def _positions(mask_BT: Tensor) -> Tensor:
-    return torch.arange(mask_BT.shape[1], device=mask_BT.device).expand(mask_BT.shape)
 
 
 # ---------------------------------------------------------------- attention
@@ -153,7 +150,7 @@ def attend(
     sequence_mesh: DeviceMesh | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each row; without ``cu_seq_lens_q`` (where rows begin and end) transformers' own.
+    """Return causal attention within each sequence; without ``cu_seq_lens_q`` (their ends) transformers' own.
 
     Shapes:
         query       [1, H, n, D]   n tokens of this rank
@@ -165,88 +162,67 @@ def attend(
     odd = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
     if odd:
         raise InputError(f"use_remove_padding: {type(module).__name__} needs {', '.join(odd)}; set it to False")
-    query, key, value = (_as_autocast(one) for one in (query, key, value))
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):  # the kernels below are not on autocast's list, as PyTorch's attention is
+        query, key, value = (one.to(torch.get_autocast_dtype(kind)) for one in (query, key, value))
     if sequence_mesh is not None:
         key, value = (_enough_heads(one, sequence_mesh.size()) for one in (key, value))
         query, key, value = (_exchange(one, sequence_mesh, TOKENS, HEADS) for one in (query, key, value))
     on_kernel = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
-    by_rows = _varlen if on_kernel else _row_by_row
-    out = by_rows(query[0], key[0], value[0], cu_seq_lens_q, max_length_q, scaling, sliding_window)[None]
+    by_sequences = _varlen if on_kernel else _one_by_one
+    out = by_sequences(query[0], key[0], value[0], cu_seq_lens_q, max_length_q, scaling, sliding_window)[None]
     if sequence_mesh is not None:
         out = _exchange(out, sequence_mesh, HEADS, TOKENS)
     return out.transpose(HEADS, TOKENS).contiguous(), None
 
 
-def _as_autocast(value: Tensor) -> Tensor:
-    """The kernels below are not on autocast's list; scaled-dot-product attention is."""
-    kind = value.device.type
-    return value.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else value
-
-
 def _enough_heads(value: Tensor, ranks: int) -> Tensor:
-    """Heads repeated, so that each rank gets those that its queries need."""
+    """Repeat heads, so that each rank gets those that its queries need."""
     return value.repeat_interleave(ranks // math.gcd(value.shape[HEADS], ranks), dim=HEADS)
 
 
 def _exchange(value: Tensor, mesh: DeviceMesh, joined: int, split: int) -> Tensor:
-    """Every rank's part of axis ``joined`` for a part of axis ``split``."""
+    """Return every rank's part of axis ``joined`` for a part of axis ``split``."""
     from torch.distributed.tensor import DTensor, Shard
 
     whole = DTensor.from_local(value, mesh, [Shard(joined)], run_check=False)
     return whole.redistribute(placements=[Shard(split)]).to_local()
 
 
-def _row_by_row(
-    query_HND: Tensor,
-    key_KND: Tensor,
-    value_KND: Tensor,
-    starts: Tensor,
-    longest: int,
-    scale: float | None,
-    window: int | None,
+def _one_by_one(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float | None, window: int | None
 ) -> Tensor:
-    """[H, N, D] by a kernel that every device and precision has."""
+    """Return [H, N, D] of query [H, N, D], key and value [K, N, D], by a kernel that every device has."""
+    options = {"enable_gqa": True} if len(query) != len(key) else {}
     out = []
     for start, end in pairwise(starts.tolist()):
-        query, key, value = (one[None, :, start:end] for one in (query_HND, key_KND, value_KND))
-        mask = None if window is None or window >= end - start else _band(end - start, window, query.device)
-        options = {"enable_gqa": True} if len(query_HND) != len(key_KND) else {}
+        parts = (one[None, :, start:end] for one in (query, key, value))
+        mask = None
+        if window is not None and window < end - start:
+            position = torch.arange(end - start, device=query.device)
+            ahead = position[:, None] - position
+            mask = (ahead >= 0) & (ahead < window)
         out.append(
-            F.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, **options
-            )
+            F.scaled_dot_product_attention(*parts, attn_mask=mask, is_causal=mask is None, scale=scale, **options)
         )
     return torch.cat(out, dim=TOKENS)[0]
 
 
-def _band(length: int, window: int, device: torch.device) -> Tensor:
-    ahead = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
-    return (ahead >= 0) & (ahead < window)
-
-
 def _varlen(
-    query_HND: Tensor,
-    key_KND: Tensor,
-    value_KND: Tensor,
-    starts: Tensor,
-    longest: int,
-    scale: float | None,
-    window: int | None,
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float | None, window: int | None
 ) -> Tensor:
-    """[H, N, D] by PyTorch's flash kernel for rows of unequal length; 16-bit precision on a GPU."""
+    """Return the same by PyTorch's flash kernel for sequences of unequal length; 16-bit precision on a GPU."""
     from torch.nn.attention.varlen import varlen_attn
 
-    query, key, value = (one.transpose(0, 1) for one in (query_HND, key_KND, value_KND))
+    parts = (one.transpose(0, 1) for one in (query, key, value))
     reach = (-1 if window is None else window - 1, 0)
-    out = varlen_attn(
-        query, key, value, starts, starts, longest, longest, scale=scale, window_size=reach, **_grouped(varlen_attn)
-    )
-    return out.transpose(0, 1)
+    options = {"scale": scale, "window_size": reach, **_grouped(varlen_attn)}
+    return varlen_attn(*parts, starts, starts, longest, longest, **options).transpose(0, 1)
 
 
 @functools.cache
 def _grouped(kernel: Any) -> dict[str, bool]:
-    """Newer versions of PyTorch ask to be told that heads share keys; older ones just do it."""
+    """Return the option that newer versions of PyTorch need where heads share keys; older ones have none."""
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
 
 

@@ -1,4 +1,7 @@
-"""A model and its optimizer in a checkpoint's ``actor/`` and ``critic/``, whole or in the parts of several ranks."""
+"""A model and its optimizer in a checkpoint's ``actor/`` and ``critic/``, whole or in the parts of several ranks.
+
+The folder around them, and what else a checkpoint holds, is the business of ``core/checkpoint``.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,10 @@ OPTIMIZER = "optimizer"  # folder of the sharded optimizer in a checkpoint's act
 
 
 def save_model(module: nn.Module, tokenizer: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """A Hugging Face folder; of a model with adapters what is trained alone, in peft's format. ``weights`` stand in
-    for the module's own, where those are elsewhere."""
+    """Write a Hugging Face folder, or, of a model with adapters, what is trained alone in peft's format.
+
+    ``weights`` stand in for the module's own, where those are elsewhere.
+    """
     if not has_adapters(module):
         export_hf(module, tokenizer, folder, state_dict=weights)
         return
@@ -43,7 +48,7 @@ def save_model(module: nn.Module, tokenizer: Any, folder: Path, weights: Mapping
 
 @torch.no_grad()
 def load_model(module: nn.Module, folder: Path) -> None:
-    """What :func:`save_model` wrote."""
+    """Load what :func:`save_model` wrote."""
     if not has_adapters(module):
         load_weights(module, folder)
         return
@@ -53,7 +58,7 @@ def load_model(module: nn.Module, folder: Path) -> None:
 
 
 def load_optimizer(part: Actor | Critic, folder: Path) -> None:
-    """The optimizer of a checkpoint's ``actor/`` or ``critic/``, whole or in the parts that several ranks wrote."""
+    """Load the optimizer of ``actor/`` or ``critic/``, whole or in the parts that several ranks wrote."""
     if (folder / "optimizer.pt").exists():
         part.stepper.optimizer.load_state_dict(load_tensors(folder / "optimizer.pt"))
         return
@@ -61,14 +66,12 @@ def load_optimizer(part: Actor | Critic, folder: Path) -> None:
 
 
 def save_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Every rank writes its part (torch.distributed.checkpoint); any number of ranks can read it."""
-
+    """Write this rank's part (torch.distributed.checkpoint); any number of ranks can read it."""
     dcp.save({"optimizer": get_optimizer_state_dict(module, optimizer)}, checkpoint_id=folder)
 
 
 def load_sharded_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Reads what :func:`save_optimizer` wrote, on these ranks or, without a process group, in this process."""
-
+    """Load what :func:`save_optimizer` wrote, on these ranks or, without a process group, in this process."""
     state = {"optimizer": get_optimizer_state_dict(module, optimizer)}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -77,7 +80,7 @@ def load_sharded_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, 
 
 
 def load_whole_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """Shards the ``optimizer.pt`` of a checkpoint that the in-process backend wrote."""
+    """Shard the ``optimizer.pt`` of a checkpoint that the in-process backend wrote."""
     whole, names = load_tensors(path), list(trained_weights(module))
     state = {
         "state": {names[index]: value for index, value in whole["state"].items()},
@@ -87,7 +90,7 @@ def load_whole_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, pa
 
 
 def planned_fingerprints(config: Config, *, critic: bool) -> dict[str, ModelFingerprint]:
-    """Architecture and shapes of the models that ``config`` asks for, before any weight is read."""
+    """Return architecture and shapes of the models that ``config`` names, before any weight is read."""
     part, seed = config.actor_rollout_ref, config.trainer.seed
     made = {"actor": add_adapters(load_policy(part.model, on_meta=True), part.model, seed)}
     if critic:

@@ -1,4 +1,4 @@
-"""The learner's pass over answers that share a prompt: the prompt is computed once, its answers continue it.
+"""The learner's pass over trajectories that share a prompt: the prompt is computed once, its answers continue it.
 
 The plain pass computes ``B * T`` tokens, of which a group of G answers repeats its prompt G times. Here a first pass
 computes the keys and values of each prompt, a second one the answers, which attend to them; gradients flow back
@@ -20,13 +20,13 @@ MASK_ELEMENTS = 2**28  # of the second pass's attention mask, a byte each
 
 @dataclass(frozen=True)
 class SharedPrompts:
-    """Which rows continue which prompt. The last token of a prompt is the first input of its answers.
+    """The sequences that continue each prompt. The last token of a prompt is the first input of its answers.
 
-    Shapes (B rows, P prompts):
-        first_P   [P] a row that begins with the prompt
-        place_B   [B] the row's prompt
+    Shapes (B sequences, P prompts):
+        first_P   [P] a sequence that begins with the prompt
+        place_B   [B] the sequence's prompt
         prefix_B  [B] tokens of the prompt but its last one
-        width     the longest prefix;  length: the longest row behind its prefix, but its last token
+        width     the longest prefix;  length: the longest sequence behind its prefix, but its last token
     """
 
     first_P: Tensor
@@ -37,15 +37,17 @@ class SharedPrompts:
 
     @classmethod
     def of(cls, input_ids_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> SharedPrompts | None:
-        """None where sharing does not pay, a row has nothing that the policy wrote, or rows of a group begin
-        differently. A prompt ends before the first token of the mask."""
-        rows, total = mask_BT.shape
-        if not rows or not bool(mask_BT.any(1).all()):
+        """Return None where sharing does not pay, a sequence has nothing that the policy wrote, or a group's differ.
+
+        A prompt ends before the first token of the mask; all sequences of a group must begin with the same one.
+        """
+        count, total = mask_BT.shape
+        if not count or not bool(mask_BT.any(1).all()):
             return None
         _, place_B = torch.unique(group_B, return_inverse=True)
         prompts = int(place_B.max()) + 1
-        row_B = torch.arange(rows, device=mask_BT.device)
-        first_P = torch.full((prompts,), rows, device=mask_BT.device).scatter_reduce(0, place_B, row_B, "amin")
+        number_B = torch.arange(count, device=mask_BT.device)
+        first_P = torch.full((prompts,), count, device=mask_BT.device).scatter_reduce(0, place_B, number_B, "amin")
         prefix_B = mask_BT.int().argmax(1) - 1
         before_BT = torch.arange(total, device=mask_BT.device) < prefix_B[:, None]
         alike_BT = (input_ids_BT == input_ids_BT[first_P[place_B]]) | ~before_BT
@@ -53,28 +55,24 @@ class SharedPrompts:
             return None
         last_B = total - 1 - mask_BT.flip(1).int().argmax(1)
         width, length = int(prefix_B.max()), int((last_B - prefix_B).max())
-        shared = prompts * width + rows * length
-        fits = rows * length * (width + length) <= MASK_ELEMENTS
-        pays = int(prefix_B.min()) > 0 and shared <= WORTH_IT * rows * total
+        shared = prompts * width + count * length
+        fits = count * length * (width + length) <= MASK_ELEMENTS
+        pays = int(prefix_B.min()) > 0 and shared <= WORTH_IT * count * total
         return cls(first_P, place_B, prefix_B, width, length) if fits and pays else None
 
     def attention(self) -> Tensor:
-        """[B, 1, length, width + length] bool: an answer's token sees its prompt and what stands before it."""
+        """Return [B, 1, length, width + length] bool: an answer's token sees its prompt and what stands before it."""
         device = self.prefix_B.device
         prompt_BK = torch.arange(self.width, device=device) < self.prefix_B[:, None]
         answer_QK = torch.ones(self.length, self.length, dtype=torch.bool, device=device).tril()
-        rows = len(self.prefix_B)
+        shape = len(self.prefix_B), 1, self.length
         return torch.cat(
-            [
-                prompt_BK[:, None, None].expand(rows, 1, self.length, self.width),
-                answer_QK.expand(rows, 1, self.length, self.length),
-            ],
-            -1,
+            [prompt_BK[:, None, None].expand(*shape, self.width), answer_QK.expand(*shape, self.length)], -1
         )
 
 
 def can_share(module: nn.Module) -> bool:
-    """Whether the model's layers keep keys and values of all tokens, and keep them for a second pass.
+    """Return whether the model's layers keep keys and values of all tokens, and keep them for a second pass.
 
     Not in float64, which is for proofs: models that normalise in float32 would differ by its rounding.
     """
@@ -86,16 +84,20 @@ def can_share(module: nn.Module) -> bool:
 
 
 def hidden_before_tokens(module: nn.Module, input_ids_BT: Tensor, mask_BT: Tensor, shared: SharedPrompts) -> Tensor:
-    """[N, H]: for each token of the mask, row by row, the hidden state at the position before it."""
+    """Return [N, H]: for each token of the mask, sequence by sequence, the hidden state at the position before it."""
     prompt_ids_PT = input_ids_BT[shared.first_P, : shared.width]  # padding stands behind a prompt: it is not seen
     prompts = DynamicCache()
     module.base_model(input_ids=prompt_ids_PT, past_key_values=prompts, use_cache=True)
     position_BT = shared.prefix_B[:, None] + torch.arange(shared.length, device=input_ids_BT.device)
     inside_BT = position_BT.clamp(max=input_ids_BT.shape[1] - 1)
+    seen = shared.attention()
+    if module.config._attn_implementation == "eager":  # it adds its mask to the scores
+        zeros = torch.zeros(seen.shape, dtype=module.dtype, device=seen.device)
+        seen = zeros.masked_fill_(~seen, torch.finfo(zeros.dtype).min)
     hidden_BTH = module.base_model(
         input_ids=input_ids_BT.gather(1, inside_BT),
         position_ids=position_BT,
-        attention_mask=_as_scores(module, shared.attention()),
+        attention_mask=seen,
         past_key_values=DynamicCache(
             [(one.keys[shared.place_B], one.values[shared.place_B]) for one in prompts.layers]
         ),
@@ -104,11 +106,3 @@ def hidden_before_tokens(module: nn.Module, input_ids_BT: Tensor, mask_BT: Tenso
     after_BT = position_BT + 1
     written_BT = (after_BT < mask_BT.shape[1]) & mask_BT.gather(1, after_BT.clamp(max=mask_BT.shape[1] - 1))
     return hidden_BTH[written_BT]
-
-
-def _as_scores(module: nn.Module, seen: Tensor) -> Tensor:
-    """Eager attention adds its mask to the scores."""
-    if module.config._attn_implementation != "eager":
-        return seen
-    zeros = torch.zeros(seen.shape, dtype=module.dtype, device=seen.device)
-    return zeros.masked_fill_(~seen, torch.finfo(zeros.dtype).min)

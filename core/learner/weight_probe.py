@@ -1,4 +1,7 @@
-"""The proof after a weight sync: engine and learner give a fixed text the same log-probs."""
+"""The check after a weight sync: engine and learner give a fixed text the same log-probs.
+
+What a model is checked for when it is loaded stands in ``core.learner.model_checks``.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ class WeightSyncError(RuntimeError):
 
 
 def probe_ids(vocab_size: int, length: int = 24) -> tuple[int, ...]:
-    """A fixed text of random ids: touches the embedding, every layer and the head."""
+    """Return a fixed text of random ids: it touches the embedding, every layer and the head."""
     return tuple(int(i) for i in np.random.default_rng(0).integers(0, vocab_size, length))
 
 
 @torch.no_grad()
 def probe_log_probs(policy: Policy) -> np.ndarray:
-    """The learner's log-probs of the fixed text, [n - 1] float32: what :meth:`RolloutEngine.probe` must give."""
+    """Return the learner's log-probs of the fixed text, [n - 1] float32, as :meth:`RolloutEngine.probe` gives them."""
     ids = probe_ids(policy.module.config.vocab_size)
     with policy.precision():
         logits = policy.module(input_ids=torch.tensor([ids], device=policy.device), use_cache=False).logits
@@ -28,7 +31,7 @@ def probe_log_probs(policy: Policy) -> np.ndarray:
 
 
 def compare_probe(learner: np.ndarray, engine: np.ndarray, *, bf16: bool) -> float:
-    """Largest difference of the two; raises WeightSyncError above the bound of the precision.
+    """Return the largest difference of the two. Raises WeightSyncError above the bound of the precision.
 
     Rounding grows with the number that is rounded: the tokens are random ones, whose log-probs may be -50.
     """

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from core.algorithm.means import Means
 from core.cluster.fsdp import LearnerRank, gather
-from core.learner.batching import busy_rows, rank_shares, steps_of
+from core.learner.batching import busy_sequences, rank_shares, steps_of
 from core.learner.learner import only_advantages_train
 from core.learner.lora import merged_weights, trained_weights
 
@@ -68,7 +68,7 @@ def gradients(rank, world, config, batch, dtype="float32"):
     """Those of one optimizer step over the whole batch, and the loss."""
     one = learner(config, dtype, critic=False)
     (step,) = steps_of(batch, config.actor_rollout_ref.actor, 24)
-    busy = busy_rows(step, only_advantages_train=only_advantages_train(config.actor_rollout_ref.actor))
+    busy = busy_sequences(step, only_advantages_train=only_advantages_train(config.actor_rollout_ref.actor))
     means = Means()
     one.actor.mismatch = Means()
     one.actor.accumulate(share(step.rows(busy.nonzero()[:, 0]), rank, world, config), means)

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from core.data.parquet import Problems, RowFile
+from core.data.parquet import ExampleFile, Problems
 from data_preprocess import nq_hotpotqa, qa_test_sets
 from data_preprocess.open_qa import R1_PROMPT, SEARCH_PROMPT, answers_of, question_of
 from reward_scores import scorer_for
@@ -99,7 +99,7 @@ def test_the_training_mix_holds_both_sets_and_the_baseline_s_prompt(folder, tmp_
         ("hotpotqa", 1),
     ]
     assert rows[3]["prompt"][0]["content"] == R1_PROMPT.replace("{question}", "Who wrote Hamlet?")
-    names = {row.name for row in RowFile(tmp_path / "out" / "train.parquet").rows(Problems())}
+    names = {row.name for row in ExampleFile(tmp_path / "out" / "train.parquet").examples(Problems())}
     assert len(names) == 4  # no two questions of the mix share a name
 
 
@@ -190,7 +190,7 @@ def test_every_row_of_the_real_files_is_there_and_its_gold_answer_is_right(tmp_p
     given = [f"{name}={Path(os.environ['DATA_DIR']) / file}" for name, (file, _) in REAL.items()]
     assert qa_test_sets.main(["--local_dir", str(tmp_path), "--local_dataset_path", *given]) == 0
     for name, (_, count) in REAL.items():
-        rows = list(RowFile(tmp_path / f"{name}.parquet").rows(problems := Problems()))
+        rows = list(ExampleFile(tmp_path / f"{name}.parquet").examples(problems := Problems()))
         assert len(rows) == count and not problems.found
         for row in rows:
             answer = f"<answer> {row.ground_truth['target'][0]} </answer>"

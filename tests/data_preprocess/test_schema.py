@@ -3,7 +3,7 @@ import os
 import pyarrow.parquet as pq
 import pytest
 
-from core.data.parquet import Problems, RowFile, sha256_of
+from core.data.parquet import ExampleFile, Problems, sha256_of
 from core.errors import InputError
 from data_preprocess.schema import make_row, write_rows
 
@@ -17,7 +17,11 @@ def test_what_is_written_reads_back(tmp_path):
     assert (written.rows, written.sha256) == (3, sha256_of(written.path))
     assert str(written) == f"{written.path}: 3 rows, sha256 {written.sha256}"
     assert pq.read_table(written.path).to_pylist() == rows()
-    assert [row.name for row in RowFile(written.path).rows(Problems())] == ["s/train/0", "s/train/1", "s/train/2"]
+    assert [row.name for row in ExampleFile(written.path).examples(Problems())] == [
+        "s/train/0",
+        "s/train/1",
+        "s/train/2",
+    ]
     again = write_rows(tmp_path / "again.parquet", rows())
     assert again.sha256 == written.sha256
 

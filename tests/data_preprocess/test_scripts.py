@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from core.data.parquet import Problems, RowFile
+from core.data.parquet import ExampleFile, Problems
 from data_preprocess import aime, dapo_math, gsm8k, math_dataset
 from data_preprocess.cli import run
 from reward_scores import scorer_for
@@ -183,7 +183,7 @@ def test_every_row_of_the_real_data_has_a_gold_that_its_scorer_takes(tmp_path, s
     assert run(source, ["--local_dir", str(tmp_path), "--local_dataset_path", str(raw)]) == 0
     for split, count in counts.items():
         problems = Problems()
-        rows = list(RowFile(tmp_path / f"{split}.parquet").rows(problems))
+        rows = list(ExampleFile(tmp_path / f"{split}.parquet").examples(problems))
         assert (len(rows), problems.lines()) == (count, [])
         assert len({row.name for row in rows}) == count
         for row in rows:
@@ -266,7 +266,7 @@ def test_every_split_of_the_hub_is_read_where_there_is_only_one(tmp_path, monkey
 def test_aime_has_thirty_problems_that_the_scorer_takes(tmp_path):
     raw = Path(os.environ["DATA_DIR"]) / "aime2024"
     assert run(aime.SOURCE, ["--local_dir", str(tmp_path), "--local_dataset_path", str(raw)]) == 0
-    rows = list(RowFile(tmp_path / "test.parquet").rows(Problems()))
+    rows = list(ExampleFile(tmp_path / "test.parquet").examples(Problems()))
     assert len({row.name for row in rows}) == len(rows) == 30
     for row in rows:
         assert scorer_for("aime2024")(f"Answer: {row.ground_truth}", row.ground_truth).acc == 1.0

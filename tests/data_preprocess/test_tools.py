@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from core.data.parquet import RowFile
+from core.data.parquet import ExampleFile
 from core.rollout.tools import chosen, load_tools
 from data_preprocess import gsm8k, gsm8k_multiturn_w_tool
 from data_preprocess.cli import run
@@ -20,10 +20,10 @@ def test_rows_are_gsm8ks_with_tools_that_the_file_has(tmp_path):
         (tmp_path / f"{split}.jsonl").write_bytes(Path(path).read_bytes())
     arguments = ["--local_dir", str(tmp_path / "out"), "--local_dataset_path", str(tmp_path)]
     assert run(gsm8k_multiturn_w_tool.SOURCE, arguments) == 0
-    file = RowFile(tmp_path / "out" / "test.parquet")
+    file = ExampleFile(tmp_path / "out" / "test.parquet")
     examples = [json.loads(line) for line in Path(files[1]).read_text().splitlines()]
     assert len(file) == len(examples)
-    row, plain = file.row(0), gsm8k.row(examples[0], "test", 0)
+    row, plain = file.example(0), gsm8k.row(examples[0], "test", 0)
     assert row.prompt[0] == {"role": "system", "content": gsm8k_multiturn_w_tool.SYSTEM}
     assert list(row.prompt[1:]) == plain["prompt"] and row.ground_truth == plain["reward_model"]["ground_truth"]
     tools = load_tools(ROOT / "recipes" / "lab" / "tools.yaml")

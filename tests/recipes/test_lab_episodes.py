@@ -9,7 +9,7 @@ import random
 import pytest
 
 from core.config import compose
-from core.data.parquet import RowFile
+from core.data.parquet import ExampleFile
 from core.rollout.tools import load_tools
 from recipes.lab import sums
 from recipes.lab.tokenizer import build_tokenizer
@@ -90,8 +90,8 @@ def test_every_word_of_an_episode_is_a_token_and_nothing_is_lost(searched, words
 
 def test_rows_say_how_many_hops_and_their_gold_answer(tmp_path):
     knowledge.write(tmp_path, 3, train=20, test=10)
-    file = RowFile(tmp_path / "test.parquet")
-    rows = [file.row(number) for number in range(len(file))]
+    file = ExampleFile(tmp_path / "test.parquet")
+    rows = [file.example(number) for number in range(len(file))]
     assert {row.data_source for row in rows} == {"lab/knowledge_1hop", "lab/knowledge_2hop"}
     base = knowledge.draw(3)
     for row, question in zip(rows, knowledge.splits(base, 3, 20, 10)["test"], strict=True):

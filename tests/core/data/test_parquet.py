@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from core.data.parquet import Problems, RowFile, sha256_of
+from core.data.parquet import ExampleFile, Problems, sha256_of
 from core.errors import InputError
 from tests.row_files import plain_row, rows_file, write_parquet
 
@@ -15,7 +15,7 @@ CHAT = [{"role": "user", "content": "hi"}]
 
 def problems_of(path, *rows):
     problems = Problems()
-    good = list(RowFile(write_parquet(path, rows)).rows(problems))
+    good = list(ExampleFile(write_parquet(path, rows)).examples(problems))
     return good, problems.lines()
 
 
@@ -23,9 +23,9 @@ def test_a_row_comes_back_as_it_was_written(tmp_path):
     chat = [{"role": "system", "content": ""}, *CHAT, {"role": "assistant", "content": "what?", "name": "bot"}]
     gold = {"target": ["Paris", "paris"]}
     raw = plain_row(4, "qa", prompt=chat, ability="qa", reward_model={"style": "rule", "ground_truth": gold})
-    row = RowFile(
+    row = ExampleFile(
         write_parquet(tmp_path / "a.parquet", [plain_row(0, prompt=CHAT, reward_model=raw["reward_model"]), raw])
-    ).row(1)
+    ).example(1)
     assert row.prompt == tuple(chat)  # the fields that only another message has are not there as None
     assert row.ground_truth == gold
     assert row.data_source == "qa" and row.number == 1 and row.where.endswith("a.parquet row 1")
@@ -34,18 +34,18 @@ def test_a_row_comes_back_as_it_was_written(tmp_path):
 
 def test_other_column_names(tmp_path):
     raw = {"text": "q", "source": "s", "reward_model": {"style": "rule", "ground_truth": 3}}
-    file = RowFile(write_parquet(tmp_path / "a.parquet", [raw]), prompt_key="text", reward_fn_key="source")
-    assert (file.row(0).prompt, file.row(0).data_source, file.row(0).ground_truth) == ("q", "s", 3)
-    assert file.row(0).extra_info == {} and file.row(0).name is None
+    file = ExampleFile(write_parquet(tmp_path / "a.parquet", [raw]), prompt_key="text", reward_fn_key="source")
+    assert (file.example(0).prompt, file.example(0).data_source, file.example(0).ground_truth) == ("q", "s", 3)
+    assert file.example(0).extra_info == {} and file.example(0).name is None
 
 
 def test_batches_and_choices_give_the_same_rows(tmp_path):
-    file = RowFile(rows_file(tmp_path / "a.parquet", 25))
-    all_rows = list(file.rows(Problems(), batch=4))
+    file = ExampleFile(rows_file(tmp_path / "a.parquet", 25))
+    all_rows = list(file.examples(Problems(), batch=4))
     assert [row.number for row in all_rows] == list(range(25))
-    assert all_rows == [file.row(number) for number in range(25)]
+    assert all_rows == [file.example(number) for number in range(25)]
     chosen = np.array([0, 3, 4, 11, 24])
-    assert list(file.rows(Problems(), chosen, batch=4)) == [all_rows[number] for number in chosen]
+    assert list(file.examples(Problems(), chosen, batch=4)) == [all_rows[number] for number in chosen]
 
 
 REWARD = {"style": "rule", "ground_truth": "1"}
@@ -72,7 +72,7 @@ def test_a_bad_row_is_named_with_rule_and_fix(tmp_path, changes, line):
     assert len(lines) == 1 and lines[0].startswith(str(tmp_path / "a.parquet")) and line in lines[0]
     assert "; " in lines[0]
     with pytest.raises(InputError, match="row"):
-        RowFile(tmp_path / "a.parquet").row(1)
+        ExampleFile(tmp_path / "a.parquet").example(1)
 
 
 def test_rows_that_are_fine_though_they_look_odd(tmp_path):
@@ -111,7 +111,7 @@ def test_many_problems_are_ten_and_a_count(tmp_path):
 def test_files_that_cannot_be_read(tmp_path):
     def error(path):
         with pytest.raises(InputError) as caught:
-            RowFile(path)
+            ExampleFile(path)
         (line,) = caught.value.problems
         assert line.startswith(f"{path}: ") and str(caught.value) == line
         return line
@@ -134,7 +134,7 @@ def test_files_that_cannot_be_read(tmp_path):
 def test_a_folder_named_like_a_partition_adds_no_column(tmp_path):
     folder = tmp_path / "split=train"
     folder.mkdir()
-    assert RowFile(rows_file(folder / "a.parquet", 2)).row(1).prompt == "s1"
+    assert ExampleFile(rows_file(folder / "a.parquet", 2)).example(1).prompt == "s1"
 
 
 def test_names_and_hashes_say_when_rows_ask_the_same(tmp_path):
@@ -145,18 +145,20 @@ def test_names_and_hashes_say_when_rows_ask_the_same(tmp_path):
         plain_row(0, source="t", text="s0"),
         plain_row(0, text="s0 "),
     ]
-    first, moved, regraded, renamed, reworded = RowFile(write_parquet(tmp_path / "a.parquet", rows)).rows(Problems())
+    first, moved, regraded, renamed, reworded = ExampleFile(write_parquet(tmp_path / "a.parquet", rows)).examples(
+        Problems()
+    )
     assert first.name == "s/train/0" and moved.name == "s/test/0" and renamed.name == "t/train/0"
     assert first.content_hash == moved.content_hash
     assert len({row.content_hash for row in (first, regraded, renamed, reworded)}) == 4
     assert first.prompt_hash == regraded.prompt_hash == renamed.prompt_hash != reworded.prompt_hash
     indexed = [plain_row(0, extra_info={"index": index}) for index in ("9a9b", "")]
-    assert [row.name for row in RowFile(write_parquet(tmp_path / "b.parquet", indexed)).rows(Problems())] == [
+    assert [row.name for row in ExampleFile(write_parquet(tmp_path / "b.parquet", indexed)).examples(Problems())] == [
         "s/-/9a9b",
         None,
     ]
     floats = [plain_row(0, extra_info={"index": 1.0})]
-    assert RowFile(write_parquet(tmp_path / "c.parquet", floats)).row(0).name is None
+    assert ExampleFile(write_parquet(tmp_path / "c.parquet", floats)).example(0).name is None
 
 
 def test_the_hash_of_a_file(tmp_path):

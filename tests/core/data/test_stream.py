@@ -155,7 +155,7 @@ def test_train_max_samples_is_a_seeded_choice_of_all_files(three):
     assert chosen != {prompt.uid for prompt in map(stream(three, seed=4, train_max_samples=9).prompt, range(9))}
     in_order = stream(three, shuffle=False, train_max_samples=9)
     assert [in_order.prompt(i).uid for i in (0, 8)] == ["a/train/0", "b/train/1"]
-    assert in_order.data_sources == {"a", "b"}
+    assert {row.data_source for row in in_order.files.examples()} == {"a", "b"}
     assert len(stream(three, train_max_samples=1000)) == 24
     changes = dict(shuffle=False, train_max_samples=3, dataset_weights=[1, 1, 1])
     refused(lambda: stream(three, **changes), "train_max_samples left no row of a weighted file")
@@ -174,7 +174,7 @@ def long_and_short(tmp_path):
 def test_overlong_prompts_are_left_out_and_counted(long_and_short):
     prompts = stream(long_and_short, max_prompt_length=4, filter_overlong_prompts=True)
     assert sorted(golds(map(prompts.prompt, range(3)))) == ["0", "1", "2"] and len(prompts) == 3
-    (line,) = prompts.counts()
+    (line,) = prompts.files.counts()
     assert "3 of 6 rows, 3 left out, longer than data.max_prompt_length=4 tokens, longest prompt 4 tokens" in line
     why = refused(lambda: stream(long_and_short, max_prompt_length=1, filter_overlong_prompts=True))
     assert len(why) == 1 and "all 6 prompts are longer than data.max_prompt_length=1 tokens" in why[0]
@@ -186,7 +186,7 @@ def test_overlong_prompts_are_an_error_at_start_or_cut(long_and_short):
     refused(lambda: stream(long_and_short, max_prompt_length=4), *parts, "data.filter_overlong_prompts=True")
     prompts = stream(long_and_short, max_prompt_length=4, truncation="left")
     assert max(len(prompts.prompt(ordinal).token_ids) for ordinal in range(6)) == 4
-    assert "6 of 6 rows, 3 cut to 4 tokens (data.truncation=left)" in prompts.counts()[0]
+    assert "6 of 6 rows, 3 cut to 4 tokens (data.truncation=left)" in prompts.files.counts()[0]
 
 
 def test_truncation_cuts_the_side_that_it_names(tmp_path):
@@ -236,7 +236,7 @@ def test_copies_of_a_question_share_their_uid_and_are_counted(tmp_path):
     prompts = stream(write_parquet(tmp_path / "a.parquet", unnamed), shuffle=False)
     uids = [prompts.prompt(ordinal).uid for ordinal in range(9)]
     assert len(set(uids)) == 3 and uids[:3] == uids[3:6]
-    assert "9 of 9 rows, 3 different questions" in prompts.counts()[0]
+    assert "9 of 9 rows, 3 different questions" in prompts.files.counts()[0]
     named = write_parquet(tmp_path / "b.parquet", [plain_row(0), plain_row(0)])
     assert {stream(named).prompt(ordinal).uid for ordinal in range(2)} == {"s/train/0"}
 
@@ -244,10 +244,11 @@ def test_copies_of_a_question_share_their_uid_and_are_counted(tmp_path):
 def test_rows_for_the_scorers(three, long_and_short, tmp_path):
     unused = write_parquet(tmp_path / "d.parquet", [plain_row(0, "d", text="too long"), plain_row(0)])
     prompts = stream([*three, long_and_short], max_prompt_length=3, filter_overlong_prompts=True)
-    assert stream(unused, max_prompt_length=3, filter_overlong_prompts=True).data_sources == {"s"}
-    assert prompts.data_sources == {"a", "b", "c", "s"}
-    assert Counter(row.data_source for row in prompts.rows()) == {"a": 7, "b": 5, "c": 12, "s": 2}
-    assert [row.where.rpartition("/")[2] for row in prompts.sample_rows(2)] == [
+    fitting = stream(unused, max_prompt_length=3, filter_overlong_prompts=True)
+    assert {row.data_source for row in fitting.files.examples()} == {"s"}
+    assert {row.data_source for row in prompts.files.examples()} == {"a", "b", "c", "s"}
+    assert Counter(row.data_source for row in prompts.files.examples()) == {"a": 7, "b": 5, "c": 12, "s": 2}
+    assert [row.where.rpartition("/")[2] for row in prompts.files.sample_examples(2)] == [
         f"{name}.parquet row {row}"
         for name, row in (("a", 0), ("a", 6), ("b", 0), ("b", 4), ("c", 0), ("c", 11), ("long", 0), ("long", 1))
     ]
@@ -278,7 +279,7 @@ def test_validation_can_be_shuffled_and_filtered(three, long_and_short, caplog):
     shuffled = validation(three, validation_shuffle=True)
     assert shuffled != validation(three)
     assert sorted(shuffled, key=lambda prompt: -prompt.ordinal) == validation(three)
-    with caplog.at_level(logging.INFO, "core.data.stream"):
+    with caplog.at_level(logging.INFO, "core.data.dataset"):
         short = validation([long_and_short, three[0]], max_prompt_length=4, filter_overlong_prompts=True)
     assert [prompt.ordinal for prompt in short] == [-1, -2, -3, *range(-7, -14, -1)]
     assert "3 left out" in caplog.text
@@ -323,8 +324,8 @@ def test_prompts_are_equal_in_another_process(three):
 
 def test_reading_data_imports_neither_torch_nor_datasets(three):
     code = (
-        "import sys; from core.data.parquet import RowFile, Problems; import core.data.stream\n"
-        f"list(RowFile({three[0]!r}).rows(Problems()))\n"
+        "import sys; from core.data.parquet import ExampleFile, Problems; import core.data.stream\n"
+        f"list(ExampleFile({three[0]!r}).examples(Problems()))\n"
         "assert not {'torch', 'datasets', 'transformers', 'ray', 'vllm'} & set(sys.modules), 'heavy'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

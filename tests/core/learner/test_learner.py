@@ -62,7 +62,7 @@ def random_batch(seed=0, groups=4, n=3):
         name: torch.randn(batch.input_ids.shape, generator=generator, dtype=torch.float64) * batch.response_mask
         for name in ("old_log_probs", "ref_log_prob", "advantages", "values", "returns")
     }
-    now, _ = Policy(policy_module(), temperature=0.7).log_probs(batch, MicroBatchSize(max_rows=100))
+    now, _ = Policy(policy_module(), temperature=0.7).log_probs(batch, MicroBatchSize(max_sequences=100))
     for name in ("old_log_probs", "ref_log_prob"):  # near the policy, as after a few updates
         noise[name] = 0.3 * noise[name] + now * batch.response_mask
     return batch.adding(**{name: value.float() for name, value in noise.items()})
@@ -127,7 +127,7 @@ def test_the_objective_is_the_formula_written_out():
     """Token-mean of the clipped surrogate, minus entropy bonus, plus k3, by a loop over single tokens."""
     batch = random_batch()
     part = actor(use_kl_loss=True, entropy_coeff=0.03)
-    log_prob, entropy = part.log_probs(batch, MicroBatchSize(max_rows=100))
+    log_prob, entropy = part.log_probs(batch, MicroBatchSize(max_sequences=100))
     total, count = 0.0, 0
     for row, t in batch.loss_mask.nonzero().tolist():
         lp, adv = float(log_prob[row, t]), float(batch.advantages[row, t])
@@ -156,7 +156,7 @@ def test_skipping_rows_without_advantage_changes_nothing():
 def test_a_missing_old_log_prob_means_a_ratio_of_one_and_measures_the_pass_it_saved():
     batch = random_batch()
     reference = actor()
-    old, _ = reference.log_probs(batch, MicroBatchSize(max_rows=100))
+    old, _ = reference.log_probs(batch, MicroBatchSize(max_sequences=100))
     with_old, without = actor(), actor()
     metrics = with_old.update([one_step(batch.adding(old_log_probs=old))], 1.0)
     flat = batch.adding(advantages=batch.advantages * (batch.group > 0)[:, None])
@@ -165,7 +165,7 @@ def test_a_missing_old_log_prob_means_a_ratio_of_one_and_measures_the_pass_it_sa
     for a, b in zip(with_old.module.parameters(), without.module.parameters(), strict=True):
         torch.testing.assert_close(a, b)
     # with idle rows the entropy and the engine's mismatch are still those of every row
-    _, entropy = reference.log_probs(batch, MicroBatchSize(max_rows=100))
+    _, entropy = reference.log_probs(batch, MicroBatchSize(max_sequences=100))
     measured = actor().update([one_step(flat.adding(old_log_probs=None))], 1.0)
     assert measured["actor/entropy"] == pytest.approx(float(entropy[batch.response_mask].mean()), rel=1e-5)
     gap = (old - batch.rollout_log_probs)[batch.response_mask]

@@ -35,7 +35,9 @@ def trained(layout, dtype, **overrides):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("size", [MicroBatchSize(max_tokens=70), MicroBatchSize(max_rows=5)], ids=["tokens", "rows"])
+@pytest.mark.parametrize(
+    "size", [MicroBatchSize(max_tokens=70), MicroBatchSize(max_sequences=5)], ids=["tokens", "rows"]
+)
 def test_log_probs_and_entropies_are_those_of_padded_rows(arch, size):
     batch = random_batch()
     for found, expected in zip(
@@ -82,7 +84,7 @@ def test_a_row_does_not_see_its_neighbours():
     batch, reader = random_batch(), policy(PACKED)
     whole = reader.log_probs(batch, MicroBatchSize(max_tokens=10_000))[0]
     for row in range(len(batch)):
-        alone = reader.log_probs(batch.rows([row]), MicroBatchSize(max_rows=1))[0]
+        alone = reader.log_probs(batch.rows([row]), MicroBatchSize(max_sequences=1))[0]
         torch.testing.assert_close(alone[0], whole[row], rtol=1e-9, atol=1e-9)
     changed = batch.adding(input_ids=torch.where(torch.arange(len(batch))[:, None] == 3, batch.input_ids, 7))
     torch.testing.assert_close(
@@ -134,12 +136,12 @@ def test_the_kernel_of_a_gpu_is_called_as_it_wants_to_be(monkeypatch):
 
     def kernel(q, k, v, starts_q, starts_k, longest_q, longest_k, *, scale, window_size, enable_gqa):
         calls.append((q.shape, k.shape, starts_q.dtype, longest_q, longest_k, scale, window_size, enable_gqa))
-        per_row = packing._row_by_row(*(one.transpose(0, 1) for one in (q, k, v)), starts_q, longest_q, scale, None)
+        per_row = packing._one_by_one(*(one.transpose(0, 1) for one in (q, k, v)), starts_q, longest_q, scale, None)
         return per_row.transpose(0, 1)
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
     found = packing._varlen(query, key, value, starts, 5, 0.3, None)
-    torch.testing.assert_close(found, packing._row_by_row(query, key, value, starts, 5, 0.3, None))
+    torch.testing.assert_close(found, packing._one_by_one(query, key, value, starts, 5, 0.3, None))
     packing._varlen(query, key, value, starts, 5, 0.3, 3)
     assert calls[0] == ((9, 4, 8), (9, 2, 8), torch.int32, 5, 5, 0.3, (-1, 0), True)
     assert calls[1][-2] == (2, 0)  # a window of 3 holds the token and two before it
@@ -174,12 +176,12 @@ def test_a_model_that_cannot_is_refused(monkeypatch):
         Policy(AutoModelForCausalLM.from_config(config), temperature=1.0, layout=PACKED)
     monkeypatch.setattr(
         packing,
-        "_row_by_row",
+        "_one_by_one",
         lambda q, k, v, *_: packing.F.scaled_dot_product_attention(
             q, *(one.repeat_interleave(2, 0) for one in (k, v)), is_causal=True
         ),
     )
-    with pytest.raises(InputError, match="reads packed rows otherwise"):
+    with pytest.raises(InputError, match="reads packed sequences otherwise"):
         policy(PACKED)  # attention over all rows at once
 
 

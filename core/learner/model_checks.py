@@ -1,0 +1,55 @@
+"""Checks of a model when it is loaded: the learner's own head and packed attention compute what the model computes.
+
+A model that fails is refused with an InputError before anything trains on wrong numbers. What a sync of weights is
+checked by stands in ``core.learner.weight_probe``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from core.errors import InputError
+from core.learner.packing import Layout
+
+if TYPE_CHECKING:
+    from core.learner.learner import Policy
+
+
+@torch.no_grad()
+def check_head(policy: Policy) -> None:
+    """Check that the chunked head computes what the model computes: some models scale or cap their logits."""
+    module, kind = policy.module, type(policy.module).__name__
+    if not isinstance(module.get_output_embeddings(), nn.Linear):
+        raise InputError(f"{kind} has no linear output head")
+    ids = torch.arange(4, device=policy.device)[None] % module.config.vocab_size
+
+    def logits(module: nn.Module) -> Tensor:
+        hidden = module.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        return module.get_output_embeddings()(hidden)
+
+    with policy.precision():
+        ours, theirs = policy.ranks.inside(module, logits), module(input_ids=ids, use_cache=False).logits
+    if not torch.allclose(ours.float(), theirs.float(), atol=1e-2, rtol=1e-2):
+        raise InputError(
+            f"{kind} changes its logits after the head (a cap or a scale), which the chunked log-prob does not do; use "
+            "a model without final_logit_softcapping / logit_scale"
+        )
+
+
+@torch.no_grad()
+def check_packing(policy: Policy) -> None:
+    """Check that a packed sequence does not see its neighbours and is read as it is alone."""
+    if not policy.layout.packed:
+        return
+    ids = torch.arange(12, device=policy.device).view(2, 6) % policy.module.config.vocab_size
+    real = torch.arange(6, device=policy.device) < torch.tensor([[6], [4]], device=policy.device)
+    wrote = real & (torch.arange(6, device=policy.device) > 0)
+    packed, padded = (policy.read(Layout(packed).read(ids, real, wrote))[0] for packed in (True, False))
+    if not torch.allclose(packed, padded, atol=5e-2, rtol=5e-2):
+        raise InputError(
+            f"use_remove_padding: {type(policy.module).__name__} reads packed sequences otherwise than padded ones "
+            f"(by up to {float((packed - padded).abs().max()):.2g}); set it to False"
+        )
