@@ -75,7 +75,7 @@ class Workers(Protocol):
 def ray_backend(name: str = "ray_workers") -> ModuleType:
     """A module of ``trainer.backend=ray``. Raises InputError where ray is not installed."""
     try:
-        return importlib.import_module(f"core.{name}")
+        return importlib.import_module(f"core.cluster.{name}")
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise

@@ -14,7 +14,6 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.core.test_learner import actor, actor_config, gradient
 
 from core.algorithm.kl import kl_penalty
 from core.algorithm.losses import loss_weights
@@ -44,6 +43,7 @@ from recipes.search_r1.search_loop import (
 from recipes.search_r1.search_r1_ray_trainer import SearchR1Trainer
 from results.reporting.study import load_study
 from reward_scores.score import Score
+from tests.core.learner.test_learner import actor, actor_config, gradient
 from tests.faults.kill_and_resume import AtPoint, compare_runs, run_uninterrupted, run_with_kills
 from tests.faults.tiny_run import command, prepare
 from tests.scripted_engine import ScriptedEngine

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.core.test_learner import actor, actor_config, gradient, one_step, policy_module, random_batch
 
 from core.algorithm import rollout_correction as rc
 from core.algorithm.means import Means
@@ -21,6 +20,7 @@ from core.config.thresholds import Bounds, criteria, weight_bounds
 from core.learner.batching import optimizer_steps
 from core.learner.learner import Actor
 from core.session import Needs
+from tests.core.learner.test_learner import actor, actor_config, gradient, one_step, policy_module, random_batch
 from tests.golden_adapters import ADAPTERS
 from tests.golden_correction import batch_of
 from tests.golden_io import check, parameters

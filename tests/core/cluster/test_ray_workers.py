@@ -13,7 +13,7 @@ import pytest
 import ray
 import torch
 
-from core.cluster import workers as core_workers
+from core.cluster import local_workers
 from core.cluster.driver import FOLDER
 from core.cluster.local_workers import LocalWorkers
 from core.cluster.processes import EngineProcess
@@ -27,6 +27,7 @@ from core.errors import InputError, WorkersLost
 from core.learner.models import load_critic, load_policy
 from core.learner.weight_probe import WeightSyncError
 from core.ray_trainer import RayPPOTrainer
+from core.types import TrainBatch
 from tests.core.engine_contract import Counts, ModelEngineContract, ask, ids, sample_all
 from tests.core.ray_cluster import cluster_config, mixed_batch, write_model
 from tests.faults.tiny_run import command, prepare
@@ -55,8 +56,8 @@ def pair(model):
     config, batch = cluster_config(model), mixed_batch()
     needs = {"needs_ref": True, "needs_critic": True}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(core_workers, "load_policy", functools.partial(load_policy, dtype=FP64))
-        patch.setattr(core_workers, "load_critic", functools.partial(load_critic, dtype=FP64))
+        patch.setattr(local_workers, "load_policy", functools.partial(load_policy, dtype=FP64))
+        patch.setattr(local_workers, "load_critic", functools.partial(load_critic, dtype=FP64))
         alone = LocalWorkers(config, tiny_tokenizer(), CPU, **needs)
     ranks = RayWorkers(config, tiny_tokenizer(), CPU, **needs, master_dtype=FP64)
     metrics = []
@@ -144,7 +145,7 @@ def test_without_old_log_probs_the_update_measures_the_same(model, pair):
     ranks, alone, _ = pair
     only_pg = {"actor_rollout_ref.actor.use_kl_loss": False, "actor_rollout_ref.actor.entropy_coeff": 0.0}
     config = cluster_config(model, *(f"{key}={value}" for key, value in only_pg.items()))
-    batch = core_workers.TrainBatch(**{**vars(mixed_batch()), "old_log_probs": None})
+    batch = TrainBatch(**{**vars(mixed_batch()), "old_log_probs": None})
     for one in (ranks, alone):
         one.config = config
     alone.actor.config = config.actor_rollout_ref.actor
@@ -182,7 +183,7 @@ def test_a_checkpoint_brings_the_ranks_back(pair, tmp_path):
 
 def test_errors_of_the_ranks_arrive_as_they_are(pair):
     with pytest.raises(ValueError, match="TrainBatch.values is not set yet"):
-        pair[0].update_critic(core_workers.TrainBatch(**{**vars(mixed_batch()), "values": None}), 1.0)
+        pair[0].update_critic(TrainBatch(**{**vars(mixed_batch()), "values": None}), 1.0)
 
 
 def test_threads_are_those_of_the_configuration(pair):

@@ -10,11 +10,10 @@ import pytest
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed: make setup says why", allow_module_level=True)
 
-from tests.core.test_vllm_engine import BLOCK, SHAPE, skeleton
-
 from core.engines import vllm
 from core.engines.vllm import VLLMEngine
 from tests.core.engine_contract import ask, ids, sample_all
+from tests.core.engines.test_vllm_engine import BLOCK, SHAPE, skeleton
 from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(vllm.DEVICE != "cpu", reason="this vLLM is not the CPU build")

@@ -193,7 +193,7 @@ def test_the_module_runs_and_shows_no_bars_of_its_own(tmp_path):
     command = [
         sys.executable,
         "-m",
-        "core.learner.hf_export",
+        "core.export",
         str(tmp_path / "run"),
         str(tmp_path / "out"),
         "--dtype",

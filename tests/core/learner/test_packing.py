@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.core.test_learner import actor_config, gradient, one_step, random_batch
 from transformers import AutoModelForTokenClassification, Gemma2Config, MistralConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -14,6 +13,7 @@ from core.learner import packing
 from core.learner.batching import micro_batches
 from core.learner.learner import Actor, Critic, MicroBatchSize, Policy
 from core.learner.packing import ATTENTION, Layout, attend
+from tests.core.learner.test_learner import actor_config, gradient, one_step, random_batch
 from tests.tiny import VOCAB_SIZE, tiny_config, tiny_model
 
 PACKED = Layout(packed=True)

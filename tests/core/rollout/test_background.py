@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.core.test_collect import Rollouts, group
 
 from core.config import examine
 from core.data.seeds import derive_seed, sampling_seed
@@ -25,6 +24,7 @@ from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer
 from recipes.dapo.main_dapo import HOOKS
 from results.reporting.run_reader import load_run
 from reward_scores.score import Score
+from tests.core.rollout.test_collect import Rollouts, group
 from tests.core.scripted_run import ScriptedWorkers, configured, prepare, scripted
 from tests.scripted_engine import ScriptedEngine, random_latency
 
