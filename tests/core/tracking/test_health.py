@@ -12,7 +12,7 @@ import pytest
 from core.checkpoint.run_state import DriverState
 from core.config import examine
 from core.config.schema import HealthBound, HealthConfig
-from core.launch import train
+from core.cluster.restarts import train
 from core.tracking.health import CHECKS, Health, UnhealthyRun
 from results.reporting.run_reader import load_run, summarise
 from tests.core.scripted_run import configured, prepare, scripted
