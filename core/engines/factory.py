@@ -17,34 +17,32 @@ if TYPE_CHECKING:
 
 
 def make_engine(config: Config, model: Callable[[], nn.Module], tokenizer: Any, device: torch.device) -> RolloutEngine:
-    """The engine that ``actor_rollout_ref.rollout.name`` asks for, on ``device``.
+    """Return the engine that ``actor_rollout_ref.rollout.name`` names, on ``device``.
 
     ``model`` gives the policy, which becomes the engine's own; vLLM makes its own and needs the first
     ``update_weights`` before it samples. Options beyond verl's are ``rollout.engine_kwargs.hf.*``, the keyword
     arguments of :class:`core.engines.hf.HFEngine`, and ``rollout.engine_kwargs.vllm.*``, vLLM's engine arguments.
     Raises InputError for an engine that cannot be had.
     """
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.name == "vllm":
-        return _vllm(config, tokenizer, device)
-    if rollout.name == "hf":
-        return _hf(config, model(), tokenizer)
-    raise InputError(f"actor_rollout_ref.rollout.name={rollout.name}: there are hf and vllm")
+    name = config.actor_rollout_ref.rollout.name
+    if name not in ENGINES:
+        raise InputError(f"actor_rollout_ref.rollout.name={name}: there are {' and '.join(ENGINES)}")
+    return ENGINES[name](config, model, tokenizer, device)
 
 
-def _hf(config: Config, model: nn.Module, tokenizer: Any) -> RolloutEngine:
+def _hf(config: Config, model: Callable[[], nn.Module], tokenizer: Any, device: torch.device) -> RolloutEngine:
     import torch
 
     from core.engines.hf import HFEngine
 
     rollout = config.actor_rollout_ref.rollout
-    extra = dict(rollout.engine_kwargs.get("hf", {}))
     options = {"max_batch_rows": rollout.max_num_seqs, "max_prefill_tokens": rollout.max_num_batched_tokens}
+    options |= rollout.engine_kwargs.get("hf", {})
     dtype = torch.float32 if rollout.dtype in FULL_PRECISION else torch.bfloat16
-    return HFEngine(model, tokenizer, dtype=dtype, adopt=True, **{**options, **extra})
+    return HFEngine(model(), tokenizer, dtype=dtype, adopt=True, **options)
 
 
-def _vllm(config: Config, tokenizer: Any, device: torch.device) -> RolloutEngine:
+def _vllm(config: Config, model: Callable[[], nn.Module], tokenizer: Any, device: torch.device) -> RolloutEngine:
     from core.learner.models import load_policy
 
     try:
@@ -60,3 +58,6 @@ def _vllm(config: Config, tokenizer: Any, device: torch.device) -> RolloutEngine
         )
     skeleton = load_policy(config.actor_rollout_ref.model, on_meta=True)
     return vllm.VLLMEngine(tokenizer, skeleton, **vllm.engine_arguments(config, skeleton))
+
+
+ENGINES: dict[str, Callable[..., RolloutEngine]] = {"hf": _hf, "vllm": _vllm}

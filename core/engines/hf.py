@@ -66,8 +66,7 @@ class HFEngine(SteppedEngine):
         return self._batch.rows
 
     def _admit(self) -> None:
-        count = self._batch.room_for(self._waiting)
-        if count:
+        if count := self._batch.room_for(self._waiting):
             joining, self._waiting = self._waiting[:count], self._waiting[count:]
             self._batch.admit(joining)
 
@@ -87,20 +86,17 @@ class HFEngine(SteppedEngine):
 
     @torch.inference_mode()
     def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:
-        """As the contract says: [len(token_ids) - 1] float32."""
+        """Return the log-probs of the tokens after the first, [len(token_ids) - 1] float32."""
         ids = torch.tensor([token_ids], device=self.device)
         logprob_TV = self.model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
         return logprob_TV.gather(-1, ids[0, 1:, None])[:, 0].cpu().numpy()
-
-    def _rest(self) -> None:
-        """It keeps its weights; between requests it has no cache."""
 
     def _free(self) -> None:
         self.model = self._batch.model = None
 
 
 def _prepared(model: nn.Module, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Module:
-    """For inference: eval mode, no gradients, our attention where transformers lets a model choose."""
+    """Prepare for inference: eval mode, no gradients, our attention where transformers lets a model choose."""
     model = model.eval().requires_grad_(False)
     if device is not None:
         model = model.to(device)
@@ -115,13 +111,11 @@ def _prepared(model: nn.Module, device: torch.device | str | None, dtype: torch.
                 f"rollout.name=hf cannot run {type(model).__name__} with {model.config._attn_implementation} "
                 "attention: load it with attn_implementation=eager"
             )
-    elif getattr(model.config, "sliding_window", None) and "sliding_attention" in _layer_types(model.config):
+    elif getattr(model.config, "sliding_window", None) and "sliding_attention" in (
+        getattr(model.config, "layer_types", None) or ("sliding_attention",)
+    ):
         raise ValueError(
             f"rollout.name=hf cannot run {type(model).__name__}: eager attention with a sliding window; load it "
             "with attn_implementation=sdpa or use another engine"
         )
     return model
-
-
-def _layer_types(config: Any) -> tuple[str, ...]:
-    return tuple(getattr(config, "layer_types", None) or ("sliding_attention",))
