@@ -14,7 +14,7 @@ import pytest
 import ray
 import torch
 
-from core import launch
+from core.cluster import restarts
 from core.cluster.ray_workers import RayWorkers
 from core.config import compose
 from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer
@@ -147,7 +147,7 @@ def files(tmp_path_factory):
 def fit(files: Path, name: str, *overrides: str) -> Fitted:
     arguments = command(files, "dapo", STEPS, *STALE, *FILTERED, *overrides)(files / name)[3:]
     tries: list[Trainer] = []
-    launch.train(Trainer, compose("dapo", arguments, hooks=HOOKS), 0, lambda run, _: tries.append(run))
+    restarts.train(Trainer, compose("dapo", arguments, hooks=HOOKS), 0, lambda run, _: tries.append(run))
     return Fitted(files / name, tries)
 
 
