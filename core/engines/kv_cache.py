@@ -1,4 +1,4 @@
-"""Keys and values of the rows that decode: those of a prompt once, those of its responses one slot a row.
+"""Keys and values of the rows that decode: those of a prompt once, those of its responses one place a row.
 
 A layer holds two stores, ``[places, heads, columns, dim]`` each. A place of the *prompt* store is a prompt, its
 column ``t`` the token at position ``t``; a place of the *response* store is a row, its column ``t`` the token at
@@ -23,7 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-ATTENTION = "shared_prompts"  # the name under which transformers finds attend
+ATTENTION = "shared_prompts"  # the name under which transformers finds attend_to_stores
 
 
 @dataclass(frozen=True)
@@ -53,26 +53,21 @@ class Decode:
         self.position_N = self.prefix_N + length_N
         self._masks: dict[int | None, Tensor | None] = {}
         self._lines: dict[int, tuple[Tensor, Tensor]] = {}
-        self._place()
-
-    def _place(self) -> None:
-        """Rows in the order of their prompts: ``seat_N`` numbers the rows of a prompt, ``seats`` is the most of one."""
-        order = np.argsort(self.prompt_N, kind="stable")
-        count_P = np.bincount(self.prompt_N, minlength=self.prompts)
-        self.seats = int(count_P.max())
-        seat_N = np.empty(self.rows, np.int64)
-        seat_N[order] = np.arange(self.rows) - np.repeat(np.cumsum(count_P) - count_P, count_P)
-        self.seat_N = seat_N
+        # seat_N numbers the rows of a prompt, seats is the most of one.
+        count_P = np.bincount(prompt_N, minlength=self.prompts)
+        self.seats, self.seat_N = int(count_P.max()), np.empty(self.rows, np.int64)
+        in_order = np.arange(self.rows) - np.repeat(np.cumsum(count_P) - count_P, count_P)
+        self.seat_N[np.argsort(prompt_N, kind="stable")] = in_order
 
     def positions(self) -> Tensor:
-        """[1, 1] where all rows agree, otherwise [N, 1]."""
+        """Return the new tokens' positions, [1, 1] where all rows agree, otherwise [N, 1]."""
         position_N = self.position_N
         if (position_N == position_N[0]).all():
             position_N = position_N[:1]
         return torch.from_numpy(position_N).to(self.device)[:, None]
 
     def lines(self, heads: int) -> tuple[Tensor, Tensor]:
-        """Row and head ``[N * heads]`` to prompt, head and seat ``[P * heads * seats]``, and back.
+        """Return the map from row and head ``[N * heads]`` to prompt, head and seat ``[P * heads * seats]``, and back.
 
         An empty seat reads row 0; nothing is read back from it.
         """
@@ -85,7 +80,7 @@ class Decode:
         return self._lines[heads]
 
     def mask(self, window: int | None = None) -> Tensor | None:
-        """The columns that a row may see, prompt then response: [N, 1, 1, columns] bool, or None for all of them.
+        """Return the columns that a row may see, prompt then response, [N, 1, 1, columns] bool; None for all of them.
 
         ``window``: only so many of the last positions, the new token's own included.
         """
@@ -113,7 +108,7 @@ class Store:
     tensors: list[Tensor] = field(default_factory=list)
 
     def reserve(self, places: int, columns: int) -> None:
-        """Allocates anew and keeps what was there. Zeros: a masked column has weight 0, and 0 * NaN would be NaN."""
+        """Allocate anew and keep the contents. Zeros: a masked column has weight 0, and 0 * NaN would be NaN."""
         old, self.tensors = self.tensors, []
         for number, (heads, dim) in enumerate(self.shapes):
             new = torch.zeros(places, heads, columns, dim, dtype=self.dtype, device=self.device)
@@ -131,7 +126,7 @@ class Store:
 
 
 class SharedPromptLayer(CacheLayerMixin):
-    """The two stores of one layer. ``plan`` says what the forward pass under way writes and reads."""
+    """The two stores of one layer. ``plan`` is what the forward pass under way writes and reads."""
 
     is_sliding = False
 
@@ -145,8 +140,8 @@ class SharedPromptLayer(CacheLayerMixin):
         raise RuntimeError("SharedPromptCache.reserve allocates")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Stores the new keys and values. Returns the new ones of a prefill; all of a decode step for attention
-        functions that know no stores, [N, heads, columns, dim]; and to our own, which reads the stores, the new."""
+        """Store the new keys and values. Return all of a decode step, [N, heads, columns, dim], for attention
+        functions that do not read the stores; the new ones for our own, which does, and for a prefill."""
         plan, new = self.plan, (key_states, value_states)
         if isinstance(plan, Prefill):
             count, _, width, _ = key_states.shape
@@ -178,8 +173,8 @@ class SharedPromptLayer(CacheLayerMixin):
 class SharedPromptCache(Cache):
     """The stores of all layers, as the ``past_key_values`` of a transformers model.
 
-    ``shapes`` are the (heads, dim) of keys and values, layer by layer. ``prompts`` and ``responses`` are what is
-    allocated at present, as (places, columns).
+    ``shapes`` are the (heads, dim) of keys and values, layer by layer. ``allocated`` has (places, columns) of the
+    stores ``prompts`` and ``responses``.
     """
 
     def __init__(self, shapes: list[tuple[tuple[int, int], tuple[int, int]]], dtype: torch.dtype, device: torch.device):
@@ -192,20 +187,20 @@ class SharedPromptCache(Cache):
         self.allocated = {"prompts": (0, 0), "responses": (0, 0)}
 
     def reserve(self, kind: str, places: int, columns: int) -> None:
-        """Allocates the store ``kind`` anew; layer after layer, so that only one is held twice."""
+        """Allocate the store ``kind`` anew; layer after layer, so that only one is held twice."""
         self.allocated[kind] = (places, columns)
         for layer in self.layers:
             getattr(layer, kind).reserve(places, columns)
 
     def copy(self, kind: str, to: list[int], origin: list[int], columns: int) -> None:
-        """Copies the first ``columns`` columns of the places ``origin`` into the places ``to``."""
+        """Copy the first ``columns`` columns of the places ``origin`` into the places ``to``."""
         target, source = (torch.tensor(places, device=self.device) for places in (to, origin))
         for layer in self.layers:
             getattr(layer, kind).copy(target, source, columns)
 
     @contextmanager
     def forward(self, plan: Prefill | Decode, *, own_attention: bool) -> Iterator[None]:
-        """While the model runs: what the layers write and read, and whether :func:`attend` reads the stores."""
+        """Set, while the model runs, what the layers write and read, and whether our attention reads the stores."""
         for layer in self.layers:
             layer.plan = plan
         token = _under_way.set(self if own_attention and isinstance(plan, Decode) else None)
@@ -224,7 +219,7 @@ class SharedPromptCache(Cache):
 _under_way: ContextVar[SharedPromptCache | None] = ContextVar("decode step under way", default=None)
 
 
-def attend(
+def attend_to_stores(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -235,8 +230,8 @@ def attend(
     sliding_window: int | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Attention of one new token a row to its prompt and to its response; outside of a decode step transformers'
-    own ``sdpa``. ``key``, ``value`` and ``attention_mask`` are not read in a decode step.
+    """Attend with one new token a row to its prompt and its response; outside of a decode step use transformers'
+    ``sdpa``. ``key``, ``value`` and ``attention_mask`` are not read in a decode step.
 
     Query heads that share a head of keys are the lines of one small matrix product, and so are, for the prompt's
     part, the rows that share the prompt: keys and values are read once and never repeated.
@@ -278,5 +273,5 @@ def _scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
     return torch.baddbmm(query.new_empty(()), query, key.transpose(1, 2), beta=0, alpha=scale)
 
 
-AttentionInterface.register(ATTENTION, attend)
+AttentionInterface.register(ATTENTION, attend_to_stores)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)

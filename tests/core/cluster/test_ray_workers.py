@@ -234,8 +234,9 @@ class TestRayEngine(ModelEngineContract):
         assert self.counts(engine).row_steps - before <= 40 * 240 / 2
 
     def counts(self, engine: RayEngine) -> Counts:
-        stats = call(self.shared, lambda process: process.engine.stats)
-        return Counts(stats.prefill_tokens, stats.row_steps)
+        return Counts(
+            *call(self.shared, lambda process: (process.engine.batch.prefill_tokens, process.engine.batch.row_steps))
+        )
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup says why")
