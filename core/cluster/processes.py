@@ -105,14 +105,20 @@ class LearnerProcess(Process):
         return own_gpus()
 
     def join(
-        self, rank: int, world: int, address: tuple[str, int], timeout_s: float, *args: Any, **kwargs: Any
+        self,
+        rank: int,
+        world: int,
+        address: tuple[str, int],
+        timeout_s: float,
+        config: Config,
+        device: torch.device,
+        **learner: Any,
     ) -> None:
         """Join the other ranks and make this rank's learner."""
         from core.cluster.fsdp import LearnerRank
 
         if rank:
             self.store = torch.distributed.TCPStore(*address, is_master=False)
-        device = kwargs["device"]
         torch.distributed.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=self.store,
@@ -120,7 +126,7 @@ class LearnerProcess(Process):
             world_size=world,
             timeout=timedelta(seconds=timeout_s),
         )
-        self.learner = LearnerRank(*args, **kwargs)
+        self.learner = LearnerRank(config, device, **learner)
 
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self.learner, method)(*args)

@@ -83,21 +83,13 @@ class RayProcesses:
     """The actors of a run, from the connection to their end.
 
     An engine computes on ``rollout.tensor_model_parallel_size`` GPUs of its pool, hf on one; on the CPU a node that
-    engines share with learners has one engine with all of the node's threads.
+    engines share with learners has one engine with all of the node's threads. ``learner`` are keyword arguments of
+    :class:`core.cluster.fsdp.LearnerRank`.
     Starts a local Ray unless ``ray_kwargs.ray_init.address`` names a cluster or one is connected to already, and
     ends what it started. Raises InputError where there is no room.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        tokenizer: Any,
-        device: torch.device,
-        *,
-        needs_ref: bool,
-        needs_critic: bool,
-        master_dtype: torch.dtype = torch.float32,
-    ):
+    def __init__(self, config: Config, tokenizer: Any, device: torch.device, **learner: Any):
         trainer = config.trainer
         self.config, self.device = config, device
         self.per_node, self.ranks = trainer.n_gpus_per_node, trainer.nnodes * trainer.n_gpus_per_node
@@ -116,7 +108,7 @@ class RayProcesses:
             if trainer.device is None and ray.cluster_resources().get("GPU"):
                 self.device = torch.device("cuda")  # the driver's own machine need not have one
             self._reserve()
-            self._start(needs_ref, needs_critic, master_dtype)
+            self._start(learner)
             if config.reward_model.enable:
                 self.judge = self._start_judge()
         except BaseException:
@@ -148,18 +140,16 @@ class RayProcesses:
                 "other runs to end"
             )
 
-    def _start(self, needs_ref: bool, needs_critic: bool, master_dtype: torch.dtype) -> None:
+    def _start(self, learner: dict[str, Any]) -> None:
         for rank in range(self.ranks):
             place = self._place(self.groups[rank // self.per_node], rank % self.per_node, gpus=1)
             self.learners.append(LEARNER.options(**place).remote(self.threads))
             self.watch.add(rank_name(rank), self.learners[-1])
         engines = self._start_engines()
         (address,) = self.watch.call("start", "host", {rank_name(0): (ray.util.get_node_ip_address,)})
-        options = {"device": self.device, "needs_ref": needs_ref, "needs_critic": needs_critic}
+        group = (self.ranks, address, self.watch.timeout_s)
         calls = {
-            rank_name(rank): actor.join.remote(
-                rank, self.ranks, address, self.watch.timeout_s, self.config, master_dtype=master_dtype, **options
-            )
+            rank_name(rank): actor.join.remote(rank, *group, self.config, self.device, **learner)
             for rank, actor in enumerate(self.learners)
         }
         calls.update({name: self.watch.actors[name].start.remote() for name in engines})
@@ -168,7 +158,7 @@ class RayProcesses:
 
     def _start_engines(self) -> list[str]:
         """Start an actor for each engine and return their names. Beside learners Ray's GPUs are the learners', and an
-        engine is told which of them are its own."""
+        engine receives the numbers of its own."""
         cores = self.config.trainer.cpu_threads or os.cpu_count() or 1
         if self.engine_groups:
             places = [(group, index) for group in self.engine_groups for index in range(group.bundle_count)]

@@ -36,15 +36,6 @@ class GracefulStop:
 
     A second signal ends the process at once with status 130, without clean-up: the checkpoint layer expects no better.
     Outside the main thread only :meth:`request` does something.
-
-    Example::
-
-        with GracefulStop() as stop:
-            for step in steps:
-                train(step)
-                if stop.requested:
-                    save(step)
-                    break
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """The rollout engine contract: token ids in, token ids out, one request a sample, asynchronous.
 
 ``core/engines/hf.py`` (transformers, in process), ``tests/scripted_engine.py`` (tests) and
-``core/engines/vllm.py`` satisfy it; one test suite holds for all of them. Only ``core/engines/factory.py`` knows
+``core/engines/vllm.py`` satisfy it; one test suite holds for all of them. Only ``core/engines/factory.py`` has
 their names.
 """
 

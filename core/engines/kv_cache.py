@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -98,43 +98,31 @@ class Decode:
         return self._masks[window]
 
 
-@dataclass
-class Store:
-    """Keys and values of one kind in one layer: two tensors [places, heads, columns, dim]."""
+class SharedPromptLayer(CacheLayerMixin):
+    """The two stores of one layer, of keys and values each. ``plan`` is what the forward pass under way writes and
+    reads; ``shapes`` are (heads, dim) of the keys and of the values."""
 
-    shapes: tuple[tuple[int, int], tuple[int, int]]  # (heads, dim) of the keys and of the values
-    dtype: torch.dtype
-    device: torch.device
-    tensors: list[Tensor] = field(default_factory=list)
+    is_sliding = False
 
-    def reserve(self, places: int, columns: int) -> None:
+    def __init__(self, shapes: tuple[tuple[int, int], tuple[int, int]], dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.shapes, self.dtype, self.device = shapes, dtype, device
+        self.stores: dict[str, list[Tensor]] = {"prompts": [], "responses": []}
+        self.plan: Prefill | Decode | None = None
+        self.is_initialized = True
+
+    def reserve(self, kind: str, places: int, columns: int) -> None:
         """Allocate anew and keep the contents. Zeros: a masked column has weight 0, and 0 * NaN would be NaN."""
-        old, self.tensors = self.tensors, []
+        old, self.stores[kind] = self.stores[kind], []
         for number, (heads, dim) in enumerate(self.shapes):
             new = torch.zeros(places, heads, columns, dim, dtype=self.dtype, device=self.device)
             if old:
                 kept = old[number][:places, :, :columns]
                 new[: kept.shape[0], :, : kept.shape[2]] = kept
-            self.tensors.append(new)
+            self.stores[kind].append(new)
 
-    def copy(self, to: Tensor, origin: Tensor, columns: int) -> None:
-        for tensor in self.tensors:
-            tensor[to, :, :columns] = tensor[origin, :, :columns]
-
-    def read(self, places: int, columns: int) -> list[Tensor]:
-        return [tensor[:places, :, :columns] for tensor in self.tensors]
-
-
-class SharedPromptLayer(CacheLayerMixin):
-    """The two stores of one layer. ``plan`` is what the forward pass under way writes and reads."""
-
-    is_sliding = False
-
-    def __init__(self, prompts: Store, responses: Store):
-        super().__init__()
-        self.prompts, self.responses = prompts, responses
-        self.plan: Prefill | Decode | None = None
-        self.is_initialized = True
+    def read(self, kind: str, places: int, columns: int) -> list[Tensor]:
+        return [tensor[:places, :, :columns] for tensor in self.stores[kind]]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise RuntimeError("SharedPromptCache.reserve allocates")
@@ -145,10 +133,10 @@ class SharedPromptLayer(CacheLayerMixin):
         plan, new = self.plan, (key_states, value_states)
         if isinstance(plan, Prefill):
             count, _, width, _ = key_states.shape
-            for tensor, states in zip(self.prompts.tensors, new, strict=True):
+            for tensor, states in zip(self.stores["prompts"], new, strict=True):
                 tensor[plan.begin : plan.begin + count, :, :width] = states
             return new
-        for tensor, states in zip(self.responses.tensors, new, strict=True):
+        for tensor, states in zip(self.stores["responses"], new, strict=True):
             if plan.even:
                 tensor[: plan.rows, :, plan.columns - 1] = states[:, :, 0]
             else:
@@ -156,8 +144,8 @@ class SharedPromptLayer(CacheLayerMixin):
         if _under_way.get() is not None:
             return new
         places = torch.from_numpy(plan.prompt_N).to(key_states.device)
-        prompts = self.prompts.read(plan.prompts, plan.prefix_columns)
-        responses = self.responses.read(plan.rows, plan.columns)
+        prompts = self.read("prompts", plan.prompts, plan.prefix_columns)
+        responses = self.read("responses", plan.rows, plan.columns)
         return tuple(torch.cat([p[places], r], 2) for p, r in zip(prompts, responses, strict=True))
 
     def get_seq_length(self) -> int:
@@ -178,9 +166,7 @@ class SharedPromptCache(Cache):
     """
 
     def __init__(self, shapes: list[tuple[tuple[int, int], tuple[int, int]]], dtype: torch.dtype, device: torch.device):
-        super().__init__(
-            layers=[SharedPromptLayer(Store(pair, dtype, device), Store(pair, dtype, device)) for pair in shapes]
-        )
+        super().__init__(layers=[SharedPromptLayer(pair, dtype, device) for pair in shapes])
         numbers = sum(math.prod(shape) for pair in shapes for shape in pair)
         self.bytes_per_token = numbers * torch.empty((), dtype=dtype).element_size()
         self.device = device
@@ -190,13 +176,14 @@ class SharedPromptCache(Cache):
         """Allocate the store ``kind`` anew; layer after layer, so that only one is held twice."""
         self.allocated[kind] = (places, columns)
         for layer in self.layers:
-            getattr(layer, kind).reserve(places, columns)
+            layer.reserve(kind, places, columns)
 
     def copy(self, kind: str, to: list[int], origin: list[int], columns: int) -> None:
         """Copy the first ``columns`` columns of the places ``origin`` into the places ``to``."""
         target, source = (torch.tensor(places, device=self.device) for places in (to, origin))
         for layer in self.layers:
-            getattr(layer, kind).copy(target, source, columns)
+            for tensor in layer.stores[kind]:
+                tensor[target, :, :columns] = tensor[source, :, :columns]
 
     @contextmanager
     def forward(self, plan: Prefill | Decode, *, own_attention: bool) -> Iterator[None]:
@@ -211,7 +198,7 @@ class SharedPromptCache(Cache):
 
     def free(self) -> None:
         for layer in self.layers:
-            layer.prompts.tensors, layer.responses.tensors, layer.plan = [], [], None
+            layer.stores, layer.plan = {"prompts": [], "responses": []}, None
         self.allocated = {"prompts": (0, 0), "responses": (0, 0)}
 
 
@@ -246,15 +233,15 @@ def attend_to_stores(
     layer = cache.layers[module.layer_idx]
     plan = layer.plan
     rows, heads, _, dim = query.shape
-    kv_heads = layer.responses.shapes[0][0]
+    kv_heads = layer.shapes[0][0]
     scale = dim**-0.5 if scaling is None else scaling
     query = query.reshape(rows * kv_heads, heads // kv_heads, dim)
-    key, value = (store.flatten(0, 1) for store in layer.responses.read(rows, plan.columns))
+    key, value = (store.flatten(0, 1) for store in layer.read("responses", rows, plan.columns))
     scores = _scores(query, key, scale)
     width = plan.prefix_columns
     if width:
         there, back = plan.lines(kv_heads)
-        key_P, value_P = (store.flatten(0, 1) for store in layer.prompts.read(plan.prompts, width))
+        key_P, value_P = (store.flatten(0, 1) for store in layer.read("prompts", plan.prompts, width))
         grouped = query.index_select(0, there).view(len(key_P), -1, dim)
         prompt_scores = _scores(grouped, key_P, scale).view(len(there), -1, width).index_select(0, back)
         scores = torch.cat([prompt_scores, scores], -1)

@@ -272,8 +272,8 @@ def engine_of(tokens: int) -> tuple[HFEngine, list[int]]:
 
     def watched(*args):
         reserve(*args)
-        stores = [store for layer in cache.layers for store in (layer.prompts, layer.responses)]
-        held.append(sum(t.numel() * t.element_size() for store in stores for t in store.tensors))
+        tensors = [tensor for layer in cache.layers for store in layer.stores.values() for tensor in store]
+        held.append(sum(t.numel() * t.element_size() for t in tensors))
 
     cache.reserve = watched
     return engine, held
