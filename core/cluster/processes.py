@@ -104,16 +104,7 @@ class LearnerProcess(Process):
         """Return the GPUs of this rank, for the engine beside it."""
         return own_gpus()
 
-    def join(
-        self,
-        rank: int,
-        world: int,
-        address: tuple[str, int],
-        timeout_s: float,
-        config: Config,
-        device: torch.device,
-        **learner: Any,
-    ) -> None:
+    def join(self, rank: int, address: tuple[str, int], config: Config, device: torch.device, **learner: Any) -> None:
         """Join the other ranks and make this rank's learner."""
         from core.cluster.fsdp import LearnerRank
 
@@ -123,8 +114,8 @@ class LearnerProcess(Process):
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=self.store,
             rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=timeout_s),
+            world_size=config.trainer.nnodes * config.trainer.n_gpus_per_node,
+            timeout=timedelta(seconds=config.trainer.phase_timeout_s),
         )
         self.learner = LearnerRank(config, device, **learner)
 

@@ -147,9 +147,8 @@ class RayProcesses:
             self.watch.add(rank_name(rank), self.learners[-1])
         engines = self._start_engines()
         (address,) = self.watch.call("start", "host", {rank_name(0): (ray.util.get_node_ip_address,)})
-        group = (self.ranks, address, self.watch.timeout_s)
         calls = {
-            rank_name(rank): actor.join.remote(rank, *group, self.config, self.device, **learner)
+            rank_name(rank): actor.join.remote(rank, address, self.config, self.device, **learner)
             for rank, actor in enumerate(self.learners)
         }
         calls.update({name: self.watch.actors[name].start.remote() for name in engines})

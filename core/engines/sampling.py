@@ -95,12 +95,9 @@ def draw(logits_NV: Tensor, settings: RowSettings, uniform_N: Tensor) -> tuple[T
         returns    [N] int64, [N] float32
     """
     step = max(1, MAX_CELLS // logits_NV.shape[1])
-    if len(logits_NV) <= step:
-        token_N, logprob_N = _draw(logits_NV, settings, uniform_N)
-    else:
-        parts = [slice(start, start + step) for start in range(0, len(logits_NV), step)]
-        drawn = [_draw(logits_NV[part], settings.rows(part), uniform_N[part]) for part in parts]
-        token_N, logprob_N = (torch.cat(values) for values in zip(*drawn, strict=True))
+    parts = [slice(start, start + step) for start in range(0, len(logits_NV), step)]
+    drawn = [_draw(logits_NV[part], settings.rows(part), uniform_N[part]) for part in parts]
+    token_N, logprob_N = (torch.cat(values) for values in zip(*drawn, strict=True))
     if not logprob_N.isfinite().all():
         raise FloatingPointError("the model's logits are not finite: its weights hold NaN or infinite values")
     return token_N, logprob_N
