@@ -86,9 +86,9 @@ class LocalWorkers:
 
     def sync_weights(self, version: int) -> dict[str, float]:
         self.engine.update_weights(merged_weights(self.actor.module), version)
+        expected = probe_log_probs(self.actor)
         found = self.engine.probe(probe_ids(self.actor.module.config.vocab_size))
-        difference = compare_probe(probe_log_probs(self.actor), found, bf16=not self.full_precision)
-        return {"rollout_corr/probe_diff": difference}
+        return {"rollout_corr/probe_diff": compare_probe(expected, found, bf16=not self.full_precision)}
 
     @property
     def threads(self) -> int:
