@@ -99,7 +99,7 @@ class ScriptedEngine:
         eos = eos_ids(self.tokenizer)
         if isinstance(script, str):
             script = [*self.tokenizer.encode(script, add_special_tokens=False), *sorted(eos)]
-        rule, ids = StopRule.of(request.sampling, eos, self.tokenizer), []
+        rule, ids = StopRule(request.sampling, eos, self.tokenizer), []
         for token in script:
             ids.append(int(token))
             if (stop := rule.ended(ids)) is not None:

@@ -1,10 +1,8 @@
-"""A run's loop in a process of its own, apart from the shell that asked for it: the process, and the shell's end.
+"""A run's loop in a process apart from the shell that started it: the process, and the shell's side.
 
-On a cluster the loop is an actor that needs no GPU, so that a closed shell does not end the run
-(``core.cluster.ray_driver.place_driver`` makes it; nothing here imports ray). The shell shows what the loop prints,
-hands a
-Ctrl-C on, starts the loop again where its process dies, and ends with its exit status. A later shell that asks for the
-same run folder joins the run that goes on.
+On a cluster the loop is an actor that needs no GPU, so that closing the terminal does not end the run.
+:mod:`core.cluster.ray_driver` places it; nothing here imports ray. The shell shows the output, forwards Ctrl-C,
+restarts a loop whose process died, and returns the exit status. Repeating the command reattaches to the run.
 """
 
 from __future__ import annotations
@@ -12,13 +10,11 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
-import signal
 import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -32,15 +28,15 @@ from core.errors import WorkersLost
 if TYPE_CHECKING:
     from core.config.schema import Config
 
-FOLDER = "RLREPRO_FOLDER"  # where the shell stood, for processes that were started elsewhere
-LOG = "driver.log"  # in the run folder: what the loop printed, for when no shell is there
-KEPT = 10_000  # pieces of output for a shell that comes later
-WAIT_S = 1.0  # of a shell for news; a Ctrl-C is handed on after it
-LINGER_S = 30.0  # for a shell to come for the exit status
+FOLDER = "RLREPRO_FOLDER"  # the shell's working directory, for processes that Ray starts elsewhere
+LOG = "driver.log"  # in the run folder: the output, for when no shell is attached
+KEPT = 10_000  # pieces of output for a shell that attaches later
+WAIT_S = 1.0  # for output; a shell forwards Ctrl-C after it
+LINGER_S = 30.0  # for a shell to fetch the exit status
 
 
 def stand_where_the_shell_stood() -> None:
-    """Relative paths of the configuration mean the shell's folder, on every machine that has it."""
+    """Change to the shell's folder where this machine has it: relative paths of the configuration start there."""
     folder = os.environ.get(FOLDER)
     if folder and os.path.isdir(folder):
         os.chdir(folder)
@@ -48,12 +44,12 @@ def stand_where_the_shell_stood() -> None:
 
 @dataclass(frozen=True)
 class News:
-    """What a shell hears of the loop: ``pieces`` are (1 or 2, text) for stdout and stderr, up to number ``seen``."""
+    """What a shell learns of the loop: ``pieces`` are (1 or 2, text) for stdout and stderr, up to number ``seen``."""
 
     pieces: tuple[tuple[int, str], ...]
     seen: int
     restarts: int
-    saved: bool  # whether there is a checkpoint of this run to go on from
+    saved: bool  # whether this run left a checkpoint to resume from
     status: int | None  # of the loop, once it has ended
 
 
@@ -67,12 +63,14 @@ class DriverProcess:
         self.written = 0
         self.restarts = 0
         self.interrupted = False
+        self.config: Config | None = None
+        self.log: io.TextIOBase | None = None
         self.run: Any = None
         self.status: int | None = None
-        self.told = threading.Event()
+        self.fetched = threading.Event()  # set once a shell has the status
 
     def start(self, trainer: str, config: Config, restarts: int) -> None:
-        """Begins the loop and returns."""
+        """Begin the loop and return."""
         self.config, self.restarts = config, restarts
         folder = Path(config.trainer.default_local_dir)
         folder.mkdir(parents=True, exist_ok=True)
@@ -88,19 +86,15 @@ class DriverProcess:
             self.run.session.stop.request()
 
     def read(self, seen: int, wait_s: float) -> News:
-        """What was written after the first ``seen`` pieces; waits for something a while."""
+        """Return the output after the first ``seen`` pieces, waiting up to ``wait_s`` for some."""
         with self.news:
             self.news.wait_for(lambda: self.written > seen or self.status is not None, wait_s)
             fresh = self.written - max(seen, self.written - len(self.pieces))
             pieces = tuple(list(self.pieces)[len(self.pieces) - fresh :])
             if self.status is not None:
-                self.told.set()
+                self.fetched.set()
             saved = self.run is not None and self.run.session.saved_step is not None
             return News(pieces, self.written, self.restarts, saved, self.status)
-
-    def lifeline(self) -> None:
-        """Never returns."""
-        threading.Event().wait()
 
     def write(self, stream: int, text: str) -> None:
         with self.news:
@@ -117,13 +111,13 @@ class DriverProcess:
             status = 0
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else int(end.code is not None)
-        except BaseException:  # whatever it is, the shell must hear of it
+        except BaseException:  # whatever it is, the shell must show it
             traceback.print_exc()
             status = 1
         with self.news:
             self.status = status
             self.news.notify_all()
-        self.told.wait(LINGER_S)
+        self.fetched.wait(LINGER_S)
         threading.Event().wait(WAIT_S)  # for the answer to leave
         os._exit(0)
 
@@ -148,9 +142,6 @@ class _Stream(io.TextIOBase):
         return len(text)
 
 
-# -- the shell's end ---------------------------------------------------------------------------------
-
-
 class Driver(Protocol):
     """A loop's process as the shell sees it; each call raises WorkersLost where the process is gone."""
 
@@ -164,12 +155,19 @@ class Driver(Protocol):
 
 
 def oversee(place: Callable[[Config, int], tuple[Driver, bool]], config: Config) -> int:
-    """Shows the loop to its end; starts it again from its checkpoint where its process dies. The exit status.
+    """Show the loop to its end, restarting it from its checkpoint where its process dies. Return the exit status.
 
     ``place(config, restarts)`` starts the loop, or finds the one that works on the run folder already (then True).
+    A second signal ends the loop's process within a second.
     """
     news, limit = News((), 0, 0, False, None), config.trainer.max_restarts
-    with _signals() as asked:
+    seen: list[int] = []  # signals
+
+    def note(number: int, _: FrameType | None) -> None:
+        seen.append(number)
+        signals.notify(number, again=len(seen) > 1)
+
+    with signals.handling(note):
         while True:
             driver, joined = place(config, news.restarts)
             if joined and not _same_run(driver, config):
@@ -178,15 +176,16 @@ def oversee(place: Callable[[Config, int], tuple[Driver, bool]], config: Config)
             try:
                 while news.status is None:
                     news = driver.read(news.seen)
-                    _show(news)
-                    if len(asked) > 1:
+                    for number, text in news.pieces:
+                        print(text, end="", file=sys.stdout if number == 1 else sys.stderr, flush=True)
+                    if len(seen) > 1:
                         driver.kill()
                         return signals.EXIT_STATUS
-                    if asked:
+                    if seen:
                         driver.interrupt()
                 return news.status
             except WorkersLost as error:
-                if news.restarts >= limit or asked:
+                if news.restarts >= limit or seen:
                     print(f"{error}\n(trainer.max_restarts={limit}: not started again)", file=sys.stderr)
                     return 1
                 news = dataclasses.replace(news, restarts=news.restarts + 1)
@@ -196,7 +195,7 @@ def oversee(place: Callable[[Config, int], tuple[Driver, bool]], config: Config)
 
 
 def _same_run(driver: Driver, config: Config) -> bool:
-    """Whether the loop that is there works with these settings; says so either way."""
+    """Return whether the loop found there works with these settings, and print either answer."""
     there, here = driver.settings(), convert.as_json(config)
     changed = [f"{key} is {there.get(key)} there, {here[key]} here" for key in here if there.get(key) != here[key]]
     folder = config.trainer.default_local_dir
@@ -205,28 +204,3 @@ def _same_run(driver: Driver, config: Config) -> bool:
     else:
         print(f"joined the run that works in {folder}", file=sys.stderr)
     return not changed
-
-
-def _show(news: News) -> None:
-    for number, text in news.pieces:
-        stream = sys.stdout if number == 1 else sys.stderr
-        stream.write(text)
-        stream.flush()
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM for as long as it is entered; the second one ends :func:`oversee` within a second."""
-    seen: list[int] = []
-
-    def note(number: int, _: FrameType | None) -> None:
-        seen.append(number)
-        again = "" if len(seen) == 1 else " again: stopping at once; the last complete checkpoint stands"
-        os.write(2, f"\n{signal.Signals(number).name}{again or signals.NOTICE}\n".encode())
-
-    before = {number: signal.signal(number, note) for number in signals.SIGNALS}
-    try:
-        yield seen
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)

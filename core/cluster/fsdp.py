@@ -1,16 +1,15 @@
 """One rank of a learner that several processes share: models sharded by PyTorch's FSDP2, and their state.
 
 The passes and the updates are those of ``core.learner.learner``. Gradients are summed over the ranks, not averaged:
-the loss
-weights of an optimizer step sum to one over all of them. Nothing here knows how the processes were started; the
-process group exists when :class:`LearnerRank` is made.
+the loss weights of an optimizer step sum to one over all of them. How the processes are started is not decided here;
+the process group exists when :class:`LearnerRank` is made.
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from types import MethodType
@@ -48,7 +47,7 @@ warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a vi
 
 
 class ProcessRanks(Ranks):
-    """The ranks of the default process group, ``together`` of which (neighbours) share their rows."""
+    """The ranks of the default process group, ``together`` of which (neighbours) share their sequences."""
 
     def __init__(self, together: int = 1) -> None:
         self.lead = dist.get_rank() == 0
@@ -72,7 +71,7 @@ class ProcessRanks(Ranks):
 
 
 def make_mesh(device: torch.device, shards: int) -> DeviceMesh:
-    """All ranks in one group, or groups of ``shards`` ranks (``fsdp_size``) that each hold the whole model."""
+    """Return one group of all ranks, or groups of ``shards`` ranks (``fsdp_size``) that each hold the whole model."""
     world = dist.get_world_size()
     if shards in (-1, world):
         return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
@@ -82,7 +81,7 @@ def make_mesh(device: torch.device, shards: int) -> DeviceMesh:
 
 
 def shard(module: nn.Module, config: FSDPConfig, device: torch.device) -> nn.Module:
-    """Shards every transformer block, then the rest, as ``config`` says; parameters keep their dtype as masters.
+    """Shard every transformer block, then the rest; parameters keep their dtype as masters.
 
     Offloading is FSDP2's: parameters, gradients and optimizer live on the CPU together, whichever key asks for it.
     """
@@ -98,7 +97,7 @@ def shard(module: nn.Module, config: FSDPConfig, device: torch.device) -> nn.Mod
         fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
     # The root too is resharded: a pass without gradients must not leave weights behind that the next step outdates.
     fully_shard(module, reshard_after_forward=True, **options)
-    for part in _sharded(module):
+    for part in [*blocks, module]:
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
     if config.forward_prefetch:
@@ -114,22 +113,19 @@ def offloads(config: FSDPConfig) -> bool:
 
 
 def reshard(module: nn.Module) -> None:
-    """After a pass without gradients: with ``reshard_after_forward=False`` blocks would keep weights that go stale."""
-    for part in _sharded(module):
-        part.reshard()
-
-
-def _sharded(module: nn.Module) -> Iterator[FSDPModule]:
-    return (part for part in module.modules() if isinstance(part, FSDPModule))
+    """Drop gathered weights after a pass without gradients: with ``reshard_after_forward=False`` they go stale."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 @torch.no_grad()
 def fill(
     module: nn.Module, source: nn.Module | Mapping[str, Tensor] | None, device: torch.device, *, everything: bool = True
 ) -> None:
-    """Copies the weights of rank 0's ``source`` (None elsewhere) into the ranks' shards, one tensor at a time.
+    """Copy the weights of rank 0's ``source`` (None elsewhere) into the ranks' shards, one tensor at a time.
 
-    ``everything``: buffers and frozen weights too, which a checkpoint leaves as they are.
+    ``everything`` includes buffers and frozen weights, which a checkpoint leaves unchanged.
     """
     lead = dist.get_rank() == 0
     values = dict(source.named_parameters()) if isinstance(source, nn.Module) else source
@@ -152,7 +148,10 @@ def fill(
 
 @torch.no_grad()
 def gather(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> dict[str, Tensor] | None:
-    """Sharded tensors whole on rank 0's CPU, None elsewhere; all ranks must call it. Tied weights share a tensor."""
+    """Return sharded tensors whole on rank 0's CPU, None elsewhere. All ranks must call it.
+
+    Tied weights share a tensor.
+    """
     lead, found, seen = dist.get_rank() == 0, {}, {}
     for name, value in weights:
         key = id(value) if isinstance(value, nn.Parameter) else name  # what was merged is gone before the next comes
@@ -165,11 +164,10 @@ def gather(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = No
 
 
 class LearnerRank:
-    """This rank's part of policy, reference and critic: ``core.cluster.workers``' phases on the rank's share of a
-    batch.
+    """This rank's part of policy, reference and critic, for the phases of a step on the rank's share of a batch.
 
-    Rank 0 reads the weights and hands them out, so no other process ever holds a whole model. All ranks call the
-    same methods in the same order. ``master_dtype`` is float32 but in tests.
+    Rank 0 reads the weights and broadcasts them, so no other process ever holds a whole model. All ranks call the
+    same methods in the same order. ``master_dtype`` is float32 except in tests.
     """
 
     def __init__(
@@ -211,9 +209,10 @@ class LearnerRank:
             module = self.sharded("critic", value_model(on_meta=True), source, critic.model.fsdp_config)
             of_critic = self.split(critic.model, critic.ulysses_sequence_parallel_size)
             self.critic = Critic(module, critic, device=device, **of_critic)
+        self.trained = {"actor": self.actor, **({"critic": self.critic} if self.critic else {})}
 
     def split(self, model: ModelConfig | CriticModelConfig, ranks: int) -> dict[str, Any]:
-        """How a model's passes are shared: each by ``ranks`` neighbours (``ulysses_sequence_parallel_size``)."""
+        """Return how ``ranks`` neighbours (``ulysses_sequence_parallel_size``) share a model's passes."""
         mesh = None
         if ranks > 1:
             shape = dist.get_world_size() // ranks, ranks
@@ -221,7 +220,7 @@ class LearnerRank:
         return {"ranks": ProcessRanks(ranks), "layout": Layout(model.use_remove_padding, mesh)}
 
     def sharded(self, name: str, skeleton: nn.Module, source: nn.Module | None, config: FSDPConfig) -> nn.Module:
-        """The weightless ``skeleton``, sharded and filled; the skeleton itself is kept for names and exports."""
+        """Shard the weightless ``skeleton`` and fill it; a copy is kept for names and exports."""
         self.skeletons[name] = copy.deepcopy(skeleton)
         if source is not None and getattr(source, "generation_config", None) is not None:
             self.skeletons[name].generation_config = source.generation_config
@@ -230,11 +229,8 @@ class LearnerRank:
         fill(module, source, self.device)
         return module
 
-    def trained(self) -> dict[str, Actor | Critic]:
-        return {"actor": self.actor, **({"critic": self.critic} if self.critic else {})}
-
     def fingerprints(self) -> dict[str, ModelFingerprint]:
-        return {name: fingerprint(self.skeletons[name]) for name in self.trained()}
+        return {name: fingerprint(self.skeletons[name]) for name in self.trained}
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         found = self.actor.log_probs(batch, pass_size(self.config.actor_rollout_ref.rollout))
@@ -258,7 +254,7 @@ class LearnerRank:
         return self.critic.update(steps, lr_multiplier)
 
     def probe(self) -> tuple[tuple[int, ...], Any]:
-        """The fixed text, and the policy's log-probs of it, [n - 1] float32."""
+        """Return a fixed text and the policy's log-probs of it, [n - 1] float32."""
         ids = probe_ids(self.actor.module.config.vocab_size)
         found = probe_log_probs(self.actor)
         reshard(self.actor.module)
@@ -268,9 +264,10 @@ class LearnerRank:
         return gather(merged_weights(self.actor.module), dtype)
 
     def save(self, folder: str) -> None:
-        """``actor/`` and ``critic/``: a Hugging Face folder, and the optimizer in parts. All ranks see ``folder``."""
+        """Write ``actor/`` and ``critic/``: a Hugging Face folder, and the optimizer in parts. All ranks see
+        ``folder``."""
         tokenizer = load_tokenizer(self.config.actor_rollout_ref.model) if self.lead else None
-        for name, part in self.trained().items():
+        for name, part in self.trained.items():
             adapters = has_adapters(part.module)
             state = gather(trained_weights(part.module).items() if adapters else merged_weights(part.module))
             if self.lead:
@@ -278,8 +275,8 @@ class LearnerRank:
             save_optimizer(part.module, part.stepper.optimizer, Path(folder, name, OPTIMIZER))
 
     def load(self, folder: str) -> None:
-        """What these, or any other number of ranks, or the in-process backend saved."""
-        for name, part in self.trained().items():
+        """Read what any number of ranks, or the in-process backend, saved."""
+        for name, part in self.trained.items():
             whole = self.read(name, Path(folder, name)) if self.lead else None
             fill(part.module, whole, self.device, everything=False)
             if Path(folder, name, OPTIMIZER).is_dir():
@@ -288,7 +285,7 @@ class LearnerRank:
                 load_whole_optimizer(part.module, part.stepper.optimizer, Path(folder, name, "optimizer.pt"))
 
     def read(self, name: str, folder: Path) -> nn.Module | dict[str, Tensor]:
-        """A checkpoint's weights, whole."""
+        """Return a checkpoint's weights, whole."""
         if has_adapters(self.skeletons[name]):
             return load_adapters(list(trained_weights(self.skeletons[name])), folder)
         whole = copy.deepcopy(self.skeletons[name]).to_empty(device="cpu")

@@ -14,11 +14,7 @@ from core.checkpoint.run_state import save_tensors
 from core.engines.factory import make_engine
 from core.learner.batching import steps_of
 from core.learner.learner import Actor, BasePolicy, Critic, Policy, pass_size
-from core.learner.lora import (
-    add_adapters,
-    fingerprint,
-    merged_weights,
-)
+from core.learner.lora import add_adapters, fingerprint, merged_weights
 from core.learner.models import compute_dtype, load_critic, load_policy
 from core.learner.packing import Layout
 from core.learner.saving import load_model, load_optimizer, save_model
@@ -32,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class LocalWorkers:
-    """One learner and one engine, in this process."""
+    """One learner and one engine in this process: :class:`core.cluster.workers.Workers`."""
 
     ranks = 1
     overlaps = False
@@ -62,7 +58,9 @@ class LocalWorkers:
             dtype = compute_dtype(config.critic.model.fsdp_config.dtype)
             layout = Layout(packed=config.critic.model.use_remove_padding)
             self.critic = Critic(critic, config.critic, compute_dtype=dtype, layout=layout)
+        self.trained = {"actor": self.actor, **({"critic": self.critic} if self.critic else {})}
         self.reward_model = RewardModel(config.reward_model, device).score if config.reward_model.enable else None
+        self.profile: Profile | None = None
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         self.engine.sleep()
@@ -88,12 +86,9 @@ class LocalWorkers:
 
     def sync_weights(self, version: int) -> dict[str, float]:
         self.engine.update_weights(merged_weights(self.actor.module), version)
-        return {"rollout_corr/probe_diff": self.probe()}
-
-    def probe(self) -> float:
-        """Largest difference between engine and learner log-probs on a fixed text, or WeightSyncError."""
-        ids = probe_ids(self.actor.module.config.vocab_size)
-        return compare_probe(probe_log_probs(self.actor), self.engine.probe(ids), bf16=not self.full_precision)
+        expected = probe_log_probs(self.actor)
+        found = self.engine.probe(probe_ids(self.actor.module.config.vocab_size))
+        return {"rollout_corr/probe_diff": compare_probe(expected, found, bf16=not self.full_precision)}
 
     @property
     def threads(self) -> int:
@@ -105,20 +100,17 @@ class LocalWorkers:
         return self.actor.compute_dtype is None and engine is None
 
     def fingerprints(self) -> dict[str, ModelFingerprint]:
-        models = {"actor": self.actor, **({"critic": self.critic} if self.critic else {})}
-        return {name: fingerprint(part.module) for name, part in models.items()}
+        return {name: fingerprint(part.module) for name, part in self.trained.items()}
 
     def save(self, folder: Path) -> None:
-        for name, part in (("actor", self.actor), ("critic", self.critic)):
-            if part is not None:
-                save_model(part.module, self.tokenizer, folder / name)
-                save_tensors(folder / name / "optimizer.pt", part.stepper.optimizer.state_dict())
+        for name, part in self.trained.items():
+            save_model(part.module, self.tokenizer, folder / name)
+            save_tensors(folder / name / "optimizer.pt", part.stepper.optimizer.state_dict())
 
     def load(self, folder: Path) -> None:
-        for name, part in (("actor", self.actor), ("critic", self.critic)):
-            if part is not None:
-                load_model(part.module, folder / name)
-                load_optimizer(part, folder / name)
+        for name, part in self.trained.items():
+            load_model(part.module, folder / name)
+            load_optimizer(part, folder / name)
 
     def start_profile(self) -> None:
         self.profile = Profile(self.config.global_profiler.tool)

@@ -27,29 +27,29 @@ class RayDriver:
     def __init__(self, actor: Any):
         self.actor = actor
 
-    def _ask(self, method: str, *args: Any) -> Any:
+    def call(self, method: str, *args: Any) -> Any:
         try:
             return ray.get(getattr(self.actor, method).options(**ASIDE).remote(*args))
         except RayActorError as error:
             raise WorkersLost(f"the process of the run's loop died: {' '.join(str(error).split())[:600]}") from error
 
     def settings(self) -> dict[str, Any]:
-        return self._ask("settings")
+        return self.call("settings")
 
     def read(self, seen: int) -> News:
-        return self._ask("read", seen, WAIT_S)
+        return self.call("read", seen, WAIT_S)
 
     def interrupt(self) -> None:
-        self._ask("interrupt")
+        self.call("interrupt")
 
     def kill(self) -> None:
-        """Returns once it is known to be dead: the shell may be gone the next moment, and its request with it."""
+        """Kill the process and wait until it is gone: the shell may end the next moment, and its request with it."""
         ray.kill(self.actor)
         ray.wait([self.actor.settings.options(**ASIDE).remote()], timeout=GRACE_S)
 
 
 def place_driver(trainer: str, config: Config, restarts: int) -> tuple[RayDriver, bool]:
-    """The actor of this run folder's loop, and whether it was there already. It takes no GPU and outlives the shell."""
+    """Return the loop's actor of this run folder and whether it existed. It takes no GPU and outlives the shell."""
     if not ray.is_initialized():
         connect(config, torch.device(config.trainer.device or ("cuda" if torch.cuda.is_available() else "cpu")))
     name = f"driver of {Path(config.trainer.default_local_dir).absolute()}"
@@ -58,5 +58,5 @@ def place_driver(trainer: str, config: Config, restarts: int) -> tuple[RayDriver
     except ValueError:  # there is none
         options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0, "num_gpus": 0}
     driver = RayDriver(DRIVER.options(**options).remote())
-    driver._ask("start", trainer, config, restarts)
+    driver.call("start", trainer, config, restarts)
     return driver, False

@@ -14,13 +14,13 @@ import ray
 from ray.exceptions import RayError
 from torch import Tensor
 
-from core.cluster.processes import packed
+from core.cluster.processes import to_bucket
 from core.cluster.ray_watch import GRACE_S, Watch
 from core.engines import SampleRequest
 from core.rewards.reward_model_calls import Answer, ModelScore
 from core.types import Trajectory
 
-PAUSE_S = 1.0  # between two looks at the actors' lives while samples are awaited
+PAUSE_S = 1.0  # between two checks of the actors while samples are awaited
 
 
 @dataclass
@@ -35,7 +35,7 @@ class _Awaited:
 class RayEngine:
     """The engine contract over engine actors.
 
-    What is asked in one turn of the event loop travels together, so that an engine sees it at once: prompts are then
+    Requests of one turn of the event loop travel together, so that an engine receives them at once: prompts are then
     prefilled once, and a replay meets the same batches. The samples of a prompt go to one engine.
     """
 
@@ -64,7 +64,7 @@ class RayEngine:
                 self._abort(key, one)
 
     def _send(self) -> None:
-        """Places what was asked since the last time: beside the same prompt, else where least is in flight."""
+        """Send the new requests: beside the same prompt, else where least is in flight."""
         fresh = {key: one for key, one in self._awaited.items() if one.engine is None}
         sent = [one for one in self._awaited.values() if one.engine is not None]
         place = {one.request.prompt_ids: one.engine for one in sent}
@@ -76,7 +76,7 @@ class RayEngine:
             parts.setdefault(one.engine, []).append((key, one.request))
         self._progress = time.monotonic()
         if not any(task.get_name() == "watch" and not task.done() for task in self._tasks):
-            self._begin(self._look_after(), "watch")
+            self._begin(self._watch_over(), "watch")
         for engine, requests in parts.items():
             self._begin(self._relay(engine, requests), "relay")
 
@@ -86,7 +86,7 @@ class RayEngine:
         task.add_done_callback(self._tasks.discard)
 
     async def _relay(self, engine: str, requests: list[tuple[int, SampleRequest]]) -> None:
-        """Hands the actor's outcomes to those who await them."""
+        """Pass the actor's outcomes on to the futures that await them."""
         try:
             stream = self.watch.actors[engine].sample.options(num_returns="streaming").remote(requests)
             async for part in stream:
@@ -98,8 +98,8 @@ class RayEngine:
             for key, _ in requests:
                 self._settle(key, cause)
 
-    async def _look_after(self) -> None:
-        """While samples are awaited: any actor's death, silence, or no sample for too long, ends them all."""
+    async def _watch_over(self) -> None:
+        """End all awaited samples at any actor's death or silence, or when none has finished for too long."""
         next_beat = time.monotonic() + self.watch.look_s
         while self._awaited:
             await asyncio.sleep(PAUSE_S)
@@ -137,25 +137,25 @@ class RayEngine:
         self._tasks = {task for task in self._tasks if not task.get_loop().is_closed()}
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self.publish(ray.put(packed(named_tensors)), version, {})
+        self.publish(ray.put(to_bucket(named_tensors)), version, {})
 
-    def publish(self, weights: ray.ObjectRef, version: int, others: dict[str, ray.ObjectRef]) -> None:
-        """Gives every engine what ``weights`` will hold; waits for ``others`` too."""
+    def publish(self, bucket: ray.ObjectRef, version: int, others: dict[str, ray.ObjectRef]) -> None:
+        """Give every engine the weights that ``bucket`` will hold; wait for the calls ``others`` too."""
         self._refuse_in_flight("update_weights")
-        calls = {name: self.watch.actors[name].update_weights.remote([weights], version) for name in self.engines}
+        calls = {name: self.watch.actors[name].update_weights.remote(bucket, version) for name in self.engines}
         self.watch.wait("update_weights", {**others, **calls})
         self.policy_version = version
 
     def sleep(self) -> None:
         self._refuse_in_flight("sleep")
-        self.watch.wait("sleep", {name: self.watch.actors[name].sleep.remote() for name in self.engines})
+        self.watch.call("sleep", "sleep", dict.fromkeys(self.engines, ()))
 
     def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:
         return self.probes(token_ids)[0]
 
     def probes(self, token_ids: tuple[int, ...]) -> list[np.ndarray]:
-        calls = {name: self.watch.actors[name].probe.remote(token_ids) for name in self.engines}
-        return self.watch.wait("probe", calls)
+        """Return the probe of every engine."""
+        return self.watch.call("probe", "probe", dict.fromkeys(self.engines, (token_ids,)))
 
     def _refuse_in_flight(self, what: str) -> None:
         self._forget_closed_loops()

@@ -1,6 +1,6 @@
 """The processes of a run on Ray: a connection, placement groups, and an actor for each learner rank and engine.
 
-A node has a placement group with a bundle a rank. By default the engines sit beside the ranks and take turns with them
+A node has a placement group with a bundle a rank. By default the engines sit beside the ranks and alternate with them
 on their GPUs (or, on the CPU, on the node's cores); with ``hybrid_engine=False`` they have a pool of their own.
 """
 
@@ -22,7 +22,6 @@ from core.cluster.driver import FOLDER
 from core.cluster.processes import EngineProcess, LearnerProcess, RewardModelProcess
 from core.cluster.ray_engine import RayEngine, RayRewardModel
 from core.cluster.ray_watch import Watch
-from core.config import tables
 from core.config.frozen import thaw
 from core.errors import InputError
 from core.tracking.profiling import runtime_env
@@ -34,23 +33,27 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 START_S = 300.0  # for the cluster to have room
-# A cluster that a token protects turns others away without a word of it.
+# A cluster that a token protects refuses others without naming the token.
 TOKEN_HINT = "; where `ray start` made the cluster ask for a token, set RAY_AUTH_MODE=token"
 
 
 def actor_class(body: type, threads: int) -> Any:
-    """An actor class; ``threads`` answer aside while a method is at work."""
+    """Return an actor class with ``threads`` that answer aside while a method is at work."""
     return ray.remote(concurrency_groups={"aside": threads})(body)
+
+
+def rank_name(rank: int) -> str:
+    return f"learner rank {rank}"
 
 
 LEARNER, ENGINE, REWARD_MODEL = (actor_class(body, 2) for body in (LearnerProcess, EngineProcess, RewardModelProcess))
 
 
 def connect(config: Config, device: torch.device) -> None:
-    """To the cluster that ``ray_kwargs.ray_init.address`` or RAY_ADDRESS names, or to a local Ray that this starts.
+    """Connect to the cluster that ``ray_kwargs.ray_init.address`` or RAY_ADDRESS names, or start a local Ray.
 
-    ``ray_kwargs.ray_init`` goes to ``ray.init`` as it is. On a cluster, processes find this code under the same path
-    and stand in the same folder as this one, unless ``runtime_env`` says otherwise. Raises InputError.
+    ``ray_kwargs.ray_init`` goes to ``ray.init`` unchanged. On a cluster, processes find this code under the same path
+    and start in the same folder as this one, unless ``runtime_env`` has a ``working_dir``. Raises InputError.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options = {name: value for name, value in thaw(config.ray_kwargs.ray_init).items() if value is not None}
@@ -80,28 +83,20 @@ class RayProcesses:
     """The actors of a run, from the connection to their end.
 
     An engine computes on ``rollout.tensor_model_parallel_size`` GPUs of its pool, hf on one; on the CPU a node that
-    engines share with learners has one engine with all of the node's threads.
+    engines share with learners has one engine with all of the node's threads. ``learner`` are keyword arguments of
+    :class:`core.cluster.fsdp.LearnerRank`.
     Starts a local Ray unless ``ray_kwargs.ray_init.address`` names a cluster or one is connected to already, and
     ends what it started. Raises InputError where there is no room.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        tokenizer: Any,
-        device: torch.device,
-        *,
-        needs_ref: bool,
-        needs_critic: bool,
-        master_dtype: torch.dtype = torch.float32,
-    ):
+    def __init__(self, config: Config, tokenizer: Any, device: torch.device, **learner: Any):
         trainer = config.trainer
         self.config, self.device = config, device
         self.per_node, self.ranks = trainer.n_gpus_per_node, trainer.nnodes * trainer.n_gpus_per_node
-        cores = os.cpu_count() or 1
-        self.threads = trainer.cpu_threads or max(1, cores // self.per_node)
+        self.threads = trainer.cpu_threads or max(1, (os.cpu_count() or 1) // self.per_node)
         self.watch = Watch(trainer.phase_timeout_s, trainer.heartbeat_timeout_s)
         self.learners: list[Any] = []
+        self.engine_gpus = 1  # of each engine
         self.engine: RayEngine | None = None
         self.reward_model: RayRewardModel | None = None
         self.groups: list[Any] = []  # a node each
@@ -113,7 +108,7 @@ class RayProcesses:
             if trainer.device is None and ray.cluster_resources().get("GPU"):
                 self.device = torch.device("cuda")  # the driver's own machine need not have one
             self._reserve()
-            self._start(needs_ref, needs_critic, master_dtype)
+            self._start(learner)
             if config.reward_model.enable:
                 self.reward_model = self._start_reward_model()
         except BaseException:
@@ -121,46 +116,39 @@ class RayProcesses:
             raise
 
     def _reserve(self) -> None:
+        """Create the placement groups and wait until the cluster has room for them."""
         trainer, part = self.config.trainer, self.config.actor_rollout_ref
-        rollout = part.rollout
-        sharded = "tensor_model_parallel_size" in tables.ENGINES[rollout.name].reads
-        self.engine_gpus = rollout.tensor_model_parallel_size if sharded else 1
-        self.groups = self._pool(trainer.nnodes, self.per_node, 1)
+        rollout, cuda = part.rollout, self.device.type == "cuda"
+        self.engine_gpus = rollout.tensor_model_parallel_size if rollout.name == "vllm" else 1
+
+        def bundle(gpus: int) -> dict[str, float]:
+            return {"CPU": 1.0, **({"GPU": float(gpus)} if cuda else {})}
+
+        def pool(nodes: int, bundles: int, gpus: int) -> list[Any]:
+            return [placement_group([bundle(gpus)] * bundles, strategy="STRICT_PACK") for _ in range(nodes)]
+
+        self.groups, own = pool(trainer.nnodes, self.per_node, 1), ""
         if not part.hybrid_engine:
-            self.engine_groups = self._pool(
-                rollout.nnodes, rollout.n_gpus_per_node // self.engine_gpus, self.engine_gpus
-            )
+            self.engine_groups = pool(rollout.nnodes, rollout.n_gpus_per_node // self.engine_gpus, self.engine_gpus)
+            own = f" and of rollout.nnodes={rollout.nnodes} rollout.n_gpus_per_node={rollout.n_gpus_per_node}"
         deadline = time.monotonic() + min(START_S, self.watch.timeout_s)
         if not all(group.wait(max(0.0, deadline - time.monotonic())) for group in self.groups + self.engine_groups):
-            pool = f" and of rollout.nnodes={rollout.nnodes} rollout.n_gpus_per_node={rollout.n_gpus_per_node}"
-            own = pool if self.engine_groups else ""
             raise InputError(
                 f"trainer.nnodes={trainer.nnodes} trainer.n_gpus_per_node={self.per_node}: no room for that many "
-                f"bundles of {self._bundle(1)} on that many nodes{own}; the cluster has "
+                f"bundles of {bundle(1)} on that many nodes{own}; the cluster has "
                 f"{ray.cluster_resources()} in all and {ray.available_resources()} left. Ask for less, or wait for "
                 "other runs to end"
             )
 
-    def _bundle(self, gpus: int) -> dict[str, float]:
-        return {"CPU": 1.0, **({"GPU": float(gpus)} if self.device.type == "cuda" else {})}
-
-    def _pool(self, nodes: int, bundles: int, gpus: int) -> list[Any]:
-        return [placement_group([self._bundle(gpus)] * bundles, strategy="STRICT_PACK") for _ in range(nodes)]
-
-    def _start(self, needs_ref: bool, needs_critic: bool, master_dtype: torch.dtype) -> None:
+    def _start(self, learner: dict[str, Any]) -> None:
         for rank in range(self.ranks):
             place = self._place(self.groups[rank // self.per_node], rank % self.per_node, gpus=1)
             self.learners.append(LEARNER.options(**place).remote(self.threads))
-            self.watch.add(f"learner rank {rank}", self.learners[-1])
+            self.watch.add(rank_name(rank), self.learners[-1])
         engines = self._start_engines()
-        (address,) = self.watch.wait(
-            "start", {"learner rank 0": self.learners[0].host.remote(ray.util.get_node_ip_address)}
-        )
-        options = {"device": self.device, "needs_ref": needs_ref, "needs_critic": needs_critic}
+        (address,) = self.watch.call("start", "host", {rank_name(0): (ray.util.get_node_ip_address,)})
         calls = {
-            f"learner rank {rank}": actor.join.remote(
-                rank, self.ranks, address, self.watch.timeout_s, self.config, master_dtype=master_dtype, **options
-            )
+            rank_name(rank): actor.join.remote(rank, address, self.config, self.device, **learner)
             for rank, actor in enumerate(self.learners)
         }
         calls.update({name: self.watch.actors[name].start.remote() for name in engines})
@@ -168,15 +156,14 @@ class RayProcesses:
         self.engine = RayEngine(self.watch, engines)
 
     def _start_engines(self) -> list[str]:
-        """An actor an engine; returns their names. Beside learners Ray's GPUs are the learners', and an engine is told
-        which of them are its own."""
+        """Start an actor for each engine and return their names. Beside learners Ray's GPUs are the learners', and an
+        engine receives the numbers of its own."""
         cores = self.config.trainer.cpu_threads or os.cpu_count() or 1
         if self.engine_groups:
             places = [(group, index) for group in self.engine_groups for index in range(group.bundle_count)]
             each = [(place, (), max(1, cores // place[0].bundle_count)) for place in places]
         elif self.device.type == "cuda":
-            calls = {f"learner rank {r}": actor.gpus.remote(ray.get_gpu_ids) for r, actor in enumerate(self.learners)}
-            gpus = self.watch.wait("start", calls)
+            gpus = self.watch.call("start", "gpus", {rank_name(r): (ray.get_gpu_ids,) for r in range(self.ranks)})
             firsts = range(0, self.ranks, self.engine_gpus)
             taken = [sum(gpus[rank : rank + self.engine_gpus], []) for rank in firsts]
             places = [(self.groups[rank // self.per_node], rank % self.per_node) for rank in firsts]
@@ -197,21 +184,27 @@ class RayProcesses:
         return {"scheduling_strategy": strategy, "num_cpus": 0.5, "num_gpus": given, **profiler}
 
     def _start_reward_model(self) -> RayRewardModel:
-        """The reward model has a GPU of its own, where there are any: it works while the engines decode."""
+        """Start the reward model, on a GPU of its own where there are any: it works while the engines decode."""
         gpus = 1 if self.device.type == "cuda" else 0
         actor = REWARD_MODEL.options(num_cpus=0, num_gpus=gpus).remote(self.config, self.device, self.threads)
         self.watch.add(RayRewardModel.NAME, actor)
-        self.watch.wait("load", {RayRewardModel.NAME: actor.ready.remote()})
+        self.watch.call("load", "ready", {RayRewardModel.NAME: ()})
         return RayRewardModel(self.watch)
 
     def close(self) -> None:
-        """Ends the actors and what else this object started. A second call does nothing."""
+        """End the actors and what else this object started. A second call does nothing."""
         if not ray.is_initialized():
             return
         if self.engine is not None:
             self.engine.close()
-        if self.config.ray_kwargs.timeline_json_file and self.watch.actors:
-            _write_timeline(Path(self.config.ray_kwargs.timeline_json_file).expanduser())
+        timeline = self.config.ray_kwargs.timeline_json_file
+        if timeline and self.watch.actors:
+            try:  # for chrome://tracing or Perfetto; without it a run is none the worse
+                path = Path(timeline).expanduser()
+                path.parent.mkdir(parents=True, exist_ok=True)
+                ray.timeline(filename=str(path))
+            except (RayError, OSError) as error:
+                log.warning("ray_kwargs.timeline_json_file=%s was not written: %s", path, error)
         for actor in self.watch.actors.values():
             ray.kill(actor)
         for group in self.groups + self.engine_groups:
@@ -219,12 +212,3 @@ class RayProcesses:
         self.watch.actors, self.learners, self.groups, self.engine_groups, self.engine = {}, [], [], [], None
         if self.owns_ray:
             ray.shutdown()
-
-
-def _write_timeline(path: Path) -> None:
-    """Where each process was when, for chrome://tracing or Perfetto. Without it a run is none the worse."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        ray.timeline(filename=str(path))
-    except (RayError, OSError) as error:
-        log.warning("ray_kwargs.timeline_json_file=%s was not written: %s", path, error)

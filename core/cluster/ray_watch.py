@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import ray
@@ -19,10 +19,6 @@ GRACE_S = 5.0  # for a death to be known after the error that it caused elsewher
 ASIDE = {"concurrency_group": "aside"}  # threads of an actor that answer while it is at work
 
 
-class PhaseTimeout(WorkersLost):
-    """A remote phase passed its deadline."""
-
-
 class Watch:
     """Waits for remote calls, with a deadline and an eye on every actor.
 
@@ -35,16 +31,20 @@ class Watch:
         self.look_s = min(LOOK_S, silence_s / 4)
         self.actors: dict[str, Any] = {}
         self.lifelines: dict[ray.ObjectRef, str] = {}
-        self.beats: dict[str, tuple[ray.ObjectRef, float]] = {}  # the last one asked for, and when
+        self.beats: dict[str, tuple[ray.ObjectRef, float]] = {}  # the last one requested, and when
 
     def add(self, name: str, actor: Any) -> None:
         self.actors[name] = actor
         self.lifelines[actor.lifeline.options(**ASIDE).remote()] = name
 
-    def wait(self, phase: str, calls: dict[str, ray.ObjectRef]) -> list[Any]:
-        """The results, in the order of ``calls`` (actor's name -> call).
+    def call(self, phase: str, method: str, arguments: dict[str, tuple]) -> list[Any]:
+        """Call the method of the actors with these names and wait for the results."""
+        return self.wait(phase, {name: getattr(self.actors[name], method).remote(*a) for name, a in arguments.items()})
 
-        Raises WorkersLost where an actor died, PhaseTimeout where the deadline passed, else what an actor raised.
+    def wait(self, phase: str, calls: dict[str, ray.ObjectRef]) -> list[Any]:
+        """Return the results, in the order of ``calls`` (actor's name -> call).
+
+        Raises WorkersLost where an actor died or the deadline passed, else what an actor raised.
         """
         start, results = time.monotonic(), dict.fromkeys(calls)
         pending = {ref: name for name, ref in calls.items()}
@@ -67,46 +67,44 @@ class Watch:
         return list(results.values())
 
     def lost(self, phase: str, within_s: float = 0.0) -> WorkersLost | None:
-        """What to raise if an actor died, or does within the time given."""
+        """Return what to raise if an actor died, or does within the time given."""
         dead, _ = ray.wait([*self.lifelines], timeout=within_s)
         if not dead:
             return None
-        try:
-            ray.get(dead[0])
-        except RayError as error:
-            reason = " ".join(str(error).split())
-        return WorkersLost(f"{self.lifelines[dead[0]]} died in phase {phase}: {reason[:600]}")
+        return WorkersLost(f"{self.lifelines[dead[0]]} died in phase {phase}: {' '.join(_text(dead[0]).split())[:600]}")
 
     def cause(self, phase: str, error: RayError) -> BaseException:
-        """The death behind an error, if there is one (ranks fail when one of them goes), else the actor's own."""
+        """Return the death behind an error, if there is one (ranks fail when one dies), else the actor's own."""
         own = error.cause if isinstance(error, RayTaskError) else error
         broken = isinstance(own, RuntimeError | RayError)  # what a broken connection raises
         return self.lost(phase, GRACE_S if broken else 0.0) or own
 
-    def silence(self, phase: str, names: Iterable[str]) -> PhaseTimeout | None:
-        """Asks each actor for a sign of life; what to raise where one has owed it for too long."""
+    def silence(self, phase: str, names: Iterable[str]) -> WorkersLost | None:
+        """Request a sign of life of each actor; return what to raise where one is overdue."""
         now, silent = time.monotonic(), []
         for name in names:
-            beat, asked = self.beats.get(name, (None, now))
+            beat, requested = self.beats.get(name, (None, now))
             if beat is None or ray.wait([beat], timeout=0)[0]:
                 self.beats[name] = self.actors[name].beat.options(**ASIDE).remote(), now
-            elif now - asked > self.silence_s:
+            elif now - requested > self.silence_s:
                 silent.append(name)
         why = f"gave no sign of life in phase {phase} for trainer.heartbeat_timeout_s={self.silence_s:g}"
         return self.with_stacks(why, silent) if silent else None
 
-    def timeout(self, phase: str, names: Iterable[str]) -> PhaseTimeout:
-        why = f"did not finish phase {phase} within trainer.phase_timeout_s={self.timeout_s:g}"
-        return self.with_stacks(why, list(names))
+    def timeout(self, phase: str, names: Iterable[str]) -> WorkersLost:
+        return self.with_stacks(
+            f"did not finish phase {phase} within trainer.phase_timeout_s={self.timeout_s:g}", names
+        )
 
-    def with_stacks(self, why: str, names: Sequence[str]) -> PhaseTimeout:
+    def with_stacks(self, why: str, names: Iterable[str]) -> WorkersLost:
         stacks = {name: self.actors[name].stacks.options(**ASIDE).remote() for name in names}
         ready, _ = ray.wait(list(stacks.values()), num_returns=len(stacks), timeout=GRACE_S)
         shown = [f"{name}:\n{_text(ref) if ref in ready else 'does not answer'}" for name, ref in stacks.items()]
-        return PhaseTimeout(f"{', '.join(names)} {why}; Python stacks:\n" + "\n".join(shown))
+        return WorkersLost(f"{', '.join(stacks)} {why}; Python stacks:\n" + "\n".join(shown))
 
 
 def _text(ref: ray.ObjectRef) -> str:
+    """Return what a call gave, or its error, as text."""
     try:
         return ray.get(ref)
     except RayError as error:

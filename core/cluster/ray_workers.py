@@ -1,6 +1,6 @@
-"""The same phases on a cluster: :class:`core.cluster.workers.Workers` over Ray actors.
+"""The phases of a step on a cluster: :class:`core.cluster.workers.Workers` over Ray actors.
 
-Batches are split over the learner's ranks here, about equal in tokens. Whatever is asked of an actor goes through
+Batches are split over the learner ranks here, about equal in tokens. Every call of an actor goes through
 :class:`core.cluster.ray_watch.Watch`: it has a deadline, and an actor that dies ends it at once.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from core.checkpoint.provenance import ModelFingerprint
 from core.cluster.ray_engine import RayRewardModel
-from core.cluster.ray_pools import RayProcesses
+from core.cluster.ray_pools import RayProcesses, rank_name
 from core.learner.batching import busy_sequences, rank_shares, steps_of
 from core.learner.learner import only_advantages_train
 from core.learner.models import compute_dtype
@@ -24,15 +24,11 @@ from core.types import TrainBatch
 
 
 class RayWorkers(RayProcesses):
-    """The phases over ``trainer.nnodes * trainer.n_gpus_per_node`` learner ranks.
-
-    Checkpoints need a folder that all nodes see.
-    """
+    """The phases over the learner ranks and engines of a cluster. Checkpoints need a folder that all nodes see."""
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         part = self.config.actor_rollout_ref.actor
-        log_prob, entropy = self._pass("old_log_prob", "compute_log_probs", batch, part)
-        return log_prob, entropy
+        return tuple(self._pass("old_log_prob", "compute_log_probs", batch, part))
 
     def compute_ref_log_prob(self, batch: TrainBatch) -> Tensor:
         return self._pass("ref", "compute_ref_log_prob", batch, self.config.actor_rollout_ref.ref)[0]
@@ -53,7 +49,7 @@ class RayWorkers(RayProcesses):
         rollout = self.config.actor_rollout_ref.rollout
         dtype = compute_dtype(rollout.dtype) or torch.float32
         first, *others = (actor.weights.remote(dtype) for actor in self.learners)
-        self.engine.publish(first, version, {f"learner rank {r}": ref for r, ref in enumerate(others, start=1)})
+        self.engine.publish(first, version, {rank_name(rank): ref for rank, ref in enumerate(others, start=1)})
         ids, expected = self._each("probe", "probe", [()] * self.ranks)[0]
         bf16 = not self.full_precision
         differences = [compare_probe(expected, found, bf16=bf16) for found in self.engine.probes(ids)]
@@ -66,7 +62,7 @@ class RayWorkers(RayProcesses):
 
     @property
     def overlaps(self) -> bool:
-        """Not where engine and learner take turns on a GPU."""
+        """Whether engine and learner can work at once: not where they alternate on a GPU."""
         return self.device.type == "cpu" or not self.config.actor_rollout_ref.hybrid_engine
 
     def fingerprints(self) -> dict[str, ModelFingerprint]:
@@ -80,43 +76,36 @@ class RayWorkers(RayProcesses):
 
     def start_profile(self) -> None:
         tool = self.config.global_profiler.tool
-        calls = {name: actor.start_profile.remote(tool) for name, actor in self._profiled().items()}
-        self.watch.wait("start_profile", calls)
+        self.watch.call("start_profile", "start_profile", dict.fromkeys(self._profiled(), (tool,)))
 
     def stop_profile(self, folder: Path, name: str) -> None:
-        calls = {
-            actor: handle.stop_profile.remote(str(folder.absolute() / f"{name}_{actor.replace(' ', '_')}.json"))
-            for actor, handle in self._profiled().items()
-        }
-        self.watch.wait("stop_profile", calls)
+        traces = {actor: folder.absolute() / f"{name}_{actor.replace(' ', '_')}.json" for actor in self._profiled()}
+        self.watch.call("stop_profile", "stop_profile", {actor: (str(path),) for actor, path in traces.items()})
 
-    def _profiled(self) -> dict[str, Any]:
-        """Learners and engines; not a reward model."""
-        return {name: actor for name, actor in self.watch.actors.items() if name != RayRewardModel.NAME}
+    def _profiled(self) -> list[str]:
+        """Return the names of learner ranks and engines; a reward model has no profile."""
+        return [name for name in self.watch.actors if name != RayRewardModel.NAME]
 
     def _each(self, phase: str, method: str, arguments: Sequence[tuple]) -> list[Any]:
-        """The method on rank 0, 1, ... with its arguments."""
-        calls = {
-            f"learner rank {rank}": self.learners[rank].call.remote(method, *a) for rank, a in enumerate(arguments)
-        }
-        return self.watch.wait(phase, calls)
+        """Call the learner's method on rank 0, 1, ... with the rank's arguments."""
+        return self.watch.call(phase, "call", {rank_name(rank): (method, *a) for rank, a in enumerate(arguments)})
 
-    def _take_turns(self) -> None:
-        """Engines on the learners' GPUs sleep from here to the next sync."""
+    def _free_gpus(self) -> None:
+        """Put engines on the learners' GPUs to sleep until the next sync."""
         part = self.config.actor_rollout_ref
         if self.device.type == "cuda" and part.hybrid_engine and part.rollout.free_cache_engine:
             self.engine.sleep()
 
     def _shares(self, batch: TrainBatch, together: int) -> list[Tensor]:
-        """Row numbers for each group of ``together`` neighbours, which split the tokens of the same rows."""
+        """Return the sequences of each group of ``together`` neighbours, which split the tokens of the same ones."""
         groups = self.ranks // together
         if self.config.trainer.balance_batch:
             return rank_shares(batch.attention_mask.sum(dim=1), groups)
         return list(torch.arange(len(batch)).tensor_split(groups))
 
     def _pass(self, phase: str, method: str, batch: TrainBatch, part: Any) -> list[Tensor]:
-        """A pass of ``part`` over all rows, put together again: [B, T] tensors."""
-        self._take_turns()
+        """Run a pass of ``part`` over all sequences and return its [B, T] tensors, in the order of the batch."""
+        self._free_gpus()
         together = part.ulysses_sequence_parallel_size
         shares = self._shares(batch, together)
         rows = [_trimmed(batch, share) for share in shares]
@@ -130,9 +119,9 @@ class RayWorkers(RayProcesses):
     def _update(
         self, phase: str, steps: Iterable[TrainBatch], only_advantages: bool, lr_multiplier: float, part: Any
     ) -> dict[str, float]:
-        """All optimizer steps of ``part``. The rows that train are shared out apart from those that only a metric
-        reads."""
-        self._take_turns()
+        """Take all optimizer steps of ``part``. Sequences that train are shared out apart from those that only a
+        metric reads."""
+        self._free_gpus()
         together = part.ulysses_sequence_parallel_size
         by_group: list[list[TrainBatch]] = [[] for _ in range(self.ranks // together)]
         for step in steps:
@@ -148,6 +137,6 @@ class RayWorkers(RayProcesses):
 
 
 def _trimmed(batch: TrainBatch, index: Tensor) -> TrainBatch:
-    """The rows without the columns that only others fill."""
+    """Return these sequences without the columns that only others fill."""
     rows = batch.rows(index)
     return rows.cut(max(2, int(rows.attention_mask.sum(dim=1).max()))) if len(rows) else rows.cut(2)

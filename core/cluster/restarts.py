@@ -1,4 +1,4 @@
-"""A run in this process, from its trainer to its last line, started again where a process is lost."""
+"""A run in this process, from its trainer to its last line, restarted from a checkpoint when a process is lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger("core")
 
 
 def work(trainer: str, config: Config, restarts: int = 0, began: Callable[[Any, int], None] = lambda *_: None) -> None:
-    """The run, in this process. ``began(run, restarts)`` is called with each try's trainer."""
+    """Train in this process and print the outcome. ``began(run, restarts)`` receives the trainer of each attempt."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     log.setLevel(logging.INFO)
     module, _, name = trainer.partition(":")
@@ -28,13 +28,13 @@ def work(trainer: str, config: Config, restarts: int = 0, began: Callable[[Any, 
 
 
 def train(trainer: Callable[[Config], Any], config: Config, restarts: int, began: Callable[[Any, int], None]) -> Any:
-    """Trains to the end; starts again from the run's last checkpoint where a process dies or hangs."""
+    """Train to the end, restarting from the run's last checkpoint when a process dies or hangs."""
     limit = config.trainer.max_restarts
     while True:
         run = trainer(config)
         began(run, restarts)
         try:
-            _start(run)
+            _init_workers(run)
             run.fit()
             return run
         except UnhealthyRun as error:
@@ -46,12 +46,12 @@ def train(trainer: Callable[[Config], Any], config: Config, restarts: int, began
                 raise SystemExit(1) from error
             log.error("%s", error)
         restarts += 1
-        if run.session.saved_step is not None:  # else as the first time: there is nothing of this run to go on from
+        if run.session.saved_step is not None:  # else this attempt left nothing to resume
             config = convert.replaced(config, {"trainer.resume_mode": "auto"})
         log.error("restart %d of %d, after step %d", restarts, limit, run.session.saved_step or 0)
 
 
-def _start(run: Any) -> None:
+def _init_workers(run: Any) -> None:
     try:
         run.init_workers()
     except InputError as error:

@@ -1,16 +1,15 @@
-"""What the driver asks of the machines that hold the models, and the in-process answer.
+"""What the driver requires of the processes that hold the models.
 
-The trainer knows the :class:`Workers` protocol only. :class:`LocalWorkers` keeps policy, reference,
-critic and engine in the driver's process, for tests, debugging and small runs.
+The trainer knows the :class:`Workers` protocol alone. ``local_workers`` has the models in the driver's process,
+``ray_workers`` has them in the processes of a cluster.
 """
 
 from __future__ import annotations
 
 import importlib
-import logging
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -20,14 +19,9 @@ from core.errors import InputError
 from core.rewards.reward_model_calls import RewardModelCall
 from core.types import TrainBatch
 
-if TYPE_CHECKING:
-    pass
-
-log = logging.getLogger(__name__)
-
 
 class Workers(Protocol):
-    """The remote phases of a step. Batches travel whole; how they are split is the workers' business."""
+    """The phases of a step that need a model. Batches arrive whole; splitting them is the workers' business."""
 
     engine: RolloutEngine
     reward_model: RewardModelCall | None  # where reward_model.enable is set
@@ -37,43 +31,43 @@ class Workers(Protocol):
     overlaps: bool  # whether the engine can work while the learner does
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        """The learner's log-probs and entropies of the policy tokens at the rollout temperature, [B, T] each."""
+        """Return log-probs and entropies of the policy tokens at the rollout temperature, [B, T] each."""
 
     def compute_ref_log_prob(self, batch: TrainBatch) -> Tensor:
-        """The reference policy's log-probs, [B, T]."""
+        """Return the reference policy's log-probs, [B, T]."""
 
     def compute_values(self, batch: TrainBatch) -> Tensor:
-        """The critic's values, [B, T]."""
+        """Return the critic's values, [B, T]."""
 
     def update_actor(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
-        """All optimizer steps that the configuration makes of the batch; returns ``actor/...`` metrics."""
+        """Take all optimizer steps that the configuration makes of the batch; return ``actor/...`` metrics."""
 
     def update_critic(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
-        """Likewise for the critic."""
+        """Take the critic's optimizer steps; return ``critic/...`` metrics."""
 
     def sync_weights(self, version: int) -> dict[str, float]:
-        """Hands the learner's weights to the engine, in memory, and proves by a probe that they arrived."""
+        """Hand the learner's weights to the engine, in memory, and prove by a probe that they arrived."""
 
     def fingerprints(self) -> dict[str, ModelFingerprint]:
-        """Architecture and shapes of each model: what a checkpoint must agree on to be loaded."""
+        """Return architecture and shapes of each model: what a checkpoint must agree on to be loaded."""
 
     def save(self, folder: Path) -> None:
-        """Writes ``actor/`` (a Hugging Face folder and the optimizer) and ``critic/`` into ``folder``."""
+        """Write ``actor/`` (a Hugging Face folder and the optimizer) and ``critic/`` into ``folder``."""
 
     def load(self, folder: Path) -> None:
-        """Reads what :meth:`save` wrote."""
+        """Read what :meth:`save` wrote."""
 
     def start_profile(self) -> None:
-        """Begins a profile (``global_profiler.tool``) in every process that holds a model."""
+        """Begin a profile (``global_profiler.tool``) in every process that holds a model."""
 
     def stop_profile(self, folder: Path, name: str) -> None:
-        """Ends it; torch's traces are ``folder/name[_<process>].json``."""
+        """End the profile; torch's traces are ``folder/name[_<process>].json``."""
 
     def close(self) -> None: ...
 
 
 def ray_backend(name: str = "ray_workers") -> ModuleType:
-    """A module of ``trainer.backend=ray``. Raises InputError where ray is not installed."""
+    """Return a module of ``trainer.backend=ray``. Raises InputError where ray is not installed."""
     try:
         return importlib.import_module(f"core.cluster.{name}")
     except ModuleNotFoundError as error:

@@ -1,7 +1,7 @@
 """The rollout engine contract: token ids in, token ids out, one request a sample, asynchronous.
 
 ``core/engines/hf.py`` (transformers, in process), ``tests/scripted_engine.py`` (tests) and
-``core/engines/vllm.py`` satisfy it; one test suite holds for all of them. Only ``core/engines/factory.py`` knows
+``core/engines/vllm.py`` satisfy it; one test suite holds for all of them. Only ``core/engines/factory.py`` has
 their names.
 """
 
@@ -61,28 +61,28 @@ class SampleRequest:
 
 
 class RolloutEngine(Protocol):
-    """What the loop needs of an engine."""
+    """What the loop requires of an engine."""
 
     policy_version: int  # of the weights that the latest update_weights brought
 
     async def sample(self, request: SampleRequest) -> Trajectory:
-        """A one-turn trajectory. ``logprobs`` are those of the sampled tokens under the distribution that
+        """Return a one-turn trajectory. ``logprobs`` are those of the sampled tokens under the distribution that
         was sampled from: after temperature, top-k and top-p (temperature 1 for greedy). Requests with equal
         ``prompt_ids`` in flight together share one prefill (vLLM: but for what follows the last whole block).
         Cancelling the awaiting task aborts the request and frees its place."""
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replaces all weights, in memory, for the requests that start afterwards, and sets
+        """Replace all weights, in memory, for the requests that start afterwards, and set
         ``policy_version``. Raises ValueError where a name is unknown, missing or of another shape, and
         RuntimeError where requests are in flight."""
 
     def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:
-        """Log-probs ``log p(token t | tokens < t)`` at temperature 1 for t = 1..len-1, computed by the
+        """Return ``log p(token t | tokens < t)`` at temperature 1 for t = 1..len-1, computed by the
         engine's own weights: compared with the learner's after every update."""
 
     def sleep(self) -> None:
-        """Lets a learner have the device's memory until the next ``update_weights``, which wakes the engine; between
-        them it refuses requests. Does nothing where the engine was not made to. Raises RuntimeError where requests
+        """Give the device's memory to the learner until the next ``update_weights``, which wakes the engine; between
+        them it refuses requests. An engine that was not made for it does nothing. Raises RuntimeError where requests
         are in flight."""
 
     def close(self) -> None:

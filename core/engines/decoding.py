@@ -1,4 +1,4 @@
-"""The rows that decode together: who joins, who leaves, and one step for all of them.
+"""The rows that decode together: which join, which leave, and one step for all of them.
 
 Every row that is computed is a row that still writes. A prompt is prefilled but for its last token, which is the
 first input of each of its rows, so that the first token is drawn like every other one.
@@ -22,15 +22,6 @@ from core.engines.stepped import Row
 COLUMN_BLOCK = 64  # columns of responses are allocated in multiples of this
 
 
-@dataclass
-class DecodeStats:
-    """What was computed, in all. ``row_steps`` is the sum of the batch sizes of the decode steps."""
-
-    prefill_tokens: int = 0  # prompt tokens sent through the model ahead of decoding, padding not counted
-    steps: int = 0
-    row_steps: int = 0
-
-
 @dataclass(frozen=True)
 class BatchLimits:
     """``rows`` decode at once; ``prefill_tokens`` of several prompts a forward pass; ``cache_tokens`` are stored."""
@@ -41,7 +32,8 @@ class BatchLimits:
 
 
 class DecodeBatch:
-    """Place ``i`` of the response store belongs to ``rows[i]``, place ``j`` of the prompt store to ``prompts[j]``.
+    """The rows that decode. Place ``i`` of the response store is ``rows[i]``'s, place ``j`` of the prompt store
+    ``prompts[j]``'s.
 
     Arrays run along with them. Of a row: ``prompt`` is the place of its prompt, ``length`` counts the stored tokens
     of its response, ``token`` is its next input, ``seed`` its sampling seed. Of a prompt: ``prefix`` counts its
@@ -52,7 +44,8 @@ class DecodeBatch:
         self.model, self.limits, self.cache = model, limits, cache
         self.device = cache.device
         self.own_attention = model.config._attn_implementation == ATTENTION
-        self.stats = DecodeStats()
+        # What was computed in all: prompt tokens ahead of decoding (without padding), and the rows of all steps.
+        self.prefill_tokens = self.row_steps = 0
         self.clear()
 
     def clear(self) -> None:
@@ -65,7 +58,7 @@ class DecodeBatch:
         self.cache.free()
 
     def room_for(self, rows: list[Row]) -> int:
-        """How many of these, in their order, may join now without ever exceeding the limits."""
+        """Return how many of these, in their order, may join now without ever exceeding the limits."""
         if not rows:
             return 0
         budget = max((row.request.sampling.max_tokens for row in self.rows), default=0)
@@ -82,7 +75,7 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def admit(self, rows: list[Row]) -> None:
-        """Adds rows, with one prefill for all that share a prompt; a prompt that is decoding already needs none."""
+        """Add rows, with one prefill for all that share a prompt; a prompt that is decoding already needs none."""
         places = {prompt: place for place, prompt in enumerate(self.prompts)}
         fresh = sorted({row.request.prompt_ids: None for row in rows if row.request.prompt_ids not in places}, key=len)
         used, self.prompts = len(self.prompts), self.prompts + fresh
@@ -100,7 +93,7 @@ class DecodeBatch:
             self._prefill(used)
 
     def _prefill(self, begin: int) -> None:
-        """Fills the prompt store from place ``begin`` on; the prompts there are sorted by length."""
+        """Fill the prompt store from place ``begin`` on; the prompts there are sorted by length."""
         while begin < len(self.prompts) and self.prefix[begin] == 0:
             begin += 1
         while begin < len(self.prompts):
@@ -117,12 +110,12 @@ class DecodeBatch:
                     past_key_values=self.cache,
                     use_cache=True,
                 )
-            self.stats.prefill_tokens += int(self.prefix[begin:end].sum())
+            self.prefill_tokens += int(self.prefix[begin:end].sum())
             begin = end
 
     @torch.inference_mode()
     def step(self) -> list[Row]:
-        """One more token for every row; returns the rows that ended with it, which have left the batch."""
+        """Write a token of every row; return the rows that ended with it, which have left the batch."""
         logits_NV = self._forward()
         if self.settings is None:
             sampling = [row.request.sampling for row in self.rows]
@@ -131,8 +124,7 @@ class DecodeBatch:
         token_N, logprob_N = draw(logits_NV, self.settings, uniform_N)
         self.token = token_N.cpu().numpy()
         self.length = self.length + 1
-        self.stats.steps += 1
-        self.stats.row_steps += len(self.rows)
+        self.row_steps += len(self.rows)
         written = zip(self.rows, self.token.tolist(), logprob_N.tolist(), strict=True)
         ended = [place for place, (row, token, logprob) in enumerate(written) if row.write(token, logprob)]
         finished = [self.rows[place] for place in ended]
@@ -154,7 +146,7 @@ class DecodeBatch:
         return output.logits[:, -1]
 
     def _mask(self, plan: Decode) -> Tensor:
-        """Four axes, which transformers takes as they are: a stand-in, or what eager attention adds to its scores."""
+        """Return a stand-in, or what eager attention adds to its scores; transformers uses four axes unchanged."""
         if self.own_attention:
             return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
         shape = (plan.rows, 1, 1, plan.prefix_columns + plan.columns)
@@ -163,8 +155,8 @@ class DecodeBatch:
         return mask if seen is None else mask.masked_fill_(~seen, torch.finfo(mask.dtype).min)
 
     def _reserve(self, kind: str, places: int, columns: int, most: int) -> None:
-        """Room for so much, and for some more places and columns (of which ``most`` can be needed): growing copies
-        all that is stored. Where both stores would pass the limit together, the other one shrinks to its need."""
+        """Reserve room for so much, with spare places and columns (at most ``most``), because growing copies all that
+        is stored. Where both stores together would pass the limit, the other one shrinks to its need."""
         has_places, has_columns = self.cache.allocated[kind]
         if places <= has_places and columns <= has_columns:
             return
@@ -181,7 +173,7 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def remove(self, places: list[int]) -> None:
-        """Takes these rows out, and the prompts that nobody continues; the last ones move into their places."""
+        """Remove these rows, and the prompts that no row continues; the last ones move into their places."""
         if not places:
             return
         holes, movers, left = _moves(places, len(self.rows))
@@ -196,11 +188,7 @@ class DecodeBatch:
         self.token, self.seed = self.token[:left], self.seed[:left]
         self.settings = None
         unused = np.flatnonzero(np.bincount(self.prompt, minlength=len(self.prompts)) == 0).tolist()
-        if unused:
-            self._remove_prompts(unused)
-
-    def _remove_prompts(self, places: list[int]) -> None:
-        holes, movers, left = _moves(places, len(self.prompts))
+        holes, movers, left = _moves(unused, len(self.prompts))
         if holes and (columns := int(self.prefix[movers].max())):
             self.cache.copy("prompts", holes, movers, columns)
         self.prefix[holes] = self.prefix[movers]
@@ -212,31 +200,30 @@ class DecodeBatch:
 
 
 def _moves(gone: list[int], count: int) -> tuple[list[int], list[int], int]:
-    """Which of the last places move into which of the first, so that ``gone`` (ascending) leave no hole; how many
-    stay."""
+    """Return the places that ``gone`` (ascending) leave, the last places that move there, and how many stay."""
     left, leaving = count - len(gone), set(gone)
     return [i for i in gone if i < left], [i for i in range(left, count) if i not in leaving], left
 
 
 def most_stored(rows: int, budget: int, prompts: int, width: int) -> int:
-    """Tokens allocated at the most for so many rows of ``budget`` tokens and prompts of ``width``."""
+    """Return the most tokens allocated for so many rows of ``budget`` tokens and prompts of ``width``."""
     return with_spare(rows) * whole_blocks(budget) + with_spare(prompts) * width
 
 
 def with_spare(places: int) -> int:
-    """Places as they are allocated where more come one by one."""
+    """Return how many places are allocated where more come one by one."""
     return places + places // 4
 
 
 def whole_blocks(columns: int) -> int:
-    """Columns as they are allocated."""
+    """Return how many columns are allocated."""
     return -(-columns // COLUMN_BLOCK) * COLUMN_BLOCK
 
 
 def cache_for(model: Any, device: torch.device) -> SharedPromptCache:
-    """An empty cache of the model's shapes, found by sending one token through it.
+    """Return an empty cache of the model's shapes, found by sending one token through it.
 
-    Raises ValueError for a model that keeps something else than keys and values of its tokens.
+    Raises ValueError for a model that stores something other than keys and values of its tokens.
     """
     seen = DynamicCache(config=model.config)
     with torch.inference_mode():

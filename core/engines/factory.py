@@ -38,10 +38,10 @@ def hf_engine(config: Config, model: Callable[[], nn.Module], tokenizer: Any, de
     from core.engines.hf import HFEngine
 
     rollout = config.actor_rollout_ref.rollout
-    extra = dict(rollout.engine_kwargs.get("hf", {}))
     options = {"max_batch_rows": rollout.max_num_seqs, "max_prefill_tokens": rollout.max_num_batched_tokens}
+    options |= rollout.engine_kwargs.get("hf", {})
     dtype = torch.float32 if rollout.dtype in FULL_PRECISION else torch.bfloat16
-    return HFEngine(model(), tokenizer, dtype=dtype, adopt=True, **{**options, **extra})
+    return HFEngine(model(), tokenizer, dtype=dtype, adopt=True, **options)
 
 
 def vllm_engine(config: Config, model: Callable[[], nn.Module], tokenizer: Any, device: torch.device) -> RolloutEngine:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from core.engines import SampleRequest
-from core.engines.decoding import BatchLimits, DecodeBatch, DecodeStats, cache_for, most_stored
+from core.engines.decoding import BatchLimits, DecodeBatch, cache_for, most_stored
 from core.engines.kv_cache import ATTENTION
 from core.engines.stepped import Row, SteppedEngine
 from core.engines.stopping import eos_ids
@@ -47,11 +47,7 @@ class HFEngine(SteppedEngine):
         super().__init__(tokenizer, eos_ids(tokenizer, self.model), vocab_size, max_length)
         cache = cache_for(self.model, self.device)
         self.limits = BatchLimits(max_batch_rows, max_prefill_tokens, int(cache_gib * 2**30 / cache.bytes_per_token))
-        self._batch = DecodeBatch(self.model, self.limits, cache)
-
-    @property
-    def stats(self) -> DecodeStats:
-        return self._batch.stats
+        self.batch = DecodeBatch(self.model, self.limits, cache)
 
     def _check(self, request: SampleRequest) -> None:
         super()._check(request)
@@ -63,23 +59,22 @@ class HFEngine(SteppedEngine):
             )
 
     def _running(self) -> list[Row]:
-        return self._batch.rows
+        return self.batch.rows
 
     def _admit(self) -> None:
-        count = self._batch.room_for(self._waiting)
-        if count:
+        if count := self.batch.room_for(self._waiting):
             joining, self._waiting = self._waiting[:count], self._waiting[count:]
-            self._batch.admit(joining)
+            self.batch.admit(joining)
 
     def _advance(self) -> list[Row]:
-        return self._batch.step()
+        return self.batch.step()
 
     def _drop(self, rows: list[Row]) -> None:
-        if len(rows) == len(self._batch.rows):
-            self._batch.clear()
+        if len(rows) == len(self.batch.rows):
+            self.batch.clear()
         else:
             gone = set(map(id, rows))
-            self._batch.remove([place for place, row in enumerate(self._batch.rows) if id(row) in gone])
+            self.batch.remove([place for place, row in enumerate(self.batch.rows) if id(row) in gone])
 
     def _load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         for _, target, tensor in checked_weights(self.model, named_tensors):
@@ -87,20 +82,17 @@ class HFEngine(SteppedEngine):
 
     @torch.inference_mode()
     def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:
-        """As the contract says: [len(token_ids) - 1] float32."""
+        """Return the log-probs of the tokens after the first, [len(token_ids) - 1] float32."""
         ids = torch.tensor([token_ids], device=self.device)
         logprob_TV = self.model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
         return logprob_TV.gather(-1, ids[0, 1:, None])[:, 0].cpu().numpy()
 
-    def _rest(self) -> None:
-        """It keeps its weights; between requests it has no cache."""
-
     def _free(self) -> None:
-        self.model = self._batch.model = None
+        self.model = self.batch.model = None
 
 
 def _prepared(model: nn.Module, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Module:
-    """For inference: eval mode, no gradients, our attention where transformers lets a model choose."""
+    """Prepare for inference: eval mode, no gradients, our attention where transformers lets a model choose."""
     model = model.eval().requires_grad_(False)
     if device is not None:
         model = model.to(device)
@@ -115,13 +107,11 @@ def _prepared(model: nn.Module, device: torch.device | str | None, dtype: torch.
                 f"rollout.name=hf cannot run {type(model).__name__} with {model.config._attn_implementation} "
                 "attention: load it with attn_implementation=eager"
             )
-    elif getattr(model.config, "sliding_window", None) and "sliding_attention" in _layer_types(model.config):
+    elif getattr(model.config, "sliding_window", None) and "sliding_attention" in (
+        getattr(model.config, "layer_types", None) or ("sliding_attention",)
+    ):
         raise ValueError(
             f"rollout.name=hf cannot run {type(model).__name__}: eager attention with a sliding window; load it "
             "with attn_implementation=sdpa or use another engine"
         )
     return model
-
-
-def _layer_types(config: Any) -> tuple[str, ...]:
-    return tuple(getattr(config, "layer_types", None) or ("sliding_attention",))

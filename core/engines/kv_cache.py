@@ -1,4 +1,4 @@
-"""Keys and values of the rows that decode: those of a prompt once, those of its responses one slot a row.
+"""Keys and values of the rows that decode: those of a prompt once, those of its responses one place a row.
 
 A layer holds two stores, ``[places, heads, columns, dim]`` each. A place of the *prompt* store is a prompt, its
 column ``t`` the token at position ``t``; a place of the *response* store is a row, its column ``t`` the token at
@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-ATTENTION = "shared_prompts"  # the name under which transformers finds attend
+ATTENTION = "shared_prompts"  # the name under which transformers finds attend_to_stores
 
 
 @dataclass(frozen=True)
@@ -53,26 +53,21 @@ class Decode:
         self.position_N = self.prefix_N + length_N
         self._masks: dict[int | None, Tensor | None] = {}
         self._lines: dict[int, tuple[Tensor, Tensor]] = {}
-        self._place()
-
-    def _place(self) -> None:
-        """Rows in the order of their prompts: ``seat_N`` numbers the rows of a prompt, ``seats`` is the most of one."""
-        order = np.argsort(self.prompt_N, kind="stable")
-        count_P = np.bincount(self.prompt_N, minlength=self.prompts)
-        self.seats = int(count_P.max())
-        seat_N = np.empty(self.rows, np.int64)
-        seat_N[order] = np.arange(self.rows) - np.repeat(np.cumsum(count_P) - count_P, count_P)
-        self.seat_N = seat_N
+        # seat_N numbers the rows of a prompt, seats is the most of one.
+        count_P = np.bincount(prompt_N, minlength=self.prompts)
+        self.seats, self.seat_N = int(count_P.max()), np.empty(self.rows, np.int64)
+        in_order = np.arange(self.rows) - np.repeat(np.cumsum(count_P) - count_P, count_P)
+        self.seat_N[np.argsort(prompt_N, kind="stable")] = in_order
 
     def positions(self) -> Tensor:
-        """[1, 1] where all rows agree, otherwise [N, 1]."""
+        """Return the new tokens' positions, [1, 1] where all rows agree, otherwise [N, 1]."""
         position_N = self.position_N
         if (position_N == position_N[0]).all():
             position_N = position_N[:1]
         return torch.from_numpy(position_N).to(self.device)[:, None]
 
     def lines(self, heads: int) -> tuple[Tensor, Tensor]:
-        """Row and head ``[N * heads]`` to prompt, head and seat ``[P * heads * seats]``, and back.
+        """Return the map from row and head ``[N * heads]`` to prompt, head and seat ``[P * heads * seats]``, and back.
 
         An empty seat reads row 0; nothing is read back from it.
         """
@@ -85,7 +80,7 @@ class Decode:
         return self._lines[heads]
 
     def mask(self, window: int | None = None) -> Tensor | None:
-        """The columns that a row may see, prompt then response: [N, 1, 1, columns] bool, or None for all of them.
+        """Return the columns that a row may see, prompt then response, [N, 1, 1, columns] bool; None for all of them.
 
         ``window``: only so many of the last positions, the new token's own included.
         """
@@ -103,57 +98,45 @@ class Decode:
         return self._masks[window]
 
 
-@dataclass
-class Store:
-    """Keys and values of one kind in one layer: two tensors [places, heads, columns, dim]."""
+class SharedPromptLayer(CacheLayerMixin):
+    """The two stores of one layer, of keys and values each. ``plan`` is what the forward pass under way writes and
+    reads; ``shapes`` are (heads, dim) of the keys and of the values."""
 
-    shapes: tuple[tuple[int, int], tuple[int, int]]  # (heads, dim) of the keys and of the values
-    dtype: torch.dtype
-    device: torch.device
-    tensors: list[Tensor] = field(default_factory=list)
+    is_sliding = False
 
-    def reserve(self, places: int, columns: int) -> None:
-        """Allocates anew and keeps what was there. Zeros: a masked column has weight 0, and 0 * NaN would be NaN."""
-        old, self.tensors = self.tensors, []
+    def __init__(self, shapes: tuple[tuple[int, int], tuple[int, int]], dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.shapes, self.dtype, self.device = shapes, dtype, device
+        self.stores: dict[str, list[Tensor]] = {"prompts": [], "responses": []}
+        self.plan: Prefill | Decode | None = None
+        self.is_initialized = True
+
+    def reserve(self, kind: str, places: int, columns: int) -> None:
+        """Allocate anew and keep the contents. Zeros: a masked column has weight 0, and 0 * NaN would be NaN."""
+        old, self.stores[kind] = self.stores[kind], []
         for number, (heads, dim) in enumerate(self.shapes):
             new = torch.zeros(places, heads, columns, dim, dtype=self.dtype, device=self.device)
             if old:
                 kept = old[number][:places, :, :columns]
                 new[: kept.shape[0], :, : kept.shape[2]] = kept
-            self.tensors.append(new)
+            self.stores[kind].append(new)
 
-    def copy(self, to: Tensor, origin: Tensor, columns: int) -> None:
-        for tensor in self.tensors:
-            tensor[to, :, :columns] = tensor[origin, :, :columns]
-
-    def read(self, places: int, columns: int) -> list[Tensor]:
-        return [tensor[:places, :, :columns] for tensor in self.tensors]
-
-
-class SharedPromptLayer(CacheLayerMixin):
-    """The two stores of one layer. ``plan`` says what the forward pass under way writes and reads."""
-
-    is_sliding = False
-
-    def __init__(self, prompts: Store, responses: Store):
-        super().__init__()
-        self.prompts, self.responses = prompts, responses
-        self.plan: Prefill | Decode | None = None
-        self.is_initialized = True
+    def read(self, kind: str, places: int, columns: int) -> list[Tensor]:
+        return [tensor[:places, :, :columns] for tensor in self.stores[kind]]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise RuntimeError("SharedPromptCache.reserve allocates")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Stores the new keys and values. Returns the new ones of a prefill; all of a decode step for attention
-        functions that know no stores, [N, heads, columns, dim]; and to our own, which reads the stores, the new."""
+        """Store the new keys and values. Return all of a decode step, [N, heads, columns, dim], for attention
+        functions that do not read the stores; the new ones for our own, which does, and for a prefill."""
         plan, new = self.plan, (key_states, value_states)
         if isinstance(plan, Prefill):
             count, _, width, _ = key_states.shape
-            for tensor, states in zip(self.prompts.tensors, new, strict=True):
+            for tensor, states in zip(self.stores["prompts"], new, strict=True):
                 tensor[plan.begin : plan.begin + count, :, :width] = states
             return new
-        for tensor, states in zip(self.responses.tensors, new, strict=True):
+        for tensor, states in zip(self.stores["responses"], new, strict=True):
             if plan.even:
                 tensor[: plan.rows, :, plan.columns - 1] = states[:, :, 0]
             else:
@@ -161,8 +144,8 @@ class SharedPromptLayer(CacheLayerMixin):
         if _under_way.get() is not None:
             return new
         places = torch.from_numpy(plan.prompt_N).to(key_states.device)
-        prompts = self.prompts.read(plan.prompts, plan.prefix_columns)
-        responses = self.responses.read(plan.rows, plan.columns)
+        prompts = self.read("prompts", plan.prompts, plan.prefix_columns)
+        responses = self.read("responses", plan.rows, plan.columns)
         return tuple(torch.cat([p[places], r], 2) for p, r in zip(prompts, responses, strict=True))
 
     def get_seq_length(self) -> int:
@@ -178,34 +161,33 @@ class SharedPromptLayer(CacheLayerMixin):
 class SharedPromptCache(Cache):
     """The stores of all layers, as the ``past_key_values`` of a transformers model.
 
-    ``shapes`` are the (heads, dim) of keys and values, layer by layer. ``prompts`` and ``responses`` are what is
-    allocated at present, as (places, columns).
+    ``shapes`` are the (heads, dim) of keys and values, layer by layer. ``allocated`` has (places, columns) of the
+    stores ``prompts`` and ``responses``.
     """
 
     def __init__(self, shapes: list[tuple[tuple[int, int], tuple[int, int]]], dtype: torch.dtype, device: torch.device):
-        super().__init__(
-            layers=[SharedPromptLayer(Store(pair, dtype, device), Store(pair, dtype, device)) for pair in shapes]
-        )
+        super().__init__(layers=[SharedPromptLayer(pair, dtype, device) for pair in shapes])
         numbers = sum(math.prod(shape) for pair in shapes for shape in pair)
         self.bytes_per_token = numbers * torch.empty((), dtype=dtype).element_size()
         self.device = device
         self.allocated = {"prompts": (0, 0), "responses": (0, 0)}
 
     def reserve(self, kind: str, places: int, columns: int) -> None:
-        """Allocates the store ``kind`` anew; layer after layer, so that only one is held twice."""
+        """Allocate the store ``kind`` anew; layer after layer, so that only one is held twice."""
         self.allocated[kind] = (places, columns)
         for layer in self.layers:
-            getattr(layer, kind).reserve(places, columns)
+            layer.reserve(kind, places, columns)
 
     def copy(self, kind: str, to: list[int], origin: list[int], columns: int) -> None:
-        """Copies the first ``columns`` columns of the places ``origin`` into the places ``to``."""
+        """Copy the first ``columns`` columns of the places ``origin`` into the places ``to``."""
         target, source = (torch.tensor(places, device=self.device) for places in (to, origin))
         for layer in self.layers:
-            getattr(layer, kind).copy(target, source, columns)
+            for tensor in layer.stores[kind]:
+                tensor[target, :, :columns] = tensor[source, :, :columns]
 
     @contextmanager
     def forward(self, plan: Prefill | Decode, *, own_attention: bool) -> Iterator[None]:
-        """While the model runs: what the layers write and read, and whether :func:`attend` reads the stores."""
+        """Set, while the model runs, what the layers write and read, and whether our attention reads the stores."""
         for layer in self.layers:
             layer.plan = plan
         token = _under_way.set(self if own_attention and isinstance(plan, Decode) else None)
@@ -216,7 +198,7 @@ class SharedPromptCache(Cache):
 
     def free(self) -> None:
         for layer in self.layers:
-            layer.prompts.tensors, layer.responses.tensors, layer.plan = [], [], None
+            layer.stores, layer.plan = {"prompts": [], "responses": []}, None
         self.allocated = {"prompts": (0, 0), "responses": (0, 0)}
 
 
@@ -224,7 +206,7 @@ class SharedPromptCache(Cache):
 _under_way: ContextVar[SharedPromptCache | None] = ContextVar("decode step under way", default=None)
 
 
-def attend(
+def attend_to_stores(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -235,8 +217,8 @@ def attend(
     sliding_window: int | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Attention of one new token a row to its prompt and to its response; outside of a decode step transformers'
-    own ``sdpa``. ``key``, ``value`` and ``attention_mask`` are not read in a decode step.
+    """Attend with one new token a row to its prompt and its response; outside of a decode step use transformers'
+    ``sdpa``. ``key``, ``value`` and ``attention_mask`` are not read in a decode step.
 
     Query heads that share a head of keys are the lines of one small matrix product, and so are, for the prompt's
     part, the rows that share the prompt: keys and values are read once and never repeated.
@@ -251,15 +233,15 @@ def attend(
     layer = cache.layers[module.layer_idx]
     plan = layer.plan
     rows, heads, _, dim = query.shape
-    kv_heads = layer.responses.shapes[0][0]
+    kv_heads = layer.shapes[0][0]
     scale = dim**-0.5 if scaling is None else scaling
     query = query.reshape(rows * kv_heads, heads // kv_heads, dim)
-    key, value = (store.flatten(0, 1) for store in layer.responses.read(rows, plan.columns))
+    key, value = (store.flatten(0, 1) for store in layer.read("responses", rows, plan.columns))
     scores = _scores(query, key, scale)
     width = plan.prefix_columns
     if width:
         there, back = plan.lines(kv_heads)
-        key_P, value_P = (store.flatten(0, 1) for store in layer.prompts.read(plan.prompts, width))
+        key_P, value_P = (store.flatten(0, 1) for store in layer.read("prompts", plan.prompts, width))
         grouped = query.index_select(0, there).view(len(key_P), -1, dim)
         prompt_scores = _scores(grouped, key_P, scale).view(len(there), -1, width).index_select(0, back)
         scores = torch.cat([prompt_scores, scores], -1)
@@ -278,5 +260,5 @@ def _scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
     return torch.baddbmm(query.new_empty(()), query, key.transpose(1, 2), beta=0, alpha=scale)
 
 
-AttentionInterface.register(ATTENTION, attend)
+AttentionInterface.register(ATTENTION, attend_to_stores)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)

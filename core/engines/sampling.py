@@ -24,7 +24,7 @@ _MIX = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint6
 
 
 def uniforms(seed_N: np.ndarray, position_N: np.ndarray) -> np.ndarray:
-    """One number in [0, 1) a row from its seed and position: splitmix64 (Steele, Lea, Flood 2014), twice.
+    """Return a number in [0, 1) for each row's seed and position: splitmix64 (Steele, Lea, Flood 2014), twice.
 
     The seed is mixed before the position is added, so that neighbouring seeds share no stretch of numbers.
 
@@ -45,7 +45,7 @@ def _splitmix(x: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RowSettings:
-    """How each row is sampled, as tensors, and what no row asks for, so that it can be left out.
+    """How each row is sampled, as tensors; None where no row needs a stage, so that it can be skipped.
 
     Greedy rows have temperature 1 and no truncation here: their log-probs are those of the full distribution.
     """
@@ -83,7 +83,7 @@ class RowSettings:
 
 
 def draw(logits_NV: Tensor, settings: RowSettings, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
-    """The next token of every row and its log-prob under the distribution that it was drawn from.
+    """Return the next token of every row and its log-prob under the distribution that it was drawn from.
 
     Temperature, then top-k, then top-p of what is left, in the order of transformers and vLLM. The token is the
     inverse of the distribution function at ``uniform_N``. Raises FloatingPointError where a row has no finite
@@ -95,12 +95,9 @@ def draw(logits_NV: Tensor, settings: RowSettings, uniform_N: Tensor) -> tuple[T
         returns    [N] int64, [N] float32
     """
     step = max(1, MAX_CELLS // logits_NV.shape[1])
-    if len(logits_NV) <= step:
-        token_N, logprob_N = _draw(logits_NV, settings, uniform_N)
-    else:
-        parts = [slice(start, start + step) for start in range(0, len(logits_NV), step)]
-        drawn = [_draw(logits_NV[part], settings.rows(part), uniform_N[part]) for part in parts]
-        token_N, logprob_N = (torch.cat(values) for values in zip(*drawn, strict=True))
+    parts = [slice(start, start + step) for start in range(0, len(logits_NV), step)]
+    drawn = [_draw(logits_NV[part], settings.rows(part), uniform_N[part]) for part in parts]
+    token_N, logprob_N = (torch.cat(values) for values in zip(*drawn, strict=True))
     if not logprob_N.isfinite().all():
         raise FloatingPointError("the model's logits are not finite: its weights hold NaN or infinite values")
     return token_N, logprob_N
@@ -119,7 +116,7 @@ def _draw(logits_NV: Tensor, settings: RowSettings, uniform_N: Tensor) -> tuple[
 
 
 def processed_logits(logits_NV: Tensor, settings: RowSettings) -> Tensor:
-    """Logits after temperature, top-k and top-p; -inf for what was cut off. [N, V] float32."""
+    """Return logits after temperature, top-k and top-p, -inf for what was cut off. [N, V] float32."""
     logits_NV = logits_NV.float()
     if settings.temperature_N is not None:
         logits_NV = logits_NV / settings.temperature_N[:, None]
@@ -131,7 +128,7 @@ def processed_logits(logits_NV: Tensor, settings: RowSettings) -> Tensor:
 
 
 def _keep_top_k(logits_NV: Tensor, top_k_N: Tensor) -> Tensor:
-    """-inf below the k-th largest logit; ties with it stay."""
+    """Set what is below the k-th largest logit to -inf; ties with it stay."""
     vocab_size = logits_NV.shape[1]
     cut = (top_k_N < vocab_size).nonzero()[:, 0]
     if not len(cut):
@@ -144,7 +141,7 @@ def _keep_top_k(logits_NV: Tensor, top_k_N: Tensor) -> Tensor:
 
 
 def _keep_top_p(logits_NV: Tensor, top_p_N: Tensor) -> Tensor:
-    """-inf outside the smallest set of most probable tokens that holds at least ``top_p`` of the mass."""
+    """Set what is outside the smallest set of most probable tokens with at least ``top_p`` of the mass to -inf."""
     cut = (top_p_N < 1).nonzero()[:, 0]
     if not len(cut):
         return logits_NV
@@ -156,7 +153,7 @@ def _keep_top_p(logits_NV: Tensor, top_p_N: Tensor) -> Tensor:
 
 
 def _inverse(prob_NV: Tensor, uniform_N: Tensor) -> Tensor:
-    """The token at ``uniform_N`` of each row's cumulated probabilities: first its block, then within the block.
+    """Return the token at ``uniform_N`` of each row's cumulated probabilities: first its block, then within it.
 
     A running sum over the vocabulary is slow on a CPU and, in float32, blind to rare tokens; sums of about
     sqrt(V) blocks and a running sum over one block, both in float64, are neither.
@@ -176,7 +173,7 @@ def _inverse(prob_NV: Tensor, uniform_N: Tensor) -> Tensor:
 
 
 def _search(mass_NS: Tensor, target_N1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The first cell whose running sum is above the target, the sum before that cell, and the target as used."""
+    """Return the first cell whose running sum exceeds the target, the sum before that cell, and the target used."""
     sum_NS = mass_NS.cumsum(-1)
     total_N1 = sum_NS[:, -1:]
     # Rounding must not lift the target to the total: behind it there is no cell, or only cells of mass 0.

@@ -1,8 +1,8 @@
-"""What engines share that compute step by step in the caller's process: requests, their consumers, event loops.
+"""What engines that compute step by step in the caller's process share: requests, their consumers, event loops.
 
-One task of the running event loop steps while requests are in flight and ends with the last of them. It gives way
-between steps, so that what is finished is scored while the rest decodes. No threads and no timers: what the requests'
-consumers do decides the order of everything, and a replay repeats it to the bit.
+One task of the running event loop steps while requests are in flight and ends with the last of them. It yields
+between steps, so that what is finished is scored while the rest decodes. There are no threads and no timers: the
+requests' consumers alone decide the order of everything, and a replay repeats it to the bit.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from core.engines import SampleRequest
 from core.engines.stopping import StopRule, one_turn
 from core.types import Stop, Trajectory
 
-SETTLED_TURNS = 32  # after verdicts from elsewhere came: more than all that they set off can take
-TURNS = 4  # turns of the event loop after a sample ended: its consumer, and whom that one wakes, may ask for more
+SETTLED_TURNS = 32  # turns of the event loop after scores from elsewhere came: more than all their effects can take
+TURNS = 4  # turns after a sample ended: its consumer, and those that it wakes, may request more
 
 
 @dataclass(eq=False)
@@ -36,7 +36,7 @@ class Row:
     stop: Stop | None = None
 
     def write(self, token: int, logprob: float) -> bool:
-        """Takes the next token; says whether it was the last and sets ``stop``."""
+        """Append the next token, set ``stop``, and return whether the token was the last."""
         self.ids.append(token)
         self.logprobs.append(logprob)
         self.stop = self.rule.ended(self.ids)
@@ -44,8 +44,9 @@ class Row:
 
 
 class SteppedEngine(ABC):
-    """:class:`core.engines.RolloutEngine` but for the computing, which :meth:`_admit`, :meth:`_advance`,
-    :meth:`_drop`, :meth:`_load`, :meth:`_free` and ``probe`` do. Rows are in ``_waiting``, then in :meth:`_running`.
+    """:class:`core.engines.RolloutEngine` without the computing, which the abstract methods and ``probe`` do.
+
+    Rows are in ``_waiting``, then in :meth:`_running`.
 
     ``eos`` are the ids that end a response; prompts hold ids below ``vocab_size``; prompt and response together have
     at most ``max_length`` tokens, which ``length_key`` bounds.
@@ -61,46 +62,45 @@ class SteppedEngine(ABC):
         self._task: asyncio.Task | None = None
         self._closed = False
         # Awaited before each step: consumers whose answers come from elsewhere are then not overtaken by the next
-        # step, and a replay stays exact. True: some of those answers came, and who got them may ask for more.
+        # step, and a replay stays exact. True: some of those answers came, and their receivers may request more.
         self.before_step: Callable[[], Awaitable[bool]] | None = None
 
     @abstractmethod
     def _running(self) -> list[Row]:
-        """The rows that are being computed."""
+        """Return the rows that are being computed."""
 
     @abstractmethod
     def _admit(self) -> None:
-        """Takes from the front of ``_waiting`` what has room."""
+        """Admit from the front of ``_waiting`` what has room."""
 
     @abstractmethod
     def _advance(self) -> list[Row]:
-        """One step; returns the rows that ended with it, which are not running any more."""
+        """Take a step and return the rows that ended with it, which are not running any more."""
 
     @abstractmethod
     def _drop(self, rows: list[Row]) -> None:
-        """Stops computing these running rows."""
+        """Stop computing these running rows."""
 
     @abstractmethod
     def _load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replaces the weights; ValueError, and nothing is changed, where they do not fit."""
-
-    @abstractmethod
-    def _rest(self) -> None:
-        """Frees what ``_load`` will bring back, where it can; nothing is in flight."""
+        """Replace the weights; raise ValueError, and change nothing, where they do not fit."""
 
     @abstractmethod
     def _free(self) -> None:
-        """Lets go of model and cache; nothing is in flight."""
+        """Release model and cache; nothing is in flight."""
 
     async def sample(self, request: SampleRequest) -> Trajectory:
-        """As the contract says. Raises ValueError for a request that this model or cache cannot hold,
-        RuntimeError once the engine is closed, FloatingPointError where the weights give no finite logits."""
+        """Sample a trajectory. Raises ValueError for a request that this model or cache cannot hold, RuntimeError
+        once the engine is closed, FloatingPointError where the weights give no finite logits."""
         if self._closed:
             raise RuntimeError("the engine is closed")
         self._check(request)
-        self._wake()
-        rule = StopRule.of(request.sampling, self.eos, self.tokenizer)
-        row = Row(request, asyncio.get_running_loop().create_future(), rule, self.policy_version)
+        loop = asyncio.get_running_loop()
+        if self._task is None or self._task.get_loop() is not loop or self._task.done():
+            self._drop_all()  # what a former event loop left behind
+            self._task = loop.create_task(self._decode())
+        rule = StopRule(request.sampling, self.eos, self.tokenizer)
+        row = Row(request, loop.create_future(), rule, self.policy_version)
         self._waiting.append(row)
         return await row.future
 
@@ -119,20 +119,14 @@ class SteppedEngine(ABC):
                 f"{self.max_length}: lower data.max_prompt_length or data.max_response_length"
             )
 
-    def _wake(self) -> None:
-        """Starts the decoding task, unless it runs. What a former event loop left behind is dropped."""
-        loop = asyncio.get_running_loop()
-        if self._task is not None and self._task.get_loop() is loop and not self._task.done():
-            return
-        self._drop_all()
-        self._task = loop.create_task(self._decode())
-
     async def _decode(self) -> None:
         task, turns = asyncio.current_task(), TURNS
         try:
             while True:
                 await self._let_consumers_act(turns)
-                self._drop_aborted()
+                self._waiting = _awaited(self._waiting)
+                if aborted := [row for row in self._running() if row.future.done()]:
+                    self._drop(aborted)
                 self._admit()
                 if not self._running():
                     return
@@ -156,12 +150,6 @@ class SteppedEngine(ABC):
             for _ in range(SETTLED_TURNS):
                 await asyncio.sleep(0)
 
-    def _drop_aborted(self) -> None:
-        self._waiting = _awaited(self._waiting)
-        aborted = [row for row in self._running() if row.future.done()]
-        if aborted:
-            self._drop(aborted)
-
     def _in_flight(self) -> list[Row]:
         return _awaited(self._running() + self._waiting)
 
@@ -178,16 +166,14 @@ class SteppedEngine(ABC):
             row.future.set_result(one_turn(row.request, row.ids, row.logprobs, row.stop, row.version, self.tokenizer))
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """As the contract says. Every weight must come, under one of its names where it has several (tied
-        embeddings); two names of one weight must agree. Nothing is changed where anything is wrong."""
+        """Replace all weights. Each must come, under one of its names where it has several (tied embeddings); two
+        names of one weight must agree. Nothing is changed where anything is wrong."""
         self._refuse_in_flight("update_weights")
         self._load(named_tensors)
         self.policy_version = version
 
     def sleep(self) -> None:
-        """As the contract says."""
         self._refuse_in_flight("sleep")
-        self._rest()
 
     def _refuse_in_flight(self, what: str) -> None:
         live = [row for row in self._in_flight() if not row.future.get_loop().is_closed()]
@@ -197,7 +183,7 @@ class SteppedEngine(ABC):
         self._drop(list(self._running()))  # what a closed event loop left behind must not go on with other weights
 
     def close(self) -> None:
-        """Cancels what is in flight and lets go of model and cache. A second call does nothing."""
+        """Cancel what is in flight and release model and cache. A second call does nothing."""
         if self._closed:
             return
         self._closed = True

@@ -1,9 +1,8 @@
-"""When a response ends, and what it then is. Stop ids are looked up, stop strings matched on the growing text."""
+"""When a response ends, and the trajectory that it becomes. Stop strings are matched on the growing text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -42,26 +41,17 @@ class StopStrings:
         return False
 
 
-@dataclass
 class StopRule:
-    """What ends one response. It follows the response as it grows: one rule a request, asked after every token."""
+    """What ends one response. It follows the response as it grows: one rule a request, applied after every token."""
 
-    eos: frozenset[int]  # empty under ignore_eos
-    stop_ids: frozenset[int]
-    strings: StopStrings | None
-    max_tokens: int
-
-    @classmethod
-    def of(cls, sampling: SamplingParams, eos: frozenset[int], tokenizer: Any) -> StopRule:
-        return cls(
-            frozenset() if sampling.ignore_eos else eos,
-            frozenset(sampling.stop_token_ids),
-            StopStrings(tokenizer, sampling.stop) if sampling.stop else None,
-            sampling.max_tokens,
-        )
+    def __init__(self, sampling: SamplingParams, eos: frozenset[int], tokenizer: Any):
+        self.eos = frozenset() if sampling.ignore_eos else eos
+        self.stop_ids = frozenset(sampling.stop_token_ids)
+        self.strings = StopStrings(tokenizer, sampling.stop) if sampling.stop else None
+        self.max_tokens = sampling.max_tokens
 
     def ended(self, ids: Sequence[int]) -> Stop | None:
-        """Why ``ids``, all the tokens of the response so far, are the whole response; None where they are not."""
+        """Return why ``ids``, all tokens of the response so far, are the whole response; None where they are not."""
         if ids[-1] in self.eos:
             return Stop.EOS
         if ids[-1] in self.stop_ids:
@@ -72,7 +62,7 @@ class StopRule:
 
 
 def eos_ids(tokenizer: Any, model: Any = None) -> frozenset[int]:
-    """The tokenizer's end-of-sequence id and those of the model's generation config, which may name several."""
+    """Return the tokenizer's end-of-sequence id and those of the model's generation config, which may be several."""
     generation = getattr(model, "generation_config", None)
     named = (getattr(tokenizer, "eos_token_id", None), getattr(generation, "eos_token_id", None))
     lists = (ids if isinstance(ids, (list, tuple)) else [ids] for ids in named)
@@ -82,7 +72,7 @@ def eos_ids(tokenizer: Any, model: Any = None) -> frozenset[int]:
 def one_turn(
     request: SampleRequest, ids: Sequence[int], logprobs: Sequence[float], stop: Stop, version: int, tokenizer: Any
 ) -> Trajectory:
-    """The trajectory of a response that the policy wrote in one go."""
+    """Return the trajectory of a response that the policy wrote in one turn."""
     return Trajectory(
         prompt_ids=np.array(request.prompt_ids),
         response_ids=np.array(ids),

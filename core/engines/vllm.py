@@ -1,8 +1,8 @@
-"""vLLM behind the engine contract: its core in this process, stepped by our loop. The one file that imports vllm.
+"""vLLM behind the engine contract: its core in this process, stepped by our loop. The only file that imports vllm.
 
 vLLM holds no tokenizer here and decides no stop string: ids go in, ids and log-probs come out, and
-``core.engines.stopping`` says what ended a response, as for every engine. Samples of a prompt share its whole blocks
-by prefix caching. With tensor parallelism vLLM starts a process a GPU of its own; else all of it is in this one.
+``core.engines.stopping`` decides what ended a response, as for every engine. Samples of a prompt share its whole
+blocks by prefix caching. With tensor parallelism vLLM starts a process for each GPU; else all of it is in this one.
 """
 
 from __future__ import annotations
@@ -63,19 +63,17 @@ class VLLMEngine(SteppedEngine):
 
     ``skeleton`` is the model without weights (on the meta device): what names and shapes an update must have.
     ``options`` are vLLM's engine arguments (``model`` is its folder or hub id). Where ``enable_sleep_mode`` is among
-    them, ``sleep`` gives the GPU back. Weights that are not finite leave their mark in the cache for good. Raises
+    them, ``sleep`` frees the GPU. Weights that are not finite leave their mark in the cache for good. Raises
     ValueError where vLLM cannot run the model so.
     """
 
     def __init__(self, tokenizer: Any, skeleton: nn.Module, **options: Any):
         self.skeleton = skeleton
-        options = {**FIXED, **options}
+        # Without this vLLM would look for a Ray of its own inside a Ray actor.
+        executor = "mp" if options.get("tensor_parallel_size", 1) > 1 else "uni"
+        options = {**FIXED, "distributed_executor_backend": executor, **options}
         if DEVICE == "cpu":
             options |= _on_cpu(options)
-        # Else vLLM would look for a Ray of its own inside a Ray actor.
-        options.setdefault(
-            "distributed_executor_backend", "mp" if options.get("tensor_parallel_size", 1) > 1 else "uni"
-        )
         with _process_kept():
             self.llm = LLMEngine.from_engine_args(EngineArgs(**options))
         model = self.llm.model_config
@@ -86,8 +84,6 @@ class VLLMEngine(SteppedEngine):
         self._rows: dict[str, Row] = {}
         self._names = map(str, count())
 
-    # -- rows
-
     def _check(self, request: SampleRequest) -> None:
         super()._check(request)
         if self.asleep:
@@ -97,37 +93,36 @@ class VLLMEngine(SteppedEngine):
         return list(self._rows.values())
 
     def _admit(self) -> None:
-        """vLLM queues by itself."""
+        """Submit every row: vLLM queues by itself."""
         waiting, self._waiting = self._waiting, []
         for row in waiting:
-            name = next(self._names)
+            sampling, rule, name = row.request.sampling, row.rule, next(self._names)
             self._rows[name] = row
-            self.llm.add_request(name, tokens_input(list(row.request.prompt_ids)), self._params(row))
+            self._submit(
+                name,
+                row.request.prompt_ids,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                seed=derive_seed("vllm", row.request.seed),  # torch's generator on the CPU reads the lower 32 bits
+                max_tokens=sampling.max_tokens,
+                stop_token_ids=[i for i in sorted(rule.eos | rule.stop_ids) if i < self.vocab_size],
+                ignore_eos=True,  # it is among the stop ids, or not wanted
+                logprobs=0,  # of the sampled token
+                # Where stop strings may end a response, every token is examined; else it comes whole.
+                output_kind=RequestOutputKind.DELTA if rule.strings else RequestOutputKind.FINAL_ONLY,
+            )
 
-    def _params(self, row: Row) -> SamplingParams:
-        asked, rule = row.request.sampling, row.rule
-        ends = [i for i in sorted(rule.eos | rule.stop_ids) if i < self.vocab_size]
-        return SamplingParams(
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            top_k=asked.top_k,
-            seed=derive_seed("vllm", row.request.seed),  # torch's generator on the CPU reads the lower 32 bits
-            max_tokens=asked.max_tokens,
-            stop_token_ids=ends,
-            ignore_eos=True,  # it is among the stop ids, or not wanted
-            logprobs=0,  # of the sampled token
-            flat_logprobs=True,
-            detokenize=False,
-            # Where stop strings may end a response, every token is looked at; else it comes whole.
-            output_kind=RequestOutputKind.DELTA if rule.strings else RequestOutputKind.FINAL_ONLY,
-        )
+    def _submit(self, name: str, token_ids: tuple[int, ...], **params: Any) -> None:
+        sampling = SamplingParams(flat_logprobs=True, detokenize=False, **params)
+        self.llm.add_request(name, tokens_input(list(token_ids)), sampling)
 
     def _advance(self) -> list[Row]:
         with self._whole():
             return self._take(self.llm.step())
 
     def _take(self, outputs: list[Any]) -> list[Row]:
-        """Gives the rows what vLLM wrote; those that ended have left."""
+        """Append what vLLM wrote to the rows; return those that ended, which have left."""
         ended = []
         for output in outputs:
             row, (part,) = self._rows[output.request_id], output.outputs
@@ -149,10 +144,8 @@ class VLLMEngine(SteppedEngine):
             del self._rows[name]
         self.llm.abort_request(names)
 
-    # -- weights
-
     def _load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Through vLLM's own reloading, which packs and shards. A tied weight goes under each of its names: a head
+        """Use vLLM's own reloading, which packs and shards. A tied weight goes under each of its names: a head
         that vLLM packed for itself would stay stale without its own."""
         weights = checked_weights(self.skeleton, named_tensors)
         if self.asleep:
@@ -164,27 +157,21 @@ class VLLMEngine(SteppedEngine):
             self.llm.wake_up(["kv_cache"])
             self.asleep = False
         if not self.llm.reset_prefix_cache():
-            raise RuntimeError("vLLM did not let go of the keys and values of the former weights")
+            raise RuntimeError("vLLM did not release the keys and values of the former weights")
 
-    def _rest(self) -> None:
+    def sleep(self) -> None:
+        super().sleep()
         if self.sleeps and not self.asleep:
             self.llm.sleep(level=2)  # 2: the weights are not kept either
             self.asleep = True
 
     def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:
-        """As the contract says: [len(token_ids) - 1] float32."""
+        """Return the log-probs of the tokens after the first, [len(token_ids) - 1] float32."""
         if len(token_ids) < 2:
             return np.zeros(0, np.float32)
         name = next(self._names)
-        params = SamplingParams(
-            max_tokens=1,
-            temperature=0,
-            prompt_logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        self.llm.add_request(name, tokens_input(list(token_ids)), params)
+        whole = RequestOutputKind.FINAL_ONLY
+        self._submit(name, token_ids, max_tokens=1, temperature=0, prompt_logprobs=0, output_kind=whole)
         own: list[Any] = []
         while not own:
             with self._whole():
@@ -195,7 +182,7 @@ class VLLMEngine(SteppedEngine):
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """Whatever fails because one of vLLM's processes died is a loss, after which a run may start again."""
+        """Turn a failure because one of vLLM's processes died into WorkersLost: the run may start again."""
         try:
             yield
         except Exception as error:
@@ -210,8 +197,8 @@ class VLLMEngine(SteppedEngine):
 
 
 def _on_cpu(options: dict[str, Any]) -> dict[str, Any]:
-    """What the CPU build needs: a bounded cache, and whole prompts, because a seeded sample of a prompt that comes in
-    pieces takes a generator back, which torch's on the CPU does not allow."""
+    """Return the arguments that the CPU build needs: a bounded cache, and whole prompts, because a seeded sample of a
+    prompt that comes in pieces rewinds a generator, which torch's on the CPU does not allow."""
     changed: dict[str, Any] = {"enable_chunked_prefill": False}
     if "max_num_batched_tokens" in options:
         changed["max_num_batched_tokens"] = max(options["max_num_batched_tokens"], options["max_model_len"])
@@ -221,7 +208,7 @@ def _on_cpu(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def engine_arguments(config: Config, skeleton: nn.Module) -> dict[str, Any]:
-    """vLLM's arguments for what the configuration asks for; ``rollout.engine_kwargs.vllm`` has the last word.
+    """Return vLLM's arguments for a configuration; ``rollout.engine_kwargs.vllm`` overrides the others.
 
     Raises InputError for an argument that vLLM lacks.
     """
@@ -252,7 +239,7 @@ def _positions(skeleton: nn.Module) -> int:
 
 @contextmanager
 def _process_kept() -> Iterator[None]:
-    """vLLM's CPU worker sets variables for children of its own and takes torch.set_num_threads from the process."""
+    """Restore what vLLM's CPU worker changes: variables meant for its children, and torch.set_num_threads."""
     variables = {name: os.environ.get(name) for name in KEPT_VARIABLES}
     set_threads, threads = torch.set_num_threads, torch.get_num_threads()
     try:

@@ -1,4 +1,4 @@
-"""Whether the weights that are to replace an engine's are all there and fit."""
+"""Checks that the weights that are to replace an engine's are complete and fit."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 def checked_weights(
     model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]
 ) -> list[tuple[tuple[str, ...], Tensor, Tensor]]:
-    """(Its names, the weight of ``model``, its new value) for every weight, or a ValueError that lists all that is
-    wrong.
+    """Return (its names, the weight of ``model``, its new value) for every weight.
 
     Names are those of ``state_dict``; names that share a weight are one weight. ``model`` may be on the meta device.
+    Raises ValueError with all that is wrong.
     """
     own = model.state_dict(keep_vars=True)
     names_of: dict[int, list[str]] = {}
@@ -30,14 +30,11 @@ def checked_weights(
         if not values:
             problems.append(f"{' = '.join(names)}: missing")
             continue
-        if any(not _same(values[0], other) for other in values[1:]):
+        first = values[0]
+        if any(first.shape != x.shape or not (first.data_ptr() == x.data_ptr() or first.equal(x)) for x in values[1:]):
             problems.append(f"{' = '.join(names)}: one weight in the engine, but given with different values")
         weights.append((tuple(names), own[names[0]], values[0]))
     if problems:
         shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
         raise ValueError(f"update_weights: {len(problems)} weights do not fit, none was changed: {shown}")
     return weights
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and (one.data_ptr() == other.data_ptr() or one.equal(other))

@@ -6,7 +6,7 @@ checked by stands in ``core.learner.weight_probe``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,21 @@ from torch import Tensor, nn
 from core.errors import InputError
 from core.learner.packing import Layout
 
-if TYPE_CHECKING:
-    from core.learner.learner import Policy
+
+class CheckedPolicy(Protocol):
+    """What the checks need of a :class:`core.learner.learner.Policy`."""
+
+    module: nn.Module
+    layout: Layout
+    ranks: Any
+    device: torch.device
+
+    def precision(self) -> Any: ...
+    def read(self, piece: Any) -> tuple[Tensor, Any]: ...
 
 
 @torch.no_grad()
-def check_head(policy: Policy) -> None:
+def check_head(policy: CheckedPolicy) -> None:
     """Check that the chunked head computes what the model computes: some models scale or cap their logits."""
     module, kind = policy.module, type(policy.module).__name__
     if not isinstance(module.get_output_embeddings(), nn.Linear):
@@ -40,7 +49,7 @@ def check_head(policy: Policy) -> None:
 
 
 @torch.no_grad()
-def check_packing(policy: Policy) -> None:
+def check_packing(policy: CheckedPolicy) -> None:
     """Check that a packed sequence does not see its neighbours and is read as it is alone."""
     if not policy.layout.packed:
         return

@@ -9,7 +9,7 @@ import torch.multiprocessing as mp
 
 from core.algorithm.means import Means
 from core.checkpoint.provenance import base_of
-from core.cluster import workers
+from core.cluster import local_workers
 from core.cluster.local_workers import LocalWorkers
 from core.learner.batching import optimizer_steps, rank_shares
 from core.learner.lora import merged_weights
@@ -42,8 +42,8 @@ BF16 = "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16"
 def local(config, dtype=torch.float64, ref=False):
     """The in-process backend with masters of another dtype."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workers, "load_policy", functools.partial(load_policy, dtype=dtype))
-        patch.setattr(workers, "load_critic", functools.partial(load_critic, dtype=dtype))
+        patch.setattr(local_workers, "load_policy", functools.partial(load_policy, dtype=dtype))
+        patch.setattr(local_workers, "load_critic", functools.partial(load_critic, dtype=dtype))
         return LocalWorkers(config, None, CPU, needs_ref=ref, needs_critic=True)
 
 

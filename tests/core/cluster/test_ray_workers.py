@@ -13,13 +13,13 @@ import pytest
 import ray
 import torch
 
-from core.cluster import workers as core_workers
+from core.cluster import local_workers
 from core.cluster.driver import FOLDER
 from core.cluster.local_workers import LocalWorkers
 from core.cluster.processes import EngineProcess
 from core.cluster.ray_engine import RayEngine
 from core.cluster.ray_pools import ENGINE, LEARNER, ROOT, connect
-from core.cluster.ray_watch import PhaseTimeout, Watch
+from core.cluster.ray_watch import Watch
 from core.cluster.ray_workers import RayWorkers
 from core.config import compose
 from core.engines.hf import HFEngine
@@ -27,6 +27,7 @@ from core.errors import InputError, WorkersLost
 from core.learner.models import load_critic, load_policy
 from core.learner.weight_probe import WeightSyncError
 from core.ray_trainer import RayPPOTrainer
+from core.types import TrainBatch
 from tests.core.engine_contract import Counts, ModelEngineContract, ask, ids, sample_all
 from tests.core.ray_cluster import cluster_config, mixed_batch, write_model
 from tests.faults.tiny_run import command, prepare
@@ -55,8 +56,8 @@ def pair(model):
     config, batch = cluster_config(model), mixed_batch()
     needs = {"needs_ref": True, "needs_critic": True}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(core_workers, "load_policy", functools.partial(load_policy, dtype=FP64))
-        patch.setattr(core_workers, "load_critic", functools.partial(load_critic, dtype=FP64))
+        patch.setattr(local_workers, "load_policy", functools.partial(load_policy, dtype=FP64))
+        patch.setattr(local_workers, "load_critic", functools.partial(load_critic, dtype=FP64))
         alone = LocalWorkers(config, tiny_tokenizer(), CPU, **needs)
     ranks = RayWorkers(config, tiny_tokenizer(), CPU, **needs, master_dtype=FP64)
     metrics = []
@@ -144,7 +145,7 @@ def test_without_old_log_probs_the_update_measures_the_same(model, pair):
     ranks, alone, _ = pair
     only_pg = {"actor_rollout_ref.actor.use_kl_loss": False, "actor_rollout_ref.actor.entropy_coeff": 0.0}
     config = cluster_config(model, *(f"{key}={value}" for key, value in only_pg.items()))
-    batch = core_workers.TrainBatch(**{**vars(mixed_batch()), "old_log_probs": None})
+    batch = TrainBatch(**{**vars(mixed_batch()), "old_log_probs": None})
     for one in (ranks, alone):
         one.config = config
     alone.actor.config = config.actor_rollout_ref.actor
@@ -182,7 +183,7 @@ def test_a_checkpoint_brings_the_ranks_back(pair, tmp_path):
 
 def test_errors_of_the_ranks_arrive_as_they_are(pair):
     with pytest.raises(ValueError, match="TrainBatch.values is not set yet"):
-        pair[0].update_critic(core_workers.TrainBatch(**{**vars(mixed_batch()), "values": None}), 1.0)
+        pair[0].update_critic(TrainBatch(**{**vars(mixed_batch()), "values": None}), 1.0)
 
 
 def test_threads_are_those_of_the_configuration(pair):
@@ -233,8 +234,9 @@ class TestRayEngine(ModelEngineContract):
         assert self.counts(engine).row_steps - before <= 40 * 240 / 2
 
     def counts(self, engine: RayEngine) -> Counts:
-        stats = call(self.shared, lambda process: process.engine.stats)
-        return Counts(stats.prefill_tokens, stats.row_steps)
+        return Counts(
+            *call(self.shared, lambda process: (process.engine.batch.prefill_tokens, process.engine.batch.row_steps))
+        )
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup says why")
@@ -284,7 +286,7 @@ def test_a_hang_names_phase_rank_and_stack_and_a_dead_learner_its_rank(small):
 
     small.watch.timeout_s = 6
     small.learners[1].__ray_call__.remote(sleep_through_the_phase)
-    with pytest.raises(PhaseTimeout, match="learner rank 1 did not finish phase old_log_prob") as caught:
+    with pytest.raises(WorkersLost, match="learner rank 1 did not finish phase old_log_prob") as caught:
         small.compute_log_probs(mixed_batch())
     assert "trainer.phase_timeout_s=6" in str(caught.value) and "sleep_through_the_phase" in str(caught.value)
     small.watch.timeout_s = 60
@@ -307,7 +309,7 @@ def test_a_stopped_process_gives_no_sign_of_life(small):
     os.kill(pid, signal.SIGSTOP)
     start = time.monotonic()
     try:
-        with pytest.raises(PhaseTimeout, match="^learner rank 1 gave no sign of life in phase old_log_prob") as caught:
+        with pytest.raises(WorkersLost, match="^learner rank 1 gave no sign of life in phase old_log_prob") as caught:
             small.compute_log_probs(mixed_batch())
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -333,7 +335,7 @@ def test_a_hanging_engine_is_named_with_its_stack(small, stopped):
         small.watch.timeout_s = 3
         call(engine, plant)
     try:
-        with pytest.raises(PhaseTimeout, match="^engine 0 .* phase generate") as caught:
+        with pytest.raises(WorkersLost, match="^engine 0 .* phase generate") as caught:
             sample_all(small.engine, [ask(seed=1), ask(seed=2)])
     finally:
         if stopped:

@@ -38,7 +38,7 @@ class TestHF(ModelEngineContract):
         return HFEngine(self.model(), tiny_tokenizer())
 
     def counts(self, engine: HFEngine) -> Counts:
-        return Counts(engine.stats.prefill_tokens, engine.stats.row_steps)
+        return Counts(engine.batch.prefill_tokens, engine.batch.row_steps)
 
 
 class TestScripted(EngineContract):
@@ -246,14 +246,14 @@ def test_arrivals_and_aborts_at_random_change_no_response(seed):
         expected = undisturbed[i]
         assert (ids(result), result.stop) == (ids(expected), expected.stop)
         np.testing.assert_allclose(result.logprobs, expected.logprobs, atol=1e-5)
-    assert set(engine._batch.cache.allocated.values()) == {(0, 0)}  # nothing is held while idle
+    assert set(engine.batch.cache.allocated.values()) == {(0, 0)}  # nothing is held while idle
 
 
 def test_limits_hold_and_what_does_not_fit_waits(monkeypatch):
     engine = HFEngine(tiny_model(), tiny_tokenizer(), max_batch_rows=7)
     seen = []
-    step = engine._batch.step
-    monkeypatch.setattr(engine._batch, "step", lambda: seen.append(len(engine._batch.rows)) or step())
+    step = engine.batch.step
+    monkeypatch.setattr(engine.batch, "step", lambda: seen.append(len(engine.batch.rows)) or step())
     requests = [ask(PROMPTS[i % 5], seed=i, max_tokens=5 + i % 9, ignore_eos=True) for i in range(40)]
     trajectories = sample_all(engine, requests)
     assert [t.seed for t in trajectories] == list(range(40))
@@ -267,13 +267,13 @@ PER_TOKEN = 2 * 2 * 2 * 8 * 4  # of the tiny model: layers, keys and values, hea
 def engine_of(tokens: int) -> tuple[HFEngine, list[int]]:
     """An engine whose cache holds so many tokens, and the bytes of the stores after each allocation."""
     engine = HFEngine(tiny_model(), tiny_tokenizer(), cache_gib=tokens * PER_TOKEN / 2**30)
-    cache, held = engine._batch.cache, []
+    cache, held = engine.batch.cache, []
     reserve = cache.reserve
 
     def watched(*args):
         reserve(*args)
-        stores = [store for layer in cache.layers for store in (layer.prompts, layer.responses)]
-        held.append(sum(t.numel() * t.element_size() for store in stores for t in store.tensors))
+        tensors = [tensor for layer in cache.layers for store in layer.stores.values() for tensor in store]
+        held.append(sum(t.numel() * t.element_size() for t in tensors))
 
     cache.reserve = watched
     return engine, held
@@ -320,7 +320,7 @@ def test_a_late_sample_shares_the_prompt_that_is_decoding():
         return await asyncio.gather(early, engine.sample(ask(prompt, seed=8, max_tokens=40, ignore_eos=True)))
 
     early, after = run(late())
-    assert engine.stats.prefill_tokens == len(prompt) - 1 + len(HELLO) - 1
+    assert engine.batch.prefill_tokens == len(prompt) - 1 + len(HELLO) - 1
     for trajectory in (early, after):
         expected = full_logprobs(tiny_model(), ask(prompt), ids(trajectory))
         np.testing.assert_allclose(trajectory.logprobs, expected, atol=1e-5)

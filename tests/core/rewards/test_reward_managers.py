@@ -223,13 +223,13 @@ def decoded_together(seed: int, in_waves: bool, waits: bool = True) -> list[tupl
     engine = HFEngine(tiny_model("llama", hidden_size=16, intermediate_size=16), tiny_tokenizer(), adopt=True)
     executor = Barrier(Slow(seed)) if in_waves else Slow(seed)
     engine.before_step = executor.settled if in_waves and waits else None
-    steps, step = [], engine._batch.step
+    steps, step = [], engine.batch.step
 
     def watched():
-        steps.append(tuple(row.request.seed for row in engine._batch.rows))
+        steps.append(tuple(row.request.seed for row in engine.batch.rows))
         return step()
 
-    engine._batch.step = watched
+    engine.batch.step = watched
 
     async def roll(ordinal):
         prompt = Prompt(ordinal, f"q{ordinal}", (1, 2, 3 + ordinal % 50), (), None, "x")
