@@ -10,9 +10,9 @@ import math
 import pytest
 
 from core.checkpoint.run_state import DriverState
+from core.cluster.restarts import train
 from core.config import examine
 from core.config.schema import HealthBound, HealthConfig
-from core.launch import train
 from core.tracking.health import CHECKS, Health, UnhealthyRun
 from results.reporting.run_reader import load_run, summarise
 from tests.core.scripted_run import configured, prepare, scripted
