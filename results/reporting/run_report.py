@@ -1,38 +1,22 @@
-"""Reports of recorded runs, and the tables of ``results/``.
+"""The report of recorded runs: what was learnt, curves, step times, comparison, samples, configuration, provenance.
 
-    python -m results.report RUN [RUN ...] [--out DIR]       report.md and report.html
-    python -m results.report --publish RUN --as grpo/lab_s1   the small copy in results/ that is committed
-    python -m results.report --index [--check]                results/README.md and the table in README.md
-
-A RUN is a run folder (``outputs/<recipe>/<run>``) or a published copy (``results/<recipe>/<run>``). Runs that differ
-in their seeds only are one experiment: mean, spread and interval over seeds. Experiments are compared by question.
+It is a list of blocks (:mod:`results.reporting.pages`), written as Markdown and as one web page. The command is
+``results/report.py``; the tables over all published runs are in :mod:`results.reporting.tables`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from core.tracking import step_time
 from core.tracking.validation import paired_comparison, welch_interval
-from results.reporting import tables as result_tables
 from results.reporting.curves import Group, curves
 from results.reporting.pages import Block, Fold, Heading, Table, Text, html, markdown
-from results.reporting.run_reader import (
-    NotARun,
-    RecordedRun,
-    decoding,
-    group_name,
-    group_runs,
-    load_run,
-    publish,
-    summarise,
-)
+from results.reporting.run_reader import RecordedRun, decoding, group_name, group_runs, summarise
 from results.reporting.tables import change, experiment_table, experiments, percent, run_table
 
 
@@ -261,41 +245,3 @@ def write_report(runs: Sequence[RecordedRun], out: Path) -> Path:
     (out / "report.md").write_text(markdown(title, blocks), encoding="utf-8")
     (out / "report.html").write_text(html(title, blocks), encoding="utf-8")
     return out / "report.html"
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m results.report", description="Reports of recorded runs.")
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="run folders: outputs/<recipe>/<run> or results/...")
-    parser.add_argument("--out", type=Path, help="folder for the report (default: the run's, or outputs/reports)")
-    parser.add_argument("--publish", metavar="RUN", help="copy a run's small files to results/")
-    parser.add_argument("--as", dest="name", metavar="RECIPE/RUN", help="its name there (default: its own)")
-    parser.add_argument("--index", action="store_true", help="regenerate results/README.md and the README's table")
-    parser.add_argument("--check", action="store_true", help="with --index: write nothing, exit 1 if out of date")
-    parser.add_argument("--results", type=Path, default=Path("results"), help=argparse.SUPPRESS)
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = _parser()
-    args = parser.parse_args(arguments)
-    if not (args.runs or args.publish or args.index):
-        parser.error("name a run folder, or use --publish or --index")
-    try:
-        if args.publish:
-            run = load_run(args.publish)
-            print(f"published as {publish(args.publish, args.results / (args.name or run.name))}")
-        if args.runs:
-            runs = [load_run(folder) for folder in args.runs]
-            out = args.out or (runs[0].folder if len(runs) == 1 else Path("outputs/reports") / _slug(runs))
-            path = write_report(runs, out)
-            print(f"{headline(runs)}\nreport: {path}")
-        if args.index:
-            return result_tables.update(args.results, check=args.check)
-    except NotARun as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def _slug(runs: Sequence[RecordedRun]) -> str:
-    return "_".join(group_name([run.name for run in group]).replace("/", "-") for group in group_runs(runs))[:100]

@@ -14,7 +14,7 @@ from core.config.schema import GlobalProfilerConfig
 from core.ray_trainer import RayPPOTrainer
 from core.tracking import profiling, step_time
 from core.tracking.step_time import PARTS, REST, BusyClock, parts
-from results.reporting import run_report as report
+from results import report
 from results.reporting.run_reader import load_run
 from tests.core.scripted_run import configured, prepare, scripted
 
