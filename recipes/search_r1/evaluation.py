@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from core.tracking.validation import Estimate, accuracy_by_question, question_interval
+from results.reporting.pages import Table, markdown_table
 from results.reporting.run_reader import NotARun, RecordedRun, decoding, load_run
 from results.reporting.tables import percent
-
-Z95 = 1.959964
 
 
 @dataclass(frozen=True)
@@ -32,16 +31,19 @@ class Evaluation:
 
     @property
     def macro(self) -> Estimate:
-        """The mean over the sets; its interval from the sets' standard errors."""
+        """The mean over the sets, with an interval of which the variances of the sets' means add up."""
         values = list(self.sets.values())
         mean = sum(estimate.value for estimate in values) / len(values)
-        errors = [(e.high - e.low) / (2 * Z95) for e in values if e.low is not None]
-        half = Z95 * math.sqrt(sum(error**2 for error in errors)) / len(values)
+        half = math.hypot(*((e.high - e.low) / 2 for e in values if e.low is not None)) / len(values)
         return Estimate(mean, mean - half, mean + half, sum(estimate.n for estimate in values))
 
 
 def evaluation(run: RecordedRun) -> Evaluation:
-    """Of the run's last validation. Raises NotARun where it has none with records."""
+    """Return the accuracies of the run's last validation.
+
+    Raises:
+        NotARun: no validation with records was kept.
+    """
     if not run.validation:
         raise NotARun(f"{run.folder}: it has no validation records")
     records = run.validation[max(run.validation)]
@@ -55,13 +57,13 @@ def evaluation(run: RecordedRun) -> Evaluation:
 
 
 def table(evaluations: Sequence[Evaluation]) -> str:
-    """Markdown: a column a set, then the macro average, each with its 95 % interval and its number of questions."""
+    """Return Markdown with a column for each set and one for the macro average: accuracy, 95 % interval, questions."""
     sets = list(dict.fromkeys(source for one in evaluations for source in one.sets))
-    lines = [f"| model | decoding | {' | '.join(sets)} | macro average |", "|---" * (len(sets) + 3) + "|"]
-    for one in evaluations:
-        cells = [_cell(one.sets.get(source)) for source in sets]
-        lines.append(f"| {one.model} | {one.decoding} | {' | '.join(cells)} | {_cell(one.macro)} |")
-    return "\n".join(lines)
+    rows = [
+        [one.model, one.decoding, *(_cell(one.sets.get(source)) for source in sets), _cell(one.macro)]
+        for one in evaluations
+    ]
+    return markdown_table(Table(["model", "decoding", *sets, "macro average"], rows))
 
 
 def _cell(estimate: Estimate | None) -> str:
@@ -69,7 +71,7 @@ def _cell(estimate: Estimate | None) -> str:
 
 
 def main(folders: Sequence[str]) -> int:
-    """The command: 0, or 2 with a line on stderr."""
+    """Print the table of the named runs and return the exit status: 2, with a line on stderr, for bad input."""
     if not folders:
         print(__doc__, file=sys.stderr)
         return 2
@@ -82,7 +84,7 @@ def main(folders: Sequence[str]) -> int:
 
 
 def _with_validation(folder: Path) -> Path:
-    """A run folder, or the newest ``val_only_step_N`` in it."""
+    """Return the newest ``val_only_step_N`` in a run folder, or the folder itself where there is none."""
     inside = sorted(folder.glob("val_only_step_*"), key=lambda path: int(path.name.rpartition("_")[2]))
     return inside[-1] if inside else folder
 

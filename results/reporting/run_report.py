@@ -15,7 +15,7 @@ from typing import Any
 from core.tracking import step_time
 from core.tracking.validation import paired_comparison, welch_interval
 from results.reporting.curves import Group, curves
-from results.reporting.pages import Block, Fold, Heading, Table, Text, html, markdown
+from results.reporting.pages import Block, Fold, Heading, Table, Text, write_pages
 from results.reporting.run_reader import RecordedRun, decoding, group_name, group_runs, summarise
 from results.reporting.tables import change, experiment_table, experiments, percent, run_table
 
@@ -113,7 +113,7 @@ def comparison(groups: Sequence[Group]) -> Iterator[Block]:
             welch = welch_interval(*values) if min(map(len, values)) > 1 else None
             count = str(paired.difference.n) if paired else "none recorded"
             cells = [f"{names[other]} − {names[0]}", source, count, change(paired) if paired else ""]
-            cells.append(percent(welch, signed=True) if welch else "")
+            cells.append(percent(welch, sign="+") if welch else "")
             rows.append(cells)
     yield Heading("Comparison")
     yield Table(["difference", "evaluated on", "shared questions", "by question, paired", "over seeds, Welch"], rows)
@@ -239,9 +239,5 @@ def page(runs: Sequence[RecordedRun]) -> tuple[str, list[Block]]:
 
 
 def write_report(runs: Sequence[RecordedRun], out: Path) -> Path:
-    """Writes ``report.md`` and ``report.html`` into ``out``."""
-    title, blocks = page(runs)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "report.md").write_text(markdown(title, blocks), encoding="utf-8")
-    (out / "report.html").write_text(html(title, blocks), encoding="utf-8")
-    return out / "report.html"
+    """Write ``report.md`` and ``report.html`` into ``out`` and return the second."""
+    return write_pages(out, "report", *page(runs))[1]

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from core.tracking.validation import Estimate, seed_interval, t_interval, t_probability
-from results.reporting.pages import Block, Curves, Fold, Gallery, Heading, Line, Table, Text, html, markdown
+from results.reporting.pages import Block, Curves, Fold, Gallery, Heading, Line, Table, Text, write_pages
 from results.reporting.study import Check, Claim, Metric, Record, Records, Study
-from results.reporting.tables import read_references
+from results.reporting.tables import read_references, with_interval
 
 ALPHA = 0.05
 Found = Mapping[tuple[str, int], Record]
@@ -149,10 +149,7 @@ def _number(value: float, metric: Metric, sign: str = "") -> str:
 
 
 def _estimate(estimate: Estimate, metric: Metric, sign: str = "") -> str:
-    text = _number(estimate.value, metric, sign)
-    if estimate.low is None or estimate.high is None:
-        return text
-    return f"{text} [{_number(estimate.low, metric, sign)}, {_number(estimate.high, metric, sign)}]"
+    return with_interval(estimate, lambda value, sign: _number(value, metric, sign), sign)
 
 
 def _label(metric: Metric) -> str:
@@ -290,11 +287,7 @@ def _run_table(study: Study, found: Found) -> Table:
 
 
 def write_report(study: Study, records: Records, results: Path) -> Path:
-    """Writes ``results/<recipe>/<name>.md`` and ``.html``; returns the first."""
+    """Write ``results/<recipe>/<name>.md`` and ``.html`` and return the first."""
     references = read_references(results) if (results / "references.yaml").exists() else {}
     blocks = list(page(study, records.read(study), references))
-    folder = results / study.recipe
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{study.name}.md").write_text(markdown(study.title, blocks), encoding="utf-8")
-    (folder / f"{study.name}.html").write_text(html(study.title, blocks), encoding="utf-8")
-    return folder / f"{study.name}.md"
+    return write_pages(results / study.recipe, study.name, study.title, blocks)[0]

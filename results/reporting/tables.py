@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,19 +26,26 @@ Summary = Mapping[str, Any]
 # --- numbers as text ---
 
 
-def percent(estimate: Estimate, signed: bool = False) -> str:
-    """``96.8 [95.0, 98.0]``, or ``96.8 ± 0.4 [95.9, 97.7]`` over seeds: hundredths, the interval where there is one."""
-    sign = "+" if signed else ""
-    text = f"{100 * estimate.value:{sign}.1f}"
+def with_interval(estimate: Estimate, number: Callable[[float, str], str], sign: str = "") -> str:
+    """Return ``96.8 [95.0, 98.0]``, or ``96.8 ± 0.4 [95.9, 97.7]`` over seeds: with the interval where there is one.
+
+    ``number`` formats a value; its second argument is the sign option of the format, ``+`` or nothing.
+    """
+    text = number(estimate.value, sign)
     if isinstance(estimate, SeedEstimate) and estimate.sd is not None:
-        text += f" ± {100 * estimate.sd:.1f}"
+        text += f" ± {number(estimate.sd, '')}"
     if estimate.low is None or estimate.high is None:
         return text
-    return f"{text} [{100 * estimate.low:{sign}.1f}, {100 * estimate.high:{sign}.1f}]"
+    return f"{text} [{number(estimate.low, sign)}, {number(estimate.high, sign)}]"
+
+
+def percent(estimate: Estimate, sign: str = "") -> str:
+    """Return an estimate in hundredths, with its interval."""
+    return with_interval(estimate, lambda value, sign: f"{100 * value:{sign}.1f}", sign)
 
 
 def change(paired: Paired) -> str:
-    return f"{percent(paired.difference, signed=True)}, {paired.better} up, {paired.worse} down"
+    return f"{percent(paired.difference, '+')}, {paired.better} up, {paired.worse} down"
 
 
 # --- reading ---
