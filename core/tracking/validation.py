@@ -89,24 +89,6 @@ class Estimate:
     n: int
 
 
-@dataclass(frozen=True)
-class SeedEstimate(Estimate):
-    """A mean over ``n`` seeds; ``sd`` is their sample standard deviation (None for one seed)."""
-
-    sd: float | None
-
-
-@dataclass(frozen=True)
-class Paired:
-    """``b`` minus ``a`` on the ``n`` questions that both answered, and on how many b did better or worse."""
-
-    difference: Estimate
-    better: int
-    worse: int
-    only_a: int
-    only_b: int
-
-
 # --- intervals ---
 
 
@@ -168,52 +150,6 @@ def question_interval(per_question: Sequence[float], draws: int = 1) -> Estimate
         size *= (_Z95 / t_quantile(n - 1)) ** 2
     low, high = wilson(mean, min(max(size, n), n * draws))
     return Estimate(mean, low, high, n)
-
-
-def seed_interval(values: Sequence[float]) -> SeedEstimate:
-    """Mean, sample standard deviation and Student's 95 % interval of one number over the seeds of a run.
-
-    Where every value is a share (in [0, 1], as accuracies are), so are the interval's ends.
-    """
-    mean = t_interval(values)
-    if len(values) < 2:
-        return SeedEstimate(mean.value, None, None, mean.n, None)
-    low, high = mean.low, mean.high
-    if all(0.0 <= value <= 1.0 for value in values):
-        low, high = max(low, 0.0), min(high, 1.0)
-    return SeedEstimate(mean.value, low, high, mean.n, statistics.stdev(values))
-
-
-def welch_interval(a: Sequence[float], b: Sequence[float]) -> Estimate:
-    """Difference of means ``b - a`` of two sets of seeds, unequal variances (Welch 1947; df rounded down)."""
-    difference = statistics.fmean(b) - statistics.fmean(a)
-    n = len(a) + len(b)
-    if min(len(a), len(b)) < 2:
-        return Estimate(difference, None, None, n)
-    va, vb = statistics.variance(a) / len(a), statistics.variance(b) / len(b)
-    if va + vb == 0:
-        return Estimate(difference, difference, difference, n)
-    df = (va + vb) ** 2 / (va**2 / (len(a) - 1) + vb**2 / (len(b) - 1))
-    half = t_quantile(max(1, int(df))) * math.sqrt(va + vb)
-    return Estimate(difference, difference - half, difference + half, n)
-
-
-def paired_comparison(a_by_uid: Mapping[str, float], b_by_uid: Mapping[str, float]) -> Paired:
-    """Per-question difference ``b - a`` over the questions that both have, with Student's interval.
-
-    Where no question differs, the bounds are those of Wilson's interval for 0 of n: the share of questions
-    that could differ and have not been seen to. Raises ValueError where no question is shared.
-    """
-    shared = sorted(a_by_uid.keys() & b_by_uid.keys())
-    if not shared:
-        raise ValueError("a paired comparison needs questions that both runs answered; the uids share none")
-    differences = [b_by_uid[uid] - a_by_uid[uid] for uid in shared]
-    estimate = t_interval(differences)
-    if not any(differences):
-        bound = wilson(0.0, len(shared))[1]
-        estimate = Estimate(0.0, -bound, bound, len(shared))
-    better, worse = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
-    return Paired(estimate, better, worse, len(a_by_uid) - len(shared), len(b_by_uid) - len(shared))
 
 
 # --- one question ---

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from core.tracking import step_time
-from core.tracking.validation import paired_comparison, welch_interval
+from results.reporting.comparison import paired_comparison, welch_interval
 from results.reporting.curves import Group, curves
 from results.reporting.pages import Block, Fold, Heading, Table, Text, write_pages
 from results.reporting.run_reader import RecordedRun, decoding, group_name, group_runs, summarise

@@ -5,14 +5,14 @@ Everything here is a function of the study's file, its records and ``results/ref
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.tracking.validation import Estimate, seed_interval, t_interval, t_probability
+from core.tracking.validation import Estimate, t_interval
+from results.reporting.comparison import holm, paired_p, seed_interval
 from results.reporting.pages import Block, Curves, Fold, Gallery, Heading, Line, Table, Text, write_pages
 from results.reporting.study import Check, Claim, Metric, Record, Records, Study
 from results.reporting.tables import read_references, with_interval
@@ -38,26 +38,7 @@ class Verdict:
     checks: tuple[str, ...] = ()
 
 
-# --- statistics ---
-
-
-def paired_p(values: Sequence[float]) -> float:
-    """Two-sided p of Student's t that the mean of the differences is 0."""
-    if len(values) < 2:
-        return 1.0
-    mean, spread = statistics.fmean(values), statistics.stdev(values)
-    if spread == 0:
-        return 1.0 if mean == 0 else 0.0
-    return 1.0 - t_probability(abs(mean) / (spread / math.sqrt(len(values))), len(values) - 1)
-
-
-def holm(p_by_claim: Mapping[str, float]) -> dict[str, float]:
-    """Holm's step-down adjustment (Holm 1979): the chance of one false confirmation in the whole list is bounded."""
-    adjusted, least = {}, 0.0
-    for rank, name in enumerate(sorted(p_by_claim, key=p_by_claim.__getitem__)):
-        least = max(least, min(1.0, (len(p_by_claim) - rank) * p_by_claim[name]))
-        adjusted[name] = least
-    return adjusted
+# --- effects ---
 
 
 def differences(claim: Claim, found: Found, seeds: Sequence[int]) -> list[float]:

@@ -15,7 +15,8 @@ from typing import Any
 import yaml
 
 from core.tracking.run_manifest import ROOT
-from core.tracking.validation import Estimate, Paired, SeedEstimate, seed_interval
+from core.tracking.validation import Estimate
+from results.reporting.comparison import Paired, SeedEstimate, seed_interval
 from results.reporting.pages import Table, markdown_table, sparkline
 from results.reporting.run_reader import by_experiment, group_name
 

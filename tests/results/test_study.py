@@ -12,8 +12,9 @@ import yaml
 
 from results.reporting import study as studies
 from results.reporting import study_runs
+from results.reporting.comparison import holm, paired_p
 from results.reporting.study import Record, Records, StudyError, load_study, registered
-from results.reporting.study_report import holm, judge, paired_p, write_report
+from results.reporting.study_report import judge, write_report
 from results.reporting.study_runs import Runner
 
 SPEC = {
