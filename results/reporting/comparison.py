@@ -46,7 +46,7 @@ def seed_interval(values: Sequence[float]) -> SeedEstimate:
 
 
 def welch_interval(a: Sequence[float], b: Sequence[float]) -> Estimate:
-    """Return the difference of means ``b - a`` of two sets of seeds of unequal variances (Welch 1947, df rounded down)."""
+    """Return the difference of means ``b - a`` of two sets of seeds, unequal variances (Welch 1947, df rounded)."""
     difference = statistics.fmean(b) - statistics.fmean(a)
     n = len(a) + len(b)
     if min(len(a), len(b)) < 2:
