@@ -1,8 +1,8 @@
-"""Validation statistics: pure functions of who answered what, with an interval on every number.
+"""Validation statistics: pure functions of the validation records, with an interval on every number.
 
 **The unit is the question.** Samples of one question are not independent, so every interval here treats
 a question as one observation (a cluster), never a sample. Records that share ``(data_source, uid)`` are
-one question: a benchmark whose rows are repeated 32 times gives ``mean@32``, not 32 times as many questions.
+one question: a benchmark whose examples are repeated 32 times gives ``mean@32``, not 32 times as many questions.
 
 **Names** are verl's: ``val-core/<source>/acc/{mean,pass,maj}@N`` with ``N`` samples a question, and in
 ``val-aux/`` the rest: ``std@N``, smaller ``k``, other variables, ``.../ci_low``, ``.../ci_high``,
@@ -15,13 +15,14 @@ one question: a benchmark whose rows are repeated 32 times gives ``mean@32``, no
 * ``maj@N`` is one vote of all N samples instead of a bootstrap over votes. As in verl a tie goes to the answer
   that was seen first; unlike verl, samples from which no answer was read do not vote.
 
-Nothing here imports torch or draws a random number.
+Nothing here imports torch or draws a random number. Comparisons of runs are in results/reporting/comparison.py.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -50,7 +51,7 @@ class ValRecord:
 
     @classmethod
     def of(cls, group: ScoredGroup) -> ValRecord:
-        """The record of a scored group. A part that only some samples have counts as 0 in the others."""
+        """Return the record of a scored group. A part that only some samples have counts as 0 in the others."""
         parts = sorted({name for score in group.scores for name in score.parts})
         values = {name: tuple(float(score.parts.get(name, 0.0)) for score in group.scores) for name in parts}
         values["reward"] = tuple(float(score.value) for score in group.scores)
@@ -65,13 +66,8 @@ class ValRecord:
         return cls(group.prompt.uid, group.prompt.data_source, values, preds)
 
     def to_json(self) -> dict[str, Any]:
-        preds = {"pred": list(self.preds)} if self.preds else {}
-        return {
-            "uid": self.uid,
-            "data_source": self.data_source,
-            **{k: list(v) for k, v in self.values.items()},
-            **preds,
-        }
+        row = {"uid": self.uid, "data_source": self.data_source, **{k: list(v) for k, v in self.values.items()}}
+        return {**row, "pred": list(self.preds)} if self.preds else row
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> ValRecord:
@@ -107,7 +103,7 @@ def t_probability(t: float, df: int) -> float:
 
 @cache
 def t_quantile(df: int) -> float:
-    """The two-sided 95 % quantile of Student's t, by bisection; the normal one from 10,000 degrees on."""
+    """Return the two-sided 95 % quantile of Student's t, by bisection; the normal one from 10,000 degrees on."""
     if df >= 10_000:
         return _Z95
     low, high = _Z95, 13.0  # 12.706 belongs to one degree of freedom
@@ -156,7 +152,7 @@ def question_interval(per_question: Sequence[float], draws: int = 1) -> Estimate
 
 
 def best_at_k(values: Sequence[float], k: int) -> float:
-    """Expected best of ``k`` samples drawn without replacement; for 0/1 values the unbiased ``pass@k``."""
+    """Return the expected best of ``k`` samples drawn without replacement; for 0/1 values, unbiased ``pass@k``."""
     n = len(values)
     if not 1 <= k <= n:
         raise ValueError(f"k={k}: must lie between 1 and the {n} samples of the question")
@@ -165,53 +161,33 @@ def best_at_k(values: Sequence[float], k: int) -> float:
 
 
 def majority(values: Sequence[float], preds: Sequence[str | None]) -> float:
-    """The value of the answer that most samples gave; a tie goes to the first seen, no answer casts no vote.
+    """Return the value of the answer that most samples gave, the first seen of several.
 
-    Where no sample gave an answer, the value of the first sample.
+    A sample without an answer has no vote. Where no sample has an answer, the value of the first sample is returned.
     """
-    votes: dict[str, int] = {}
-    for pred in preds:
-        if pred is not None:
-            votes[pred] = votes.get(pred, 0) + 1
-    if not votes:
-        return values[0]
-    winner = max(votes, key=votes.__getitem__)
-    return values[list(preds).index(winner)]
+    votes = Counter(pred for pred in preds if pred is not None)  # in the order in which they were first seen
+    return values[list(preds).index(max(votes, key=votes.__getitem__))] if votes else values[0]
 
 
 # --- all questions ---
 
 
 def merge_by_question(records: Iterable[ValRecord]) -> dict[str, list[ValRecord]]:
-    """``data_source -> records`` with the samples of equal ``(data_source, uid)`` joined, in order of appearance."""
-    merged: dict[tuple[str, str], ValRecord] = {}
+    """Return ``data_source -> records``, the samples of equal ``(data_source, uid)`` joined, in order of appearance."""
+    by_source: dict[str, dict[str, ValRecord]] = defaultdict(dict)
     for record in records:
-        key = (record.data_source, record.uid)
-        if key in merged:
-            old = merged[key]
+        same = by_source[record.data_source]
+        if old := same.get(record.uid):
             # not every repeat need carry every part: keep those that all have, so that samples stay aligned
             values = {name: old.values[name] + record.values[name] for name in old.values if name in record.values}
             preds = old.preds + record.preds if old.preds and record.preds else ()
             record = ValRecord(record.uid, record.data_source, values, preds)
-        merged[key] = record
-    by_source: dict[str, list[ValRecord]] = {}
-    for (source, _), record in merged.items():
-        by_source.setdefault(source, []).append(record)
-    return by_source
-
-
-def accuracy_by_question(records: Iterable[ValRecord]) -> dict[str, dict[str, float]]:
-    """``data_source -> uid -> mean accuracy`` over the question's samples: what a paired comparison takes."""
-    merged = merge_by_question(records)
-    return {source: {r.uid: statistics.fmean(r.values["acc"]) for r in rows} for source, rows in merged.items()}
-
-
-def _powers_of_two(n: int) -> list[int]:
-    return [2**i for i in range(1, n.bit_length()) if 2**i < n]
+        same[record.uid] = record
+    return {source: list(same.values()) for source, same in by_source.items()}
 
 
 def _variable_estimates(variable: str, rows: Sequence[ValRecord], n: int) -> dict[str, Estimate]:
-    """``mean@n`` of one variable and, for acc and reward over several samples, ``pass``, ``best`` and ``maj``."""
+    """Return ``mean@n`` of one variable and, for acc and reward over several samples, ``pass``, ``best``, ``maj``."""
     columns = [row.values[variable] for row in rows]
     binary = all(value in (0.0, 1.0) for column in columns for value in column)
 
@@ -222,7 +198,8 @@ def _variable_estimates(variable: str, rows: Sequence[ValRecord], n: int) -> dic
     if n == 1 or variable not in ("acc", "reward"):
         return out
     name = "pass@{}" if binary and variable == "acc" else "best@{}/mean"
-    for k in [*_powers_of_two(n), n]:
+    powers_of_two = [2**i for i in range(1, n.bit_length()) if 2**i < n]
+    for k in [*powers_of_two, n]:
         out[name.format(k)] = over_questions([best_at_k(c, k) for c in columns], n // k)
     if all(row.preds for row in rows):
         out[f"maj@{n}"] = over_questions([majority(c, r.preds) for c, r in zip(columns, rows, strict=True)], 1)
@@ -248,8 +225,6 @@ def _source_metrics(source: str, rows: Sequence[ValRecord]) -> dict[str, float]:
 
 
 def validation_metrics(records: Iterable[ValRecord]) -> dict[str, float]:
-    """All numbers of one validation pass, per data source, under the names of the module's head."""
-    out: dict[str, float] = {}
-    for source, rows in merge_by_question(records).items():
-        out.update(_source_metrics(source, rows))
-    return out
+    """Return all numbers of one validation pass, by data source, under the names of the module's head."""
+    by_source = merge_by_question(records).items()
+    return {name: value for source, rows in by_source for name, value in _source_metrics(source, rows).items()}

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.tracking.validation import Estimate, accuracy_by_question, question_interval
+from core.tracking.validation import Estimate, question_interval
+from results.reporting.comparison import accuracy_by_question
 from results.reporting.pages import Table, markdown_table
 from results.reporting.run_reader import NotARun, RecordedRun, decoding, load_run
 from results.reporting.tables import percent

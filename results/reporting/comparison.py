@@ -7,10 +7,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from core.tracking.validation import Estimate, t_interval, t_probability, t_quantile, wilson
+from core.tracking.validation import (
+    Estimate,
+    ValRecord,
+    merge_by_question,
+    t_interval,
+    t_probability,
+    t_quantile,
+    wilson,
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,12 @@ def welch_interval(a: Sequence[float], b: Sequence[float]) -> Estimate:
     df = (va + vb) ** 2 / (va**2 / (len(a) - 1) + vb**2 / (len(b) - 1))
     half = t_quantile(max(1, int(df))) * math.sqrt(va + vb)
     return Estimate(difference, difference - half, difference + half, n)
+
+
+def accuracy_by_question(records: Iterable[ValRecord]) -> dict[str, dict[str, float]]:
+    """Return ``data_source -> uid -> mean accuracy`` over the question's samples, for a paired comparison."""
+    merged = merge_by_question(records)
+    return {source: {r.uid: statistics.fmean(r.values["acc"]) for r in rows} for source, rows in merged.items()}
 
 
 def paired_comparison(a_by_uid: Mapping[str, float], b_by_uid: Mapping[str, float]) -> Paired:

@@ -22,8 +22,8 @@ import yaml
 
 from core.tracking.run_manifest import ROOT, flatten
 from core.tracking.tracker import read_jsonl
-from core.tracking.validation import Estimate, ValRecord, accuracy_by_question
-from results.reporting.comparison import Paired, paired_comparison
+from core.tracking.validation import Estimate, ValRecord
+from results.reporting.comparison import Paired, accuracy_by_question, paired_comparison
 
 Item = TypeVar("Item")
 _ACCURACY = re.compile(r"val-core/(?P<source>.+)/acc/(?P<name>(mean|pass|maj)@\d+)")

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from core.tracking.validation import (
     ValRecord,
-    accuracy_by_question,
     best_at_k,
     majority,
     merge_by_question,
@@ -26,6 +25,7 @@ from core.tracking.validation import (
     wilson,
 )
 from core.types import Prompt, ScoredGroup, Segment, Stop, Trajectory
+from results.reporting.comparison import accuracy_by_question
 from reward_scores.score import Score, ScoreStatus
 
 GOLDEN = Path(__file__).parents[2] / "golden"
