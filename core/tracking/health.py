@@ -100,7 +100,7 @@ def _sum_of(*names: str) -> Callable[[Health, Values], float | None]:
 
 CHECKS: dict[str, Check] = {
     "nonfinite": Check(
-        lambda health, values: health.lost_updates_in_row,
+        lambda health, _: health.lost_updates_in_row,
         lambda value, bound: value >= bound,
         "{:g} steps in a row skipped an update whose gradients were not finite",
         "lower optim.lr or grad_clip, and look at the batch",
@@ -112,7 +112,7 @@ CHECKS: dict[str, Check] = {
         "it has stopped exploring; a larger clip_ratio_high, an entropy bonus or a lower optim.lr may keep it up",
     ),
     "reward_drop": Check(
-        lambda health, values: health.reward_drop(),
+        lambda health, _: health.reward_drop(),
         _above,
         "the mean score over trainer.health.reward_window steps is {:.3g} below its best",
         "look at samples of both times",

@@ -60,7 +60,6 @@ def runtime_env(config: GlobalProfilerConfig) -> Mapping[str, Any]:
     """
     if config.tool != "nsys":
         return {}
-    options = {"capture-range-end": f"repeat-shutdown:{len(config.steps or ())}"}
     given = thaw(config.global_tool_config.nsys.worker_nsight_options)
-    options = {**options, **{name: str(value) for name, value in given.items() if value is not None}}
-    return {"runtime_env": {"nsight": options}}
+    options = {name: str(value) for name, value in given.items() if value is not None}
+    return {"runtime_env": {"nsight": {"capture-range-end": f"repeat-shutdown:{len(config.steps or ())}", **options}}}

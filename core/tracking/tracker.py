@@ -126,7 +126,7 @@ class Tracker:
             _set_aside(self.run_dir)
         else:
             _drop_after(self.run_dir, resume_step)
-        self._steps = [row["step"] for row in read_jsonl(self.run_dir / "metrics.jsonl")]
+        self._last_step = max((row["step"] for row in read_jsonl(self.run_dir / "metrics.jsonl")), default=-1)
         self._open_manifest(recipe or self.run_dir.resolve().parent.name)
         write_atomic(self.run_dir / "config.yaml", to_yaml(config))
         (self.run_dir / "metrics.jsonl").touch()  # a run that ends before its first step has one too
@@ -135,7 +135,6 @@ class Tracker:
         told = LoggedRun(config, self.run_dir, self.manifest["run_id"], resume_step)
         self._loggers += [LOGGERS[name](told) for name in config.trainer.logger if name in LOGGERS]
         self._bar: Any = None
-        self._warn_of_gap()
 
     def _open_manifest(self, recipe: str) -> None:
         path, name = self.run_dir / "manifest.json", self.run_dir.resolve().name
@@ -150,18 +149,15 @@ class Tracker:
         manifest["changed_from_defaults"] = run_manifest.changed_keys(self.config, manifest["recipe"])
         manifest["data"] = run_manifest.data_hashes(data_files)
         manifest["sessions"].append(run_manifest.session(self.resume_step))
+        if self.resume_step and self._last_step < self.resume_step:
+            gap = f"resumed after step {self.resume_step}, but metrics.jsonl ends at step {max(0, self._last_step)}"
+            manifest["sessions"][-1]["gap"] = gap
+            print(f"warning: {gap}: the curves of this run have a hole", file=sys.stderr)
         self.manifest = manifest
         self._write_manifest()
 
     def _write_manifest(self) -> None:
         write_atomic(self.run_dir / "manifest.json", json.dumps(self.manifest, indent=1) + "\n")
-
-    def _warn_of_gap(self) -> None:
-        last = self._steps[-1] if self._steps else 0
-        if self.resume_step and last < self.resume_step:
-            gap = f"resumed after step {self.resume_step}, but metrics.jsonl ends at step {last}"
-            self.manifest["sessions"][-1]["gap"] = gap
-            print(f"warning: {gap}: the curves of this run have a hole", file=sys.stderr)
 
     def note(self, name: str, value: Any) -> None:
         """Add a fact about the run to its manifest, which is written when the run ends."""
@@ -181,10 +177,10 @@ class Tracker:
 
     def log(self, metrics: StepMetrics) -> None:
         """Write the step's line to disk, then pass it to the loggers. Steps must rise."""
-        if self._steps and metrics.step <= self._steps[-1]:
-            raise ValueError(f"step {metrics.step} logged after {self._steps[-1]}: a step is logged once, in order")
+        if metrics.step <= self._last_step:
+            raise ValueError(f"step {metrics.step} logged after {self._last_step}: a step is logged once, in order")
         _append(self.run_dir / "metrics.jsonl", [{"step": metrics.step, **metrics.values}])
-        self._steps.append(metrics.step)
+        self._last_step = metrics.step
         for logger in self._loggers:
             logger.log(metrics.step, metrics.values)
         if self._bar is not None:
