@@ -74,7 +74,7 @@ class Gallery:
 
 @dataclass(frozen=True)
 class Fold:
-    """Blocks that stay closed until they are asked for."""
+    """Blocks that stay closed until the reader opens them."""
 
     title: str
     blocks: Sequence[Block]
@@ -87,7 +87,7 @@ Block = Heading | Text | Table | Gallery | Fold
 
 
 def draw(panel: Curves, index: int) -> str:
-    """The panel as an ``<svg>`` element, its text as text. ``index`` keeps ids apart on one page."""
+    """Return the panel as an ``<svg>`` element, its text as text. ``index`` keeps ids apart on one page."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -147,7 +147,7 @@ def _draw_stack(axes, lines: Sequence[Line]) -> None:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """A curve in at most 24 characters, from its own minimum to its own maximum."""
+    """Return a curve in at most 24 characters, from its own minimum to its own maximum."""
     if len(values) > 24:
         values = [values[round(i * (len(values) - 1) / 23)] for i in range(24)]
     low, span = min(values, default=0.0), max(values, default=0.0) - min(values, default=0.0)
@@ -167,6 +167,7 @@ def markdown_table(table: Table) -> str:
 
 
 def markdown(title: str, blocks: Sequence[Block]) -> str:
+    """Return the page as Markdown; a curve becomes its first and last value and a sparkline."""
     return "\n\n".join([f"# {title}", *map(_markdown, blocks)]) + "\n"
 
 

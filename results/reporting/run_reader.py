@@ -98,12 +98,12 @@ class RecordedRun:
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
-        """Steps and values of a metric, where it was logged."""
+        """Return steps and values of a metric, where it was logged."""
         rows = [row for row in self.metrics if name in row]
         return [row["step"] for row in rows], [row[name] for row in rows]
 
     def points(self) -> dict[str, list[Point]]:
-        """``data_source -> accuracies`` in the order of steps."""
+        """Return ``data_source -> accuracies`` in the order of steps."""
         found: dict[str, list[Point]] = {}
         for row in self.metrics:
             for key in row:
@@ -116,12 +116,12 @@ class RecordedRun:
         return found
 
     def accuracy_at(self, step: int) -> dict[str, dict[str, float]]:
-        """``data_source -> uid -> accuracy`` at a validated step; empty where the records were not kept."""
+        """Return ``data_source -> uid -> accuracy`` at a validated step; {} where the records were not kept."""
         return accuracy_by_question(self.validation.get(step, ()))
 
 
 def decoding(config: Mapping[str, Any]) -> str:
-    """How validation answers were decoded, in words."""
+    """Return in words how validation answers were decoded."""
     val = {k.rpartition(".")[2]: v for k, v in config.items() if k.startswith("actor_rollout_ref.rollout.val_kwargs.")}
     if not val.get("do_sample") or not val.get("temperature"):
         how = "greedy"
@@ -137,7 +137,7 @@ def decoding(config: Mapping[str, Any]) -> str:
 
 
 def load_run(folder: str | Path) -> RecordedRun:
-    """A run folder or its published copy.
+    """Read a run folder or its published copy.
 
     Raises:
         NotARun: a file is missing or damaged.
@@ -192,7 +192,7 @@ class Outcome:
 
 
 def outcomes(run: RecordedRun) -> list[Outcome]:
-    """Per data source and kind of accuracy, ``mean@k`` first."""
+    """Return the outcome of every data source and kind of accuracy, ``mean@k`` first."""
     found = []
     for source, points in run.points().items():
         for name in dict.fromkeys(point.name for point in points):
@@ -207,7 +207,7 @@ def outcomes(run: RecordedRun) -> list[Outcome]:
 
 
 def by_experiment(items: Sequence[Item], group: Callable[[Item], Any], seed: Callable[[Item], Any]) -> list[list[Item]]:
-    """Items of one group and different seeds, together, in order of appearance; sorted by seed.
+    """Return the items in lists, each of one group and different seeds, in order of appearance; sorted by seed.
 
     The second run of a seed opens another experiment: the same seed again, after a change of the code say, is not
     another draw.
@@ -226,7 +226,7 @@ def group_runs(runs: Sequence[RecordedRun]) -> list[list[RecordedRun]]:
 
 
 def group_name(names: Sequence[str]) -> str:
-    """``grpo/lab`` for ``grpo/lab_s1, grpo/lab_s2``; a single run keeps its name."""
+    """Return ``grpo/lab`` for ``grpo/lab_s1, grpo/lab_s2``; a single run keeps its name."""
     if len(names) == 1:
         return names[0]
     return re.sub(r"([-_.](seed|s)?[-_.]?)?\d+$", "", names[0]) or names[0]
@@ -236,7 +236,7 @@ def group_name(names: Sequence[str]) -> str:
 
 
 def scrub(value: Any) -> Any:
-    """The same data without host name and absolute paths: the repository's become relative, others keep their end."""
+    """Return the data without host name and absolute paths: the repository's become relative, others keep their end."""
     if isinstance(value, Mapping):
         return {key: scrub(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -250,7 +250,7 @@ def scrub(value: Any) -> Any:
 
 
 def summarise(run: RecordedRun) -> dict[str, Any]:
-    """What the tables of ``results/`` are made of."""
+    """Return the run's summary, from which the tables of ``results/`` are made."""
     git, machine = run.session["git"], run.session["hardware"]
     gpus = machine["gpus"]
     results = [

@@ -32,7 +32,7 @@ def _yaml(value: Any) -> str:
 
 
 def headline(runs: Sequence[RecordedRun]) -> str:
-    """A line for each experiment and data source: accuracy before and after, with interval and questions."""
+    """Return a line for each experiment and data source: accuracy before and after, interval, questions."""
     found = experiments([summarise(run) for run in runs])
     lines = [experiment.sentence for experiment in found if experiment.metric.startswith("mean@")]
     return "\n".join(lines) if lines else "no validation was recorded"
@@ -53,7 +53,7 @@ def learnt(runs: Sequence[RecordedRun]) -> Iterator[Block]:
 
 
 def step_times(groups: Sequence[Group]) -> Iterator[Block]:
-    """A table of the seconds of a step by part, which add up; the mean over the steps of all seeds."""
+    """Yield a table of the seconds of a step by part, which add up; the mean over the steps of all seeds."""
     columns = []
     for group in groups:
         lines = [found for run in group for row in run.metrics if (found := step_time.parts(row))]
@@ -84,7 +84,7 @@ def _seconds(column: Mapping[str, float], name: str) -> str:
 
 
 def _question_means(group: Group) -> dict[str, dict[str, float]]:
-    """``data_source -> uid -> accuracy`` at each run's last validation, averaged over the seeds that have it."""
+    """Return ``data_source -> uid -> accuracy`` at each run's last validation, the mean of the seeds that have it."""
     pooled: dict[str, dict[str, list[float]]] = {}
     for run in group:
         for source, by_uid in run.accuracy_at(max(run.validation, default=-1)).items():
@@ -94,13 +94,13 @@ def _question_means(group: Group) -> dict[str, dict[str, float]]:
 
 
 def _seed_values(group: Group) -> dict[str, list[float]]:
-    """``data_source -> mean accuracy`` of each seed at the last validation."""
+    """Return ``data_source -> mean accuracy`` of each seed at the last validation."""
     found = experiments([summarise(run) for run in group])
     return {each.source: each.values("after") for each in found if each.metric.startswith("mean@")}
 
 
 def comparison(groups: Sequence[Group]) -> Iterator[Block]:
-    """Every experiment against the first one: by question, and over seeds where both have several."""
+    """Yield every experiment against the first one: by question, and over seeds where both have several."""
     names = [group_name([run.name for run in group]) for group in groups]
     rows = []
     for other in range(1, len(groups)):
@@ -126,7 +126,7 @@ def comparison(groups: Sequence[Group]) -> Iterator[Block]:
 
 
 def config_difference(groups: Sequence[Group]) -> Table:
-    """The keys in which the experiments' configurations differ, seeds and names of runs left out."""
+    """Return the keys in which the experiments' configurations differ, seeds and names of runs left out."""
     first = [group[0] for group in groups]
     keys = sorted({key for run in first for key in run.config})
     rows = [[key, *(_yaml(run.config.get(key, "absent")) for run in first)] for key in keys]
@@ -138,7 +138,7 @@ def config_difference(groups: Sequence[Group]) -> Table:
 
 
 def samples(run: RecordedRun) -> Iterator[Block]:
-    """The same questions before and after, as many as both validations kept."""
+    """Yield the same questions before and after, as many as both validations kept."""
     steps = sorted({row["step"] for row in run.samples})
     if not steps:
         return
@@ -227,7 +227,7 @@ _PROVENANCE = {
 
 
 def page(runs: Sequence[RecordedRun]) -> tuple[str, list[Block]]:
-    """Title and blocks of the report."""
+    """Return title and blocks of the report."""
     groups = group_runs(runs)
     blocks = [*learnt([run for group in groups for run in group]), *curves(groups), *step_times(groups)]
     if len(groups) > 1:

@@ -1,6 +1,6 @@
 """What a study found: paired effects over seeds, verdicts by the registered rules, and the report.
 
-Everything here is a function of the study's file, its records and ``results/references.yaml``; nothing is typed.
+Everything here is a function of the study's file, its run records and ``results/references.yaml``; no number is typed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Verdict:
 
 
 def differences(claim: Claim, found: Found, seeds: Sequence[int]) -> list[float]:
-    """Treatment minus control, one a seed that has both; the metric itself where there is no control."""
+    """Return treatment minus control for each seed that has both; the metric itself where there is no control."""
     pairs = []
     for seed in seeds:
         treatment = _value(found, claim.treatment, seed, claim.metric)
@@ -65,7 +65,7 @@ def arm_values(found: Found, arm: str, metric: str, seeds: Sequence[int]) -> lis
 
 
 def judge(study: Study, found: Found) -> dict[str, Verdict]:
-    """The verdict of every claim.
+    """Return the verdict of every claim.
 
     *Confirmed*: the 95 % interval excludes 0 on the claimed side, so does Holm's p at 5 %, the effect is at least the
     minimum, and every check holds. *Refuted*: the interval lies wholly below the minimum in the claimed direction.
@@ -209,7 +209,7 @@ def _spread(study: Study, found: Found, arm: str, name: str) -> str:
 
 
 def _elsewhere(study: Study, found: Found, references: Mapping[str, Any]) -> Iterator[Block]:
-    """What others report for the same arms, and their differences beside the claims in the metric that is meant."""
+    """Yield what others report for the same arms, and their differences beside the claims in the same metric."""
     rows = [ref for ref in references.get("studies", {}).get(study.recipe, ()) if ref["arm"] in study.arms]
     if not rows:
         return

@@ -81,11 +81,11 @@ class Experiment:
         return self.results[0]["metric"]
 
     def values(self, when: str) -> list[float]:
-        """The accuracies ``before`` or ``after``, one a run."""
+        """Return the accuracies ``before`` or ``after``, one for each run."""
         return [result[when]["estimate"]["value"] for result in self.results if result[when]]
 
     def text(self, when: str) -> str:
-        """Over seeds where there are several, else with the interval over questions; empty if not measured."""
+        """Return the mean over several seeds, or one run's accuracy with its interval; '' if not measured."""
         if len(self.results) > 1:
             values = self.values(when)
             return percent(seed_interval(values)) if len(values) == len(self.results) else ""
@@ -135,7 +135,7 @@ def experiment_table(summaries: Sequence[Summary]) -> Table:
 
 
 def short_command(command: str) -> str:
-    """As one would type it: the recipe's script, where there is one for the preset, and neither seed nor backend."""
+    """Return the command as one would type it: the preset's script if there is one, without seed and backend."""
     _, _, line = command.partition(" -m ")
     module, *words = line.split() or [command]
     words = [word for word in words if not word.startswith(("trainer.seed=", "trainer.backend="))]
@@ -160,7 +160,7 @@ def run_table(summaries: Sequence[Summary], linked: bool = False) -> Table:
 
 
 def reference_table(summaries: Sequence[Summary], references: Mapping[str, Any]) -> Table:
-    """What others report, with its source, beside what was measured here or the command that would."""
+    """Return what others report, with its source, beside what was measured here or the command that would."""
     header = ["recipe", "model", "method", "evaluated on", "reported", "source", "here"]
     measured: dict[tuple[str, str, str], list[str]] = {}
     for each in experiments(summaries):
@@ -177,7 +177,7 @@ def reference_table(summaries: Sequence[Summary], references: Mapping[str, Any])
 
 
 def render(results: Path) -> str:
-    """The text of ``results/README.md``."""
+    """Return the text of ``results/README.md``."""
     summaries, references = read_summaries(results), read_references(results)
     tags = "\n".join(f"- **[{tag}]** {meaning}" for tag, meaning in references["tags"].items())
     notes = "\n".join(
@@ -203,14 +203,14 @@ def render(results: Path) -> str:
 
 
 def render_block(results: Path) -> str:
-    """What stands between the markers of the top README."""
+    """Return what stands between the markers of the top README."""
     summaries, references = read_summaries(results), read_references(results)
     tables = [*([experiment_table(summaries)] if summaries else []), reference_table(summaries, references)]
     return "\n\n".join(map(markdown_table, tables))
 
 
 def with_block(readme: str, block: str) -> str | None:
-    """The README with the block between its markers, or None where it has no markers."""
+    """Return the README with the block between its markers, or None where it has no markers."""
     start, end = readme.find(BEGIN), readme.find(END)
     if start < 0 or end < start:
         return None
@@ -218,7 +218,7 @@ def with_block(readme: str, block: str) -> str | None:
 
 
 def update(results: Path, check: bool = False) -> int:
-    """Writes both files; with ``check`` only compares. Returns the exit code: 1 where a check found a difference."""
+    """Write both files, or compare them with ``check``; return the exit status, 1 where a check found a difference."""
     wanted = {results / "README.md": render(results)}
     readme = results.resolve().parent / "README.md"
     if readme.exists():
