@@ -5,6 +5,7 @@ import sys
 # Commands that people typed and that have moved: the old one prints the new one.
 MOVED = {
     "core.report": "results.report",
+    "results.report --publish": "results.publish",
     "data_preprocess.build_index": "recipes.search_r1.index.cli",
     "recipes.lab.knowledge_model": "recipes.search_r1.knowledge_model",
 }

@@ -1,8 +1,63 @@
-"""``python -m results.report RUN [RUN ...]``: a report of runs, side by side, as Markdown and one HTML page."""
+"""The command that shows runs: reports of run folders, and the tables of ``results/``.
 
+    python -m results.report RUN [RUN ...] [--out DIR]     report.md and report.html
+    python -m results.report --index [--check]             results/README.md and the table in README.md
+
+A RUN is a run folder (``outputs/<recipe>/<run>``) or a published copy (``results/<recipe>/<run>``, made by
+``python -m results.publish``). Runs that differ in their seeds only are one experiment: mean, spread and interval over
+seeds. Experiments are compared by question.
+"""
+
+from __future__ import annotations
+
+import argparse
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
-from results.reporting.run_report import main
+from core import moved
+from results.reporting import tables
+from results.reporting.run_reader import NotARun, RecordedRun, group_name, group_runs, load_run
+from results.reporting.run_report import headline, write_report
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m results.report", description="Reports of recorded runs.")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="run folders: outputs/<recipe>/<run> or results/...")
+    parser.add_argument("--out", type=Path, help="folder for the report (default: the run's, or outputs/reports)")
+    parser.add_argument("--index", action="store_true", help="regenerate results/README.md and the README's table")
+    parser.add_argument("--check", action="store_true", help="with --index: write nothing, exit 1 if out of date")
+    parser.add_argument("--results", type=Path, default=Path("results"), help=argparse.SUPPRESS)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line names and return the exit status: 2 for bad input, 1 for tables out of date."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if any(word.partition("=")[0] == "--publish" for word in arguments):
+        return moved("results.report --publish")
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    if not (args.runs or args.index):
+        parser.error("name a run folder, or use --index")
+    try:
+        if args.runs:
+            runs = [load_run(folder) for folder in args.runs]
+            path = write_report(runs, args.out or _default_folder(runs))
+            print(f"{headline(runs)}\nreport: {path}")
+    except NotARun as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return tables.update(args.results, check=args.check) if args.index else 0
+
+
+def _default_folder(runs: Sequence[RecordedRun]) -> Path:
+    """Return the only run's own folder, or one of ``outputs/reports/`` named after the experiments."""
+    if len(runs) == 1:
+        return runs[0].folder
+    names = (group_name([run.name for run in group]) for group in group_runs(runs))
+    return Path("outputs/reports") / "_".join(name.replace("/", "-") for name in names)[:100]
+
 
 if __name__ == "__main__":
     sys.exit(main())

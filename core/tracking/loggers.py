@@ -1,11 +1,17 @@
-"""Where a run's numbers are shown while it goes on: the console, TensorBoard, wandb (``trainer.logger``)."""
+"""The loggers of ``trainer.logger``, which show a run's numbers while it goes on: console, TensorBoard, wandb.
+
+``metrics.jsonl`` is not among them: the tracker always writes it.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+from tqdm import tqdm
 
 from core.config import convert
 
@@ -14,7 +20,7 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 
-# label on the console, the names it may be found under, format
+# label on the console, names of the metric (the first that the step has), format
 _CONSOLE = (
     ("reward", ("critic/rewards/mean", "critic/score/mean"), ".3f"),
     ("acc", ("reward/acc/mean",), ".3f"),
@@ -27,7 +33,7 @@ _CONSOLE = (
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """What a logger is told of the run whose numbers it shows."""
+    """The run whose numbers a logger shows."""
 
     config: Config
     run_dir: Path
@@ -45,14 +51,11 @@ class ConsoleLogger:
     """One line a step, above the progress bar where there is one."""
 
     def __init__(self) -> None:
-        self.bar: Any = None
         self.total: int | None = None
 
     def write(self, line: str) -> None:
-        if self.bar is not None:
-            self.bar.write(line)
-        else:
-            print(line, flush=True)
+        tqdm.write(line)
+        sys.stdout.flush()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         shown = [f"{label} {value:{form}}" for label, value, form in headline(values)]
@@ -73,7 +76,7 @@ class ConsoleLogger:
 
 
 def headline(values: Mapping[str, float]) -> Iterator[tuple[str, float, str]]:
-    """The few numbers that a person follows: label, value and format of those that the step has."""
+    """Yield label, value and format of the few numbers that a person follows, where the step has them."""
     for label, names, form in _CONSOLE:
         found = next((values[name] for name in names if name in values), None)
         if found is not None:
@@ -102,7 +105,7 @@ class TensorboardLogger:
 
 
 class WandbLogger:
-    """``WANDB_MODE=offline`` needs no login. A resumed run goes on under the id in its manifest."""
+    """Weights & Biases; ``WANDB_MODE=offline`` needs no login. A resumed run goes on under its manifest's id."""
 
     def __init__(self, run: LoggedRun) -> None:
         import wandb

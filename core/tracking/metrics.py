@@ -1,8 +1,9 @@
-"""What a step says about its data, under verl's names.
+"""Metrics of a step's data, under verl's names.
 
 ``critic/score/*`` is what the scorer gave, ``critic/rewards/*`` what trained (shaped, and less the KL penalty
 where the reward carries one). ``response_length/*`` counts every token after the prompt, tool output included;
-``clip_ratio`` is the share that ran into the limit. ``reward/<part>/mean`` follows each part of the scores.
+``clip_ratio`` is the share that ran into the limit. ``reward/<part>/mean`` follows each part of the scores, so that
+``reward/acc/mean`` equals ``critic/acc/mean``; registered studies read the latter.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from core.types import ScoredGroup, TrainBatch
@@ -21,7 +21,7 @@ RAW_SCORE = "score"  # the part that keeps what the scorer gave, before a recipe
 
 
 def data_metrics(groups: Sequence[ScoredGroup], batch: TrainBatch) -> dict[str, float]:
-    """Means and extremes over the step's trajectories."""
+    """Return means and extremes over the step's trajectories."""
     scores = [score for group in groups for score in group.scores]
     trajectories = [t for group in groups for t in group.trajectories]
     lengths = np.array([len(t.response_ids) for t in trajectories])
@@ -54,7 +54,7 @@ def data_metrics(groups: Sequence[ScoredGroup], batch: TrainBatch) -> dict[str, 
 
 
 def part_means(scores: Iterable[Score]) -> dict[str, float]:
-    """Mean of each part over the scores that have it."""
+    """Return the mean of each part over the scores that have it."""
     parts = defaultdict(list)
     for score in scores:
         for name, value in score.parts.items():
@@ -63,23 +63,18 @@ def part_means(scores: Iterable[Score]) -> dict[str, float]:
 
 
 def explained_variance(values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor) -> float:
-    """``1 - Var(returns - values) / Var(returns)`` over the policy tokens: 1 is a perfect critic."""
+    """Return ``1 - Var(returns - values) / Var(returns)`` over the policy tokens: 1 is a perfect critic."""
     returns, residual = returns_BT[mask_BT], (returns_BT - values_BT)[mask_BT]
     return float(1 - residual.var(correction=0) / (returns.var(correction=0) + 1e-5))
 
 
-def _spread(name: str, values: np.ndarray | Tensor) -> dict[str, float]:
-    values = values.numpy() if isinstance(values, torch.Tensor) else values
+def _spread(name: str, values: np.ndarray) -> dict[str, float]:
     if not len(values):  # a step in which no answer holds a token
         values = np.zeros(1)
-    return {
-        f"{name}/mean": float(values.mean()),
-        f"{name}/max": float(values.max()),
-        f"{name}/min": float(values.min()),
-    }
+    return {f"{name}/{of}": float(getattr(values, of)()) for of in ("mean", "max", "min")}
 
 
 def status_rates(scores: Sequence[Score]) -> dict[str, float]:
-    """``reward/<status>_rate`` for every status, 0 included; nothing for no scores."""
+    """Return ``reward/<status>_rate`` for every status, 0 included; nothing for no scores."""
     counts = Counter(score.status for score in scores)
     return {f"reward/{status.value}_rate": counts[status] / len(scores) for status in ScoreStatus if scores}

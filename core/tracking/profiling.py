@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Profile:
-    """The profile of this process: ``start`` and ``stop`` around a step, in the same thread."""
+    """The profiler of this process. ``start`` and ``stop`` enclose a step, in the same thread."""
 
     def __init__(self, tool: str | None):
         self.tool = tool
@@ -38,7 +38,7 @@ class Profile:
         self._running.start()
 
     def stop(self, trace: Path) -> None:
-        """Ends the profile; torch's is written to ``trace``."""
+        """End the profile. torch's is written to ``trace``."""
         import torch
 
         if self.tool == "nsys":
@@ -55,16 +55,15 @@ def wanted(config: GlobalProfilerConfig, step: int) -> bool:
 
 
 def runtime_env(config: GlobalProfilerConfig) -> Mapping[str, Any]:
-    """What a Ray worker's options need for nsys: ``{"runtime_env": {"nsight": {...}}}``; nothing for other tools.
+    """Return the Ray worker options that nsys needs, ``{"runtime_env": {"nsight": {...}}}``; {} for other tools.
 
     ``capture-range-end`` is by default one recording for each step of ``global_profiler.steps``.
     """
     if config.tool != "nsys":
         return {}
-    options = {"capture-range-end": f"repeat-shutdown:{len(config.steps or ())}"}
     given = thaw(config.global_tool_config.nsys.worker_nsight_options)
-    options = {**options, **{name: str(value) for name, value in given.items() if value is not None}}
-    return {"runtime_env": {"nsight": options}}
+    options = {name: str(value) for name, value in given.items() if value is not None}
+    return {"runtime_env": {"nsight": {"capture-range-end": f"repeat-shutdown:{len(config.steps or ())}", **options}}}
 
 
 @contextmanager

@@ -1,6 +1,8 @@
-"""What a run folder says about where its numbers come from: command, commit, packages, machine, seeds, data.
+"""The run manifest, ``manifest.json`` of a run folder: where its numbers come from.
 
-Imports neither torch nor ray nor vllm: versions come from the installed metadata, GPUs from ``nvidia-smi``.
+It holds command, commit, packages, machine, seeds and data hashes. It is not the checkpoint manifest, which lists the
+files of one checkpoint (:mod:`core.checkpoint.manifest`). Imports neither torch nor ray nor vllm: versions come from
+the installed metadata, GPUs from ``nvidia-smi``.
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ import hashlib
 import os
 import platform
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -36,7 +37,10 @@ def now() -> str:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``; lists and empty mappings are leaves."""
+    """Return ``{"a": {"b": 1}}`` as ``{"a.b": 1}``; lists and empty mappings are leaves.
+
+    :func:`core.config.convert.flat` has a value for each key of the schema; this descends into a user's mappings too.
+    """
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
@@ -47,7 +51,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def changed_keys(config: Config, recipe: str) -> dict[str, list[Any]]:
-    """``key -> [default, value]`` for every leaf that was changed; a default that is absent is None.
+    """Return ``key -> [default, value]`` for every leaf that was changed; an absent default is None.
 
     A null that the configuration itself fills in from other keys is not a change.
     """
@@ -67,16 +71,15 @@ def _filled_in(config: Config, recipe: str, key: str) -> bool:
 
 
 def _output(*command: str) -> bytes | None:
-    """What a command prints, or None where it is not installed, fails or does not answer."""
+    """Return what a command prints, or None where it is not installed, fails or does not answer."""
     try:
-        done = subprocess.run(command, capture_output=True, timeout=20, check=True)
+        return subprocess.run(command, capture_output=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout
 
 
 def git_state(root: Path = ROOT) -> dict[str, Any]:
-    """Commit of the checkout, whether it is dirty, and a hash of what differs; ``commit`` is None outside git.
+    """Return the checkout's commit (None outside git), whether it is dirty, and a hash of what differs.
 
     The hash covers the diff against HEAD and the text of untracked files up to 1 MB each.
     """
@@ -95,36 +98,23 @@ def git_state(root: Path = ROOT) -> dict[str, Any]:
     return {"commit": commit.decode().strip(), "dirty": dirty, "diff_sha256": digest.hexdigest() if dirty else None}
 
 
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
 def hardware() -> dict[str, Any]:
-    """CPU model, usable cores, memory and GPUs. No host name."""
-    linux = Path("/proc/cpuinfo").exists()
-    gpus = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") if shutil.which("nvidia-smi") else b""
+    """Return CPU model, usable cores, memory and GPUs, without the host's name."""
+    info = Path("/proc/cpuinfo")  # on Linux alone
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    gpus = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or b""
     return {
-        "cpu": _cpu_model() if linux else platform.processor(),
-        "cores": len(os.sched_getaffinity(0)) if linux else os.cpu_count(),
+        "cpu": models[0] if models else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)) if lines else os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "gpus": (gpus or b"").decode().split("\n")[:-1],
+        "gpus": gpus.decode().split("\n")[:-1],
         "system": f"{platform.system()} {platform.machine()}",
     }
 
 
-def threads() -> dict[str, Any]:
-    """torch's threads where torch is loaded already, and the variables that set them."""
-    torch = sys.modules.get("torch")
-    return {
-        "torch": torch.get_num_threads() if torch is not None else None,
-        **{name: os.environ[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name in os.environ},
-    }
-
-
 def data_hashes(files: Iterable[str]) -> list[dict[str, Any]]:
-    """Path, size and sha256 of each data file that is on this machine."""
+    """Return path, size and sha256 of each data file that is on this machine."""
     paths = [Path(file).expanduser() for file in files]
     return [
         {"path": str(path), "bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in paths if path.is_file()
@@ -132,7 +122,9 @@ def data_hashes(files: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def session(resumed_from: int | None) -> dict[str, Any]:
-    """One process that worked on a run; a resumed run has several."""
+    """Return the manifest's entry for this process; a resumed run has several."""
+    torch = sys.modules.get("torch")  # not imported here for the sake of its number of threads
+    variables = {name: os.environ[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name in os.environ}
     return {
         "started": now(),
         "ended": None,
@@ -141,5 +133,5 @@ def session(resumed_from: int | None) -> dict[str, Any]:
         "git": git_state(),
         "packages": {"python": platform.python_version(), **package_versions(PACKAGES)},
         "hardware": hardware(),
-        "threads": threads(),
+        "threads": {"torch": torch.get_num_threads() if torch is not None else None, **variables},
     }

@@ -1,6 +1,6 @@
-"""Where each second of a step went: a clock for what happens at once, and the parts that a step's line adds up from.
+"""The seconds of a step: a clock for activities that overlap, and the parts that add up to a step's whole time.
 
-Imports no torch: reports use it too.
+Imports no torch, since reports use it too.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-# part -> the timers it is made of. Together with the rest they are timing_s/whole, the seconds since the line before.
+# part -> the timers it is made of. With the rest they add up to timing_s/whole, the seconds since the line before.
 PARTS: Mapping[str, tuple[str, ...]] = {
     "decode": ("decode",),
     "score": ("reward",),
@@ -42,7 +42,7 @@ class BusyClock:
 
     @contextmanager
     def busy(self, activity: str) -> Iterator[None]:
-        """One more of this activity while the block runs; blocks overlap as they like."""
+        """Count one more of this activity while the block runs. Blocks may overlap."""
         self._charge()
         self.going_on[activity] += 1
         try:
@@ -59,14 +59,14 @@ class BusyClock:
         self.since = now
 
     def take(self) -> dict[str, float]:
-        """The seconds since the last call, by activity."""
+        """Return the seconds since the last call, by activity."""
         self._charge()
         taken, self.seconds = self.seconds, dict.fromkeys(self.order, 0.0)
         return taken
 
 
 def parts(row: Mapping[str, float]) -> dict[str, float]:
-    """A step's line as seconds by part, in the order of :data:`PARTS` with the rest last; they sum to its whole.
+    """Return a step's seconds by part, in the order of :data:`PARTS` with the rest last; they sum to the whole.
 
     A line without ``timing_s/whole`` (an older run) is taken for its ``timing_s/step`` alone, and one without
     ``timing_s/decode`` has its scoring in ``decode``. A part that never began is left out.

@@ -1,8 +1,8 @@
 """The run folder: everything a run leaves behind except its checkpoints.
 
-``<run_dir>/config.yaml`` resolved configuration · ``manifest.json`` provenance and status · ``metrics.jsonl`` one line
-a step, on disk before the next step begins · ``samples.jsonl`` a few generations of every validation ·
-``validation/<step>.jsonl`` who answered which question.
+``<run_dir>/config.yaml`` resolved configuration · ``manifest.json`` the run manifest: provenance and status ·
+``metrics.jsonl`` one line a step, on disk before the next step begins · ``samples.jsonl`` a few generations of every
+validation · ``validation/<step>.jsonl`` each question's scores.
 
 **Resume.** A run that goes on from the checkpoint of step k keeps the lines up to k and drops the rest, so that its
 files end up as those of a run that was never interrupted (``timing_s/`` and ``perf/`` excepted). For that a step is
@@ -13,9 +13,7 @@ keeps the first values it was sent.
 ``actor/{entropy,pg_loss,kl_loss,ppo_kl,pg_clipfrac,pg_clipfrac_lower,grad_norm,lr}``,
 ``{response,prompt}_length/{mean,max,min,clip_ratio}``, ``rollout_corr/*``, ``timing_s/{gen,reward,old_log_prob,ref,
 values,adv,update_critic,update_actor,save_checkpoint,testing,step}``, ``perf/*``, ``training/{global_step,epoch}``, and
-the validation names of :mod:`core.tracking.validation`. Not verl's: ``reward/<part>/mean``, of which
-``reward/acc/mean`` is the
-training prompts' accuracy, and ``collect/*``.
+the validation names of :mod:`core.tracking.validation`. Not verl's: ``reward/<part>/mean`` and ``collect/*``.
 """
 
 from __future__ import annotations
@@ -29,6 +27,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from core.checkpoint.manifest import fsync, write_durably
 from core.config import Config, convert, paths, tables, to_yaml
 from core.config.plugins import load_object
@@ -37,7 +37,7 @@ from core.tracking.loggers import ConsoleLogger, LoggedRun, Logger, Row, headlin
 from core.tracking.validation import ValRecord
 from core.types import StepMetrics
 
-STATUSES = ("running", "finished", "stopped", "failed")
+ENDINGS = ("finished", "stopped", "failed")
 RUN_FILES = ("config.yaml", "manifest.json", "metrics.jsonl", "samples.jsonl", "validation", "tensorboard")
 KEPT_SAMPLES = 8  # generations of a validation that samples.jsonl keeps for the report, at the least
 
@@ -46,7 +46,7 @@ KEPT_SAMPLES = 8  # generations of a validation that samples.jsonl keeps for the
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replaces the file as a whole: a reader, or a run killed here, sees the old text or the new one."""
+    """Replace the file as a whole: a reader, also after a kill here, finds the old text or the new one."""
     partial = path.with_name(path.name + ".partial")
     write_durably(partial, text)
     os.replace(partial, path)
@@ -58,7 +58,7 @@ def json_line(row: Row) -> str:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file that a process may have been killed writing: an incomplete last line is left out.
+    """Return the rows of a file; an incomplete last line, of a process killed in writing it, is left out.
 
     Raises:
         ValueError: a line before the last one is damaged.
@@ -76,7 +76,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def dump_jsonl(folder: str | Path, step: int, rows: Iterable[Row]) -> Path:
-    """Writes ``<folder>/<step>.jsonl``, as verl does for rollout_data_dir and validation_data_dir."""
+    """Write ``<folder>/<step>.jsonl``, as verl does for rollout_data_dir and validation_data_dir."""
     path = Path(folder) / f"{step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, "".join(map(json_line, rows)))
@@ -84,7 +84,7 @@ def dump_jsonl(folder: str | Path, step: int, rows: Iterable[Row]) -> Path:
 
 
 def spread_out(rows: Sequence[Row], count: int) -> list[Row]:
-    """``count`` rows at even distances: the same questions at every validation, and every data source among them."""
+    """Return ``count`` rows at even distances: the same questions at every validation, from all data sources."""
     count = min(count, len(rows))
     return [rows[i * len(rows) // count] for i in range(count)]
 
@@ -93,11 +93,11 @@ def spread_out(rows: Sequence[Row], count: int) -> list[Row]:
 
 
 class Tracker:
-    """Owns the run folder, until :meth:`close` says how the run ended.
+    """The owner of the run folder, until :meth:`close` records how the run ended.
 
     ``resume_step=None`` starts at the beginning (what an earlier run left in the folder moves to ``previous/<n>/``),
     ``resume_step=k`` goes on after step k. Create it once threads are set and data files are known: both are recorded.
-    ``recipe`` is by default the name of the folder around the run's.
+    ``recipe`` is by default the name of the folder that holds the run's.
 
     Raises:
         ValueError: a file of the run to resume is damaged.
@@ -113,77 +113,62 @@ class Tracker:
             _set_aside(self.run_dir)
         else:
             _drop_after(self.run_dir, resume_step)
-        self._steps = [row["step"] for row in read_jsonl(self.run_dir / "metrics.jsonl")]
+        self._last_step = max((row["step"] for row in read_jsonl(self.run_dir / "metrics.jsonl")), default=-1)
         self._open_manifest(recipe or self.run_dir.resolve().parent.name)
         write_atomic(self.run_dir / "config.yaml", to_yaml(config))
-        self._metrics = open(self.run_dir / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
+        (self.run_dir / "metrics.jsonl").touch()  # a run that ends before its first step has one too
         self._console = ConsoleLogger() if "console" in config.trainer.logger else None
         self._loggers: list[Logger] = [self._console] if self._console else []
         entries = [tables.LOGGERS[name] for name in config.trainer.logger]
         told = LoggedRun(config, self.run_dir, self.manifest["run_id"], resume_step)
         self._loggers += [load_object(entry.function)(told) for entry in entries if entry.function]
         self._bar: Any = None
-        self._warn_of_gap()
 
     def _open_manifest(self, recipe: str) -> None:
-        path = self.run_dir / "manifest.json"
+        path, name = self.run_dir / "manifest.json", self.run_dir.resolve().name
+        manifest = {"run": name, "recipe": recipe, "run_id": secrets.token_hex(4), "sessions": []}
         if path.exists():
             manifest = json.loads(path.read_text(encoding="utf-8"))
-        else:
-            manifest = {
-                "run": self.run_dir.resolve().name,
-                "recipe": recipe,
-                "run_id": secrets.token_hex(4),
-                "sessions": [],
-            }
-        flat = convert.flat(self.config)
+        values = convert.flat(self.config).items()
+        data_files = dict.fromkeys(path for key, path in paths.named(self.config) if key.startswith("data."))
         manifest["status"] = "running"
         manifest.pop("stopped_because", None)
-        manifest["seeds"] = {key: value for key, value in flat.items() if key.split(".")[-1] == "seed"}
+        manifest["seeds"] = {key: value for key, value in values if key.split(".")[-1] == "seed"}
         manifest["changed_from_defaults"] = run_manifest.changed_keys(self.config, manifest["recipe"])
-        manifest["data"] = run_manifest.data_hashes(_data_files(self.config))
+        manifest["data"] = run_manifest.data_hashes(data_files)
         manifest["sessions"].append(run_manifest.session(self.resume_step))
+        if self.resume_step and self._last_step < self.resume_step:
+            gap = f"resumed after step {self.resume_step}, but metrics.jsonl ends at step {max(0, self._last_step)}"
+            manifest["sessions"][-1]["gap"] = gap
+            print(f"warning: {gap}: the curves of this run have a hole", file=sys.stderr)
         self.manifest = manifest
         self._write_manifest()
 
     def _write_manifest(self) -> None:
         write_atomic(self.run_dir / "manifest.json", json.dumps(self.manifest, indent=1) + "\n")
 
-    def _warn_of_gap(self) -> None:
-        last = self._steps[-1] if self._steps else 0
-        if self.resume_step and last < self.resume_step:
-            gap = f"resumed after step {self.resume_step}, but metrics.jsonl ends at step {last}"
-            self.manifest["sessions"][-1]["gap"] = gap
-            print(f"warning: {gap}: the curves of this run have a hole", file=sys.stderr)
-
     def note(self, name: str, value: Any) -> None:
-        """A fact about the run for its manifest, written when the run ends."""
+        """Add a fact about the run to its manifest, which is written when the run ends."""
         self.manifest[name] = value
 
     def progress(self, total: int) -> None:
-        """Shows a bar on a terminal (step, reward, length, time left) and ``step/total`` on the console.
+        """Show a bar on a terminal (step, reward, length, time left) and ``step/total`` on the console.
 
-        ``total`` also goes into the manifest: a report says of a shorter run that it is one.
+        ``total`` also goes into the manifest, from which a report knows that a run ended early.
         """
         self.manifest["total_steps"] = total
         self._write_manifest()
         if self._console:
             self._console.total = total
         if sys.stderr.isatty():
-            from tqdm import tqdm
-
             self._bar = tqdm(total=total, initial=self.resume_step or 0, unit="step", dynamic_ncols=True)
-            if self._console:
-                self._console.bar = self._bar
 
     def log(self, metrics: StepMetrics) -> None:
-        """Writes the step's line to disk, then tells the loggers. Steps must rise."""
-        if self._steps and metrics.step <= self._steps[-1]:
-            raise ValueError(f"step {metrics.step} logged after {self._steps[-1]}: a step is logged once, in order")
-        self._metrics.write(json_line({"step": metrics.step, **metrics.values}))
-        self._metrics.flush()
-        os.fsync(self._metrics.fileno())
-        self._steps.append(metrics.step)
+        """Write the step's line to disk, then pass it to the loggers. Steps must rise."""
+        if metrics.step <= self._last_step:
+            raise ValueError(f"step {metrics.step} logged after {self._last_step}: a step is logged once, in order")
+        _append(self.run_dir / "metrics.jsonl", [{"step": metrics.step, **metrics.values}])
+        self._last_step = metrics.step
         for logger in self._loggers:
             logger.log(metrics.step, metrics.values)
         if self._bar is not None:
@@ -192,30 +177,27 @@ class Tracker:
             self._bar.update(metrics.step - self._bar.n)
 
     def log_validation(self, step: int, records: Iterable[ValRecord]) -> None:
-        """Keeps what every question got, for intervals and paired comparisons; a repeated step is replaced."""
+        """Keep each question's scores, for intervals and paired comparisons. A repeated step is replaced."""
         dump_jsonl(self.run_dir / "validation", step, (record.to_json() for record in records))
 
     def log_samples(self, step: int, rows: Sequence[Row]) -> None:
-        """Keeps a few of these generations for the report; trainer.log_val_generations of them go to the loggers.
+        """Keep a few of these generations for the report; trainer.log_val_generations of them go to the loggers.
 
         ``rows`` are those of :func:`core.tracking.generations.generation_rows`.
         """
         wanted = self.config.trainer.log_val_generations
-        with open(self.run_dir / "samples.jsonl", "a", encoding="utf-8") as file:
-            file.writelines(json_line({**row, "step": step}) for row in spread_out(rows, max(wanted, KEPT_SAMPLES)))
-            file.flush()
-            os.fsync(file.fileno())
+        kept = spread_out(rows, max(wanted, KEPT_SAMPLES))
+        _append(self.run_dir / "samples.jsonl", [{**row, "step": step} for row in kept])
         if wanted:
             for logger in self._loggers:
                 logger.samples(step, spread_out(rows, wanted))
 
     def close(self, status: str) -> None:
-        """Ends the run: ``finished``, ``stopped`` (by the user) or ``failed``. A second call changes nothing."""
-        if status not in STATUSES[1:]:
-            raise ValueError(f"status {status!r}: must be one of {', '.join(STATUSES[1:])}")
-        if self._metrics.closed:
+        """End the run: ``finished``, ``stopped`` (by the user) or ``failed``. A second call changes nothing."""
+        if status not in ENDINGS:
+            raise ValueError(f"status {status!r}: must be one of {', '.join(ENDINGS)}")
+        if self.manifest["status"] != "running":
             return
-        self._metrics.close()
         self.manifest["status"] = status
         self.manifest["sessions"][-1]["ended"] = run_manifest.now()
         self._write_manifest()
@@ -225,12 +207,15 @@ class Tracker:
             logger.close(status == "failed")
 
 
-def _data_files(config: Config) -> list[str]:
-    return list(dict.fromkeys(path for key, path in paths.named(config) if key.startswith("data.")))
+def _append(path: Path, rows: Iterable[Row]) -> None:
+    with open(path, "a", encoding="utf-8") as file:
+        file.writelines(map(json_line, rows))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _set_aside(run_dir: Path) -> None:
-    """Moves what an earlier run left to ``previous/<n>/``; a new start neither mixes with it nor deletes it."""
+    """Move what an earlier run left to ``previous/<n>/``; a new start neither mixes with it nor deletes it."""
     left = [run_dir / name for name in RUN_FILES if (run_dir / name).exists()]
     if left:
         taken = [int(path.name) for path in (run_dir / "previous").glob("[0-9]*")]
@@ -241,7 +226,7 @@ def _set_aside(run_dir: Path) -> None:
 
 
 def _drop_after(run_dir: Path, step: int) -> None:
-    """Removes what later steps wrote before the run went back to its checkpoint of ``step``."""
+    """Remove what later steps wrote before the run went back to its checkpoint of ``step``."""
     for name in ("metrics.jsonl", "samples.jsonl"):
         if (run_dir / name).exists():
             kept = [json_line(row) for row in read_jsonl(run_dir / name) if row["step"] <= step]

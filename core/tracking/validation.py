@@ -1,8 +1,8 @@
-"""Validation statistics: pure functions of who answered what, with an interval on every number.
+"""Validation statistics: pure functions of the validation records, with an interval on every number.
 
 **The unit is the question.** Samples of one question are not independent, so every interval here treats
 a question as one observation (a cluster), never a sample. Records that share ``(data_source, uid)`` are
-one question: a benchmark whose rows are repeated 32 times gives ``mean@32``, not 32 times as many questions.
+one question: a benchmark whose examples are repeated 32 times gives ``mean@32``, not 32 times as many questions.
 
 **Names** are verl's: ``val-core/<source>/acc/{mean,pass,maj}@N`` with ``N`` samples a question, and in
 ``val-aux/`` the rest: ``std@N``, smaller ``k``, other variables, ``.../ci_low``, ``.../ci_high``,
@@ -15,13 +15,14 @@ one question: a benchmark whose rows are repeated 32 times gives ``mean@32``, no
 * ``maj@N`` is one vote of all N samples instead of a bootstrap over votes. As in verl a tie goes to the answer
   that was seen first; unlike verl, samples from which no answer was read do not vote.
 
-Nothing here imports torch or draws a random number.
+Nothing here imports torch or draws a random number. Comparisons of runs are in results/reporting/comparison.py.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -50,7 +51,7 @@ class ValRecord:
 
     @classmethod
     def of(cls, group: ScoredGroup) -> ValRecord:
-        """The record of a scored group. A part that only some samples have counts as 0 in the others."""
+        """Return the record of a scored group. A part that only some samples have counts as 0 in the others."""
         parts = sorted({name for score in group.scores for name in score.parts})
         values = {name: tuple(float(score.parts.get(name, 0.0)) for score in group.scores) for name in parts}
         values["reward"] = tuple(float(score.value) for score in group.scores)
@@ -65,13 +66,8 @@ class ValRecord:
         return cls(group.prompt.uid, group.prompt.data_source, values, preds)
 
     def to_json(self) -> dict[str, Any]:
-        preds = {"pred": list(self.preds)} if self.preds else {}
-        return {
-            "uid": self.uid,
-            "data_source": self.data_source,
-            **{k: list(v) for k, v in self.values.items()},
-            **preds,
-        }
+        row = {"uid": self.uid, "data_source": self.data_source, **{k: list(v) for k, v in self.values.items()}}
+        return {**row, "pred": list(self.preds)} if self.preds else row
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> ValRecord:
@@ -87,24 +83,6 @@ class Estimate:
     low: float | None
     high: float | None
     n: int
-
-
-@dataclass(frozen=True)
-class SeedEstimate(Estimate):
-    """A mean over ``n`` seeds; ``sd`` is their sample standard deviation (None for one seed)."""
-
-    sd: float | None
-
-
-@dataclass(frozen=True)
-class Paired:
-    """``b`` minus ``a`` on the ``n`` questions that both answered, and on how many b did better or worse."""
-
-    difference: Estimate
-    better: int
-    worse: int
-    only_a: int
-    only_b: int
 
 
 # --- intervals ---
@@ -125,7 +103,7 @@ def t_probability(t: float, df: int) -> float:
 
 @cache
 def t_quantile(df: int) -> float:
-    """The two-sided 95 % quantile of Student's t, by bisection; the normal one from 10,000 degrees on."""
+    """Return the two-sided 95 % quantile of Student's t, by bisection; the normal one from 10,000 degrees on."""
     if df >= 10_000:
         return _Z95
     low, high = _Z95, 13.0  # 12.706 belongs to one degree of freedom
@@ -170,57 +148,11 @@ def question_interval(per_question: Sequence[float], draws: int = 1) -> Estimate
     return Estimate(mean, low, high, n)
 
 
-def seed_interval(values: Sequence[float]) -> SeedEstimate:
-    """Mean, sample standard deviation and Student's 95 % interval of one number over the seeds of a run.
-
-    Where every value is a share (in [0, 1], as accuracies are), so are the interval's ends.
-    """
-    mean = t_interval(values)
-    if len(values) < 2:
-        return SeedEstimate(mean.value, None, None, mean.n, None)
-    low, high = mean.low, mean.high
-    if all(0.0 <= value <= 1.0 for value in values):
-        low, high = max(low, 0.0), min(high, 1.0)
-    return SeedEstimate(mean.value, low, high, mean.n, statistics.stdev(values))
-
-
-def welch_interval(a: Sequence[float], b: Sequence[float]) -> Estimate:
-    """Difference of means ``b - a`` of two sets of seeds, unequal variances (Welch 1947; df rounded down)."""
-    difference = statistics.fmean(b) - statistics.fmean(a)
-    n = len(a) + len(b)
-    if min(len(a), len(b)) < 2:
-        return Estimate(difference, None, None, n)
-    va, vb = statistics.variance(a) / len(a), statistics.variance(b) / len(b)
-    if va + vb == 0:
-        return Estimate(difference, difference, difference, n)
-    df = (va + vb) ** 2 / (va**2 / (len(a) - 1) + vb**2 / (len(b) - 1))
-    half = t_quantile(max(1, int(df))) * math.sqrt(va + vb)
-    return Estimate(difference, difference - half, difference + half, n)
-
-
-def paired_comparison(a_by_uid: Mapping[str, float], b_by_uid: Mapping[str, float]) -> Paired:
-    """Per-question difference ``b - a`` over the questions that both have, with Student's interval.
-
-    Where no question differs, the bounds are those of Wilson's interval for 0 of n: the share of questions
-    that could differ and have not been seen to. Raises ValueError where no question is shared.
-    """
-    shared = sorted(a_by_uid.keys() & b_by_uid.keys())
-    if not shared:
-        raise ValueError("a paired comparison needs questions that both runs answered; the uids share none")
-    differences = [b_by_uid[uid] - a_by_uid[uid] for uid in shared]
-    estimate = t_interval(differences)
-    if not any(differences):
-        bound = wilson(0.0, len(shared))[1]
-        estimate = Estimate(0.0, -bound, bound, len(shared))
-    better, worse = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
-    return Paired(estimate, better, worse, len(a_by_uid) - len(shared), len(b_by_uid) - len(shared))
-
-
 # --- one question ---
 
 
 def best_at_k(values: Sequence[float], k: int) -> float:
-    """Expected best of ``k`` samples drawn without replacement; for 0/1 values the unbiased ``pass@k``."""
+    """Return the expected best of ``k`` samples drawn without replacement; for 0/1 values, unbiased ``pass@k``."""
     n = len(values)
     if not 1 <= k <= n:
         raise ValueError(f"k={k}: must lie between 1 and the {n} samples of the question")
@@ -229,53 +161,33 @@ def best_at_k(values: Sequence[float], k: int) -> float:
 
 
 def majority(values: Sequence[float], preds: Sequence[str | None]) -> float:
-    """The value of the answer that most samples gave; a tie goes to the first seen, no answer casts no vote.
+    """Return the value of the answer that most samples gave, the first seen of several.
 
-    Where no sample gave an answer, the value of the first sample.
+    A sample without an answer has no vote. Where no sample has an answer, the value of the first sample is returned.
     """
-    votes: dict[str, int] = {}
-    for pred in preds:
-        if pred is not None:
-            votes[pred] = votes.get(pred, 0) + 1
-    if not votes:
-        return values[0]
-    winner = max(votes, key=votes.__getitem__)
-    return values[list(preds).index(winner)]
+    votes = Counter(pred for pred in preds if pred is not None)  # in the order in which they were first seen
+    return values[list(preds).index(max(votes, key=votes.__getitem__))] if votes else values[0]
 
 
 # --- all questions ---
 
 
 def merge_by_question(records: Iterable[ValRecord]) -> dict[str, list[ValRecord]]:
-    """``data_source -> records`` with the samples of equal ``(data_source, uid)`` joined, in order of appearance."""
-    merged: dict[tuple[str, str], ValRecord] = {}
+    """Return ``data_source -> records``, the samples of equal ``(data_source, uid)`` joined, in order of appearance."""
+    by_source: dict[str, dict[str, ValRecord]] = defaultdict(dict)
     for record in records:
-        key = (record.data_source, record.uid)
-        if key in merged:
-            old = merged[key]
+        same = by_source[record.data_source]
+        if old := same.get(record.uid):
             # not every repeat need carry every part: keep those that all have, so that samples stay aligned
             values = {name: old.values[name] + record.values[name] for name in old.values if name in record.values}
             preds = old.preds + record.preds if old.preds and record.preds else ()
             record = ValRecord(record.uid, record.data_source, values, preds)
-        merged[key] = record
-    by_source: dict[str, list[ValRecord]] = {}
-    for (source, _), record in merged.items():
-        by_source.setdefault(source, []).append(record)
-    return by_source
-
-
-def accuracy_by_question(records: Iterable[ValRecord]) -> dict[str, dict[str, float]]:
-    """``data_source -> uid -> mean accuracy`` over the question's samples: what a paired comparison takes."""
-    merged = merge_by_question(records)
-    return {source: {r.uid: statistics.fmean(r.values["acc"]) for r in rows} for source, rows in merged.items()}
-
-
-def _powers_of_two(n: int) -> list[int]:
-    return [2**i for i in range(1, n.bit_length()) if 2**i < n]
+        same[record.uid] = record
+    return {source: list(same.values()) for source, same in by_source.items()}
 
 
 def _variable_estimates(variable: str, rows: Sequence[ValRecord], n: int) -> dict[str, Estimate]:
-    """``mean@n`` of one variable and, for acc and reward over several samples, ``pass``, ``best`` and ``maj``."""
+    """Return ``mean@n`` of one variable and, for acc and reward over several samples, ``pass``, ``best``, ``maj``."""
     columns = [row.values[variable] for row in rows]
     binary = all(value in (0.0, 1.0) for column in columns for value in column)
 
@@ -286,7 +198,8 @@ def _variable_estimates(variable: str, rows: Sequence[ValRecord], n: int) -> dic
     if n == 1 or variable not in ("acc", "reward"):
         return out
     name = "pass@{}" if binary and variable == "acc" else "best@{}/mean"
-    for k in [*_powers_of_two(n), n]:
+    powers_of_two = [2**i for i in range(1, n.bit_length()) if 2**i < n]
+    for k in [*powers_of_two, n]:
         out[name.format(k)] = over_questions([best_at_k(c, k) for c in columns], n // k)
     if all(row.preds for row in rows):
         out[f"maj@{n}"] = over_questions([majority(c, r.preds) for c, r in zip(columns, rows, strict=True)], 1)
@@ -312,8 +225,6 @@ def _source_metrics(source: str, rows: Sequence[ValRecord]) -> dict[str, float]:
 
 
 def validation_metrics(records: Iterable[ValRecord]) -> dict[str, float]:
-    """All numbers of one validation pass, per data source, under the names of the module's head."""
-    out: dict[str, float] = {}
-    for source, rows in merge_by_question(records).items():
-        out.update(_source_metrics(source, rows))
-    return out
+    """Return all numbers of one validation pass, by data source, under the names of the module's head."""
+    by_source = merge_by_question(records).items()
+    return {name: value for source, rows in by_source for name, value in _source_metrics(source, rows).items()}

@@ -1,4 +1,4 @@
-"""The last word of a run_lab.sh: writes the run's report and says in a line what was learnt and where the report is.
+"""The last command of a run_lab.sh: it writes the run's report and prints what was learnt and where the report is.
 
 python -m recipes.lab.report <recipe> <the arguments of main_<recipe>>
 """
@@ -14,6 +14,7 @@ from results.reporting.run_report import headline, write_report
 
 
 def main(recipe: str, arguments: list[str]) -> int:
+    """Write the report of the run that these arguments start; return the exit status, 2 where there is no such run."""
     # The run itself has checked the configuration, with the hooks of its trainer.
     run_dir = Path(examine(recipe, [each for each in arguments if each != "--"]).config.trainer.default_local_dir)
     try:

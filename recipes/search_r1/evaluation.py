@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.tracking.validation import Estimate, accuracy_by_question, question_interval
+from core.tracking.validation import Estimate, question_interval
+from results.reporting.comparison import accuracy_by_question
+from results.reporting.pages import Table, markdown_table
 from results.reporting.run_reader import NotARun, RecordedRun, decoding, load_run
 from results.reporting.tables import percent
-
-Z95 = 1.959964
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,19 @@ class Evaluation:
 
     @property
     def macro(self) -> Estimate:
-        """The mean over the sets; its interval from the sets' standard errors."""
+        """The mean over the sets, with an interval of which the variances of the sets' means add up."""
         values = list(self.sets.values())
         mean = sum(estimate.value for estimate in values) / len(values)
-        errors = [(e.high - e.low) / (2 * Z95) for e in values if e.low is not None]
-        half = Z95 * math.sqrt(sum(error**2 for error in errors)) / len(values)
+        half = math.hypot(*((e.high - e.low) / 2 for e in values if e.low is not None)) / len(values)
         return Estimate(mean, mean - half, mean + half, sum(estimate.n for estimate in values))
 
 
 def evaluation(run: RecordedRun) -> Evaluation:
-    """Of the run's last validation. Raises NotARun where it has none with records."""
+    """Return the accuracies of the run's last validation.
+
+    Raises:
+        NotARun: no validation with records was kept.
+    """
     if not run.validation:
         raise NotARun(f"{run.folder}: it has no validation records")
     records = run.validation[max(run.validation)]
@@ -55,13 +58,13 @@ def evaluation(run: RecordedRun) -> Evaluation:
 
 
 def table(evaluations: Sequence[Evaluation]) -> str:
-    """Markdown: a column a set, then the macro average, each with its 95 % interval and its number of questions."""
+    """Return Markdown with a column for each set and one for the macro average: accuracy, 95 % interval, questions."""
     sets = list(dict.fromkeys(source for one in evaluations for source in one.sets))
-    lines = [f"| model | decoding | {' | '.join(sets)} | macro average |", "|---" * (len(sets) + 3) + "|"]
-    for one in evaluations:
-        cells = [_cell(one.sets.get(source)) for source in sets]
-        lines.append(f"| {one.model} | {one.decoding} | {' | '.join(cells)} | {_cell(one.macro)} |")
-    return "\n".join(lines)
+    rows = [
+        [one.model, one.decoding, *(_cell(one.sets.get(source)) for source in sets), _cell(one.macro)]
+        for one in evaluations
+    ]
+    return markdown_table(Table(["model", "decoding", *sets, "macro average"], rows))
 
 
 def _cell(estimate: Estimate | None) -> str:

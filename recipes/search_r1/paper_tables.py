@@ -11,14 +11,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
+from core.tracking.run_manifest import ROOT
+from results.reporting.pages import Table, markdown_table
+from results.reporting.tables import read_references
 
-RESULTS = Path(__file__).resolve().parents[2] / "results"
+RESULTS = ROOT / "results"
 
 
 def render(results: Path = RESULTS) -> str:
+    """Return the page's text."""
     tables = json.loads((results / "search_r1" / "paper_tables.json").read_text(encoding="utf-8"))
-    tags = yaml.safe_load((results / "references.yaml").read_text(encoding="utf-8"))["tags"]
+    tags = read_references(results)["tags"]
     used = {table["tag"]: tags[table["tag"]] for table in tables["tables"]}
     parts = [
         "# Search-R1: what the papers report",
@@ -32,13 +35,12 @@ def render(results: Path = RESULTS) -> str:
         rows = [
             [name, *("" if value is None else f"{value:.1f}" for value in values)] for name, *values in table["rows"]
         ]
-        lines = ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)]
-        parts += [f"## {table['title']} ({table['source']}) [{table['tag']}]", "\n".join(lines)]
+        parts += [f"## {table['title']} ({table['source']}) [{table['tag']}]", markdown_table(Table(header, rows))]
     return "\n\n".join(parts) + "\n"
 
 
 def _odd_averages(tables: dict[str, Any]) -> str:
-    """Rows whose printed average is not their mean, by more than rounding."""
+    """Return a sentence on the rows whose printed average differs from their mean by more than rounding."""
     odd = []
     for table in tables["tables"]:
         for name, *values in table["rows"]:
@@ -49,7 +51,7 @@ def _odd_averages(tables: dict[str, Any]) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """0; with ``--check`` 1 where the page is out of date."""
+    """Write the page, or compare it with ``--check``; return the exit status, 1 where it is out of date."""
     page, text = RESULTS / "search_r1" / "paper.md", render()
     if "--check" in argv:
         return int(not page.exists() or page.read_text(encoding="utf-8") != text)

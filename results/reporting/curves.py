@@ -1,4 +1,7 @@
-"""The curves of a report: what is drawn, of which metrics, and what stands over several seeds."""
+"""The curves of a report: which metrics are drawn, and how several seeds are summed up in one curve.
+
+How a curve looks is decided in :mod:`results.reporting.pages`.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +49,7 @@ PANELS = (
 
 
 def curves(groups: Sequence[Group]) -> Iterator[Block]:
+    """Yield the heading, a note on how to read the curves, and the panels that have data."""
     panels = [_accuracy_panel(groups), *(_metric_panel(groups, *panel) for panel in PANELS)]
     panels += [_phase_panel(groups, group) for group in groups]
     yield Heading("Curves")
@@ -57,7 +61,7 @@ def curves(groups: Sequence[Group]) -> Iterator[Block]:
 
 
 def _mean_line(lines: Sequence[Line]) -> Line:
-    """The mean of several seeds at the steps that all of them have."""
+    """Return the mean of several seeds at the steps that all of them have."""
     shared = sorted(set.intersection(*(set(line.steps) for line in lines)))
     tables = [dict(zip(line.steps, line.values, strict=True)) for line in lines]
     values = [statistics.fmean(table[step] for table in tables) for step in shared]
@@ -65,14 +69,14 @@ def _mean_line(lines: Sequence[Line]) -> Line:
 
 
 def _running_mean(line: Line) -> Line:
-    """The mean over a thirtieth of the curve around each step."""
+    """Return the mean over a thirtieth of the curve around each step."""
     reach = max(1, len(line.steps) // 60)
     values = [statistics.fmean(line.values[max(0, i - reach) : i + reach + 1]) for i in range(len(line.values))]
     return replace(line, values=values)
 
 
 def _with_mean(lines: Sequence[Line]) -> list[Line]:
-    """A short single line as it is; several seeds, or a long curve, faint under their mean."""
+    """Return a short single line as it is; several seeds, or a long curve, faint under their mean."""
     lines = [line for line in lines if line.steps]
     long = any(len(line.steps) > SMOOTHED_BEYOND for line in lines)
     if not lines or (len(lines) == 1 and not long):
@@ -120,7 +124,7 @@ def _accuracy_line(run: RecordedRun, source: str, label: str, group: int, varian
 
 
 def _phase_panel(groups: Sequence[Group], group: Group) -> Curves | None:
-    """Mean seconds of each part of a step over the seeds, for the steps that all of them have."""
+    """Return mean seconds of each part of a step over the seeds, for the steps that all of them have."""
     rows = [{row["step"]: found for row in run.metrics if (found := step_time.parts(row))} for run in group]
     steps = sorted(set.intersection(*(set(table) for table in rows)))
     names = dict.fromkeys(name for table in rows for found in table.values() for name in found)

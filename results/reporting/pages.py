@@ -1,15 +1,20 @@
-"""How a report is drawn: curves as inline SVG, and one list of blocks rendered as Markdown and as a web page.
+"""How a report is drawn: one list of blocks, rendered as Markdown and as a web page with its curves as inline SVG.
 
-The page is one file: no script, no font, no image is loaded from anywhere.
+The web page is ``page.html.jinja`` beside this file. What a report contains is decided in :mod:`run_report` and
+:mod:`study_report`.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
+
+from markupsafe import Markup
 
 COLOURS = ("#2563a8", "#c2571a", "#2e8540", "#7b4ea3", "#a8325e", "#6b6f76")
 PHASE_COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#9c755f", "#edc948", "#76b7b2", "#bab0ac", "#e15759")
@@ -69,7 +74,7 @@ class Gallery:
 
 @dataclass(frozen=True)
 class Fold:
-    """Blocks that stay closed until they are asked for."""
+    """Blocks that stay closed until the reader opens them."""
 
     title: str
     blocks: Sequence[Block]
@@ -82,7 +87,7 @@ Block = Heading | Text | Table | Gallery | Fold
 
 
 def draw(panel: Curves, index: int) -> str:
-    """The panel as an ``<svg>`` element, its text as text. ``index`` keeps ids apart on one page."""
+    """Return the panel as an ``<svg>`` element, its text as text. ``index`` keeps ids apart on one page."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -142,7 +147,7 @@ def _draw_stack(axes, lines: Sequence[Line]) -> None:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """A curve in at most 24 characters, from its own minimum to its own maximum."""
+    """Return a curve in at most 24 characters, from its own minimum to its own maximum."""
     if len(values) > 24:
         values = [values[round(i * (len(values) - 1) / 23)] for i in range(24)]
     low, span = min(values, default=0.0), max(values, default=0.0) - min(values, default=0.0)
@@ -162,6 +167,7 @@ def markdown_table(table: Table) -> str:
 
 
 def markdown(title: str, blocks: Sequence[Block]) -> str:
+    """Return the page as Markdown; a curve becomes its first and last value and a sparkline."""
     return "\n\n".join([f"# {title}", *map(_markdown, blocks)]) + "\n"
 
 
@@ -189,82 +195,40 @@ def _markdown(block: Block) -> str:
 
 # --- HTML ---
 
-_CSS = """
-:root { color-scheme: light; --ink: #1d2127; --soft: #5b616b; --rule: #e1e4e8; --wash: #f6f7f9; --mark: #2563a8; }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 1180px; padding: 28px 24px 60px; color: var(--ink); background: #fff;
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", "Liberation Sans", Arial, sans-serif; }
-h1 { font-size: 26px; line-height: 1.2; margin: 0 0 6px; }
-h2 { font-size: 18px; margin: 38px 0 10px; padding-top: 14px; border-top: 1px solid var(--rule); }
-h3 { font-size: 15px; margin: 22px 0 8px; }
-p { margin: 6px 0 10px; max-width: 110ch; }
-p.strong { font-size: 18px; line-height: 1.45; max-width: none; white-space: pre-line; padding: 14px 18px;
-  background: var(--wash);
-  border-left: 4px solid var(--mark); border-radius: 0 6px 6px 0; }
-.scroll { overflow-x: auto; margin: 8px 0 14px; }
-table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
-th { color: var(--soft); font-weight: 600; border-bottom: 2px solid var(--rule); }
-th, td { text-align: left; vertical-align: bottom; padding: 5px 12px 5px 0; }
-td { vertical-align: top; white-space: nowrap; border-bottom: 1px solid var(--rule); }
-td.words { white-space: normal; min-width: 110px; }
-td.long { white-space: normal; overflow-wrap: anywhere; min-width: 240px; }
-table.prose td { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 90px; }
-table.prose td { font-family: ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; font-size: 12px; }
-.gallery { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(340px, 100%), 1fr)); gap: 14px; }
-.gallery > figure:only-child { grid-column: 1 / -1; max-width: 760px; }
-ul { margin: 6px 0 10px; padding-left: 20px; max-width: 110ch; }
-code { font-family: ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; font-size: 0.88em; }
-figure { margin: 0; padding: 10px 12px 8px; border: 1px solid var(--rule); border-radius: 8px; }
-figcaption { font-weight: 600; font-size: 14px; margin-bottom: 4px; }
-figcaption span { font-weight: 400; color: var(--soft); font-size: 12px; }
-svg { display: block; width: 100%; height: auto; }
-svg text { font-family: system-ui, -apple-system, "Segoe UI", "Liberation Sans", Arial, sans-serif !important; }
-details { margin: 14px 0; } summary { cursor: pointer; color: var(--mark); font-weight: 600; font-size: 14px; }
-"""
-
 
 def html(title: str, blocks: Sequence[Block]) -> str:
-    counter = iter(range(10_000))
-    body = "\n".join(_html(block, counter) for block in blocks)
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head>{head}\n<title>{escape(title)}</title>\n<style>{_CSS}</style>\n'
-        f"</head>\n<body>\n<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
+    """Return the page: ``page.html.jinja`` beside this file, in which every text is escaped."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
+    environment.filters["prose"] = _prose
+    number = itertools.count()
+    svg = lambda panel: Markup(draw(panel, next(number)))  # noqa: E731
+    return environment.get_template("page.html.jinja").render(title=title, blocks=blocks, svg=svg) + "\n"
 
 
-def _td(cell: str) -> str:
-    wrap = ' class="long"' if len(cell) > 60 else ' class="words"' if len(cell) > 24 and " " in cell else ""
-    return f"<td{wrap}>{escape(cell)}</td>"
-
-
-def _prose(text: str) -> str:
-    """A paragraph, or a list where every line begins with a dash; what stands between backticks is code."""
+def _prose(text: str) -> Markup:
+    """Return a paragraph, or a list where every line begins with a dash; what stands between backticks is code."""
     shown = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
     lines = shown.splitlines()
     if lines and all(line.startswith("- ") for line in lines):
-        return "<ul>" + "".join(f"<li>{line[2:]}</li>" for line in lines) + "</ul>"
-    return f"<p>{shown}</p>"
+        return Markup("<ul>" + "".join(f"<li>{line[2:]}</li>" for line in lines) + "</ul>")
+    return Markup(f"<p>{shown}</p>")
 
 
-def _html(block: Block, counter) -> str:
-    match block:
-        case Heading(text, level):
-            return f"<h{level}>{escape(text)}</h{level}>"
-        case Text(text, strong):
-            return f'<p class="strong">{escape(text)}</p>' if strong else _prose(text)
-        case Table(header, rows, prose):
-            top = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-            body = "\n".join("<tr>" + "".join(map(_td, row)) + "</tr>" for row in rows)
-            kind = ' class="prose"' if prose else ""
-            return f'<div class="scroll"><table{kind}><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
-        case Gallery(curves):
-            return '<div class="gallery">' + "\n".join(_figure(panel, next(counter)) for panel in curves) + "</div>"
-        case Fold(title, inner):
-            body = "\n".join(_html(each, counter) for each in inner)
-            return f"<details><summary>{escape(title)}</summary>\n{body}\n</details>"
+# --- the files ---
 
 
-def _figure(panel: Curves, index: int) -> str:
-    note = f" <span>{escape(panel.note)}</span>" if panel.note else ""
-    return f"<figure><figcaption>{escape(panel.title)}{note}</figcaption>{draw(panel, index)}</figure>"
+def write_pages(folder: Path, name: str, title: str, blocks: Sequence[Block]) -> tuple[Path, Path]:
+    """Write ``name.md`` and ``name.html`` into the folder and return their paths."""
+    paths = folder / f"{name}.md", folder / f"{name}.html"
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, text in zip(paths, (markdown(title, blocks), html(title, blocks)), strict=True):
+        path.write_text(text, encoding="utf-8")
+    return paths

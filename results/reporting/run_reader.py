@@ -1,8 +1,7 @@
-"""Recorded runs: reading a run folder, its accuracy before and after, and the small copy that is committed.
+"""Recorded runs: reading a run folder or its published copy, its accuracy before and after, and its summary.
 
-``publish`` turns ``outputs/<recipe>/<run>/`` into ``results/<recipe>/<run>/{config.yaml, manifest.json, summary.json,
-metrics.csv, validation.jsonl}``, without machine paths and host names; ``summary.json`` is a function of the other
-four. Validation is reported at the last step that has one, never at the best.
+Runs that share a group differ in their seeds only. Validation is reported at the last step that has one, never at the
+best. What is drawn of a run is in :mod:`results.reporting.run_report`, publishing in ``results/publish.py``.
 """
 
 from __future__ import annotations
@@ -22,11 +21,9 @@ from typing import Any, TypeVar
 import yaml
 
 from core.tracking.run_manifest import ROOT, flatten
-from core.tracking.tracker import json_line, read_jsonl
-from core.tracking.validation import Estimate, Paired, ValRecord, accuracy_by_question, paired_comparison
-
-METRICS_ROWS = 500  # metrics.csv holds at most about this many steps, evenly spaced, and every validation
-VALIDATION_BYTES = 1_000_000  # a larger validation.jsonl is not committed
+from core.tracking.tracker import read_jsonl
+from core.tracking.validation import Estimate, ValRecord
+from results.reporting.comparison import Paired, accuracy_by_question, paired_comparison
 
 Item = TypeVar("Item")
 _ACCURACY = re.compile(r"val-core/(?P<source>.+)/acc/(?P<name>(mean|pass|maj)@\d+)")
@@ -101,12 +98,12 @@ class RecordedRun:
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
-        """Steps and values of a metric, where it was logged."""
+        """Return steps and values of a metric, where it was logged."""
         rows = [row for row in self.metrics if name in row]
         return [row["step"] for row in rows], [row[name] for row in rows]
 
     def points(self) -> dict[str, list[Point]]:
-        """``data_source -> accuracies`` in the order of steps."""
+        """Return ``data_source -> accuracies`` in the order of steps."""
         found: dict[str, list[Point]] = {}
         for row in self.metrics:
             for key in row:
@@ -119,12 +116,12 @@ class RecordedRun:
         return found
 
     def accuracy_at(self, step: int) -> dict[str, dict[str, float]]:
-        """``data_source -> uid -> accuracy`` at a validated step; empty where the records were not kept."""
+        """Return ``data_source -> uid -> accuracy`` at a validated step; {} where the records were not kept."""
         return accuracy_by_question(self.validation.get(step, ()))
 
 
 def decoding(config: Mapping[str, Any]) -> str:
-    """How validation answers were decoded, in words."""
+    """Return in words how validation answers were decoded."""
     val = {k.rpartition(".")[2]: v for k, v in config.items() if k.startswith("actor_rollout_ref.rollout.val_kwargs.")}
     if not val.get("do_sample") or not val.get("temperature"):
         how = "greedy"
@@ -140,7 +137,7 @@ def decoding(config: Mapping[str, Any]) -> str:
 
 
 def load_run(folder: str | Path) -> RecordedRun:
-    """A run folder or its published copy.
+    """Read a run folder or its published copy.
 
     Raises:
         NotARun: a file is missing or damaged.
@@ -195,7 +192,7 @@ class Outcome:
 
 
 def outcomes(run: RecordedRun) -> list[Outcome]:
-    """Per data source and kind of accuracy, ``mean@k`` first."""
+    """Return the outcome of every data source and kind of accuracy, ``mean@k`` first."""
     found = []
     for source, points in run.points().items():
         for name in dict.fromkeys(point.name for point in points):
@@ -210,7 +207,7 @@ def outcomes(run: RecordedRun) -> list[Outcome]:
 
 
 def by_experiment(items: Sequence[Item], group: Callable[[Item], Any], seed: Callable[[Item], Any]) -> list[list[Item]]:
-    """Items of one group and different seeds, together, in order of appearance; sorted by seed.
+    """Return the items in lists, each of one group and different seeds, in order of appearance; sorted by seed.
 
     The second run of a seed opens another experiment: the same seed again, after a change of the code say, is not
     another draw.
@@ -229,17 +226,17 @@ def group_runs(runs: Sequence[RecordedRun]) -> list[list[RecordedRun]]:
 
 
 def group_name(names: Sequence[str]) -> str:
-    """``grpo/lab`` for ``grpo/lab_s1, grpo/lab_s2``; a single run keeps its name."""
+    """Return ``grpo/lab`` for ``grpo/lab_s1, grpo/lab_s2``; a single run keeps its name."""
     if len(names) == 1:
         return names[0]
     return re.sub(r"([-_.](seed|s)?[-_.]?)?\d+$", "", names[0]) or names[0]
 
 
-# --- publishing ---
+# --- summary ---
 
 
 def scrub(value: Any) -> Any:
-    """The same data without host name and absolute paths: the repository's become relative, others keep their end."""
+    """Return the data without host name and absolute paths: the repository's become relative, others keep their end."""
     if isinstance(value, Mapping):
         return {key: scrub(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -253,7 +250,7 @@ def scrub(value: Any) -> Any:
 
 
 def summarise(run: RecordedRun) -> dict[str, Any]:
-    """What the tables of ``results/`` are made of."""
+    """Return the run's summary, from which the tables of ``results/`` are made."""
     git, machine = run.session["git"], run.session["hardware"]
     gpus = machine["gpus"]
     results = [
@@ -286,46 +283,3 @@ def summarise(run: RecordedRun) -> dict[str, Any]:
         "commit": f"{git['commit'][:10]}{' with changes' if git['dirty'] else ''}" if git["commit"] else "unknown",
         "results": results,
     }
-
-
-def publish(folder: str | Path, target: str | Path) -> Path:
-    """Writes the committed copy of a run. An existing copy is replaced."""
-    run, target = load_run(folder), Path(target)
-    target.mkdir(parents=True, exist_ok=True)
-    # the copy is known by the name it is given
-    manifest = {**run.manifest, "recipe": target.parent.name, "run": target.name}
-    (target / "manifest.json").write_text(json.dumps(scrub(manifest), indent=1) + "\n", encoding="utf-8")
-    config = yaml.safe_load((run.folder / "config.yaml").read_text(encoding="utf-8"))
-    (target / "config.yaml").write_text(yaml.safe_dump(scrub(config), sort_keys=False), encoding="utf-8")
-    _write_csv(target / "metrics.csv", run.metrics)
-    _write_validation(target / "validation.jsonl", run.validation)
-    summary = summarise(load_run(target))
-    (target / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    return target
-
-
-def _write_csv(path: Path, metrics: Sequence[Mapping[str, float]]) -> None:
-    stride = -(-len(metrics) // METRICS_ROWS) or 1
-    kept = [
-        row
-        for i, row in enumerate(metrics)
-        if i % stride == 0 or i == len(metrics) - 1 or any(name.startswith("val-core/") for name in row)
-    ]
-    names = sorted({name for row in kept for name in row} - {"step"})
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["step", *names])
-        writer.writerows([row["step"], *(f"{row[n]:.6g}" if n in row else "" for n in names)] for row in kept)
-
-
-def _write_validation(path: Path, validation: Mapping[int, Sequence[ValRecord]]) -> None:
-    """The accuracies of the first and the last validation, unless they are too large to commit."""
-    lines = [
-        json_line({"step": step, "uid": r.uid, "data_source": r.data_source, "acc": list(r.values["acc"])})
-        for step in sorted({min(validation), max(validation)} if validation else ())
-        for r in validation[step]
-    ]
-    text = "".join(lines)
-    path.unlink(missing_ok=True)
-    if lines and len(text.encode()) <= VALIDATION_BYTES:
-        path.write_text(text, encoding="utf-8")

@@ -1,38 +1,22 @@
-"""Reports of recorded runs, and the tables of ``results/``.
+"""The report of recorded runs: what was learnt, curves, step times, comparison, samples, configuration, provenance.
 
-    python -m results.report RUN [RUN ...] [--out DIR]       report.md and report.html
-    python -m results.report --publish RUN --as grpo/lab_s1   the small copy in results/ that is committed
-    python -m results.report --index [--check]                results/README.md and the table in README.md
-
-A RUN is a run folder (``outputs/<recipe>/<run>``) or a published copy (``results/<recipe>/<run>``). Runs that differ
-in their seeds only are one experiment: mean, spread and interval over seeds. Experiments are compared by question.
+It is a list of blocks (:mod:`results.reporting.pages`), written as Markdown and as one web page. The command is
+``results/report.py``; the tables over all published runs are in :mod:`results.reporting.tables`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from core.tracking import step_time
-from core.tracking.validation import paired_comparison, welch_interval
-from results.reporting import tables as result_tables
+from results.reporting.comparison import paired_comparison, welch_interval
 from results.reporting.curves import Group, curves
-from results.reporting.pages import Block, Fold, Heading, Table, Text, html, markdown
-from results.reporting.run_reader import (
-    NotARun,
-    RecordedRun,
-    decoding,
-    group_name,
-    group_runs,
-    load_run,
-    publish,
-    summarise,
-)
+from results.reporting.pages import Block, Fold, Heading, Table, Text, write_pages
+from results.reporting.run_reader import RecordedRun, decoding, group_name, group_runs, summarise
 from results.reporting.tables import change, experiment_table, experiments, percent, run_table
 
 
@@ -48,7 +32,7 @@ def _yaml(value: Any) -> str:
 
 
 def headline(runs: Sequence[RecordedRun]) -> str:
-    """A line for each experiment and data source: accuracy before and after, with interval and questions."""
+    """Return a line for each experiment and data source: accuracy before and after, interval, questions."""
     found = experiments([summarise(run) for run in runs])
     lines = [experiment.sentence for experiment in found if experiment.metric.startswith("mean@")]
     return "\n".join(lines) if lines else "no validation was recorded"
@@ -69,7 +53,7 @@ def learnt(runs: Sequence[RecordedRun]) -> Iterator[Block]:
 
 
 def step_times(groups: Sequence[Group]) -> Iterator[Block]:
-    """A table of the seconds of a step by part, which add up; the mean over the steps of all seeds."""
+    """Yield a table of the seconds of a step by part, which add up; the mean over the steps of all seeds."""
     columns = []
     for group in groups:
         lines = [found for run in group for row in run.metrics if (found := step_time.parts(row))]
@@ -100,7 +84,7 @@ def _seconds(column: Mapping[str, float], name: str) -> str:
 
 
 def _question_means(group: Group) -> dict[str, dict[str, float]]:
-    """``data_source -> uid -> accuracy`` at each run's last validation, averaged over the seeds that have it."""
+    """Return ``data_source -> uid -> accuracy`` at each run's last validation, the mean of the seeds that have it."""
     pooled: dict[str, dict[str, list[float]]] = {}
     for run in group:
         for source, by_uid in run.accuracy_at(max(run.validation, default=-1)).items():
@@ -110,13 +94,13 @@ def _question_means(group: Group) -> dict[str, dict[str, float]]:
 
 
 def _seed_values(group: Group) -> dict[str, list[float]]:
-    """``data_source -> mean accuracy`` of each seed at the last validation."""
+    """Return ``data_source -> mean accuracy`` of each seed at the last validation."""
     found = experiments([summarise(run) for run in group])
     return {each.source: each.values("after") for each in found if each.metric.startswith("mean@")}
 
 
 def comparison(groups: Sequence[Group]) -> Iterator[Block]:
-    """Every experiment against the first one: by question, and over seeds where both have several."""
+    """Yield every experiment against the first one: by question, and over seeds where both have several."""
     names = [group_name([run.name for run in group]) for group in groups]
     rows = []
     for other in range(1, len(groups)):
@@ -129,7 +113,7 @@ def comparison(groups: Sequence[Group]) -> Iterator[Block]:
             welch = welch_interval(*values) if min(map(len, values)) > 1 else None
             count = str(paired.difference.n) if paired else "none recorded"
             cells = [f"{names[other]} − {names[0]}", source, count, change(paired) if paired else ""]
-            cells.append(percent(welch, signed=True) if welch else "")
+            cells.append(percent(welch, sign="+") if welch else "")
             rows.append(cells)
     yield Heading("Comparison")
     yield Table(["difference", "evaluated on", "shared questions", "by question, paired", "over seeds, Welch"], rows)
@@ -142,7 +126,7 @@ def comparison(groups: Sequence[Group]) -> Iterator[Block]:
 
 
 def config_difference(groups: Sequence[Group]) -> Table:
-    """The keys in which the experiments' configurations differ, seeds and names of runs left out."""
+    """Return the keys in which the experiments' configurations differ, seeds and names of runs left out."""
     first = [group[0] for group in groups]
     keys = sorted({key for run in first for key in run.config})
     rows = [[key, *(_yaml(run.config.get(key, "absent")) for run in first)] for key in keys]
@@ -154,7 +138,7 @@ def config_difference(groups: Sequence[Group]) -> Table:
 
 
 def samples(run: RecordedRun) -> Iterator[Block]:
-    """The same questions before and after, as many as both validations kept."""
+    """Yield the same questions before and after, as many as both validations kept."""
     steps = sorted({row["step"] for row in run.samples})
     if not steps:
         return
@@ -243,7 +227,7 @@ _PROVENANCE = {
 
 
 def page(runs: Sequence[RecordedRun]) -> tuple[str, list[Block]]:
-    """Title and blocks of the report."""
+    """Return title and blocks of the report."""
     groups = group_runs(runs)
     blocks = [*learnt([run for group in groups for run in group]), *curves(groups), *step_times(groups)]
     if len(groups) > 1:
@@ -255,47 +239,5 @@ def page(runs: Sequence[RecordedRun]) -> tuple[str, list[Block]]:
 
 
 def write_report(runs: Sequence[RecordedRun], out: Path) -> Path:
-    """Writes ``report.md`` and ``report.html`` into ``out``."""
-    title, blocks = page(runs)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "report.md").write_text(markdown(title, blocks), encoding="utf-8")
-    (out / "report.html").write_text(html(title, blocks), encoding="utf-8")
-    return out / "report.html"
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m results.report", description="Reports of recorded runs.")
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="run folders: outputs/<recipe>/<run> or results/...")
-    parser.add_argument("--out", type=Path, help="folder for the report (default: the run's, or outputs/reports)")
-    parser.add_argument("--publish", metavar="RUN", help="copy a run's small files to results/")
-    parser.add_argument("--as", dest="name", metavar="RECIPE/RUN", help="its name there (default: its own)")
-    parser.add_argument("--index", action="store_true", help="regenerate results/README.md and the README's table")
-    parser.add_argument("--check", action="store_true", help="with --index: write nothing, exit 1 if out of date")
-    parser.add_argument("--results", type=Path, default=Path("results"), help=argparse.SUPPRESS)
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = _parser()
-    args = parser.parse_args(arguments)
-    if not (args.runs or args.publish or args.index):
-        parser.error("name a run folder, or use --publish or --index")
-    try:
-        if args.publish:
-            run = load_run(args.publish)
-            print(f"published as {publish(args.publish, args.results / (args.name or run.name))}")
-        if args.runs:
-            runs = [load_run(folder) for folder in args.runs]
-            out = args.out or (runs[0].folder if len(runs) == 1 else Path("outputs/reports") / _slug(runs))
-            path = write_report(runs, out)
-            print(f"{headline(runs)}\nreport: {path}")
-        if args.index:
-            return result_tables.update(args.results, check=args.check)
-    except NotARun as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def _slug(runs: Sequence[RecordedRun]) -> str:
-    return "_".join(group_name([run.name for run in group]).replace("/", "-") for group in group_runs(runs))[:100]
+    """Write ``report.md`` and ``report.html`` into ``out`` and return the second."""
+    return write_pages(out, "report", *page(runs))[1]

@@ -2,13 +2,9 @@
 
 A recipe's ``study.yaml`` holds arms (configuration overrides), seeds, metrics and claims with their margins. It is
 committed before the runs; its hash goes into every run's record and into the report
-(``results.reporting.study_report``). A run is
-a process of its own with one thread, forked from one that has already imported ``preload``. Its record,
-``results/<recipe>/study/<arm>-seed<seed>.json``, is written when it is done, and a record is not made twice: the same
-command goes on with what is missing.
-
-A recipe's ``study.py`` calls :func:`main`:  python -m recipes.dapo.study [--jobs 2] [--budget-min 45]
-A recipe with several has ``study_<part>.yaml`` as well:  python -m recipes.search_r1.study topk
+(:mod:`results.reporting.study_report`). A run's record is ``results/<recipe>/study/<arm>-seed<seed>.json``, written
+when the run is done. This module reads and checks studies and their run records; :mod:`results.reporting.study_runs`
+starts the runs.
 """
 
 from __future__ import annotations
@@ -18,7 +14,6 @@ import hashlib
 import itertools
 import json
 import math
-import os
 import statistics
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +23,7 @@ from pathlib import Path
 import yaml
 
 from core.tracking.run_manifest import ROOT
+from core.tracking.tracker import write_atomic
 from results.reporting.run_reader import RecordedRun
 
 REDUCTIONS: Mapping[str, Callable[[Sequence[float]], float]] = {
@@ -45,7 +41,7 @@ DIRECTIONS = ("greater", "less", "equal")
 
 
 class StudyError(ValueError):
-    """The study's file says something that cannot be run or judged."""
+    """The study's file holds something that cannot be run or judged."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,7 @@ class Metric:
     until: Mapping[str, float] | None = None
 
     def of(self, run: RecordedRun) -> float | None:
-        """None where the run never logged the key, or the one that is subtracted, or not within ``until``."""
+        """Return the number; None where the run did not log the key, or the subtracted one, within ``until``."""
         last = min((_reached(run, *limit) for limit in (self.until or {}).items()), default=math.inf)
         found = []
         for key in (self.key, self.minus):
@@ -77,7 +73,7 @@ class Metric:
 
 
 def _reached(run: RecordedRun, key: str, limit: float) -> float:
-    """The last step up to which ``key`` adds up to ``limit`` at most; -1 where the first one is beyond it."""
+    """Return the last step up to which ``key`` adds up to ``limit`` at most; -1 where the first one is beyond it."""
     steps, values = run.series(key)
     sums = zip(steps, itertools.accumulate(values), strict=True)
     return max((step for step, total in sums if total <= limit), default=-1)
@@ -162,7 +158,7 @@ class Study:
 
 
 def load_study(path: Path) -> Study:
-    """Reads and checks a study.
+    """Read and check a study.
 
     Raises:
         StudyError: with every problem, a line each.
@@ -210,7 +206,7 @@ def _problems(study: Study) -> list[str]:
 
 @dataclass(frozen=True)
 class Record:
-    """What is kept of a run. ``registration`` is the hash of the study's file when it ran."""
+    """The run record, what a study keeps of a run. ``registration`` is the hash of the study's file when it ran."""
 
     arm: str
     seed: int
@@ -224,7 +220,7 @@ class Record:
 
 
 class Records:
-    """The folder of a study's records."""
+    """The folder of a study's run records."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -233,7 +229,7 @@ class Records:
         return self.folder / f"{arm}-seed{seed}.json"
 
     def read(self, study: Study) -> dict[tuple[str, int], Record]:
-        """Those of this registration; another one's are refused: numbers of two designs must not meet."""
+        """Return the records of this registration. Another one's are refused: numbers of two designs must not meet."""
         found = {}
         for arm, seed in study.runs:
             if self.path(arm, seed).exists():
@@ -249,9 +245,7 @@ class Records:
     def write(self, record: Record) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.path(record.arm, record.seed)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(dataclasses.asdict(record), indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        write_atomic(path, json.dumps(dataclasses.asdict(record), indent=1) + "\n")
 
 
 def _code_changed() -> bool:
@@ -262,6 +256,7 @@ def _code_changed() -> bool:
 
 
 def record_of(study: Study, arm: str, seed: int, run: RecordedRun) -> Record:
+    """Return the run record of a finished run."""
     git = run.session["git"]
     steps, values = run.series(study.curve) if study.curve else ([], [])
     return Record(
@@ -280,7 +275,7 @@ def record_of(study: Study, arm: str, seed: int, run: RecordedRun) -> Record:
 
 
 def registered(path: Path) -> bool | None:
-    """Whether the file is as the last commit has it; None outside a git checkout."""
+    """Return whether the file is as the last commit has it; None outside a git checkout."""
     try:
         git = ["git", "-C", str(path.parent)]
         subprocess.run([*git, "rev-parse"], check=True, capture_output=True)
@@ -288,6 +283,3 @@ def registered(path: Path) -> bool | None:
         return None
     shown = subprocess.run([*git, "show", f"HEAD:./{path.name}"], capture_output=True)
     return shown.returncode == 0 and shown.stdout == path.read_bytes()
-
-
-# --- the command ---

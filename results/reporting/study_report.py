@@ -1,21 +1,21 @@
 """What a study found: paired effects over seeds, verdicts by the registered rules, and the report.
 
-Everything here is a function of the study's file, its records and ``results/references.yaml``; nothing is typed.
+Everything here is a function of the study's file, its run records and ``results/references.yaml``; no number is typed.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.tracking.validation import Estimate, seed_interval, t_interval, t_probability
-from results.reporting.pages import Block, Curves, Fold, Gallery, Heading, Line, Table, Text, html, markdown
+from core.tracking.validation import Estimate, t_interval
+from results.reporting.comparison import holm, paired_p, seed_interval
+from results.reporting.pages import Block, Curves, Fold, Gallery, Heading, Line, Table, Text, write_pages
 from results.reporting.study import Check, Claim, Metric, Record, Records, Study
-from results.reporting.tables import read_references
+from results.reporting.tables import read_references, with_interval
 
 ALPHA = 0.05
 Found = Mapping[tuple[str, int], Record]
@@ -38,30 +38,11 @@ class Verdict:
     checks: tuple[str, ...] = ()
 
 
-# --- statistics ---
-
-
-def paired_p(values: Sequence[float]) -> float:
-    """Two-sided p of Student's t that the mean of the differences is 0."""
-    if len(values) < 2:
-        return 1.0
-    mean, spread = statistics.fmean(values), statistics.stdev(values)
-    if spread == 0:
-        return 1.0 if mean == 0 else 0.0
-    return 1.0 - t_probability(abs(mean) / (spread / math.sqrt(len(values))), len(values) - 1)
-
-
-def holm(p_by_claim: Mapping[str, float]) -> dict[str, float]:
-    """Holm's step-down adjustment (Holm 1979): the chance of one false confirmation in the whole list is bounded."""
-    adjusted, least = {}, 0.0
-    for rank, name in enumerate(sorted(p_by_claim, key=p_by_claim.__getitem__)):
-        least = max(least, min(1.0, (len(p_by_claim) - rank) * p_by_claim[name]))
-        adjusted[name] = least
-    return adjusted
+# --- effects ---
 
 
 def differences(claim: Claim, found: Found, seeds: Sequence[int]) -> list[float]:
-    """Treatment minus control, one a seed that has both; the metric itself where there is no control."""
+    """Return treatment minus control for each seed that has both; the metric itself where there is no control."""
     pairs = []
     for seed in seeds:
         treatment = _value(found, claim.treatment, seed, claim.metric)
@@ -84,7 +65,7 @@ def arm_values(found: Found, arm: str, metric: str, seeds: Sequence[int]) -> lis
 
 
 def judge(study: Study, found: Found) -> dict[str, Verdict]:
-    """The verdict of every claim.
+    """Return the verdict of every claim.
 
     *Confirmed*: the 95 % interval excludes 0 on the claimed side, so does Holm's p at 5 %, the effect is at least the
     minimum, and every check holds. *Refuted*: the interval lies wholly below the minimum in the claimed direction.
@@ -149,10 +130,7 @@ def _number(value: float, metric: Metric, sign: str = "") -> str:
 
 
 def _estimate(estimate: Estimate, metric: Metric, sign: str = "") -> str:
-    text = _number(estimate.value, metric, sign)
-    if estimate.low is None or estimate.high is None:
-        return text
-    return f"{text} [{_number(estimate.low, metric, sign)}, {_number(estimate.high, metric, sign)}]"
+    return with_interval(estimate, lambda value, sign: _number(value, metric, sign), sign)
 
 
 def _label(metric: Metric) -> str:
@@ -231,7 +209,7 @@ def _spread(study: Study, found: Found, arm: str, name: str) -> str:
 
 
 def _elsewhere(study: Study, found: Found, references: Mapping[str, Any]) -> Iterator[Block]:
-    """What others report for the same arms, and their differences beside the claims in the metric that is meant."""
+    """Yield what others report for the same arms, and their differences beside the claims in the same metric."""
     rows = [ref for ref in references.get("studies", {}).get(study.recipe, ()) if ref["arm"] in study.arms]
     if not rows:
         return
@@ -290,11 +268,7 @@ def _run_table(study: Study, found: Found) -> Table:
 
 
 def write_report(study: Study, records: Records, results: Path) -> Path:
-    """Writes ``results/<recipe>/<name>.md`` and ``.html``; returns the first."""
+    """Write ``results/<recipe>/<name>.md`` and ``.html`` and return the first."""
     references = read_references(results) if (results / "references.yaml").exists() else {}
     blocks = list(page(study, records.read(study), references))
-    folder = results / study.recipe
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{study.name}.md").write_text(markdown(study.title, blocks), encoding="utf-8")
-    (folder / f"{study.name}.html").write_text(html(study.title, blocks), encoding="utf-8")
-    return folder / f"{study.name}.md"
+    return write_pages(results / study.recipe, study.name, study.title, blocks)[0]

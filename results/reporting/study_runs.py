@@ -1,4 +1,11 @@
-"""Running a study: a process a run, a record a run, and the command that recipes' ``study.py`` calls."""
+"""Running a study: one process and one record for each run, and the command that recipes' ``study.py`` calls.
+
+A run is a process of its own with one thread, forked from one that has already imported ``preload``. A record is not
+made twice: the same command goes on with what is missing. A recipe's ``study.py`` calls :func:`main`:
+
+    python -m recipes.dapo.study [--jobs 2] [--budget-min 45]
+    python -m recipes.search_r1.study topk           a recipe with several studies: study_topk.yaml
+"""
 
 from __future__ import annotations
 
@@ -33,10 +40,10 @@ class _Running:
 
 @dataclass(frozen=True)
 class Runner:
-    """Starts what is missing, ``jobs`` processes side by side, until ``budget_s`` is spent.
+    """The runner of what is missing: ``jobs`` processes side by side, until ``budget_s`` is spent.
 
-    A run is not started when the mean of the finished ones says that it would outlast the budget; one that runs is let
-    finish.
+    A run is not started where it would outlast the budget if it took the mean time of the finished ones. A run that
+    was started is left to finish.
     """
 
     study: Study
@@ -80,7 +87,7 @@ class Runner:
         return _Running(arm, seed, folder, process, time.monotonic())
 
     def _end(self, one: _Running) -> float:
-        """Records a run that is over and returns its seconds."""
+        """Record a run that is over and return its seconds."""
         one.process.join()
         record = self._record(one.arm, one.seed, one.folder, one.folder.with_suffix(".log"), one.process.exitcode)
         self.records.write(record)
@@ -105,7 +112,7 @@ class Runner:
 
 
 def _run(entry: str, arguments: Sequence[str], log: Path) -> None:
-    """``python -m entry arguments`` in this process, with what it prints in ``log``."""
+    """Do ``python -m entry arguments`` in this process; what it prints goes to ``log``."""
     with open(log, "w", encoding="utf-8") as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
@@ -119,17 +126,17 @@ def _environment() -> dict[str, str]:
 
 
 def _parser(study: Study) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=study.command, description=f"{study.title}. Goes on with the runs that miss.")
+    parser = argparse.ArgumentParser(prog=study.command, description=f"{study.title}. Starts missing runs.")
     parser.add_argument("--jobs", type=int, default=2, help="processes side by side, one thread each")
-    parser.add_argument("--budget-min", type=float, default=float("inf"), help="starts no run beyond these minutes")
-    parser.add_argument("--report", action="store_true", help="runs nothing; writes the report of what is there")
+    parser.add_argument("--budget-min", type=float, default=float("inf"), help="start no run beyond these minutes")
+    parser.add_argument("--report", action="store_true", help="run nothing; write the report of what is there")
     parser.add_argument("--results", type=Path, default=Path("results"), help=argparse.SUPPRESS)
     parser.add_argument("--outputs", type=Path, default=Path("outputs"), help=argparse.SUPPRESS)
     return parser
 
 
 def main(path: Path, arguments: Sequence[str]) -> int:
-    """The command of a recipe's ``study.py``: runs what is missing, then writes ``results/<recipe>/<name>.{md,html}``.
+    """Run what is missing of a study, then write ``results/<recipe>/<name>.{md,html}``: the command of a ``study.py``.
 
     Returns the exit status: 2 where the study's file is at fault or is not committed.
     """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from typing import Any
 import yaml
 
 from core.tracking.run_manifest import ROOT
-from core.tracking.validation import Estimate, Paired, SeedEstimate, seed_interval
+from core.tracking.validation import Estimate
+from results.reporting.comparison import Paired, SeedEstimate, seed_interval
 from results.reporting.pages import Table, markdown_table, sparkline
 from results.reporting.run_reader import by_experiment, group_name
 
@@ -26,19 +27,26 @@ Summary = Mapping[str, Any]
 # --- numbers as text ---
 
 
-def percent(estimate: Estimate, signed: bool = False) -> str:
-    """``96.8 [95.0, 98.0]``, or ``96.8 ± 0.4 [95.9, 97.7]`` over seeds: hundredths, the interval where there is one."""
-    sign = "+" if signed else ""
-    text = f"{100 * estimate.value:{sign}.1f}"
+def with_interval(estimate: Estimate, number: Callable[[float, str], str], sign: str = "") -> str:
+    """Return ``96.8 [95.0, 98.0]``, or ``96.8 ± 0.4 [95.9, 97.7]`` over seeds: with the interval where there is one.
+
+    ``number`` formats a value; its second argument is the sign option of the format, ``+`` or nothing.
+    """
+    text = number(estimate.value, sign)
     if isinstance(estimate, SeedEstimate) and estimate.sd is not None:
-        text += f" ± {100 * estimate.sd:.1f}"
+        text += f" ± {number(estimate.sd, '')}"
     if estimate.low is None or estimate.high is None:
         return text
-    return f"{text} [{100 * estimate.low:{sign}.1f}, {100 * estimate.high:{sign}.1f}]"
+    return f"{text} [{number(estimate.low, sign)}, {number(estimate.high, sign)}]"
+
+
+def percent(estimate: Estimate, sign: str = "") -> str:
+    """Return an estimate in hundredths, with its interval."""
+    return with_interval(estimate, lambda value, sign: f"{100 * value:{sign}.1f}", sign)
 
 
 def change(paired: Paired) -> str:
-    return f"{percent(paired.difference, signed=True)}, {paired.better} up, {paired.worse} down"
+    return f"{percent(paired.difference, '+')}, {paired.better} up, {paired.worse} down"
 
 
 # --- reading ---
@@ -73,11 +81,11 @@ class Experiment:
         return self.results[0]["metric"]
 
     def values(self, when: str) -> list[float]:
-        """The accuracies ``before`` or ``after``, one a run."""
+        """Return the accuracies ``before`` or ``after``, one for each run."""
         return [result[when]["estimate"]["value"] for result in self.results if result[when]]
 
     def text(self, when: str) -> str:
-        """Over seeds where there are several, else with the interval over questions; empty if not measured."""
+        """Return the mean over several seeds, or one run's accuracy with its interval; '' if not measured."""
         if len(self.results) > 1:
             values = self.values(when)
             return percent(seed_interval(values)) if len(values) == len(self.results) else ""
@@ -127,7 +135,7 @@ def experiment_table(summaries: Sequence[Summary]) -> Table:
 
 
 def short_command(command: str) -> str:
-    """As one would type it: the recipe's script, where there is one for the preset, and neither seed nor backend."""
+    """Return the command as one would type it: the preset's script if there is one, without seed and backend."""
     _, _, line = command.partition(" -m ")
     module, *words = line.split() or [command]
     words = [word for word in words if not word.startswith(("trainer.seed=", "trainer.backend="))]
@@ -152,7 +160,7 @@ def run_table(summaries: Sequence[Summary], linked: bool = False) -> Table:
 
 
 def reference_table(summaries: Sequence[Summary], references: Mapping[str, Any]) -> Table:
-    """What others report, with its source, beside what was measured here or the command that would."""
+    """Return what others report, with its source, beside what was measured here or the command that would."""
     header = ["recipe", "model", "method", "evaluated on", "reported", "source", "here"]
     measured: dict[tuple[str, str, str], list[str]] = {}
     for each in experiments(summaries):
@@ -169,7 +177,7 @@ def reference_table(summaries: Sequence[Summary], references: Mapping[str, Any])
 
 
 def render(results: Path) -> str:
-    """The text of ``results/README.md``."""
+    """Return the text of ``results/README.md``."""
     summaries, references = read_summaries(results), read_references(results)
     tags = "\n".join(f"- **[{tag}]** {meaning}" for tag, meaning in references["tags"].items())
     notes = "\n".join(
@@ -195,14 +203,14 @@ def render(results: Path) -> str:
 
 
 def render_block(results: Path) -> str:
-    """What stands between the markers of the top README."""
+    """Return what stands between the markers of the top README."""
     summaries, references = read_summaries(results), read_references(results)
     tables = [*([experiment_table(summaries)] if summaries else []), reference_table(summaries, references)]
     return "\n\n".join(map(markdown_table, tables))
 
 
 def with_block(readme: str, block: str) -> str | None:
-    """The README with the block between its markers, or None where it has no markers."""
+    """Return the README with the block between its markers, or None where it has no markers."""
     start, end = readme.find(BEGIN), readme.find(END)
     if start < 0 or end < start:
         return None
@@ -210,7 +218,7 @@ def with_block(readme: str, block: str) -> str | None:
 
 
 def update(results: Path, check: bool = False) -> int:
-    """Writes both files; with ``check`` only compares. Returns the exit code: 1 where a check found a difference."""
+    """Write both files, or compare them with ``check``; return the exit status, 1 where a check found a difference."""
     wanted = {results / "README.md": render(results)}
     readme = results.resolve().parent / "README.md"
     if readme.exists():

@@ -1,20 +1,57 @@
-"""Every recipe's study: its arms are valid configurations, and its report is what its records give."""
+"""Every recipe's study: it is the registered one, its arms are valid, and its report is what its run records give."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 from core.config import examine
+from results.reporting.run_reader import load_run, summarise
 from results.reporting.study import Records, load_study
 from results.reporting.study_report import judge, write_report
 
 ROOT = Path(__file__).resolve().parents[2]
 STUDIES = sorted((ROOT / "recipes").glob("*/study*.yaml"))
+REGISTERED = {
+    "dapo/study": "1e2c34ee65ac2771b7714fc700a808576aeac25e097e13837247e37364c774c4",
+    "search_r1/study": "2fd92b7dce1cee1bf30486f53f04b6295340b8c8c19d9a37d057c86f5d0ceec7",
+    "search_r1/study_topk": "5dcf87f30a0ad96013beb0b5db449af5aca8db397534af6ab914d4195b57e383",
+}
 named = pytest.mark.parametrize("path", STUDIES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+
+
+def test_the_files_are_those_that_were_registered():
+    """A study is not changed after its runs; another question is another file."""
+    found = {f"{path.parent.name}/{path.stem}": hashlib.sha256(path.read_bytes()).hexdigest() for path in STUDIES}
+    assert found == REGISTERED
+
+
+@named
+def test_every_run_record_is_of_the_registered_study(path):
+    study = load_study(path)
+    folder = ROOT / "results" / study.recipe / study.name
+    records = Records(folder).read(study)
+    assert {f"{arm}-seed{seed}.json" for arm, seed in records} == {file.name for file in folder.iterdir()}
+    for (arm, seed), record in records.items():
+        assert (record.arm, record.seed, record.status) == (arm, seed, "finished")
+        assert record.registration == REGISTERED[f"{study.recipe}/{study.name}"]
+        assert record.metrics.keys() == study.metrics.keys()
+
+
+PUBLISHED = sorted(path.parent for path in (ROOT / "results").glob("*/*/manifest.json"))
+
+
+@pytest.mark.parametrize("folder", PUBLISHED, ids=lambda folder: f"{folder.parent.name}-{folder.name}")
+def test_every_published_run_loads(folder):
+    run = load_run(folder)
+    assert run.name == f"{folder.parent.name}/{folder.name}"
+    assert run.metrics and run.points() and run.seed is not None and run.session["git"]["commit"]
+    assert json.loads((folder / "summary.json").read_text(encoding="utf-8")) == summarise(run)
 
 
 @named

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -17,11 +18,14 @@ import yaml
 
 from core.config import Config, convert
 from core.tracking.run_manifest import ROOT
-from core.tracking.validation import accuracy_by_question, paired_comparison, seed_interval, validation_metrics
-from results.reporting import run_reader as recorded
-from results.reporting import run_report as report
+from core.tracking.validation import validation_metrics
+from results import publish as publishing
+from results import report
+from results.publish import publish
+from results.reporting import run_reader
 from results.reporting import tables as result_tables
-from results.reporting.run_reader import load_run, outcomes, publish, scrub, summarise
+from results.reporting.comparison import accuracy_by_question, paired_comparison, seed_interval
+from results.reporting.run_reader import load_run, outcomes, scrub, summarise
 from tests.core.synthetic import configured, make_run, records
 
 
@@ -199,7 +203,7 @@ def test_sampled_decoding_is_spelled_out():
     how = {"n": 4, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "do_sample": True}
     config = configured({f"actor_rollout_ref.rollout.val_kwargs.{name}": value for name, value in how.items()})
     assert (
-        recorded.decoding(convert.flat(config))
+        run_reader.decoding(convert.flat(config))
         == "sampled, T=0.6, top-p 0.95, top-k 20, 4 a question, at most 16 tokens"
     )
 
@@ -207,7 +211,7 @@ def test_sampled_decoding_is_spelled_out():
 def test_data_that_is_drawn_from_the_seed_makes_no_other_experiment(tmp_path):
     def group(seed, files):
         config = {"trainer.seed": seed, "data.train_files": [files], "trainer.experiment_name": f"lab{seed}"}
-        return recorded.RecordedRun(tmp_path, config, {"recipe": "search_r1"}, (), {}, ()).group
+        return run_reader.RecordedRun(tmp_path, config, {"recipe": "search_r1"}, (), {}, ()).group
 
     assert group(1, "./kb/seed-1/train.parquet") == group(12, "./kb/seed-12/train.parquet")
     assert group(1, "./kb/seed-12/train.parquet") != group(12, "./kb/seed-12/train.parquet")
@@ -225,7 +229,7 @@ def test_data_that_is_drawn_from_the_seed_makes_no_other_experiment(tmp_path):
     ],
 )
 def test_names_of_experiments(names, expected):
-    assert recorded.group_name(names) == expected
+    assert run_reader.group_name(names) == expected
 
 
 # --- bad input ---
@@ -242,12 +246,33 @@ def test_bad_folders_end_in_one_line(tmp_path, capsys):
         report.main([])
 
 
+# --- the command, from elsewhere ---
+
+
+def editable() -> bool:
+    """Whether pip installed this package in place; the .egg-info folder beside it, found first, has no origin."""
+    origins = [one.read_text("direct_url.json") for one in importlib.metadata.distributions(name="rlrepro")]
+    return any(json.loads(origin).get("dir_info", {}).get("editable") for origin in origins if origin)
+
+
+@pytest.mark.skipif(not editable(), reason="the package is not installed in editable mode")
+def test_a_folder_named_results_does_not_hide_the_package(tmp_path):
+    """An editable install through a finder would: it comes after the folders of sys.path (pyproject.toml)."""
+    (tmp_path / "results" / "grpo").mkdir(parents=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    for command in ("results.report", "results.publish"):
+        typed = [sys.executable, "-m", command, "X"]
+        done = subprocess.run(typed, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 2, f"{done.stderr}\ninstall again: make setup, or pip install --no-deps -e ."
+        assert "X is not a run folder" in done.stderr
+
+
 # --- publishing ---
 
 
 def test_a_published_run_tells_the_same(runs, tmp_path, capsys):
     results = tmp_path / "results"
-    assert report.main(["--publish", str(runs / "grpo/lab_s1"), "--results", str(results)]) == 0
+    assert publishing.main([str(runs / "grpo/lab_s1"), "--results", str(results)]) == 0
     copy = results / "grpo" / "lab_s1"
     assert sorted(path.name for path in copy.iterdir()) == [
         "config.yaml",
@@ -265,6 +290,23 @@ def test_a_published_run_tells_the_same(runs, tmp_path, capsys):
     original, copied = (summarise(load_run(folder)) for folder in (runs / "grpo/lab_s1", copy))
     assert copied["results"][0]["change"] == original["results"][0]["change"]
     assert json.loads((copy / "summary.json").read_text()) == copied
+
+
+def test_a_copy_may_have_another_name(runs, tmp_path, capsys):
+    arguments = [str(runs / "grpo/lab_s1"), "--as", "ppo/other", "--results", str(tmp_path)]
+    assert publishing.main(arguments) == 0
+    assert f"published as {tmp_path}/ppo/other" in capsys.readouterr().out
+    assert load_run(tmp_path / "ppo" / "other").name == "ppo/other"
+    assert publishing.main([str(tmp_path)]) == 2
+    assert "is not a run folder" in capsys.readouterr().err
+
+
+def test_the_flag_that_published_names_the_command_that_does(runs, tmp_path, capsys):
+    for flag in (["--publish", str(runs / "grpo/lab_s1")], [f"--publish={runs / 'grpo/lab_s1'}"]):
+        assert report.main([*flag, "--results", str(tmp_path)]) == 2
+        said = capsys.readouterr().err
+        assert "results.report --publish has moved" in said and "python -m results.publish" in said
+    assert not list(tmp_path.iterdir())
 
 
 def test_nothing_of_the_machine_is_published(tmp_path, monkeypatch):
@@ -292,8 +334,8 @@ def test_scrubbing_leaves_other_slashes_alone():
 
 
 def test_long_runs_are_thinned_and_large_validations_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(recorded, "METRICS_ROWS", 10)
-    monkeypatch.setattr(recorded, "VALIDATION_BYTES", 100)
+    monkeypatch.setattr(publishing, "METRICS_ROWS", 10)
+    monkeypatch.setattr(publishing, "VALIDATION_BYTES", 100)
     folder = make_run(tmp_path / "grpo" / "run", steps=60, test_every=7, questions=20)
     copy = publish(folder, tmp_path / "results" / "grpo" / "long")
     steps = [row["step"] for row in load_run(copy).metrics]

@@ -11,8 +11,10 @@ import pytest
 import yaml
 
 from results.reporting import study as studies
+from results.reporting import study_runs
+from results.reporting.comparison import holm, paired_p
 from results.reporting.study import Record, Records, StudyError, load_study, registered
-from results.reporting.study_report import holm, judge, paired_p, write_report
+from results.reporting.study_report import judge, write_report
 from results.reporting.study_runs import Runner
 
 SPEC = {
@@ -204,7 +206,7 @@ def test_a_study_must_be_committed_before_it_runs(tmp_path, capsys):
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=b"]
     subprocess.run([*git, "init", "-q"], check=True)
     assert registered(toy.path) is False
-    assert studies.main(toy.path, ["--results", str(tmp_path / "results")]) == 2
+    assert study_runs.main(toy.path, ["--results", str(tmp_path / "results")]) == 2
     assert "not committed" in capsys.readouterr().err
     subprocess.run([*git, "add", "study.yaml"], check=True)
     subprocess.run([*git, "commit", "-q", "-m", "registered"], check=True)

@@ -14,7 +14,7 @@ from core.config.schema import GlobalProfilerConfig
 from core.ray_trainer import RayPPOTrainer
 from core.tracking import profiling, step_time
 from core.tracking.step_time import PARTS, REST, BusyClock, parts
-from results.reporting import run_report as report
+from results import report
 from results.reporting.run_reader import load_run
 from tests.core.scripted_run import configured, prepare, scripted
 
@@ -114,7 +114,7 @@ def test_every_step_s_parts_are_the_time_since_the_line_before(finished):
 def test_the_report_shows_a_table_that_adds_up(finished, tmp_path):
     assert report.main([str(finished), "--out", str(tmp_path)]) == 0
     text = (tmp_path / "report.md").read_text()
-    assert "Where a step's time goes" in (tmp_path / "report.html").read_text().replace("&#x27;", "'")
+    assert "Where a step's time goes" in (tmp_path / "report.html").read_text().replace("&#39;", "'")
     lines = text.partition("## Where a step's time goes")[2].partition("Means over steps")[0].splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")][2:]
     table = {name: float(value.split()[0]) for name, value in cells}

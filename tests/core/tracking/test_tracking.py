@@ -64,7 +64,8 @@ for step in range(8):
     tracker.log(step_metrics(step, 1))
     tracker.log_validation(step, records(step, 1, 5))
     tracker.log_samples(step, sample_rows(step))
-os.write(tracker._metrics.fileno(), b'{{"step": 8, "critic/sc')  # killed while writing step 8
+with open(tracker.run_dir / "metrics.jsonl", "a") as file:
+    file.write('{{"step": 8, "critic/sc')  # killed while writing step 8
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -1,0 +1,113 @@
+"""Comparisons of runs: one number over seeds, two sets of seeds, two runs question by question, many claims at once.
+
+Only reports and studies compare. The interval of a single validation is in :mod:`core.tracking.validation`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from core.tracking.validation import (
+    Estimate,
+    ValRecord,
+    merge_by_question,
+    t_interval,
+    t_probability,
+    t_quantile,
+    wilson,
+)
+
+
+@dataclass(frozen=True)
+class SeedEstimate(Estimate):
+    """A mean over ``n`` seeds; ``sd`` is their sample standard deviation (None for one seed)."""
+
+    sd: float | None
+
+
+@dataclass(frozen=True)
+class Paired:
+    """``b`` minus ``a`` on the ``n`` questions that both answered, and on how many b did better or worse."""
+
+    difference: Estimate
+    better: int
+    worse: int
+    only_a: int
+    only_b: int
+
+
+def seed_interval(values: Sequence[float]) -> SeedEstimate:
+    """Return mean, sample standard deviation and Student's 95 % interval of one number over the seeds of a run.
+
+    Where every value is a share (in [0, 1], as accuracies are), so are the interval's ends.
+    """
+    mean = t_interval(values)
+    if len(values) < 2:
+        return SeedEstimate(mean.value, None, None, mean.n, None)
+    low, high = mean.low, mean.high
+    if all(0.0 <= value <= 1.0 for value in values):
+        low, high = max(low, 0.0), min(high, 1.0)
+    return SeedEstimate(mean.value, low, high, mean.n, statistics.stdev(values))
+
+
+def welch_interval(a: Sequence[float], b: Sequence[float]) -> Estimate:
+    """Return the difference of means ``b - a`` of two sets of seeds, unequal variances (Welch 1947, df rounded)."""
+    difference = statistics.fmean(b) - statistics.fmean(a)
+    n = len(a) + len(b)
+    if min(len(a), len(b)) < 2:
+        return Estimate(difference, None, None, n)
+    va, vb = statistics.variance(a) / len(a), statistics.variance(b) / len(b)
+    if va + vb == 0:
+        return Estimate(difference, difference, difference, n)
+    df = (va + vb) ** 2 / (va**2 / (len(a) - 1) + vb**2 / (len(b) - 1))
+    half = t_quantile(max(1, int(df))) * math.sqrt(va + vb)
+    return Estimate(difference, difference - half, difference + half, n)
+
+
+def accuracy_by_question(records: Iterable[ValRecord]) -> dict[str, dict[str, float]]:
+    """Return ``data_source -> uid -> mean accuracy`` over the question's samples, for a paired comparison."""
+    merged = merge_by_question(records)
+    return {source: {r.uid: statistics.fmean(r.values["acc"]) for r in rows} for source, rows in merged.items()}
+
+
+def paired_comparison(a_by_uid: Mapping[str, float], b_by_uid: Mapping[str, float]) -> Paired:
+    """Return the per-question difference ``b - a`` over the questions that both have, with Student's interval.
+
+    Where no question differs, the bounds are those of Wilson's interval for 0 of n: the share of questions
+    that could differ and have not been seen to.
+
+    Raises:
+        ValueError: no question is shared.
+    """
+    shared = sorted(a_by_uid.keys() & b_by_uid.keys())
+    if not shared:
+        raise ValueError("a paired comparison needs questions that both runs answered; the uids share none")
+    differences = [b_by_uid[uid] - a_by_uid[uid] for uid in shared]
+    estimate = t_interval(differences)
+    if not any(differences):
+        bound = wilson(0.0, len(shared))[1]
+        estimate = Estimate(0.0, -bound, bound, len(shared))
+    better, worse = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
+    return Paired(estimate, better, worse, len(a_by_uid) - len(shared), len(b_by_uid) - len(shared))
+
+
+def paired_p(values: Sequence[float]) -> float:
+    """Return the two-sided p of Student's t that the mean of the differences is 0."""
+    if len(values) < 2:
+        return 1.0
+    mean, spread = statistics.fmean(values), statistics.stdev(values)
+    if spread == 0:
+        return 1.0 if mean == 0 else 0.0
+    return 1.0 - t_probability(abs(mean) / (spread / math.sqrt(len(values))), len(values) - 1)
+
+
+def holm(p_by_claim: Mapping[str, float]) -> dict[str, float]:
+    """Return p after Holm's step-down adjustment (1979), which bounds the chance of any false confirmation."""
+    adjusted, least = {}, 0.0
+    for rank, name in enumerate(sorted(p_by_claim, key=p_by_claim.__getitem__)):
+        least = max(least, min(1.0, (len(p_by_claim) - rank) * p_by_claim[name]))
+        adjusted[name] = least
+    return adjusted
