@@ -1,7 +1,7 @@
 """Equality by algebra: sympy and math-verify. Such work may not end, so that it belongs into a worker with a deadline.
 
 A scorer that calls this names it in its ``libraries``, and :mod:`core.rewards` then grades its answers in a pool whose
-workers are killed and replaced (I11). The libraries' own time limits are off: they use signals, or a process a call.
+workers are killed and replaced. The libraries' own time limits are off: they use signals, or a process a call.
 No text is evaluated as code. sympy gets the objects that :mod:`reward_scores.expressions` reads, not text (its parser
 calls ``eval``); math-verify reads LaTeX by a grammar, of which only the numbers that the grammar has recognised reach
 that parser, and its reader of plain expressions is off.

@@ -1,4 +1,4 @@
-"""Checkpoints that survive a kill at any moment (DESIGN I5).
+"""Checkpoints that survive a kill at any moment.
 
 A checkpoint is a folder ``<root>/global_step_N``. It is written under a temporary name, every file and
 directory is fsynced, a manifest with the hash of every file is added, and only then does it get its name, by

@@ -102,7 +102,7 @@ class InWaves:
 
     In what order a pool's results come is chance. Where they decide what is generated next (filtered groups), an
     engine that decodes in this process waits for :meth:`settled` before each step: which samples decode together, and
-    with it every last bit, is then the same in every run (DESIGN I5). The price is that decoding waits for scoring.
+    with it every last bit, is then the same in every run. The price is that decoding waits for scoring.
     """
 
     def __init__(self, inner: Executor):
