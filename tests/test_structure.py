@@ -39,12 +39,12 @@ FLOORS = (
     {
         "launch": "runs what a `main_<recipe>.py` names: configuration, trainer, `fit`",
         "command_line": "arguments to a checked configuration; what a start and `DRY_RUN=1` print",
-        "ray_trainer": "the loop and its hooks",
+        "ray_trainer": "the loop, its hooks and validation",
         "plan": "`python -m core.plan`: memory, time and disk of a run before it starts",
         "export": "`python -m core.export`: a checkpoint as a Hugging Face folder",
         "report": "an old command; it prints its new name",
     },
-    {"session": "starts, resumes, validates, saves and stops a run"},
+    {"session": "starts, resumes, records, saves and stops a run"},
     {
         "cluster": "where the phases run: in this process, on FSDP ranks, in Ray actors",
         "rollout": "collects groups; plays episodes of several turns, with tools",
