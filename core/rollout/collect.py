@@ -2,7 +2,7 @@
 
 Groups are drawn in the order of their ordinals, scored and judged as they finish while others still
 decode. Which groups a step trains on depends on the ordinals and on ``keep_group`` alone, never on
-finishing times (DESIGN I4): dropping what finishes late would train silently on short answers.
+finishing times: dropping what finishes late would train silently on short answers.
 Timing decides only how many ordinals beyond the last chosen one were begun in vain.
 
 **One step ahead** (``trainer.max_staleness=1``). While a step updates the policy, :func:`collect_ahead` has the next

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The data of DAPO: its 17,398 training prompts, each once, and the 30 questions of AIME 2024. Needs the network.
+# Downloads the data of DAPO: its 17,398 training prompts, each once, and the 30 questions of AIME 2024.
 #
 #   bash recipes/dapo/prepare_dapo_data.sh [FOLDER]       default: DAPO_DIR, or ~/data/dapo
 #
-# Files that are here already: python -m data_preprocess.dapo_math --local_dataset_path FILE, likewise aime.
+# python -m data_preprocess.dapo_math --local_dataset_path FILE reads a file that is here already; so does aime.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"

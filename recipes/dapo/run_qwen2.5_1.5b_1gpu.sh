@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# DAPO, whole, in small: Qwen2.5-1.5B, one GPU, answers of 4k tokens (arXiv:2503.14476).
-# The objective of verl-recipe, dapo/run_dapo_qwen2.5_32b.sh, with a smaller batch; no published run has this setting.
+# DAPO with all its techniques at a small size: Qwen2.5-1.5B, one GPU, answers of 4k tokens (arXiv:2503.14476).
+# The objective is that of verl-recipe, dapo/run_dapo_qwen2.5_32b.sh. The batch is smaller. No published run has this
+# setting.
 # This script has never run at its scale; it needs trainer.backend=ray and vLLM.
 #
 #   bash recipes/dapo/run_qwen2.5_1.5b_1gpu.sh [key=value ...]   DRY_RUN=1 only checks the configuration
 #
-# Data: prepare_dapo_data.sh, or name its folder in DAPO_DIR. Output: outputs/dapo/ in the current folder.
+# prepare_dapo_data.sh makes the data; DAPO_DIR names its folder. The output goes to outputs/dapo/ in the current folder.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
@@ -14,7 +15,7 @@ python="$root/.venv/bin/python"
 [[ -x "$python" ]] || python=python3
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
-# What stands before -- is this script's; the arguments after it win. preset=script holds what decides the result.
+# Arguments before -- are this script's; those after it win. preset=script holds every setting that decides the result.
 exec "$python" -m recipes.dapo.main_dapo \
     preset=script \
     data.train_files="$data/dapo_math/train.parquet" \

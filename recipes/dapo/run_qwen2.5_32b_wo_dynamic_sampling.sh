@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # DAPO without dynamic sampling: Qwen2.5-32B, 16 nodes of 8 GPUs (arXiv:2503.14476).
-# Hyper-parameters of verl-recipe, dapo/run_dapo_wo_ds_qwen2.5_32b.sh.
-# This script has never run at its scale; it needs trainer.backend=ray and vLLM. The published run also split each
-# sequence over 8 GPUs, as this one does: a memory knob.
+# The hyper-parameters are those of verl-recipe, dapo/run_dapo_wo_ds_qwen2.5_32b.sh.
+# This script has never run at its scale; it needs trainer.backend=ray and vLLM. Like the
+# published run it splits each sequence over 8 GPUs, which is a memory setting.
 #
 #   bash recipes/dapo/run_qwen2.5_32b_wo_dynamic_sampling.sh [key=value ...] DRY_RUN=1 only checks the configuration
 #
-# Data: prepare_dapo_data.sh, or name its folder in DAPO_DIR. Output: outputs/dapo/ in the current folder.
+# prepare_dapo_data.sh makes the data; DAPO_DIR names its folder. The output goes to outputs/dapo/ in the current folder.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
@@ -15,7 +15,7 @@ python="$root/.venv/bin/python"
 [[ -x "$python" ]] || python=python3
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
-# What stands before -- is this script's; the arguments after it win. preset=script holds what decides the result.
+# Arguments before -- are this script's; those after it win. preset=script holds every setting that decides the result.
 exec "$python" -m recipes.dapo.main_dapo \
     preset=script \
     data.train_files="$data/dapo_math/train.parquet" \

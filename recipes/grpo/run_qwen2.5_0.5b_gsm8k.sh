@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # GRPO on GSM8K: Qwen2.5-0.5B-Instruct, one GPU.
-# Objective of verl v0.6.1, examples/grpo_trainer/run_qwen2-7b.sh; batch sizes and lengths of verl's published PPO run of
-# this model (docs/algo/ppo.md). No published run has exactly this setting.
+# The objective is that of verl v0.6.1, examples/grpo_trainer/run_qwen2-7b.sh. Batch sizes and lengths are those of
+# verl's published PPO run of this model (docs/algo/ppo.md). No published run has exactly this setting.
 # This script has never run at its scale; it needs trainer.backend=ray and vLLM.
 #
 #   bash recipes/grpo/run_qwen2.5_0.5b_gsm8k.sh [key=value ...]          DRY_RUN=1 only checks the configuration
 #
-# Data: python -m data_preprocess.gsm8k, or name its folder in GSM8K_DIR. Output: outputs/grpo/ in the current folder.
+# python -m data_preprocess.gsm8k makes the data; GSM8K_DIR names its folder. The output goes to outputs/grpo/ in the
+# current folder.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"

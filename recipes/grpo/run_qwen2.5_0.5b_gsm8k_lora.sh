@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # GRPO with LoRA (rank 32) on GSM8K: Qwen2.5-0.5B-Instruct, one GPU.
-# Hyper-parameters of verl v0.6.1, examples/tuning/0.5b/qwen2-0.5b_grpo-lora_1_h100_fsdp_vllm.sh, whose baseline
-# (docs/algo/baseline.md) is 54.3. That log's name says batches of 64; the script, and so this one, has 116.
-# This script has never run at its scale; it needs trainer.backend=ray and vLLM, which this version does not have yet.
+# The hyper-parameters are those of verl v0.6.1, examples/tuning/0.5b/qwen2-0.5b_grpo-lora_1_h100_fsdp_vllm.sh. Its
+# baseline (docs/algo/baseline.md) is 54.3. The name of that log has batches of 64; the script, and so this one, has 116.
+# This script has never run at its scale; it needs trainer.backend=ray and vLLM.
 #
 #   bash recipes/grpo/run_qwen2.5_0.5b_gsm8k_lora.sh [key=value ...]     DRY_RUN=1 only checks the configuration
 #
-# Data: python -m data_preprocess.gsm8k, or name its folder in GSM8K_DIR. Output: outputs/grpo/ in the current folder.
-# Needs peft: pip install '.[ray,lora]'.
+# python -m data_preprocess.gsm8k makes the data; GSM8K_DIR names its folder. The output goes to outputs/grpo/ in the
+# current folder.
+# It needs peft: pip install '.[ray,lora]'.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"

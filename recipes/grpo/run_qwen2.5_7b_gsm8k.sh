@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # GRPO on GSM8K: Qwen2.5-7B-Instruct, one node of 8 GPUs.
-# Hyper-parameters of verl v0.6.1, examples/grpo_trainer/run_qwen2-7b.sh, with the model's successor in Qwen2-7B's place.
+# The hyper-parameters are those of verl v0.6.1, examples/grpo_trainer/run_qwen2-7b.sh; the model is the successor of its
+# Qwen2-7B.
 # This script has never run at its scale; it needs trainer.backend=ray and vLLM.
 #
 #   bash recipes/grpo/run_qwen2.5_7b_gsm8k.sh [key=value ...]            DRY_RUN=1 only checks the configuration
 #
-# Data: python -m data_preprocess.gsm8k, or name its folder in GSM8K_DIR. Output: outputs/grpo/ in the current folder.
+# python -m data_preprocess.gsm8k makes the data; GSM8K_DIR names its folder. The output goes to outputs/grpo/ in the
+# current folder.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
@@ -14,7 +16,7 @@ python="$root/.venv/bin/python"
 [[ -x "$python" ]] || python=python3
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
-# What stands before -- is this script's; the arguments after it win. preset=script holds what decides the result.
+# Arguments before -- are this script's; those after it win. preset=script holds every setting that decides the result.
 exec "$python" -m recipes.grpo.main_grpo \
     preset=script \
     data.train_files="$data/train.parquet" \

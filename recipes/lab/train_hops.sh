@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The hops task with the lab preset of a recipe: what the run_lab.sh of ppo, grpo and dapo call.
+# The hops task with the lab preset of a recipe; the run_lab.sh of ppo, grpo and dapo call this script.
 #
 #   bash recipes/lab/train_hops.sh RECIPE [key=value ...]          DRY_RUN=1 only checks the configuration
 #
-# Makes the data and the base model (outputs/lab/ in the current folder) where they are missing.
-# Runs over Ray, or, where Ray cannot be imported, in one process (trainer.backend=local): to the same numbers.
+# It makes the data and the base model (outputs/lab/ in the current folder) where they are missing. It runs over Ray or,
+# where Ray cannot be imported, in one process (trainer.backend=local), with the same numbers.
 set -euo pipefail
 
 recipe="$1"
@@ -20,7 +20,7 @@ case "${DRY_RUN:-}" in
 "" | 0 | false | no) ;;
 *) exec "${train[@]}" "${arguments[@]}" ;;
 esac
-DRY_RUN=1 "${train[@]}" "${arguments[@]}" > /dev/null # a wrong key ends here, not after a minute
+DRY_RUN=1 "${train[@]}" "${arguments[@]}" > /dev/null # reports a wrong key now, not after a minute
 if ! "$python" -c "import ray" 2> /dev/null; then
     echo "ray cannot be imported: the run is in one process, trainer.backend=local" >&2
     arguments=(preset=lab trainer.backend=local -- "$@")

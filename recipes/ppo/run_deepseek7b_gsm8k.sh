@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # PPO on GSM8K: deepseek-llm-7b-chat, one node of 8 GPUs.
-# Hyper-parameters of verl v0.6.1, examples/ppo_trainer/run_deepseek7b_llm.sh.
+# The hyper-parameters are those of verl v0.6.1, examples/ppo_trainer/run_deepseek7b_llm.sh.
 # This script has never run at its scale; it needs trainer.backend=ray and vLLM.
 #
 #   bash recipes/ppo/run_deepseek7b_gsm8k.sh [key=value ...]             DRY_RUN=1 only checks the configuration
 #
-# Data: python -m data_preprocess.gsm8k, or name its folder in GSM8K_DIR. Output: outputs/ppo/ in the current folder.
+# python -m data_preprocess.gsm8k makes the data; GSM8K_DIR names its folder. The output goes to outputs/ppo/ in the
+# current folder.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"

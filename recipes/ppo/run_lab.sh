@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# PPO on the hops task with a tiny model: a few minutes on two CPU cores. recipes/lab/README.md says what it shows.
+# PPO on the hops task with a tiny model: a few minutes on two CPU cores (recipes/lab/README.md).
 #
 #   bash recipes/ppo/run_lab.sh [key=value ...]          DRY_RUN=1 only checks the configuration
 #
-# Hyper-parameters: config/preset/lab.yaml. Output: outputs/ppo/ in the current folder. recipes/lab/train_hops.sh runs it.
+# The hyper-parameters are in config/preset/lab.yaml; recipes/lab/train_hops.sh does the work. The output goes to
+# outputs/ppo/ in the current folder.
 set -euo pipefail
 
 exec bash "$(dirname "${BASH_SOURCE[0]}")/../lab/train_hops.sh" ppo "$@"

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The published corpus of Search-R1 (21 million passages of Wikipedia, 2018) and an index over it. Needs the network.
+# The published corpus of Search-R1 (21 million passages of Wikipedia, 2018) and an index over it.
 #
 #   bash recipes/search_r1/download_wiki18.sh [--yes] [bm25|flat|hnsw] [FOLDER]
 #
-# Default: bm25, in SEARCH_R1_DIR/wiki18 or ~/data/search_r1/wiki18. Without --yes it says what it needs and asks.
-# A second call goes on where the first stopped. DRY_RUN=1 only says what it needs.
+# The default is bm25, in SEARCH_R1_DIR/wiki18 or ~/data/search_r1/wiki18. Without --yes it prints what it needs and
+# asks. A second call continues where the first stopped. DRY_RUN=1 only prints what it needs.
 set -euo pipefail
 
 usage() { sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
@@ -56,7 +56,7 @@ export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 fetch() { "$bin/hf" download "$1" --repo-type dataset --local-dir "$folder" --include "$2"; }
 
 # Joins the index's parts into one file and removes each when it has been appended, so that the disk never holds two
-# copies. The note beside it (size so far, last part appended) lets an interrupted run go on.
+# copies. The note beside it (size so far, last part appended) lets a second call continue an interrupted one.
 join_parts() {
     local target="$1" note="$1.joined" part size=0 last=""
     [[ -f "$note" ]] && read -r size last <"$note"

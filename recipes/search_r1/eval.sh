@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Exact match on the seven test sets, greedy and sampled (T=1, top-p 0.95, as the published code does), with intervals,
-# counts and the macro average. No training: MODEL is a hub id (a released checkpoint) or an exported folder.
+# counts and the macro average. Nothing is trained: MODEL is a hub id (a released checkpoint) or an exported folder.
 #
 #   bash recipes/search_r1/eval.sh MODEL [key=value ...]          DRY_RUN=1 only checks the configuration
 #
 #   do_search=False                            R1; test sets made with --prompt r1: SEARCH_R1_TEST=~/data/search_r1/test_r1
 #   do_search=False retriever.prefetch=True    single-shot RAG
 #
-# All 51,713 questions unless data.val_max_samples says otherwise. The engine is the fastest that is installed here
-# (actor_rollout_ref.rollout.name). Test sets: SEARCH_R1_TEST, or ~/data/search_r1/test. This script has never run at
-# its scale.
+# It evaluates all 51,713 questions, or data.val_max_samples of each set. The engine is the fastest that is installed
+# here (actor_rollout_ref.rollout.name). The test sets are in SEARCH_R1_TEST, or ~/data/search_r1/test. This script has
+# never run at its scale.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
@@ -25,7 +25,7 @@ name="eval-$(basename "$model")"
 sets=""
 for set in nq triviaqa popqa hotpotqa 2wikimultihopqa musique bamboogle; do sets+="${sets:+,}'$test/$set.parquet'"; done
 own=(
-    data.train_files="$test/nq.parquet" # looked at, never drawn
+    data.train_files="$test/nq.parquet" # checked at the start, never drawn from
     data.val_files="[$sets]"
     actor_rollout_ref.model.path="$model"
     algorithm.use_kl_in_reward=False

@@ -107,7 +107,8 @@ def prepare(seed: int, folder: Path = FOLDER, recipe: KnowledgeRecipe | None = N
         knowledge.write(own, seed)
         build_index(own / "corpus.jsonl", own / "index", ("bm25",))
     tokenizer = build_tokenizer(knowledge.ALPHABET, knowledge.WORDS)
-    code = [Path(__file__).parent / name for name in ("knowledge.py", "knowledge_model.py", "tokenizer.py")]
+    here = Path(__file__).parent
+    code = [here / "knowledge.py", here / "knowledge_model.py", here.parent / "lab" / "tokenizer.py"]
     return build(folder / models, recipe, tokenizer, lambda: rows(recipe, tokenizer), *code)
 
 

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# Search-R1 on questions about people who do not exist, with a tiny model: minutes on two CPU cores. recipes/lab/README.md
-# says what it shows.
+# Search-R1 on questions about people who do not exist, with a tiny model: minutes on two CPU cores
+# (recipes/lab/README.md).
 #
 #   bash recipes/search_r1/run_lab.sh [grpo|ppo] [key=value ...]          DRY_RUN=1 only checks the configuration
 #
-# Makes the knowledge of trainer.seed, its BM25 index and the base model (outputs/lab/knowledge/ in the current folder)
-# where they are missing, starts a retrieval server on LAB_PORT (8123) and ends it. Output: outputs/search_r1/.
-# Runs over Ray, or, where Ray cannot be imported, in one process. Over Ray a run repeats up to rounding: which samples
-# decode together depends on when the server answers. trainer.backend=local, appended, repeats to the bit.
-# Hyper-parameters: config/preset/lab.yaml, lab_ppo.yaml.
+# It makes the knowledge of trainer.seed, its BM25 index and the base model (outputs/lab/knowledge/ in the current
+# folder) where they are missing. It starts a retrieval server on LAB_PORT (8123) and ends it. The output goes to
+# outputs/search_r1/.
+# It runs over Ray or, where Ray cannot be imported, in one process. Over Ray a run repeats up to rounding, because the
+# server's timing decides which answers decode together. With trainer.backend=local appended it repeats to the bit.
+# The hyper-parameters are in config/preset/lab.yaml and lab_ppo.yaml.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
@@ -31,7 +32,7 @@ case "${DRY_RUN:-}" in
 "" | 0 | false | no) ;;
 *) exec "$python" -m recipes.search_r1.main_search_r1 "${arguments[@]}" ;;
 esac
-DRY_RUN=1 "$python" -m recipes.search_r1.main_search_r1 "${arguments[@]}" > /dev/null # a wrong key ends here
+DRY_RUN=1 "$python" -m recipes.search_r1.main_search_r1 "${arguments[@]}" > /dev/null # reports a wrong key
 if ! "$python" -c "import ray" 2> /dev/null; then
     echo "ray cannot be imported: the run is in one process, trainer.backend=local" >&2
     arguments=(preset="$preset" trainer.backend=local "${url[@]}" -- "$@")

@@ -4,12 +4,12 @@
 #   bash recipes/search_r1/run_retriever.sh [--backend hnsw] [--port 8000] [--device cuda] [...]
 #   DRY_RUN=1 only checks the arguments;  --help lists them all
 #
-# What it searches: the folder or faiss file in RETRIEVER_INDEX (default ~/data/search_r1/wiki18/bm25, which
-# download_wiki18.sh makes), the corpus in RETRIEVER_CORPUS where the index does not name its own.
-# The published E5 index:
+# It searches the folder or faiss file in RETRIEVER_INDEX (default ~/data/search_r1/wiki18/bm25, which
+# download_wiki18.sh makes) and, where the index does not name its corpus, the corpus in RETRIEVER_CORPUS.
+# The command for the published E5 index is:
 #   RETRIEVER_INDEX=~/data/search_r1/wiki18/e5_HNSW64.index RETRIEVER_CORPUS=~/data/search_r1/wiki18/wiki-18.jsonl.gz \
 #       bash recipes/search_r1/run_retriever.sh --encoder intfloat/e5-base-v2
-# This server has never run on the whole of Wikipedia; results/search_r1/retrieval.md says on what it was measured.
+# This server has never run on the whole of Wikipedia; results/search_r1/retrieval.md has what was measured.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"

@@ -3,9 +3,9 @@
 #
 #   bash recipes/search_r1/train.sh 3b|7b base|instruct ppo|grpo [key=value ...]     DRY_RUN=1 only checks
 #
-# Hyper-parameters of the published scripts (preset=script); preset=paper, appended, takes those of the paper.
+# The hyper-parameters are those of the published scripts (preset=script); append preset=paper for the paper's.
 # This script has never run at its scale; it needs trainer.backend=ray and vLLM.
-# First: bash recipes/search_r1/run_retriever.sh, and the data (README.md). Their folder: SEARCH_R1_DIR.
+# Start recipes/search_r1/run_retriever.sh and make the data (README.md) first; SEARCH_R1_DIR names their folder.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
@@ -44,7 +44,7 @@ shift 3
 sets=""
 for set in nq triviaqa popqa hotpotqa 2wikimultihopqa musique bamboogle; do sets+="${sets:+,}'$data/test/$set.parquet'"; done
 
-# What stands before -- is this script's; the arguments after it win. preset=script holds what decides the result.
+# Arguments before -- are this script's; those after it win. preset=script holds every setting that decides the result.
 exec "$python" -m recipes.search_r1.main_search_r1 \
     preset=script \
     data.train_files="$data/nq_hotpotqa/train.parquet" \

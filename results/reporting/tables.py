@@ -21,6 +21,7 @@ from results.reporting.pages import Table, markdown_table, sparkline
 from results.reporting.run_reader import by_experiment, group_name
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+HEADLINE_SEEDS = 3  # fewer seeds give no interval worth a headline
 Summary = Mapping[str, Any]
 
 
@@ -202,11 +203,21 @@ def render(results: Path) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def headline_table(summaries: Sequence[Summary]) -> Table:
+    """Return the experiments of HEADLINE_SEEDS seeds or more: mean accuracies, without details of the method."""
+    header = ["experiment", "evaluated on", "metric", "questions", "seeds", "before", "after", "decoding", "command"]
+    rows = []
+    for each in experiments(summaries):
+        if len(each.runs) >= HEADLINE_SEEDS and each.metric.startswith("mean@"):
+            cells = [each.name, each.source, each.metric, str(each.results[0]["questions"]), str(len(each.runs))]
+            cells += [each.text("before"), each.text("after"), each.runs[0]["decoding"]]
+            rows.append([*cells, f"`{short_command(each.runs[0]['command'])}`"])
+    return Table(header, rows)
+
+
 def render_block(results: Path) -> str:
     """Return what stands between the markers of the top README."""
-    summaries, references = read_summaries(results), read_references(results)
-    tables = [*([experiment_table(summaries)] if summaries else []), reference_table(summaries, references)]
-    return "\n\n".join(map(markdown_table, tables))
+    return markdown_table(headline_table(read_summaries(results)))
 
 
 def with_block(readme: str, block: str) -> str | None:

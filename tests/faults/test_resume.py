@@ -1,4 +1,4 @@
-"""A run of the real trainer, killed anywhere and resumed, ends as if nothing had happened: to the bit (DESIGN I5)."""
+"""A run of the real trainer, killed anywhere and resumed, ends as if nothing had happened: to the bit."""
 
 from __future__ import annotations
 

@@ -395,11 +395,19 @@ def test_tables_are_generated_from_the_summaries(repository, capsys):
     for table in (text, top):
         row = next(line for line in table.splitlines() if line.startswith("| grpo/lab |"))
         assert after in row and "| 200 | 3 |" in row and "greedy, at most 16 tokens" in row
-        reference = next(line for line in table.splitlines() if "a paper, table 1 [R]" in line)
-        assert "| 98.0 |" in reference and f"{after} (grpo/lab)" in reference
-        assert "not run: `bash run.sh`" in table
+    reference = next(line for line in text.splitlines() if "a paper, table 1 [R]" in line)
+    assert "| 98.0 |" in reference and f"{after} (grpo/lab)" in reference
+    assert "not run: `bash run.sh`" in text
     assert "[grpo/lab_s2](grpo/lab_s2/)" in text and "org/other, PPO: strict" in text
     assert top.startswith("# Top\n") and top.endswith("\n\nrest\n") and "\nold\n" not in top
+
+
+def test_a_headline_has_several_seeds(repository, runs):
+    results = repository / "results"
+    publish(runs / "ppo/lab_s1", results / "ppo" / "lab_s1")
+    report.main(["--index", "--results", str(results)])
+    assert "| ppo/lab_s1 |" in (results / "README.md").read_text()
+    assert "ppo/lab_s1" not in (repository / "README.md").read_text()
 
 
 def test_a_typed_number_is_found(repository, capsys):
