@@ -1,4 +1,4 @@
-"""Reward managers other than the plain pool: batch, a user's own, and verdicts in waves."""
+"""Reward managers other than the plain pool: batch, a user's own, and results behind a barrier."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_a_users_manager_that_cannot_work(make_layer, write, name, says):
         make_layer(source="importlib", module=RewardModuleConfig(write(OWN), name))
 
 
-# --- waves ---
+# --- the barrier ---
 
 
 class Slow:

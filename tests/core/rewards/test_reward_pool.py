@@ -1,4 +1,4 @@
-"""The killable pool: every bomb costs its own verdict and no more, and no process outlives anything."""
+"""The killable pool: every bomb costs its own score and no more, and no process outlives anything."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_job_does_not_suffer_for_the_one_before_it(make_pool, write):
         def compute_score(solution_str, **kwargs):
             if solution_str == "alarm":
                 signal.setitimer(signal.ITIMER_REAL, 0.2)
-            if solution_str == "impostor":  # a verdict past the worker, and the real one when it is the next job's turn
+            if solution_str == "impostor":  # a score past the grader, and the real one when it is the next job's turn
                 os.write(4, b'=[{"value": 0.0, "parts": {}, "status": "ok", "masked": false, "pred": null}]\\n')
                 time.sleep(0.3)
             if solution_str == "slow":
