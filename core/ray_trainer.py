@@ -20,19 +20,19 @@ import torch
 
 from core.algorithm import advantages
 from core.algorithm.kl import KLController, kl_in_reward
-from core.algorithm.means import Means
+from core.algorithm.losses import Means
 from core.algorithm.rollout_correction import add_mismatch, correct
-from core.algorithm.schedules import multiplier
 from core.checkpoint.kill_points import kill_point
 from core.cluster.local_workers import LocalWorkers
 from core.cluster.workers import Workers, ray_backend
 from core.config import tables
 from core.config.schema import Config
-from core.data.seeds import sampling_seed
+from core.data.sampler import sampling_seed
 from core.data.stream import PromptStream, load_val_prompts
 from core.engines import SampleRequest, SamplingParams, sampling_params
 from core.engines.stepped import SteppedEngine
 from core.learner.batching import make_batch, token_rewards
+from core.learner.learner import multiplier
 from core.learner.models import load_tokenizer
 from core.rewards import RewardLayer
 from core.rewards.hook_check import check_hooks

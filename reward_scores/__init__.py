@@ -23,7 +23,7 @@ from reward_scores import (
     qa_em_format,
     unit_tests,
 )
-from reward_scores.scorer import Scorer, any_ground_truth, no_libraries
+from reward_scores.score import Scorer, any_ground_truth, no_libraries
 
 
 def _scorer(module: ModuleType) -> Scorer:

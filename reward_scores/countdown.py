@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from reward_scores.arithmetic import CannotEvaluate, evaluate
-from reward_scores.score import Score
-from reward_scores.scorer import graded, no_answer
+from reward_scores.score import Score, graded, no_answer
 from reward_scores.tags import between
 
 _GOLD = {"target": 9, "numbers": [1, 2, 3]}

@@ -13,8 +13,7 @@ from reward_scores.equivalence import equivalent
 from reward_scores.latex import last_box
 from reward_scores.math_reward import last_closed_box
 from reward_scores.prm800k import grade_answer
-from reward_scores.score import Score
-from reward_scores.scorer import graded, no_answer
+from reward_scores.score import Score, graded, no_answer
 from reward_scores.symbolic import MATH_VERIFY, SYMPY, math_verify_equal
 
 METHODS = {"published": SYMPY, "robust": None, "math_verify": MATH_VERIFY}  # and the library that may not end

@@ -11,8 +11,7 @@ import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
-from reward_scores.score import Score
-from reward_scores.scorer import graded, no_answer
+from reward_scores.score import Score, graded, no_answer
 
 METHODS = ("strict", "flexible", "robust")
 WINDOW = 300  # characters from the end that the published variants read

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from reward_scores.score import Score
-from reward_scores.scorer import graded, no_answer
+from reward_scores.score import Score, graded, no_answer
 
 EXAMPLES = (
     ("abcd#d", "d", 1.0),

@@ -14,8 +14,7 @@ from typing import Any
 
 from reward_scores.equivalence import cleaned, equivalent
 from reward_scores.latex import last_box
-from reward_scores.score import Score
-from reward_scores.scorer import graded, no_answer
+from reward_scores.score import Score, graded, no_answer
 from reward_scores.symbolic import MATH_VERIFY, math_verify_equal
 
 PUBLISHED = ("fallback", "minerva_only", "strict_box")

@@ -13,8 +13,7 @@ from typing import Any
 
 from reward_scores.equivalence import cleaned, equivalent
 from reward_scores.latex import closing_brace
-from reward_scores.score import Score
-from reward_scores.scorer import graded, no_answer
+from reward_scores.score import Score, graded, no_answer
 from reward_scores.symbolic import MATH_VERIFY, math_verify_equal
 
 MAX_BOXES = 20  # from the end, that are looked at for a closed one

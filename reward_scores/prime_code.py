@@ -18,8 +18,7 @@ from typing import Any
 from reward_scores import sandbox_fusion as fusion
 from reward_scores import unit_tests
 from reward_scores.sandbox import Sandbox
-from reward_scores.score import Score
-from reward_scores.scorer import graded, no_answer
+from reward_scores.score import Score, graded, no_answer
 from reward_scores.unit_tests import FAILURES, BadTests, SandboxOptions
 
 METHODS = ("published", "robust")

@@ -16,8 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reward_scores.score import Score
-from reward_scores.scorer import graded, no_answer
+from reward_scores.score import Score, graded, no_answer
 from reward_scores.tags import between
 
 METHODS = ("em", "subem", "f1", "robust")

@@ -13,8 +13,7 @@ from typing import Any
 
 from reward_scores.qa_em import check_ground_truth as check_ground_truth
 from reward_scores.qa_em import extract, normalize_answer, targets
-from reward_scores.score import Score
-from reward_scores.scorer import graded, no_answer
+from reward_scores.score import Score, graded, no_answer
 from reward_scores.tags import between
 
 _SEARCHED = "<think>t</think><search>q</search><information>Paris is big</information><think>u</think>"

@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from reward_scores import unit_tests
-from reward_scores.score import Score, ScoreStatus
-from reward_scores.scorer import graded, no_answer
+from reward_scores.score import Score, ScoreStatus, graded, no_answer
 
 METHODS = ("published", "robust")
 COUNTED = 10  # tests that a continuous score is made of

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reward_scores.sandbox import Isolation, Limits, Sandbox, isolation, required_isolation, unisolated
-from reward_scores.score import Score
-from reward_scores.scorer import graded, no_answer
+from reward_scores.score import Score, graded, no_answer
 
 TOLERANCE = 1e-6  # of numbers that are not integers
 PYTHON = ("python", "python3", "py")

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.algorithm import advantages, kl, losses, masked, schedules
+from core.algorithm import advantages, kl, losses, masked
+from core.algorithm import schedules as schedules
 from core.config import tables
 from core.learner.log_probs import token_log_probs_and_entropy
 from core.types import TrainBatch

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from core.algorithm import rollout_correction as rc
-from core.algorithm.means import Means
+from core.algorithm.losses import Means
 from core.config import thresholds
 from core.types import TrainBatch
 from tests.golden_io import Case, Comparison

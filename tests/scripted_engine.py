@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from core.data.seeds import derive_seed
+from core.data.sampler import derive_seed
 from core.engines import SampleRequest
-from core.engines.stopping import StopRule, eos_ids, one_turn
+from core.engines.stepped import StopRule, eos_ids, one_turn
 from core.types import Stop, Trajectory
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from core.algorithm.masked import masked_whiten
 from core.config import tables
-from core.config.plugins import chosen
+from core.config.tables import chosen
 
 if TYPE_CHECKING:
     from core.config.schema import AlgorithmConfig

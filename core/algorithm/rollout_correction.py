@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from core.algorithm.losses import LOG_RATIO_BOUND
+from core.algorithm.losses import LOG_RATIO_BOUND, Means
 from core.algorithm.masked import masked_mean
-from core.algorithm.means import Means
 from core.types import TrainBatch
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from core.data.seeds import derive_seed
+from core.data.sampler import derive_seed
 from core.errors import InputError
 from core.types import Dropped, Prompt, ScoredGroup, Segment, Stop, Trajectory
 from reward_scores.score import Score, ScoreStatus

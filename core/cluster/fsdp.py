@@ -28,7 +28,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from core.algorithm.means import Means
+from core.algorithm.losses import Means
 from core.checkpoint.provenance import ModelFingerprint
 from core.learner.hf_export import load_weights
 from core.learner.learner import Actor, BasePolicy, Critic, Policy, Ranks, pass_size

@@ -2,8 +2,8 @@
 
 Adding an estimator, a policy loss, an engine, a reward manager, a logger or an agent loop touches two files: a function
 in a module of its own, and an entry here. The schema takes its names from these tables, the rules, the unused keys and
-the plan read the facts, and :func:`core.config.plugins.chosen` imports the function when a run first uses it. This
-module computes nothing and imports nothing heavy. A user's own function, named by its path, needs no entry.
+the plan read the facts, and :func:`chosen` imports the function when a run first uses it. This
+module imports nothing heavy. A user's own function, named by its path, needs no entry.
 
 ``function`` is always ``module:name``. ``reads`` lists the keys of the entry's section that not every other entry
 reads: where they are set for an entry without them, they are reported as unused.
@@ -11,9 +11,17 @@ reads: where they are set for an entry without them, they are reported as unused
 
 from __future__ import annotations
 
+import hashlib
+import importlib
+import importlib.util
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+from core.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,6 @@ class LossEntry:
 
 
 _CLIP = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
-
 POLICY_LOSSES = {  # actor_rollout_ref.actor.policy_loss.loss_mode
     "vanilla": LossEntry("core.algorithm.losses:vanilla", reads=(*_CLIP, "clip_ratio_c")),
     "gspo": LossEntry(
@@ -135,7 +142,6 @@ class AgentLoopEntry:
 
 AGENT_LOOPS: dict[str, AgentLoopEntry] = {}  # actor_rollout_ref.rollout.agent_loop: so far users' own alone
 TOOL_AGENT = "core.rollout.tool_agent:ToolAgentLoop"  # what actor_rollout_ref.rollout.multi_turn.enable means
-
 KL_KINDS = (
     *("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"),
     *("kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"),
@@ -165,3 +171,69 @@ def _all_keys(table: Mapping[str, Any]) -> frozenset[str]:
 def readers(table: Mapping[str, Any], key: str) -> str:
     """Return the names of the entries that read a key, for a message."""
     return ", ".join(name for name, entry in table.items() if key in entry.reads)
+
+
+def load_object(spec: str, key: str = "") -> Any:
+    """Return the object that ``package.module:name`` or ``path/to/file.py:name`` leads to.
+
+    ``key`` is the configuration key the path came from; every error names it. A file is run once a
+    process, however often it is named.
+
+    Raises:
+        InputError: the path has no ``:name``, the module or file does not exist, or it has no such name.
+            An exception raised by the module's own code is passed on unchanged.
+    """
+    where, separator, name = spec.rpartition(":")
+    label = f"{key}={spec}" if key else spec
+    if not separator or not where or not name:
+        raise InputError(f"{label}: write package.module:function or path/to/file.py:function")
+    module = _from_file(where, label) if where.endswith(".py") else _from_package(where, label)
+    if not hasattr(module, name):
+        public = ", ".join(sorted(item for item in vars(module) if not item.startswith("_"))) or "nothing"
+        raise InputError(f"{label}: {where} has no {name!r}; it has {public}")
+    return getattr(module, name)
+
+
+def chosen(name: str, known: Mapping[str, Any], key: str) -> Any:
+    """Import the function of an entry of :mod:`core.config.tables`, or a user's own by its path.
+
+    Raises:
+        InputError: neither a name of the table nor a path that leads to a function.
+    """
+    if name in known:
+        return load_object(known[name].function)
+    if ":" not in name:
+        choose = f"choose one of {', '.join(known)}, or " if known else ""
+        raise InputError(f"{key}={name}: {choose}name your own as package.module:function or path/file.py:function")
+    return load_object(name, key)
+
+
+def _from_package(name: str, label: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # A package that the module itself imports and lacks is another error than a module that is not there.
+        if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
+            raise
+        raise InputError(
+            f"{label}: no module {error.name!r} on the import path; "
+            "run from the repository root, or name the file: path/to/file.py:function"
+        ) from error
+
+
+def _from_file(where: str, label: str) -> ModuleType:
+    path = Path(where).expanduser().resolve()
+    if not path.is_file():
+        raise InputError(f"{label}: there is no file {path}; the path counts from the working directory {Path.cwd()}")
+    name = f"plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before running it: dataclasses look their own module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,6 +1,6 @@
 """The prompt stream: prompt number ``ordinal`` as a pure function of the seed and the ordinal.
 
-What an example must hold is in ``core/data/parquet.py``, how it becomes ids in ``core/data/tokenization.py``, which
+What an example must hold is in ``core/data/parquet.py``, how it becomes ids in ``core/data/dataset.py``, which
 one an ordinal draws in ``core/data/sampler.py``. Data that reward functions make up while training runs is not
 supported: an example is a function of its ordinal, and that is what makes a resumed run equal to an uninterrupted one.
 """
@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from core.data.dataset import Choose, PromptFiles
-from core.data.sampler import Order, Stage, apportion
-from core.data.seeds import permutation
+from core.data.sampler import Order, Stage, apportion, permutation
 from core.errors import InputError
 from core.types import Prompt
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from core.config import tables
-from core.config.plugins import load_object
 from core.config.schema import FULL_PRECISION
+from core.config.tables import load_object
 from core.engines import RolloutEngine
 from core.errors import InputError
 

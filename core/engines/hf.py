@@ -1,21 +1,246 @@
-"""The in-process engine: a transformers model, decoded by our own loop."""
+"""The in-process engine: a transformers model, decoded by our own loop.
+
+Every sequence that is computed is one that still grows. A prompt is prefilled but for its last token, which is the
+first input of each of its sequences, so that the first token is drawn like every other one.
+"""
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
 
 from core.engines import SampleRequest
-from core.engines.decoding import BatchLimits, DecodeBatch, cache_for, most_stored
-from core.engines.kv_cache import ATTENTION
-from core.engines.stepped import Row, SteppedEngine
-from core.engines.stopping import eos_ids
+from core.engines.kv_cache import ATTENTION, Decode, Prefill, SharedPromptCache
+from core.engines.sampling import RowSettings, draw, uniforms
+from core.engines.stepped import Row, SteppedEngine, eos_ids
 from core.engines.weights import checked_weights
+
+COLUMN_BLOCK = 64  # columns of responses are allocated in multiples of this
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    """``rows`` decode at once; ``prefill_tokens`` of several prompts a forward pass; ``cache_tokens`` are stored."""
+
+    rows: int
+    prefill_tokens: int
+    cache_tokens: int
+
+
+class DecodeBatch:
+    """The rows that decode. Place ``i`` of the response store is ``rows[i]``'s, place ``j`` of the prompt store
+    ``prompts[j]``'s.
+
+    Arrays run along with them. Of a row: ``prompt`` is the place of its prompt, ``length`` counts the stored tokens
+    of its response, ``token`` is its next input, ``seed`` its sampling seed. Of a prompt: ``prefix`` counts its
+    stored tokens, all but the last one.
+    """
+
+    def __init__(self, model: Any, limits: BatchLimits, cache: SharedPromptCache):
+        self.model, self.limits, self.cache = model, limits, cache
+        self.device = cache.device
+        self.own_attention = model.config._attn_implementation == ATTENTION
+        # What was computed in all: prompt tokens ahead of decoding (without padding), and the rows of all steps.
+        self.prefill_tokens = self.row_steps = 0
+        self.clear()
+
+    def clear(self) -> None:
+        self.rows: list[Row] = []
+        self.prompts: list[tuple[int, ...]] = []
+        self.prompt, self.length = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self.token, self.seed = np.zeros(0, np.int64), np.zeros(0, np.uint64)
+        self.prefix = np.zeros(0, np.int64)
+        self.settings: RowSettings | None = None
+        self.cache.free()
+
+    def room_for(self, rows: list[Row]) -> int:
+        """Return how many of these, in their order, may join now without ever exceeding the limits."""
+        if not rows:
+            return 0
+        budget = max((row.request.sampling.max_tokens for row in self.rows), default=0)
+        prompts = set(self.prompts)
+        width = max(map(len, prompts), default=0)
+        for joining, row in enumerate(rows):
+            budget = max(budget, row.request.sampling.max_tokens)
+            width = max(width, len(row.request.prompt_ids))
+            prompts.add(row.request.prompt_ids)
+            count = len(self.rows) + joining + 1
+            if count > self.limits.rows or most_stored(count, budget, len(prompts), width) > self.limits.cache_tokens:
+                return joining
+        return len(rows)
+
+    @torch.inference_mode()
+    def admit(self, rows: list[Row]) -> None:
+        """Add rows, with one prefill for all that share a prompt; a prompt that is decoding already needs none."""
+        places = {prompt: place for place, prompt in enumerate(self.prompts)}
+        fresh = sorted({row.request.prompt_ids: None for row in rows if row.request.prompt_ids not in places}, key=len)
+        used, self.prompts = len(self.prompts), self.prompts + fresh
+        places |= {prompt: place for place, prompt in enumerate(fresh, start=used)}
+        self.rows += rows
+        self.prompt = np.concatenate([self.prompt, [places[row.request.prompt_ids] for row in rows]])
+        self.length = np.concatenate([self.length, np.zeros(len(rows), np.int64)])
+        self.token = np.concatenate([self.token, [row.request.prompt_ids[-1] for row in rows]])
+        seeds = [row.request.seed % 2**64 for row in rows]
+        self.seed = np.concatenate([self.seed, np.array(seeds, np.uint64)])
+        self.settings = None
+        if fresh:
+            self.prefix = np.concatenate([self.prefix, [len(prompt) - 1 for prompt in fresh]])
+            self._reserve("prompts", len(self.prompts), int(self.prefix.max()), int(self.prefix.max()))
+            self._prefill(used)
+
+    def _prefill(self, begin: int) -> None:
+        """Fill the prompt store from place ``begin`` on; the prompts there are sorted by length."""
+        while begin < len(self.prompts) and self.prefix[begin] == 0:
+            begin += 1
+        while begin < len(self.prompts):
+            end = begin + 1
+            while end < len(self.prompts) and (end + 1 - begin) * self.prefix[end] <= self.limits.prefill_tokens:
+                end += 1
+            # Padding stands on the right, behind the tokens that a causal model lets see it: no mask is needed.
+            width = int(self.prefix[end - 1])
+            ids = [prompt[:-1] + prompt[:1] * (width + 1 - len(prompt)) for prompt in self.prompts[begin:end]]
+            with self.cache.forward(Prefill(begin), own_attention=self.own_attention):
+                self.model.base_model(
+                    input_ids=torch.tensor(ids, device=self.device),
+                    position_ids=torch.arange(width, device=self.device)[None],
+                    past_key_values=self.cache,
+                    use_cache=True,
+                )
+            self.prefill_tokens += int(self.prefix[begin:end].sum())
+            begin = end
+
+    @torch.inference_mode()
+    def step(self) -> list[Row]:
+        """Write a token of every row; return the rows that ended with it, which have left the batch."""
+        logits_NV = self._forward()
+        if self.settings is None:
+            sampling = [row.request.sampling for row in self.rows]
+            self.settings = RowSettings.of(sampling, logits_NV.shape[1], self.device)
+        uniform_N = torch.from_numpy(uniforms(self.seed, self.length.astype(np.uint64))).to(self.device)
+        token_N, logprob_N = draw(logits_NV, self.settings, uniform_N)
+        self.token = token_N.cpu().numpy()
+        self.length = self.length + 1
+        self.row_steps += len(self.rows)
+        written = zip(self.rows, self.token.tolist(), logprob_N.tolist(), strict=True)
+        ended = [place for place, (row, token, logprob) in enumerate(written) if row.write(token, logprob)]
+        finished = [self.rows[place] for place in ended]
+        self.remove(ended)
+        return finished
+
+    def _forward(self) -> Tensor:
+        plan = Decode(self.prompt, self.prefix, self.length, self.device)
+        most = max(row.request.sampling.max_tokens for row in self.rows)
+        self._reserve("responses", plan.rows, plan.columns, whole_blocks(most))
+        with self.cache.forward(plan, own_attention=self.own_attention):
+            output = self.model(
+                input_ids=torch.from_numpy(self.token).to(self.device)[:, None],
+                position_ids=plan.positions(),
+                attention_mask=self._mask(plan),
+                past_key_values=self.cache,
+                use_cache=True,
+            )
+        return output.logits[:, -1]
+
+    def _mask(self, plan: Decode) -> Tensor:
+        """Return a stand-in, or what eager attention adds to its scores; transformers uses four axes unchanged."""
+        if self.own_attention:
+            return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
+        shape = (plan.rows, 1, 1, plan.prefix_columns + plan.columns)
+        mask = torch.zeros(shape, dtype=self.model.dtype, device=self.device)
+        seen = plan.mask()
+        return mask if seen is None else mask.masked_fill_(~seen, torch.finfo(mask.dtype).min)
+
+    def _reserve(self, kind: str, places: int, columns: int, most: int) -> None:
+        """Reserve room for so much, with spare places and columns (at most ``most``), because growing copies all that
+        is stored. Where both stores together would pass the limit, the other one shrinks to its need."""
+        has_places, has_columns = self.cache.allocated[kind]
+        if places <= has_places and columns <= has_columns:
+            return
+        if columns > has_columns:
+            has_columns = whole_blocks(columns + columns // 2)
+        if places > has_places:
+            has_places = with_spare(places) if has_places else places
+        size = (has_places, min(has_columns, most))
+        for other, needed in (("prompts", self.prefix), ("responses", self.length)):
+            held = self.cache.allocated[other]
+            if other != kind and math.prod(size) + math.prod(held) > self.limits.cache_tokens:
+                self.cache.reserve(other, min(held[0], len(needed)), min(held[1], int(needed.max()) + 1))
+        self.cache.reserve(kind, *size)
+
+    @torch.inference_mode()
+    def remove(self, places: list[int]) -> None:
+        """Remove these rows, and the prompts that no row continues; the last ones move into their places."""
+        if not places:
+            return
+        holes, movers, left = _moves(places, len(self.rows))
+        if holes and (columns := int(self.length[movers].max())):
+            self.cache.copy("responses", holes, movers, columns)
+        for values in (self.prompt, self.length, self.token, self.seed):
+            values[holes] = values[movers]
+        for hole, mover in zip(holes, movers, strict=True):
+            self.rows[hole] = self.rows[mover]
+        del self.rows[left:]
+        self.prompt, self.length = self.prompt[:left], self.length[:left]
+        self.token, self.seed = self.token[:left], self.seed[:left]
+        self.settings = None
+        unused = np.flatnonzero(np.bincount(self.prompt, minlength=len(self.prompts)) == 0).tolist()
+        holes, movers, left = _moves(unused, len(self.prompts))
+        if holes and (columns := int(self.prefix[movers].max())):
+            self.cache.copy("prompts", holes, movers, columns)
+        self.prefix[holes] = self.prefix[movers]
+        for hole, mover in zip(holes, movers, strict=True):
+            self.prompts[hole] = self.prompts[mover]
+            self.prompt[self.prompt == mover] = hole
+        del self.prompts[left:]
+        self.prefix = self.prefix[:left]
+
+
+def _moves(gone: list[int], count: int) -> tuple[list[int], list[int], int]:
+    """Return the places that ``gone`` (ascending) leave, the last places that move there, and how many stay."""
+    left, leaving = count - len(gone), set(gone)
+    return [i for i in gone if i < left], [i for i in range(left, count) if i not in leaving], left
+
+
+def most_stored(rows: int, budget: int, prompts: int, width: int) -> int:
+    """Return the most tokens allocated for so many rows of ``budget`` tokens and prompts of ``width``."""
+    return with_spare(rows) * whole_blocks(budget) + with_spare(prompts) * width
+
+
+def with_spare(places: int) -> int:
+    """Return how many places are allocated where more come one by one."""
+    return places + places // 4
+
+
+def whole_blocks(columns: int) -> int:
+    """Return how many columns are allocated."""
+    return -(-columns // COLUMN_BLOCK) * COLUMN_BLOCK
+
+
+def cache_for(model: Any, device: torch.device) -> SharedPromptCache:
+    """Return an empty cache of the model's shapes, found by sending one token through it.
+
+    Raises ValueError for a model that stores something other than keys and values of its tokens.
+    """
+    seen = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        one = torch.ones(1, 1, dtype=torch.long, device=device)
+        model.base_model(input_ids=one, attention_mask=one, past_key_values=seen, use_cache=True)
+    if any(getattr(layer, "keys", None) is None for layer in seen.layers):
+        kinds = sorted({type(layer).__name__ for layer in seen.layers})
+        raise ValueError(
+            f"rollout.name=hf cannot run {type(model).__name__}: its cache ({', '.join(kinds)}) is not plain keys "
+            "and values; use another engine"
+        )
+    shapes = [tuple((t.shape[1], t.shape[3]) for t in (layer.keys, layer.values)) for layer in seen.layers]
+    return SharedPromptCache(shapes, seen.layers[0].keys.dtype, device)
 
 
 class HFEngine(SteppedEngine):

@@ -1,7 +1,7 @@
 """vLLM behind the engine contract: its core in this process, stepped by our loop. The only file that imports vllm.
 
 vLLM holds no tokenizer here and decides no stop string: ids go in, ids and log-probs come out, and
-``core.engines.stopping`` decides what ended a response, as for every engine. Samples of a prompt share its whole
+``core.engines.stepped`` decides what ended a response, as for every engine. Samples of a prompt share its whole
 blocks by prefix caching. With tensor parallelism vLLM starts a process for each GPU; else all of it is in this one.
 """
 
@@ -21,10 +21,9 @@ from torch import Tensor, nn
 
 from core.config.frozen import thaw
 from core.config.schema import FULL_PRECISION
-from core.data.seeds import derive_seed
+from core.data.sampler import derive_seed
 from core.engines import SampleRequest
-from core.engines.stepped import Row, SteppedEngine
-from core.engines.stopping import eos_ids
+from core.engines.stepped import Row, SteppedEngine, eos_ids
 from core.engines.weights import checked_weights
 from core.errors import InputError, WorkersLost
 from core.learner.models import resolve_path

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from core.algorithm.losses import loss_weights
 from core.config import tables
-from core.data.seeds import permutation
+from core.data.sampler import permutation
 from core.types import ScoredGroup, TrainBatch
 from reward_scores.score import ScoreStatus
 

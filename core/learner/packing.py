@@ -1,13 +1,15 @@
-"""What one pass of a model reads: padded sequences, packed ones, or this rank's part of packed ones.
+"""What one pass of a model reads: padded or packed sequences, this rank's part of packed ones, a shared prompt once.
 
 Packed sequences lie one after another without padding. Positions restart with each, and attention sees its own
 sequence alone. That goes through transformers' attention interface: on a GPU PyTorch's variable-length kernel (or
 flash-attn, where ``override_config.attn_implementation`` names it), elsewhere scaled-dot-product attention, sequence
-by sequence.
+by sequence. A sequence-parallel group splits the packed tokens evenly. Attention alone reads more than a rank's own
+tokens, so there, and only there, tokens are exchanged for heads (Jacobs et al. 2023, arXiv:2309.14509). The exchange
+and its gradient are DTensor's.
 
-A sequence-parallel group splits the packed tokens evenly. Attention alone reads more than a rank's own tokens, so
-there, and only there, tokens are exchanged for heads (Jacobs et al. 2023, arXiv:2309.14509). The exchange and its
-gradient are DTensor's.
+The plain pass repeats a group's prompt for each of its G answers. With a shared prompt a first pass computes the keys
+and values of each prompt, a second one the answers, which attend to them; gradients flow back through the keys and
+values. The result is that of the plain pass up to rounding.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from transformers import AttentionInterface
+from transformers.cache_utils import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from core.errors import InputError
@@ -134,9 +137,6 @@ def scattered(values_M: Tensor, mask: Tensor) -> Tensor:
     return torch.zeros(mask.shape, dtype=values_M.dtype, device=values_M.device).masked_scatter(mask, values_M)
 
 
-# ---------------------------------------------------------------- attention
-
-
 def attend(
     module: nn.Module,
     query: Tensor,
@@ -227,3 +227,95 @@ def _grouped(kernel: Any) -> dict[str, bool]:
 
 
 AttentionInterface.register(ATTENTION, attend)
+WORTH_IT = 0.85  # of the plain pass's tokens: a second pass and a mask in memory cost something, too
+MASK_ELEMENTS = 2**28  # of the second pass's attention mask, a byte each
+
+
+@dataclass(frozen=True)
+class SharedPrompts:
+    """The sequences that continue each prompt. The last token of a prompt is the first input of its answers.
+
+    Shapes (B sequences, P prompts):
+        first_P   [P] a sequence that begins with the prompt
+        place_B   [B] the sequence's prompt
+        prefix_B  [B] tokens of the prompt but its last one
+        width     the longest prefix;  length: the longest sequence behind its prefix, but its last token
+    """
+
+    first_P: Tensor
+    place_B: Tensor
+    prefix_B: Tensor
+    width: int
+    length: int
+
+    @classmethod
+    def of(cls, input_ids_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> SharedPrompts | None:
+        """Return None where sharing does not pay, a sequence has nothing that the policy wrote, or a group's differ.
+
+        A prompt ends before the first token of the mask; all sequences of a group must begin with the same one.
+        """
+        count, total = mask_BT.shape
+        if not count or not bool(mask_BT.any(1).all()):
+            return None
+        _, place_B = torch.unique(group_B, return_inverse=True)
+        prompts = int(place_B.max()) + 1
+        number_B = torch.arange(count, device=mask_BT.device)
+        first_P = torch.full((prompts,), count, device=mask_BT.device).scatter_reduce(0, place_B, number_B, "amin")
+        prefix_B = mask_BT.int().argmax(1) - 1
+        before_BT = torch.arange(total, device=mask_BT.device) < prefix_B[:, None]
+        alike_BT = (input_ids_BT == input_ids_BT[first_P[place_B]]) | ~before_BT
+        if not bool(alike_BT.all()) or not torch.equal(prefix_B, prefix_B[first_P[place_B]]):
+            return None
+        last_B = total - 1 - mask_BT.flip(1).int().argmax(1)
+        width, length = int(prefix_B.max()), int((last_B - prefix_B).max())
+        shared = prompts * width + count * length
+        fits = count * length * (width + length) <= MASK_ELEMENTS
+        pays = int(prefix_B.min()) > 0 and shared <= WORTH_IT * count * total
+        return cls(first_P, place_B, prefix_B, width, length) if fits and pays else None
+
+    def attention(self) -> Tensor:
+        """Return [B, 1, length, width + length] bool: an answer's token sees its prompt and what stands before it."""
+        device = self.prefix_B.device
+        prompt_BK = torch.arange(self.width, device=device) < self.prefix_B[:, None]
+        answer_QK = torch.ones(self.length, self.length, dtype=torch.bool, device=device).tril()
+        shape = len(self.prefix_B), 1, self.length
+        return torch.cat(
+            [prompt_BK[:, None, None].expand(*shape, self.width), answer_QK.expand(*shape, self.length)], -1
+        )
+
+
+def can_share(module: nn.Module) -> bool:
+    """Return whether the model's layers keep keys and values of all tokens, and keep them for a second pass.
+
+    Not in float64, which is for proofs: models that normalise in float32 would differ by its rounding.
+    """
+    kinds = getattr(module.config, "layer_types", None) or ("full_attention",)
+    recomputes = getattr(module, "is_gradient_checkpointing", False) and module.training
+    implementation = module.config._attn_implementation
+    plain = set(kinds) == {"full_attention"} and implementation in ("sdpa", "eager")
+    return plain and not recomputes and module.dtype != torch.float64
+
+
+def hidden_before_tokens(module: nn.Module, input_ids_BT: Tensor, mask_BT: Tensor, shared: SharedPrompts) -> Tensor:
+    """Return [N, H]: for each token of the mask, sequence by sequence, the hidden state at the position before it."""
+    prompt_ids_PT = input_ids_BT[shared.first_P, : shared.width]  # padding stands behind a prompt: it is not seen
+    prompts = DynamicCache()
+    module.base_model(input_ids=prompt_ids_PT, past_key_values=prompts, use_cache=True)
+    position_BT = shared.prefix_B[:, None] + torch.arange(shared.length, device=input_ids_BT.device)
+    inside_BT = position_BT.clamp(max=input_ids_BT.shape[1] - 1)
+    seen = shared.attention()
+    if module.config._attn_implementation == "eager":  # it adds its mask to the scores
+        zeros = torch.zeros(seen.shape, dtype=module.dtype, device=seen.device)
+        seen = zeros.masked_fill_(~seen, torch.finfo(zeros.dtype).min)
+    hidden_BTH = module.base_model(
+        input_ids=input_ids_BT.gather(1, inside_BT),
+        position_ids=position_BT,
+        attention_mask=seen,
+        past_key_values=DynamicCache(
+            [(one.keys[shared.place_B], one.values[shared.place_B]) for one in prompts.layers]
+        ),
+        use_cache=True,
+    ).last_hidden_state
+    after_BT = position_BT + 1
+    written_BT = (after_BT < mask_BT.shape[1]) & mask_BT.gather(1, after_BT.clamp(max=mask_BT.shape[1] - 1))
+    return hidden_BTH[written_BT]

@@ -6,19 +6,16 @@ Where it is called (in this process or in a grader) is not decided here.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import inspect
-import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from core.config.plugins import load_object
+from core.config.tables import load_object
 from core.errors import InputError
-from reward_scores.score import Score, ScoreStatus
-from reward_scores.scorer import Scorer, any_ground_truth
+from reward_scores.score import Scorer, any_ground_truth
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
@@ -99,43 +96,3 @@ def _load(where: str, name: str, kwargs: Mapping[str, Any], arguments: tuple[str
             f"rename its arguments, or correct {key}.reward_kwargs"
         ) from error
     return function
-
-
-def as_scores(result: Any, count: int) -> list[Score]:
-    """Read what a batched function returned: ``count`` results, each in a form that :func:`as_score` reads."""
-    if isinstance(result, Mapping | str) or not hasattr(result, "__len__") or len(result) != count:
-        had = f"{len(result)} results" if hasattr(result, "__len__") else type(result).__name__
-        raise ValueError(f"a batched reward function must return one result an answer: got {had} for {count} answers")
-    return [as_score(one) for one in result]
-
-
-def as_score(result: Any) -> Score:
-    """Read a number, a dict with ``score``, or a :class:`Score`, as a Score.
-
-    Of a dict, ``pred`` is the answer that was read, other numbers (``acc`` among them) are parts, and texts are left
-    out. The status is OK where ``acc`` (the score itself, unless given) is above 0. Raises TypeError or ValueError for
-    anything else, non-finite numbers included.
-    """
-    if isinstance(result, Score):
-        parts = {name: _number(part, name) for name, part in result.parts.items()}
-        return dataclasses.replace(result, value=_number(result.value), parts=parts)
-    given = result if isinstance(result, Mapping) else {"score": result}
-    if "score" not in given:
-        raise ValueError(f"a reward function's dict needs the key 'score', it has {sorted(map(str, given))}")
-    value, pred = _number(given["score"]), given.get("pred")
-    parts = {
-        str(name): _number(part, name)
-        for name, part in given.items()
-        if name not in ("score", "pred") and part is not None and not isinstance(part, str)
-    }
-    status = ScoreStatus.OK if parts.get("acc", value) > 0 else ScoreStatus.WRONG
-    return Score(value, parts, status, pred=None if pred is None else str(pred))
-
-
-def _number(value: Any, name: Any = "score") -> float:
-    scalar = value.item() if hasattr(value, "item") else value  # numpy and torch scalars
-    if not isinstance(scalar, (int, float)):
-        raise TypeError(f"a reward function's {name!r} must be a number, got {type(value).__name__}: {value!r:.200}")
-    if not math.isfinite(scalar):
-        raise ValueError(f"a reward function's {name!r} must be finite, got {scalar}")
-    return float(scalar)

@@ -21,8 +21,8 @@ import traceback
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from core.rewards.custom import CustomFunction, as_score, as_scores
-from core.rewards.grading import Job, Scorers
+from core.rewards.custom import CustomFunction
+from core.rewards.grading import Job, Scorers, as_score, as_scores
 from reward_scores.score import Score
 
 READY, STARTED, REPLY, LAST_REPLY = b"R", b"S", b"=", b"!"

@@ -6,14 +6,16 @@ Processes that can be killed are :mod:`core.rewards.pool`'s; the choice between 
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import math
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from core.errors import WorkersLost
-from core.rewards.custom import CustomFunction, as_score
+from core.rewards.custom import CustomFunction
 from reward_scores import Scorer, scorer_for
 from reward_scores.score import Score, ScoreStatus
 
@@ -102,3 +104,43 @@ class InProcess:
     def close(self) -> None:
         if self.pool is not None:
             self.pool.close()
+
+
+def as_scores(result: Any, count: int) -> list[Score]:
+    """Read what a batched function returned: ``count`` results, each in a form that :func:`as_score` reads."""
+    if isinstance(result, Mapping | str) or not hasattr(result, "__len__") or len(result) != count:
+        had = f"{len(result)} results" if hasattr(result, "__len__") else type(result).__name__
+        raise ValueError(f"a batched reward function must return one result an answer: got {had} for {count} answers")
+    return [as_score(one) for one in result]
+
+
+def as_score(result: Any) -> Score:
+    """Read a number, a dict with ``score``, or a :class:`Score`, as a Score.
+
+    Of a dict, ``pred`` is the answer that was read, other numbers (``acc`` among them) are parts, and texts are left
+    out. The status is OK where ``acc`` (the score itself, unless given) is above 0. Raises TypeError or ValueError for
+    anything else, non-finite numbers included.
+    """
+    if isinstance(result, Score):
+        parts = {name: _number(part, name) for name, part in result.parts.items()}
+        return dataclasses.replace(result, value=_number(result.value), parts=parts)
+    given = result if isinstance(result, Mapping) else {"score": result}
+    if "score" not in given:
+        raise ValueError(f"a reward function's dict needs the key 'score', it has {sorted(map(str, given))}")
+    value, pred = _number(given["score"]), given.get("pred")
+    parts = {
+        str(name): _number(part, name)
+        for name, part in given.items()
+        if name not in ("score", "pred") and part is not None and not isinstance(part, str)
+    }
+    status = ScoreStatus.OK if parts.get("acc", value) > 0 else ScoreStatus.WRONG
+    return Score(value, parts, status, pred=None if pred is None else str(pred))
+
+
+def _number(value: Any, name: Any = "score") -> float:
+    scalar = value.item() if hasattr(value, "item") else value  # numpy and torch scalars
+    if not isinstance(scalar, (int, float)):
+        raise TypeError(f"a reward function's {name!r} must be a number, got {type(value).__name__}: {value!r:.200}")
+    if not math.isfinite(scalar):
+        raise ValueError(f"a reward function's {name!r} must be finite, got {scalar}")
+    return float(scalar)

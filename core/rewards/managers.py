@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from core.config import tables
-from core.config.plugins import load_object
+from core.config.tables import load_object
 from core.errors import InputError
 from core.rewards.custom import users_code, without_scheme
 from core.rewards.grading import Failure, InProcess, Job, RewardManager, Scorers, as_result

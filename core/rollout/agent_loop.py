@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from core.config import tables
-from core.config.plugins import chosen
-from core.data.seeds import sampling_seed
+from core.config.tables import chosen
+from core.data.sampler import sampling_seed
 from core.engines import RolloutEngine, SampleRequest, SamplingParams
 from core.errors import InputError
 from core.rollout.barrier import Barrier

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from core.data.tokenization import Encoder
+from core.data.dataset import Encoder
 from core.rollout.agent_loop import AgentLoop, Episode
 from core.rollout.tools import Call, ToolError, ToolSpec, chosen, facts_for, load_tools, parse_hermes
 

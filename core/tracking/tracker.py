@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from core.checkpoint.manifest import fsync, write_durably
 from core.config import Config, convert, paths, tables, to_yaml
-from core.config.plugins import load_object
+from core.config.tables import load_object
 from core.tracking import run_manifest
 from core.tracking.loggers import ConsoleLogger, LoggedRun, Logger, Row, headline
 from core.tracking.validation import ValRecord

@@ -28,7 +28,7 @@ OVERRIDE = re.compile(r"[\w.+~]+=")
 
 def prompt_of(question: str, config: SearchR1Config, tokenizer: Any, template: str | None = None) -> Any:
     """Return the prompt of the training data (the search prompt, or R1's without search) or of a ``template``."""
-    from core.data.tokenization import Encoder
+    from core.data.dataset import Encoder
     from core.types import Prompt
     from data_preprocess.open_qa import PROMPTS, make_qa_row
 

@@ -4,7 +4,7 @@
 
 Workload: 64 answers, prompts of 32 tokens, lengths lognormal (median 48, at most 512: the longest is many times the
 usual one), one optimizer step of GRPO, forward and backward. Every answer has a prompt of its own, so that what
-``core.learner.shared_prompts`` saves for padded rows in one process is not looked at. Model: 3.2 M parameters on the
+``core.learner.packing`` saves for padded rows in one process is not looked at. Model: 3.2 M parameters on the
 CPU; on a
 GPU that of Qwen2.5-0.5B's shape. Three ways to cut it into passes: *rows*, 8 a pass in the order of drawing, padded to
 the longest of all, as a plain loop does; *bucketed*, rows of similar length under a token budget, padding included;
@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from core.algorithm.means import Means
+from core.algorithm.losses import Means
 from core.config import compose
 from core.learner.batching import optimizer_steps
 from core.learner.learner import Actor

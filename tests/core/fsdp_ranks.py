@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from core.algorithm.means import Means
+from core.algorithm.losses import Means
 from core.cluster.fsdp import LearnerRank, gather
 from core.learner.batching import busy_sequences, rank_shares, steps_of
 from core.learner.learner import only_advantages_train

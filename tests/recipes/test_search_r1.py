@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.algorithm.kl import kl_penalty
-from core.algorithm.losses import loss_weights
-from core.algorithm.means import Means
+from core.algorithm.losses import Means, loss_weights
 from core.config import compose, examine
 from core.engines import SamplingParams
 from core.errors import InputError

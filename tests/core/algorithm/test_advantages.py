@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from core.algorithm.advantages import AdvantageInputs, compute, group_stats
 from core.config import tables
-from core.config.plugins import chosen
+from core.config.tables import chosen
 from core.errors import InputError
 from tests import reference
 from tests.golden_adapters import ADAPTERS

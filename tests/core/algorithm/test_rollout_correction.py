@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.algorithm import rollout_correction as rc
-from core.algorithm.means import Means
+from core.algorithm.losses import Means
 from core.config import compose, examine
 from core.config.schema import RolloutCorrectionConfig
 from core.config.thresholds import Bounds, criteria, weight_bounds

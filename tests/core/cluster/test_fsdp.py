@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from core.algorithm.means import Means
+from core.algorithm.losses import Means
 from core.checkpoint.provenance import base_of
 from core.cluster import local_workers
 from core.cluster.local_workers import LocalWorkers

@@ -64,7 +64,7 @@ def test_every_default_is_verls_or_listed_with_a_reason():
 
 def test_the_schema_knows_the_names_that_the_implementations_know():
     from core.config import tables
-    from core.config.plugins import load_object
+    from core.config.tables import load_object
     from core.config.view import View
     from core.engines.hf import HFEngine
 

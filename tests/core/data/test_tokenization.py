@@ -1,6 +1,6 @@
 import pytest
 
-from core.data.tokenization import ChatError, Encoder, truncate
+from core.data.dataset import ChatError, Encoder, truncate
 from core.errors import InputError
 from tests.tiny import tiny_tokenizer
 

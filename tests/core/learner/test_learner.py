@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Gemma2Config
 
-from core.algorithm.means import Means
+from core.algorithm.losses import Means
 from core.errors import InputError
 from core.learner.batching import make_batch, optimizer_steps
 from core.learner.learner import Actor, Critic, MicroBatchSize, Policy

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForTokenClassification, Gemma2Config, MistralConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from core.algorithm.means import Means
+from core.algorithm.losses import Means
 from core.errors import InputError
 from core.learner import packing
 from core.learner.batching import micro_batches

@@ -6,7 +6,7 @@ import torch
 
 from core.learner.batching import make_batch
 from core.learner.learner import PADDED, read_tokens
-from core.learner.shared_prompts import SharedPrompts, can_share
+from core.learner.packing import SharedPrompts, can_share
 from core.types import Prompt, ScoredGroup, Stop, Trajectory
 from reward_scores.score import Score
 from tests.tiny import VOCAB_SIZE, tiny_config, tiny_model
