@@ -38,8 +38,8 @@ from core.rewards import RewardLayer
 from core.rewards.hook_check import check_hooks
 from core.rollout.agent_loop import AgentLoop, Episode, Limits, ToolCalls, make_agent_loop
 from core.rollout.background import Background
+from core.rollout.barrier import make_repeatable
 from core.rollout.collect import Collected, CollectLimits, CollectState, collect, collect_ahead, fresh_enough
-from core.rollout.repeatable import make_repeatable
 from core.session import LoopState, Session, prepare_torch
 from core.tracking.generations import generation_rows, print_examples
 from core.tracking.metrics import RAW_SCORE, data_metrics

@@ -25,7 +25,7 @@ from core.cluster.driver import stand_where_the_shell_stood
 from core.engines import RolloutEngine, SampleRequest
 from core.engines.factory import make_engine
 from core.learner.models import load_policy, load_tokenizer
-from core.rewards.reward_model_calls import Answer, ModelScore
+from core.rewards.batch_calls import Answer, ModelScore
 from core.tracking.profiling import Profile
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from torch import Tensor
 from core.cluster.processes import to_bucket
 from core.cluster.ray_watch import GRACE_S, Watch
 from core.engines import SampleRequest
-from core.rewards.reward_model_calls import Answer, ModelScore
+from core.rewards.batch_calls import Answer, ModelScore
 from core.types import Trajectory
 
 PAUSE_S = 1.0  # between two checks of the actors while samples are awaited

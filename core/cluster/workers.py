@@ -16,7 +16,7 @@ from torch import Tensor
 from core.checkpoint.provenance import ModelFingerprint
 from core.engines import RolloutEngine
 from core.errors import InputError
-from core.rewards.reward_model_calls import RewardModelCall
+from core.rewards.batch_calls import RewardModelCall
 from core.types import TrainBatch
 
 

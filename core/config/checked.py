@@ -9,10 +9,10 @@ from typing import Any
 import yaml
 
 from core.config import convert, recipes, rules, unused_keys
-from core.config.defaults import CHANGED_DEFAULTS, ChangedDefault  # noqa: F401  (offered by core.config)
 from core.config.resolution import resolve
 from core.config.schema import Config
 from core.config.view import View
+from core.config.yaml_tables import CHANGED_DEFAULTS, ChangedDefault  # noqa: F401  (offered by core.config)
 from core.errors import InputError
 
 

@@ -2,8 +2,8 @@
 
 Adding an estimator, a policy loss, an engine, a reward manager, a logger or an agent loop touches two files: a function
 in a module of its own, and an entry here. The schema takes its names from these tables, the rules, the unused keys and
-the plan read the facts, and :func:`chosen` imports the function when a run first uses it. This
-module imports nothing heavy. A user's own function, named by its path, needs no entry.
+the plan read the facts, and :func:`chosen` imports the function when a run first uses it. This module imports nothing
+heavy. A user's own function, named by its path, needs no entry.
 
 ``function`` is always ``module:name``. ``reads`` lists the keys of the entry's section that not every other entry
 reads: where they are set for an entry without them, they are reported as unused.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,3 +38,16 @@ def _filled(value: Any, texts: Mapping[str, str]) -> Any:
     if isinstance(value, list):
         return [_filled(item, texts) for item in value]
     return functools.reduce(lambda filled, name: filled.replace(f"<{name}>", texts[name]), texts, value)
+
+
+@dataclass(frozen=True)
+class ChangedDefault:
+    """A key, verl's default, the one here, and the reason."""
+
+    key: str
+    verl: Any
+    here: Any
+    why: str
+
+
+CHANGED_DEFAULTS = tuple(ChangedDefault(**entry) for entry in read_table(Path(__file__).with_name("defaults.yaml")))

@@ -20,8 +20,7 @@ from transformers.cache_utils import DynamicCache
 from core.engines import SampleRequest
 from core.engines.kv_cache import ATTENTION, Decode, Prefill, SharedPromptCache
 from core.engines.sampling import RowSettings, draw, uniforms
-from core.engines.stepped import Row, SteppedEngine, eos_ids
-from core.engines.weights import checked_weights
+from core.engines.stepped import Row, SteppedEngine, checked_weights, eos_ids
 
 COLUMN_BLOCK = 64  # columns of responses are allocated in multiples of this
 

@@ -23,8 +23,7 @@ from core.config.frozen import thaw
 from core.config.schema import FULL_PRECISION
 from core.data.sampler import derive_seed
 from core.engines import SampleRequest
-from core.engines.stepped import Row, SteppedEngine, eos_ids
-from core.engines.weights import checked_weights
+from core.engines.stepped import Row, SteppedEngine, checked_weights, eos_ids
 from core.errors import InputError, WorkersLost
 from core.learner.models import resolve_path
 

@@ -1,13 +1,16 @@
-"""Joins single items into calls of a function that takes many: a batched reward function, a reward model.
+"""Joining single items into calls of a function that takes many, and what a reward model is called with.
 
-A call never waits until it is full: it starts as soon as one may run, with the items that wait at that moment.
+The model itself is :mod:`core.rewards.reward_model`; where it runs is decided by
+:attr:`core.cluster.workers.Workers.reward_model`. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -46,3 +49,30 @@ class BatchCalls:
                 if not future.done():  # it is where the caller was cancelled
                     settle = future.set_exception if isinstance(result, Exception) else future.set_result
                     settle(result)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer as a reward model may read it: a chat and a text, or the policy's own token ids."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    response: str  # what the policy wrote, and nothing else
+    token_ids: tuple[int, ...]  # prompt and response
+
+
+@dataclass(frozen=True)
+class ModelScore:
+    """The model's number, or why there is none."""
+
+    value: float = math.nan
+    cut: bool = False  # the answer was longer than reward_model.max_length
+    error: str = ""
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The parts of a score that keep the number, and whether the model did not see the end of the answer."""
+        return {"model": self.value, "model_cut": float(self.cut)}
+
+
+# The reward model as the reward layer calls it: with all the answers that wait at once
+RewardModelCall = Callable[[Sequence[Answer]], Sequence[ModelScore] | Awaitable[Sequence[ModelScore]]]

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 from core.config import tables
 from core.data.parquet import Row
 from core.errors import InputError
-from core.rewards.batch_calls import BatchCalls
+from core.rewards.batch_calls import Answer, BatchCalls, RewardModelCall
 from core.rewards.check import MODEL_STYLE, check_examples, check_rows, option_problems
 from core.rewards.custom import CustomFunction
 from core.rewards.grading import Failure, InProcess, Job, RewardManager, Scorers
 from core.rewards.managers import make_manager
-from core.rewards.reward_model_calls import Answer, RewardModelCall
 from core.types import Prompt, Trajectory
 from reward_scores.score import Score, ScoreStatus
 

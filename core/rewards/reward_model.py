@@ -1,6 +1,6 @@
 """A reward model: a classifier that gives an answer one number (verl's ``reward_model.enable``).
 
-How it is called, and what becomes of its numbers, is :mod:`core.rewards.reward_model_calls`'s and the layer's.
+How it is called, and what becomes of its numbers, is :mod:`core.rewards.batch_calls`'s and the layer's.
 
 A *token* classifier (one label) is read at the last token, as verl does; a *sequence* classifier (one label) as
 transformers pools it. Answers are passed in batches of similar length, right-padded under a mask, so that neither the
@@ -18,7 +18,7 @@ from torch import Tensor
 from core.config.schema import FULL_PRECISION
 from core.errors import InputError
 from core.learner.models import load_classifier, load_reward_tokenizer
-from core.rewards.reward_model_calls import Answer, ModelScore
+from core.rewards.batch_calls import Answer, ModelScore
 
 if TYPE_CHECKING:
     from core.config.schema import RewardModelConfig

@@ -26,7 +26,7 @@ import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -35,14 +35,13 @@ from core.config.tables import chosen
 from core.data.sampler import sampling_seed
 from core.engines import RolloutEngine, SampleRequest, SamplingParams
 from core.errors import InputError
-from core.rollout.barrier import Barrier
+from core.rollout.barrier import ToolCalls
 from core.types import Prompt, Segment, Stop, Trajectory
 
 if TYPE_CHECKING:
     from core.config.schema import Config
 
 KEY = "actor_rollout_ref.rollout.agent_loop"
-Answer = TypeVar("Answer")
 
 
 class AgentLoop:
@@ -78,31 +77,6 @@ def make_agent_loop(config: Config, tokenizer: Any) -> AgentLoop | None:
     if lacks:
         raise InputError(f"{KEY}={spec}: has no {' and no '.join(lacks)}(); extend core.rollout.agent_loop.AgentLoop")
     return made
-
-
-class ToolCalls:
-    """Awaits tools, each on its own; after :meth:`add_barrier` together, in the order of the calls."""
-
-    def __init__(self) -> None:
-        self._jobs: _Jobs | Barrier = _Jobs()
-
-    async def __call__(self, job: Callable[[], Awaitable[Answer]]) -> Answer:
-        return await self._jobs.run(job)
-
-    def add_barrier(self) -> Callable[[], Awaitable[bool]]:
-        """From now on answers are handed out together, once none is outstanding. Returns what an engine that decodes
-        in this process has to await before each step (:class:`core.rollout.barrier.Barrier`): the samples that
-        decode together are then the same in every run. The price is that decoding waits for the slowest tool."""
-        self._jobs = barrier = Barrier(self._jobs)
-        return barrier.settled
-
-
-class _Jobs:
-    async def run(self, job: Callable[[], Awaitable[Any]]) -> Any:
-        return await job()
-
-    def close(self) -> None:
-        """Nothing to stop."""
 
 
 @dataclass(frozen=True)
@@ -193,11 +167,11 @@ class Episode:
         self.stop = wrote.stop
         return Turn(text, wrote.stop)
 
-    async def call(self, job: Callable[[], Awaitable[Answer]], timeout_s: float | None = None) -> Answer:
+    async def call(self, job: Callable[[], Awaitable[Any]], timeout_s: float | None = None) -> Any:
         """Awaits a tool and counts it. Raises TimeoutError after ``timeout_s``, and what the tool raises."""
         self.tool_calls += 1
 
-        async def bounded() -> Answer:
+        async def bounded() -> Any:
             async with asyncio.timeout(timeout_s):
                 return await job()
 

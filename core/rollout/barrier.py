@@ -7,7 +7,15 @@ next (scores of filtered groups, tools), the engine therefore awaits them before
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from core.engines.stepped import SteppedEngine
+
+if TYPE_CHECKING:
+    from core.config.schema import Config
+    from core.engines import RolloutEngine
+    from core.rewards import RewardLayer
 
 
 class Barrier:
@@ -62,3 +70,50 @@ class Barrier:
 
     def close(self) -> None:
         self.inner.close()
+
+
+class ToolCalls:
+    """Awaits tools, each on its own; after :meth:`add_barrier` together, in the order of the calls."""
+
+    def __init__(self) -> None:
+        self._jobs: _Jobs | Barrier = _Jobs()
+
+    async def __call__(self, job: Callable[[], Awaitable[Any]]) -> Any:
+        return await self._jobs.run(job)
+
+    def add_barrier(self) -> Callable[[], Awaitable[bool]]:
+        """Hand answers out together from now on, and return what an engine in this process awaits before each step."""
+        self._jobs = barrier = Barrier(self._jobs)
+        return barrier.settled
+
+
+class _Jobs:
+    async def run(self, job: Callable[[], Awaitable[Any]]) -> Any:
+        return await job()
+
+
+def make_repeatable(
+    config: Config, engine: RolloutEngine, reward: RewardLayer, tool_calls: ToolCalls, *, episodes: bool
+) -> None:
+    """Have an engine in this process await scores where they decide what is begun next, and tools where
+    ``multi_turn.repeatable`` is set. Other engines are left alone."""
+    if not isinstance(engine, SteppedEngine):
+        return
+    data, barriers = config.data, []
+    in_flight = data.gen_batch_size or data.train_batch_size
+    scores_decide = config.algorithm.filter_groups.enable or in_flight < data.train_batch_size
+    if scores_decide and not reward.in_process:
+        reward.manager = barrier = Barrier(reward.manager)
+        barriers.append(barrier.settled)
+    if episodes and config.actor_rollout_ref.rollout.multi_turn.repeatable:
+        barriers.append(tool_calls.add_barrier())
+    engine.before_step = _all_of(barriers)
+
+
+def _all_of(barriers: list[Callable[[], Awaitable[bool]]]) -> Callable[[], Awaitable[bool]] | None:
+    """Return one barrier that awaits them all and reports whether any had news."""
+
+    async def wait() -> bool:
+        return any([await barrier() for barrier in barriers])
+
+    return wait if barriers else None

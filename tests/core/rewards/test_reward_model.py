@@ -17,8 +17,8 @@ from core.data.parquet import Row
 from core.errors import InputError
 from core.ray_trainer import RayPPOTrainer
 from core.rewards import RewardError, RewardLayer
+from core.rewards.batch_calls import Answer, ModelScore
 from core.rewards.reward_model import RewardModel
-from core.rewards.reward_model_calls import Answer, ModelScore
 from core.types import Prompt, Segment, Stop, Trajectory
 from reward_scores.score import ScoreStatus
 from tests.core.ray_cluster import write_model

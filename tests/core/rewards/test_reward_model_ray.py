@@ -13,7 +13,7 @@ import ray
 from core.cluster.ray_engine import RayRewardModel
 from core.errors import WorkersLost
 from core.ray_trainer import RayPPOTrainer
-from core.rewards.reward_model_calls import Answer
+from core.rewards.batch_calls import Answer
 from tests.core.reward_model_runs import metrics, run_config
 
 pytestmark = pytest.mark.xdist_group("ray")  # one Ray, however many test processes
