@@ -19,7 +19,7 @@ TRAINER = "core.ray_trainer:RayPPOTrainer"
 
 
 def main(recipe: str, *, trainer: str = TRAINER, hooks: Collection[str] = ()) -> None:
-    """Runs a recipe with the arguments of the command line.
+    """Run a recipe with the arguments of the command line.
 
     ``trainer`` is ``module:class``, imported only once the configuration is known to be good: a dry run needs
     neither torch nor a model. ``hooks`` names the hooks that the class overrides. Exits with 2 where the input is at

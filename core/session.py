@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +50,7 @@ class LoopState:
     """What the loop carries from one step to the next beside the weights: a part of every checkpoint."""
 
     kl_controller: KLController
-    collect: CollectState = field(default_factory=CollectState)
+    collect: CollectState
 
 
 class Session:
@@ -84,9 +84,8 @@ class Session:
             InputError: an epoch has no whole batch, or the checkpoint cannot be used or holds other models.
         """
         trainer, batch_size = self.config.trainer, self.config.data.train_batch_size
-        if trainer.total_training_steps is not None:
-            self.total_steps = trainer.total_training_steps
-        else:
+        self.total_steps = trainer.total_training_steps
+        if self.total_steps is None:
             self.total_steps = trainer.total_epochs * stream.steps_per_epoch(batch_size)
             self.ordinals = trainer.total_epochs * len(stream)
         if self.total_steps == 0:

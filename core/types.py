@@ -148,7 +148,7 @@ class Dropped:
 
 
 def _of(axes: str, phase: str, **options: Any) -> Any:
-    """A tensor of a batch: its axes, and the phase that sets it."""
+    """Declare a tensor of a batch: its axes, and the phase that sets it."""
     return field(metadata={"axes": axes, "phase": phase}, **options)
 
 
@@ -206,22 +206,22 @@ class TrainBatch:
         return self.input_ids.shape[0]
 
     def need(self, name: str) -> Tensor:
-        """The field, or an error that names the phase which should have set it."""
+        """Return the field, or raise an error that names the phase which should have set it."""
         value = getattr(self, name)
         if value is None:
             raise ValueError(f"TrainBatch.{name} is not set yet: {BATCH_FIELDS[name]['phase']} sets it")
         return value
 
     def adding(self, **fields: Tensor) -> TrainBatch:
-        """A batch with these fields set as well."""
+        """Return a batch with these fields set as well."""
         return dataclasses.replace(self, **fields)
 
     def rows(self, index: Any) -> TrainBatch:
-        """The rows of ``index`` (a slice, a list or a tensor of row numbers), with every field that is set."""
+        """Return the rows of ``index`` (a slice, a list or a tensor of numbers), with every field that is set."""
         return self._map(lambda value, axes: value[index])
 
     def cut(self, width: int) -> TrainBatch:
-        """The first ``width`` columns: padding removed from a piece whose longest row is that long."""
+        """Return the first ``width`` columns: padding removed from a piece whose longest row is that long."""
         return self._map(lambda value, axes: value[:, :width] if axes == "BT" else value)
 
     def blank_row(self) -> TrainBatch:
@@ -258,7 +258,7 @@ class StepMetrics:
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
-        """Records ``timing_s/<phase>``, also where the phase raises."""
+        """Record ``timing_s/<phase>``, also where the phase raises."""
         start = time.perf_counter()
         try:
             yield

@@ -94,8 +94,8 @@ BUDGETS = {
     ("recipes/ppo",): 600,
     ("recipes/grpo",): 600,
     ("recipes/dapo",): 600,
-    ("recipes/search_r1",): 2_800,
-    ("recipes/lab",): 1_100,  # no paper: the tasks and base models of the laptop runs of four recipes
+    ("recipes/search_r1",): 2_900,  # 100 more than designed: its keys, and the knowledge task of its lab, moved here
+    ("recipes/lab",): 1_200,  # no paper: tasks and base models of the laptop runs, and the tour of a prompt
 }
 FILES_AT_THE_TOP_OF_CORE = 12
 LINES_OF_A_FUNCTION = 60

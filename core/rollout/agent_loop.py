@@ -67,7 +67,7 @@ class AgentLoop:
 
 
 def make_agent_loop(config: Config, tokenizer: Any) -> AgentLoop | None:
-    """The configured loop; None where a trajectory is one turn. Raises InputError for a path that leads nowhere."""
+    """Make the configured loop, or return None where a trajectory is one turn. Raises InputError for a wrong path."""
     rollout = config.actor_rollout_ref.rollout
     spec = rollout.agent_loop or (tables.TOOL_AGENT if rollout.multi_turn.enable else None)
     if spec is None:
@@ -182,11 +182,11 @@ class Episode:
         return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
     def add(self, text: str, role: str = "tool") -> bool:
-        """Appends text that the policy did not write. See :meth:`add_ids`."""
+        """Append text that the policy did not write. See :meth:`add_ids`."""
         return self.add_ids(self.encode(text), text, role)
 
     def add_ids(self, ids: Sequence[int], text: str, role: str = "tool") -> bool:
-        """Appends ids, all of them or, where they would leave no token to the policy, none.
+        """Append ids, all of them or, where they would leave no token to the policy, none.
 
         Returns whether the policy can go on. Where it cannot, the episode is over and counts as truncated.
         """
@@ -199,7 +199,7 @@ class Episode:
         return True
 
     def cut_short(self) -> None:
-        """Ends the episode as truncated: something that has to follow has no room."""
+        """End the episode as truncated: something that has to follow has no room."""
         self._full, self.stop = True, Stop.LENGTH
 
     def _append(self, ids: list[int], by_policy: bool, logprobs: list[float], segment: Segment) -> None:
@@ -209,7 +209,7 @@ class Episode:
         self._segments.append(segment)
 
     def trajectory(self) -> Trajectory:
-        """The episode as it stands. ``policy_version`` is the oldest of its turns."""
+        """Return the episode as it stands. ``policy_version`` is the oldest of its turns."""
         if not self.turns:
             raise RuntimeError("the agent loop ended an episode in which the policy wrote nothing")
         return Trajectory(

@@ -36,11 +36,11 @@ class Background:
         return await self._work
 
     def result(self) -> Any:
-        """Waits for the end; returns or raises what the coroutine did."""
+        """Wait for the end; return or raise what the coroutine did."""
         return self._future.result()
 
     def close(self) -> None:
-        """Cancels what is not done yet and waits until it has let go. A second call does nothing."""
+        """Cancel what is not done yet and wait until it has ended. A second call does nothing."""
         if not self._future.done():
             self._loop.call_soon_threadsafe(self._give_up)
         concurrent.futures.wait([self._future])

@@ -23,7 +23,7 @@ from core.types import Dropped, ScoredGroup
 
 log = logging.getLogger(__name__)
 
-Verdict = ScoredGroup | Dropped
+Judged = ScoredGroup | Dropped
 
 STOP_POLL_S = 0.5  # how long a request to stop can go unnoticed while every sample still decodes
 
@@ -39,7 +39,7 @@ class CollectState:
 
     next_ordinal: int = 0
     keep_rate: float = 1.0
-    carried: Mapping[int, Verdict] = field(default_factory=dict)
+    carried: Mapping[int, Judged] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ async def collect(
     stop_requested: Callable[[], bool] = lambda: False,
     ahead: bool = False,
 ) -> Collected:
-    """Rolls out groups until the ``limits.wanted`` lowest ordinals that pass are known.
+    """Roll out groups until the ``limits.wanted`` lowest ordinals that pass are known.
 
     Raises :class:`Exhausted` where ``limits.drawn`` prompts do not contain enough of them: always with
     none, otherwise only if ``raise_on_exhausted``; the default of the loop above is to train on what
@@ -141,7 +141,7 @@ class _Step:
     def __init__(self, roll_group, keep_group, state: CollectState, limits: CollectLimits):
         self.roll_group, self.keep_group = roll_group, keep_group
         self.state, self.limits = state, limits
-        self.judged: dict[int, Verdict] = dict(state.carried)
+        self.judged: dict[int, Judged] = dict(state.carried)
         self.in_flight: dict[asyncio.Task, int] = {}
         self.next_to_draw = state.next_ordinal
         self.drawn = len(self.judged)  # for this step, some of them ahead of it
@@ -181,7 +181,7 @@ class _Step:
 
     def too_few_expected(self) -> bool:
         # A carried group counts once the ordinals below it are begun: skipping one of them would be a bias.
-        kept = sum(_passed(verdict) for ordinal, verdict in self.judged.items() if ordinal < self.next_to_draw)
+        kept = sum(_passed(one) for ordinal, one in self.judged.items() if ordinal < self.next_to_draw)
         return kept + len(self.in_flight) * max(self.keep_rate(), 0.01) < self.limits.wanted
 
     def keep_rate(self) -> float:
@@ -208,11 +208,11 @@ class _Step:
         return [group for group in reached if _passed(group)][: self.limits.wanted]
 
     def following(self, chosen: list[ScoredGroup]) -> int:
-        """The next step's first ordinal."""
+        """Return the next step's first ordinal."""
         return chosen[-1].prompt.ordinal + 1 if len(chosen) == self.limits.wanted else self.next_to_draw
 
     def window(self, chosen: list[ScoredGroup]) -> range:
-        """The next step's ordinals that are to be judged ahead: it depends on what was trained, never on timing."""
+        """Return the next step's ordinals that are judged ahead: they depend on what was trained, never on timing."""
         following = self.following(chosen)
         passed_through = following - self.state.next_ordinal
         spare = -(-passed_through // 10) if passed_through > len(chosen) else 0
@@ -220,7 +220,7 @@ class _Step:
 
     def result(self, chosen: list[ScoredGroup], goes_on: range, *, ahead: bool) -> Collected:
         following = self.following(chosen)
-        surplus = {ordinal: verdict for ordinal, verdict in self.judged.items() if ordinal >= following}
+        surplus = {ordinal: one for ordinal, one in self.judged.items() if ordinal >= following}
         old = set(self.state.carried) if ahead else set()  # too old for the next step
         wasted = sum(v.tokens for o, v in surplus.items() if o not in goes_on or o in old)
         state = CollectState(following, self.keep_rate(), {o: v for o, v in surplus.items() if o not in old})
@@ -230,17 +230,17 @@ class _Step:
             "collect/prompts_drawn": self.drawn,
             "collect/prompts_dropped": len(dropped),
             "collect/keep_rate": self.keep_rate(),
-            "collect/dropped_tokens": sum(verdict.tokens for verdict in dropped),
+            "collect/dropped_tokens": sum(one.tokens for one in dropped),
             "collect/surplus_groups": sum(map(_passed, surplus.values())),
             "collect/aborted_groups": len(self.in_flight) - len(in_flight),
-            "collect/surplus_tokens": sum(verdict.tokens for verdict in surplus.values()),
+            "collect/surplus_tokens": sum(one.tokens for one in surplus.values()),
             "collect/wasted_tokens": wasted,
             "collect/next_ordinal": following,
         }
         return Collected(tuple(chosen), state, metrics, goes_on, in_flight)
 
     def exhausted_message(self, kept: int) -> str:
-        dropped = sum(not _passed(verdict) for verdict in self.judged.values())
+        dropped = sum(not _passed(one) for one in self.judged.values())
         return (
             f"{kept} of the {self.limits.wanted} groups a step needs passed keep_group after {self.drawn} prompts "
             f"({dropped} dropped): the data may be too easy or too hard for the policy; raise "
@@ -248,14 +248,14 @@ class _Step:
         )
 
 
-def _passed(verdict: Verdict) -> bool:
-    return isinstance(verdict, ScoredGroup)
+def _passed(one: Judged) -> bool:
+    return isinstance(one, ScoredGroup)
 
 
 def fresh_enough(state: CollectState, oldest_version: int) -> CollectState:
-    """The state without verdicts, kept or dropped, on a sample of a policy older than ``oldest_version``.
+    """Return the state without the groups, kept or dropped, of a policy older than ``oldest_version``.
 
     Their ordinals are drawn again, and judged by the next policy.
     """
-    carried = {ordinal: verdict for ordinal, verdict in state.carried.items() if verdict.version >= oldest_version}
+    carried = {ordinal: one for ordinal, one in state.carried.items() if one.version >= oldest_version}
     return CollectState(state.next_ordinal, state.keep_rate, carried)

@@ -51,7 +51,7 @@ class ToolAgentLoop(AgentLoop):
                 return
 
     def tell_of(self, tools: Mapping[str, ToolSpec], episode: Episode) -> None:
-        """The prompt with the tools' schemas, as the chat template writes them. Raises ValueError where it is long."""
+        """Put the tools' schemas into the prompt, as the chat template writes them. Raises ValueError if too long."""
         if not (tools and self.has_template):
             return
         limit = self.config.data.max_prompt_length
@@ -66,7 +66,7 @@ class ToolAgentLoop(AgentLoop):
         episode.restart(ids)
 
     async def answers(self, calls: Sequence[Call], tools: Mapping[str, ToolSpec], episode: Episode) -> list[str]:
-        """What the calls of a turn came to, in their order; those of one turn run at the same time."""
+        """Make the calls of a turn, all at the same time, and return their results in the order of the calls."""
         made = calls[: self.options.max_parallel_calls]
         return await asyncio.gather(*(self.answer(call, tools, episode) for call in made))
 
@@ -106,7 +106,7 @@ class ToolAgentLoop(AgentLoop):
         return text[:head] + CUT + text[len(text) - head :]
 
     def add(self, answers: Sequence[str], episode: Episode) -> bool:
-        """Appends the answers as the template frames them. What is in an answer is text, whatever it looks like."""
+        """Append the answers as the template frames them. What is in an answer is text, whatever it looks like."""
         ids: list[int] = []
         texts: list[str] = []
         for part, is_answer in self.framed(answers, episode):

@@ -48,7 +48,7 @@ class Tool:
             raise ValueError(f"{type(self).__name__} has no option {', '.join(map(repr, config))}")
 
     async def call(self, arguments: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
-        """The answer for the policy. ``arguments`` fit the schema; ``facts`` are the row's ``create_kwargs``.
+        """Return the answer for the policy. ``arguments`` fit the schema; ``facts`` are the row's ``create_kwargs``.
 
         A function of its arguments, if a run is to be replayed. Raises ToolError for a call that makes no sense;
         anything else that it raises ends the run.
@@ -69,7 +69,7 @@ class ToolSpec:
     validator: Draft202012Validator
 
     def problem(self, arguments: Any) -> str | None:
-        """What is wrong with the arguments of a call, shortest first; None where they fit."""
+        """Return what is wrong with the arguments of a call, or None where they fit."""
         found = sorted(self.validator.iter_errors(arguments), key=lambda error: len(error.message))
         return found[0].message[:200] if found else None
 
@@ -120,7 +120,7 @@ def _said(error: Exception) -> str:
 
 
 def chosen(tools: Mapping[str, ToolSpec], extra_info: Mapping[str, Any]) -> dict[str, ToolSpec]:
-    """The tools of a row. Raises ValueError where it names one that the file does not have."""
+    """Return the tools of an example. Raises ValueError where it names one that the file does not have."""
     names: Sequence[str] | None = extra_info.get("tool_selection")
     if names is None and extra_info.get("need_tools_kwargs"):
         # parquet gives every row every field of a struct: those without a value are not the row's
@@ -134,7 +134,7 @@ def chosen(tools: Mapping[str, ToolSpec], extra_info: Mapping[str, Any]) -> dict
 
 
 def facts_for(name: str, extra_info: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The row's ``create_kwargs`` of a tool."""
+    """Return an example's ``create_kwargs`` of a tool."""
     return ((extra_info.get("tools_kwargs") or {}).get(name) or {}).get("create_kwargs") or {}
 
 
@@ -214,7 +214,7 @@ class Call:
 
 
 def parse_hermes(text: str) -> list[Call]:
-    """The calls of a turn: JSON with ``name`` and ``arguments`` between ``<tool_call>`` and ``</tool_call>``."""
+    """Return the calls of a turn: JSON with ``name`` and ``arguments`` between ``<tool_call>`` and ``</tool_call>``."""
     from reward_scores.tags import between
 
     return [_parse_call(content) for content in between(text, "tool_call")]

@@ -24,6 +24,8 @@ SETTINGS = (
     *("trainer.save_freq=-1", "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2"),
     *("actor_rollout_ref.rollout.n=2", "trainer.resume_mode=disable"),
 )
+# Clocks and kill points see a prompt pass and do nothing to it: they are listed apart.
+INSTRUMENTS = ("core/tracking/step_time.py", "core/checkpoint/kill_points.py")
 TRAINER, SESSION = "core/ray_trainer.py", "core/session.py"
 
 
@@ -65,12 +67,15 @@ class Tour:
 
     def lines(self) -> list[str]:
         """Return the tour as text: a line a file, in the order in which they were entered."""
-        width = max(map(len, self.files))
-        listed = [
-            f"{n:3}  {file:{width}}  {', '.join(called)}" for n, (file, called) in enumerate(self.files.items(), 1)
-        ]
-        crossed = f"{self.crossings} calls between trainer and session"
-        return [*listed, f"{len(self.files)} files, {crossed}, from the prompt's row to the changed weight"]
+        width, way = max(map(len, self.files)), self.way()
+        listed = [f"{number:3}  {file:{width}}  {', '.join(self.files[file])}" for number, file in enumerate(way, 1)]
+        passed = ", ".join(file for file in self.files if file in INSTRUMENTS)
+        total = f"{len(way)} files, {self.crossings} calls between trainer and session, row to weight"
+        return [*listed, f"instruments on the way: {passed}", total]
+
+    def way(self) -> list[str]:
+        """Return the files in the order in which they were entered, without the instruments."""
+        return [file for file in self.files if file not in INSTRUMENTS]
 
 
 def take_tour(*overrides: str) -> Tour:

@@ -23,7 +23,7 @@ class RetrieverConfig:
     topk: limits.Count = 3  # passages
     prefetch: bool = False  # the question's own passages stand before the first turn: RAG
     client: Open = FrozenDict()  # with a url: fields of ClientOptions, recipes/search_r1/retrieval_client.py
-    local: Open = FrozenDict()  # without: fields of RetrieverOptions, recipes/search_r1/retrieval.py
+    local: Open = FrozenDict()  # without: fields of RetrieverOptions, recipes/search_r1/index/passages.py
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,15 @@
 """The way of a prompt through the code stays short enough to be read."""
 
-from core.config import compose
 from recipes.lab import tour
 from tests.faults.tiny_run import command, prepare
 
 
 def test_a_prompt_passes_at_most_25_files_and_two_crossings(tmp_path, monkeypatch):
     prepare(tmp_path)
-    arguments = command(tmp_path, "grpo", 2, "trainer.backend=local", "trainer.val_before_train=False")(
-        tmp_path / "run"
-    )
+    factory = command(tmp_path, "grpo", 2, "trainer.backend=local", "trainer.val_before_train=False")
+    settings = factory(tmp_path / "run")[3:]
     monkeypatch.setattr(tour, "SETTINGS", ())
-    assert compose("grpo", arguments[3:])
-    taken = tour.take_tour(*arguments[3:])
+    taken = tour.take_tour(*settings)
     way = taken.way()
     assert way[0] == "core/ray_trainer.py" and "core/data/parquet.py" in way[:9]
     assert way.index("core/learner/batching.py") < way.index("core/algorithm/losses.py")
