@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from core.algorithm import advantages, kl, losses, masked
-from core.algorithm import schedules as schedules
 from core.config import tables
+from core.learner import learner as schedules
 from core.learner.log_probs import token_log_probs_and_entropy
 from core.types import TrainBatch
 from tests import golden_correction, golden_dapo

@@ -25,11 +25,11 @@ from torch import Tensor
 
 from core.algorithm.losses import LOG_RATIO_BOUND, Means
 from core.algorithm.masked import masked_mean
+from core.config.thresholds import Bounds, Criterion, criteria, weight_bounds
 from core.types import TrainBatch
 
 if TYPE_CHECKING:
     from core.config.schema import RolloutCorrectionConfig
-    from core.config.thresholds import Bounds, Criterion
 
 PERPLEXITY_BOUND = 80.0  # nats: a metric must be finite
 
@@ -102,9 +102,6 @@ def correct(batch: TrainBatch, config: RolloutCorrectionConfig) -> tuple[TrainBa
     Tokens that train and that no policy sampled (``batch.sampled_mask``) have weight 1, and stay where their sequence
     does.
     """
-    # Here: with it come all modules of core.config, which a rank of the learner has no use for.
-    from core.config.thresholds import criteria, weight_bounds
-
     mask, metrics = sampled(batch), {}
     if not bool(mask.any()):
         return batch, metrics

@@ -105,7 +105,7 @@ class Clocked(RayPPOTrainer):
 
     def complete_step(self, groups_P: Any, batch: Any, metrics: Any) -> None:
         super().complete_step(groups_P, batch, metrics)
-        if self.device.type == "cuda":
+        if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.ends.append(time.perf_counter())
         self.phases.append({k.removeprefix("timing_s/"): v for k, v in metrics.values.items() if "timing_s/" in k})

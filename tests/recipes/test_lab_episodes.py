@@ -158,9 +158,9 @@ def test_a_base_model_is_built_once_and_named_by_what_decides_it(words, tmp_path
         return rows, rows
 
     recipe = tiny(loss_bound=99.0)
-    first = build(tmp_path, recipe, words, make, ROOT / "recipes" / "lab" / "knowledge.py")
-    again = build(tmp_path, recipe, words, make, ROOT / "recipes" / "lab" / "knowledge.py")
-    other = build(tmp_path, tiny(loss_bound=99.0, seed=2), words, make, ROOT / "recipes" / "lab" / "knowledge.py")
+    first = build(tmp_path, recipe, words, make, ROOT / "recipes" / "search_r1" / "knowledge.py")
+    again = build(tmp_path, recipe, words, make, ROOT / "recipes" / "search_r1" / "knowledge.py")
+    other = build(tmp_path, tiny(loss_bound=99.0, seed=2), words, make, ROOT / "recipes" / "search_r1" / "knowledge.py")
     assert first == again != other and len(made) == 2
     assert (tmp_path / "current").resolve() == other.resolve()
     assert json.loads((first / "warm_start.json").read_text())["recipe"]["task_steps"] == 2

@@ -15,7 +15,7 @@ from core.config.schema import RewardModelConfig
 from core.data.parquet import Row
 from core.errors import InputError
 from core.rewards import RewardError, RewardLayer
-from core.rewards.custom import as_score
+from core.rewards.grading import as_score
 from core.tracking.metrics import status_rates
 from core.types import Prompt, Segment, Stop, Trajectory
 from reward_scores.score import Score, ScoreStatus
