@@ -7,7 +7,6 @@ best. What is drawn of a run is in :mod:`results.reporting.run_report`, publishi
 from __future__ import annotations
 
 import csv
-import functools
 import hashlib
 import json
 import re
@@ -21,7 +20,6 @@ from typing import Any, TypeVar
 
 import yaml
 
-from core.config import Config, convert, recipes
 from core.tracking.run_manifest import ROOT, flatten
 from core.tracking.tracker import read_jsonl
 from core.tracking.validation import Estimate, ValRecord
@@ -94,11 +92,7 @@ class RecordedRun:
     @cached_property
     def group(self) -> str:
         """A hash of what makes the experiment: runs that share it differ in their seeds only."""
-        shared = {
-            k: v
-            for k, v in {**_recipes_defaults(), **self.config}.items()
-            if k not in _RUN_KEYS and k.split(".")[-1] != "seed"
-        }
+        shared = {k: v for k, v in self.config.items() if k not in _RUN_KEYS and k.split(".")[-1] != "seed"}
         text = json.dumps([self.manifest["recipe"], shared], sort_keys=True, default=str)
         text = re.sub(rf"\bseed-{re.escape(str(self.seed))}\b", "seed-*", text)  # data that is drawn from the seed
         return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -236,18 +230,6 @@ def group_name(names: Sequence[str]) -> str:
     if len(names) == 1:
         return names[0]
     return re.sub(r"([-_.](seed|s)?[-_.]?)?\d+$", "", names[0]) or names[0]
-
-
-@functools.cache
-def _recipes_defaults() -> dict[str, Any]:
-    """Return the keys that single recipes add to the schema, with their defaults.
-
-    They once were every recipe's. A run that lacks them counts as one with the defaults, so that new seeds join the
-    published ones.
-    """
-    own = flatten(convert.as_tree(Config()))
-    added = (flatten(convert.as_tree(recipes.schema_of(name)())) for name, _ in recipes.extended())
-    return {key: value for flat in added for key, value in flat.items() if key not in own}
 
 
 # --- summary ---

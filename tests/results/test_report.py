@@ -10,7 +10,6 @@ import shutil
 import socket
 import subprocess
 import sys
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -483,13 +482,3 @@ def test_a_recorded_command_is_shown_as_the_script_that_was_typed():
     )
     assert result_tables.short_command(recorded) == "bash recipes/grpo/run_lab.sh trainer.cpu_threads=1"
     assert result_tables.short_command("python -m recipes.ppo.main_ppo a=1") == "python -m recipes.ppo.main_ppo a=1"
-
-
-def test_a_run_without_another_recipes_keys_joins_the_published_seeds():
-    published = load_run(ROOT / "results/grpo/lab-seed1")
-    own = {"max_turns", "do_search"}
-    later = {k: v for k, v in published.config.items() if k not in own and not k.startswith("retriever")}
-    assert len(published.config) - len(later) >= 5
-    assert replace(published, config=later).group == published.group
-    later["actor_rollout_ref.actor.clip_ratio"] = 0.1
-    assert replace(published, config=later).group != published.group
