@@ -38,7 +38,7 @@ class Striking(RayPPOTrainer):
     def init_workers(self) -> Striking:
         orders = json.loads(os.environ[VARIABLE])
         self.kind, self.at, self.journal = orders["kind"], orders["at"], Path(orders["journal"])
-        self.validating = False
+        self.validating, self.completing = False, 0
         super().init_workers()
         self.pids = {name: _pid(actor) for name, actor in self.workers.watch.actors.items()}
         self.note("begun", step=self.session.step)
@@ -81,13 +81,15 @@ class Striking(RayPPOTrainer):
 
     def complete_step(self, groups_P: Any, batch: Any, metrics: StepMetrics) -> None:
         ordinals = [group.prompt.ordinal for group in groups_P]
+        self.completing = metrics.step  # validation comes before the session counts the step as complete
         super().complete_step(groups_P, batch, metrics)
         self.note("step", step=self.session.step, ordinals=ordinals)
 
     # -- the act
 
     def strike(self, phase: str) -> None:
-        step = self.session.step if phase in ("validation", "checkpoint") else self.session.step + 1
+        of = {"validation": self.completing, "checkpoint": self.session.step}
+        step = of.get(phase, self.session.step + 1)
         if self.at.get(phase) != step:
             return
         victim = self.victim()
