@@ -44,6 +44,7 @@ from core.session import LoopState, Session, prepare_torch
 from core.tracking.generations import generation_rows, print_examples
 from core.tracking.metrics import RAW_SCORE, data_metrics
 from core.tracking.profiling import profiled
+from core.tracking.progress import progress
 from core.tracking.step_time import BusyClock
 from core.tracking.tracker import dump_jsonl
 from core.tracking.validation import ValRecord, validation_metrics
@@ -207,11 +208,17 @@ class RayPPOTrainer:
 
         Sets the state that the next step starts from.
         """
-        oldest = self.session.step - self.config.trainer.max_staleness
-        with metrics.time("gen"):
+        oldest, wanted = self.session.step - self.config.trainer.max_staleness, self.config.data.train_batch_size
+
+        async def roll_group(ordinal: int) -> ScoredGroup:
+            group = await self.roll_group(ordinal)
+            answered()
+            return group
+
+        with metrics.time("gen"), progress(f"step {metrics.step}, answers", wanted, "prompt") as answered:
             self.collected = self.runner.run(
                 collect(
-                    self.roll_group,
+                    roll_group,
                     self.keep_group,
                     fresh_enough(self.collect_state, oldest),
                     self.collect_limits(),
@@ -378,9 +385,11 @@ class RayPPOTrainer:
         async def group(prompt: Prompt) -> ScoredGroup:
             rolls = (self.generate_and_score(prompt, index, self.val_sampling) for index in range(n))
             trajectories, scores = zip(*await asyncio.gather(*rolls), strict=True)
+            answered()
             return ScoredGroup(prompt, trajectories, scores)
 
-        return await asyncio.gather(*map(group, self.val_prompts))
+        with progress("validation", len(self.val_prompts), "prompt") as answered:
+            return await asyncio.gather(*map(group, self.val_prompts))
 
     def validate(self, metrics: StepMetrics) -> None:
         """Answer every validation prompt ``val_kwargs.n`` times; no hook that shapes or filters is called."""

@@ -7,7 +7,6 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-TORCH="torch==2.13.0"
 CPU_INDEX="https://download.pytorch.org/whl/cpu"
 EXTRAS="ray,lora,search,test"
 python="${PYTHON:-python3}"
@@ -23,9 +22,10 @@ command -v "$python" > /dev/null || fail "PYTHON=$python: no such command; insta
 "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' ||
     fail "PYTHON=$python: is $("$python" -V 2>&1), and Python 3.11 or 3.12 is needed; name one: PYTHON=python3.12 make setup"
 
-nvidia="$(command -v nvidia-smi || true)"
 versions=cpu
-if [[ "$system" == Linux-* && -n "$nvidia" ]]; then versions=cuda; fi
+if [[ "$system" == Linux-* ]] && { command -v nvidia-smi > /dev/null || [[ "${VLLM:-}" == vllm ]]; }; then
+    versions=cuda # VLLM=vllm: an image is built where no driver is
+fi
 if [[ -z "${VLLM:-}" ]]; then
     case "$system-$versions" in
     Linux-x86_64-cuda) VLLM=vllm ;;
@@ -50,14 +50,14 @@ fi
 pip() { # pip STAGE ARGUMENT...: installs with progress, the whole output in the log
     local stage="$1"
     shift
-    .venv/bin/python -m pip --disable-pip-version-check install --progress-bar off "$@" 2>&1 |
+    .venv/bin/python -m pip --disable-pip-version-check install --progress-bar off --no-compile "$@" 2>&1 |
         .venv/bin/python environment/progress.py "$stage" "$log"
 }
 
 echo "set-up in .venv with $("$python" -V 2>&1): versions of $constraints, engine $([[ "$VLLM" == none ]] && echo hf || echo "$VLLM")"
 .venv/bin/python -c pass 2> /dev/null || "$python" -m venv --clear .venv # a half-made one is made again
 : > "$log"
-pip "1/2 torch" "$TORCH" "${index[@]}" -c "$constraints"
+pip "1/2 torch" torch "${index[@]}" -c "$constraints"
 installed=false
 if [[ "$VLLM" != none ]]; then
     if pip "2/2 packages" -e ".[$EXTRAS,$VLLM]" -c "$constraints"; then

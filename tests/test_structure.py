@@ -85,12 +85,14 @@ READING_PATH = (  # what one reads to understand a step
 )
 # Lines of Python at most. Who needs more raises the number here and writes the reason beside it.
 BUDGETS = {
-    ("core",): 15_500,
+    (
+        "core",
+    ): 16_100,  # 600 more than the redesign: progress, help, first lines, plain ends of bad starts
     ("core/config",): 2_400,
     ("core/rewards",): 1_500,
     ("core/checkpoint",): 950,
     ("core/planning",): 500,
-    READING_PATH: 2_900,
+    READING_PATH: 2_920,  # 20 more than the redesign's: bars while a step collects and validates
     ("recipes/ppo",): 600,
     ("recipes/grpo",): 600,
     ("recipes/dapo",): 600,

@@ -399,7 +399,7 @@ class TrainerConfig:
     project_name: str | None = None  # None: rlrepro-<recipe>
     experiment_name: str | None = None  # None: <model>-seed<seed>
     default_local_dir: str | None = None  # None: outputs/<recipe>/<experiment_name>
-    logger: tuple[Logger, ...] = ("console",)
+    logger: tuple[Logger, ...] = ("console", "tensorboard")
     log_val_generations: limits.Size = 0
     rollout_data_dir: str | None = None  # None: no dump
     validation_data_dir: str | None = None  # None: no dump

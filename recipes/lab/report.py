@@ -1,4 +1,4 @@
-"""The last command of a run_lab.sh: it writes the run's report and prints what was learnt and where the report is.
+"""The last command of a run_lab.sh: it writes the run's report and prints what was learnt.
 
 python -m recipes.lab.report <recipe> <the arguments of main_<recipe>>
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 from core.config import examine
 from results.reporting.run_reader import NotARun, load_run
 from results.reporting.run_report import headline, write_report
+from results.reporting.terminal import closing_lines
 
 
 def main(recipe: str, arguments: list[str]) -> int:
@@ -22,7 +23,8 @@ def main(recipe: str, arguments: list[str]) -> int:
     except NotARun as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{headline(runs)}; report: {write_report(runs, run_dir)}")
+    page = write_report(runs, run_dir)
+    print("\n".join(["", *closing_lines(runs[0]), f"{headline(runs)}; report: {page}"]))
     return 0
 
 

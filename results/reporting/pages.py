@@ -16,6 +16,8 @@ from pathlib import Path
 
 from markupsafe import Markup
 
+from core.tracking.progress import progress
+
 COLOURS = ("#2563a8", "#c2571a", "#2e8540", "#7b4ea3", "#a8325e", "#6b6f76")
 PHASE_COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#9c755f", "#edc948", "#76b7b2", "#bab0ac", "#e15759")
 DASHES = ("-", (0, (4, 2)), (0, (1, 1.4)))
@@ -209,8 +211,14 @@ def html(title: str, blocks: Sequence[Block]) -> str:
     )
     environment.filters["prose"] = _prose
     number = itertools.count()
-    svg = lambda panel: Markup(draw(panel, next(number)))  # noqa: E731
-    return environment.get_template("page.html.jinja").render(title=title, blocks=blocks, svg=svg) + "\n"
+    panels = sum(len(block.curves) for block in blocks if isinstance(block, Gallery))
+    with progress("report", panels, "curve") as drawn:
+
+        def svg(panel: Curves) -> Markup:
+            drawn()
+            return Markup(draw(panel, next(number)))
+
+        return environment.get_template("page.html.jinja").render(title=title, blocks=blocks, svg=svg) + "\n"
 
 
 def _prose(text: str) -> Markup:

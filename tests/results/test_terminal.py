@@ -1,0 +1,70 @@
+"""What a run shows in the terminal when it ends, and progress bars."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+
+import pytest
+
+from core.tracking import progress as progress_module
+from core.tracking.progress import progress
+from results.reporting.run_reader import load_run
+from results.reporting.terminal import closing_lines
+from tests.core.synthetic import configured, make_run
+
+
+@pytest.fixture
+def folder(tmp_path):
+    run = tmp_path / "grpo" / "lab"
+    make_run(run, configured({"trainer.experiment_name": "lab"}))
+    return run
+
+
+def sample(step, uid, output, score):
+    return json.dumps(
+        {"step": step, "uid": uid, "input": f"what is\n{uid}?", "output": output, "gts": "7", "score": score}
+    )
+
+
+def test_a_finished_run_shows_its_curve_and_the_question_whose_score_rose_most(folder):
+    rows = [
+        sample(0, "a", "1", 1.0),
+        sample(0, "b", "no", 0.0),
+        sample(9, "a", "1", 1.0),
+        sample(9, "b", "7" * 200, 1.0),
+    ]
+    (folder / "samples.jsonl").write_text("\n".join(rows) + "\n")
+    curve, question, before, after = closing_lines(load_run(folder))
+    assert curve.startswith("accuracy on ") and "▁" in curve and "█" in curve
+    first, last = (float(word.rstrip("%,")) for word in curve.split() if "%" in word)
+    assert last > first
+    assert question == "question: what is b?   expected: 7"
+    assert before == "    step 0: no   score 0"
+    assert after.startswith("    step 9: 777") and "[…]" in after and after.endswith("score 1") and len(after) < 140
+
+
+def test_a_run_without_samples_shows_no_question(folder):
+    (folder / "samples.jsonl").unlink(missing_ok=True)
+    assert [line.split(":")[0] for line in closing_lines(load_run(folder))] == ["accuracy on lab/hops"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream, shown", [(Terminal, True), (io.StringIO, False)])
+def test_a_bar_is_shown_on_a_terminal_only_and_not_for_short_work(monkeypatch, stream, shown):
+    monkeypatch.setattr(progress_module, "DELAY_S", 0.05)
+    for pause in (0.0, 0.1):
+        monkeypatch.setattr("sys.stderr", out := stream())
+        with progress("validation", 2, "prompt") as count:
+            time.sleep(pause)
+            count()
+            time.sleep(0.15 if pause else 0)
+            count()
+            count()  # one more than was expected is no error
+        assert ("validation" in out.getvalue()) == (shown and pause > 0)
+    count()  # nor is one that comes late

@@ -1,0 +1,42 @@
+"""``make check``: which tests a change gets, and what the end of its time leaves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.check import ROOT, Minute, imported, select_tests
+
+
+def test_a_changed_module_gets_the_tests_that_import_it_before_those_of_its_folder():
+    files = select_tests(["core/algorithm/kl.py"])
+    assert "core.algorithm.kl" in imported(ROOT / files[0])
+    assert files.index("tests/core/algorithm/test_kl.py") < files.index("tests/core/algorithm/test_schedules.py")
+    assert "tests/test_structure.py" in files and len(files) == len(set(files))
+
+
+def test_a_changed_test_comes_first_and_one_that_was_deleted_is_left_out():
+    files = select_tests(["tests/core/data/test_stream.py", "tests/core/data/test_gone.py"])
+    assert files[0] == "tests/core/data/test_stream.py" and "tests/core/data/test_gone.py" not in files
+
+
+def test_what_the_time_does_not_allow_is_counted_and_not_reported_as_passed(tmp_path):
+    (tmp_path / "test_two.py").write_text("def test_one(): pass\ndef test_two(): assert False\n")
+    program = (
+        "import pytest; from tests.check import Minute; minute = Minute({0});"
+        "status = pytest.main(['-p', 'no:cacheprovider', 'test_two.py'], plugins=[minute]); print('left', minute.left)"
+    )
+    for seconds, left, said in ((0, 2, "no tests ran"), (60, 0, "1 failed, 1 passed")):
+        done = subprocess.run(
+            [sys.executable, "-c", program.format(seconds)],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        )
+        assert f"left {left}" in done.stdout and said in done.stdout, done.stdout
+
+
+def test_the_clock_starts_with_the_plugin():
+    assert Minute(60).pytest_runtest_protocol(object(), None) is None
+    assert Minute(0).pytest_runtest_protocol(object(), None) is True
