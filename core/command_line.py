@@ -27,7 +27,7 @@ def prepare(recipe: str, argv: Sequence[str], hooks: Collection[str] = ()) -> Co
         print(_help(recipe))
         raise SystemExit(0)
     composed = examine(recipe, [*script, *typed], hooks)
-    dry = os.environ.get("DRY_RUN", "").lower() not in ("", "0", "false", "no")
+    dry = is_dry_run()
     problems = [*composed.problems, *_outside(composed, _typed_keys(recipe, typed) if dry else None)]
     if problems:
         _refuse(problems)
@@ -36,6 +36,11 @@ def prepare(recipe: str, argv: Sequence[str], hooks: Collection[str] = ()) -> Co
         raise SystemExit(0)
     _notes(composed)
     return composed.config
+
+
+def is_dry_run() -> bool:
+    """Return whether DRY_RUN in the environment asks to check and to start nothing."""
+    return os.environ.get("DRY_RUN", "").lower() not in ("", "0", "false", "no")
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from core.command_line import is_dry_run
 from core.errors import InputError
 from data_preprocess.schema import write_rows
 
@@ -49,8 +50,13 @@ class Source:
 
 
 def run(source: Source, argv: Sequence[str] | None = None) -> int:
-    """Write ``train.parquet`` and ``test.parquet``, or the only one. Returns 0, or 2 with a line on stderr."""
+    """Write ``train.parquet`` and ``test.parquet``, or the only one. Returns 0, or 2 with a line on stderr.
+
+    With DRY_RUN=1 in the environment nothing is read or written.
+    """
     args = _parse(source, argv)
+    if announced(args.local_dataset_path, args.hub, args.local_dir, [f"{split}.parquet" for split in source.splits]):
+        return 0
     try:
         if args.local_dataset_path:
             splits = read_local(args.local_dataset_path, source.only)
@@ -60,6 +66,15 @@ def run(source: Source, argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
+
+
+def announced(local: Sequence[str] | None, hub: str, folder: str, files: Sequence[str]) -> bool:
+    """In a dry run, print what would be read and written; return whether it is one."""
+    if not is_dry_run():
+        return False
+    origin = " ".join(local) if local else f"{hub} on the Hugging Face hub"
+    print(f"dry run: would read {origin} and write {', '.join(f'{folder}/{name}' for name in files)}")
+    return True
 
 
 def read_local(paths: Sequence[str], only: str | None = None) -> dict[str, Iterable[Example]]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from core.errors import InputError
+from data_preprocess.cli import announced
 from data_preprocess.open_qa import PROMPTS, arguments, examples_of, local_files, make_qa_row
 from data_preprocess.schema import write_rows
 
@@ -22,6 +23,8 @@ SETS = ("nq", "hotpotqa")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns 0, or 2 with a line on stderr."""
     args = arguments("nq_hotpotqa", __doc__, "~/data/search_r1/nq_hotpotqa", SETS).parse_args(argv)
+    if announced(args.local_dataset_path, args.hub, args.local_dir, ["train.parquet"]):
+        return 0
     rows = []
     try:
         for name in args.sets:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from core.errors import InputError
+from data_preprocess.cli import announced
 from data_preprocess.open_qa import PROMPTS, arguments, examples_of, local_files, make_qa_row
 from data_preprocess.schema import write_rows
 
@@ -33,6 +34,8 @@ SIZES = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns 0, or 2 with a line on stderr."""
     args = arguments("qa_test_sets", __doc__, "~/data/search_r1/test", tuple(SIZES)).parse_args(argv)
+    if announced(args.local_dataset_path, args.hub, args.local_dir, [f"{name}.parquet" for name in args.sets]):
+        return 0
     local = local_files(args.local_dataset_path)
     try:
         for name in args.sets:

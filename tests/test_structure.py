@@ -85,9 +85,7 @@ READING_PATH = (  # what one reads to understand a step
 )
 # Lines of Python at most. Who needs more raises the number here and writes the reason beside it.
 BUDGETS = {
-    (
-        "core",
-    ): 16_100,  # 600 more than the redesign: progress, help, first lines, plain ends of bad starts
+    ("core",): 16_100,  # 600 more than the redesign: progress, help, first lines, plain ends of bad starts
     ("core/config",): 2_400,
     ("core/rewards",): 1_500,
     ("core/checkpoint",): 950,

@@ -37,13 +37,30 @@ def resolve_path(path: str, key: str = "actor_rollout_ref.model.path") -> str:
     return str(local)
 
 
+@contextmanager
+def readable(path: str, key: str = "actor_rollout_ref.model.path") -> Iterator[None]:
+    """Turn what transformers raises for a folder or hub id that it cannot read into one line.
+
+    Raises:
+        InputError: the id is unknown or out of reach, or a file is missing or damaged.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        fix = "give a Hugging Face folder, or a hub id that can be reached or is in the cache"
+        raise InputError(f"{key}={path}: cannot be read ({reason}); {fix}") from error
+
+
 def load_tokenizer(model: ModelConfig) -> Any:
     """Load the tokenizer, with a pad token in any case and the configured chat template."""
     import transformers
 
     _import_external(model)
-    path = resolve_path(model.tokenizer_path or model.path)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    key = "actor_rollout_ref.model.tokenizer_path" if model.tokenizer_path else "actor_rollout_ref.model.path"
+    path = resolve_path(model.tokenizer_path or model.path, key)
+    with readable(path, key):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     if tokenizer.pad_token_id is None:
         # Padding never carries loss or attention, so any id serves; eos exists in every tokenizer that can stop.
         if tokenizer.eos_token_id is None:
@@ -79,7 +96,8 @@ def _load(auto: str, model: ModelConfig, dtype: torch.dtype, on_meta: bool, **he
 
     _import_external(model)
     path = resolve_path(model.path)
-    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    with readable(path):
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     for name, value in model.override_config.items():
         if not hasattr(config, name):
             raise InputError(
@@ -113,7 +131,8 @@ def load_classifier(model: RewardModelModelConfig, dtype: torch.dtype = torch.fl
 
     _import_external(model, "reward_model.model")
     path = resolve_path(model.path, "reward_model.model.path")
-    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    with readable(path, "reward_model.model.path"):
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     names = tuple(config.architectures or ())
     ending = next((end for end in CLASSIFIERS if any(name.endswith(end) for name in names)), None)
     if ending is None or config.num_labels != 1:

@@ -10,11 +10,11 @@ Needs a retriever (``retriever.url``, or ``retriever.local`` in this process). D
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 from typing import TYPE_CHECKING, Any
 
+from core.command_line import is_dry_run
 from core.config import compose
 from core.errors import InputError
 from recipes.search_r1 import main_search_r1
@@ -89,7 +89,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_intermixed_args(argv)
     try:
         config = compose("search_r1", args.overrides, main_search_r1.HOOKS)
-        if os.environ.get("DRY_RUN", "").lower() in ("", "0", "false", "no"):
+        if not is_dry_run():
             print(show(answer(args.question, config, args.prompt)))
     except InputError as error:
         print(error, file=sys.stderr)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -25,6 +24,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
+from core.command_line import is_dry_run
 from recipes.search_r1.index.opening import make_retriever
 from recipes.search_r1.index.passages import BACKENDS, QUERY_CHARS, RetrievalError, Retriever, RetrieverOptions
 from recipes.search_r1.retrieval_batching import Batcher, Busy
@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import uvicorn
 
     args = _parse(argv)
-    if os.environ.get("DRY_RUN", "").lower() not in ("", "0", "false", "no"):
+    if is_dry_run():
         there = "is there" if Path(args.index).expanduser().exists() else "is not there yet"
         print(f"retrieval_server: the arguments are good; checked at start: {args.index} ({there}), corpus, encoder")
         return 0

@@ -17,8 +17,9 @@ import yaml
 from core.tracking.run_manifest import ROOT
 from core.tracking.validation import Estimate
 from results.reporting.comparison import Paired, SeedEstimate, seed_interval
+from results.reporting.learning_curve import learning_curve
 from results.reporting.pages import Table, markdown_table, sparkline
-from results.reporting.run_reader import by_experiment, group_name
+from results.reporting.run_reader import by_experiment, group_name, load_run
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 HEADLINE_SEEDS = 3  # fewer seeds give no interval worth a headline
@@ -203,16 +204,30 @@ def render(results: Path) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def headlines(summaries: Sequence[Summary]) -> list[Experiment]:
+    """Return the experiments of HEADLINE_SEEDS seeds or more, each on the last of its data sources, the hardest one."""
+    last = {
+        each.name: each
+        for each in experiments(summaries)
+        if len(each.runs) >= HEADLINE_SEEDS and each.metric.startswith("mean@")
+    }
+    return list(last.values())
+
+
 def headline_table(summaries: Sequence[Summary]) -> Table:
-    """Return the experiments of HEADLINE_SEEDS seeds or more: mean accuracies, without details of the method."""
-    header = ["experiment", "evaluated on", "metric", "questions", "seeds", "before", "after", "decoding", "command"]
+    """Return the headlines' mean accuracies, without details of the method."""
     rows = []
-    for each in experiments(summaries):
-        if len(each.runs) >= HEADLINE_SEEDS and each.metric.startswith("mean@"):
-            cells = [each.name, each.source, each.metric, str(each.results[0]["questions"]), str(len(each.runs))]
-            cells += [each.text("before"), each.text("after"), each.runs[0]["decoding"]]
-            rows.append([*cells, f"`{short_command(each.runs[0]['command'])}`"])
-    return Table(header, rows)
+    for each in headlines(summaries):
+        questions = f"{each.results[0]['questions']} questions of {each.source}, {each.metric}"
+        cells = [each.name, questions, str(len(each.runs)), each.text("before"), each.text("after")]
+        rows.append([*cells, f"`{short_command(each.runs[0]['command'])}`"])
+    return Table(["experiment", "evaluated on", "seeds", "before", "after", "command"], rows)
+
+
+def render_curve(results: Path) -> str:
+    """Return the picture of the headlines."""
+    found = headlines(read_summaries(results))
+    return learning_curve([[load_run(results / run["recipe"] / run["run"]) for run in each.runs] for each in found])
 
 
 def render_block(results: Path) -> str:
@@ -229,8 +244,10 @@ def with_block(readme: str, block: str) -> str | None:
 
 
 def update(results: Path, check: bool = False) -> int:
-    """Write both files, or compare them with ``check``; return the exit status, 1 where a check found a difference."""
+    """Write the generated files, or compare them with ``check``; return 1 where a check found a difference, else 0."""
     wanted = {results / "README.md": render(results)}
+    if headlines(read_summaries(results)):
+        wanted[results / "learning_curve.svg"] = render_curve(results)
     readme = results.resolve().parent / "README.md"
     if readme.exists():
         text = with_block(readme.read_text(encoding="utf-8"), render_block(results))

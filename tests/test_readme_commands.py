@@ -1,0 +1,168 @@
+"""Every command block of every README works as typed: in a fresh shell without environment, PYTHONPATH or packages.
+
+The shell stands in a copy of the repository after ``make setup``. DRY_RUN=1 is set, ``make`` prints only and nothing
+reaches the network; the few commands that know no dry run find what they need, or refuse in the way that the table
+below says. ``make test-slow`` types the labs in fact.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from data_preprocess.gsm8k import row
+from data_preprocess.schema import write_rows
+
+ROOT = Path(__file__).resolve().parent.parent
+FENCED = re.compile(r"^```bash\n(.*?)^```$", re.M | re.S)
+
+# What a command that knows no dry run says here, in its last lines: status, text.
+REFUSALS = {
+    r"train_batch_sise": (2, "data.train_batch_sise=64: unknown key"),  # misspelt on purpose
+    r"core\.export outputs/": (2, "no checkpoint"),  # the stand-in for the lab's run has none
+    r"^curl ": (7, ""),  # no server listens in a dry run
+    r"index\.cli ": (0, "my-index: bm25"),
+}
+# Typed in fact by the slow test; what they make is there for the commands after them.
+LABS = re.compile(r"^make lab|run_lab\.sh|recipes\.lab\.|from_scratch|results\.(report|publish)|core\.export")
+
+
+@dataclass(frozen=True)
+class Block:
+    path: Path
+    number: int
+    commands: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.path.relative_to(ROOT)}, block {self.number}"
+
+
+def readmes() -> list[Path]:
+    tracked = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [ROOT / name for name in tracked.stdout.splitlines()]
+
+
+def blocks() -> list[Block]:
+    found = []
+    for path in readmes():
+        for number, text in enumerate(FENCED.findall(path.read_text(encoding="utf-8")), 1):
+            lines = text.replace("\\\n", " ").splitlines()
+            commands = tuple(line for line in lines if line.strip() and not line.startswith("#"))
+            found.append(Block(path, number, commands))
+    return found
+
+
+BLOCKS = blocks()
+
+
+@dataclass(frozen=True)
+class Typed:
+    command: str
+    status: int
+    output: str
+
+
+def copy_of_the_repository(to: Path) -> Path:
+    """The files that git would commit, older than the set-up, which is this interpreter's environment."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True
+    )
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        if (ROOT / name).is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, to / name)
+            os.utime(to / name, (0, 0))
+    (to / ".venv").symlink_to(sys.prefix)
+    subprocess.run(["git", "init", "-q"], cwd=to, check=True)
+    return to
+
+
+def type_in(folder: Path, home: Path, commands: tuple[str, ...], *, in_fact: bool = False) -> list[Typed]:
+    """Type the commands into one fresh shell and return what each did."""
+    lines = ["export HF_HUB_OFFLINE=1 MAKEFLAGS=n DRY_RUN=1"]
+    for command in commands:
+        if in_fact:
+            lines.append("unset DRY_RUN MAKEFLAGS" if LABS.search(command) else "export MAKEFLAGS=n DRY_RUN=1")
+        lines += [command, r"printf '\n@@ %d\n' $?"]
+    done = subprocess.run(
+        ["/usr/bin/env", "-i", f"HOME={home}", "PATH=/usr/bin:/bin", "LANG=C.UTF-8", "bash", "--noprofile", "--norc"],
+        input="\n".join(lines) + "\n",
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=3600,
+    )
+    parts = re.split(r"^@@ (\d+)$", done.stdout, flags=re.M)
+    pairs = zip(commands, parts[1::2], parts[0::2], strict=False)
+    return [Typed(command, int(status), output) for command, status, output in pairs]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> tuple[Path, Path]:
+    """A copy of the repository, and a home with a few real rows, both without a run."""
+    home = tmp_path_factory.mktemp("home")
+    example = {"question": "What is 2 + 3?", "answer": "It is 5.\n#### 5"}
+    write_rows(home / "data/gsm8k/train.parquet", [row(example, "train", 0)])
+    folder = copy_of_the_repository(tmp_path_factory.mktemp("copy"))
+    (folder / "corpus.jsonl").write_text('{"id": "0", "contents": "Dune\\nDune is a novel."}\n')
+    return folder, home
+
+
+@pytest.fixture(scope="module")
+def with_runs(place) -> tuple[Path, Path]:
+    """The same with what ``make lab`` leaves, but for its checkpoint."""
+    folder, home = place
+    shutil.copytree(folder / "results/grpo/lab-seed1", folder / "outputs/grpo/lab-30-steps")
+    return folder, home
+
+
+def expected(command: str) -> tuple[int, str]:
+    return next((wanted for pattern, wanted in REFUSALS.items() if re.search(pattern, command)), (0, ""))
+
+
+def test_there_are_blocks_and_every_exception_stands_for_a_command():
+    assert len(BLOCKS) >= 8 and sum(len(block.commands) for block in BLOCKS) >= 30
+    commands = [command for block in BLOCKS for command in block.commands]
+    for pattern in REFUSALS:
+        assert any(re.search(pattern, command) for command in commands), pattern
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
+def test_a_block_works_as_typed(with_runs, block):
+    folder, home = with_runs
+    typed = type_in(folder, home, block.commands)
+    assert len(typed) == len(block.commands), typed[-1].output if typed else "the shell ended"
+    for one in typed:
+        status, text = expected(one.command)
+        assert one.status == status and text in one.output, f"{one.command}\n{one.output}"
+        assert "Traceback" not in one.output and "No module named" not in one.output, one.output
+
+
+def test_without_activation_python_is_not_the_environments(place):
+    """The shell of these tests knows nothing of the environment: a block that forgets it would fail."""
+    folder, home = place
+    (typed,) = type_in(folder, home, ("python -c 'import hydra'",))
+    assert typed.status != 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_labs_work_as_typed_in_this_order(place, tmp_path):
+    folder, home = copy_of_the_repository(tmp_path / "copy"), place[1]
+    for block in BLOCKS:
+        if not any(LABS.search(command) for command in block.commands):
+            continue
+        for one in type_in(folder, home, block.commands, in_fact=True):
+            if LABS.search(one.command):
+                assert one.status == 0 and "Traceback" not in one.output, f"{one.command}\n{one.output}"
+    assert (folder / "outputs/grpo/lab-30-steps/report.html").exists()
