@@ -17,13 +17,13 @@ from typing import Any
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override, Sweep
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from core.config import convert, recipes, verl_keys
-from core.config.convert import Problem, one_line
+from core.config.convert import Problem, brief
 from core.config.schema import Config
 
 PRESET = "preset"
@@ -50,9 +50,9 @@ def read(overrides: Sequence[str], schema: type[Config] = Config) -> Layers:
     parser, layers = OverridesParser.create(), Layers(schema)
     for text in overrides:
         try:
-            override, value = _parsed(parser, text)
+            override, value = _parsed(parser, text, schema)
         except _Unreadable as error:
-            layers.problems.append(f"{one_line(text) or repr(text)}: {error}")
+            layers.problems.append(f"{brief(text) or repr(text)}: {error}")
         else:
             _sort(override, value, layers)
     return layers
@@ -66,7 +66,7 @@ class _Unreadable(ValueError):
 _PARSER_ERRORS = (HydraException, ValueError, RecursionError)
 
 
-def _parsed(parser: OverridesParser, text: str) -> tuple[Override, Any]:
+def _parsed(parser: OverridesParser, text: str, schema: type[Config]) -> tuple[Override, Any]:
     """Return the parsed override and its value."""
     if text.startswith("-"):
         raise _Unreadable("is not an override; write key=value (DRY_RUN=1 in the environment checks without running)")
@@ -77,11 +77,11 @@ def _parsed(parser: OverridesParser, text: str) -> tuple[Override, Any]:
         override = parser.parse_override(text)
         found = override, override.value()
     except _PARSER_ERRORS as error:
-        found = _with_key(parser, key), value
+        found = _with_key(parser, key, schema), value
         # ~/data, a=b: plain text with a character of Hydra's
         if not isinstance(error, HydraException) or not value or value[0] in "[{'\"" or "$" in value:
-            reason = one_line(str(error).split("\n")[0])
-            fix = f"quote text: {one_line(key)}=\"'...'\", and each text in a list"
+            reason = brief(str(error).split("\n")[0])
+            fix = f"quote text: {brief(key)}=\"'...'\", and each text in a list"
             raise _Unreadable(f"cannot be read ({reason}); {fix}") from None
     if not found[0].key_or_group:
         raise _Unreadable(_NO_KEY)
@@ -91,21 +91,21 @@ def _parsed(parser: OverridesParser, text: str) -> tuple[Override, Any]:
 _NO_KEY = "does not begin with a key, which is names joined by single dots; write key=value"
 
 
-def _with_key(parser: OverridesParser, key: str) -> Override:
+def _with_key(parser: OverridesParser, key: str, schema: type[Config]) -> Override:
     """Return an override of this key with some value."""
     try:
         return parser.parse_override(f"{key}=x")
     except _PARSER_ERRORS:
         name = key.lstrip("+~").strip(" .")
-        near = f"; the nearest known key is {verl_keys.nearest(name, convert.all_keys())}" if name else ""
+        near = f"; the nearest known key is {verl_keys.nearest(name, convert.all_keys(schema))}" if name else ""
         raise _Unreadable(_NO_KEY + near) from None
 
 
 def _sort(override: Override, value: Any, layers: Layers) -> None:
-    key, text = override.key_or_group, one_line(override.input_line or "")
+    key, text = override.key_or_group, brief(override.input_line or "")
     if override.package is not None or "/" in key:
         layers.problems.append(f"{text}: config groups are not used, {PRESET}=<name> excepted; set keys")
-    elif override.is_sweep_override():
+    elif any(isinstance(item, Sweep | Glob) for item in _items(value)):
         layers.problems.append(f"{text}: is a sweep, and a run has one value; quote it if it is text")
     elif override.is_delete():
         _delete(text, key, layers)
@@ -165,7 +165,7 @@ def _unusable(value: Any) -> str | None:
     try:
         OmegaConf.create({"value": value})
     except (OmegaConfBaseException, RecursionError) as error:
-        return one_line(str(error).split("\n")[0])
+        return brief(str(error).split("\n")[0])
     return None
 
 
@@ -252,22 +252,22 @@ def _drop_missing(composed: dict[str, Any], prefix: str, problems: list[Problem 
     for name, value in list(composed.items()):
         if isinstance(value, dict):
             _drop_missing(value, f"{prefix}{name}.", problems)
-        elif any(item == "???" for item in _texts(value)):
+        elif "???" in _items(value):
             problems.append(Problem(f"{prefix}{name}", value, "has no default", "give it a value"))
             del composed[name]
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """Yield every text in a value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
+def _items(value: Any) -> Iterator[Any]:
+    """Yield what a value holds, without the mappings and lists around it."""
+    if isinstance(value, Mapping | list | tuple):
         for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(item)
+            yield from _items(item)
+    else:
+        yield value
 
 
 def _refers(value: Any) -> bool:
-    return any("${" in text for text in _texts(value))
+    return any(isinstance(item, str) and "${" in item for item in _items(value))
 
 
 _REFERENCE = re.compile(r"(?<!\\)\$\{\s*([\w.]+)\s*\}")
@@ -304,7 +304,7 @@ def _value(node: DictConfig, name: str, raw: Any) -> Any:
     except RecursionError:
         raise _Unresolved("leads back to itself", "name another key") from None
     except OmegaConfBaseException as error:
-        reason = one_line(str(error).split("\n")[0])
+        reason = brief(str(error).split("\n")[0])
         raise _Unresolved(f"cannot be resolved ({reason})", "mend the ${...}") from None
     for key, part in parts.items():
         if part is None:
@@ -316,5 +316,6 @@ def _value(node: DictConfig, name: str, raw: Any) -> Any:
 
 def _parts(raw: Any) -> list[str]:
     """Return the keys whose values are written into a longer text."""
-    keys = [key for text in _texts(raw) if not _REFERENCE.fullmatch(text) for key in _REFERENCE.findall(text)]
+    texts = [item for item in _items(raw) if isinstance(item, str) and not _REFERENCE.fullmatch(item)]
+    keys = [key for text in texts for key in _REFERENCE.findall(text)]
     return [key for key in keys if key[0] != "." or isinstance(raw, str)]  # in a list "." is the list

@@ -34,7 +34,7 @@ class Problem:
     fix: str = ""
 
     def __str__(self) -> str:
-        return one_line(f"{self.key}={show(self.value)}: {self.rule}" + (f"; {self.fix}" if self.fix else ""))
+        return one_line(f"{self.key}={brief(show(self.value))}: {self.rule}" + (f"; {self.fix}" if self.fix else ""))
 
 
 def show(value: Any) -> str:
@@ -43,6 +43,11 @@ def show(value: Any) -> str:
     if value is None or isinstance(value, bool | list | dict):
         return one_line(json.dumps(value, default=str, ensure_ascii=False))
     return repr(value) if isinstance(value, float) else one_line(str(value))
+
+
+def brief(text: str) -> str:
+    """Return what was typed for a message: in one line, and cut where it is longer than a screen's width."""
+    return one_line(text if len(text) <= 300 else f"{text[:200]}... ({len(text)} characters)")
 
 
 def one_line(text: str) -> str:
