@@ -67,6 +67,7 @@ FLOORS = (
     {
         "types": "the values that flow through the loop, and the alignment rule",
         "errors": "the one error that all bad input is",
+        "installation": "what to type where packages are missing",
         "__init__": "the commands that have moved",
     },
 )
@@ -85,11 +86,11 @@ READING_PATH = (  # what one reads to understand a step
 )
 # Lines of Python at most. Who needs more raises the number here and writes the reason beside it.
 BUDGETS = {
-    ("core",): 15_500,
-    ("core/config",): 2_400,
+    ("core",): 15_750,  # 250 more: whatever is typed ends in a line (overrides, paths, sizes), without packages too
+    ("core/config",): 2_420,  # 20 more: a value that OmegaConf refuses is a problem of its own key
     ("core/rewards",): 1_500,
     ("core/checkpoint",): 950,
-    ("core/planning",): 500,
+    ("core/planning",): 530,  # 30 more: a model's sizes are checked before they are multiplied
     READING_PATH: 2_900,
     ("recipes/ppo",): 600,
     ("recipes/grpo",): 600,
