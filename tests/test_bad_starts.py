@@ -93,6 +93,7 @@ def test_the_environment_that_is_ready_is_named(clone):
         ("import core.nope", "No module named 'core.nope'"),
         ("from core import nope", "cannot import name 'nope'"),
         ("import yaml.nope", "No module named 'yaml.nope'"),
+        ("raise ModuleNotFoundError('a broken package', name='yaml._part')", "a broken package"),
         ("import somebodys_package", "No module named 'somebodys_package'"),
         ("1 / 0", "division by zero"),
     ],
@@ -101,6 +102,7 @@ def test_other_errors_keep_their_traceback(body, error, clone):
     (clone / "recipes/lab/broken.py").write_text(body)
     done = start("-m", "recipes.lab.broken", folder=clone, python=(sys.executable,))
     assert done.returncode == 1 and "Traceback" in done.stderr and error in done.stderr
+    assert "sys.excepthook" not in done.stderr
 
 
 def test_a_program_that_imports_core_keeps_its_traceback():

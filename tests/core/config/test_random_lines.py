@@ -31,7 +31,21 @@ NAMES = [
 ]
 VALUES = [
     *("1", "-1", "2.5", "1e400", "-inf", "nan", "null", "true", "''", '""', "' '", "x", "", "???", "9" * 400, "1e308"),
-    *("yes", "é", "\u200b", "a b", "~/x", "~nobody/x", "./x", "x:y", "x.py:f", "token", "a,b", "1,2", "[1,2],[3]"),
+    *(
+        "yes",
+        "é",
+        "\u200b",
+        "a b",
+        "~/x",
+        "~no_such_user/x",
+        "./x",
+        "x:y",
+        "x.py:f",
+        "token",
+        "a,b",
+        "1,2",
+        "[1,2],[3]",
+    ),
     *("choice(a,b)", "choice()", "glob(*)", "range(1,3)", "interval(0,1)", "int(3)", "int(x)", "foo(1)", "cast("),
     *("${trainer.seed}", "${trainer}", "${oc.env:NOT_SET_ANYWHERE}", "${foo:1}", "${}", "${", "$x", "${trainer.seed"),
     *("${.seed}", "${..}", "${...seed}", "${trainer.nope}", "${trainer.logger[7]}", "${oc.decode:'['}", "\\${a}"),
@@ -89,7 +103,20 @@ ODD = {  # values of a type, at its ends
     int: ["1", "2", "0", "-1", "64", "1e18", "9223372036854775807", "9223372036854775808", "1e400", "9" * 30],
     float: ["0", "1", "0.5", "1e308", "5e-324", "inf", "nan", "-0.0", "0.999999999", "9" * 400, "100"],
     str: [
-        *("''", "' '", "'a\nb'", "x", "./x", "~nobody/x", "/", "é", "${trainer.backend}", "x.py:f", "'a.b:c'", "7"),
+        *(
+            "''",
+            "' '",
+            "'a\nb'",
+            "x",
+            "./x",
+            "~no_such_user/x",
+            "/",
+            "é",
+            "${trainer.backend}",
+            "x.py:f",
+            "'a.b:c'",
+            "7",
+        ),
         *("x" * 300, "'/" + "y/" * 3000 + "'", "'{data.seed}'", "'%s'", "'\ud800'", "file://", "Qwen/Qwen2.5-7B"),
     ],
     Mapping: [
@@ -99,7 +126,15 @@ ODD = {  # values of a type, at its ends
     ],
     object: ["0.5_2.0", "'nan'", "2.0", "'nan_nan'", "'inf'", "0_0", "5e-324", "1e308", "x"],
 }
-STAGES = ["[]", "[{}]", "[{files: x}]", "[{files: 1}]", "[{files: [[1]]}]", "[{files: '~nobody/x'}]", "{files: x}"]
+STAGES = [
+    "[]",
+    "[{}]",
+    "[{files: x}]",
+    "[{files: 1}]",
+    "[{files: [[1]]}]",
+    "[{files: '~no_such_user/x'}]",
+    "{files: x}",
+]
 
 
 def mutated(rng: random.Random, key: str) -> str:
@@ -292,7 +327,7 @@ EXAMPLES = [  # a text of each kind that once ended in a traceback or was droppe
     ("trainer.project_name=${foo:1}", "cannot be resolved (Unsupported interpolation type foo)"),
     ("data.val_files=[???]", "has no default"),
     ("data.val_files=[x${critic.model.path}]", "names critic.model.path, which is null"),
-    ("data.val_files=~nobody/x", "does not exist (looked for "),
+    ("data.val_files=~no_such_user/x", "does not exist (looked for "),
     ("data.val_files=" + "x" * 300, "does not exist (looked for "),
     ("data.curriculum=[{files: 1}]", "does not exist (looked for "),
 ]
@@ -342,7 +377,7 @@ def test_a_plan_of_a_damaged_model_names_the_file(text, here):
     with pytest.raises(ValueError, match="config.json .*JSON"):
         shape_of("./model")
     with pytest.raises(ValueError, match="not known offline"):
-        shape_of("~nobody/" + "x" * 300)
+        shape_of("~no_such_user/" + "x" * 300)
 
 
 def test_a_dry_run_prints_characters_that_the_terminal_lacks(here, monkeypatch):
