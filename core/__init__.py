@@ -2,6 +2,10 @@
 
 import sys
 
+from core.installation import explain_failed_imports
+
+explain_failed_imports()
+
 # Commands that people typed and that have moved: the old one prints the new one.
 MOVED = {
     "core.report": "results.report",

@@ -9,6 +9,7 @@ like the others; but a path that a script brings along need not exist yet in a d
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Collection, Sequence
@@ -23,6 +24,8 @@ from core.config.resolution import resolve
 def prepare(recipe: str, argv: Sequence[str], hooks: Collection[str] = ()) -> Config:
     """Return the configuration to run, or end the process: with 2 for problems, 0 after a dry run or ``--help``."""
     script, typed = _split(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without a character that was typed shows its number
+        sys.stdout.reconfigure(errors="backslashreplace")
     if {"-h", "--help"} & {*script, *typed}:
         print(_help(recipe))
         raise SystemExit(0)
@@ -59,7 +62,9 @@ def _typed_keys(recipe: str, typed: Sequence[str]) -> frozenset[str]:
 
 def _outside(composed: Composed, typed: frozenset[str] | None) -> list[str]:
     """Return the problems with what lies outside the configuration: in a dry run, with the ``typed`` paths only."""
-    lines = [str(problem) for problem in paths.missing(composed.config, typed)]
+    refused = tuple(f"{line.partition('=')[0]}=" for line in composed.problems)  # these keys hold their defaults
+    absent = map(str, paths.missing(composed.config, typed))
+    lines = [line for line in absent if not line.startswith(refused)]
     if typed is None:
         lines += _without_engine(composed.config)
     return lines

@@ -67,6 +67,7 @@ FLOORS = (
     {
         "types": "the values that flow through the loop, and the alignment rule",
         "errors": "the one error that all bad input is",
+        "installation": "what to type where packages are missing",
         "__init__": "the commands that have moved",
     },
 )
@@ -85,11 +86,11 @@ READING_PATH = (  # what one reads to understand a step
 )
 # Lines of Python at most. Who needs more raises the number here and writes the reason beside it.
 BUDGETS = {
-    ("core",): 16_100,  # 600 more than the redesign: progress, help, first lines, plain ends of bad starts
-    ("core/config",): 2_400,
+    ("core",): 16_600,  # 1,100 more than the redesign: help, first lines, progress, memory errors, plain bad starts
+    ("core/config",): 2_420,  # 20 more: a value that OmegaConf refuses is a problem of its own key
     ("core/rewards",): 1_500,
     ("core/checkpoint",): 950,
-    ("core/planning",): 500,
+    ("core/planning",): 600,  # 100 more: model sizes are checked; one place for the knobs of memory
     READING_PATH: 2_920,  # 20 more than the redesign's: bars while a step collects and validates
     ("recipes/ppo",): 600,
     ("recipes/grpo",): 600,

@@ -17,13 +17,13 @@ from typing import Any
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override, Sweep
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from core.config import convert, recipes, verl_keys
-from core.config.convert import Problem
+from core.config.convert import Problem, brief
 from core.config.schema import Config
 
 PRESET = "preset"
@@ -49,57 +49,85 @@ def read(overrides: Sequence[str], schema: type[Config] = Config) -> Layers:
     """Read the overrides, each on its own, so that one that cannot be read hides no other."""
     parser, layers = OverridesParser.create(), Layers(schema)
     for text in overrides:
-        override = _parsed(parser, text)
-        if isinstance(override, str):
-            layers.problems.append(override)
+        try:
+            override, value = _parsed(parser, text, schema)
+        except _Unreadable as error:
+            layers.problems.append(f"{brief(text) or repr(text)}: {error}")
         else:
-            _sort(override, layers)
+            _sort(override, value, layers)
     return layers
 
 
-def _parsed(parser: OverridesParser, text: str) -> Override | str:
-    """Return the parsed override, or the problem with it."""
+class _Unreadable(ValueError):
+    """A text that is no override; the message completes "<text>: "."""
+
+
+# What Hydra's parser raises; ValueError is that of a number with too many digits, RecursionError of deep brackets.
+_PARSER_ERRORS = (HydraException, ValueError, RecursionError)
+
+
+def _parsed(parser: OverridesParser, text: str, schema: type[Config]) -> tuple[Override, Any]:
+    """Return the parsed override and its value."""
     if text.startswith("-"):
-        return f"{text}: is not an override; write key=value (DRY_RUN=1 in the environment checks without running)"
+        raise _Unreadable("is not an override; write key=value (DRY_RUN=1 in the environment checks without running)")
+    key, separator, value = text.partition("=")
+    if not separator and not text.startswith("~"):
+        raise _Unreadable("cannot be read; write key=value")
     try:
-        return parser.parse_override(text)
-    except HydraException as error:
-        key, separator, value = text.partition("=")
-        if not separator:
-            return f"{text}: cannot be read; write key=value"
+        override = parser.parse_override(text)
+        found = override, override.value()
+    except _PARSER_ERRORS as error:
+        found = _with_key(parser, key, schema), value
         # ~/data, a=b: plain text with a character of Hydra's
-        if value and value[0] not in "[{'\"" and "$" not in value:
-            return parser.parse_override(f"{key}='{value.translate(_ESCAPED)}'")
-        reason = str(error).splitlines()[0]
-        return f"{text}: cannot be read ({reason}); quote text: {key}=\"'...'\", and each text in a list"
+        if not isinstance(error, HydraException) or not value or value[0] in "[{'\"" or "$" in value:
+            reason = brief(str(error).split("\n")[0])
+            fix = f"quote text: {brief(key)}=\"'...'\", and each text in a list"
+            raise _Unreadable(f"cannot be read ({reason}); {fix}") from None
+    if not found[0].key_or_group:
+        raise _Unreadable(_NO_KEY)
+    return found
 
 
-_ESCAPED = str.maketrans({"'": "\\'", "\\": "\\\\"})
+_NO_KEY = "does not begin with a key, which is names joined by single dots; write key=value"
 
 
-def _sort(override: Override, layers: Layers) -> None:
-    key = override.key_or_group
-    if key == PRESET and not override.package:
-        layers.presets.append(str(override.value()))
-    elif override.package is not None or "/" in key:
-        layers.problems.append(f"{override.input_line}: config groups are not used, {PRESET}=<name> excepted; set keys")
-    elif override.is_sweep_override():
-        layers.problems.append(f"{override.input_line}: is a sweep, and a run has one value; quote it if it is text")
+def _with_key(parser: OverridesParser, key: str, schema: type[Config]) -> Override:
+    """Return an override of this key with some value."""
+    try:
+        return parser.parse_override(f"{key}=x")
+    except _PARSER_ERRORS:
+        name = key.lstrip("+~").strip(" .")
+        near = f"; the nearest known key is {verl_keys.nearest(name, convert.all_keys(schema))}" if name else ""
+        raise _Unreadable(_NO_KEY + near) from None
+
+
+def _sort(override: Override, value: Any, layers: Layers) -> None:
+    key, text = override.key_or_group, brief(override.input_line or "")
+    if override.package is not None or "/" in key:
+        layers.problems.append(f"{text}: config groups are not used, {PRESET}=<name> excepted; set keys")
+    elif any(isinstance(item, Sweep | Glob) for item in _items(value)):
+        layers.problems.append(f"{text}: is a sweep, and a run has one value; quote it if it is text")
     elif override.is_delete():
-        _delete(key, override.value(), layers)
+        _delete(text, key, layers)
+    elif key == PRESET:
+        layers.presets.append(convert.show(value))
     else:
-        for leaf, value in _leaves(key, override.value(), convert.sections(layers.schema)):
-            _set(leaf, value, layers)
+        for leaf, item in _leaves(key, value, convert.sections(layers.schema)):
+            _set(leaf, item, layers)
 
 
-def _delete(key: str, value: Any, layers: Layers) -> None:
+def _delete(text: str, key: str, layers: Layers) -> None:
     """Take the key of ``~key`` back to its default."""
-    if key in convert.all_keys(layers.schema) or key in convert.sections(layers.schema):
+    if "=" in text:
+        layers.problems.append(f"{text}: takes a key back to its default, whatever its value; write ~{key}")
+    elif key == PRESET:
+        layers.presets.clear()
+    elif key in convert.all_keys(layers.schema) or key in convert.sections(layers.schema):
         layers.deleted.append(key)
         layers.values = [(name, value) for name, value in layers.values if not _within(name, key)]
         layers.given = {name: value for name, value in layers.given.items() if not _within(name, key)}
     else:
-        layers.problems.append(str(convert.unknown(key, value, layers.schema)))
+        layers.problems.append(convert.unknown(key, None, layers.schema))
 
 
 def _within(key: str, parent: str) -> bool:
@@ -108,7 +136,7 @@ def _within(key: str, parent: str) -> bool:
 
 def _leaves(key: str, value: Any, sections: Collection[str]) -> Iterator[tuple[str, Any]]:
     """Yield ``data={seed: 1}`` as ``data.seed=1``."""
-    if key in sections and isinstance(value, Mapping):
+    if key in sections and isinstance(value, Mapping) and value:
         for name, item in value.items():
             yield from _leaves(f"{key}.{name}", item, sections)
     else:
@@ -122,15 +150,23 @@ def _set(key: str, value: Any, layers: Layers) -> None:
         layers.problems.append(Problem(key, value, "is a section of the configuration", "set one of its keys"))
     elif not convert.known(key, layers.schema) or verl_keys.advice(key) and key not in convert.all_keys(layers.schema):
         layers.problems.append(convert.unknown(key, value, layers.schema))
-    elif isinstance(value, list) and isinstance(default := _default(key, layers.schema), Mapping):
-        layers.problems.append(convert.mismatch(key, value, convert.MAPPING, default))  # OmegaConf cannot merge the two
+    elif (reason := _unusable(value)) is not None:
+        rule = f"cannot be read ({reason})"
+        layers.problems.append(
+            Problem(key, value, rule, "mend the ${...}, or write \\${ for the text; quote other text")
+        )
     else:
         layers.values.append((key, value))
         layers.given[key] = value
 
 
-def _default(key: str, schema: type[Config]) -> Any:
-    return convert.get(schema(), key) if key in convert.all_keys(schema) else None
+def _unusable(value: Any) -> str | None:
+    """Return why OmegaConf refuses a value by itself: the grammar of ``${...}``, a function or null in a mapping."""
+    try:
+        OmegaConf.create({"value": value})
+    except (OmegaConfBaseException, RecursionError) as error:
+        return brief(str(error).split("\n")[0])
+    return None
 
 
 # --- composing ---
@@ -138,29 +174,51 @@ def _default(key: str, schema: type[Config]) -> Any:
 
 def tree(recipe: str, layers: Layers) -> dict[str, Any]:
     """Return the composed tree with interpolations resolved; problems go to ``layers``."""
-    composed = _recipe_tree(recipe, layers)
+    composed = _merged({}, _recipe_tree(recipe, layers))
     for key in layers.deleted:
         _forget(composed, key)
     for key, value in layers.values:
-        OmegaConf.update(composed, key, value, force_add=True)
-    for key in _missing(OmegaConf.to_container(composed, resolve=False)):
-        layers.problems.append(Problem(key, "???", "has no default", "give it a value"))
-    merged = OmegaConf.merge(_base(layers.schema), composed)
-    return _resolved(merged, "", layers.problems)
+        _put(composed, key, value, layers.problems)
+    _drop_missing(composed, "", layers.problems)
+    merged = _merged(convert.as_tree(layers.schema()), composed)
+    if not _refers(merged):
+        return merged
+    return _resolved(OmegaConf.create(merged), merged, "", layers.problems)
 
 
-@functools.cache
-def _base(schema: type[Config]) -> DictConfig:
-    return OmegaConf.create(convert.as_tree(schema()))
+def _merged(below: Any, above: Any) -> Any:
+    """Return ``above`` over ``below``: mappings joined, with names as text, and anything else replaced."""
+    if not isinstance(above, Mapping):
+        return above
+    joined = dict(below) if isinstance(below, Mapping) else {}
+    for name, value in above.items():
+        joined[str(name)] = _merged(joined.get(str(name)), value)
+    return joined
 
 
-def _recipe_tree(recipe: str, layers: Layers) -> DictConfig:
+def _put(composed: dict[str, Any], key: str, value: Any, problems: list[Problem | str]) -> None:
+    """Set a flat key, unless a value without keys stands where its mapping would be."""
+    *parents, name = key.split(".")
+    node = composed
+    for depth, parent in enumerate(parents, start=1):
+        if node.get(parent) is None:
+            node[parent] = {}
+        node = node[parent]
+        if not isinstance(node, dict):
+            above = ".".join(parents[:depth])
+            rule = f"is a key of {above}, and {above}={convert.show(node)} has no keys"
+            problems.append(Problem(key, value, rule, "leave one of them out"))
+            return
+    node[name] = _merged(node.get(name), value)
+
+
+def _recipe_tree(recipe: str, layers: Layers) -> dict[str, Any]:
     folder = recipes.folder(recipe)
     if not (folder / f"{recipe}.yaml").exists():
         known = ", ".join(recipes.names())
         layers.problems.append(f"recipe={recipe}: has no config/{recipe}.yaml; choose one of {known}")
-        return OmegaConf.create({})
-    return OmegaConf.create(_composed_files(recipe, _preset(folder, layers)))
+        return {}
+    return _composed_files(recipe, _preset(folder, layers))
 
 
 @functools.cache
@@ -182,51 +240,82 @@ def _preset(folder: Path, layers: Layers) -> str | None:
     return None
 
 
-def _forget(composed: DictConfig, key: str) -> None:
-    parent, _, name = key.rpartition(".")
-    node = OmegaConf.select(composed, parent) if parent else composed
-    if isinstance(node, DictConfig) and name in node:
-        del node[name]
+def _forget(composed: dict[str, Any], key: str) -> None:
+    *parents, name = key.split(".")
+    for parent in parents:
+        composed = composed.get(parent) or {}
+    composed.pop(name, None)
 
 
-def _missing(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield keys that a file marks as ``???``: merging would quietly give them the schema's default."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _missing(value, f"{prefix}{name}.")
-        elif value == "???":
-            yield f"{prefix}{name}"
+def _drop_missing(composed: dict[str, Any], prefix: str, problems: list[Problem | str]) -> None:
+    """Report and drop what is ``???``; a dropped key keeps its default."""
+    for name, value in list(composed.items()):
+        if isinstance(value, dict):
+            _drop_missing(value, f"{prefix}{name}.", problems)
+        elif "???" in _items(value):
+            problems.append(Problem(f"{prefix}{name}", value, "has no default", "give it a value"))
+            del composed[name]
 
 
-_REFERENCE = re.compile(r"\$\{\s*([\w.]+)\s*\}")
+def _items(value: Any) -> Iterator[Any]:
+    """Yield what a value holds, without the mappings and lists around it."""
+    if isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _items(item)
+    else:
+        yield value
 
 
-def _resolved(node: DictConfig, prefix: str, problems: list[Problem | str]) -> dict[str, Any]:
+def _refers(value: Any) -> bool:
+    return any(isinstance(item, str) and "${" in item for item in _items(value))
+
+
+_REFERENCE = re.compile(r"(?<!\\)\$\{\s*([\w.]+)\s*\}")
+
+
+def _resolved(node: DictConfig, raw: Mapping[str, Any], prefix: str, problems: list[Problem | str]) -> dict[str, Any]:
     """Return the node as plain values. One that cannot be resolved is left out, and so keeps its default."""
-    raw = OmegaConf.to_container(node, resolve=False)
     found = {}
-    for name in node:
+    for name, value in raw.items():
         key = f"{prefix}{name}"
-        try:
-            value = node[name]
-            if isinstance(value, ListConfig):
-                value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
-        except OmegaConfBaseException as error:
-            problems.append(
-                Problem(key, raw[name], f"cannot be resolved ({str(error).splitlines()[0]})", "mend the ${...}")
-            )
-            continue
-        if isinstance(value, DictConfig):
-            value = _resolved(value, f"{key}.", problems)
-        elif isinstance(value, str) and (missing := _null_reference(node, raw[name])):
-            problems.append(Problem(key, raw[name], f"names {missing}, which is null", f"set {missing} as well"))
-            continue
-        found[name] = value
+        if not _refers(value):
+            found[name] = value
+        elif isinstance(value, Mapping):
+            found[name] = _resolved(node[name], value, f"{key}.", problems)
+        else:
+            try:
+                found[name] = _value(node, name, value)
+            except _Unresolved as error:
+                problems.append(Problem(key, value, *error.args))
     return found
 
 
-def _null_reference(node: DictConfig, text: Any) -> str | None:
-    """Return a key that is null and would be written into the text as "None"."""
-    references = _REFERENCE.findall(text) if isinstance(text, str) else []
-    root = node._get_root()
-    return next((key for key in references if OmegaConf.select(root, key) is None), None)
+class _Unresolved(ValueError):
+    """An interpolation without a usable value: the rule that it breaks, and the fix."""
+
+
+def _value(node: DictConfig, name: str, raw: Any) -> Any:
+    """Return the value of a text or list with interpolations."""
+    try:
+        value = node[name]
+        if isinstance(value, DictConfig | ListConfig):
+            value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+        parts = {key: OmegaConf.select(node if key[0] == "." else node._get_root(), key) for key in _parts(raw)}
+    except RecursionError:
+        raise _Unresolved("leads back to itself", "name another key") from None
+    except OmegaConfBaseException as error:
+        reason = brief(str(error).split("\n")[0])
+        raise _Unresolved(f"cannot be resolved ({reason})", "mend the ${...}") from None
+    for key, part in parts.items():
+        if part is None:
+            raise _Unresolved(f"names {key}, which is null", f"set {key} as well")
+        if isinstance(part, DictConfig | ListConfig):
+            raise _Unresolved(f"names {key}, which holds several values", "name one of them")
+    return value
+
+
+def _parts(raw: Any) -> list[str]:
+    """Return the keys whose values are written into a longer text."""
+    texts = [item for item in _items(raw) if isinstance(item, str) and not _REFERENCE.fullmatch(item)]
+    keys = [key for text in texts for key in _REFERENCE.findall(text)]
+    return [key for key in keys if key[0] != "." or isinstance(raw, str)]  # in a list "." is the list

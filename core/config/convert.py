@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import sys
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
@@ -33,15 +34,25 @@ class Problem:
     fix: str = ""
 
     def __str__(self) -> str:
-        return f"{self.key}={show(self.value)}: {self.rule}" + (f"; {self.fix}" if self.fix else "")
+        return one_line(f"{self.key}={brief(show(self.value))}: {self.rule}" + (f"; {self.fix}" if self.fix else ""))
 
 
 def show(value: Any) -> str:
-    """Return a value as one would type it on the command line."""
+    """Return a value as one would type it on the command line, in one line."""
     value = thaw(value)
     if value is None or isinstance(value, bool | list | dict):
-        return json.dumps(value, default=str)
-    return repr(value) if isinstance(value, float) else str(value)
+        return one_line(json.dumps(value, default=str, ensure_ascii=False))
+    return repr(value) if isinstance(value, float) else one_line(str(value))
+
+
+def brief(text: str) -> str:
+    """Return what was typed for a message: in one line, and cut where it is longer than a screen's width."""
+    return one_line(text if len(text) <= 300 else f"{text[:200]}... ({len(text)} characters)")
+
+
+def one_line(text: str) -> str:
+    """Return the text with escapes for what a terminal cannot show: line breaks, controls, broken characters."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 # --- what the schema has ---
@@ -221,12 +232,14 @@ def _parse_bool(value: Any) -> bool:
 
 def _parse_int(value: Any) -> int:
     if isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1:  # 1e3 is a count too
-        return int(value)
+        if abs(value) < 2**63:  # tensors and files hold no larger ones, and no float overflows in a plan
+            return int(value)
+        raise Mismatch("a whole number below 2**63")
     raise Mismatch("a whole number")
 
 
 def _parse_float(value: Any) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf"):
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
         return float(value)
     raise Mismatch("a number")
 

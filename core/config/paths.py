@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from core.config import tables
 from core.config.convert import Problem
@@ -23,7 +23,7 @@ def named(config: Config) -> Iterator[tuple[str, str]]:
         yield from (("data.train_files", path) for path in data.train_files)
     for stage in data.curriculum or ():
         files = stage.get("files") or ()
-        yield from (("data.curriculum", str(path)) for path in ((files,) if isinstance(files, str) else files))
+        yield from (("data.curriculum", str(path)) for path in (files if isinstance(files, tuple) else (files,)))
     yield from (("data.val_files", path) for path in data.val_files)
     models = {
         "actor_rollout_ref.model.path": model.path,
@@ -63,10 +63,15 @@ def _plugins(config: Config) -> Iterator[tuple[str, str]]:
 def missing(config: Config, among: frozenset[str] | None = None) -> list[Problem]:
     """Return the named paths that do not exist; only those of the keys in ``among``, where it is given."""
     return [
-        Problem(key, path, f"does not exist (looked for {Path(path).expanduser().absolute()})", _where_from(key))
+        Problem(key, path, f"does not exist (looked for {_absolute(path)})", _where_from(key))
         for key, path in named(config)
-        if (among is None or key in among) and not Path(path).expanduser().exists()
+        if (among is None or key in among) and not os.path.exists(_absolute(path))
     ]
+
+
+def _absolute(path: str) -> str:
+    """Return the absolute path. Not pathlib's, which raises for the home of an unknown user and for too long a name."""
+    return os.path.abspath(os.path.expanduser(path))
 
 
 def _where_from(key: str) -> str:

@@ -90,6 +90,9 @@ def _numbers(spec: Spec) -> tuple[float | None, float]:
     """Return (None, number) of a number, (lower, upper) of ``lower_upper``."""
     lower, separator, upper = str(spec).strip().rpartition("_")
     try:
-        return (float(lower) if separator else None), float(upper)
+        found = (float(lower) if separator else None), float(upper)
     except ValueError as error:
         raise ValueError(f"{spec!r} is neither a number nor lower_upper, as in 0.5_2.0") from error
+    if any(number is not None and math.isnan(number) for number in found):
+        raise ValueError(f"{spec!r} is no number, so it bounds nothing")
+    return found

@@ -52,6 +52,13 @@ def table(recipe: str) -> tuple[Unused, ...]:
 
 def reasons(view: View, keys: Iterable[str]) -> dict[str, str]:
     """Return key -> why it does nothing, for those of ``keys`` that do nothing."""
-    active = [entry for entry in table(view.recipe) if view.holds(entry.when)]
-    first = {key: next((entry for entry in active if entry.fits(key)), None) for key in keys}
-    return {key: entry.reason.format_map(view) for key, entry in first.items() if entry is not None}
+    active = [view.holds(entry.when) for entry in table(view.recipe)]
+    first = {key: next((number for number in _about(view.recipe, key) if active[number]), None) for key in keys}
+    entry = table(view.recipe)
+    return {key: entry[number].reason.format_map(view) for key, number in first.items() if number is not None}
+
+
+@functools.cache  # hundreds of keys and patterns, and the same ones for every configuration
+def _about(recipe: str, key: str) -> tuple[int, ...]:
+    """Return the numbers of a recipe's entries that are about a key."""
+    return tuple(number for number, entry in enumerate(table(recipe)) if entry.fits(key))

@@ -80,16 +80,24 @@ def nearest(key: str, known: Iterable[str]) -> str:
     known, last = list(known), _last(key)
     same_ending = [other for other in known if other.endswith(f".{key}")]
     same_name = [other for other in known if _last(other) == last]
-    alike = [other for other in known if _alike(_last(other), last) > 0.75]
+    alike = [other for other in known if _alike(_last(other), last, 0.75) > 0.75]
     for candidates in (same_ending, same_name, alike):
         if candidates:
             return max(candidates, key=lambda other: (_alike(_last(other), last), _alike(other, key)))
-    return max(known, key=lambda other: _alike(other, key))
+    best, likeness = known[0], 0.0
+    for other in known:
+        if (found := _alike(other, key, likeness)) > likeness:
+            best, likeness = other, found
+    return best
 
 
 def _last(key: str) -> str:
     return key.rsplit(".", 1)[-1]
 
 
-def _alike(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
+def _alike(one: str, other: str, least: float = 0.0) -> float:
+    """Return the likeness of two texts, or 0 where a quick bound shows that it is not above ``least``."""
+    matcher = difflib.SequenceMatcher(None, one, other)
+    if matcher.real_quick_ratio() <= least or matcher.quick_ratio() <= least:
+        return 0.0
+    return matcher.ratio()

