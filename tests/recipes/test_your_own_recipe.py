@@ -29,7 +29,7 @@ LINES = 60
 
 
 def blocks() -> dict[str, str]:
-    """File name below recipes/mine -> its text, as the document has it."""
+    """File name below the folder of the recipe -> its text, as the document has it."""
     section = (ROOT / "recipes/README.md").read_text(encoding="utf-8").partition("## Your own recipe")[2]
     section = section.partition("\n## ")[0]
     found = {}
