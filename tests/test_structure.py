@@ -66,7 +66,7 @@ FLOORS = (
     {"config": "schema, composition, checks, advice on the keys of other versions"},
     {
         "types": "the values that flow through the loop, and the alignment rule",
-        "errors": "the one error that all bad input is",
+        "errors": "the errors that callers tell apart",
         "__init__": "the commands that have moved",
     },
 )
@@ -85,11 +85,13 @@ READING_PATH = (  # what one reads to understand a step
 )
 # Lines of Python at most. Who needs more raises the number here and writes the reason beside it.
 BUDGETS = {
-    ("core",): 15_500,
+    ("core",): 15_700,  # 200 more: a run that runs out of memory names phase, process and keys
     ("core/config",): 2_400,
     ("core/rewards",): 1_500,
     ("core/checkpoint",): 950,
-    ("core/planning",): 500,
+    (
+        "core/planning",
+    ): 600,  # 100 more: advice before a run and after an out-of-memory error is one table, memory_knobs.py
     READING_PATH: 2_900,
     ("recipes/ppo",): 600,
     ("recipes/grpo",): 600,
