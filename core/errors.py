@@ -1,6 +1,8 @@
-"""The errors that callers tell apart: bad input, and a lost process."""
+"""The errors that callers tell apart: bad input, a lost process, and memory that did not suffice."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 
 class InputError(ValueError):
@@ -16,3 +18,48 @@ class InputError(ValueError):
 
 class WorkersLost(RuntimeError):
     """A process of the run died or hangs. Another try from the last checkpoint may succeed."""
+
+
+class OutOfMemory(RuntimeError):
+    """A ``phase`` needed more memory than its process had left. Another try would end in the same way."""
+
+    def __init__(self, message: str, phase: str):
+        super().__init__(message)
+        self.phase = phase
+
+
+# The wordings of torch on a GPU, of its CPU allocator, and of numpy
+_AMOUNTS = re.compile(
+    r"(?:ried|nable) to allocate (?P<asked>[\d.]+ \w+)"
+    r"(?:.*total capacity of (?P<total>[\d.]+ \w+).*this process has (?P<used>[\d.]+ \w+) memory in use)?",
+    re.DOTALL,
+)
+
+
+def out_of_memory(error: BaseException, phase: str, where: str = "in this process") -> OutOfMemory | None:
+    """Return what to raise in place of an error that is a failed allocation; None for any other error.
+
+    Recognized by name and text: this module loads no torch, and an error may come from another process.
+    """
+    text = str(error)
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if isinstance(error, OutOfMemory) or not (named or re.search("CUDA.*out of memory|can't allocate memory", text)):
+        return None
+    amounts = _AMOUNTS.search(text)
+    shown = "no amounts are known"
+    if amounts is not None:
+        asked = amounts["asked"].removesuffix(" bytes")
+        asked = f"{int(asked) / 2**30:.1f} GiB" if asked.isdigit() else asked
+        shown = f"{amounts['used']} of {amounts['total']} in use, " * bool(amounts["used"]) + f"{asked} asked for"
+    return OutOfMemory(f"out of memory in phase {phase} {where} ({shown})", phase)
+
+
+@contextmanager
+def memory_phase(phase: str) -> Iterator[None]:
+    """Raise OutOfMemory with this phase where an allocation fails in the block."""
+    try:
+        yield
+    except Exception as error:
+        if full := out_of_memory(error, phase):
+            raise full from error
+        raise

@@ -34,6 +34,7 @@ from core.engines.stepped import SteppedEngine
 from core.learner.batching import make_batch, token_rewards
 from core.learner.learner import multiplier
 from core.learner.models import load_tokenizer
+from core.planning.memory_knobs import naming_knobs
 from core.rewards import RewardLayer
 from core.rewards.hook_check import check_hooks
 from core.rollout.agent_loop import AgentLoop, Episode, Limits, ToolCalls, make_agent_loop
@@ -132,7 +133,8 @@ class RayPPOTrainer:
         )
         self.agent_loop = make_agent_loop(config, self.tokenizer)
         checkpoint = self.session.open(self.stream, critic=self.needs.critic)
-        self.workers = self.make_workers(prepare_torch(config.trainer))
+        with naming_knobs(config, "load"):
+            self.workers = self.make_workers(prepare_torch(config.trainer))
         try:
             if self.workers.reward_model is not None:
                 self.reward.attach(self.workers.reward_model)

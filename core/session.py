@@ -29,8 +29,9 @@ from core.cluster.signals import GracefulStop
 from core.cluster.workers import Workers
 from core.config import convert
 from core.data.stream import PromptStream
-from core.errors import InputError
+from core.errors import InputError, memory_phase
 from core.learner.saving import planned_fingerprints
+from core.planning.memory_knobs import naming_knobs
 from core.rollout.collect import CollectState, StopRequested
 from core.tracking import step_time
 from core.tracking.health import Crossing, Health, UnhealthyRun
@@ -147,7 +148,7 @@ class Session:
             self.tracker.progress(self.total_steps)
         status = "failed"
         try:
-            with self.stop, asyncio.Runner() as runner:
+            with naming_knobs(self.config, "update_weights"), self.stop, asyncio.Runner() as runner:
                 try:
                     yield runner
                     status = "finished"
@@ -229,7 +230,7 @@ class Session:
                 "kl_controller": self.state.kl_controller.state_dict(),
             },
         )
-        with self.store.writing(self.step, self.provenance()) as folder:
+        with memory_phase("save_checkpoint"), self.store.writing(self.step, self.provenance()) as folder:
             self.workers.save(folder)
             state.save(folder)
             run_state.save_tensors(folder / "rng.pt", run_state.rng_state())

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from core.errors import memory_phase
 from reward_scores.score import Score
 
 if TYPE_CHECKING:
@@ -258,9 +259,10 @@ class StepMetrics:
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
-        """Record ``timing_s/<phase>``, also where the phase raises."""
+        """Record ``timing_s/<phase>``, also where the phase raises; a failed allocation raises OutOfMemory."""
         start = time.perf_counter()
         try:
-            yield
+            with memory_phase(phase):
+                yield
         finally:
             self.add({f"timing_s/{phase}": time.perf_counter() - start})

@@ -66,7 +66,7 @@ FLOORS = (
     {"config": "schema, composition, checks, advice on the keys of other versions"},
     {
         "types": "the values that flow through the loop, and the alignment rule",
-        "errors": "the one error that all bad input is",
+        "errors": "the errors that callers tell apart",
         "installation": "what to type where packages are missing",
         "__init__": "the commands that have moved",
     },

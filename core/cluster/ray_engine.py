@@ -17,6 +17,7 @@ from torch import Tensor
 from core.cluster.processes import to_bucket
 from core.cluster.ray_watch import GRACE_S, Watch
 from core.engines import SampleRequest
+from core.errors import out_of_memory
 from core.rewards.batch_calls import Answer, ModelScore
 from core.types import Trajectory
 
@@ -92,9 +93,10 @@ class RayEngine:
             async for part in stream:
                 self._progress = time.monotonic()
                 for key, outcome in await part:
-                    self._settle(key, outcome)
+                    failed = isinstance(outcome, Exception) and out_of_memory(outcome, "generate", f"on {engine}")
+                    self._settle(key, failed or outcome)
         except RayError as error:
-            cause = await asyncio.to_thread(self.watch.cause, "generate", error)
+            cause = await asyncio.to_thread(self.watch.cause, "generate", error, engine)
             for key, _ in requests:
                 self._settle(key, cause)
 
@@ -191,4 +193,4 @@ class RayRewardModel:
         except TimeoutError:
             raise await asyncio.to_thread(self.watch.timeout, "reward_model", [self.NAME]) from None
         except RayError as error:
-            raise await asyncio.to_thread(self.watch.cause, "reward_model", error) from error
+            raise await asyncio.to_thread(self.watch.cause, "reward_model", error, self.NAME) from error

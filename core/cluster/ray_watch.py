@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from core.errors import WorkersLost
+from core.errors import WorkersLost, out_of_memory
 
 log = logging.getLogger(__name__)
 
@@ -60,10 +60,11 @@ class Watch:
             for ref in ready:
                 if ref in self.lifelines:
                     raise self.lost(phase)
+                name = pending.pop(ref)
                 try:
-                    results[pending.pop(ref)] = ray.get(ref)
+                    results[name] = ray.get(ref)
                 except RayError as error:
-                    raise self.cause(phase, error) from error
+                    raise self.cause(phase, error, name) from error
         return list(results.values())
 
     def lost(self, phase: str, within_s: float = 0.0) -> WorkersLost | None:
@@ -73,9 +74,16 @@ class Watch:
             return None
         return WorkersLost(f"{self.lifelines[dead[0]]} died in phase {phase}: {' '.join(_text(dead[0]).split())[:600]}")
 
-    def cause(self, phase: str, error: RayError) -> BaseException:
-        """Return the death behind an error, if there is one (ranks fail when one dies), else the actor's own."""
+    def cause(self, phase: str, error: RayError, name: str) -> BaseException:
+        """Return the death behind an error, if there is one (ranks fail when one dies), else the actor's own.
+
+        ``name`` is the actor that was called; an engine's call also fails where rank 0 could not give the weights.
+        """
         own = error.cause if isinstance(error, RayTaskError) else error
+        if name.startswith("engine") and "LearnerProcess.weights" in str(error):
+            name = "learner rank 0"
+        if full := out_of_memory(own, phase, f"on {name}"):
+            return full
         broken = isinstance(own, RuntimeError | RayError)  # what a broken connection raises
         return self.lost(phase, GRACE_S if broken else 0.0) or own
 

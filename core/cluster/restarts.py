@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from core.config import convert
-from core.errors import InputError, WorkersLost
+from core.errors import InputError, OutOfMemory, WorkersLost
 from core.tracking.health import UnhealthyRun
 
 if TYPE_CHECKING:
@@ -39,6 +40,12 @@ def train(trainer: Callable[[Config], Any], config: Config, restarts: int, began
             return run
         except UnhealthyRun as error:
             print(error, file=sys.stderr)
+            raise SystemExit(1) from error
+        except OutOfMemory as error:  # not restarted: it would end in the same way
+            trace = run.session.run_dir / "out_of_memory.txt"
+            trace.parent.mkdir(parents=True, exist_ok=True)
+            trace.write_text(traceback.format_exc(), encoding="utf-8")
+            print(f"{error}; the traceback is in {trace}", file=sys.stderr)
             raise SystemExit(1) from error
         except WorkersLost as error:
             if restarts >= limit or run.session.stop.requested:

@@ -1,7 +1,8 @@
 """What recipes' folders add to the configuration: presets, keys of their own, rules on these.
 
 ``recipes/<recipe>/config/`` holds ``<recipe>.yaml`` and presets; it may hold ``rules.yaml`` and ``unused_keys.yaml``,
-in the form of the files of those names here. ``recipes/<recipe>/config_schema.py`` may define ``SCHEMA``, a subclass of
+in the form of the files of those names here. A user's own recipe may also lie in a folder ``recipes/`` elsewhere on
+Python's path. ``recipes/<recipe>/config_schema.py`` may define ``SCHEMA``, a subclass of
 :class:`Config` with the recipe's own keys, and ``PAPER``, the name that messages give it. Files are found by the
 recipe's name; core imports no recipe.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -27,8 +29,9 @@ def names() -> list[str]:
 
 
 def folder(recipe: str) -> Path:
-    """Return the folder of a recipe's configuration files."""
-    return RECIPES / recipe / "config"
+    """Return the folder of a recipe's configuration files, which need not exist."""
+    places = (place / recipe / "config" for place in (RECIPES, *(Path(p).absolute() / "recipes" for p in sys.path)))
+    return next((each for each in places if (each / f"{recipe}.yaml").exists()), RECIPES / recipe / "config")
 
 
 def table(recipe: str, name: str) -> Any:
@@ -50,5 +53,5 @@ def extended() -> Iterator[tuple[str, ModuleType]]:
 
 @functools.cache
 def _module(recipe: str) -> ModuleType | None:
-    exists = (RECIPES / recipe / "config_schema.py").exists()
+    exists = folder(recipe).with_name("config_schema.py").exists()
     return importlib.import_module(f"recipes.{recipe}.config_schema") if exists else None

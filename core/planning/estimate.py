@@ -34,6 +34,7 @@ from pathlib import Path
 
 from core.config import compose, examine, schema, tables
 from core.errors import InputError
+from core.planning.memory_knobs import pass_tokens, update_knobs
 from core.planning.model_shapes import Gpu, Shape, gpu, shape_of
 
 HEAD_CHUNK = 3 * 4 * 2**23  # bytes: core.learner.log_probs holds about three chunks of 2**23 float32 numbers
@@ -184,18 +185,11 @@ class Plan:
             what = f"{what} x {shape.parameters / 1e9:.3g}e9 / {self.ranks})"
             yield Part(role, phase, what, size / self.ranks)
 
-    def pass_tokens(self, part: schema.ActorConfig | schema.CriticConfig) -> tuple[int, int]:
-        """Return the tokens in one pass of an update on one rank, and a rank's share of the longest sequence."""
-        share = -(-self.longest // part.ulysses_sequence_parallel_size)
-        if part.use_dynamic_bsz:
-            return max(share, part.ppo_max_token_len_per_gpu), share
-        return share * (part.ppo_micro_batch_size_per_gpu or 1), share
-
     def _passes(self) -> Iterator[Part]:
         """Yield what an update needs for a while, the policy's and the critic's."""
         shape, config = self.shape, self.config
         for role, phase, part, model, fsdp in self.learners[: 1 + config.critic.enable]:
-            (tokens, _), width = self.pass_tokens(part), _width(fsdp.dtype)
+            (tokens, _), width = pass_tokens(config, part), _width(fsdp.dtype)
             checkpointing = model.enable_gradient_checkpointing
             gathered, residual = width * (2.0 * shape.block + shape.ends) + 4.0 * (shape.block + shape.ends), width
             if config.trainer.backend == "local":
@@ -270,19 +264,12 @@ def advice(plan: Plan) -> list[str]:
         ranks = int(12.0 * plan.shape.parameters / large) + 1
         more = f"{ranks} ranks would share it" if config.trainer.backend == "ray" else "trainer.backend=ray"
         tips.append(f"the learner's state takes {_gib(state.bytes)}: fsdp_config.optimizer_offload=True, or {more}")
-    for role, phase, part, model, _ in plan.learners:
-        if phase not in over:
-            continue
-        (tokens, share), checkpointing, alone = plan.pass_tokens(part), model.enable_gradient_checkpointing, not tips
-        if not checkpointing:
-            prefix = "critic" if role == "critic" else "actor_rollout_ref"
-            tips.append(f"activations of all layers are kept: {prefix}.model.enable_gradient_checkpointing=True")
-        if tokens > share:
-            name = "actor" if role == "policy" else "critic"
-            tips.append(f"lower {name}.ppo_max_token_len_per_gpu, at the least to {share}")
-        elif checkpointing and alone:
+    for role in (role for role, phase, *_ in plan.learners if phase in over):
+        turn = update_knobs(config, role)
+        if not turn and not tips:
             remedy = "shorten data.max_response_length, or larger GPUs"
-            tips.append(f"one sequence of full length is a pass already: {remedy}")
+            turn = [f"one sequence of full length is a pass already: {remedy}"]
+        tips += turn
     if "generate" in over and plan.engine_reserves:
         tips.append("lower rollout.gpu_memory_utilization: the learner's state stays beside the engine")
     if plan.checkpoints and plan.checkpoints * plan.checkpoint_bytes > 1e12:  # bytes

@@ -209,7 +209,9 @@ def test_a_critic_updates_after_the_policy_and_each_role_is_offloaded_by_its_own
     away = planned(*RAY, "critic.model.fsdp_config.param_offload=True", recipe="ppo")
     assert away.host_bytes == state and found.host_bytes == 0
     large = planned(*RAY, "critic.ppo_max_token_len_per_gpu=262144", recipe="ppo")
-    assert not large.fits and "lower critic.ppo_max_token_len_per_gpu, at the least to 1024" in plan.advice(large)
+    assert not large.fits and "lower critic.ppo_max_token_len_per_gpu (262144), at the least to 1024" in plan.advice(
+        large
+    )
     assert found.phase_bytes["update"] - away.phase_bytes["update"] == pytest.approx(state)
 
 
