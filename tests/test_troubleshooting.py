@@ -38,7 +38,8 @@ def strings(path: Path) -> list[str]:
 def printed() -> str:
     """All texts that the code may print, a line each."""
     programs = [text for place in PLACES for path in (ROOT / place).rglob("*.py") for text in strings(path)]
-    scripts = [path.read_text(encoding="utf-8") for path in [ROOT / "Makefile", *(ROOT / "recipes").rglob("*.sh")]]
+    paths = [*(ROOT / "environment").glob("*.sh"), *(ROOT / "recipes").rglob("*.sh")]
+    scripts = [path.read_text(encoding="utf-8") for path in paths]
     return "\n".join([*(text.replace("\n", " ") for text in programs), *scripts]).replace("`", "")
 
 

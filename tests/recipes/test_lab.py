@@ -415,6 +415,7 @@ def test_without_ray_a_script_says_so_and_runs_in_one_process(recipe, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # two minutes on two free cores
 @pytest.mark.parametrize("recipe", ["grpo", "ppo"])
 def test_the_lab_learns(recipe, tmp_path_factory):
     """The whole script in an empty folder (shared by the recipes, so that the base model is built once)."""
