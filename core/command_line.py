@@ -2,6 +2,7 @@
 
     python -m recipes.grpo.main_grpo key=value ...          runs
     DRY_RUN=1 python -m recipes.grpo.main_grpo key=value ... composes, checks, prints and exits
+    python -m recipes.grpo.main_grpo --help [word ...]      explains the keys, or those that the words occur in
 
 Arguments before a lone ``--`` are a run script's own: ``main_grpo data.train_files=... -- "$@"``. They are overrides
 like the others; but a path that a script brings along need not exist yet in a dry run, one that was typed does.
@@ -15,17 +16,18 @@ from collections.abc import Collection, Sequence
 from importlib.util import find_spec
 from typing import NoReturn
 
-from core.config import Composed, Config, diff, examine, paths, recipes, tables, to_yaml
+from core.config import Composed, Config, diff, examine, paths, recipes, tables
 from core.config.convert import show
 from core.config.resolution import resolve
+
+HELP = {"-h", "--help"}
 
 
 def prepare(recipe: str, argv: Sequence[str], hooks: Collection[str] = ()) -> Config:
     """Return the configuration to run, or end the process: with 2 for problems, 0 after a dry run or ``--help``."""
     script, typed = _split(argv)
-    if {"-h", "--help"} & {*script, *typed}:
-        print(_help(recipe))
-        raise SystemExit(0)
+    if HELP & {*script, *typed}:
+        _help(recipe, [*script, *typed], hooks)
     composed = examine(recipe, [*script, *typed], hooks)
     dry = os.environ.get("DRY_RUN", "").lower() not in ("", "0", "false", "no")
     problems = [*composed.problems, *_outside(composed, _typed_keys(recipe, typed) if dry else None)]
@@ -107,6 +109,12 @@ def _report(recipe: str, composed: Composed) -> str:
     return "\n".join(lines)
 
 
-def _help(recipe: str) -> str:
-    shown = to_yaml(examine(recipe, ()).config)
-    return f"python -m recipes.{recipe}.main_{recipe} key=value ...\n(DRY_RUN=1 checks without running)\n\n{shown}"
+def _help(recipe: str, arguments: Sequence[str], hooks: Collection[str]) -> NoReturn:
+    """Print the help and end: with 1 where a search found nothing. Words after ``--help`` are searched for."""
+    at = next(number for number, text in enumerate(arguments) if text in HELP)
+    words = [text.partition("=")[0] for text in arguments[at + 1 :] if text not in HELP]
+    from core.config import help as explained
+
+    text, found = explained.shown(recipe, arguments[:at], words, hooks)
+    print(text, file=sys.stdout if found else sys.stderr)
+    raise SystemExit(0 if found else 1)
