@@ -85,8 +85,8 @@ READING_PATH = (  # what one reads to understand a step
 )
 # Lines of Python at most. Who needs more raises the number here and writes the reason beside it.
 BUDGETS = {
-    ("core",): 15_500,
-    ("core/config",): 2_400,
+    ("core",): 15_950,  # 450 more: the help of every key, the first lines of a run, plans in whole sentences
+    ("core/config",): 2_600,  # 200 more: help.py, and comments that explain each key of the schema
     ("core/rewards",): 1_500,
     ("core/checkpoint",): 950,
     ("core/planning",): 500,
@@ -94,7 +94,8 @@ BUDGETS = {
     ("recipes/ppo",): 600,
     ("recipes/grpo",): 600,
     ("recipes/dapo",): 600,
-    ("recipes/search_r1",): 2_900,  # 100 more than designed: its keys, and the knowledge task of its lab, moved here
+    # 140 more than designed: its keys, the knowledge task of its lab, which moved here, and --help of its commands
+    ("recipes/search_r1",): 2_940,
     ("recipes/lab",): 1_200,  # no paper: tasks and base models of the laptop runs, and the tour of a prompt
 }
 FILES_AT_THE_TOP_OF_CORE = 12

@@ -34,7 +34,7 @@ from pathlib import Path
 
 from core.config import compose, examine, schema, tables
 from core.errors import InputError
-from core.planning.model_shapes import Gpu, Shape, gpu, shape_of
+from core.planning.model_shapes import TABLE, Gpu, Shape, gpu, shape_of
 
 HEAD_CHUNK = 3 * 4 * 2**23  # bytes: core.learner.log_probs holds about three chunks of 2**23 float32 numbers
 USABLE = 0.95  # of a GPU's memory; the rest is the allocator's and the libraries'
@@ -356,14 +356,15 @@ def hooks_of(recipe: str) -> tuple[str, ...]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan. Return 1 where it does not fit, 2 where the configuration is at fault."""
     parser = argparse.ArgumentParser("python -m core.plan", description="Estimate memory, time and disk of a run.")
-    parser.add_argument("recipe")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--gpu", default=DEFAULT_GPU)
-    parser.add_argument("--mean-length", type=int, help="tokens of an answer or a turn (default: half of the limit)")
-    parser.add_argument("--turns", type=int, help="of an episode (default: half of those that may search, and one)")
-    parser.add_argument("--observed-length", type=int, help="tokens between turns (default: data.max_obs_length)")
-    parser.add_argument("--prompt-length", type=int, default=Assumptions.prompt_length)
-    parser.add_argument("--keep-rate", type=float, default=Assumptions.keep_rate)
+    add = parser.add_argument
+    add("recipe", help="The recipe whose configuration is planned, as in grpo.")
+    add("overrides", nargs="*", metavar="key=value", help="Keys of the configuration, as a run takes them.")
+    add("--gpu", default=DEFAULT_GPU, help=f"The kind of GPU (default %(default)s): one of {', '.join(TABLE['gpus'])}.")
+    add("--mean-length", type=int, help="The mean tokens of an answer or a turn (default: half of the limit).")
+    add("--turns", type=int, help="The turns of an episode (default: half of those that may search, and one).")
+    add("--observed-length", type=int, help="The tokens between two turns (default: data.max_obs_length).")
+    add("--prompt-length", type=int, default=256, help="The mean tokens of a prompt (default %(default)s).")
+    add("--keep-rate", type=float, default=0.5, help="The share of groups that filtering keeps (default %(default)s).")
     args = parser.parse_intermixed_args(arguments)
     assumed = Assumptions(args.mean_length, args.prompt_length, args.turns, args.observed_length, args.keep_rate)
     try:
