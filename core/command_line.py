@@ -19,6 +19,9 @@ from typing import NoReturn
 from core.config import Composed, Config, diff, examine, paths, recipes, tables
 from core.config.convert import show
 from core.config.resolution import resolve
+from core.planning.estimate import DEFAULT_GPU
+from core.planning.first_lines import first_lines, gpu_here, plan_lines, small
+from core.planning.model_shapes import gpu
 
 HELP = {"-h", "--help"}
 
@@ -37,6 +40,7 @@ def prepare(recipe: str, argv: Sequence[str], hooks: Collection[str] = ()) -> Co
         print(_report(recipe, composed))
         raise SystemExit(0)
     _notes(composed)
+    print("\n".join(first_lines(composed.config, gpu_here(composed.config))), flush=True)
     return composed.config
 
 
@@ -93,14 +97,14 @@ def _report(recipe: str, composed: Composed) -> str:
         for key, (old, new) in diff(resolve(recipes.schema_of(recipe)(), recipe), composed.config).items()
         if key not in composed.without_effect
     ]
-    from core.planning import estimate as plan
-
+    on = None if small(composed.config) else gpu(DEFAULT_GPU)
     blocks = (
+        ("what it would do", first_lines(composed.config, on)),
         ("differs from the defaults", changed),
         ("has no effect in this configuration", _unused(composed)),
         ("warnings", list(composed.warnings)),
         ("checked at start", paths.checked_at_start(composed.config)),
-        (f"plan (python -m core.plan {recipe} --gpu NAME plans for others)", plan.shown(composed.config)),
+        (f"plan (python -m core.plan {recipe} --gpu NAME plans for others)", plan_lines(composed.config)),
     )
     lines = [f"dry run: the configuration of recipe {recipe} is valid"]
     for title, entries in blocks:
