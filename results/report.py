@@ -1,7 +1,7 @@
 """The command that shows runs: reports of run folders, and the tables of ``results/``.
 
     python -m results.report RUN [RUN ...] [--out DIR]     report.md and report.html
-    python -m results.report --index [--check]             results/README.md and the table in README.md
+    python -m results.report --index [--check]             results/README.md and the tables in README.md
 
 A RUN is a run folder (``outputs/<recipe>/<run>``) or a published copy (``results/<recipe>/<run>``, made by
 ``python -m results.publish``). Runs that differ in their seeds only are one experiment: mean, spread and interval over

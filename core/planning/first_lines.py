@@ -76,12 +76,12 @@ def _training(config: Config, on: Gpu | None) -> Iterator[str]:
         where = f"{plan.gpus} x {plan.gpu.name}"
         size = f"about {max(plan.phase_bytes.values()) / 2**30:.0f} GiB a GPU on {where}"
         parts.append(size if plan.fits else f"it does not fit on {where}, DRY_RUN=1 prints the plan")
-        parts.append(f"about {_duration(sum(plan.seconds.values()))}")
+        parts.append(f"about {duration(sum(plan.seconds.values()))}")
     yield f"a step: {'; '.join(parts)}"
     trainer, length = config.trainer, f"{config.trainer.total_epochs} epochs of the data"
     if steps := trainer.total_training_steps:
         length = f"{steps:,} step{'s' * (steps > 1)}"
-        length += "" if plan is None else f", about {_duration(steps * sum(plan.seconds.values()))} without validations"
+        length += "" if plan is None else f", about {duration(steps * sum(plan.seconds.values()))} without validations"
     validates = f"a validation every {trainer.test_freq} steps" if trainer.test_freq > 0 else "no validation on the way"
     saves = f"a checkpoint every {trainer.save_freq} steps" if trainer.save_freq > 0 else "no checkpoint"
     yield f"the run: {length}; {validates}; {saves}"
@@ -134,11 +134,12 @@ def _plan(config: Config, on: Gpu | None) -> Plan | None:
         return None
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Return a time in the unit that a person would choose: ``84 s``, ``14 min``, ``3.5 h``."""
     for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}" if seconds >= 10 * size else f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.2g} s"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
 
 
 def _places(config: Config) -> Iterator[str]:

@@ -69,7 +69,7 @@ def test_memory_and_time_are_those_of_the_plan_and_absent_where_unknown(tmp_path
     told, run, *_ = lines(*arguments, on="H200")
     seconds = sum(plan.seconds.values())
     assert f"; about {max(plan.phase_bytes.values()) / GIB:.0f} GiB a GPU on 8 x H200; about " in told
-    assert told.endswith(first_lines._duration(seconds)) and first_lines._duration(100 * seconds) in run
+    assert told.endswith(first_lines.duration(seconds)) and first_lines.duration(100 * seconds) in run
     assert "GiB" not in step(*arguments) and "about" not in lines(*arguments)[1]
     assert "it does not fit on 1 x H100" in step(*SIZES, f"{MODEL}=Qwen/Qwen2.5-32B", on="H100")
     (tmp_path / "config.json").write_text(
@@ -91,8 +91,8 @@ def test_memory_and_time_are_those_of_the_plan_and_absent_where_unknown(tmp_path
     ("seconds", "text"),
     [(0.5, "0.5 s"), (90, "90 s"), (840, "14 min"), (3.5 * 3600, "3.5 h"), (9.5 * 86400, "9.5 days")],
 )
-def test_durations_are_short(seconds, text):
-    assert first_lines._duration(seconds) == text
+def testdurations_are_short(seconds, text):
+    assert first_lines.duration(seconds) == text
 
 
 @pytest.mark.parametrize(
