@@ -141,7 +141,8 @@ def verdict(script: Script, name: str, count: int) -> Verdict:
                 return replace(found, note=f"with {' '.join(knob)} it would fit")
     nearest = [*(one for one in NUMBERS if one > count), *(one for one in reversed(NUMBERS) if one < count)]
     enough = next((one for one in nearest if _planned(script, name, one).fits), None)
-    reason = found.note or "; ".join(advice(found.plan))
+    tips = [] if found.plan is None else [tip for tip in advice(found.plan) if not tip.startswith("checkpoints")]
+    reason = found.note or f"it would take more than one change: {'; '.join(tips)}"
     return replace(found, note=f"{reason}; {enough} x {name} would do" if enough else reason)
 
 
