@@ -4,6 +4,7 @@
 # make bench       measures speed and memory               make report      writes the tables of results/ again
 # make format      formats the code                        make constraints records the versions of this environment
 # make clean       removes .venv and outputs
+# make feasible GPU=H100 N=8    shows which run scripts fit on so many GPUs, their time and disk, and what has run here
 #
 # PYTHON=python3.12 make setup       takes another Python. Without an NVIDIA driver set-up takes the CPU build of torch;
 # TORCH_INDEX_URL=... make setup     takes torch from that index.
@@ -12,9 +13,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+GPU ?= H100
+N ?= 8
 export PYTHON TORCH_INDEX_URL VLLM
 
-.PHONY: setup lab check test test-slow test-gpu bench lint format report constraints clean
+.PHONY: setup lab check test test-slow test-gpu bench lint format report feasible constraints clean
 
 setup: $(STAMP)
 
@@ -59,6 +62,9 @@ report: setup
 
 constraints:
 	bash environment/lock.sh
+
+feasible: setup
+	@$(BIN)/python -m results.feasible --gpu "$(GPU)" --number "$(N)"
 
 clean:
 	rm -rf $(VENV) outputs

@@ -2,6 +2,7 @@
 
     python -m recipes.grpo.main_grpo key=value ...          runs
     DRY_RUN=1 python -m recipes.grpo.main_grpo key=value ... composes, checks, prints and exits
+    python -m recipes.grpo.main_grpo --help [word ...]      explains the keys, or those that the words occur in
 
 Arguments before a lone ``--`` are a run script's own: ``main_grpo data.train_files=... -- "$@"``. They are overrides
 like the others; but a path that a script brings along need not exist yet in a dry run, one that was typed does.
@@ -16,9 +17,14 @@ from collections.abc import Collection, Sequence
 from importlib.util import find_spec
 from typing import NoReturn
 
-from core.config import Composed, Config, diff, examine, paths, recipes, tables, to_yaml
+from core.config import Composed, Config, diff, examine, paths, recipes, tables
 from core.config.convert import show
 from core.config.resolution import resolve
+from core.planning.estimate import DEFAULT_GPU
+from core.planning.first_lines import first_lines, gpu_here, plan_lines, small
+from core.planning.model_shapes import gpu
+
+HELP = {"-h", "--help"}
 
 
 def prepare(recipe: str, argv: Sequence[str], hooks: Collection[str] = ()) -> Config:
@@ -26,9 +32,8 @@ def prepare(recipe: str, argv: Sequence[str], hooks: Collection[str] = ()) -> Co
     script, typed = _split(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without a character that was typed shows its number
         sys.stdout.reconfigure(errors="backslashreplace")
-    if {"-h", "--help"} & {*script, *typed}:
-        print(_help(recipe))
-        raise SystemExit(0)
+    if HELP & {*script, *typed}:
+        _help(recipe, [*script, *typed], hooks)
     composed = examine(recipe, [*script, *typed], hooks)
     dry = is_dry_run()
     problems = [*composed.problems, *_outside(composed, _typed_keys(recipe, typed) if dry else None)]
@@ -38,6 +43,7 @@ def prepare(recipe: str, argv: Sequence[str], hooks: Collection[str] = ()) -> Co
         print(_report(recipe, composed))
         raise SystemExit(0)
     _notes(composed)
+    print("\n".join(first_lines(composed.config, gpu_here(composed.config))), flush=True)
     return composed.config
 
 
@@ -101,14 +107,14 @@ def _report(recipe: str, composed: Composed) -> str:
         for key, (old, new) in diff(resolve(recipes.schema_of(recipe)(), recipe), composed.config).items()
         if key not in composed.without_effect
     ]
-    from core.planning import estimate as plan
-
+    on = None if small(composed.config) else gpu(DEFAULT_GPU)
     blocks = (
+        ("what it would do", first_lines(composed.config, on)),
         ("differs from the defaults", changed),
         ("has no effect in this configuration", _unused(composed)),
         ("warnings", list(composed.warnings)),
         ("checked at start", paths.checked_at_start(composed.config)),
-        (f"plan (python -m core.plan {recipe} --gpu NAME plans for others)", plan.shown(composed.config)),
+        (f"plan (python -m core.plan {recipe} --gpu NAME plans for others)", plan_lines(composed.config)),
     )
     lines = [f"dry run: the configuration of recipe {recipe} is valid"]
     for title, entries in blocks:
@@ -117,6 +123,12 @@ def _report(recipe: str, composed: Composed) -> str:
     return "\n".join(lines)
 
 
-def _help(recipe: str) -> str:
-    shown = to_yaml(examine(recipe, ()).config)
-    return f"python -m recipes.{recipe}.main_{recipe} key=value ...\n(DRY_RUN=1 checks without running)\n\n{shown}"
+def _help(recipe: str, arguments: Sequence[str], hooks: Collection[str]) -> NoReturn:
+    """Print the help and end: with 1 where a search found nothing. Words after ``--help`` are searched for."""
+    at = next(number for number, text in enumerate(arguments) if text in HELP)
+    words = [text.partition("=")[0] for text in arguments[at + 1 :] if text not in HELP]
+    from core.config import help as explained
+
+    text, found = explained.shown(recipe, arguments[:at], words, hooks)
+    print(text, file=sys.stdout if found else sys.stderr)
+    raise SystemExit(0 if found else 1)

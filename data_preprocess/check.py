@@ -87,14 +87,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m data_preprocess.check", description="Check parquet files of rows.")
-    parser.add_argument("files", nargs="+", metavar="FILE.parquet")
-    parser.add_argument("--tokenizer", metavar="PATH", help="also count tokens, with this tokenizer's chat template")
-    parser.add_argument("--max_prompt_length", type=int, metavar="N", help="count the prompts that are longer")
-    parser.add_argument("--prompt_key", default="prompt", help="data.prompt_key (default %(default)s)")
-    parser.add_argument("--reward_fn_key", default="data_source", help="data.reward_fn_key (default %(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="python -m data_preprocess.check",
+        description="Check parquet files of examples: counts, lengths, copies, problems.",
+    )
+    parser.add_argument("files", nargs="+", metavar="FILE.parquet", help="The files to check.")
     parser.add_argument(
-        "--any_source", action="store_true", help="a custom reward function scores: any data_source will do"
+        "--tokenizer", metavar="PATH", help="Count tokens too, with the chat template of this tokenizer."
+    )
+    parser.add_argument(
+        "--max_prompt_length", type=int, metavar="N", help="Count the prompts of more tokens than this."
+    )
+    parser.add_argument(
+        "--prompt_key", default="prompt", help="The column that data.prompt_key names (default %(default)s)."
+    )
+    parser.add_argument(
+        "--reward_fn_key", default="data_source", help="The column that data.reward_fn_key names (default %(default)s)."
+    )
+    parser.add_argument(
+        "--any_source", action="store_true", help="Accept any data_source, because a custom reward function scores."
     )
     args = parser.parse_args(argv)
     if args.max_prompt_length is not None and not args.tokenizer:

@@ -117,14 +117,14 @@ def _parse(source: Source, argv: Sequence[str] | None) -> argparse.Namespace:
     written = " and ".join(f"{split}.parquet" for split in source.splits)
     parser = argparse.ArgumentParser(
         prog=f"python -m data_preprocess.{source.name}",
-        description=f"{source.hub} -> {written}",
+        description=f"Write {written} from the data set {source.hub}, in verl's schema.",
     )
-    parser.add_argument("--local_dir", help=f"where to write (default {source.folder})")
-    parser.add_argument("--local_save_dir", help="verl's newer name of --local_dir")
+    parser.add_argument("--local_dir", help=f"The folder to write (default {source.folder}).")
+    parser.add_argument("--local_save_dir", help="The same as --local_dir, under verl's newer name.")
     parser.add_argument(
-        "--local_dataset_path", nargs="+", metavar="PATH", help="a folder or files to read instead of the hub"
+        "--local_dataset_path", nargs="+", metavar="PATH", help="A folder or files to read instead of the hub."
     )
-    parser.add_argument("--hub", default=source.hub, help="another id on the hub (default %(default)s)")
+    parser.add_argument("--hub", default=source.hub, help="The data set's id on the hub (default %(default)s).")
     parser.add_argument("--hdfs_dir", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.hdfs_dir:

@@ -137,16 +137,21 @@ def arguments(name: str, description: str | None, folder: str, sets: Sequence[st
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--local_dir", "--local_save_dir", default=folder, help="where to write (default %(default)s)")
+    add("--local_dir", "--local_save_dir", default=folder, help="The folder to write (default %(default)s).")
     add(
         "--local_dataset_path",
         nargs="+",
         metavar="PATH",
-        help="instead of the hub: a folder with <set>/<split>.jsonl, and name=FILE for single sets",
+        help="What to read instead of the hub: a folder with <set>/<split>.jsonl, and name=FILE for single sets.",
     )
-    add("--hub", default=HUB, help="another id on the hub (default %(default)s)")
-    add("--prompt", choices=sorted(PROMPTS), default="search", help="r1: without a search engine (default search)")
-    add("--sets", nargs="+", choices=sets, default=list(sets), help="only these (default: all)")
+    add("--hub", default=HUB, help="The data set's id on the hub (default %(default)s).")
+    add(
+        "--prompt",
+        choices=sorted(PROMPTS),
+        default="search",
+        help="The prompt: with a search engine, or without (r1; default %(default)s).",
+    )
+    add("--sets", nargs="+", choices=sets, default=list(sets), help="The sets to write (default: all).")
     return parser
 
 

@@ -74,8 +74,10 @@ def _write_validation(path: Path, validation: Mapping[int, Sequence[ValRecord]])
 def main(arguments: Sequence[str] | None = None) -> int:
     """Publish the run that the command line names and return the exit status: 2 where it is no run."""
     parser = argparse.ArgumentParser(prog="python -m results.publish", description="Commits a run's small files.")
-    parser.add_argument("run", metavar="RUN", help="run folder: outputs/<recipe>/<run>")
-    parser.add_argument("--as", dest="name", metavar="RECIPE/RUN", help="its name in results/ (default: its own)")
+    parser.add_argument("run", metavar="RUN", help="The run folder: outputs/<recipe>/<run>.")
+    parser.add_argument(
+        "--as", dest="name", metavar="RECIPE/RUN", help="The name of the copy in results/ (default: the run's own)."
+    )
     parser.add_argument("--results", type=Path, default=Path("results"), help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     try:

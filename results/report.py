@@ -1,7 +1,7 @@
 """The command that shows runs: reports of run folders, and the tables of ``results/``.
 
     python -m results.report RUN [RUN ...] [--out DIR]     report.md and report.html
-    python -m results.report --index [--check]             results/README.md and the table in README.md
+    python -m results.report --index [--check]             results/README.md and the tables in README.md
 
 A RUN is a run folder (``outputs/<recipe>/<run>``) or a published copy (``results/<recipe>/<run>``, made by
 ``python -m results.publish``). Runs that differ in their seeds only are one experiment: mean, spread and interval over
@@ -23,10 +23,16 @@ from results.reporting.run_report import headline, write_report
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.report", description="Reports of recorded runs.")
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="run folders: outputs/<recipe>/<run> or results/...")
-    parser.add_argument("--out", type=Path, help="folder for the report (default: the run's, or outputs/reports)")
-    parser.add_argument("--index", action="store_true", help="regenerate results/README.md and the README's table")
-    parser.add_argument("--check", action="store_true", help="with --index: write nothing, exit 1 if out of date")
+    parser.add_argument(
+        "runs", nargs="*", metavar="RUN", help="The run folders: outputs/<recipe>/<run> or results/<recipe>/<run>."
+    )
+    parser.add_argument(
+        "--out", type=Path, help="The folder for the report (default: the run's, or one in outputs/reports)."
+    )
+    parser.add_argument("--index", action="store_true", help="Write results/README.md and the README's tables again.")
+    parser.add_argument(
+        "--check", action="store_true", help="With --index: write nothing, and exit with 1 where they are out of date."
+    )
     parser.add_argument("--results", type=Path, default=Path("results"), help=argparse.SUPPRESS)
     return parser
 

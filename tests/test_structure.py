@@ -86,16 +86,17 @@ READING_PATH = (  # what one reads to understand a step
 )
 # Lines of Python at most. Who needs more raises the number here and writes the reason beside it.
 BUDGETS = {
-    ("core",): 16_600,  # 1,100 more than the redesign: help, first lines, progress, memory errors, plain bad starts
-    ("core/config",): 2_420,  # 20 more: a value that OmegaConf refuses is a problem of its own key
+    ("core",): 17_000,  # 1,500 more than the redesign: help, first lines, progress, memory errors, plain bad starts
+    ("core/config",): 2_700,  # 300 more: help.py, comments that explain each key, odd values as problems of their key
     ("core/rewards",): 1_500,
     ("core/checkpoint",): 950,
-    ("core/planning",): 600,  # 100 more: model sizes are checked; one place for the knobs of memory
+    ("core/planning",): 800,  # 300 more: first_lines.py, whole sentences, memory_knobs.py, sizes that are checked
     READING_PATH: 2_920,  # 20 more than the redesign's: bars while a step collects and validates
     ("recipes/ppo",): 600,
     ("recipes/grpo",): 600,
     ("recipes/dapo",): 600,
-    ("recipes/search_r1",): 2_900,  # 100 more than designed: its keys, and the knowledge task of its lab, moved here
+    # 140 more than designed: its keys, the knowledge task of its lab, which moved here, and --help of its commands
+    ("recipes/search_r1",): 2_940,
     ("recipes/lab",): 1_200,  # no paper: tasks and base models of the laptop runs, and the tour of a prompt
 }
 FILES_AT_THE_TOP_OF_CORE = 12

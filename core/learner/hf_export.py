@@ -196,11 +196,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m core.export", description="Write a checkpoint's policy as a model."
     )
-    parser.add_argument("source", type=Path, help="a run folder (its newest complete checkpoint) or a global_step_N")
-    parser.add_argument("out", type=Path, help="the folder to write; must not exist or be empty")
-    parser.add_argument("--dtype", help="convert the weights, for example to bfloat16; default: as trained")
-    parser.add_argument("--base", help="of a LoRA run: where its base model is now; default: where the run found it")
-    parser.add_argument("--trust-remote-code", action="store_true", help="for models that bring their own code")
+    parser.add_argument(
+        "source", type=Path, help="The run folder (its newest checkpoint is taken), or a global_step_N."
+    )
+    parser.add_argument("out", type=Path, help="The folder to write, which must not exist or be empty.")
+    parser.add_argument("--dtype", help="The number format of the weights, as in bfloat16 (default: as trained).")
+    parser.add_argument("--base", help="The base model of a LoRA run (default: where the run found it).")
+    parser.add_argument("--trust-remote-code", action="store_true", help="Run Python code that comes with the model.")
     args = parser.parse_args(arguments)
     try:
         found = export(**vars(args))

@@ -35,7 +35,7 @@ from pathlib import Path
 from core.config import compose, examine, schema, tables
 from core.errors import InputError
 from core.planning.memory_knobs import pass_tokens, update_knobs
-from core.planning.model_shapes import Gpu, Shape, gpu, shape_of
+from core.planning.model_shapes import TABLE, Gpu, Shape, gpu, shape_of
 
 HEAD_CHUNK = 3 * 4 * 2**23  # bytes: core.learner.log_probs holds about three chunks of 2**23 float32 numbers
 USABLE = 0.95  # of a GPU's memory; the rest is the allocator's and the libraries'
@@ -284,54 +284,66 @@ def _gib(value: float) -> str:
 def checked() -> str:
     """Return what is known of the error of an update's estimate."""
     if not MEASURED.exists():
-        return "an update's estimate was not compared with measured ones"
+        return "An update's estimate was not compared with measured ones."
     errors = json.loads(MEASURED.read_text(encoding="utf-8"))["errors"]
     span = f"{min(errors):+.0%} to {max(errors):+.0%}"
-    return f"error of an update's estimate: {span} in {len(errors)} measured updates of small models on a CPU; no GPU's"
+    told = f"The error of an update's estimate was {span} in {len(errors)} measured updates of small models on a CPU"
+    return f"{told}; none was measured on a GPU."
+
+
+def _three(value: float) -> str:
+    """Return three digits of a number, without an exponent: 1,800 and 5.45."""
+    rounded = float(f"{value:.3g}")
+    return f"{rounded:,.0f}" if rounded >= 100 else f"{rounded:g}"
 
 
 def lines(plan: Plan) -> list[str]:
-    """Return the plan as text, a line each."""
+    """Return the plan as text, what matters most first."""
     a, on, config = plan.assumed, plan.gpu, plan.config
-    trajectory = f"episodes of {a.turns} turns of {a.mean_length} tokens, {a.observed_length} read after each"
+    peak = max(plan.phase_bytes.values())
+    verdict = "fits on" if plan.fits else "DOES NOT FIT on"
+    trajectory = f"episodes of {a.turns} turns of {a.mean_length:,} tokens, {a.observed_length:,} read after each"
     if a.turns == 1:
-        trajectory = f"answers of {a.mean_length} tokens on average"
+        trajectory = f"answers of {a.mean_length:,} tokens on average"
     kept_groups = f", {a.keep_rate:.0%} of groups kept" if config.algorithm.filter_groups.enable else ""
     out = [
-        f"{plan.shape.parameters / 1e9:.3g}e9 parameters on {plan.gpus} x {on.name} ({_gib(on.memory)}); "
-        f"{plan.ranks} learner ranks share the state, {plan.engines} engines",
-        f"assumed: {trajectory}, prompts of {a.prompt_length}{kept_groups}; "
-        f"{a.train_efficiency:.0%} of peak FLOP/s in training, {a.decode_efficiency:.0%} of the decoding roofline",
+        f"The run {verdict} {plan.gpus} x {on.name}: it needs {_gib(peak)} of a GPU's {_gib(on.memory)}.",
+        *(f"  - {line}" for line in advice(plan)),
+        f"The model has {plan.shape.parameters / 1e9:.3g}e9 parameters. Learner ranks that share its state: "
+        f"{plan.ranks}; engines that generate side by side: {plan.engines}.",
+        f"Assumed: {trajectory}, prompts of {a.prompt_length}{kept_groups}; "
+        f"{a.train_efficiency:.0%} of the peak FLOP/s in training, {a.decode_efficiency:.0%} of the decoding roofline.",
+        *_memory(plan),
     ]
-    out += [f"  {p.role:<10}{p.phase:<14}{_gib(p.bytes):>11}  {p.what}" for p in plan.parts]
-    for phase in PHASES[: 2 + config.critic.enable]:
-        size = plan.phase_bytes[phase]
-        out.append(f"memory, {phase}: {_gib(size)} a GPU, {size / on.memory:.0%} of it")
-    out.append(f"  {checked()}")
-    if plan.host_bytes:
-        out.append(f"memory, host: {_gib(plan.host_bytes)} a rank, of offloaded state")
-    out.append(f"the engine's cache holds {plan.kv_sequences} sequences of full length; {plan.in_batch} decode at once")
-    out.append(f"{'fits' if plan.fits else 'DOES NOT FIT'} on {on.name}")
-    out += [f"  {line}" for line in advice(plan)]
-    phases = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in plan.seconds.items())
-    out.append(f"a step: {plan.generated_tokens:.3g} tokens generated, {plan.trained_tokens:.3g} trained; {phases}")
-    length = "length: as long as total_epochs says; the number of steps depends on the data"
+    phases = ", ".join(f"{name} {_three(seconds)} s" for name, seconds in plan.seconds.items())
+    out.append(
+        f"A step takes about {_three(sum(plan.seconds.values()))} s: {phases}. It generates "
+        f"{_three(plan.generated_tokens)} tokens and trains on {_three(plan.trained_tokens)}."
+    )
+    length = "The number of steps depends on the data: trainer.total_epochs decides when the run ends."
     if steps := config.trainer.total_training_steps:
         hours = steps * sum(plan.seconds.values()) / 3600
-        length = f"{steps} steps: {hours:.3g} hours, {hours * plan.gpus:.3g} GPU-hours"
-    kept = "all" if plan.checkpoints is None else str(plan.checkpoints)
+        length = f"All {steps:,} steps take {_three(hours)} hours, {_three(hours * plan.gpus)} GPU-hours."
+    kept = "all of them are kept" if plan.checkpoints is None else f"the run keeps {plan.checkpoints}"
     total = "" if not plan.checkpoints else f", {_gib(plan.checkpoints * plan.checkpoint_bytes)} in all"
-    return [*out, length, f"disk: {_gib(plan.checkpoint_bytes)} a checkpoint (12 B a parameter), {kept} kept{total}"]
+    return [*out, length, f"A checkpoint takes {_gib(plan.checkpoint_bytes)} of disk; {kept}{total}."]
 
 
-def shown(config: schema.Config, name: str = DEFAULT_GPU) -> list[str]:
-    """Return the plan's lines, or one that gives the reason why there is none: what a dry run prints."""
-    if config.trainer.val_only:
-        return ["none: a plan is of training, and trainer.val_only trains nothing"]
-    try:
-        return lines(Plan(config, gpu(name)))
-    except InputError as error:
-        return [f"none: {error}"]
+def _memory(plan: Plan) -> Iterator[str]:
+    """Yield what a GPU holds, part by part and phase by phase, and how many answers an engine's cache has room for."""
+    yield "Memory of one GPU, with the phase in which it is taken:"
+    yield from (f"  {part.role:<10}{part.phase:<14}{_gib(part.bytes):>11}  {part.what}" for part in plan.parts)
+    for phase in PHASES[: 2 + plan.config.critic.enable]:
+        size = plan.phase_bytes[phase]
+        yield f"Memory in the phase {phase}: {_gib(size)}, {size / plan.gpu.memory:.0%} of the GPU's."
+    yield checked()
+    if plan.host_bytes:
+        yield f"Offloaded state takes {_gib(plan.host_bytes)} of host memory a rank."
+    kind = "answers" if plan.assumed.turns == 1 else "episodes"
+    yield (
+        f"KV cache per engine: {plan.kv_sequences:,} {kind} of maximum length; planned concurrency {plan.in_batch:,} "
+        f"at the assumed mean of {plan.generated + plan.observed:,} tokens."
+    )
 
 
 def hooks_of(recipe: str) -> tuple[str, ...]:
@@ -343,14 +355,15 @@ def hooks_of(recipe: str) -> tuple[str, ...]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan. Return 1 where it does not fit, 2 where the configuration is at fault."""
     parser = argparse.ArgumentParser("python -m core.plan", description="Estimate memory, time and disk of a run.")
-    parser.add_argument("recipe")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--gpu", default=DEFAULT_GPU)
-    parser.add_argument("--mean-length", type=int, help="tokens of an answer or a turn (default: half of the limit)")
-    parser.add_argument("--turns", type=int, help="of an episode (default: half of those that may search, and one)")
-    parser.add_argument("--observed-length", type=int, help="tokens between turns (default: data.max_obs_length)")
-    parser.add_argument("--prompt-length", type=int, default=Assumptions.prompt_length)
-    parser.add_argument("--keep-rate", type=float, default=Assumptions.keep_rate)
+    add = parser.add_argument
+    add("recipe", help="The recipe whose configuration is planned, as in grpo.")
+    add("overrides", nargs="*", metavar="key=value", help="Keys of the configuration, as a run takes them.")
+    add("--gpu", default=DEFAULT_GPU, help=f"The kind of GPU (default %(default)s): one of {', '.join(TABLE['gpus'])}.")
+    add("--mean-length", type=int, help="The mean tokens of an answer or a turn (default: half of the limit).")
+    add("--turns", type=int, help="The turns of an episode (default: half of those that may search, and one).")
+    add("--observed-length", type=int, help="The tokens between two turns (default: data.max_obs_length).")
+    add("--prompt-length", type=int, default=256, help="The mean tokens of a prompt (default %(default)s).")
+    add("--keep-rate", type=float, default=0.5, help="The share of groups that filtering keeps (default %(default)s).")
     args = parser.parse_intermixed_args(arguments)
     assumed = Assumptions(args.mean_length, args.prompt_length, args.turns, args.observed_length, args.keep_rate)
     try:

@@ -234,8 +234,10 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, steps: int
 def main() -> None:
     """Load the lab's base model and train it."""
     parser = argparse.ArgumentParser(prog="python -m recipes.grpo.from_scratch", description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=40, help="The number of training steps (default %(default)s).")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="The seed of everything that is drawn (default %(default)s)."
+    )
     arguments = parser.parse_args()
     if not BASE_MODEL.exists():
         sys.exit(f"{BASE_MODEL} is missing in the current folder. Make it once with: python -m recipes.lab.prepare")

@@ -9,6 +9,7 @@ target is reached, tries signs in no useful order, and now and then never ends.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import dataclasses
 import hashlib
@@ -169,4 +170,6 @@ def prepare(folder: Path = FOLDER, recipe: CountdownRecipe | None = None) -> Pat
 
 
 if __name__ == "__main__":
+    options = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    argparse.ArgumentParser(prog="python -m recipes.lab.countdown_model", **options).parse_args()
     print(f"base model: {prepare()}", flush=True)

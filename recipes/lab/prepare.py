@@ -39,7 +39,7 @@ def prepare(
 
 def main() -> None:
     argparse.ArgumentParser(
-        prog="python -m recipes.lab.prepare", description="Makes the data and the base model of the lab."
+        prog="python -m recipes.lab.prepare", description="Make the data and the base model of the lab in outputs/lab/."
     ).parse_args()
     prepared = prepare()
     print(f"data: {prepared.train_file} and {prepared.test_file}\nbase model: {prepared.base_model}", flush=True)

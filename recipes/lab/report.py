@@ -5,6 +5,7 @@ python -m recipes.lab.report <recipe> <the arguments of main_<recipe>>
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -29,4 +30,8 @@ def main(recipe: str, arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2:]))
+    parser = argparse.ArgumentParser(prog="python -m recipes.lab.report", description=__doc__.partition("\n")[0])
+    parser.add_argument("recipe", help="The recipe of the run, as in grpo.")
+    parser.add_argument("arguments", nargs="...", help="The arguments that the run was started with.")
+    asked = parser.parse_args()
+    sys.exit(main(asked.recipe, asked.arguments))

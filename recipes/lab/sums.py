@@ -12,6 +12,7 @@ points. The base model can call and copy, and does so in about one answer of eig
 
 from __future__ import annotations
 
+import argparse
 import random
 import string
 from collections.abc import Iterator
@@ -106,4 +107,6 @@ def prepare(folder: Path = FOLDER, recipe: SumsRecipe | None = None) -> Path:
 
 
 if __name__ == "__main__":
+    options = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    argparse.ArgumentParser(prog="python -m recipes.lab.sums", **options).parse_args()
     print(f"base model: {prepare()}", flush=True)

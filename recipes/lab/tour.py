@@ -9,6 +9,7 @@ It is a reading list that cannot be out of date: read the files in this order to
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -105,6 +106,8 @@ def take_tour(*overrides: str) -> Tour:
 
 
 def main() -> None:
+    options = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    argparse.ArgumentParser(prog="python -m recipes.lab.tour", **options).parse_args()
     from recipes.lab.prepare import prepare
 
     prepare()

@@ -19,11 +19,13 @@ PAPER = "Search-R1"
 class RetrieverConfig:
     """What answers a search."""
 
-    url: str | None = "http://127.0.0.1:8000/retrieve"  # None: a retriever in this process, see local
-    topk: limits.Count = 3  # passages
-    prefetch: bool = False  # the question's own passages stand before the first turn: RAG
-    client: Open = FrozenDict()  # with a url: fields of ClientOptions, recipes/search_r1/retrieval_client.py
-    local: Open = FrozenDict()  # without: fields of RetrieverOptions, recipes/search_r1/index/passages.py
+    url: str | None = (
+        "http://127.0.0.1:8000/retrieve"  # address of a retrieval server; None: a retriever in this process, see local
+    )
+    topk: limits.Count = 3  # passages a search returns
+    prefetch: bool = False  # put the question's passages before the first turn: RAG
+    client: Open = FrozenDict()  # where there is a url: fields of ClientOptions, recipes/search_r1/retrieval_client.py
+    local: Open = FrozenDict()  # where there is none: fields of RetrieverOptions, recipes/search_r1/index/passages.py
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class SearchR1Config(Config):
 
     retriever: RetrieverConfig = RetrieverConfig()
     max_turns: limits.Count = 4  # turns that may search; one more must answer
-    do_search: bool = True  # False is the baseline that cannot search
+    do_search: bool = True  # let the policy search; False is the baseline that cannot
 
     @property
     def turns(self) -> int:

@@ -9,6 +9,7 @@ The macro average weighs the sets equally, as the papers do; its interval adds u
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from collections.abc import Sequence
@@ -73,11 +74,15 @@ def _cell(estimate: Estimate | None) -> str:
 
 def main(folders: Sequence[str]) -> int:
     """Run the command. Returns 0, or 2 with a line on stderr."""
-    if not folders:
+    parser = argparse.ArgumentParser(prog="python -m recipes.search_r1.evaluation", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("folders", nargs="*", metavar="RUN_FOLDER", help="The folders of the runs, a line each.")
+    args = parser.parse_args(folders)
+    if not args.folders:
         print(__doc__, file=sys.stderr)
         return 2
     try:
-        print(table([evaluation(load_run(_with_validation(Path(folder)))) for folder in folders]))
+        print(table([evaluation(load_run(_with_validation(Path(folder)))) for folder in args.folders]))
     except NotARun as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -82,10 +82,12 @@ def main(argv: list[str]) -> int:
     if not argv or OVERRIDE.match(argv[0]):
         print(__doc__, file=sys.stderr)
         return 2
-    parser = argparse.ArgumentParser(prog="python -m recipes.search_r1.infer")
-    parser.add_argument("question")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--prompt", metavar="TEXT", help="around {question}; default: that of the training data")
+    parser = argparse.ArgumentParser(prog="python -m recipes.search_r1.infer", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("question", help="The question, as one quoted text.")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="Keys of the configuration, as a run's.")
+    told = "The text around {question} (default: that of the training data)."
+    parser.add_argument("--prompt", metavar="TEXT", help=told)
     args = parser.parse_intermixed_args(argv)
     try:
         config = compose("search_r1", args.overrides, main_search_r1.HOOKS)

@@ -114,8 +114,10 @@ def prepare(seed: int, folder: Path = FOLDER, recipe: KnowledgeRecipe | None = N
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m recipes.search_r1.knowledge_model", description=__doc__)
-    parser.add_argument("--seed", type=int, default=1, help="of the knowledge (default %(default)s)")
-    parser.add_argument("--varied", action="store_true", help="makes the second base model")
+    parser.add_argument("--seed", type=int, default=1, help="The seed of the knowledge (default %(default)s).")
+    parser.add_argument(
+        "--varied", action="store_true", help="Make the second base model, which has read one, three or five passages."
+    )
     asked = parser.parse_args()
     made = prepare(asked.seed, recipe=VARIED, models="varied") if asked.varied else prepare(asked.seed)
     print(f"base model: {made}", flush=True)

@@ -6,6 +6,7 @@ Writes ``results/search_r1/paper.md`` from ``paper_tables.json`` beside it; the 
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -52,8 +53,12 @@ def _odd_averages(tables: dict[str, Any]) -> str:
 
 def main(argv: list[str]) -> int:
     """Write the page, or compare it with ``--check``; return the exit status, 1 where it is out of date."""
+    parser = argparse.ArgumentParser(prog="python -m recipes.search_r1.paper_tables", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--check", action="store_true", help="Write nothing, and exit with 1 if it is out of date.")
+    args = parser.parse_args(argv)
     page, text = RESULTS / "search_r1" / "paper.md", render()
-    if "--check" in argv:
+    if args.check:
         return int(not page.exists() or page.read_text(encoding="utf-8") != text)
     page.write_text(text, encoding="utf-8")
     return 0

@@ -180,29 +180,43 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m recipes.search_r1.retrieval_server", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--index", required=True, help="a folder of recipes.search_r1.index.cli, or a faiss file")
-    add("--corpus", help="jsonl of {id, contents} (default: where the index was built from)")
-    add("--backend", choices=BACKENDS, help="default: the only one the folder holds")
-    add("--host", default="127.0.0.1", help="address to listen on (default: the loopback alone)")
-    add("--port", type=int, default=8000, help="0 takes any free one; the port is printed on stdout")
-    add("--topk", type=int, default=DEFAULT_TOPK, help="for requests that name none (default %(default)s)")
-    add("--encoder", help="folder or hub id (default: what the index was built with)")
-    add("--query-prefix", help='default: the index\'s; "query: " for a faiss file')
-    add("--passage-prefix", help='default: the index\'s; "passage: " for a faiss file')
-    add("--pooling", choices=("mean", "cls"), help="default: the index's; mean for a faiss file")
-    add("--max-length", type=int, help="tokens the encoder reads (default: the index's; 256)")
-    add("--device", help="of the encoder: cpu (default), cuda, cuda:1")
-    add("--threads", type=int, help="of faiss and the encoder on the CPU")
-    add("--ef-search", type=int, help="HNSW: candidates a query looks at (default 128)")
-    add("--nprobe", type=int, help="IVF: lists a query looks at (default 32)")
-    add("--rerank", metavar="MODEL", help="a cross-encoder that orders the first passages anew")
-    add("--rerank-from", type=int, help="passages it orders (default 10)")
-    add("--noise", type=float, help="studies: how likely the first passage falls behind the next, again and again")
-    add("--noise-seed", type=int, help="of where it falls (default 1)")
-    add("--max-batch", type=int, default=256, help="queries searched together (default %(default)s)")
-    add("--max-waiting", type=int, default=4096, help="queries in the queue before 503 (default %(default)s)")
-    add("--no-mmap", action="store_true", help="read the index into memory")
-    add("--no-check", action="store_true", help="do not compare the encoder with the index at start")
+    add("--index", required=True, help="A folder that recipes.search_r1.index.cli wrote, or a faiss file.")
+    add("--corpus", help="The corpus, JSON lines of {id, contents} (default: that of the index).")
+    add("--backend", choices=BACKENDS, help="The back end to search (default: the only one that the folder holds).")
+    add("--host", default="127.0.0.1", help="The address to listen on (default: the loopback alone).")
+    add("--port", type=int, default=8000, help="The port, which is printed on stdout; 0 takes any free one.")
+    add(
+        "--topk",
+        type=int,
+        default=DEFAULT_TOPK,
+        help="The passages for requests that name no number (default %(default)s).",
+    )
+    add("--encoder", help="A folder or hub id (default: what the index was built with).")
+    add("--query-prefix", help='The text before a query (default: the index\'s; "query: " for a faiss file).')
+    add("--passage-prefix", help='The text before a passage (default: the index\'s; "passage: " for a faiss file).')
+    add(
+        "--pooling",
+        choices=("mean", "cls"),
+        help="How token vectors become one (default: the index's; mean for a faiss file).",
+    )
+    add("--max-length", type=int, help="The tokens that the encoder reads (default: the index's; 256).")
+    add("--device", help="The device of the encoder: cpu (default), cuda, cuda:1.")
+    add("--threads", type=int, help="The threads of faiss and of the encoder on the CPU.")
+    add("--ef-search", type=int, help="The candidates of a query in HNSW (default 128).")
+    add("--nprobe", type=int, help="The lists that a query searches in IVF (default 32).")
+    add("--rerank", metavar="MODEL", help="A cross-encoder that orders the first passages anew.")
+    add("--rerank-from", type=int, help="The passages that it orders (default 10).")
+    add("--noise", type=float, help="For studies: how likely a passage falls behind the next, again and again.")
+    add("--noise-seed", type=int, help="The seed of the noise (default 1).")
+    add("--max-batch", type=int, default=256, help="The most queries searched together (default %(default)s).")
+    add(
+        "--max-waiting",
+        type=int,
+        default=4096,
+        help="The queries in the queue before the answer is 503 (default %(default)s).",
+    )
+    add("--no-mmap", action="store_true", help="Read the index into memory.")
+    add("--no-check", action="store_true", help="Leave out the comparison of encoder and index at start.")
     return parser.parse_args(argv)
 
 

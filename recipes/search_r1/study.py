@@ -16,7 +16,9 @@ if __name__ == "__main__":
     arguments = sys.argv[1:]
     topk = arguments[:1] == ["topk"]
     registration = FOLDER / ("study_topk.yaml" if topk else "study.yaml")
-    if "--report" not in arguments:
+    if {"-h", "--help"} & {*arguments}:
+        print(__doc__)
+    elif "--report" not in arguments:
         from recipes.search_r1.knowledge_model import VARIED, prepare
 
         chosen = {"recipe": VARIED, "models": "varied"} if topk else {}

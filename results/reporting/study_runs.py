@@ -127,9 +127,9 @@ def _environment() -> dict[str, str]:
 
 def _parser(study: Study) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=study.command, description=f"{study.title}. Starts missing runs.")
-    parser.add_argument("--jobs", type=int, default=2, help="processes side by side, one thread each")
-    parser.add_argument("--budget-min", type=float, default=float("inf"), help="start no run beyond these minutes")
-    parser.add_argument("--report", action="store_true", help="run nothing; write the report of what is there")
+    parser.add_argument("--jobs", type=int, default=2, help="The processes side by side, one thread each.")
+    parser.add_argument("--budget-min", type=float, default=float("inf"), help="Start no run beyond these minutes.")
+    parser.add_argument("--report", action="store_true", help="Run nothing, and write the report of what is there.")
     parser.add_argument("--results", type=Path, default=Path("results"), help=argparse.SUPPRESS)
     parser.add_argument("--outputs", type=Path, default=Path("outputs"), help=argparse.SUPPRESS)
     return parser

@@ -5,7 +5,6 @@ No number in them is typed: a test generates the two READMEs again from the comm
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,13 +16,14 @@ import yaml
 from core.tracking.run_manifest import ROOT
 from core.tracking.validation import Estimate
 from results.reporting.comparison import Paired, SeedEstimate, seed_interval
+from results.reporting.feasibility import Summary, read_summaries, render_hardware
 from results.reporting.learning_curve import learning_curve
 from results.reporting.pages import Table, markdown_table, sparkline
 from results.reporting.run_reader import by_experiment, group_name, load_run
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+HARDWARE = ("<!-- hardware:begin -->", "<!-- hardware:end -->")
 HEADLINE_SEEDS = 3  # fewer seeds give no interval worth a headline
-Summary = Mapping[str, Any]
 
 
 # --- numbers as text ---
@@ -52,11 +52,6 @@ def change(paired: Paired) -> str:
 
 
 # --- reading ---
-
-
-def read_summaries(results: Path) -> list[Summary]:
-    paths = sorted(results.glob("*/*/summary.json"))
-    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 
 
 def read_references(results: Path) -> Mapping[str, Any]:
@@ -235,12 +230,12 @@ def render_block(results: Path) -> str:
     return markdown_table(headline_table(read_summaries(results)))
 
 
-def with_block(readme: str, block: str) -> str | None:
+def with_block(readme: str, block: str, begin: str = BEGIN, end: str = END) -> str | None:
     """Return the README with the block between its markers, or None where it has no markers."""
-    start, end = readme.find(BEGIN), readme.find(END)
-    if start < 0 or end < start:
+    first, last = readme.find(begin), readme.find(end)
+    if first < 0 or last < first:
         return None
-    return f"{readme[: start + len(BEGIN)]}\n{block}\n{readme[end:]}"
+    return f"{readme[: first + len(begin)]}\n{block}\n{readme[last:]}"
 
 
 def update(results: Path, check: bool = False) -> int:
@@ -250,7 +245,10 @@ def update(results: Path, check: bool = False) -> int:
         wanted[results / "learning_curve.svg"] = render_curve(results)
     readme = results.resolve().parent / "README.md"
     if readme.exists():
-        text = with_block(readme.read_text(encoding="utf-8"), render_block(results))
+        old = readme.read_text(encoding="utf-8")
+        if all(marker in old for marker in HARDWARE):
+            old = with_block(old, render_hardware(results), *HARDWARE) or old
+        text = with_block(old, render_block(results))
         if text is None:
             print(f"warning: {readme.name} has no lines {BEGIN} and {END}: no table was put there", file=sys.stderr)
         else:

@@ -54,18 +54,32 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m recipes.search_r1.index.cli", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--corpus", required=True, help="jsonl of {id, contents}, plain or .gz")
-    add("--index", required=True, help="the folder to write")
-    add("--backend", nargs="+", default=["bm25"], choices=("bm25", *DENSE), help="default: bm25")
-    add("--encoder", help="for dense back ends: a folder, a hub id, or hashing:N")
-    add("--query-prefix", help='default: the model\'s own where it names one, else "query: "')
-    add("--passage-prefix", help='default: the model\'s own where it names one, else "passage: "')
-    add("--pooling", choices=("mean", "cls"), help="default: the model's own where it names one, else mean")
-    add("--max-length", type=int, help="tokens of a passage that are read (default: the model's own, else 256)")
-    add("--device", default="cpu", help="of the encoder (default %(default)s)")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on a CPU, float16 elsewhere")
-    add("--threads", type=int, help="of the encoder on the CPU")
-    add("--lists", type=int, help="ivf: inverted lists (default: four times the root of the rows)")
+    add("--corpus", required=True, help="The corpus, JSON lines of {id, contents}, plain or .gz.")
+    add("--index", required=True, help="The folder to write.")
+    add(
+        "--backend",
+        nargs="+",
+        default=["bm25"],
+        choices=("bm25", *DENSE),
+        help="The back ends to build (default: bm25).",
+    )
+    add("--encoder", help="The encoder of dense back ends: a folder, a hub id, or hashing:N.")
+    add(
+        "--query-prefix", help='The text before a query (default: the model\'s own where it names one, else "query: ").'
+    )
+    add("--passage-prefix", help='The text before a passage (default: the model\'s own, else "passage: ").')
+    add(
+        "--pooling", choices=("mean", "cls"), help="How token vectors become one (default: the model's own, else mean)."
+    )
+    add("--max-length", type=int, help="The tokens of a passage that are read (default: the model's own, else 256).")
+    add("--device", default="cpu", help="The device of the encoder (default %(default)s).")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="The encoder's number format (default: float32 on a CPU, else float16).",
+    )
+    add("--threads", type=int, help="The threads of the encoder on the CPU.")
+    add("--lists", type=int, help="The inverted lists of ivf (default: four times the root of the rows).")
     return parser.parse_args(argv)
 
 

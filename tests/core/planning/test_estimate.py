@@ -11,6 +11,7 @@ from core.config import compose
 from core.errors import InputError
 from core.planning import estimate as plan
 from core.planning.estimate import Assumptions, Plan, block_bytes, head_bytes, update_bytes
+from core.planning.first_lines import plan_lines
 from core.planning.model_shapes import MODELS, Shape, gpu, shape_of
 
 MODEL = "actor_rollout_ref.model.path"
@@ -204,7 +205,7 @@ def test_a_critic_updates_after_the_policy_and_each_role_is_offloaded_by_its_own
     assert "32768 tokens" in critic[2].what and not [
         p for p in found.parts if p.role == "policy" and "critic" in p.phase
     ]
-    assert any(line.startswith("memory, critic update") for line in plan.lines(found))
+    assert any(line.startswith("Memory in the phase critic update: ") for line in plan.lines(found))
     state = 12.0 * found.shape.critic_parameters / 8
     away = planned(*RAY, "critic.model.fsdp_config.param_offload=True", recipe="ppo")
     assert away.host_bytes == state and found.host_bytes == 0
@@ -238,6 +239,32 @@ def test_following_the_advice_makes_it_fit():
     assert planned(*one, "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True").fits
 
 
+def test_the_text_has_the_plans_numbers_in_whole_sentences():
+    rollout = ("actor_rollout_ref.rollout.n=16", "actor_rollout_ref.rollout.gpu_memory_utilization=0.8")
+    steps = ("data.train_batch_size=512", "trainer.total_training_steps=330", "trainer.save_freq=5")
+    arguments = (*RAY, "trainer.nnodes=16", *steps, *rollout, "data.max_response_length=20480")
+    budget = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=21504"
+    found = planned(
+        *arguments, budget, "actor_rollout_ref.rollout.tensor_model_parallel_size=4", model="Qwen/Qwen2.5-32B"
+    )
+    text = "\n".join(plan.lines(found))
+    cache = (
+        f"{found.kv_sequences} answers of maximum length; planned concurrency {found.in_batch} at the assumed mean of"
+    )
+    assert f"KV cache per engine: {cache} 10,240 tokens." in text
+    size = max(found.phase_bytes.values()) / 2**30
+    assert text.startswith(f"The run fits on 128 x H100: it needs {size:.1f} GiB of a GPU's 79.0 GiB.\n")
+    assert f"the run keeps 66, {66 * found.checkpoint_bytes / 2**30:.1f} GiB in all." in text
+    hours = 330 * sum(found.seconds.values()) / 3600
+    assert f"All 330 steps take {plan._three(hours)} hours" in text and "e+" not in text
+    assert [plan._three(one) for one in (1804.2, 5.449, 0.01234, 167_772_160)] == [
+        "1,800",
+        "5.45",
+        "0.0123",
+        "168,000,000",
+    ]
+
+
 def test_disk_is_counted():
     found = planned("trainer.total_training_steps=100", "trainer.save_freq=10")
     assert (found.checkpoints, found.checkpoint_bytes) == (10, 12.0 * found.shape.parameters)
@@ -259,7 +286,7 @@ def test_the_error_of_the_measured_updates_stands_beside_the_estimate(tmp_path, 
     (tmp_path / "some.json").write_text('{"errors": [-0.09, 0.111, 0.02]}')
     monkeypatch.setattr(plan, "MEASURED", tmp_path / "some.json")
     told = [line for line in plan.lines(planned(*RAY)) if "error of an update's estimate" in line]
-    assert told == ["  " + plan.checked()] and "-9% to +11% in 3 measured updates" in told[0]
+    assert told == [plan.checked()] and "-9% to +11% in 3 measured updates" in told[0]
     monkeypatch.setattr(plan, "MEASURED", tmp_path / "none.json")
     assert "not compared" in plan.checked()
 
@@ -267,7 +294,7 @@ def test_the_error_of_the_measured_updates_stands_beside_the_estimate(tmp_path, 
 def test_the_command_says_whether_it_fits(capsys):
     arguments = ["grpo", f"{MODEL}=Qwen/Qwen2.5-0.5B", "trainer.n_gpus_per_node=1"]
     assert plan.main([*arguments, "--gpu", "H200"]) == 0
-    assert "fits on H200" in capsys.readouterr().out
+    assert "The run fits on 1 x H200: it needs " in capsys.readouterr().out
     assert plan.main([*arguments, "--gpu", "RTX4090", "data.max_response_length=4096"]) in (0, 1)
     assert plan.main(["grpo", f"{MODEL}=Qwen/Qwen2.5-32B"]) == 1
     assert "DOES NOT FIT" in capsys.readouterr().out
@@ -285,8 +312,13 @@ def test_a_dry_run_prints_the_plan(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         prepare("grpo", [f"{MODEL}=Qwen/Qwen2.5-7B"])
     out = capsys.readouterr().out
-    assert "plan (python -m core.plan grpo --gpu NAME" in out and "7.62e9 parameters on 1 x H100" in out
+    assert (
+        "plan (python -m core.plan grpo --gpu NAME" in out
+        and "The run DOES NOT FIT on 1 x H100" in out
+        and "7.62e9 parameters" in out
+    )
     with pytest.raises(SystemExit):
         prepare("grpo", [f"{MODEL}=./outputs/nothing", "--"])
-    assert plan.shown(compose("grpo", [f"{MODEL}=nobody/nothing"]))[0].startswith("none: the shape of nobody/nothing")
-    assert plan.shown(compose("grpo", ["trainer.val_only=True"]))[0].startswith("none: a plan is of training")
+    assert "plan (" not in capsys.readouterr().out  # a folder that is not there yet
+    assert plan_lines(compose("grpo", [f"{MODEL}=nobody/nothing"]))[0].startswith("none: the shape of nobody/nothing")
+    assert plan_lines(compose("grpo", ["trainer.val_only=True"]))[0].startswith("none: a plan is of training")

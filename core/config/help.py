@@ -1,0 +1,222 @@
+"""The text of ``--help``: every key with its type, its default and what it is for, or those that fit a search.
+
+The words about a key are the comments of the schema's source, trailing a field or standing above it, so that there is
+one place for them. Types, choices and bounds come from the annotations, defaults from the recipe's files, and the keys
+that are called otherwise here, or are not here, from ``verl_keys.yaml``.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import inspect
+import re
+import shutil
+import textwrap
+import tokenize
+import types
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, is_dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from core.config import composition, convert, recipes, unused_keys, verl_keys
+from core.config.limits import Limit, NumberOrText
+from core.config.resolution import resolve
+from core.config.view import View
+
+WIDEST = 120  # columns, also where the terminal is wider
+NAMES = {bool: "True or False", int: "a whole number", float: "a number", str: "text", NumberOrText: "a number or text"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One key: its default as the recipe's files have it, what a null default becomes, and why it does nothing."""
+
+    key: str
+    type: str
+    comment: str
+    default: Any
+    resolved: Any
+    unused: str = ""
+
+    @property
+    def text(self) -> str:
+        """What stands below the key: the comment, the values it admits, what null becomes, why it does nothing."""
+        null = f"null is {convert.show(self.resolved)} here" if self.default != self.resolved else ""
+        parts = [self.comment, self.type, null, f"does nothing here: {self.unused}" if self.unused else ""]
+        return " ".join(f"{part[0].upper()}{part[1:]}." for part in parts if part)
+
+
+# --- the words in the source ---
+
+
+@functools.cache
+def field_comments(section: type) -> dict[str, str]:
+    """Return field name -> the comment beside or above it, of one dataclass and those it inherits from."""
+    inherited = [field_comments(base) for base in section.__bases__ if is_dataclass(base)]
+    found = {name: text for base in inherited for name, text in base.items()}
+    path = Path(inspect.getfile(section))
+    comments, tree = _comments(path)
+    (node,) = [one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == section.__name__]
+    for field in node.body:
+        if isinstance(field, ast.AnnAssign):
+            first = field.lineno
+            while comments.get(first - 1, (0, True))[1] is False:  # lines above that hold nothing else
+                first -= 1
+            texts = [comments[line][0] for line in range(first, field.end_lineno + 1) if line in comments]
+            found[field.target.id] = re.sub(r"\bNone\b", "null", " ".join(texts))
+    return found
+
+
+@functools.cache
+def _comments(path: Path) -> tuple[dict[int, tuple[str, bool]], ast.Module]:
+    """Return line -> its comment and whether code stands before it, and the tree of the file."""
+    with tokenize.open(path) as file:
+        source = file.read()
+    lines = source.splitlines()
+    tokens = tokenize.generate_tokens(iter(source.splitlines(keepends=True)).__next__)
+    comments = {
+        token.start[0]: (token.string.lstrip("# "), bool(lines[token.start[0] - 1][: token.start[1]].strip()))
+        for token in tokens
+        if token.type == tokenize.COMMENT
+    }
+    return comments, ast.parse(source)
+
+
+def type_text(hint: Any) -> str:
+    """Return what values a type admits, in words."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        rules = [limit.rule for limit in parts[1:] if isinstance(limit, Limit)]
+        base = type_text(parts[0])
+        return ", ".join([base, *rules]) if parts[0] is not str else ", ".join(rules) or base
+    if origin in (Union, types.UnionType):
+        return f"{', '.join(type_text(part) for part in parts if part is not type(None))}, or null"
+    if origin is Literal:
+        return f"one of {', '.join(parts)}"
+    if origin is tuple:
+        return "a list of texts" if parts[0] is str else f"a list, each entry {type_text(parts[0])}"
+    return NAMES.get(hint, convert.MAPPING)
+
+
+def entries(recipe: str, overrides: Sequence[str] = (), hooks: Collection[str] = ()) -> list[Entry]:
+    """Return every key of the recipe, with its default under these overrides."""
+    schema = recipes.schema_of(recipe)
+    layers = composition.read(overrides, schema)
+    plain = convert.build(schema, composition.tree(recipe, layers), [])
+    config = resolve(plain, recipe)
+    reasons = unused_keys.reasons(View(config, layers.given, hooks, recipe), convert.all_keys(schema))
+    sections = {"": schema, **convert.sections(schema)}
+    found = []
+    for key, hint in convert.all_keys(schema).items():
+        parts = key.split(".")
+        above = [
+            (".".join(parts[:depth]), name) for depth, name in enumerate(parts)
+        ]  # a section's comment is its keys'
+        comments = [field_comments(sections[section]).get(name) for section, name in above]
+        comment = ". ".join(text[0].upper() + text[1:] for text in comments if text)
+        default, resolved = convert.get(plain, key), convert.get(config, key)
+        found.append(Entry(key, type_text(hint), comment, default, resolved, reasons.get(key, "")))
+    return found
+
+
+def presets(recipe: str) -> dict[str, str]:
+    """Return preset -> the first sentence of its file's comment."""
+    found = {}
+    for path in sorted((recipes.folder(recipe) / composition.PRESET).glob("*.yaml")):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        comment = " ".join(line.lstrip("# ") for line in lines if line.startswith("#") and "@package" not in line)
+        found[path.stem] = re.split(r"(?<=[a-z)\]]\.) (?=[A-Z])", comment)[0]
+    return found
+
+
+# --- what is printed ---
+
+
+def shown(recipe: str, overrides: Sequence[str], words: Sequence[str], hooks: Collection[str] = ()) -> tuple[str, bool]:
+    """Return the text of ``--help`` and whether anything was found. ``words`` are searched for, all of them."""
+    found = entries(recipe, overrides, hooks)
+    if not words:
+        return "\n".join([*_usage(recipe), *_listed(found)]), True
+    hits = [entry for entry in found if _matches(words, f"{entry.key} {entry.comment} {entry.type}")]
+    others = [(key, text) for key, text in _foreign() if _matches(words, f"{key} {text}")]
+    lines = _listed(hits, reasons=True)
+    if others:
+        lines += ["keys of verl that are called otherwise here, or are not here:"]
+        lines += [line for key, text in others for line in _item(key, text)]
+    if lines:
+        return "\n".join(lines), True
+    return _nothing(" ".join(words), [entry.key for entry in found]), False
+
+
+def _matches(words: Sequence[str], text: str) -> bool:
+    return all(word.lower() in text.lower() for word in words)
+
+
+def _foreign() -> Iterator[tuple[str, str]]:
+    """Yield the keys that this repository lacks, and what to do about each."""
+    for key in (*verl_keys.table("renamed"), *verl_keys.table("unsupported")):
+        told = verl_keys.advice(key)
+        yield key, f"{told.rule}; {told.fix}"
+    for key, reason in verl_keys.table("no_effect").items():
+        yield key, f"has no effect: {reason}"
+
+
+def _nothing(words: str, keys: Sequence[str]) -> str:
+    """Return the line for a search without a hit, with the keys that have a name or a part of a name like it."""
+    parts: dict[str, str] = {}
+    for key in keys:
+        name = key.rsplit(".", 1)[-1]
+        for part in (name, *name.split("_")):
+            parts.setdefault(part, key)
+    near = difflib.get_close_matches(words.lower().replace(" ", "_"), parts, n=3, cutoff=0.7)
+    hint = (
+        f"close names: {', '.join(dict.fromkeys(parts[name] for name in near))}" if near else "no name is close to it"
+    )
+    return f"--help {words}: no key has this in its name, its comment or its choices; {hint}"
+
+
+def _width() -> int:
+    return max(40, min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns))
+
+
+def _item(head: str, text: str, margin: str = "") -> list[str]:
+    indent = f"{margin}    "
+    options = {"width": _width(), "subsequent_indent": indent, "break_on_hyphens": False, "break_long_words": False}
+    return [
+        *textwrap.wrap(head, initial_indent=margin, **options),
+        *textwrap.wrap(text, initial_indent=indent, **options),
+    ]
+
+
+def _listed(found: Sequence[Entry], reasons: bool = False) -> list[str]:
+    """Return the lines of these keys. A reason why a key does nothing is shown only where few are listed."""
+    told = found if reasons else [replace(entry, unused="") for entry in found]
+    return [line for entry in told for line in _item(f"{entry.key}={convert.show(entry.default)}", entry.text)]
+
+
+def _usage(recipe: str) -> list[str]:
+    command = f"python -m recipes.{recipe}.main_{recipe}"
+    lines = [
+        f"usage: {command} [preset=NAME] [key=value ...]",
+        f"       {command} --help WORD ...    only the keys in which all the words occur",
+        "",
+        *textwrap.wrap(
+            f"The command trains with the recipe {recipe}. DRY_RUN=1 in the environment only composes and checks the "
+            "configuration, prints what differs from the defaults and what the run will need, and ends.",
+            _width(),
+        ),
+        "",
+    ]
+    known = presets(recipe)
+    if known:
+        lines += textwrap.wrap(
+            "preset=NAME puts the settings of a file over the recipe's defaults; key=value wins over both. Presets:",
+            _width(),
+        )
+        lines += [line for name, text in known.items() for line in _item(f"preset={name}", text, "  ")]
+        lines.append("")
+    how = "keys with their defaults (a list is written [a,b]; text with special characters is quoted: key=\"'a=b'\"):"
+    return [*lines, how]

@@ -1,0 +1,101 @@
+"""The text of --help: every key in words, searches with and without a hit, and the advice on verl's keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from core.command_line import prepare
+from core.config import convert, help, recipes
+
+
+def asked(capsys, *arguments: str, recipe: str = "grpo") -> tuple[int, str, str]:
+    """The exit status of a command line, and what it printed on stdout and stderr."""
+    with pytest.raises(SystemExit) as end:
+        prepare(recipe, arguments)
+    return (end.value.code, *capsys.readouterr())
+
+
+@dataclass(frozen=True)
+class Inner:
+    # stands above
+    # in two lines
+    first: int = 1
+    second: tuple[str, ...] = (
+        "a value",
+        "of two lines",
+    )  # None: trails
+    third: str = "# no comment"
+
+
+@dataclass(frozen=True)
+class Outer(Inner):
+    fourth: int = 2  # of its own
+
+
+def test_comments_stand_above_or_beside_a_field_and_are_inherited():
+    assert help.field_comments(Inner) == {
+        "first": "stands above in two lines",
+        "second": "null: trails",
+        "third": "",
+    }
+    assert help.field_comments(Outer)["fourth"] == "of its own" and "first" in help.field_comments(Outer)
+
+
+@pytest.mark.parametrize("recipe", recipes.names())
+def test_every_key_is_explained(recipe):
+    entries = help.entries(recipe)
+    assert [entry.key for entry in entries] == list(convert.all_keys(recipes.schema_of(recipe)))
+    assert not [entry.key for entry in entries if len(entry.comment) < 4]
+
+
+def test_the_whole_help_has_usage_presets_and_every_key_in_120_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, err = asked(capsys, "--help", recipe="dapo")
+    assert code == 0 and err == "" and "\x1b" not in out
+    assert "usage: python -m recipes.dapo.main_dapo" in out and "DRY_RUN=1" in out
+    assert "  preset=lab\n      The hops task with a tiny model (recipes/lab/README.md), for two CPU cores.\n" in out
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 120
+    assert all(any(line.startswith(f"{key}=") for line in lines) for key in convert.all_keys())
+    monkeypatch.setenv("COLUMNS", "60")
+    narrow = help.shown("dapo", [], ["clip_ratio_low"])[0].splitlines()
+    assert max(map(len, narrow)) <= 60
+
+
+def test_defaults_are_the_recipes_and_follow_what_stands_before(capsys):
+    assert "algorithm.adv_estimator=gae\n" in asked(capsys, "--help", "estimator", recipe="ppo")[1]
+    assert "algorithm.adv_estimator=grpo\n" in asked(capsys, "-h", "estimator")[1]
+    before = "actor_rollout_ref.actor.clip_ratio=0.4"
+    _, out, _ = asked(capsys, before, "--", "--help", "clip_ratio_low")
+    assert "clip_ratio_low=null\n" in out and "Null is 0.4 here." in out
+    assert "actor_rollout_ref.rollout.n=16\n" in asked(capsys, "preset=lab", "--help", "trajectories", "prompt")[1]
+
+
+def test_a_search_reads_names_comments_and_choices_in_any_case(capsys):
+    code, out, _ = asked(capsys, "--help", "CLIP")
+    assert code == 0 and "usage" not in out
+    assert {"actor_rollout_ref.actor.clip_ratio=0.2", "critic.cliprange_value=0.5"} <= set(out.splitlines())
+    assert "data.shuffle" not in out
+    assert "trainer.save_freq=-1\n" in asked(capsys, "--help", "checkpoint", "steps")[1]  # words of its comment
+    assert "algorithm.adv_estimator=" in asked(capsys, "--help", "remax")[1]  # one of its choices
+    two = asked(capsys, "--help", "clip", "dual")[1].splitlines()
+    assert [line.partition("=")[0] for line in two if "=" in line] == ["actor_rollout_ref.actor.clip_ratio_c"]
+    assert "lr=1e-06" in asked(capsys, "--help", "optim.lr=3")[1]  # an override after it is searched for by its key
+
+
+def test_a_search_gives_advice_on_keys_of_verl_and_on_keys_without_effect(capsys):
+    out = asked(capsys, "--help", "max_ckpt")[1]
+    assert "trainer.max_ckpt_to_keep\n    is not the name here; use trainer.max_actor_ckpt_to_keep\n" in out
+    assert "use_pf_ppo\n    is not supported; leave it out\n" in asked(capsys, "--help", "use_pf")[1]
+    assert "    has no effect: nothing is compiled\n" in asked(capsys, "--help", "torch_compile")[1]
+    useless = " ".join(asked(capsys, "--help", "critic.grad_clip")[1].split())
+    assert "Does nothing here: algorithm.adv_estimator=grpo has no critic." in useless
+
+
+def test_a_search_without_a_hit_ends_with_1_and_close_names(capsys):
+    code, out, err = asked(capsys, "--help", "temprature")
+    assert code == 1 and out == "" and len(err.splitlines()) == 1
+    assert "--help temprature: no key has this" in err and "actor_rollout_ref.rollout.temperature" in err
+    assert "no name is close to it" in asked(capsys, "--help", "xyzzyx")[2]
