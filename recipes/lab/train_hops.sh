@@ -4,7 +4,7 @@
 #   bash recipes/lab/train_hops.sh RECIPE [key=value ...]          DRY_RUN=1 only checks the configuration
 #
 # It makes the data and the base model (outputs/lab/ in the current folder) where they are missing. It runs over Ray or,
-# where Ray cannot be imported, in one process (trainer.backend=local), with the same numbers.
+# where Ray cannot be imported, in one process (trainer.backend=local); the numbers agree up to rounding.
 set -euo pipefail
 
 recipe="$1"

@@ -261,7 +261,7 @@ def hardware_table(summaries: Sequence[Summary], name: str = "H100", numbers: Se
         steps = [sum(plans[one].plan.seconds.values()) for one in here]
         done = _statuses([repeats(one, summaries) for one in here])
         rows.append([f"{count} x {name}", _grouped(here), f"a step {_range(steps)}, estimated", done])
-    return Table(["hardware", "scripts in `recipes/` that are made for it and fit", "time", "status"], rows)
+    return Table(["hardware", "scripts in `recipes/` that need no more and fit", "time", "status"], rows)
 
 
 def render_hardware(results: Path) -> str:
