@@ -18,7 +18,7 @@ from core.config.convert import Problem
 from core.config.schema import Config
 from core.config.yaml_tables import read_table
 
-KEY = "trainer.reference"
+KEY, MODEL = "trainer.reference", "actor_rollout_ref.model.path"
 TABLE = Path(__file__).resolve().parents[2] / "results" / "references.yaml"
 
 
@@ -55,7 +55,7 @@ def departures(row: Mapping[str, Any], recipe: str, flat: Mapping[str, Any]) -> 
     """Return what differs from the row, in the row's order. ``flat`` is a configuration as flat key -> value."""
     found = [] if recipe == row["recipe"] else [Departure("the recipe", recipe, row["recipe"])]
     allowed = {(one["key"], _plain(one["here"])): one["why"] for one in row.get("departures", ()) if "key" in one}
-    for key, there in row.get("settings", {}).items():
+    for key, there in {MODEL: row["model"], **row.get("settings", {})}.items():
         here = flat.get(key)
         if _plain(here) != _plain(there):
             found.append(Departure(key, here, there, allowed.get((key, _plain(here)))))
