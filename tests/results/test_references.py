@@ -254,6 +254,14 @@ def test_a_dry_run_lists_the_settings_that_differ(capsys, monkeypatch):
     assert printed.count("reference dapo-32b-full-rerun: ") == 1
 
 
+def test_a_departure_that_a_row_allows_is_no_warning():
+    own = read_script(ROOT / "recipes/search_r1/run_qwen2.5_7b_base_ppo.sh", ["trainer.total_training_steps=500"])
+    found = examine("search_r1", own.arguments, hooks_of("search_r1")).warnings
+    assert [one for one in found if one.startswith("reference ")] == [
+        "reference search_r1-7b-base-ppo: data.val_max_samples is 128 here, -1 there"
+    ]
+
+
 def test_a_row_is_optional_and_its_file_too(tmp_path):
     assert check("grpo", compose("grpo")) == ([], [])
     named = convert.replaced(compose("grpo"), {"trainer.reference": "x"})

@@ -267,7 +267,9 @@ def test_yaml_that_does_not_fit_names_every_fault():
 def test_published_configurations_are_read_also_where_they_hold_another_recipes_keys(recipe):
     for path in sorted(ROOT.glob(f"results/{recipe}/lab-seed*/config.yaml")):
         tree = yaml.safe_load(path.read_text())
-        assert "retriever" in tree and yaml.safe_load(to_yaml(from_yaml(path.read_text()))) == tree
+        written = yaml.safe_load(to_yaml(from_yaml(path.read_text())))
+        assert written["trainer"].pop("reference") is None  # a key that is newer than these runs
+        assert "retriever" in tree and written == tree
 
 
 def test_diff():
