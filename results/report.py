@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from core import moved
+from core.errors import InputError
 from results.reporting import tables
 from results.reporting.run_reader import NotARun, RecordedRun, group_name, group_runs, load_run
 from results.reporting.run_report import headline, write_report
@@ -51,10 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             runs = [load_run(folder) for folder in args.runs]
             path = write_report(runs, args.out or _default_folder(runs))
             print(f"{headline(runs)}\nreport: {path}")
-    except NotARun as error:
+        return tables.update(args.results, check=args.check) if args.index else 0
+    except (NotARun, InputError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return tables.update(args.results, check=args.check) if args.index else 0
 
 
 def _default_folder(runs: Sequence[RecordedRun]) -> Path:

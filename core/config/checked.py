@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from core.config import convert, recipes, rules, unused_keys
+from core.config import convert, recipes, references, rules, unused_keys
 from core.config.resolution import resolve
 from core.config.schema import Config
 from core.config.view import View
@@ -45,13 +45,14 @@ def examine(recipe: str, overrides: Sequence[str], hooks: Collection[str] = ()) 
     config = resolve(convert.build(schema, tree, refused), recipe)
     view = View(config, layers.given, hooks, recipe)
     bad = {problem.key for problem in refused if isinstance(problem, convert.Problem)}
-    lines = [*refused, *rules.problems(view, bad)]
+    unknown, departures = references.check(recipe, config)
+    lines = [*refused, *rules.problems(view, bad), *unknown]
     without_effect = unused_keys.reasons(view, [*layers.given, *convert.all_keys(schema)])
     unused = {key: (value, without_effect[key]) for key, value in layers.given.items() if key in without_effect}
     return Composed(
         config=config,
         problems=tuple(dict.fromkeys(map(str, lines))),
-        warnings=tuple(rules.warnings(view)),
+        warnings=(*rules.warnings(view), *departures),
         given=layers.given,
         unused={**layers.unused, **unused},
         without_effect=frozenset(without_effect),

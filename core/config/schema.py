@@ -424,6 +424,7 @@ class TrainerConfig:
     max_staleness: limits.Size = 0  # steps a sample may be old; 1: the next collection overlaps the update
     project_name: str | None = None  # project at a logger's service; None: rlrepro-<recipe>
     experiment_name: str | None = None  # name of the run; None: <model>-seed<seed>
+    reference: str | None = None  # id of the row of results/references.yaml that the run is to reproduce; None: none
     default_local_dir: str | None = None  # run folder; None: outputs/<recipe>/<experiment_name>
     # where metrics go besides metrics.jsonl in the run folder
     logger: tuple[Logger, ...] = ("console", "tensorboard")

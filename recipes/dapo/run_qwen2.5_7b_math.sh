@@ -2,43 +2,14 @@
 # DAPO without dynamic sampling on answers of 8k tokens: Qwen2.5-Math-7B, 8 nodes of 8 GPUs (arXiv:2503.14476).
 # The hyper-parameters are those of verl v0.5, recipe/dapo/test_dapo_7b_math.sh. algorithm.filter_groups.enable=True
 # turns dynamic sampling on.
-# This script has never run at its scale; it needs trainer.backend=ray and vLLM. Like the
-# published run it splits each sequence over 4 GPUs, which is a memory setting.
+# This script has never run at its scale; it needs trainer.backend=ray and vLLM, which train.sh sets.
 #
 #   bash recipes/dapo/run_qwen2.5_7b_math.sh [key=value ...]     DRY_RUN=1 only checks the configuration
-#
-# prepare_dapo_data.sh makes the data; DAPO_DIR names its folder. The output goes to outputs/dapo/ in the current folder.
 set -euo pipefail
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
-data="${DAPO_DIR:-$HOME/data/dapo}"
-python="$root/.venv/bin/python"
-[[ -x "$python" ]] || python=python3
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-
-# Arguments before -- are this script's; those after it win. preset=script holds every setting that decides the result.
-exec "$python" -m recipes.dapo.main_dapo \
-    preset=script \
-    data.train_files="$data/dapo_math/train.parquet" \
-    data.val_files="$data/aime2024/test.parquet" \
+exec bash "$(dirname "${BASH_SOURCE[0]}")/train.sh" 7b_math qwen2.5_7b_math preset=script \
+    trainer.reference=dapo-7b-math \
     data.max_response_length=8192 \
     algorithm.filter_groups.enable=False \
-    actor_rollout_ref.model.path=Qwen/Qwen2.5-Math-7B \
-    actor_rollout_ref.model.use_remove_padding=True \
-    actor_rollout_ref.actor.ulysses_sequence_parallel_size=4 \
-    actor_rollout_ref.model.override_config.max_position_embeddings=32768 \
-    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=20480 \
-    actor_rollout_ref.actor.fsdp_config.param_offload=True \
-    actor_rollout_ref.actor.fsdp_config.optimizer_offload=True \
-    actor_rollout_ref.rollout.name=vllm \
-    actor_rollout_ref.rollout.tensor_model_parallel_size=4 \
-    actor_rollout_ref.rollout.gpu_memory_utilization=0.80 \
-    actor_rollout_ref.rollout.max_num_batched_tokens=10240 \
-    trainer.backend=ray \
-    trainer.nnodes=8 \
-    trainer.n_gpus_per_node=8 \
     trainer.total_training_steps=200 \
-    trainer.experiment_name=qwen2.5_7b_math \
-    trainer.test_freq=10 \
-    trainer.save_freq=10 \
     -- "$@"

@@ -22,6 +22,7 @@ export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 model="$1"
 shift
 name="eval-$(basename "$model")"
+for word in "$@"; do [[ "$word" != trainer.reference=* ]] || name="eval-${word#*=}"; done # a row's runs have folders of their own
 sets=""
 for set in nq triviaqa popqa hotpotqa 2wikimultihopqa musique bamboogle; do sets+="${sets:+,}'$test/$set.parquet'"; done
 own=(

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from core.tracking.validation import Estimate, question_interval
 from results.reporting.comparison import accuracy_by_question
+from results.reporting.numbers import percent
 from results.reporting.pages import Table, markdown_table
 from results.reporting.run_reader import NotARun, RecordedRun, decoding, load_run
-from results.reporting.tables import percent
 
 
 @dataclass(frozen=True)

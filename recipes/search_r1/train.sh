@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Search-R1 on NQ and HotpotQA, 1 node of 8 GPUs (arXiv:2503.09516).
 #
-#   bash recipes/search_r1/train.sh 3b|7b base|instruct ppo|grpo [key=value ...]     DRY_RUN=1 only checks
+#   bash recipes/search_r1/train.sh 3b|7b|14b base|instruct ppo|grpo|r1 [key=value ...]     DRY_RUN=1 only checks
 #
+# r1 is the baseline without search: PPO over data made with --prompt r1, in folders that end in _r1 (README.md).
 # The hyper-parameters are those of the published scripts (preset=script); append preset=paper for the paper's.
 # This script has never run at its scale; it needs trainer.backend=ray and vLLM.
 # Start recipes/search_r1/run_retriever.sh and make the data (README.md) first; SEARCH_R1_DIR names their folder.
@@ -14,20 +15,28 @@ python="$root/.venv/bin/python"
 [[ -x "$python" ]] || python=python3
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
-usage="usage: train.sh 3b|7b base|instruct ppo|grpo [key=value ...]"
+usage="usage: train.sh 3b|7b|14b base|instruct ppo|grpo|r1 [key=value ...]"
 [[ $# -ge 3 ]] || { echo "$usage" >&2; exit 2; }
 case "$1-$2" in
 3b-base) model=Qwen/Qwen2.5-3B ;;
 3b-instruct) model=Qwen/Qwen2.5-3B-Instruct ;;
 7b-base) model=Qwen/Qwen2.5-7B ;;
 7b-instruct) model=Qwen/Qwen2.5-7B-Instruct ;;
+14b-base) model=Qwen/Qwen2.5-14B ;;
+14b-instruct) model=Qwen/Qwen2.5-14B-Instruct ;;
 *) echo "$usage" >&2; exit 2 ;;
 esac
-case "$3" in
-ppo) algorithm=(
+offload=(
     critic.model.fsdp_config.param_offload=True
     critic.model.fsdp_config.optimizer_offload=True
-) ;;
+)
+prompts=""
+case "$3" in
+ppo) algorithm=("${offload[@]}") ;;
+r1)
+    algorithm=("${offload[@]}" do_search=False)
+    prompts=_r1
+    ;;
 grpo) algorithm=( # the published code makes ten updates of 2,560 trajectories; 64 prompts an update make eight
     algorithm.adv_estimator=grpo
     algorithm.use_kl_in_reward=False
@@ -40,14 +49,16 @@ grpo) algorithm=( # the published code makes ten updates of 2,560 trajectories; 
 *) echo "$usage" >&2; exit 2 ;;
 esac
 name="qwen2.5_$1_$2_$3"
+reference=("trainer.reference=search_r1-$1-$2-$3")
+[[ "$1-$3" != 14b-grpo ]] || reference=() # nobody published it
 shift 3
 sets=""
-for set in nq triviaqa popqa hotpotqa 2wikimultihopqa musique bamboogle; do sets+="${sets:+,}'$data/test/$set.parquet'"; done
+for set in nq triviaqa popqa hotpotqa 2wikimultihopqa musique bamboogle; do sets+="${sets:+,}'$data/test$prompts/$set.parquet'"; done
 
 # Arguments before -- are this script's; those after it win. preset=script holds every setting that decides the result.
 exec "$python" -m recipes.search_r1.main_search_r1 \
     preset=script \
-    data.train_files="$data/nq_hotpotqa/train.parquet" \
+    data.train_files="$data/nq_hotpotqa$prompts/train.parquet" \
     data.val_files="[$sets]" \
     data.val_max_samples=128 \
     actor_rollout_ref.model.path="$model" \
@@ -62,6 +73,7 @@ exec "$python" -m recipes.search_r1.main_search_r1 \
     trainer.nnodes=1 \
     trainer.n_gpus_per_node=8 \
     trainer.experiment_name="$name" \
+    "${reference[@]}" \
     trainer.test_freq=100 \
     trainer.save_freq=100 \
     -- "$@"

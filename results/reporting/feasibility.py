@@ -95,15 +95,15 @@ def scripts(recipes: Path = ROOT / "recipes") -> list[Script]:
     return [one for path in sorted(recipes.glob("*/run_*.sh")) if (one := read_script(path)) is not None]
 
 
-def read_script(path: Path) -> Script | None:
-    """Return what a script starts; None where that is no training run.
+def read_script(path: Path, typed: Sequence[str] = ()) -> Script | None:
+    """Return what a script starts with these arguments; None where that is no training run.
 
     Raises:
         InputError: the script fails, or its configuration has problems.
     """
     environment = {**os.environ, "DRY_RUN": "1"}
     done = subprocess.run(
-        ["bash", "-c", PRINT_WORDS, str(path)],
+        ["bash", "-c", PRINT_WORDS, str(path), *typed],
         env=environment,
         capture_output=True,
         text=True,

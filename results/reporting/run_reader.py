@@ -31,6 +31,7 @@ _ABSOLUTE_PATH = re.compile(r"(?<![\w/.])~?(?:/[^\s'\"=,:;\[\](){}/]+)+/?")
 # keys in which runs of one experiment may differ, besides every key that ends in "seed"
 _RUN_KEYS = {
     *("trainer.experiment_name", "trainer.project_name", "trainer.default_local_dir", "trainer.logger"),
+    "trainer.reference",
     *("trainer.rollout_data_dir", "trainer.validation_data_dir", "trainer.log_val_generations", "trainer.cpu_threads"),
     *("global_profiler.tool", "global_profiler.steps", "global_profiler.save_path"),
     *("trainer.resume_mode", "trainer.resume_from_path", "trainer.save_freq", "trainer.max_actor_ckpt_to_keep"),
@@ -280,6 +281,7 @@ def summarise(run: RecordedRun) -> dict[str, Any]:
         "seconds": round(run.seconds, 1),
         "hardware": f"{len(gpus)} x {gpus[0]}" if gpus else f"{machine['cores']} cores, {machine['cpu']}",
         **{name: run.manifest[name] for name in ("last_healthy_step",) if name in run.manifest},
+        **({"reference": reference} if (reference := run.config.get("trainer.reference")) is not None else {}),
         "commit": f"{git['commit'][:10]}{' with changes' if git['dirty'] else ''}" if git["commit"] else "unknown",
         "results": results,
     }

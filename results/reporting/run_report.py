@@ -15,9 +15,10 @@ from typing import Any
 from core.tracking import step_time
 from results.reporting.comparison import paired_comparison, welch_interval
 from results.reporting.curves import Group, curves
+from results.reporting.numbers import change, percent
 from results.reporting.pages import Block, Fold, Heading, Table, Text, write_pages
 from results.reporting.run_reader import RecordedRun, decoding, group_name, group_runs, summarise
-from results.reporting.tables import change, experiment_table, experiments, percent, run_table
+from results.reporting.tables import experiment_table, experiments, run_table
 
 
 def _cell(value: Any) -> str:

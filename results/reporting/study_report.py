@@ -13,9 +13,10 @@ from typing import Any
 
 from core.tracking.validation import Estimate, t_interval
 from results.reporting.comparison import holm, paired_p, seed_interval
+from results.reporting.numbers import with_interval
 from results.reporting.pages import Block, Curves, Fold, Gallery, Heading, Line, Table, Text, write_pages
+from results.reporting.references import read_references
 from results.reporting.study import Check, Claim, Metric, Record, Records, Study
-from results.reporting.tables import read_references, with_interval
 
 ALPHA = 0.05
 Found = Mapping[tuple[str, int], Record]

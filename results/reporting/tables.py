@@ -6,56 +6,34 @@ No number in them is typed: a test generates the two READMEs again from the comm
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from core.tracking.run_manifest import ROOT
 from core.tracking.validation import Estimate
-from results.reporting.comparison import Paired, SeedEstimate, seed_interval
+from results.reporting.comparison import Paired, seed_interval
 from results.reporting.feasibility import Summary, read_summaries, render_hardware
 from results.reporting.learning_curve import learning_curve
+from results.reporting.numbers import change, evidence, percent
 from results.reporting.pages import Table, markdown_table, sparkline
+from results.reporting.references import (
+    closed_table,
+    differing_table,
+    named_runs,
+    read_references,
+    reference_table,
+    remarks,
+    set_table,
+)
 from results.reporting.run_reader import by_experiment, group_name, load_run
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 HARDWARE = ("<!-- hardware:begin -->", "<!-- hardware:end -->")
 HEADLINE_SEEDS = 3  # fewer seeds give no interval worth a headline
-
-
-# --- numbers as text ---
-
-
-def with_interval(estimate: Estimate, number: Callable[[float, str], str], sign: str = "") -> str:
-    """Return ``96.8 [95.0, 98.0]``, or ``96.8 ± 0.4 [95.9, 97.7]`` over seeds: with the interval where there is one.
-
-    ``number`` formats a value; its second argument is the sign option of the format, ``+`` or nothing.
-    """
-    text = number(estimate.value, sign)
-    if isinstance(estimate, SeedEstimate) and estimate.sd is not None:
-        text += f" ± {number(estimate.sd, '')}"
-    if estimate.low is None or estimate.high is None:
-        return text
-    return f"{text} [{number(estimate.low, sign)}, {number(estimate.high, sign)}]"
-
-
-def percent(estimate: Estimate, sign: str = "") -> str:
-    """Return an estimate in hundredths, with its interval."""
-    return with_interval(estimate, lambda value, sign: f"{100 * value:{sign}.1f}", sign)
-
-
-def change(paired: Paired) -> str:
-    return f"{percent(paired.difference, '+')}, {paired.better} up, {paired.worse} down"
-
-
-# --- reading ---
-
-
-def read_references(results: Path) -> Mapping[str, Any]:
-    return yaml.safe_load((results / "references.yaml").read_text(encoding="utf-8"))
+FACTS = ("experiment", "estimator", "loss", "evaluated on", "metric", "questions", "seeds", "before", "after", "steps")
+SETTING = ("decoding", "model", "command")
 
 
 @dataclass(frozen=True)
@@ -120,15 +98,26 @@ def _change(paired: Mapping[str, Any] | None) -> str:
 
 
 def experiment_table(summaries: Sequence[Summary]) -> Table:
-    header = ["experiment", "estimator", "loss", "evaluated on", "metric", "questions", "seeds", "before", "after"]
-    rows = []
-    for each in experiments(summaries):
-        first, steps = each.runs[0], sorted({run["steps"] for run in each.runs})
-        cells = [each.name, first["estimator"] or "", first["loss"] or "", each.source, each.metric]
-        cells += [str(each.results[0]["questions"]), str(len(each.runs))]
-        cells += [each.text("before"), each.text("after"), "–".join(map(str, steps))]
-        rows.append([*cells, first["decoding"], first["model"] or "", f"`{short_command(first['command'])}`"])
-    return Table([*header, "steps", "decoding", "model", "command"], rows)
+    rows = [[*_facts(each), *_setting(each)] for each in experiments(summaries)]
+    return Table([*FACTS, *SETTING], rows)
+
+
+def indexed_table(found: Sequence[Experiment], verified: Sequence[Mapping[str, str]]) -> Table:
+    """Return the table of experiments with the evidence of each."""
+    rows = [[*_facts(each), evidence(each.name, each.runs, verified), *_setting(each)] for each in found]
+    return Table([*FACTS, "evidence", *SETTING], rows)
+
+
+def _facts(each: Experiment) -> list[str]:
+    first, steps = each.runs[0], sorted({run["steps"] for run in each.runs})
+    cells = [each.name, first["estimator"] or "", first["loss"] or "", each.source, each.metric]
+    cells += [str(each.results[0]["questions"]), str(len(each.runs))]
+    return [*cells, each.text("before"), each.text("after"), "–".join(map(str, steps))]
+
+
+def _setting(each: Experiment) -> list[str]:
+    first = each.runs[0]
+    return [first["decoding"], first["model"] or "", f"`{short_command(first['command'])}`"]
 
 
 def short_command(command: str) -> str:
@@ -143,7 +132,10 @@ def short_command(command: str) -> str:
     return " ".join([f"python -m {module}" if line else module, *words])
 
 
-def run_table(summaries: Sequence[Summary], linked: bool = False) -> Table:
+def run_table(
+    summaries: Sequence[Summary], linked: bool = False, verified: Sequence[Mapping[str, str]] | None = None
+) -> Table:
+    """Return a line for each accuracy of each run; its last column is the evidence where ``verified`` is given."""
     header = ["run", "seed", "status", "evaluated on", "metric", "before", "after", "change by question", "curve"]
     rows = []
     for summary in summaries:
@@ -152,51 +144,53 @@ def run_table(summaries: Sequence[Summary], linked: bool = False) -> Table:
             cells = [f"[{name}]({name}/)" if linked else name, str(summary["seed"]), summary["status"]]
             cells += [result["data_source"], result["metric"], _point(result, "before"), _point(result, "after")]
             cells += [_change(result["change"]), sparkline([value for _, value in result["curve"]])]
-            rows.append([*cells, f"{summary['seconds']:.0f}", summary["hardware"], summary["commit"]])
-    return Table([*header, "seconds", "hardware", "commit"], rows)
-
-
-def reference_table(summaries: Sequence[Summary], references: Mapping[str, Any]) -> Table:
-    """Return what others report, with its source, beside what was measured here or the command that would."""
-    header = ["recipe", "model", "method", "evaluated on", "reported", "source", "here"]
-    measured: dict[tuple[str, str, str], list[str]] = {}
-    for each in experiments(summaries):
-        if each.metric.startswith("mean@"):
-            key = (each.runs[0]["recipe"], each.runs[0]["model"], each.source)
-            measured.setdefault(key, []).append(f"{each.text('after')} ({each.name})")
-    rows = []
-    for ref in references["references"]:
-        key = (ref["recipe"], ref["model"], ref["data_source"])
-        not_run = f"not run: `{ref['command']}`" if "command" in ref else "not run: no script"
-        here = "; ".join(measured.get(key, [not_run]))
-        rows.append([*key[:2], ref["method"], key[2], f"{ref['value']:.1f}", f"{ref['source']} [{ref['tag']}]", here])
-    return Table(header, rows)
+            last = summary["commit"] if verified is None else evidence(name, [summary], verified)
+            rows.append([*cells, f"{summary['seconds']:.0f}", summary["hardware"], last])
+    return Table([*header, "seconds", "hardware", "commit" if verified is None else "evidence"], rows)
 
 
 def render(results: Path) -> str:
-    """Return the text of ``results/README.md``."""
+    """Return the text of ``results/README.md``.
+
+    Raises:
+        InputError: a published run names a row of ``references.yaml`` that does not exist.
+    """
     summaries, references = read_summaries(results), read_references(results)
+    named, found = named_runs(results, summaries, references), experiments(summaries)
+    verified = references.get("verified", ())
     tags = "\n".join(f"- **[{tag}]** {meaning}" for tag, meaning in references["tags"].items())
-    notes = "\n".join(
-        f"- {ref['model']}, {ref['method']}: {ref['note']}" for ref in references["references"] if "note" in ref
-    )
+    several, single = ([one for one in found if (len(one.runs) > 1) is many] for many in (True, False))
     parts = [
         "# Results",
         "Generated by `python -m results.report --index` from the folders beside this file; not edited by hand.",
         "Accuracies are percentages, taken at the last validation of a run, never at the best one. Square brackets "
         "hold 95 % intervals: over seeds (Student, cut at 0 and 100), after the sample standard deviation (±), where "
         "there are several, over questions (Wilson, a question is one cluster) where there is one.",
+        "Each number has its evidence. *Verified*: a test repeats it to the bit, or a second run came out inside its "
+        "interval. *Measured*: it was run here, with so many seeds at that commit. *Not run*: the command that would "
+        "produce it, and what that is planned to cost (`python -m core.plan`: without validations and retrieval).",
         "## Experiments",
-        markdown_table(experiment_table(summaries)) if summaries else "No run was published yet.",
-        *(("## Runs", markdown_table(run_table(summaries, linked=True))) if summaries else ()),
+        markdown_table(indexed_table(several, verified)) if several else "None of several seeds was published yet.",
+        *(_section("## Experiments of one seed", indexed_table(single, verified))),
+        *(_section("## Runs", run_table(summaries, linked=True, verified=verified))),
         "Curves, samples and settings, or a comparison of runs: `python -m results.report results/<recipe>/<run> ...`.",
         "## Reported elsewhere",
-        markdown_table(reference_table(summaries, references)),
-        notes,
+        "A run stands here if it names the row (`trainer.reference=<row>`), is finished, was validated at its end on "
+        "all of the row's questions, and has the settings that `references.yaml` names for the row. Paths of training "
+        "data are not compared. Differences are in points.",
+        markdown_table(reference_table(references, named)),
+        *(_section("### By data set", set_table(references, named))),
+        *(_section("### Runs that name a row and differ", differing_table(named))),
+        *(_section("### Not to be reproduced from what was published", closed_table(references))),
+        "\n".join(remarks(references)),
         "Source tags:",
         tags,
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _section(title: str, table: Table) -> list[str]:
+    return [title, markdown_table(table)] if table.rows else []
 
 
 def headlines(summaries: Sequence[Summary]) -> list[Experiment]:

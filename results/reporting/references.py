@@ -1,0 +1,251 @@
+"""The numbers that others report, each beside the runs here that name it, or with what it would take.
+
+A run names a row of ``results/references.yaml`` by ``trainer.reference``. It stands beside the row's number only if it
+is finished, was validated at its end on all of the row's questions, and has the settings that the row names; a row's
+own departures are allowed and shown. Every other run that names a row is listed with the reasons.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from core.config.references import Departure, departures, unknown
+from core.errors import InputError
+from core.planning.estimate import DEFAULT_GPU, Plan
+from core.planning.model_shapes import gpu
+from core.tracking.run_manifest import ROOT, flatten
+from core.tracking.validation import Estimate
+from results.reporting.comparison import seed_interval
+from results.reporting.feasibility import Summary, read_script
+from results.reporting.numbers import evidence, percent
+from results.reporting.pages import Table
+from results.reporting.run_reader import by_experiment, group_name
+
+Row = Mapping[str, Any]
+
+
+def read_references(results: Path) -> Mapping[str, Any]:
+    return yaml.safe_load((results / "references.yaml").read_text(encoding="utf-8"))
+
+
+# --- which runs stand beside a row ---
+
+
+@dataclass(frozen=True)
+class NamedRun:
+    """A published run that names a row. ``reasons`` keep it from standing beside the row's number."""
+
+    summary: Summary
+    row: Row
+    allowed: Sequence[Departure]
+    reasons: Sequence[str]
+
+    @property
+    def name(self) -> str:
+        return f"{self.summary['recipe']}/{self.summary['run']}"
+
+    def accuracy(self, source: str) -> Estimate:
+        return Estimate(**_result(self.row, self.summary, source)["after"]["estimate"])
+
+    @property
+    def macro(self) -> Estimate:
+        """The mean over the row's data sets; the variances of the sets' means add up in its interval."""
+        found = [self.accuracy(source) for source in sources(self.row)]
+        if len(found) == 1:
+            return found[0]
+        mean, n = statistics.fmean(one.value for one in found), sum(one.n for one in found)
+        if any(one.low is None or one.high is None for one in found):
+            return Estimate(mean, None, None, n)
+        half = math.hypot(*((one.high - one.low) / 2 for one in found)) / len(found)
+        return Estimate(mean, mean - half, mean + half, n)
+
+
+def sources(row: Row) -> list[str]:
+    return row["data_source"].split(", ")
+
+
+def named_runs(results: Path, summaries: Sequence[Summary], references: Mapping[str, Any]) -> list[NamedRun]:
+    """Return the runs that name a row.
+
+    Raises:
+        InputError: a run names a row that does not exist.
+    """
+    known = {row["id"]: row for row in references["references"]}
+    found, problems = [], []
+    for summary in summaries:
+        if "reference" not in summary:
+            continue
+        folder = f"{summary['recipe']}/{summary['run']}"
+        if summary["reference"] not in known:
+            problems.append(f"{folder}: {unknown(summary['reference'], list(known))}")
+            continue
+        config = flatten(yaml.safe_load((results / folder / "config.yaml").read_text(encoding="utf-8")))
+        row = known[summary["reference"]]
+        differing = departures(row, summary["recipe"], config)
+        reasons = [str(one) for one in differing if one.why is None]
+        allowed = [one for one in differing if one.why is not None]
+        found.append(NamedRun(summary, row, allowed, [*reasons, *_incomplete(row, summary, config)]))
+    if problems:
+        raise InputError(problems)
+    return found
+
+
+def _result(row: Row, summary: Summary, source: str) -> Mapping[str, Any] | None:
+    metric = row.get("metric", "mean@1")
+    return next((r for r in summary["results"] if (r["data_source"], r["metric"]) == (source, metric)), None)
+
+
+def _incomplete(row: Row, summary: Summary, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a run lacks of an accuracy at the end of a finished run, on all of the row's questions."""
+    if summary["status"] != "finished":
+        yield f"its status is {summary['status']}"
+    evaluates = row.get("settings", {}).get("trainer.val_only", False)
+    at_the_end = summary["steps"] == config.get("trainer.total_training_steps")
+    if config.get("trainer.val_only") and not evaluates and not at_the_end:
+        yield f"it only validates, the model of step {summary['steps']}"
+    for source in sources(row):
+        result = _result(row, summary, source)
+        if result is None:
+            yield f"it has no {row.get('metric', 'mean@1')} on {source}"
+            continue
+        there = row.get("questions")
+        there = there.get(source) if isinstance(there, Mapping) else there
+        if there is not None and result["questions"] != there:
+            yield f"{source} has {result['questions']} questions here, {there} there"
+        if result["after"]["step"] != summary["steps"]:
+            yield f"its last validation is of step {result['after']['step']} of {summary['steps']}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The runs of one experiment that stand beside a row: they differ in their seeds only."""
+
+    row: Row
+    runs: Sequence[NamedRun]
+
+    @property
+    def name(self) -> str:
+        return group_name([run.name for run in self.runs])
+
+    @property
+    def estimate(self) -> Estimate:
+        return self._over_seeds([run.macro for run in self.runs])
+
+    def accuracy(self, source: str) -> Estimate:
+        return self._over_seeds([run.accuracy(source) for run in self.runs])
+
+    def _over_seeds(self, found: Sequence[Estimate]) -> Estimate:
+        return found[0] if len(found) == 1 else seed_interval([one.value for one in found])
+
+
+def measured(row: Row, runs: Sequence[NamedRun]) -> list[Measured]:
+    entering = [run for run in runs if run.row["id"] == row["id"] and not run.reasons]
+    grouped = by_experiment(entering, lambda run: run.summary["group"], lambda run: run.summary["seed"])
+    return [Measured(row, group) for group in grouped]
+
+
+# --- what it would take ---
+
+
+def planned(row: Row) -> str:
+    """Return the GPU-hours of a row's command, as core.planning estimates them, or why there is no estimate."""
+    if row.get("settings", {}).get("trainer.val_only", False):
+        return "an evaluation, which plans do not cover"
+    try:
+        words = shlex.split(row["command"])
+        at = words.index("bash") + 1
+        script = read_script(ROOT / words[at], words[at + 1 :])
+        if script is None or script.lab:
+            return "a laptop does"
+        plan, config = Plan(script.config, gpu(DEFAULT_GPU)), script.config
+    except InputError as error:
+        return f"no plan: {error.problems[0]}"
+    steps = config.trainer.total_training_steps
+    steps = steps or config.trainer.total_epochs * (row["train_examples"] // config.data.train_batch_size)
+    hours = steps * sum(plan.seconds.values()) / 3600 * plan.gpus
+    rounded = float(f"{hours:.2g}")  # an estimate has no more digits
+    size = f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:g}"
+    return f"about {size} GPU-hours on {plan.gpus} x {plan.gpu.name}{'' if plan.fits else ', which does not fit'}"
+
+
+# --- tables ---
+
+
+def _known(row: Row) -> list[str]:
+    found = sources(row)
+    where = found[0] if len(found) == 1 else f"mean of {len(found)} data sets"
+    return [row["id"], row["method"], row["model"], where, f"{row['value']:.1f}", f"{row['source']} [{row['tag']}]"]
+
+
+def reference_table(references: Mapping[str, Any], runs: Sequence[NamedRun]) -> Table:
+    """Return what others report, with its source, beside what was measured here or the command that would."""
+    header = ["row", "method", "model", "evaluated on", "reported", "source", "here", "difference", "departures"]
+    rows = []
+    for row in references["references"]:
+        if "not_reproducible" in row:
+            continue
+        found = measured(row, runs)
+        for each in found:
+            estimate, summaries = each.estimate, [run.summary for run in each.runs]
+            used = dict.fromkeys(f"{one} ({one.why})" for run in each.runs for one in run.allowed)
+            used |= dict.fromkeys(one["what"] for one in row.get("departures", ()) if "what" in one)
+            cells = [f"{percent(estimate)} ({each.name})", f"{100 * estimate.value - row['value']:+.1f}"]
+            support = evidence(each.name, summaries, references.get("verified", ()))
+            rows.append([*_known(row), *cells, "; ".join(used) or "none", support])
+        if not found:
+            rows.append([*_known(row), "", "", "", f"not run (`{row['command']}`, planned: {planned(row)})"])
+    return Table([*header, "evidence"], rows)
+
+
+def set_table(references: Mapping[str, Any], runs: Sequence[NamedRun]) -> Table:
+    """Return reported and measured accuracies of rows of several data sets, a line a set; only of what was measured."""
+    rows = []
+    for row in references["references"]:
+        for each in measured(row, runs) if "values" in row else ():
+            for source, reported in row["values"].items():
+                here = each.accuracy(source)
+                cells = [row["id"], each.name, source, f"{reported:.1f}", percent(here)]
+                rows.append([*cells, f"{100 * here.value - reported:+.1f}"])
+    return Table(["row", "runs", "data set", "reported", "here", "difference"], rows)
+
+
+def differing_table(runs: Sequence[NamedRun]) -> Table:
+    rows = [[f"[{run.name}]({run.name}/)", run.row["id"], "; ".join(run.reasons)] for run in runs if run.reasons]
+    return Table(["run", "row", "what keeps it out of the row"], rows)
+
+
+def closed_table(references: Mapping[str, Any]) -> Table:
+    rows = [[*_known(row), row["not_reproducible"]] for row in references["references"] if "not_reproducible" in row]
+    return Table(["row", "method", "model", "evaluated on", "reported", "source", "why"], rows)
+
+
+def remarks(references: Mapping[str, Any]) -> list[str]:
+    """Return a line for each note and each departure that is a sentence, with the rows that have it."""
+    found: dict[str, list[str]] = {}
+    for row in references["references"]:
+        texts = [row["note"]] if "note" in row else []
+        for one in row.get("departures", ()):
+            what = one.get("what", f"{one.get('key')}={one.get('here')} is allowed")
+            texts.append(f"{what}: {one['why']}")
+        for text in texts:
+            found.setdefault(text, []).append(row["id"])
+    return [f"- {_together(ids)}: {text}" for text, ids in found.items()]
+
+
+def _together(ids: Sequence[str]) -> str:
+    """Return ``dapo-32b-* (9 rows)`` for many ids, the ids themselves for a few."""
+    if len(ids) <= 3:
+        return ", ".join(ids)
+    heads: dict[str, list[str]] = {}
+    for one in ids:
+        heads.setdefault(one.partition("-")[0], []).append(one)
+    return ", ".join(f"{os.path.commonprefix(same)}* ({len(same)} rows)" for same in heads.values())

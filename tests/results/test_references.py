@@ -1,0 +1,379 @@
+"""Runs beside the numbers of others: which run stands in which row, and what every row of this repository holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from core.command_line import prepare
+from core.config import compose, convert, examine, recipes
+from core.config.references import check, departures
+from core.planning.estimate import hooks_of
+from core.tracking.tracker import Tracker
+from core.tracking.validation import validation_metrics
+from core.types import StepMetrics
+from results import report
+from results.publish import publish
+from results.reporting import references
+from results.reporting.feasibility import read_script, read_summaries
+from results.reporting.references import differing_table, named_runs, read_references, reference_table, set_table
+from tests.core.synthetic import configured, make_run, records
+
+ROOT = Path(__file__).resolve().parents[2]
+ROW = {
+    "id": "grpo-lab",
+    "recipe": "grpo",
+    "model": "outputs/lab/base",
+    "method": "GRPO",
+    "data_source": "lab/hops",
+    "value": 90.0,
+    "questions": 100,
+    "source": "a paper, table 1",
+    "tag": "R",
+    "command": "bash recipes/grpo/run_lab.sh",
+    "settings": {
+        "algorithm.adv_estimator": "grpo",
+        "data.train_batch_size": 1024,
+        "actor_rollout_ref.actor.optim.lr": 1e-6,
+        "actor_rollout_ref.rollout.val_kwargs.do_sample": False,
+    },
+    "departures": [
+        {"key": "actor_rollout_ref.actor.optim.lr", "here": 2e-6, "why": "the paper's text has it"},
+        {"what": "each prompt occurs once", "why": "the file there repeats them"},
+    ],
+}
+OTHER = {**ROW, "id": "grpo-lab-other", "source": "another paper", "settings": {"algorithm.adv_estimator": "rloo"}}
+SETS = {
+    **ROW,
+    "id": "sets",
+    "data_source": "a, b",
+    "value": 50.0,
+    "values": {"a": 60.0, "b": 40.0},
+    "questions": {"a": 20, "b": 80},
+}
+CLOSED = {**{k: v for k, v in ROW.items() if k != "command"}, "id": "closed", "not_reproducible": "it is secret"}
+
+
+@pytest.fixture
+def results(tmp_path) -> Path:
+    folder = tmp_path / "results"
+    folder.mkdir()
+    table = {"tags": {"R": "read"}, "verified": [], "references": [ROW, OTHER, SETS, CLOSED]}
+    (folder / "references.yaml").write_text(yaml.safe_dump(table))
+    return folder
+
+
+def add(results: Path, name: str = "grpo/run", *, reference: str | None = "grpo-lab", changes=(), **options) -> None:
+    config = configured({"trainer.reference": reference, **dict(changes)})
+    folder = make_run(results.parent / "outputs" / name, config, **{"questions": 100, **options})
+    publish(folder, results / name)
+
+
+def table(results: Path) -> list[list[str]]:
+    known = read_references(results)
+    return reference_table(known, named_runs(results, read_summaries(results), known)).rows
+
+
+def out(results: Path) -> list[list[str]]:
+    known = read_references(results)
+    return differing_table(named_runs(results, read_summaries(results), known)).rows
+
+
+def here(results: Path) -> dict[str, str]:
+    return {row[0]: row[6] for row in table(results)}
+
+
+def test_a_right_run_fills_its_row_and_no_other(results):
+    add(results)
+    summary = json.loads((results / "grpo/run/summary.json").read_text())
+    value = 100 * summary["results"][0]["after"]["estimate"]["value"]
+    line = table(results)[0]
+    assert line[6].startswith(f"{value:.1f} [") and line[6].endswith("(grpo/run)")
+    assert line[7] == f"{value - 90:+.1f}" and line[8] == "each prompt occurs once"
+    assert line[9] == f"measured (1 seed, {summary['commit']})"
+    assert here(results)["grpo-lab-other"] == here(results)["sets"] == "" and not out(results)
+
+
+def test_seeds_of_one_experiment_are_one_line(results):
+    for seed in (1, 2):
+        add(results, f"grpo/run-seed{seed}", changes={"trainer.seed": seed})
+    lines = [row for row in table(results) if row[0] == "grpo-lab"]
+    assert len(lines) == 1 and "±" in lines[0][6] and lines[0][6].endswith("(grpo/run)")
+    assert lines[0][9].startswith("measured (2 seeds, ")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "options", "reason"),
+    [
+        ("grpo/run", {"algorithm.adv_estimator": "rloo"}, {}, "algorithm.adv_estimator is rloo here, grpo there"),
+        ("grpo/run", {"actor_rollout_ref.model.path": "o/m"}, {}, "model.path is o/m here, outputs/lab/base there"),
+        ("grpo/run", {}, {"status": "stopped"}, "its status is stopped"),
+        (
+            "grpo/run",
+            {"actor_rollout_ref.rollout.val_kwargs.do_sample": True},
+            {},
+            "val_kwargs.do_sample is true here, false there",
+        ),
+        ("grpo/run", {"data.train_batch_size": 512}, {}, "data.train_batch_size is 512 here, 1024 there"),
+        ("grpo/run", {"actor_rollout_ref.actor.optim.lr": 3e-6}, {}, "optim.lr is 3e-06 here, 1e-06 there"),
+        ("grpo/run", {}, {"questions": 60}, "lab/hops has 60 questions here, 100 there"),
+        ("grpo/run", {}, {"steps": 22}, "its last validation is of step 20 of 22"),
+        ("grpo/run", {"trainer.val_only": True}, {}, "it only validates, the model of step 20"),
+        ("dapo/run", {}, {}, "the recipe is dapo here, grpo there"),
+    ],
+)
+def test_a_wrong_run_is_listed_with_the_reason_and_fills_nothing(results, name, changes, options, reason):
+    add(results, name, changes=changes, **options)
+    assert not any(here(results).values())
+    ((_, row, reasons),) = out(results)
+    assert row == "grpo-lab" and reasons.endswith(reason) and ";" not in reasons
+
+
+def test_an_unfinished_run_is_not_beside_the_number(results):
+    folder = make_run(results.parent / "outputs/grpo/run", configured({"trainer.reference": "grpo-lab"}), questions=100)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "total_steps": 40}))
+    publish(folder, results / "grpo/run")
+    assert not any(here(results).values())
+    assert out(results)[0][2] == "its status is finished at step 20 of 40"
+
+
+def test_a_run_that_names_no_row_is_nowhere(results):
+    add(results, reference=None)
+    assert not any(here(results).values()) and not out(results)
+    assert "reference" not in json.loads((results / "grpo/run/summary.json").read_text())
+
+
+def test_a_departure_of_the_row_is_allowed_and_shown(results):
+    add(results, changes={"actor_rollout_ref.actor.optim.lr": 2e-6})
+    line = table(results)[0]
+    assert line[6] and "optim.lr is 2e-06 here, 1e-06 there (the paper's text has it); each prompt" in line[8]
+
+
+def test_a_validation_of_the_finished_model_counts(results):
+    add(results, changes={"trainer.val_only": True, "trainer.total_training_steps": 20})
+    assert here(results)["grpo-lab"]
+
+
+def test_several_sets_have_a_line_each_and_their_mean(results):
+    folder = results.parent / "outputs/grpo/sets"
+    config = configured({"trainer.reference": "sets"})
+    tracker = Tracker(folder, config)
+    tracker.progress(5)
+    rows = [*records(5, 1, 20, source="a"), *records(5, 1, 80, source="b")]
+    metrics = StepMetrics(5)
+    metrics.add(validation_metrics(rows))
+    tracker.log_validation(5, rows)
+    tracker.log(metrics)
+    tracker.close("finished")
+    publish(folder, results / "grpo/sets")
+    found = {
+        one["data_source"]: one["after"]["estimate"]
+        for one in json.loads((results / "grpo/sets/summary.json").read_text())["results"]
+    }
+    mean = 50 * (found["a"]["value"] + found["b"]["value"])
+    half = 25 * ((found["a"]["high"] - found["a"]["low"]) ** 2 + (found["b"]["high"] - found["b"]["low"]) ** 2) ** 0.5
+    (line,) = [row for row in table(results) if row[0] == "sets"]
+    assert (
+        line[6] == f"{mean:.1f} [{mean - half:.1f}, {mean + half:.1f}] (grpo/sets)" and line[7] == f"{mean - 50:+.1f}"
+    )
+    known = read_references(results)
+    sets = set_table(known, named_runs(results, read_summaries(results), known)).rows
+    assert [(row[2], row[3], row[5]) for row in sets] == [
+        ("a", "60.0", f"{100 * found['a']['value'] - 60:+.1f}"),
+        ("b", "40.0", f"{100 * found['b']['value'] - 40:+.1f}"),
+    ]
+
+
+def test_a_row_that_does_not_exist_ends_in_one_line_and_nothing_is_written(results, capsys):
+    add(results, reference="grpo-lap")
+    assert report.main(["--index", "--results", str(results)]) == 2
+    error = capsys.readouterr().err
+    assert (
+        error.count("\n") == 1 and "grpo/run: trainer.reference=grpo-lap: results/references.yaml has no row" in error
+    )
+    assert "the nearest ids are grpo-lab, " in error and not (results / "README.md").exists()
+
+
+def test_the_page_has_each_evidence_and_one_seed_apart(results):
+    add(results, "grpo/one")
+    for seed in (1, 2, 3):
+        add(
+            results,
+            f"grpo/three-seed{seed}",
+            reference=None,
+            changes={"trainer.seed": seed, "data.train_batch_size": 8},
+        )
+    known = read_references(results)
+    known = {**known, "verified": [{"experiment": "grpo/three", "by": "tests/x.py::test_x"}]}
+    (results / "references.yaml").write_text(yaml.safe_dump(known))
+    assert report.main(["--index", "--results", str(results)]) == 0
+    text = (results / "README.md").read_text()
+    several, single = text.split("## Experiments of one seed")[0], text.split("## Experiments of one seed")[1]
+    assert "| grpo/three |" in several and "verified by tests/x.py::test_x (3 seeds, " in several
+    assert "| grpo/one |" in single.split("## Runs")[0] and "grpo/one" not in several
+    assert (
+        "| measured (1 seed, " in single
+        and "not run (`bash recipes/grpo/run_lab.sh`, planned: a laptop does)" in single
+    )
+    assert "it is secret" in single.split("### Not to be reproduced")[1]
+
+
+# --- the command line ---
+
+
+def dry(recipe: str, arguments, capsys) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as end:
+        prepare(recipe, arguments, hooks_of(recipe))
+    return end.value.code, *capsys.readouterr()
+
+
+def test_a_run_that_names_no_row_of_the_file_is_refused(capsys, monkeypatch):
+    monkeypatch.setenv("DRY_RUN", "1")
+    code, printed, error = dry("dapo", ["trainer.reference=dapo-32b-ful"], capsys)
+    assert (code, printed) == (2, "") and error == (
+        "trainer.reference=dapo-32b-ful: results/references.yaml has no row of this id; "
+        "the nearest ids are dapo-32b-full, dapo-32b-full-rerun, dapo-32b-grpo\n"
+    )
+
+
+def test_a_dry_run_lists_the_settings_that_differ(capsys, monkeypatch):
+    monkeypatch.setenv("DRY_RUN", "1")
+    own = read_script(ROOT / "recipes/dapo/run_qwen2.5_32b.sh").arguments
+    code, printed, error = dry("dapo", [*own, "--"], capsys)
+    assert (code, error) == (0, "") and "reference dapo" not in printed
+    code, printed, error = dry("dapo", [*own, "--", "data.train_batch_size=256"], capsys)
+    assert code == 0 and "  reference dapo-32b-full-rerun: data.train_batch_size is 256 here, 512 there\n" in printed
+    assert printed.count("reference dapo-32b-full-rerun: ") == 1
+
+
+def test_a_departure_that_a_row_allows_is_no_warning():
+    own = read_script(ROOT / "recipes/search_r1/run_qwen2.5_7b_base_ppo.sh", ["trainer.total_training_steps=500"])
+    found = examine("search_r1", own.arguments, hooks_of("search_r1")).warnings
+    assert [one for one in found if one.startswith("reference ")] == [
+        "reference search_r1-7b-base-ppo: data.val_max_samples is 128 here, -1 there"
+    ]
+
+
+def test_a_row_is_optional_and_its_file_too(tmp_path):
+    assert check("grpo", compose("grpo")) == ([], [])
+    named = convert.replaced(compose("grpo"), {"trainer.reference": "x"})
+    (problem,), _ = check("grpo", named, tmp_path / "references.yaml")
+    assert "no row of this id" in str(problem) and "absent" in str(problem)
+
+
+def test_equal_numbers_of_different_types_do_not_differ():
+    row = {"recipe": "grpo", "model": "m", "settings": {"a": 1, "b": [0.9, 1], "c": None}}
+    flat = {"actor_rollout_ref.model.path": "m", "a": 1.0, "b": (0.9, 1), "c": None}
+    assert not departures(row, "grpo", flat)
+    assert [one.key for one in departures(row, "grpo", {**flat, "a": True, "b": (0.9, 2)})] == ["a", "b"]
+
+
+# --- the rows of this repository ---
+
+
+KNOWN = read_references(ROOT / "results")
+ROWS = KNOWN["references"]
+COMMANDS = [row for row in ROWS if "command" in row]
+
+
+def named(rows):
+    return pytest.mark.parametrize("row", rows, ids=[row["id"] for row in rows])
+
+
+def test_ids_are_short_and_each_occurs_once():
+    ids = [row["id"] for row in ROWS]
+    assert len(ids) == len(set(ids)) and all(re.fullmatch(r"[a-z0-9_.-]{5,40}", one) for one in ids)
+
+
+@named(ROWS)
+def test_a_row_has_its_source_and_either_a_command_with_settings_or_the_reason_for_none(row):
+    assert {"recipe", "model", "method", "data_source", "value", "source", "tag"} <= row.keys()
+    assert row["tag"] in KNOWN["tags"] and 0 < row["value"] <= 100
+    closed = "not_reproducible" in row
+    assert closed != ("command" in row) and closed != ("settings" in row)
+    if "values" in row:
+        assert list(row["values"]) == references.sources(row) == list(row["questions"])
+        assert abs(sum(row["values"].values()) / len(row["values"]) - row["value"]) < 0.11 or "note" in row
+    else:
+        assert len(references.sources(row)) == 1
+
+
+@named(COMMANDS)
+def test_a_rows_settings_are_keys_of_its_recipe_with_values_that_they_take(row):
+    schema = recipes.schema_of(row["recipe"])
+    keys = [one for one in row["departures"] if "key" in one]
+    assert {one["key"] for one in keys} <= row["settings"].keys() and all(one["why"] for one in row["departures"])
+    for key, value in [*row["settings"].items(), *((one["key"], one["here"]) for one in keys)]:
+        parsed = convert.parse(convert.all_keys(schema)[key], value)
+        assert convert.thaw(parsed) == value and type(parsed) is type(value) or isinstance(value, float), key
+
+
+TRAINING = [row for row in COMMANDS if "eval.sh" not in row["command"]]
+
+
+@named(TRAINING)
+def test_the_command_of_a_row_dry_runs_with_the_rows_settings(row, capsys, monkeypatch):
+    monkeypatch.setenv("DRY_RUN", "1")
+    words = row["command"].split()
+    assert words[0] == "bash" and "$" not in row["command"]
+    script = read_script(ROOT / words[1], words[2:])
+    assert script.config.trainer.reference == row["id"]
+    examined = examine(script.recipe, script.arguments, hooks_of(script.recipe))
+    assert not examined.problems and not examined.warnings
+    heads = convert.get(examined.config, "actor_rollout_ref.rollout.tensor_model_parallel_size")
+    assert 14 % heads == 0 or "0.5B" not in row["model"]  # vLLM splits the 14 heads of this model evenly
+    code, printed, _ = dry(script.recipe, [*script.arguments, "--"], capsys)
+    assert code == 0 and "\n  The run fits on " in printed
+    assert "GPU-hours on" in references.planned(row)
+
+
+def test_the_commands_of_rows_write_to_different_folders():
+    folders = [read_script(ROOT / w[1], w[2:]).config.trainer.default_local_dir for w in map(_words, TRAINING)]
+    assert len(set(folders)) == len(folders)
+
+
+def _words(row) -> list[str]:
+    return row["command"].split()
+
+
+@named([row for row in COMMANDS if row not in TRAINING])
+def test_an_evaluation_of_a_row_dry_runs_and_its_greedy_run_has_the_rows_settings(row, tmp_path):
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "DRY_RUN": "1", "PATH": path, "HOME": str(tmp_path)}
+    done = subprocess.run(
+        ["bash", "-c", row["command"]], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    greedy, sampled = done.stdout.split("dry run: ")[1:]
+    assert f"actor_rollout_ref.model.path={row['model']} " in greedy and f"eval-{row['id']}-greedy" in greedy
+    assert f"reference {row['id']}: " not in greedy and sampled.count(f"reference {row['id']}: ") == 1
+
+
+def test_a_script_names_a_row_of_its_recipe():
+    known = {row["id"]: row for row in ROWS}
+    found = [read_script(path) for path in sorted((ROOT / "recipes").glob("*/run_*.sh"))]
+    named = {one.name: one.config.trainer.reference for one in found if one and one.config.trainer.reference}
+    assert len(named) >= 16 and all(known[one]["recipe"] == name.partition("/")[0] for name, one in named.items())
+
+
+def test_the_numbers_by_set_are_those_of_the_papers_tables():
+    tables = json.loads((ROOT / "results/search_r1/paper_tables.json").read_text())["tables"]
+    printed = {tuple(cells[1:]) for each in tables for cells in each["rows"]}
+    rows = [row for row in ROWS if "values" in row]
+    assert len(rows) > 30 and {(*row["values"].values(), row["value"]) for row in rows} <= printed
+
+
+def test_what_is_verified_names_an_experiment_and_what_repeated_it():
+    runs = {f"{run['recipe']}/{run['run']}" for run in read_summaries(ROOT / "results")}
+    for one in KNOWN["verified"]:
+        assert any(run.startswith(one["experiment"]) for run in runs)
+        file, _, test = one["by"].partition("::")
+        assert file in runs or f"def {test}(" in (ROOT / file).read_text()
