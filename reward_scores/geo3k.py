@@ -13,7 +13,7 @@ from reward_scores.equivalence import equivalent
 from reward_scores.latex import last_box
 from reward_scores.math_reward import last_closed_box
 from reward_scores.prm800k import grade_answer
-from reward_scores.score import Score, graded, no_answer
+from reward_scores.score import Score, as_text, graded, no_answer
 from reward_scores.symbolic import MATH_VERIFY, SYMPY, math_verify_equal
 
 METHODS = {"published": SYMPY, "robust": None, "math_verify": MATH_VERIFY}  # and the library that may not end
@@ -40,7 +40,7 @@ def score(
     box = last_box(response, "\\boxed{") if method == "published" else last_closed_box(response)
     if box is None:
         return no_answer(format_score * form, format=form)
-    right = _EQUAL[method](box.strip(), ground_truth)
+    right = _EQUAL[method](box.strip(), as_text(ground_truth))
     return graded(right, box.strip(), (1 - format_score) * right + format_score * form, format=form)
 
 
@@ -52,6 +52,7 @@ def is_well_formed(text: str) -> bool:
 
 
 def check_ground_truth(ground_truth: Any, format_score: float = 0.1, method: str = "published") -> str | None:
+    ground_truth = ground_truth if method == "published" else as_text(ground_truth)
     if isinstance(ground_truth, str) and ground_truth.strip():
         return None
     return f"must be a string that is not empty, got {ground_truth!r:.200}"

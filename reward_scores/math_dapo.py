@@ -14,7 +14,7 @@ from typing import Any
 
 from reward_scores.equivalence import cleaned, equivalent
 from reward_scores.latex import last_box
-from reward_scores.score import Score, graded, no_answer
+from reward_scores.score import Score, as_text, graded, no_answer
 from reward_scores.symbolic import MATH_VERIFY, math_verify_equal
 
 PUBLISHED = ("fallback", "minerva_only", "strict_box")
@@ -31,7 +31,8 @@ EXAMPLES = (
 def score(
     response: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None, method: str = "fallback"
 ) -> Score:
-    """Return +1 for the gold answer and -1 for everything else."""
+    """Return +1 for the gold answer and -1 for everything else. A number as ground truth is read as text."""
+    ground_truth = as_text(ground_truth)
     if method not in METHODS:
         raise ValueError(f"math_dapo method={method!r}: must be one of {', '.join(METHODS)}")
     if method not in PUBLISHED:
@@ -112,6 +113,7 @@ def normalize_final_answer(answer: str) -> str:
 
 
 def check_ground_truth(ground_truth: Any, method: str = "fallback") -> str | None:
+    ground_truth = ground_truth if method in PUBLISHED else as_text(ground_truth)
     if not isinstance(ground_truth, str):
         return f"must be a string, got {ground_truth!r:.200}"
     normal = normalize_final_answer(ground_truth) if method in PUBLISHED else cleaned(ground_truth)

@@ -13,7 +13,7 @@ from typing import Any
 
 from reward_scores.equivalence import cleaned, equivalent
 from reward_scores.latex import closing_brace
-from reward_scores.score import Score, graded, no_answer
+from reward_scores.score import Score, as_text, graded, no_answer
 from reward_scores.symbolic import MATH_VERIFY, math_verify_equal
 
 MAX_BOXES = 20  # from the end, that are looked at for a closed one
@@ -30,12 +30,15 @@ EXAMPLES = (
 def score(
     response: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None, method: str = "published"
 ) -> Score:
-    """Return 1 where the last boxed answer equals the gold one: ``published`` as text after :func:`strip_string`."""
+    """Return 1 where the last boxed answer equals the gold one: ``published`` as text after :func:`strip_string`.
+
+    A number as ground truth is read as text, but under ``published``, where it equals no answer.
+    """
     if method not in METHODS:
         raise ValueError(f"math_reward method={method!r}: must be one of {', '.join(METHODS)}")
     if method != "published":
         answer, equal = last_closed_box(response), equivalent if method == "robust" else math_verify_equal
-        return no_answer() if answer is None else graded(equal(answer, ground_truth), cleaned(answer))
+        return no_answer() if answer is None else graded(equal(answer, as_text(ground_truth)), cleaned(answer))
     answer = unbox(last_box(response))
     if answer is None:
         return no_answer()
@@ -81,6 +84,8 @@ def is_equiv(answer: str | None, ground_truth: str | None) -> bool:
     """Return whether two answers are equal after normalising, or as they stand where one cannot be normalised."""
     if answer is None or ground_truth is None:
         return answer is ground_truth
+    if not isinstance(ground_truth, str):
+        return False
     try:
         return strip_string(answer) == strip_string(ground_truth)
     except ValueError:
@@ -167,6 +172,8 @@ def _slash_to_fraction(text: str) -> str:
 
 
 def check_ground_truth(ground_truth: Any, method: str = "published") -> str | None:
+    if method != "published":
+        ground_truth = as_text(ground_truth)
     if not isinstance(ground_truth, str):
         return f"must be a string, got {ground_truth!r:.200}"
     if not (normalised(ground_truth) if method == "published" else cleaned(ground_truth)):

@@ -93,6 +93,7 @@ def published_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> 
             given = json.loads(given)
         except ValueError:
             return None
+    given = unit_tests.as_columns(given)
     known = isinstance(given, Mapping) and "inputs" in given and "outputs" in given
     return {**given, "inputs": list(given["inputs"]), "outputs": list(given["outputs"])} if known else None
 

@@ -185,6 +185,7 @@ def _tests(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> Mapping[s
             given = json.loads(given)
         except ValueError:
             return None
+    given = unit_tests.as_columns(given)
     return given if isinstance(given, Mapping) and "inputs" in given and "outputs" in given else None
 
 

@@ -64,6 +64,14 @@ def no_answer(value: float = 0.0, **parts: float) -> Score:
     return Score(float(value), {"acc": 0.0, **parts}, ScoreStatus.PARSE_ERROR)
 
 
+def as_text(ground_truth: Any) -> Any:
+    """Return a number as the text of it, for scorers that compare texts; anything else as it is."""
+    if isinstance(ground_truth, bool) or not isinstance(ground_truth, (int, float)):
+        return ground_truth
+    whole = isinstance(ground_truth, float) and ground_truth.is_integer()
+    return str(int(ground_truth) if whole else ground_truth)
+
+
 def any_ground_truth(ground_truth: Any, **options: Any) -> str | None:
     return None
 

@@ -125,8 +125,9 @@ def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -
             given = json.loads(given)
         except ValueError as error:
             raise BadTests(f"tests that are no JSON ({error}): {given[:100]!r}") from error
+    given = as_columns(given)
     if not isinstance(given, Mapping):
-        raise BadTests(f"tests must be a mapping or its JSON, got {given!r:.100}")
+        raise BadTests(f"tests must be a mapping, a list of {{input, output}} or their JSON, got {given!r:.100}")
     present = {name: value for name, value in given.items() if _given(value)}
     if "inputs" in present:
         return _input_tests(present)
@@ -140,6 +141,25 @@ def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -
     raise BadTests(
         f"tests need inputs and outputs, test and entry_point, or test_list; got {', '.join(map(str, given))}"
     )
+
+
+def as_columns(given: Any) -> Any:
+    """Return a list of pairs, or of ``{input, output}``, as ``{inputs, outputs}``; anything else as it is."""
+    if not isinstance(given, Sequence) or isinstance(given, (str, bytes)) or not given:
+        return given
+    pairs = [(test["input"], test["output"]) if _is_named(test) else test for test in given]
+    if not all(isinstance(pair, Sequence) and not isinstance(pair, (str, bytes)) and len(pair) == 2 for pair in pairs):
+        return given
+    inputs, outputs = ([str(text) if _is_number(text) else text for text in side] for side in zip(*pairs, strict=True))
+    return {"inputs": inputs, "outputs": outputs}
+
+
+def _is_named(test: Any) -> bool:
+    return isinstance(test, Mapping) and {"input", "output"} <= test.keys()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))
 
 
 def _given(value: Any) -> bool:

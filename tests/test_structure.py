@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from core import MOVED
-from core.config import CHANGED_DEFAULTS
+from core.config import CHANGED_DEFAULTS, peer_names, verl_keys
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -341,10 +341,31 @@ def lines_table() -> str:
     return "\n".join([header, "|---|---|---|---|---|", *rows])
 
 
+def names_tables() -> str:
+    """Return what stands here for the names of other projects, a table a kind of name."""
+    parts = []
+    for table in peer_names.tables():
+        rows = [f"| `{'--' * (table.title[:5] == 'Flags')}{name}` | {text} |" for name, text in table.names.items()]
+        parts += ["\n".join([f"### {table.title}", "", "| there | here |", "|---|---|", *rows])]
+    return "\n\n".join(parts)
+
+
+def verl_keys_table() -> str:
+    """Return the keys of verl that have another name here, or none, and those that are accepted without effect."""
+    rows = [f"| `{key}` | `{target}` |" for key, target in verl_keys.table("renamed").items()]
+    for key in verl_keys.table("unsupported"):
+        told = verl_keys.advice(key)
+        rows.append(f"| `{key}` | {told.rule}; {told.fix} |")
+    rows += [f"| `{key}` | no effect: {reason} |" for key, reason in verl_keys.table("no_effect").items()]
+    return "\n".join(["| there | here |", "|---|---|", *rows])
+
+
 BLOCKS = {  # (document, name of the markers): what stands between them
     ("core/README.md", "imports"): top_level_table,
     ("core/README.md", "lines"): lines_table,
     ("core/config/README.md", "defaults"): defaults_table,
+    ("core/config/COMING_FROM.md", "names"): names_tables,
+    ("core/config/COMING_FROM.md", "verl-keys"): verl_keys_table,
 }
 
 

@@ -22,7 +22,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from core.config import convert, recipes, verl_keys
+from core.config import convert, peer_names, recipes, verl_keys
 from core.config.convert import Problem, brief
 from core.config.schema import Config
 
@@ -69,7 +69,10 @@ _PARSER_ERRORS = (HydraException, ValueError, RecursionError)
 def _parsed(parser: OverridesParser, text: str, schema: type[Config]) -> tuple[Override, Any]:
     """Return the parsed override and its value."""
     if text.startswith("-"):
-        raise _Unreadable("is not an override; write key=value (DRY_RUN=1 in the environment checks without running)")
+        told = peer_names.advice(text.partition("=")[0])
+        known = f"; it {told[0]}, {told[1]}" if told else ""
+        dry = "DRY_RUN=1 in the environment checks without running"
+        raise _Unreadable(f"is not an override; write key=value ({dry}){known}")
     key, separator, value = text.partition("=")
     if not separator and not text.startswith("~"):
         raise _Unreadable("cannot be read; write key=value")
@@ -97,8 +100,8 @@ def _with_key(parser: OverridesParser, key: str, schema: type[Config]) -> Overri
         return parser.parse_override(f"{key}=x")
     except _PARSER_ERRORS:
         name = key.lstrip("+~").strip(" .")
-        near = f"; the nearest known key is {verl_keys.nearest(name, convert.all_keys(schema))}" if name else ""
-        raise _Unreadable(_NO_KEY + near) from None
+        near = verl_keys.nearest(name, convert.all_keys(schema)) if name else None
+        raise _Unreadable(_NO_KEY + (f"; the nearest known key is {near}" if near else "")) from None
 
 
 def _sort(override: Override, value: Any, layers: Layers) -> None:

@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from core.config import recipes, verl_keys
+from core.config import peer_names, recipes, verl_keys
 from core.config.frozen import freeze, thaw
 from core.config.limits import Limit, NumberOrText
 from core.config.schema import Config
 
 SEQUENCES = (list, tuple)
+NOTHING_NEAR = "no known key is close to it; the command with --help WORD lists the keys that have to do with a word"
 MAPPING = "a mapping, as in {name: value}"
 
 
@@ -170,7 +171,10 @@ def unknown(key: str, value: Any, schema: type[Config]) -> Problem:
         if key.partition(".")[0] in hints(module.SCHEMA).keys() - hints(schema).keys():
             fix = f"use the recipe that has it: python -m recipes.{recipe}.main_{recipe}"
             return Problem(key, value, f"belongs to {module.PAPER}, and this recipe has no such key", fix)
-    return Problem(key, value, "unknown key", f"the nearest known key is {verl_keys.nearest(key, all_keys(schema))}")
+    near = verl_keys.nearest(key, all_keys(schema))
+    if (told := peer_names.advice(key)) and not (near or "").endswith(f".{key}"):
+        return Problem(key, value, *told)
+    return Problem(key, value, "unknown key", f"the nearest known key is {near}" if near else NOTHING_NEAR)
 
 
 def parse(hint: Any, value: Any) -> Any:

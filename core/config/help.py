@@ -2,7 +2,7 @@
 
 The words about a key are the comments of the schema's source, trailing a field or standing above it, so that there is
 one place for them. Types, choices and bounds come from the annotations, defaults from the recipe's files, and the keys
-that are called otherwise here, or are not here, from ``verl_keys.yaml``.
+that are called otherwise here, or are not here, from ``verl_keys.yaml`` and ``peer_names.yaml``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from core.config import composition, convert, recipes, unused_keys, verl_keys
+from core.config import composition, convert, peer_names, recipes, unused_keys, verl_keys
 from core.config.limits import Limit, NumberOrText
 from core.config.resolution import resolve
 from core.config.view import View
@@ -144,7 +144,7 @@ def shown(recipe: str, overrides: Sequence[str], words: Sequence[str], hooks: Co
     others = [(key, text) for key, text in _foreign() if _matches(words, f"{key} {text}")]
     lines = _listed(hits, reasons=True)
     if others:
-        lines += ["keys of verl that are called otherwise here, or are not here:"]
+        lines += _item("names of verl and other projects that are called otherwise here, or are not here:", "")
         lines += [line for key, text in others for line in _item(key, text)]
     if lines:
         return "\n".join(lines), True
@@ -156,12 +156,16 @@ def _matches(words: Sequence[str], text: str) -> bool:
 
 
 def _foreign() -> Iterator[tuple[str, str]]:
-    """Yield the keys that this repository lacks, and what to do about each."""
+    """Yield the names that this repository lacks, and what to do about each."""
     for key in (*verl_keys.table("renamed"), *verl_keys.table("unsupported")):
         told = verl_keys.advice(key)
         yield key, f"{told.rule}; {told.fix}"
     for key, reason in verl_keys.table("no_effect").items():
         yield key, f"has no effect: {reason}"
+    for table in peer_names.tables():
+        for name, text in table.names.items():
+            kind = {"program": "program", "keys": "key", "metrics": "metric"}[table.kind]
+            yield f"{name} ({table.project}, {kind})", f"here: {text.replace('`', '')}"
 
 
 def _nothing(words: str, keys: Sequence[str]) -> str:

@@ -75,20 +75,41 @@ def hint(key: str) -> str | None:
     return found[1] if found else None
 
 
-def nearest(key: str, known: Iterable[str]) -> str:
-    """Return the known key that was probably meant: the same ending, else last name, else the closest spelling."""
-    known, last = list(known), _last(key)
-    same_ending = [other for other in known if other.endswith(f".{key}")]
-    same_name = [other for other in known if _last(other) == last]
-    alike = [other for other in known if _alike(_last(other), last, 0.75) > 0.75]
-    for candidates in (same_ending, same_name, alike):
+def nearest(key: str, known: Iterable[str]) -> str | None:
+    """Return the known key that was probably meant, or None: no advice is better than a wrong one.
+
+    A key is close where it is the end of a known one; where its name is a known name, in the same section or unique; or
+    where name and section, or a long name alone, are misspelt. The first key of the schema wins among equals: the
+    policy's before the critic's.
+    """
+    known = list(known)
+    sections, _, name = key.rpartition(".")
+    if ending := next((other for other in known if other.endswith(f".{key}")), None):
+        return ending
+    same_name = [other for other in known if _last(other) == name]
+    near = [other for other in same_name if _inside(sections, other)]
+    if near or len(same_name) == 1:
+        return (near or same_name)[0]
+    likeness = {other: found for other in known if 1 > (found := _alike(_last(other), name, 0.75)) > 0.75}
+    for candidates in (
+        {other: found for other, found in likeness.items() if _inside(sections, other)},
+        {other: found for other, found in likeness.items() if found >= FAR},
+        {other: found for other in known if (found := _alike(other, key, FAR)) > FAR},
+    ):
         if candidates:
-            return max(candidates, key=lambda other: (_alike(_last(other), last), _alike(other, key)))
-    best, likeness = known[0], 0.0
-    for other in known:
-        if (found := _alike(other, key, likeness)) > likeness:
-            best, likeness = other, found
-    return best
+            return max(candidates, key=lambda other: candidates[other])
+    return None
+
+
+# How alike two names must be where nothing else connects them. timeout and timeout_s (0.875) are different things.
+FAR = 0.9
+
+
+def _inside(sections: str, other: str) -> bool:
+    """Return whether a key has these sections, in this order, perhaps misspelt and with others between them."""
+    rest = iter(other.split(".")[:-1])
+    wanted = sections.split(".") if sections else []
+    return bool(wanted) and all(any(_alike(name, one, 0.8) > 0.8 for one in rest) for name in wanted)
 
 
 def _last(key: str) -> str:

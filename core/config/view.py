@@ -37,6 +37,7 @@ SHORT = {
     "filters": "algorithm.filter_groups",
     "correction": "algorithm.rollout_correction",
     "trainer": "trainer",
+    "ray": "ray_kwargs",
     "profiler": "global_profiler",
 }
 
@@ -205,3 +206,13 @@ class View:
     def unknown_hf_options(self) -> set[str]:
         """Options for the hf engine that it lacks."""
         return set(self.rollout.engine_kwargs.get("hf") or ()) - set(self.HF_OPTIONS)
+
+    @property
+    def ray_arguments(self) -> str:
+        """The arguments of ``ray.init``, for a message."""
+        return ", ".join(tables.RAY_INIT)
+
+    @property
+    def unknown_ray_arguments(self) -> str:
+        """Arguments for ``ray.init`` that it does not take, for a message."""
+        return ", ".join(name for name in self.ray.ray_init if name not in tables.RAY_INIT)

@@ -69,7 +69,7 @@ class RewardLayer:
         For an example of style ``model`` the reward model scores; for another one the scorer, to whose value
         ``reward_model.weight`` times the model's number is added where that is not 0.
         """
-        extra_info = {**prompt.extra_info, "rollout": rollout_facts(trajectory)}
+        extra_info = {**prompt.extra_info, **verl_facts(trajectory), "rollout": rollout_facts(trajectory)}
         job = Job(prompt.data_source, trajectory.response_text, prompt.ground_truth, extra_info)
         if self.config.enable and (prompt.style == MODEL_STYLE or self.config.weight):
             result = await self._with_model(prompt, trajectory, job)
@@ -148,6 +148,17 @@ def rollout_facts(trajectory: Trajectory) -> dict[str, Any]:
         "truncated": trajectory.truncated,
         "segments": [{"role": segment.role, "text": segment.text} for segment in trajectory.segments],
     }
+
+
+def verl_facts(trajectory: Trajectory) -> dict[str, int]:
+    """Return what verl puts into ``extra_info`` itself, for reward functions that were written for it.
+
+    Its ``num_turns`` counts the prompt, the policy's turns and those in which a tool answered, so that one answer
+    has 2; ``extra_info["rollout"]["num_turns"]`` counts the policy's alone.
+    """
+    written = [segment.role == "policy" for segment in trajectory.segments]
+    answers = sum(not own and before for before, own in zip([True, *written], written, strict=False))
+    return {"num_turns": 1 + trajectory.turns + answers, "num_tool_calls": trajectory.tool_calls}
 
 
 def scorer_options(reward: RewardModelConfig) -> dict[str, dict[str, Any]]:

@@ -9,6 +9,13 @@ The file is verl's::
           type: function
           function: {name: calculator, description: ..., parameters: {...}}     # parameters: JSON schema
 
+A plain list is accepted too, with entries in the form of a function's schema. ``class_name`` then names the class that
+carries the calls out; the tools that come along, ``calculator`` and ``python``, need none::
+
+    - name: calculator
+      description: Computes an expression.
+      parameters: {expression: {type: string}}   # a JSON schema, or argument -> schema, all of them required
+
 A row of the data may choose among them, ``extra_info.tool_selection: [calculator]``, and give a tool facts of its own,
 ``extra_info.tools_kwargs: {calculator: {create_kwargs: {...}}}``. Without either it has all of them; with
 ``need_tools_kwargs: true`` and no selection, those that ``tools_kwargs`` names.
@@ -80,9 +87,9 @@ def load_tools(path: str | Path) -> dict[str, ToolSpec]:
         listed = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise InputError(f"{KEY}={path}: cannot be read ({error})") from error
-    entries = listed.get("tools") if isinstance(listed, Mapping) else None
+    entries = listed.get("tools") if isinstance(listed, Mapping) else listed
     if not isinstance(entries, list) or not entries:
-        raise InputError(f"{KEY}={path}: must hold a list 'tools' with at least one; see core/rollout/tools.py")
+        raise InputError(f"{KEY}={path}: must hold a list of tools, or one under 'tools'; see core/rollout/tools.py")
     tools: dict[str, ToolSpec] = {}
     problems = []
     for number, entry in enumerate(entries):
@@ -99,8 +106,10 @@ def load_tools(path: str | Path) -> dict[str, ToolSpec]:
 
 
 def _spec(entry: Any) -> ToolSpec:
+    if isinstance(entry, Mapping) and ("name" in entry or "function" in entry):
+        entry = _of_function(entry)
     if not isinstance(entry, Mapping) or not entry.keys() <= {"class_name", "config", "tool_schema"}:
-        raise ValueError("must hold class_name, and may hold config and tool_schema")
+        raise ValueError("must hold class_name, and may hold config and tool_schema; or name, description, parameters")
     where = entry["class_name"]
     if ":" not in where:  # verl's spelling, package.module.Class
         where = ":".join(where.rsplit(".", 1))
@@ -113,6 +122,37 @@ def _spec(entry: Any) -> ToolSpec:
     except SchemaError as error:
         raise ValueError(f"parameters is no JSON schema: {error.message}") from error
     return ToolSpec(str(function["name"]), schema, tool, Draft202012Validator(parameters))
+
+
+def _of_function(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an entry that begins with the schema of a function in the form that begins with a class."""
+    function = dict(entry.get("function") or entry)
+    kept = {key: entry[key] for key in ("class_name", "config") if key in entry}
+    for key in (*kept, "type"):
+        function.pop(key, None)
+    name, parameters = function["name"], function.get("parameters") or {}
+    if unknown := function.keys() - {"name", "description", "parameters", "strict"}:
+        raise ValueError(
+            f"{name!r} has {', '.join(sorted(unknown))}; it may have description, parameters, class_name, config"
+        )
+    if not isinstance(parameters, Mapping):
+        raise ValueError(f"{name!r}: parameters must be a JSON schema, or a mapping of arguments to theirs")
+    if parameters and "properties" not in parameters and not isinstance(parameters.get("type"), str):
+        parameters = {"type": "object", "properties": dict(parameters), "required": list(parameters)}
+    if "class_name" not in kept:
+        if name not in COME_ALONG:
+            known = ", ".join(COME_ALONG)
+            raise ValueError(
+                f"{name!r} is carried out by nothing here: add class_name: path/to/file.py:Class ({known} need none)"
+            )
+        tool = COME_ALONG[name]
+        kept["class_name"] = f"{tool.__module__}:{tool.__name__}"
+        arguments = tool.schema["function"]["parameters"]["properties"]
+        if parameters and parameters.get("properties", {}).keys() != arguments.keys():
+            raise ValueError(f"{name!r} takes the argument {', '.join(arguments)}, and parameters has others")
+        function.setdefault("description", tool.schema["function"]["description"])
+        parameters = parameters or tool.schema["function"]["parameters"]
+    return {**kept, "tool_schema": {"type": "function", "function": {**function, "parameters": parameters}}}
 
 
 def _said(error: Exception) -> str:
@@ -202,6 +242,9 @@ class PythonSandbox(Tool):
             return ran.stdout
         last = (ran.stderr.strip().splitlines() or [""])[-1]
         raise ToolError({"timeout": "it took too long", "output": "it printed too much"}.get(ran.status, last))
+
+
+COME_ALONG: Mapping[str, type[Tool]] = {tool.schema["function"]["name"]: tool for tool in (Calculator, PythonSandbox)}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pytest
 from core.config import compose
 from core.rewards.grading import Job
 from core.rewards.layer import scorer_options
-from reward_scores import prime_code, scorer_for, unit_tests
+from reward_scores import prime_code, sandbox_fusion, scorer_for, unit_tests
 from reward_scores.sandbox import SandboxUnavailable
 from reward_scores.score import ScoreStatus
 from reward_scores.unit_tests import BadTests, extract, read_tests, same_output, same_value
@@ -96,6 +96,15 @@ TESTS = {
     "a mapping": SUM,
     "JSON": json.dumps(SUM),
     "with empty fields, as a table has them": {**SUM, "fn_name": None, "test_list": [], "test": ""},
+    "a list of pairs": list(zip(SUM["inputs"], SUM["outputs"], strict=True)),
+    "a list of pairs as JSON": json.dumps(list(zip(SUM["inputs"], SUM["outputs"], strict=True))),
+    "a list of inputs and outputs": [
+        {"input": given, "output": wanted} for given, wanted in zip(SUM["inputs"], SUM["outputs"], strict=True)
+    ],
+    "a list of numbers": [
+        {"input": given, "output": int(wanted), "id": 1}
+        for given, wanted in zip(SUM["inputs"], SUM["outputs"], strict=True)
+    ],
 }
 
 
@@ -105,6 +114,8 @@ def test_where_tests_come_from(tests):
     assert unit_tests.score(fenced(ADD), None, {"test_cases": tests}).acc == 1
     assert prime_code.score(fenced(ADD), None, {"test_cases": tests}).acc == 1
     assert unit_tests.check_ground_truth(tests) is None is prime_code.check_ground_truth(tests)
+    assert unit_tests.score(fenced("print(0)"), tests).acc == 0 == prime_code.score(fenced("print(0)"), tests).acc
+    assert list(sandbox_fusion._tests(tests, None)["inputs"]) == list(SUM["inputs"])
 
 
 @pytest.mark.parametrize(
@@ -112,6 +123,10 @@ def test_where_tests_come_from(tests):
     [
         ("{", "no JSON"),
         ("3", "must be a mapping"),
+        ([], "must be a mapping"),
+        ([["1", "2", "3"]], "must be a mapping"),
+        ([{"input": "1"}], "must be a mapping"),
+        (["1\n", "2\n"], "must be a mapping"),
         ("", "no JSON"),
         ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
         ({"inputs": [], "outputs": []}, "tests need"),

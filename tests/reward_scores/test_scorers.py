@@ -357,3 +357,25 @@ def test_a_ground_truth_that_cannot_be_graded_is_named(module, good, bad):
     assert module.check_ground_truth(good) is None
     for ground_truth in bad:
         assert module.check_ground_truth(ground_truth), ground_truth
+
+
+@pytest.mark.parametrize("gold", [4, 4.0])
+@pytest.mark.parametrize(
+    "source, method, response, right",
+    [
+        ("lighteval/MATH", "published", "\\boxed{4}", 0.0),  # as published: a number equals no text
+        ("lighteval/MATH", "robust", "\\boxed{4}", 1.0),
+        ("lighteval/MATH", "math_verify", "\\boxed{4}", 1.0),
+        ("math", "fallback", "Answer: 4", 1.0),
+        ("math", "strict_box", "\\boxed{4}", 1.0),
+        ("math_dapo", "robust", "Answer: 4", 1.0),
+        ("hiyouga/geometry3k", "published", "<think>a</think> \\boxed{4}", 1.0),
+    ],
+)
+def test_a_number_as_ground_truth_is_text_and_no_error(gold, source, method, response, right):
+    scorer = scorer_for(source)
+    assert scorer(response, gold, {}, method=method).acc == right
+    assert scorer(response.replace("4", "5"), gold, {}, method=method).acc == 0.0
+    # The published rules compare texts: a run under them refuses a number at its start, by name
+    assert (scorer.check_ground_truth(gold, method=method) is None) == (method in ("robust", "math_verify"))
+    assert scorer.check_ground_truth(True, method=method) and scorer.check_ground_truth(None, method=method)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 
-from core.config import compose, convert, examine, verl_keys
+from core.config import compose, convert, examine, tables, verl_keys
 from core.errors import InputError
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -35,9 +37,85 @@ def test_an_unknown_key_names_the_nearest(override, nearest):
     assert line.endswith(f": unknown key; the nearest known key is {nearest}")
 
 
-def test_every_unknown_key_gets_a_suggestion_that_exists():
-    (line,) = lines("zzz=1")
-    assert line.split()[-1] in convert.all_keys()
+# What people of verl, TRL, OpenRLHF and Search-R1 type, and what the answer has to name. None: nothing is close, and no
+# advice is better than a wrong one.
+TYPED = {
+    "reward_model.batch_size=8": "reward_model.micro_batch_size_per_gpu",
+    "actor.lora.enable=True": "actor_rollout_ref.model.lora_rank",
+    "actor.lora.r=16": "actor_rollout_ref.model.lora_rank",
+    "lora.r=16": "actor_rollout_ref.model.lora_rank",
+    "actor_rollout_ref.model.lora.alpha=32": "actor_rollout_ref.model.lora_alpha",
+    "critic.model.lora.rank=8": "critic.model.lora_rank",
+    "tool_config.timeout=5": f"{ROLLOUT}.multi_turn.tool_timeout_s",
+    f"{ROLLOUT}.multi_turn.tool_config.timeout=5": f"{ROLLOUT}.multi_turn.tool_timeout_s",
+    f"{ROLLOUT}.agent_loop=tool_agent_loop": f"{ROLLOUT}.multi_turn.enable=True",
+    "agent_loop=tool_agent_loop": f"{ROLLOUT}.multi_turn.enable=True",
+    "ray_kwargs.ray_init.timeline_json_file=x.json": "use ray_kwargs.timeline_json_file",
+    "+ray_init.timeline_json_file=x.json": "use ray_kwargs.timeline_json_file",
+    "ray_kwargs.ray_init.ncpus=4": "ncpus: ray.init takes no such argument",
+    "+ray_init.num_cpus=4": "ray_kwargs.ray_init.num_cpus",
+    "model.path=x": "is actor_rollout_ref.model.path",
+    "actor.lr=1e-6": f"is {ACTOR}.optim.lr",
+    "critic.lr=1e-5": "is critic.optim.lr",
+    "seed=1": "use trainer.seed",
+    "trainer.epochs=3": "trainer.total_epochs",
+    "trainer.num_gpus=8": "trainer.n_gpus_per_node",
+    "wandb.project=x": "trainer.project_name",
+    "algorithm.clip_ratio=0.1": f"{ACTOR}.clip_ratio",
+    "algorithm.entropy_coeff=0.01": f"{ACTOR}.entropy_coeff",
+    f"{ROLLOUT}.max_tokens=512": "data.max_response_length",
+    "custom_cls.path=x.py": "write parquet rows",
+    "role_worker_mapping=x": "algorithm.adv_estimator",
+    "ResourcePoolManager=x": "trainer.n_gpus_per_node",
+    "temperature=0.9": f"{ROLLOUT}.temperature",
+    "num_generations=8": f"{ROLLOUT}.n",
+    "beta=0.04": f"{ACTOR}.kl_loss_coef",
+    "epsilon_high=0.28": f"{ACTOR}.clip_ratio_high",
+    "scale_rewards=False": "algorithm.norm_adv_by_std_in_grpo",
+    "loss_type=dr_grpo": f"{ACTOR}.loss_agg_mode",
+    "num_iterations=2": f"{ACTOR}.ppo_epochs",
+    "max_completion_length=256": "data.max_response_length",
+    "learning_rate=1e-6": f"{ACTOR}.optim.lr",
+    "report_to=wandb": "trainer.logger",
+    "--num_generations": f"{ROLLOUT}.n",
+    "--n_samples_per_prompt=8": f"{ROLLOUT}.n",
+    "--init_kl_coef=0.01": "algorithm.kl_ctrl.kl_coef",
+    "--rollout_batch_size=128": "data.train_batch_size",
+    "--train_batch_size=128": f"{ACTOR}.ppo_mini_batch_size",
+    "--eps-clip-low-high": f"{ACTOR}.clip_ratio_low",
+    "--dynamic_filtering": "algorithm.filter_groups.enable",
+    "pretrain=x": "actor_rollout_ref.model.path",
+    f"{ROLLOUT}.n_agent=5": f"{ROLLOUT}.n",
+    "retriever_name=e5": "recipes/search_r1/run_retriever.sh",
+    "reward_model.retrieval_score=0": "custom_reward_function.reward_kwargs.retrieval_score",
+    "zzz=1": None,
+    "timeout=3": None,
+    "actor.enable=True": None,
+    f"{ACTOR}.enable=True": None,
+    "reward_model.sandbox.batch=3": None,
+    "trainer.gradient_noise=1": None,
+    "--unheard-of=3": None,
+}
+
+
+@pytest.mark.parametrize("typed", TYPED)
+def test_what_people_type_is_answered_rightly_or_not_at_all(typed):
+    (line,) = lines(typed, recipe="grpo")
+    if TYPED[typed] is None:
+        assert not [key for key in convert.all_keys() if "." in key and key in line.partition(": ")[2]], line
+        assert "--help WORD" in line or typed.startswith("-")
+    else:
+        assert TYPED[typed] in line
+    assert "\n" not in line
+
+
+def test_ray_init_takes_the_arguments_of_the_table():
+    ray = pytest.importorskip("ray")
+    public = [name for name in inspect.signature(ray.init).parameters if name != "kwargs"]
+    assert [name for name in tables.RAY_INIT if not name.startswith("_")] == public
+    source = inspect.getsource(inspect.unwrap(ray.init))
+    assert all(f'"{name}"' in source for name in tables.RAY_INIT if name.startswith("_"))
+    assert not lines(*(f"ray_kwargs.ray_init.{name}=1" for name in tables.RAY_INIT))
 
 
 @pytest.mark.parametrize(

@@ -347,6 +347,13 @@ BROKEN = [
         f'{ROLLOUT}.engine_kwargs={{"hf": {{"x": 1}}}}',
         "hf has cache_gib",
     ),
+    (
+        "grpo",
+        ["ray_kwargs.ray_init={timeline_json_file: x.json, num_cpus: 4}"],
+        (),
+        'ray_kwargs.ray_init={"num_cpus": 4, "timeline_json_file": "x.json"}',
+        "timeline_json_file: ray.init takes no such argument",
+    ),
 ]
 
 

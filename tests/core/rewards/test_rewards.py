@@ -81,6 +81,25 @@ def test_a_custom_function_sees_the_rollout_and_cannot_touch_the_row(write):
     assert row == {"nested": {"list": []}} and gold == {"target": []}
 
 
+@pytest.mark.parametrize(
+    "segments, turns, calls, seen",
+    [
+        (("one answer",), 1, 0, 2),  # verl counts the prompt and the answer
+        (("a", ("tool", "b"), "c"), 2, 1, 4),
+        (("a", ("tool", "b"), ("tool", "b2"), "c", ("tool", "d"), "e"), 3, 3, 6),  # two calls of a turn, one answer
+        (("a", ("tool", "b")), 1, 1, 3),
+    ],
+)
+def test_a_function_written_for_verl_finds_turns_and_tool_calls(write, segments, turns, calls, seen):
+    path = write("""
+        def compute_score(data_source, solution_str, ground_truth, extra_info):
+            return {"score": extra_info["num_turns"] + 0.1 * extra_info["num_tool_calls"], "acc": 0.0}
+    """)
+    steps = trajectory(*segments, turns=turns, tool_calls=calls)
+    row = {"num_turns": 99}  # as in verl, what happened wins over what the row holds
+    assert grade(layer(path), prompt("anything", {}, row), steps).value == pytest.approx(seen + 0.1 * calls)
+
+
 def test_an_asynchronous_function_is_awaited(write):
     path = write("""
         import asyncio

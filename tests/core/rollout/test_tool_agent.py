@@ -112,6 +112,42 @@ def test_a_broken_file_says_everything_that_is_wrong_with_it(tmp_path):
     assert "cannot be read" in problems_of(tmp_path, "tools: [")
 
 
+EXPRESSION = "{type: object, properties: {expression: {type: string}}, required: [expression]}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"- name: calculator\n  description: Sums.\n  parameters: {EXPRESSION}\n",
+        "- name: calculator\n  description: Sums.\n  parameters: {expression: {type: string}}\n",
+        f"tools:\n- type: function\n  function: {{name: calculator, description: Sums., parameters: {EXPRESSION}}}\n",
+        f"- name: calculator\n  description: Sums.\n  parameters: {EXPRESSION}\n"
+        "  class_name: core.rollout.tools.Calculator\n  config: {}\n",
+    ],
+)
+def test_a_tool_may_be_given_by_its_function(tmp_path, text):
+    (tmp_path / "tools.yaml").write_text(text)
+    spec = load_tools(tmp_path / "tools.yaml")["calculator"]
+    function = spec.schema["function"]
+    assert function["description"] == "Sums." and list(function["parameters"]["properties"]) == ["expression"]
+    assert spec.problem({"expression": "1"}) is None and "required" in spec.problem({})
+    assert asyncio.run(spec.tool.call({"expression": "2 * 3"}, {})) == "6"
+
+
+def test_a_tool_by_its_function_needs_something_that_carries_it_out(tmp_path):
+    said = problems_of(
+        tmp_path,
+        "- name: search\n  description: Finds.\n  parameters: {query: {type: string}}\n"
+        "- name: calculator\n  parameters: {formula: {type: string}}\n"
+        "- name: calculator\n  options: 3\n"
+        "- name: calculator\n  parameters: [expression]\n"
+        "- description: Finds.\n",
+    ).splitlines()
+    parts = ("add class_name", "takes the argument expression", "has options", "must be a JSON schema", "must hold")
+    for line, part in zip(said, parts, strict=True):
+        assert part in line and "tools.yaml: tools[" in line
+
+
 def test_a_row_chooses_its_tools_and_gives_them_facts(tmp_path):
     (tmp_path / "tools.yaml").write_text(
         f"{CALCULATOR}  - class_name: {__file__}:Slow\n  - class_name: {__file__}:Facts\n"
