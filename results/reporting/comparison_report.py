@@ -182,7 +182,7 @@ def comparison(groups: Sequence[Group]) -> Iterator[Block]:
     yield from _cautions(groups)
     yield Heading("What could have been found", 3)
     header = ["difference", "evaluated on", "p by question", "p over seeds"]
-    yield Table([*header, "found by these questions", "found by these seeds", "seeds a side it would take"], limits)
+    yield Table([*header, "detectable by question", "detectable over seeds", "seeds a side it takes"], limits)
     yield Text(
         "p is two-sided and corrected by Holm's method. By question it is McNemar's exact test, or a randomization "
         "test where few questions differ; a row may have an interval that just excludes 0 and a p above 0.05, and "
@@ -325,4 +325,4 @@ def _side(accuracy: float, row: Row | None) -> str:
     text = "" if row is None else str(row["output"])
     half = SHOWN_CHARACTERS // 2
     shown = text if len(text) <= SHOWN_CHARACTERS else f"{text[:half]} […] {text[-half:]}"
-    return f"{shown}\n(accuracy {accuracy:g})".strip()
+    return f"{shown}\n(accuracy {accuracy:.3g})".strip()

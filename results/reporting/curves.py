@@ -153,4 +153,4 @@ def _phase_panel(groups: Sequence[Group], group: Group) -> Curves | None:
     largest = sorted(seconds, key=lambda name: -sum(seconds[name]))
     note = " ".join(["seconds a step", _label(groups, group, "") and f"({_label(groups, group, '')})"]).strip()
     shown = [Line(name, steps, seconds[name]) for name in largest if sum(seconds[name]) > 0.005 * whole]
-    return Curves("Time by phase", shown, stacked=True, note=note)
+    return Curves("Time by phase", shown, stacked=True, note=note) if len(shown) > 1 else None

@@ -223,7 +223,7 @@ def outcomes(run: RecordedRun) -> list[Outcome]:
             if before.step > points[0].step:  # the first evaluation lacks it: maj@k where an answer had no vote
                 continue
             a, b = (run.accuracy_at(point.step).get(source, {}) for point in (before, after))
-            paired = name.startswith("mean@") and after.step > before.step and a and b
+            paired = name.startswith("mean@") and after.step > before.step and a.keys() & b.keys()
             found.append(Outcome(source, before, after, paired_comparison(a, b) if paired else None))
     return sorted(found, key=lambda outcome: not outcome.before.name.startswith("mean@"))
 
