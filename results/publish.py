@@ -1,27 +1,32 @@
 """The command that commits a run: ``python -m results.publish RUN [--as RECIPE/RUN]``.
 
 It turns ``outputs/<recipe>/<run>/`` into ``results/<recipe>/<run>/{config.yaml, manifest.json, summary.json,
-metrics.csv, validation.jsonl}``, without machine paths and host names. ``summary.json`` is a function of the other
-four. Afterwards, ``python -m results.report --index`` brings the tables up to date.
+metrics.csv, validation.jsonl.gz, samples.jsonl.gz}``, without machine paths and host names. ``summary.json`` is a
+function of the others. Afterwards, ``python -m results.report --index`` brings the tables up to date. Earlier copies
+have a ``validation.jsonl`` instead, and no samples.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import gzip
+import io
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import yaml
 
-from core.tracking.tracker import json_line
 from core.tracking.validation import ValRecord
-from results.reporting.run_reader import NotARun, load_run, scrub, summarise
+from results.reporting.answers import published_samples
+from results.reporting.run_reader import NotARun, RecordedRun, load_run, scrub, summarise
+from results.reporting.x_axis import with_totals
 
 METRICS_ROWS = 500  # metrics.csv holds at most about this many steps, evenly spaced, and every validation
-VALIDATION_BYTES = 1_000_000  # a larger validation.jsonl is not committed
+VALIDATION_BYTES = 1_000_000  # beyond it validation.jsonl.gz holds the first and the last evaluation only
+SAMPLES = 50  # questions of each data source in samples.jsonl.gz
 
 
 def publish(folder: str | Path, target: str | Path) -> Path:
@@ -37,15 +42,21 @@ def publish(folder: str | Path, target: str | Path) -> Path:
     (target / "manifest.json").write_text(json.dumps(scrub(manifest), indent=1) + "\n", encoding="utf-8")
     config = yaml.safe_load((run.folder / "config.yaml").read_text(encoding="utf-8"))
     (target / "config.yaml").write_text(yaml.safe_dump(scrub(config), sort_keys=False), encoding="utf-8")
-    _write_csv(target / "metrics.csv", run.metrics)
-    _write_validation(target / "validation.jsonl", run.validation)
+    _write_csv(target / "metrics.csv", run)
+    for name in ("validation.jsonl", "samples.jsonl"):  # what an earlier copy may have left
+        (target / name).unlink(missing_ok=True)
+    _write_rows(target / "samples.jsonl.gz", _packed(published_samples(run, SAMPLES)))
+    _write_rows(target / "validation.jsonl.gz", _packed_validation(run.validation))
     summary = summarise(load_run(target))
     (target / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     return target
 
 
-def _write_csv(path: Path, metrics: Sequence[Mapping[str, float]]) -> None:
+def _write_csv(path: Path, run: RecordedRun) -> None:
+    metrics = run.metrics
     stride = -(-len(metrics) // METRICS_ROWS) or 1
+    if stride > 1:  # sums over the steps that are left out cannot be made later
+        metrics = with_totals(metrics, run.config)
     kept = [
         row
         for i, row in enumerate(metrics)
@@ -58,17 +69,37 @@ def _write_csv(path: Path, metrics: Sequence[Mapping[str, float]]) -> None:
         writer.writerows([row["step"], *(f"{row[n]:.6g}" if n in row else "" for n in names)] for row in kept)
 
 
-def _write_validation(path: Path, validation: Mapping[int, Sequence[ValRecord]]) -> None:
-    """Write the accuracies of the first and the last validation, unless they are too large to commit."""
-    lines = [
-        json_line({"step": step, "uid": r.uid, "data_source": r.data_source, "acc": list(r.values["acc"])})
-        for step in sorted({min(validation), max(validation)} if validation else ())
-        for r in validation[step]
-    ]
-    text = "".join(lines)
+def _packed_validation(validation: Mapping[int, Sequence[ValRecord]]) -> bytes:
+    """Return every evaluation's accuracies by question, compressed; the first and the last where all are too large.
+
+    A question's lines stand together, which compresses best.
+    """
+    ends = [min(validation), max(validation)] if validation else []
+    for steps in (sorted(validation), sorted(set(ends))):
+        by_question: dict[tuple[str, str], list[dict[str, object]]] = {}
+        for step in steps:
+            for r in validation[step]:
+                line = {"step": step, "uid": r.uid, "data_source": r.data_source, "acc": list(r.values["acc"])}
+                by_question.setdefault((r.data_source, r.uid), []).append(line)
+        packed = _packed(line for lines in by_question.values() for line in lines)
+        if len(packed) <= VALIDATION_BYTES:
+            break
+    return packed
+
+
+def _packed(rows: Iterable[Mapping[str, object]]) -> bytes:
+    """Return JSON Lines, gzipped; equal rows give equal bytes, since neither time nor name is in them."""
+    text = "".join(json.dumps(row, default=str) + "\n" for row in rows)
+    out = io.BytesIO()
+    with gzip.GzipFile(filename="", mode="wb", fileobj=out, mtime=0) as file:
+        file.write(text.encode())
+    return out.getvalue() if text else b""
+
+
+def _write_rows(path: Path, packed: bytes) -> None:
     path.unlink(missing_ok=True)
-    if lines and len(text.encode()) <= VALIDATION_BYTES:
-        path.write_text(text, encoding="utf-8")
+    if packed:
+        path.write_bytes(packed)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

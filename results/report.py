@@ -1,11 +1,12 @@
 """The command that shows runs: reports of run folders, and the tables of ``results/``.
 
-    python -m results.report RUN [RUN ...] [--out DIR]     report.md and report.html
+    python -m results.report RUN [RUN ...] [--baseline NAME] [--x AXIS] [--out DIR]     report.md and report.html
     python -m results.report --index [--check]             results/README.md and the tables in README.md
 
-A RUN is a run folder (``outputs/<recipe>/<run>``) or a published copy (``results/<recipe>/<run>``, made by
-``python -m results.publish``). Runs that differ in their seeds only are one experiment: mean, spread and interval over
-seeds. Experiments are compared by question.
+A RUN is a run folder (``outputs/<recipe>/<run>``), a published copy (``results/<recipe>/<run>``, made by
+``python -m results.publish``), or a log of another project: verl's console output, its file logger's ``.jsonl``, TRL's
+``trainer_state.json``, or a ``.csv`` with a column ``step``. Runs that differ in their seeds only are one experiment:
+mean, spread and interval over seeds. Experiments are compared with the baseline, by question where both have records.
 """
 
 from __future__ import annotations
@@ -18,14 +19,26 @@ from pathlib import Path
 from core import moved
 from core.errors import InputError
 from results.reporting import tables
-from results.reporting.run_reader import NotARun, RecordedRun, group_name, group_runs, load_run
+from results.reporting.foreign_logs import read_foreign
+from results.reporting.run_reader import RecordedRun, group_name, group_runs, load_run
 from results.reporting.run_report import headline, write_report
+from results.reporting.x_axis import AXES
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m results.report", description="Reports of recorded runs.")
     parser.add_argument(
-        "runs", nargs="*", metavar="RUN", help="The run folders: outputs/<recipe>/<run> or results/<recipe>/<run>."
+        "runs",
+        nargs="*",
+        metavar="RUN",
+        help="The run folders, outputs/<recipe>/<run> or results/<recipe>/<run>, or logs of verl or TRL, or CSV files.",
+    )
+    parser.add_argument(
+        "--baseline", metavar="NAME", help="The run or experiment to compare with (default: the first one named)."
+    )
+    parser.add_argument("--x", choices=AXES, default="step", help="The axis of the curves.")
+    parser.add_argument(
+        "--accuracy", metavar="METRIC", help="The name of the held-out accuracy in the logs of other projects."
     )
     parser.add_argument(
         "--out", type=Path, help="The folder for the report (default: the run's, or one in outputs/reports)."
@@ -49,18 +62,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("name a run folder, or use --index")
     try:
         if args.runs:
-            runs = [load_run(folder) for folder in args.runs]
-            path = write_report(runs, args.out or _default_folder(runs))
+            runs = [_load(Path(name), args.accuracy) for name in args.runs]
+            path = write_report(runs, args.out or _default_folder(runs), args.baseline, args.x)
             print(f"{headline(runs)}\nreport: {path}")
         return tables.update(args.results, check=args.check) if args.index else 0
-    except (NotARun, InputError) as error:
+    except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
+def _load(path: Path, accuracy: str | None) -> RecordedRun:
+    return read_foreign(path, accuracy) if path.is_file() else load_run(path)
+
+
 def _default_folder(runs: Sequence[RecordedRun]) -> Path:
     """Return the only run's own folder, or one of ``outputs/reports/`` named after the experiments."""
-    if len(runs) == 1:
+    if len(runs) == 1 and runs[0].folder.is_dir():
         return runs[0].folder
     names = (group_name([run.name for run in group]) for group in group_runs(runs))
     return Path("outputs/reports") / "_".join(name.replace("/", "-") for name in names)[:100]

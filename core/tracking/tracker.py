@@ -39,7 +39,7 @@ from core.types import StepMetrics
 
 ENDINGS = ("finished", "stopped", "failed")
 RUN_FILES = ("config.yaml", "manifest.json", "metrics.jsonl", "samples.jsonl", "validation", "tensorboard")
-KEPT_SAMPLES = 8  # generations of a validation that samples.jsonl keeps for the report, at the least
+KEPT_SAMPLES = 50  # generations of each data source that samples.jsonl keeps of a validation, at the least
 
 
 # --- files ---
@@ -63,7 +63,9 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: a line before the last one is damaged.
     """
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    # Not splitlines: it also splits at U+2028 and the like, which JSON leaves as they are inside an answer.
+    lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n") if path.exists() else []
+    lines = lines if lines != [""] else []
     rows = []
     for number, line in enumerate(lines, 1):
         try:
@@ -186,7 +188,10 @@ class Tracker:
         ``rows`` are those of :func:`core.tracking.generations.generation_rows`.
         """
         wanted = self.config.trainer.log_val_generations
-        kept = spread_out(rows, max(wanted, KEPT_SAMPLES))
+        by_source: dict[Any, list[Row]] = {}
+        for row in rows:
+            by_source.setdefault(row.get("data_source"), []).append(row)
+        kept = [row for same in by_source.values() for row in spread_out(same, max(wanted, KEPT_SAMPLES))]
         _append(self.run_dir / "samples.jsonl", [{**row, "step": step} for row in kept])
         if wanted:
             for logger in self._loggers:

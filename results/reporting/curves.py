@@ -12,8 +12,10 @@ from dataclasses import replace
 from core.tracking import step_time
 from results.reporting.pages import Block, Curves, Gallery, Heading, Line, Text
 from results.reporting.run_reader import RecordedRun, group_name
+from results.reporting.x_axis import AXES, positions
 
 Group = list[RecordedRun]
+Places = Mapping[int, Mapping[float, float]]  # id of a run -> step -> place on the axis
 SMOOTHED_BEYOND = 60  # steps
 
 # title, {metric: its label}, note
@@ -48,9 +50,15 @@ PANELS = (
 )
 
 
-def curves(groups: Sequence[Group]) -> Iterator[Block]:
-    """Yield the heading, a note on how to read the curves, and the panels that have data."""
-    panels = [_accuracy_panel(groups), *(_metric_panel(groups, *panel) for panel in PANELS)]
+def curves(groups: Sequence[Group], x: str = "step") -> Iterator[Block]:
+    """Yield the heading, a note on how to read the curves, and the panels that have data.
+
+    Raises:
+        InputError: a run does not record the axis ``x``.
+    """
+    at = {id(run): positions(run, x) for group in groups for run in group}
+    panels = [_accuracy_panel(groups, at), *(_metric_panel(groups, at, *panel) for panel in PANELS)]
+    panels = [panel and replace(panel, x=AXES[x].label) for panel in panels]
     panels += [_phase_panel(groups, group) for group in groups]
     yield Heading("Curves")
     yield Text(
@@ -75,14 +83,20 @@ def _running_mean(line: Line) -> Line:
     return replace(line, values=values)
 
 
-def _with_mean(lines: Sequence[Line]) -> list[Line]:
-    """Return a short single line as it is; several seeds, or a long curve, faint under their mean."""
-    lines = [line for line in lines if line.steps]
+def _with_mean(lines: Sequence[Line], places: Sequence[Mapping[float, float]]) -> list[Line]:
+    """Return a short single line as it is; several seeds, or a long curve, faint under their mean.
+
+    ``places`` is where on the axis each line's steps are. The mean is taken step by step, and so is its place.
+    """
+    kept = [(line, place) for line, place in zip(lines, places, strict=True) if line.steps]
+    lines = [line for line, _ in kept]
+    moved = [replace(line, steps=[place[step] for step in line.steps]) for line, place in kept]
     long = any(len(line.steps) > SMOOTHED_BEYOND for line in lines)
     if not lines or (len(lines) == 1 and not long):
-        return lines
+        return moved
     mean = _mean_line(lines)
-    return [*(replace(line, label="", faint=True) for line in lines), _running_mean(mean) if long else mean]
+    mean = replace(mean, steps=[statistics.fmean(place[step] for _, place in kept) for step in mean.steps])
+    return [*(replace(line, label="", faint=True) for line in moved), _running_mean(mean) if long else mean]
 
 
 def _label(groups: Sequence[Group], group: Group, part: str) -> str:
@@ -90,7 +104,9 @@ def _label(groups: Sequence[Group], group: Group, part: str) -> str:
     return ", ".join(word for word in (name, part) if word)
 
 
-def _metric_panel(groups: Sequence[Group], title: str, metrics: Mapping[str, str], note: str) -> Curves | None:
+def _metric_panel(
+    groups: Sequence[Group], places: Places, title: str, metrics: Mapping[str, str], note: str
+) -> Curves | None:
     present = {m: part for m, part in metrics.items() if any(run.series(m)[0] for g in groups for run in g)}
     if title == "Reward" and len(present) == 2:
         reward, score = metrics
@@ -100,17 +116,19 @@ def _metric_panel(groups: Sequence[Group], title: str, metrics: Mapping[str, str
     for at, group in enumerate(groups):
         for variant, (metric, part) in enumerate(present.items()):
             label = _label(groups, group, part if len(present) > 1 else "")
-            lines += _with_mean([Line(label, *run.series(metric), at, variant) for run in group])
+            same = [Line(label, *run.series(metric), at, variant) for run in group]
+            lines += _with_mean(same, [places[id(run)] for run in group])
     return Curves(title, lines, note=note) if lines else None
 
 
-def _accuracy_panel(groups: Sequence[Group]) -> Curves | None:
+def _accuracy_panel(groups: Sequence[Group], places: Places) -> Curves | None:
     lines: list[Line] = []
     sources = list(dict.fromkeys(source for group in groups for run in group for source in run.points()))
     for at, group in enumerate(groups):
         for variant, source in enumerate(sources):
             label = _label(groups, group, source if len(sources) > 1 else "")
-            lines += _with_mean([_accuracy_line(run, source, label, at, variant, len(group) == 1) for run in group])
+            same = [_accuracy_line(run, source, label, at, variant, len(group) == 1) for run in group]
+            lines += _with_mean(same, [places[id(run)] for run in group])
     note = "held-out, 95 % interval" if all(len(g) == 1 for g in groups) else "held-out, mean over seeds"
     return Curves("Validation accuracy", lines, note=note) if lines else None
 
@@ -135,4 +153,4 @@ def _phase_panel(groups: Sequence[Group], group: Group) -> Curves | None:
     largest = sorted(seconds, key=lambda name: -sum(seconds[name]))
     note = " ".join(["seconds a step", _label(groups, group, "") and f"({_label(groups, group, '')})"]).strip()
     shown = [Line(name, steps, seconds[name]) for name in largest if sum(seconds[name]) > 0.005 * whole]
-    return Curves("Time by phase", shown, stacked=True, note=note)
+    return Curves("Time by phase", shown, stacked=True, note=note) if len(shown) > 1 else None

@@ -67,6 +67,7 @@ class Curves:
     lines: Sequence[Line]
     stacked: bool = False
     note: str = ""
+    x: str = "step"
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,8 @@ def draw(panel: Curves, index: int) -> str:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#e4e6ea", linewidth=0.7)
         axes.set_axisbelow(True)
-        axes.set_xlabel("step")
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set_xlabel(panel.x)
+        axes.xaxis.get_major_locator().set_params(integer=panel.x != "hours")
         if len(labels := {line.label for line in panel.lines if line.label}) > 1:
             columns = 1 if max(map(len, labels)) > 24 else 2 if max(map(len, labels)) > 14 else 3
             figure.legend(loc="outside upper left", frameon=False, fontsize=8, ncols=columns, handlelength=1.5)

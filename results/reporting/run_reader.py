@@ -7,10 +7,12 @@ best. What is drawn of a run is in :mod:`results.reporting.run_report`, publishi
 from __future__ import annotations
 
 import csv
+import gzip
 import hashlib
 import json
 import re
 import socket
+import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +22,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from core.errors import InputError
 from core.tracking.run_manifest import ROOT, flatten
 from core.tracking.tracker import read_jsonl
 from core.tracking.validation import Estimate, ValRecord
@@ -38,7 +41,7 @@ _RUN_KEYS = {
 }
 
 
-class NotARun(ValueError):
+class NotARun(InputError):
     """A folder is not a run folder, or a file in it is damaged."""
 
 
@@ -65,6 +68,10 @@ class RecordedRun:
     @property
     def name(self) -> str:
         return f"{self.manifest['recipe']}/{self.manifest['run']}"
+
+    @property
+    def is_published(self) -> bool:
+        return (self.folder / "metrics.csv").exists()
 
     @property
     def seed(self) -> Any:
@@ -153,10 +160,25 @@ def load_run(folder: str | Path) -> RecordedRun:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         metrics = _read_csv(folder / "metrics.csv") if published else read_jsonl(folder / "metrics.jsonl")
         validation = _read_validation(folder)
-        samples = read_jsonl(folder / "samples.jsonl")
-    except (ValueError, yaml.YAMLError) as error:
-        raise NotARun(f"{folder}: a file of the run is damaged: {error}") from error
+        samples = read_rows(folder / "samples.jsonl")
+    except (ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        raise NotARun(f"{folder}: a file of the run is damaged: {error!r}") from error
     return RecordedRun(folder, config, manifest, metrics, validation, samples)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a JSON Lines file, or of its compressed copy ``<path>.gz``; none where there is neither.
+
+    Raises:
+        ValueError: a line is damaged, or the compressed copy is cut short.
+    """
+    packed = path.with_name(path.name + ".gz")
+    if path.exists() or not packed.exists():
+        return read_jsonl(path)
+    try:
+        return [json.loads(line) for line in gzip.decompress(packed.read_bytes()).decode().splitlines()]
+    except (EOFError, OSError, zlib.error) as error:
+        raise ValueError(f"{packed}: not a whole gzip file ({error})") from error
 
 
 def _read_csv(path: Path) -> list[dict[str, float]]:
@@ -166,7 +188,7 @@ def _read_csv(path: Path) -> list[dict[str, float]]:
 
 
 def _read_validation(folder: Path) -> dict[int, list[ValRecord]]:
-    rows = [(row["step"], row) for row in read_jsonl(folder / "validation.jsonl")]
+    rows = [(row["step"], row) for row in read_rows(folder / "validation.jsonl")]
     for path in sorted((folder / "validation").glob("*.jsonl")):
         rows += [(int(path.stem), row) for row in read_jsonl(path)]
     by_step: dict[int, list[ValRecord]] = {}
@@ -202,7 +224,7 @@ def outcomes(run: RecordedRun) -> list[Outcome]:
             if before.step > points[0].step:  # the first evaluation lacks it: maj@k where an answer had no vote
                 continue
             a, b = (run.accuracy_at(point.step).get(source, {}) for point in (before, after))
-            paired = name.startswith("mean@") and after.step > before.step and a and b
+            paired = name.startswith("mean@") and after.step > before.step and a.keys() & b.keys()
             found.append(Outcome(source, before, after, paired_comparison(a, b) if paired else None))
     return sorted(found, key=lambda outcome: not outcome.before.name.startswith("mean@"))
 
@@ -253,12 +275,13 @@ def scrub(value: Any) -> Any:
 def summarise(run: RecordedRun) -> dict[str, Any]:
     """Return the run's summary, from which the tables of ``results/`` are made."""
     git, machine = run.session["git"], run.session["hardware"]
-    gpus = machine["gpus"]
+    gpus, foreign = machine["gpus"], "foreign" in run.manifest
+    hardware = f"{len(gpus)} x {gpus[0]}" if gpus else f"{machine.get('cores')} cores, {machine.get('cpu')}"
     results = [
         {
             "data_source": outcome.source,
             "metric": outcome.after.name,
-            "questions": outcome.after.estimate.n,
+            "questions": outcome.after.estimate.n or "uncounted",
             "before": asdict(outcome.before) if outcome.validated_twice else None,
             "after": asdict(outcome.after),
             "change": asdict(outcome.change) if outcome.change else None,
@@ -273,13 +296,13 @@ def summarise(run: RecordedRun) -> dict[str, Any]:
         "seed": run.seed,
         "status": run.status,
         "model": run.config.get("actor_rollout_ref.model.path"),
-        "decoding": decoding(run.config),
+        "decoding": "unknown" if foreign else decoding(run.config),
         "estimator": run.config.get("algorithm.adv_estimator"),
         "loss": run.config.get("actor_rollout_ref.actor.policy_loss.loss_mode"),
         "command": scrub(run.session["command"]),
         "steps": run.last_step,
         "seconds": round(run.seconds, 1),
-        "hardware": f"{len(gpus)} x {gpus[0]}" if gpus else f"{machine['cores']} cores, {machine['cpu']}",
+        "hardware": "unknown" if foreign else hardware,
         **{name: run.manifest[name] for name in ("last_healthy_step",) if name in run.manifest},
         **({"reference": reference} if (reference := run.config.get("trainer.reference")) is not None else {}),
         "commit": f"{git['commit'][:10]}{' with changes' if git['dirty'] else ''}" if git["commit"] else "unknown",

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from core.tracking import step_time
-from results.reporting.comparison import paired_comparison, welch_interval
+from core.tracking.tracker import spread_out
+from results.reporting.comparison_report import comparison, flipped_in_run, with_baseline
 from results.reporting.curves import Group, curves
-from results.reporting.numbers import change, percent
 from results.reporting.pages import Block, Fold, Heading, Table, Text, write_pages
-from results.reporting.run_reader import RecordedRun, decoding, group_name, group_runs, summarise
+from results.reporting.run_reader import RecordedRun, group_name, group_runs, summarise
 from results.reporting.tables import experiment_table, experiments, run_table
+
+SHOWN_SAMPLES = 8  # of a run; the questions that flipped are listed apart
 
 
 def _cell(value: Any) -> str:
@@ -81,49 +83,7 @@ def _seconds(column: Mapping[str, float], name: str) -> str:
     return f"{column[name]:.3f} ({column[name] / whole:.0%})" if whole else ""
 
 
-# --- comparison ---
-
-
-def _question_means(group: Group) -> dict[str, dict[str, float]]:
-    """Return ``data_source -> uid -> accuracy`` at each run's last validation, the mean of the seeds that have it."""
-    pooled: dict[str, dict[str, list[float]]] = {}
-    for run in group:
-        for source, by_uid in run.accuracy_at(max(run.validation, default=-1)).items():
-            for uid, accuracy in by_uid.items():
-                pooled.setdefault(source, {}).setdefault(uid, []).append(accuracy)
-    return {source: {uid: statistics.fmean(v) for uid, v in by_uid.items()} for source, by_uid in pooled.items()}
-
-
-def _seed_values(group: Group) -> dict[str, list[float]]:
-    """Return ``data_source -> mean accuracy`` of each seed at the last validation."""
-    found = experiments([summarise(run) for run in group])
-    return {each.source: each.values("after") for each in found if each.metric.startswith("mean@")}
-
-
-def comparison(groups: Sequence[Group]) -> Iterator[Block]:
-    """Yield every experiment against the first one: by question, and over seeds where both have several."""
-    names = [group_name([run.name for run in group]) for group in groups]
-    rows = []
-    for other in range(1, len(groups)):
-        a, b = _question_means(groups[0]), _question_means(groups[other])
-        over = _seed_values(groups[0]), _seed_values(groups[other])
-        for source in sorted(over[0].keys() & over[1].keys()):
-            values = [each[source] for each in over]
-            shared = a.get(source, {}).keys() & b.get(source, {}).keys()
-            paired = paired_comparison(a[source], b[source]) if shared else None
-            welch = welch_interval(*values) if min(map(len, values)) > 1 else None
-            count = str(paired.difference.n) if paired else "none recorded"
-            cells = [f"{names[other]} − {names[0]}", source, count, change(paired) if paired else ""]
-            cells.append(percent(welch, sign="+") if welch else "")
-            rows.append(cells)
-    yield Heading("Comparison")
-    yield Table(["difference", "evaluated on", "shared questions", "by question, paired", "over seeds, Welch"], rows)
-    yield Text(
-        "Accuracy in points with 95 % intervals. The paired interval is over questions for these very policies; what "
-        "another seed would give is the interval over seeds, which needs at least two seeds on both sides."
-    )
-    if len({decoding(group[0].config) for group in groups}) > 1:
-        yield Text("The runs decoded differently in validation: the difference is not one of the policies alone.")
+# --- samples, configuration, provenance ---
 
 
 def config_difference(groups: Sequence[Group]) -> Table:
@@ -135,19 +95,15 @@ def config_difference(groups: Sequence[Group]) -> Table:
     return Table(["key", *(group_name([run.name for run in group]) for group in groups)], rows)
 
 
-# --- samples, configuration, provenance ---
-
-
 def samples(run: RecordedRun) -> Iterator[Block]:
-    """Yield the same questions before and after, as many as both validations kept."""
+    """Yield some questions before and after, of those that both validations kept."""
     steps = sorted({row["step"] for row in run.samples})
     if not steps:
         return
     first, last = ({_sample_key(r): r for r in run.samples if r["step"] == step} for step in (steps[0], steps[-1]))
     rows = [
         [str(last[key]["input"])[-600:], _cell(last[key].get("gts")), _answer(first[key]), _answer(last[key])]
-        for key in last
-        if key in first
+        for key in spread_out([key for key in last if key in first], SHOWN_SAMPLES)
     ]
     yield Heading(f"Samples of {run.name}")
     if len(steps) == 1:
@@ -166,6 +122,9 @@ def _answer(row: Mapping[str, Any]) -> str:
 
 
 def configuration(groups: Sequence[Group]) -> Iterator[Block]:
+    groups = [group for group in groups if "foreign" not in group[0].manifest]
+    if not groups:
+        return
     yield Heading("Configuration")
     if len(groups) > 1:
         yield Heading("Where the runs differ", 3)
@@ -179,7 +138,15 @@ def configuration(groups: Sequence[Group]) -> Iterator[Block]:
 
 
 def provenance(groups: Sequence[Group]) -> Iterator[Block]:
-    runs = [run for group in groups for run in group]
+    runs = [run for group in groups for run in group if "foreign" not in run.manifest]
+    foreign = [run for group in groups for run in group if "foreign" in run.manifest]
+    if foreign:
+        yield Heading("Logs of other projects")
+        rows = [[run.name, run.folder.name, str(len(run.metrics)), str(run.last_step)] for run in foreign]
+        yield Table(["run", "file", "steps logged", "last step"], rows)
+        yield Text("Commit, configuration, seed and hardware of these runs are not recorded in their logs.")
+    if not runs:
+        return
     rows = [[title, *(_cell(read(run)) for run in runs)] for title, read in _PROVENANCE.items()]
     yield Heading("Provenance")
     yield Table(["", *(run.name for run in runs)], [row for row in rows if any(row[1:])])
@@ -227,18 +194,24 @@ _PROVENANCE = {
 # --- the page ---
 
 
-def page(runs: Sequence[RecordedRun]) -> tuple[str, list[Block]]:
-    """Return title and blocks of the report."""
-    groups = group_runs(runs)
-    blocks = [*learnt([run for group in groups for run in group]), *curves(groups), *step_times(groups)]
+def page(runs: Sequence[RecordedRun], baseline: str | None = None, x: str = "step") -> tuple[str, list[Block]]:
+    """Return title and blocks of the report, compared with ``baseline`` and drawn over the axis ``x``.
+
+    Raises:
+        InputError: no run has the baseline's name, or a run does not record the axis.
+    """
+    groups = with_baseline(group_runs(runs), baseline)
+    blocks = [*learnt([run for group in groups for run in group]), *curves(groups, x), *step_times(groups)]
     if len(groups) > 1:
         blocks += comparison(groups)
     for group in groups:
         blocks += samples(group[0])
+    if len(groups) == 1:
+        blocks += flipped_in_run(groups[0][0])
     blocks += [*configuration(groups), *provenance(groups)]
     return ", ".join(group_name([run.name for run in group]) for group in groups), blocks
 
 
-def write_report(runs: Sequence[RecordedRun], out: Path) -> Path:
+def write_report(runs: Sequence[RecordedRun], out: Path, baseline: str | None = None, x: str = "step") -> Path:
     """Write ``report.md`` and ``report.html`` into ``out`` and return the second."""
-    return write_pages(out, "report", *page(runs))[1]
+    return write_pages(out, "report", *page(runs, baseline, x))[1]

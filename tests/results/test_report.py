@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.metadata
 import json
 import os
@@ -279,8 +280,9 @@ def test_a_published_run_tells_the_same(runs, tmp_path, capsys):
         "config.yaml",
         "manifest.json",
         "metrics.csv",
+        "samples.jsonl.gz",
         "summary.json",
-        "validation.jsonl",
+        "validation.jsonl.gz",
     ]
     capsys.readouterr()
     lines = []
@@ -319,7 +321,8 @@ def test_nothing_of_the_machine_is_published(tmp_path, monkeypatch):
     config = configured({"data.train_files": files, "actor_rollout_ref.model.path": f"{ROOT}/outputs/m"})
     folder = make_run(tmp_path / "grpo" / "run", config, steps=2, questions=5)
     copy = publish(folder, tmp_path / "results" / "grpo" / "run")
-    text = "".join(path.read_text() for path in copy.iterdir())
+    text = "".join(path.read_text() for path in copy.iterdir() if path.suffix != ".gz")
+    text += "".join(gzip.decompress(path.read_bytes()).decode() for path in copy.glob("*.gz"))
     for secret in ("jane", "/home", "/scratch", "node-17", str(ROOT), str(tmp_path)):
         assert secret not in text, secret
     assert "<path>/train.parquet" in text and "a=<path>/d.parquet" in text and "on=<host>" in text
@@ -334,16 +337,16 @@ def test_scrubbing_leaves_other_slashes_alone():
     }
 
 
-def test_long_runs_are_thinned_and_large_validations_left_out(tmp_path, monkeypatch):
+def test_long_runs_are_thinned_and_large_validations_keep_their_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(publishing, "METRICS_ROWS", 10)
     monkeypatch.setattr(publishing, "VALIDATION_BYTES", 100)
     folder = make_run(tmp_path / "grpo" / "run", steps=60, test_every=7, questions=20)
     copy = publish(folder, tmp_path / "results" / "grpo" / "long")
     steps = [row["step"] for row in load_run(copy).metrics]
     assert len(steps) < 22 and steps[-1] == 60 and set(range(0, 60, 7)) <= set(steps)
-    assert not (copy / "validation.jsonl").exists()
+    assert list(load_run(copy).validation) == [0, 56]
     summary = json.loads((copy / "summary.json").read_text())
-    assert summary["run"] == "long" and summary["results"][0]["change"] is None
+    assert summary["run"] == "long" and summary["results"][0]["change"]["difference"]["n"] == 20
 
 
 # --- result tables ---

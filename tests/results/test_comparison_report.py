@@ -1,0 +1,241 @@
+"""The comparison of a report: the baseline, the axes, what cannot be paired, and what the tables state."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from core.errors import InputError
+from results import report
+from results.reporting.comparison_report import Comparison, Side, comparison, told_apart, with_baseline
+from results.reporting.curves import curves
+from results.reporting.pages import Fold, Gallery, Table, Text
+from results.reporting.run_reader import RecordedRun, group_runs, load_run
+from results.reporting.x_axis import AXES, positions
+from tests.core.synthetic import configured, make_run
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """Three experiments: grpo/lab of two seeds, grpo/slow and ppo/other of one."""
+    root = tmp_path_factory.mktemp("outputs")
+    for name, seed, rate in (
+        ("grpo/lab_s1", 1, 0.2),
+        ("grpo/lab_s2", 2, 0.2),
+        ("grpo/slow", 1, 0.02),
+        ("ppo/other", 1, 0.1),
+    ):
+        changes = {"trainer.experiment_name": Path(name).name, "trainer.seed": seed, "algorithm.kl_ctrl.kl_coef": rate}
+        make_run(root / name, configured(changes), rate=rate)
+    return root
+
+
+def loaded(root: Path, *names: str) -> list[list[RecordedRun]]:
+    return group_runs([load_run(root / name) for name in names])
+
+
+ALL = ("grpo/lab_s1", "grpo/lab_s2", "grpo/slow", "ppo/other")
+
+
+def first_table(blocks) -> list[list[str]]:
+    return next(block for block in blocks if isinstance(block, Table)).rows
+
+
+# --- the baseline ---
+
+
+@pytest.mark.parametrize("name", ["grpo/slow", "grpo/slow/", "{root}/grpo/slow"])
+def test_the_baseline_is_found_by_experiment_run_or_folder(root, name):
+    groups = with_baseline(loaded(root, *ALL), name.format(root=root))
+    assert [row[0] for row in first_table(comparison(groups))] == ["grpo/lab − grpo/slow", "ppo/other − grpo/slow"]
+
+
+def test_a_seed_of_an_experiment_names_it_and_the_default_is_the_first(root):
+    assert with_baseline(loaded(root, *ALL), "grpo/lab_s2")[0][0].name == "grpo/lab_s1"
+    assert [row[0] for row in first_table(comparison(loaded(root, *ALL)))] == [
+        "grpo/slow − grpo/lab",
+        "ppo/other − grpo/lab",
+    ]
+
+
+def test_an_unknown_baseline_names_the_nearest(root, tmp_path, capsys):
+    folders = [str(root / name) for name in ALL]
+    assert report.main([*folders, "--baseline", "grpo/slaw", "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "--baseline grpo/slaw: no run on the command line has this name; near it: grpo/slow" in error
+    assert error.count("\n") == 1 and not (tmp_path / "out").exists()
+    with pytest.raises(InputError, match="near it: grpo/lab, grpo/slow, ppo/other"):
+        with_baseline(loaded(root, *ALL), "zzz")
+
+
+# --- the axis ---
+
+
+def test_the_axes_are_what_a_run_had_spent(root):
+    (run,) = (group[0] for group in loaded(root, "grpo/slow"))
+    metrics = [
+        {**row, **({"perf/total_num_tokens": 100.0 * row["step"]} if row["step"] else {})} for row in run.metrics
+    ]
+    run = dataclasses.replace(run, metrics=metrics)
+    assert positions(run, "step")[3] == 3
+    assert [positions(run, "tokens")[step] for step in (0, 1, 2, 3)] == [0, 100, 300, 600]
+    batch, n = (run.config[key] for key in ("data.train_batch_size", "actor_rollout_ref.rollout.n"))
+    assert positions(run, "trajectories")[2] == 2 * batch * n
+    drawn = [{**row, "collect/prompts_drawn": 7.0} for row in metrics]
+    assert positions(dataclasses.replace(run, metrics=drawn), "trajectories")[2] == 14 * n
+    whole = [{**row, "timing_s/whole": 36.0} for row in metrics]
+    assert positions(dataclasses.replace(run, metrics=whole), "hours")[10] == pytest.approx(0.1)
+
+
+def test_an_axis_that_a_run_lacks_is_refused_with_those_it_has(root, tmp_path, capsys):
+    assert report.main([str(root / "grpo/slow"), "--x", "tokens", "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "--x tokens: grpo/slow does not record it (it needs perf/total_num_tokens)" in error
+    assert "--x can be step or trajectories or hours for this run" in error and error.count("\n") == 1
+    with pytest.raises(SystemExit):
+        report.main([str(root / "grpo/slow"), "--x", "epochs"])
+
+
+@pytest.mark.parametrize("x", ["step", "trajectories", "hours"])
+def test_every_curve_is_drawn_over_the_axis(root, x):
+    groups = loaded(root, *ALL)
+    (gallery,) = (block for block in curves(groups, x) if isinstance(block, Gallery))
+    panels = [panel for panel in gallery.curves if not panel.stacked]
+    assert {panel.x for panel in panels} == {AXES[x].label} and len(panels) > 8
+    reward = next(panel for panel in panels if panel.title == "Reward")
+    slow = next(line for line in reward.lines if line.label == "grpo/slow")
+    run = next(group[0] for group in groups if group[0].name == "grpo/slow")
+    steps, values = run.series("critic/rewards/mean")
+    assert list(slow.steps) == [positions(run, x)[step] for step in steps] and list(slow.values) == values
+    mean = next(line for line in reward.lines if line.label == "grpo/lab")
+    both = [positions(one, x) for one in groups[0]]
+    assert mean.steps[-1] == pytest.approx(sum(place[20] for place in both) / 2)
+
+
+# --- what cannot be paired ---
+
+
+def side(root: Path, questions, seeds=(0.5,)) -> Side:
+    return Side(loaded(root, "grpo/slow")[0], list(seeds), questions)
+
+
+def test_runs_that_answered_other_questions_are_paired_on_the_shared_ones(root):
+    a, b = {"1": 1.0, "2": 0.0, "3": 1.0}, {"2": 1.0, "3": 1.0, "4": 0.0, "5": 1.0}
+    some = Comparison("s", side(root, a), side(root, b))
+    assert some.count == "2, of 3 and 4" and some.paired.difference.n == 2
+    none = Comparison("s", side(root, a), side(root, {"9": 1.0}))
+    assert none.count == "refused: none is shared, they answered 3 and 1 different questions"
+    assert none.paired is None and none.question_p is None
+    assert Comparison("s", side(root, {}), side(root, a)).count == "none recorded"
+
+
+def test_runs_without_a_shared_question_are_refused_in_the_table(root, tmp_path):
+    other = make_run(tmp_path / "grpo" / "elsewhere", configured({"algorithm.kl_ctrl.kl_coef": 0.5}))
+    path = other / "validation" / "20.jsonl"
+    path.write_text(path.read_text().replace("lab/hops/", "else/"))
+    assert report.main([str(root / "grpo/slow"), str(other), "--out", str(tmp_path)]) == 0
+    row = next(
+        line for line in (tmp_path / "report.md").read_text().splitlines() if "grpo/elsewhere − grpo/slow" in line
+    )
+    assert "refused: none is shared, they answered 200 and 200 different questions" in row and "none possible" in row
+
+
+def test_a_half_written_record_leaves_the_complete_questions(root, tmp_path):
+    other = make_run(tmp_path / "grpo" / "cut", configured({"algorithm.kl_ctrl.kl_coef": 0.5}))
+    path = other / "validation" / "20.jsonl"
+    path.write_text(path.read_text()[:-10])
+    rows = first_table(comparison([*loaded(root, "grpo/slow"), *group_runs([load_run(other)])]))
+    assert rows[0][2] == "199, of 200 and 199"
+
+
+def test_other_validation_files_are_cautioned_against(root):
+    groups = loaded(root, "grpo/slow", "ppo/other")
+    run = groups[1][0]
+    files = {"data.val_files": ["test.parquet"]}
+
+    def texts(sha: str) -> str:
+        manifests = [
+            {**group[0].manifest, "data": [{"path": "test.parquet", "sha256": one}]}
+            for group, one in zip(groups, ("0", sha), strict=True)
+        ]
+        changed = [
+            [dataclasses.replace(group[0], manifest=manifest, config={**group[0].config, **files})]
+            for group, manifest in zip(groups, manifests, strict=True)
+        ]
+        return " ".join(block.text for block in comparison(changed) if isinstance(block, Text))
+
+    assert (
+        run.name == "ppo/other"
+        and "validation files differ" in texts("1")
+        and "validation files differ" not in texts("0")
+    )
+
+
+# --- what the tables state ---
+
+
+def test_one_seed_gives_a_verdict_on_these_policies_only(root):
+    rows = first_table(comparison(loaded(root, "grpo/slow", "ppo/other")))
+    assert rows[0][-1] == "these policies differ, another seed may not" and rows[0][4] == ""
+
+
+def test_several_seeds_decide_over_seeds_and_say_how_many_it_would_take(root):
+    a, b = loaded(root, "grpo/lab_s1", "grpo/lab_s2")[0], loaded(root, "grpo/slow")[0]
+    twin = [
+        dataclasses.replace(run, config={**run.config, "x": 1}, manifest={**run.manifest, "run": f"twin{i}"})
+        for i, run in enumerate(a)
+    ]
+    blocks = [block for block in comparison([a, twin]) if isinstance(block, Table)]
+    assert blocks[0].rows[0][-1] == "not told apart over seeds"
+    assert blocks[1].rows[0][-1] == "more than 1,000" and float(blocks[1].rows[0][5]) > 5
+    alone = [block for block in comparison([b, loaded(root, "ppo/other")[0]]) if isinstance(block, Table)]
+    assert alone[1].rows[0][-1] == "unknown before 2 seeds" and alone[1].rows[0][5] == ""
+
+
+def test_rows_are_corrected_for_their_number(root):
+    """Six questions up have p 0.031: a difference as the only row, and none as one of three."""
+    base = loaded(root, "grpo/slow")[0]
+    records = base[0].validation[20]
+
+    def changed(name: str, count: int):
+        rows, left = [], count
+        for record in records:
+            wrong = record.values["acc"] == (0.0,)
+            rows.append(dataclasses.replace(record, values={"acc": (1.0,)}) if wrong and left else record)
+            left -= wrong and left > 0
+        manifest = {**base[0].manifest, "run": name}
+        return [
+            dataclasses.replace(base[0], validation={20: rows}, manifest=manifest, config={**base[0].config, "x": name})
+        ]
+
+    def verdicts(*groups):
+        return [row[-1] for row in first_table(comparison([base, *groups]))]
+
+    assert verdicts(changed("six", 6)) == ["these policies differ, another seed may not"]
+    assert verdicts(changed("six", 6), changed("one", 1), changed("two", 2)) == ["not told apart by question"] * 3
+    folds = [block for block in comparison([base, changed("six", 6)]) if isinstance(block, Fold)]
+    assert folds[0].title.endswith("(6 up, 0 down)") and len(folds[0].blocks[0].rows) == 6
+
+
+def test_letters_need_three_experiments_and_rank_them(root):
+    groups = loaded(root, *ALL)
+    values = {"high": 0.9, "low": 0.5, "mid": 0.7}
+    same = [
+        Side(group, [value - 0.01, value, value + 0.01], {})
+        for group, value in zip(groups, values.values(), strict=True)
+    ]
+    table = first_table(told_apart({"s": same}, groups))
+    assert [row[3] for row in table] == ["a", "b", "c"]
+    assert [row[2].split()[0] for row in table] == ["90.0", "70.0", "50.0"]
+    assert not list(told_apart({"s": same[:2]}, groups))
+
+
+def test_one_run_lists_what_changed_while_it_trained(root, tmp_path):
+    assert report.main([str(root / "grpo/slow"), "--out", str(tmp_path)]) == 0
+    text = (tmp_path / "report.md").read_text()
+    change = json.loads(json.dumps(text.split("Questions that flipped: grpo/slow, lab/hops (")[1].split(")")[0]))
+    up, down = (int(word.split()[0]) for word in change.split(", ")[:2])
+    assert f"{up} up, {down} down |" in text and up > down

@@ -1,0 +1,233 @@
+"""What a published copy keeps of questions and answers: enough to compare it with any run, and no machine's paths."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from core.tracking.run_manifest import ROOT
+from core.tracking.tracker import json_line, read_jsonl
+from core.tracking.validation import validation_metrics
+from results import publish as publishing
+from results import report
+from results.publish import publish
+from results.reporting.answers import flips
+from results.reporting.comparison import accuracy_by_question
+from results.reporting.run_reader import NotARun, load_run, summarise
+from results.reporting.x_axis import positions
+from tests.core.synthetic import configured, make_run, records
+
+SOURCE = "lab/hops"
+
+
+def run_with_answers(folder: Path, *, seed: int = 1, rate: float = 0.2, questions: int = 200, **changes) -> Path:
+    """A run whose samples.jsonl has an answer to every question, as a run with few questions has."""
+    name = {"trainer.experiment_name": folder.name, "trainer.seed": seed}
+    make_run(folder, configured({**name, **changes}), questions=questions, rate=rate)
+    write_answers(folder / "samples.jsonl", (0, 20), seed, rate, questions, folder.name)
+    return folder
+
+
+def write_answers(path: Path, steps, seed: int, rate: float, questions: int, text: str) -> None:
+    rows = [answer(step, r, text) for step in steps for r in records(step, seed, questions, rate=rate)]
+    path.write_text("".join(map(json_line, rows)), encoding="utf-8")
+
+
+def answer(step: int, record, text: str) -> dict:
+    acc = record.values["acc"][0]
+    named = {"uid": record.uid, "data_source": record.data_source, "acc": acc, "score": acc, "step": step}
+    return {**named, "input": f"question {record.uid}", "output": f"{text} at {step}", "gts": "p", "stop": "eos"}
+
+
+def accuracy(step: int, seed: int = 1, rate: float = 0.2) -> dict[str, float]:
+    return accuracy_by_question(records(step, seed, 200, rate=rate))[SOURCE]
+
+
+def unpacked(path: Path) -> list[dict]:
+    return [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+
+
+# --- scores ---
+
+
+def test_every_evaluation_is_kept_by_question_and_the_bytes_are_the_same_again(tmp_path, monkeypatch):
+    run = run_with_answers(tmp_path / "grpo" / "a")
+    first = publish(run, tmp_path / "one" / "grpo" / "a")
+    monkeypatch.setattr("time.time", lambda: 2e9)
+    again = publish(run, tmp_path / "two" / "grpo" / "a")
+    for name in ("validation.jsonl.gz", "samples.jsonl.gz", "summary.json"):
+        assert (first / name).read_bytes() == (again / name).read_bytes(), name
+    copy = load_run(first)
+    assert list(copy.validation) == [0, 5, 10, 15, 20]
+    assert all(copy.accuracy_at(step)[SOURCE] == accuracy(step) for step in copy.validation)
+    assert summarise(copy)["results"][0]["change"] == summarise(load_run(run))["results"][0]["change"]
+
+
+def test_fifty_thousand_questions_are_kept(tmp_path):
+    run = load_run(make_run(tmp_path / "grpo" / "big", steps=2, test_every=1, questions=50))
+    many = {step: records(step, 1, 50_000) for step in (0, 1, 2)}
+    packed = publishing._packed_validation(many)
+    assert 100_000 < len(packed) < 1_000_000
+    lines = [json.loads(line) for line in gzip.decompress(packed).splitlines()]
+    assert len(lines) == 150_000 and run.validation.keys() == many.keys()
+
+
+def test_what_is_published_anew_replaces_what_an_earlier_version_wrote(tmp_path):
+    run, target = run_with_answers(tmp_path / "grpo" / "a"), tmp_path / "results" / "grpo" / "a"
+    target.mkdir(parents=True)
+    for name in ("validation.jsonl", "samples.jsonl"):
+        (target / name).write_text("{}\n")
+    publish(run, target)
+    assert not list(target.glob("*.jsonl")) and len(list(target.glob("*.jsonl.gz"))) == 2
+
+
+@pytest.mark.parametrize("name", ["validation.jsonl.gz", "samples.jsonl.gz"])
+def test_a_cut_copy_is_one_line(tmp_path, capsys, name):
+    copy = publish(run_with_answers(tmp_path / "grpo" / "a"), tmp_path / "results" / "grpo" / "a")
+    path = copy / name
+    path.write_bytes(path.read_bytes()[:-20])
+    assert report.main([str(copy), "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "damaged" in said and name in said and said.count("\n") == 1
+
+
+def test_a_line_without_its_fields_is_one_line(tmp_path):
+    run = make_run(tmp_path / "grpo" / "a", steps=2, questions=5)
+    (run / "validation" / "0.jsonl").write_text('{"acc": [1.0]}\n')
+    with pytest.raises(NotARun, match="damaged.*uid"):
+        load_run(run)
+
+
+def test_published_before_the_change_still_loads_and_compares(tmp_path, capsys):
+    old = [ROOT / "results" / "grpo" / name for name in ("lab-seed1", "lab-cispo")]
+    assert all((folder / "validation.jsonl").exists() for folder in old)
+    assert report.main([*map(str, old), "--out", str(tmp_path)]) == 0
+    assert "| 500 |" in (tmp_path / "report.md").read_text()
+
+
+def test_totals_of_a_thinned_copy_are_those_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(publishing, "METRICS_ROWS", 10)
+    run = make_run(tmp_path / "grpo" / "long", steps=60, test_every=30, questions=20)
+    copy = load_run(publish(run, tmp_path / "results" / "grpo" / "long"))
+    whole = load_run(run)
+    assert len(copy.metrics) < 20
+    seconds = sum(row.get("timing_s/step", 0.0) for row in whole.metrics)
+    assert positions(whole, "hours")[60] == pytest.approx(seconds / 3600)
+    for step, hours in positions(copy, "hours").items():
+        assert hours == pytest.approx(positions(whole, "hours")[step], rel=1e-5)
+    batch, n = (whole.config[key] for key in ("data.train_batch_size", "actor_rollout_ref.rollout.n"))
+    assert positions(copy, "trajectories")[60] == 60 * batch * n
+
+
+# --- answers ---
+
+
+def test_questions_that_flipped_are_published_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(publishing, "SAMPLES", 24)
+    before, after = accuracy(0, rate=0.01), accuracy(20, rate=0.01)
+    worse = [uid for uid in before if before[uid] > after[uid]]
+    better = [uid for uid in before if before[uid] < after[uid]]
+    assert 1 <= len(worse) <= 8 and len(better) > 16
+    copy = publish(run_with_answers(tmp_path / "grpo" / "a", rate=0.01), tmp_path / "results" / "grpo" / "a")
+    rows = unpacked(copy / "samples.jsonl.gz")
+    uids = list(dict.fromkeys(row["uid"] for row in rows))
+    assert len(uids) == 24 and len(rows) == 48 and {row["step"] for row in rows} == {0, 20}
+    assert set(uids[: len(worse)]) == set(worse) and set(uids[len(worse) : 16]) <= set(better)
+    assert all(before[uid] == after[uid] == 0 for uid in uids[16:])
+    assert rows[0]["output"] == "a at 0" and rows[1]["output"] == "a at 20"
+
+
+def test_places_that_no_flip_takes_go_to_the_other_questions(tmp_path):
+    run = run_with_answers(tmp_path / "grpo" / "a", rate=0.0, questions=30)
+    rows = unpacked(publish(run, tmp_path / "results" / "grpo" / "a") / "samples.jsonl.gz")
+    assert len({row["uid"] for row in rows}) == 30
+
+
+def test_flips_are_ordered():
+    found = flips(
+        {"same": 1.0, "up": 0.0, "down": 1.0, "half": 1.0, "a": 0.0},
+        {"same": 1.0, "up": 1.0, "down": 0.0, "half": 0.5, "b": 1.0},
+    )
+    assert [flip.uid for flip in found] == ["down", "half", "up"]
+
+
+def test_answers_lose_paths_and_hosts_and_keep_everything_else(tmp_path, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "node-17.cluster")
+    data = {"data.train_files": ("/pfs/jane/data/train.parquet",)}
+    run = run_with_answers(tmp_path / "grpo" / "a", questions=3, **data)
+    kept = "<think>1/2 and 60 km/h</think> /boxed a / b \\frac{1}{2} https://example.com/usr/x </answer>"
+    secret = f'File "/home/jane/x.py" in ~/private/y.py on node-17.cluster, {ROOT}/core/z.py, /pfs/jane/data/q, {run}/s'
+    rows = [
+        {**row, "output": f"{kept} | {secret}", "gts": ["/scratch/jane/1"]} for row in read_jsonl(run / "samples.jsonl")
+    ]
+    (run / "samples.jsonl").write_text("".join(map(json_line, rows)))
+    rows = unpacked(publish(run, tmp_path / "results" / "grpo" / "a") / "samples.jsonl.gz")
+    text = rows[0]["output"]
+    assert text.startswith(kept)
+    for name in ("jane", "node-17", str(ROOT), str(tmp_path), "pfs"):
+        assert name not in json.dumps(rows), name
+    assert '"<path>/x.py"' in text and "on <host>" in text
+
+
+def test_long_answers_are_shortened_from_the_middle(tmp_path):
+    run = run_with_answers(tmp_path / "grpo" / "a", questions=2)
+    rows = [{**row, "output": "a" * 5000 + "#p"} for row in read_jsonl(run / "samples.jsonl")]
+    (run / "samples.jsonl").write_text("".join(map(json_line, rows)))
+    (row, *_) = unpacked(publish(run, tmp_path / "results" / "grpo" / "a") / "samples.jsonl.gz")
+    assert len(row["output"]) < 4_010 and row["output"].endswith("a#p") and " […] " in row["output"]
+
+
+def test_all_answers_come_from_the_dump_where_there_is_one_and_it_is_this_runs(tmp_path):
+    dump = tmp_path / "dump"
+    dump.mkdir()
+    run = run_with_answers(tmp_path / "grpo" / "a", **{"trainer.validation_data_dir": str(dump)})
+    kept = read_jsonl(run / "samples.jsonl")
+    (run / "samples.jsonl").write_text("".join(map(json_line, kept[:3] + kept[200:203])))
+    for step in (0, 20):
+        write_answers(dump / f"{step}.jsonl", (step,), 1, 0.2, 200, "dumped")
+    target = tmp_path / "results" / "grpo" / "a"
+    rows = unpacked(publish(run, target) / "samples.jsonl.gz")
+    assert len({row["uid"] for row in rows}) == 50 and {row["output"] for row in rows} == {
+        "dumped at 0",
+        "dumped at 20",
+    }
+    write_answers(dump / "20.jsonl", (20,), 2, 0.2, 200, "another seed's")
+    rows = unpacked(publish(run, target) / "samples.jsonl.gz")
+    assert len({row["uid"] for row in rows}) == 3 and "another seed's" not in str(rows)
+
+
+def test_line_separators_inside_an_answer_do_not_end_its_line(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"output": "a\u2028b\x85c\u2029"}, {"output": "d"}]
+    path.write_text("".join(map(json_line, rows)) + '{"output": "cut', encoding="utf-8")
+    assert read_jsonl(path) == rows
+    path.write_text("")
+    assert read_jsonl(path) == []
+
+
+def test_two_published_runs_list_the_questions_that_flipped_with_both_answers(tmp_path):
+    results = tmp_path / "results" / "grpo"
+    for name, rate in (("slow", 0.05), ("fast", 0.2)):
+        publish(
+            run_with_answers(tmp_path / "grpo" / name, rate=rate, **{"algorithm.kl_ctrl.kl_coef": rate}), results / name
+        )
+    assert report.main([str(results / "slow"), str(results / "fast"), "--out", str(tmp_path)]) == 0
+    text = (tmp_path / "report.md").read_text()
+    a, b = accuracy(20, rate=0.05), accuracy(20, rate=0.2)
+    up, down = (sum(sign * (b[uid] - a[uid]) > 0 for uid in a) for sign in (1, -1))
+    block = text.split("### Questions that flipped: grpo/fast − grpo/slow, lab/hops")[1].split("\n##")[0]
+    assert block.startswith(f" ({up} up, {down} down")
+    paired = [line for line in block.splitlines() if "slow at 20" in line and "fast at 20" in line]
+    assert len(paired) >= 5
+    for line in paired:
+        uid = line.split("<br>")[0].removeprefix("| ")
+        cells = line.split(" | ")
+        assert f"(accuracy {a[uid]:g})" in cells[2] and f"(accuracy {b[uid]:g})" in cells[3] and a[uid] != b[uid]
+
+
+def test_the_numbers_of_the_synthetic_runs_are_what_the_tests_take_them_for():
+    assert validation_metrics(records(20, 1, 200))["val-core/lab/hops/acc/mean@1"] > 0.85
