@@ -25,6 +25,7 @@ from results.reporting.comparison import (
     welch_p,
 )
 from results.reporting.curves import Group
+from results.reporting.numbers import change, percent
 from results.reporting.pages import Block, Fold, Heading, Table, Text
 from results.reporting.power import (
     MOST_SEEDS,
@@ -34,7 +35,7 @@ from results.reporting.power import (
     seeds_needed,
 )
 from results.reporting.run_reader import RecordedRun, decoding, group_name, summarise
-from results.reporting.tables import change, experiments, percent
+from results.reporting.tables import experiments
 
 LEVEL = 0.05
 SHOWN_FLIPS = 40  # questions that a table lists
