@@ -4,7 +4,7 @@ A recipe's folder ``recipes/<recipe>/config/`` holds ``<recipe>.yaml``, with onl
 defaults, and may hold ``preset/<name>.yaml``, chosen by ``preset=<name>``. Overrides before a lone ``--`` are a run
 script's own, those after it were typed; without ``--`` all were typed. Later layers win: schema, recipe, script (its
 preset, then its keys), typed preset, typed keys. A typed preset takes the place of the script's, and of the script's
-keys it overrides those that it names.
+keys it overrides those that it names. A run that is not named by a typed key is named after what distinguishes it.
 """
 
 from __future__ import annotations
@@ -205,13 +205,54 @@ def tree(recipe: str, layers: Layers) -> dict[str, Any]:
     for key, value in layers.script_values:
         _put(below, key, value, layers.problems)
     composed = _merged(below, above)
+    name = _run_name(composed, layers, above)
     for key, value in layers.values:
         _put(composed, key, value, layers.problems)
+    if name is not None:
+        composed["trainer"] = {**(composed.get("trainer") or {}), "experiment_name": name}
     _drop_missing(composed, "", layers.problems)
     merged = _merged(convert.as_tree(layers.schema()), composed)
     if not _refers(merged):
         return merged
     return _resolved(OmegaConf.create(merged), merged, "", layers.problems)
+
+
+NAME, MODEL, OF_SEED = "trainer.experiment_name", "actor_rollout_ref.model.path", "-seed${trainer.seed}"
+
+
+def _run_name(untyped: Mapping[str, Any], layers: Layers, preset: Mapping[str, Any]) -> str | None:
+    """Return the run's name, so that runs of other settings have other folders; None where resolving gives one.
+
+    It is the name that the script gives (else a preset or the recipe), the typed preset and model where they are not
+    the script's, and the seed: ``qwen2.5_32b-paper-seed1``. ``untyped`` is the tree without typed keys, ``preset`` what
+    the typed preset holds.
+    """
+    typed, scripts = dict(layers.values), dict(layers.script_values).get(NAME)
+    given = scripts or _at(untyped, NAME)
+    foreign = layers.presets[-1:] if layers.presets[-1:] != layers.script_presets[-1:] else []
+    if not scripts and _at(preset, NAME) is not None:  # the preset itself names its runs
+        foreign = []
+    if NAME in typed or not isinstance(given or "", str) or not given and not foreign:
+        return None
+    untyped_model = _at(untyped, MODEL) or layers.schema().actor_rollout_ref.model.path
+    model = typed.get(MODEL, untyped_model)
+    base = given.removesuffix(OF_SEED) if given else _word(model)
+    parts = [base, *foreign, *([_word(model)] if given and model != untyped_model else [])]
+    return "-".join(filter(None, parts)) + ("" if "${trainer.seed}" in base else OF_SEED)
+
+
+def _word(model: Any) -> str:
+    """Return a model's name as part of a folder's name; of a path its last part, of an unusable value nothing."""
+    if not isinstance(model, str) or "${" in model:
+        return ""
+    return re.sub(r"[^\w.-]+", "_", model.rstrip("/").rpartition("/")[2]).strip(".~")
+
+
+def _at(tree: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a flat key, or None."""
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, Mapping) else None
+    return tree
 
 
 def _merged(below: Any, above: Any) -> Any:
@@ -248,8 +289,7 @@ def _recipe_trees(recipe: str, layers: Layers) -> tuple[dict[str, Any], dict[str
         layers.problems.append(f"recipe={recipe}: has no config/{recipe}.yaml; choose one of {known}")
         return {}, {}
     chosen = _preset(folder, layers)
-    typed = chosen is not None and bool(layers.presets)
-    above = _preset_alone(folder, chosen) if typed and layers.script_values else {}
+    above = _preset_alone(folder, chosen) if chosen is not None and layers.presets else {}
     return _merged({}, _composed_files(recipe, chosen)), _merged({}, above)
 
 
