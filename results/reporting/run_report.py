@@ -16,7 +16,7 @@ from core.tracking import step_time
 from results.reporting.comparison import paired_comparison, welch_interval
 from results.reporting.curves import Group, curves
 from results.reporting.pages import Block, Fold, Heading, Table, Text, write_pages
-from results.reporting.run_reader import RecordedRun, decoding, group_name, group_runs, summarise
+from results.reporting.run_reader import NOT_RECORDED, RecordedRun, comparable, decoding, group_name, group_runs
 from results.reporting.tables import change, experiment_table, experiments, percent, run_table
 
 
@@ -33,13 +33,13 @@ def _yaml(value: Any) -> str:
 
 def headline(runs: Sequence[RecordedRun]) -> str:
     """Return a line for each experiment and data source: accuracy before and after, interval, questions."""
-    found = experiments([summarise(run) for run in runs])
+    found = experiments([comparable(run) for run in runs])
     lines = [experiment.sentence for experiment in found if experiment.metric.startswith("mean@")]
     return "\n".join(lines) if lines else "no validation was recorded"
 
 
 def learnt(runs: Sequence[RecordedRun]) -> Iterator[Block]:
-    summaries = [summarise(run) for run in runs]
+    summaries = [comparable(run) for run in runs]
     yield Text(headline(runs), strong=True)
     yield experiment_table(summaries)
     yield run_table(summaries)
@@ -95,7 +95,7 @@ def _question_means(group: Group) -> dict[str, dict[str, float]]:
 
 def _seed_values(group: Group) -> dict[str, list[float]]:
     """Return ``data_source -> mean accuracy`` of each seed at the last validation."""
-    found = experiments([summarise(run) for run in group])
+    found = experiments([comparable(run) for run in group])
     return {each.source: each.values("after") for each in found if each.metric.startswith("mean@")}
 
 
@@ -219,6 +219,7 @@ _PROVENANCE = {
     "hardware": _hardware,
     "threads": lambda run: ", ".join(f"{k} {v}" for k, v in run.session["threads"].items() if v is not None),
     "seeds": lambda run: ", ".join(f"{k}={v}" for k, v in run.manifest["seeds"].items()),
+    "base weights": lambda run: run.base[:12] if run.base else NOT_RECORDED,
     "data": lambda run: "; ".join(f"{Path(d['path']).name} {d['sha256'][:12]}" for d in run.manifest["data"]),
 }
 

@@ -19,7 +19,7 @@ from results.reporting.comparison import Paired, SeedEstimate, seed_interval
 from results.reporting.feasibility import Summary, read_summaries, render_hardware
 from results.reporting.learning_curve import learning_curve
 from results.reporting.pages import Table, markdown_table, sparkline
-from results.reporting.run_reader import by_experiment, group_name, load_run
+from results.reporting.run_reader import NOT_RECORDED, by_experiment, group_name, load_run, with_bases
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 HARDWARE = ("<!-- hardware:begin -->", "<!-- hardware:end -->")
@@ -99,10 +99,11 @@ class Experiment:
 
 
 def experiments(summaries: Sequence[Summary]) -> list[Experiment]:
-    pairs = [(summary, result) for summary in summaries for result in summary["results"]]
+    keys = with_bases([(summary.get("experiment", summary["group"]), summary.get("base")) for summary in summaries])
+    pairs = [({**s, "key": key}, result) for s, key in zip(summaries, keys, strict=True) for result in s["results"]]
     grouped = by_experiment(
         pairs,
-        lambda pair: (pair[0]["group"], pair[1]["data_source"], pair[1]["metric"]),
+        lambda pair: (pair[0]["key"], pair[1]["data_source"], pair[1]["metric"]),
         lambda pair: pair[0]["seed"],
     )
     return [Experiment(*zip(*group, strict=True)) for group in grouped]
@@ -152,8 +153,9 @@ def run_table(summaries: Sequence[Summary], linked: bool = False) -> Table:
             cells = [f"[{name}]({name}/)" if linked else name, str(summary["seed"]), summary["status"]]
             cells += [result["data_source"], result["metric"], _point(result, "before"), _point(result, "after")]
             cells += [_change(result["change"]), sparkline([value for _, value in result["curve"]])]
-            rows.append([*cells, f"{summary['seconds']:.0f}", summary["hardware"], summary["commit"]])
-    return Table([*header, "seconds", "hardware", "commit"], rows)
+            base = (summary.get("base") or NOT_RECORDED)[:12]
+            rows.append([*cells, f"{summary['seconds']:.0f}", summary["hardware"], summary["commit"], base])
+    return Table([*header, "seconds", "hardware", "commit", "base weights (SHA-256)"], rows)
 
 
 def reference_table(summaries: Sequence[Summary], references: Mapping[str, Any]) -> Table:
