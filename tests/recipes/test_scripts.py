@@ -96,6 +96,7 @@ def values(recipe, *overrides):
     return dict(_leaves(composition.tree(recipe, layers)))
 
 
+MODEL = "actor_rollout_ref.model.path"
 NAME = "trainer.experiment_name"  # made of what distinguishes a run, see below
 
 
@@ -114,6 +115,31 @@ def test_a_typed_preset_wins_over_the_scripts_keys_and_typed_keys_over_both(path
         assert {key: both[key] for key in kept} == {key: plain[key] for key in kept}
         typed = examine(recipe, [*own, "--", "trainer.total_training_steps=3000", preset], hooks_of(recipe))
         assert not typed.problems and typed.config.trainer.total_training_steps == 3000
+
+
+@named(TRAINING)
+def test_a_run_is_named_after_what_distinguishes_it(path):
+    script = read_script(path)
+
+    def trainer(*typed):
+        return examine(script.recipe, [*script.arguments, "--", *typed], hooks_of(script.recipe)).config.trainer
+
+    base, model = trainer().experiment_name.removesuffix("-seed1"), f"{MODEL}=org/Other-7B"
+    assert (
+        trainer().experiment_name == f"{base}-seed1" and trainer("trainer.seed=12").experiment_name == f"{base}-seed12"
+    )
+    assert trainer(f"{MODEL}={script.config.actor_rollout_ref.model.path}").experiment_name == f"{base}-seed1"
+    assert trainer(model, "trainer.seed=2").experiment_name == f"{base}-Other-7B-seed2"
+    presets = [one.stem for one in sorted((ROOT / "recipes" / script.recipe / "config" / "preset").glob("*.yaml"))]
+    folders = {preset: trainer(f"preset={preset}", model).default_local_dir for preset in presets}
+    assert len({*folders.values()}) == len(presets)
+    if path in LARGE:
+        foreign = [preset for preset in presets if f"preset={preset}" not in script.arguments]
+        for preset in foreign:
+            assert folders[preset] == f"outputs/{script.recipe}/{base}-{preset}-Other-7B-seed1"
+    else:  # the names of published runs
+        assert base == ("lab-tools" if path.parent.name == "lab" else "lab")
+    assert trainer(model, "trainer.experiment_name=mine").experiment_name == "mine"
 
 
 @named(LARGE)
