@@ -4,8 +4,9 @@
     DRY_RUN=1 python -m recipes.grpo.main_grpo key=value ... composes, checks, prints and exits
     python -m recipes.grpo.main_grpo --help [word ...]      explains the keys, or those that the words occur in
 
-Arguments before a lone ``--`` are a run script's own: ``main_grpo data.train_files=... -- "$@"``. They are overrides
-like the others; but a path that a script brings along need not exist yet in a dry run, one that was typed does.
+Arguments before a lone ``--`` are a run script's own: ``main_grpo data.train_files=... -- "$@"``. Those after it were
+typed and win, a typed preset too (:mod:`core.config.composition`). A path that a script brings along need not exist yet
+in a dry run, one that was typed does.
 """
 
 from __future__ import annotations
@@ -29,14 +30,13 @@ HELP = {"-h", "--help"}
 
 def prepare(recipe: str, argv: Sequence[str], hooks: Collection[str] = ()) -> Config:
     """Return the configuration to run, or end the process: with 2 for problems, 0 after a dry run or ``--help``."""
-    script, typed = _split(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without a character that was typed shows its number
         sys.stdout.reconfigure(errors="backslashreplace")
-    if HELP & {*script, *typed}:
-        _help(recipe, [*script, *typed], hooks)
-    composed = examine(recipe, [*script, *typed], hooks)
+    if HELP & {*argv}:
+        _help(recipe, argv, hooks)
+    composed = examine(recipe, argv, hooks)
     dry = is_dry_run()
-    problems = [*composed.problems, *_outside(composed, _typed_keys(recipe, typed) if dry else None)]
+    problems = [*composed.problems, *_outside(composed, _typed_keys(recipe, argv) if dry else None)]
     if problems:
         _refuse(problems)
     if dry:
@@ -52,18 +52,10 @@ def is_dry_run() -> bool:
     return os.environ.get("DRY_RUN", "").lower() not in ("", "0", "false", "no")
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the script's own arguments and the typed ones."""
-    if "--" not in argv:
-        return [], list(argv)
-    at = list(argv).index("--")
-    return list(argv[:at]), [text for text in argv[at + 1 :] if text != "--"]
-
-
-def _typed_keys(recipe: str, typed: Sequence[str]) -> frozenset[str]:
+def _typed_keys(recipe: str, argv: Sequence[str]) -> frozenset[str]:
     from core.config import composition
 
-    return frozenset(composition.read(typed, recipes.schema_of(recipe)).given)
+    return frozenset(composition.read(composition.split(argv)[1], recipes.schema_of(recipe)).given)
 
 
 def _outside(composed: Composed, typed: frozenset[str] | None) -> list[str]:
@@ -126,7 +118,7 @@ def _report(recipe: str, composed: Composed) -> str:
 def _help(recipe: str, arguments: Sequence[str], hooks: Collection[str]) -> NoReturn:
     """Print the help and end: with 1 where a search found nothing. Words after ``--help`` are searched for."""
     at = next(number for number, text in enumerate(arguments) if text in HELP)
-    words = [text.partition("=")[0] for text in arguments[at + 1 :] if text not in HELP]
+    words = [text.partition("=")[0] for text in arguments[at + 1 :] if text not in {*HELP, "--"}]
     from core.config import help as explained
 
     text, found = explained.shown(recipe, arguments[:at], words, hooks)

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +21,10 @@ import torch
 
 from core.algorithm.kl import KLController
 from core.checkpoint import run_state
+from core.checkpoint.changes import Change
 from core.checkpoint.kill_points import kill_point
 from core.checkpoint.manifest import Checkpoint
-from core.checkpoint.provenance import Provenance
+from core.checkpoint.provenance import ModelFingerprint, Provenance
 from core.checkpoint.store import CheckpointStore, resolve_resume
 from core.cluster.signals import GracefulStop
 from core.cluster.workers import Workers
@@ -33,8 +34,9 @@ from core.errors import InputError, memory_phase
 from core.learner.saving import planned_fingerprints
 from core.planning.memory_knobs import naming_knobs
 from core.rollout.collect import CollectState, StopRequested
-from core.tracking import step_time
+from core.tracking import run_manifest, step_time
 from core.tracking.health import Crossing, Health, UnhealthyRun
+from core.tracking.run_manifest import RunFacts
 from core.tracking.tracker import Tracker
 from core.types import StepMetrics, TrainBatch
 
@@ -42,8 +44,6 @@ if TYPE_CHECKING:
     from core.config.schema import Config, TrainerConfig
 
 log = logging.getLogger(__name__)
-
-WHERE_FROM = ("trainer.resume_mode", "trainer.resume_from_path")  # of a process, not of the run that it works on
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,9 @@ class Session:
         self.ordinals: float = float("inf")  # that the epochs hold, where they decide when the run ends
         self.saved_step: int | None = None
         self.workers: Workers | None = None
+        self.models: Mapping[str, ModelFingerprint] = {}
+        self.contents = run_manifest.contents(config)
+        self.changes: Sequence[Change] = ()  # since the checkpoint that the run goes on from
         self.tracker: Tracker | None = None
         self.saving_s = 0.0  # of checkpoints since the last line of metrics
         self.line_ended = time.perf_counter()
@@ -82,7 +85,8 @@ class Session:
         """Count the steps and return the checkpoint to resume from, if any. No model is loaded yet.
 
         Raises:
-            InputError: an epoch has no whole batch, or the checkpoint cannot be used or holds other models.
+            InputError: an epoch has no whole batch, or the checkpoint cannot be used: it is damaged, holds other
+                models, or is of a run with another base, other data or another objective.
         """
         trainer, batch_size = self.config.trainer, self.config.data.train_batch_size
         self.total_steps = trainer.total_training_steps
@@ -95,17 +99,31 @@ class Session:
                 "lower it, or set trainer.total_training_steps"
             )
         checkpoint = resolve_resume(trainer, self.store)
+        if checkpoint is not None and checkpoint.provenance is not None:
+            self.models = planned_fingerprints(self.config, critic=critic, known=checkpoint.provenance.bases)
         if checkpoint is not None:
-            checkpoint.check_models(planned_fingerprints(self.config, critic=critic))
+            self._check(checkpoint)
         return checkpoint
+
+    def _check(self, checkpoint: Checkpoint) -> None:
+        """Compare the run with the checkpoint, as far as the run is known. Raises InputError."""
+        trainer = self.config.trainer
+        allow = trainer.resume_with_changes or trainer.val_only  # which trains nothing
+        self.changes = checkpoint.check_compatible(self.provenance(checkpoint.provenance), allow=allow)
 
     def attach(self, workers: Workers, checkpoint: Checkpoint | None) -> LoopState:
         """Take the models into the run and return the state to go on from, as if the run had never stopped."""
         self.workers = workers
+        known = {name: model.base for name, model in self.models.items() if model.base is not None}
+        if checkpoint is not None:
+            known = {**checkpoint.provenance.bases, **known}
+        self.models = workers.fingerprints(known)  # once: a checkpoint records what was loaded
         if checkpoint is None:
             return self.state
-        if changed := checkpoint.check_compatible(self.provenance()):
-            log.warning("resuming %s with changes, so not to the bit: %s", checkpoint.folder, "; ".join(changed))
+        self._check(checkpoint)
+        if self.changes:
+            changed = "; ".join(map(str, self.changes))
+            log.warning("resuming %s with changes, so not to the bit: %s", checkpoint.folder, changed)
         workers.load(checkpoint.folder)
         saved = run_state.DriverState.load(checkpoint.folder)
         self.step = self.saved_step = saved.step
@@ -116,13 +134,16 @@ class Session:
         log.info("resumed after step %d from %s", self.step, checkpoint.folder)
         return self.state
 
-    def provenance(self) -> Provenance:
+    def provenance(self, saved: Provenance | None = None) -> Provenance:
+        """Return which run this is. Until there are workers, ranks and threads are taken to be those ``saved``."""
+        processes = self.workers or saved
         return Provenance(
-            models=self.workers.fingerprints(),
+            models=self.models,
             seed=self.config.trainer.seed,
-            ranks=self.workers.ranks,
-            threads=self.workers.threads,
-            config={key: value for key, value in convert.as_json(self.config).items() if key not in WHERE_FROM},
+            ranks=processes.ranks if processes else 0,
+            threads=processes.threads if processes else 0,
+            config=convert.as_json(self.config),
+            contents=self.contents,
         )
 
     # -- around the loop -------------------------------------------------------------------------
@@ -143,7 +164,11 @@ class Session:
                 self.total_steps,
             )
         resume_step = self.step if self.saved_step is not None and not only_validates else None
-        self.tracker = Tracker(folder, self.config, resume_step=resume_step, recipe=self.run_dir.parent.name)
+        facts = RunFacts(
+            models={name: model.base for name, model in self.models.items()},
+            changes={change.key: [change.there, change.here] for change in self.changes},
+        )
+        self.tracker = Tracker(folder, self.config, resume_step, self.run_dir.parent.name, facts)
         if not only_validates:
             self.tracker.progress(self.total_steps)
         status = "failed"

@@ -31,7 +31,7 @@ RUN = Provenance(
     seed=1,
     ranks=1,
     threads=2,
-    config={"trainer.seed": 1, "rollout.n": 5, "data.files": ["a"]},
+    config={"trainer.seed": 1, "actor_rollout_ref.rollout.n": 5, "data.train_files": ["a"]},
     versions={"torch": "2.13.0"},
 )
 

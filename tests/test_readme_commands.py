@@ -9,16 +9,23 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
+from core.config import convert, examine
+from core.config.roles import FILES, OBJECTIVE, role_of
+from core.planning.estimate import hooks_of
 from data_preprocess.gsm8k import row
 from data_preprocess.schema import write_rows
+from results.reporting.feasibility import PRINT_WORDS
 
 ROOT = Path(__file__).resolve().parent.parent
 FENCED = re.compile(r"^```bash\n(.*?)^```$", re.M | re.S)
@@ -153,6 +160,46 @@ def test_without_activation_python_is_not_the_environments(place):
     folder, home = place
     (typed,) = type_in(folder, home, ("python -c 'import hydra'",))
     assert typed.status != 0
+
+
+def commands_that_train() -> list[str]:
+    """Those of the READMEs, of the table of references and of ``make lab``, without comments; some stand in several."""
+    typed = [command for block in BLOCKS for command in block.commands]
+    references = yaml.safe_load((ROOT / "results/references.yaml").read_text(encoding="utf-8"))["references"]
+    typed += [reference["command"] for reference in references if "command" in reference]
+    typed += [line.strip() for line in (ROOT / "Makefile").read_text(encoding="utf-8").splitlines()]
+    return [
+        command for command in typed if re.search(r"bash recipes/\w+/run_(?!retriever)|-m recipes\.\w+\.main_", command)
+    ]
+
+
+def arguments_of(command: str) -> tuple[str, list[str]]:
+    """Return the recipe that a command starts, and all arguments of its ``main_<recipe>``."""
+    words = [word for word in shlex.split(command, comments=True) if word != "DRY_RUN=1"]
+    if words[0] == "bash":
+        shell = ["bash", "-c", PRINT_WORDS, *words[1:]]
+        done = subprocess.run(shell, cwd=ROOT, env={**os.environ, "DRY_RUN": "1"}, capture_output=True, text=True)
+        words = done.stdout.split("\0")[:-1]
+    return words[2].rpartition("main_")[2], words[3:]
+
+
+def test_commands_with_other_settings_have_other_folders_and_equal_ones_share_theirs():
+    """So all of them can be typed one after another, and none meets the run of another."""
+    settings_of, folders_of = defaultdict(set), defaultdict(set)
+    for command in commands_that_train():
+        recipe, arguments = arguments_of(command)
+        composed = examine(recipe, arguments, hooks_of(recipe))
+        if "--help" in arguments or composed.problems:  # one is misspelt on purpose
+            continue
+        counts = {OBJECTIVE, FILES}
+        settings = repr([recipe, {k: v for k, v in convert.as_json(composed.config).items() if role_of(k) in counts}])
+        folder = composed.config.trainer.default_local_dir
+        settings_of[folder].add(settings)
+        if "trainer.experiment_name=" not in command:
+            folders_of[settings].add(folder)
+    assert len(settings_of) >= 20
+    assert {folder: len(found) for folder, found in settings_of.items() if len(found) > 1} == {}
+    assert [folders for folders in folders_of.values() if len(folders) > 1] == []
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from core.checkpoint.changes import Change, changes
 from core.checkpoint.provenance import ModelFingerprint, Provenance
 from core.errors import InputError
 
@@ -48,17 +49,18 @@ class Checkpoint:
             raise InputError(f"{self.folder} holds no {name}; it holds {', '.join(sorted(self.files)) or 'nothing'}")
         return self.folder / name
 
-    def check_compatible(self, run: Provenance) -> list[str]:
+    def check_compatible(self, run: Provenance, *, allow: bool = False) -> list[Change]:
         """Check whether a run may go on from here.
 
         Returns:
-            What differs from the run that wrote it and is allowed to, one phrase each (ranks, threads, keys of
-            the configuration, package versions). Where this is not empty, the resumed run is a correct one, but
-            not promised to be bit-identical to an uninterrupted one.
+            What differs from the run that wrote it and is allowed to (ranks, threads, package versions, keys that
+            change no objective; with ``allow`` all). Where this is not empty, the resumed run is not promised to be
+            bit-identical to an uninterrupted one.
 
         Raises:
             InputError: the weights are of another model, or the seed is another one (examples and
-                sampling seeds are functions of it: prompts would be trained twice, others never).
+                sampling seeds are functions of it: prompts would be trained twice, others never), or, without
+                ``allow``, base, data or objective are other ones.
         """
         self.check_models(run.models)
         saved = self.provenance
@@ -68,10 +70,15 @@ class Checkpoint:
                 f"keep its seed, which decides the order of the data. Set trainer.seed={saved.seed}, or choose another "
                 "trainer.experiment_name"
             )
-        pairs = [(name, getattr(saved, name), getattr(run, name)) for name in ("ranks", "threads")]
-        for there, here in ((saved.config, run.config), (saved.versions, run.versions)):
-            pairs += [(name, there.get(name), here.get(name)) for name in sorted(there.keys() | here.keys())]
-        return [f"{name} was {there}, is {here}" for name, there, here in pairs if there != here]
+        found = changes(saved, run)
+        if refused := [change for change in found if change.refused and not allow]:
+            rule = (
+                f"{self.folder} is of a run with these other settings, and a resumed run must keep its base, its data, "
+                "what it trains and how it is measured. Take the changes back, or choose another "
+                "trainer.experiment_name; trainer.resume_with_changes=True goes on with them and records them"
+            )
+            raise InputError([*map(str, refused), rule])
+        return found
 
     def check_models(self, models: Mapping[str, ModelFingerprint]) -> None:
         """Check the part of :meth:`check_compatible` that can be known before a weight is read.
@@ -100,7 +107,7 @@ class Checkpoint:
                 "must keep its model: set actor_rollout_ref.model.path (critic.model.path) to the one the run started "
                 "from, or choose another trainer.experiment_name"
             )
-        if there.base and here.base and there.base.sha256 != here.base.sha256:
+        if here.has_adapters and there.base and here.base and there.base.sha256 != here.base.sha256:
             key = "actor_rollout_ref.model.path" if name == "actor" else f"{name}.model.path"
             raise InputError(
                 f"{key}={here.base.path} (weights of SHA-256 {here.base.sha256[:12]}): {self.folder} holds adapters "

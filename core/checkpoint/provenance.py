@@ -1,7 +1,8 @@
 """Which run a checkpoint or a result belongs to.
 
-That is its model (and the base of adapters), seed, ranks, threads, configuration and package versions. Comparing two
-of them is done in ``core/checkpoint/manifest.py``. This module imports neither torch nor transformers.
+That is its models (and the weights that they started from), seed, ranks, threads, configuration, the contents of the
+files that it names, and package versions. Two of them are compared in ``core/checkpoint/changes.py``. This module
+imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import contextlib
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -19,14 +22,23 @@ from typing import Any
 PACKAGES = ("torch", "transformers", "numpy", "vllm", "ray")
 FORMATS = ("model*.safetensors", "pytorch_model*.bin")  # of weights, in the order in which transformers looks for them
 BLOCK = 1 << 24  # bytes
+THREADS = 8  # that hash; each has a block in memory
 
 
 @dataclass(frozen=True)
 class Base:
-    """The frozen weights under adapters, which a checkpoint does not hold: where they were, and their SHA-256."""
+    """The weights that a model started from: where they were, their SHA-256, and how to know them unread.
+
+    ``stamp`` is a hash of the files' names, sizes and times of change (of a hub's, of the commit): as long as path and
+    stamp are the same nothing is read. Checkpoints of before have none.
+    """
 
     path: str
     sha256: str
+    stamp: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.path} (SHA-256 {self.sha256[:12]})"
 
 
 @dataclass(frozen=True)
@@ -35,7 +47,7 @@ class ModelFingerprint:
 
     architecture: str
     shapes: Mapping[str, tuple[int, ...]]
-    base: Base | None = None  # of a model with adapters
+    base: Base | None = None  # None where it is not known: in checkpoints of before, and of weights out of reach
 
     @classmethod
     def of(cls, module: Any, base: Base | None = None) -> ModelFingerprint:
@@ -45,9 +57,13 @@ class ModelFingerprint:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ModelFingerprint:
-        base = value.get("base")  # checkpoints of before have none
+        base = value.get("base")
         shapes = {key: tuple(shape) for key, shape in value["shapes"].items()}
         return cls(value["architecture"], shapes, Base(**base) if base else None)
+
+    @property
+    def has_adapters(self) -> bool:
+        return any(".lora_" in name for name in self.shapes)
 
     def differences(self, other: ModelFingerprint) -> list[str]:
         """Return what this (saved) model has otherwise than ``other`` (of this run), one phrase each."""
@@ -61,22 +77,29 @@ class ModelFingerprint:
         return found
 
 
-def base_of(path: str) -> Base:
+def base_of(path: str, known: Base | None = None) -> Base:
     """Return the SHA-256 of the weights in a Hugging Face folder (or of a hub id's, as this machine holds them).
 
     Of safetensors every tensor counts by name, type, shape and bytes, so a copy that is cut into other files is the
-    same base; of other formats the files do. Reads all of them, once a process. Raises FileNotFoundError.
+    same base; of other formats the files do. Several threads read the files, once a process, and nothing is read where
+    ``known`` has the same path and stamp. Raises FileNotFoundError.
     """
-    folder = Path(path)
+    folder, commit = Path(path), None
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
         folder = Path(snapshot_download(path, allow_patterns=list(FORMATS), local_files_only=True))
+        commit = folder.name
     files = next((found for pattern in FORMATS if (found := sorted(folder.glob(pattern)))), None)
     if files is None:
         raise FileNotFoundError(f"{path}: no weights ({', '.join(FORMATS)}) there")
-    entries = [entry for file in files for entry in _entries(file, file.stat().st_size, file.stat().st_mtime_ns)]
-    return Base(path, hashlib.sha256("\n".join(sorted(entries)).encode()).hexdigest())
+    stats = [(file, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    named = [(file.name, size, commit or changed) for file, size, changed in stats]
+    stamp = hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
+    if known is not None and (known.path, known.stamp) == (path, stamp):
+        return known
+    entries = [entry for stat in stats for entry in _entries(*stat)]
+    return Base(path, hashlib.sha256("\n".join(sorted(entries)).encode()).hexdigest(), stamp)
 
 
 @functools.cache
@@ -91,18 +114,26 @@ def _entries(file: Path, size: int, changed: int) -> tuple[str, ...]:
         start = 8 + int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(start - 8))
         header.pop("__metadata__", None)
-        found = []
-        for name, one in header.items():
-            digest, (begin, end) = hashlib.sha256(), one["data_offsets"]
-            stream.seek(start + begin)
-            while begin < end:
-                block = stream.read(min(end - begin, BLOCK))
-                if not block:
-                    raise FileNotFoundError(f"{file} is cut short: fetch the model again")
-                digest.update(block)
-                begin += len(block)
-            found.append(f"{name} {one['dtype']} {one['shape']} {digest.hexdigest()}")
-        return tuple(found)
+
+        def line(name: str) -> str:
+            one = header[name]
+            begin, end = (start + offset for offset in one["data_offsets"])
+            return f"{name} {one['dtype']} {one['shape']} {_digest(stream.fileno(), begin, end, file)}"
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            return tuple(pool.map(line, header))
+
+
+def _digest(number: int, begin: int, end: int, file: Path) -> str:
+    """Return the SHA-256 of a range of an open file."""
+    digest = hashlib.sha256()
+    while begin < end:
+        block = os.pread(number, min(end - begin, BLOCK), begin)
+        if not block:
+            raise FileNotFoundError(f"{file} is cut short: fetch the model again")
+        digest.update(block)
+        begin += len(block)
+    return digest.hexdigest()
 
 
 def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:
@@ -123,7 +154,13 @@ class Provenance:
     ranks: int
     threads: int
     config: Mapping[str, Any]  # flat key -> value, as JSON has it
+    contents: Mapping[str, list[str]] = field(default_factory=dict)  # key -> SHA-256 of the files that it names
     versions: Mapping[str, str] = field(default_factory=package_versions)
+
+    @property
+    def bases(self) -> dict[str, Base]:
+        """The base of each model, where it is known."""
+        return {name: model.base for name, model in self.models.items() if model.base is not None}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Provenance:

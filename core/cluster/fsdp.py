@@ -29,13 +29,21 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from core.algorithm.losses import Means
-from core.checkpoint.provenance import ModelFingerprint
+from core.checkpoint.provenance import Base, ModelFingerprint
+from core.config.frozen import FrozenDict
 from core.learner.hf_export import load_weights
 from core.learner.learner import Actor, BasePolicy, Critic, Policy, Ranks, pass_size
-from core.learner.lora import add_adapters, fingerprint, has_adapters, load_adapters, merged_weights, trained_weights
+from core.learner.lora import add_adapters, has_adapters, load_adapters, merged_weights, trained_weights
 from core.learner.models import compute_dtype, load_critic, load_policy, load_tokenizer
 from core.learner.packing import Layout
-from core.learner.saving import OPTIMIZER, load_sharded_optimizer, load_whole_optimizer, save_model, save_optimizer
+from core.learner.saving import (
+    OPTIMIZER,
+    fingerprints,
+    load_sharded_optimizer,
+    load_whole_optimizer,
+    save_model,
+    save_optimizer,
+)
 from core.learner.weight_probe import probe_ids, probe_log_probs
 from core.types import TrainBatch
 
@@ -229,8 +237,11 @@ class LearnerRank:
         fill(module, source, self.device)
         return module
 
-    def fingerprints(self) -> dict[str, ModelFingerprint]:
-        return {name: fingerprint(self.skeletons[name]) for name in self.trained}
+    def fingerprints(self, known: Mapping[str, Base] = FrozenDict()) -> dict[str, ModelFingerprint]:
+        """Return what :func:`core.learner.saving.fingerprints` does, of rank 0; others have nothing to add."""
+        if not self.lead:
+            return {}
+        return fingerprints({name: self.skeletons[name] for name in self.trained}, self.config, known)
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         found = self.actor.log_probs(batch, pass_size(self.config.actor_rollout_ref.rollout))

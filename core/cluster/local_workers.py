@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from core.checkpoint.provenance import ModelFingerprint
+from core.checkpoint.provenance import Base, ModelFingerprint
 from core.checkpoint.run_state import save_tensors
+from core.config.frozen import FrozenDict
 from core.engines.factory import make_engine
 from core.learner.batching import steps_of
 from core.learner.learner import Actor, BasePolicy, Critic, Policy, pass_size
-from core.learner.lora import add_adapters, fingerprint, merged_weights
+from core.learner.lora import add_adapters, merged_weights
 from core.learner.models import compute_dtype, load_critic, load_policy
 from core.learner.packing import Layout
-from core.learner.saving import load_model, load_optimizer, save_model
+from core.learner.saving import fingerprints, load_model, load_optimizer, save_model
 from core.learner.weight_probe import compare_probe, probe_ids, probe_log_probs
 from core.rewards.reward_model import RewardModel
 from core.tracking.profiling import Profile
@@ -99,8 +101,8 @@ class LocalWorkers:
         engine = compute_dtype(self.config.actor_rollout_ref.rollout.dtype)
         return self.actor.compute_dtype is None and engine is None
 
-    def fingerprints(self) -> dict[str, ModelFingerprint]:
-        return {name: fingerprint(part.module) for name, part in self.trained.items()}
+    def fingerprints(self, known: Mapping[str, Base] = FrozenDict()) -> dict[str, ModelFingerprint]:
+        return fingerprints({name: part.module for name, part in self.trained.items()}, self.config, known)
 
     def save(self, folder: Path) -> None:
         for name, part in self.trained.items():

@@ -6,16 +6,17 @@ Batches are split over the learner ranks here, about equal in tokens. Every call
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from core.checkpoint.provenance import ModelFingerprint
+from core.checkpoint.provenance import Base, ModelFingerprint
 from core.cluster.ray_engine import RayRewardModel
 from core.cluster.ray_pools import RayProcesses, rank_name
+from core.config.frozen import FrozenDict
 from core.learner.batching import busy_sequences, rank_shares, steps_of
 from core.learner.learner import only_advantages_train
 from core.learner.models import compute_dtype
@@ -65,8 +66,8 @@ class RayWorkers(RayProcesses):
         """Whether engine and learner can work at once: not where they alternate on a GPU."""
         return self.device.type == "cpu" or not self.config.actor_rollout_ref.hybrid_engine
 
-    def fingerprints(self) -> dict[str, ModelFingerprint]:
-        return self._each("fingerprints", "fingerprints", [()])[0]
+    def fingerprints(self, known: Mapping[str, Base] = FrozenDict()) -> dict[str, ModelFingerprint]:
+        return self._each("fingerprints", "fingerprints", [(dict(known),)])[0]
 
     def save(self, folder: Path) -> None:
         self._each("save_checkpoint", "save", [(str(folder.absolute()),)] * self.ranks)

@@ -7,13 +7,15 @@ The trainer knows the :class:`Workers` protocol alone. ``local_workers`` has the
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Protocol
 
 from torch import Tensor
 
-from core.checkpoint.provenance import ModelFingerprint
+from core.checkpoint.provenance import Base, ModelFingerprint
+from core.config.frozen import FrozenDict
 from core.engines import RolloutEngine
 from core.errors import InputError
 from core.rewards.batch_calls import RewardModelCall
@@ -48,8 +50,11 @@ class Workers(Protocol):
     def sync_weights(self, version: int) -> dict[str, float]:
         """Hand the learner's weights to the engine, in memory, and prove by a probe that they arrived."""
 
-    def fingerprints(self) -> dict[str, ModelFingerprint]:
-        """Return architecture and shapes of each model: what a checkpoint must agree on to be loaded."""
+    def fingerprints(self, known: Mapping[str, Base] = FrozenDict()) -> dict[str, ModelFingerprint]:
+        """Return architecture, shapes and base of each model: what a checkpoint must agree on to be loaded.
+
+        The base weights are read and hashed by one process, unless those ``known`` are the same unread.
+        """
 
     def save(self, folder: Path) -> None:
         """Write ``actor/`` (a Hugging Face folder and the optimizer) and ``critic/`` into ``folder``."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from core.config import convert, recipes, references, rules, unused_keys
+from core.config import convert, recipes, references, roles, rules, unused_keys
 from core.config.resolution import resolve
 from core.config.schema import Config
 from core.config.view import View
@@ -85,9 +85,7 @@ def from_yaml(text: str) -> Config:
         InputError: a key or a value is not the schema's.
     """
     tree, problems = yaml.safe_load(text), []
-    schemas = [Config, *(module.SCHEMA for _, module in recipes.extended())]
-    schema = min(schemas, key=lambda one: len(tree.keys() - convert.hints(one).keys()))
-    config = convert.build(schema, tree, problems)
+    config = convert.build(roles.schema_for(tree), tree, problems)
     if problems:
         raise InputError([str(problem) for problem in problems])
     return config

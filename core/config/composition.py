@@ -1,8 +1,10 @@
 """Overrides and recipe files to one untyped tree. Hydra reads and composes; what is wrong is reported here.
 
 A recipe's folder ``recipes/<recipe>/config/`` holds ``<recipe>.yaml``, with only what differs from the schema's
-defaults, and may hold ``preset/<name>.yaml``, chosen by ``preset=<name>``. Later layers win: schema, recipe, preset,
-overrides from left to right.
+defaults, and may hold ``preset/<name>.yaml``, chosen by ``preset=<name>``. Overrides before a lone ``--`` are a run
+script's own, those after it were typed; without ``--`` all were typed. Later layers win: schema, recipe, script (its
+preset, then its keys), typed preset, typed keys. A typed preset takes the place of the script's, and of the script's
+keys it overrides those that it names. A run that is not named by a typed key is named after what distinguishes it.
 """
 
 from __future__ import annotations
@@ -27,14 +29,17 @@ from core.config.convert import Problem, brief
 from core.config.schema import Config
 
 PRESET = "preset"
+SEPARATOR = "--"  # between a script's own arguments and the typed ones
 
 
 @dataclass
 class Layers:
-    """The overrides of a recipe with this schema, sorted; ``values`` are applied from left to right."""
+    """The overrides of a recipe with this schema, sorted; each list is applied from left to right."""
 
     schema: type[Config] = Config
-    presets: list[str] = field(default_factory=list)
+    script_presets: list[str] = field(default_factory=list)
+    script_values: list[tuple[str, Any]] = field(default_factory=list)
+    presets: list[str] = field(default_factory=list)  # the typed ones, as are values
     values: list[tuple[str, Any]] = field(default_factory=list)
     deleted: list[str] = field(default_factory=list)
     given: dict[str, Any] = field(default_factory=dict)  # what was set by an override
@@ -45,9 +50,27 @@ class Layers:
 # --- reading overrides ---
 
 
+def split(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return a script's own overrides and the typed ones."""
+    if SEPARATOR not in overrides:
+        return [], list(overrides)
+    at = list(overrides).index(SEPARATOR)
+    return list(overrides[:at]), [text for text in overrides[at + 1 :] if text != SEPARATOR]
+
+
 def read(overrides: Sequence[str], schema: type[Config] = Config) -> Layers:
     """Read the overrides, each on its own, so that one that cannot be read hides no other."""
-    parser, layers = OverridesParser.create(), Layers(schema)
+    script, typed = split(overrides)
+    layers = Layers(schema)
+    _read_into(layers, script)
+    layers.script_presets, layers.presets = layers.presets, []
+    layers.script_values, layers.values = layers.values, []
+    _read_into(layers, typed)
+    return layers
+
+
+def _read_into(layers: Layers, overrides: Sequence[str]) -> None:
+    parser, schema = OverridesParser.create(), layers.schema
     for text in overrides:
         try:
             override, value = _parsed(parser, text, schema)
@@ -55,7 +78,6 @@ def read(overrides: Sequence[str], schema: type[Config] = Config) -> Layers:
             layers.problems.append(f"{brief(text) or repr(text)}: {error}")
         else:
             _sort(override, value, layers)
-    return layers
 
 
 class _Unreadable(ValueError):
@@ -125,9 +147,11 @@ def _delete(text: str, key: str, layers: Layers) -> None:
         layers.problems.append(f"{text}: takes a key back to its default, whatever its value; write ~{key}")
     elif key == PRESET:
         layers.presets.clear()
+        layers.script_presets.clear()
     elif key in convert.all_keys(layers.schema) or key in convert.sections(layers.schema):
         layers.deleted.append(key)
-        layers.values = [(name, value) for name, value in layers.values if not _within(name, key)]
+        for values in (layers.script_values, layers.values):
+            values[:] = [(name, value) for name, value in values if not _within(name, key)]
         layers.given = {name: value for name, value in layers.given.items() if not _within(name, key)}
     else:
         layers.problems.append(convert.unknown(key, None, layers.schema))
@@ -177,16 +201,61 @@ def _unusable(value: Any) -> str | None:
 
 def tree(recipe: str, layers: Layers) -> dict[str, Any]:
     """Return the composed tree with interpolations resolved; problems go to ``layers``."""
-    composed = _merged({}, _recipe_tree(recipe, layers))
+    below, above = _recipe_trees(recipe, layers)
     for key in layers.deleted:
-        _forget(composed, key)
+        _forget(below, key)
+        _forget(above, key)
+    for key, value in layers.script_values:
+        _put(below, key, value, layers.problems)
+    composed = _merged(below, above)
+    name = _run_name(composed, layers, above)
     for key, value in layers.values:
         _put(composed, key, value, layers.problems)
+    if name is not None:
+        composed["trainer"] = {**(composed.get("trainer") or {}), "experiment_name": name}
     _drop_missing(composed, "", layers.problems)
     merged = _merged(convert.as_tree(layers.schema()), composed)
     if not _refers(merged):
         return merged
     return _resolved(OmegaConf.create(merged), merged, "", layers.problems)
+
+
+NAME, MODEL, OF_SEED = "trainer.experiment_name", "actor_rollout_ref.model.path", "-seed${trainer.seed}"
+
+
+def _run_name(untyped: Mapping[str, Any], layers: Layers, preset: Mapping[str, Any]) -> str | None:
+    """Return the run's name, so that runs of other settings have other folders; None where resolving gives one.
+
+    It is the name that the script gives (else a preset or the recipe), the typed preset and model where they are not
+    the script's, and the seed: ``qwen2.5_32b-paper-seed1``. ``untyped`` is the tree without typed keys, ``preset`` what
+    the typed preset holds.
+    """
+    typed, scripts = dict(layers.values), dict(layers.script_values).get(NAME)
+    given = scripts or _at(untyped, NAME)
+    foreign = layers.presets[-1:] if layers.presets[-1:] != layers.script_presets[-1:] else []
+    if not scripts and _at(preset, NAME) is not None:  # the preset itself names its runs
+        foreign = []
+    if NAME in typed or not isinstance(given or "", str) or not given and not foreign:
+        return None
+    untyped_model = _at(untyped, MODEL) or layers.schema().actor_rollout_ref.model.path
+    model = typed.get(MODEL, untyped_model)
+    base = given.removesuffix(OF_SEED) if given else _word(model)
+    parts = [base, *foreign, *([_word(model)] if given and model != untyped_model else [])]
+    return "-".join(filter(None, parts)) + ("" if "${trainer.seed}" in base else OF_SEED)
+
+
+def _word(model: Any) -> str:
+    """Return a model's name as part of a folder's name; of a path its last part, of an unusable value nothing."""
+    if not isinstance(model, str) or "${" in model:
+        return ""
+    return re.sub(r"[^\w.-]+", "_", model.rstrip("/").rpartition("/")[2]).strip(".~")
+
+
+def _at(tree: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a flat key, or None."""
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, Mapping) else None
+    return tree
 
 
 def _merged(below: Any, above: Any) -> Any:
@@ -215,13 +284,16 @@ def _put(composed: dict[str, Any], key: str, value: Any, problems: list[Problem 
     node[name] = _merged(node.get(name), value)
 
 
-def _recipe_tree(recipe: str, layers: Layers) -> dict[str, Any]:
+def _recipe_trees(recipe: str, layers: Layers) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what lies below a script's keys, recipe and preset, and what lies above them, a typed preset."""
     folder = recipes.folder(recipe)
     if not (folder / f"{recipe}.yaml").exists():
         known = ", ".join(recipes.names())
         layers.problems.append(f"recipe={recipe}: has no config/{recipe}.yaml; choose one of {known}")
-        return {}
-    return _composed_files(recipe, _preset(folder, layers))
+        return {}, {}
+    chosen = _preset(folder, layers)
+    above = _preset_alone(folder, chosen) if chosen is not None and layers.presets else {}
+    return _merged({}, _composed_files(recipe, chosen)), _merged({}, above)
 
 
 @functools.cache
@@ -232,10 +304,18 @@ def _composed_files(recipe: str, preset: str | None) -> dict[str, Any]:
     return OmegaConf.to_container(composed, resolve=False)
 
 
+@functools.cache
+def _preset_alone(folder: Path, preset: str) -> dict[str, Any]:
+    """Return what a preset's file holds, interpolations untouched."""
+    with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
+        composed = hydra_compose(config_name=f"{PRESET}/{preset}")
+    return OmegaConf.to_container(composed, resolve=False)
+
+
 def _preset(folder: Path, layers: Layers) -> str | None:
     """Return the chosen preset; a typed one takes the place of a script's."""
     known = sorted(path.stem for path in (folder / PRESET).glob("*.yaml"))
-    chosen = layers.presets[-1] if layers.presets else None
+    chosen = next(reversed([*layers.script_presets, *layers.presets]), None)
     if chosen is None or chosen in known:
         return chosen
     choice = f"choose one of {', '.join(known)}" if known else "leave it out: this recipe has none"

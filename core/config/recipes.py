@@ -1,8 +1,8 @@
 """What recipes' folders add to the configuration: presets, keys of their own, rules on these.
 
-``recipes/<recipe>/config/`` holds ``<recipe>.yaml`` and presets; it may hold ``rules.yaml`` and ``unused_keys.yaml``,
-in the form of the files of those names here. A user's own recipe may also lie in a folder ``recipes/`` elsewhere on
-Python's path. ``recipes/<recipe>/config_schema.py`` may define ``SCHEMA``, a subclass of
+``recipes/<recipe>/config/`` holds ``<recipe>.yaml`` and presets; it may hold ``rules.yaml``, ``unused_keys.yaml`` and
+``key_roles.yaml``, in the form of the files of those names here. A user's own recipe may also lie in a folder
+``recipes/`` elsewhere on Python's path. ``recipes/<recipe>/config_schema.py`` may define ``SCHEMA``, a subclass of
 :class:`Config` with the recipe's own keys, and ``PAPER``, the name that messages give it. Files are found by the
 recipe's name; core imports no recipe.
 """

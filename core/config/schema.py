@@ -423,7 +423,7 @@ class TrainerConfig:
     balance_batch: bool = True  # give ranks about equal numbers of tokens
     max_staleness: limits.Size = 0  # steps a sample may be old; 1: the next collection overlaps the update
     project_name: str | None = None  # project at a logger's service; None: rlrepro-<recipe>
-    experiment_name: str | None = None  # name of the run; None: <model>-seed<seed>
+    experiment_name: str | None = None  # name of the run; None: <model>-seed<seed>, see core/config/README.md
     reference: str | None = None  # id of the row of results/references.yaml that the run is to reproduce; None: none
     default_local_dir: str | None = None  # run folder; None: outputs/<recipe>/<experiment_name>
     # where metrics go besides metrics.jsonl in the run folder
@@ -440,6 +440,7 @@ class TrainerConfig:
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
     # checkpoint to resume from (a folder global_step_N), with resume_mode=resume_path
     resume_from_path: str | None = None
+    resume_with_changes: bool = False  # resume also with another base, other data or another objective; recorded
     health: HealthConfig = HealthConfig()
 
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from core.checkpoint.provenance import Base, ModelFingerprint, base_of
+from core.checkpoint.provenance import Base, base_of
 from core.errors import InputError
-from core.learner.models import resolve_path
+from core.learner.models import located, resolve_path
 
 if TYPE_CHECKING:
     from core.config.schema import CriticModelConfig, ModelConfig
@@ -43,9 +43,6 @@ def add_adapters(module: nn.Module, model: ModelConfig | CriticModelConfig, seed
     except ModuleNotFoundError as error:
         raise InputError(f"model.lora_rank={model.lora_rank}: {error}; pip install '.[lora]'") from error
 
-    path = resolve_path(model.path)
-    if Path(path).exists():
-        path = str(Path(path).resolve())  # of the base as it is now, whatever a link points to later
     head = module.get_output_embeddings()
     own_head = next((name for name in VALUE_HEADS if head is None and hasattr(module, name)), None)
     excluded = [*(model.exclude_modules or ()), *([own_head] if own_head else ())]
@@ -55,7 +52,7 @@ def add_adapters(module: nn.Module, model: ModelConfig | CriticModelConfig, seed
         target_modules=_names(model.target_modules),
         exclude_modules=_names(excluded) or None,
         task_type="CAUSAL_LM" if head is not None else "TOKEN_CLS",
-        base_model_name_or_path=path,
+        base_model_name_or_path=located(model.path),
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -67,8 +64,6 @@ def add_adapters(module: nn.Module, model: ModelConfig | CriticModelConfig, seed
         raise InputError("model.target_modules: the output head cannot have an adapter; leave lm_head out")
     if own_head is not None:
         module.get_submodule(own_head).requires_grad_(True)
-    if not next(module.parameters()).is_meta:
-        base_of(path)  # hashed as they are when they are loaded
     return module
 
 
@@ -76,15 +71,6 @@ def _names(names: Any) -> Any:
     """Return names as peft tells them apart: a list holds ends, a text is all-linear or a pattern of whole names."""
     names = list(names)
     return names[0] if len(names) == 1 and (names[0] == "all-linear" or PATTERN.search(names[0])) else names
-
-
-def fingerprint(module: nn.Module, *, fetched: bool = True) -> ModelFingerprint:
-    """Return what a checkpoint of ``module`` must agree with; of one with adapters the base's weights too.
-
-    Those are left out where they are a hub's and not ``fetched`` to this machine yet.
-    """
-    path = module.peft_config[ADAPTER].base_model_name_or_path if has_adapters(module) else None
-    return ModelFingerprint.of(module, base_of(path) if path and (fetched or Path(path).is_dir()) else None)
 
 
 def has_adapters(module: nn.Module) -> bool:

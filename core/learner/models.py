@@ -37,6 +37,12 @@ def resolve_path(path: str, key: str = "actor_rollout_ref.model.path") -> str:
     return str(local)
 
 
+def located(path: str) -> str:
+    """Return a hub id as it is, and the folder that a local path leads to now, whatever a link points to later."""
+    path = resolve_path(path)
+    return str(Path(path).resolve()) if Path(path).exists() else path
+
+
 @contextmanager
 def readable(path: str, key: str = "actor_rollout_ref.model.path") -> Iterator[None]:
     """Turn what transformers raises for a folder or hub id that it cannot read into one line.

@@ -5,6 +5,7 @@ The folder around them, and what else a checkpoint holds, is the business of ``c
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,15 +21,18 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from core.checkpoint.provenance import ModelFingerprint
+from core.checkpoint.provenance import Base, ModelFingerprint, base_of
 from core.checkpoint.run_state import load_tensors
+from core.config.frozen import FrozenDict
 from core.learner.hf_export import export_hf, load_weights
 from core.learner.learner import Actor, Critic
-from core.learner.lora import add_adapters, fingerprint, has_adapters, load_adapters, save_adapters, trained_weights
-from core.learner.models import load_critic, load_policy
+from core.learner.lora import add_adapters, has_adapters, load_adapters, save_adapters, trained_weights
+from core.learner.models import load_critic, load_policy, located
 
 if TYPE_CHECKING:
     from core.config.schema import Config
+
+log = logging.getLogger(__name__)
 
 OPTIMIZER = "optimizer"  # folder of the sharded optimizer in a checkpoint's actor/ and critic/
 
@@ -89,10 +93,36 @@ def load_whole_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, pa
     set_optimizer_state_dict(module, optimizer, state, options=StateDictOptions(full_state_dict=True))
 
 
-def planned_fingerprints(config: Config, *, critic: bool) -> dict[str, ModelFingerprint]:
-    """Return architecture and shapes of the models that ``config`` names, before any weight is read."""
+def planned_fingerprints(
+    config: Config, *, critic: bool, known: Mapping[str, Base] = FrozenDict()
+) -> dict[str, ModelFingerprint]:
+    """Return what is known of the models that ``config`` names before any is loaded; see :func:`fingerprints`."""
     part, seed = config.actor_rollout_ref, config.trainer.seed
     made = {"actor": add_adapters(load_policy(part.model, on_meta=True), part.model, seed)}
     if critic:
         made["critic"] = add_adapters(load_critic(config.critic.model, seed, on_meta=True), config.critic.model, seed)
-    return {name: fingerprint(module, fetched=False) for name, module in made.items()}
+    return fingerprints(made, config, known, loaded=False)
+
+
+def fingerprints(
+    modules: Mapping[str, nn.Module], config: Config, known: Mapping[str, Base] = FrozenDict(), *, loaded: bool = True
+) -> dict[str, ModelFingerprint]:
+    """Return architecture, shapes and base of each model (``actor``, ``critic``); the weights are those on disk now.
+
+    ``known`` are recorded bases, which are not read again where their files are the same. Where the weights are not on
+    this machine there is no base: a hub's before they are ``loaded``, and in a format that is not known. The base of
+    adapters has to be known once it is loaded, since their checkpoint does not hold it.
+    """
+    paths = {"actor": config.actor_rollout_ref.model.path, "critic": config.critic.model.path}
+    found = {}
+    for name, module in modules.items():
+        base = None
+        try:
+            base = base_of(located(paths[name]), known.get(name))
+        except (OSError, ValueError) as error:
+            if loaded and has_adapters(module):
+                raise
+            if loaded:
+                log.warning("the weights that the %s starts from are not recorded: %s", name, error)
+        found[name] = ModelFingerprint.of(module, base)
+    return found

@@ -7,6 +7,7 @@ the installed metadata, GPUs from ``nvidia-smi``.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import platform
@@ -14,12 +15,13 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from core.checkpoint.provenance import package_versions
-from core.config import Config, convert, resolution
+from core.checkpoint.provenance import Base, package_versions
+from core.config import Config, convert, paths, resolution
 from core.data.parquet import sha256_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,20 +117,51 @@ def hardware() -> dict[str, Any]:
 
 def data_hashes(files: Iterable[str]) -> list[dict[str, Any]]:
     """Return path, size and sha256 of each data file that is on this machine."""
-    paths = [Path(file).expanduser() for file in files]
+    found = [(path, path.stat()) for file in files if (path := Path(file).expanduser()).is_file()]
     return [
-        {"path": str(path), "bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in paths if path.is_file()
+        {"path": str(path), "bytes": stat.st_size, "sha256": _sha256(path.resolve(), stat.st_size, stat.st_mtime_ns)}
+        for path, stat in found
     ]
 
 
-def session(resumed_from: int | None) -> dict[str, Any]:
-    """Return the manifest's entry for this process; a resumed run has several."""
+@functools.cache
+def _sha256(path: Path, size: int, changed: int) -> str:
+    """Return a file's hash; ``size`` and ``changed`` are keys of the cache."""
+    return sha256_of(path)
+
+
+def contents(config: Config) -> dict[str, list[str]]:
+    """Return key -> SHA-256 of the files that it names, in their order, where all of them are on this machine."""
+    files: dict[str, list[Path]] = {}
+    for key, path in paths.named(config):
+        files.setdefault(key, []).append(Path(path).expanduser())
+    files = {key: found for key, found in files.items() if all(map(Path.is_file, found))}
+    return {key: [entry["sha256"] for entry in data_hashes(map(str, found))] for key, found in files.items()}
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a run's manifest records of models and resuming: bases, and key -> [before, now] where they differ."""
+
+    models: Mapping[str, Base | None] = field(default_factory=dict)
+    changes: Mapping[str, list[Any]] = field(default_factory=dict)
+
+    def bases(self) -> dict[str, Any]:
+        return {name: base and {"path": base.path, "sha256": base.sha256} for name, base in self.models.items()}
+
+
+def session(resumed_from: int | None, changes: Mapping[str, list[Any]]) -> dict[str, Any]:
+    """Return the manifest's entry for this process; a resumed run has several.
+
+    ``changes`` are key -> [before, now], of what is other than in the checkpoint.
+    """
     torch = sys.modules.get("torch")  # not imported here for the sake of its number of threads
     variables = {name: os.environ[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name in os.environ}
     return {
         "started": now(),
         "ended": None,
         "resumed_from_step": resumed_from,
+        **({"changes": dict(changes)} if changes else {}),
         "command": shlex.join(sys.orig_argv),
         "git": git_state(),
         "packages": {"python": platform.python_version(), **package_versions(PACKAGES)},

@@ -34,6 +34,7 @@ from core.config import Config, convert, paths, tables, to_yaml
 from core.config.tables import load_object
 from core.tracking import run_manifest
 from core.tracking.loggers import ConsoleLogger, LoggedRun, Logger, Row, headline
+from core.tracking.run_manifest import RunFacts
 from core.tracking.validation import ValRecord
 from core.types import StepMetrics
 
@@ -107,8 +108,14 @@ class Tracker:
     """
 
     def __init__(
-        self, run_dir: str | Path, config: Config, *, resume_step: int | None = None, recipe: str | None = None
+        self,
+        run_dir: str | Path,
+        config: Config,
+        resume_step: int | None = None,
+        recipe: str | None = None,
+        facts: RunFacts | None = None,
     ) -> None:
+        self.facts = facts or RunFacts()
         self.run_dir, self.config, self.resume_step = Path(run_dir), config, resume_step
         self.run_dir.mkdir(parents=True, exist_ok=True)
         if resume_step is None:
@@ -138,7 +145,8 @@ class Tracker:
         manifest["seeds"] = {key: value for key, value in values if key.split(".")[-1] == "seed"}
         manifest["changed_from_defaults"] = run_manifest.changed_keys(self.config, manifest["recipe"])
         manifest["data"] = run_manifest.data_hashes(data_files)
-        manifest["sessions"].append(run_manifest.session(self.resume_step))
+        manifest["models"] = self.facts.bases()
+        manifest["sessions"].append(run_manifest.session(self.resume_step, self.facts.changes))
         if self.resume_step and self._last_step < self.resume_step:
             gap = f"resumed after step {self.resume_step}, but metrics.jsonl ends at step {max(0, self._last_step)}"
             manifest["sessions"][-1]["gap"] = gap

@@ -18,7 +18,7 @@ from results.reporting.terminal import closing_lines
 def main(recipe: str, arguments: list[str]) -> int:
     """Write the report of the run that these arguments start; return the exit status, 2 where there is no such run."""
     # The run itself has checked the configuration, with the hooks of its trainer.
-    run_dir = Path(examine(recipe, [each for each in arguments if each != "--"]).config.trainer.default_local_dir)
+    run_dir = Path(examine(recipe, arguments).config.trainer.default_local_dir)
     try:
         runs = [load_run(run_dir)]
     except NotARun as error:

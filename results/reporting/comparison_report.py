@@ -34,7 +34,7 @@ from results.reporting.power import (
     detectable_over_seeds,
     seeds_needed,
 )
-from results.reporting.run_reader import RecordedRun, decoding, group_name, summarise
+from results.reporting.run_reader import RecordedRun, comparable, decoding, group_name
 from results.reporting.tables import experiments
 
 LEVEL = 0.05
@@ -81,7 +81,7 @@ def question_means(group: Group) -> dict[str, dict[str, float]]:
 
 def seed_values(group: Group) -> dict[str, list[float]]:
     """Return ``data_source -> mean accuracy`` of each seed at the last validation."""
-    found = experiments([summarise(run) for run in group])
+    found = experiments([comparable(run) for run in group])
     return {each.source: each.values("after") for each in found if each.metric.startswith("mean@")}
 
 

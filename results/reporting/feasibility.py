@@ -23,6 +23,7 @@ from core.planning.first_lines import duration, small
 from core.planning.model_shapes import gpu
 from core.tracking.run_manifest import ROOT
 from results.reporting.pages import Table, markdown_table
+from results.reporting.run_reader import comparable, settings_of
 
 PRINT_WORDS = """
 exec() { if [[ $1 == bash ]]; then builtin exec "$@"; fi; printf '%s\\0' "$@"; exit 0; }
@@ -176,8 +177,9 @@ def _knobs(script: Script, plan: Plan) -> Iterator[tuple[str, ...]]:
 
 
 def read_summaries(results: Path) -> list[Summary]:
+    """Return the published summaries, with what tells experiments apart (:func:`comparable`)."""
     paths = sorted(results.glob("*/*/summary.json"))
-    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    return [comparable(settings_of(path.parent), json.loads(path.read_text(encoding="utf-8"))) for path in paths]
 
 
 def repeats(script: Script, summaries: Sequence[Summary]) -> list[Summary]:

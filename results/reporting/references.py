@@ -28,7 +28,7 @@ from results.reporting.comparison import seed_interval
 from results.reporting.feasibility import Summary, read_script
 from results.reporting.numbers import evidence, percent
 from results.reporting.pages import Table
-from results.reporting.run_reader import by_experiment, group_name
+from results.reporting.run_reader import by_experiment, group_name, with_bases
 
 Row = Mapping[str, Any]
 
@@ -149,8 +149,12 @@ class Measured:
 
 def measured(row: Row, runs: Sequence[NamedRun]) -> list[Measured]:
     entering = [run for run in runs if run.row["id"] == row["id"] and not run.reasons]
-    grouped = by_experiment(entering, lambda run: run.summary["group"], lambda run: run.summary["seed"])
-    return [Measured(row, group) for group in grouped]
+    keys = with_bases(
+        [(run.summary.get("experiment", run.summary["group"]), run.summary.get("base")) for run in entering]
+    )
+    keyed = list(zip(entering, keys, strict=True))
+    grouped = by_experiment(keyed, lambda pair: pair[1], lambda pair: pair[0].summary["seed"])
+    return [Measured(row, [run for run, _ in group]) for group in grouped]
 
 
 # --- what it would take ---

@@ -22,6 +22,8 @@ from typing import Any, TypeVar
 
 import yaml
 
+from core.config import convert, recipes, roles
+from core.config.yaml_tables import LOADER
 from core.errors import InputError
 from core.tracking.run_manifest import ROOT, flatten
 from core.tracking.tracker import read_jsonl
@@ -31,7 +33,8 @@ from results.reporting.comparison import Paired, accuracy_by_question, paired_co
 Item = TypeVar("Item")
 _ACCURACY = re.compile(r"val-core/(?P<source>.+)/acc/(?P<name>(mean|pass|maj)@\d+)")
 _ABSOLUTE_PATH = re.compile(r"(?<![\w/.])~?(?:/[^\s'\"=,:;\[\](){}/]+)+/?")
-# keys in which runs of one experiment may differ, besides every key that ends in "seed"
+# Keys that the recorded hash ``group`` leaves out, besides every key that ends in "seed". Published summaries hold such
+# hashes: this set stays as it is. Runs are compared by ``experiment``, which reads core/config/key_roles.yaml.
 _RUN_KEYS = {
     *("trainer.experiment_name", "trainer.project_name", "trainer.default_local_dir", "trainer.logger"),
     "trainer.reference",
@@ -39,6 +42,9 @@ _RUN_KEYS = {
     *("global_profiler.tool", "global_profiler.steps", "global_profiler.save_path"),
     *("trainer.resume_mode", "trainer.resume_from_path", "trainer.save_freq", "trainer.max_actor_ckpt_to_keep"),
 }
+
+
+NOT_RECORDED = "not recorded"
 
 
 class NotARun(InputError):
@@ -99,11 +105,34 @@ class RecordedRun:
 
     @cached_property
     def group(self) -> str:
-        """A hash of what makes the experiment: runs that share it differ in their seeds only."""
-        shared = {k: v for k, v in self.config.items() if k not in _RUN_KEYS and k.split(".")[-1] != "seed"}
+        """A hash of the keys that this version of the configuration records, for ``summary.json``."""
+        return self._hash({key: value for key, value in self.config.items() if key not in _RUN_KEYS})
+
+    @cached_property
+    def experiment(self) -> str:
+        """A hash of what makes the experiment: runs that share it differ in their seeds only.
+
+        Keys that another version has or lacks count as their defaults, so seeds of several versions are one experiment.
+        """
+        schema = recipes.schema_of(self.manifest["recipe"])
+        values, defaults = roles.completed(self.config, schema, self.manifest["recipe"]), convert.as_json(schema())
+        for key, default in defaults.items():
+            if values[key] == scrub(default):  # a published copy has lost the folder of a default path
+                values[key] = default
+        return self._hash(
+            {k: v for k, v in values.items() if roles.role_of(k) != roles.BOOKKEEPING and k != "trainer.cpu_threads"}
+        )
+
+    def _hash(self, values: Mapping[str, Any]) -> str:
+        shared = {key: value for key, value in values.items() if key.split(".")[-1] != "seed"}
         text = json.dumps([self.manifest["recipe"], shared], sort_keys=True, default=str)
         text = re.sub(rf"\bseed-{re.escape(str(self.seed))}\b", "seed-*", text)  # data that is drawn from the seed
         return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    @property
+    def base(self) -> str | None:
+        """The SHA-256 of the weights that the policy started from; None where it is not recorded."""
+        return ((self.manifest.get("models") or {}).get("actor") or {}).get("sha256")
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
         """Return steps and values of a metric, where it was logged."""
@@ -181,6 +210,13 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         raise ValueError(f"{packed}: not a whole gzip file ({error})") from error
 
 
+def settings_of(folder: Path) -> RecordedRun:
+    """Return a published run's configuration and manifest, without what it measured."""
+    config = yaml.load((folder / "config.yaml").read_text(encoding="utf-8"), LOADER)
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    return RecordedRun(folder, flatten(config), manifest, (), {}, ())
+
+
 def _read_csv(path: Path) -> list[dict[str, float]]:
     with open(path, newline="", encoding="utf-8") as file:
         rows = [{k: float(v) for k, v in row.items() if v != ""} for row in csv.DictReader(file)]
@@ -245,7 +281,21 @@ def by_experiment(items: Sequence[Item], group: Callable[[Item], Any], seed: Cal
 
 
 def group_runs(runs: Sequence[RecordedRun]) -> list[list[RecordedRun]]:
-    return by_experiment(runs, lambda run: run.group, lambda run: run.seed)
+    pairs = list(zip(runs, with_bases([(run.experiment, run.base) for run in runs]), strict=True))
+    grouped = by_experiment(pairs, lambda pair: pair[1], lambda pair: pair[0].seed)
+    return [[run for run, _ in group] for group in grouped]
+
+
+def with_bases(pairs: Sequence[tuple[Any, str | None]]) -> list[tuple[Any, str | None]]:
+    """Return (settings, base) of runs such that equal ones are one experiment.
+
+    A run whose base is not recorded belongs to the others of its settings, as long as those have one base.
+    """
+    known: dict[Any, set[str]] = {}
+    for settings, base in pairs:
+        known.setdefault(settings, set()).update([base] if base is not None else [])
+    only = {settings: next(iter(bases)) for settings, bases in known.items() if len(bases) == 1}
+    return [(settings, base or only.get(settings)) for settings, base in pairs]
 
 
 def group_name(names: Sequence[str]) -> str:
@@ -270,6 +320,11 @@ def scrub(value: Any) -> Any:
     text = _ABSOLUTE_PATH.sub(lambda match: f"<path>/{Path(match[0]).name}", text)
     host = socket.gethostname()
     return re.sub(rf"\b{re.escape(host)}\b", "<host>", text) if len(host) > 3 else text
+
+
+def comparable(run: RecordedRun, summary: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the run's summary (made, or as recorded) with what tells its experiment, which is not recorded."""
+    return {**(summarise(run) if summary is None else summary), "experiment": run.experiment, "base": run.base}
 
 
 def summarise(run: RecordedRun) -> dict[str, Any]:

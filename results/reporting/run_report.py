@@ -17,7 +17,7 @@ from core.tracking.tracker import spread_out
 from results.reporting.comparison_report import comparison, flipped_in_run, with_baseline
 from results.reporting.curves import Group, curves
 from results.reporting.pages import Block, Fold, Heading, Table, Text, write_pages
-from results.reporting.run_reader import RecordedRun, group_name, group_runs, summarise
+from results.reporting.run_reader import NOT_RECORDED, RecordedRun, comparable, group_name, group_runs
 from results.reporting.tables import experiment_table, experiments, run_table
 
 SHOWN_SAMPLES = 8  # of a run; the questions that flipped are listed apart
@@ -36,13 +36,13 @@ def _yaml(value: Any) -> str:
 
 def headline(runs: Sequence[RecordedRun]) -> str:
     """Return a line for each experiment and data source: accuracy before and after, interval, questions."""
-    found = experiments([summarise(run) for run in runs])
+    found = experiments([comparable(run) for run in runs])
     lines = [experiment.sentence for experiment in found if experiment.metric.startswith("mean@")]
     return "\n".join(lines) if lines else "no validation was recorded"
 
 
 def learnt(runs: Sequence[RecordedRun]) -> Iterator[Block]:
-    summaries = [summarise(run) for run in runs]
+    summaries = [comparable(run) for run in runs]
     yield Text(headline(runs), strong=True)
     yield experiment_table(summaries)
     yield run_table(summaries)
@@ -187,6 +187,7 @@ _PROVENANCE = {
     "hardware": _hardware,
     "threads": lambda run: ", ".join(f"{k} {v}" for k, v in run.session["threads"].items() if v is not None),
     "seeds": lambda run: ", ".join(f"{k}={v}" for k, v in run.manifest["seeds"].items()),
+    "base weights": lambda run: run.base[:12] if run.base else NOT_RECORDED,
     "data": lambda run: "; ".join(f"{Path(d['path']).name} {d['sha256'][:12]}" for d in run.manifest["data"]),
 }
 

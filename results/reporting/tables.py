@@ -27,7 +27,7 @@ from results.reporting.references import (
     remarks,
     set_table,
 )
-from results.reporting.run_reader import by_experiment, group_name, load_run
+from results.reporting.run_reader import NOT_RECORDED, by_experiment, group_name, load_run, with_bases
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 HARDWARE = ("<!-- hardware:begin -->", "<!-- hardware:end -->")
@@ -77,10 +77,11 @@ class Experiment:
 
 
 def experiments(summaries: Sequence[Summary]) -> list[Experiment]:
-    pairs = [(summary, result) for summary in summaries for result in summary["results"]]
+    keys = with_bases([(summary.get("experiment", summary["group"]), summary.get("base")) for summary in summaries])
+    pairs = [({**s, "key": key}, result) for s, key in zip(summaries, keys, strict=True) for result in s["results"]]
     grouped = by_experiment(
         pairs,
-        lambda pair: (pair[0]["group"], pair[1]["data_source"], pair[1]["metric"]),
+        lambda pair: (pair[0]["key"], pair[1]["data_source"], pair[1]["metric"]),
         lambda pair: pair[0]["seed"],
     )
     return [Experiment(*zip(*group, strict=True)) for group in grouped]
@@ -145,8 +146,10 @@ def run_table(
             cells += [result["data_source"], result["metric"], _point(result, "before"), _point(result, "after")]
             cells += [_change(result["change"]), sparkline([value for _, value in result["curve"]])]
             last = summary["commit"] if verified is None else evidence(name, [summary], verified)
-            rows.append([*cells, f"{summary['seconds']:.0f}", summary["hardware"], last])
-    return Table([*header, "seconds", "hardware", "commit" if verified is None else "evidence"], rows)
+            base = (summary.get("base") or NOT_RECORDED)[:12]
+            rows.append([*cells, f"{summary['seconds']:.0f}", summary["hardware"], last, base])
+    last = "commit" if verified is None else "evidence"
+    return Table([*header, "seconds", "hardware", last, "base weights (SHA-256)"], rows)
 
 
 def render(results: Path) -> str:

@@ -105,8 +105,8 @@ class ScriptedWorkers:
         self.engine.update_weights([], version)
         return {"rollout_corr/probe_diff": 0.0}
 
-    def fingerprints(self):
-        return planned_fingerprints(self.config, critic=False)
+    def fingerprints(self, known=None):
+        return planned_fingerprints(self.config, critic=False, known=known or {})
 
     def save(self, folder: Path) -> None:
         (folder / "actor").mkdir(parents=True)

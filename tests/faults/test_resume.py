@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -12,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from core.checkpoint.kill_points import PHASES
+from core.checkpoint.provenance import base_of
 from tests.checkpoints import ROOT, flip_bit
 from tests.faults.kill_and_resume import (
     AtPoint,
@@ -100,11 +103,11 @@ def test_a_finished_run_says_so_and_changes_nothing(grpo):
     factory, whole = grpo
     before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file() and "global_step" in str(path)}
     metrics = read_lines(whole / "metrics.jsonl")
-    command = [*factory(whole), "reward_model.val_num_examine=2"]
+    command = [*factory(whole), "trainer.total_epochs=40"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0 and "finished" in done.stdout, done.stderr
     assert "with changes, so not to the bit: " in done.stderr
-    assert [line.count(" was ") for line in done.stderr.splitlines() if "val_num_examine was 1, is 2" in line] == [1]
+    assert [line.count(" was ") for line in done.stderr.splitlines() if "total_epochs was 30, is 40" in line] == [1]
     assert read_lines(whole / "metrics.jsonl") == metrics
     assert {path: path.read_bytes() for path in before} == before
 
@@ -118,6 +121,34 @@ def test_a_checkpoint_of_another_model_is_refused(grpo, files, tmp_path):
     done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "checkpoint of another model (actor)" in done.stderr and "[100, 16] there, [100, 32] here" in done.stderr
+
+
+def test_another_base_of_the_same_shape_and_an_edited_scorer_are_refused_or_recorded(grpo, files, tmp_path):
+    factory, whole = grpo
+    run, other, key = tmp_path / "run", tmp_path / "other", "actor_rollout_ref.model.path"
+    shutil.copytree(whole, run)
+    shutil.copytree(files / "model", other)
+    weights = load_file(other / "model.safetensors")
+    next(iter(weights.values())).add_(1e-3)
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "reward.py").write_text((files / "reward.py").read_text() + "\n")
+    scorer = f"custom_reward_function.path={tmp_path / 'reward.py'}"
+    arguments = [*factory(run), f"{key}={other}", scorer, "trainer.total_training_steps=7"]
+    recorded = {path: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    refused = [line.partition(" was ")[0] for line in done.stderr.splitlines() if " was " in line]
+    assert refused == [key, "custom_reward_function.path"] and "trainer.resume_with_changes=True" in done.stderr
+    assert {path: path.read_bytes() for path in recorded} == recorded
+    arguments.append("trainer.resume_with_changes=True")
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    before, manifest = (json.loads((one / "manifest.json").read_text()) for one in (whole, run))
+    bases = [one["models"]["actor"]["sha256"] for one in (before, manifest)]
+    assert bases == [base_of(str(files / "model")).sha256, base_of(str(other)).sha256]
+    pair = manifest["sessions"][-1]["changes"][key]
+    assert [sha256[:12] in text for sha256, text in zip(bases, pair, strict=True)] == [True, True]
+    assert manifest["sessions"][-1]["changes"]["trainer.total_training_steps"] == [STEPS, 7]
 
 
 @pytest.mark.slow

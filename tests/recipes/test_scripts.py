@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from core.config import compose, convert, recipes
+from core.config import compose, composition, convert, examine, recipes
+from core.planning.estimate import hooks_of
+from results.reporting.feasibility import read_script
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "recipes").glob("*/run_*.sh"))
@@ -86,6 +88,58 @@ def test_arguments_are_forwarded_and_win(path, elsewhere):
     done = run(path, elsewhere, "trainer.seed=77", "trainer.experiment_name=mine")
     assert done.returncode == 0 and "trainer.seed=77" in done.stdout
     assert "trainer.experiment_name=mine" in done.stdout
+
+
+def values(recipe, *overrides):
+    """Key -> value of the composed tree, before nulls are filled in from other keys."""
+    layers = composition.read(overrides, recipes.schema_of(recipe))
+    return dict(_leaves(composition.tree(recipe, layers)))
+
+
+MODEL = "actor_rollout_ref.model.path"
+NAME = "trainer.experiment_name"  # made of what distinguishes a run, see below
+
+
+@named(TRAINING)
+def test_a_typed_preset_wins_over_the_scripts_keys_and_typed_keys_over_both(path):
+    """And of the script's keys it changes those that it names: paths, nodes and memory settings stay."""
+    script = read_script(path)
+    recipe, own = script.recipe, script.arguments
+    scripts = {text.partition("=")[0] for text in own} - {"preset", NAME}
+    for file in sorted((ROOT / "recipes" / recipe / "config" / "preset").glob("*.yaml")):
+        preset = f"preset={file.stem}"
+        presets = {key for key, _ in _leaves(yaml.safe_load(file.read_text()))} - {NAME}
+        alone, plain, both = values(recipe, preset), values(recipe, *own), values(recipe, *own, "--", preset)
+        assert {key: both[key] for key in presets} == {key: alone[key] for key in presets}
+        kept = (scripts - presets) & plain.keys()
+        assert {key: both[key] for key in kept} == {key: plain[key] for key in kept}
+        typed = examine(recipe, [*own, "--", "trainer.total_training_steps=3000", preset], hooks_of(recipe))
+        assert not typed.problems and typed.config.trainer.total_training_steps == 3000
+
+
+@named(TRAINING)
+def test_a_run_is_named_after_what_distinguishes_it(path):
+    script = read_script(path)
+
+    def trainer(*typed):
+        return examine(script.recipe, [*script.arguments, "--", *typed], hooks_of(script.recipe)).config.trainer
+
+    base, model = trainer().experiment_name.removesuffix("-seed1"), f"{MODEL}=org/Other-7B"
+    assert (
+        trainer().experiment_name == f"{base}-seed1" and trainer("trainer.seed=12").experiment_name == f"{base}-seed12"
+    )
+    assert trainer(f"{MODEL}={script.config.actor_rollout_ref.model.path}").experiment_name == f"{base}-seed1"
+    assert trainer(model, "trainer.seed=2").experiment_name == f"{base}-Other-7B-seed2"
+    presets = [one.stem for one in sorted((ROOT / "recipes" / script.recipe / "config" / "preset").glob("*.yaml"))]
+    folders = {preset: trainer(f"preset={preset}", model).default_local_dir for preset in presets}
+    assert len({*folders.values()}) == len(presets)
+    if path in LARGE:
+        foreign = [preset for preset in presets if f"preset={preset}" not in script.arguments]
+        for preset in foreign:
+            assert folders[preset] == f"outputs/{script.recipe}/{base}-{preset}-Other-7B-seed1"
+    else:  # the names of published runs
+        assert base == ("lab-tools" if path.parent.name == "lab" else "lab")
+    assert trainer(model, "trainer.experiment_name=mine").experiment_name == "mine"
 
 
 @named(LARGE)

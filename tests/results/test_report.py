@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from core.config import Config, convert
+from core.config import Config, compose, convert, to_yaml
 from core.tracking.run_manifest import ROOT
 from core.tracking.validation import validation_metrics
 from results import publish as publishing
@@ -218,6 +218,56 @@ def test_data_that_is_drawn_from_the_seed_makes_no_other_experiment(tmp_path):
     assert group(1, "./kb/seed-1/train.parquet") == group(12, "./kb/seed-12/train.parquet")
     assert group(1, "./kb/seed-12/train.parquet") != group(12, "./kb/seed-12/train.parquet")
     assert group(1, "./kb/seed-1/train.parquet") != group(1, "./kb/seed-1/other.parquet")
+
+
+LAB = ROOT / "results" / "grpo"
+
+
+def another_seed(folder: Path, seed: int, *changes: str, base: str | None = None, drop: str = "") -> Path:
+    """What this version would have written of another seed of the published lab runs, with their outcome."""
+    shutil.copytree(LAB / "lab-seed1", folder)
+    config = compose("grpo", ["preset=lab", f"trainer.seed={seed}", "trainer.backend=ray", *changes])
+    tree = yaml.safe_load(to_yaml(config))
+    tree["trainer"].pop(drop, None)
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    manifest = json.loads((folder / "manifest.json").read_text()) | {"run": folder.name}
+    if base is not None:
+        manifest["models"] = {"actor": {"path": "p", "sha256": base}}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "summary.json").write_text(json.dumps(summarise(load_run(folder))))
+    return folder
+
+
+def test_a_new_seed_joins_published_ones_that_another_version_wrote(tmp_path):
+    """The published configurations hold Search-R1's seven keys, and the new ones resume_with_changes."""
+    results = tmp_path / "results"
+    for seed in (1, 2, 3):
+        shutil.copytree(LAB / f"lab-seed{seed}", results / "grpo" / f"lab-seed{seed}")
+    another_seed(results / "grpo" / "lab-seed4", 4, "trainer.test_freq=10", base="a" * 64)
+    another_seed(results / "grpo" / "lab-seed5", 5, "actor_rollout_ref.actor.clip_ratio_high=0.28")
+    another_seed(results / "grpo" / "lab-seed6", 6, drop="resume_with_changes")  # a key of a later version, say
+    runs = [load_run(path) for path in sorted((results / "grpo").iterdir())]
+    assert [[run.seed for run in group] for group in run_reader.group_runs(runs)] == [[1, 2, 3, 4, 6], [5]]
+    found = result_tables.experiments(result_tables.read_summaries(results))
+    assert [[run["seed"] for run in each.runs] for each in found] == [[1, 2, 3, 4, 6], [5]]
+    table = result_tables.run_table(result_tables.read_summaries(results))
+    assert [row[-1] for row in table.rows] == [*["not recorded"] * 3, "a" * 12, *["not recorded"] * 2]
+
+
+def test_runs_of_two_bases_are_two_experiments(tmp_path):
+    """One whose base is not recorded is of neither."""
+    bases = {1: "a" * 64, 2: "a" * 64, 3: "b" * 64, 4: None}
+    runs = [load_run(another_seed(tmp_path / "grpo" / f"s{seed}", seed, base=base)) for seed, base in bases.items()]
+    assert [[run.seed for run in group] for group in run_reader.group_runs(runs)] == [[1, 2], [3], [4]]
+
+
+def test_published_groups_are_as_published_and_as_compared_now():
+    published = result_tables.read_summaries(ROOT / "results")
+    assert [load_run(ROOT / "results" / each["recipe"] / each["run"]).group for each in published] == [
+        each["group"] for each in published
+    ]
+    pairs = {(each["group"], each["experiment"]) for each in published}
+    assert len(pairs) == len({group for group, _ in pairs}) == len({experiment for _, experiment in pairs})
 
 
 @pytest.mark.parametrize(

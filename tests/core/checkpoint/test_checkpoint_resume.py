@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from core.checkpoint import provenance
 from core.checkpoint.manifest import DamagedCheckpoint
-from core.checkpoint.provenance import ModelFingerprint
+from core.checkpoint.provenance import Base, ModelFingerprint, base_of
 from core.checkpoint.store import CheckpointStore, resolve_resume
+from core.config import compose
+from core.config.convert import as_json
 from core.errors import InputError
 from tests.checkpoints import FILES, RUN, Settings, flip_bit, names, run, write
 
@@ -25,16 +28,14 @@ def test_what_may_differ_is_listed(tmp_path):
     other = replace(
         RUN,
         threads=1,
-        config={"trainer.seed": 1, "rollout.n": 8, "data.new": None, "data.x": 0},
+        config={**RUN.config, "trainer.total_training_steps": 9, "trainer.save_freq": 7, "trainer.health.x": 1},
         versions={"torch": "2.11.0", "vllm": "0.32.0"},
     )
-    assert store.latest().check_compatible(other) == [
+    assert list(map(str, store.latest().check_compatible(other))) == [
+        "trainer.total_training_steps was null, is 9",
         "threads was 2, is 1",
-        "data.files was ['a'], is None",
-        "data.x was None, is 0",
-        "rollout.n was 5, is 8",
         "torch was 2.13.0, is 2.11.0",
-        "vllm was None, is 0.32.0",
+        "vllm was null, is 0.32.0",
     ]
 
 
@@ -138,3 +139,91 @@ def test_looking_only_changes_nothing_and_takes_no_lock(tmp_path):
     )
     assert run(code, store.root).stdout == "1\n"  # beside the writer, which is this process
     assert names(store.root) == before
+
+
+# ---------------------------------------------------------------- another run in the same folder
+
+
+def of_base(sha256: str, path: str = "/models/one") -> dict[str, ModelFingerprint]:
+    return {"actor": replace(RUN.models["actor"], base=Base(path, sha256))}
+
+
+MODEL, N = "actor_rollout_ref.model.path", "actor_rollout_ref.rollout.n"
+WRITTEN = replace(
+    RUN,
+    models=of_base("a" * 64),
+    config={**RUN.config, MODEL: "/models/one", "custom_reward_function.path": "r.py", "max_turns": 4},
+    contents={"data.train_files": ["1" * 64], "custom_reward_function.path": ["2" * 64]},
+)
+
+
+def changed(**config):
+    return {"config": {**WRITTEN.config, **{key.replace("__", "."): value for key, value in config.items()}}}
+
+
+REFUSED = {
+    "objective": (changed(**{N: 8}), f"{N} was 5, is 8"),
+    "estimator": (changed(algorithm__adv_estimator="grpo"), "algorithm.adv_estimator was gae, is grpo"),
+    "data": (
+        {"contents": {**WRITTEN.contents, "data.train_files": ["3" * 64]}},
+        'data.train_files was ["a"] (SHA-256 111111111111), is ["a"] (SHA-256 333333333333)',
+    ),
+    "scorer": (
+        {"contents": {**WRITTEN.contents, "custom_reward_function.path": ["4" * 64]}},
+        "custom_reward_function.path was r.py (SHA-256 222222222222), is r.py (SHA-256 444444444444)",
+    ),
+    "base": (
+        {"models": of_base("b" * 64)},
+        f"{MODEL} was /models/one (SHA-256 aaaaaaaaaaaa), is /models/one (SHA-256 bbbbbbbbbbbb)",
+    ),
+    "a base of no recorded hash": (
+        {"models": RUN.models, **changed(**{MODEL: "/models/two"})},
+        f"{MODEL} was /models/one, is /models/two",
+    ),
+    "a recipe's key": (changed(max_turns=2), "max_turns was 4, is 2"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_another_base_data_or_objective_is_refused_unless_it_is_allowed(case, tmp_path):
+    changes, line = REFUSED[case]
+    store = CheckpointStore(tmp_path)
+    write(store, 1, WRITTEN)
+    run = replace(WRITTEN, **changes)
+    with pytest.raises(InputError) as caught:
+        store.latest().check_compatible(run)
+    assert line in str(caught.value).splitlines() and "trainer.resume_with_changes=True" in str(caught.value)
+    assert [str(one) for one in store.latest().check_compatible(run, allow=True)] == [line]
+
+
+def test_what_has_only_moved_or_cannot_matter_is_the_same_run(tmp_path):
+    store = CheckpointStore(tmp_path)
+    write(store, 1, WRITTEN)
+    moved = changed(**{MODEL: "/elsewhere/one", "data.train_files": ["/elsewhere/a"], "trainer.logger": ["jsonl"]})
+    run = replace(WRITTEN, models=of_base("a" * 64, "/elsewhere/one"), **moved)
+    assert store.latest().check_compatible(run) == []
+
+
+def test_a_checkpoint_of_another_version_resumes(tmp_path):
+    """Keys that one of the two schemas lacks count as their defaults: Search-R1's seven were in every recipe's."""
+    theirs = {"do_search": True, "max_turns": 4, "retriever.url": "http://127.0.0.1:8000/retrieve"}
+    theirs |= {"retriever.topk": 3, "retriever.prefetch": False, "retriever.client": {}, "retriever.local": {}}
+    now = as_json(compose("grpo", ["trainer.seed=1"]))
+    then = {key: value for key, value in now.items() if key != "trainer.resume_with_changes"} | theirs
+    del then["critic.ppo_mini_batch_size"], then["data.gen_batch_size"]  # as if they were new, and followed from others
+    store = CheckpointStore(tmp_path)
+    write(store, 1, replace(RUN, config=then))
+    assert store.latest().check_compatible(replace(RUN, config=now)) == []
+    write(store, 2, replace(RUN, config={**then, "do_search": False}))
+    with pytest.raises(InputError, match="do_search was false, is null"):
+        store.latest().check_compatible(replace(RUN, config=now))
+
+
+def test_an_unchanged_base_is_not_read_again(tmp_path, monkeypatch):
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    found = base_of(str(tmp_path))
+    monkeypatch.setattr(provenance, "_entries", None)  # reading would fail
+    assert base_of(str(tmp_path), found) is found
+    (tmp_path / "model.safetensors").write_bytes((4).to_bytes(8, "little") + b"{  }")
+    with pytest.raises(TypeError):
+        base_of(str(tmp_path), found)
