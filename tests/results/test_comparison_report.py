@@ -231,6 +231,9 @@ def test_letters_need_three_experiments_and_rank_them(root):
     assert [row[3] for row in table] == ["a", "b", "c"]
     assert [row[2].split()[0] for row in table] == ["90.0", "70.0", "50.0"]
     assert not list(told_apart({"s": same[:2]}, groups))
+    foreign = Side(groups[0], [0.6], {})  # no questions, one seed: nothing can be tested
+    answered = [Side(group, [0.5], {"1": 0.0}) for group in groups]
+    assert len(first_table(told_apart({"s": [*answered, foreign]}, groups))) == 3
 
 
 def test_one_run_lists_what_changed_while_it_trained(root, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import statistics
 
 import pytest
 
@@ -65,7 +66,9 @@ def test_what_is_detectable():
     wide, narrow = ([0.60 - spread, 0.60, 0.60 + spread] for spread in (0.02, 0.01))
     assert detectable_over_seeds(wide, wide) == pytest.approx(2 * detectable_over_seeds(narrow, narrow))
     assert detectable_by_question([0.0] * 500) == pytest.approx(6 / 500) and detectable_by_question([0.0] * 5) is None
-    assert detectable_by_question([1.0] * 20 + [-1.0] * 20 + [0.0] * 460) > 6 / 500
+    mixed = [1.0] * 20 + [-1.0] * 20 + [0.0] * 460
+    by_t = detectable_shift(499) * statistics.stdev(mixed) / 500**0.5
+    assert detectable_by_question(mixed) == pytest.approx(by_t + 2 / 500)
 
 
 # --- p ---

@@ -159,7 +159,7 @@ def test_answers_lose_paths_and_hosts_and_keep_everything_else(tmp_path, monkeyp
     monkeypatch.setattr(socket, "gethostname", lambda: "node-17.cluster")
     data = {"data.train_files": ("/pfs/jane/data/train.parquet",)}
     run = run_with_answers(tmp_path / "grpo" / "a", questions=3, **data)
-    kept = "<think>1/2 and 60 km/h</think> /boxed a / b \\frac{1}{2} https://example.com/usr/x </answer>"
+    kept = "<think>1/2 and 60 km/h</think> </data/x> /boxed a / b \\frac{1}{2} https://example.com/usr/x </answer>"
     secret = f'File "/home/jane/x.py" in ~/private/y.py on node-17.cluster, {ROOT}/core/z.py, /pfs/jane/data/q, {run}/s'
     rows = [
         {**row, "output": f"{kept} | {secret}", "gts": ["/scratch/jane/1"]} for row in read_jsonl(run / "samples.jsonl")
