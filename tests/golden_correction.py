@@ -48,7 +48,7 @@ def _weights(case: Case, precision: str) -> Iterator[Comparison]:
     old, rollout, mask = _given(case, precision)
     applied, raw = rc.importance_weights(rc.log_ratio(old, rollout, mask), mask, level, bounds)
     metrics = rc.weight_metrics(applied, raw, mask, level, bounds)
-    if params["rollout_is_batch_normalize"]:
+    if params.get("rollout_is_batch_normalize"):
         metrics["rollout_is_batch_norm_factor"] = factor = rc.normalising_factor(applied, mask, level)
         applied = applied / factor
     if "error" in want:
@@ -92,12 +92,20 @@ def _rows(case: Case) -> list[list[tuple[float, float]]]:
 
 
 def _weights_of_rows(case: Case) -> Values:
-    """Of token weights that are truncated: what the vectors with an empty row have."""
+    """Of weights that are truncated or, where the threshold has two bounds, dropped outside of them."""
     if not (rows := _rows(case)):
         return {}
-    upper = float(case.params["rollout_is_threshold"])
-    raw = [fmean(math.exp(a - b) for a, b in row) for row in rows]
-    means = [fmean(min(upper, math.exp(a - b)) for a, b in row) for row in rows]
+    bounds = thresholds.weight_bounds(case.params["rollout_is_threshold"])
+    upper, lower = bounds.upper, 1 / bounds.upper if bounds.lower is None else bounds.lower
+    weights = [[math.exp(a - b) for a, b in row] for row in rows]
+    if case.params.get("rollout_is") == "sequence":
+        weights = [[math.exp(sum(a - b for a, b in row))] for row in rows]
+
+    def applied(weight: float) -> float:
+        return min(upper, weight) if bounds.lower is None else weight * (lower <= weight <= upper)
+
+    raw = [fmean(row) for row in weights]
+    means = [fmean(map(applied, row)) for row in weights]
     found = {
         "mean": fmean(means),
         "std": stdev(means) if len(means) > 1 else 0.0,
@@ -105,7 +113,7 @@ def _weights_of_rows(case: Case) -> Values:
         "min": min(means),
         "max_deviation": max(abs(mean - 1) for mean in means),
         "fraction_high": fmean(mean > upper for mean in raw),
-        "fraction_low": fmean(mean < 1 / upper for mean in raw),
+        "fraction_low": fmean(mean < lower for mean in raw),
     }
     return {f"rollout_is_seq_{name}": value for name, value in found.items()}
 

@@ -91,7 +91,8 @@ def _filter_groups(case: Case, precision: str) -> Iterator[Comparison]:
 def _accumulation(case: Case, precision: str) -> Iterator[Comparison]:
     """Batch k of the vector is the k-th stretch of ``size`` ordinals; the first ones of it pass, as many as it says."""
     passing, wanted = case.inputs["kept_prompts_per_gen_batch"], case.params["train_batch_size"]
-    size, bound = 3 * wanted, case.params["max_num_gen_batches"]
+    # Without a bound (0 or none is given) as many batches are drawn as the vector has
+    size, bound = 3 * wanted, case.params.get("max_num_gen_batches") or len(passing)
     first = 0
     for number, event in enumerate(case.expected[""][: 4 if wanted > 100 else None]):  # the large ones take seconds
         if event["event"] == "continue":

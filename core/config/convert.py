@@ -185,6 +185,11 @@ def parse(hint: Any, value: Any) -> Any:
     """
     if get_origin(hint) is Annotated:
         base, *limits = get_args(hint)
+        if base is str and not isinstance(value, str):
+            # a name that is no text: the list of names says more than the type
+            choice = next((one.rule for one in limits if one.rule.startswith("one of ")), None)
+            if choice is not None:
+                raise Mismatch(choice)
         result = parse(base, value)
         for limit in limits:
             if isinstance(limit, Limit) and not limit.holds(result):

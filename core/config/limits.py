@@ -21,7 +21,7 @@ class Limit:
 
 
 def names(*known: str) -> Limit:
-    """Return the limit of a name: one of ``known``, or a user's own function by its path."""
+    """Return the limit of a name: one of ``known``, or a user's own function or class by its path."""
     own = "your own as package.module:function or path/file.py:function"
     rule = f"one of {', '.join(known)}, or {own}" if known else own
     return Limit(rule, lambda value: value in known or PLUGIN.fullmatch(value) is not None)

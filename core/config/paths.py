@@ -54,7 +54,8 @@ def _plugins(config: Config) -> Iterator[tuple[str, str]]:
         "actor_rollout_ref.actor.policy_loss.loss_mode": loss,
         "actor_rollout_ref.rollout.agent_loop": config.actor_rollout_ref.rollout.agent_loop or "",
     }
-    for key, value in functions.items():
+    named_paths = [*functions.items(), *(("trainer.logger", name) for name in config.trainer.logger)]
+    for key, value in named_paths:
         where = value.rpartition(":")[0]
         if is_plugin(value) and where.endswith(".py"):
             yield key, where
@@ -103,7 +104,7 @@ def checked_at_start(config: Config) -> list[str]:
             lines.append(f"devices: {rollout.nnodes} x {rollout.n_gpus_per_node} more for the engines")
     else:
         lines.append(f"device: {trainer.device or 'cuda if there is one, else cpu'}, and its memory")
-    loggers = {name: tables.LOGGERS[name] for name in trainer.logger}
+    loggers = {name: tables.logger(name) for name in trainer.logger}
     lines += [f"package: {name} can be imported (trainer.logger)" for name, entry in loggers.items() if entry.function]
     lines += [f"login: {name}, {entry.login}" for name, entry in loggers.items() if entry.login]
     for key in sorted({key for key, _ in _plugins(config)} | _set_paths(config)):

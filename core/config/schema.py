@@ -28,7 +28,7 @@ LossAggMode = Literal[*tables.LOSS_AGG_MODES]
 KLKind = Literal[*tables.KL_KINDS]
 DType = Literal["bfloat16", "bf16", "float32", "fp32"]
 FULL_PRECISION = ("float32", "fp32")
-Logger = Literal[*tables.LOGGERS]
+Logger = Annotated[str, limits.names(*tables.LOGGERS)]
 Open = Mapping[str, Any]  # keys that are another library's, or the user's own
 
 
@@ -426,7 +426,7 @@ class TrainerConfig:
     experiment_name: str | None = None  # name of the run; None: <model>-seed<seed>, see core/config/README.md
     reference: str | None = None  # id of the row of results/references.yaml that the run is to reproduce; None: none
     default_local_dir: str | None = None  # run folder; None: outputs/<recipe>/<experiment_name>
-    # where metrics go besides metrics.jsonl in the run folder
+    # where metrics go besides metrics.jsonl in the run folder; one that fails three times in a row is switched off
     logger: tuple[Logger, ...] = ("console", "tensorboard")
     log_val_generations: limits.Size = 0  # answers of a validation that go to the loggers
     rollout_data_dir: str | None = None  # folder for every training answer; None: no dump

@@ -130,6 +130,9 @@ LOGGERS = {  # trainer.logger
     "jsonl": LoggerEntry(),
     "tensorboard": LoggerEntry("core.tracking.loggers:TensorboardLogger"),
     "wandb": LoggerEntry("core.tracking.loggers:WandbLogger", login="unless WANDB_MODE=offline"),
+    "mlflow": LoggerEntry(
+        "core.tracking.loggers:MlflowLogger", login="unless the server of MLFLOW_TRACKING_URI is open"
+    ),
 }
 
 
@@ -165,6 +168,11 @@ def estimator(name: str) -> EstimatorEntry:
 def policy_loss(name: str) -> LossEntry:
     """Return the policy loss's entry. A user's own may read any key, and has a ratio."""
     return POLICY_LOSSES.get(name) or LossEntry(name, reads=_all_keys(POLICY_LOSSES))
+
+
+def logger(name: str) -> LoggerEntry:
+    """Return the logger's entry; a user's own is its path."""
+    return LOGGERS.get(name) or LoggerEntry(name)
 
 
 def reward_manager(name: str, source: str) -> ManagerEntry:

@@ -7,7 +7,8 @@ validation · ``validation/<step>.jsonl`` each question's scores.
 **Resume.** A run that goes on from the checkpoint of step k keeps the lines up to k and drops the rest, so that its
 files end up as those of a run that was never interrupted (``timing_s/`` and ``perf/`` excepted). For that a step is
 logged before its checkpoint is complete. TensorBoard purges what follows k as well; wandb cannot take steps back and
-keeps the first values it was sent.
+keeps the first values it was sent, MLflow keeps both. A logger that fails is a warning and an entry
+``logger_failures`` of the session in ``manifest.json``; the step's line was on disk before.
 
 **Metric names** are verl's: ``critic/{score,rewards,advantages,returns,values}/{mean,max,min}``, ``critic/vf_*``,
 ``actor/{entropy,pg_loss,kl_loss,ppo_kl,pg_clipfrac,pg_clipfrac_lower,grad_norm,lr}``,
@@ -21,6 +22,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
@@ -32,8 +34,9 @@ from tqdm import tqdm
 from core.checkpoint.manifest import fsync, write_durably
 from core.config import Config, convert, paths, tables, to_yaml
 from core.config.tables import load_object
+from core.errors import InputError
 from core.tracking import run_manifest
-from core.tracking.loggers import ConsoleLogger, LoggedRun, Logger, Row, headline
+from core.tracking.loggers import ConsoleLogger, Guarded, LoggedRun, Logger, Row, headline
 from core.tracking.run_manifest import RunFacts
 from core.tracking.validation import ValRecord
 from core.types import StepMetrics
@@ -105,6 +108,7 @@ class Tracker:
     Raises:
         ValueError: a file of the run to resume is damaged.
         ImportError: the package of a logger is not installed.
+        InputError: a logger of a new run could not begin, or its class is not where ``trainer.logger`` says.
     """
 
     def __init__(
@@ -128,10 +132,43 @@ class Tracker:
         (self.run_dir / "metrics.jsonl").touch()  # a run that ends before its first step has one too
         self._console = ConsoleLogger() if "console" in config.trainer.logger else None
         self._loggers: list[Logger] = [self._console] if self._console else []
-        entries = [tables.LOGGERS[name] for name in config.trainer.logger]
-        told = LoggedRun(config, self.run_dir, self.manifest["run_id"], resume_step)
-        self._loggers += [load_object(entry.function)(told) for entry in entries if entry.function]
         self._bar: Any = None
+        self._open_loggers()
+
+    def _open_loggers(self) -> None:
+        preset = [word for word in shlex.split(self.manifest["sessions"][0]["command"]) if word.startswith("preset=")]
+        told = LoggedRun(
+            self.config,
+            self.run_dir,
+            self.manifest["run_id"],
+            self.resume_step,
+            recipe=self.manifest["recipe"],
+            preset=preset[-1].removeprefix("preset=") if preset else "",
+        )
+        for name in dict.fromkeys(self.config.trainer.logger):
+            function = tables.logger(name).function
+            if function is None:
+                continue
+            try:
+                self._loggers.append(Guarded(name, load_object(function, "trainer.logger")(told), self._note_logger))
+            except (ImportError, InputError):  # wrong whenever it is tried, unlike a service that is away
+                raise
+            except Exception as error:
+                self._without_logger(name, error)
+
+    def _without_logger(self, name: str, error: Exception) -> None:
+        """Refuse to begin without a logger that was requested; a run that is resumed goes on without it."""
+        reason = f"could not begin ({type(error).__name__}: {error})"
+        if self.resume_step is None:
+            self.close("failed")
+            fix = "mend its login or address, or leave it out: metrics.jsonl is written anyway"
+            raise InputError(f"trainer.logger={name}: {reason}; {fix}") from error
+        print(f"warning: trainer.logger={name}: {reason}; the resumed run goes on without it", file=sys.stderr)
+        self._note_logger(name, reason)
+
+    def _note_logger(self, name: str, reason: str) -> None:
+        self.manifest["sessions"][-1].setdefault("logger_failures", {})[name] = reason
+        self._write_manifest()
 
     def _open_manifest(self, recipe: str) -> None:
         path, name = self.run_dir / "manifest.json", self.run_dir.resolve().name
