@@ -120,7 +120,8 @@ def _scorer_names(source: Path, answers: Sequence[Mapping[str, Any]], scorer: st
         if scorer is not None:
             rule = "custom_reward_function.path is set too, and one of them scores"
             raise InputError(f"--scorer={scorer}: {rule}; leave one out (custom_reward_function.path=null)")
-        return [Path(config.custom_reward_function.path).stem]
+        function = config.custom_reward_function
+        return [Path(function.path).stem + (f"-{function.name}" if function.name != "compute_score" else "")]
     known = sorted({one.name for one in SCORERS.values()})
     if scorer is not None:
         if scorer not in known:
