@@ -142,7 +142,7 @@ def _variant(config: Config, names: Sequence[str]) -> str:
     """Return what the file's name has of the scorers' options."""
     options = [config.reward_model.reward_kwargs.get(name) or {} for name in names]
     options.append(config.custom_reward_function.reward_kwargs if config.custom_reward_function.path else {})
-    return "".join(f"-{key}={value}" for one in options for key, value in sorted(one.items()))
+    return "".join(f"-{key}={value}" for one in options for key, value in sorted(one.items()) if value is not None)
 
 
 def check_data(source: Path, answers: Sequence[Mapping[str, Any]], config: Config) -> None:

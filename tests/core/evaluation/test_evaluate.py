@@ -530,6 +530,7 @@ def test_vllm_reads_the_weights_itself(files, tmp_path):
     vllm = (
         "actor_rollout_ref.rollout.name=vllm",
         "actor_rollout_ref.rollout.enforce_eager=True",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=16777216",
     )
     assert generate(files, tmp_path / "hf.jsonl", *greedy, model="wide") == 0
