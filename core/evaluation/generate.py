@@ -58,12 +58,16 @@ class Request:
         sampling = f"temperature {chosen.temperature:g}, top_p {chosen.top_p:g}" if chosen.do_sample else "greedy"
         placed = "in this process"
         if trainer.backend == "ray":
-            placed = f"on {trainer.nnodes} x {trainer.n_gpus_per_node} GPUs or, on CPUs, engines"
+            each = part.rollout.tensor_model_parallel_size if part.rollout.name == "vllm" else 1
+            placed = (
+                f"{trainer.nnodes * (trainer.n_gpus_per_node // each)} of them over Ray, {each} GPUs each if on GPUs"
+            )
         absent = [path for path in data.val_files if not Path(path).expanduser().is_file()]
         return [
             f"model: {self.source.path}" + (f", after step {step}" if step is not None else ""),
             f"engine: {part.rollout.name} in {part.rollout.dtype}, {placed}",
-            f"questions: {', '.join(data.val_files)}" + (f" (not there yet: {', '.join(absent)})" if absent else ""),
+            f"questions: {', '.join(data.val_files)}",
+            *([f"not there yet: {', '.join(absent)}"] if absent else []),
             f"answers: {chosen.n} a question, at most {data.max_response_length} tokens a turn, {sampling}",
             f"written to: {self.out} and {self.out.with_suffix('.manifest.json')}",
         ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -17,7 +19,7 @@ import pytest
 from core import evaluate
 from core.config import compose, recipes
 from core.evaluation import generate as generation
-from core.evaluation.answer_file import answer_line, prompt_of, read_lines, trajectory_of
+from core.evaluation.answer_file import AnswerFile, answer_line, prompt_of, read_lines, trajectory_of
 from core.evaluation.summary import macro_average, report, summary
 from core.ray_trainer import RayPPOTrainer
 from core.rewards.layer import rollout_facts
@@ -165,7 +167,7 @@ def test_a_killed_generation_goes_on_to_the_same_file(files, tmp_path):
     assert generate(files, tmp_path / "whole.jsonl", *batches) == 0
     out = tmp_path / "killed.jsonl"
     command = [sys.executable, "-m", "core.evaluate", "generate", "grpo", *keys(files, *batches)]
-    slow = tmp_path / "sitecustomize.py"  # a millisecond a token, so that the kill lands in mid-generation
+    slow = tmp_path / "slowly.py"  # so that the kill lands in mid-generation
     slow.write_text(
         "import sys, time\nfrom core.engines import hf\nstep = hf.DecodeBatch.step\n"
         "hf.DecodeBatch.step = lambda self: (time.sleep(0.02), step(self))[1]\n"
@@ -174,7 +176,8 @@ def test_a_killed_generation_goes_on_to_the_same_file(files, tmp_path):
     )
     command = [sys.executable, str(slow), *command[3:]]
     arguments = ["--model", str(files / "model"), "--out", str(out)]
-    process = subprocess.Popen([*command, *arguments], cwd=ROOT, env={**_environment()}, start_new_session=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([*command, *arguments], cwd=ROOT, env=environment)
     deadline = time.monotonic() + 120
     while not (out.exists() and len(out.read_bytes().splitlines()) >= 10):
         assert process.poll() is None and time.monotonic() < deadline
@@ -189,12 +192,6 @@ def test_a_killed_generation_goes_on_to_the_same_file(files, tmp_path):
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     sessions = json.loads((tmp_path / "killed.manifest.json").read_text())["sessions"]
     assert [bool(one["ended"]) for one in sessions] == [False, True]
-
-
-def _environment() -> dict[str, str]:
-    import os
-
-    return {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 def cut(path: Path, count: int, rest: str = "") -> list[str]:
@@ -242,6 +239,24 @@ def test_a_batch_that_lacks_an_answer_is_made_anew(files, copied, monkeypatch, t
     assert generate(files, tmp_path / "b.jsonl", "actor_rollout_ref.rollout.max_num_seqs=8") == 0
     assert made == [(-13, index) for index in range(4)]  # the last batch: one question of 13 is left over
     assert (tmp_path / "b.jsonl").read_text() == "".join(lines)
+
+
+def test_a_complete_file_is_in_the_order_of_the_questions(files, tmp_path, monkeypatch):
+    """Whatever ended first: here the last answer does."""
+    original = RayPPOTrainer.generate
+
+    async def generate_backwards(self, prompt, index, sampling):
+        trajectory = await original(self, prompt, index, sampling)
+        for _ in range(20 * (14 + prompt.ordinal) + 4 - index):
+            await asyncio.sleep(0)
+        return trajectory
+
+    monkeypatch.setattr(RayPPOTrainer, "generate", generate_backwards)
+    ended, append = [], AnswerFile.append
+    monkeypatch.setattr(AnswerFile, "append", lambda self, key, line: (ended.append(key), append(self, key, line)))
+    assert generate(files, tmp_path / "a.jsonl") == 0
+    order = [(-1 - question, index) for question in range(13) for index in range(4)]
+    assert list(read_lines(tmp_path / "a.jsonl").by_key) == order != ended
 
 
 def test_a_complete_file_loads_no_model(files, copied, monkeypatch, capsys):
