@@ -43,12 +43,12 @@ from core.rollout.barrier import make_repeatable
 from core.rollout.collect import Collected, CollectLimits, CollectState, collect, collect_ahead, fresh_enough
 from core.session import LoopState, Session, prepare_torch
 from core.tracking.generations import generation_rows, print_examples
-from core.tracking.metrics import data_metrics
+from core.tracking.metrics import RAW_SCORE, data_metrics
 from core.tracking.profiling import profiled
 from core.tracking.progress import progress
 from core.tracking.step_time import BusyClock
 from core.tracking.tracker import dump_jsonl
-from core.tracking.validation import RAW_SCORE, ValRecord, validation_metrics
+from core.tracking.validation import ValRecord, validation_metrics
 from core.types import Prompt, ScoredGroup, StepMetrics, TrainBatch, Trajectory
 from reward_scores.score import Score
 

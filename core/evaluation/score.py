@@ -23,7 +23,7 @@ from core.rewards import RewardLayer
 from core.tracking import run_manifest
 from core.tracking.progress import progress
 from core.tracking.tracker import json_line, write_atomic
-from core.tracking.validation import RAW_SCORE, ValRecord
+from core.tracking.validation import ValRecord
 from core.types import ScoredGroup
 from reward_scores import SCORERS, UnknownDataSource, scorer_for
 from reward_scores.score import Score
@@ -89,7 +89,7 @@ async def _all(layer: RewardLayer, prompts: Sequence[Any], trajectories: Sequenc
         async def one(prompt: Any, trajectory: Any) -> Score:
             found = await layer.score(prompt, trajectory)
             scored()
-            return dataclasses.replace(found, parts={**found.parts, RAW_SCORE: found.value})
+            return found
 
         return await asyncio.gather(*(one(*each) for each in zip(prompts, trajectories, strict=True)))
 

@@ -14,9 +14,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from torch import Tensor
 
-from core.tracking.validation import RAW_SCORE
 from core.types import ScoredGroup, TrainBatch
 from reward_scores.score import Score, ScoreStatus
+
+RAW_SCORE = "score"  # the part that keeps what the scorer gave, before a recipe shapes it
 
 
 def data_metrics(groups: Sequence[ScoredGroup], batch: TrainBatch) -> dict[str, float]:

@@ -31,7 +31,6 @@ from typing import Any
 from core.types import ScoredGroup
 from reward_scores.score import ScoreStatus
 
-RAW_SCORE = "score"  # the part that keeps what the scorer gave, before a recipe shapes it
 _Z95 = statistics.NormalDist().inv_cdf(0.975)
 _FAILURES = (ScoreStatus.PARSE_ERROR, ScoreStatus.TIMEOUT, ScoreStatus.CRASH)
 
@@ -56,8 +55,8 @@ class ValRecord:
         parts = sorted({name for score in group.scores for name in score.parts})
         values = {name: tuple(float(score.parts.get(name, 0.0)) for score in group.scores) for name in parts}
         values["reward"] = tuple(float(score.value) for score in group.scores)
-        if values.get(RAW_SCORE) == values["reward"]:  # the loop's copy of an unshaped reward
-            del values[RAW_SCORE]
+        if values.get("score") == values["reward"]:  # the loop's copy of an unshaped reward
+            del values["score"]
         values["response_length"] = tuple(float(t.response_mask.sum()) for t in group.trajectories)
         values["truncated"] = tuple(float(t.truncated) for t in group.trajectories)
         for status in _FAILURES:
