@@ -42,7 +42,7 @@ ADDRESS = ".url"  # a server may move between two calls
 
 
 @dataclass(frozen=True)
-class Request:
+class GenerateCall:
     """A checked call of ``generate``: nothing is loaded yet."""
 
     recipe: str
@@ -75,7 +75,7 @@ class Request:
 
 def request(
     recipe: str, overrides: Sequence[str], out: Path, *, model: str | None, run: str | None, step: int | None
-) -> Request:
+) -> GenerateCall:
     """Compose and check. The settings of a run's checkpoint are those of the run, under what ``overrides`` set.
 
     Raises InputError with the problems of the configuration, or the first one of model and file.
@@ -99,10 +99,10 @@ def request(
         raise InputError(composed.problems)
     for key, (value, reason) in composed.unused.items():
         print(f"no effect: {key}={convert.show(value)}: {reason}", file=sys.stderr)
-    return Request(recipe, trainer or TRAINER, composed.config, source, out)
+    return GenerateCall(recipe, trainer or TRAINER, composed.config, source, out)
 
 
-def generate(asked: Request) -> bool:
+def generate(asked: GenerateCall) -> bool:
     """Write the answers that the file lacks. Return whether there was anything to do.
 
     Raises InputError before a model loads for data, settings and files that do not go together.
@@ -169,7 +169,7 @@ def _batches(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]
     return (prompts[start : start + size] for start in range(0, len(prompts), size))
 
 
-def _manifest(asked: Request, prompts: Sequence[Prompt]) -> dict[str, Any]:
+def _manifest(asked: GenerateCall, prompts: Sequence[Prompt]) -> dict[str, Any]:
     config = asked.config
     return {
         "kind": "answers",
