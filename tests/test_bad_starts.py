@@ -61,7 +61,14 @@ def test_an_old_option_names_the_new_command():
 @pytest.mark.parametrize(
     "command",
     [
-        *("core.plan", "results.report", "results.publish", "data_preprocess.gsm8k", "data_preprocess.check"),
+        *(
+            "core.plan",
+            "core.evaluate",
+            "results.report",
+            "results.publish",
+            "data_preprocess.gsm8k",
+            "data_preprocess.check",
+        ),
         *(f"recipes.{recipe}.main_{recipe}" for recipe in ("ppo", "grpo", "dapo", "search_r1")),
         *("recipes.lab.prepare", "recipes.lab.tour", "recipes.lab.report", "recipes.grpo.from_scratch"),
         *("recipes.search_r1.retrieval_server", "recipes.search_r1.infer", "recipes.search_r1.index.cli"),

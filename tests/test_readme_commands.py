@@ -33,6 +33,7 @@ FENCED = re.compile(r"^```bash\n(.*?)^```$", re.M | re.S)
 # What a command that knows no dry run says here, in its last lines: status, text.
 REFUSALS = {
     r"train_batch_sise": (2, "data.train_batch_sise=64: unknown key"),  # misspelt on purpose
+    r"core\.evaluate generate search_r1 --run": (2, "neither a checkpoint"),  # the lab's run is not there
     r"core\.export outputs/": (2, "no checkpoint"),  # the stand-in for the lab's run has none
     r"^curl ": (7, ""),  # no server listens in a dry run
     r"index\.cli ": (0, "my-index: bm25"),

@@ -42,6 +42,8 @@ FLOORS = (
         "ray_trainer": "the loop, its hooks and validation",
         "plan": "`python -m core.plan`: memory, time and disk of a run before it starts",
         "export": "`python -m core.export`: a checkpoint as a Hugging Face folder",
+        "evaluate": "`python -m core.evaluate`: answers, their scores and a report, without training",
+        "evaluation": "what `core.evaluate` does: an engine alone, files of answers, scores, estimates",
         "report": "an old command; it prints its new name",
     },
     {"session": "starts, resumes, records, saves and stops a run"},

@@ -140,13 +140,17 @@ class EngineProcess(Process):
         self.tasks: dict[int, asyncio.Task] = {}
         self.aborted: set[int] = set()  # abortions that overtook their samples
 
-    async def start(self) -> None:
-        """Make the engine, in a call of its own so that its error arrives unchanged."""
+    async def start(self, reads_weights: bool = False) -> None:
+        """Make the engine, in a call of its own so that its error arrives unchanged.
+
+        With ``reads_weights`` it reads the model's weights itself, because no learner will send any.
+        """
         # Coroutines run on another thread than the constructor, and OpenMP counts by thread.
         torch.set_num_threads(self.threads)
         model = self.config.actor_rollout_ref.model
         tokenizer = load_tokenizer(model)
-        self.engine = make_engine(self.config, lambda: load_policy(model).to(self.device), tokenizer, self.device)
+        given = None if reads_weights else lambda: load_policy(model).to(self.device)
+        self.engine = make_engine(self.config, given, tokenizer, self.device)
 
     async def sample(self, requests: Sequence[tuple[int, SampleRequest]]):
         """Yield lists of (key, trajectory or exception), each as soon as it holds something."""

@@ -84,15 +84,17 @@ class RayProcesses:
 
     An engine computes on ``rollout.tensor_model_parallel_size`` GPUs of its pool, hf on one; on the CPU a node that
     engines share with learners has one engine with all of the node's threads. ``learner`` are keyword arguments of
-    :class:`core.cluster.fsdp.LearnerRank`.
+    :class:`core.cluster.fsdp.LearnerRank`. With ``learners=False`` there are engines alone, which read their own
+    weights: on GPUs as many as have room, on the CPU ``trainer.n_gpus_per_node`` a node.
     Starts a local Ray unless ``ray_kwargs.ray_init.address`` names a cluster or one is connected to already, and
     ends what it started. Raises InputError where there is no room.
     """
 
-    def __init__(self, config: Config, tokenizer: Any, device: torch.device, **learner: Any):
+    def __init__(self, config: Config, tokenizer: Any, device: torch.device, *, learners: bool = True, **learner: Any):
         trainer = config.trainer
         self.config, self.device = config, device
-        self.per_node, self.ranks = trainer.n_gpus_per_node, trainer.nnodes * trainer.n_gpus_per_node
+        self.per_node = trainer.n_gpus_per_node
+        self.ranks = trainer.nnodes * trainer.n_gpus_per_node if learners else 0
         self.threads = trainer.cpu_threads or max(1, (os.cpu_count() or 1) // self.per_node)
         self.watch = Watch(trainer.phase_timeout_s, trainer.heartbeat_timeout_s)
         self.learners: list[Any] = []
@@ -127,8 +129,12 @@ class RayProcesses:
         def pool(nodes: int, bundles: int, gpus: int) -> list[Any]:
             return [placement_group([bundle(gpus)] * bundles, strategy="STRICT_PACK") for _ in range(nodes)]
 
-        self.groups, own = pool(trainer.nnodes, self.per_node, 1), ""
-        if not part.hybrid_engine:
+        own = ""
+        if not self.ranks:
+            self.engine_groups = pool(trainer.nnodes, self.per_node // self.engine_gpus, self.engine_gpus)
+        else:
+            self.groups = pool(trainer.nnodes, self.per_node, 1)
+        if self.ranks and not part.hybrid_engine:
             self.engine_groups = pool(rollout.nnodes, rollout.n_gpus_per_node // self.engine_gpus, self.engine_gpus)
             own = f" and of rollout.nnodes={rollout.nnodes} rollout.n_gpus_per_node={rollout.n_gpus_per_node}"
         deadline = time.monotonic() + min(START_S, self.watch.timeout_s)
@@ -146,12 +152,14 @@ class RayProcesses:
             self.learners.append(LEARNER.options(**place).remote(self.threads))
             self.watch.add(rank_name(rank), self.learners[-1])
         engines = self._start_engines()
-        (address,) = self.watch.call("start", "host", {rank_name(0): (ray.util.get_node_ip_address,)})
-        calls = {
-            rank_name(rank): actor.join.remote(rank, address, self.config, self.device, **learner)
-            for rank, actor in enumerate(self.learners)
-        }
-        calls.update({name: self.watch.actors[name].start.remote() for name in engines})
+        calls = {}
+        if self.learners:
+            (address,) = self.watch.call("start", "host", {rank_name(0): (ray.util.get_node_ip_address,)})
+            calls = {
+                rank_name(rank): actor.join.remote(rank, address, self.config, self.device, **learner)
+                for rank, actor in enumerate(self.learners)
+            }
+        calls.update({name: self.watch.actors[name].start.remote(not self.learners) for name in engines})
         self.watch.wait("load", calls)
         self.engine = RayEngine(self.watch, engines)
 

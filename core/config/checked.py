@@ -34,12 +34,18 @@ class Composed:
     without_effect: frozenset[str]
 
 
-def examine(recipe: str, overrides: Sequence[str], hooks: Collection[str] = ()) -> Composed:
-    """Compose and check without raising. ``hooks`` names the hooks that the recipe's trainer overrides."""
+def examine(
+    recipe: str, overrides: Sequence[str], hooks: Collection[str] = (), base: Mapping[str, Any] | None = None
+) -> Composed:
+    """Compose and check without raising. ``hooks`` names the hooks that the recipe's trainer overrides.
+
+    ``base`` holds values by flat key that lie over the recipe's and below the overrides: those of a run, say.
+    """
     from core.config import composition  # Hydra: half a second that reading a saved configuration need not pay
 
     schema = recipes.schema_of(recipe)
     layers = composition.read(overrides, schema)
+    layers.values[:0] = (base or {}).items()
     tree = composition.tree(recipe, layers)
     refused = list(layers.problems)
     config = resolve(convert.build(schema, tree, refused), recipe)

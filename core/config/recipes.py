@@ -9,6 +9,7 @@ recipe's name; core imports no recipe.
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 
 from core.config.schema import Config
 from core.config.yaml_tables import read_table
+from core.errors import InputError
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
@@ -49,6 +51,37 @@ def schema_of(recipe: str) -> type[Config]:
 def extended() -> Iterator[tuple[str, ModuleType]]:
     """Yield the recipes that have keys of their own, with the modules that define them."""
     yield from ((recipe, module) for recipe in names() if (module := _module(recipe)) is not None)
+
+
+def trainer_of(recipe: str) -> tuple[str | None, tuple[str, ...]]:
+    """Return the trainer (``module:class``) of a recipe, None for core's own, and the hooks that it overrides.
+
+    They are the arguments of ``launch.main(...)`` in ``main_<recipe>.py``, which is read and not run. Raises InputError
+    where they are not written as texts there, or as names of texts.
+    """
+    path = folder(recipe).with_name(f"main_{recipe}.py")
+    if not path.exists():
+        raise InputError(f"recipe={recipe}: has no main_{recipe}.py; choose one of {', '.join(names())}")
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    named = {
+        target.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "launch.main"]
+    try:
+        (call,) = calls
+        given = {
+            one.arg: named[one.value.id] if isinstance(one.value, ast.Name) else one.value for one in call.keywords
+        }
+        values = {name: ast.literal_eval(value) for name, value in given.items()}
+    except (KeyError, ValueError) as error:
+        raise InputError(
+            f"{path}: no launch.main(...) whose trainer= and hooks= are plain texts; write them so"
+        ) from error
+    return values.get("trainer"), tuple(values.get("hooks", ()))
 
 
 @functools.cache

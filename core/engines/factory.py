@@ -18,12 +18,17 @@ if TYPE_CHECKING:
     from core.config.schema import Config
 
 
-def make_engine(config: Config, model: Callable[[], nn.Module], tokenizer: Any, device: torch.device) -> RolloutEngine:
+Model = Callable[[], "nn.Module"]
+
+
+def make_engine(config: Config, model: Model | None, tokenizer: Any, device: torch.device) -> RolloutEngine:
     """Make the engine that ``actor_rollout_ref.rollout.name`` names, on ``device``.
 
     ``model`` gives the policy, which becomes the engine's own; vLLM makes its own and needs the first
-    ``update_weights`` before it samples. Options beyond verl's are ``rollout.engine_kwargs.hf.*``, the keyword
-    arguments of :class:`core.engines.hf.HFEngine`, and ``rollout.engine_kwargs.vllm.*``, vLLM's engine arguments.
+    ``update_weights`` before it samples. Without ``model``, where nothing learns, the engine itself reads the weights
+    of ``actor_rollout_ref.model.path``, in its own number format, and may sample at once. Options beyond verl's are
+    ``rollout.engine_kwargs.hf.*``, the keyword arguments of :class:`core.engines.hf.HFEngine`, and
+    ``rollout.engine_kwargs.vllm.*``, vLLM's engine arguments.
     Raises InputError for an engine that cannot be had.
     """
     name = config.actor_rollout_ref.rollout.name
@@ -32,19 +37,21 @@ def make_engine(config: Config, model: Callable[[], nn.Module], tokenizer: Any, 
     return load_object(tables.ENGINES[name].function)(config, model, tokenizer, device)
 
 
-def hf_engine(config: Config, model: Callable[[], nn.Module], tokenizer: Any, device: torch.device) -> RolloutEngine:
+def hf_engine(config: Config, model: Model | None, tokenizer: Any, device: torch.device) -> RolloutEngine:
     import torch
 
     from core.engines.hf import HFEngine
+    from core.learner.models import load_policy
 
     rollout = config.actor_rollout_ref.rollout
     options = {"max_batch_rows": rollout.max_num_seqs, "max_prefill_tokens": rollout.max_num_batched_tokens}
     options |= rollout.engine_kwargs.get("hf", {})
     dtype = torch.float32 if rollout.dtype in FULL_PRECISION else torch.bfloat16
-    return HFEngine(model(), tokenizer, dtype=dtype, adopt=True, **options)
+    policy = model() if model is not None else load_policy(config.actor_rollout_ref.model, dtype).to(device)
+    return HFEngine(policy, tokenizer, dtype=dtype, adopt=True, **options)
 
 
-def vllm_engine(config: Config, model: Callable[[], nn.Module], tokenizer: Any, device: torch.device) -> RolloutEngine:
+def vllm_engine(config: Config, model: Model | None, tokenizer: Any, device: torch.device) -> RolloutEngine:
     from core.learner.models import load_policy
 
     try:
@@ -59,4 +66,7 @@ def vllm_engine(config: Config, model: Callable[[], nn.Module], tokenizer: Any, 
             f"{device.type}: set trainer.device={vllm.DEVICE}, install the other build, or use rollout.name=hf"
         )
     skeleton = load_policy(config.actor_rollout_ref.model, on_meta=True)
-    return vllm.VLLMEngine(tokenizer, skeleton, **vllm.engine_arguments(config, skeleton))
+    arguments = vllm.engine_arguments(config, skeleton)
+    if model is None:  # and nothing else needs the GPU in its turn
+        arguments |= {"load_format": "auto", "enable_sleep_mode": False}
+    return vllm.VLLMEngine(tokenizer, skeleton, **arguments)

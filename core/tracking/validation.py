@@ -186,8 +186,14 @@ def merge_by_question(records: Iterable[ValRecord]) -> dict[str, list[ValRecord]
     return {source: list(same.values()) for source, same in by_source.items()}
 
 
-def _variable_estimates(variable: str, rows: Sequence[ValRecord], n: int) -> dict[str, Estimate]:
-    """Return ``mean@n`` of one variable and, for acc and reward over several samples, ``pass``, ``best``, ``maj``."""
+def variable_estimates(
+    variable: str, rows: Sequence[ValRecord], n: int, sizes: Sequence[int] | None = None
+) -> dict[str, Estimate]:
+    """Return ``mean@n`` of one variable and, for acc and reward over several samples, ``pass``, ``best``, ``maj``.
+
+    ``sizes`` are the k of ``pass@k``, by default the powers of two below ``n`` and ``n``. Raises ValueError for a k
+    above the samples that there are.
+    """
     columns = [row.values[variable] for row in rows]
     binary = all(value in (0.0, 1.0) for column in columns for value in column)
 
@@ -199,7 +205,7 @@ def _variable_estimates(variable: str, rows: Sequence[ValRecord], n: int) -> dic
         return out
     name = "pass@{}" if binary and variable == "acc" else "best@{}/mean"
     powers_of_two = [2**i for i in range(1, n.bit_length()) if 2**i < n]
-    for k in [*powers_of_two, n]:
+    for k in sizes if sizes is not None else [*powers_of_two, n]:
         out[name.format(k)] = over_questions([best_at_k(c, k) for c in columns], n // k)
     if all(row.preds for row in rows):
         out[f"maj@{n}"] = over_questions([majority(c, r.preds) for c, r in zip(columns, rows, strict=True)], 1)
@@ -210,7 +216,7 @@ def _source_metrics(source: str, rows: Sequence[ValRecord]) -> dict[str, float]:
     n = min(len(row.values["acc"]) for row in rows)
     out: dict[str, float] = {}
     for variable in [v for v in rows[0].values if all(v in row.values for row in rows)]:
-        for name, estimate in _variable_estimates(variable, rows, n).items():
+        for name, estimate in variable_estimates(variable, rows, n).items():
             core = variable == "acc" and name.partition("/")[0].endswith(f"@{n}")
             out[f"val-{'core' if core else 'aux'}/{source}/{variable}/{name}"] = estimate.value
             if estimate.low is not None and estimate.high is not None:

@@ -46,29 +46,14 @@ def prompt_of(question: str, config: SearchR1Config, tokenizer: Any, template: s
 
 
 def answer(question: str, config: SearchR1Config, template: str | None = None) -> Trajectory:
-    """Load the model and play the episode."""
+    """Load the model into an engine and play the episode."""
     import asyncio
-    from types import SimpleNamespace
 
-    from core.engines.factory import make_engine
-    from core.learner.models import load_policy, load_tokenizer
-    from core.rollout.agent_loop import make_agent_loop
-    from core.session import prepare_torch
-    from recipes.search_r1.search_r1_ray_trainer import SearchR1Trainer
+    from core.evaluation.engine_only import answering
 
-    run = SearchR1Trainer(config)
-    run.tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    run.agent_loop = make_agent_loop(config, run.tokenizer)
-    try:
-        device = prepare_torch(config.trainer)
-        policy = load_policy(config.actor_rollout_ref.model).to(device)
-        engine = make_engine(config, lambda: policy, run.tokenizer, device)
-        engine.update_weights(policy.state_dict().items(), 0)
-        run.workers = SimpleNamespace(engine=engine)
+    with answering(config, main_search_r1.TRAINER) as run:
         prompt = prompt_of(question, config, run.tokenizer, template)
         return asyncio.run(run.generate(prompt, 0, run.val_sampling))
-    finally:
-        run.agent_loop.close()
 
 
 def show(trajectory: Trajectory) -> str:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +18,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core import evaluate
 from core.algorithm.kl import kl_penalty
 from core.algorithm.losses import Means, loss_weights
 from core.config import compose, examine
@@ -25,9 +29,8 @@ from core.learner.learner import Critic
 from core.ray_trainer import RayPPOTrainer
 from core.rewards import RewardLayer
 from core.rollout.agent_loop import Episode, Limits
-from core.tracking.validation import Estimate
 from core.types import Prompt, ScoredGroup, Stop
-from recipes.search_r1 import evaluation, infer, main_search_r1, paper_tables
+from recipes.search_r1 import infer, main_search_r1, paper_tables
 from recipes.search_r1.index.passages import Passage
 from recipes.search_r1.search_loop import (
     AFTER,
@@ -523,15 +526,40 @@ def test_a_run_that_searches_is_resumed_to_the_bit(files, tmp_path):
     assert "<information>Doc 1(Title: " in samples and "My previous action is invalid" in samples
 
 
-def test_the_macro_average_weighs_sets_equally_and_has_an_interval(files, tmp_path, capsys):
+def test_an_evaluation_plays_the_episodes_of_a_validation(files, tmp_path, capsys):
+    """`core.evaluate` without a learner, `trainer.val_only` with one: the same searches, answers and numbers."""
     run_uninterrupted(run_command(files, "trainer.val_only=True"), tmp_path / "eval")
-    assert evaluation.main([str(tmp_path / "eval")]) == 0
-    printed = capsys.readouterr().out
-    assert "tests/letters" in printed and "macro average" in printed and "(n=4)" in printed
-    sets = {"a": Estimate(0.2, 0.1, 0.3, 100), "b": Estimate(0.6, 0.5, 0.7, 4)}
-    macro = evaluation.Evaluation("m", "greedy", sets).macro
-    assert (macro.value, macro.n) == (pytest.approx(0.4), 104)
-    assert macro.high - macro.low == pytest.approx(0.2 / 2**0.5)
+    arguments = run_command(files)(tmp_path / "none")[3:]
+    out = tmp_path / "answers.jsonl"
+    typed = [text for text in arguments if not text.startswith("actor_rollout_ref.model.path=")]
+    assert evaluate.main(["generate", "search_r1", *typed, "--model", f"{files}/model", "--out", str(out)]) == 0
+    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    assert all("<information>Doc 1(Title: " in "".join(s["text"] for s in one["segments"]) for one in answers)
+    assert all("<information>" not in one["response"] and one["mask_runs"][0] == 0 for one in answers)
+    assert evaluate.main(["score", str(out), "--name", "exact_match"]) == 0
+    validation = tmp_path / "eval" / "val_only_step_0" / "validation" / "0.jsonl"
+    assert (tmp_path / "answers.scores-exact_match.jsonl").read_text() == validation.read_text()
+    assert evaluate.main(["report", str(tmp_path / "answers.scores-exact_match.jsonl")]) == 0
+    assert "| greedy | mean@1 |" in capsys.readouterr().out
+
+
+def test_the_evaluation_of_seven_sets_validates(tmp_path):
+    """eval.sh names seven sets and two decodings; the table of both is written beside their answers."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "DRY_RUN": "1", "SEARCH_R1_TEST": "/nowhere/test"}
+    script = ROOT / "recipes/search_r1/eval.sh"
+    done = subprocess.run(
+        ["bash", script, "org/model", "data.val_max_samples=5"],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("/nowhere/test/bamboogle.parquet") == 4  # and each is not there yet
+    assert "greedy\n" in done.stdout and "temperature 1, top_p 0.95" in done.stdout
+    assert "written: outputs/search_r1/eval-model/sampled.scores-exact_match.report.json" in done.stdout
+    assert not any(tmp_path.iterdir())
 
 
 def test_infer_prints_the_episode_turn_by_turn(files, capsys):
