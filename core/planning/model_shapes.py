@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from core.config.schema import FULL_PRECISION
 from core.errors import InputError
 
 SOURCE = Path(__file__).with_suffix(".yaml")
@@ -82,6 +83,7 @@ class Gpu:
     memory: float  # bytes
     flops: float  # bf16, dense, a second
     bandwidth: float  # bytes a second
+    efficiency: float = 0.35  # of the FLOP/s in training
 
 
 MODELS = {name + suffix: Shape(**s) for name, s in TABLE["models"].items() for suffix in TABLE["suffixes"]}
@@ -138,4 +140,10 @@ def gpu(name: str) -> Gpu:
     if name not in TABLE["gpus"]:
         raise InputError(f"--gpu={name}: not in {SOURCE.name}, which holds {', '.join(TABLE['gpus'])}")
     found = TABLE["gpus"][name]
-    return Gpu(name, found["memory"] * 2**30, found["tflops"] * 1e12, found["bandwidth"] * 1e12)
+    flops, bandwidth = found["tflops"] * 1e12, found["bandwidth"] * 1e12
+    return Gpu(name, found["memory"] * 2**30, flops, bandwidth, found.get("efficiency", Gpu.efficiency))
+
+
+def width(dtype: str) -> int:
+    """Return the bytes of a number in a configuration's ``dtype``."""
+    return 4 if dtype in FULL_PRECISION else 2
