@@ -32,6 +32,7 @@ from pathlib import Path
 from core.config import compose, examine, schema, tables
 from core.errors import InputError
 from core.planning.memory_knobs import pass_tokens, update_knobs
+from core.planning.model_rules import model_problems
 from core.planning.model_shapes import TABLE, Gpu, Shape, gpu, shape_of, width
 from core.planning.published import lengths_of, questions_of, step_errors
 from core.planning.step_seconds import Assumptions, Load, checkpoint_seconds, step_seconds, validation_seconds
@@ -343,7 +344,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     assumed = Assumptions(args.mean_length, args.prompt_length, args.turns, args.observed_length, args.keep_rate)
     try:
         overrides = [each for each in args.overrides if each != "--"]
-        plan = Plan(compose(args.recipe, overrides, hooks_of(args.recipe)), gpu(args.gpu), assumed)
+        config = compose(args.recipe, overrides, hooks_of(args.recipe))
+        if problems := model_problems(config):
+            raise InputError(problems)
+        plan = Plan(config, gpu(args.gpu), assumed)
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
