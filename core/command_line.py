@@ -23,6 +23,7 @@ from core.config.convert import show
 from core.config.resolution import resolve
 from core.planning.estimate import DEFAULT_GPU
 from core.planning.first_lines import first_lines, gpu_here, plan_lines, small
+from core.planning.model_rules import model_problems
 from core.planning.model_shapes import gpu
 
 HELP = {"-h", "--help"}
@@ -37,6 +38,7 @@ def prepare(recipe: str, argv: Sequence[str], hooks: Collection[str] = ()) -> Co
     composed = examine(recipe, argv, hooks)
     dry = is_dry_run()
     problems = [*composed.problems, *_outside(composed, _typed_keys(recipe, argv) if dry else None)]
+    problems += [] if composed.problems else model_problems(composed.config)
     if problems:
         _refuse(problems)
     if dry:

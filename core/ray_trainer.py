@@ -43,7 +43,7 @@ from core.rollout.barrier import make_repeatable
 from core.rollout.collect import Collected, CollectLimits, CollectState, collect, collect_ahead, fresh_enough
 from core.session import LoopState, Session, prepare_torch
 from core.tracking.generations import generation_rows, print_examples
-from core.tracking.metrics import RAW_SCORE, data_metrics
+from core.tracking.metrics import RAW_SCORE, data_metrics, throughput
 from core.tracking.profiling import profiled
 from core.tracking.progress import progress
 from core.tracking.step_time import BusyClock
@@ -357,7 +357,7 @@ class RayPPOTrainer:
                 "training/global_step": step,
                 "training/epoch": self.stream.epoch(groups_P[-1].prompt.ordinal),
                 "perf/time_per_step": seconds,
-                "perf/throughput": metrics.values["perf/total_num_tokens"] / seconds,
+                "perf/throughput": throughput(metrics.values, self.config.learner_ranks),
             }
         )
         if trainer.rollout_data_dir or self.config.reward_model.num_examine:

@@ -501,3 +501,13 @@ class Config:
     def turns(self) -> int:
         """The policy's turns in the longest episode, for planning; a recipe with longer episodes overrides it."""
         return 1
+
+    @property
+    def search_flops(self) -> float:
+        """The FLOP on CPUs that answer one turn, for planning; a recipe whose turns search overrides it."""
+        return 0.0
+
+    @property
+    def learner_ranks(self) -> int:
+        """The processes that hold the learner: one a GPU over Ray, one in all where the trainer's own process does."""
+        return self.trainer.nnodes * self.trainer.n_gpus_per_node if self.trainer.backend == "ray" else 1

@@ -13,14 +13,11 @@ parameters, R learner ranks that share them, c bytes a number in the passes (2 i
                                           alone (R = 1) only bf16 copies: 2 P, or of one layer with checkpointing
     update              gradients and activations at the highest of three moments (block_bytes, update_bytes)
     engine              c P / tp + KV cache; a token's cache is 2 L kv c / tp
-    decoding            an iteration reads the weights and the cache of its sequences, or multiplies 2 P a token,
-                        whichever takes longer; never shorter than the longest answer, alone
-    training            2 P a token forward, 4 P backward, 2 P again with checkpointing, and attention
 
 An episode (``data.max_start_length``) is several turns of generated tokens with observed ones between them, which are
 prefilled once and are in every pass of the learner. A phase's memory is what is there always and what it adds; policy
-and critic update one after the other. Times divide by the stated efficiencies. Not counted: communication, loading,
-scoring, validation, and tools or a retriever, which answer outside these GPUs.
+and critic update one after the other. Times are the business of ``step_seconds``. This is the only place that they come
+from: dry runs, a run's first lines and the tables of ``results`` print its figures.
 """
 
 from __future__ import annotations
@@ -35,7 +32,10 @@ from pathlib import Path
 from core.config import compose, examine, schema, tables
 from core.errors import InputError
 from core.planning.memory_knobs import pass_tokens, update_knobs
-from core.planning.model_shapes import TABLE, Gpu, Shape, gpu, shape_of
+from core.planning.model_rules import model_problems
+from core.planning.model_shapes import TABLE, Gpu, Shape, gpu, shape_of, width
+from core.planning.published import lengths_of, questions_of, step_errors
+from core.planning.step_seconds import Assumptions, Load, checkpoint_seconds, step_seconds, validation_seconds
 
 HEAD_CHUNK = 3 * 4 * 2**23  # bytes: core.learner.log_probs holds about three chunks of 2**23 float32 numbers
 USABLE = 0.95  # of a GPU's memory; the rest is the allocator's and the libraries'
@@ -43,19 +43,7 @@ MEASURED = Path(__file__).parents[2] / "results/benchmarks/plan_memory.json"  # 
 PHASES = ("generate", "update", "critic update")
 HOOKS = ("shape_reward", "keep_group", "compute_advantages")  # a plan does not judge the trainer
 DEFAULT_GPU = "H100"
-
-
-@dataclass(frozen=True)
-class Assumptions:
-    """What no configuration holds. Shown with every plan; most are options of the command."""
-
-    mean_length: int | None = None  # tokens of an answer, or of a turn; None: half of the limit
-    prompt_length: int = 256  # tokens, at most the limit
-    turns: int | None = None  # of an episode; None: half of those that may search, and the answer
-    observed_length: int | None = None  # tokens between two turns; None: data.max_obs_length
-    keep_rate: float = 0.5  # share of groups that dynamic sampling keeps
-    train_efficiency: float = 0.35  # of the peak FLOP/s
-    decode_efficiency: float = 0.5  # of the peak bandwidth or FLOP/s
+PROMPT_LENGTH = 256  # tokens, where no table has them
 
 
 def block_bytes(shape: Shape, width: int, residual: int) -> int:
@@ -95,10 +83,6 @@ def update_bytes(
 def copies_bytes(shape: Shape, checkpointing: bool) -> float:
     """Return autocast's bf16 copies of the weights: of a layer and the head, or of all that autograd keeps."""
     return 2.0 * (shape.block + shape.vocab * shape.hidden if checkpointing else shape.parameters)
-
-
-def _width(dtype: str) -> int:
-    return 4 if dtype in schema.FULL_PRECISION else 2
 
 
 @dataclass(frozen=True)
@@ -147,22 +131,27 @@ class Plan:
         }
         self.fits = max(self.phase_bytes.values()) <= USABLE * on.memory and self.kv_sequences > 0
         cached = self.kv_sequences * self.longest / self.sequence  # in_batch: sequences that an engine decodes at once
-        self.in_batch = max(1, int(min(cached, self.drawn / self.engines, roles.rollout.max_num_seqs)))
-        self.seconds = {"generate": self._generate_seconds(), **self._learner_seconds()}  # of a step
         steps, save = trainer.total_training_steps, trainer.save_freq
         kept = None if steps is None else -(-steps // save) if save > 0 else 0
         # None: all of them, of an open number
         self.checkpoints = kept if kept is None else min(kept, trainer.max_actor_ckpt_to_keep or kept)
         trained = self.shape.adapters(roles.model.lora_rank) or self.shape.parameters
         self.checkpoint_bytes = 12.0 * (trained + (self.shape.critic_parameters if config.critic.enable else 0))
+        sizes = (self.gpus, self.engines, self.engine_gpus, self.most_turns, cached, self.drawn, self.checkpoint_bytes)
+        self.load = Load(config, self.shape, on, a, *sizes)
+        self.in_batch = self.load.in_batch(self.drawn)
+        self.seconds = step_seconds(self.load)  # of a step, by phase; their sum is the step's
 
     def _resolved(self, assumed: Assumptions) -> Assumptions:
         """Fill in numbers where they were left to the configuration."""
         data = self.config.data
+        self.known = known = None if assumed.mean_length else lengths_of(self.config)
+        prompt = assumed.prompt_length or (known and known.prompt) or PROMPT_LENGTH
         return replace(
             assumed,
-            mean_length=assumed.mean_length or max(1, data.max_response_length // 2),
-            prompt_length=min(assumed.prompt_length, data.max_start_length or data.max_prompt_length),
+            train_efficiency=assumed.train_efficiency or self.gpu.efficiency,
+            mean_length=assumed.mean_length or (known.answer if known else max(1, data.max_response_length // 2)),
+            prompt_length=min(prompt, data.max_start_length or data.max_prompt_length),
             turns=min(assumed.turns or 1 + self.most_turns // 2, self.most_turns),
             observed_length=data.max_obs_length if assumed.observed_length is None else assumed.observed_length,
         )
@@ -189,16 +178,16 @@ class Plan:
         """Yield what an update needs for a while, the policy's and the critic's."""
         shape, config = self.shape, self.config
         for role, phase, part, model, fsdp in self.learners[: 1 + config.critic.enable]:
-            (tokens, _), width = pass_tokens(config, part), _width(fsdp.dtype)
+            (tokens, _), size = pass_tokens(config, part), width(fsdp.dtype)
             checkpointing = model.enable_gradient_checkpointing
-            gathered, residual = width * (2.0 * shape.block + shape.ends) + 4.0 * (shape.block + shape.ends), width
+            gathered, residual = size * (2.0 * shape.block + shape.ends) + 4.0 * (shape.block + shape.ends), size
             if config.trainer.backend == "local":
-                gathered, residual = copies_bytes(shape, checkpointing) if width == 2 else 0.0, 4
+                gathered, residual = copies_bytes(shape, checkpointing) if size == 2 else 0.0, 4
             headed, adapters = replace(shape, vocab=1), 0  # a value head has one output
             if role == "policy":
                 headed, adapters = shape, shape.adapters(model.lora_rank)
             options = {"checkpointing": checkpointing, "ranks": self.ranks, "adapters": adapters}
-            highest, moment = update_bytes(headed, tokens, width, residual, **options)
+            highest, moment = update_bytes(headed, tokens, size, residual, **options)
             kept = "layer inputs" if checkpointing else "all layers"
             yield Part(role, phase, "weights of the layers at work", gathered)
             what = f"gradients, activations of {tokens} tokens ({kept} kept), highest {moment}"
@@ -207,47 +196,17 @@ class Plan:
     def _engine(self) -> tuple[list[Part], int]:
         """List the engine's parts, and count the sequences of full length that its cache holds."""
         rollout = self.config.actor_rollout_ref.rollout
-        width = _width(rollout.dtype)
-        weights = width * self.shape.parameters / self.engine_gpus
+        size = width(rollout.dtype)
+        weights = size * self.shape.parameters / self.engine_gpus
         phase = "generate" if self.engine_reserves and rollout.free_cache_engine else "always"
-        parts = [Part("engine", phase, f"weights ({width} B / {self.engine_gpus})", weights)]
+        parts = [Part("engine", phase, f"weights ({size} B / {self.engine_gpus})", weights)]
         if self.engine_reserves:
             room = rollout.gpu_memory_utilization * self.gpu.memory - weights
             parts.append(Part("engine", phase, "KV cache (the rest of gpu_memory_utilization)", max(0.0, room)))
         else:
             resident = sum(part.bytes for part in self.states if part.phase == "always")
             room = USABLE * self.gpu.memory - resident - weights
-        return parts, max(0, int(room // (self.shape.kv_bytes(width) / self.engine_gpus * self.longest)))
-
-    def _generate_seconds(self) -> float:
-        rollout, shape, on, assumed = self.config.actor_rollout_ref.rollout, self.shape, self.gpu, self.assumed
-        width, ranks = _width(rollout.dtype), self.engine_gpus
-        context = (assumed.prompt_length + self.sequence) / 2
-
-        def iteration(sequences: float) -> float:
-            read = width * shape.matmul_parameters + sequences * context * shape.kv_bytes(width)
-            work = 2.0 * shape.matmul_parameters * sequences / (ranks * on.flops)
-            return max(read / (ranks * on.bandwidth), work) / assumed.decode_efficiency
-
-        rounds = self.generated_tokens / self.engines / self.in_batch
-        prompts = self.drawn * (assumed.prompt_length / rollout.n + self.observed) / self.engines
-        prefill = 2.0 * shape.matmul_parameters * prompts / (ranks * on.flops) / assumed.train_efficiency
-        longest = self.most_turns * self.config.data.max_response_length
-        return prefill + max(rounds * iteration(self.in_batch), longest * iteration(1))
-
-    def _learner_seconds(self) -> dict[str, float]:
-        config, actor, shape = self.config, self.config.actor_rollout_ref.actor, self.shape
-        forward = 2.0 * shape.matmul_parameters + 2.0 * shape.layers * shape.q_size * self.sequence  # causal: half of 4
-        once = self.trained_tokens * forward / (self.gpus * self.gpu.flops * self.assumed.train_efficiency)
-        backward = 3.0 + config.actor_rollout_ref.model.enable_gradient_checkpointing
-        found = {}
-        if -(-config.data.train_batch_size // actor.ppo_mini_batch_size) * actor.ppo_epochs > 1:
-            found["old log-probs"] = once
-        if actor.use_kl_loss or config.algorithm.use_kl_in_reward:
-            found["reference"] = once
-        if config.critic.enable:
-            found["critic"] = once * (1 + backward * config.critic.ppo_epochs)
-        return {**found, "update": once * backward * actor.ppo_epochs}
+        return parts, max(0, int(room // (self.shape.kv_bytes(size) / self.engine_gpus * self.longest)))
 
 
 def advice(plan: Plan) -> list[str]:
@@ -304,7 +263,8 @@ def lines(plan: Plan) -> list[str]:
     verdict = "fits on" if plan.fits else "DOES NOT FIT on"
     trajectory = f"episodes of {a.turns} turns of {a.mean_length:,} tokens, {a.observed_length:,} read after each"
     if a.turns == 1:
-        trajectory = f"answers of {a.mean_length:,} tokens on average"
+        source = f" ({plan.known.source})" if plan.known else ""
+        trajectory = f"answers of {a.mean_length:,} tokens on average{source}"
     kept_groups = f", {a.keep_rate:.0%} of groups kept" if config.algorithm.filter_groups.enable else ""
     out = [
         f"The run {verdict} {plan.gpus} x {on.name}: it needs {_gib(peak)} of a GPU's {_gib(on.memory)}.",
@@ -320,6 +280,7 @@ def lines(plan: Plan) -> list[str]:
         f"A step takes about {_three(sum(plan.seconds.values()))} s: {phases}. It generates "
         f"{_three(plan.generated_tokens)} tokens and trains on {_three(plan.trained_tokens)}."
     )
+    out += _shares(plan)
     length = "The number of steps depends on the data: trainer.total_epochs decides when the run ends."
     if steps := config.trainer.total_training_steps:
         hours = steps * sum(plan.seconds.values()) / 3600
@@ -327,6 +288,21 @@ def lines(plan: Plan) -> list[str]:
     kept = "all of them are kept" if plan.checkpoints is None else f"the run keeps {plan.checkpoints}"
     total = "" if not plan.checkpoints else f", {_gib(plan.checkpoints * plan.checkpoint_bytes)} in all"
     return [*out, length, f"A checkpoint takes {_gib(plan.checkpoint_bytes)} of disk; {kept}{total}."]
+
+
+def _shares(plan: Plan) -> Iterator[str]:
+    """Yield what the time of a step rests on: the whole of what it carries a share of, and what is known of errors."""
+    a, trainer = plan.assumed, plan.config.trainer
+    if trainer.test_freq > 0:
+        count, samples = questions_of(plan.config), plan.config.actor_rollout_ref.rollout.val_kwargs.n
+        size = f"{count:,} questions x {samples:,} answer{'s' * (samples > 1)}"
+        yield f"A validation takes about {_three(validation_seconds(plan.load))} s ({size})."
+    if trainer.save_freq > 0:
+        yield f"A checkpoint holds the run up for about {_three(checkpoint_seconds(plan.load))} s."
+    rates = f"{a.transfer_rate / 1e9:g} GB/s of weights between processes, {a.disk_rate / 1e9:g} GB/s of disk"
+    if "retrieval" in plan.seconds:
+        rates += f", {a.search_rate / 1e12:g} TFLOP/s of the CPUs that search"
+    yield f"Assumed: {rates}. The plan's {step_errors()}; none of them is of this repository."
 
 
 def _memory(plan: Plan) -> Iterator[str]:
@@ -359,16 +335,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("recipe", help="The recipe whose configuration is planned, as in grpo.")
     add("overrides", nargs="*", metavar="key=value", help="Keys of the configuration, as a run takes them.")
     add("--gpu", default=DEFAULT_GPU, help=f"The kind of GPU (default %(default)s): one of {', '.join(TABLE['gpus'])}.")
-    add("--mean-length", type=int, help="The mean tokens of an answer or a turn (default: half of the limit).")
+    add("--mean-length", type=int, help="The mean tokens of an answer or a turn (default: as published, else half).")
     add("--turns", type=int, help="The turns of an episode (default: half of those that may search, and one).")
     add("--observed-length", type=int, help="The tokens between two turns (default: data.max_obs_length).")
-    add("--prompt-length", type=int, default=256, help="The mean tokens of a prompt (default %(default)s).")
+    add("--prompt-length", type=int, help="The mean tokens of a prompt (default: as published, else 256).")
     add("--keep-rate", type=float, default=0.5, help="The share of groups that filtering keeps (default %(default)s).")
     args = parser.parse_intermixed_args(arguments)
     assumed = Assumptions(args.mean_length, args.prompt_length, args.turns, args.observed_length, args.keep_rate)
     try:
         overrides = [each for each in args.overrides if each != "--"]
-        plan = Plan(compose(args.recipe, overrides, hooks_of(args.recipe)), gpu(args.gpu), assumed)
+        config = compose(args.recipe, overrides, hooks_of(args.recipe))
+        if problems := model_problems(config):
+            raise InputError(problems)
+        plan = Plan(config, gpu(args.gpu), assumed)
     except InputError as error:
         print(error, file=sys.stderr)
         return 2

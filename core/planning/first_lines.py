@@ -81,7 +81,7 @@ def _training(config: Config, on: Gpu | None) -> Iterator[str]:
     trainer, length = config.trainer, f"{config.trainer.total_epochs} epochs of the data"
     if steps := trainer.total_training_steps:
         length = f"{steps:,} step{'s' * (steps > 1)}"
-        length += "" if plan is None else f", about {duration(steps * sum(plan.seconds.values()))} without validations"
+        length += "" if plan is None else f", about {duration(steps * sum(plan.seconds.values()))}"
     validates = f"a validation every {trainer.test_freq} steps" if trainer.test_freq > 0 else "no validation on the way"
     saves = f"a checkpoint every {trainer.save_freq} steps" if trainer.save_freq > 0 else "no checkpoint"
     yield f"the run: {length}; {validates}; {saves}"

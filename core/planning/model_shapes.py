@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from core.config.schema import FULL_PRECISION
 from core.errors import InputError
 
 SOURCE = Path(__file__).with_suffix(".yaml")
@@ -82,6 +83,7 @@ class Gpu:
     memory: float  # bytes
     flops: float  # bf16, dense, a second
     bandwidth: float  # bytes a second
+    efficiency: float = 0.35  # of the FLOP/s in training
 
 
 MODELS = {name + suffix: Shape(**s) for name, s in TABLE["models"].items() for suffix in TABLE["suffixes"]}
@@ -89,14 +91,14 @@ MODELS = {name + suffix: Shape(**s) for name, s in TABLE["models"].items() for s
 
 def shape_of(path: str, override: Mapping[str, Any] | None = None) -> Shape:
     """Return the shape of a hub id in the table, or of a folder's ``config.json``. Raises InputError for others."""
-    file = os.path.join(os.path.expanduser(path), "config.json")  # unlike pathlib, no error for any text
-    if not os.path.isfile(file):
+    file = config_file(path)
+    if file is None:
         if path in MODELS:
             return MODELS[path]
         near = difflib.get_close_matches(path, MODELS, n=1)
         hint = f"nearest in {SOURCE.name}: {near[0]}" if near else f"{SOURCE.name} holds those that are known"
         raise InputError(f"the shape of {path} is not known offline; {hint}")
-    config = {**_read(file), **(override or {})}
+    config = {**read_config(path), **(override or {})}
 
     def size(name: str, default: int | None = None) -> int:
         value = config.get(name, default)
@@ -123,7 +125,15 @@ def shape_of(path: str, override: Mapping[str, Any] | None = None) -> Shape:
     )
 
 
-def _read(file: str) -> dict[str, Any]:
+def config_file(path: str) -> str | None:
+    """Return the ``config.json`` of a model's folder; None where there is none, as for a hub id."""
+    file = os.path.join(os.path.expanduser(path), "config.json")  # unlike pathlib, no error for any text
+    return file if os.path.isfile(file) else None
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """Return the configuration in a model's folder. Raises InputError where it is not JSON, or no mapping."""
+    file = os.path.join(os.path.expanduser(path), "config.json")
     try:
         config = json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -138,4 +148,10 @@ def gpu(name: str) -> Gpu:
     if name not in TABLE["gpus"]:
         raise InputError(f"--gpu={name}: not in {SOURCE.name}, which holds {', '.join(TABLE['gpus'])}")
     found = TABLE["gpus"][name]
-    return Gpu(name, found["memory"] * 2**30, found["tflops"] * 1e12, found["bandwidth"] * 1e12)
+    flops, bandwidth = found["tflops"] * 1e12, found["bandwidth"] * 1e12
+    return Gpu(name, found["memory"] * 2**30, flops, bandwidth, found.get("efficiency", Gpu.efficiency))
+
+
+def width(dtype: str) -> int:
+    """Return the bytes of a number in a configuration's ``dtype``."""
+    return 4 if dtype in FULL_PRECISION else 2

@@ -3,13 +3,14 @@
 ``critic/score/*`` is what the scorer gave, ``critic/rewards/*`` what trained (shaped, and less the KL penalty
 where the reward carries one). ``response_length/*`` counts every token after the prompt, tool output included;
 ``clip_ratio`` is the share that ran into the limit. ``reward/<part>/mean`` follows each part of the scores, so that
-``reward/acc/mean`` equals ``critic/acc/mean``; registered studies read the latter.
+``reward/acc/mean`` equals ``critic/acc/mean``; registered studies read the latter. ``perf/throughput`` is verl's:
+tokens of prompts and responses, a second of the step, a GPU of the learner (on a CPU: a learner rank).
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -51,6 +52,11 @@ def data_metrics(groups: Sequence[ScoredGroup], batch: TrainBatch) -> dict[str, 
             batch.values, batch.need("returns"), batch.response_mask
         )
     return metrics
+
+
+def throughput(values: Mapping[str, float], ranks: int) -> float:
+    """Return ``perf/throughput`` from the step's other metrics. Unlike verl's, the time of a step has no validation."""
+    return values["perf/total_num_tokens"] / (values["timing_s/step"] * ranks)
 
 
 def part_means(scores: Iterable[Score]) -> dict[str, float]:

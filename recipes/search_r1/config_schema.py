@@ -13,6 +13,8 @@ from core.config.frozen import FrozenDict
 from core.config.schema import Config, Open
 
 PAPER = "Search-R1"
+PASSAGES, VECTOR = 21_015_324, 768  # of the published corpus, and the numbers of an E5-base vector
+ENCODER, QUERY = 85e6, 20  # parameters of E5-base that multiply a token, and tokens of a query: a guess
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,11 @@ class SearchR1Config(Config):
     def turns(self) -> int:
         """The policy's turns in the longest episode: those that may search, and the one that must answer."""
         return 1 + self.max_turns if self.data.max_start_length is not None and self.do_search else 1
+
+    @property
+    def search_flops(self) -> float:
+        """The FLOP of a search behind a URL: the published index, flat, and its encoder; none in this process."""
+        return 2.0 * PASSAGES * VECTOR + 2.0 * ENCODER * QUERY if self.retriever.url and self.do_search else 0.0
 
 
 SCHEMA = SearchR1Config

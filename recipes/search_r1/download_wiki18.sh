@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # The published corpus of Search-R1 (21 million passages of Wikipedia, 2018) and an index over it.
 #
-#   bash recipes/search_r1/download_wiki18.sh [--yes] [bm25|flat|hnsw] [FOLDER]
+#   bash recipes/search_r1/download_wiki18.sh [--yes] [flat|bm25|hnsw] [FOLDER]
 #
-# The default is bm25, in SEARCH_R1_DIR/wiki18 or ~/data/search_r1/wiki18. Without --yes it prints what it needs and
+# The default is flat, the E5 index of the published runs, in SEARCH_R1_DIR/wiki18 or ~/data/search_r1/wiki18. bm25 is
+# for a laptop: a third of the disk, a sixth of the memory, and other passages. Without --yes it prints what it needs and
 # asks. A second call continues where the first stopped. DRY_RUN=1 only prints what it needs.
 set -euo pipefail
 
-usage() { sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+usage() { sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
 yes=0 what="" folder=""
 for argument in "$@"; do
     case "$argument" in
@@ -19,7 +20,7 @@ for argument in "$@"; do
            folder="$argument" ;;
     esac
 done
-what="${what:-bm25}"
+what="${what:-flat}"
 folder="${folder:-${SEARCH_R1_DIR:-$HOME/data/search_r1}/wiki18}"
 
 # Computed from 21,015,324 passages, 768 numbers of 4 bytes each and, for HNSW64, 128 links of 4 bytes.
@@ -27,7 +28,8 @@ case "$what" in
     bm25) disk=45 say="built here from the corpus (the published one is Lucene's): hours on one core.
   memory to build       about 40 GB        memory to search      about 10 GB, mapped from disk" ;;
     flat) disk=130 say="PeterJinGo/wiki-18-e5-index, 65 GB to download.
-  memory to search      65 GB for speed; mapped from disk it runs with less, and every search reads all of it" ;;
+  memory to search      65 GB on a CPU, over any number of servers (RETRIEVER_SHARDS); 32 GB of GPU memory where faiss
+                        has GPUs. Mapped from disk it runs with less, and every search reads all of it" ;;
     hnsw) disk=140 say="PeterJinGo/wiki-18-e5-index-HNSW64, about 76 GB to download.
   memory to search      76 GB for speed; mapped from disk with less, slower" ;;
 esac
@@ -88,5 +90,5 @@ case "$what" in
             join_parts "$folder/$name"
         fi
         echo "search it: RETRIEVER_INDEX=$folder/$name RETRIEVER_CORPUS=$corpus" \
-            "bash recipes/search_r1/run_retriever.sh --encoder intfloat/e5-base-v2" ;;
+            "bash recipes/search_r1/run_retriever.sh" ;;
 esac

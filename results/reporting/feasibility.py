@@ -20,6 +20,7 @@ from core.config import Config, compose, examine
 from core.errors import InputError
 from core.planning.estimate import Plan, advice, hooks_of
 from core.planning.first_lines import duration, small
+from core.planning.model_rules import model_problems
 from core.planning.model_shapes import gpu
 from core.tracking.run_manifest import ROOT
 from results.reporting.pages import Table, markdown_table
@@ -153,8 +154,8 @@ def _planned(script: Script, name: str, count: int, *overrides: str) -> Verdict:
     nodes, per_node = nodes_of(count)
     size = (f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={per_node}")
     composed = examine(script.recipe, [*script.arguments, *size, *overrides], hooks_of(script.recipe))
-    if composed.problems:
-        return Verdict(False, composed.problems[0].partition("; ")[0].partition(" (")[0])  # without its fix
+    if problems := composed.problems or model_problems(composed.config):
+        return Verdict(False, problems[0].partition("; ")[0].partition(" (")[0])  # without its fix
     plan = Plan(composed.config, gpu(name))
     return Verdict(plan.fits, plan=plan)
 

@@ -465,6 +465,7 @@ def test_values_have_no_target_where_a_tool_wrote():
 
 def test_presets_say_where_paper_and_script_differ():
     paper, script = config("preset=paper"), config("preset=script")
+    assert min(one.actor_rollout_ref.actor.clip_ratio_c for one in (paper, script)) > 1e5  # neither has a dual clip
     assert (paper.trainer.total_training_steps, script.trainer.total_training_steps) == (500, 1005)
     assert (paper.actor_rollout_ref.actor.entropy_coeff, script.actor_rollout_ref.actor.entropy_coeff) == (0.0, 0.001)
     assert paper.algorithm.use_kl_in_reward and paper.max_turns == 4 and paper.retriever.topk == 3

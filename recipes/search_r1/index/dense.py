@@ -16,7 +16,8 @@ import numpy as np
 
 from recipes.search_r1.index.corpus import Corpus, Progress, no_progress, read_json, write_json
 from recipes.search_r1.index.encoder import Encoder, weights_hash
-from recipes.search_r1.index.passages import Passage, RetrievalError, fingerprint
+from recipes.search_r1.index.passages import Passage, RetrievalError, fingerprint, id_order
+from recipes.search_r1.index.shards import Slice
 
 VECTORS, ABOUT = "vectors.f32", "vectors.json"
 CHUNK = 1024  # passages encoded between two notes of how far it went
@@ -100,8 +101,9 @@ def build_faiss(
 
 
 class DenseRetriever:
-    """A retriever that encodes the queries and searches a faiss index.
+    """A retriever that encodes the queries and searches a faiss index, or a slice of a flat one.
 
+    Among passages of equal score a flat index finds those whose ids come first, so that slices merge exactly.
     Raises RetrievalError where rows, dimensions or (``check``) the vectors of a few passages do not agree.
     """
 
@@ -114,8 +116,12 @@ class DenseRetriever:
         ef_search: int = 128,
         nprobe: int = 32,
         check: bool = True,
+        part: Slice | None = None,
+        gpu: bool = True,
     ):
         self._index, self.backend = _opened(path, mmap)
+        if part and self.backend != "flat":
+            raise RetrievalError(f"shard={part}: {path} is {self.backend}; only a flat index can be split")
         self._corpus, self._encoder = corpus, encoder
         if self._index.ntotal != len(corpus):
             raise RetrievalError(f"{path}: {self._index.ntotal} vectors, the corpus has {len(corpus)} rows: not a pair")
@@ -124,27 +130,50 @@ class DenseRetriever:
                 f"{path}: vectors of {self._index.d} numbers, encoder {encoder.settings.model} makes {encoder.dim}"
             )
         settings = self._set_search(ef_search, nprobe)
+        self._rows = part.rows(len(corpus)) if part else range(len(corpus))
         if check:
             self._check_encoder(path)
+        if self.backend == "flat" and gpu and not part and _gpus():
+            self._index, settings = _on_gpus(self._index), {"dtype": "float16"}
+        self._slice = _rows_of(self._index, self._rows) if part else None
         self.corpus_hash = corpus.hash
-        self.fingerprint = fingerprint(
+        whole = fingerprint(
             self.backend, corpus.hash, encoder.settings.as_dict(), weights_hash(encoder.settings.model), settings
         )
+        self.fingerprint = f"{whole}-{part}" if part else whole
 
     def __len__(self) -> int:
-        return len(self._corpus)
+        return len(self._rows)
 
     def retrieve(self, queries: list[str], topk: int) -> list[list[Passage]]:
-        scores_NK, rows_NK = self.search(self._encoder.encode(queries, self._encoder.settings.query_prefix), topk)
-        return [self._found(rows, scores) for rows, scores in zip(rows_NK, scores_NK, strict=True)]
+        vectors_ND = self._encoder.encode(queries, self._encoder.settings.query_prefix)
+        scores_NK, rows_NK = (
+            self._search_ties(vectors_ND, topk) if self.backend == "flat" else self.search(vectors_ND, topk)
+        )
+        return [self._found(rows, scores)[:topk] for rows, scores in zip(rows_NK, scores_NK, strict=True)]
 
     def search(self, vectors_ND: np.ndarray, topk: int) -> tuple[np.ndarray, np.ndarray]:
         """Return inner products and rows, best first; -1 where faiss found fewer. Shapes: [N, topk] both."""
-        return self._index.search(vectors_ND, topk)
+        if self._slice is None:
+            return self._index.search(vectors_ND, topk)
+        import faiss
+
+        scores_NK, rows_NK = faiss.knn(vectors_ND, self._slice, min(topk, len(self)), faiss.METRIC_INNER_PRODUCT)
+        return scores_NK, rows_NK + self._rows.start
+
+    def _search_ties(self, vectors_ND: np.ndarray, topk: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return ``search`` of so many that none outside is as good as the ``topk``-th."""
+        width = topk + 1
+        while True:
+            scores_NK, rows_NK = self.search(vectors_ND, min(width, len(self)))
+            if width >= len(self) or (scores_NK[:, -1] < scores_NK[:, topk - 1]).all():
+                return scores_NK, rows_NK
+            width *= 2
 
     def _found(self, rows: np.ndarray, scores: np.ndarray) -> list[Passage]:
         real = rows >= 0
-        return self._corpus.passages(rows[real], scores[real])
+        found = self._corpus.passages(rows[real], scores[real])
+        return sorted(found, key=id_order) if self.backend == "flat" else found
 
     def _set_search(self, ef_search: int, nprobe: int) -> dict[str, int]:
         if self.backend == "hnsw":
@@ -157,7 +186,7 @@ class DenseRetriever:
 
     def _check_encoder(self, path: Path) -> None:
         """Encode the first, middle and last passage anew. Raises RetrievalError where the file's vectors differ."""
-        rows = sorted({0, len(self) // 2, len(self) - 1})
+        rows = sorted({self._rows[at] for at in (0, len(self) // 2, -1)})
         texts = [self._corpus.row(row)["contents"] for row in rows]
         fresh = self._encoder.encode(texts, self._encoder.settings.passage_prefix)
         for row, vector in zip(rows, fresh, strict=True):
@@ -192,3 +221,27 @@ def _opened(path: Path, mmap: bool) -> tuple[Any, str]:
         if isinstance(index, kind):
             return index, name
     raise RetrievalError(f"{path}: a {type(index).__name__}; flat, HNSW and IVF indices can be searched")
+
+
+def _gpus() -> int:
+    """Return the GPUs that faiss finds; its build for CPUs finds none."""
+    import faiss
+
+    return faiss.get_num_gpus() if hasattr(faiss, "index_cpu_to_all_gpus") else 0
+
+
+def _on_gpus(index: Any) -> Any:
+    """Copy a flat index to all GPUs, a part to each, in half precision: 32 GB for the published index."""
+    import faiss
+
+    options = faiss.GpuMultipleClonerOptions()
+    options.shard, options.useFloat16 = True, True
+    return faiss.index_cpu_to_all_gpus(index, co=options)
+
+
+def _rows_of(index: Any, rows: range) -> np.ndarray:
+    """Return a view of some vectors of a flat index, which stay on disk where it is mapped."""
+    import faiss
+
+    vectors = faiss.rev_swig_ptr(index.get_xb(), index.ntotal * index.d).reshape(index.ntotal, index.d)
+    return vectors[rows.start : rows.stop]

@@ -12,6 +12,7 @@ from recipes.search_r1.index.controls import EmptyRetriever, RandomRetriever
 from recipes.search_r1.index.corpus import Corpus, read_json, scan
 from recipes.search_r1.index.noise import NoisyRetriever
 from recipes.search_r1.index.passages import BACKENDS, DENSE, RetrievalError, Retriever, RetrieverOptions
+from recipes.search_r1.index.shards import ShardedRetriever, Slice
 
 BUILT = "index.json"  # {"backends": {name: settings}, "encoder": settings or null}
 
@@ -21,7 +22,10 @@ def make_retriever(options: RetrieverOptions) -> Retriever:
     if options.backend is not None and options.backend not in BACKENDS:
         raise RetrievalError(f"backend={options.backend!r}: must be one of {', '.join(BACKENDS)}")
     path = Path(options.index).expanduser()
-    retriever = _of_file(path, options) if path.is_file() else _of_folder(path, options)
+    if options.shards:
+        retriever: Retriever = ShardedRetriever(options.shards)
+    else:
+        retriever = _of_file(path, options) if path.is_file() else _of_folder(path, options)
     if options.rerank is not None:
         from recipes.search_r1.index.rerank import RerankingRetriever, cross_encoder
 
@@ -85,7 +89,9 @@ def _dense(path: Path, corpus: Corpus, built_with: dict[str, Any], options: Retr
 
         faiss.omp_set_num_threads(options.threads)
     encoder = make_encoder(settings, options.device, options.threads)
-    return DenseRetriever(path, corpus, encoder, options.mmap, options.ef_search, options.nprobe, options.check_encoder)
+    part = Slice.of(options.shard) if options.shard else None
+    search = (options.mmap, options.ef_search, options.nprobe, options.check_encoder, part, options.gpu)
+    return DenseRetriever(path, corpus, encoder, *search)
 
 
 def _only(backends: dict[str, Any], folder: Path) -> str:

@@ -74,6 +74,9 @@ class RetrieverOptions:
         threads: of faiss and of torch on the CPU; None is their own default.
         ef_search, nprobe: HNSW's candidates and IVF's lists a query looks at.
         rerank: folder or hub id of a cross-encoder, which orders the first ``rerank_from`` passages anew.
+        gpu: search a flat index on the GPUs that faiss finds, in half precision and split over them.
+        shard: ``I/N`` searches the I-th of N slices of a flat index, for a front that merges them; I counts from 1.
+        shards: addresses of the N servers that hold the slices; with it ``index`` is not used.
         noise: probability with which the first passage falls behind the next one, again and again, as a function of
             ``noise_seed`` and query; for studies.
         check_encoder: encode a few passages at start and compare them with the index.
@@ -92,11 +95,19 @@ class RetrieverOptions:
     threads: int | None = None
     ef_search: int = 128
     nprobe: int = 32
+    gpu: bool = True
+    shard: str | None = None
+    shards: tuple[str, ...] = ()
     rerank: str | None = None
     rerank_from: int = 10
     noise: float = 0.0
     noise_seed: int = 1
     check_encoder: bool = True
+
+
+def id_order(passage: Passage) -> tuple[float, int, str]:
+    """Return what orders passages: the score, and among equal scores the id, numbers by their size."""
+    return -passage.score, len(passage.id), passage.id
 
 
 def fingerprint(*parts: Any) -> str:

@@ -242,7 +242,8 @@ def test_following_the_advice_makes_it_fit():
 def test_the_text_has_the_plans_numbers_in_whole_sentences():
     rollout = ("actor_rollout_ref.rollout.n=16", "actor_rollout_ref.rollout.gpu_memory_utilization=0.8")
     steps = ("data.train_batch_size=512", "trainer.total_training_steps=330", "trainer.save_freq=5")
-    arguments = (*RAY, "trainer.nnodes=16", *steps, *rollout, "data.max_response_length=20480")
+    files = "data.train_files=mine.parquet"  # of no set whose lengths are published
+    arguments = (*RAY, "trainer.nnodes=16", files, *steps, *rollout, "data.max_response_length=20480")
     budget = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=21504"
     found = planned(
         *arguments, budget, "actor_rollout_ref.rollout.tensor_model_parallel_size=4", model="Qwen/Qwen2.5-32B"

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from core.config import Config, compose, convert, examine, from_yaml, paths
@@ -20,6 +21,7 @@ from core.tracking import run_manifest
 from core.tracking import tracker as tracking
 from core.tracking.generations import generation_rows
 from core.tracking.loggers import LoggedRun
+from core.tracking.metrics import throughput
 from core.tracking.tracker import Tracker, dump_jsonl, read_jsonl, spread_out
 from core.types import Prompt, ScoredGroup, Segment, StepMetrics, Stop, Trajectory
 from reward_scores.score import Score
@@ -522,3 +524,38 @@ def test_statistics_and_reports_import_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks"),
+    [
+        ([], 1),
+        (["trainer.nnodes=2", "trainer.n_gpus_per_node=4"], 1),  # the trainer's own process holds the only learner
+        (["trainer.backend=ray", "trainer.nnodes=2", "trainer.n_gpus_per_node=4"], 8),
+        (["trainer.backend=ray", "trainer.device=cpu", "trainer.n_gpus_per_node=2"], 2),
+    ],
+)
+def test_throughput_is_a_gpus_share_as_verl_counts_it(arguments, ranks):
+    """verl's compute_throughout_metrics: total_num_tokens / (time * n_gpus)."""
+    from core.ray_trainer import RayPPOTrainer
+
+    config, metrics = compose("grpo", arguments), metrics_of(3, **{"timing_s/step": 20.0})
+    assert (
+        config.learner_ranks == ranks and throughput({"perf/total_num_tokens": 4000.0, "timing_s/step": 20.0}, 8) == 25
+    )
+    ended = []
+    trainer = SimpleNamespace(
+        config=config,
+        agent_loop=None,
+        stream=SimpleNamespace(epoch=lambda _: 0),
+        session=SimpleNamespace(
+            is_due=lambda *_: False, complete_step=lambda metrics, *_: ended.append(metrics.values["perf/throughput"])
+        ),
+        kl_controller=None,
+        collect_state=None,
+    )
+    answer = Trajectory([1] * 10, [2] * 5, [True] * 5, [0.0] * 5, (Segment("policy", "x"),), Stop.EOS, 2, 0)
+    groups = [ScoredGroup(Prompt(0, 0, 0, (1,) * 10, "", {}), (answer,) * 4, (Score(1.0, {"score": 1.0}),) * 4)]
+    batch = SimpleNamespace(reward=torch.ones(4), values=None, advantages=None, returns=None)
+    RayPPOTrainer.complete_step(trainer, groups, batch, metrics)
+    assert ended == [pytest.approx(60 / 20 / ranks)]

@@ -1,0 +1,85 @@
+"""What a model's architecture rules out: splits that its attention heads do not allow, and models that do not load.
+
+Rules between keys are ``core.config.rules``'; these need a model's shape, which a hub id has in ``model_shapes.yaml``
+and a folder in its ``config.json``. A model that neither knows is checked when it loads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+
+from core.config.convert import Problem
+from core.config.schema import ActorConfig, Config, CriticConfig, RefConfig
+from core.config.tables import ENGINES
+from core.errors import InputError
+from core.planning.model_shapes import Shape, config_file, read_config, shape_of
+
+Sharing = ActorConfig | RefConfig | CriticConfig
+MODEL = "actor_rollout_ref.model.path"
+# Words in the names of families that read images, video or sound; their texts are not trained alone here.
+SENSES = {"vl", "vision", "omni", "llava", "internvl", "paligemma", "pixtral", "idefics", "smolvlm", "multimodal"}
+
+
+def model_problems(config: Config) -> list[str]:
+    """Return a line for each problem between the configuration and the architecture of its models."""
+    roles, found = config.actor_rollout_ref, []
+    models = [(MODEL, roles.model.path)]
+    if config.critic.enable:
+        models.append(("critic.model.path", config.critic.model.path))
+    for key, path in models:
+        if reason := _unloadable(path):
+            found.append(Problem(key, path, reason, "give a model that reads and writes text alone"))
+    if not found:
+        with suppress(InputError):  # a shape that is not known; the plan says so
+            found += _splits(config, roles.model.path, shape_of(roles.model.path, roles.model.override_config))
+        with suppress(InputError):
+            if config.critic.enable:
+                model = config.critic.model
+                found += _shared("critic", config.critic, model.path, shape_of(model.path, model.override_config))
+    return [str(problem) for problem in found]
+
+
+def _unloadable(path: str) -> str:
+    """Return why a model cannot be trained here, empty where it can, or where nothing is known of it."""
+    if config_file(path) is None:
+        words = SENSES & set(re.split(r"[^a-z]+", path.rpartition("/")[2].lower()))
+        return f"a vision-language model by its name ({words.pop()}), which is not supported" if words else ""
+    try:
+        found = read_config(path)
+    except InputError:
+        return ""
+    names = [str(name) for name in found.get("architectures") or ()]
+    kinds = [name for name in names if name.endswith("ForConditionalGeneration")]
+    if not kinds and "vision_config" not in found:
+        return ""
+    kind = kinds[0] if kinds else "its config.json has a vision_config"
+    return f"a vision-language or encoder-decoder model ({kind}), which is not supported"
+
+
+def _splits(config: Config, model: str, shape: Shape) -> Iterator[Problem]:
+    """Yield what is wrong with how engines split the policy's layers, and ranks its sequences."""
+    roles = config.actor_rollout_ref
+    key, ranks = "actor_rollout_ref.rollout.tensor_model_parallel_size", roles.rollout.tensor_model_parallel_size
+    split = "tensor_model_parallel_size" in ENGINES[roles.rollout.name].reads
+    if split and shape.heads % ranks:
+        yield Problem(key, ranks, f"must divide the {shape.heads} attention heads of {model}", _fix(shape.heads))
+    elif split and shape.kv_heads % ranks and ranks % shape.kv_heads:
+        rule = f"must divide the {shape.kv_heads} key-value heads of {model}, or be a multiple of them"
+        yield Problem(key, ranks, rule, _fix(shape.kv_heads))
+    yield from _shared("actor_rollout_ref.actor", roles.actor, model, shape)
+    yield from _shared("actor_rollout_ref.ref", roles.ref, model, shape)
+
+
+def _shared(name: str, part: Sharing, model: str, shape: Shape) -> Iterator[Problem]:
+    ranks = part.ulysses_sequence_parallel_size
+    if shape.heads % ranks:
+        rule = f"must divide the {shape.heads} attention heads of {model}"
+        yield Problem(f"{name}.ulysses_sequence_parallel_size", ranks, rule, _fix(shape.heads))
+
+
+def _fix(number: int) -> str:
+    """Return the divisors as advice: ``use 1, 2, 7 or 14``."""
+    *most, last = [str(one) for one in range(1, number + 1) if number % one == 0]
+    return f"use {', '.join(most)} or {last}" if most else f"use {last}"

@@ -1,0 +1,100 @@
+"""Models that cannot be split or loaded as configured are refused before anything starts, a dry run included."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from core.command_line import prepare
+from core.config import compose
+from core.planning import estimate
+from core.planning.model_rules import MODEL, model_problems
+from results.reporting.feasibility import scripts
+
+TENSOR = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+MINI = "actor_rollout_ref.actor.ppo_mini_batch_size=7"
+RAY = ("trainer.backend=ray", "actor_rollout_ref.rollout.name=vllm")
+SMALL = f"{MODEL}=Qwen/Qwen2.5-0.5B-Instruct"  # 14 heads, 2 key-value heads
+
+
+def problems(*keys: str, recipe: str = "grpo") -> list[str]:
+    return model_problems(compose(recipe, [*RAY, *keys]))
+
+
+def test_an_engine_is_split_as_the_attention_heads_allow():
+    (told,) = problems(SMALL, f"{TENSOR}=4")
+    rule = "must divide the 14 attention heads of Qwen/Qwen2.5-0.5B-Instruct; use 1, 2, 7 or 14"
+    assert told == f"{TENSOR}=4: {rule}"
+    assert not problems(SMALL, f"{TENSOR}=2") and not problems(f"{MODEL}=Qwen/Qwen2.5-7B", f"{TENSOR}=4")
+    seven = problems(
+        f"{MODEL}=Qwen/Qwen2.5-7B", f"{TENSOR}=7", "trainer.n_gpus_per_node=7", "data.train_batch_size=7", MINI
+    )
+    assert len(seven) == 1 and "must divide the 4 key-value heads" in seven[0] and seven[0].endswith("use 1, 2 or 4")
+    repeated = problems(f"{MODEL}=Qwen/Qwen2.5-3B", f"{TENSOR}=8")  # 16 heads; 2 key-value heads, each four times
+    assert repeated == []
+    assert not model_problems(
+        compose("grpo", [SMALL, f"{TENSOR}=4"])
+    )  # the default engine is not split, whatever the key holds
+
+
+@pytest.mark.parametrize("part", ["actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"])
+def test_a_sequence_is_split_as_the_attention_heads_allow(part):
+    keys = [f"{part.split('.')[0]}.model.use_remove_padding=True", f"{part}.ulysses_sequence_parallel_size=8"]
+    keys += [] if part == "critic" else ["actor_rollout_ref.actor.use_kl_loss=True"]
+    found = problems(SMALL, f"{TENSOR}=1", *keys, recipe="ppo" if part == "critic" else "grpo")
+    assert any(line.startswith(f"{part}.ulysses_sequence_parallel_size=8: must divide the 14 atten") for line in found)
+    large = [f"{MODEL}=Qwen/Qwen2.5-32B", f"{TENSOR}=1", "critic.model.path=Qwen/Qwen2.5-32B", *keys]
+    assert not problems(*large, recipe="ppo" if part == "critic" else "grpo")
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen2-VL-2B", "OpenGVLab/InternVL3-8B", "x/Llama-3.2-11B-Vision"]
+)
+def test_a_vision_language_model_is_refused_by_its_name(name):
+    (told,) = problems(f"{MODEL}={name}")
+    assert told.startswith(f"{MODEL}={name}: a vision-language model by its name") and "text alone" in told
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-7B", "nobody/novla-7B", "nobody/revision-2", "./outputs/no/vl/folder"])
+def test_other_names_are_not(name):
+    assert not problems(f"{MODEL}={name}")
+
+
+def test_a_folder_is_judged_by_its_architecture_and_not_by_its_name(tmp_path):
+    folder = tmp_path / "Some-VL-Model"
+    folder.mkdir()
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 8}
+    file, sizes = folder / "config.json", sizes | {"vocab_size": 9}
+    for extra, words in (
+        ({"architectures": ["Qwen2_5_VLForConditionalGeneration"]}, "(Qwen2_5_VLForConditionalGeneration)"),
+        ({"architectures": ["AnyModel"], "vision_config": {}}, "vision_config"),
+        ({"architectures": ["Qwen2ForCausalLM"]}, ""),
+        ({}, ""),
+    ):
+        file.write_text(json.dumps(sizes | extra))
+        found = problems(f"{MODEL}={folder}", f"{TENSOR}=1")
+        assert [words in line for line in found] == ([True] if words else [])
+    file.write_text("no JSON")
+    assert not problems(f"{MODEL}={folder}")  # loading it says what is wrong
+
+
+@pytest.mark.parametrize("dry", ["1", ""])
+def test_a_start_and_a_dry_run_end_with_the_problems(dry, monkeypatch, capsys):
+    monkeypatch.setenv("DRY_RUN", dry)
+    files = [] if dry else ["data.train_files=README.md", "data.val_files=README.md"]
+    with pytest.raises(SystemExit) as ended:
+        prepare("grpo", [*RAY, *files, SMALL, f"{TENSOR}=4"])
+    assert ended.value.code == 2 and "must divide the 14 attention heads" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        prepare("grpo", [*files, f"{MODEL}=Qwen/Qwen2.5-VL-3B-Instruct"])
+    assert ended.value.code == 2 and "a vision-language model" in capsys.readouterr().err
+
+
+def test_a_plan_ends_with_the_problems(capsys):
+    assert estimate.main(["grpo", *RAY, SMALL, f"{TENSOR}=4"]) == 2
+    assert "must divide the 14 attention heads" in capsys.readouterr().err
+
+
+def test_no_run_script_has_such_a_problem():
+    assert not [line for script in scripts() for line in model_problems(script.config)]
