@@ -119,7 +119,8 @@ def read_script(path: Path, typed: Sequence[str] = ()) -> Script | None:
     if module != f"main_{recipe}":
         return None
     arguments = tuple(word for word in words[3:] if word != "--")
-    return Script(path, recipe, arguments, compose(recipe, arguments, hooks_of(recipe)))
+    # After -- a preset beats the script's own keys.
+    return Script(path, recipe, arguments, compose(recipe, words[3:], hooks_of(recipe)))
 
 
 # --- plans ---
