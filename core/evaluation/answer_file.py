@@ -178,7 +178,7 @@ class AnswerFile:
                 )
             self._file.truncate(lines.size)
             self.lines = dict(lines.by_key)
-            self.manifest["sessions"] = [*self.manifest.get("sessions", []), run_manifest.session(None)]
+            self.manifest["sessions"] = [*self.manifest.get("sessions", []), run_manifest.session(None, {})]
             self._write_manifest()
         except BaseException:
             self._file.close()

@@ -76,7 +76,7 @@ def score(source: Path, overrides: Sequence[str] = (), scorer: str | None = None
         **{key: manifest[key] for key in ("recipe", "model", "questions", "samples", "data", "settings")},
         "rewards": {key: value for key, value in convert.as_json(config).items() if key.startswith(SECTIONS)},
         "answers_sha256": sha256_of(source),
-        "session": run_manifest.session(None),
+        "session": run_manifest.session(None, {}),
     }
     write_atomic(manifest_path(path), json.dumps(told, indent=1, ensure_ascii=False) + "\n")
     write_atomic(path, "".join(json_line(record.to_json()) for record in records))
