@@ -19,7 +19,7 @@ from tests.test_readme_commands import copy_of_the_repository
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/reproduce.yaml"))
-SHORT = ("trainer.total_training_steps=3", "trainer.test_freq=3", "trainer.save_freq=3", "trainer.backend=local")
+SHORT = ("trainer.total_training_steps=3", "trainer.save_freq=3", "trainer.backend=local", "data.val_max_samples=40")
 
 
 def test_every_paper_has_a_script_that_lists_its_tables(capsys):
