@@ -41,7 +41,7 @@ class Assumptions:
     refills: float = 0.5  # late refills a step, where groups are filtered
     transfer_rate: float = 2e9  # bytes a second through Ray's object store, gloo, or to another node
     disk_rate: float = 1e9  # bytes a second of a checkpoint, written and hashed
-    search_rate: float = 2e12  # FLOP a second of the CPUs that search, all together
+    search_rate: float = 2e12  # FLOP a second of all CPUs that search: 26 cores of results/search_r1/retrieval.md
 
 
 @dataclass(frozen=True)

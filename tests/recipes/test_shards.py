@@ -32,10 +32,10 @@ QUERIES = ["w1 w2 w3", "w59", "w7 w7 w8 w40", "unknown words", "w12 w13"]
 def index(tmp_path_factory):
     """An index of 4,500 passages (five blocks), in which each text stands several times, far apart: exact ties."""
     folder, rng = tmp_path_factory.mktemp("shards"), random.Random(1)
-    texts = [" ".join(rng.choices(WORDS, k=4)) for _ in range(700)]
+    texts = [" ".join(rng.choices(WORDS, k=24)) for _ in range(700)]
     rows = [{"id": str(number), "contents": f'"T"\n{rng.choice(texts)}'} for number in range(4500)]
     (folder / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    build_index(folder / "c.jsonl", folder / "index", ("flat", "hnsw"), HashingEncoder(EncoderSettings("hashing:64")))
+    build_index(folder / "c.jsonl", folder / "index", ("flat", "hnsw"), HashingEncoder(EncoderSettings("hashing:768")))
     return folder / "index"
 
 
@@ -74,6 +74,14 @@ def test_slices_find_together_what_the_whole_index_finds(index, in_process, coun
         assert found == expected and all(len(each) == topk for each in found)
     tied = [passage.score for passage in whole.retrieve(QUERIES[:1], 3)[0]]
     assert len(set(tied)) < 3  # the corpus has ties, and the comparison above means something
+
+
+def test_an_answer_depends_neither_on_the_batch_nor_on_threads(index):
+    """A matrix product's last bits do: with 256 queries at once and with one, by one thread and by two."""
+    one, two = (make_retriever(RetrieverOptions(index, backend="flat", threads=threads)) for threads in (1, 2))
+    many = [" ".join(random.Random(number).choices(WORDS, k=9)) for number in range(256)]
+    together = one.retrieve(many, 5)
+    assert together == two.retrieve(many, 5) == [two.retrieve([query], 5)[0] for query in many]
 
 
 def test_equal_scores_are_ordered_by_id_as_a_number(index):

@@ -23,6 +23,7 @@ VECTORS, ABOUT = "vectors.f32", "vectors.json"
 CHUNK = 1024  # passages encoded between two notes of how far it went
 ADD = 65_536  # vectors given to faiss at a time
 HNSW_LINKS, HNSW_BUILD = 64, 200  # M of the published HNSW64; candidates while building
+ROUNDING = 1e-5  # between two float32 sums of the same product of unit vectors; 1e-7 is usual
 AGREE = 0.99  # cosine between a stored vector and the same passage encoded anew; half precision costs 1e-3
 
 
@@ -118,8 +119,10 @@ class DenseRetriever:
         check: bool = True,
         part: Slice | None = None,
         gpu: bool = True,
+        threads: int | None = None,
     ):
         self._index, self.backend = _opened(path, mmap)
+        self._threads = threads
         if part and self.backend != "flat":
             raise RetrievalError(f"shard={part}: {path} is {self.backend}; only a flat index can be split")
         self._corpus, self._encoder = corpus, encoder
@@ -135,7 +138,9 @@ class DenseRetriever:
             self._check_encoder(path)
         if self.backend == "flat" and gpu and not part and _gpus():
             self._index, settings = _on_gpus(self._index), {"dtype": "float16"}
-        self._slice = _rows_of(self._index, self._rows) if part else None
+        on_cpu = self.backend == "flat" and not settings
+        self._vectors = _vectors(self._index) if on_cpu else None  # a view, which stays on disk where it is mapped
+        self._slice = self._vectors[self._rows.start : self._rows.stop] if part else None
         self.corpus_hash = corpus.hash
         whole = fingerprint(
             self.backend, corpus.hash, encoder.settings.as_dict(), weights_hash(encoder.settings.model), settings
@@ -146,29 +151,37 @@ class DenseRetriever:
         return len(self._rows)
 
     def retrieve(self, queries: list[str], topk: int) -> list[list[Passage]]:
-        vectors_ND = self._encoder.encode(queries, self._encoder.settings.query_prefix)
-        scores_NK, rows_NK = (
-            self._search_ties(vectors_ND, topk) if self.backend == "flat" else self.search(vectors_ND, topk)
-        )
+        search = self._search_flat if self.backend == "flat" else self.search
+        scores_NK, rows_NK = search(self._encoder.encode(queries, self._encoder.settings.query_prefix), topk)
         return [self._found(rows, scores)[:topk] for rows, scores in zip(rows_NK, scores_NK, strict=True)]
 
     def search(self, vectors_ND: np.ndarray, topk: int) -> tuple[np.ndarray, np.ndarray]:
         """Return inner products and rows, best first; -1 where faiss found fewer. Shapes: [N, topk] both."""
-        if self._slice is None:
-            return self._index.search(vectors_ND, topk)
         import faiss
 
+        if self._threads:
+            faiss.omp_set_num_threads(self._threads)  # of the thread that calls it, and a server searches in another
+        if self._slice is None:
+            return self._index.search(vectors_ND, topk)
         scores_NK, rows_NK = faiss.knn(vectors_ND, self._slice, min(topk, len(self)), faiss.METRIC_INNER_PRODUCT)
         return scores_NK, rows_NK + self._rows.start
 
-    def _search_ties(self, vectors_ND: np.ndarray, topk: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return ``search`` of so many that none outside is as good as the ``topk``-th."""
+    def _search_flat(self, vectors_ND: np.ndarray, topk: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return ``search`` of so many that none outside can be as good as the ``topk``-th, with scores anew.
+
+        The sums of a matrix product depend on how many queries, threads and rows share it, in the last bits. What is
+        found must not, so everything within ROUNDING of the last place is found, and its scores are sums in float64.
+        """
         width = topk + 1
         while True:
             scores_NK, rows_NK = self.search(vectors_ND, min(width, len(self)))
-            if width >= len(self) or (scores_NK[:, -1] < scores_NK[:, topk - 1]).all():
-                return scores_NK, rows_NK
+            if width >= len(self) or (scores_NK[:, -1] < scores_NK[:, topk - 1] - ROUNDING).all():
+                break
             width *= 2
+        if self._vectors is not None:
+            for vector, scores, rows in zip(vectors_ND, scores_NK, rows_NK, strict=True):
+                scores[:] = self._vectors[rows].astype(np.float64) @ vector.astype(np.float64)
+        return scores_NK, rows_NK
 
     def _found(self, rows: np.ndarray, scores: np.ndarray) -> list[Passage]:
         real = rows >= 0
@@ -239,9 +252,8 @@ def _on_gpus(index: Any) -> Any:
     return faiss.index_cpu_to_all_gpus(index, co=options)
 
 
-def _rows_of(index: Any, rows: range) -> np.ndarray:
-    """Return a view of some vectors of a flat index, which stay on disk where it is mapped."""
+def _vectors(index: Any) -> np.ndarray:
+    """Return a view of the vectors of a flat index."""
     import faiss
 
-    vectors = faiss.rev_swig_ptr(index.get_xb(), index.ntotal * index.d).reshape(index.ntotal, index.d)
-    return vectors[rows.start : rows.stop]
+    return faiss.rev_swig_ptr(index.get_xb(), index.ntotal * index.d).reshape(index.ntotal, index.d)

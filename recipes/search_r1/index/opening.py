@@ -84,13 +84,17 @@ def _dense(path: Path, corpus: Corpus, built_with: dict[str, Any], options: Retr
         settings = EncoderSettings(**(built_with | given | ({"model": options.encoder} if options.encoder else {})))
     else:
         settings = settings_of(str(options.encoder), **given)
-    if options.threads:
-        import faiss
-
-        faiss.omp_set_num_threads(options.threads)
     encoder = make_encoder(settings, options.device, options.threads)
     part = Slice.of(options.shard) if options.shard else None
-    search = (options.mmap, options.ef_search, options.nprobe, options.check_encoder, part, options.gpu)
+    search = (
+        options.mmap,
+        options.ef_search,
+        options.nprobe,
+        options.check_encoder,
+        part,
+        options.gpu,
+        options.threads,
+    )
     return DenseRetriever(path, corpus, encoder, *search)
 
 

@@ -33,9 +33,8 @@ def test_an_engine_is_split_as_the_attention_heads_allow():
     assert len(seven) == 1 and "must divide the 4 key-value heads" in seven[0] and seven[0].endswith("use 1, 2 or 4")
     repeated = problems(f"{MODEL}=Qwen/Qwen2.5-3B", f"{TENSOR}=8")  # 16 heads; 2 key-value heads, each four times
     assert repeated == []
-    assert not model_problems(
-        compose("grpo", [SMALL, f"{TENSOR}=4"])
-    )  # the default engine is not split, whatever the key holds
+    # the default engine is not split, whatever the key holds
+    assert not model_problems(compose("grpo", [SMALL, f"{TENSOR}=4"]))
 
 
 @pytest.mark.parametrize("part", ["actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"])
