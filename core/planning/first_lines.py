@@ -35,7 +35,10 @@ def small(config: Config) -> bool:
         return False
     if not (Path(model.path).expanduser() / "config.json").exists():
         return True
-    return shape_of(model.path, model.override_config).parameters < SMALL
+    try:
+        return shape_of(model.path, model.override_config).parameters < SMALL
+    except InputError:  # the plan names what is wrong with its sizes
+        return False
 
 
 def plan_lines(config: Config, name: str = DEFAULT_GPU) -> list[str]:
