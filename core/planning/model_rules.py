@@ -37,7 +37,9 @@ def model_problems(config: Config) -> list[str]:
         with suppress(InputError):
             if config.critic.enable:
                 model = config.critic.model
-                found += _shared("critic", config.critic, model.path, shape_of(model.path, model.override_config))
+                found += _shared(
+                    config, "critic", config.critic, model.path, shape_of(model.path, model.override_config)
+                )
     return [str(problem) for problem in found]
 
 
@@ -68,13 +70,13 @@ def _splits(config: Config, model: str, shape: Shape) -> Iterator[Problem]:
     elif split and shape.kv_heads % ranks and ranks % shape.kv_heads:
         rule = f"must divide the {shape.kv_heads} key-value heads of {model}, or be a multiple of them"
         yield Problem(key, ranks, rule, _fix(shape.kv_heads))
-    yield from _shared("actor_rollout_ref.actor", roles.actor, model, shape)
-    yield from _shared("actor_rollout_ref.ref", roles.ref, model, shape)
+    yield from _shared(config, "actor_rollout_ref.actor", roles.actor, model, shape)
+    yield from _shared(config, "actor_rollout_ref.ref", roles.ref, model, shape)
 
 
-def _shared(name: str, part: Sharing, model: str, shape: Shape) -> Iterator[Problem]:
+def _shared(config: Config, name: str, part: Sharing, model: str, shape: Shape) -> Iterator[Problem]:
     ranks = part.ulysses_sequence_parallel_size
-    if shape.heads % ranks:
+    if config.trainer.backend == "ray" and shape.heads % ranks:  # in one process the key has no effect
         rule = f"must divide the {shape.heads} attention heads of {model}"
         yield Problem(f"{name}.ulysses_sequence_parallel_size", ranks, rule, _fix(shape.heads))
 

@@ -345,16 +345,20 @@ def _words(row) -> list[str]:
 
 
 @named([row for row in COMMANDS if row not in TRAINING])
-def test_an_evaluation_of_a_row_dry_runs_and_its_greedy_run_has_the_rows_settings(row, tmp_path):
+def test_an_evaluation_of_a_row_dry_runs_greedily_and_sampled_in_a_folder_of_its_own(row, tmp_path):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "DRY_RUN": "1", "PATH": path, "HOME": str(tmp_path)}
     done = subprocess.run(
         ["bash", "-c", row["command"]], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    greedy, sampled = done.stdout.split("dry run: ")[1:]
-    assert f"actor_rollout_ref.model.path={row['model']} " in greedy and f"eval-{row['id']}-greedy" in greedy
-    assert f"reference {row['id']}: " not in greedy and sampled.count(f"reference {row['id']}: ") == 1
+    greedy, sampled = done.stdout.split("dry run: it would generate")[1:]
+    for name, answers, decoding in (
+        ("greedy", greedy, ", greedy\n"),
+        ("sampled", sampled, "temperature 1, top_p 0.95\n"),
+    ):
+        assert f"model: {row['model']}\n" in answers and decoding in answers
+        assert f"outputs/search_r1/eval-{row['id']}/{name}.jsonl" in answers
 
 
 def test_a_script_names_a_row_of_its_recipe():
