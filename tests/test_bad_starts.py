@@ -64,6 +64,7 @@ def test_an_old_option_names_the_new_command():
         *(
             "core.plan",
             "core.evaluate",
+            "core.export",
             "results.report",
             "results.publish",
             "data_preprocess.gsm8k",
@@ -80,10 +81,6 @@ def test_a_command_without_its_packages_names_one_and_what_to_type(command, clon
     assert re.match(begin, line) and line.endswith(
         f"source .venv/bin/activate, or start it with .venv/bin/python -m {command}"
     )
-
-
-def test_an_export_without_packages_still_checks_its_arguments(clone):
-    assert one_line(start("-m", "core.export", "run", "model", folder=clone)).startswith("core.export: run: neither")
 
 
 def test_the_environment_that_is_ready_is_named(clone):

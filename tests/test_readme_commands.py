@@ -1,8 +1,8 @@
 """Every command block of every README works as typed: in a fresh shell without environment, PYTHONPATH or packages.
 
 The shell stands in a copy of the repository after ``make setup``. DRY_RUN=1 is set, ``make`` prints only and nothing
-reaches the network; the few commands that know no dry run find what they need, or refuse in the way that the table
-below says. ``make test-slow`` types the labs in fact.
+reaches the network; the few commands that know no dry run find what they need, refuse in the way that the table below
+says, or only show their help. ``make test-slow`` types the labs in fact.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ from data_preprocess.schema import write_rows
 from results.reporting.feasibility import PRINT_WORDS
 
 ROOT = Path(__file__).resolve().parent.parent
-FENCED = re.compile(r"^```bash\n(.*?)^```$", re.M | re.S)
+FENCED = re.compile(r"^```bash\n(?!# mine/)(.*?)^```$", re.M | re.S)  # mine/: a file, see test_your_own_recipe.py
 
 # What a command that knows no dry run says here, in its last lines: status, text.
 REFUSALS = {
     r"train_batch_sise": (2, "data.train_batch_sise=64: unknown key"),  # misspelt on purpose
     r"core\.evaluate generate search_r1 --run": (2, "neither a checkpoint"),  # the lab's run is not there
-    r"core\.export outputs/": (2, "no checkpoint"),  # the stand-in for the lab's run has none
+    r"core\.export outputs/": (2, "neither a checkpoint"),  # the stand-in for the lab's run has none
     r"^curl ": (7, ""),  # no server listens in a dry run
     r"index\.cli ": (0, "my-index: bm25"),
 }
+# They train, and know no dry run: only asked for their help here.
+TRAINS = re.compile(r"-m (recipes\.lab\.\w+|recipes\.grpo\.from_scratch)")
 # Typed in fact by the slow test; what they make is there for the commands after them.
 LABS = re.compile(r"^make lab|run_lab\.sh|recipes\.lab\.|from_scratch|results\.(report|publish)|core\.export")
 
@@ -99,6 +101,8 @@ def type_in(folder: Path, home: Path, commands: tuple[str, ...], *, in_fact: boo
     for command in commands:
         if in_fact:
             lines.append("unset DRY_RUN MAKEFLAGS" if LABS.search(command) else "export MAKEFLAGS=n DRY_RUN=1")
+        else:
+            command = TRAINS.sub(r"\g<0> --help", command)
         lines += [command, r"printf '\n@@ %d\n' $?"]
     done = subprocess.run(
         ["/usr/bin/env", "-i", f"HOME={home}", "PATH=/usr/bin:/bin", "LANG=C.UTF-8", "bash", "--noprofile", "--norc"],

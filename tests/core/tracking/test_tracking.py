@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -280,6 +281,7 @@ def test_tensorboard_forgets_what_follows_the_checkpoint(tmp_path):
         tracker.log(metrics_of(step, reward=float(step)))
     tracker.log_samples(4, sample_rows(4))
     tracker.close("failed")
+    time.sleep(1.1)  # event files are read in the order of their names, which hold the second of their start
     tracker = Tracker(tmp_path, config, resume_step=2)
     tracker.log(metrics_of(3, reward=30.0))
     tracker.close("finished")
