@@ -5,7 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from tests.check import ROOT, Minute, imported, select_tests
+import pytest
+
+from tests import check
+from tests.check import ROOT, Minute, changed_files, imported, select_tests
 
 
 def test_a_changed_module_gets_the_tests_that_import_it_before_those_of_its_folder():
@@ -40,3 +43,29 @@ def test_what_the_time_does_not_allow_is_counted_and_not_reported_as_passed(tmp_
 def test_the_clock_starts_with_the_plugin():
     assert Minute(60).pytest_runtest_protocol(object(), None) is None
     assert Minute(0).pytest_runtest_protocol(object(), None) is True
+
+
+def test_after_a_commit_its_files_are_the_change(tmp_path, monkeypatch):
+    monkeypatch.setattr(check, "ROOT", tmp_path)
+
+    def git(*words: str) -> None:
+        identity = ("-c", "user.name=n", "-c", "user.email=n@example.org")
+        subprocess.run(["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init", "-q")
+    for name in ("first", "second"):
+        (tmp_path / name).touch()
+        git("add", name)
+        git("commit", "-q", "-m", name)
+    assert changed_files(None) == ["second"]
+    (tmp_path / "third").touch()
+    assert changed_files(None) == ["third"]
+    assert changed_files("HEAD~1") == ["second", "third"]
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_the_exit_status_is_that_of_the_tests(status, monkeypatch, capsys):
+    monkeypatch.setattr(check, "changed_files", lambda since: ["core/algorithm/kl.py"])
+    monkeypatch.setattr(pytest, "main", lambda arguments, plugins: pytest.ExitCode(status))
+    assert check.main([]) == status
+    assert capsys.readouterr().out.startswith("1 files changed")

@@ -45,6 +45,8 @@ def test_a_sequence_is_split_as_the_attention_heads_allow(part):
     assert any(line.startswith(f"{part}.ulysses_sequence_parallel_size=8: must divide the 14 atten") for line in found)
     large = [f"{MODEL}=Qwen/Qwen2.5-32B", f"{TENSOR}=1", "critic.model.path=Qwen/Qwen2.5-32B", *keys]
     assert not problems(*large, recipe="ppo" if part == "critic" else "grpo")
+    if part != "critic":  # one process does not split sequences, whatever the key holds
+        assert not problems(SMALL, *keys, "trainer.backend=local", "actor_rollout_ref.rollout.name=hf")
 
 
 @pytest.mark.parametrize(
