@@ -1,0 +1,284 @@
+"""The steps of ``hour_a.sh``: what a GPU does with the learner's parts. Neither vLLM nor Ray is imported."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing import get_context
+from transformers import Qwen2Config
+
+from core.cluster.fsdp import ProcessRanks, gather, reshard, shard
+from core.config import compose
+from core.learner import log_probs
+from core.learner.batching import steps_of
+from core.learner.learner import Actor, MicroBatchSize
+from core.learner.models import load_policy
+from core.learner.packing import Layout
+from core.learner.saving import load_sharded_optimizer, save_optimizer
+from core.planning.estimate import block_bytes, head_bytes, update_bytes
+from core.planning.model_shapes import MODELS, Shape
+from core.types import TrainBatch
+from tests.gpu import grpo
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 2**30
+TINY = Shape(hidden=64, layers=2, heads=4, kv_heads=2, mlp=128, vocab=512, tied=False, bias=True)
+
+
+def shape_of(name: str, size: str, layers: int | None = None) -> Shape:
+    """Return a model's shape with fewer layers, or the tiny one of a rehearsal."""
+    shape = MODELS[name] if size == "full" else TINY
+    return shape if layers is None or size != "full" else replace(shape, layers=layers)
+
+
+def clock(device: str, function: Callable[[], Any], repeats: int = 3) -> tuple[float, float]:
+    """Return the seconds of the fastest call after one that warms up, and the GiB that it adds on the GPU."""
+    cuda, times = device == "cuda", []
+    held = torch.cuda.memory_allocated() if cuda else 0
+    for _ in range(repeats + 1):
+        if cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        function()
+        if cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times[1:]), (torch.cuda.max_memory_allocated() - held) / GIB if cuda else 0.0
+
+
+def kernels(device: str, size: str, folder: Path) -> dict[str, Any]:
+    """Tests that need a GPU: packed as padded, bf16, sync, sharding over NCCL, offloading, adapters."""
+    chosen = ["-m", "gpu"] if device == "cuda" else ["-m", "not gpu"]
+    report = folder / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *chosen]
+    done = subprocess.run([*command, "tests/gpu/test_gpu.py"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    suite = ElementTree.parse(report).getroot().find("testsuite")
+    counts = {name: int(suite.get(name)) for name in ("tests", "failures", "errors", "skipped")}
+    broken = [case.get("name") for case in suite.iter("testcase") if case.find("failure") is not None]
+    if done.returncode or not counts["tests"]:
+        raise RuntimeError(f"{counts}: {', '.join(broken) or 'no test ran'}\n{done.stdout[-3000:]}")
+    return counts
+
+
+def head(device: str, size: str, folder: Path) -> dict[str, Any]:
+    """The chunked head at the width of 32B, forward and backward, by the size of its chunks."""
+    vocabulary, hidden, tokens = (152_064, 5120, 22_528) if size == "full" else (512, 64, 256)
+    chunks = [2**power for power in range(23, 31)] if size == "full" else [2**12, 2**14, 2**17]
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    states = torch.randn(tokens, hidden, device=device, dtype=dtype).requires_grad_()
+    weight = (torch.randn(vocabulary, hidden, device=device, dtype=dtype) / hidden**0.5).requires_grad_()
+    labels = torch.randint(0, vocabulary, (tokens,), device=device)
+    rows, exact = [], None
+    for elements in chunks:
+
+        def call(elements: int = elements) -> Tensor:
+            states.grad = weight.grad = None
+            found, _ = log_probs.token_log_probs_and_entropy(states, weight, labels, chunk_elements=elements)
+            found.sum().backward()
+            return found.detach()
+
+        seconds, gib = clock(device, call)
+        found = call()
+        exact = found if exact is None else exact
+        rate = 4 * 2 * tokens * vocabulary * hidden / seconds / 1e12  # one product forward, three backward
+        row = {"chunk elements": elements, "seconds": seconds, "TFLOP/s": rate, "GiB": gib}
+        rows.append({**row, "difference": float((found - exact).abs().max())})
+    return {"tokens": tokens, "vocabulary": vocabulary, "rows": rows}
+
+
+def one_rank(device: str) -> None:
+    """Make this process the only rank of a process group."""
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def sharded_actor(shape: Shape, device: str, tokens: int, folder: Path) -> tuple[Actor, Any]:
+    """Return an Actor of random weights as a rank has it (FSDP2, world 1), and its configuration."""
+    one_rank(device)
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    sizes = {"hidden_size": shape.hidden, "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads}
+    sizes |= {"num_key_value_heads": shape.kv_heads, "intermediate_size": shape.mlp, "vocab_size": shape.vocab}
+    model = Qwen2Config(**sizes, max_position_embeddings=32768, tie_word_embeddings=shape.tied, use_cache=False)
+    model.save_pretrained(folder)
+    keys = [f"actor_rollout_ref.model.path={folder}", "actor_rollout_ref.model.use_remove_padding=True"]
+    keys += [f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={tokens}"]
+    keys += [f"data.{name}_length={tokens // 2}" for name in ("max_prompt", "max_response")]
+    keys += [f"actor_rollout_ref.actor.fsdp_config.dtype={dtype}", "actor_rollout_ref.rollout.name=hf"]
+    keys += ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "trainer.device=cpu"]
+    config = compose("grpo", keys)
+    part = config.actor_rollout_ref.actor
+    module = shard(load_policy(config.actor_rollout_ref.model, on_meta=True), part.fsdp_config, torch.device(device))
+    module.to_empty(device=device)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            values = parameter.to_local()
+            values.fill_(1.0) if "norm" in name else values.normal_(0.0, 0.02)
+    rotary = type(module.model.rotary_emb)(module.config)  # its frequencies are buffers, for which there are no weights
+    module.model.rotary_emb = rotary.to(device)
+    options = {"temperature": 1.0, "device": torch.device(device), "ranks": ProcessRanks(), "layout": Layout(True)}
+    return Actor(module, part, **options), config
+
+
+def batch_of(rows: int, length: int, vocabulary: int) -> TrainBatch:
+    """Return rows of one length, half prompt and half answer, each with an advantage."""
+    generator = torch.Generator().manual_seed(0)
+    answer = (torch.arange(length) >= length // 2).expand(rows, length)
+    values = torch.randn(rows, length, generator=generator) * answer
+    return TrainBatch(
+        input_ids=torch.randint(4, vocabulary, (rows, length), generator=generator),
+        attention_mask=torch.ones(rows, length, dtype=torch.bool),
+        response_mask=answer,
+        loss_mask=answer,
+        group=torch.arange(rows),
+        reward=torch.zeros(rows),
+        in_group_stats=torch.ones(rows, dtype=torch.bool),
+        rollout_log_probs=values - 12.0 * answer,
+        old_log_probs=values - 12.0 * answer,
+        advantages=values,
+    )
+
+
+def pass_flops(shape: Shape, rows: int, length: int) -> float:
+    """Return the FLOPs of one forward pass: 2 a parameter and token, and causal attention."""
+    return rows * length * (2 * shape.matmul_parameters + 2 * shape.layers * shape.q_size * length)
+
+
+def layers(device: str, size: str, folder: Path) -> dict[str, Any]:
+    """Eight layers of 32B at its true width, 22,528 tokens a pass: utilisation, and memory beside the plan's."""
+    shape = shape_of("Qwen/Qwen2.5-32B", size, layers=8)
+    tokens, rows = (22_528, 4) if size == "full" else (256, 4)
+    return measure_rank(shape, device, tokens, rows, folder)[0]
+
+
+def measure_rank(
+    shape: Shape, device: str, tokens: int, rows: int, folder: Path
+) -> tuple[dict[str, Any], Actor, TrainBatch]:
+    """Measure an update and a pass for log-probs of one micro-batch, and return the actor too."""
+    actor, config = sharded_actor(shape, device, tokens, folder)
+    batch = batch_of(rows, tokens // rows, shape.vocab)
+    part, length = config.actor_rollout_ref.actor, config.data.max_response_length
+
+    def update() -> None:
+        actor.update(steps_of(batch, part, length, part.policy_loss.loss_mode), 1.0)
+
+    def read() -> None:
+        actor.log_probs(batch, MicroBatchSize(max_tokens=tokens))
+        reshard(actor.module)
+
+    (update_s, update_gib), (read_s, read_gib) = clock(device, update), clock(device, read)
+    kind = (torch.bfloat16, 8192) if device == "cuda" else (torch.float32, 512)
+    peak = grpo.matmul_peak(torch.device(device), *kind)
+    forward = pass_flops(shape, rows, tokens // rows)
+    plan, moment = update_bytes(shape, tokens, 2, 2, checkpointing=True)
+    found = {
+        "parameters": shape.parameters,
+        "tokens of a pass": tokens,
+        "update, s": update_s,
+        "update, share of the measured peak": 3 * forward / update_s / peak,
+        "log-probs, s": read_s,
+        "log-probs, share of the measured peak": forward / read_s / peak,
+        "measured peak, TFLOP/s": peak / 1e12,
+        "update adds, GiB": update_gib,
+        "the plan says, GiB": (plan + 2 * (2 * shape.block + shape.ends)) / GIB,
+        "highest by the plan": moment,
+        "log-probs add, GiB": read_gib,
+        "a layer keeps by the plan, GiB": tokens * block_bytes(shape, 2, 2) / GIB,
+        "the head takes by the plan, GiB": head_bytes(shape, tokens, 2) / GIB,
+    }
+    return found, actor, batch
+
+
+def rank(device: str, size: str, folder: Path) -> dict[str, Any]:
+    """One learner rank of a 3B model: update, log-probs, weights for the engine, optimizer saved and loaded."""
+    shape = shape_of("Qwen/Qwen2.5-3B", size)
+    found, actor, _ = measure_rank(shape, device, *((16_384, 8) if size == "full" else (256, 8)), folder)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    weights: dict[str, Tensor] = {}
+
+    def take() -> None:
+        weights.clear()
+        weights.update(gather(actor.module.named_parameters(), dtype))
+
+    found["weights to the host, s"] = clock(device, take, repeats=1)[0]
+    state = folder / "optimizer"
+    start = time.perf_counter()
+    save_optimizer(actor.module, actor.stepper.optimizer, state)
+    found["optimizer written, s"] = time.perf_counter() - start
+    found["optimizer, GiB"] = sum(file.stat().st_size for file in state.rglob("*") if file.is_file()) / GIB
+    start = time.perf_counter()
+    load_sharded_optimizer(actor.module, actor.stepper.optimizer, state)
+    found["optimizer read, s"] = time.perf_counter() - start
+    return found
+
+
+def _receive(tensors: Any, answers: Any) -> None:
+    """Take buckets from another process and answer with their sums, until None comes."""
+    while (bucket := tensors.get()) is not None:
+        mine = bucket.clone()
+        if mine.is_cuda:
+            torch.cuda.synchronize()
+        answers.put(float(mine.double().sum()))
+        del bucket, mine
+
+
+def copies(device: str, size: str, folder: Path) -> dict[str, Any]:
+    """Bandwidths of a bucket of weights: to the host, pickled, and to another process of the same device."""
+    elements = 2**29 if size == "full" else 2**16  # 1 GiB in bf16
+    bucket = torch.randint(-64, 64, (elements,), device=device).to(torch.bfloat16)
+    gib = bucket.numel() * 2 / GIB
+    host = torch.empty(elements, dtype=torch.bfloat16, pin_memory=device == "cuda")
+    rows = [("to pinned host memory", clock(device, lambda: host.copy_(bucket))[0])]
+    rows.append(("to pageable host memory", clock(device, lambda: bucket.to("cpu", copy=True))[0]))
+    array = host.view(torch.int16).numpy()
+    rows.append(("pickled on the host", clock(device, lambda: pickle.dumps(array, 5))[0]))
+    context = get_context("spawn")
+    tensors, answers = context.Queue(), context.Queue()
+    other = context.Process(target=_receive, args=(tensors, answers), daemon=True)
+    other.start()
+    shared = bucket if device == "cuda" else bucket.share_memory_()
+    expected = float(shared.double().sum())
+
+    def hand_over() -> None:
+        tensors.put(shared)
+        found = answers.get(timeout=120)
+        if found != expected:
+            raise RuntimeError(f"another process read a sum of {found}, not {expected}")
+
+    rows.append(("to another process and back, with its sum", clock(device, hand_over)[0]))
+    tensors.put(None)
+    other.join(30)
+    return {"bucket, GiB": gib, "rows": [{"copy": what, "seconds": s, "GiB/s": gib / s} for what, s in rows]}
+
+
+def grpo_run(device: str, size: str, folder: Path) -> dict[str, Any]:
+    """GRPO in one process, hf engine, a random model in the shape of Qwen2.5-0.5B: seconds by phase."""
+    arguments = ["--out", str(folder), "--device", device]
+    if size == "tiny":
+        small = {"size": "tiny", "dtype": "fp32", "steps": 3, "prompts": 2, "answers": 2}
+        small |= {"new-tokens": 8, "cache-gib": 1}
+        arguments += [str(word) for name, value in small.items() for word in (f"--{name}", value)]
+    if grpo.main(arguments):
+        raise RuntimeError("tests.gpu.grpo found no device")
+    run = json.loads((folder / "gpu_grpo.json").read_text(encoding="utf-8"))["run"]
+    share = run["mfu"]
+    rows = [
+        {"phase": name, "seconds": s, "share of the peak": share.get(name, "")} for name, s in run["phases_s"].items()
+    ]
+    return {key: run[key] for key in ("seconds_per_step", "new_tokens_per_second", "logp_diff_mean")} | {"rows": rows}
+
+
+STEPS = {"kernels": kernels, "head": head, "layers": layers, "rank": rank, "copies": copies, "grpo": grpo_run}
