@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -22,6 +22,7 @@ from core.rewards.batch_calls import Answer, ModelScore
 from core.types import Trajectory
 
 PAUSE_S = 1.0  # between two checks of the actors while samples are awaited
+CROWDED, FEW = 2, 16  # an engine with more than twice the mean load, and not few requests, gets no later turns
 
 
 @dataclass
@@ -37,7 +38,8 @@ class RayEngine:
     """The engine contract over engine actors.
 
     Requests of one turn of the event loop travel together, so that an engine receives them at once: prompts are then
-    prefilled once, and a replay meets the same batches. The samples of a prompt go to one engine.
+    prefilled once, and a replay meets the same batches. The samples of a prompt go to one engine, and so do the turns
+    of an episode: the engine's prefix cache holds the earlier ones.
     """
 
     def __init__(self, watch: Watch, engines: Sequence[str]):
@@ -45,6 +47,7 @@ class RayEngine:
         self.policy_version = 0
         self._keys = count()
         self._awaited: dict[int, _Awaited] = {}
+        self._homes: dict[int, str] = {}  # episode -> the engine that wrote its latest turn with these weights
         self._aborts: list[ray.ObjectRef] = []
         self._tasks: set[asyncio.Task] = set()
         self._progress = 0.0
@@ -65,21 +68,30 @@ class RayEngine:
                 self._abort(key, one)
 
     def _send(self) -> None:
-        """Send the new requests: beside the same prompt, else where least is in flight."""
+        """Send the new requests: beside the same prompt, else to the episode's engine unless it is crowded, else where
+        least is in flight."""
         fresh = {key: one for key, one in self._awaited.items() if one.engine is None}
         sent = [one for one in self._awaited.values() if one.engine is not None]
         place = {one.request.prompt_ids: one.engine for one in sent}
         load = {name: sum(one.engine == name for one in sent) for name in self.engines}
         parts: dict[str, list[tuple[int, SampleRequest]]] = {}
         for key, one in fresh.items():
-            one.engine = place.setdefault(one.request.prompt_ids, min(self.engines, key=load.__getitem__))
+            one.engine = place.setdefault(one.request.prompt_ids, self._choose(one.request.episode, load))
             load[one.engine] += 1
+            if one.request.episode is not None:
+                self._homes[one.request.episode] = one.engine
             parts.setdefault(one.engine, []).append((key, one.request))
         self._progress = time.monotonic()
         if not any(task.get_name() == "watch" and not task.done() for task in self._tasks):
             self._begin(self._watch_over(), "watch")
         for engine, requests in parts.items():
             self._begin(self._relay(engine, requests), "relay")
+
+    def _choose(self, episode: int | None, load: Mapping[str, int]) -> str:
+        home = self._homes.get(episode) if episode is not None else None
+        if home is not None and load[home] <= max(FEW, CROWDED * sum(load.values()) / len(load)):
+            return home
+        return min(self.engines, key=load.__getitem__)
 
     def _begin(self, work: Any, name: str) -> None:
         task = asyncio.get_running_loop().create_task(work, name=name)
@@ -147,6 +159,7 @@ class RayEngine:
         calls = {name: self.watch.actors[name].update_weights.remote(bucket, version) for name in self.engines}
         self.watch.wait("update_weights", {**others, **calls})
         self.policy_version = version
+        self._homes.clear()  # no prefix outlives the weights that read it
 
     def sleep(self) -> None:
         self._refuse_in_flight("sleep")

@@ -52,12 +52,17 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One sample to draw. The response depends on the weights and on these fields only, not on the
-    other requests in flight (up to rounding: batched kernels may move a logit by an ulp)."""
+    """One sample to draw. The response depends on the weights and on the first three fields only, not on the
+    other requests in flight (up to rounding: batched kernels may move a logit by an ulp).
+
+    The turns of an episode have the same number ``episode``: each begins with all of the one before, which the engine
+    that wrote it may still hold.
+    """
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     seed: int
+    episode: int | None = None
 
 
 class RolloutEngine(Protocol):

@@ -128,6 +128,11 @@ class Episode:
         self._full = False
 
     @property
+    def seed(self) -> int:
+        """The seed of the first turn: no other sample of the run has it."""
+        return sampling_seed(self._run_seed, self.prompt.ordinal, self.sample_index)
+
+    @property
     def left(self) -> int:
         """Tokens that the response may still hold."""
         return self.limits.response - len(self._ids)
@@ -159,7 +164,8 @@ class Episode:
             raise RuntimeError(f"no room for a turn: {len(self._ids)} of {self.limits.response} tokens are written")
         sampling = dataclasses.replace(self.sampling, max_tokens=room, stop=(*self.sampling.stop, *stop))
         seed = sampling_seed(self._run_seed, self.prompt.ordinal, self.sample_index, self.turns)
-        wrote = await self._engine.sample(SampleRequest((*self.prompt_ids, *self._ids), sampling, seed))
+        request = SampleRequest((*self.prompt_ids, *self._ids), sampling, seed, episode=self.seed)
+        wrote = await self._engine.sample(request)
         text = wrote.response_text
         self._append(wrote.response_ids.tolist(), True, wrote.logprobs.tolist(), Segment("policy", text))
         self._versions.append(wrote.policy_version)
@@ -220,7 +226,7 @@ class Episode:
             segments=tuple(self._segments),
             stop=self.stop,
             policy_version=min(self._versions),
-            seed=sampling_seed(self._run_seed, self.prompt.ordinal, self.sample_index),
+            seed=self.seed,
             turns=self.turns,
             tool_calls=self.tool_calls,
         )
