@@ -25,7 +25,7 @@ from core.tracking.run_manifest import ROOT
 from results.reporting import tables
 from results.reproduction.commands import INTERRUPTED, Commands
 from results.reproduction.rows import Row, overview, read_tables, rows_of
-from results.reproduction.service import Service, service_of
+from results.reproduction.service import Service, ended, service_of
 from results.reproduction.stages import SCORES, Stage, stages
 
 AGAIN = "the same command goes on from here"
@@ -37,7 +37,7 @@ def work(rows: Sequence[Row], seeds: Sequence[int], typed: Sequence[str], servic
     Raises InputError for a service that cannot be had.
     """
     try:
-        with Commands() as commands:
+        with Commands() as commands, ended(service):
             for row in rows:
                 for seed in seeds:
                     print(f"\n{row.recipe}, {row.name}, seed {seed}; reported: {row.reported}", flush=True)
@@ -46,9 +46,6 @@ def work(rows: Sequence[Row], seeds: Sequence[int], typed: Sequence[str], servic
     except KeyboardInterrupt:
         print(f"stopped; {AGAIN}", file=sys.stderr)
         return INTERRUPTED
-    finally:
-        if service is not None:
-            service.stop()
     return 0
 
 

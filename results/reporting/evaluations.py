@@ -63,7 +63,7 @@ def record_of(scores: Path, name: str, rows: Sequence[str]) -> tuple[dict[str, A
         **({} if reference is None else {"reference": reference}),
         "model": {"path": model["path"], "weights": manifest["settings"]["model"]},
         **{key: manifest[key] for key in ("data", "questions", "samples")},
-        "scorer": told["scorer"],
+        "scorers": told["scorers"],
         "decoding": found.decoding,
         "settings": {**manifest["settings"], **told["rewards"], **also},
         "answers_sha256": told["answers_sha256"],
@@ -99,5 +99,5 @@ def evaluation_table(evaluations: list[Mapping[str, Any]]) -> Table:
         for result in one["results"]:
             cells = [f"[{name}]({name}/)", one["model"]["path"], one["model"]["weights"], result["data_source"]]
             cells += [result["metric"], str(result["questions"]), percent(Estimate(**result["estimate"]))]
-            rows.append([*cells, one["decoding"], one["scorer"], one.get("reference", ""), one["commit"]])
+            rows.append([*cells, one["decoding"], "+".join(one["scorers"]), one.get("reference", ""), one["commit"]])
     return Table([*header, "row", "commit"], rows)

@@ -13,6 +13,7 @@ import os
 import shlex
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from results.reporting.feasibility import Summary, read_script
 from results.reporting.numbers import evidence, percent
 from results.reporting.pages import Table
 from results.reporting.run_reader import by_experiment, group_name, with_bases
+from reward_scores import UnknownDataSource, scorer_for
 
 Row = Mapping[str, Any]
 
@@ -129,10 +131,18 @@ def _evaluation(record: Mapping[str, Any], row: Row) -> NamedRun:
     results = [{**one, "after": {"step": 0, "estimate": one["estimate"]}} for one in record["results"]]
     summary = {**record, "status": "finished", "steps": 0, "seed": None, "results": results}
     summary |= {"experiment": f"evaluation {record['recipe']}/{record['run']}", "base": record["model"]["weights"]}
-    reasons += _incomplete(row, summary, {})
+    reasons += [*_otherwise_scored(row, record["scorers"]), *_incomplete(row, summary, {})]
     allowed = [one for one in differing if one.why is not None]
     mark = "the released checkpoint evaluated, not trained here" if trained else "evaluated, nothing is trained"
     return NamedRun(summary, row, allowed, reasons, mark)
+
+
+def _otherwise_scored(row: Row, scorers: Sequence[str]) -> Iterator[str]:
+    """Yield what differs from the scorers that a run of the row has, those of its data sources."""
+    with suppress(UnknownDataSource):  # custom_reward_function scores: a setting, which is compared as one
+        own = sorted({scorer_for(source).name for source in sources(row)})
+        if list(scorers) != own:
+            yield f"it is scored by {', '.join(scorers)} here, {', '.join(own)} there"
 
 
 def _only_evaluates(row: Row) -> bool:

@@ -25,6 +25,7 @@ class Commands:
 
     def __init__(self) -> None:
         self.interrupted = False
+        self._busy = False
         self._child: subprocess.Popen | None = None
         self._handlers = ExitStack()
 
@@ -39,18 +40,22 @@ class Commands:
 
     def run(self, command: str) -> int:
         """Run a command to its end and return its exit status, INTERRUPTED where a signal came."""
-        self._child = start(command)
+        self._busy = True
         try:
+            self._child = start(command)
+            if self.interrupted:  # while it was being started
+                signal_group(self._child, signal.SIGINT)
             status = self._child.wait()
         finally:
-            self._child = None
+            self._child, self._busy = None, False
         return INTERRUPTED if self.interrupted else status
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         self.interrupted = True
-        if self._child is None:
+        if not self._busy:
             raise KeyboardInterrupt
-        signal_group(self._child, signal.SIGINT)
+        if self._child is not None:
+            signal_group(self._child, signal.SIGINT)
 
 
 def start(command: str, **streams: object) -> subprocess.Popen:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -55,18 +57,17 @@ class Service:
         except HTTPError as error:
             if error.code >= 500:  # the server itself, busy or not ready
                 return False
-            rule = f"answered with status {error.code}, so it is not the {self.name} that listens there"
-            raise InputError(
-                f"{self.url}: {rule}; end what does, or name the {self.name}'s address: {self.fix}"
-            ) from error
+            raise self._another(f"answered with status {error.code}") from error
         except (URLError, OSError):
             return False
+        except HTTPException as error:
+            raise self._another("did not answer in HTTP") from error
         except ValueError as error:
             raise InputError(f"{self.key}: {error}; give an address such as http://127.0.0.1:8000/retrieve") from error
 
-    @property
-    def fix(self) -> str:
-        return f"-- {self.key}=URL"
+    def _another(self, what: str) -> InputError:
+        rule = f"{what}, so it is not the {self.name} that listens there"
+        return InputError(f"{self.url}: {rule}; end what does, or name the {self.name}'s address: -- {self.key}=URL")
 
     def start(self) -> None:
         """Return once the service answers; start it where nothing does.
@@ -92,9 +93,7 @@ class Service:
             status = self._process.poll()
             if status is not None:
                 self.stop()
-                raise self._failed(
-                    f"its command ended with status {status} before it answered; mend what its log names"
-                )
+                raise self._failed(f"ended with status {status} before it answered; mend what its log names")
             if time.monotonic() - began > self.wait_s:
                 self.stop()
                 late = f"did not answer at {self.url} within {duration(self.wait_s)}"
@@ -104,9 +103,8 @@ class Service:
 
     def _failed(self, what: str) -> InputError:
         last = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-QUOTED:]
-        return InputError(
-            [f"{self.name} ({self.command}): {what}; the end of {self.log}:", *(f"    {one}" for one in last)]
-        )
+        first = f"{self.name} ({self.command}): {what}; the end of {self.log}:"
+        return InputError([first, *(f"    {line}" for line in last)])
 
     def stop(self) -> None:
         """End what was started here, with all its processes. Nothing else is touched."""
@@ -122,6 +120,16 @@ class Service:
             signal_group(process, signal.SIGKILL)
             process.wait()
         print(f"{self.name}: ended", flush=True)
+
+
+@contextmanager
+def ended(service: Service | None) -> Iterator[None]:
+    """End the service when this is left, however it is left."""
+    try:
+        yield
+    finally:
+        if service is not None:
+            service.stop()
 
 
 def service_of(recipe: str, tables: Mapping[str, Any], typed: Sequence[str]) -> Service | None:

@@ -94,10 +94,11 @@ def stages(row: Row, seed: int, typed: Sequence[str], service: Service | None = 
 
 def data_of(row: Row, script: Script) -> Iterator[Stage]:
     """Yield the commands that make files of the row's configuration; none for files of one's own."""
-    used = {*script.config.data.val_files, *(() if row.released else script.config.data.train_files)}
+    data = script.config.data
+    used = {Path(name).expanduser() for name in (*data.val_files, *(() if row.released else data.train_files))}
     for entry in read_tables(row.recipe)["data"]:
         made = paths(entry["makes"])
-        if used & {str(path) for path in made}:
+        if used & set(made):
             yield making("data", entry["command"], made)
 
 
@@ -150,9 +151,8 @@ def untrained(row: Row, typed: Sequence[str], serving: bool) -> Iterator[Stage]:
     reports = [folder / f"{how}.scores-exact_match.report.json" for how in ("greedy", "sampled")]
     command = " ".join([row.command, shlex.join(typed)]).strip()
     yield Stage("evaluate", command, lambda: all(path.exists() for path in reports), row.cost, serving)
-    yield publishing(
-        row.recipe, folder.name, folder / f"{'sampled' if row.sampled else 'greedy'}.scores-exact_match.jsonl"
-    )
+    decoding = "sampled" if row.sampled else "greedy"
+    yield publishing(row.recipe, folder.name, folder / f"{decoding}.scores-exact_match.jsonl")
 
 
 def publishing(recipe: str, name: str, scores: Path) -> Stage:
