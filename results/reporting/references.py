@@ -130,7 +130,7 @@ def _evaluation(record: Mapping[str, Any], row: Row) -> NamedRun:
     # An evaluation has one accuracy, that of a finished run of no steps.
     results = [{**one, "after": {"step": 0, "estimate": one["estimate"]}} for one in record["results"]]
     summary = {**record, "status": "finished", "steps": 0, "seed": None, "results": results}
-    summary |= {"experiment": f"evaluation {record['recipe']}/{record['run']}", "base": record["model"]["weights"]}
+    summary |= {"group": f"evaluation {record['recipe']}/{record['run']}", "base": record["model"]["weights"]}
     reasons += [*_otherwise_scored(row, record["scorers"]), *_incomplete(row, summary, {})]
     allowed = [one for one in differing if one.why is not None]
     mark = "the released checkpoint evaluated, not trained here" if trained else "evaluated, nothing is trained"

@@ -277,8 +277,8 @@ lab: {command: "", takes: ""}
 def test_a_released_checkpoint_goes_from_data_to_the_table_of_references(tmp_path):
     """The lab's base model stands for what authors released, in a row of its own."""
     folder = prepared(tmp_path / "copy")
-    with open(folder / "results/references.yaml", "a", encoding="utf-8") as file:
-        file.write(RELEASED)
+    table = folder / "results/references.yaml"
+    table.write_text(table.read_text().replace("\nreferences:\n", f"\nreferences:{RELEASED}"))
     (folder / "recipes/grpo/reproduce.yaml").write_text(TABLES)
     command = ("recipes/grpo/reproduce.sh", "released", "--", "trainer.backend=local")
     done = typed(folder, *command)
