@@ -151,6 +151,45 @@ def worked(tmp_path, monkeypatch):
     return work
 
 
+def write(path: Path, content: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+def states(found: list[Stage]) -> str:
+    return " ".join(one.name for one in found if one.done())
+
+
+def test_each_stage_of_a_run_is_done_as_soon_as_its_files_are_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("results.reproduction.stages.ROOT", tmp_path)  # results/ lies there
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    (row,) = rows_of("ppo", "lab", ())
+    found = list(stages(row, 3, ()))
+    run, target = tmp_path / "outputs/ppo/lab-repeated-seed3", tmp_path / "results/ppo/lab-repeated-seed3"
+    manifest = {"run_id": "a", "sessions": [{}], "status": "running"}
+    write(run / "manifest.json", manifest)
+    assert states(found) == ""
+    write(run / "manifest.json", {**manifest, "status": "finished"})
+    assert states(found) == "train"
+    answers = run / "evaluation/answers.jsonl"
+    write(answers.with_suffix(".manifest.json"), {"questions": 3, "samples": 2})
+    write(answers, "{}\n" * 5)
+    assert states(found) == "train"
+    write(answers, "{}\n" * 6)
+    assert states(found) == "train generate"
+    write(run / "evaluation/answers.scores-own.jsonl", "{}")
+    assert states(found) == "train generate score"
+    write(run / "evaluation/answers.scores-own.report.json", {})
+    assert states(found) == "train generate score report"
+    write(target / "manifest.json", {**manifest, "run_id": "b"})
+    assert states(found) == "train generate score report"
+    write(target / "manifest.json", manifest)
+    assert states(found) == "train generate score report publish"
+    write(run / "manifest.json", {**manifest, "status": "finished", "sessions": [{}, {}]})  # it went on
+    assert states(found) == "train generate score report"
+
+
 def test_a_stage_that_is_done_is_not_repeated_and_a_dry_run_runs_none(worked, tmp_path, monkeypatch, capsys):
     one, two = stage("one", tmp_path), stage("two", tmp_path)
     with monkeypatch.context() as dry:
