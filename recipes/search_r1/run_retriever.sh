@@ -6,14 +6,15 @@
 #   DRY_RUN=1 only checks the arguments;  --help lists them all
 #
 # The default is the retriever of the published runs: flat search over the E5 index that download_wiki18.sh fetches to
-# ~/data/search_r1/wiki18. On GPUs where faiss has them, else on the CPU (RETRIEVER.md has memory and speed).
+# SEARCH_R1_DIR/wiki18 or ~/data/search_r1/wiki18. On GPUs where faiss has them, else on the CPU (RETRIEVER.md has memory
+# and speed).
 # RETRIEVER_INDEX names another index: a faiss file (e5_HNSW64.index), or a folder that recipes.search_r1.index.cli
 # wrote (wiki18/bm25, for a laptop). RETRIEVER_CORPUS names the corpus where it does not lie beside a faiss file.
 # This server has never run on the whole of Wikipedia; results/search_r1/retrieval.md has what was measured.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
-index="${RETRIEVER_INDEX:-$HOME/data/search_r1/wiki18/e5_Flat.index}"
+index="${RETRIEVER_INDEX:-${SEARCH_R1_DIR:-$HOME/data/search_r1}/wiki18/e5_Flat.index}"
 corpus="${RETRIEVER_CORPUS:-}"
 python="$root/.venv/bin/python"
 [[ -x "$python" ]] || python=python3

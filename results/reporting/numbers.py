@@ -31,9 +31,14 @@ def change(paired: Paired) -> str:
     return f"{percent(paired.difference, '+')}, {paired.better} up, {paired.worse} down"
 
 
-def evidence(name: str, runs: Sequence[Mapping[str, Any]], verified: Sequence[Mapping[str, str]] = ()) -> str:
-    """Return how far an experiment's number is supported: ``verified`` names what repeated it, else it is measured."""
+def evidence(
+    name: str, runs: Sequence[Mapping[str, Any]], verified: Sequence[Mapping[str, str]] = (), evaluated: str = ""
+) -> str:
+    """Return how far an experiment's number is supported: ``verified`` names what repeated it, else it is measured.
+
+    ``evaluated`` tells whose model an evaluation is of; it has no seeds.
+    """
     by = next((one["by"] for one in verified if one["experiment"] == name), None)
     commits = ", ".join(dict.fromkeys(run["commit"] for run in runs))
-    seeds = f"{len(runs)} seed{'s' * (len(runs) > 1)}, {commits}"
+    seeds = f"{evaluated or f'{len(runs)} seed' + 's' * (len(runs) > 1)}, {commits}"
     return f"measured ({seeds})" if by is None else f"verified by {by} ({seeds})"

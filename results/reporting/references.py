@@ -1,8 +1,9 @@
 """The numbers that others report, each beside the runs here that name it, or with what it would take.
 
-A run names a row of ``results/references.yaml`` by ``trainer.reference``. It stands beside the row's number only if it
-is finished, was validated at its end on all of the row's questions, and has the settings that the row names; a row's
-own departures are allowed and shown. Every other run that names a row is listed with the reasons.
+A run or an evaluation names a row of ``results/references.yaml`` by ``trainer.reference``. A run stands beside the
+row's number only if it is finished, was validated at its end on all of the row's questions, and has the settings that
+the row names; a row's own departures are allowed and shown. An evaluation stands there if its model is what the row's
+authors released, or the row's own where nothing is trained. What else names a row is listed with the reasons.
 """
 
 from __future__ import annotations
@@ -12,23 +13,26 @@ import os
 import shlex
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from core.config.references import Departure, departures, unknown
+from core.config.references import MODEL, Departure, departures, unknown
 from core.errors import InputError
 from core.planning.estimate import DEFAULT_GPU, Plan
 from core.planning.model_shapes import gpu
 from core.tracking.run_manifest import ROOT, flatten
 from core.tracking.validation import Estimate
 from results.reporting.comparison import seed_interval
+from results.reporting.evaluations import read_evaluations
 from results.reporting.feasibility import Summary, read_script
 from results.reporting.numbers import evidence, percent
 from results.reporting.pages import Table
 from results.reporting.run_reader import by_experiment, group_name, with_bases
+from reward_scores import UnknownDataSource, scorer_for
 
 Row = Mapping[str, Any]
 
@@ -48,6 +52,7 @@ class NamedRun:
     row: Row
     allowed: Sequence[Departure]
     reasons: Sequence[str]
+    evaluated: str = ""  # for an evaluation: whose, in words
 
     @property
     def name(self) -> str:
@@ -99,6 +104,51 @@ def named_runs(results: Path, summaries: Sequence[Summary], references: Mapping[
     return found
 
 
+def named_evaluations(results: Path, references: Mapping[str, Any]) -> list[NamedRun]:
+    """Return the evaluations that name a row.
+
+    Raises:
+        InputError: an evaluation names a row that does not exist.
+    """
+    known = {row["id"]: row for row in references["references"]}
+    found = [one for one in read_evaluations(results) if "reference" in one]
+    if strange := [one for one in found if one["reference"] not in known]:
+        raise InputError([f"{one['recipe']}/{one['run']}: {unknown(one['reference'], list(known))}" for one in strange])
+    return [_evaluation(one, known[one["reference"]]) for one in found]
+
+
+def _evaluation(record: Mapping[str, Any], row: Row) -> NamedRun:
+    """Compare an evaluation with its row: its model, and those of the row's settings that decide answers and scores."""
+    trained = not _only_evaluates(row)
+    model = row.get("released") if trained else row["model"]
+    path, settings = record["model"]["path"], record["settings"]
+    decisive = {key: value for key, value in row.get("settings", {}).items() if key in settings}
+    compared = {**row, "settings": decisive, "model": model or path}
+    differing = departures(compared, record["recipe"], {MODEL: path, **settings})
+    reasons = [str(one) for one in differing if one.why is None]
+    reasons += [] if model else [f"the row is trained, and it names no released checkpoint, which {path} could be"]
+    # An evaluation has one accuracy, that of a finished run of no steps.
+    results = [{**one, "after": {"step": 0, "estimate": one["estimate"]}} for one in record["results"]]
+    summary = {**record, "status": "finished", "steps": 0, "seed": None, "results": results}
+    summary |= {"group": f"evaluation {record['recipe']}/{record['run']}", "base": record["model"]["weights"]}
+    reasons += [*_otherwise_scored(row, record["scorers"]), *_incomplete(row, summary, {})]
+    allowed = [one for one in differing if one.why is not None]
+    mark = "the released checkpoint evaluated, not trained here" if trained else "evaluated, nothing is trained"
+    return NamedRun(summary, row, allowed, reasons, mark)
+
+
+def _otherwise_scored(row: Row, scorers: Sequence[str]) -> Iterator[str]:
+    """Yield what differs from the scorers that a run of the row has, those of its data sources."""
+    with suppress(UnknownDataSource):  # custom_reward_function scores: a setting, which is compared as one
+        own = sorted({scorer_for(source).name for source in sources(row)})
+        if list(scorers) != own:
+            yield f"it is scored by {', '.join(scorers)} here, {', '.join(own)} there"
+
+
+def _only_evaluates(row: Row) -> bool:
+    return row.get("settings", {}).get("trainer.val_only", False)
+
+
 def _result(row: Row, summary: Summary, source: str) -> Mapping[str, Any] | None:
     metric = row.get("metric", "mean@1")
     return next((r for r in summary["results"] if (r["data_source"], r["metric"]) == (source, metric)), None)
@@ -108,9 +158,8 @@ def _incomplete(row: Row, summary: Summary, config: Mapping[str, Any]) -> Iterat
     """Yield what a run lacks of an accuracy at the end of a finished run, on all of the row's questions."""
     if summary["status"] != "finished":
         yield f"its status is {summary['status']}"
-    evaluates = row.get("settings", {}).get("trainer.val_only", False)
     at_the_end = summary["steps"] == config.get("trainer.total_training_steps")
-    if config.get("trainer.val_only") and not evaluates and not at_the_end:
+    if config.get("trainer.val_only") and not _only_evaluates(row) and not at_the_end:
         yield f"it only validates, the model of step {summary['steps']}"
     for source in sources(row):
         result = _result(row, summary, source)
@@ -140,6 +189,10 @@ class Measured:
     def estimate(self) -> Estimate:
         return self._over_seeds([run.macro for run in self.runs])
 
+    @property
+    def evaluated(self) -> str:
+        return self.runs[0].evaluated
+
     def accuracy(self, source: str) -> Estimate:
         return self._over_seeds([run.accuracy(source) for run in self.runs])
 
@@ -162,7 +215,7 @@ def measured(row: Row, runs: Sequence[NamedRun]) -> list[Measured]:
 
 def planned(row: Row) -> str:
     """Return the GPU-hours of a row's command, as core.planning estimates them, or why there is no estimate."""
-    if row.get("settings", {}).get("trainer.val_only", False):
+    if _only_evaluates(row):
         return "an evaluation, which plans do not cover"
     try:
         words = shlex.split(row["command"])
@@ -201,13 +254,20 @@ def reference_table(references: Mapping[str, Any], runs: Sequence[NamedRun]) -> 
         for each in found:
             estimate, summaries = each.estimate, [run.summary for run in each.runs]
             used = dict.fromkeys(f"{one} ({one.why})" for run in each.runs for one in run.allowed)
-            used |= dict.fromkeys(one["what"] for one in row.get("departures", ()) if "what" in one)
+            used |= dict.fromkeys(_what_differs(row, each))
             cells = [f"{percent(estimate)} ({each.name})", f"{100 * estimate.value - row['value']:+.1f}"]
-            support = evidence(each.name, summaries, references.get("verified", ()))
+            support = evidence(each.name, summaries, references.get("verified", ()), each.evaluated)
             rows.append([*_known(row), *cells, "; ".join(used) or "none", support])
         if not found:
             rows.append([*_known(row), "", "", "", f"not run (`{row['command']}`, planned: {planned(row)})"])
     return Table([*header, "evidence"], rows)
+
+
+def _what_differs(row: Row, found: Measured) -> list[str]:
+    """Return the row's departures that are sentences. Those of the training are not a released checkpoint's."""
+    released = bool(found.evaluated) and not _only_evaluates(row)
+    stated = [one for one in row.get("departures", ()) if "what" in one]
+    return [one["what"] for one in stated if not released or one.get("evaluation")]
 
 
 def set_table(references: Mapping[str, Any], runs: Sequence[NamedRun]) -> Table:

@@ -329,9 +329,7 @@ def comparable(run: RecordedRun, summary: Mapping[str, Any] | None = None) -> di
 
 def summarise(run: RecordedRun) -> dict[str, Any]:
     """Return the run's summary, from which the tables of ``results/`` are made."""
-    git, machine = run.session["git"], run.session["hardware"]
-    gpus, foreign = machine["gpus"], "foreign" in run.manifest
-    hardware = f"{len(gpus)} x {gpus[0]}" if gpus else f"{machine.get('cores')} cores, {machine.get('cpu')}"
+    foreign = "foreign" in run.manifest
     results = [
         {
             "data_source": outcome.source,
@@ -357,9 +355,22 @@ def summarise(run: RecordedRun) -> dict[str, Any]:
         "command": scrub(run.session["command"]),
         "steps": run.last_step,
         "seconds": round(run.seconds, 1),
-        "hardware": "unknown" if foreign else hardware,
+        "hardware": "unknown" if foreign else hardware_of(run.session),
         **{name: run.manifest[name] for name in ("last_healthy_step",) if name in run.manifest},
         **({"reference": reference} if (reference := run.config.get("trainer.reference")) is not None else {}),
-        "commit": f"{git['commit'][:10]}{' with changes' if git['dirty'] else ''}" if git["commit"] else "unknown",
+        "commit": commit_of(run.session),
         "results": results,
     }
+
+
+def hardware_of(session: Mapping[str, Any]) -> str:
+    """Return in words what a process ran on."""
+    machine = session["hardware"]
+    gpus = machine["gpus"]
+    return f"{len(gpus)} x {gpus[0]}" if gpus else f"{machine.get('cores')} cores, {machine.get('cpu')}"
+
+
+def commit_of(session: Mapping[str, Any]) -> str:
+    """Return the commit that a process ran, and whether its tree had changes."""
+    git = session["git"]
+    return f"{git['commit'][:10]}{' with changes' if git['dirty'] else ''}" if git["commit"] else "unknown"

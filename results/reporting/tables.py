@@ -14,6 +14,7 @@ from typing import Any
 from core.tracking.run_manifest import ROOT
 from core.tracking.validation import Estimate
 from results.reporting.comparison import Paired, seed_interval
+from results.reporting.evaluations import evaluation_table, read_evaluations
 from results.reporting.feasibility import Summary, read_summaries, render_hardware
 from results.reporting.learning_curve import learning_curve
 from results.reporting.numbers import change, evidence, percent
@@ -21,6 +22,7 @@ from results.reporting.pages import Table, markdown_table, sparkline
 from results.reporting.references import (
     closed_table,
     differing_table,
+    named_evaluations,
     named_runs,
     read_references,
     reference_table,
@@ -34,6 +36,11 @@ HARDWARE = ("<!-- hardware:begin -->", "<!-- hardware:end -->")
 HEADLINE_SEEDS = 3  # fewer seeds give no interval worth a headline
 FACTS = ("experiment", "estimator", "loss", "evaluated on", "metric", "questions", "seeds", "before", "after", "steps")
 SETTING = ("decoding", "model", "command")
+EVALUATIONS = (
+    "Models that were answered with and scored, and not trained here. Such a number stands beside a row below if its "
+    "model is what the row's authors released, or the row's own where nothing is trained, if it was measured on all of "
+    "the row's questions, and if decoding, lengths and scorer are the row's."
+)
 
 
 @dataclass(frozen=True)
@@ -159,7 +166,8 @@ def render(results: Path) -> str:
         InputError: a published run names a row of ``references.yaml`` that does not exist.
     """
     summaries, references = read_summaries(results), read_references(results)
-    named, found = named_runs(results, summaries, references), experiments(summaries)
+    named = [*named_runs(results, summaries, references), *named_evaluations(results, references)]
+    found, evaluations = experiments(summaries), read_evaluations(results)
     verified = references.get("verified", ())
     tags = "\n".join(f"- **[{tag}]** {meaning}" for tag, meaning in references["tags"].items())
     several, single = ([one for one in found if (len(one.runs) > 1) is many] for many in (True, False))
@@ -176,6 +184,7 @@ def render(results: Path) -> str:
         markdown_table(indexed_table(several, verified)) if several else "None of several seeds was published yet.",
         *(_section("## Experiments of one seed", indexed_table(single, verified))),
         *(_section("## Runs", run_table(summaries, linked=True, verified=verified))),
+        *(_section(f"## Evaluations\n\n{EVALUATIONS}", evaluation_table(evaluations))),
         "Curves, samples and settings, or a comparison of runs: `python -m results.report results/<recipe>/<run> ...`.",
         "## Reported elsewhere",
         "A run stands here if it names the row (`trainer.reference=<row>`), is finished, was validated at its end on "

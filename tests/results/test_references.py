@@ -24,6 +24,8 @@ from results.publish import publish
 from results.reporting import references
 from results.reporting.feasibility import read_script, read_summaries
 from results.reporting.references import differing_table, named_runs, read_references, reference_table, set_table
+from results.reproduction.rows import read_tables
+from results.reproduction.stages import paths
 from tests.core.synthetic import configured, make_run, records
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -345,7 +347,7 @@ def _words(row) -> list[str]:
 
 
 @named([row for row in COMMANDS if row not in TRAINING])
-def test_an_evaluation_of_a_row_dry_runs_greedily_and_sampled_in_a_folder_of_its_own(row, tmp_path):
+def test_an_evaluation_of_a_row_dry_runs_greedily_and_sampled_in_a_folder_of_its_own(row, tmp_path, monkeypatch):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "DRY_RUN": "1", "PATH": path, "HOME": str(tmp_path)}
     done = subprocess.run(
@@ -359,6 +361,10 @@ def test_an_evaluation_of_a_row_dry_runs_greedily_and_sampled_in_a_folder_of_its
     ):
         assert f"model: {row['model']}\n" in answers and decoding in answers
         assert f"outputs/search_r1/eval-{row['id']}/{name}.jsonl" in answers
+        monkeypatch.setenv("HOME", str(tmp_path))
+        for entry in read_tables("search_r1")["data"]:  # what reproduce.sh makes for the row is what it reads
+            if row["id"] in entry.get("rows", ()):
+                assert f"questions: {', '.join(map(str, paths(entry['makes'])))}\n" in answers
 
 
 def test_a_script_names_a_row_of_its_recipe():

@@ -1,24 +1,34 @@
-"""``reproduce.sh``: every table's stages in a dry run, what is refused, and the lab from data to table in a copy."""
+"""``reproduce.sh``: every table's stages in a dry run, what is refused, and labs from data to table in a copy."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
+import shlex
+import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from core import evaluate
 from core.errors import InputError
-from recipes.lab import base_model
+from recipes.lab import base_model, warm_start
+from recipes.search_r1 import knowledge_model
 from results import reproduce
+from results.reporting.feasibility import Script
 from results.reporting.references import read_references
+from results.reproduction.rows import Row, read_tables, rows_of
+from results.reproduction.service import Service, service_of
+from results.reproduction.stages import Stage, paths, settings, stages
 from tests.recipes.test_lab import SMALL
 from tests.test_readme_commands import copy_of_the_repository
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/reproduce.yaml"))
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 SHORT = ("trainer.total_training_steps=3", "trainer.save_freq=3", "trainer.backend=local", "data.val_max_samples=40")
 
 
@@ -28,7 +38,7 @@ def test_every_paper_has_a_script_that_lists_its_tables(capsys):
         assert os.access(ROOT / "recipes" / recipe / "reproduce.sh", os.X_OK)
         assert reproduce.main([recipe]) == 0
         printed = capsys.readouterr().out
-        for table in reproduce.read_tables(recipe)["tables"]:
+        for table in read_tables(recipe)["tables"]:
             assert f"\n{table}: " in printed
         assert "\nlab: " in printed
 
@@ -40,19 +50,39 @@ def test_rows_are_those_of_the_references_and_every_one_that_can_be_repeated_has
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     known = {row["id"]: row for row in read_references(ROOT / "results")["references"]}
-    for table in reproduce.read_tables(recipe)["tables"]:
-        for row in reproduce.rows_of(recipe, table, ()):
+    service = service_of(recipe, read_tables(recipe), ())
+    monkeypatch.setattr(Service, "answers", lambda _: False)
+    for table in read_tables(recipe)["tables"]:
+        for row in rows_of(recipe, table, ()):
             assert not row.named or "not_reproducible" not in known[row.name]
-            stages = list(reproduce.stages(row, 1, ()))
-            names = [stage.name for stage in stages]
+            found = list(stages(row, 1, (), service))
+            names = [stage.name for stage in found]
+            marked = [stage.name for stage in found if stage.needs_service]
             if "eval.sh" in row.command:
-                assert names == ["evaluate"]
+                assert names[-2:] == ["evaluate", "publish"] and set(names[:-2]) == {"data"}
+                assert found[-2].command == row.command == known[row.name]["command"]
+                assert marked == (["evaluate"] if "retriever.prefetch=True" in row.command else [])
                 continue
             assert names[-5:] == ["train", "generate", "score", "report", "publish"] and set(names[:-5]) == {"data"}
-            train = next(stage for stage in stages if stage.name == "train")
+            script = script_of(known.get(row.name, {"command": row.command})["command"])
+            made = {path for entry in read_tables(recipe)["data"] for path in paths(entry["makes"])}
+            assert {Path(name) for name in (*script.config.data.train_files, *script.config.data.val_files)} <= made
+            searches = getattr(script.config, "do_search", False)
+            assert marked == (["train", "generate"] if searches else [])
+            train = next(stage for stage in found if stage.name == "train")
             assert f"trainer.experiment_name={row.name}-seed1" in train.command and train.cost.startswith("about ")
             assert (f"trainer.reference={row.name}" in train.command) == row.named
-            assert not any(stage.done() for stage in stages)
+            own = script_of(train.command).config
+            names = ("experiment_name", "reference", "seed", "default_local_dir")
+            same = dataclasses.replace(own.trainer, **{name: getattr(script.config.trainer, name) for name in names})
+            assert dataclasses.replace(own, trainer=same) == script.config  # this row's command, and no other's
+            assert not any(stage.done() for stage in found)
+
+
+def script_of(command: str) -> Script:
+    """What a row's command starts, as bash and the configuration read it."""
+    words = shlex.split(command)
+    return settings(words[words.index("bash") + 1 :], ())
 
 
 def test_a_row_that_nobody_can_repeat_and_unknown_names_are_refused_by_name():
@@ -63,16 +93,123 @@ def test_a_row_that_nobody_can_repeat_and_unknown_names_are_refused_by_name():
         (["gspo", "table1"], "gspo: has no reproduce.yaml; choose one of dapo, grpo"),
     ):
         with pytest.raises(InputError, match=re.escape(message)):
-            reproduce.rows_of(words[0], words[1], words[2:])
+            rows_of(words[0], words[1], words[2:])
         assert reproduce.main(words) == 2
 
 
-def test_a_released_model_is_evaluated_in_place_of_training():
-    (row,) = reproduce.rows_of("dapo", "released", ())
-    names = [stage.name for stage in reproduce.stages(row, 1, ())]
-    assert names == ["data", "generate", "score", "report"]
-    generate = list(reproduce.stages(row, 1, ()))[1].command
-    assert "--model BytedTsinghua-SIA/DAPO-Qwen-32B" in generate and "preset=paper" in generate
+@pytest.mark.parametrize("recipe", ["dapo", "search_r1"])
+def test_a_released_model_is_evaluated_with_the_rows_settings_in_place_of_training(
+    recipe, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DRY_RUN", "1")
+    (row,) = rows_of(recipe, "released", ())
+    found = list(stages(row, 1, ("trainer.nnodes=2",)))
+    assert [stage.name for stage in found] == ["data", "generate", "score", "report", "publish"]
+    words = shlex.split(found[1].command)
+    assert f"trainer.reference={row.name}" in words and "trainer.nnodes=2" in words
+    assert evaluate.main(words[words.index("generate") :]) == 0  # it is a command that core.evaluate accepts
+    printed = capsys.readouterr().out
+    assert f"model: {row.released}\n" in printed and "engine: vllm in bfloat16, " in printed
+    at_most = {"dapo": "32 a question, at most 20480 tokens", "search_r1": "1 a question, at most 500 tokens"}
+    assert at_most[recipe] in printed and "temperature 1, top_p 0." in printed
+    assert set(shlex.split(found[1].command)) & {"data.train_batch_size=512", "trainer.backend=ray"} == {
+        "trainer.backend=ray"
+    }
+
+
+def test_paths_are_read_as_bash_reads_them(monkeypatch, tmp_path):
+    monkeypatch.delenv("SOME_DIR", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "with space"))
+    words = "${SOME_DIR:-$HOME/data}/{a/x,b*}.parquet"
+    folder = tmp_path / "with space/data"
+    assert paths(words) == [folder / "a/x.parquet", folder / "b*.parquet"]
+    monkeypatch.setenv("SOME_DIR", "/d")
+    assert paths(words) == [Path("/d/a/x.parquet"), Path("/d/b*.parquet")]
+
+
+# --- the work ---
+
+
+def stage(name: str, folder: Path, command: str = "", **options) -> Stage:
+    """A stage that writes its name into a log, and makes a file of that name unless ``command`` does otherwise."""
+    made = folder / name
+    text = f"echo {name} >> {folder}/log; {command or f'touch {made}'}"
+    return Stage(name, text, made.exists, **options)
+
+
+@pytest.fixture
+def worked(tmp_path, monkeypatch):
+    """Work through stages, and return the exit status and the names of those that ran."""
+
+    def work(*found: Stage, **environment: str) -> tuple[int, list[str]]:
+        monkeypatch.setattr(reproduce, "stages", lambda *_: found)
+        (tmp_path / "log").write_text("")
+        status = reproduce.work([Row("grpo", "a", "", "1.0", "")], [1], (), None)
+        return status, (tmp_path / "log").read_text().split()
+
+    return work
+
+
+def write(path: Path, content: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+def states(found: list[Stage]) -> str:
+    return " ".join(one.name for one in found if one.done())
+
+
+def test_each_stage_of_a_run_is_done_as_soon_as_its_files_are_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("results.reproduction.stages.ROOT", tmp_path)  # results/ lies there
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    (row,) = rows_of("ppo", "lab", ())
+    found = list(stages(row, 3, ()))
+    run, target = tmp_path / "outputs/ppo/lab-repeated-seed3", tmp_path / "results/ppo/lab-repeated-seed3"
+    manifest = {"run_id": "a", "sessions": [{}], "status": "running"}
+    write(run / "manifest.json", manifest)
+    assert states(found) == ""
+    write(run / "manifest.json", {**manifest, "status": "finished"})
+    assert states(found) == "train"
+    answers = run / "evaluation/answers.jsonl"
+    write(answers.with_suffix(".manifest.json"), {"questions": 3, "samples": 2})
+    write(answers, "{}\n" * 5)
+    assert states(found) == "train"
+    write(answers, "{}\n" * 6)
+    assert states(found) == "train generate"
+    write(run / "evaluation/answers.scores-own.jsonl", "{}")
+    assert states(found) == "train generate score"
+    write(run / "evaluation/answers.scores-own.report.json", {})
+    assert states(found) == "train generate score report"
+    write(target / "manifest.json", {**manifest, "run_id": "b"})
+    assert states(found) == "train generate score report"
+    write(target / "manifest.json", manifest)
+    assert states(found) == "train generate score report publish"
+    write(run / "manifest.json", {**manifest, "status": "finished", "sessions": [{}, {}]})  # it went on
+    assert states(found) == "train generate score report"
+
+
+def test_a_stage_that_is_done_is_not_repeated_and_a_dry_run_runs_none(worked, tmp_path, monkeypatch, capsys):
+    one, two = stage("one", tmp_path), stage("two", tmp_path)
+    with monkeypatch.context() as dry:
+        dry.setenv("DRY_RUN", "1")
+        assert worked(one, two) == (0, [])
+    assert worked(one) == (0, ["one"])
+    capsys.readouterr()
+    assert worked(one, two) == (0, ["two"])
+    assert re.findall(r"^  (\w+): (done|to do)$", capsys.readouterr().out, re.M) == [("one", "done"), ("two", "to do")]
+    assert worked(one, two) == (0, [])
+
+
+def test_a_stage_that_fails_ends_the_work_with_its_status(worked, tmp_path, capsys):
+    assert worked(stage("one", tmp_path, "exit 7"), stage("two", tmp_path)) == (7, ["one"])
+    assert "one ended with status 7; the same command goes on from here" in capsys.readouterr().err
+
+
+def test_a_stage_that_does_not_make_what_it_should_ends_the_work(worked, tmp_path, capsys):
+    assert worked(stage("one", tmp_path, "true"), stage("two", tmp_path)) == (1, ["one"])
+    assert "one ended with status 0, and what it should have made is not there" in capsys.readouterr().err
 
 
 def prepared(folder: Path) -> Path:
@@ -83,8 +220,22 @@ def prepared(folder: Path) -> Path:
     return folder
 
 
+def with_knowledge(folder: Path, monkeypatch) -> None:
+    """The same for the base model of the search lab."""
+    built = []
+    with monkeypatch.context() as patched:  # the arguments of the real one, without its minutes of training
+        patched.setattr(knowledge_model, "build", lambda *arguments: built.append(arguments))
+        knowledge_model.prepare(1, folder / "outputs/lab/knowledge")
+    ((root, real, tokenizer, _, *code),) = built
+    sizes = {name: getattr(SMALL, name) for name in ("hidden_size", "intermediate_size", "layers", "heads")}
+    steps = {"batch_size": 4, "task_steps": 2, "mixture_steps": 2, "hold_steps": 1, "warmup_steps": 1}
+    small = knowledge_model.KnowledgeRecipe(**sizes, **steps, loss_bound=99.0, bases=1, questions_each=20)
+    made = warm_start.build(root, small, tokenizer, lambda: knowledge_model.rows(small, tokenizer), *code)
+    made.rename(root / warm_start.digest(real, (*code, Path(warm_start.__file__))))
+
+
 def typed(folder: Path, *words: str, dry: bool = False) -> subprocess.CompletedProcess:
-    environment = {"HOME": str(folder), "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**ENVIRONMENT, "HOME": str(folder)}
     if dry:
         environment["DRY_RUN"] = "1"
     return subprocess.run(["bash", *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=1500)
@@ -109,6 +260,81 @@ def test_the_lab_goes_from_data_to_table_in_three_steps_and_a_second_call_does_n
     again = typed(folder, "recipes/ppo/reproduce.sh", "lab", dry=True)
     states = re.findall(r"^  (\w+): (done|to do)", again.stdout, re.M)
     assert states == [(name, "done") for name in ("train", "generate", "score", "report", "publish")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_search_lab_goes_from_data_to_table_in_three_steps(tmp_path, monkeypatch):
+    folder = copy_of_the_repository(tmp_path / "copy")
+    with_knowledge(folder, monkeypatch)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setitem(ENVIRONMENT, "LAB_PORT", str(port))
+    lab_from_data_to_table(folder, "search_r1", *SHORT)
+    with socket.socket() as ended, pytest.raises(ConnectionRefusedError):  # its retriever is not left behind
+        ended.connect(("127.0.0.1", port))
+    manifest = json.loads(
+        (folder / "outputs/search_r1/lab-repeated-seed1/evaluation/answers.manifest.json").read_text()
+    )
+    assert manifest["config"]["retriever.url"] is None and manifest["questions"] == 40
+
+
+RELEASED = """
+  - id: lab-released
+    recipe: grpo
+    model: a/base
+    released: ./outputs/lab/base/current
+    method: none, the lab's base model
+    data_source: lab/hops
+    value: 50.0
+    questions: 40
+    source: a test
+    tag: R
+    command: bash recipes/grpo/run_lab.sh data.val_max_samples=40
+    settings:
+      algorithm.adv_estimator: rloo
+      data.val_max_samples: 40
+      data.max_response_length: 12
+      actor_rollout_ref.rollout.val_kwargs.do_sample: true
+    departures:
+      - what: it was trained on other data
+        why: of training only
+"""
+TABLES = """
+data:
+  - command: python -m recipes.lab.prepare
+    makes: outputs/lab/data/{train,test}.parquet
+tables: {}
+released: [lab-released]
+lab: {command: "", takes: ""}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_released_checkpoint_goes_from_data_to_the_table_of_references(tmp_path):
+    """The lab's base model stands for what authors released, in a row of its own."""
+    folder = prepared(tmp_path / "copy")
+    table = folder / "results/references.yaml"
+    table.write_text(table.read_text().replace("\nreferences:\n", f"\nreferences:{RELEASED}"))
+    (folder / "recipes/grpo/reproduce.yaml").write_text(TABLES)
+    command = ("recipes/grpo/reproduce.sh", "released", "--", "trainer.backend=local")
+    done = typed(folder, *command)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    record = json.loads((folder / "results/grpo/released-lab-released/evaluation.json").read_text())
+    assert record["model"]["path"] == "./outputs/lab/base/current"
+    assert re.fullmatch("sha256:[0-9a-f]{64}", record["model"]["weights"])
+    text = (folder / "results/README.md").read_text()
+    (line,) = [line for line in text.splitlines() if line.startswith("| lab-released |")]
+    cells = line.split(" | ")
+    value = 100 * record["results"][0]["estimate"]["value"]
+    assert cells[6].startswith(f"{value:.1f} [") and cells[6].endswith("] (grpo/released-lab-released)")
+    assert cells[7] == f"{value - 50:+.1f}" and cells[8] == "none"
+    assert cells[9].startswith("measured (the released checkpoint evaluated, not trained here, ")
+    assert "| [grpo/released-lab-released](grpo/released-lab-released/) |" in text.split("## Evaluations")[1]
+    states = re.findall(r"^  (\w+): (done|to do)", typed(folder, *command, dry=True).stdout, re.M)
+    assert states == [(name, "done") for name in ("data", "generate", "score", "report", "publish")]
 
 
 @pytest.mark.slow
