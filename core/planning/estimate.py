@@ -17,8 +17,9 @@ parameters, R learner ranks that share them, c bytes a number in the passes (2 i
 
 An episode (``data.max_start_length``) is several turns of generated tokens with observed ones between them, which are
 prefilled once and are in every pass of the learner. A phase's memory is what is there always and what it adds; policy
-and critic update one after the other. ``python -m tests.scale.world`` counts the real learner's allocations beside it. Times are the business of ``step_seconds``. This is the only place that they come
-from: dry runs, a run's first lines and the tables of ``results`` print its figures.
+and critic update one after the other. ``python -m tests.scale.world`` counts what the learner allocates on fake ranks
+beside these figures. Times are the business of ``step_seconds``. This is the only place that they come from: dry runs,
+a run's first lines and the tables of ``results`` print its figures.
 """
 
 from __future__ import annotations
@@ -87,11 +88,12 @@ def sharded_update_bytes(
     """Return what :func:`update_bytes` does for a model that ranks share, beside the gathered weights.
 
     A layer's gradient is reduced in float32 while the layer before it is passed backward. Those of the ends stay whole,
-    in the passes' precision, until everything else is reduced: embedding and head are one unit of FSDP2.
+    in the passes' precision, until everything else is reduced: embedding and head are one unit of FSDP2. By then no
+    weight is gathered any more.
     """
     block, backward = block_bytes(shape, width, width), 2 * (shape.mlp + shape.hidden) * width
     kept = float(tokens) * shape.layers * (shape.hidden * width if checkpointing else block)
-    gradients = 4.0 * (adapters or shape.parameters) / ranks
+    gradients = 4.0 * (adapters or shape.parameters - shape.ends) / ranks  # of the layers
     reduced = 4.0 * (adapters / shape.layers if adapters else shape.block)
     head = 0.0 if adapters else float(width) * shape.vocab * shape.hidden
     ends = 0.0 if adapters else (width + 4.0) * shape.ends
@@ -100,17 +102,22 @@ def sharded_update_bytes(
         "in the head": kept + head_bytes(shape, tokens, width, trains=not adapters) + cast,
         "in the last layer": head + reduced + kept + tokens * (backward + (block if checkpointing else 0)),
         "in the first layer": head + reduced + gradients + tokens * (backward + block),
-        "at the end": gradients + reduced + ends,
+        "at the end": gradients + ends - gathered_bytes(shape, width),
     }
     moment = max(moments, key=moments.__getitem__)
     return moments[moment], moment
 
 
-def log_prob_bytes(shape: Shape, tokens: int, width: int) -> float:
+def gathered_bytes(shape: Shape, width: int) -> float:
+    """Return the weights that a rank of a sharded model has whole: one layer and the next, and the ends."""
+    return width * (2.0 * shape.block + shape.ends)
+
+
+def log_prob_bytes(shape: Shape, tokens: int, width: int, adapters: int = 0) -> float:
     """Return what a pass without gradients holds beside the weights: in an MLP, or in the head."""
-    return max(
-        float(tokens) * (3 * shape.mlp + 4 * shape.hidden) * width, head_bytes(shape, tokens, width, trains=False)
-    )
+    mlp = 3 + bool(adapters)  # numbers of the MLP's width a token; adapters' part is added to the layer's own
+    inside = float(tokens) * (mlp * shape.mlp + 4 * shape.hidden) * width
+    return max(inside, head_bytes(shape, tokens, width, trains=False))
 
 
 def copies_bytes(shape: Shape, checkpointing: bool) -> float:
@@ -213,8 +220,10 @@ class Plan:
         sharded = config.trainer.backend == "ray"
         if sharded:
             size, tokens = width(config.actor_rollout_ref.actor.fsdp_config.dtype), log_prob_tokens(config)
-            yield Part("policy", "log-probs", "weights of the layers at work", size * (2.0 * shape.block + shape.ends))
-            yield Part("policy", "log-probs", f"activations of {tokens} tokens", log_prob_bytes(shape, tokens, size))
+            adapters = shape.adapters(config.actor_rollout_ref.model.lora_rank)
+            highest = log_prob_bytes(shape, tokens, size, adapters)
+            yield Part("policy", "log-probs", "weights of the layers at work", gathered_bytes(shape, size))
+            yield Part("policy", "log-probs", f"activations of {tokens} tokens", highest)
         for role, phase, part, model, fsdp in self.learners[: 1 + config.critic.enable]:
             (tokens, _), size = pass_tokens(config, part), width(fsdp.dtype)
             checkpointing = model.enable_gradient_checkpointing
@@ -223,7 +232,7 @@ class Plan:
                 headed, adapters = shape, shape.adapters(model.lora_rank)
             options = {"checkpointing": checkpointing, "ranks": self.ranks, "adapters": adapters}
             if sharded:
-                gathered = size * (2.0 * shape.block + shape.ends)
+                gathered = gathered_bytes(shape, size)
                 highest, moment = sharded_update_bytes(headed, tokens, size, **options)
             else:
                 gathered = copies_bytes(shape, checkpointing) if size == 2 else 0.0

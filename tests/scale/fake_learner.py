@@ -31,11 +31,11 @@ from results.reporting.feasibility import Script
 from tests.scale.meter import GPU, HOST, Meter
 
 APART = (
-    "Weights are neither read nor broadcast; the checks that compare numbers at the start (head, packing) are left out.",
+    "Weights are neither read nor broadcast; the checks of numbers at the start (head, packing) are left out.",
     "What ranks agree on as numbers (passes, metrics) is this rank's own; the fake group exchanges nothing.",
     "Indices of tokens and the cutting into passes are computed with real numbers, because shapes follow from them.",
     "Attention is `varlen_attn`, as on a GPU; its FLOPs are those of causal attention within each sequence.",
-    "DTensor's all-to-all is the operation that NCCL gets, not the fallback for a CPU; its scratch memory is not counted.",
+    "DTensor's all-to-all is NCCL's operation, not the fallback for a CPU; its scratch memory is not counted.",
     "Of the head's chunks the first, second and last run; the second's FLOPs count for those between.",
     "What DTensor computes to learn shapes is not counted: no rank allocates it.",
 )

@@ -1,6 +1,6 @@
 """What one rank allocates, computes and exchanges, counted at every operation on fake tensors.
 
-A fake tensor has a shape, a type and a storage of known size, but no numbers, so a learner of any size runs on a laptop.
+A fake tensor has a shape, a type and a storage of known size, but no numbers: a learner of any size runs on a laptop.
 The meter stands below autograd and DTensor and sees operations on the rank's own tensors only. Tensors that are not
 fake (token ids, masks) are computed with, because shapes follow from their values.
 """
@@ -31,6 +31,7 @@ COLLECTIVES = {
     "c10d._reduce_scatter_base_": "reduce-scatter",
     "_dtensor.shard_dim_alltoall": "all-to-all",
 }
+FORMULAS = {**flop_registry, torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm]}  # the table lacks it
 REDUCE_SCATTER, ALL_TO_ALL, VARLEN = "c10d._reduce_scatter_base_", "_dtensor.shard_dim_alltoall", "torch_attn._varlen"
 
 
@@ -136,7 +137,7 @@ class Meter(TorchDispatchMode):
     def _count(self, func: Any, name: str, args: tuple, kwargs: dict, out: Any) -> None:
         if name.startswith(VARLEN):
             self.flops += self.repeats * _attention_flops(name, args)
-        elif formula := flop_registry.get(func._overloadpacket):
+        elif formula := FORMULAS.get(func._overloadpacket):
             self.flops += self.repeats * formula(*args, **kwargs, out_val=out)
         if kind := COLLECTIVES.get(name):
             self.calls[kind] += 1
