@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import ray
 from ray import cloudpickle
 from ray.experimental import get_object_locations
-
-if TYPE_CHECKING:
-    from core.cluster.ray_watch import Watch
 
 
 class Traffic:
@@ -41,8 +38,14 @@ def size_of(value: Any) -> int:
     return len(cloudpickle.dumps(value, protocol=5))
 
 
+class CountedCalls(Protocol):
+    """What is counted: :class:`core.cluster.ray_watch.Watch`."""
+
+    traffic: Traffic | None
+
+
 @contextmanager
-def counting(watch: Watch) -> Iterator[Traffic]:
+def counting(watch: CountedCalls) -> Iterator[Traffic]:
     """Count the calls of ``watch`` while the block runs."""
     watch.traffic = Traffic()
     try:
