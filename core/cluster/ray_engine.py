@@ -100,11 +100,17 @@ class RayEngine:
 
     async def _relay(self, engine: str, requests: list[tuple[int, SampleRequest]]) -> None:
         """Pass the actor's outcomes on to the futures that await them."""
+        traffic = self.watch.traffic
+        if traffic:
+            traffic.send("generate", requests)
         try:
             stream = self.watch.actors[engine].sample.options(num_returns="streaming").remote(requests)
             async for part in stream:
                 self._progress = time.monotonic()
-                for key, outcome in await part:
+                outcomes = await part
+                if traffic:
+                    traffic.receive("generate", outcomes)
+                for key, outcome in outcomes:
                     failed = isinstance(outcome, Exception) and out_of_memory(outcome, "generate", f"on {engine}")
                     self._settle(key, failed or outcome)
         except RayError as error:
@@ -158,6 +164,8 @@ class RayEngine:
         self._refuse_in_flight("update_weights")
         calls = {name: self.watch.actors[name].update_weights.remote(bucket, version) for name in self.engines}
         self.watch.wait("update_weights", {**others, **calls})
+        if self.watch.traffic:  # the bucket is ready now
+            self.watch.traffic.send("update_weights", *[bucket] * len(calls))
         self.policy_version = version
         self._homes.clear()  # no prefix outlives the weights that read it
 

@@ -9,15 +9,17 @@ parameters, R learner ranks that share them, c bytes a number in the passes (2 i
     learner, resident   12 P / R          float32 weights and two Adam moments; on the CPU where offloaded
                         (4 P + 8 A) / R   with LoRA of A parameters, on every linear layer
     reference           4 P / R           float32 weights; none with LoRA, whose base it is
-    gathered weights    c (2 block + ends) + 4 (block + ends)     one layer and the next, the ends, and their gradients;
-                                          alone (R = 1) only bf16 copies: 2 P, or of one layer with checkpointing
-    update              gradients and activations at the highest of three moments (block_bytes, update_bytes)
+    gathered weights    c (2 block + ends)    one layer and the next, and the ends; in one process only bf16 copies:
+                                          2 P, or of one layer with checkpointing
+    update              gradients and activations at their highest moment (update_bytes, sharded_update_bytes)
+    log-probs           activations of one layer, or the head's chunks, whichever is more (log_prob_bytes)
     engine              c P / tp + KV cache; a token's cache is 2 L kv c / tp
 
 An episode (``data.max_start_length``) is several turns of generated tokens with observed ones between them, which are
 prefilled once and are in every pass of the learner. A phase's memory is what is there always and what it adds; policy
-and critic update one after the other. Times are the business of ``step_seconds``. This is the only place that they come
-from: dry runs, a run's first lines and the tables of ``results`` print its figures.
+and critic update one after the other. ``python -m tests.scale.world`` counts what the learner allocates on fake ranks
+beside these figures. Times are the business of ``step_seconds``. This is the only place that they come from: dry runs,
+a run's first lines and the tables of ``results`` print its figures.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from pathlib import Path
 
 from core.config import compose, examine, schema, tables
 from core.errors import InputError
-from core.planning.memory_knobs import pass_tokens, update_knobs
+from core.planning.memory_knobs import knobs, log_prob_tokens, pass_tokens, update_knobs
 from core.planning.model_rules import model_problems
 from core.planning.model_shapes import TABLE, Gpu, Shape, gpu, shape_of, width
 from core.planning.published import lengths_of, questions_of, step_errors
@@ -40,7 +42,7 @@ from core.planning.step_seconds import Assumptions, Load, checkpoint_seconds, st
 HEAD_CHUNK = 3 * 4 * 2**23  # bytes: core.learner.log_probs holds about three chunks of 2**23 float32 numbers
 USABLE = 0.95  # of a GPU's memory; the rest is the allocator's and the libraries'
 MEASURED = Path(__file__).parents[2] / "results/benchmarks/plan_memory.json"  # of tests.benchmarks.plan_memory
-PHASES = ("generate", "update", "critic update")
+PHASES = ("generate", "log-probs", "update", "critic update")
 HOOKS = ("shape_reward", "keep_group", "compute_advantages")  # a plan does not judge the trainer
 DEFAULT_GPU = "H100"
 PROMPT_LENGTH = 256  # tokens, where no table has them
@@ -78,6 +80,44 @@ def update_bytes(
     }
     moment = max(moments, key=moments.__getitem__)
     return max(moments[moment], gradients), moment
+
+
+def sharded_update_bytes(
+    shape: Shape, tokens: int, width: int, *, checkpointing: bool, ranks: int, adapters: int = 0
+) -> tuple[float, str]:
+    """Return what :func:`update_bytes` does for a model that ranks share, beside the gathered weights.
+
+    A layer's gradient is reduced in float32 while the layer before it is passed backward. Those of the ends stay whole,
+    in the passes' precision, until everything else is reduced: embedding and head are one unit of FSDP2. By then no
+    weight is gathered any more.
+    """
+    block, backward = block_bytes(shape, width, width), 2 * (shape.mlp + shape.hidden) * width
+    kept = float(tokens) * shape.layers * (shape.hidden * width if checkpointing else block)
+    gradients = 4.0 * (adapters or shape.parameters - shape.ends) / ranks  # of the layers
+    reduced = 4.0 * (adapters / shape.layers if adapters else shape.block)
+    head = 0.0 if adapters else float(width) * shape.vocab * shape.hidden
+    ends = 0.0 if adapters else (width + 4.0) * shape.ends
+    cast = head if width < 4 else 0.0  # the head sums its gradient in float32 first
+    moments = {
+        "in the head": kept + head_bytes(shape, tokens, width, trains=not adapters) + cast,
+        "in the last layer": head + reduced + kept + tokens * (backward + (block if checkpointing else 0)),
+        "in the first layer": head + reduced + gradients + tokens * (backward + block),
+        "at the end": gradients + ends - gathered_bytes(shape, width),
+    }
+    moment = max(moments, key=moments.__getitem__)
+    return moments[moment], moment
+
+
+def gathered_bytes(shape: Shape, width: int) -> float:
+    """Return the weights that a rank of a sharded model has whole: one layer and the next, and the ends."""
+    return width * (2.0 * shape.block + shape.ends)
+
+
+def log_prob_bytes(shape: Shape, tokens: int, width: int, adapters: int = 0) -> float:
+    """Return what a pass without gradients holds beside the weights: in an MLP, or in the head."""
+    mlp = 3 + bool(adapters)  # numbers of the MLP's width a token; adapters' part is added to the layer's own
+    inside = float(tokens) * (mlp * shape.mlp + 4 * shape.hidden) * width
+    return max(inside, head_bytes(shape, tokens, width, trains=False))
 
 
 def copies_bytes(shape: Shape, checkpointing: bool) -> float:
@@ -177,17 +217,26 @@ class Plan:
     def _passes(self) -> Iterator[Part]:
         """Yield what an update needs for a while, the policy's and the critic's."""
         shape, config = self.shape, self.config
+        sharded = config.trainer.backend == "ray"
+        if sharded:
+            size, tokens = width(config.actor_rollout_ref.actor.fsdp_config.dtype), log_prob_tokens(config)
+            adapters = shape.adapters(config.actor_rollout_ref.model.lora_rank)
+            highest = log_prob_bytes(shape, tokens, size, adapters)
+            yield Part("policy", "log-probs", "weights of the layers at work", gathered_bytes(shape, size))
+            yield Part("policy", "log-probs", f"activations of {tokens} tokens", highest)
         for role, phase, part, model, fsdp in self.learners[: 1 + config.critic.enable]:
             (tokens, _), size = pass_tokens(config, part), width(fsdp.dtype)
             checkpointing = model.enable_gradient_checkpointing
-            gathered, residual = size * (2.0 * shape.block + shape.ends) + 4.0 * (shape.block + shape.ends), size
-            if config.trainer.backend == "local":
-                gathered, residual = copies_bytes(shape, checkpointing) if size == 2 else 0.0, 4
             headed, adapters = replace(shape, vocab=1), 0  # a value head has one output
             if role == "policy":
                 headed, adapters = shape, shape.adapters(model.lora_rank)
             options = {"checkpointing": checkpointing, "ranks": self.ranks, "adapters": adapters}
-            highest, moment = update_bytes(headed, tokens, size, residual, **options)
+            if sharded:
+                gathered = gathered_bytes(shape, size)
+                highest, moment = sharded_update_bytes(headed, tokens, size, **options)
+            else:
+                gathered = copies_bytes(shape, checkpointing) if size == 2 else 0.0
+                highest, moment = update_bytes(headed, tokens, size, 4, **options)
             kept = "layer inputs" if checkpointing else "all layers"
             yield Part(role, phase, "weights of the layers at work", gathered)
             what = f"gradients, activations of {tokens} tokens ({kept} kept), highest {moment}"
@@ -229,6 +278,8 @@ def advice(plan: Plan) -> list[str]:
             remedy = "shorten data.max_response_length, or larger GPUs"
             turn = [f"one sequence of full length is a pass already: {remedy}"]
         tips += turn
+    if "log-probs" in over:
+        tips += knobs(config, "old_log_prob")
     if "generate" in over and plan.engine_reserves:
         tips.append("lower rollout.gpu_memory_utilization: the learner's state stays beside the engine")
     if plan.checkpoints and plan.checkpoints * plan.checkpoint_bytes > 1e12:  # bytes
@@ -309,7 +360,9 @@ def _memory(plan: Plan) -> Iterator[str]:
     """Yield what a GPU holds, part by part and phase by phase, and how many answers an engine's cache has room for."""
     yield "Memory of one GPU, with the phase in which it is taken:"
     yield from (f"  {part.role:<10}{part.phase:<14}{_gib(part.bytes):>11}  {part.what}" for part in plan.parts)
-    for phase in PHASES[: 2 + plan.config.critic.enable]:
+    for phase in PHASES[: 3 + plan.config.critic.enable]:
+        if phase == "log-probs" and plan.config.trainer.backend == "local":
+            continue  # never more than an update, and not estimated
         size = plan.phase_bytes[phase]
         yield f"Memory in the phase {phase}: {_gib(size)}, {size / plan.gpu.memory:.0%} of the GPU's."
     yield checked()

@@ -26,6 +26,15 @@ def pass_tokens(config: schema.Config, part: Learner) -> tuple[int, int]:
     return share * (part.ppo_micro_batch_size_per_gpu or 1), share
 
 
+def log_prob_tokens(config: schema.Config) -> int:
+    """Return the tokens in one log-prob pass of the policy on one rank."""
+    longest, rollout = config.data.max_prompt_length + config.data.max_response_length, config.actor_rollout_ref.rollout
+    share = -(-longest // config.actor_rollout_ref.actor.ulysses_sequence_parallel_size)
+    if rollout.log_prob_use_dynamic_bsz:
+        return max(share, rollout.log_prob_max_token_len_per_gpu)
+    return share * (rollout.log_prob_micro_batch_size_per_gpu or 1)
+
+
 def update_knobs(config: schema.Config, role: str) -> list[str]:
     """Return what lowers the activations of an update. ``role`` is policy or critic."""
     actor, critic = config.actor_rollout_ref, config.critic

@@ -125,11 +125,15 @@ def search_seconds(load: Load, episodes: float) -> float:
     return episodes * (load.assumed.turns - 1) * load.config.search_flops / load.assumed.search_rate
 
 
+def forward_flops(shape: Shape, sequence: float) -> float:
+    """Return the FLOPs of a token in a forward pass over sequences of this length; attention is causal: half of 4."""
+    return 2.0 * shape.matmul_parameters + 2.0 * shape.layers * shape.q_size * sequence
+
+
 def _learner_seconds(load: Load) -> dict[str, float]:
     config, actor, shape = load.config, load.config.actor_rollout_ref.actor, load.shape
     tokens = config.data.train_batch_size * config.actor_rollout_ref.rollout.n * load.sequence
-    forward = 2.0 * shape.matmul_parameters + 2.0 * shape.layers * shape.q_size * load.sequence  # causal: half of 4
-    once = tokens * forward / (load.gpus * load.gpu.flops * load.assumed.train_efficiency)
+    once = tokens * forward_flops(shape, load.sequence) / (load.gpus * load.gpu.flops * load.assumed.train_efficiency)
     backward = 3.0 + config.actor_rollout_ref.model.enable_gradient_checkpointing
     found = {}
     if -(-config.data.train_batch_size // actor.ppo_mini_batch_size) * actor.ppo_epochs > 1:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.algorithm.losses import Means
 from core.cluster.fsdp import LearnerRank, gather
@@ -62,6 +65,26 @@ def train(rank, world, config, batch, dtype="float64", updates=5, save=None, loa
     bases = {name: model.base.sha256 for name, model in one.fingerprints().items() if model.base}
     found = {"metrics": metrics, "weights": weights, "log_probs": log_probs, "values": values, "bases": bases}
     return {**found, "ref": one.compute_ref_log_prob(batch)[0]} if one.ref else found
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def train_by_all_to_all(rank, world, config, **options):
+    """What ``train`` finds with the all-to-all that a GPU gets. DTensor falls back to an all-gather on a CPU."""
+    name = "torch.distributed.tensor._collective_utils.local_tensor_mode"
+    with patch(name, return_value=True), Operations() as seen:
+        found = train(rank, world, config, **options)
+    return {**found, "exchanges": sum(count for name, count in seen.calls.items() if "shard_dim_alltoall" in name)}
 
 
 def gradients(rank, world, config, batch, dtype="float32"):

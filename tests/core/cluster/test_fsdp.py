@@ -113,6 +113,7 @@ def two(models, tmp_path_factory):
         ),
         "packed": ("train", cluster_config(models["untied"], *PACKED), {"batch": batch}),
         "split": ("train", cluster_config(models["untied"], *SPLIT), {"batch": batch, "ref": True}),
+        "exchanged": ("train_by_all_to_all", cluster_config(models["untied"], *SPLIT), {"batch": batch, "ref": True}),
         "split_gradients": ("gradients", cluster_config(models["tied"], WHOLE, *SPLIT), {"batch": batch}),
         "split_few": ("gradients", cluster_config(models["tied"], WHOLE, *SPLIT), {"batch": mixed_batch(1, 1)}),
         "bf16": ("gradients", cluster_config(models["tied"], WHOLE, BF16), {"batch": batch}),
@@ -181,6 +182,12 @@ def test_two_ranks_that_split_each_sequence_train_as_one_process(two, models):
     expected = train_local(cluster_config(models["untied"]), mixed_batch(), ref=True)
     assert_same_training(two.split, expected)
     torch.testing.assert_close(two.split["values"], expected["values"], rtol=1e-6, atol=1e-6)
+
+
+def test_the_all_to_all_of_a_gpu_trains_as_one_process(two, models):
+    """On a CPU DTensor would gather and cut; this is the branch that NCCL gets, over gloo."""
+    assert two.exchanged["exchanges"] > 0
+    assert_same_training(two.exchanged, train_local(cluster_config(models["untied"]), mixed_batch(), ref=True))
 
 
 @pytest.mark.parametrize(("name", "batch"), [("split_gradients", mixed_batch()), ("split_few", mixed_batch(1, 1))])

@@ -105,6 +105,23 @@ def test_the_formulas_at_hand_made_values():
     assert update_bytes(SMALL, 1, 2, 2, checkpointing=True, adapters=10**6)[0] > 4e6
 
 
+def test_the_moments_of_a_sharded_update_at_hand_made_values():
+    """``tests/scale`` holds them beside what the learner allocates."""
+    block, gathered = block_bytes(SMALL, 2, 2), 2 * (2 * SMALL.block + SMALL.ends)
+    assert plan.gathered_bytes(SMALL, 2) == gathered
+    options = {"checkpointing": True, "ranks": 4}
+    layers = 4.0 * (SMALL.parameters - SMALL.ends) / 4
+    last = 2 * 32 * 8 + 4 * SMALL.block + 1000 * (3 * 8 * 2 + 2 * 24 * 2 + block)
+    assert plan.sharded_update_bytes(SMALL, 1000, 2, **options) == (last, "in the last layer")
+    ends = dataclasses.replace(SMALL, vocab=4096)
+    head = 1000 * 3 * 8 * 2 + head_bytes(ends, 1000, 2) + 2 * 4096 * 8
+    assert plan.sharded_update_bytes(ends, 1000, 2, **options) == (head, "in the head")
+    expected = layers + (2 + 4) * ends.ends - plan.gathered_bytes(ends, 2)
+    assert plan.sharded_update_bytes(ends, 1, 2, **options) == (expected, "at the end")
+    assert plan.log_prob_bytes(dataclasses.replace(SMALL, mlp=512), 10, 2) == 10 * (3 * 512 + 4 * 8) * 2
+    assert plan.log_prob_bytes(SMALL, 10, 2, adapters=9) == head_bytes(SMALL, 10, 2, trains=False)
+
+
 def test_state_is_shared_by_the_ranks_or_leaves_the_gpu():
     alone, eight = planned(), planned(*RAY)
     state = 12.0 * alone.shape.parameters

@@ -1,0 +1,69 @@
+"""The counter of bytes that cross Ray, on two ranks and an engine, beside the bytes that the real tokens have."""
+
+from __future__ import annotations
+
+import pytest
+import ray
+import torch
+from ray import cloudpickle
+
+from core.cluster.ray_bytes import counting, size_of
+from core.cluster.ray_workers import RayWorkers
+from core.types import BATCH_FIELDS
+from tests.core.engine_contract import ask, sample_all
+from tests.core.ray_cluster import cluster_config, mixed_batch, write_model
+from tests.tiny import tiny_model, tiny_tokenizer
+
+pytestmark = pytest.mark.xdist_group("ray")  # one Ray, however many test processes
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory):
+    model = write_model(tmp_path_factory.mktemp("model"))
+    ray.init(num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    made = RayWorkers(cluster_config(model), tiny_tokenizer(), torch.device("cpu"), needs_ref=False, needs_critic=False)
+    yield made
+    made.close()
+    ray.shutdown()
+
+
+def token_bytes(batch):
+    """Bytes of the fields that one token of this batch has."""
+    values = [getattr(batch, name) for name, its in BATCH_FIELDS.items() if its["axes"] == "BT"]
+    return sum(value.element_size() for value in values if value is not None)
+
+
+def test_bytes_are_those_that_are_pickled(workers):
+    names = ["learner rank 0", "learner rank 1"]
+    with counting(workers.watch) as traffic:
+        found = workers.watch.call("asked", "call", dict.fromkeys(names, ("fingerprints",)))
+    assert traffic.sent == {"asked": 2 * len(cloudpickle.dumps("fingerprints", protocol=5))}
+    assert traffic.received == {"asked": sum(len(cloudpickle.dumps(one, protocol=5)) for one in found)}
+    workers.watch.call("asked", "call", dict.fromkeys(names, ("fingerprints",)))
+    assert workers.watch.traffic is None and traffic.sent.total() < 100  # off again: nothing more was counted
+
+
+def test_a_cut_view_takes_its_whole_storage():
+    """A trap that the counter shows: a view of a few elements is pickled with everything it was cut from."""
+    whole = torch.zeros(2**16)
+    assert size_of(whole[:8]) > whole.nbytes > 100 * size_of(whole[:8].clone())
+
+
+def test_the_phases_of_a_step(workers):
+    """Print bytes by phase, and what a pass sends in multiples of its real tokens' bytes."""
+    batch = mixed_batch()
+    with counting(workers.watch) as traffic:
+        workers.sync_weights(1)
+        sample_all(workers.engine, [ask(seed=seed) for seed in range(4)])
+        workers.compute_log_probs(batch)
+        workers.update_actor(batch, 1.0)
+    real = int(batch.attention_mask.sum()) * token_bytes(batch)
+    for phase in dict.fromkeys([*traffic.sent, *traffic.received]):
+        print(f"{phase:16}sent {traffic.sent[phase]:>10,} B   received {traffic.received[phase]:>10,} B")
+    ratios = {phase: traffic.sent[phase] / real for phase in ("old_log_prob", "update_actor")}
+    for phase, ratio in ratios.items():
+        print(f"{phase:16}sent / ({real:,} B of real tokens): {ratio:.2f}")
+    weights = sum(one.nbytes for one in tiny_model().parameters())  # as float32; one engine
+    assert weights < traffic.sent["update_weights"] < 1.5 * weights
+    assert traffic.sent["generate"] and traffic.received["generate"]
+    assert all(0.1 < ratio < 100 for ratio in ratios.values())

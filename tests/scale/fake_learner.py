@@ -1,0 +1,186 @@
+"""A learner rank of a run script on fake tensors: one of as many ranks as the script has, in this process.
+
+The code that runs is that of ``core.cluster.fsdp`` and ``core.learner``. :data:`APART` lists what is replaced, and why.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from core.cluster import fsdp
+from core.config import Config, compose
+from core.learner import learner, log_probs, packing
+from core.learner.batching import optimizer_steps
+from core.planning.estimate import hooks_of
+from core.planning.model_shapes import Shape
+from core.types import TrainBatch
+from results.reporting.feasibility import Script
+from tests.scale.meter import GPU, HOST, Meter
+
+APART = (
+    "Weights are neither read nor broadcast; the checks of numbers at the start (head, packing) are left out.",
+    "What ranks agree on as numbers (passes, metrics) is this rank's own; the fake group exchanges nothing.",
+    "Indices of tokens and the cutting into passes are computed with real numbers, because shapes follow from them.",
+    "Attention is `varlen_attn`, as on a GPU; its FLOPs are those of causal attention within each sequence.",
+    "DTensor's all-to-all is NCCL's operation, not the fallback for a CPU; its scratch memory is not counted.",
+    "Of the head's chunks the first, second and last run; the second's FLOPs count for those between.",
+    "What DTensor computes to learn shapes is not counted: no rank allocates it.",
+)
+
+
+def config_of(script: Script, shape: Shape, layers: int, folder: Path) -> Config:
+    """Return the script's configuration with a model of its shape and so many layers."""
+    fields = {
+        **{"hidden_size": shape.hidden, "num_hidden_layers": layers, "intermediate_size": shape.mlp},
+        **{"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "vocab_size": shape.vocab},
+        **{"tie_word_embeddings": shape.tied, "max_position_embeddings": 2**17},
+    }
+    kind = ("qwen2", "Qwen2ForCausalLM") if shape.bias else ("llama", "LlamaForCausalLM")
+    config = {"model_type": kind[0], "architectures": [kind[1]], **fields}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    path = f"actor_rollout_ref.model.path={folder}"
+    return compose(script.recipe, [*script.arguments, path], hooks_of(script.recipe))
+
+
+@contextmanager
+def group(ranks: int) -> Iterator[None]:
+    """Make this process rank 0 of a group that exchanges nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def real(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function outside of fake mode."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            return function(*args, **kwargs)
+
+    return call
+
+
+class RanksAlone(fsdp.ProcessRanks):
+    """Ranks that are as busy as this one."""
+
+    def most(self, count: int) -> int:
+        return count
+
+    def total(self, means: Any) -> Any:
+        return means
+
+
+@contextmanager
+def fake_rank(config: Config) -> Iterator[tuple[fsdp.LearnerRank, Meter]]:
+    """Yield the policy of rank 0 on fake tensors, and the meter of what happens inside the block."""
+    offloads = fsdp.offloads(config.actor_rollout_ref.actor.fsdp_config)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    meter = Meter(fake, offloads)
+    with group(config.trainer.nnodes * config.trainer.n_gpus_per_node), ExitStack() as stack:
+        for target, value in _replaced(meter):
+            stack.enter_context(patch(target, value))
+        stack.enter_context(fake)
+        stack.enter_context(meter)
+        with meter.at(HOST if offloads else GPU):
+            rank = fsdp.LearnerRank(config, torch.device("cpu"), needs_ref=False, needs_critic=False)
+        yield rank, meter
+
+
+def _replaced(meter: Meter) -> Iterator[tuple[str, Any]]:
+    """Yield what is replaced, as (name, by what)."""
+    step, propagate = learner.Stepper.step, ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def load(model: Any, dtype: torch.dtype, on_meta: bool) -> torch.nn.Module | None:
+        return real(fsdp_load)(model, dtype, on_meta=True) if on_meta else None
+
+    def step_of(stepper: Any, multiplier: float) -> Any:
+        with meter.at(HOST if meter.offloads else GPU):
+            return step(stepper, multiplier)
+
+    def propagate_uncounted(*args: Any) -> Any:
+        with meter.pause():
+            return propagate(*args)
+
+    fsdp_load = fsdp.load_policy
+    yield "core.cluster.fsdp.load_policy", load
+    yield "core.cluster.fsdp.add_adapters", lambda module, *_: module and real(add_adapters)(module, *_)
+    yield "core.cluster.fsdp.fill", lambda *_, **__: None
+    yield "core.cluster.fsdp.copy", SimpleNamespace(deepcopy=real(copy.deepcopy))
+    yield "core.cluster.fsdp.init_device_mesh", real(fsdp.init_device_mesh)
+    yield "core.cluster.fsdp.ProcessRanks", RanksAlone
+    for check in ("check_head", "check_packing"):
+        yield f"core.learner.learner.{check}", lambda policy: None
+    yield "core.learner.learner.split_idle", real(learner.split_idle)
+    yield "core.learner.learner.Passes.passes", real(learner.Passes.passes)
+    yield "core.learner.learner.Stepper.step", step_of
+    yield "core.learner.packing.Layout.read", real(packing.Layout.read)
+    yield "core.learner.packing._one_by_one", packing._varlen
+    yield "core.learner.log_probs._chunks", _few_chunks(meter, log_probs._chunks)
+    yield "torch.distributed.tensor._collective_utils.local_tensor_mode", lambda: True
+    name = f"{ShardingPropagator.__module__}.ShardingPropagator._propagate_tensor_meta_non_cached"
+    yield name, propagate_uncounted
+
+
+add_adapters = fsdp.add_adapters
+
+
+def _few_chunks(meter: Meter, chunks: Callable[[int, int], Iterator[slice]]) -> Callable[[int, int], Iterator[slice]]:
+    """Return ``chunks`` without those between the second and the last, for which the second counts."""
+
+    def few(total: int, rows: int) -> Iterator[slice]:
+        parts = list(chunks(total, rows))
+        if len(parts) < 4:
+            yield from parts
+            return
+        yield parts[0]
+        meter.repeats *= len(parts) - 2
+        yield parts[1]
+        meter.repeats //= len(parts) - 2
+        yield parts[-1]
+
+    return few
+
+
+def full_batch(config: Config, sequences: int) -> TrainBatch:
+    """Return one optimizer step of sequences of full length, answers too."""
+    with unset_fake_temporarily():
+        prompt, length = config.data.max_prompt_length, config.data.max_prompt_length + config.data.max_response_length
+        written = (torch.arange(length) >= prompt).repeat(sequences, 1)
+        every, ones = torch.ones(sequences, length), torch.ones(sequences)
+        fields = ("rollout_log_probs", "old_log_probs", "ref_log_prob")
+        batch = TrainBatch(
+            input_ids=every.long(),
+            attention_mask=every.bool(),
+            response_mask=written,
+            loss_mask=written,
+            group=torch.arange(sequences),
+            reward=ones,
+            in_group_stats=ones.bool(),
+            advantages=written.float(),
+            **{name: -written.float() for name in fields},
+        )
+        (step,) = optimizer_steps(batch, prompts=sequences, scale_factor=1.0)
+        return step
+
+
+def first_step(rank: fsdp.LearnerRank, meter: Meter) -> None:
+    """Take an optimizer step with gradients of zero, after which Adam's moments are there."""
+    with meter.at(HOST if meter.offloads else GPU):
+        for parameter in rank.actor.module.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        rank.actor.stepper.step(1.0)

@@ -1,0 +1,226 @@
+"""The learner of a published script on all of its ranks, without a GPU, beside the plan's figures.
+
+    python -m tests.scale.world [--script recipes/dapo/run_qwen2.5_32b.sh ...] [--full] [--write]
+
+One process is rank 0 of a group that exchanges nothing, and every tensor of the model is fake: it has a size and no
+numbers. The real learner (``core.cluster.fsdp``, ``core.learner``) makes a pass for log-probs and the passes of one
+update, each full: as many sequences of full length as the script's limit allows. ``tests.scale.meter`` counts bytes
+that are alive, collectives and FLOPs. Layers are alike, so two small models are counted and a line through them gives
+the script's; ``--full`` counts the script's own, which takes minutes. ``--write`` writes
+``results/benchmarks/world.{md,json}``. The exit status is 1 where a plan's figure is more than 10 % off.
+
+Not counted: a GPU's allocator and its fragmentation, NCCL's buffers, and the weights of an engine beside the learner.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+from core.planning.estimate import Plan
+from core.planning.memory_knobs import log_prob_tokens, pass_tokens
+from core.planning.model_shapes import gpu, width
+from core.planning.step_seconds import forward_flops
+from core.tracking.run_manifest import git_state, hardware
+from results.reporting.feasibility import Script, read_script
+from tests.scale.fake_learner import APART, config_of, fake_rank, first_step, full_batch
+from tests.scale.meter import GPU, HOST
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ("recipes/dapo/run_qwen2.5_32b.sh", "recipes/grpo/run_qwen2.5_7b_gsm8k.sh")
+LAYERS = (3, 4)  # two lack the gathering of the next layer beside the reduction of the last
+BOUND = 0.10
+GIB = 2**30
+LOG_PROBS, UPDATE = "log-probs", "update"
+
+
+@dataclass
+class Count:
+    """What was counted of one number of layers, by name."""
+
+    bytes: dict[str, float] = field(default_factory=dict)
+    calls: dict[str, float] = field(default_factory=dict)
+    sent: dict[str, float] = field(default_factory=dict)
+    flops: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A figure that was counted beside the one that a formula gives. ``unit`` is GiB, calls or TFLOP."""
+
+    what: str
+    unit: str
+    counted: float
+    formula: float
+
+    @property
+    def deviation(self) -> float:
+        return self.formula / self.counted - 1
+
+
+def count(script: Script, plan: Plan, layers: int) -> Count:
+    """Count the phases of the script's learner with so many layers."""
+    found = Count()
+    with tempfile.TemporaryDirectory() as folder:
+        config = config_of(script, plan.shape, layers, Path(folder))
+        longest, together = plan.longest, config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
+        with fake_rank(config) as (rank, meter):
+            place = HOST if meter.offloads else GPU
+            found.bytes["weights"] = meter.now[place]
+            first_step(rank, meter)
+            found.bytes["optimizer"] = meter.now[place] - found.bytes["weights"]
+            resident = meter.now[GPU]
+            for phase, tokens in ((LOG_PROBS, log_prob_tokens(config)), (UPDATE, _update_tokens(plan))):
+                batch = full_batch(config, max(1, tokens * together // longest))
+                meter.reset()
+                if phase == LOG_PROBS:
+                    rank.compute_log_probs(batch)
+                else:
+                    rank.update_actor([batch], 1.0)
+                found.bytes[phase] = meter.peak[GPU] - resident
+                found.flops[phase] = meter.flops
+                found.calls |= {f"{phase}, {kind}": number for kind, number in meter.calls.items()}
+                found.sent |= {f"{phase}, {kind}": size for kind, size in meter.sent.items()}
+    return found
+
+
+def _update_tokens(plan: Plan) -> int:
+    return pass_tokens(plan.config, plan.config.actor_rollout_ref.actor)[0]
+
+
+def extended(few: Count, more: Count, layers: tuple[int, int], wanted: int) -> Count:
+    """Return the counts of ``wanted`` layers on the line through two counts."""
+
+    def line(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+        share = (wanted - layers[0]) / (layers[1] - layers[0])
+        return {name: one[name] + share * (other[name] - one[name]) for name in one}
+
+    return Count(**{name: line(value, asdict(more)[name]) for name, value in asdict(few).items()})
+
+
+def collectives(plan: Plan) -> Iterator[tuple[str, float, float]]:
+    """Yield (name, calls, bytes) of a phase's collectives by their formulas.
+
+    Weights are gathered in each pass forward, and backward again; gradients are reduced in float32. Attention exchanges
+    queries, keys, values and its result, forward, recomputed, and backward.
+    """
+    shape, actor = plan.shape, plan.config.actor_rollout_ref.actor
+    size, together = width(actor.fsdp_config.dtype), actor.ulysses_sequence_parallel_size
+    checkpointing = plan.config.actor_rollout_ref.model.enable_gradient_checkpointing
+    units = shape.layers + 1  # embedding, last norm and head are one
+    for phase, gathers, exchanges in ((LOG_PROBS, 1, 1), (UPDATE, 2, 2 + checkpointing)):
+        yield f"{phase}, all-gather", gathers * units, gathers * size * shape.parameters
+        if phase == UPDATE:
+            yield f"{phase}, reduce-scatter", units, 4.0 * shape.parameters
+        if together > 1:
+            tokens = log_prob_tokens(plan.config) if phase == LOG_PROBS else _update_tokens(plan)
+            kv_size = shape.kv_size * max(1, together // shape.kv_heads)
+            exchanged = 2 * (shape.q_size + kv_size) * size * tokens
+            calls = 4 * exchanges * shape.layers
+            yield f"{phase}, all-to-all", calls, exchanges * shape.layers * exchanged
+
+
+def lines(plan: Plan, counted: Count) -> list[Line]:
+    """Return every figure beside the plan's, or beside its formula where the plan has none."""
+    shape, roles = plan.shape, plan.config.actor_rollout_ref
+    state = next(part.bytes for part in plan.states if part.role == "policy")
+    by_plan = {"weights": state / 3, "optimizer": state * 2 / 3}
+    for phase in (LOG_PROBS, UPDATE):
+        by_plan[phase] = sum(part.bytes for part in plan.parts if (part.role, part.phase) == ("policy", phase))
+    names = {"weights": "weights at rest", "optimizer": "Adam's moments at rest"}
+    names |= {LOG_PROBS: "log-probs, peak beyond what rests", UPDATE: "update, peak beyond what rests"}
+    out = [Line(names[name], "GiB", counted.bytes[name] / GIB, size / GIB) for name, size in by_plan.items()]
+    for name, calls, size in collectives(plan):
+        out.append(Line(name, "calls", counted.calls[name], calls))
+        out.append(Line(name, "GiB", counted.sent[name] / GIB, size / GIB))
+    tokens = {LOG_PROBS: log_prob_tokens(plan.config), UPDATE: _update_tokens(plan)}
+    for phase, passes in ((LOG_PROBS, 1), (UPDATE, 3 + roles.model.enable_gradient_checkpointing)):
+        work = passes * tokens[phase] * forward_flops(shape, plan.longest)
+        out.append(Line(f"{phase}, FLOPs of a pass", "TFLOP", counted.flops[phase] / 1e12, work / 1e12))
+    return out
+
+
+def world(script: Script, full: bool = False) -> tuple[Plan, list[Line]]:
+    """Return the script's plan and its figures beside the counted ones."""
+    plan = Plan(script.config, gpu("H100"))
+    if full:
+        return plan, lines(plan, count(script, plan, plan.shape.layers))
+    few, more = (count(script, plan, layers) for layers in LAYERS)
+    return plan, lines(plan, extended(few, more, LAYERS, plan.shape.layers))
+
+
+def render(name: str, plan: Plan, found: Sequence[Line]) -> str:
+    """Return the table of a script."""
+    tokens = f"{log_prob_tokens(plan.config):,} tokens for log-probs, {_update_tokens(plan):,} in an update"
+    rows = [
+        f"| {one.what} | {one.unit} | {one.counted:,.3f} | {one.formula:,.3f} | {100 * one.deviation:+.1f} % |"
+        if one.unit != "calls"
+        else f"| {one.what} | {one.unit} | {one.counted:,.0f} | {one.formula:,.0f} | {100 * one.deviation:+.1f} % |"
+        for one in found
+    ]
+    where = "in the host's memory: the script offloads it" if plan.states[0].phase == "host" else "on the GPU"
+    return "\n".join(
+        [
+            f"## {name}: {plan.shape.parameters / 1e9:.3g}e9 parameters, {plan.gpus} ranks",
+            "",
+            f"A pass of one rank has {tokens}, in sequences of {plan.longest:,}. What rests is {where}.",
+            "",
+            "| figure of one rank | unit | counted | plan or formula | deviation |",
+            "|---|---|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def document(tables: Sequence[str], seconds: float) -> str:
+    code, machine = git_state(), hardware()
+    commit = f"{code['commit'][:12]}{' with changes' if code.get('dirty') else ''}"
+    return "\n".join(
+        [
+            "# The learner of published scripts on all of their ranks, counted without a GPU",
+            "",
+            "Generated by `python -m tests.scale.world --write`, whose head says what is counted. "
+            f"Commit {commit}, {machine['cpu']}, torch {torch.__version__}, {seconds:.0f} s. Memory and FLOPs are "
+            "compared with `core.plan`'s figures, collectives with the formulas in `tests/scale/world.py`; bytes of a "
+            "collective are those of its whole tensor. Nothing ran on a GPU.",
+            "",
+            *tables,
+            "## What is not as on a GPU",
+            "",
+            *(f"- {one}" for one in APART),
+            "",
+        ]
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m tests.scale.world", description=__doc__.splitlines()[0])
+    parser.add_argument("--script", action="append", type=Path, help="a run script (default: 32B DAPO and 7B GRPO)")
+    parser.add_argument("--full", action="store_true", help="count all layers instead of a line through two counts")
+    parser.add_argument("--write", action="store_true", help="write results/benchmarks/world.md and world.json")
+    args = parser.parse_args(arguments)
+    start, tables, found = time.perf_counter(), [], {}
+    for path in args.script or [ROOT / one for one in SCRIPTS]:
+        script = read_script(path)
+        plan, found[script.name] = world(script, args.full)
+        tables.append(render(script.name, plan, found[script.name]))
+        print(tables[-1], flush=True)
+    if args.write:
+        target = ROOT / "results/benchmarks/world.md"
+        target.write_text(document(tables, time.perf_counter() - start), encoding="utf-8")
+        figures = {name: [asdict(line) for line in every] for name, every in found.items()}
+        target.with_suffix(".json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    return int(any(abs(line.deviation) > BOUND for every in found.values() for line in every))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
