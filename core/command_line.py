@@ -18,6 +18,7 @@ from collections.abc import Collection, Sequence
 from importlib.util import find_spec
 from typing import NoReturn
 
+from core.cluster.address import address_problem
 from core.config import Composed, Config, diff, examine, paths, recipes, tables
 from core.config.convert import show
 from core.config.resolution import resolve
@@ -66,8 +67,13 @@ def _outside(composed: Composed, typed: frozenset[str] | None) -> list[str]:
     absent = map(str, paths.missing(composed.config, typed))
     lines = [line for line in absent if not line.startswith(refused)]
     if typed is None:
-        lines += _without_engine(composed.config)
+        lines += [*_without_engine(composed.config), *_without_cluster(composed.config)]
     return lines
+
+
+def _without_cluster(config: Config) -> list[str]:
+    problem = address_problem(config)
+    return [str(problem)] if problem else []
 
 
 def _without_engine(config: Config) -> list[str]:
@@ -102,12 +108,13 @@ def _report(recipe: str, composed: Composed) -> str:
         if key not in composed.without_effect
     ]
     on = None if small(composed.config) else gpu(DEFAULT_GPU)
+    cluster = [f"cluster: {line}" for line in _without_cluster(composed.config)]
     blocks = (
         ("what it would do", first_lines(composed.config, on)),
         ("differs from the defaults", changed),
         ("has no effect in this configuration", _unused(composed)),
         ("warnings", list(composed.warnings)),
-        ("checked at start", paths.checked_at_start(composed.config)),
+        ("checked at start", [*paths.checked_at_start(composed.config), *cluster]),
         (f"plan (python -m core.plan {recipe} --gpu NAME plans for others)", plan_lines(composed.config)),
     )
     lines = [f"dry run: the configuration of recipe {recipe} is valid"]

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from core.cluster.address import cluster_address
 from core.cluster.restarts import work
 from core.cluster.signals import EXIT_STATUS
 from core.command_line import prepare
@@ -34,9 +35,9 @@ def main(recipe: str, *, trainer: str = TRAINER, hooks: Collection[str] = ()) ->
 def apart(config: Config) -> bool:
     """Whether the loop gets a process of its own (:mod:`core.cluster.driver`): on a cluster, unless the key says
     otherwise."""
-    wanted, address = config.ray_kwargs.driver_actor, config.ray_kwargs.ray_init.get("address")
+    wanted = config.ray_kwargs.driver_actor
     if wanted is None:
-        wanted = (address or os.environ.get("RAY_ADDRESS", "local")) != "local"
+        wanted = cluster_address(config) is not None
     return wanted and config.trainer.backend == "ray"
 
 

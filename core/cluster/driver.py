@@ -1,6 +1,6 @@
 """A run's loop in a process apart from the shell that started it: the process, and the shell's side.
 
-On a cluster the loop is an actor that needs no GPU, so that closing the terminal does not end the run.
+On a cluster the loop is an actor beside rank 0 that needs no GPU: closing the terminal does not end the run.
 :mod:`core.cluster.ray_driver` places it; nothing here imports ray. The shell shows the output, forwards Ctrl-C,
 restarts a loop whose process died, and returns the exit status. Repeating the command reattaches to the run.
 """
@@ -158,18 +158,24 @@ def oversee(place: Callable[[Config, int], tuple[Driver, bool]], config: Config)
     """Show the loop to its end, restarting it from its checkpoint where its process dies. Return the exit status.
 
     ``place(config, restarts)`` starts the loop, or finds the one that works on the run folder already (then True).
-    A second signal ends the loop's process within a second.
+    A second signal ends the loop's process, or the wait for a place for it, within a second.
     """
     news, limit = News((), 0, 0, False, None), config.trainer.max_restarts
     seen: list[int] = []  # signals
+    driver: Driver | None = None
 
     def note(number: int, _: FrameType | None) -> None:
         seen.append(number)
         signals.notify(number, again=len(seen) > 1)
+        if len(seen) > 1 and driver is None:  # the cluster may be full for minutes
+            raise KeyboardInterrupt
 
     with signals.handling(note):
         while True:
-            driver, joined = place(config, news.restarts)
+            try:
+                driver, joined = place(config, news.restarts)
+            except KeyboardInterrupt:
+                return signals.EXIT_STATUS
             if joined and not _same_run(driver, config):
                 return 2
             news = dataclasses.replace(news, seen=0)
@@ -185,6 +191,7 @@ def oversee(place: Callable[[Config, int], tuple[Driver, bool]], config: Config)
                         driver.interrupt()
                 return news.status
             except WorkersLost as error:
+                driver = None
                 if news.restarts >= limit or seen:
                     print(f"{error}\n(trainer.max_restarts={limit}: not started again)", file=sys.stderr)
                     return 1

@@ -51,15 +51,19 @@ def from_bucket(bucket: Bucket) -> list[tuple[str, Tensor]]:
 
 
 class Process:
-    """What all of them share: threads, signs of life, a profile. ``gpus`` are those that the process may use where
-    Ray assigned them to others."""
+    """What all of them share: threads, signs of life, a profile.
 
-    def __init__(self, threads: int, gpus: Sequence[int | str] = ()):
+    The process has a thread for each of its cores: one of ``parts`` equal parts of ``cores``, which are those of the
+    node that it runs on where the number is None. ``gpus`` are those that it may use where Ray assigned them to others.
+    """
+
+    def __init__(self, cores: int | None, parts: int = 1, gpus: Sequence[int | str] = ()):
         stand_where_the_shell_stood()
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # for an engine's own child processes
+        self.threads = max(1, (cores or os.cpu_count() or 1) // parts)
+        os.environ["OMP_NUM_THREADS"] = str(self.threads)  # for an engine's own child processes
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-        torch.set_num_threads(threads)  # Ray allows an actor one
+        torch.set_num_threads(self.threads)  # Ray allows an actor one
         self.profile: Profile | None = None
 
     def lifeline(self) -> None:
@@ -68,6 +72,10 @@ class Process:
 
     def beat(self) -> None:
         """Give a sign of life."""
+
+    def thread_count(self) -> int:
+        """Return the number of torch's threads here."""
+        return self.threads
 
     def stacks(self) -> str:
         """Return the Python stack of every other thread."""
@@ -89,8 +97,8 @@ class Process:
 class LearnerProcess(Process):
     """A process for one :class:`core.cluster.fsdp.LearnerRank`."""
 
-    def __init__(self, threads: int):
-        super().__init__(threads)
+    def __init__(self, cores: int | None, parts: int = 1):
+        super().__init__(cores, parts)
         self.store: torch.distributed.TCPStore | None = None
         self.learner: LearnerRank | None = None
 
@@ -133,9 +141,16 @@ class LearnerProcess(Process):
 class EngineProcess(Process):
     """A process for one rollout engine. Its coroutines make the actor asynchronous: samples are awaited together."""
 
-    def __init__(self, config: Config, device: torch.device, threads: int, gpus: Sequence[int | str] = ()):
-        super().__init__(threads, gpus)
-        self.config, self.device, self.threads = config, device, threads
+    def __init__(
+        self,
+        config: Config,
+        device: torch.device,
+        cores: int | None,
+        parts: int = 1,
+        gpus: Sequence[int | str] = (),
+    ):
+        super().__init__(cores, parts, gpus)
+        self.config, self.device = config, device
         self.engine: RolloutEngine | None = None
         self.tasks: dict[int, asyncio.Task] = {}
         self.aborted: set[int] = set()  # abortions that overtook their samples
@@ -204,10 +219,10 @@ class EngineProcess(Process):
 class RewardModelProcess(Process):
     """A process for the reward model."""
 
-    def __init__(self, config: Config, device: torch.device, threads: int):
+    def __init__(self, config: Config, device: torch.device, cores: int | None, parts: int = 1):
         from core.rewards.reward_model import RewardModel
 
-        super().__init__(threads)
+        super().__init__(cores, parts)
         self.model = RewardModel(config.reward_model, device)
 
     def ready(self) -> None:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import ray
 import torch
 from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from core.cluster.driver import WAIT_S, DriverProcess, News
+from core.cluster.ray_placement import DRIVER_CPUS, device_of, node_for_driver
 from core.cluster.ray_pools import actor_class, connect
 from core.cluster.ray_watch import ASIDE, GRACE_S
 from core.errors import WorkersLost
@@ -49,14 +51,21 @@ class RayDriver:
 
 
 def place_driver(trainer: str, config: Config, restarts: int) -> tuple[RayDriver, bool]:
-    """Return the loop's actor of this run folder and whether it existed. It takes no GPU and outlives the shell."""
+    """Return the loop's actor of this run folder and whether it existed. It takes no GPU and outlives the shell.
+
+    A new one is on a node that has room for learner ranks, and rank 0 will be there too: the loop holds whole batches,
+    which a small head node has no memory for. Raises InputError where the cluster has no such node.
+    """
+    device = torch.device(config.trainer.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if not ray.is_initialized():
-        connect(config, torch.device(config.trainer.device or ("cuda" if torch.cuda.is_available() else "cpu")))
+        connect(config, device)
     name = f"driver of {Path(config.trainer.default_local_dir).absolute()}"
     try:
         return RayDriver(ray.get_actor(name, namespace=NAMESPACE)), True
     except ValueError:  # there is none
-        options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0, "num_gpus": 0}
-    driver = RayDriver(DRIVER.options(**options).remote())
+        options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "num_cpus": DRIVER_CPUS, "num_gpus": 0}
+    # Soft: where the node dies meanwhile, the loop starts on another and reports what is missing.
+    beside = NodeAffinitySchedulingStrategy(node_for_driver(config, device_of(config, device)), soft=True)
+    driver = RayDriver(DRIVER.options(scheduling_strategy=beside, **options).remote())
     driver.call("start", trainer, config, restarts)
     return driver, False

@@ -1,26 +1,29 @@
 """The processes of a run on Ray: a connection, placement groups, and an actor for each learner rank and engine.
 
-A node has a placement group with a bundle a rank. By default the engines sit beside the ranks and alternate with them
-on their GPUs (or, on the CPU, on the node's cores); with ``hybrid_engine=False`` they have a pool of their own.
+A node has a placement group with a bundle a rank (:mod:`core.cluster.ray_placement`). By default the engines sit
+beside the ranks and alternate with them on their GPUs (or, on the CPU, on the node's cores); with
+``hybrid_engine=False`` they have a pool of their own.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
 from ray.exceptions import RayError
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from core.cluster.address import address_problem, cluster_address
 from core.cluster.driver import FOLDER
 from core.cluster.processes import EngineProcess, LearnerProcess, RewardModelProcess
 from core.cluster.ray_engine import RayEngine, RayRewardModel
+from core.cluster.ray_placement import DRIVER_CPUS, device_of, parts_of, reserve
 from core.cluster.ray_watch import Watch
 from core.config.frozen import thaw
 from core.errors import InputError
@@ -32,7 +35,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-START_S = 300.0  # for the cluster to have room
 # A cluster that a token protects refuses others without naming the token.
 TOKEN_HINT = "; where `ray start` made the cluster ask for a token, set RAY_AUTH_MODE=token"
 
@@ -53,18 +55,22 @@ def connect(config: Config, device: torch.device) -> None:
     """Connect to the cluster that ``ray_kwargs.ray_init.address`` or RAY_ADDRESS names, or start a local Ray.
 
     ``ray_kwargs.ray_init`` goes to ``ray.init`` unchanged. On a cluster, processes find this code under the same path
-    and start in the same folder as this one, unless ``runtime_env`` has a ``working_dir``. Raises InputError.
+    and start in the same folder as this one, unless ``runtime_env`` has a ``working_dir``. Raises InputError,
+    also where a run on several nodes names no cluster.
     """
+    if problem := address_problem(config):
+        raise InputError(str(problem))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options = {name: value for name, value in thaw(config.ray_kwargs.ray_init).items() if value is not None}
-    if options.get("address", os.environ.get("RAY_ADDRESS", "local")) == "local":
+    if cluster_address(config) is None:
         options["address"] = "local"  # and not what else may be found on this machine
         options.setdefault("include_dashboard", False)
         if device.type == "cpu":  # Ray's CPUs are tickets: more ranks than cores are slow, not impossible
             trainer, part = config.trainer, config.actor_rollout_ref
             apart = 0 if part.hybrid_engine else part.rollout.nnodes * part.rollout.n_gpus_per_node
             bundles = trainer.nnodes * trainer.n_gpus_per_node + apart
-            options.setdefault("num_cpus", max(bundles, os.cpu_count() or 1))
+            loop = DRIVER_CPUS if config.ray_kwargs.driver_actor else 0
+            options.setdefault("num_cpus", max(bundles + loop, os.cpu_count() or 1))
     else:
         environment = options.setdefault("runtime_env", {})
         if "working_dir" not in environment:
@@ -95,10 +101,11 @@ class RayProcesses:
         self.config, self.device = config, device
         self.per_node = trainer.n_gpus_per_node
         self.ranks = trainer.nnodes * trainer.n_gpus_per_node if learners else 0
-        self.threads = trainer.cpu_threads or max(1, (os.cpu_count() or 1) // self.per_node)
+        self.threads = 0  # of torch in rank 0, once it is there; ranks on nodes with more cores have more
         self.watch = Watch(trainer.phase_timeout_s, trainer.heartbeat_timeout_s)
         self.learners: list[Any] = []
-        self.engine_gpus = 1  # of each engine
+        rollout = config.actor_rollout_ref.rollout
+        self.engine_gpus = rollout.tensor_model_parallel_size if rollout.name == "vllm" else 1  # of each engine
         self.engine: RayEngine | None = None
         self.reward_model: RayRewardModel | None = None
         self.groups: list[Any] = []  # a node each
@@ -107,9 +114,8 @@ class RayProcesses:
         try:
             if self.owns_ray:
                 connect(config, device)
-            if trainer.device is None and ray.cluster_resources().get("GPU"):
-                self.device = torch.device("cuda")  # the driver's own machine need not have one
-            self._reserve()
+            self.device = device_of(config, device)
+            self.groups, self.engine_groups = reserve(config, self.device, self.engine_gpus, learners=learners)
             self._start(learner)
             if config.reward_model.enable:
                 self.reward_model = self._start_reward_model()
@@ -117,72 +123,70 @@ class RayProcesses:
             self.close()
             raise
 
-    def _reserve(self) -> None:
-        """Create the placement groups and wait until the cluster has room for them."""
-        trainer, part = self.config.trainer, self.config.actor_rollout_ref
-        rollout, cuda = part.rollout, self.device.type == "cuda"
-        self.engine_gpus = rollout.tensor_model_parallel_size if rollout.name == "vllm" else 1
-
-        def bundle(gpus: int) -> dict[str, float]:
-            return {"CPU": 1.0, **({"GPU": float(gpus)} if cuda else {})}
-
-        def pool(nodes: int, bundles: int, gpus: int) -> list[Any]:
-            return [placement_group([bundle(gpus)] * bundles, strategy="STRICT_PACK") for _ in range(nodes)]
-
-        own = ""
-        if not self.ranks:
-            self.engine_groups = pool(trainer.nnodes, self.per_node // self.engine_gpus, self.engine_gpus)
-        else:
-            self.groups = pool(trainer.nnodes, self.per_node, 1)
-        if self.ranks and not part.hybrid_engine:
-            self.engine_groups = pool(rollout.nnodes, rollout.n_gpus_per_node // self.engine_gpus, self.engine_gpus)
-            own = f" and of rollout.nnodes={rollout.nnodes} rollout.n_gpus_per_node={rollout.n_gpus_per_node}"
-        deadline = time.monotonic() + min(START_S, self.watch.timeout_s)
-        if not all(group.wait(max(0.0, deadline - time.monotonic())) for group in self.groups + self.engine_groups):
-            raise InputError(
-                f"trainer.nnodes={trainer.nnodes} trainer.n_gpus_per_node={self.per_node}: no room for that many "
-                f"bundles of {bundle(1)} on that many nodes{own}; the cluster has "
-                f"{ray.cluster_resources()} in all and {ray.available_resources()} left. Ask for less, or wait for "
-                "other runs to end"
-            )
+    @property
+    def _engines_sleep(self) -> bool:
+        """Return whether the engines leave their GPUs' memory to the learners while these work."""
+        part = self.config.actor_rollout_ref
+        shared = bool(self.ranks) and part.hybrid_engine and self.device.type == "cuda"
+        return shared and part.rollout.free_cache_engine
 
     def _start(self, learner: dict[str, Any]) -> None:
-        for rank in range(self.ranks):
-            place = self._place(self.groups[rank // self.per_node], rank % self.per_node, gpus=1)
-            self.learners.append(LEARNER.options(**place).remote(self.threads))
-            self.watch.add(rank_name(rank), self.learners[-1])
-        engines = self._start_engines()
-        calls = {}
-        if self.learners:
-            (address,) = self.watch.call("start", "host", {rank_name(0): (ray.util.get_node_ip_address,)})
-            calls = {
-                rank_name(rank): actor.join.remote(rank, address, self.config, self.device, **learner)
-                for rank, actor in enumerate(self.learners)
-            }
-        calls.update({name: self.watch.actors[name].start.remote(not self.learners) for name in engines})
-        self.watch.wait("load", calls)
-        self.engine = RayEngine(self.watch, engines)
+        """Load the engines, put them to sleep where they share GPUs, then load the learners.
 
-    def _start_engines(self) -> list[str]:
-        """Start an actor for each engine and return their names. Beside learners Ray's GPUs are the learners', and an
-        engine receives the numbers of its own."""
-        cores = self.config.trainer.cpu_threads or os.cpu_count() or 1
+        The learners' actors are there before, because the engines' GPUs are theirs, but hold nothing on a GPU yet.
+        """
+        cores = self.config.trainer.cpu_threads
+        parts = self._parts(self.groups, 1 if cores else self.per_node)
+        for rank in range(self.ranks):
+            node = rank // self.per_node
+            place = self._place(self.groups[node], rank % self.per_node, gpus=1)
+            self.learners.append(LEARNER.options(**place).remote(cores, parts[node]))
+            self.watch.add(rank_name(rank), self.learners[-1])
+        engines = self._make_engines(parts)
+        # Alone on its GPU vLLM measures its cache correctly; kv_cache_memory_bytes would skip that and the utilization.
+        self.watch.call("load", "start", dict.fromkeys(engines, (not self.learners,)))
+        self.engine = RayEngine(self.watch, engines)
+        if self._engines_sleep:
+            self.engine.sleep()
+        if self.learners:
+            self._load_learners(learner)
+
+    def _parts(self, groups: Sequence[Any], processes: int) -> list[int]:
+        """Return, for each group, into how many parts its processes divide cores: the node's or those of a key."""
+        return [processes] * len(groups) if self.config.trainer.cpu_threads else parts_of(groups, processes)
+
+    def _load_learners(self, learner: dict[str, Any]) -> None:
+        first = rank_name(0)
+        (self.threads,) = self.watch.call("start", "thread_count", {first: ()})
+        (address,) = self.watch.call("start", "host", {first: (ray.util.get_node_ip_address,)})
+        calls = {
+            rank_name(rank): actor.join.remote(rank, address, self.config, self.device, **learner)
+            for rank, actor in enumerate(self.learners)
+        }
+        self.watch.wait("load", calls)
+
+    def _make_engines(self, parts: Sequence[int]) -> list[str]:
+        """Make an actor for each engine and return their names. ``parts`` are those of the ranks on each node. Beside
+        learners Ray's GPUs are the learners', and an engine receives the numbers of its own."""
         if self.engine_groups:
-            places = [(group, index) for group in self.engine_groups for index in range(group.bundle_count)]
-            each = [(place, (), max(1, cores // place[0].bundle_count)) for place in places]
+            shares = self._parts(self.engine_groups, self.engine_groups[0].bundle_count)
+            pools = zip(self.engine_groups, shares, strict=True)
+            each = [(group, index, share, ()) for group, share in pools for index in range(group.bundle_count)]
         elif self.device.type == "cuda":
             gpus = self.watch.call("start", "gpus", {rank_name(r): (ray.get_gpu_ids,) for r in range(self.ranks)})
-            firsts = range(0, self.ranks, self.engine_gpus)
-            taken = [sum(gpus[rank : rank + self.engine_gpus], []) for rank in firsts]
-            places = [(self.groups[rank // self.per_node], rank % self.per_node) for rank in firsts]
-            each = [(place, own, self.threads) for place, own in zip(places, taken, strict=True)]
+            each = []
+            for rank in range(0, self.ranks, self.engine_gpus):
+                node, index = divmod(rank, self.per_node)
+                each.append((self.groups[node], index, parts[node], sum(gpus[rank : rank + self.engine_gpus], [])))
         else:
-            each = [((group, 0), (), cores) for group in self.groups]
-        names = []
-        for (group, index), own_gpus, threads in each:
+            shares = self._parts(self.groups, 1)
+            each = [(group, 0, share, ()) for group, share in zip(self.groups, shares, strict=True)]
+        names, cores = [], self.config.trainer.cpu_threads
+        for group, index, share, own_gpus in each:
             place = self._place(group, index, gpus=self.engine_gpus if self.engine_groups else 0)
             names.append(f"engine {len(names)}")
-            self.watch.add(names[-1], ENGINE.options(**place).remote(self.config, self.device, threads, own_gpus))
+            actor = ENGINE.options(**place).remote(self.config, self.device, cores, share, own_gpus)
+            self.watch.add(names[-1], actor)
         return names
 
     def _place(self, group: Any, index: int, gpus: int) -> dict[str, Any]:
@@ -194,7 +198,9 @@ class RayProcesses:
     def _start_reward_model(self) -> RayRewardModel:
         """Start the reward model, on a GPU of its own where there are any: it works while the engines decode."""
         gpus = 1 if self.device.type == "cuda" else 0
-        actor = REWARD_MODEL.options(num_cpus=0, num_gpus=gpus).remote(self.config, self.device, self.threads)
+        cores = self.config.trainer.cpu_threads
+        place = REWARD_MODEL.options(num_cpus=0, num_gpus=gpus)
+        actor = place.remote(self.config, self.device, cores, 1 if cores else self.per_node)
         self.watch.add(RayRewardModel.NAME, actor)
         self.watch.call("load", "ready", {RayRewardModel.NAME: ()})
         return RayRewardModel(self.watch)

@@ -25,11 +25,12 @@ def named(paths):
     return pytest.mark.parametrize("path", paths, ids=[f"{path.parent.name}/{path.name}" for path in paths])
 
 
-def run(path, cwd, *arguments):
+def run(path, cwd, *arguments, **variables):
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # where there is no .venv
         **{"DRY_RUN": "1", "HOME": str(cwd / "home"), "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(cwd / "tmp")},
+        **variables,
     }
     return subprocess.run(["bash", str(path), *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
 
@@ -192,3 +193,26 @@ def test_the_numbers_of_a_recipes_readme_are_those_of_the_references():
 def test_every_script_is_in_its_recipes_readme():
     for path in LARGE:
         assert path.name in (path.parent / "README.md").read_text()
+
+
+SEVERAL = [path for path in LARGE if read_script(path).config.trainer.nnodes > 1]
+
+
+@named(SEVERAL)
+def test_a_script_of_several_nodes_names_its_cluster_and_survives_a_loss(path, elsewhere, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    trainer = read_script(path).config.trainer
+    assert (trainer.max_restarts, trainer.save_freq, trainer.max_actor_ckpt_to_keep) == (3, 20, 2)
+    head = (path.parent / "train.sh").read_text().split("set -euo pipefail")[0]
+    assert "RAY_ADDRESS" in path.read_text() and "ray start --head" in head and "ray start --address=" in head
+    line = f"trainer.nnodes={trainer.nnodes}: needs a Ray cluster, and neither RAY_ADDRESS nor"
+    dry = run(path, elsewhere)
+    assert dry.returncode == 0 and f"\n  cluster: {line}" in dry.stdout
+    files = [f"data.{kind}_files={ROOT / 'README.md'}" for kind in ("train", "val")]
+    refused = run(path, elsewhere, *files, DRY_RUN="")
+    assert refused.returncode == 2 and line in refused.stderr and not list(elsewhere.glob("outputs"))
+    assert f"cluster: {line}" not in run(path, elsewhere, "trainer.nnodes=1").stdout
+
+
+def test_the_scripts_of_several_nodes_are_dapos():
+    assert len(SEVERAL) == 7 and {path.parent.name for path in SEVERAL} == {"dapo"}

@@ -89,6 +89,25 @@ def test_ctrl_c_is_handed_on_once_and_the_second_one_kills():
     assert signal.getsignal(signal.SIGINT) == before
 
 
+def test_ctrl_c_twice_ends_the_wait_for_a_place():
+    """A cluster may be full for minutes; one Ctrl-C waits for the place, because the run is stopped there."""
+
+    def full(config, restarts):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("the wait went on")
+
+    def found(config, restarts):
+        os.kill(os.getpid(), signal.SIGINT)
+        return patient, False
+
+    assert oversee(full, config()) == EXIT_STATUS
+    patient = Loop(news(), news(status=0))
+    assert oversee(found, config()) == 0 and patient.interrupts >= 1
+    places = iter([lambda: (Loop(WorkersLost("gone")), False), lambda: full(None, 0)])
+    assert oversee(lambda *_: next(places)(), config(trainer__max_restarts=1)) == EXIT_STATUS
+
+
 def test_a_run_that_goes_on_is_joined_but_not_with_other_settings(capsys):
     ours = config()
     assert oversee(lambda *_: (Loop(news(status=0), settings=convert.as_json(ours)), True), ours) == 0

@@ -1,0 +1,108 @@
+"""Light stand-ins for the processes of a run: they load nothing, and report where they are and what they were called.
+
+No torch here: a test starts dozens of them. What reserves, places and calls them is the code of a real run.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import namedtuple
+from types import SimpleNamespace
+from typing import Any
+
+import ray
+
+Device = namedtuple("Device", "type")  # stands for torch.device, which every process would import torch to receive
+
+
+class StubProcess:
+    def __init__(self, cores, parts=1):
+        self.cores, self.parts = cores, parts
+        self.events: dict[str, float] = {}
+
+    def note(self, event: str) -> None:
+        assert event not in self.events, f"{event} a second time"
+        self.events[event] = time.monotonic()  # one clock for all processes of a machine
+
+    def lifeline(self) -> None:
+        threading.Event().wait()
+
+    def beat(self) -> None: ...
+
+    def stacks(self) -> str:
+        return "no stack"
+
+    def thread_count(self) -> int:
+        return 7
+
+    def report(self) -> dict[str, Any]:
+        """Everything that a test asks for."""
+        own = {name: value for name, value in vars(self).items() if name != "store"}
+        return {**own, "node": ray.get_runtime_context().get_node_id(), "ray_gpus": ray.get_gpu_ids()}
+
+
+class StubLearner(StubProcess):
+    def host(self, own_address):
+        return own_address(), 1
+
+    def gpus(self, own_gpus):
+        return own_gpus()
+
+    def join(self, rank, address, config, device, **learner):
+        self.rank = rank
+        self.note("join")
+
+
+class StubEngine(StubProcess):
+    def __init__(self, config, device, cores, parts=1, gpus=()):
+        super().__init__(cores, parts)
+        self.own_gpus = list(gpus)
+
+    def start(self, reads_weights=False):
+        self.reads_weights = reads_weights
+        time.sleep(0.3)  # long enough for a learner that does not wait to be first
+        self.note("start")
+
+    def sleep(self):
+        self.note("sleep")
+
+    def close(self): ...
+
+
+def put_stubs(ray_pools) -> None:
+    """Let :mod:`core.cluster.ray_pools` start these."""
+    ray_pools.LEARNER = ray_pools.actor_class(StubLearner, 2)
+    ray_pools.ENGINE = ray_pools.actor_class(StubEngine, 2)
+
+
+def layout(processes) -> dict[str, Any]:
+    """Return what the processes of a run report, and the node of the one that asks."""
+    named = processes.watch.call("load", "report", dict.fromkeys(processes.watch.actors, ()))
+    found = dict(zip(processes.watch.actors, named, strict=True))
+    return {
+        "driver": ray.get_runtime_context().get_node_id(),
+        "threads": processes.threads,
+        "learners": [one for name, one in found.items() if name.startswith("learner")],
+        "engines": [one for name, one in found.items() if name.startswith("engine")],
+    }
+
+
+class Trainer:
+    """A run that makes its processes, prints their layout and ends: for the loop's own process."""
+
+    def __init__(self, config):
+        self.config = config
+        self.session = SimpleNamespace(outcome=lambda: "ended", run_dir="nowhere", saved_step=None)
+
+    def init_workers(self):
+        from core.cluster import ray_pools
+
+        put_stubs(ray_pools)
+        processes = ray_pools.RayProcesses(self.config, None, Device("cuda"))
+        own = ray.get_runtime_context().get_assigned_resources()
+        print(json.dumps({**layout(processes), "driver_cpus": own.get("CPU", 0)}))
+        processes.close()
+
+    def fit(self): ...

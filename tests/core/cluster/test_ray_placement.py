@@ -1,0 +1,232 @@
+"""Where the processes of a run on several nodes of 8 GPUs are, and in which order they load: stubs on a simulated Ray.
+
+The cluster has a small head node without GPUs and more nodes than a run needs, so that nothing is right by chance.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from contextlib import contextmanager
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import remove_placement_group
+
+from core.cluster import ray_driver, ray_placement, ray_pools
+from core.cluster.driver import oversee
+from core.cluster.processes import LearnerProcess
+from core.cluster.ray_placement import bundle, make_pool, node_of, parts_of
+from core.config import compose
+from core.errors import InputError
+from tests.core.cluster.stub_processes import Device, layout, put_stubs
+
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]  # one Ray, however many test processes
+GPUS, TP = 8, 4
+CUDA = Device("cuda")
+LEAN = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+QUIET = {"prestart_worker_first_driver": False, "enable_worker_prestart": False}  # no process that no test asked for
+
+
+@contextmanager
+def cluster_of(nodes: int):
+    """A head node without GPUs and ``nodes`` nodes with 8; the caller is connected to the head node."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_worker_niceness", "0")
+        # Not written down for all of this machine: a ray.init() elsewhere would connect to this cluster.
+        patch.setattr("ray._private.utils.write_ray_address", lambda *_: None)
+        patch.setattr("ray._common.utils.reset_ray_address", lambda *_: None)
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **LEAN, "_system_config": QUIET})
+        try:
+            for _ in range(nodes):
+                cluster.add_node(wait=False, num_cpus=GPUS + 2, num_gpus=GPUS)
+            cluster.wait_for_nodes()
+            ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+            yield cluster
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with cluster_of(4) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def stubs(monkeypatch):
+    for name in ("LEARNER", "ENGINE"):
+        monkeypatch.setattr(ray_pools, name, None)
+    put_stubs(ray_pools)
+    monkeypatch.setattr(ray_placement, "START_S", 20.0)
+
+
+def config(nodes: int, *overrides: str):
+    settings = {
+        "data.train_batch_size": 256,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 128,
+        "actor_rollout_ref.model.path": "Qwen/Qwen2.5-32B",
+        "actor_rollout_ref.rollout.name": "vllm",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": TP,
+        "trainer.backend": "ray",
+        "trainer.device": "cuda",
+        "trainer.nnodes": nodes,
+        "trainer.n_gpus_per_node": GPUS,
+    }
+    return compose("grpo", [*(f"{key}={value}" for key, value in settings.items()), *overrides])
+
+
+def placed(nodes: int, *overrides: str) -> dict:
+    processes = ray_pools.RayProcesses(config(nodes, *overrides), None, CUDA)
+    try:
+        return layout(processes)
+    finally:
+        processes.close()
+
+
+def gpu_nodes() -> list[str]:
+    return [node["NodeID"] for node in ray.nodes() if node["Resources"].get("GPU")]
+
+
+@contextmanager
+def removed(groups):
+    """Ray releases what a removed group held a moment later."""
+    gpus = ray.cluster_resources()["GPU"]
+    try:
+        yield
+    finally:
+        for group in groups:
+            remove_placement_group(group)
+        deadline = time.monotonic() + 30
+        while ray.available_resources().get("GPU", 0) < gpus and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def check_shared(found: dict, nodes: int) -> None:
+    """Ranks in blocks of eight, an engine on the GPUs of each four, engines asleep before any learner loads."""
+    learners, engines = found["learners"], found["engines"]
+    assert [one["rank"] for one in learners] == list(range(nodes * GPUS))
+    blocks = [learners[first : first + GPUS] for first in range(0, len(learners), GPUS)]
+    homes = [{one["node"] for one in block} for block in blocks]
+    assert all(len(home) == 1 for home in homes) and len(set.union(*homes)) == nodes
+    for block in blocks:
+        assert sorted(one["ray_gpus"][0] for one in block) == list(range(GPUS))
+    assert len(engines) == len(learners) // TP
+    for number, engine in enumerate(engines):
+        four = learners[number * TP : (number + 1) * TP]
+        assert engine["own_gpus"] == [one["ray_gpus"][0] for one in four]
+        assert engine["node"] == four[0]["node"] and engine["ray_gpus"] == [] and engine["reads_weights"] is False
+    asleep = max(engine["events"]["sleep"] for engine in engines)
+    assert max(engine["events"]["start"] for engine in engines) < min(one["events"]["sleep"] for one in engines)
+    assert asleep < min(one["events"]["join"] for one in learners)
+    assert {(one["cores"], one["parts"]) for one in [*learners, *engines]} == {(None, GPUS)}
+    assert found["threads"] == 7
+
+
+def test_the_loop_is_on_the_node_of_rank_0(cluster, tmp_path, capfd):
+    """By the way of a real run: a shell on the head node, the loop's own process, two of the four nodes."""
+    ours = config(2, f"trainer.default_local_dir={tmp_path / 'run'}")
+    trainer = "tests.core.cluster.stub_processes:Trainer"
+    assert oversee(lambda config, restarts: ray_driver.place_driver(trainer, config, restarts), ours) == 0
+    found = json.loads(next(line for line in capfd.readouterr().out.splitlines() if line.startswith("{")))
+    check_shared(found, nodes=2)
+    assert found["driver"] == found["learners"][0]["node"] != ray.get_runtime_context().get_node_id()
+    assert found["driver_cpus"] == ray_placement.DRIVER_CPUS > 0
+
+
+def test_the_first_ranks_are_on_the_node_that_is_asked_for(cluster):
+    for home in gpu_nodes():
+        groups = make_pool(2, [bundle(CUDA)] * GPUS, first_on=home)
+        with removed(groups):
+            assert all(group.wait(20) for group in groups)
+            assert node_of(groups[0]) == home != node_of(groups[1])
+
+
+def test_four_nodes_are_reserved_whole(cluster, monkeypatch):
+    """Without a process: test_more_nodes_of_eight starts them, too."""
+    monkeypatch.setattr(ray_pools.RayProcesses, "_start", lambda *_: None)
+    processes = ray_pools.RayProcesses(config(4), None, CUDA)
+    try:
+        assert {node_of(group) for group in processes.groups} == set(gpu_nodes())
+        assert [group.bundle_specs for group in processes.groups] == [[{"CPU": 1.0, "GPU": 1.0}] * GPUS] * 4
+        assert ray.available_resources().get("GPU", 0) == 0
+    finally:
+        processes.close()
+
+
+def test_rank_0_is_beside_the_loop_whichever_group_came_to_its_node(cluster, monkeypatch):
+    """As after a restart: the node is not free again when the first group is placed."""
+    monkeypatch.setattr(ray_pools.RayProcesses, "_start", lambda *_: None)
+    monkeypatch.setattr(ray_placement, "make_pool", lambda nodes, bundles, first_on: make_pool(nodes, bundles))
+    for home in gpu_nodes():
+        monkeypatch.setattr(ray_placement, "own_node", lambda home=home: home)
+        processes = ray_pools.RayProcesses(config(4), None, CUDA)
+        with removed([]):
+            first, *others = map(node_of, processes.groups)
+            processes.close()
+        assert first == home and set(others) == set(gpu_nodes()) - {home}
+
+
+def test_engines_apart_have_nodes_and_gpus_of_their_own(cluster):
+    pool = ("actor_rollout_ref.hybrid_engine=False", "actor_rollout_ref.rollout.nnodes=2", "trainer.cpu_threads=6")
+    found = placed(1, *pool, f"actor_rollout_ref.rollout.n_gpus_per_node={GPUS}")
+    learners, engines = found["learners"], found["engines"]
+    assert len({one["node"] for one in learners}) == 1 and len(learners) == GPUS
+    assert [len({one["node"] for one in engines[first : first + 2]}) for first in (0, 2)] == [1, 1]
+    assert len({one["node"] for one in [*learners, *engines]}) == 3 and len(engines) == 4
+    for first in (0, 2):
+        assert sorted(engines[first]["ray_gpus"] + engines[first + 1]["ray_gpus"]) == list(range(GPUS))
+    assert all(engine["own_gpus"] == [] for engine in engines)
+    assert not any("sleep" in engine["events"] for engine in engines)  # no learner needs their GPUs
+    assert max(one["events"]["start"] for one in engines) < min(one["events"]["join"] for one in learners)
+    assert {(one["cores"], one["parts"]) for one in learners} == {(6, 1)}  # the key's threads, for each rank
+    assert {(one["cores"], one["parts"]) for one in engines} == {(6, 2)}  # and for the engines of a node together
+
+
+def test_a_node_too_few_is_an_error_that_names_keys_and_room(cluster, monkeypatch):
+    monkeypatch.setattr(ray_placement, "START_S", 1.0)
+    with pytest.raises(InputError, match="trainer.nnodes=5 trainer.n_gpus_per_node=8: no room for that many") as caught:
+        ray_pools.RayProcesses(config(5), None, CUDA)
+    assert "'GPU': 32.0" in str(caught.value)
+    with pytest.raises(InputError, match="no room.* and 1 CPU for the loop on one of them"):
+        ray_placement.node_for_driver(config(1, "trainer.n_gpus_per_node=16"), CUDA)
+
+
+def test_ranks_of_two_groups_on_one_node_divide_its_cores(cluster):
+    cpu, home = [bundle(Device("cpu"))] * 4, gpu_nodes()[1]
+    groups = [*make_pool(1, cpu, first_on=home), *make_pool(1, cpu, first_on=home)]
+    with removed(groups):
+        assert all(group.wait(20) for group in groups)
+        assert parts_of(groups, 4) == [8, 8] and parts_of(groups[:1], 4) == [4]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("nodes", [4, 16])
+def test_more_nodes_of_eight(cluster, nodes):
+    """Up to 128 ranks and 32 engines, each of them a process: about 12 GB and, on two idle cores, two minutes."""
+    ray.shutdown()
+    while len(cluster.worker_nodes) < nodes:
+        cluster.add_node(num_cpus=GPUS + 2, num_gpus=GPUS)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    check_shared(placed(nodes), nodes)
+
+
+# -- without a cluster
+
+
+EXAMPLES = [(None, 8, 12), (None, 200, 1), (None, 1, 96), (5, 1, 5), (5, 2, 2)]
+
+
+@pytest.mark.parametrize(("cores", "parts", "threads"), EXAMPLES)
+def test_a_process_counts_the_cores_of_its_own_node(monkeypatch, cores, parts, threads):
+    counted = []
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("os.cpu_count", lambda: 96)
+    monkeypatch.setattr("torch.set_num_threads", counted.append)
+    process = LearnerProcess(cores, parts)
+    assert process.thread_count() == threads and counted == [threads] and os.environ["OMP_NUM_THREADS"] == str(threads)
