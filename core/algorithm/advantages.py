@@ -4,6 +4,8 @@ Each is a pure function ``f(inputs: AdvantageInputs) -> (advantages_BT, returns_
 ``response_mask``. ``algorithm.adv_estimator`` names one of :data:`core.config.tables.ESTIMATORS`, or a
 user's own by its path.
 
+Each works on padded tensors; :func:`estimate` decides how many groups are padded at once.
+
 Written ``R_i`` below: the reward of sequence i, summed over all its positions. One whose answer could not be
 scored (``in_group_stats`` False) enters no mean, variance or count, and gets advantage 0.
 """

@@ -6,6 +6,7 @@ decided here once, before anything is split by memory: micro-batches and ranks o
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -152,11 +153,14 @@ def rank_shares(lengths_B: Tensor, ranks: int) -> list[Tensor]:
     The longest sequence that is left goes to the rank with the fewest tokens among those with room.
     """
     room = -(-len(lengths_B) // ranks)
-    loads, shares = [0] * ranks, [[] for _ in range(ranks)]
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    open_ranks = [(0, 0, rank) for rank in range(ranks)]  # a heap of (tokens, sequences, rank)
+    lengths = lengths_B.tolist()
     for index in torch.argsort(lengths_B, descending=True, stable=True).tolist():
-        rank = min((r for r in range(ranks) if len(shares[r]) < room), key=lambda r: (loads[r], len(shares[r])))
-        loads[rank] += int(lengths_B[index])
+        load, count, rank = heapq.heappop(open_ranks)
         shares[rank].append(index)
+        if count + 1 < room:
+            heapq.heappush(open_ranks, (load + lengths[index], count + 1, rank))
     return [torch.tensor(sorted(share), dtype=torch.int64) for share in shares]
 
 
