@@ -21,7 +21,7 @@ import torch
 from core.algorithm import advantages
 from core.algorithm.kl import KLController, kl_in_reward
 from core.algorithm.losses import Means
-from core.algorithm.rollout_correction import add_mismatch, correct
+from core.algorithm.rollout_correction import MISMATCH_READS, add_mismatch, correct
 from core.checkpoint.kill_points import kill_point
 from core.cluster.local_workers import LocalWorkers
 from core.cluster.workers import Workers, ray_backend
@@ -193,15 +193,14 @@ class RayPPOTrainer:
     def compute_advantages(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
         """Set ``advantages`` and ``returns`` by ``algorithm.adv_estimator``, after a KL penalty in the reward."""
         algorithm = self.config.algorithm
-        rewards_BT = token_rewards(batch)
+        batch = batch.adding(token_level_rewards=token_rewards(batch))
         if algorithm.use_kl_in_reward:
             rewards_BT, self.kl_controller, penalty = kl_in_reward(
-                rewards_BT, batch, self.kl_controller, algorithm.kl_penalty
+                batch.token_level_rewards, batch, self.kl_controller, algorithm.kl_penalty
             )
             metrics.add(penalty)
-            batch = batch.adding(reward=rewards_BT.sum(dim=1))
-        advantages_BT, returns_BT = advantages.compute(rewards_BT, batch, algorithm)
-        return batch.adding(advantages=advantages_BT, returns=returns_BT)
+            batch = batch.adding(reward=rewards_BT.sum(dim=1), token_level_rewards=rewards_BT)
+        return advantages.estimate(batch, algorithm)
 
     # -- phases ----------------------------------------------------------------------------------
 
@@ -312,12 +311,14 @@ class RayPPOTrainer:
         """
         if self.needs.old_log_probs(batch):
             with metrics.time("old_log_prob"):
-                log_prob_BT, entropy_BT = self.workers.compute_log_probs(batch)
-            batch = batch.adding(old_log_probs=log_prob_BT)
-            entropy, mismatch = Means(), Means()
-            entropy.tokens({"entropy": entropy_BT}, batch.response_mask)
-            add_mismatch(mismatch, log_prob_BT, batch)
-            metrics.add({**entropy.result("actor"), **mismatch.result("rollout_corr")})
+                log_prob, entropy = self.workers.compute_log_probs(batch)
+            batch = batch.adding(old_log_probs=log_prob)
+            means, mismatch = Means(), Means()
+            measured = batch.adding(entropy=entropy).only((*MISMATCH_READS, "entropy"))
+            for piece in measured.pieces(by_length=True):
+                means.tokens({"entropy": piece.entropy}, piece.response_mask)
+                add_mismatch(mismatch, piece.old_log_probs, piece)
+            metrics.add({**means.result("actor"), **mismatch.result("rollout_corr")})
             batch, corrected = correct(batch, self.config.algorithm.rollout_correction)
             metrics.add(corrected)
         if self.needs.ref:

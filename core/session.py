@@ -7,7 +7,6 @@ what it needs of the loop arrives as arguments, and it never calls back.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import os
 import time
@@ -280,7 +279,7 @@ class Session:
         self.save()
         if any(crossing.check == "nonfinite" for crossing in stopping):
             path = self.run_dir / f"nonfinite_step_{self.step}.pt"
-            run_state.save_tensors(path, {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)})
+            run_state.save_tensors(path, {"lengths": batch.lengths, **batch.stored})
         last = self.health.last_healthy_step
         sound = max((step for step in self.store.steps() if step <= last), default=None)
         back = "no checkpoint is that old" if sound is None else f"go back to it with {self._resume_from(sound)}"

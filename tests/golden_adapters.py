@@ -219,9 +219,9 @@ def _kl_penalty(case: Case, precision: str) -> Iterator[Comparison]:
 def _apply_kl_penalty(case: Case, precision: str) -> Iterator[Comparison]:
     given, params, want = case.inputs, case.params, case.want(precision)
     scores, mask = _tensor(given["token_level_scores"], precision), _mask(given["response_mask"])
-    batch = TrainBatch(
+    batch = TrainBatch.of(
         input_ids=torch.zeros(mask.shape, dtype=torch.int64),
-        attention_mask=mask,
+        attention_mask=torch.ones_like(mask),
         response_mask=mask,
         loss_mask=mask,
         group=torch.arange(len(mask)),

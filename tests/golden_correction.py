@@ -29,9 +29,9 @@ def _given(case: Case, precision: str) -> tuple[Tensor, Tensor, Tensor]:
 
 def batch_of(old: Tensor, rollout: Tensor, mask: Tensor) -> TrainBatch:
     """A batch in which only the log-probs matter."""
-    return TrainBatch(
+    return TrainBatch.of(
         input_ids=torch.zeros(mask.shape, dtype=torch.int64),
-        attention_mask=mask,
+        attention_mask=torch.ones_like(mask),
         response_mask=mask,
         loss_mask=mask,
         group=torch.arange(len(mask)),

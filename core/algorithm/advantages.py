@@ -4,6 +4,8 @@ Each is a pure function ``f(inputs: AdvantageInputs) -> (advantages_BT, returns_
 ``response_mask``. ``algorithm.adv_estimator`` names one of :data:`core.config.tables.ESTIMATORS`, or a
 user's own by its path.
 
+Each works on padded tensors; :func:`estimate` decides how many groups are padded at once.
+
 Written ``R_i`` below: the reward of sequence i, summed over all its positions. One whose answer could not be
 scored (``in_group_stats`` False) enters no mean, variance or count, and gets advantage 0.
 """
@@ -312,3 +314,22 @@ def compute(token_level_rewards_BT: Tensor, batch: TrainBatch, config: Algorithm
         norm_adv_by_std_in_grpo=config.norm_adv_by_std_in_grpo,
     )
     return chosen(config.adv_estimator, tables.ESTIMATORS, "algorithm.adv_estimator")(inputs)
+
+
+def estimate(batch: TrainBatch, config: AlgorithmConfig) -> TrainBatch:
+    """Set ``advantages`` and ``returns`` from ``token_level_rewards``, which are taken away.
+
+    Estimators work on padded tensors. One that reads a group at a time (``by_group`` in the table) gets a few groups
+    at a time, so that no padded tensor of a large batch exists. The others, and a user's own, get the whole batch:
+    they may average over all of it.
+    """
+    by_group = tables.estimator(config.adv_estimator).by_group
+    pieces, found = batch.pieces(whole_groups=True) if by_group else (batch,), []
+    for piece in pieces:
+        advantages_BT, returns_BT = compute(piece.need("token_level_rewards"), piece, config)
+        advantages = piece.flattened(advantages_BT)
+        found.append((advantages, advantages if returns_BT is advantages_BT else piece.flattened(returns_BT)))
+    advantages = torch.cat([one for one, _ in found])
+    same = all(one is other for one, other in found)
+    returns = advantages if same else torch.cat([other for _, other in found])
+    return batch.adding(advantages=advantages, returns=returns, token_level_rewards=None)

@@ -199,19 +199,28 @@ def loss_weights(loss_mask_BT: Tensor, mode: str, *, scale_factor: float = 1.0) 
     Raises:
         ValueError: an unknown mode.
     """
+    dtype = torch.float64 if loss_mask_BT.dtype == torch.float64 else torch.float32
+    mask = loss_mask_BT.bool()
+    weight_B = token_weights(mask.sum(-1), mode, scale_factor=scale_factor).to(dtype)
+    return torch.where(mask, weight_B[:, None], 0)
+
+
+def token_weights(counts_B: Tensor, mode: str, *, scale_factor: float = 1.0) -> Tensor:
+    """Return :func:`loss_weights` of any one token of each sequence, which has ``counts_B`` tokens that carry loss.
+
+    Shapes:
+        counts_B  [B] int64
+        result    [B] float64
+    """
     if mode not in tables.LOSS_AGG_MODES:
         raise ValueError(f"actor.loss_agg_mode={mode}: choose one of {', '.join(tables.LOSS_AGG_MODES)}")
-    dtype = torch.float64 if loss_mask_BT.dtype == torch.float64 else torch.float32
-    mask = loss_mask_BT.bool().to(torch.float64)
-    length = mask.sum(-1, keepdim=True)
-    rows = float((length > 0).sum())
+    counts, sequences = counts_B.double(), max(float((counts_B > 0).sum()), 1.0)
+    one = torch.ones_like(counts)
     if mode == "token-mean":
-        weight = mask / mask.sum().clamp(min=1)
-    elif mode == "seq-mean-token-mean":
-        weight = mask / length.clamp(min=1) / max(rows, 1.0)
-    else:
-        weight = mask / max(rows, 1.0) / (scale_factor if mode.endswith("-norm") else 1.0)
-    return weight.to(dtype)
+        return one / counts.sum().clamp(min=1)
+    if mode == "seq-mean-token-mean":
+        return one / counts.clamp(min=1) / sequences
+    return one / sequences / (scale_factor if mode.endswith("-norm") else 1.0)
 
 
 class Means:

@@ -31,6 +31,7 @@ from core.types import TrainBatch
 if TYPE_CHECKING:
     from core.config.schema import RolloutCorrectionConfig
 
+MISMATCH_READS = ("response_mask", "sampled_mask", "old_log_probs", "rollout_log_probs")  # by add_mismatch
 PERPLEXITY_BOUND = 80.0  # nats: a metric must be finite
 
 
@@ -102,6 +103,9 @@ def correct(batch: TrainBatch, config: RolloutCorrectionConfig) -> tuple[TrainBa
     Tokens that train and that no policy sampled (``batch.sampled_mask``) have weight 1, and stay where their sequence
     does.
     """
+    given = (config.rollout_is, config.rollout_rs, config.rollout_token_veto_threshold)
+    if batch.sampled_mask is None and all(value is None for value in given):
+        return batch, {}  # the usual case, and padding a large batch costs a second a field
     mask, metrics = sampled(batch), {}
     if not bool(mask.any()):
         return batch, metrics

@@ -66,15 +66,16 @@ class LocalWorkers:
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         self.engine.sleep()
-        return self.actor.log_probs(batch, pass_size(self.config.actor_rollout_ref.rollout))
+        log_prob_BT, entropy_BT = self.actor.log_probs(batch, pass_size(self.config.actor_rollout_ref.rollout))
+        return batch.flattened(log_prob_BT), batch.flattened(entropy_BT)
 
     def compute_ref_log_prob(self, batch: TrainBatch) -> Tensor:
         self.engine.sleep()
-        return self.ref.log_probs(batch, pass_size(self.config.actor_rollout_ref.ref))[0]
+        return batch.flattened(self.ref.log_probs(batch, pass_size(self.config.actor_rollout_ref.ref))[0])
 
     def compute_values(self, batch: TrainBatch) -> Tensor:
         self.engine.sleep()
-        return self.critic.values(batch)
+        return batch.flattened(self.critic.values(batch))
 
     def update_actor(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
         self.engine.sleep()

@@ -27,6 +27,7 @@ from core.engines.factory import make_engine
 from core.learner.models import load_policy, load_tokenizer
 from core.rewards.batch_calls import Answer, ModelScore
 from core.tracking.profiling import Profile
+from core.types import TrainBatch
 
 if TYPE_CHECKING:
     from core.cluster.fsdp import LearnerRank
@@ -129,6 +130,14 @@ class LearnerProcess(Process):
 
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self.learner, method)(*args)
+
+    def run_pass(self, method: str, batch: TrainBatch, replies: bool) -> list[np.ndarray] | None:
+        """Return what a pass finds at the policy's tokens of the batch, [M] each.
+
+        One rank of those that split the tokens ``replies``: all of them have the same result.
+        """
+        found, mask = getattr(self.learner, method)(batch), batch.response_mask
+        return [value_BT[mask].numpy() for value_BT in found] if replies else None
 
     def weights(self, dtype: torch.dtype) -> Bucket | None:
         """Return all weights from rank 0; None from the others."""

@@ -1,7 +1,8 @@
 """The phases of a step on a cluster: :class:`core.cluster.workers.Workers` over Ray actors.
 
-Batches are split over the learner ranks here, about equal in tokens. Every call of an actor goes through
-:class:`core.cluster.ray_watch.Watch`: it has a deadline, and an actor that dies ends it at once.
+Batches are split over the learner ranks here, about equal in tokens. They travel without padding and with the fields
+that a phase reads, once a sequence-parallel group, and one rank of the group replies. Every call of an actor goes
+through :class:`core.cluster.ray_watch.Watch`: it has a deadline, and an actor that dies ends it at once.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch
 from torch import Tensor
 
@@ -18,7 +20,7 @@ from core.cluster.ray_engine import RayRewardModel
 from core.cluster.ray_pools import RayProcesses, rank_name
 from core.config.frozen import FrozenDict
 from core.learner.batching import busy_sequences, rank_shares, steps_of
-from core.learner.learner import only_advantages_train
+from core.learner.learner import CRITIC_READS, PASS_READS, actor_reads, only_advantages_train
 from core.learner.models import compute_dtype
 from core.learner.weight_probe import compare_probe
 from core.types import TrainBatch
@@ -40,11 +42,12 @@ class RayWorkers(RayProcesses):
     def update_actor(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
         part, length = self.config.actor_rollout_ref.actor, self.config.data.max_response_length
         steps = steps_of(batch, part, length, part.policy_loss.loss_mode)
-        return self._update("update_actor", steps, only_advantages_train(part), lr_multiplier, part)
+        reads = actor_reads(part, batch)
+        return self._update("update_actor", steps, reads, only_advantages_train(part), lr_multiplier, part)
 
     def update_critic(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
         steps = steps_of(batch, self.config.critic, self.config.data.max_response_length)
-        return self._update("update_critic", steps, False, lr_multiplier, self.config.critic)
+        return self._update("update_critic", steps, CRITIC_READS, False, lr_multiplier, self.config.critic)
 
     def sync_weights(self, version: int) -> dict[str, float]:
         rollout = self.config.actor_rollout_ref.rollout
@@ -97,28 +100,38 @@ class RayWorkers(RayProcesses):
         if self.device.type == "cuda" and part.hybrid_engine and part.rollout.free_cache_engine:
             self.engine.sleep()
 
-    def _shares(self, batch: TrainBatch, together: int) -> list[Tensor]:
+    def _shares(self, lengths_B: Tensor, together: int) -> list[Tensor]:
         """Return the sequences of each group of ``together`` neighbours, which split the tokens of the same ones."""
         groups = self.ranks // together
         if self.config.trainer.balance_batch:
-            return rank_shares(batch.attention_mask.sum(dim=1), groups)
-        return list(torch.arange(len(batch)).tensor_split(groups))
+            return rank_shares(lengths_B, groups)
+        return list(torch.arange(len(lengths_B)).tensor_split(groups))
 
     def _pass(self, phase: str, method: str, batch: TrainBatch, part: Any) -> list[Tensor]:
-        """Run a pass of ``part`` over all sequences and return its [B, T] tensors, in the order of the batch."""
+        """Run a pass of ``part`` over all sequences and return its tensors, flat as a batch stores them."""
         self._free_gpus()
         together = part.ulysses_sequence_parallel_size
-        shares = self._shares(batch, together)
-        rows = [_trimmed(batch, share) for share in shares]
-        parts = self._each(phase, method, [(rows[rank // together],) for rank in range(self.ranks)])[::together]
-        whole = [torch.zeros(batch.input_ids.shape, dtype=one.dtype) for one in parts[0]]
-        for share, found in zip(shares, parts, strict=True):
+        shares = self._shares(batch.lengths, together)
+        mine = [_trimmed(batch.only(PASS_READS), share) for share in shares]
+        sent = [ray.put(one) for one in mine]
+        calls = {rank_name(rank): (method, sent[rank // together], rank % together == 0) for rank in range(self.ranks)}
+        parts = [found for found in self.watch.call(phase, "run_pass", calls) if found is not None]
+        whole = [torch.zeros(batch.tokens, dtype=torch.from_numpy(one).dtype) for one in parts[0]]
+        for share, one, found in zip(shares, mine, parts, strict=True):
             for target, value in zip(whole, found, strict=True):
-                target[share, : value.shape[1]] = value
+                flat = target.new_zeros(one.tokens).masked_scatter_(one.flat("response_mask"), torch.from_numpy(value))
+                for span, sequence in zip(batch.spans(share), flat.split(one.lengths.tolist()), strict=True):
+                    target[span] = sequence
         return whole
 
     def _update(
-        self, phase: str, steps: Iterable[TrainBatch], only_advantages: bool, lr_multiplier: float, part: Any
+        self,
+        phase: str,
+        steps: Iterable[TrainBatch],
+        reads: Sequence[str],
+        only_advantages: bool,
+        lr_multiplier: float,
+        part: Any,
     ) -> dict[str, float]:
         """Take all optimizer steps of ``part``. Sequences that train are shared out apart from those that only a
         metric reads."""
@@ -130,14 +143,14 @@ class RayWorkers(RayProcesses):
             shares = []
             for chosen in (busy, ~busy):
                 rows = chosen.nonzero()[:, 0]
-                shares.append([rows[share] for share in self._shares(step.rows(rows), together)])
+                shares.append([rows[share] for share in self._shares(step.lengths[rows], together)])
             for mine, indices in zip(by_group, zip(*shares, strict=True), strict=True):
-                mine.append(_trimmed(step, torch.cat(indices)))
-        arguments = [(by_group[rank // together], lr_multiplier) for rank in range(self.ranks)]
-        return self._each(phase, phase, arguments)[0]
+                mine.append(_trimmed(step.only(reads), torch.cat(indices)))
+        sent = [ray.put(mine) for mine in by_group]
+        return self._each(phase, phase, [(sent[rank // together], lr_multiplier) for rank in range(self.ranks)])[0]
 
 
 def _trimmed(batch: TrainBatch, index: Tensor) -> TrainBatch:
-    """Return these sequences without the columns that only others fill."""
+    """Return these sequences, as wide as the longest of them."""
     rows = batch.rows(index)
-    return rows.cut(max(2, int(rows.attention_mask.sum(dim=1).max()))) if len(rows) else rows.cut(2)
+    return rows.cut(max(2, int(rows.lengths.max())) if len(rows) else 2)

@@ -23,7 +23,10 @@ from core.types import TrainBatch
 
 
 class Workers(Protocol):
-    """The phases of a step that need a model. Batches arrive whole; splitting them is the workers' business."""
+    """The phases of a step that need a model. Batches arrive whole; splitting them is the workers' business.
+
+    What a phase computes for each token is flat, as a batch stores it: [N], 0 at tokens that the policy did not write.
+    """
 
     engine: RolloutEngine
     reward_model: RewardModelCall | None  # where reward_model.enable is set
@@ -33,13 +36,13 @@ class Workers(Protocol):
     overlaps: bool  # whether the engine can work while the learner does
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies of the policy tokens at the rollout temperature, [B, T] each."""
+        """Return log-probs and entropies of the policy tokens at the rollout temperature, [N] each."""
 
     def compute_ref_log_prob(self, batch: TrainBatch) -> Tensor:
-        """Return the reference policy's log-probs, [B, T]."""
+        """Return the reference policy's log-probs, [N]."""
 
     def compute_values(self, batch: TrainBatch) -> Tensor:
-        """Return the critic's values, [B, T]."""
+        """Return the critic's values, [N]."""
 
     def update_actor(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
         """Take all optimizer steps that the configuration makes of the batch; return ``actor/...`` metrics."""

@@ -31,23 +31,26 @@ class EstimatorEntry:
     function: str
     critic: bool = False  # it reads values
     groups: bool = False  # it compares the answers to a prompt, so it needs at least two
+    by_group: bool = False  # of a group it reads that group alone: a large batch is padded a few groups at a time
     greedy_baseline: bool = False  # it reads the score of a greedy answer to the prompt
     reads: Collection[str] = ()  # keys of the section algorithm
 
 
 ESTIMATORS = {  # algorithm.adv_estimator
     "gae": EstimatorEntry("core.algorithm.advantages:gae", critic=True, reads=("gamma", "lam")),
-    "grpo": EstimatorEntry("core.algorithm.advantages:grpo", groups=True, reads=("norm_adv_by_std_in_grpo",)),
-    "grpo_passk": EstimatorEntry(
-        "core.algorithm.advantages:grpo_passk", groups=True, reads=("norm_adv_by_std_in_grpo",)
+    "grpo": EstimatorEntry(
+        "core.algorithm.advantages:grpo", groups=True, by_group=True, reads=("norm_adv_by_std_in_grpo",)
     ),
-    "rloo": EstimatorEntry("core.algorithm.advantages:rloo", groups=True),
-    "remax": EstimatorEntry("core.algorithm.advantages:remax", greedy_baseline=True),
+    "grpo_passk": EstimatorEntry(
+        "core.algorithm.advantages:grpo_passk", groups=True, by_group=True, reads=("norm_adv_by_std_in_grpo",)
+    ),
+    "rloo": EstimatorEntry("core.algorithm.advantages:rloo", groups=True, by_group=True),
+    "remax": EstimatorEntry("core.algorithm.advantages:remax", greedy_baseline=True, by_group=True),
     "reinforce_plus_plus": EstimatorEntry("core.algorithm.advantages:reinforce_plus_plus", reads=("gamma",)),
     "reinforce_plus_plus_baseline": EstimatorEntry(
         "core.algorithm.advantages:reinforce_plus_plus_baseline", groups=True
     ),
-    "opo": EstimatorEntry("core.algorithm.advantages:opo", groups=True),
+    "opo": EstimatorEntry("core.algorithm.advantages:opo", groups=True, by_group=True),
     "gpg": EstimatorEntry("core.algorithm.advantages:gpg", groups=True),
 }
 

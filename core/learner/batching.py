@@ -6,14 +6,15 @@ decided here once, before anything is split by memory: micro-batches and ranks o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from core.algorithm.losses import loss_weights
+from core.algorithm.losses import token_weights
 from core.config import tables
 from core.data.sampler import permutation
 from core.types import ScoredGroup, TrainBatch
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def make_batch(groups: Sequence[ScoredGroup], pad_id: int, state_masking: bool = True) -> TrainBatch:
-    """Return the ``P`` groups as one right-padded batch of ``B`` sequences, in the order of the groups.
+    """Return the ``P`` groups as one batch of ``B`` sequences, in the order of the groups, without padding.
 
     A sequence whose score is masked has an empty ``loss_mask``: no loss, and out of every denominator. An
     answer that could not be graded is out of its group's statistics too; one that was cut short is not.
@@ -35,52 +36,54 @@ def make_batch(groups: Sequence[ScoredGroup], pad_id: int, state_masking: bool =
     scores = [score for group in groups for score in group.scores]
     if not trajectories:
         raise ValueError("make_batch needs at least one group")
-    begins = torch.tensor([len(t.prompt_ids) for t in trajectories])[:, None]
-    ends = begins + torch.tensor([len(t.response_ids) for t in trajectories])[:, None]
-    positions = torch.arange(int(ends.max()))
+    prompts = np.array([len(t.prompt_ids) for t in trajectories])
+    lengths = prompts + np.array([len(t.response_ids) for t in trajectories])
+    ends = np.cumsum(lengths)
 
-    def padded(name: str, fill: float, dtype: torch.dtype) -> Tensor:
-        """Return [B, T]: the field of each trajectory at its response, its ids also at its prompt, else ``fill``."""
-        out = np.full((len(trajectories), len(positions)), fill)
-        for sequence, trajectory in zip(out, trajectories, strict=True):
-            start, value = len(trajectory.prompt_ids), getattr(trajectory, name)
-            if name == "response_ids":
-                sequence[:start] = trajectory.prompt_ids
-            sequence[start : start + len(value)] = value
-        return torch.from_numpy(out).to(dtype)
+    def flat(values: Iterable[Any], dtype: type) -> Tensor:
+        """Return [N]: a value or an array for each response; 0 at the prompts."""
+        out = np.zeros(ends[-1], dtype)
+        for end, length, prompt, value in zip(ends, lengths, prompts, values, strict=True):
+            out[end - length + prompt : end] = value
+        return torch.from_numpy(out)
 
-    sampled = padded("response_mask", False, torch.bool)
-    response_mask = sampled if state_masking else (begins <= positions) & (positions < ends)
+    input_ids = flat((t.response_ids for t in trajectories), np.int32)
+    for end, length, t in zip(ends, lengths, trajectories, strict=True):
+        input_ids[end - length : end - length + len(t.prompt_ids)] = torch.from_numpy(t.prompt_ids.copy())
+    sampled = flat((t.response_mask for t in trajectories), np.bool_)
+    response_mask = sampled if state_masking else flat([True] * len(trajectories), np.bool_)
     live = torch.tensor([not score.masked for score in scores])
     errored = torch.tensor([s.masked and s.status in (ScoreStatus.TIMEOUT, ScoreStatus.CRASH) for s in scores])
     sizes = torch.tensor([len(group) for group in groups])
     baseline = None
     if all(group.baseline is not None for group in groups):
         baseline = torch.tensor([g.baseline.value for g in groups], dtype=torch.float32).repeat_interleave(sizes)
-    return TrainBatch(
-        input_ids=padded("response_ids", pad_id, torch.int64),
-        attention_mask=positions < ends,
+    batch = TrainBatch(torch.from_numpy(lengths), int(lengths.max()), {}, pad_id)
+    return batch.adding(
+        input_ids=input_ids,
         response_mask=response_mask,
-        loss_mask=response_mask & live[:, None],
+        loss_mask=response_mask & live.repeat_interleave(batch.lengths),
         group=torch.arange(len(groups)).repeat_interleave(sizes),
         reward=torch.tensor([score.value for score in scores], dtype=torch.float32),
         in_group_stats=~errored,
-        rollout_log_probs=padded("logprobs", 0.0, torch.float32),
+        rollout_log_probs=flat((t.logprobs for t in trajectories), np.float32),
         sampled_mask=None if state_masking else sampled,
         baseline=baseline,
     )
 
 
 def token_rewards(batch: TrainBatch) -> Tensor:
-    """Return [B, T]: each sequence's reward on the last token that the policy wrote.
+    """Return [N], flat: each sequence's reward on the last token that the policy wrote.
 
     Not on the last token of the response: where that is a tool's output, GAE and the returns would
     never see the reward. A response with no policy token gets none.
     """
-    positions = torch.arange(batch.response_mask.shape[1])
-    last = torch.where(batch.response_mask, positions, -1).amax(dim=1)
-    at_last = (positions == last[:, None]) & batch.response_mask
-    return at_last * batch.reward[:, None]
+    mask, reward = batch.flat("response_mask").numpy(), batch.flat("reward")
+    out = torch.zeros(len(mask), dtype=reward.dtype)
+    for row, span in enumerate(batch.spans(torch.arange(len(batch)))):
+        if mask[span].any():
+            out[span.stop - 1 - int(mask[span][::-1].argmax())] = reward[row]
+    return out
 
 
 def steps_of(
@@ -119,7 +122,10 @@ def optimizer_steps(
         for start in range(0, n_groups, prompts):
             chosen = torch.isin(batch.group, torch.from_numpy(order[start : start + prompts]))
             step = batch.rows(chosen.nonzero()[:, 0])
-            yield step.adding(loss_weight=loss_weights(step.loss_mask, agg_mode, scale_factor=scale_factor))
+            carries = step.flat("loss_mask")
+            weight = token_weights(step.count(carries.bool()), agg_mode, scale_factor=scale_factor)
+            weight = weight if carries.dtype == torch.float64 else weight.float()
+            yield step.adding(loss_weight=weight.repeat_interleave(step.lengths) * carries)
 
 
 def busy_sequences(batch: TrainBatch, *, only_advantages_train: bool) -> Tensor:
@@ -129,9 +135,9 @@ def busy_sequences(batch: TrainBatch, *, only_advantages_train: bool) -> Tensor:
     without weight never moves anything. One whose advantages are all zero does not either, if nothing but the
     policy-gradient term trains (no KL loss, no entropy bonus, no critic).
     """
-    busy = (batch.need("loss_weight") != 0).any(dim=1)
+    busy = batch.count(batch.flat("loss_weight") != 0) > 0
     if only_advantages_train:
-        busy &= (batch.need("advantages") != 0).any(dim=1)
+        busy &= batch.count(batch.flat("advantages") != 0) > 0
     return busy
 
 
@@ -147,11 +153,14 @@ def rank_shares(lengths_B: Tensor, ranks: int) -> list[Tensor]:
     The longest sequence that is left goes to the rank with the fewest tokens among those with room.
     """
     room = -(-len(lengths_B) // ranks)
-    loads, shares = [0] * ranks, [[] for _ in range(ranks)]
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    open_ranks = [(0, 0, rank) for rank in range(ranks)]  # a heap of (tokens, sequences, rank)
+    lengths = lengths_B.tolist()
     for index in torch.argsort(lengths_B, descending=True, stable=True).tolist():
-        rank = min((r for r in range(ranks) if len(shares[r]) < room), key=lambda r: (loads[r], len(shares[r])))
-        loads[rank] += int(lengths_B[index])
+        load, count, rank = heapq.heappop(open_ranks)
         shares[rank].append(index)
+        if count + 1 < room:
+            heapq.heappush(open_ranks, (load + lengths[index], count + 1, rank))
     return [torch.tensor(sorted(share), dtype=torch.int64) for share in shares]
 
 
@@ -164,7 +173,7 @@ def micro_batches(
     exceeded: its sequences times its width, padding included, or, ``packed``, its tokens. Padded pieces have sequences
     of similar length. Raises ValueError for a sequence that alone is over the budget.
     """
-    lengths = batch.attention_mask.sum(dim=1)
+    lengths = batch.lengths
     order = torch.argsort(lengths, descending=True, stable=True)
     if max_tokens is not None and len(order) and int(lengths[order[0]]) > max_tokens:
         raise ValueError(

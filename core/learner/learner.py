@@ -73,6 +73,20 @@ class Ranks:
 ALONE, PADDED = Ranks(), Layout()
 
 
+PASS_READS = ("input_ids", "response_mask")  # the fields of a batch that a pass for log-probs or values reads
+CRITIC_READS = (*PASS_READS, "loss_weight", "returns", "values")
+
+
+def actor_reads(config: ActorConfig, batch: TrainBatch) -> tuple[str, ...]:
+    """Return the fields that the policy's update reads of a batch; no others are sent to a learner rank."""
+    fields = (*PASS_READS, "loss_weight", "advantages", "rollout_is_weights")
+    if config.use_kl_loss:
+        fields += ("ref_log_prob",)
+    if batch.old_log_probs is None:  # the update then measures the distance to the engine, or trains on its log-probs
+        return (*fields, "rollout_log_probs", "sampled_mask")
+    return (*fields, "old_log_probs")
+
+
 def only_advantages_train(config: ActorConfig) -> bool:
     """Return whether the policy gradient is the objective's only term."""
     return not config.use_kl_loss and config.entropy_coeff == 0
@@ -163,13 +177,13 @@ class Policy(Passes):
     def log_probs(self, batch: TrainBatch, size: MicroBatchSize) -> tuple[Tensor, Tensor]:
         """Return :meth:`token_stats` of the whole batch, [B, T] on the batch's device, without gradients."""
         dtype = torch.promote_types(next(self.module.parameters()).dtype, torch.float32)
-        log_prob = torch.zeros(batch.input_ids.shape, dtype=dtype)
+        log_prob = torch.zeros(batch.shape, dtype=dtype)
         entropy = torch.zeros_like(log_prob)
         for index, micro in self.passes(size, batch):
             one, other = self.token_stats(micro.to(self.device))
             if len(index):
-                width = micro.input_ids.shape[1]
-                log_prob[index, :width], entropy[index, :width] = one.cpu().to(dtype), other.cpu().to(dtype)
+                places = index, slice(micro.width)
+                log_prob[places], entropy[places] = one.cpu().to(dtype), other.cpu().to(dtype)
         return log_prob, entropy
 
 
@@ -323,11 +337,11 @@ class Critic(Passes):
     @torch.no_grad()
     def values(self, batch: TrainBatch) -> Tensor:
         """Return :meth:`token_values` of the whole batch, [B, T], without gradients."""
-        out = torch.zeros(batch.input_ids.shape)
+        out = torch.zeros(batch.shape)
         for index, micro in self.passes(self.size, batch):
             values = self.token_values(micro.to(self.device))
             if len(index):
-                out[index, : micro.input_ids.shape[1]] = values.cpu().float()
+                out[index, : micro.width] = values.cpu().float()
         return out
 
     def update(self, steps: Iterable[TrainBatch], lr_multiplier: float) -> dict[str, float]:

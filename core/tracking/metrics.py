@@ -43,14 +43,12 @@ def data_metrics(groups: Sequence[ScoredGroup], batch: TrainBatch) -> dict[str, 
         "reward/masked_share": float(np.mean([score.masked for score in scores])),
         "perf/total_num_tokens": float(lengths.sum() + prompts.sum()),
     }
+    written = batch.flat("response_mask")
     for name in ("advantages", "returns", "values"):
-        value_BT = getattr(batch, name)
-        if value_BT is not None and (name != "returns" or batch.values is not None):
-            metrics.update(_spread(f"critic/{name}", value_BT[batch.response_mask].numpy()))
-    if batch.values is not None:
-        metrics["critic/vf_explained_var"] = explained_variance(
-            batch.values, batch.need("returns"), batch.response_mask
-        )
+        if name in batch.stored and (name != "returns" or "values" in batch.stored):
+            metrics.update(_spread(f"critic/{name}", batch.flat(name)[written].numpy()))
+    if "values" in batch.stored:
+        metrics["critic/vf_explained_var"] = explained_variance(batch.flat("values"), batch.flat("returns"), written)
     return metrics
 
 
@@ -68,9 +66,13 @@ def part_means(scores: Iterable[Score]) -> dict[str, float]:
     return {name: float(np.mean(values)) for name, values in sorted(parts.items())}
 
 
-def explained_variance(values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor) -> float:
-    """Return ``1 - Var(returns - values) / Var(returns)`` over the policy tokens: 1 is a perfect critic."""
-    returns, residual = returns_BT[mask_BT], (returns_BT - values_BT)[mask_BT]
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """Return ``1 - Var(returns - values) / Var(returns)`` over the policy tokens: 1 is a perfect critic.
+
+    Shapes:
+        all tensors  [...]  of one shape
+    """
+    returns, residual = returns[mask], (returns - values)[mask]
     return float(1 - residual.var(correction=0) / (returns.var(correction=0) + 1e-5))
 
 

@@ -52,7 +52,7 @@ def batch(vocabulary: int) -> TrainBatch:
     position = torch.arange(width)
     response = (position >= PROMPT) & (position < length)
     noise = torch.randn((ROWS, width), generator=generator) * response
-    whole = TrainBatch(
+    whole = TrainBatch.of(
         input_ids=torch.randint(4, vocabulary, (ROWS, width), generator=generator),
         attention_mask=position < length,
         response_mask=response,

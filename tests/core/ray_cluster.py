@@ -62,7 +62,7 @@ def mixed_batch(groups: int = 8, n: int = 2, seed: int = 0) -> TrainBatch:
 
     group = torch.arange(groups).repeat_interleave(n)
     log_probs = -4.6 * response + 0.1 * noise()
-    return TrainBatch(
+    return TrainBatch.of(
         input_ids=torch.randint(4, VOCAB_SIZE, (rows, width), generator=generator),
         attention_mask=position < length[:, None],
         response_mask=response,

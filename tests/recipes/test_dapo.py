@@ -168,9 +168,8 @@ def test_a_truncated_answer_carries_no_loss_and_keeps_its_reward_in_the_group():
     scores = [dapo.shape_reward(s, t) for s, t in zip((RIGHT, WRONG, RIGHT), answers, strict=True)]
     assert [s.masked for s in scores] == [False, True, False] and [s.value for s in scores] == [1.0, -1.0, 1.0]
     batch = make_batch([ScoredGroup(group(scores).prompt, tuple(answers), tuple(scores))], pad_id=0)
-    advantages, _ = grpo(
-        AdvantageInputs(token_rewards(batch), batch.response_mask, batch.group, batch.in_group_stats, epsilon=0)
-    )
+    rewards_BT = batch.adding(token_level_rewards=token_rewards(batch)).token_level_rewards
+    advantages, _ = grpo(AdvantageInputs(rewards_BT, batch.response_mask, batch.group, batch.in_group_stats, epsilon=0))
     # mean 1/3, standard deviation 2 / sqrt(3): (1 - 1/3) / that is 1 / sqrt(3); without the second it would be 0
     assert torch.allclose(advantages[[0, 2]][batch.response_mask[[0, 2]]], torch.tensor(3**-0.5))
     for mode, weights in (("token-mean", (2 / 5, 0, 3 / 5)), ("seq-mean-token-mean", (1 / 2, 0, 1 / 2))):

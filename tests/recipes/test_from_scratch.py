@@ -73,8 +73,8 @@ def actor_step(actor: Actor, groups: tuple[ScoredGroup, ...], config) -> list[di
     batch = make_batch(groups, pad_id=0)
     batch = batch.adding(reward=as_tensors(groups, torch.float64)[2], loss_mask=batch.loss_mask.double())
     old_BT, _ = actor.log_probs(batch, MicroBatchSize(max_sequences=5))
-    adv_BT, returns_BT = advantages.compute(token_rewards(batch), batch, config.algorithm)
-    batch = batch.adding(old_log_probs=old_BT, advantages=adv_BT, returns=returns_BT)
+    batch = batch.adding(old_log_probs=old_BT, token_level_rewards=token_rewards(batch))
+    batch = advantages.estimate(batch, config.algorithm)
     steps = optimizer_steps(batch, prompts=PROMPTS // 2, agg_mode=actor.config.loss_agg_mode, scale_factor=1.0)
     return [actor.update([step], 1.0) for step in steps]
 

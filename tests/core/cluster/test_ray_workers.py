@@ -27,7 +27,6 @@ from core.errors import InputError, WorkersLost
 from core.learner.models import load_critic, load_policy
 from core.learner.weight_probe import WeightSyncError
 from core.ray_trainer import RayPPOTrainer
-from core.types import TrainBatch
 from tests.core.engine_contract import Counts, ModelEngineContract, ask, ids, sample_all
 from tests.core.ray_cluster import cluster_config, mixed_batch, write_model
 from tests.faults.tiny_run import command, prepare
@@ -112,40 +111,12 @@ def test_two_ranks_report_and_compute_what_one_process_does(pair):
     assert ranks.fingerprints() == alone.fingerprints()
 
 
-def test_neighbours_that_split_sequences_get_the_same_rows(model):
-    """Four ranks in two groups: rows are shared out over the groups, and put together again from one of each."""
-    parallel = ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "critic.ulysses_sequence_parallel_size=1")
-    packed = ("actor_rollout_ref.model.use_remove_padding=True", "actor_rollout_ref.actor.ppo_mini_batch_size=8")
-    config, batch = cluster_config(model, *parallel, *packed, ranks=4), mixed_batch()
-    asked = []
-
-    class Recorder(RayWorkers):
-        def __init__(self):
-            self.config, self.ranks, self.device = config, 4, CPU
-
-        def _each(self, phase, method, arguments):
-            asked.append(arguments)
-            return [(given[0].input_ids,) * 2 if method.startswith("compute") else {} for given in arguments]
-
-    recorder = Recorder()
-    found, _ = recorder.compute_log_probs(batch)
-    assert torch.equal(found * batch.attention_mask, batch.input_ids * batch.attention_mask)
-    assert torch.equal(recorder.compute_values(batch) * batch.attention_mask, batch.input_ids * batch.attention_mask)
-    recorder.update_actor(batch, 1.0)
-    passes, values, update = ([one[0] for one in arguments] for arguments in asked)
-    update = [steps[0] for steps in update]
-    for first, second, third, fourth in (passes, update):
-        assert first is second and third is fourth and len(first) + len(third) == len(batch)
-    assert sum(map(len, values)) == len(batch)  # the critic's ranks do not split sequences
-    assert float(sum(one.loss_weight.sum() for one in update[::2])) == pytest.approx(1.0)
-
-
 def test_without_old_log_probs_the_update_measures_the_same(model, pair):
     """The metrics of rows that nothing trains on are of all ranks too."""
     ranks, alone, _ = pair
     only_pg = {"actor_rollout_ref.actor.use_kl_loss": False, "actor_rollout_ref.actor.entropy_coeff": 0.0}
     config = cluster_config(model, *(f"{key}={value}" for key, value in only_pg.items()))
-    batch = TrainBatch(**{**vars(mixed_batch()), "old_log_probs": None})
+    batch = mixed_batch().adding(old_log_probs=None)
     for one in (ranks, alone):
         one.config = config
     alone.actor.config = config.actor_rollout_ref.actor
@@ -183,7 +154,7 @@ def test_a_checkpoint_brings_the_ranks_back(pair, tmp_path):
 
 def test_errors_of_the_ranks_arrive_as_they_are(pair):
     with pytest.raises(ValueError, match="TrainBatch.values is not set yet"):
-        pair[0].update_critic(TrainBatch(**{**vars(mixed_batch()), "values": None}), 1.0)
+        pair[0].update_critic(mixed_batch().adding(values=None), 1.0)
 
 
 def test_threads_are_those_of_the_configuration(pair):

@@ -1,13 +1,24 @@
 """Groups to tensors, optimizer steps, and pieces that fit: what trains is decided before memory is."""
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.learner.batching import make_batch, micro_batches, optimizer_steps, split_idle, token_rewards
-from core.types import Prompt, ScoredGroup, Stop, Trajectory
+from core import types
+from core.algorithm.losses import loss_weights
+from core.learner.batching import (
+    busy_sequences,
+    make_batch,
+    micro_batches,
+    optimizer_steps,
+    split_idle,
+    token_rewards,
+)
+from core.types import Prompt, ScoredGroup, Stop, TrainBatch, Trajectory
 from reward_scores.score import Score, ScoreStatus
 
 PAD = 99
@@ -58,7 +69,8 @@ def test_a_masked_row_carries_no_loss_and_only_an_errored_one_leaves_the_statist
 
 
 def test_the_reward_lies_on_the_last_token_the_policy_wrote(groups):
-    rewards = token_rewards(make_batch(groups, PAD))
+    batch = make_batch(groups, PAD)
+    rewards = batch.adding(token_level_rewards=token_rewards(batch)).token_level_rewards
     assert rewards[0].tolist() == [0, 0, 0, 0, 1.0, 0, 0]
     assert rewards[2].tolist() == [0, 0, 0, 0, 0, 2.0, 0]  # not on the tool output that follows
 
@@ -91,6 +103,79 @@ def batches(draw):
         responses = [trajectory(prompt, [5] * int(rng.integers(0, 12))) for _ in range(3)]
         groups.append(scored(prompt, responses, [Score(float(rng.normal())) for _ in responses], ordinal))
     return make_batch(groups, PAD)
+
+
+def test_a_batch_of_padded_fields_is_the_batch_of_flat_ones(groups):
+    batch = make_batch(groups, PAD)
+    padded = {name: getattr(batch, name) for name in batch.stored}
+    again = TrainBatch.of(attention_mask=batch.attention_mask, pad_id=PAD, **padded)
+    assert again.stored.keys() == batch.stored.keys() and again.shape == (4, 7) and again.tokens == 19
+    assert all(torch.equal(again.flat(name), value) for name, value in batch.stored.items())
+    assert again.flat("input_ids").dtype == torch.int32 and again.input_ids.dtype == torch.int64
+    assert batch.flat("rollout_log_probs").shape == (19,)
+    with pytest.raises(ValueError, match="attention_mask has a gap"):
+        TrainBatch.of(attention_mask=torch.tensor([[True, False, True]]), input_ids=torch.ones(1, 3))
+    with pytest.raises(ValueError, match="cannot be cut to 6 columns: a sequence has 7 tokens"):
+        batch.cut(6)
+    assert batch.adding(reward=None).stored.keys() == batch.stored.keys() - {"reward"}
+
+
+def test_what_is_cut_from_a_batch_is_pickled_without_the_rest_of_it():
+    responses = [trajectory([1], [5] * 5000) for _ in range(20)] + [trajectory([1, 2], [3, 4])]
+    whole = make_batch([scored([1], responses, [Score(1.0)] * 21)], PAD)
+    assert len(pickle.dumps(whole, 5)) > 1_000_000
+    for index in (slice(20, 21), [20], torch.tensor([20])):
+        one = whole.rows(index).cut(4)
+        data = pickle.dumps(one, 5)
+        assert len(data) < 2_500
+        again = pickle.loads(data)
+        assert again.input_ids.tolist() == [[1, 2, 3, 4]] and again.shape == one.shape
+        assert again.stored.keys() == one.stored.keys() and again.reward.dtype == torch.float32
+
+
+@settings(max_examples=60, deadline=None)
+@given(batch=batches(), data=st.data())
+def test_rows_are_those_of_the_padded_fields(batch, data):
+    """``response_mask`` and ids tell every sequence from its neighbours: the prompt counts up."""
+    number = st.integers(0, len(batch) - 1)
+    index = data.draw(st.slices(len(batch)).filter(lambda s: s.step in (None, 1)) | st.lists(number, max_size=9))
+    chosen = index if isinstance(index, slice) else torch.tensor(index, dtype=torch.int64)
+    found = batch.rows(chosen)
+    for name in (*batch.stored, "attention_mask"):
+        assert torch.equal(getattr(found, name), getattr(batch, name)[chosen]), name
+
+
+@settings(max_examples=60, deadline=None)
+@given(batch=batches(), slots=st.integers(1, 300), whole_groups=st.booleans())
+def test_pieces_hold_every_row_once_in_order_and_no_more_than_fit(batch, slots, whole_groups):
+    batch = batch.adding(advantages=torch.arange(batch.tokens) + 0.5)
+    pieces = list(batch.pieces(slots, whole_groups=whole_groups))
+    for piece in pieces:
+        units = len(piece.group.unique()) if whole_groups else len(piece)
+        assert len(piece) * piece.width <= slots or units == 1 or len(pieces) == 1
+        assert len(pieces) == 1 or piece.width == int(piece.lengths.max())
+    assert torch.equal(torch.cat([piece.flattened(piece.advantages) for piece in pieces]), batch.flat("advantages"))
+    if whole_groups:
+        assert sum(len(piece.group.unique()) for piece in pieces) == len(batch.group.unique())
+    elif len(batch) * batch.width > slots and len(batch) > 1:
+        assert len(pieces) > 1
+
+
+def test_groups_whose_sequences_are_apart_stay_in_one_piece(groups):
+    batch = make_batch(groups, PAD).adding(group=torch.tensor([0, 1, 0, 1]))
+    (piece,) = batch.pieces(1, whole_groups=True)
+    assert piece is batch
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"])
+@pytest.mark.parametrize("slots", [2**24, 8])
+def test_the_weights_of_a_step_are_those_of_its_padded_mask(groups, mode, slots, monkeypatch):
+    monkeypatch.setattr(types, "PIECE_SLOTS", slots)
+    (step,) = optimizer_steps(make_batch(groups, PAD), prompts=2, agg_mode=mode, scale_factor=12.0)
+    assert torch.equal(step.loss_weight, loss_weights(step.loss_mask, mode, scale_factor=12.0))
+    step = step.adding(advantages=torch.zeros(4, 7).index_fill(0, torch.tensor([1, 2]), 1.5))
+    assert busy_sequences(step, only_advantages_train=True).tolist() == [False, False, True, False]
+    assert busy_sequences(step, only_advantages_train=False).tolist() == [True, False, True, False]
 
 
 @settings(max_examples=60, deadline=None)
