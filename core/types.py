@@ -109,7 +109,7 @@ class Trajectory:
         """Return a short text: asyncio formats the result of a step's collection, and never shows it.
 
         ``asyncio.Runner.run`` of Python 3.11 compares signal handlers by way of an error message that holds the task
-        and its result. With all arrays written out that took 8 seconds for 8,192 trajectories.
+        and its result. With all arrays written out that took longer than the rest of collecting.
         """
         tokens = f"{len(self.prompt_ids)} + {len(self.response_ids)} tokens"
         return f"Trajectory({tokens}, {self.stop.value}, seed={self.seed}, policy_version={self.policy_version})"
