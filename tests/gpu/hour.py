@@ -2,10 +2,10 @@
 
     python -m tests.gpu.hour a [STEP ...] [--again] [--device cpu --size tiny --out FOLDER]
 
-``hour_a.sh`` starts it. A step runs in a process of its own for at most 8 minutes. What it returns is
-written to a file of its name in ``results/gpu/`` with commit and machine, a failure with the end of its output. A step that is
-done at this commit is not repeated, so that the hour may be interrupted anywhere. The exit status is 1 where a step
-failed, 2 where there is no GPU.
+``hour_a.sh`` starts it. A step runs in a process of its own for at most 8 minutes. What it returns is written to a file
+of its name in ``results/gpu/`` with commit and machine, a failure with the end of its output. A step that is done at
+this commit is not repeated, so that the hour may be interrupted anywhere. The exit status is 1 where a step failed, 2
+where there is no GPU.
 """
 
 from __future__ import annotations
