@@ -115,11 +115,13 @@ class RayWorkers(RayProcesses):
         mine = [_trimmed(batch.only(PASS_READS), share) for share in shares]
         sent = [ray.put(one) for one in mine]
         calls = {rank_name(rank): (method, sent[rank // together], rank % together == 0) for rank in range(self.ranks)}
-        parts = [found for found in self.watch.call(phase, "run_pass", calls) if found is not None]
-        whole = [torch.zeros(batch.tokens, dtype=torch.from_numpy(one).dtype) for one in parts[0]]
+        found = self.watch.call(phase, "run_pass", calls)
+        # Copied: Ray's arrays are read-only, which tensors cannot be.
+        parts = [[torch.from_numpy(one.copy()) for one in reply] for reply in found if reply is not None]
+        whole = [torch.zeros(batch.tokens, dtype=one.dtype) for one in parts[0]]
         for share, one, found in zip(shares, mine, parts, strict=True):
             for target, value in zip(whole, found, strict=True):
-                flat = target.new_zeros(one.tokens).masked_scatter_(one.flat("response_mask"), torch.from_numpy(value))
+                flat = target.new_zeros(one.tokens).masked_scatter_(one.flat("response_mask"), value)
                 for span, sequence in zip(batch.spans(share), flat.split(one.lengths.tolist()), strict=True):
                     target[span] = sequence
         return whole

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK_ELEMENTS = 2**23  # logits alive at a time: 32 MiB in float32
+from core.planning.head_chunk import head_logits
 
 
 def token_log_probs_and_entropy(
@@ -23,15 +23,15 @@ def token_log_probs_and_entropy(
     *,
     temperature: float = 1.0,
     bias: Tensor | None = None,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
     entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return log-prob of each label and entropy of each distribution, ``softmax(hidden @ weight.T / temperature)``.
 
     Gradients reach ``hidden``, ``weight`` and ``bias`` through the log-probs, and through the entropies with
-    ``entropy_grad=True``. At most about three tensors of ``chunk_elements`` are alive beyond the inputs, the outputs
-    and the gradients; the value changes memory and speed only. The softmax is in float32 (float64 for float64 inputs);
-    weight gradients of lower precision are summed over chunks in float32.
+    ``entropy_grad=True``. At most about three tensors of ``chunk_elements`` (None: what suits the device) are alive
+    beyond the inputs, the outputs and the gradients; the value changes memory and speed only. The softmax is in float32
+    (float64 for float64 inputs); weight gradients of lower precision are summed over chunks in float32.
 
     Shapes:
         hidden_NH  [N, H] float
@@ -42,9 +42,14 @@ def token_log_probs_and_entropy(
     """
     if temperature <= 0:
         raise ValueError(f"temperature={temperature}: a distribution needs a temperature > 0")
-    rows = max(1, chunk_elements // weight_VH.shape[0])
+    elements = logits_at_a_time(hidden_NH.device) if chunk_elements is None else chunk_elements
     weight_VH = weight_VH.to(hidden_NH.dtype)
-    return _ChunkedHead.apply(hidden_NH, weight_VH, bias, labels_N, temperature, rows, entropy_grad)
+    return _ChunkedHead.apply(hidden_NH, weight_VH, bias, labels_N, temperature, elements, entropy_grad)
+
+
+def logits_at_a_time(device: torch.device) -> int:
+    """Return the logits that exist at a time on a device; it depends on its kind and size, not on what is in use."""
+    return head_logits(torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None)
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -52,7 +57,8 @@ class _ChunkedHead(torch.autograd.Function):
     # choose differently in the two passes.
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, temperature, rows, entropy_grad):
+    def forward(ctx, hidden, weight, bias, labels, temperature, elements, entropy_grad):
+        rows = max(1, elements // weight.shape[0])
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         log_prob, entropy, normaliser = (torch.empty(len(hidden), dtype=dtype, device=hidden.device) for _ in range(3))
         log_probs = None
@@ -66,7 +72,7 @@ class _ChunkedHead(torch.autograd.Function):
         # Where one chunk is all, its log-softmax is kept: the backward pass need not compute it again.
         kept = log_probs if any(ctx.needs_input_grad) and len(hidden) <= rows else None
         ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy if entropy_grad else None, kept)
-        ctx.temperature, ctx.rows = temperature, rows
+        ctx.temperature, ctx.rows, ctx.elements = temperature, rows, elements
         ctx.set_materialize_grads(False)
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
@@ -98,7 +104,7 @@ class _ChunkedHead(torch.autograd.Function):
                 if for_hidden:
                     torch.mm(grad, weight, out=grad_hidden[part])
                 if for_weight:
-                    _accumulate(grad_weight, grad, hidden[part])
+                    _accumulate(grad_weight, grad, hidden[part], ctx.elements)
             grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
             grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
@@ -135,11 +141,11 @@ def _minus_probs(probs: Tensor, labels: Tensor, grad: Tensor) -> Tensor:
     return result.scatter_add_(1, labels[:, None], grad[:, None])
 
 
-def _accumulate(total_VH: Tensor, grad_NV: Tensor, hidden_NH: Tensor) -> None:
-    """Add ``grad.T @ hidden``, in blocks of the vocabulary where the product has another precision."""
+def _accumulate(total_VH: Tensor, grad_NV: Tensor, hidden_NH: Tensor, elements: int) -> None:
+    """Add ``grad.T @ hidden``, in blocks of ``elements`` numbers where the product has another precision."""
     if total_VH.dtype == grad_NV.dtype:
         total_VH.addmm_(grad_NV.T, hidden_NH)
         return
-    block = max(1, CHUNK_ELEMENTS // max(hidden_NH.shape[1], 1))
+    block = max(1, elements // max(hidden_NH.shape[1], 1))
     for part in _chunks(len(total_VH), block):
         total_VH[part] += grad_NV[:, part].T @ hidden_NH

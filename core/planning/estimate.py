@@ -33,13 +33,13 @@ from pathlib import Path
 
 from core.config import compose, examine, schema, tables
 from core.errors import InputError
+from core.planning.head_chunk import CPU_LOGITS, head_logits
 from core.planning.memory_knobs import knobs, log_prob_tokens, pass_tokens, update_knobs
 from core.planning.model_rules import model_problems
 from core.planning.model_shapes import TABLE, Gpu, Shape, gpu, shape_of, width
 from core.planning.published import lengths_of, questions_of, step_errors
 from core.planning.step_seconds import Assumptions, Load, checkpoint_seconds, step_seconds, validation_seconds
 
-HEAD_CHUNK = 3 * 4 * 2**23  # bytes: core.learner.log_probs holds about three chunks of 2**23 float32 numbers
 USABLE = 0.95  # of a GPU's memory; the rest is the allocator's and the libraries'
 MEASURED = Path(__file__).parents[2] / "results/benchmarks/plan_memory.json"  # of tests.benchmarks.plan_memory
 PHASES = ("generate", "log-probs", "update", "critic update")
@@ -54,27 +54,37 @@ def block_bytes(shape: Shape, width: int, residual: int) -> int:
     return 2 * shape.hidden * (4 + residual + width) + attention + 4 * shape.mlp * width
 
 
-def head_bytes(shape: Shape, tokens: int, width: int, trains: bool = True) -> float:
-    """Return the chunked head's bytes: logits, its weight's gradient in float32, hidden states and their gradient."""
-    logits = min(HEAD_CHUNK, 3 * 4 * tokens * shape.vocab)
+def head_bytes(shape: Shape, tokens: int, width: int, trains: bool = True, logits: int = CPU_LOGITS) -> float:
+    """Return the chunked head's bytes: logits (about three tensors of a chunk in float32), its weight's gradient in
+    float32, hidden states and their gradient."""
+    chunk = 3 * 4 * min(logits, tokens * shape.vocab)
     weight = 4.0 * shape.vocab * shape.hidden if trains else 0.0
-    return logits + weight + 2.0 * tokens * shape.hidden * width
+    return chunk + weight + 2.0 * tokens * shape.hidden * width
 
 
 def update_bytes(
-    shape: Shape, tokens: int, width: int, residual: int, *, checkpointing: bool, ranks: int = 1, adapters: int = 0
+    shape: Shape,
+    tokens: int,
+    width: int,
+    residual: int,
+    *,
+    checkpointing: bool,
+    ranks: int = 1,
+    adapters: int = 0,
+    logits: int = CPU_LOGITS,
 ) -> tuple[float, str]:
     """Return gradients and activations at their highest, and when that is: they do not all exist at once.
 
     In the head nothing of the layers has a gradient yet; in the first layer, the last to be passed backward, the
-    activations of the others are gone and only the embedding lacks its gradient.
+    activations of the others are gone and only the embedding lacks its gradient. ``logits`` exist at a time
+    (``core.planning.head_chunk``).
     """
     block, backward = block_bytes(shape, width, residual), 2 * (shape.mlp + shape.hidden) * width
     kept = float(tokens) * shape.layers * (shape.hidden * residual if checkpointing else block)
     table = 0.0 if adapters else 4.0 * shape.vocab * shape.hidden / ranks
     gradients = 4.0 * (adapters or shape.parameters) / ranks
     moments = {
-        "in the head": kept + head_bytes(shape, tokens, width, trains=not adapters),
+        "in the head": kept + head_bytes(shape, tokens, width, not adapters, logits),
         "in the last layer": table + kept + tokens * (backward + (block if checkpointing else 0)),
         "in the first layer": gradients - (0.0 if shape.tied else table) + tokens * (backward + block),
     }
@@ -83,7 +93,14 @@ def update_bytes(
 
 
 def sharded_update_bytes(
-    shape: Shape, tokens: int, width: int, *, checkpointing: bool, ranks: int, adapters: int = 0
+    shape: Shape,
+    tokens: int,
+    width: int,
+    *,
+    checkpointing: bool,
+    ranks: int,
+    adapters: int = 0,
+    logits: int = CPU_LOGITS,
 ) -> tuple[float, str]:
     """Return what :func:`update_bytes` does for a model that ranks share, beside the gathered weights.
 
@@ -99,7 +116,7 @@ def sharded_update_bytes(
     ends = 0.0 if adapters else (width + 4.0) * shape.ends
     cast = head if width < 4 else 0.0  # the head sums its gradient in float32 first
     moments = {
-        "in the head": kept + head_bytes(shape, tokens, width, trains=not adapters) + cast,
+        "in the head": kept + head_bytes(shape, tokens, width, not adapters, logits) + cast,
         "in the last layer": head + reduced + kept + tokens * (backward + (block if checkpointing else 0)),
         "in the first layer": head + reduced + gradients + tokens * (backward + block),
         "at the end": gradients + ends - gathered_bytes(shape, width),
@@ -113,11 +130,11 @@ def gathered_bytes(shape: Shape, width: int) -> float:
     return width * (2.0 * shape.block + shape.ends)
 
 
-def log_prob_bytes(shape: Shape, tokens: int, width: int, adapters: int = 0) -> float:
+def log_prob_bytes(shape: Shape, tokens: int, width: int, adapters: int = 0, logits: int = CPU_LOGITS) -> float:
     """Return what a pass without gradients holds beside the weights: in an MLP, or in the head."""
     mlp = 3 + bool(adapters)  # numbers of the MLP's width a token; adapters' part is added to the layer's own
     inside = float(tokens) * (mlp * shape.mlp + 4 * shape.hidden) * width
-    return max(inside, head_bytes(shape, tokens, width, trains=False))
+    return max(inside, head_bytes(shape, tokens, width, False, logits))
 
 
 def copies_bytes(shape: Shape, checkpointing: bool) -> float:
@@ -217,11 +234,11 @@ class Plan:
     def _passes(self) -> Iterator[Part]:
         """Yield what an update needs for a while, the policy's and the critic's."""
         shape, config = self.shape, self.config
-        sharded = config.trainer.backend == "ray"
+        sharded, logits = config.trainer.backend == "ray", head_logits(self.gpu.memory)
         if sharded:
             size, tokens = width(config.actor_rollout_ref.actor.fsdp_config.dtype), log_prob_tokens(config)
             adapters = shape.adapters(config.actor_rollout_ref.model.lora_rank)
-            highest = log_prob_bytes(shape, tokens, size, adapters)
+            highest = log_prob_bytes(shape, tokens, size, adapters, logits)
             yield Part("policy", "log-probs", "weights of the layers at work", gathered_bytes(shape, size))
             yield Part("policy", "log-probs", f"activations of {tokens} tokens", highest)
         for role, phase, part, model, fsdp in self.learners[: 1 + config.critic.enable]:
@@ -230,7 +247,7 @@ class Plan:
             headed, adapters = replace(shape, vocab=1), 0  # a value head has one output
             if role == "policy":
                 headed, adapters = shape, shape.adapters(model.lora_rank)
-            options = {"checkpointing": checkpointing, "ranks": self.ranks, "adapters": adapters}
+            options = {"checkpointing": checkpointing, "ranks": self.ranks, "adapters": adapters, "logits": logits}
             if sharded:
                 gathered = gathered_bytes(shape, size)
                 highest, moment = sharded_update_bytes(headed, tokens, size, **options)

@@ -27,7 +27,7 @@ from core.learner.learner import Actor, MicroBatchSize
 from core.learner.models import load_policy
 from core.learner.packing import Layout
 from core.learner.saving import load_sharded_optimizer, save_optimizer
-from core.planning.estimate import block_bytes, head_bytes, update_bytes
+from core.planning.estimate import block_bytes, gathered_bytes, head_bytes, sharded_update_bytes
 from core.planning.model_shapes import MODELS, Shape
 from core.types import TrainBatch
 from tests.gpu import grpo
@@ -138,7 +138,7 @@ def batch_of(rows: int, length: int, vocabulary: int) -> TrainBatch:
     generator = torch.Generator().manual_seed(0)
     answer = (torch.arange(length) >= length // 2).expand(rows, length)
     values = torch.randn(rows, length, generator=generator) * answer
-    return TrainBatch(
+    return TrainBatch.of(
         input_ids=torch.randint(4, vocabulary, (rows, length), generator=generator),
         attention_mask=torch.ones(rows, length, dtype=torch.bool),
         response_mask=answer,
@@ -183,7 +183,8 @@ def measure_rank(
     kind = (torch.bfloat16, 8192) if device == "cuda" else (torch.float32, 512)
     peak = grpo.matmul_peak(torch.device(device), *kind)
     forward = pass_flops(shape, rows, tokens // rows)
-    plan, moment = update_bytes(shape, tokens, 2, 2, checkpointing=True)
+    logits = log_probs.logits_at_a_time(torch.device(device))
+    plan, moment = sharded_update_bytes(shape, tokens, 2, checkpointing=True, ranks=1, logits=logits)
     found = {
         "parameters": shape.parameters,
         "tokens of a pass": tokens,
@@ -193,11 +194,11 @@ def measure_rank(
         "log-probs, share of the measured peak": forward / read_s / peak,
         "measured peak, TFLOP/s": peak / 1e12,
         "update adds, GiB": update_gib,
-        "the plan says, GiB": (plan + 2 * (2 * shape.block + shape.ends)) / GIB,
+        "the plan says, GiB": (plan + gathered_bytes(shape, 2)) / GIB,
         "highest by the plan": moment,
         "log-probs add, GiB": read_gib,
         "a layer keeps by the plan, GiB": tokens * block_bytes(shape, 2, 2) / GIB,
-        "the head takes by the plan, GiB": head_bytes(shape, tokens, 2) / GIB,
+        "the head takes by the plan, GiB": head_bytes(shape, tokens, 2, logits=logits) / GIB,
     }
     return found, actor, batch
 

@@ -25,6 +25,7 @@ from core.config import Config, compose
 from core.learner import learner, log_probs, packing
 from core.learner.batching import optimizer_steps
 from core.planning.estimate import hooks_of
+from core.planning.head_chunk import GPU_LOGITS
 from core.planning.model_shapes import Shape
 from core.types import TrainBatch
 from results.reporting.feasibility import Script
@@ -36,6 +37,7 @@ APART = (
     "Indices of tokens and the cutting into passes are computed with real numbers, because shapes follow from them.",
     "Attention is `varlen_attn`, as on a GPU; its FLOPs are those of causal attention within each sequence.",
     "DTensor's all-to-all is NCCL's operation, not the fallback for a CPU; its scratch memory is not counted.",
+    "The head's chunks are as large as on a GPU of 64 GiB or more.",
     "Of the head's chunks the first, second and last run; the second's FLOPs count for those between.",
     "What DTensor computes to learn shapes is not counted: no rank allocates it.",
 )
@@ -125,11 +127,15 @@ def _replaced(meter: Meter) -> Iterator[tuple[str, Any]]:
     yield "core.cluster.fsdp.ProcessRanks", RanksAlone
     for check in ("check_head", "check_packing"):
         yield f"core.learner.learner.{check}", lambda policy: None
+    for method in ("need", "flattened", "adding", "rows"):
+        yield f"core.types.TrainBatch.{method}", real(getattr(TrainBatch, method))
+    yield "core.types.TrainBatch.attention_mask", property(real(TrainBatch.attention_mask.fget))
     yield "core.learner.learner.split_idle", real(learner.split_idle)
     yield "core.learner.learner.Passes.passes", real(learner.Passes.passes)
     yield "core.learner.learner.Stepper.step", step_of
     yield "core.learner.packing.Layout.read", real(packing.Layout.read)
     yield "core.learner.packing._one_by_one", packing._varlen
+    yield "core.learner.log_probs.logits_at_a_time", lambda device: GPU_LOGITS
     yield "core.learner.log_probs._chunks", _few_chunks(meter, log_probs._chunks)
     yield "torch.distributed.tensor._collective_utils.local_tensor_mode", lambda: True
     name = f"{ShardingPropagator.__module__}.ShardingPropagator._propagate_tensor_meta_non_cached"
@@ -163,7 +169,7 @@ def full_batch(config: Config, sequences: int) -> TrainBatch:
         written = (torch.arange(length) >= prompt).repeat(sequences, 1)
         every, ones = torch.ones(sequences, length), torch.ones(sequences)
         fields = ("rollout_log_probs", "old_log_probs", "ref_log_prob")
-        batch = TrainBatch(
+        batch = TrainBatch.of(
             input_ids=every.long(),
             attention_mask=every.bool(),
             response_mask=written,

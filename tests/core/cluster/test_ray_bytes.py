@@ -28,9 +28,8 @@ def workers(tmp_path_factory):
 
 
 def token_bytes(batch):
-    """Bytes of the fields that one token of this batch has."""
-    values = [getattr(batch, name) for name, its in BATCH_FIELDS.items() if its["axes"] == "BT"]
-    return sum(value.element_size() for value in values if value is not None)
+    """Bytes of the fields that one token of this batch has, as they are stored."""
+    return sum(value.element_size() for name, value in batch.stored.items() if BATCH_FIELDS[name].axes == "BT")
 
 
 def test_bytes_are_those_that_are_pickled(workers):
@@ -66,4 +65,4 @@ def test_the_phases_of_a_step(workers):
     weights = sum(one.nbytes for one in tiny_model().parameters())  # as float32; one engine
     assert weights < traffic.sent["update_weights"] < 1.5 * weights
     assert traffic.sent["generate"] and traffic.received["generate"]
-    assert all(0.1 < ratio < 100 for ratio in ratios.values())
+    assert all(0.1 < ratio <= 1.2 for ratio in ratios.values())

@@ -6,12 +6,15 @@ import dataclasses
 import json
 
 import pytest
+import torch
 
 from core.config import compose
 from core.errors import InputError
+from core.learner.log_probs import logits_at_a_time
 from core.planning import estimate as plan
 from core.planning.estimate import Assumptions, Plan, block_bytes, head_bytes, update_bytes
 from core.planning.first_lines import plan_lines
+from core.planning.head_chunk import CPU_LOGITS, GPU_LOGITS, head_logits
 from core.planning.model_shapes import MODELS, Shape, gpu, shape_of
 
 MODEL = "actor_rollout_ref.model.path"
@@ -340,3 +343,20 @@ def test_a_dry_run_prints_the_plan(capsys, monkeypatch):
     assert "plan (" not in capsys.readouterr().out  # a folder that is not there yet
     assert plan_lines(compose("grpo", [f"{MODEL}=nobody/nothing"]))[0].startswith("none: the shape of nobody/nothing")
     assert plan_lines(compose("grpo", ["trainer.val_only=True"]))[0].startswith("none: a plan is of training")
+
+
+def test_the_heads_chunk_is_that_of_the_device():
+    assert head_logits(None) == CPU_LOGITS == logits_at_a_time(torch.device("cpu"))
+    assert (
+        head_logits(80 * 2**30) == GPU_LOGITS and head_logits(16 * 2**30) == 2**26 and head_logits(2**20) == CPU_LOGITS
+    )
+    large, small = (head_bytes(SMALL, 2**30, 2, logits=logits) for logits in (GPU_LOGITS, CPU_LOGITS))
+    assert large - small == 3 * 4 * (GPU_LOGITS - CPU_LOGITS)
+    short = ("data.max_prompt_length=64", "data.max_response_length=64")  # the head is then the highest moment
+    short += tuple(f"actor_rollout_ref.{part}_max_token_len_per_gpu=4096" for part in ("actor.ppo", "rollout.log_prob"))
+    for backend in ("local", "ray"):
+        keys = (*short, f"trainer.backend={backend}", "trainer.n_gpus_per_node=1")
+        found = [
+            size(planned(*keys, model="Qwen/Qwen2.5-0.5B", on=on), "policy", "gradients") for on in ("RTX4090", "H100")
+        ]
+        assert found[1] > found[0]
