@@ -59,12 +59,12 @@ def train(rank, world, config, batch, dtype="float64", updates=5, save=None, loa
         metrics.append({**one.update_critic(mine, 1.0), **one.update_actor(mine, 1.0)})
     if save:
         one.save(str(save))
-    log_probs = one.compute_log_probs(batch)[0]  # every rank the whole batch
-    values = one.compute_values(batch)[0]
+    log_probs = batch.flattened(one.compute_log_probs(batch)[0])  # every rank the whole batch
+    values = batch.flattened(one.compute_values(batch)[0])
     weights = {name: gather(merged_weights(part.module)) for name, part in one.trained.items()}
     bases = {name: model.base.sha256 for name, model in one.fingerprints().items() if model.base}
     found = {"metrics": metrics, "weights": weights, "log_probs": log_probs, "values": values, "bases": bases}
-    return {**found, "ref": one.compute_ref_log_prob(batch)[0]} if one.ref else found
+    return {**found, "ref": batch.flattened(one.compute_ref_log_prob(batch)[0])} if one.ref else found
 
 
 class Operations(TorchDispatchMode):
