@@ -73,6 +73,8 @@ def test_the_first_step_of_two_ranks_is_that_of_one_process(files, whole):
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_an_interrupted_driver_actor_saves_and_goes_on_to_the_bit(files, whole):
     """The loop in an actor: Ctrl-C at the whole group of the terminal, then the same command again."""
 

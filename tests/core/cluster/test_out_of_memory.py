@@ -216,6 +216,7 @@ class FullRank(RayPPOTrainer):
         return workers
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 def test_a_run_over_ray_ends_with_the_line_and_is_not_restarted(cluster, files, tmp_path, capsys):
     ranks = ("trainer.backend=ray", "trainer.n_gpus_per_node=2", "algorithm.adv_estimator=grpo")

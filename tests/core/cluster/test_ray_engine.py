@@ -36,7 +36,8 @@ class Actor:
 @pytest.fixture
 def engine():
     actors = {f"engine {i}": Actor() for i in range(3)}
-    watch = SimpleNamespace(actors=actors, look_s=60.0, timeout_s=60.0, lost=lambda _: None, wait=lambda *_: None)
+    calls = {"lost": lambda _: None, "wait": lambda *_: None, "traffic": None}
+    watch = SimpleNamespace(actors=actors, look_s=60.0, timeout_s=60.0, **calls)
     return RayEngine(watch, list(actors))
 
 

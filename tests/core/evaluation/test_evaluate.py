@@ -527,6 +527,7 @@ def test_the_entry_of_a_recipe_of_ones_own_is_read(tmp_path, monkeypatch):
 # --- other engines ---
 
 
+@pytest.mark.slow
 def test_engines_of_a_cluster_give_the_same_answers(files, answers, tmp_path):
     """Two engine actors and no learner rank: greedy and short, so that rounding cannot show."""
     greedy = ("actor_rollout_ref.rollout.val_kwargs.do_sample=False", "actor_rollout_ref.rollout.val_kwargs.n=1")

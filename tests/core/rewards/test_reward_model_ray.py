@@ -19,6 +19,7 @@ from tests.core.reward_model_runs import metrics, run_config
 pytestmark = pytest.mark.xdist_group("ray")  # one Ray, however many test processes
 
 
+@pytest.mark.slow
 def test_the_same_run_on_ray_has_the_model_in_its_own_process(tmp_path):
     """The first step's samples are the same, so the scores are, up to the engine's rounding."""
     for backend in ("local", "ray"):
