@@ -36,7 +36,8 @@ test: setup lint
 	$(BIN)/python -m pytest -n 2
 
 test-slow: setup
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m "slow and not cluster"
+	$(BIN)/python -m pytest -m cluster
 
 test-gpu: setup
 	$(BIN)/python -m pytest -m gpu tests/gpu

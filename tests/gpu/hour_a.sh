@@ -9,7 +9,7 @@
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
-python="${PYTHON:-$root/.venv/bin/python}"
+python="$root/.venv/bin/python"
 [[ -x "$python" ]] || python=python3
 cd "$root"
 exec "$python" -m tests.gpu.hour a "$@"

@@ -23,7 +23,8 @@ from core.config import compose
 from core.errors import InputError
 from tests.core.cluster.stub_processes import Device, layout, put_stubs
 
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]  # one Ray, however many test processes
+# Other Rays do not start after this one in the same process, so none of these tests is in make test.
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 GPUS, TP = 8, 4
 CUDA = Device("cuda")
 LEAN = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
