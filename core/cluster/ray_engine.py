@@ -99,11 +99,11 @@ class RayEngine:
         task.add_done_callback(self._tasks.discard)
 
     async def _relay(self, engine: str, requests: list[tuple[int, SampleRequest]]) -> None:
-        """Pass the actor's outcomes on to the futures that await them."""
-        traffic = self.watch.traffic
-        if traffic:
-            traffic.send("generate", requests)
+        """Pass the actor's outcomes, and whatever fails on the way, on to the futures that await them."""
         try:
+            traffic = self.watch.traffic
+            if traffic:
+                traffic.send("generate", requests)
             stream = self.watch.actors[engine].sample.options(num_returns="streaming").remote(requests)
             async for part in stream:
                 self._progress = time.monotonic()
@@ -117,6 +117,9 @@ class RayEngine:
             cause = await asyncio.to_thread(self.watch.cause, "generate", error, engine)
             for key, _ in requests:
                 self._settle(key, cause)
+        except Exception as error:  # a fault of this process: without this the futures would never be settled
+            for key, _ in requests:
+                self._settle(key, error)
 
     async def _watch_over(self) -> None:
         """End all awaited samples at any actor's death or silence, or when none has finished for too long."""

@@ -96,8 +96,7 @@ class RayWorkers(RayProcesses):
 
     def _free_gpus(self) -> None:
         """Put engines on the learners' GPUs to sleep until the next sync."""
-        part = self.config.actor_rollout_ref
-        if self.device.type == "cuda" and part.hybrid_engine and part.rollout.free_cache_engine:
+        if self._engines_sleep:
             self.engine.sleep()
 
     def _shares(self, lengths_B: Tensor, together: int) -> list[Tensor]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from core.tracking.run_manifest import git_state, hardware
+from core.tracking.tracker import write_atomic
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "results/gpu"
@@ -68,14 +68,6 @@ def machine(device: str) -> str:
     """Return the GPUs, or the CPU of a rehearsal."""
     found = hardware()
     return ", ".join(found["gpus"]) or "no GPU" if device == "cuda" else found["cpu"]
-
-
-def write(path: Path, text: str) -> None:
-    """Replace a file as a whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".new")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def table(out: Path) -> str:
@@ -148,8 +140,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{name}: done before")
             continue
         found = run_step(args.part, name, args)
-        write(path, json.dumps(found, indent=1) + "\n")
-        write(args.out / "README.md", table(args.out))
+        args.out.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps(found, indent=1) + "\n")
+        write_atomic(args.out / "README.md", table(args.out))
         failed += found["status"] == "failed"
         print(f"{name}: {found['status']} in {found['seconds']:g} s", flush=True)
         print("\n".join(_rows(found["measured"])) if found["status"] == "measured" else found["error"], flush=True)

@@ -104,3 +104,17 @@ def test_requests_without_an_episode_go_where_least_is_in_flight(engine):
 
     asyncio.run(singles())
     assert [len(actor.seen) for actor in engine.watch.actors.values()] == [3, 3, 3]
+
+
+def test_a_fault_on_the_way_reaches_whoever_awaits_the_sample(engine):
+    def fail(**_):
+        raise KeyError("planted")
+
+    for actor in engine.watch.actors.values():
+        actor.options = fail
+
+    async def one():
+        await asyncio.wait_for(engine.sample(turn(None, 1)), 20)
+
+    with pytest.raises(KeyError, match="planted"):
+        asyncio.run(one())
