@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import MethodType
@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from core.algorithm.losses import Means
 from core.checkpoint.provenance import Base, ModelFingerprint
 from core.config.frozen import FrozenDict
+from core.engines.weight_buckets import Packer, Staging, Weight
 from core.learner.hf_export import load_weights
 from core.learner.learner import Actor, BasePolicy, Critic, Policy, Ranks, pass_size
 from core.learner.lora import add_adapters, has_adapters, load_adapters, merged_weights, trained_weights
@@ -155,7 +156,7 @@ def fill(
 
 
 @torch.no_grad()
-def gather(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> dict[str, Tensor] | None:
+def gather(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor] | None:
     """Return sharded tensors whole on rank 0's CPU, None elsewhere. All ranks must call it.
 
     Tied weights share a tensor.
@@ -165,10 +166,22 @@ def gather(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = No
         key = id(value) if isinstance(value, nn.Parameter) else name  # what was merged is gone before the next comes
         if key not in seen:
             whole = value.full_tensor() if isinstance(value, DTensor) else value
-            wanted = dtype if dtype is not None and whole.is_floating_point() else whole.dtype
-            seen[key] = whole.detach().to("cpu", wanted) if lead else None
+            seen[key] = whole.detach().cpu() if lead else None
         found[name] = seen[key]
     return found if lead else None
+
+
+def gathered(value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a weight whole, in a number format and on a device; all ranks that share it must call.
+
+    The shards are converted first, so that what travels has the size of ``dtype``, and what FSDP2 offloaded travels
+    between the GPUs.
+    """
+    if not isinstance(value, DTensor):
+        return value.detach().to(device, dtype)
+    part = value.detach().to_local().to(device, dtype)
+    options = {"run_check": False, "shape": value.shape, "stride": value.stride()}
+    return DTensor.from_local(part, value.device_mesh, value.placements, **options).full_tensor()
 
 
 class LearnerRank:
@@ -271,8 +284,25 @@ class LearnerRank:
         reshard(self.actor.module)
         return ids, found
 
-    def weights(self, dtype: torch.dtype) -> dict[str, Tensor] | None:
-        return gather(merged_weights(self.actor.module), dtype)
+    def weights(self, dtype: torch.dtype) -> list[Weight]:
+        """Return the policy's weights without their values, as an engine of this number format gets them."""
+        names: dict[int | str, list[str]] = {}
+        found: dict[int | str, Tensor] = {}
+        for name, value in merged_weights(self.skeletons["actor"]):
+            # What was merged is gone before the next comes, and its id may come again.
+            key = id(value) if isinstance(value, nn.Parameter) else name
+            names.setdefault(key, []).append(name)
+            found[key] = value
+        return [
+            Weight(tuple(names[key]), tuple(value.shape), dtype if value.is_floating_point() else value.dtype)
+            for key, value in found.items()
+        ]
+
+    def packer(self, weights: Sequence[Weight], limit: int, staging: Staging | None) -> Packer:
+        """Return what gathers the policy's weights into buckets of ``limit`` bytes. All ranks use it alike."""
+        first = {weight.names[0] for weight in weights}
+        values = (value for name, value in merged_weights(self.actor.module) if name in first)
+        return Packer(weights, values, lambda value, dtype: gathered(value, dtype, self.device), limit, staging)
 
     def save(self, folder: str) -> None:
         """Write ``actor/`` and ``critic/``: a Hugging Face folder, and the optimizer in parts. All ranks see

@@ -11,19 +11,18 @@ import os
 import sys
 import threading
 import traceback
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from core.cluster.driver import stand_where_the_shell_stood
 from core.engines import RolloutEngine, SampleRequest
 from core.engines.factory import make_engine
+from core.engines.weight_buckets import GROUP, Bucket, Packer, Proof, Staging, Weight, staged_size
 from core.learner.models import load_policy, load_tokenizer
 from core.rewards.batch_calls import Answer, ModelScore
 from core.tracking.profiling import Profile
@@ -32,23 +31,6 @@ from core.types import TrainBatch
 if TYPE_CHECKING:
     from core.cluster.fsdp import LearnerRank
     from core.config.schema import Config
-
-Bucket = list[tuple[str, np.ndarray, torch.dtype, torch.Size]]  # name, bytes, type and shape of each weight
-
-
-def to_bucket(named_tensors: Iterable[tuple[str, Tensor]]) -> Bucket:
-    """Return the weights as bytes, which Ray maps into every process of the node; numpy has no bfloat16."""
-    return [
-        (name, tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tensor.shape)
-        for name, tensor in named_tensors
-    ]
-
-
-def from_bucket(bucket: Bucket) -> list[tuple[str, Tensor]]:
-    """Return the weights of a bucket, without a copy."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return [(name, torch.from_numpy(flat).view(dtype).reshape(shape)) for name, flat, dtype, shape in bucket]
 
 
 class Process:
@@ -102,6 +84,7 @@ class LearnerProcess(Process):
         super().__init__(cores, parts)
         self.store: torch.distributed.TCPStore | None = None
         self.learner: LearnerRank | None = None
+        self.packer: Packer | None = None
 
     def host(self, own_address: Callable[[], str]) -> tuple[str, int]:
         """Open the store at which the ranks meet, on rank 0, and return its address."""
@@ -139,12 +122,39 @@ class LearnerProcess(Process):
         found, mask = getattr(self.learner, method)(batch), batch.response_mask
         return [value_BT[mask].numpy() for value_BT in found] if replies else None
 
-    def weights(self, dtype: torch.dtype) -> Bucket | None:
-        """Return all weights from rank 0; None from the others."""
-        state = self.learner.weights(dtype)
+    def begin_sync(self, dtype: torch.dtype, limit: int, stages: bool, broadcasts: bool) -> list[Weight]:
+        """Prepare to gather the policy's weights into buckets of ``limit`` bytes, and return what they are.
+
+        A rank that ``stages`` keeps each bucket where engines can open it. Raises InputError for a limit that is too
+        small.
+        """
+        weights = self.learner.weights(dtype)
+        size = staged_size(weights, limit)
+        staging = Staging(size, self.learner.device, broadcast=broadcasts) if stages else None
+        self.packer = self.learner.packer(weights, limit, staging)
         if self.learner.device.type == "cuda":
-            torch.cuda.empty_cache()  # the engine that wakes with these weights needs the room
-        return None if state is None else to_bucket(state.items())
+            torch.cuda.empty_cache()  # the engine that wakes for these weights needs the room
+        return weights
+
+    def next_bucket(self) -> Bucket | None:
+        """Gather the next bucket, and return where it is; None after the last."""
+        return self.packer.next()
+
+    def broadcast(self) -> None:
+        """Send the bucket that was gathered last to the engines that wait for it."""
+        self.packer.broadcast()
+
+    def join_engines(self, size: int, timeout_s: float) -> None:
+        """Join the group in which this rank broadcasts weights to all devices of engines."""
+        address = (self.store.host, self.store.port)
+        GROUP.join(address, 0, size, self.learner.device, timeout_s)
+
+    def end_sync(self) -> None:
+        """Free the staging memory."""
+        self.packer = None
+        if self.learner.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.ipc_collect()
 
 
 class EngineProcess(Process):
@@ -206,9 +216,19 @@ class EngineProcess(Process):
         await asyncio.gather(*ending, return_exceptions=True)
         self.aborted.clear()
 
-    async def update_weights(self, bucket: Bucket, version: int) -> None:
+    async def begin_update(self, weights: Sequence[Weight]) -> None:
         await self._end_aborted()
-        self.engine.update_weights(from_bucket(bucket), version)
+        self.engine.begin_update(weights)
+
+    def load(self, bucket: Bucket) -> None:
+        self.engine.load(bucket)
+
+    def end_update(self, version: int) -> list[Proof]:
+        return self.engine.end_update(version)
+
+    def join_learner(self, address: tuple[str, int], first_rank: int, size: int, timeout_s: float) -> None:
+        """Join the group in which rank 0 broadcasts weights."""
+        self.engine.join(address, first_rank, size, timeout_s)
 
     async def sleep(self) -> None:
         await self._end_aborted()

@@ -11,13 +11,16 @@ from typing import Any
 
 import numpy as np
 import ray
+import torch
 from ray.exceptions import RayError
 from torch import Tensor
 
-from core.cluster.processes import to_bucket
 from core.cluster.ray_watch import GRACE_S, Watch
+from core.config.frozen import FrozenDict
 from core.engines import SampleRequest
+from core.engines.weight_buckets import Bucket, Packer, Proof, Staging, Weight
 from core.errors import out_of_memory
+from core.learner.weight_probe import WeightSyncError
 from core.rewards.batch_calls import Answer, ModelScore
 from core.types import Trajectory
 
@@ -160,28 +163,55 @@ class RayEngine:
         self._tasks = {task for task in self._tasks if not task.get_loop().is_closed()}
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self.publish(ray.put(to_bucket(named_tensors)), version, {})
+        """Update the engines on this node by weights of this process."""
+        held = list(named_tensors)
+        weights = [Weight((name,), tuple(value.shape), value.dtype) for name, value in held]
+        size = sum(weight.room for weight in weights)
+        staging = Staging(size, torch.device("cpu"))
+        packer = Packer(weights, (value for _, value in held), lambda value, dtype: value, size, staging)
+        self.begin_update(weights)
+        self.load(packer.next())
+        self.end_update(version)
 
-    def publish(self, bucket: ray.ObjectRef, version: int, others: dict[str, ray.ObjectRef]) -> None:
-        """Give every engine the weights that ``bucket`` will hold; wait for the calls ``others`` too."""
+    def begin_update(self, weights: Sequence[Weight]) -> None:
         self._refuse_in_flight("update_weights")
-        calls = {name: self.watch.actors[name].update_weights.remote(bucket, version) for name in self.engines}
-        self.watch.wait("update_weights", {**others, **calls})
-        if self.watch.traffic:  # the bucket is ready now
+        self._call("update_weights", "begin_update", weights)
+
+    def load(self, bucket: Bucket, others: Mapping[str, ray.ObjectRef] = FrozenDict()) -> None:
+        """Give every engine a bucket; wait for the calls ``others`` too, which the engines may need."""
+        calls = {name: self.watch.actors[name].load.remote(bucket) for name in self.engines}
+        if self.watch.traffic:
             self.watch.traffic.send("update_weights", *[bucket] * len(calls))
+        self.watch.wait("update_weights", {**others, **calls})
+
+    def end_update(self, version: int) -> list[Proof]:
+        """End the update and return the first engine's proof for each device.
+
+        Raises WeightSyncError where another engine received, or has, other bytes.
+        """
+        first, *others = self._call("update_weights", "end_update", version)
         self.policy_version = version
         self._homes.clear()  # no prefix outlives the weights that read it
+        for name, found in zip(self.engines[1:], others, strict=True):
+            for device, (mine, expected) in enumerate(zip(found, first, strict=True)):
+                if mine != expected:
+                    both = f"{name} and of {self.engines[0]}"
+                    raise WeightSyncError(f"after the weight sync device {device} of {both} differ")
+        return first
+
+    def _call(self, phase: str, method: str, *arguments: Any) -> list[Any]:
+        return self.watch.call(phase, method, dict.fromkeys(self.engines, arguments))
 
     def sleep(self) -> None:
         self._refuse_in_flight("sleep")
-        self.watch.call("sleep", "sleep", dict.fromkeys(self.engines, ()))
+        self._call("sleep", "sleep")
 
     def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:
         return self.probes(token_ids)[0]
 
     def probes(self, token_ids: tuple[int, ...]) -> list[np.ndarray]:
         """Return the probe of every engine."""
-        return self.watch.call("probe", "probe", dict.fromkeys(self.engines, (token_ids,)))
+        return self._call("probe", "probe", token_ids)
 
     def _refuse_in_flight(self, what: str) -> None:
         self._forget_closed_loops()

@@ -104,6 +104,7 @@ class RayProcesses:
         self.threads = 0  # of torch in rank 0, once it is there; ranks on nodes with more cores have more
         self.watch = Watch(trainer.phase_timeout_s, trainer.heartbeat_timeout_s)
         self.learners: list[Any] = []
+        self.address: tuple[str, int] | None = None  # where the ranks meet
         rollout = config.actor_rollout_ref.rollout
         self.engine_gpus = rollout.tensor_model_parallel_size if rollout.name == "vllm" else 1  # of each engine
         self.engine: RayEngine | None = None
@@ -158,9 +159,9 @@ class RayProcesses:
     def _load_learners(self, learner: dict[str, Any]) -> None:
         first = rank_name(0)
         (self.threads,) = self.watch.call("start", "thread_count", {first: ()})
-        (address,) = self.watch.call("start", "host", {first: (ray.util.get_node_ip_address,)})
+        (self.address,) = self.watch.call("start", "host", {first: (ray.util.get_node_ip_address,)})
         calls = {
-            rank_name(rank): actor.join.remote(rank, address, self.config, self.device, **learner)
+            rank_name(rank): actor.join.remote(rank, self.address, self.config, self.device, **learner)
             for rank, actor in enumerate(self.learners)
         }
         self.watch.wait("load", calls)

@@ -83,11 +83,9 @@ class Watch:
     def cause(self, phase: str, error: RayError, name: str) -> BaseException:
         """Return the death behind an error, if there is one (ranks fail when one dies), else the actor's own.
 
-        ``name`` is the actor that was called; an engine's call also fails where rank 0 could not give the weights.
+        ``name`` is the actor that was called.
         """
         own = error.cause if isinstance(error, RayTaskError) else error
-        if name.startswith("engine") and "LearnerProcess.weights" in str(error):
-            name = "learner rank 0"
         if full := out_of_memory(own, phase, f"on {name}"):
             return full
         broken = isinstance(own, RuntimeError | RayError)  # what a broken connection raises

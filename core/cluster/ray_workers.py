@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
@@ -18,16 +18,23 @@ from torch import Tensor
 from core.checkpoint.provenance import Base, ModelFingerprint
 from core.cluster.ray_engine import RayRewardModel
 from core.cluster.ray_pools import RayProcesses, rank_name
+from core.cluster.ray_weights import WeightSync
 from core.config.frozen import FrozenDict
 from core.learner.batching import busy_sequences, rank_shares, steps_of
 from core.learner.learner import CRITIC_READS, PASS_READS, actor_reads, only_advantages_train
 from core.learner.models import compute_dtype
-from core.learner.weight_probe import compare_probe
 from core.types import TrainBatch
+
+if TYPE_CHECKING:
+    from core.config.schema import Config
 
 
 class RayWorkers(RayProcesses):
     """The phases over the learner ranks and engines of a cluster. Checkpoints need a folder that all nodes see."""
+
+    def __init__(self, config: Config, tokenizer: Any, device: torch.device, **learner: Any):
+        super().__init__(config, tokenizer, device, **learner)
+        self.weight_sync = WeightSync(self)
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         part = self.config.actor_rollout_ref.actor
@@ -50,14 +57,7 @@ class RayWorkers(RayProcesses):
         return self._update("update_critic", steps, CRITIC_READS, False, lr_multiplier, self.config.critic)
 
     def sync_weights(self, version: int) -> dict[str, float]:
-        rollout = self.config.actor_rollout_ref.rollout
-        dtype = compute_dtype(rollout.dtype) or torch.float32
-        first, *others = (actor.weights.remote(dtype) for actor in self.learners)
-        self.engine.publish(first, version, {rank_name(rank): ref for rank, ref in enumerate(others, start=1)})
-        ids, expected = self._each("probe", "probe", [()] * self.ranks)[0]
-        bf16 = not self.full_precision
-        differences = [compare_probe(expected, found, bf16=bf16) for found in self.engine.probes(ids)]
-        return {"rollout_corr/probe_diff": max(differences)}
+        return self.weight_sync.run(version, bf16=not self.full_precision)
 
     @property
     def full_precision(self) -> bool:

@@ -199,6 +199,7 @@ class RolloutConfig:
     free_cache_engine: bool = True  # give the engine's memory back while the learner works
     max_num_batched_tokens: limits.Count = 8192  # tokens in one iteration of the engine
     max_num_seqs: limits.Count = 1024  # sequences that an engine decodes at once
+    update_weights_bucket_megabytes: limits.Count = 2048  # weights that travel together from learner to engine
     max_model_len: limits.Count | None = None  # tokens of a sequence; None: max_prompt_length + max_response_length
     enable_chunked_prefill: bool = True  # split a long prompt over several iterations
     enable_prefix_caching: bool = True  # compute a prefix that sequences share once

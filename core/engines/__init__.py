@@ -7,7 +7,7 @@ their names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from core.config.schema import Config, RolloutConfig, ValKwargs
+    from core.engines.weight_buckets import Bucket, Proof, Weight
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class SampleRequest:
 class RolloutEngine(Protocol):
     """What the loop requires of an engine."""
 
-    policy_version: int  # of the weights that the latest update_weights brought
+    policy_version: int  # of the weights that the latest update brought
 
     async def sample(self, request: SampleRequest) -> Trajectory:
         """Return a one-turn trajectory. ``logprobs`` are those of the sampled tokens under the distribution that
@@ -77,16 +78,30 @@ class RolloutEngine(Protocol):
         Cancelling the awaiting task aborts the request and frees its place."""
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights, in memory, for the requests that start afterwards, and set
+        """Replace all weights by those of this process, for the requests that start afterwards, and set
         ``policy_version``. Raises ValueError where a name is unknown, missing or of another shape, and
-        RuntimeError where requests are in flight."""
+        RuntimeError where requests are in flight. It is an update of one bucket."""
+
+    def join(self, address: tuple[str, int], first_rank: int, size: int, timeout_s: float) -> None:
+        """Join the group of ``size`` processes in which rank 0 broadcasts weights, as ``first_rank`` and following."""
+
+    def begin_update(self, weights: Sequence[Weight]) -> None:
+        """Begin to replace all weights by these, which come in buckets. Until :meth:`end_update` the engine holds some
+        of both and must not sample. Raises as :meth:`update_weights` does, and changes nothing then."""
+
+    def load(self, bucket: Bucket) -> None:
+        """Copy the weights of a bucket."""
+
+    def end_update(self, version: int) -> list[Proof]:
+        """End the update, set ``policy_version`` and return a proof for each device. Nothing that was computed with
+        former weights (prefix caches) outlives it."""
 
     def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:
         """Return ``log p(token t | tokens < t)`` at temperature 1 for t = 1..len-1, computed by the
         engine's own weights: compared with the learner's after every update."""
 
     def sleep(self) -> None:
-        """Give the device's memory to the learner until the next ``update_weights``, which wakes the engine; between
+        """Give the device's memory to the learner until the next update, which wakes the engine; between
         them it refuses requests. An engine that was not made for it does nothing. Raises RuntimeError where requests
         are in flight."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,8 @@ from transformers.cache_utils import DynamicCache
 from core.engines import SampleRequest
 from core.engines.kv_cache import ATTENTION, Decode, Prefill, SharedPromptCache
 from core.engines.sampling import RowSettings, draw, uniforms
-from core.engines.stepped import Row, SteppedEngine, checked_weights, eos_ids
+from core.engines.stepped import Row, SteppedEngine, eos_ids
+from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof, Weight, weights_checksum
 
 COLUMN_BLOCK = 64  # columns of responses are allocated in multiples of this
 
@@ -300,9 +301,26 @@ class HFEngine(SteppedEngine):
             gone = set(map(id, rows))
             self.batch.remove([place for place, row in enumerate(self.batch.rows) if id(row) in gone])
 
-    def _load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        for _, target, tensor in checked_weights(self.model, named_tensors):
-            target.data.copy_(tensor)
+    def _model(self) -> nn.Module:
+        return self.model
+
+    def begin_update(self, weights: Sequence[Weight]) -> None:
+        super().begin_update(weights)
+        self._received: list[Checksum | None] = []
+
+    @torch.no_grad()
+    def load(self, bucket: Bucket) -> None:
+        values, received = bucket.open(self.device)
+        own = self.model.state_dict(keep_vars=True)
+        for weight, value in zip(bucket.weights, values, strict=True):
+            own[weight.names[0]].copy_(value)
+        self._received.append(received)
+
+    def join(self, address: tuple[str, int], first_rank: int, size: int, timeout_s: float) -> None:
+        GROUP.join(address, first_rank, size, self.device, timeout_s)
+
+    def _finish(self) -> list[Proof]:
+        return [Proof(tuple(self._received), weights_checksum(self.model.named_parameters()))]
 
     @torch.inference_mode()
     def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:

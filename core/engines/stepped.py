@@ -17,6 +17,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from core.engines import SampleRequest, SamplingParams
+from core.engines.weight_buckets import Bucket, Proof, Weight
 from core.types import Segment, Stop, Trajectory
 
 UNFINISHED = "\ufffd"  # what a decoder writes for a character whose bytes are not complete yet
@@ -157,8 +158,16 @@ class SteppedEngine(ABC):
         """Stop computing these running rows."""
 
     @abstractmethod
-    def _load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the weights; raise ValueError, and change nothing, where they do not fit."""
+    def _model(self) -> nn.Module:
+        """Return the model as transformers has it, or its skeleton: what names and shapes an update must have."""
+
+    @abstractmethod
+    def load(self, bucket: Bucket) -> None:
+        """Copy the weights of a bucket."""
+
+    @abstractmethod
+    def _finish(self) -> list[Proof]:
+        """Make the new weights those of all requests, and return a proof for each device."""
 
     @abstractmethod
     def _free(self) -> None:
@@ -243,9 +252,20 @@ class SteppedEngine(ABC):
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights. Each must come, under one of its names where it has several (tied embeddings); two
         names of one weight must agree. Nothing is changed where anything is wrong."""
+        weights, values = held_weights(self._model(), named_tensors)
+        self.begin_update(weights)
+        self.load(Bucket(tuple(weights), tensors=tuple(values)))
+        self.end_update(version)
+
+    def begin_update(self, weights: Sequence[Weight]) -> None:
+        """Prepare for new weights; raise ValueError, and change nothing, where they do not fit."""
         self._refuse_in_flight("update_weights")
-        self._load(named_tensors)
+        check_weights(self._model(), weights)
+
+    def end_update(self, version: int) -> list[Proof]:
+        proofs = self._finish()
         self.policy_version = version
+        return proofs
 
     def sleep(self) -> None:
         self._refuse_in_flight("sleep")
@@ -273,34 +293,55 @@ def _awaited(rows: list[Row]) -> list[Row]:
     return [row for row in rows if not row.future.done()]
 
 
-def checked_weights(
-    model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]
-) -> list[tuple[tuple[str, ...], Tensor, Tensor]]:
-    """Return (its names, the weight of ``model``, its new value) for every weight.
+def held_weights(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[Weight], list[Tensor]]:
+    """Return the weights of this process and their values. Names that share a weight in ``model`` are one weight.
 
-    Names are those of ``state_dict``; names that share a weight are one weight. ``model`` may be on the meta device.
+    Raises ValueError where two names of one weight come with different values.
+    """
+    given = dict(named_tensors)
+    weights, values, problems = [], [], []
+    for names in [*weight_names(model), *((name,) for name in given.keys() - model.state_dict().keys())]:
+        found = [given[name] for name in names if name in given]
+        if not found:
+            continue
+        first = found[0]
+        if any(first.shape != x.shape or not (first.data_ptr() == x.data_ptr() or first.equal(x)) for x in found[1:]):
+            problems.append(f"{' = '.join(names)}: one weight in the engine, but given with different values")
+        weights.append(Weight(tuple(name for name in names if name in given), tuple(first.shape), first.dtype))
+        values.append(first)
+    _refuse(problems)
+    return weights, values
+
+
+def weight_names(model: nn.Module) -> list[tuple[str, ...]]:
+    """Return the names of each weight, those of ``state_dict``; names that share a weight stand together."""
+    names_of: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names_of.setdefault(id(tensor), []).append(name)
+    return [tuple(names) for names in names_of.values()]
+
+
+def check_weights(model: nn.Module, weights: Iterable[Weight]) -> None:
+    """Check that the weights are all that ``model`` has, which may be on the meta device.
+
     Raises ValueError with all that is wrong.
     """
     own = model.state_dict(keep_vars=True)
-    names_of: dict[int, list[str]] = {}
-    for name, tensor in own.items():
-        names_of.setdefault(id(tensor), []).append(name)
-    given = dict(named_tensors)
+    given = {name: weight for weight in weights for name in weight.names}
     problems = [f"{name}: unknown" for name in given if name not in own]
-    for name, tensor in given.items():
-        if name in own and tensor.shape != own[name].shape:
-            problems.append(f"{name}: shape {tuple(tensor.shape)}, the engine's is {tuple(own[name].shape)}")
-    weights = []
-    for names in names_of.values():
-        values = [given[name] for name in names if name in given]
-        if not values:
+    for name, weight in given.items():
+        if name in own and weight.shape != tuple(own[name].shape):
+            problems.append(f"{name}: shape {weight.shape}, the engine's is {tuple(own[name].shape)}")
+    for names in weight_names(model):
+        senders = {given[name].names for name in names if name in given}
+        if not senders:
             problems.append(f"{' = '.join(names)}: missing")
-            continue
-        first = values[0]
-        if any(first.shape != x.shape or not (first.data_ptr() == x.data_ptr() or first.equal(x)) for x in values[1:]):
-            problems.append(f"{' = '.join(names)}: one weight in the engine, but given with different values")
-        weights.append((tuple(names), own[names[0]], values[0]))
+        elif len(senders) > 1:
+            problems.append(f"{' = '.join(names)}: one weight in the engine, but several of the learner")
+    _refuse(problems)
+
+
+def _refuse(problems: list[str]) -> None:
     if problems:
         shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
         raise ValueError(f"update_weights: {len(problems)} weights do not fit, none was changed: {shown}")
-    return weights

@@ -1,4 +1,6 @@
-"""vLLM behind the engine contract: its core in this process, stepped by our loop. The only file that imports vllm.
+"""vLLM behind the engine contract: its core in this process, stepped by our loop.
+
+Only this file and :mod:`core.engines.vllm_receiver`, the other end of a weight update, import vllm.
 
 vLLM holds no tokenizer here and decides no stop string: ids go in, ids and log-probs come out, and
 ``core.engines.stepped`` decides what ended a response, as for every engine. Samples of a prompt share its whole
@@ -10,20 +12,21 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from core.config.frozen import thaw
 from core.config.schema import FULL_PRECISION
 from core.data.sampler import derive_seed
 from core.engines import SampleRequest
-from core.engines.stepped import Row, SteppedEngine, checked_weights, eos_ids
+from core.engines.stepped import Row, SteppedEngine, eos_ids
+from core.engines.weight_buckets import Bucket, Proof, Weight
 from core.errors import InputError, WorkersLost
 from core.learner.models import resolve_path
 
@@ -37,6 +40,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.config import WeightTransferConfig
 from vllm.inputs.engine import tokens_input
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
@@ -48,7 +52,9 @@ FIXED = {
     "generation_config": "vllm",  # sampling and stopping are the request's alone
     "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
     "disable_log_stats": True,
-    "load_format": "dummy",  # weights come by update_weights
+    "load_format": "dummy",  # weights come by an update
+    "worker_extension_cls": "core.engines.vllm_receiver.WeightProof",
+    "weight_transfer_config": WeightTransferConfig(backend="buckets"),
     "seed": 0,
 }
 KEPT_VARIABLES = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
@@ -142,20 +148,37 @@ class VLLMEngine(SteppedEngine):
             del self._rows[name]
         self.llm.abort_request(names)
 
-    def _load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Use vLLM's own reloading, which packs and shards. A tied weight goes under each of its names: a head
-        that vLLM packed for itself would stay stale without its own."""
-        weights = checked_weights(self.skeleton, named_tensors)
+    def _model(self) -> nn.Module:
+        return self.skeleton
+
+    def begin_update(self, weights: Sequence[Weight]) -> None:
+        """Begin vLLM's own reloading, which packs and shards (:mod:`core.engines.vllm_receiver`)."""
+        super().begin_update(weights)
         if self.asleep:
             self.llm.wake_up(["weights"])
-        named = [(name, value) for names, _, value in weights for name in names]
         with self._whole():
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
+            self.llm.collective_rpc("start_weight_update")
+
+    def load(self, bucket: Bucket) -> None:
+        with self._whole():
+            self.llm.collective_rpc("update_weights", kwargs={"update_info": {"bucket": bucket}})
+
+    def join(self, address: tuple[str, int], first_rank: int, size: int, timeout_s: float) -> None:
+        """Join the group that weights are broadcast in; each of vLLM's processes is a rank, from ``first_rank`` on."""
+        info = {"address": address, "first_rank": first_rank, "size": size, "timeout_s": timeout_s}
+        with self._whole():
+            self.llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": info})
+
+    def _finish(self) -> list[Proof]:
+        with self._whole():
+            self.llm.collective_rpc("finish_weight_update")
+            proofs = self.llm.collective_rpc("weight_proof")
         if self.asleep:
             self.llm.wake_up(["kv_cache"])
             self.asleep = False
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not release the keys and values of the former weights")
+        return proofs
 
     def sleep(self) -> None:
         super().sleep()

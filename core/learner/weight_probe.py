@@ -5,10 +5,16 @@ What a model is checked for when it is loaded stands in ``core.learner.model_che
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import torch
 
 from core.learner.learner import Policy
+
+log = logging.getLogger(__name__)
+
+OUTLIERS = 0.1  # share of the probe's tokens
 
 
 class WeightSyncError(RuntimeError):
@@ -31,16 +37,23 @@ def probe_log_probs(policy: Policy) -> np.ndarray:
 
 
 def compare_probe(learner: np.ndarray, engine: np.ndarray, *, bf16: bool) -> float:
-    """Return the largest difference of the two. Raises WeightSyncError above the bound of the precision.
+    """Return the largest difference of the two, [N] each. Raises WeightSyncError where more than one token in
+    ten is beyond the bound of the precision; a few that are beyond it are outliers and are logged.
 
-    Rounding grows with the number that is rounded: the tokens are random ones, whose log-probs may be -50.
+    Rounding grows with the number that is rounded: the tokens are random ones, whose log-probs may be -50. A wrong
+    weight moves nearly all of them.
     """
     difference = np.abs(learner - engine)
     bound = 0.25 + np.abs(learner) / 64 if bf16 else 1e-3 + np.abs(learner) * 1e-5
-    if not bool((difference <= bound).all()):
-        worst = int(np.argmax(np.nan_to_num(difference / bound, nan=np.inf)))
-        raise WeightSyncError(
-            f"after the weight sync the engine's log-prob of a token is {engine[worst]:.4g}, the learner's "
-            f"{learner[worst]:.4g} (bound of the difference {bound[worst]:.3g}): some of its weights are stale"
-        )
+    beyond = ~(difference <= bound)  # NaN too
+    if not beyond.any():
+        return float(difference.max())
+    worst = int(np.argmax(np.nan_to_num(difference / bound, nan=np.inf)))
+    found = (
+        f"after the weight sync the engine's log-prob of {beyond.sum()} of {len(beyond)} tokens is not the learner's, "
+        f"at worst {engine[worst]:.4g} instead of {learner[worst]:.4g} (bound of the difference {bound[worst]:.3g})"
+    )
+    if beyond.mean() > OUTLIERS or not np.isfinite(difference).all():
+        raise WeightSyncError(f"{found}: some of its weights are stale")
+    log.warning("%s: too few for a stale weight", found)
     return float(difference.max())

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -19,8 +20,9 @@ from torch import Tensor
 from torch.multiprocessing import get_context
 from transformers import Qwen2Config
 
-from core.cluster.fsdp import ProcessRanks, gather, reshard, shard
+from core.cluster.fsdp import ProcessRanks, gathered, reshard, shard
 from core.config import compose
+from core.engines.weight_buckets import Packer, Staging, Weight, staged_size
 from core.learner import log_probs
 from core.learner.batching import steps_of
 from core.learner.learner import Actor, MicroBatchSize
@@ -208,13 +210,18 @@ def rank(device: str, size: str, folder: Path) -> dict[str, Any]:
     shape = shape_of("Qwen/Qwen2.5-3B", size)
     found, actor, _ = measure_rank(shape, device, *((16_384, 8) if size == "full" else (256, 8)), folder)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    weights: dict[str, Tensor] = {}
+    named = list(actor.module.named_parameters())
+    weights = [Weight((name,), tuple(value.shape), dtype) for name, value in named]
+    limit = max(2**30, *(weight.room for weight in weights))
+    staging = Staging(staged_size(weights, limit), torch.device(device))
 
     def take() -> None:
-        weights.clear()
-        weights.update(gather(actor.module.named_parameters(), dtype))
+        whole = partial(gathered, device=torch.device(device))
+        packer = Packer(weights, (value for _, value in named), whole, limit, staging)
+        while packer.next():
+            pass
 
-    found["weights to the host, s"] = clock(device, take, repeats=1)[0]
+    found["weights into buckets for the engine, s"] = clock(device, take, repeats=1)[0]
     state = folder / "optimizer"
     start = time.perf_counter()
     save_optimizer(actor.module, actor.stepper.optimizer, state)
@@ -226,14 +233,15 @@ def rank(device: str, size: str, folder: Path) -> dict[str, Any]:
     return found
 
 
-def _receive(tensors: Any, answers: Any) -> None:
-    """Take buckets from another process and answer with their sums, until None comes."""
-    while (bucket := tensors.get()) is not None:
-        mine = bucket.clone()
-        if mine.is_cuda:
+def _receive(device: str, buckets: Any, answers: Any) -> None:
+    """Open buckets of another process, copy them, and answer with their checksums, until None comes."""
+    while (bucket := buckets.get()) is not None:
+        values, found = bucket.open(torch.device(device))
+        values = [value.clone() for value in values]
+        if values[0].is_cuda:
             torch.cuda.synchronize()
-        answers.put(float(mine.double().sum()))
-        del bucket, mine
+        answers.put(found)
+        del values
 
 
 def copies(device: str, size: str, folder: Path) -> dict[str, Any]:
@@ -247,20 +255,20 @@ def copies(device: str, size: str, folder: Path) -> dict[str, Any]:
     array = host.view(torch.int16).numpy()
     rows.append(("pickled on the host", clock(device, lambda: pickle.dumps(array, 5))[0]))
     context = get_context("spawn")
-    tensors, answers = context.Queue(), context.Queue()
-    other = context.Process(target=_receive, args=(tensors, answers), daemon=True)
+    buckets, answers = context.Queue(), context.Queue()
+    other = context.Process(target=_receive, args=(device, buckets, answers), daemon=True)
     other.start()
-    shared = bucket if device == "cuda" else bucket.share_memory_()
-    expected = float(shared.double().sum())
+    weight = Weight(("bucket",), tuple(bucket.shape), bucket.dtype)
+    staging = Staging(weight.room, torch.device(device))
 
     def hand_over() -> None:
-        tensors.put(shared)
-        found = answers.get(timeout=120)
-        if found != expected:
-            raise RuntimeError(f"another process read a sum of {found}, not {expected}")
+        sent = Packer([weight], [bucket], lambda value, dtype: value, weight.room, staging).next()
+        buckets.put(sent)
+        if answers.get(timeout=120) != sent.checksum:
+            raise RuntimeError("another process read other bytes than this one wrote")
 
-    rows.append(("to another process and back, with its sum", clock(device, hand_over)[0]))
-    tensors.put(None)
+    rows.append(("as a bucket into another process, with checksums", clock(device, hand_over)[0]))
+    buckets.put(None)
     other.join(30)
     return {"bucket, GiB": gib, "rows": [{"copy": what, "seconds": s, "GiB/s": gib / s} for what, s in rows]}
 

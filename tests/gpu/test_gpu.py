@@ -14,6 +14,7 @@ import torch.multiprocessing as mp
 from core.cluster.fsdp import LearnerRank
 from core.cluster.local_workers import LocalWorkers
 from core.engines.hf import HFEngine
+from core.engines.weight_buckets import Staging
 from core.learner.batching import make_batch
 from core.learner.learner import PADDED, MicroBatchSize, Policy
 from core.learner.log_probs import token_log_probs_and_entropy
@@ -166,7 +167,11 @@ def _rank(rank: int, folder: str, model_path: Path, offload: bool) -> None:
     batch = mixed_batch()
     mine = batch.flattened(one.compute_log_probs(batch)[0])
     torch.testing.assert_close(mine, alone.compute_log_probs(batch)[0], rtol=1e-3, atol=1e-3)
-    assert one.weights(torch.bfloat16)
+    weights = one.weights(torch.bfloat16)
+    packer, found = one.packer(weights, 2**20, Staging(2**20, device)), []
+    while bucket := packer.next():
+        found += bucket.weights
+    assert found == weights
     dist.destroy_process_group()
 
 

@@ -193,7 +193,7 @@ def test_over_ray_the_process_is_named(cluster, tmp_path):
         plant(workers.watch.actors["engine 0"], "sample")
         with pytest.raises(OutOfMemory, match=f"phase generate on engine 0 {AMOUNTS}"):
             asyncio.run(asyncio.wait_for(sample_of(workers), 60))
-        plant(workers.learners[0], "weights")  # fails the engine's call, and rank 1 waits for rank 0
+        plant(workers.learners[0], "weights")
         with pytest.raises(OutOfMemory, match=f"phase update_weights on learner rank 0 {AMOUNTS}"):
             workers.sync_weights(1)
     finally:

@@ -62,7 +62,7 @@ def test_the_phases_of_a_step(workers):
     ratios = {phase: traffic.sent[phase] / real for phase in ("old_log_prob", "update_actor")}
     for phase, ratio in ratios.items():
         print(f"{phase:16}sent / ({real:,} B of real tokens): {ratio:.2f}")
-    weights = sum(one.nbytes for one in tiny_model().parameters())  # as float32; one engine
-    assert weights < traffic.sent["update_weights"] < 1.5 * weights
+    weights = len(list(tiny_model().parameters()))  # their bytes go another way: tests/core/cluster/test_ray_weights.py
+    assert 0 < traffic.sent["update_weights"] < 500 * weights
     assert traffic.sent["generate"] and traffic.received["generate"]
     assert all(0.1 < ratio <= 1.2 for ratio in ratios.values())

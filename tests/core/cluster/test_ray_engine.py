@@ -18,7 +18,7 @@ class Actor:
         self.seen: list[SampleRequest] = []
         self.stuck = False
         self.sample = self
-        self.abort = self.update_weights = SimpleNamespace(remote=lambda *_: None)
+        self.abort = SimpleNamespace(remote=lambda *_: None)
 
     def options(self, **_: object) -> Actor:
         return self
@@ -36,7 +36,7 @@ class Actor:
 @pytest.fixture
 def engine():
     actors = {f"engine {i}": Actor() for i in range(3)}
-    calls = {"lost": lambda _: None, "wait": lambda *_: None, "traffic": None}
+    calls = {"lost": lambda _: None, "call": lambda *_: [[], [], []], "traffic": None}
     watch = SimpleNamespace(actors=actors, look_s=60.0, timeout_s=60.0, **calls)
     return RayEngine(watch, list(actors))
 
@@ -93,7 +93,7 @@ def test_a_prefix_does_not_outlive_its_weights(engine):
     asyncio.run(play(engine, 1, 2))
     engine.watch.actors = dict(reversed(engine.watch.actors.items()))
     engine.engines.reverse()
-    engine.publish(None, 2, {})
+    engine.end_update(2)
     asyncio.run(play(engine, 1, 1))
     assert len({name for name, actor in engine.watch.actors.items() if actor.seen}) == 2
 

@@ -25,7 +25,6 @@ from core.config import compose
 from core.engines.hf import HFEngine
 from core.errors import InputError, WorkersLost
 from core.learner.models import load_critic, load_policy
-from core.learner.weight_probe import WeightSyncError
 from core.ray_trainer import RayPPOTrainer
 from tests.core.engine_contract import Counts, ModelEngineContract, ask, ids, sample_all
 from tests.core.ray_cluster import cluster_config, mixed_batch, write_model
@@ -136,8 +135,8 @@ def test_a_sync_reaches_the_engine_and_one_that_does_not_is_noticed(pair, monkey
     for found, expected in zip(sample_all(ranks.engine, requests), sample_all(alone.engine, requests), strict=True):
         assert ids(found) == ids(expected) and found.policy_version == 4
     ranks.update_actor(mixed_batch(), 1.0)
-    monkeypatch.setattr(ranks.engine, "publish", lambda *_: None)
-    with pytest.raises(WeightSyncError, match="stale"):
+    monkeypatch.setattr(ranks.weight_sync, "_transfer", lambda version: None)
+    with pytest.raises(WorkersLost, match="stale; they were sent twice"):
         ranks.sync_weights(5)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import importlib.util
 import os
 
@@ -18,6 +19,7 @@ from core.cluster.local_workers import LocalWorkers
 from core.engines import vllm
 from core.engines.factory import make_engine
 from core.engines.vllm import VLLMEngine, engine_arguments
+from core.engines.weight_buckets import Bucket
 from core.errors import InputError
 from core.learner.models import load_policy
 from core.learner.weight_probe import WeightSyncError
@@ -144,6 +146,16 @@ def test_every_sync_brings_every_weight(workers):
         np.testing.assert_allclose(trajectory.logprobs, expected.numpy(), atol=1e-4)
 
 
+def leaving_out(bucket, names):
+    """Return the bucket without these names; a tied weight keeps its others."""
+    assert set(names) <= {name for weight in bucket.weights for name in weight.names}
+    kept = []
+    for weight, value in zip(bucket.weights, bucket.tensors, strict=True):
+        if left := tuple(name for name in weight.names if name not in names):
+            kept.append((dataclasses.replace(weight, names=left), value))
+    return Bucket(tuple(weight for weight, _ in kept), tensors=tuple(value for _, value in kept))
+
+
 def test_any_stale_weight_is_noticed(workers, monkeypatch):
     """One weight of each sync is left out, in turn; the head that is the embedding, under its own name alone too."""
     tied = ("model.embed_tokens.weight", "lm_head.weight")
@@ -152,10 +164,10 @@ def test_any_stale_weight_is_noticed(workers, monkeypatch):
     for number, left_out in enumerate([*names, tied, tied[1:]]):
         train(workers, number)
 
-        def without(method, kwargs, left_out=left_out):
-            weights = kwargs["weights_iterator"]
-            assert set(left_out) <= set(dict(weights))
-            send(method, kwargs={"weights_iterator": [one for one in weights if one[0] not in left_out]})
+        def without(method, kwargs=None, left_out=left_out):
+            if method == "update_weights":
+                kwargs = {"update_info": {"bucket": leaving_out(kwargs["update_info"]["bucket"], left_out)}}
+            return send(method, kwargs=kwargs)
 
         with monkeypatch.context() as patch:
             patch.setattr(workers.engine.llm, "collective_rpc", without)
@@ -200,6 +212,9 @@ def test_the_process_stays_as_it_was(workers):
     torch.set_num_threads(threads)
 
 
+UPDATE = ["start_weight_update", "update_weights", "finish_weight_update", "weight_proof"]
+
+
 def test_sleep_lasts_until_the_next_weights(workers, monkeypatch):
     """The GPU's memory is vLLM's to free; here it is seen that it is asked to, when, and what may happen meanwhile."""
     engine, calls = workers.engine, []
@@ -209,7 +224,7 @@ def test_sleep_lasts_until_the_next_weights(workers, monkeypatch):
     monkeypatch.setattr(engine.llm, "collective_rpc", lambda *a, **k: calls.append(a[0]) or send(*a, **k))
     workers.sync_weights(1)
     engine.sleep()
-    assert calls == ["reload_weights"]  # not made to sleep: it does not
+    assert calls == UPDATE  # not made to sleep: it does not
     monkeypatch.setattr(engine, "sleeps", True)
     calls.clear()
     engine.sleep()
@@ -217,7 +232,7 @@ def test_sleep_lasts_until_the_next_weights(workers, monkeypatch):
     with pytest.raises(RuntimeError, match="asleep"):
         sample_all(engine, [ask()])
     workers.sync_weights(2)
-    assert calls == ["sleep 2", "wake weights", "reload_weights", "wake kv_cache"]
+    assert calls == ["sleep 2", "wake weights", *UPDATE, "wake kv_cache"]
     assert sample_all(engine, [ask()])[0].policy_version == 2
 
     async def sleep_under():

@@ -6,17 +6,37 @@ import importlib.util
 
 import numpy as np
 import pytest
+import torch
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed: make setup says why", allow_module_level=True)
 
 from core.engines import vllm
+from core.engines.stepped import weight_names
 from core.engines.vllm import VLLMEngine
+from core.engines.weight_buckets import Packer, Staging, Weight, staged_size
 from tests.core.engine_contract import ask, ids, sample_all
 from tests.core.engines.test_vllm_engine import BLOCK, SHAPE, skeleton
 from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(vllm.DEVICE != "cpu", reason="this vLLM is not the CPU build")
+
+
+def send(engine, policy, version):
+    """Update the engine as a cluster does, by buckets in memory that its processes open, and return the proofs."""
+    names = [names for names in weight_names(engine.skeleton) if names[0] in policy]
+    weights = [Weight(each, tuple(policy[each[0]].shape), torch.float32) for each in names]
+    limit = max(max(weight.room for weight in weights), sum(weight.room for weight in weights) // 5)
+    staging = Staging(staged_size(weights, limit), torch.device("cpu"))
+    packer = Packer(weights, (policy[each[0]] for each in names), lambda value, dtype: value, limit, staging)
+    engine.begin_update(weights)
+    sent = []
+    while bucket := packer.next():
+        engine.load(bucket)
+        sent.append(bucket.checksum)
+    proofs = engine.end_update(version)
+    assert len(sent) >= 4 and {proof.received for proof in proofs} == {tuple(sent)}
+    return proofs
 
 
 def test_two_processes_share_one_engine(tmp_path):
@@ -33,10 +53,16 @@ def test_two_processes_share_one_engine(tmp_path):
             **dict(max_num_batched_tokens=256, kv_cache_memory_bytes=16 << 20, tensor_parallel_size=processes),
         )
         try:
-            for version, policy in enumerate(policies):
-                engine.update_weights(policy.items(), version)
+            proofs = {}
+            for version, policy in enumerate([*policies, policies[0]]):
+                proofs[version] = send(engine, policy, version)
+                if version == len(policies):
+                    break
                 answers = sample_all(engine, requests)
                 found[processes, version] = engine.probe(tuple(range(40, 80))), list(map(ids, answers))
+            assert all(len(found) == processes for found in proofs.values())
+            assert proofs[0] == proofs[2] != proofs[1]
+            assert len({one.weights for one in proofs[0]}) == processes  # each process holds a part of its own
         finally:
             engine.close()
     for version in (0, 1):

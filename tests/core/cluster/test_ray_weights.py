@@ -1,0 +1,275 @@
+"""The weight sync of a cluster: real Ray, real ranks, real engines; what is planted in their processes is noticed."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+
+import numpy as np
+import pytest
+
+pytest.importorskip("ray")
+
+import ray
+import torch
+
+from core.cluster.ray_bytes import counting
+from core.cluster.ray_workers import RayWorkers
+from core.engines import weight_buckets
+from core.engines.weight_buckets import Bucket
+from core.errors import InputError, WorkersLost
+from tests.core.ray_cluster import cluster_config, mixed_batch, write_model
+from tests.tiny import tiny_tokenizer
+
+pytestmark = pytest.mark.xdist_group("ray")
+CPU = torch.device("cpu")
+APART = ("actor_rollout_ref.hybrid_engine=False", "actor_rollout_ref.rollout.n_gpus_per_node=2")
+LORA = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=all-linear")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    ray.init(num_cpus=32, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"), tie_word_embeddings=True)
+
+
+def start(model, *settings):
+    return RayWorkers(cluster_config(model, *settings), tiny_tokenizer(), CPU, needs_ref=False, needs_critic=False)
+
+
+@pytest.fixture(scope="module")
+def beside(model):
+    """Two ranks with an engine beside them."""
+    workers = start(model)
+    yield workers
+    workers.close()
+
+
+@pytest.fixture(scope="module")
+def apart(model):
+    """Two ranks, and two engines in a pool of their own."""
+    workers = start(model, *APART)
+    yield workers
+    workers.close()
+
+
+def call(actor, function, *arguments):
+    return ray.get(actor.__ray_call__.remote(function, *arguments))
+
+
+def narrow(workers, share=6):
+    """Let a sync take several buckets: bytes of a ``share``-th of the model, and room for its largest weight."""
+    weights = call(workers.learners[0], lambda self: self.learner.weights(torch.float32))
+    sizes = [weight.room for weight in weights]
+    workers.weight_sync.limit = max(max(sizes), sum(sizes) // share)
+    return weights, workers.weight_sync.limit
+
+
+def train(workers):
+    workers.update_actor(mixed_batch(), 1.0)
+
+
+def stored(workers):
+    """Return the weights of the first engine, by name."""
+    state = call(workers.watch.actors["engine 0"], lambda self: dict(self.engine.model.named_parameters()))
+    return {name: value.detach().clone() for name, value in state.items()}
+
+
+@pytest.mark.parametrize("kind", ["beside", "apart"])
+def test_every_weight_arrives_bucket_by_bucket(kind, request, monkeypatch):
+    workers = request.getfixturevalue(kind)
+    train(workers)
+    weights, limit = narrow(workers)
+    loaded = []
+    load = workers.engine.load
+    monkeypatch.setattr(workers.engine, "load", lambda bucket, others: loaded.append(bucket) or load(bucket, others))
+    with counting(workers.watch) as traffic:
+        assert workers.sync_weights(3)["rollout_corr/probe_diff"] < 1e-5
+    assert len(loaded) >= 3 and all(bucket.size <= limit for bucket in loaded)
+    assert [weight for bucket in loaded for weight in bucket.weights] == weights
+    found = stored(workers)
+    expected = call(workers.learners[0], lambda self: dict(self.learner.actor.module.named_parameters()).keys())
+    assert found.keys() == expected
+    # What crosses Ray says where the bytes are: the same for a model of any width.
+    crossed = traffic.sent["update_weights"] + traffic.received["update_weights"]
+    print(f"{crossed:,} B through Ray for {len(weights)} weights in {len(loaded)} buckets")
+    assert crossed < 1_000 * len(weights)
+
+
+def test_the_engine_of_ranks_in_bfloat16_gets_what_they_round_to(model):
+    workers = start(model, "actor_rollout_ref.rollout.dtype=bfloat16")
+    try:
+        workers.sync_weights(1)
+        found = stored(workers)
+        from safetensors.torch import load_file
+
+        saved = load_file(os.path.join(model, "model.safetensors"))
+        assert len(found) > 10
+        for name, value in found.items():
+            assert value.dtype == torch.bfloat16 and torch.equal(value, saved[name].to(torch.bfloat16)), name
+    finally:
+        workers.close()
+
+
+def test_adapters_arrive_merged(model):
+    pytest.importorskip("peft")
+    workers = start(model, *LORA)
+    try:
+        workers.sync_weights(1)
+        before = stored(workers)
+        train(workers)
+        assert workers.sync_weights(2)["rollout_corr/probe_diff"] < 1e-5
+        after = stored(workers)
+        moved = {name for name in before if not torch.equal(before[name], after[name])}
+        assert moved and all("proj" in name for name in moved) and before.keys() == after.keys()
+    finally:
+        workers.close()
+
+
+def test_nothing_is_left_in_memory(beside):
+    beside.sync_weights(5)
+    for actor in beside.learners:
+        left = call(
+            actor,
+            lambda self: [
+                os.readlink(f"/proc/self/fd/{fd}")
+                for fd in os.listdir("/proc/self/fd")
+                if os.path.exists(f"/proc/self/fd/{fd}")
+            ],
+        )
+        assert not [path for path in left if "memfd:weights" in path]
+
+
+# -- what goes wrong
+
+
+def flip(times):
+    """Return a replacement of :meth:`Bucket.open` that changes a bit of what arrives, so many times."""
+
+    def plant(self):
+        open_bucket, left = Bucket.open, [times]
+
+        def opened(bucket, device):
+            if bucket.places is None or not left[0]:
+                return open_bucket(bucket, device)
+            left[0] -= 1
+            place = next(iter(bucket.places.values()))
+            data = place.open(bucket.size, device).clone()
+            data[len(data) // 2] ^= 1
+
+            class Changed:
+                def open(self, size, device):
+                    return data
+
+            key = next(iter(bucket.places))
+            return open_bucket(Bucket(bucket.weights, bucket.checksum, {key: Changed()}), device)
+
+        Bucket.open = opened
+        self.restore = lambda: setattr(Bucket, "open", open_bucket)
+
+    return plant
+
+
+@pytest.mark.parametrize("kind", ["beside", "apart"])
+def test_a_changed_bit_is_noticed_and_all_is_sent_again(kind, request, caplog):
+    workers = request.getfixturevalue(kind)
+    narrow(workers)
+    engine = workers.watch.actors["engine 0"]
+    try:
+        call(engine, flip(1))
+        with caplog.at_level(logging.WARNING):
+            assert workers.sync_weights(7)["rollout_corr/probe_diff"] < 1e-5
+        assert len([line for line in caplog.messages if "sent again" in line]) == 1
+        call(engine, lambda self: self.restore())
+        call(engine, flip(math.inf))
+        with pytest.raises(WorkersLost, match="other bytes than the learner sent|differ.*sent twice"):
+            workers.sync_weights(8)
+    finally:
+        call(engine, lambda self: self.restore())
+    assert workers.sync_weights(9)["rollout_corr/probe_diff"] < 1e-5
+
+
+def test_an_engine_with_other_weights_than_its_replica_is_noticed(apart):
+    """The bytes arrived, but did not all reach the model: only checksums of what the engines hold can tell."""
+
+    def plant(self):
+        finish = self.engine._finish
+
+        def touched():
+            next(iter(self.engine.model.parameters())).data.view(-1)[7] += 1e-6
+            return finish()
+
+        self.engine._finish = touched
+
+    call(apart.watch.actors["engine 1"], plant)
+    try:
+        with pytest.raises(WorkersLost, match="device 0 of engine 1 and of engine 0 differ; they were sent twice"):
+            apart.sync_weights(4)
+    finally:
+        call(apart.watch.actors["engine 1"], lambda self: self.engine.__dict__.pop("_finish"))
+    apart.sync_weights(5)
+
+
+def test_a_bucket_that_is_too_small_names_the_key(beside):
+    limit, beside.weight_sync.limit = beside.weight_sync.limit, 1000
+    try:
+        with pytest.raises(
+            InputError, match=r"update_weights_bucket_megabytes=0: the largest weight, \S+, has .* set at least 1"
+        ):
+            beside.sync_weights(6)
+    finally:
+        beside.weight_sync.limit = limit
+
+
+def test_an_engine_that_dies_in_mid_transfer_ends_the_sync_at_once(model):
+    workers = start(model, *APART)
+    try:
+        narrow(workers)
+
+        def plant(self):
+            load, seen = self.engine.load, []
+
+            def last_words(bucket):
+                seen.append(bucket)
+                if len(seen) == 2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                load(bucket)
+
+            self.engine.load = last_words
+
+        call(workers.watch.actors["engine 1"], plant)
+        with pytest.raises(WorkersLost, match="engine 1 died in phase update_weights"):
+            workers.sync_weights(1)
+    finally:
+        workers.close()
+
+
+def test_probes_of_wrong_weights_are_sent_twice_then_end_the_run(beside, monkeypatch):
+    probes = beside.engine.probes
+    monkeypatch.setattr(beside.engine, "probes", lambda ids: [one + 1 for one in probes(ids)])
+    with pytest.raises(WorkersLost, match="stale; they were sent twice"):
+        beside.sync_weights(2)
+    monkeypatch.setattr(
+        beside.engine, "probes", lambda ids: [np.where(np.arange(len(one)) == 3, one - 1, one) for one in probes(ids)]
+    )
+    assert beside.sync_weights(3)["rollout_corr/probe_diff"] > 0.9  # one token of 23: an outlier
+
+
+def test_memory_without_a_file_descriptor_of_its_own(monkeypatch):
+    """Systems without memfd_create."""
+    monkeypatch.delattr(os, "memfd_create")
+    staging = weight_buckets.Staging(64, CPU)
+    staging.data.fill_(7)
+    assert staging.place.open(64, CPU).eq(7).all()
+    path = staging.place.path
+    assert os.path.exists(path)
+    del staging
+    assert not os.path.exists(path)

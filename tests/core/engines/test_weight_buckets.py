@@ -1,0 +1,193 @@
+"""Buckets of weights: what is packed comes out in another process, and a checksum tells any change."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+
+from core.engines.stepped import check_weights, held_weights
+from core.engines.weight_buckets import (
+    ALIGNMENT,
+    SUMMED,
+    Bucket,
+    Packer,
+    Staging,
+    Weight,
+    checksum,
+    merged,
+    place_key,
+    staged_size,
+    weights_checksum,
+)
+from core.errors import InputError
+from tests.tiny import tiny_model
+
+CPU = torch.device("cpu")
+
+
+def some(seed=0):
+    """Weights of odd sizes and several number formats."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(3,), (1, 1), (7, 5), (64, 33), (1,), (9, 2, 3), (130,)]
+    formats = [torch.bfloat16, torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.float32, torch.uint8]
+    values = [
+        torch.randint(0, 100, shape, generator=generator).to(dtype)
+        for shape, dtype in zip(shapes, formats, strict=True)
+    ]
+    return [Weight((f"w{i}",), tuple(v.shape), v.dtype) for i, v in enumerate(values)], values
+
+
+def packed(weights, values, limit, staging):
+    packer = Packer(weights, values, lambda value, dtype: value.to(dtype), limit, staging)
+    while bucket := packer.next():
+        yield bucket
+
+
+@pytest.mark.parametrize("limit", [4224, 4300, 5000, 10**6])
+def test_every_weight_comes_out_as_it_went_in(limit):
+    weights, values = some()
+    found, count = [], 0
+    for bucket in packed(weights, values, limit, Staging(staged_size(weights, limit), CPU)):
+        opened, received = bucket.open(CPU)
+        assert received == bucket.checksum and bucket.size <= limit
+        found += zip(bucket.weights, [value.clone() for value in opened], strict=True)
+        count += 1
+    assert [weight for weight, _ in found] == weights
+    assert all(torch.equal(value, expected) for (_, value), expected in zip(found, values, strict=True))
+    assert all(value.dtype == weight.dtype and value.shape == weight.shape for weight, value in found)
+    assert count == {4224: 3, 4300: 3, 5000: 1, 10**6: 1}[limit]
+
+
+def _read(bucket, answers):
+    values, found = bucket.open(CPU)
+    answers.put((found, [value.sum().item() for value in values]))
+
+
+def test_another_process_reads_the_same_memory():
+    weights, values = some()
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    staging = Staging(10**4, CPU)
+    (bucket,) = packed(weights, values, 10**6, staging)
+    other = context.Process(target=_read, args=(bucket, answers))
+    other.start()
+    assert answers.get(timeout=60) == (bucket.checksum, [value.sum().item() for value in values])
+    other.join(10)
+    staging.file.truncate(100)
+    with pytest.raises(ValueError, match="greater than file size"):
+        bucket.open(CPU)
+
+
+def _hold(answers):
+    staging = Staging(2**20, CPU)
+    answers.put(staging.place.path)
+    time.sleep(600)
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no files in memory")
+def test_a_killed_process_leaves_no_memory_behind():
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    other = context.Process(target=_hold, args=(answers,))
+    other.start()
+    path = answers.get(timeout=60)
+    assert os.path.exists(path)
+    os.kill(other.pid, signal.SIGKILL)
+    other.join(10)
+    assert not os.path.exists(path)
+
+
+def test_any_change_of_the_bytes_changes_the_checksum():
+    chance, size = random.Random(0), SUMMED * 4 * 3 + 16 * 7
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    before = checksum(data)
+    assert checksum(data.clone()) == before
+    for _ in range(300):
+        place = chance.randrange(size)
+        changed = data.clone()
+        changed[place] ^= 1 << chance.randrange(8)
+        assert checksum(changed) != before
+    words = data.view(torch.int32)
+    for block in (1, 2, 4, 64, SUMMED):  # numbers or rows that changed their places
+        for _ in range(40):
+            first, second = (chance.randrange(len(words) // block) * block for _ in range(2))
+            swapped = words.clone()
+            swapped[first : first + block] = words[second : second + block]
+            swapped[second : second + block] = words[first : first + block]
+            assert (checksum(swapped.view(torch.uint8)) == before) == torch.equal(swapped, words)
+    assert checksum(torch.zeros(16, dtype=torch.uint8)) != checksum(torch.zeros(32, dtype=torch.uint8))
+
+
+def test_the_checksum_of_a_model_tells_its_weights_and_their_order():
+    one, other = (dict(tiny_model(seed=seed).named_parameters()) for seed in (0, 1))
+    assert weights_checksum(one.items()) == weights_checksum(list(one.items())) != weights_checksum(other.items())
+    norms = [name for name in one if "norm" in name]
+    touched = {**one, norms[0]: one[norms[0]].clone()}
+    touched[norms[0]].data[3] = torch.nextafter(touched[norms[0]].data[3], torch.tensor(2.0))
+    assert weights_checksum(touched.items()) != weights_checksum(one.items())
+    values = list(one.items())
+    assert weights_checksum(reversed(values)) != weights_checksum(values)
+    assert weights_checksum([("odd", torch.ones(3, dtype=torch.bfloat16))]) != weights_checksum([])
+
+
+def test_a_rank_without_staging_gathers_alike():
+    weights, values = some()
+    gathered = []
+
+    def gather(value, dtype):
+        gathered.append(value.shape)
+        return value
+
+    packer = Packer(weights, values, gather, 4300, None)
+    mine = []
+    while bucket := packer.next():
+        assert bucket.checksum is None and bucket.places is None
+        mine.append(bucket.weights)
+    staged = [bucket.weights for bucket in packed(weights, values, 4300, Staging(4304, CPU))]
+    assert mine == staged and len(gathered) == len(weights)
+
+
+def test_places_of_all_ranks_are_one_bucket():
+    weights, values = some()
+    stagings = [Staging(10**4, CPU) for _ in range(2)]
+    one, other = (next(packed(weights, values, 10**6, staging)) for staging in stagings)
+    elsewhere = Bucket(other.weights, other.checksum, {"another node": other.places[place_key(CPU)]})
+    both = merged([one, Bucket(one.weights), elsewhere])
+    assert both.places == {**one.places, **elsewhere.places} and both.checksum == one.checksum
+    changed = Bucket(one.weights, (1, 2, 3, 4), elsewhere.places)
+    with pytest.raises(RuntimeError, match="gathered different weights"):
+        merged([one, changed])
+    with pytest.raises(
+        RuntimeError, match=r"no learner rank left weights for node .*, only for another node: .*hybrid_engine"
+    ):
+        elsewhere.open(CPU)
+
+
+def test_a_weight_larger_than_a_bucket_is_refused():
+    weights = [Weight(("head",), (1024, 1025), torch.float32), Weight(("norm",), (4,), torch.float32)]
+    with pytest.raises(InputError, match=r"megabytes=4: the largest weight, head, has 4 MiB, .*; set at least 5"):
+        staged_size(weights, 4 * 2**20)
+    assert staged_size(weights, 5 * 2**20) == 1024 * 1025 * 4 + ALIGNMENT
+
+
+def test_tied_names_are_one_weight():
+    model = tiny_model(tie_word_embeddings=True)
+    weights, _ = held_weights(model, model.state_dict().items())
+    tied = next(weight for weight in weights if len(weight.names) > 1)
+    assert set(tied.names) == {"model.embed_tokens.weight", "lm_head.weight"}
+    check_weights(model, weights)
+    apart = [weight for weight in weights if weight != tied]
+    apart += [Weight((name,), tied.shape, tied.dtype) for name in tied.names]
+    with pytest.raises(ValueError, match="one weight in the engine, but several of the learner"):
+        check_weights(model, apart)
+    with pytest.raises(ValueError, match=r"embed_tokens.weight = lm_head.weight: missing"):
+        check_weights(model, [weight for weight in weights if weight != tied])
+    check_weights(
+        model, [*(weight for weight in weights if weight != tied), Weight(tied.names[:1], tied.shape, tied.dtype)]
+    )
