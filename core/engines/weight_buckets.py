@@ -59,7 +59,7 @@ class Proof:
     weights: Checksum
 
 
-class Place(Protocol):
+class Location(Protocol):
     """Where the bytes of a bucket are, for one process that needs them."""
 
     def open(self, size: int, device: torch.device) -> Tensor:
@@ -75,7 +75,7 @@ class Bucket:
 
     weights: tuple[Weight, ...]
     checksum: Checksum | None = None
-    places: Mapping[str, Place] | None = None
+    places: Mapping[str, Location] | None = None
     tensors: tuple[Tensor, ...] = ()
 
     @property
@@ -210,7 +210,7 @@ class Staging:
 
     def __init__(self, size: int, device: torch.device, *, broadcast: bool = False):
         self.key, self.broadcasts = ANYWHERE if broadcast else place_key(device), broadcast
-        self.place: Place
+        self.place: Location
         if broadcast:
             self.data = torch.empty(size, dtype=torch.uint8, device=device)
             self.place = Broadcast()

@@ -6,8 +6,8 @@
                         waits for one more longest answer
     retrieval           searches x FLOP a search / FLOP a second of the CPUs that search
     training            2 P a token forward, 4 P backward, 2 P again with checkpointing, and attention
-    weight sync         c P through the object store once and to each further node; 4 P before that where the state is
-                        offloaded, since it is gathered from host memory
+    weight sync         c P, which each learner rank gathers; engines open them where they are, or receive as much again
+                        where they have GPUs of their own
     validation          questions x answers, decoded like a step's; a step carries 1 / test_freq of it
     checkpoint          bytes / rate of the disk; a step carries 1 / save_freq of it
 
@@ -39,7 +39,7 @@ class Assumptions:
     train_efficiency: float | None = None  # of the peak FLOP/s; None: the GPU's in model_shapes.yaml
     decode_efficiency: float = 0.5  # of the peak bandwidth or FLOP/s
     refills: float = 0.5  # late refills a step, where groups are filtered
-    transfer_rate: float = 2e9  # bytes a second through Ray's object store, gloo, or to another node
+    transfer_rate: float = 4e9  # bytes of weights a second, into a rank or an engine: verl's 15.8 s for 30B
     disk_rate: float = 1e9  # bytes a second of a checkpoint, written and hashed
     search_rate: float = 2e12  # FLOP a second of all CPUs that search: 26 cores of results/search_r1/retrieval.md
 
@@ -151,10 +151,7 @@ def sync_seconds(load: Load) -> float:
     size = width(roles.rollout.dtype) * load.shape.parameters
     if trainer.backend == "local":
         return size / load.gpu.bandwidth
-    fsdp = roles.actor.fsdp_config
-    offloads = fsdp.param_offload or fsdp.optimizer_offload or fsdp.offload_policy
-    gathered = 4.0 * load.shape.parameters if offloads else 0.0
-    return (gathered + size * trainer.nnodes) / load.assumed.transfer_rate
+    return size * (1 if roles.hybrid_engine else 2) / load.assumed.transfer_rate
 
 
 def validation_seconds(load: Load) -> float:

@@ -21,7 +21,9 @@ def test_a_rehearsal_writes_a_file_a_step_and_repeats_none(tmp_path, capsys):
     found = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in chosen}
     assert {one["status"] for one in found.values()} == {"measured"}
     assert found["rank"]["measured"]["update, s"] > 0 and found["rank"]["measured"]["optimizer, GiB"] > 0
-    assert [row["copy"] for row in found["copies"]["measured"]["rows"]][-1].startswith("to another process")
+    assert [row["copy"] for row in found["copies"]["measured"]["rows"]][-1].startswith(
+        "as a bucket into another process"
+    )
     page = (tmp_path / "README.md").read_text()
     assert "| optimizer read, s |" in page and page.count("not run") == len(hour.steps_of("a")) - 2
     capsys.readouterr()

@@ -11,7 +11,7 @@ from tests.scale.meter import GPU, HOST, Meter
 from tests.scale.world import BOUND, LAYERS, ROOT, SCRIPTS, Plan, count, extended, gpu, lines, render, world
 
 MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
-EXACT = ("all-gather", "reduce-scatter", "all-to-all", "rest")
+EXACT = ("all-gather", "reduce-scatter", "all-to-all", "rest", "gather of a weight")
 
 
 def check(script, found):

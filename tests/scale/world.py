@@ -25,6 +25,9 @@ from pathlib import Path
 
 import torch
 
+from core.cluster.fsdp import LearnerRank
+from core.config.schema import Config
+from core.learner.models import compute_dtype
 from core.planning.estimate import Plan
 from core.planning.memory_knobs import log_prob_tokens, pass_tokens
 from core.planning.model_shapes import gpu, width
@@ -39,7 +42,7 @@ SCRIPTS = ("recipes/dapo/run_qwen2.5_32b.sh", "recipes/grpo/run_qwen2.5_7b_gsm8k
 LAYERS = (3, 4)  # two lack the gathering of the next layer beside the reduction of the last
 BOUND = 0.10
 GIB = 2**30
-LOG_PROBS, UPDATE = "log-probs", "update"
+LOG_PROBS, UPDATE, SYNC = "log-probs", "update", "weight sync"
 
 
 @dataclass
@@ -89,7 +92,21 @@ def count(script: Script, plan: Plan, layers: int) -> Count:
                 found.flops[phase] = meter.flops
                 found.calls |= {f"{phase}, {kind}": number for kind, number in meter.calls.items()}
                 found.sent |= {f"{phase}, {kind}": size for kind, size in meter.sent.items()}
+            meter.reset()
+            sync(rank, config)
+            found.bytes[SYNC] = meter.peak[GPU] - resident
+            found.calls |= {f"{SYNC}, {kind}": number for kind, number in meter.calls.items()}
+            found.sent |= {f"{SYNC}, {kind}": size for kind, size in meter.sent.items()}
     return found
+
+
+def sync(rank: LearnerRank, config: Config) -> None:
+    """Gather the weights for the engines, bucket by bucket; the staging memory of a bucket is not counted."""
+    rollout = config.actor_rollout_ref.rollout
+    weights = rank.weights(compute_dtype(rollout.dtype) or torch.float32)
+    packer = rank.packer(weights, rollout.update_weights_bucket_megabytes * 2**20, None)
+    while packer.next():
+        pass
 
 
 def _update_tokens(plan: Plan) -> int:
@@ -126,6 +143,8 @@ def collectives(plan: Plan) -> Iterator[tuple[str, float, float]]:
             exchanged = 2 * (shape.q_size + kv_size) * size * tokens
             calls = 4 * exchanges * shape.layers
             yield f"{phase}, all-to-all", calls, exchanges * shape.layers * exchanged
+    weights = (9 + 3 * shape.bias) * shape.layers + 3 - shape.tied  # seven matrices, two norms, biases of three
+    yield f"{SYNC}, gather of a weight", weights, width(plan.config.actor_rollout_ref.rollout.dtype) * shape.parameters
 
 
 def lines(plan: Plan, counted: Count) -> list[Line]:
@@ -141,6 +160,11 @@ def lines(plan: Plan, counted: Count) -> list[Line]:
     for name, calls, size in collectives(plan):
         out.append(Line(name, "calls", counted.calls[name], calls))
         out.append(Line(name, "GiB", counted.sent[name] / GIB, size / GIB))
+    largest = width(roles.rollout.dtype) * shape.vocab * shape.hidden
+    # Twice, because DTensor copies what it gathered.
+    out.append(
+        Line(f"{SYNC}, peak beyond what rests and a bucket", "GiB", counted.bytes[SYNC] / GIB, 2 * largest / GIB)
+    )
     tokens = {LOG_PROBS: log_prob_tokens(plan.config), UPDATE: _update_tokens(plan)}
     for phase, passes in ((LOG_PROBS, 1), (UPDATE, 3 + roles.model.enable_gradient_checkpointing)):
         work = passes * tokens[phase] * forward_flops(shape, plan.longest)

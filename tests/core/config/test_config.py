@@ -35,7 +35,7 @@ ADDED = {
     *("trainer.phase_timeout_s", "trainer.max_restarts", "critic.model.exclude_modules"),
     *("actor_rollout_ref.rollout.agent_loop", f"{ACTOR}.state_masking"),
     *(f"actor_rollout_ref.rollout.multi_turn.{name}" for name in ("max_tool_calls", "tool_timeout_s", "repeatable")),
-    *("data.max_start_length", "data.max_obs_length"),
+    *("data.max_start_length", "data.max_obs_length", "actor_rollout_ref.rollout.update_weights_bucket_megabytes"),
     *("trainer.heartbeat_timeout_s", "ray_kwargs.driver_actor"),
     *(f"actor_rollout_ref.rollout.{name}" for name in ("nnodes", "n_gpus_per_node")),  # of later versions
 }
@@ -270,6 +270,7 @@ def test_published_configurations_are_read_also_where_they_hold_another_recipes_
         written = yaml.safe_load(to_yaml(from_yaml(path.read_text())))
         newer = {"reference": None, "resume_with_changes": False}  # keys that are newer than these runs
         assert {key: written["trainer"].pop(key) for key in newer} == newer
+        assert written["actor_rollout_ref"]["rollout"].pop("update_weights_bucket_megabytes") == 2048
         assert "retriever" in tree and written == tree
 
 
