@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import ray
 import torch
 
 from core.cluster.ray_bytes import counting
+from core.cluster.ray_weights import WeightSync
 from core.cluster.ray_workers import RayWorkers
 from core.engines import weight_buckets
 from core.engines.weight_buckets import Bucket
@@ -273,3 +275,34 @@ def test_memory_without_a_file_descriptor_of_its_own(monkeypatch):
     assert os.path.exists(path)
     del staging
     assert not os.path.exists(path)
+
+
+def test_who_keeps_buckets():
+    def stages(device, hybrid):
+        sync = object.__new__(WeightSync)
+        sync.broadcasts = not hybrid
+        sync.processes = SimpleNamespace(device=torch.device(device), per_node=2, ranks=4)
+        return [sync._stages(rank) for rank in range(4)]
+
+    assert stages("cpu", hybrid=True) == [True, False, True, False]  # one a node
+    assert stages("cuda", hybrid=True) == [True] * 4  # each for the engine on its GPU
+    assert stages("cuda", hybrid=False) == [True, False, False, False]
+
+
+VLLM = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.enforce_eager=True")
+SPLIT = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", [(), APART], ids=["beside", "apart"])
+def test_both_processes_of_a_vllm_engine_get_every_weight(tmp_path, where):
+    pytest.importorskip("vllm")
+    workers = start(write_model(tmp_path, hidden_size=128), *VLLM, SPLIT, *where)
+    try:
+        assert workers.engine.engines == ["engine 0"]
+        for version in (1, 2):
+            train(workers)
+            narrow(workers)
+            assert workers.sync_weights(version)["rollout_corr/probe_diff"] < 1e-4
+    finally:
+        workers.close()
