@@ -254,8 +254,9 @@ class Session:
                 "kl_controller": self.state.kl_controller.state_dict(),
             },
         )
-        with memory_phase("save_checkpoint"), self.store.writing(self.step, self.provenance()) as folder:
-            self.workers.save(folder)
+        hashes: dict[str, str] = {}
+        with memory_phase("save_checkpoint"), self.store.writing(self.step, self.provenance(), hashes) as folder:
+            hashes.update(self.workers.save(folder))
             state.save(folder)
             run_state.save_tensors(folder / "rng.pt", run_state.rng_state())
         self.saved_step = self.step

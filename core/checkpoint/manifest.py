@@ -19,6 +19,7 @@ from typing import Any
 
 from core.checkpoint.changes import Change, changes
 from core.checkpoint.provenance import ModelFingerprint, Provenance
+from core.config.frozen import FrozenDict
 from core.errors import InputError
 
 FORMAT = 2
@@ -172,8 +173,7 @@ def _hash_all(folder: Path, names: Collection[str]) -> dict[str, str]:
 
     def sha256(name: str) -> str:
         try:
-            with open(folder / name, "rb") as file:
-                return hashlib.file_digest(file, "sha256").hexdigest()
+            return sha256_of(folder / name)
         except OSError as error:
             raise DamagedCheckpoint(f"{folder}: {name} cannot be read ({error.strerror})") from error
 
@@ -181,13 +181,16 @@ def _hash_all(folder: Path, names: Collection[str]) -> dict[str, str]:
         return dict(zip(names, pool.map(sha256, names), strict=True))
 
 
-def seal(folder: Path, step: int, provenance: Provenance | None) -> None:
-    """Put everything in ``folder`` on disk, then a manifest that lists and hashes it, on disk too."""
+def seal(folder: Path, step: int, provenance: Provenance | None, hashes: Mapping[str, str] = FrozenDict()) -> None:
+    """Put everything in ``folder`` on disk, then a manifest that lists and hashes it, on disk too.
+
+    ``hashes`` are the SHA-256 of files whose writers computed them; those are not read again.
+    """
     paths = sorted(folder.rglob("*"))
     names = [str(path.relative_to(folder)) for path in paths if path.is_file()]
     for path in paths:
         fsync(path)
-    sums = _hash_all(folder, names)
+    sums = {**_hash_all(folder, [name for name in names if name not in hashes]), **hashes}
     body = {
         "format": FORMAT,
         "step": step,
@@ -197,6 +200,11 @@ def seal(folder: Path, step: int, provenance: Provenance | None) -> None:
     body = json.loads(json.dumps(body))  # as a reader will see it, so that the digest is of the same thing
     write_durably(folder / MANIFEST, json.dumps({"sha256": _digest(body), "body": body}, indent=1))
     fsync(folder)
+
+
+def sha256_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fsync(path: Path) -> None:

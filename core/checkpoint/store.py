@@ -29,7 +29,7 @@ import fcntl
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING
 from core.checkpoint.kill_points import kill_point
 from core.checkpoint.manifest import NAME, Checkpoint, DamagedCheckpoint, fsync, seal, verify, write_durably
 from core.checkpoint.provenance import Provenance
+from core.config.frozen import FrozenDict
 from core.errors import InputError
 
 if TYPE_CHECKING:
@@ -170,12 +171,17 @@ class CheckpointStore:
         self._clear(".old-", ".trash-", ".tmp-")
 
     @contextmanager
-    def writing(self, step: int, provenance: Provenance | None = None) -> Iterator[Path]:
+    def writing(
+        self, step: int, provenance: Provenance | None = None, hashes: Mapping[str, str] = FrozenDict()
+    ) -> Iterator[Path]:
         """Yield a temporary folder to fill; on leaving the block it becomes ``global_step_<step>``.
 
         Whoever writes (other processes included: their files must be closed and on this file system) fills the
         folder inside the block. On the way out: manifest, fsync of everything, rename, tracker file, pruning. Where
         the block or a write fails, the folder is removed and the earlier checkpoints stay as they are.
+
+        Args:
+            hashes: file in the folder -> SHA-256, as far as writers have computed it when the block ends.
 
         Raises:
             InputError: the disk is full, or not writable; whatever the block raises passes through.
@@ -186,7 +192,7 @@ class CheckpointStore:
             folder.mkdir()
             yield folder
             kill_point("checkpoint_write", step)
-            seal(folder, step, provenance)
+            seal(folder, step, provenance, hashes)
             kill_point("checkpoint_rename", step)
             self._publish(folder, step)
         except BaseException as error:

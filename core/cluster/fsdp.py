@@ -32,16 +32,18 @@ from core.algorithm.losses import Means
 from core.checkpoint.provenance import Base, ModelFingerprint
 from core.config.frozen import FrozenDict
 from core.engines.weight_buckets import Packer, Staging, Weight
-from core.learner.hf_export import load_weights
+from core.learner.hf_export import export_hf, load_weights, weight_files, write_index
 from core.learner.learner import Actor, BasePolicy, Critic, Policy, Ranks, pass_size
 from core.learner.lora import add_adapters, has_adapters, load_adapters, merged_weights, trained_weights
 from core.learner.models import compute_dtype, load_critic, load_policy, load_tokenizer
 from core.learner.packing import Layout
 from core.learner.saving import (
     OPTIMIZER,
+    FileWriter,
     fingerprints,
     load_sharded_optimizer,
     load_whole_optimizer,
+    on_disk,
     save_model,
     save_optimizer,
 )
@@ -304,16 +306,46 @@ class LearnerRank:
         values = (value for name, value in merged_weights(self.actor.module) if name in first)
         return Packer(weights, values, lambda value, dtype: gathered(value, dtype, self.device), limit, staging)
 
-    def save(self, folder: str) -> None:
+    def save(self, folder: str) -> dict[str, str]:
         """Write ``actor/`` and ``critic/``: a Hugging Face folder, and the optimizer in parts. All ranks see
-        ``folder``."""
-        tokenizer = load_tokenizer(self.config.actor_rollout_ref.model) if self.lead else None
+        ``folder``. Returns file in it -> SHA-256, of the files that this rank wrote and put on disk."""
+        written: dict[str, str] = {}
         for name, part in self.trained.items():
-            adapters = has_adapters(part.module)
-            state = gather(trained_weights(part.module).items() if adapters else merged_weights(part.module))
-            if self.lead:
-                save_model(self.skeletons[name], tokenizer, Path(folder, name), state)
+            files = None if has_adapters(part.module) else weight_files(self.skeletons[name])
+            if files is None:
+                self._save_from_rank_0(name, Path(folder, name))
+            else:
+                written |= {
+                    f"{name}/{file}": sha for file, sha in self._save_files(name, files, Path(folder, name)).items()
+                }
             save_optimizer(part.module, part.stepper.optimizer, Path(folder, name, OPTIMIZER))
+            mine = Path(folder, name, OPTIMIZER).glob(f"__{dist.get_rank()}_*")
+            written |= {f"{name}/{OPTIMIZER}/{path.name}": on_disk(path) for path in mine}
+        return written
+
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self.config.actor_rollout_ref.model)
+
+    def _save_from_rank_0(self, name: str, folder: Path) -> None:
+        """Write what is small, or what transformers converts on saving."""
+        module = self.trained[name].module
+        adapters = has_adapters(module)
+        state = gather(trained_weights(module).items() if adapters else merged_weights(module))
+        if self.lead:
+            save_model(self.skeletons[name], self._tokenizer(), folder, state)
+
+    @torch.no_grad()
+    def _save_files(self, name: str, files: Mapping[str, Sequence[str]], folder: Path) -> dict[str, str]:
+        """Gather weight after weight; the rank that owns a file keeps its weights and writes it."""
+        skeleton = self.skeletons[name]
+        if self.lead:
+            export_hf(skeleton, self._tokenizer(), folder, state_dict={})  # everything but weights
+            write_index(skeleton, files, folder)
+        writer = FileWriter(files, folder, dist.get_rank(), dist.get_world_size())
+        for weight, value in self.trained[name].module.state_dict(keep_vars=True).items():
+            if weight in writer.file_of:
+                writer.take(weight, gathered(value, value.dtype, self.device))
+        return writer.finish()
 
     def load(self, folder: str) -> None:
         """Read what any number of ranks, or the in-process backend, saved."""

@@ -105,10 +105,11 @@ class LocalWorkers:
     def fingerprints(self, known: Mapping[str, Base] = FrozenDict()) -> dict[str, ModelFingerprint]:
         return fingerprints({name: part.module for name, part in self.trained.items()}, self.config, known)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> Mapping[str, str]:
         for name, part in self.trained.items():
             save_model(part.module, self.tokenizer, folder / name)
             save_tensors(folder / name / "optimizer.pt", part.stepper.optimizer.state_dict())
+        return {}
 
     def load(self, folder: Path) -> None:
         for name, part in self.trained.items():

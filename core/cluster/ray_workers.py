@@ -72,8 +72,9 @@ class RayWorkers(RayProcesses):
     def fingerprints(self, known: Mapping[str, Base] = FrozenDict()) -> dict[str, ModelFingerprint]:
         return self._each("fingerprints", "fingerprints", [(dict(known),)])[0]
 
-    def save(self, folder: Path) -> None:
-        self._each("save_checkpoint", "save", [(str(folder.absolute()),)] * self.ranks)
+    def save(self, folder: Path) -> Mapping[str, str]:
+        written = self._each("save_checkpoint", "save", [(str(folder.absolute()),)] * self.ranks)
+        return {name: digest for one in written for name, digest in one.items()}
 
     def load(self, folder: Path) -> None:
         self._each("load_checkpoint", "load", [(str(folder.absolute()),)] * self.ranks)

@@ -59,8 +59,11 @@ class Workers(Protocol):
         The base weights are read and hashed by one process, unless those ``known`` are the same unread.
         """
 
-    def save(self, folder: Path) -> None:
-        """Write ``actor/`` (a Hugging Face folder and the optimizer) and ``critic/`` into ``folder``."""
+    def save(self, folder: Path) -> Mapping[str, str]:
+        """Write ``actor/`` (a Hugging Face folder and the optimizer) and ``critic/`` into ``folder``.
+
+        Returns file -> SHA-256 of what the writers hashed and put on disk themselves; the others are the caller's.
+        """
 
     def load(self, folder: Path) -> None:
         """Read what :meth:`save` wrote."""

@@ -9,10 +9,13 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import json
 import logging
 import re
 import shutil
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ log = logging.getLogger(__name__)
 
 ADAPTERS = "adapter_config.json"  # in a model folder that holds adapters alone, without their base
 TRAINING_STATE = (".pt", ".distcp", ".metadata")  # endings of files that resume a run and are not exported
+FILE_SIZE = "5GB"  # of weights, at most
 PROBE = "Ab c\n 1+2=3;  é"
 
 
@@ -34,25 +38,69 @@ def export_hf(model: Any, tokenizer: Any, folder: Path, *, state_dict: Any = Non
 
     Raises OSError, also for a full disk that safetensors reports as an error of its own.
     """
-    from safetensors import SafetensorError
-
     from core.learner.models import quiet
 
     config = getattr(model, "generation_config", None)
-    with quiet():
+    with quiet(), full_disk_as_oserror(folder):
         try:
             if config is not None:
                 model.generation_config = storable_generation_config(config)
             model.save_pretrained(folder, state_dict=state_dict)
-        except SafetensorError as error:  # "... (os error 28)" for a full disk
-            number = re.search(r"os error (\d+)", str(error))
-            raise OSError(int(number[1]), str(error), str(folder)) if number else error from error
         finally:
             if config is not None:
                 model.generation_config = config
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
             _warn_of_another_tokenizer(tokenizer, folder)
+
+
+@contextmanager
+def full_disk_as_oserror(path: Path) -> Iterator[None]:
+    """Raise what safetensors reports as an error of its own, such as a full disk, as the OSError that it is."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:  # "... (os error 28)" for a full disk
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]), str(error), str(path)) if number else error from error
+
+
+def weight_files(model: Any) -> dict[str, list[str]] | None:
+    """Return file name -> names of the weights in it, in the order of the state dict, as transformers divides them.
+
+    ``model`` may be on the meta device. None for a model whose weights transformers renames or converts on saving.
+    """
+    import torch
+    from huggingface_hub import split_state_dict_into_shards_factory
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    state = remove_tied_weights_from_state_dict(model.state_dict(), model)
+    kept = {name: torch.empty_like(value, device="meta") for name, value in state.items()}
+    if list(revert_weight_conversion(model, dict(kept))) != list(kept):
+        return None
+    split = split_state_dict_into_shards_factory(
+        kept,
+        get_storage_size=lambda value: value.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=FILE_SIZE,
+    )
+    return split.filename_to_tensors
+
+
+def write_index(model: Any, files: Mapping[str, Sequence[str]], folder: Path) -> None:
+    """Write which of several files holds each weight; one file needs no index."""
+    if len(files) == 1:
+        return
+    state = model.state_dict()
+    size = sum(state[name].nbytes for names in files.values() for name in names)
+    index = {
+        "metadata": {"total_size": size},
+        "weight_map": {name: file for file, own in files.items() for name in own},
+    }
+    text = json.dumps(index, indent=2, sort_keys=True)
+    (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
 def _warn_of_another_tokenizer(tokenizer: Any, folder: Path) -> None:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -21,10 +23,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from core.checkpoint.manifest import fsync, sha256_of
 from core.checkpoint.provenance import Base, ModelFingerprint, base_of
 from core.checkpoint.run_state import load_tensors
 from core.config.frozen import FrozenDict
-from core.learner.hf_export import export_hf, load_weights
+from core.learner.hf_export import export_hf, full_disk_as_oserror, load_weights
 from core.learner.learner import Actor, Critic
 from core.learner.lora import add_adapters, has_adapters, load_adapters, save_adapters, trained_weights
 from core.learner.models import load_critic, load_policy, located
@@ -35,6 +38,51 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OPTIMIZER = "optimizer"  # folder of the sharded optimizer in a checkpoint's actor/ and critic/
+
+
+class FileWriter:
+    """Writes a rank's share of a model's files, each once its last weight has come, on a thread beside the gathering.
+
+    A file of the whole model belongs to one rank; the ranks take turns. No rank holds more than two files: one that is
+    written and one whose weights come.
+    """
+
+    def __init__(self, files: Mapping[str, Sequence[str]], folder: Path, rank: int, ranks: int):
+        self.folder = folder
+        self.owner = {file: number % ranks == rank for number, file in enumerate(files)}
+        self.file_of = {name: file for file, names in files.items() for name in names}
+        self.left = {file: len(names) for file, names in files.items()}
+        self.held: dict[str, dict[str, Tensor]] = {}
+        self.pool = ThreadPoolExecutor(1)
+        self.written: dict[str, Future[str]] = {}
+
+    def take(self, name: str, whole: Tensor) -> None:
+        """Keep a weight where this rank writes it."""
+        file = self.file_of[name]
+        self.left[file] -= 1
+        if self.owner[file]:
+            # A copy: what was gathered may be the parameter itself, and the next step changes it.
+            self.held.setdefault(file, {})[name] = torch.empty_like(whole, device="cpu").copy_(whole).contiguous()
+            if not self.left[file]:
+                wait(self.written.values())  # one file is written while another comes
+                self.written[file] = self.pool.submit(self._write, file, self.held.pop(file))
+
+    def _write(self, file: str, weights: dict[str, Tensor]) -> str:
+        path = self.folder / file
+        with full_disk_as_oserror(path):
+            save_file(weights, path, metadata={"format": "pt"})
+        return on_disk(path)
+
+    def finish(self) -> dict[str, str]:
+        """Wait for the writing; return file -> SHA-256. Raises OSError where a file could not be written."""
+        with self.pool:
+            return {file: one.result() for file, one in self.written.items()}
+
+
+def on_disk(path: Path) -> str:
+    """Put a file on disk and return its SHA-256."""
+    fsync(path)
+    return sha256_of(path)
 
 
 def save_model(module: nn.Module, tokenizer: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from core.algorithm.losses import Means
 from core.cluster.fsdp import LearnerRank, gather
 from core.learner.batching import busy_sequences, rank_shares, steps_of
+from core.learner.hf_export import FILE_SIZE
 from core.learner.learner import only_advantages_train
 from core.learner.lora import merged_weights, trained_weights
 
@@ -48,7 +49,7 @@ def steps(config, batch, rank, world):
     return [share(step, rank, world, config) for step in steps_of(batch, actor, config.data.max_response_length)]
 
 
-def train(rank, world, config, batch, dtype="float64", updates=5, save=None, load=None, ref=False):
+def train(rank, world, config, batch, dtype="float64", updates=5, save=None, load=None, ref=False, file_size=None):
     """Metrics of each update, and the weights and log-probs at the end."""
     one = learner(config, dtype, ref=ref)
     if load:
@@ -58,7 +59,8 @@ def train(rank, world, config, batch, dtype="float64", updates=5, save=None, loa
         mine = steps(config, batch, rank, world)
         metrics.append({**one.update_critic(mine, 1.0), **one.update_actor(mine, 1.0)})
     if save:
-        one.save(str(save))
+        with patch("core.learner.hf_export.FILE_SIZE", file_size or FILE_SIZE):
+            torch.save(one.save(str(save)), f"{save}_rank_{rank}.pt")
     log_probs = batch.flattened(one.compute_log_probs(batch)[0])  # every rank the whole batch
     values = batch.flattened(one.compute_values(batch)[0])
     weights = {name: gather(merged_weights(part.module)) for name, part in one.trained.items()}

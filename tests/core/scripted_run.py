@@ -108,7 +108,7 @@ class ScriptedWorkers:
     def fingerprints(self, known=None):
         return planned_fingerprints(self.config, critic=False, known=known or {})
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> dict[str, str]:
         (folder / "actor").mkdir(parents=True)
         (folder / "actor" / "version.json").write_text(json.dumps(self.version))
 

@@ -1,13 +1,16 @@
 """Sharded over processes, the learner computes what it computes in one: losses, gradients, weights, checkpoints."""
 
 import functools
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.multiprocessing as mp
+from transformers import AutoModelForCausalLM
 
 from core.algorithm.losses import Means
+from core.checkpoint.manifest import sha256_of
 from core.checkpoint.provenance import base_of
 from core.cluster import local_workers
 from core.cluster.local_workers import LocalWorkers
@@ -16,6 +19,7 @@ from core.learner.lora import merged_weights
 from core.learner.models import load_critic, load_policy
 from tests.core import fsdp_ranks
 from tests.core.ray_cluster import cluster_config, mixed_batch, write_model
+from tests.tiny import tiny_tokenizer
 
 CPU = torch.device("cpu")
 WHOLE = "actor_rollout_ref.actor.ppo_mini_batch_size=8"  # one optimizer step
@@ -105,6 +109,10 @@ def two(models, tmp_path_factory):
         "few": ("gradients", cluster_config(models["tied"], WHOLE), {"batch": mixed_batch(groups=1, n=1)}),
         "saved": ("train", cluster_config(models["untied"]), {"batch": batch, "updates": 2, "save": folder / "ckpt"}),
         "loaded": ("train", cluster_config(models["untied"]), {"batch": batch, "updates": 2, "load": folder / "ckpt"}),
+        "files": (
+            *("train", cluster_config(models["tied"])),
+            {"batch": batch, "updates": 1, "save": folder / "files", "file_size": "20KB", "dtype": "float32"},
+        ),
         "from_local": ("train", cluster_config(models["untied"]), {"batch": batch, "updates": 1, "load": workers_save}),
         "adapters": ("train", cluster_config(models["tied"], *ADAPTERS), {"batch": batch, "ref": True}),
         "adapters_saved": (
@@ -214,6 +222,40 @@ def test_checkpoints_load_on_another_number_of_ranks(two, models, tmp_path):
     assert_same_training(two.loaded, after)
     assert_same_training(on_ranks(1, tmp_path, job).one, after)
     assert_same_training(train_local(config, batch, updates=2, load=two.folder / "ckpt"), after)
+
+
+def test_every_rank_writes_files_of_its_own_in_the_format_of_transformers(two, models, tmp_path):
+    folder = two.folder / "files"
+    by_rank = [torch.load(f"{folder}_rank_{rank}.pt", weights_only=True) for rank in (0, 1)]
+    for rank, written in enumerate(by_rank):
+        assert {name: sha256_of(folder / name) for name in written} == written
+        for part in ("actor", "critic"):
+            assert sum(name.startswith(f"{part}/model-") for name in written) >= 2
+            assert [name for name in written if name.startswith(f"{part}/optimizer/")] == [
+                f"{part}/optimizer/__{rank}_0.distcp"
+            ]
+    assert not by_rank[0].keys() & by_rank[1].keys()
+    everything = {
+        str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix in (".safetensors", ".distcp")
+    }
+    assert everything == by_rank[0].keys() | by_rank[1].keys()
+    model = AutoModelForCausalLM.from_pretrained(folder / "actor")
+    expected = two.files["weights"]["actor"]
+    assert len(expected) > 10
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    model.save_pretrained(tmp_path, max_shard_size="20KB")  # transformers' own
+    ours, theirs = (
+        json.loads((one / "model.safetensors.index.json").read_text()) for one in (folder / "actor", tmp_path)
+    )
+    assert ours["weight_map"].keys() == theirs["weight_map"].keys()
+    assert ours["metadata"]["total_size"] == theirs["metadata"]["total_size"]
+    config = cluster_config(models["tied"])
+    one = LocalWorkers(config, tiny_tokenizer(), torch.device("cpu"), needs_ref=False, needs_critic=True)
+    one.load(folder)
+    for name, value in one.actor.module.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    one.close()
 
 
 def test_a_checkpoint_of_the_in_process_backend_loads_on_two_ranks(two, models):

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from core.checkpoint.run_state import save_tensors
 from core.checkpoint.store import CheckpointStore
 from core.errors import InputError
+from core.learner import hf_export
 from core.learner.hf_export import export, export_hf, find_checkpoint, load_weights, main
+from core.learner.saving import FileWriter
 from tests.checkpoints import ROOT, flip_bit
 from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
 
@@ -202,3 +208,51 @@ def test_the_module_runs_and_shows_no_bars_of_its_own(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"{tmp_path / 'out'}: the policy after step 3 of {tmp_path / 'run'}\n"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_files_are_divided_and_named_as_transformers_does(name, tmp_path, monkeypatch):
+    arch, overrides = MODELS[name]
+    model = tiny_model(arch, **overrides)
+    monkeypatch.setattr(hf_export, "FILE_SIZE", "20KB")
+    files = hf_export.weight_files(model)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert {name: file for file, names in files.items() for name in names} == index["weight_map"]
+    monkeypatch.setattr(hf_export, "FILE_SIZE", "5GB")
+    assert list(hf_export.weight_files(model)) == ["model.safetensors"]
+    hf_export.write_index(model, hf_export.weight_files(model), tmp_path / "nowhere")  # one file needs none
+
+
+def test_weights_that_transformers_renames_on_saving_are_not_divided_here(monkeypatch):
+    """As for mixtures of experts, whose experts are stacked in memory and apart in files."""
+    renamed = lambda model, state: {f"old.{name}": value for name, value in state.items()}  # noqa: E731
+    monkeypatch.setattr("transformers.core_model_loading.revert_weight_conversion", renamed)
+    assert hf_export.weight_files(tiny_model()) is None
+
+
+def test_a_full_disk_under_a_file_of_weights_is_an_os_error(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("core.learner.saving.save_file", full)
+    writer = FileWriter({"model.safetensors": ["a", "b"]}, tmp_path, 0, 1)
+    for name in ("a", "b"):
+        writer.take(name, torch.ones(2**16))
+    with pytest.raises(OSError) as raised:
+        writer.finish()
+    assert raised.value.errno == errno.ENOSPC
+
+
+def test_what_a_writer_keeps_is_a_copy_and_its_own(tmp_path):
+    files = {"one": ["a", "b"], "two": ["c"], "three": ["d"]}
+    writers = [FileWriter(files, tmp_path, rank, 2) for rank in (0, 1)]
+    for name in "abcd":
+        value = torch.full((3,), ord(name), dtype=torch.float32)
+        for writer in writers:
+            writer.take(name, value)
+        value.zero_()  # a step after the save
+    assert [sorted(writer.finish()) for writer in writers] == [["one", "three"], ["two"]]
+    for file, names in files.items():
+        found = load_file(tmp_path / file)
+        assert {name: value[0].item() for name, value in found.items()} == {name: ord(name) for name in names}
