@@ -25,7 +25,10 @@ def test_a_rehearsal_writes_a_file_a_step_and_repeats_none(tmp_path, capsys):
         "as a bucket into another process"
     )
     page = (tmp_path / "README.md").read_text()
-    assert "| optimizer read, s |" in page and page.count("not run") == len(hour.steps_of("a")) - 2
+    assert (
+        "| optimizer read, s |" in page
+        and page.count("not run") == len(hour.steps_of("a")) + len(hour.steps_of("b")) - 2
+    )
     capsys.readouterr()
     assert main(["a", "rank", *TINY, "--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out == "rank: done before\n"
@@ -38,6 +41,19 @@ def test_the_layers_of_a_large_model_and_its_head(tmp_path):
     assert 0 < measured["update, share of the measured peak"] < 1.5 and measured["the plan says, GiB"] > 0
     rows = json.loads((tmp_path / "head.json").read_text())["measured"]["rows"]
     assert len(rows) == 3 and all(row["difference"] < 1e-4 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_second_part(tmp_path):
+    pytest.importorskip("vllm")
+    pytest.importorskip("ray")
+    assert main(["b", *TINY, "--out", str(tmp_path)]) == 0
+    found = {name: json.loads((tmp_path / f"{name}.json").read_text())["measured"] for name in hour.steps_of("b")}
+    assert all(row["probe"] < 1e-5 for row in found["sync"]["rows"])
+    assert found["mismatch"]["beyond the probe's bound for bf16"] == 0.0
+    assert 0.3 < found["decode"]["ours / alone"] < 3
+    assert found["killed"]["losses equal to the bit"] == "5 of 5"
 
 
 @pytest.mark.slow

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# An hour on one GPU, part B: weight sync by CUDA IPC, engine and learner compared, decoding, a run that is killed.
+# It needs vLLM and Ray. Each step takes at most 8 minutes and is not repeated once it is done at this commit.
+#
+#   bash tests/gpu/hour_b.sh [STEP ...]     all steps, or those that are named; --again repeats what is done
+#
+# Results go to results/gpu/<step>.json, the tables to results/gpu/README.md. On a machine without a GPU
+# bash tests/gpu/hour_b.sh --device cpu --size tiny --out FOLDER rehearses it.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+python="$root/.venv/bin/python"
+[[ -x "$python" ]] || python=python3
+cd "$root"
+exec "$python" -m tests.gpu.hour b "$@"
