@@ -21,7 +21,7 @@ from core.engines import SampleRequest
 from core.engines.kv_cache import ATTENTION, Decode, Prefill, SharedPromptCache
 from core.engines.sampling import RowSettings, draw, uniforms
 from core.engines.stepped import Row, SteppedEngine, eos_ids
-from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof, Weight, weights_checksum
+from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof, Weight, release, weights_checksum
 
 COLUMN_BLOCK = 64  # columns of responses are allocated in multiples of this
 
@@ -320,6 +320,7 @@ class HFEngine(SteppedEngine):
         GROUP.join(address, first_rank, size, self.device, timeout_s)
 
     def _finish(self) -> list[Proof]:
+        release()
         return [Proof(tuple(self._received), weights_checksum(self.model.named_parameters()))]
 
     @torch.inference_mode()

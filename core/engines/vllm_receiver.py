@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof, weights_checksum
+from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof, release, weights_checksum
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,6 +73,7 @@ class BucketReceiver(WeightTransferEngine[Join, Arrival]):
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        release()
 
     def shutdown(self) -> None:
         """Has nothing to free."""

@@ -158,11 +158,23 @@ class GPUMemory:
     arguments: tuple
 
     def open(self, size: int, device: torch.device) -> Tensor:
-        from torch.multiprocessing.reductions import rebuild_cuda_tensor
+        # The owner counts how often its memory is released: it has to be opened once, however many buckets it brings.
+        if OPENED.get("from") != self.arguments:
+            from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-        given = list(self.arguments)
-        given[6] = device.index if device.index is not None else torch.cuda.current_device()  # as it is numbered here
-        return rebuild_cuda_tensor(*given)[:size]
+            OPENED.clear()
+            given = list(self.arguments)
+            given[6] = device.index if device.index is not None else torch.cuda.current_device()  # its number here
+            OPENED.update({"from": self.arguments, "data": rebuild_cuda_tensor(*given)})
+        return OPENED["data"][:size]
+
+
+OPENED: dict[str, Any] = {}  # the memory of another process that this one has open
+
+
+def release() -> None:
+    """Release the memory of another process, after the last bucket of an update."""
+    OPENED.clear()
 
 
 @dataclass(frozen=True)

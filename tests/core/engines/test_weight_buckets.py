@@ -16,12 +16,14 @@ from core.engines.weight_buckets import (
     ALIGNMENT,
     SUMMED,
     Bucket,
+    GPUMemory,
     Packer,
     Staging,
     Weight,
     checksum,
     merged,
     place_key,
+    release,
     staged_size,
     weights_checksum,
 )
@@ -191,3 +193,24 @@ def test_tied_names_are_one_weight():
     check_weights(
         model, [*(weight for weight in weights if weight != tied), Weight(tied.names[:1], tied.shape, tied.dtype)]
     )
+
+
+def test_memory_of_a_gpu_is_opened_once_for_all_buckets_of_an_update(monkeypatch):
+    """Its owner can use it again only after as many releases as it was handed out."""
+    opened = []
+
+    def rebuild(*arguments):
+        opened.append(arguments)
+        return torch.zeros(64, dtype=torch.uint8)
+
+    monkeypatch.setattr("torch.multiprocessing.reductions.rebuild_cuda_tensor", rebuild)
+    device = torch.device("cuda", 3)
+    one, other = (GPUMemory((*range(6), number, "handle", number)) for number in (7, 8))
+    assert all(len(one.open(size, device)) == size for size in (16, 64, 32)) and len(opened) == 1
+    assert opened[0][6] == 3  # the number that this process has for the GPU
+    other.open(16, device)
+    assert len(opened) == 2
+    release()
+    other.open(16, device)
+    assert len(opened) == 3
+    release()
