@@ -96,6 +96,10 @@ class LearnerProcess(Process):
         """Return the GPUs of this rank, for the engine beside it."""
         return own_gpus()
 
+    def missing(self, path: str) -> str | None:
+        """Return this machine's name where it does not have the file."""
+        return None if os.path.exists(path) else os.uname().nodename
+
     def join(self, rank: int, address: tuple[str, int], config: Config, device: torch.device, **learner: Any) -> None:
         """Join the other ranks and make this rank's learner."""
         from core.cluster.fsdp import LearnerRank

@@ -19,6 +19,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from core.checkpoint.store import LOCK
 from core.cluster.address import address_problem, cluster_address
 from core.cluster.driver import FOLDER
 from core.cluster.processes import EngineProcess, LearnerProcess, RewardModelProcess
@@ -159,12 +160,28 @@ class RayProcesses:
     def _load_learners(self, learner: dict[str, Any]) -> None:
         first = rank_name(0)
         (self.threads,) = self.watch.call("start", "thread_count", {first: ()})
+        self._check_shared_folder()
         (self.address,) = self.watch.call("start", "host", {first: (ray.util.get_node_ip_address,)})
         calls = {
             rank_name(rank): actor.join.remote(rank, self.address, self.config, self.device, **learner)
             for rank, actor in enumerate(self.learners)
         }
         self.watch.wait("load", calls)
+
+    def _check_shared_folder(self) -> None:
+        """Check that every rank sees the run folder, once this process has claimed it. Raises InputError."""
+        folder = Path(self.config.trainer.default_local_dir).absolute()
+        if not (folder / LOCK).exists():
+            return
+        calls = {rank_name(rank): (str(folder / LOCK),) for rank in range(self.ranks)}
+        found = self.watch.call("start", "missing", calls)
+        blind = [f"{name} on {host}" for name, host in zip(calls, found, strict=True) if host]
+        if blind:
+            more = f" and {len(blind) - 3} more" if len(blind) > 3 else ""
+            raise InputError(
+                f"trainer.default_local_dir={folder}: {', '.join(blind[:3])}{more} cannot see this folder, and every "
+                "rank writes its part of a checkpoint there; set it to a folder of a file system that all nodes share"
+            )
 
     def _make_engines(self, parts: Sequence[int]) -> list[str]:
         """Make an actor for each engine and return their names. ``parts`` are those of the ranks on each node. Beside

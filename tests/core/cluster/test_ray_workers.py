@@ -8,15 +8,17 @@ import os
 import signal
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import ray
 import torch
 
+from core.checkpoint.store import CheckpointStore
 from core.cluster import local_workers
 from core.cluster.driver import FOLDER
 from core.cluster.local_workers import LocalWorkers
-from core.cluster.processes import EngineProcess
+from core.cluster.processes import EngineProcess, LearnerProcess
 from core.cluster.ray_engine import RayEngine
 from core.cluster.ray_pools import ENGINE, LEARNER, ROOT, connect
 from core.cluster.ray_watch import Watch
@@ -368,3 +370,27 @@ def test_ray_init_gets_what_the_configuration_says(model, monkeypatch):
     monkeypatch.setattr(ray, "init", refuse)
     with pytest.raises(InputError, match="10.0.0.1.*nobody there"):
         given("address=10.0.0.1:6379")
+
+
+def test_a_rank_that_does_not_see_the_run_folder_is_named_before_a_model_loads(model, tmp_path):
+    workers = object.__new__(RayWorkers)
+    workers.config, workers.ranks = cluster_config(model, f"trainer.default_local_dir={tmp_path}"), 6
+    asked = []
+
+    def missing(phase, method, calls):
+        asked.append(calls)
+        return [None, "node-7", None, "node-9", "node-9", "node-9"]
+
+    workers.watch = SimpleNamespace(call=missing)
+    workers._check_shared_folder()  # nothing was claimed: nothing will be saved
+    assert not asked
+    CheckpointStore(tmp_path).claim()
+    with pytest.raises(InputError) as raised:
+        workers._check_shared_folder()
+    assert "learner rank 1 on node-7, learner rank 3 on node-9, learner rank 4 on node-9 and 1 more cannot" in str(
+        raised.value
+    )
+    workers.watch = SimpleNamespace(call=lambda phase, method, calls: [None] * 6)
+    workers._check_shared_folder()
+    process = object.__new__(LearnerProcess)
+    assert process.missing(str(tmp_path)) is None and process.missing(str(tmp_path / "no")) == os.uname().nodename
