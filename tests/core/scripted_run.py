@@ -111,6 +111,7 @@ class ScriptedWorkers:
     def save(self, folder: Path) -> dict[str, str]:
         (folder / "actor").mkdir(parents=True)
         (folder / "actor" / "version.json").write_text(json.dumps(self.version))
+        return {}
 
     def load(self, folder: Path) -> None:
         self.version = json.loads((folder / "actor" / "version.json").read_text())
