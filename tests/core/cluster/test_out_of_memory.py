@@ -185,6 +185,7 @@ def plant(actor, name: str) -> None:
 AMOUNTS = r"\(76.20 GiB of 79.10 GiB in use, 18.00 GiB asked for\)"
 
 
+@pytest.mark.slow  # 140 s, and Ray's tests share one process
 @pytest.mark.xdist_group("ray")
 def test_over_ray_the_process_is_named(cluster, tmp_path):
     config = cluster_config(write_model(tmp_path), "actor_rollout_ref.actor.use_kl_loss=False")
