@@ -311,16 +311,16 @@ class LearnerRank:
         ``folder``. Returns file in it -> SHA-256, of the files that this rank wrote and put on disk."""
         written: dict[str, str] = {}
         for name, part in self.trained.items():
+            target, hashes = Path(folder, name), {}
             files = None if has_adapters(part.module) else weight_files(self.skeletons[name])
             if files is None:
-                self._save_from_rank_0(name, Path(folder, name))
+                self._save_from_rank_0(name, target)
             else:
-                written |= {
-                    f"{name}/{file}": sha for file, sha in self._save_files(name, files, Path(folder, name)).items()
-                }
-            save_optimizer(part.module, part.stepper.optimizer, Path(folder, name, OPTIMIZER))
-            mine = Path(folder, name, OPTIMIZER).glob(f"__{dist.get_rank()}_*")
-            written |= {f"{name}/{OPTIMIZER}/{path.name}": on_disk(path) for path in mine}
+                hashes |= self._save_files(name, files, target)
+            save_optimizer(part.module, part.stepper.optimizer, target / OPTIMIZER)
+            for path in (target / OPTIMIZER).glob(f"__{dist.get_rank()}_*"):
+                hashes[f"{OPTIMIZER}/{path.name}"] = on_disk(path)
+            written |= {f"{name}/{file}": sha for file, sha in hashes.items()}
         return written
 
     def _tokenizer(self) -> Any:

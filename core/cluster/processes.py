@@ -126,8 +126,8 @@ class LearnerProcess(Process):
         found, mask = getattr(self.learner, method)(batch), batch.response_mask
         return [value_BT[mask].numpy() for value_BT in found] if replies else None
 
-    def begin_sync(self, dtype: torch.dtype, limit: int, stages: bool, broadcasts: bool) -> list[Weight]:
-        """Prepare to gather the policy's weights into buckets of ``limit`` bytes, and return what they are.
+    def begin_sync(self, dtype: torch.dtype, limit: int, stages: bool, broadcasts: bool) -> list[Weight] | None:
+        """Prepare to gather the policy's weights into buckets of ``limit`` bytes; rank 0 returns what they are.
 
         A rank that ``stages`` keeps each bucket where engines can open it. Raises InputError for a limit that is too
         small.
@@ -138,7 +138,7 @@ class LearnerProcess(Process):
         self.packer = self.learner.packer(weights, limit, staging)
         if self.learner.device.type == "cuda":
             torch.cuda.empty_cache()  # the engine that wakes for these weights needs the room
-        return weights
+        return weights if self.learner.lead else None
 
     def next_bucket(self) -> Bucket | None:
         """Gather the next bucket, and return where it is; None after the last."""

@@ -45,6 +45,8 @@ from vllm.inputs.engine import tokens_input
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
+from core.engines.vllm_receiver import BACKEND, WeightProof
+
 DEVICE = current_platform.device_type  # what this build of vLLM computes on: "cpu" or "cuda"
 CPU_CACHE_BYTES = 1 << 30  # of keys and values; vLLM's own default is a share of the machine's memory
 FIXED = {
@@ -53,8 +55,8 @@ FIXED = {
     "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
     "disable_log_stats": True,
     "load_format": "dummy",  # weights come by an update
-    "worker_extension_cls": "core.engines.vllm_receiver.WeightProof",
-    "weight_transfer_config": WeightTransferConfig(backend="buckets"),
+    "worker_extension_cls": f"{WeightProof.__module__}.{WeightProof.__qualname__}",
+    "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
     "seed": 0,
 }
 KEPT_VARIABLES = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")

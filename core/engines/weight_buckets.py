@@ -221,7 +221,7 @@ class Staging:
     """Memory of one bucket, which a rank fills again and again. ``place`` says how others open it."""
 
     def __init__(self, size: int, device: torch.device, *, broadcast: bool = False):
-        self.key, self.broadcasts = ANYWHERE if broadcast else place_key(device), broadcast
+        self.key = ANYWHERE if broadcast else place_key(device)
         self.place: Location
         if broadcast:
             self.data = torch.empty(size, dtype=torch.uint8, device=device)
@@ -266,7 +266,10 @@ class Packer:
 
     @torch.no_grad()
     def next(self) -> Bucket | None:
-        """Return the next bucket, or None after the last. What the former one held is overwritten."""
+        """Return the next bucket, or None after the last. What the former one held is overwritten.
+
+        Raises InputError where the next weight is larger than a bucket: the update would end before its time.
+        """
         packed: list[Weight] = []
         used = 0
         while self._left and used + self._left[-1].room <= self.limit:
@@ -280,6 +283,8 @@ class Packer:
             packed.append(weight)
             used += weight.room
         if not packed:
+            if self._left:
+                raise _too_large(self._left[-1], self.limit)
             return None
         if self.staging is None:
             return Bucket(tuple(packed))
@@ -296,12 +301,15 @@ def staged_size(weights: Sequence[Weight], limit: int) -> int:
     """Return the bytes of staging memory that the weights need. Raises InputError where one is larger than a bucket."""
     largest = max(weights, key=lambda weight: weight.room)
     if largest.room > limit:
-        needed = -(-largest.room // 2**20)
-        raise InputError(
-            f"{KEY}={limit // 2**20}: the largest weight, {largest.names[0]}, has {largest.room / 2**20:.0f} MiB, "
-            f"and a bucket holds whole weights; set at least {needed}"
-        )
+        raise _too_large(largest, limit)
     return min(limit, sum(weight.room for weight in weights))
+
+
+def _too_large(weight: Weight, limit: int) -> InputError:
+    return InputError(
+        f"{KEY}={limit // 2**20}: the weight {weight.names[0]} has {weight.room / 2**20:.0f} MiB, and a bucket holds "
+        f"whole weights; set at least {-(-weight.room // 2**20)}"
+    )
 
 
 def merged(buckets: Iterable[Bucket]) -> Bucket:

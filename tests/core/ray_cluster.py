@@ -1,7 +1,9 @@
-"""A tiny model on disk, its configuration and a batch of mixed lengths: what the tests of several ranks share."""
+"""A tiny model on disk, its configuration, a batch of mixed lengths, Ray: what the tests of several ranks share."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,18 @@ from core.config import compose
 from core.config.schema import Config
 from core.types import TrainBatch
 from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
+
+
+@contextmanager
+def local_ray(cpus: int) -> Iterator[None]:
+    """Run Ray on this machine, with so many CPUs whatever the machine has."""
+    import ray
+
+    ray.init(num_cpus=cpus, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 def write_model(folder: Path, **overrides) -> Path:

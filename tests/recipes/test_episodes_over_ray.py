@@ -10,12 +10,12 @@ import json
 from pathlib import Path
 
 import pytest
-import ray
 
 from core.config import compose
 from core.ray_trainer import RayPPOTrainer
 from recipes.search_r1 import main_search_r1
 from recipes.search_r1.search_r1_ray_trainer import SearchR1Trainer
+from tests.core.ray_cluster import local_ray
 from tests.faults.tiny_run import command, prepare
 from tests.recipes.test_search_r1 import ROOT, run_command
 from tests.recipes.test_search_r1 import files as search_files  # noqa: F401
@@ -45,9 +45,8 @@ class Calls(ToolAgentLoop):
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    ray.init(num_cpus=8, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
-    yield
-    ray.shutdown()
+    with local_ray(8):
+        yield
 
 
 def search_run(files: Path, folder: Path, url: str, *overrides: str) -> tuple[list[dict], list[list[str]]]:

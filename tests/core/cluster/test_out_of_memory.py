@@ -22,7 +22,7 @@ from core.learner.learner import Actor, Critic, Policy
 from core.planning.memory_knobs import ENGINE_PHASES, knobs
 from core.ray_trainer import RayPPOTrainer
 from tests.core.engine_contract import ask
-from tests.core.ray_cluster import cluster_config, write_model
+from tests.core.ray_cluster import cluster_config, local_ray, write_model
 from tests.faults.tiny_run import command, prepare
 from tests.tiny import tiny_tokenizer
 
@@ -159,9 +159,8 @@ def test_the_knobs_are_keys_with_their_values_and_go_when_they_are_used_up():
 
 @pytest.fixture(scope="module")
 def cluster():
-    ray.init(num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
-    yield
-    ray.shutdown()
+    with local_ray(4):
+        yield
 
 
 def plant(actor, name: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import ray
 import torch
 from ray import cloudpickle
 
@@ -11,7 +10,7 @@ from core.cluster.ray_bytes import counting, size_of
 from core.cluster.ray_workers import RayWorkers
 from core.types import BATCH_FIELDS
 from tests.core.engine_contract import ask, sample_all
-from tests.core.ray_cluster import cluster_config, mixed_batch, write_model
+from tests.core.ray_cluster import cluster_config, local_ray, mixed_batch, write_model
 from tests.tiny import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.xdist_group("ray")  # one Ray, however many test processes
@@ -20,11 +19,11 @@ pytestmark = pytest.mark.xdist_group("ray")  # one Ray, however many test proces
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory):
     model = write_model(tmp_path_factory.mktemp("model"))
-    ray.init(num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
-    made = RayWorkers(cluster_config(model), tiny_tokenizer(), torch.device("cpu"), needs_ref=False, needs_critic=False)
-    yield made
-    made.close()
-    ray.shutdown()
+    config, cpu = cluster_config(model), torch.device("cpu")
+    with local_ray(4):
+        made = RayWorkers(config, tiny_tokenizer(), cpu, needs_ref=False, needs_critic=False)
+        yield made
+        made.close()
 
 
 def token_bytes(batch):

@@ -19,7 +19,7 @@ from core.cluster.restarts import train
 from core.config import compose
 from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer
 from recipes.dapo.main_dapo import HOOKS
-from tests.core.ray_cluster import cluster_config
+from tests.core.ray_cluster import cluster_config, local_ray
 from tests.faults.tiny_run import command, prepare
 
 pytestmark = pytest.mark.xdist_group("ray")  # one Ray, however many test processes
@@ -139,9 +139,8 @@ class Fitted:
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     prepare(folder)
-    ray.init(num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
-    yield folder
-    ray.shutdown()
+    with local_ray(4):
+        yield folder
 
 
 def fit(files: Path, name: str, *overrides: str) -> Fitted:

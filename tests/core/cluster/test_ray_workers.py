@@ -29,7 +29,7 @@ from core.errors import InputError, WorkersLost
 from core.learner.models import load_critic, load_policy
 from core.ray_trainer import RayPPOTrainer
 from tests.core.engine_contract import Counts, ModelEngineContract, ask, ids, sample_all
-from tests.core.ray_cluster import cluster_config, mixed_batch, write_model
+from tests.core.ray_cluster import cluster_config, local_ray, mixed_batch, write_model
 from tests.faults.tiny_run import command, prepare
 from tests.tiny import tiny_tokenizer
 
@@ -40,9 +40,8 @@ FP64 = torch.float64
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    ray.init(num_cpus=8, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
-    yield
-    ray.shutdown()
+    with local_ray(8):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -173,8 +173,10 @@ def test_places_of_all_ranks_are_one_bucket():
 
 def test_a_weight_larger_than_a_bucket_is_refused():
     weights = [Weight(("head",), (1024, 1025), torch.float32), Weight(("norm",), (4,), torch.float32)]
-    with pytest.raises(InputError, match=r"megabytes=4: the largest weight, head, has 4 MiB, .*; set at least 5"):
+    with pytest.raises(InputError, match=r"megabytes=4: the weight head has 4 MiB, .*; set at least 5"):
         staged_size(weights, 4 * 2**20)
+    with pytest.raises(InputError, match="the weight head has 4 MiB"):
+        next(packed(weights, [], 4 * 2**20, None))
     assert staged_size(weights, 5 * 2**20) == 1024 * 1025 * 4 + ALIGNMENT
 
 
