@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 
 from core.algorithm.kl import KLController
 from core.checkpoint import run_state
+from core.checkpoint.background_writer import BackgroundWriter
 from core.checkpoint.changes import Change
 from core.checkpoint.kill_points import kill_point
 from core.checkpoint.manifest import Checkpoint
@@ -69,7 +70,7 @@ class Session:
         self.health = Health()
         self.step = self.total_steps = 0
         self.ordinals: float = float("inf")  # that the epochs hold, where they decide when the run ends
-        self.saved_step: int | None = None
+        self.writer = BackgroundWriter(self.store)
         self.workers: Workers | None = None
         self.models: Mapping[str, ModelFingerprint] = {}
         self.contents = run_manifest.contents(config)
@@ -77,6 +78,10 @@ class Session:
         self.tracker: Tracker | None = None
         self.saving_s = 0.0  # of checkpoints since the last line of metrics
         self.line_ended = time.perf_counter()
+
+    @property
+    def saved_step(self) -> int | None:
+        return self.writer.saved_step
 
     # -- starting --------------------------------------------------------------------------------
 
@@ -125,7 +130,7 @@ class Session:
             log.warning("resuming %s with changes, so not to the bit: %s", checkpoint.folder, changed)
         workers.load(checkpoint.folder)
         saved = run_state.DriverState.load(checkpoint.folder)
-        self.step = self.saved_step = saved.step
+        self.step = self.writer.saved_step = saved.step
         self.health = Health.of_state(saved.values["health"])
         collect = CollectState(saved.next_ordinal, saved.values["keep_rate"], saved.carried)
         self.state = LoopState(self.state.kl_controller.with_state(saved.values["kl_controller"]), collect)
@@ -175,6 +180,7 @@ class Session:
             with naming_knobs(self.config, "update_weights"), self.stop, asyncio.Runner() as runner:
                 try:
                     yield runner
+                    self.writer.finish()
                     status = "finished"
                 except UnhealthyRun as error:
                     status = "stopped"
@@ -183,8 +189,10 @@ class Session:
                 except StopRequested:
                     status = "stopped"
                     self.save()
+                    self.writer.finish()
                     log.warning("stopped after step %d of %d; the same command goes on", self.step, self.total_steps)
         finally:
+            self.writer.close()
             self.tracker.close(status)
             for part in owned:
                 if part is not None:
@@ -213,6 +221,7 @@ class Session:
         The line is on disk before the checkpoint that it belongs to. Raises UnhealthyRun.
         """
         self.step, self.state = metrics.step, state
+        self.writer.raise_failure()
         crossings = self._check_health(metrics)
         self._add_up_times(metrics)
         self.tracker.log(metrics)
@@ -239,11 +248,22 @@ class Session:
     # -- saving and giving up --------------------------------------------------------------------
 
     def save(self) -> None:
-        """Write a checkpoint of the last complete step, unless there is one."""
-        if self.saved_step == self.step or self.step == 0:
+        """Begin a checkpoint of the last complete step, unless there is one, once the one before is complete.
+
+        The state is copied to host memory; a thread writes it while training goes on. A run that is killed before it
+        is complete resumes from the one before.
+        """
+        if self.step in (0, self.saved_step, self.writer.begun_step):
             return
         start = time.perf_counter()
-        collect = self.state.collect
+        self.writer.begin(self.step, self.provenance(), self._copied)
+        self.saving_s += time.perf_counter() - start
+
+    def _copied(self) -> Callable[[Path], Mapping[str, str]]:
+        """Copy the state of the run and return what writes it into a folder."""
+        with memory_phase("save_checkpoint"):
+            snapshot = self.workers.snapshot()
+        rng, collect = run_state.rng_state(), self.state.collect
         state = run_state.DriverState(
             step=self.step,
             next_ordinal=collect.next_ordinal,
@@ -254,13 +274,14 @@ class Session:
                 "kl_controller": self.state.kl_controller.state_dict(),
             },
         )
-        hashes: dict[str, str] = {}
-        with memory_phase("save_checkpoint"), self.store.writing(self.step, self.provenance(), hashes) as folder:
-            hashes.update(self.workers.save(folder))
+
+        def fill(folder: Path) -> Mapping[str, str]:
+            hashes = snapshot.write(folder)
             state.save(folder)
-            run_state.save_tensors(folder / "rng.pt", run_state.rng_state())
-        self.saved_step = self.step
-        self.saving_s += time.perf_counter() - start
+            run_state.save_tensors(folder / "rng.pt", rng)
+            return hashes
+
+        return fill
 
     def _check_health(self, metrics: StepMetrics) -> list[Crossing]:
         """Compare the step with ``trainer.health`` and warn of every bound that it crossed."""
@@ -278,6 +299,7 @@ class Session:
         if not stopping:
             return
         self.save()
+        self.writer.finish()
         if any(crossing.check == "nonfinite" for crossing in stopping):
             path = self.run_dir / f"nonfinite_step_{self.step}.pt"
             run_state.save_tensors(path, {"lengths": batch.lengths, **batch.stored})

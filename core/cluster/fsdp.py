@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from types import MethodType
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -39,11 +42,11 @@ from core.learner.models import compute_dtype, load_critic, load_policy, load_to
 from core.learner.packing import Layout
 from core.learner.saving import (
     OPTIMIZER,
-    FileWriter,
+    OwnFiles,
     fingerprints,
+    host_copy,
     load_sharded_optimizer,
     load_whole_optimizer,
-    on_disk,
     save_model,
     save_optimizer,
 )
@@ -168,7 +171,7 @@ def gather(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor] | None:
         key = id(value) if isinstance(value, nn.Parameter) else name  # what was merged is gone before the next comes
         if key not in seen:
             whole = value.full_tensor() if isinstance(value, DTensor) else value
-            seen[key] = whole.detach().cpu() if lead else None
+            seen[key] = whole.detach().to("cpu", copy=True) if lead else None
         found[name] = seen[key]
     return found if lead else None
 
@@ -184,6 +187,19 @@ def gathered(value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     part = value.detach().to_local().to(device, dtype)
     options = {"run_check": False, "shape": value.shape, "stride": value.stride()}
     return DTensor.from_local(part, value.device_mesh, value.placements, **options).full_tensor()
+
+
+@dataclass(frozen=True)
+class ModelShare:
+    """What this rank writes of a model into a checkpoint, in host memory.
+
+    Weights are in ``own`` files of those that the model has (``files``), or ``whole`` on rank 0.
+    """
+
+    optimizer: Mapping[str, Any]
+    files: Mapping[str, Sequence[str]] | None = None
+    own: OwnFiles | None = None
+    whole: Mapping[str, Tensor] | None = None
 
 
 class LearnerRank:
@@ -204,6 +220,8 @@ class LearnerRank:
     ):
         self.config, self.device, self.lead = config, device, dist.get_rank() == 0
         self.skeletons: dict[str, nn.Module] = {}
+        self.copies: dict[str, ModelShare] = {}  # of the last snapshot, until it is written
+        self.saving: dist.ProcessGroup | None = None  # all ranks, for writing beside training
         part, critic = config.actor_rollout_ref, config.critic
 
         def policy(on_meta: bool) -> nn.Module:
@@ -306,46 +324,54 @@ class LearnerRank:
         values = (value for name, value in merged_weights(self.actor.module) if name in first)
         return Packer(weights, values, lambda value, dtype: gathered(value, dtype, self.device), limit, staging)
 
-    def save(self, folder: str) -> dict[str, str]:
-        """Write ``actor/`` and ``critic/``: a Hugging Face folder, and the optimizer in parts. All ranks see
-        ``folder``. Returns file in it -> SHA-256, of the files that this rank wrote and put on disk."""
+    @torch.no_grad()
+    def snapshot(self) -> None:
+        """Copy what :meth:`write` will write to host memory. All ranks must call it."""
+        if self.saving is None:
+            timeout = timedelta(seconds=self.config.trainer.phase_timeout_s)
+            self.saving = dist.new_group(backend="gloo", timeout=timeout)
+        self.copies = {name: self._copy(name, part.module) for name, part in self.trained.items()}
+
+    def _copy(self, name: str, module: nn.Module) -> ModelShare:
+        optimizer = host_copy(get_optimizer_state_dict(module, self.trained[name].stepper.optimizer))
+        files = None if has_adapters(module) else weight_files(self.skeletons[name])
+        if files is None:  # weights that are few, or that transformers converts on saving
+            whole = gather(trained_weights(module).items() if has_adapters(module) else merged_weights(module))
+            return ModelShare(optimizer, whole=whole)
+        own = OwnFiles(files, dist.get_rank(), dist.get_world_size())
+        for weight, value in module.state_dict(keep_vars=True).items():
+            if weight in own.file_of:
+                own.keep(weight, gathered(value, value.dtype, self.device))
+        return ModelShare(optimizer, files, own)
+
+    def write(self, folder: str) -> dict[str, str]:
+        """Write ``actor/`` and ``critic/`` of the last snapshot: a Hugging Face folder, and the optimizer in parts.
+
+        Runs beside training, on a thread of its own. All ranks see ``folder`` and must call it. Returns file in it ->
+        SHA-256, of the files that this rank wrote and put on disk.
+        """
         written: dict[str, str] = {}
-        for name, part in self.trained.items():
-            target, hashes = Path(folder, name), {}
-            files = None if has_adapters(part.module) else weight_files(self.skeletons[name])
-            if files is None:
-                self._save_from_rank_0(name, target)
-            else:
-                hashes |= self._save_files(name, files, target)
-            save_optimizer(part.module, part.stepper.optimizer, target / OPTIMIZER)
-            for path in (target / OPTIMIZER).glob(f"__{dist.get_rank()}_*"):
-                hashes[f"{OPTIMIZER}/{path.name}"] = on_disk(path)
-            written |= {f"{name}/{file}": sha for file, sha in hashes.items()}
+        for name, share in self.copies.items():
+            target = Path(folder, name)
+            hashes = self._write_weights(name, share, target)
+            optimizer = save_optimizer(share.optimizer, target / OPTIMIZER, self.saving)
+            hashes |= {f"{OPTIMIZER}/{file}": sha256 for file, sha256 in optimizer.items()}
+            written |= {f"{name}/{file}": sha256 for file, sha256 in hashes.items()}
+        self.copies = {}
         return written
 
-    def _tokenizer(self) -> Any:
-        return load_tokenizer(self.config.actor_rollout_ref.model)
-
-    def _save_from_rank_0(self, name: str, folder: Path) -> None:
-        """Write what is small, or what transformers converts on saving."""
-        module = self.trained[name].module
-        adapters = has_adapters(module)
-        state = gather(trained_weights(module).items() if adapters else merged_weights(module))
-        if self.lead:
-            save_model(self.skeletons[name], self._tokenizer(), folder, state)
-
-    @torch.no_grad()
-    def _save_files(self, name: str, files: Mapping[str, Sequence[str]], folder: Path) -> dict[str, str]:
-        """Gather weight after weight; the rank that owns a file keeps its weights and writes it."""
+    def _write_weights(self, name: str, share: ModelShare, folder: Path) -> dict[str, str]:
         skeleton = self.skeletons[name]
+        tokenizer = load_tokenizer(self.config.actor_rollout_ref.model) if self.lead else None
+        if share.files is None:
+            if self.lead:
+                save_model(skeleton, tokenizer, folder, share.whole)
+            return {}
         if self.lead:
-            export_hf(skeleton, self._tokenizer(), folder, state_dict={})  # everything but weights
-            write_index(skeleton, files, folder)
-        writer = FileWriter(files, folder, dist.get_rank(), dist.get_world_size())
-        for weight, value in self.trained[name].module.state_dict(keep_vars=True).items():
-            if weight in writer.file_of:
-                writer.take(weight, gathered(value, value.dtype, self.device))
-        return writer.finish()
+            export_hf(skeleton, tokenizer, folder, state_dict={})  # everything but weights
+            write_index(skeleton, share.files, folder)
+        dist.barrier(self.saving)  # the folder is there
+        return share.own.write(folder)
 
     def load(self, folder: str) -> None:
         """Read what any number of ranks, or the in-process backend, saved."""

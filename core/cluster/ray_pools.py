@@ -49,7 +49,9 @@ def rank_name(rank: int) -> str:
     return f"learner rank {rank}"
 
 
-LEARNER, ENGINE, REWARD_MODEL = (actor_class(body, 2) for body in (LearnerProcess, EngineProcess, RewardModelProcess))
+# One thread is held by the lifeline, one answers, and a learner's third writes checkpoints.
+LEARNER = actor_class(LearnerProcess, 3)
+ENGINE, REWARD_MODEL = (actor_class(body, 2) for body in (EngineProcess, RewardModelProcess))
 
 
 def connect(config: Config, device: torch.device) -> None:

@@ -8,6 +8,7 @@ through :class:`core.cluster.ray_watch.Watch`: it has a deadline, and an actor t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from core.checkpoint.provenance import Base, ModelFingerprint
 from core.cluster.ray_engine import RayRewardModel
 from core.cluster.ray_pools import RayProcesses, rank_name
+from core.cluster.ray_watch import ASIDE, Watch
 from core.cluster.ray_weights import WeightSync
 from core.config.frozen import FrozenDict
 from core.learner.batching import busy_sequences, rank_shares, steps_of
@@ -27,6 +29,20 @@ from core.types import TrainBatch
 
 if TYPE_CHECKING:
     from core.config.schema import Config
+
+
+@dataclass(frozen=True)
+class RaySnapshot:
+    """:class:`core.cluster.workers.Snapshot` in the memory of the ranks' nodes."""
+
+    watch: Watch
+    ranks: int
+
+    def write(self, folder: Path) -> Mapping[str, str]:
+        actors = {rank_name(rank): self.watch.actors[rank_name(rank)] for rank in range(self.ranks)}
+        path = str(folder.absolute())
+        calls = {name: actor.write_snapshot.options(**ASIDE).remote(path) for name, actor in actors.items()}
+        return {name: digest for one in self.watch.wait("save_checkpoint", calls) for name, digest in one.items()}
 
 
 class RayWorkers(RayProcesses):
@@ -72,9 +88,9 @@ class RayWorkers(RayProcesses):
     def fingerprints(self, known: Mapping[str, Base] = FrozenDict()) -> dict[str, ModelFingerprint]:
         return self._each("fingerprints", "fingerprints", [(dict(known),)])[0]
 
-    def save(self, folder: Path) -> Mapping[str, str]:
-        written = self._each("save_checkpoint", "save", [(str(folder.absolute()),)] * self.ranks)
-        return {name: digest for one in written for name, digest in one.items()}
+    def snapshot(self) -> RaySnapshot:
+        self._each("save_checkpoint", "snapshot", [()] * self.ranks)
+        return RaySnapshot(self.watch, self.ranks)
 
     def load(self, folder: Path) -> None:
         self._each("load_checkpoint", "load", [(str(folder.absolute()),)] * self.ranks)

@@ -22,6 +22,16 @@ from core.rewards.batch_calls import RewardModelCall
 from core.types import TrainBatch
 
 
+class Snapshot(Protocol):
+    """What a checkpoint has of the models, copied to host memory: training goes on while it is written."""
+
+    def write(self, folder: Path) -> Mapping[str, str]:
+        """Write ``actor/`` (a Hugging Face folder and the optimizer) and ``critic/`` into ``folder``, on any thread.
+
+        Returns file -> SHA-256 of what the writers hashed and put on disk themselves; the others are the caller's.
+        """
+
+
 class Workers(Protocol):
     """The phases of a step that need a model. Batches arrive whole; splitting them is the workers' business.
 
@@ -59,14 +69,11 @@ class Workers(Protocol):
         The base weights are read and hashed by one process, unless those ``known`` are the same unread.
         """
 
-    def save(self, folder: Path) -> Mapping[str, str]:
-        """Write ``actor/`` (a Hugging Face folder and the optimizer) and ``critic/`` into ``folder``.
-
-        Returns file -> SHA-256 of what the writers hashed and put on disk themselves; the others are the caller's.
-        """
+    def snapshot(self) -> Snapshot:
+        """Copy the state of the models. There is one snapshot at a time: the last one is written before."""
 
     def load(self, folder: Path) -> None:
-        """Read what :meth:`save` wrote."""
+        """Read what a snapshot wrote."""
 
     def start_profile(self) -> None:
         """Begin a profile (``global_profiler.tool``) in every process that holds a model."""

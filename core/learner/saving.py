@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 
 from core.checkpoint.manifest import fsync, sha256_of
 from core.checkpoint.provenance import Base, ModelFingerprint, base_of
@@ -40,43 +40,51 @@ log = logging.getLogger(__name__)
 OPTIMIZER = "optimizer"  # folder of the sharded optimizer in a checkpoint's actor/ and critic/
 
 
-class FileWriter:
-    """Writes a rank's share of a model's files, each once its last weight has come, on a thread beside the gathering.
+def host_copy(state: Any) -> Any:
+    """Return nested dicts, lists and tuples with the tensors copied to host memory, sharded ones as they are sharded.
 
-    A file of the whole model belongs to one rank; the ranks take turns. No rank holds more than two files: one that is
-    written and one whose weights come.
+    Tensors that share their memory share it in the copy: tied weights stay tied.
     """
+    copies: dict[tuple, Tensor] = {}
 
-    def __init__(self, files: Mapping[str, Sequence[str]], folder: Path, rank: int, ranks: int):
-        self.folder = folder
-        self.owner = {file: number % ranks == rank for number, file in enumerate(files)}
+    def copied(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: copied(one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(map(copied, value))
+        if not isinstance(value, Tensor):
+            return value
+        part = value.to_local() if isinstance(value, DTensor) else value
+        key = part.device, part.data_ptr(), part.dtype, part.shape, part.stride()
+        if not part.numel() or key not in copies:
+            copies[key] = value.detach().to("cpu", copy=True)
+        return copies[key]
+
+    return copied(state)
+
+
+class OwnFiles:
+    """The weights of the files that a rank writes. A file of the whole model belongs to one rank, in rotation."""
+
+    def __init__(self, files: Mapping[str, Sequence[str]], rank: int, ranks: int):
         self.file_of = {name: file for file, names in files.items() for name in names}
-        self.left = {file: len(names) for file, names in files.items()}
-        self.held: dict[str, dict[str, Tensor]] = {}
-        self.pool = ThreadPoolExecutor(1)
-        self.written: dict[str, Future[str]] = {}
+        self.weights: dict[str, dict[str, Tensor]] = {
+            file: {} for number, file in enumerate(files) if number % ranks == rank
+        }
 
-    def take(self, name: str, whole: Tensor) -> None:
-        """Keep a weight where this rank writes it."""
-        file = self.file_of[name]
-        self.left[file] -= 1
-        if self.owner[file]:
+    def keep(self, name: str, whole: Tensor) -> None:
+        """Copy a weight to host memory where this rank writes it."""
+        own = self.weights.get(self.file_of[name])
+        if own is not None:
             # A copy: what was gathered may be the parameter itself, and the next step changes it.
-            self.held.setdefault(file, {})[name] = torch.empty_like(whole, device="cpu").copy_(whole).contiguous()
-            if not self.left[file]:
-                wait(self.written.values())  # one file is written while another comes
-                self.written[file] = self.pool.submit(self._write, file, self.held.pop(file))
+            own[name] = whole.detach().to("cpu", copy=True).contiguous()
 
-    def _write(self, file: str, weights: dict[str, Tensor]) -> str:
-        path = self.folder / file
-        with full_disk_as_oserror(path):
-            save_file(weights, path, metadata={"format": "pt"})
-        return on_disk(path)
-
-    def finish(self) -> dict[str, str]:
-        """Wait for the writing; return file -> SHA-256. Raises OSError where a file could not be written."""
-        with self.pool:
-            return {file: one.result() for file, one in self.written.items()}
+    def write(self, folder: Path) -> dict[str, str]:
+        """Write the files and return file -> SHA-256. Raises OSError."""
+        for file, weights in self.weights.items():
+            with full_disk_as_oserror(folder / file):
+                save_file(weights, folder / file, metadata={"format": "pt"})
+        return {file: on_disk(folder / file) for file in self.weights}
 
 
 def on_disk(path: Path) -> str:
@@ -117,9 +125,14 @@ def load_optimizer(part: Actor | Critic, folder: Path) -> None:
     load_sharded_optimizer(part.module, part.stepper.optimizer, folder / OPTIMIZER)
 
 
-def save_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Write this rank's part (torch.distributed.checkpoint); any number of ranks can read it."""
-    dcp.save({"optimizer": get_optimizer_state_dict(module, optimizer)}, checkpoint_id=folder)
+def save_optimizer(state: Mapping[str, Any], folder: Path, group: dist.ProcessGroup) -> dict[str, str]:
+    """Write this rank's part of :func:`get_optimizer_state_dict` (torch.distributed.checkpoint), and hash it.
+
+    Any number of ranks can read it. ``group`` has all ranks and no other traffic: training goes on meanwhile.
+    Returns file -> SHA-256 of the files of this rank.
+    """
+    dcp.save({"optimizer": state}, checkpoint_id=folder, process_group=group)
+    return {path.name: on_disk(path) for path in folder.glob(f"__{dist.get_rank()}_*")}
 
 
 def load_sharded_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:

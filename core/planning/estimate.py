@@ -38,7 +38,14 @@ from core.planning.memory_knobs import knobs, log_prob_tokens, pass_tokens, upda
 from core.planning.model_rules import model_problems
 from core.planning.model_shapes import TABLE, Gpu, Shape, gpu, shape_of, width
 from core.planning.published import lengths_of, questions_of, step_errors
-from core.planning.step_seconds import Assumptions, Load, checkpoint_seconds, step_seconds, validation_seconds
+from core.planning.step_seconds import (
+    Assumptions,
+    Load,
+    copy_seconds,
+    step_seconds,
+    validation_seconds,
+    writing_seconds,
+)
 
 USABLE = 0.95  # of a GPU's memory; the rest is the allocator's and the libraries'
 MEASURED = Path(__file__).parents[2] / "results/benchmarks/plan_memory.json"  # of tests.benchmarks.plan_memory
@@ -366,7 +373,10 @@ def _shares(plan: Plan) -> Iterator[str]:
         size = f"{count:,} questions x {samples:,} answer{'s' * (samples > 1)}"
         yield f"A validation takes about {_three(validation_seconds(plan.load))} s ({size})."
     if trainer.save_freq > 0:
-        yield f"A checkpoint holds the run up for about {_three(checkpoint_seconds(plan.load))} s."
+        held, written = _three(copy_seconds(plan.load)), _three(writing_seconds(plan.load))
+        memory = _gib(plan.checkpoint_bytes / trainer.nnodes)
+        yield f"A checkpoint holds the run up for about {held} s and is written in {written} s beside it."
+        yield f"Meanwhile its copy takes {memory} of host memory a node."
     rates = f"{a.transfer_rate / 1e9:g} GB/s of weights between processes, {a.disk_rate / 1e9:g} GB/s of disk"
     if "retrieval" in plan.seconds:
         rates += f", {a.search_rate / 1e12:g} TFLOP/s of the CPUs that search"

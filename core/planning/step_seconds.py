@@ -9,7 +9,8 @@
     weight sync         c P, which each learner rank gathers; engines open them where they are, or receive as much again
                         where they have GPUs of their own
     validation          questions x answers, decoded like a step's; a step carries 1 / test_freq of it
-    checkpoint          bytes / rate of the disk; a step carries 1 / save_freq of it
+    checkpoint          each rank copies its part to host memory; what writes it goes on beside the steps, which wait
+                        where it takes longer than save_freq of them; a step carries 1 / save_freq
 
 P parameters, c bytes a number. Times divide by the stated efficiencies. Not counted: collectives between GPUs,
 loading, scoring, and tools. ``core.planning.estimate`` says how large everything is.
@@ -91,7 +92,8 @@ def step_seconds(load: Load) -> dict[str, float]:
     if trainer.test_freq > 0:
         found["validation"] = validation_seconds(load) / trainer.test_freq
     if trainer.save_freq > 0:
-        found["checkpoint"] = checkpoint_seconds(load) / trainer.save_freq
+        waits = writing_seconds(load) - trainer.save_freq * sum(found.values())  # for the checkpoint before
+        found["checkpoint"] = (copy_seconds(load) + max(0.0, waits)) / trainer.save_freq
     return found
 
 
@@ -161,6 +163,11 @@ def validation_seconds(load: Load) -> float:
     return generate_seconds(load, answers, samples) + search_seconds(load, answers)
 
 
-def checkpoint_seconds(load: Load) -> float:
+def copy_seconds(load: Load) -> float:
     """Return for how long a checkpoint holds up the run."""
+    return load.checkpoint_bytes / load.gpus / load.assumed.transfer_rate
+
+
+def writing_seconds(load: Load) -> float:
+    """Return how long a checkpoint is written, beside the run."""
     return load.checkpoint_bytes / load.assumed.disk_rate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
@@ -58,14 +59,18 @@ def train(rank, world, config, batch, dtype="float64", updates=5, save=None, loa
     for _ in range(updates):
         mine = steps(config, batch, rank, world)
         metrics.append({**one.update_critic(mine, 1.0), **one.update_actor(mine, 1.0)})
-    if save:
-        with patch("core.learner.hf_export.FILE_SIZE", file_size or FILE_SIZE):
-            torch.save(one.save(str(save)), f"{save}_rank_{rank}.pt")
     log_probs = batch.flattened(one.compute_log_probs(batch)[0])  # every rank the whole batch
     values = batch.flattened(one.compute_values(batch)[0])
     weights = {name: gather(merged_weights(part.module)) for name, part in one.trained.items()}
     bases = {name: model.base.sha256 for name, model in one.fingerprints().items() if model.base}
     found = {"metrics": metrics, "weights": weights, "log_probs": log_probs, "values": values, "bases": bases}
+    if save:
+        with patch("core.learner.hf_export.FILE_SIZE", file_size or FILE_SIZE), ThreadPoolExecutor(1) as writer:
+            one.snapshot()
+            written = writer.submit(one.write, str(save))
+            mine = steps(config, batch, rank, world)  # training goes on meanwhile and leaves no trace
+            one.update_critic(mine, 1.0), one.update_actor(mine, 1.0)
+            torch.save(written.result(), f"{save}_rank_{rank}.pt")
     return {**found, "ref": batch.flattened(one.compute_ref_log_prob(batch)[0])} if one.ref else found
 
 

@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.multiprocessing import get_context
 from transformers import Qwen2Config
 
@@ -28,7 +29,7 @@ from core.learner.batching import steps_of
 from core.learner.learner import Actor, MicroBatchSize
 from core.learner.models import load_policy
 from core.learner.packing import Layout
-from core.learner.saving import load_sharded_optimizer, save_optimizer
+from core.learner.saving import host_copy, load_sharded_optimizer, save_optimizer
 from core.planning.estimate import block_bytes, gathered_bytes, head_bytes, sharded_update_bytes
 from core.planning.model_shapes import MODELS, Shape
 from core.types import TrainBatch
@@ -223,9 +224,13 @@ def rank(device: str, size: str, folder: Path) -> dict[str, Any]:
 
     found["weights into buckets for the engine, s"] = clock(device, take, repeats=1)[0]
     state = folder / "optimizer"
+    group = dist.new_group(backend="gloo")
     start = time.perf_counter()
-    save_optimizer(actor.module, actor.stepper.optimizer, state)
-    found["optimizer written, s"] = time.perf_counter() - start
+    copied = host_copy(get_optimizer_state_dict(actor.module, actor.stepper.optimizer))
+    found["optimizer copied to the host, s"] = time.perf_counter() - start
+    start = time.perf_counter()
+    save_optimizer(copied, state, group)
+    found["optimizer written and hashed, s"] = time.perf_counter() - start
     found["optimizer, GiB"] = sum(file.stat().st_size for file in state.rglob("*") if file.is_file()) / GIB
     start = time.perf_counter()
     load_sharded_optimizer(actor.module, actor.stepper.optimizer, state)

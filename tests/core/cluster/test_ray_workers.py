@@ -144,9 +144,10 @@ def test_a_sync_reaches_the_engine_and_one_that_does_not_is_noticed(pair, monkey
 def test_a_checkpoint_brings_the_ranks_back(pair, tmp_path):
     ranks, _, _ = pair
     batch = mixed_batch(groups=4)
-    ranks.save(tmp_path)
     before = ranks.compute_log_probs(batch)[0]
+    snapshot = ranks.snapshot()
     after = [ranks.update_actor(batch, 1.0)["actor/grad_norm"] for _ in range(2)]
+    snapshot.write(tmp_path)  # training has gone on
     ranks.load(tmp_path)
     torch.testing.assert_close(ranks.compute_log_probs(batch)[0], before, rtol=1e-12, atol=1e-12)
     assert [ranks.update_actor(batch, 1.0)["actor/grad_norm"] for _ in range(2)] == pytest.approx(after, rel=1e-12)

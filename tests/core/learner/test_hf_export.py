@@ -19,7 +19,7 @@ from core.checkpoint.store import CheckpointStore
 from core.errors import InputError
 from core.learner import hf_export
 from core.learner.hf_export import export, export_hf, find_checkpoint, load_weights, main
-from core.learner.saving import FileWriter
+from core.learner.saving import OwnFiles, host_copy
 from tests.checkpoints import ROOT, flip_bit
 from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
 
@@ -236,23 +236,32 @@ def test_a_full_disk_under_a_file_of_weights_is_an_os_error(tmp_path, monkeypatc
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr("core.learner.saving.save_file", full)
-    writer = FileWriter({"model.safetensors": ["a", "b"]}, tmp_path, 0, 1)
+    files = OwnFiles({"model.safetensors": ["a", "b"]}, 0, 1)
     for name in ("a", "b"):
-        writer.take(name, torch.ones(2**16))
+        files.keep(name, torch.ones(2**16))
     with pytest.raises(OSError) as raised:
-        writer.finish()
+        files.write(tmp_path)
     assert raised.value.errno == errno.ENOSPC
 
 
-def test_what_a_writer_keeps_is_a_copy_and_its_own(tmp_path):
+def test_what_a_rank_keeps_is_a_copy_and_its_own(tmp_path):
     files = {"one": ["a", "b"], "two": ["c"], "three": ["d"]}
-    writers = [FileWriter(files, tmp_path, rank, 2) for rank in (0, 1)]
+    kept = [OwnFiles(files, rank, 2) for rank in (0, 1)]
     for name in "abcd":
         value = torch.full((3,), ord(name), dtype=torch.float32)
-        for writer in writers:
-            writer.take(name, value)
-        value.zero_()  # a step after the save
-    assert [sorted(writer.finish()) for writer in writers] == [["one", "three"], ["two"]]
+        for one in kept:
+            one.keep(name, value)
+        value.zero_()  # a step after the snapshot
+    assert [sorted(one.write(tmp_path)) for one in kept] == [["one", "three"], ["two"]]
     for file, names in files.items():
         found = load_file(tmp_path / file)
         assert {name: value[0].item() for name, value in found.items()} == {name: ord(name) for name in names}
+
+
+def test_a_host_copy_stays_as_it_is_and_tied_weights_stay_tied():
+    tied = torch.arange(4.0)
+    state = {"a": tied, "of": [tied.detach(), (tied[2:], 3)], "empty": torch.ones(0)}
+    copy = host_copy(state)
+    tied.zero_()
+    assert copy["a"].tolist() == [0, 1, 2, 3] and copy["of"][1][0].tolist() == [2, 3] and copy["of"][1][1] == 3
+    assert copy["of"][0].data_ptr() == copy["a"].data_ptr() and isinstance(copy["of"][1], tuple)

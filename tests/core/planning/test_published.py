@@ -98,12 +98,17 @@ def test_a_step_carries_its_share_of_validations_and_checkpoints():
     none = planned(*quiet)
     assert not {"validation", "checkpoint"} & set(none.seconds)
     ten = planned(*quiet, "trainer.test_freq=10", "trainer.save_freq=20")
-    assert ten.seconds["checkpoint"] == pytest.approx(ten.checkpoint_bytes / 1e9 / 20)
+    copy, writing = ten.checkpoint_bytes / ten.gpus / 4e9, ten.checkpoint_bytes / 1e9
+    assert ten.seconds["checkpoint"] == pytest.approx(copy / 20), "written beside 20 steps"
+    each, rest = (planned(*quiet, "trainer.test_freq=10", f"trainer.save_freq={n}") for n in (1, -1))
+    wait = writing - sum(rest.seconds.values())
+    assert wait > 0 and each.seconds["checkpoint"] == pytest.approx(copy + wait), "a step is shorter than the writing"
     often, more = (planned(*quiet, "trainer.test_freq=1", *keys).seconds["validation"] for keys in ((), SAMPLED))
     assert often == pytest.approx(10 * ten.seconds["validation"]) and more > 2 * often
     text = "\n".join(lines(ten))
     assert "A validation takes about" in text and "(1,319 questions x 1 answer)" in text
-    assert "A checkpoint holds the run up for about 91.4 s." in text
+    assert f"A checkpoint holds the run up for about {copy:.3g} s and is written in 91.4 s beside it." in text
+    assert "Meanwhile its copy takes 85.1 GiB of host memory a node." in text
 
 
 SAMPLED = (
