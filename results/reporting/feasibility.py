@@ -236,8 +236,10 @@ def _time(plan: Plan) -> str:
 
 
 def _host(plan: Plan) -> str:
-    """Return what a node keeps in its own memory for its GPUs, of offloaded state."""
-    return f"{_gib(plan.host_bytes * min(plan.gpus, NODE))} a node" if plan.host_bytes else ""
+    """Return what a node keeps in its own memory for its GPUs: offloaded state, and the copy that a checkpoint is."""
+    mine = min(plan.gpus, NODE)
+    size = plan.host_bytes * mine + (plan.checkpoint_bytes * mine / plan.gpus if plan.checkpoints != 0 else 0.0)
+    return f"{_gib(size)} a node" if size else ""
 
 
 def _disk(plan: Plan) -> str:
