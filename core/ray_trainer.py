@@ -33,7 +33,7 @@ from core.engines import SampleRequest, SamplingParams, sampling_params
 from core.engines.stepped import SteppedEngine
 from core.learner.batching import make_batch, token_rewards
 from core.learner.learner import multiplier
-from core.learner.models import load_tokenizer
+from core.learner.models import load_picture_format, load_tokenizer
 from core.planning.memory_knobs import naming_knobs
 from core.rewards import RewardLayer
 from core.rewards.hook_check import check_hooks
@@ -124,8 +124,9 @@ class RayPPOTrainer:
         """
         config = self.config
         self.tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-        self.stream = PromptStream(config.data, self.tokenizer, config.trainer.seed)
-        self.val_prompts = load_val_prompts(config.data, self.tokenizer)
+        pictures = load_picture_format(config.actor_rollout_ref.model, self.tokenizer)
+        self.stream = PromptStream(config.data, self.tokenizer, config.trainer.seed, pictures)
+        self.val_prompts = load_val_prompts(config.data, self.tokenizer, pictures)
         self.reward = RewardLayer(config)
         self.reward.check(itertools.chain(self.stream.files.examples(), self.val_prompts))
         check_hooks(
@@ -180,7 +181,8 @@ class RayPPOTrainer:
             length = self.config.data.max_response_length
             return await self.play(prompt, sample_index, sampling, Limits(length, turn=length))
         seed = sampling_seed(self.config.trainer.seed, prompt.ordinal, sample_index)
-        return await self.workers.engine.sample(SampleRequest(prompt.token_ids, sampling, seed))
+        request = SampleRequest(prompt.token_ids, sampling, seed, pictures=prompt.pictures)
+        return await self.workers.engine.sample(request)
 
     def shape_reward(self, score: Score, trajectory: Trajectory) -> Score:
         """Return the score that trains; validation never calls it. Base: the scorer's."""

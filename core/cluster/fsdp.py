@@ -299,7 +299,7 @@ class LearnerRank:
 
     def probe(self) -> tuple[tuple[int, ...], Any]:
         """Return a fixed text and the policy's log-probs of it, [n - 1] float32."""
-        ids = probe_ids(self.actor.module.config.vocab_size)
+        ids = probe_ids(self.actor.module.config.get_text_config().vocab_size)
         found = probe_log_probs(self.actor)
         reshard(self.actor.module)
         return ids, found

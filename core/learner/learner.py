@@ -24,7 +24,8 @@ from core.learner.log_probs import token_log_probs_and_entropy
 from core.learner.lora import base_only
 from core.learner.model_checks import check_head, check_packing
 from core.learner.packing import Layout, Reading, SharedPrompts, can_share, hidden_before_tokens
-from core.types import TrainBatch
+from core.learner.vision import Sight, run_body
+from core.types import Picture, TrainBatch
 
 if TYPE_CHECKING:
     from core.config.schema import ActorConfig, CriticConfig, OptimConfig, RefConfig, RolloutConfig
@@ -99,13 +100,17 @@ def read_tokens(
     temperature: float,
     entropy_grad: bool = False,
     shared: SharedPrompts | None = None,
+    pictures_B: Sequence[tuple[Picture, ...]] = (),
 ) -> tuple[Tensor, Tensor]:
-    """Return [M], [M]: log-prob and entropy of each token that ``reading`` predicts, by a causal language model."""
+    """Return [M], [M]: log-prob and entropy of each token that ``reading`` predicts, by a causal language model.
+
+    ``pictures_B`` are read with a ``shared`` prompt; without one ``reading`` has them.
+    """
     if shared is None:
-        body = module.base_model(input_ids=reading.input_ids, use_cache=False, **reading.inputs)
+        body = run_body(module, reading.input_ids, reading.sight, use_cache=False, **reading.inputs)
         hidden_MH = body.last_hidden_state[reading.asked]
     else:
-        hidden_MH = hidden_before_tokens(module, reading.input_ids, reading.mask_BT, shared)
+        hidden_MH = hidden_before_tokens(module, reading.input_ids, reading.mask_BT, shared, pictures_B)
     head = module.get_output_embeddings()
     return token_log_probs_and_entropy(
         hidden_MH, head.weight, reading.labels, temperature=temperature, bias=head.bias, entropy_grad=entropy_grad
@@ -162,11 +167,14 @@ class Policy(Passes):
 
     def token_stats(self, batch: TrainBatch, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
         """Return log-prob of each policy token and entropy of its distribution, both [B, T] and 0 elsewhere."""
-        reading = self.layout.read(batch.input_ids, batch.attention_mask, batch.response_mask)
+        ids, pictures = batch.input_ids, batch.pictures_of_rows() if batch.pictures else ()
         # Alone only: sharded ranks must make the same calls of the model, whatever their sequences are.
         share = self.ranks is ALONE and not self.layout.packed and can_share(self.module)
-        shared = SharedPrompts.of(batch.input_ids, batch.response_mask, batch.group) if share else None
-        return tuple(map(reading.spread, self.read(reading, entropy_grad=entropy_grad, shared=shared)))
+        shared = SharedPrompts.of(ids, batch.response_mask, batch.group) if share else None
+        sight = Sight.of(self.module, ids, pictures) if pictures and shared is None else None
+        reading = self.layout.read(ids, batch.attention_mask, batch.response_mask, sight)
+        options = {"entropy_grad": entropy_grad, "shared": shared, "pictures_B": pictures}
+        return tuple(map(reading.spread, self.read(reading, **options)))
 
     def read(self, reading: Reading, **options: Any) -> tuple[Tensor, Tensor]:
         """Return :func:`read_tokens` of this policy; ``options`` are the rest of its arguments."""

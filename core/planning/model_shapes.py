@@ -98,7 +98,8 @@ def shape_of(path: str, override: Mapping[str, Any] | None = None) -> Shape:
         near = difflib.get_close_matches(path, MODELS, n=1)
         hint = f"nearest in {SOURCE.name}: {near[0]}" if near else f"{SOURCE.name} holds those that are known"
         raise InputError(f"the shape of {path} is not known offline; {hint}")
-    config = {**read_config(path), **(override or {})}
+    whole = read_config(path)
+    config = {**whole, **(whole.get("text_config") or {}), **(override or {})}  # of what writes, not of what sees
 
     def size(name: str, default: int | None = None) -> int:
         value = config.get(name, default)
@@ -120,7 +121,7 @@ def shape_of(path: str, override: Mapping[str, Any] | None = None) -> Shape:
         mlp=size("intermediate_size"),
         vocab=size("vocab_size"),
         tied=config.get("tie_word_embeddings", True),
-        bias=config.get("attention_bias", config.get("model_type") == "qwen2"),
+        bias=config.get("attention_bias", config.get("model_type", "").startswith("qwen2")),
         head_dim=size("head_dim", 0),
     )
 

@@ -33,6 +33,7 @@ ADDED = {
     *("trainer.max_staleness", "trainer.health.reward_window", "trainer.reference"),
     *(f"trainer.health.{name}.{part}" for name in CHECKS for part in ("bound", "action")),
     *("trainer.phase_timeout_s", "trainer.max_restarts", "critic.model.exclude_modules"),
+    f"{ACTOR}.freeze_vision_tower",  # of later versions
     *("actor_rollout_ref.rollout.agent_loop", f"{ACTOR}.state_masking"),
     *(f"actor_rollout_ref.rollout.multi_turn.{name}" for name in ("max_tool_calls", "tool_timeout_s", "repeatable")),
     *("data.max_start_length", "data.max_obs_length", "actor_rollout_ref.rollout.update_weights_bucket_megabytes"),
@@ -271,6 +272,8 @@ def test_published_configurations_are_read_also_where_they_hold_another_recipes_
         newer = {"reference": None, "resume_with_changes": False}  # keys that are newer than these runs
         assert {key: written["trainer"].pop(key) for key in newer} == newer
         assert written["actor_rollout_ref"]["rollout"].pop("update_weights_bucket_megabytes") == 2048
+        assert written["data"].pop("image_key") == "images"
+        assert written["actor_rollout_ref"]["actor"].pop("freeze_vision_tower") is False
         assert "retriever" in tree and written == tree
 
 

@@ -49,12 +49,33 @@ def test_a_sequence_is_split_as_the_attention_heads_allow(part):
         assert not problems(SMALL, *keys, "trainer.backend=local", "actor_rollout_ref.rollout.name=hf")
 
 
-@pytest.mark.parametrize(
-    "name", ["Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen2-VL-2B", "OpenGVLab/InternVL3-8B", "x/Llama-3.2-11B-Vision"]
-)
-def test_a_vision_language_model_is_refused_by_its_name(name):
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-VL-30B-A3B", "OpenGVLab/InternVL3-8B", "x/Llama-3.2-11B-Vision"])
+def test_a_vision_language_model_of_another_family_is_refused_by_its_name(name):
     (told,) = problems(f"{MODEL}={name}")
-    assert told.startswith(f"{MODEL}={name}: a vision-language model by its name") and "text alone" in told
+    assert told.startswith(f"{MODEL}={name}: a vision-language model by its name") and "qwen2_5_vl" in told
+
+
+def test_what_does_not_read_pictures_yet_is_refused_with_a_model_that_does():
+    model, alone = (
+        f"{MODEL}=Qwen/Qwen2.5-VL-7B-Instruct",
+        ("trainer.backend=local", "actor_rollout_ref.rollout.name=hf"),
+    )
+    assert not problems(model, *alone)
+    for key in (
+        "trainer.backend=ray",
+        "actor_rollout_ref.rollout.name=vllm",
+        "algorithm.adv_estimator=gae",
+        "reward_model.enable=true",
+        "actor_rollout_ref.rollout.multi_turn.enable=true",
+    ):
+        rest = ("actor_rollout_ref.rollout.multi_turn.tool_config_path=recipes/lab/tools.yaml",) * ("turn" in key)
+        rest += ("reward_model.model.path=x/y",) * ("reward_model" in key)
+        found = problems(model, *alone, key, *rest)
+        assert [line.split(": ")[0] for line in found] == [key], found
+    frozen = "actor_rollout_ref.actor.freeze_vision_tower=true"
+    assert not problems(model, *alone, frozen)
+    (told,) = problems(SMALL, f"{TENSOR}=2", frozen)
+    assert told.startswith(f"{frozen}: the model reads text alone")
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-7B", "nobody/novla-7B", "nobody/revision-2", "./outputs/no/vl/folder"])
@@ -68,7 +89,7 @@ def test_a_folder_is_judged_by_its_architecture_and_not_by_its_name(tmp_path):
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 8}
     file, sizes = folder / "config.json", sizes | {"vocab_size": 9}
     for extra, words in (
-        ({"architectures": ["Qwen2_5_VLForConditionalGeneration"]}, "(Qwen2_5_VLForConditionalGeneration)"),
+        ({"architectures": ["LlavaForConditionalGeneration"]}, "(LlavaForConditionalGeneration)"),
         ({"architectures": ["AnyModel"], "vision_config": {}}, "vision_config"),
         ({"architectures": ["Qwen2ForCausalLM"]}, ""),
         ({}, ""),
@@ -88,7 +109,7 @@ def test_a_start_and_a_dry_run_end_with_the_problems(dry, monkeypatch, capsys):
         prepare("grpo", [*RAY, *files, SMALL, f"{TENSOR}=4"])
     assert ended.value.code == 2 and "must divide the 14 attention heads" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
-        prepare("grpo", [*files, f"{MODEL}=Qwen/Qwen2.5-VL-3B-Instruct"])
+        prepare("grpo", [*files, f"{MODEL}=x/Llama-3.2-11B-Vision"])
     assert ended.value.code == 2 and "a vision-language model" in capsys.readouterr().err
 
 
