@@ -64,8 +64,6 @@ def _unseeing(config: Config) -> Iterator[Problem]:
     what = "a model that reads pictures"
     if config.trainer.backend == "ray":
         yield Problem("trainer.backend", "ray", f"does not run {what} yet", "use trainer.backend=local")
-    if roles.rollout.name == "vllm":
-        yield Problem("actor_rollout_ref.rollout.name", "vllm", f"does not run {what} yet", "use hf")
     if config.critic.enable:
         rule, fix = f"{what} has no critic here", "use an estimator without one, such as grpo"
         yield Problem("algorithm.adv_estimator", algorithm.adv_estimator, rule, fix)

@@ -63,7 +63,6 @@ def test_what_does_not_read_pictures_yet_is_refused_with_a_model_that_does():
     assert not problems(model, *alone)
     for key in (
         "trainer.backend=ray",
-        "actor_rollout_ref.rollout.name=vllm",
         "algorithm.adv_estimator=gae",
         "reward_model.enable=true",
         "actor_rollout_ref.rollout.multi_turn.enable=true",
