@@ -20,7 +20,7 @@ EXAMPLES = (
 
 
 def score(response: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None) -> Score:
-    """Return 1 where the text after the last ``#`` is the gold letter or digit. ``chain`` is 1 where a path stands before it."""
+    """Return 1 where the text after the last ``#`` is the gold sign. ``chain`` is 1 where a path stands before it."""
     path, mark, answer = response.rpartition("#")
     answer = answer.strip()
     chain = float(bool(path.strip()))

@@ -1,8 +1,8 @@
 """Pictures for vLLM: ready for its vision tower, so that vLLM's own image processor never sees one.
 
-A request has the expanded ids, where each picture's placeholders are, and patches that :mod:`core.data.images` made, the
-same numbers that the learner reads. vLLM asks its processor for sizes alone. It imports that processor's torchvision
-form; where torchvision is missing the Pillow form of transformers stands in for it.
+A request has the expanded ids, where each picture's placeholders are, and patches that :mod:`core.data.images` made,
+the same numbers that the learner reads. vLLM asks its processor for sizes alone. It imports that processor's
+torchvision form; where torchvision is missing the Pillow form of transformers stands in for it.
 """
 
 from __future__ import annotations

@@ -144,12 +144,12 @@ class FiguresRecipe(WarmStart):
 
     layers: int = 2
     vision_size: int = 64
-    batch_size: int = 32
-    task_steps: int = 500
+    batch_size: int = 64
+    task_steps: int = 800
     mixture_steps: int = 40
-    hold_steps: int = 350
+    hold_steps: int = 300
     learning_rate: float = 2e-3
-    loss_bound: float = 0.2
+    loss_bound: float = 0.05
     look_share: float = 0.2  # of the mixture; the rest guess
     examples: int = 6_000
 
