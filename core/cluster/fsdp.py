@@ -50,6 +50,7 @@ from core.learner.saving import (
     save_model,
     save_optimizer,
 )
+from core.learner.vision import freeze_vision_tower
 from core.learner.weight_probe import probe_ids, probe_log_probs
 from core.types import TrainBatch
 
@@ -226,6 +227,8 @@ class LearnerRank:
 
         def policy(on_meta: bool) -> nn.Module:
             module = load_policy(part.model, master_dtype, on_meta=on_meta)
+            if part.actor.freeze_vision_tower:
+                freeze_vision_tower(module)
             return add_adapters(module, part.model, config.trainer.seed)
 
         def value_model(on_meta: bool) -> nn.Module:

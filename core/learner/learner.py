@@ -101,13 +101,14 @@ def read_tokens(
     entropy_grad: bool = False,
     shared: SharedPrompts | None = None,
     pictures_B: Sequence[tuple[Picture, ...]] = (),
+    tower: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return [M], [M]: log-prob and entropy of each token that ``reading`` predicts, by a causal language model.
 
-    ``pictures_B`` are read with a ``shared`` prompt; without one ``reading`` has them.
+    ``pictures_B`` are read with a ``shared`` prompt; without one ``reading`` has them. ``tower`` is :func:`run_body`'s.
     """
     if shared is None:
-        body = run_body(module, reading.input_ids, reading.sight, use_cache=False, **reading.inputs)
+        body = run_body(module, reading.input_ids, reading.sight, tower=tower, use_cache=False, **reading.inputs)
         hidden_MH = body.last_hidden_state[reading.asked]
     else:
         hidden_MH = hidden_before_tokens(module, reading.input_ids, reading.mask_BT, shared, pictures_B)
@@ -173,7 +174,8 @@ class Policy(Passes):
         shared = SharedPrompts.of(ids, batch.response_mask, batch.group) if share else None
         sight = Sight.of(self.module, ids, pictures) if pictures and shared is None else None
         reading = self.layout.read(ids, batch.attention_mask, batch.response_mask, sight)
-        options = {"entropy_grad": entropy_grad, "shared": shared, "pictures_B": pictures}
+        tower = self.ranks is not ALONE and hasattr(self.module.base_model, "visual")
+        options = {"entropy_grad": entropy_grad, "shared": shared, "pictures_B": pictures, "tower": tower}
         return tuple(map(reading.spread, self.read(reading, **options)))
 
     def read(self, reading: Reading, **options: Any) -> tuple[Tensor, Tensor]:

@@ -69,10 +69,18 @@ def follows(position_3BT: Tensor, last_B: Tensor) -> Tensor:
     return position_3BT.amax(0).cummax(1).values[rows, last_B] - last_B
 
 
-def run_body(module: nn.Module, input_ids: Tensor, sight: Sight | None, **inputs: Any) -> Any:
-    """Return what the model's body returns; with ``sight``, of a prompt with pictures."""
+def run_body(module: nn.Module, input_ids: Tensor, sight: Sight | None, *, tower: bool = False, **inputs: Any) -> Any:
+    """Return what the model's body returns; with ``sight``, of a prompt with pictures.
+
+    ``tower`` runs the vision tower also without a picture, for nothing: ranks that share a model's weights must gather
+    them in the same order, and other ranks may have pictures in this pass.
+    """
     if sight is None:
-        return module.base_model(input_ids=input_ids, **inputs)
+        nothing = _unseen(module) if tower else None
+        found = module.base_model(input_ids=input_ids, **inputs)
+        if nothing is not None:
+            found.last_hidden_state = found.last_hidden_state + nothing
+        return found
     body, distinct = module.base_model, list(dict.fromkeys(sight.pictures))
     pixels = torch.cat([torch.from_numpy(patches(picture)) for picture in distinct]).to(input_ids.device)
     grid = torch.tensor([picture.grid for picture in distinct], device=input_ids.device)
@@ -85,6 +93,18 @@ def run_body(module: nn.Module, input_ids: Tensor, sight: Sight | None, **inputs
     with _shown(body, features, sight.place):
         inputs = {**inputs, "position_ids": sight.position}
         return body(input_ids=input_ids, pixel_values=pixels, image_grid_thw=grid, **inputs)
+
+
+def _unseen(module: nn.Module) -> Tensor:
+    """Return 0, computed by the vision tower from one grey token, so that its gradients are 0 and not missing."""
+    body, vision = module.base_model, module.config.vision_config
+    merge, size = vision.spatial_merge_size, vision.patch_size**2 * vision.temporal_patch_size * 3
+    pixels = torch.zeros(merge**2, size, device=next(module.parameters()).device)
+    features = body.get_image_features(
+        pixels, torch.tensor([[1, merge, merge]], device=pixels.device), return_dict=True
+    )
+    parts = [*features.pooler_output, *(one for layer in getattr(features, "deepstack_features", ()) for one in layer)]
+    return 0 * sum(part.sum() for part in parts)
 
 
 @contextmanager

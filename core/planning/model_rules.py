@@ -63,7 +63,12 @@ def _unseeing(config: Config) -> Iterator[Problem]:
     roles, algorithm = config.actor_rollout_ref, config.algorithm
     what = "a model that reads pictures"
     if config.trainer.backend == "ray":
-        yield Problem("trainer.backend", "ray", f"does not run {what} yet", "use trainer.backend=local")
+        for part in (roles.actor, roles.ref):
+            if part.ulysses_sequence_parallel_size > 1:
+                key = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
+                value = part.ulysses_sequence_parallel_size
+                yield Problem(key, value, f"does not split the sequences of {what} yet", "set it to 1")
+                break
     if config.critic.enable:
         rule, fix = f"{what} has no critic here", "use an estimator without one, such as grpo"
         yield Problem("algorithm.adv_estimator", algorithm.adv_estimator, rule, fix)

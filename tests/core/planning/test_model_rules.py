@@ -61,8 +61,10 @@ def test_what_does_not_read_pictures_yet_is_refused_with_a_model_that_does():
         ("trainer.backend=local", "actor_rollout_ref.rollout.name=hf"),
     )
     assert not problems(model, *alone)
+    ranks = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
+    (told,) = problems(model, f"{TENSOR}=1", ranks, "actor_rollout_ref.model.use_remove_padding=True")
+    assert told.startswith(f"{ranks}: does not split the sequences of a model that reads pictures yet")
     for key in (
-        "trainer.backend=ray",
         "algorithm.adv_estimator=gae",
         "reward_model.enable=true",
         "actor_rollout_ref.rollout.multi_turn.enable=true",
