@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +84,10 @@ class VLLMEngine(SteppedEngine):
         if DEVICE == "cpu":
             options |= _on_cpu(options)
         self.sees = hasattr(skeleton, "image_processor")
+        if self.sees and executor == "mp" and find_spec("torchvision") is None:
+            key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+            rule = "vLLM's own processes read the configuration of pictures with torchvision, which is not installed"
+            raise InputError(f"{key}={options['tensor_parallel_size']}: {rule}; set it to 1, or install torchvision")
         if self.sees:
             options |= vllm_pictures.prepare(skeleton.config, skeleton.image_processor)
         with _process_kept():

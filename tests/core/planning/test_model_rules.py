@@ -8,9 +8,12 @@ import pytest
 
 from core.command_line import prepare
 from core.config import compose
+from core.errors import InputError
 from core.planning import estimate
 from core.planning.model_rules import MODEL, model_problems
+from core.planning.model_shapes import MODELS, shape_of
 from results.reporting.feasibility import scripts
+from tests.pictures import save_vision_model, vision_model
 
 TENSOR = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 MINI = "actor_rollout_ref.actor.ppo_mini_batch_size=7"
@@ -77,6 +80,16 @@ def test_what_does_not_read_pictures_yet_is_refused_with_a_model_that_does():
     assert not problems(model, *alone, frozen)
     (told,) = problems(SMALL, f"{TENSOR}=2", frozen)
     assert told.startswith(f"{frozen}: the model reads text alone")
+
+
+def test_the_size_of_a_model_that_reads_pictures_is_the_real_one(tmp_path):
+    model = vision_model("qwen2_5_vl", tie_word_embeddings=False)
+    save_vision_model(tmp_path / "a")
+    assert shape_of(str(tmp_path / "a")).parameters == model.num_parameters()
+    save_vision_model(tmp_path / "b", "qwen3_vl")
+    with pytest.raises(InputError, match="the size of its vision tower is not known"):
+        shape_of(str(tmp_path / "b"))
+    assert MODELS["Qwen/Qwen2.5-VL-7B-Instruct"].parameters == 8_292_166_656  # of the published weights
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-7B", "nobody/novla-7B", "nobody/revision-2", "./outputs/no/vl/folder"])
