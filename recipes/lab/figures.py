@@ -1,8 +1,8 @@
 """The figures task: questions about a picture that cannot be answered without looking at it, and a model with eyes.
 
-    <picture of 2 x 3 cells>  nr=    ->    rg.yrr#3    what stands in each cell, then how many are red
-    <picture of 2 x 3 cells>  a4=    ->    ?#y         a guess: what stands in cell 4
-    <picture of 2 x 3 cells>  m=     ->    ?#r         a guess: which colour is there most often
+    <picture of 2 x 2 cells>  nr=    ->    rg.r#2    what stands in each cell, then how many are red
+    <picture of 2 x 2 cells>  a4=    ->    ?#y       a guess: what stands in cell 4
+    <picture of 2 x 2 cells>  m=     ->    ?#r       a guess: which colour is there most often
 
     python -m recipes.lab.figures [--blank]
 
@@ -21,6 +21,7 @@ import io
 import random
 import statistics
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,9 +43,9 @@ DATA_SOURCE = "lab/figures"
 FOLDER = Path("outputs/lab/figures")
 COLOURS = {"r": (200, 50, 50), "g": (50, 160, 60), "b": (50, 80, 200), "y": (220, 190, 40)}
 EMPTY = "."
-ROWS, COLUMNS, CELL = 2, 3, 28  # cells, and pixels of a side: a cell is a token
+ROWS, COLUMNS, CELL = 2, 2, 28  # cells, and pixels of a side: a cell is a token
 MARKS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
-ALPHABET = (*COLOURS, EMPTY, *"nam=#?123456")
+ALPHABET = (*COLOURS, EMPTY, *"nam=#?1234")
 TRAIN, TEST = 4096, 400
 CODE = ("figures.py", "tokenizer.py", "warm_start.py")
 
@@ -116,20 +117,24 @@ def draw(rng: random.Random) -> Figure:
             return figure
 
 
-def figures(count: int, seed: str, without: frozenset[str] = frozenset()) -> Iterator[Figure]:
-    """Yield so many figures, none with cells of ``without``, the same on every machine."""
+def is_held_out(cells: str) -> bool:
+    """Return whether these cells belong to the test: a fifth of all, and none of them is trained on."""
+    return zlib.crc32(cells.encode()) % 5 == 0
+
+
+def figures(count: int, seed: str, *, held_out: bool = False) -> Iterator[Figure]:
+    """Yield so many figures of the training or the test, the same on every machine."""
     rng = random.Random(seed)
     while count:
         figure = draw(rng)
-        if figure.cells not in without:
+        if is_held_out(figure.cells) == held_out:
             count -= 1
             yield figure
 
 
 def splits() -> dict[str, list[Figure]]:
-    tests = list(figures(TEST, "figures test"))
-    held_out = frozenset(one.cells for one in tests)
-    return {"train": list(figures(TRAIN, "figures train", held_out)), "test": tests}
+    tests = list(figures(TEST, "figures test", held_out=True))
+    return {"train": list(figures(TRAIN, "figures train")), "test": tests}
 
 
 def row(figure: Figure, split: str, index: int, blank: bytes | None = None) -> dict[str, Any]:
@@ -144,12 +149,12 @@ class FiguresRecipe(WarmStart):
 
     layers: int = 2
     vision_size: int = 64
-    batch_size: int = 64
-    task_steps: int = 800
+    batch_size: int = 32
+    task_steps: int = 500
     mixture_steps: int = 40
-    hold_steps: int = 300
+    hold_steps: int = 250
     learning_rate: float = 2e-3
-    loss_bound: float = 0.05
+    loss_bound: float = 0.1
     look_share: float = 0.2  # of the mixture; the rest guess
     examples: int = 6_000
 
@@ -236,8 +241,7 @@ def train(recipe: FiguresRecipe, tokenizer: Any, format: PictureFormat, losses: 
     from core.data.images import expand, read_picture, shown
 
     rng, model = random.Random(recipe.seed), new_model(recipe, tokenizer)
-    held_out = frozenset(one.cells for one in figures(TEST, "figures test"))
-    drawn = list(figures(recipe.examples, f"figures warm start {recipe.seed}", held_out))
+    drawn = list(figures(recipe.examples, f"figures warm start {recipe.seed}"))
     pictures = [read_picture(one.drawn(), format) for one in drawn]
     prompts = [
         expand(tokenizer(shown(one.prompt, 1, format), add_special_tokens=False)["input_ids"], [picture])
