@@ -45,7 +45,7 @@ COLOURS = {"r": (200, 50, 50), "g": (50, 160, 60), "b": (50, 80, 200), "y": (220
 EMPTY = "."
 ROWS, COLUMNS, CELL = 2, 2, 28  # cells, and pixels of a side: a cell is a token
 MARKS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
-ALPHABET = (*COLOURS, EMPTY, *"nam=#?1234")
+ALPHABET = (*COLOURS, EMPTY, *"nam=#?01234")
 TRAIN, TEST = 4096, 400
 CODE = ("figures.py", "tokenizer.py", "warm_start.py")
 
@@ -63,7 +63,7 @@ class Figure:
         """Return a colour or a number, empty where the question has no single answer of four."""
         kind, about = self.question[0], self.question[1:]
         if kind == "n":
-            return str(self.cells.count(about)) if 1 <= self.cells.count(about) <= 4 else ""
+            return str(self.cells.count(about)) if self.cells.count(about) < 4 else ""
         if kind == "a":
             return self.cells[int(about) - 1].replace(EMPTY, "")
         counts = {colour: self.cells.count(colour) for colour in COLOURS}
@@ -109,7 +109,7 @@ def draw(rng: random.Random) -> Figure:
     """Draw the answer first, so that all four are equally frequent, and then a figure that has it."""
     kind = rng.choice("nam")
     question = kind + {"n": rng.choice([*COLOURS]), "a": str(rng.randint(1, ROWS * COLUMNS)), "m": ""}[kind]
-    wanted = rng.choice("1234" if kind == "n" else [*COLOURS])
+    wanted = rng.choice("0123" if kind == "n" else [*COLOURS])
     while True:
         cells = "".join(rng.choices([*COLOURS, EMPTY], k=ROWS * COLUMNS))
         figure = Figure(cells, question, rng.randrange(2**32))
@@ -217,7 +217,7 @@ def new_processor() -> Any:
 
 def answers(recipe: FiguresRecipe, drawn: Sequence[Figure], looks: float, rng: random.Random) -> list[str]:
     """Return an answer to each figure: a share ``looks`` writes what is there first, the others guess."""
-    guesses = ("1234", "".join(COLOURS))
+    guesses = ("0123", "".join(COLOURS))
     return [
         f"{one.cells}#{one.answer}" if rng.random() < looks else f"?#{rng.choice(guesses[one.question[0] != 'n'])}"
         for one in drawn
