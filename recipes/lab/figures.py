@@ -105,15 +105,15 @@ def as_png(image: Any) -> bytes:
     return file.getvalue()
 
 
-def draw(rng: random.Random) -> Figure:
-    """Draw the answer first, so that all four are equally frequent, and then a figure that has it."""
+def draw(rng: random.Random, held_out: bool) -> Figure:
+    """Draw the answer first, so that all four are equally frequent, and then a figure of the split that has it."""
     kind = rng.choice("nam")
     question = kind + {"n": rng.choice([*COLOURS]), "a": str(rng.randint(1, ROWS * COLUMNS)), "m": ""}[kind]
     wanted = rng.choice("0123" if kind == "n" else [*COLOURS])
     while True:
         cells = "".join(rng.choices([*COLOURS, EMPTY], k=ROWS * COLUMNS))
         figure = Figure(cells, question, rng.randrange(2**32))
-        if figure.answer == wanted:
+        if figure.answer == wanted and is_held_out(cells) == held_out:
             return figure
 
 
@@ -125,11 +125,7 @@ def is_held_out(cells: str) -> bool:
 def figures(count: int, seed: str, *, held_out: bool = False) -> Iterator[Figure]:
     """Yield so many figures of the training or the test, the same on every machine."""
     rng = random.Random(seed)
-    while count:
-        figure = draw(rng)
-        if is_held_out(figure.cells) == held_out:
-            count -= 1
-            yield figure
+    return (draw(rng, held_out) for _ in range(count))
 
 
 def splits() -> dict[str, list[Figure]]:

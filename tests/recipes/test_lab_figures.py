@@ -26,8 +26,8 @@ def test_answers():
         "g",
         "r",
     ]
-    assert [Figure(cells, question, 0).answer for question in ("nb", "a3")] == ["", ""]
-    assert Figure("rg..", "m", 0).answer == ""
+    assert [Figure(cells, question, 0).answer for question in ("nb", "a3")] == ["0", ""]
+    assert Figure("rg..", "m", 0).answer == Figure("rrrr", "nr", 0).answer == ""
 
 
 def test_whoever_does_not_look_is_right_in_one_of_four():
