@@ -90,13 +90,14 @@ READING_PATH = (  # what one reads to understand a step
 BUDGETS = {
     # 4,600 more than the redesign: evaluation (1,100), help, identity of runs, plans, loggers; batches without padding
     # (200), places on a cluster (200), bytes over Ray, weights in buckets with their proof (500), files by owner (100),
-    # checkpoints that are written beside training (150)
-    ("core",): 20_430,
+    # checkpoints that are written beside training (150), offloading between phases (50)
+    ("core",): 20_500,
     ("core/config",): 3_200,  # 800 more: help.py, a role for every key, references, names of other projects, odd values
     ("core/rewards",): 1_500,
     # 160 more: the hash of the base weights, what a resume may change, writing beside training
     ("core/checkpoint",): 1_110,
-    ("core/planning",): 1_210,  # 710 more: first lines, memory knobs, the whole step, a sharded update as it is counted
+    # 730 more: first lines, memory knobs, the whole step, a sharded update as it is counted, what rests by phase
+    ("core/planning",): 1_230,
     # 320 more: bars while a step collects, the identity of a run, batches without padding, snapshots
     READING_PATH: 3_220,
     ("recipes/ppo",): 600,

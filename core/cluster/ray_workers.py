@@ -42,7 +42,9 @@ class RaySnapshot:
         actors = {rank_name(rank): self.watch.actors[rank_name(rank)] for rank in range(self.ranks)}
         path = str(folder.absolute())
         calls = {name: actor.write_snapshot.options(**ASIDE).remote(path) for name, actor in actors.items()}
-        return {name: digest for one in self.watch.wait("save_checkpoint", calls) for name, digest in one.items()}
+        # An engine that dies meanwhile does not keep the ranks from writing what they hold.
+        found = self.watch.wait("save_checkpoint", calls, alone=True)
+        return {name: digest for one in found for name, digest in one.items()}
 
 
 class RayWorkers(RayProcesses):

@@ -91,9 +91,10 @@ class OptimConfig:
 @dataclass(frozen=True)
 class FSDPConfig:
     dtype: DType = "bfloat16"  # number format of the passes; weights and reductions are float32
-    param_offload: bool = False  # keep weights and optimizer state in host memory (one switch of the three is enough)
-    optimizer_offload: bool = False  # the same as param_offload
-    offload_policy: bool = False  # the same as param_offload
+    param_offload: bool = False  # keep weights in host memory outside of the phases that need them
+    optimizer_offload: bool = False  # keep the optimizer's state in host memory outside of updates
+    # keep all of it in host memory always (FSDP2's CPU offload): weights come layer by layer, the CPU takes the steps
+    offload_policy: bool = False
     reshard_after_forward: bool = True  # drop gathered weights after a layer's forward pass: less memory, more traffic
     forward_prefetch: bool = False  # gather the next layer's weights while a layer computes
     fsdp_size: limits.OffOrCount = -1  # ranks that share one copy of the state; -1: all
