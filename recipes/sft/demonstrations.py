@@ -169,9 +169,8 @@ class DemonstrationFiles:
         if errors:
             raise InputError(errors)
         problems, sizes = Problems(), [table.num_rows for table in tables.values()]
-        for (path, table), numbers in zip(
-            tables.items(), choose(sizes) if choose else [None] * len(sizes), strict=True
-        ):
+        chosen = choose(sizes) if choose else map(range, sizes)
+        for (path, table), numbers in zip(tables.items(), chosen, strict=True):
             self.measured[path] = list(self._fitting(path, table, numbers, problems))
         problems.raise_if_any()
 

@@ -287,6 +287,23 @@ def test_adapters_alone_train(files, tmp_path):
     assert weights(folder, name="adapter").keys()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_two_ranks_over_ray_train_as_one_process_does(packed, files, tmp_path):
+    """Sums of two ranks are rounded otherwise; their checkpoint goes on in one process."""
+    layout = f"actor_rollout_ref.model.use_remove_padding={packed}"
+    ray = ("trainer.backend=ray", "trainer.n_gpus_per_node=2")
+    fitted(files, tmp_path / "local", layout)
+    fitted(files, tmp_path / "ray", layout, "trainer.total_training_steps=4", *ray)
+    fitted(files, tmp_path / "ray", layout, "trainer.resume_with_changes=True")
+    one, other = lines(tmp_path / "local"), lines(tmp_path / "ray")
+    for name in ("actor/nll", "actor/grad_norm", "actor/lr", "sft/tokens_trained"):
+        assert [line[name] for line in other[4:]] == pytest.approx([line[name] for line in one[4:]], rel=0.05), name
+    for name in ("actor/nll", "sft/tokens_trained"):
+        assert [line[name] for line in other[:1]] == pytest.approx([line[name] for line in one[:1]], rel=1e-5), name
+    assert weights(tmp_path / "ray").keys() == weights(tmp_path / "local").keys()
+
+
 # --- validation and rejection sampling ---
 
 
