@@ -123,14 +123,7 @@ class RayPPOTrainer:
         Raises InputError, mostly before a model loads, and what a training hook raises on an example answer.
         """
         config = self.config
-        self.tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-        self.stream = PromptStream(config.data, self.tokenizer, config.trainer.seed)
-        self.val_prompts = load_val_prompts(config.data, self.tokenizer)
-        self.reward = RewardLayer(config)
-        self.reward.check(itertools.chain(self.stream.files.examples(), self.val_prompts))
-        check_hooks(
-            self.stream.files.sample_examples(1), self.reward, self.tokenizer, self.shape_reward, self.keep_group
-        )
+        self.load_data()
         self.agent_loop = make_agent_loop(config, self.tokenizer)
         checkpoint = self.session.open(self.stream, critic=self.needs.critic)
         with naming_knobs(config, "load"):
@@ -147,6 +140,18 @@ class RayPPOTrainer:
         if self.reward.in_process and isinstance(self.workers.engine, SteppedEngine):
             self.clock = BusyClock("reward", "decode")  # scoring here holds up an engine in this process
         return self
+
+    def load_data(self) -> None:
+        """Load tokenizer, prompts and scorers, and check them and the hooks with each other."""
+        config = self.config
+        self.tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+        self.stream = PromptStream(config.data, self.tokenizer, config.trainer.seed)
+        self.val_prompts = load_val_prompts(config.data, self.tokenizer)
+        self.reward = RewardLayer(config)
+        self.reward.check(itertools.chain(self.stream.files.examples(), self.val_prompts))
+        check_hooks(
+            self.stream.files.sample_examples(1), self.reward, self.tokenizer, self.shape_reward, self.keep_group
+        )
 
     def make_workers(self, device: torch.device) -> Workers:
         """Return the models and the engine, where ``trainer.backend`` places them."""

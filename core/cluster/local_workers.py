@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from core.checkpoint.provenance import Base, ModelFingerprint
 from core.checkpoint.run_state import save_tensors
 from core.config.frozen import FrozenDict
+from core.engines import NoEngine, RolloutEngine
 from core.engines.factory import make_engine
 from core.learner.batching import steps_of
 from core.learner.learner import Actor, BasePolicy, Critic, Policy, pass_size
@@ -75,7 +76,9 @@ class LocalWorkers:
             "layout": Layout(packed=model.use_remove_padding),
         }
         policy = load_policy(model).to(device)
-        self.engine = make_engine(config, lambda: copy.deepcopy(policy).requires_grad_(False), tokenizer, device)
+        self.engine: RolloutEngine = NoEngine()
+        if config.needs_engine:
+            self.engine = make_engine(config, lambda: copy.deepcopy(policy).requires_grad_(False), tokenizer, device)
         self.ref = self.critic = None
         if needs_ref and not model.lora_rank:
             self.ref = Policy(copy.deepcopy(policy).requires_grad_(False), **passes)

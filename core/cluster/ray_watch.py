@@ -48,7 +48,8 @@ class Watch:
     def wait(self, phase: str, calls: dict[str, ray.ObjectRef], *, alone: bool = False) -> list[Any]:
         """Return the results, in the order of ``calls`` (actor's name -> call).
 
-        ``alone``: what becomes of actors that were not called does not matter. Raises WorkersLost where an actor died or the deadline passed, else what an actor raised.
+        Raises WorkersLost where an actor died or the deadline passed, else what an actor raised. ``alone``: only of the
+        actors that were called does a death matter.
         """
         start, results = time.monotonic(), dict.fromkeys(calls)
         pending = {ref: name for name, ref in calls.items()}

@@ -42,13 +42,16 @@ class PromptStream:
     drawn from a stage's files, then the next stage begins; the last one lasts for ever (``prompts: null``).
     ``data.train_max_samples`` keeps that many examples of all files together, a seeded choice if ``data.shuffle``.
 
+    ``files`` load and hold what an ordinal draws: prompts, or what a recipe trains on in their place
+    (``recipes/sft/demonstrations.py``).
+
     Raises InputError: every problem of every file, one line a rule.
     """
 
-    def __init__(self, config: Any, tokenizer: Any, seed: int):
+    def __init__(self, config: Any, tokenizer: Any, seed: int, files: Any = None):
         self.seed = int(seed if config.seed is None else config.seed)
         stages = _stages(config)
-        self.files = PromptFiles(config, tokenizer)
+        self.files = PromptFiles(config, tokenizer) if files is None else files
         self.files.load((path for stage in stages for path in stage.files), _training_choice(config, self.seed))
         self._paths, sized = zip(*map(self._sized, stages), strict=True)
         self._order = Order(sized, self.seed, bool(config.shuffle))

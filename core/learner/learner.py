@@ -289,8 +289,11 @@ class Actor(Policy):
                 self.measure(log_prob, idle)
 
     def measure(self, log_prob_BT: Tensor, batch: TrainBatch) -> None:
-        """Add the difference between engine and learner, which means something only before a weight has moved."""
-        if self.stepper.number == 0:
+        """Add the difference between engine and learner, which means something only before a weight has moved.
+
+        What no engine wrote (demonstrations) has no log-probs to compare with.
+        """
+        if self.stepper.number == 0 and "rollout_log_probs" in batch.stored:
             add_mismatch(self.mismatch, log_prob_BT, batch)
 
     def objective(self, micro: TrainBatch, means: Means) -> Tensor:

@@ -198,7 +198,7 @@ class Plan:
         self.engines = max(1, self.gpus // self.engine_gpus) if self.engine_reserves else 1  # side by side
         answers = data.train_batch_size * roles.rollout.n
         self.drawn = answers / (a.keep_rate if config.algorithm.filter_groups.enable else 1.0)  # answers
-        self.generated_tokens = self.drawn * self.generated  # of a step, as are trained_tokens
+        self.generated_tokens = self.drawn * self.generated * config.generates  # of a step, as are trained_tokens
         self.trained_tokens = answers * self.sequence
         self.learners = (  # role, phase of its update, section, model, fsdp_config
             ("policy", "update", roles.actor, roles.model, roles.actor.fsdp_config),
@@ -261,7 +261,7 @@ class Plan:
         """Yield what an update needs for a while, the policy's and the critic's."""
         shape, config, sharded = self.shape, self.config, self.sharded
         logits = head_logits(self.gpu.memory)
-        if sharded:
+        if sharded and config.generates:  # else no pass takes log-probs
             size, tokens = width(config.actor_rollout_ref.actor.fsdp_config.dtype), log_prob_tokens(config)
             adapters = shape.adapters(config.actor_rollout_ref.model.lora_rank)
             highest = log_prob_bytes(shape, tokens, size, adapters, logits)
@@ -287,6 +287,8 @@ class Plan:
 
     def _engine(self) -> tuple[list[Part], int]:
         """List the engine's parts, and count the sequences of full length that its cache holds."""
+        if not self.config.needs_engine:
+            return [], 1
         rollout = self.config.actor_rollout_ref.rollout
         size = width(rollout.dtype)
         weights = size * self.shape.parameters / self.engine_gpus
@@ -360,12 +362,13 @@ def lines(plan: Plan) -> list[str]:
     if a.turns == 1:
         source = f" ({plan.known.source})" if plan.known else ""
         trajectory = f"answers of {a.mean_length:,} tokens on average{source}"
+    engines = f"engines that generate side by side: {plan.engines}" if config.needs_engine else "there is no engine"
     kept_groups = f", {a.keep_rate:.0%} of groups kept" if config.algorithm.filter_groups.enable else ""
     out = [
         f"The run {verdict} {plan.gpus} x {on.name}: it needs {_gib(peak)} of a GPU's {_gib(on.memory)}.",
         *(f"  - {line}" for line in advice(plan)),
         f"The model has {plan.shape.parameters / 1e9:.3g}e9 parameters. Learner ranks that share its state: "
-        f"{plan.ranks}; engines that generate side by side: {plan.engines}.",
+        f"{plan.ranks}; {engines}.",
         f"Assumed: {trajectory}, prompts of {a.prompt_length}{kept_groups}; "
         f"{a.train_efficiency:.0%} of the peak FLOP/s in training, {a.decode_efficiency:.0%} of the decoding roofline.",
         *_memory(plan),
@@ -407,14 +410,16 @@ def _memory(plan: Plan) -> Iterator[str]:
     """Yield what a GPU holds, part by part and phase by phase, and how many answers an engine's cache has room for."""
     yield "Memory of one GPU, with the phase in which it is taken:"
     yield from (f"  {part.role:<10}{part.phase:<14}{_gib(part.bytes):>11}  {part.what}" for part in plan.parts)
-    for phase in PHASES[: 3 + plan.config.critic.enable]:
-        if phase == "log-probs" and plan.config.trainer.backend == "local":
-            continue  # never more than an update, and not estimated
+    for phase in PHASES[not plan.config.needs_engine : 3 + plan.config.critic.enable]:
+        if phase == "log-probs" and (plan.config.trainer.backend == "local" or not plan.config.generates):
+            continue  # never more than an update, and not estimated; or there is none
         size = plan.phase_bytes[phase]
         yield f"Memory in the phase {phase}: {_gib(size)}, {size / plan.gpu.memory:.0%} of the GPU's."
     yield checked()
     if plan.host_bytes:
         yield f"Offloaded state takes {_gib(plan.host_bytes)} of host memory a rank."
+    if not plan.config.needs_engine:
+        return
     kind = "answers" if plan.assumed.turns == 1 else "episodes"
     yield (
         f"KV cache per engine: {plan.kv_sequences:,} {kind} of maximum length; planned concurrency {plan.in_batch:,} "

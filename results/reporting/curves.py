@@ -24,6 +24,7 @@ PANELS = (
     ("Accuracy on training prompts", {"reward/acc/mean": ""}, ""),
     ("Response length", {"response_length/mean": ""}, "tokens"),
     ("Truncated responses", {"response_length/clip_ratio": ""}, "share"),
+    ("Negative log-likelihood of demonstrations", {"actor/nll": ""}, "nats a token"),
     ("Entropy", {"actor/entropy": ""}, "nats a token"),
     (
         "Clip fractions",
