@@ -130,3 +130,28 @@ def test_an_engine_in_this_process_awaits_verdicts_where_they_decide_what_is_dra
         finally:
             run.reward.close()
             run.workers.close()
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_over_ray_the_loop_asks_and_no_reward_model_is_loaded(folder):
+    """Both steps are scored by the server; the first step's answers are those of one process, up to rounding."""
+    with serve(lambda number, body: f"[[{len(shown(body)[1]) % 7 / 10}]]") as server:
+        keys = ("reward_model.judge.canary_every=0", "trainer.backend=ray")
+        trainer = RayPPOTrainer(config(folder, "ray", server.url, *keys, steps=2)).init_workers()
+        assert trainer.workers.reward_model is None
+        trainer.fit()
+    found = lines(folder, "ray")
+    assert len(found) == 2 and all(line["perf/judge_requests"] > 0 == line["reward/crash_rate"] for line in found)
+    replay = config(folder, "again", NOBODY, *keys, steps=1)
+    RayPPOTrainer(replay).init_workers().fit()
+    assert lines(folder, "again")[0]["critic/score/mean"] == found[0]["critic/score/mean"]
+
+
+def test_a_step_without_any_verdict_trains_nothing_and_passes(folder):
+    with serve(lambda *_: {"status": 400}) as server:
+        RayPPOTrainer(
+            config(folder, "masked", server.url, "reward_model.judge.canary_every=0", steps=1)
+        ).init_workers().fit()
+    (line,) = lines(folder, "masked")
+    assert (line["reward/masked_share"], line["actor/grad_norm"], line["actor/skipped_updates"]) == (1.0, 0.0, 0.0)
