@@ -357,6 +357,7 @@ class RayPPOTrainer:
         metrics.add(data_metrics(groups_P, batch))
         if self.agent_loop is not None:
             metrics.add(self.agent_loop.metrics())
+        metrics.add(self.reward.usage("perf/judge"))
         seconds = metrics.values["timing_s/step"]
         metrics.add(
             {
@@ -403,6 +404,7 @@ class RayPPOTrainer:
         """Answer every validation prompt ``val_kwargs.n`` times; no hook that shapes or filters is called."""
         with metrics.time("testing"):
             groups = self.runner.run(self.evaluate())
+        metrics.add(self.reward.usage("perf/val_judge"))
         self.clock.take()  # of validation, which is one part of the step
         records = [ValRecord.of(group) for group in groups]
         metrics.add(validation_metrics(records))

@@ -93,7 +93,7 @@ class LocalWorkers:
             layout = Layout(packed=config.critic.model.use_remove_padding)
             self.critic = Critic(critic, config.critic, compute_dtype=dtype, layout=layout)
         self.trained = {"actor": self.actor, **({"critic": self.critic} if self.critic else {})}
-        self.reward_model = RewardModel(config.reward_model, device).score if config.reward_model.enable else None
+        self.reward_model = RewardModel(config.reward_model, device).score if config.reward_model.loads_model else None
         self.profile: Profile | None = None
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:

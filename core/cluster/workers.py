@@ -39,7 +39,7 @@ class Workers(Protocol):
     """
 
     engine: RolloutEngine
-    reward_model: RewardModelCall | None  # where reward_model.enable is set
+    reward_model: RewardModelCall | None  # where the run loads one
     full_precision: bool  # no bf16 anywhere: engine and learner then agree to rounding
     ranks: int  # learner processes
     threads: int  # of torch in each of them

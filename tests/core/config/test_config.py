@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from core.config import CHANGED_DEFAULTS, Config, compose, convert, diff, examine, from_yaml, recipes, to_yaml
+from core.config import CHANGED_DEFAULTS, Config, compose, convert, diff, examine, from_yaml, recipes, schema, to_yaml
 from core.config.resolution import resolve
 from core.errors import InputError
 from core.tracking.health import CHECKS
@@ -26,6 +26,7 @@ VERL = yaml.safe_load((Path(__file__).parent / "verl_defaults.yaml").read_text()
 ADDED = {
     *("data.dataset_weights", "data.curriculum", f"{ACTOR}.overlong_filtering", "reward_model.on_error"),
     *("reward_model.weight", "trainer.resume_with_changes"),
+    *(f"reward_model.judge.{field.name}" for field in dataclasses.fields(schema.JudgeConfig)),
     *(f"reward_model.{name}" for name in ("source", "module.path", "module.name", "num_workers", "timeout_s")),
     *(f"reward_model.{name}" for name in ("memory_limit_mb", "num_examine", "val_num_examine")),
     *(f"reward_model.sandbox.{name}" for name in ("allow_unisolated", "timeout_s", "memory_limit_mb")),
@@ -271,6 +272,8 @@ def test_published_configurations_are_read_also_where_they_hold_another_recipes_
         newer = {"reference": None, "resume_with_changes": False}  # keys that are newer than these runs
         assert {key: written["trainer"].pop(key) for key in newer} == newer
         assert written["actor_rollout_ref"]["rollout"].pop("update_weights_bucket_megabytes") == 2048
+        assert written["reward_model"].pop("judge") == yaml.safe_load(to_yaml(Config()))["reward_model"]["judge"]
+        assert written["trainer"]["health"].pop("judge_agreement") == {"bound": 0.75, "action": "stop"}
         assert "retriever" in tree and written == tree
 
 
