@@ -90,15 +90,15 @@ READING_PATH = (  # what one reads to understand a step
 BUDGETS = {
     # 4,600 more than the redesign: evaluation (1,100), help, identity of runs, plans, loggers; batches without padding
     # (200), places on a cluster (200), bytes over Ray, weights in buckets with their proof (500), files by owner (100),
-    # checkpoints that are written beside training (150)
-    ("core",): 20_430,
+    # checkpoints that are written beside training (150), records of tokens (500)
+    ("core",): 20_960,
     ("core/config",): 3_200,  # 800 more: help.py, a role for every key, references, names of other projects, odd values
     ("core/rewards",): 1_500,
     # 160 more: the hash of the base weights, what a resume may change, writing beside training
     ("core/checkpoint",): 1_110,
     ("core/planning",): 1_210,  # 710 more: first lines, memory knobs, the whole step, a sharded update as it is counted
-    # 320 more: bars while a step collects, the identity of a run, batches without padding, snapshots
-    READING_PATH: 3_220,
+    # 340 more: bars while a step collects, the identity of a run, batches without padding, snapshots, traces
+    READING_PATH: 3_240,
     ("recipes/ppo",): 600,
     ("recipes/grpo",): 600,
     ("recipes/dapo",): 600,

@@ -38,6 +38,7 @@ ADDED = {
     *("data.max_start_length", "data.max_obs_length", "actor_rollout_ref.rollout.update_weights_bucket_megabytes"),
     *("trainer.heartbeat_timeout_s", "ray_kwargs.driver_actor"),
     *(f"actor_rollout_ref.rollout.{name}" for name in ("nnodes", "n_gpus_per_node")),  # of later versions
+    *(f"trainer.trace.{name}" for name in ("freq", "steps", "groups", "max_mb")),
 }
 
 
@@ -271,6 +272,7 @@ def test_published_configurations_are_read_also_where_they_hold_another_recipes_
         newer = {"reference": None, "resume_with_changes": False}  # keys that are newer than these runs
         assert {key: written["trainer"].pop(key) for key in newer} == newer
         assert written["actor_rollout_ref"]["rollout"].pop("update_weights_bucket_megabytes") == 2048
+        assert written["trainer"].pop("trace")["freq"] == -1
         assert "retriever" in tree and written == tree
 
 
