@@ -138,9 +138,10 @@
   };
 
   // --- state --------------------------------------------------------------------------------------------------------
-  const state = { at: 0, beside: "", field: FIELDS[0], token: null, filters: new Set(), open: new Map(), query: "" };
+  const state = { at: 0, beside: "", alone: data.runs.length < 2, field: FIELDS[0], token: null, filters: new Set(), open: new Map(), query: "" };
   let panes = [];
   const FILTERS = {
+    recurs: (one) => same.get(key(one.group)).length > 1,
     flipped: (one) => one.group.flipped,
     truncated: (one) => one.stop === "length",
     "tool error": (one) => one.error,
@@ -158,7 +159,7 @@
   // --- the list -----------------------------------------------------------------------------------------------------
   const row = (one) => {
     const right = (one.parts.acc ?? one.score) > 0;
-    const parts = Object.entries(one.parts).filter(([, value]) => value !== one.score);
+    const parts = Object.entries(one.parts).filter(([name, value]) => name === "acc" || value !== one.score);
     const tags = [];
     if (one.findings.length) tags.push(el("span", { class: "tag alarm" }, `${one.findings.length} finding${one.findings.length > 1 ? "s" : ""}`));
     if (one.error) tags.push(el("span", { class: "tag" }, "tool error"));
@@ -170,7 +171,7 @@
       el("span", { class: "parts", title: parts.map(([n, v]) => `${n} ${short(v)}`).join(", ") }, parts.map(([n, v]) => `${n} ${short(v)}`).join(" · ")),
       el("span", { class: "num" }, String(one.length)),
       el("span", { class: "num" }, String(one.turns)),
-      el("span", {}, one.stop.replace("_", " ")),
+      el("span", { title: one.stop.replace("_", " ") }, one.stop.replace("stop_", "")),
       tags.length ? el("span", { class: "tags" }, ...tags) : null);
   };
   const WHY = { worst: "the worst of its step", strangest: "the strangest: engine and learner differ most", question: "one of the regular ones", dropped: "" };
@@ -276,11 +277,12 @@
   const reader = async () => {
     const one = answers[state.at], choices = others(one);
     if (!choices.some((choice) => choice.id === state.beside)) state.beside = "";
+    if (!state.beside && !state.alone) state.beside = choices.find((choice) => data.steps[choice.other.s].run !== data.steps[one.s].run)?.id ?? "";
     const beside = choices.find((choice) => choice.id === state.beside)?.other;
     await Promise.all([one, beside].filter(Boolean).map((each) => inflated(data.steps[each.s])));
     if (one !== answers[state.at]) return;
     panes = [one, beside].filter(Boolean).map(pane);
-    const select = el("select", { id: "beside", onchange: () => { state.beside = select.value; reader(); } }, el("option", { value: "" }, "nothing"),
+    const select = el("select", { id: "beside", onchange: () => { state.beside = select.value; state.alone = !select.value; reader(); } }, el("option", { value: "" }, "nothing"),
       ...choices.map((choice) => el("option", { value: choice.id, selected: choice.id === state.beside }, choice.name)));
     $("reader").replaceChildren(
       el("div", { class: "question" }, one.group.question || "(no question)"),
@@ -366,7 +368,7 @@
     c: () => colour(FIELDS[(FIELDS.indexOf(state.field) + 1) % FIELDS.length]),
     C: () => colour(FIELDS[(FIELDS.indexOf(state.field) + FIELDS.length - 1) % FIELDS.length]),
     f: () => { const folds = [...$("reader").querySelectorAll("details")], open = folds.some((fold) => !fold.open); folds.forEach((fold) => (fold.open = open)); },
-    b: () => { const choices = ["", ...others(answers[state.at]).map((choice) => choice.id)]; state.beside = choices[(choices.indexOf(state.beside) + 1) % choices.length]; reader(); },
+    b: () => { const choices = ["", ...others(answers[state.at]).map((choice) => choice.id)]; state.beside = choices[(choices.indexOf(state.beside) + 1) % choices.length]; state.alone = !state.beside; reader(); },
     n: () => {
       const all = panes.flatMap((pane, p) => [...new Set(pane.one.findings.flatMap((found) => found.tokens))].sort((a, b) => a - b).map((t) => [p, t]));
       const [p, t] = state.token ?? [0, -1], next = all.find(([q, u]) => q > p || (q === p && u > t)) ?? all[0];
@@ -409,10 +411,8 @@
   $("help").addEventListener("click", () => { $("keys").hidden = !$("keys").hidden; $("help").setAttribute("aria-expanded", String(!$("keys").hidden)); });
   for (const note of data.notes) $("notes").append(el("li", {}, note));
   if (!data.notes.length) $("notes").remove();
-  const asked = +location.hash.slice(1);
-  state.at = Number.isInteger(asked) && asked < answers.length ? asked : 0;
-  const first = answers[state.at];
-  if (data.runs.length > 1) state.beside = others(first).find((choice) => data.steps[choice.other.s].run !== data.steps[first.s].run)?.id ?? "";
+  const asked = location.hash.slice(1), first = answers.find((one) => one.findings.length) ?? answers.find((one) => one.group.flipped) ?? answers.find((one) => one.turns > 1);
+  state.at = asked !== "" && +asked < answers.length ? +asked : (first ?? answers[0]).at;
   list();
   // The list is painted first; the numbers of the other steps are unpacked once it stands.
   reader().then(() => Promise.all(data.steps.map(inflated))).then(legend);

@@ -52,7 +52,7 @@ class Workers:
 
 
 def traced_config(folder: Path, **changes: Any) -> Config:
-    values = {f"trainer.trace.{name}": value for name, value in {"freq": 1, **changes}.items()}
+    values = {f"trainer.trace.{name}": value for name, value in {"freq": 1, "groups": 4, **changes}.items()}
     return configured({"trainer.default_local_dir": str(folder), "actor_rollout_ref.rollout.n": 4, **values})
 
 
