@@ -15,36 +15,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from core.checkpoint.manifest import write_durably
 from core.errors import InputError
-from results.reporting.run_reader import load_run
-from results.reporting.trace_page import Shown, page
-from results.reporting.trace_reader import chosen_steps
-
-MOST = 200  # trajectories of a page whose steps are not named: 4 MB with 1,000 tokens each
-PAGE = "trace.html"
-
-
-def write_trace(
-    runs: Sequence[Path], out: Path | None = None, steps: Sequence[int] | None = None, most: int = MOST
-) -> tuple[Path, str]:
-    """Write the page of these run folders and return its path, and what it shows in a few words.
-
-    Raises:
-        InputError: a folder is no run, or has no record that can be read.
-    """
-    shown, notes = [], []
-    for folder in runs:
-        run = load_run(folder)
-        found, said = chosen_steps(folder, steps, most // len(runs))
-        shown.append(Shown(run.name, found, run.config))
-        notes += said
-    path = out or runs[0] / PAGE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    title = "Tokens of " + " and ".join(one.name for one in shown)
-    write_durably(path, page(title, shown, notes))
-    count = sum(step.count for one in shown for step in one.steps)
-    return path, "\n".join([f"{count} trajectories of {sum(len(one.steps) for one in shown)} steps", *notes])
+from results.reporting.trace_page import PAGE, write_trace
 
 
 def _steps(text: str) -> list[int]:

@@ -76,6 +76,14 @@ class Gallery:
 
 
 @dataclass(frozen=True)
+class Link:
+    """A line that leads to another file beside the page."""
+
+    text: str
+    file: str
+
+
+@dataclass(frozen=True)
 class Fold:
     """Blocks that stay closed until the reader opens them."""
 
@@ -83,7 +91,7 @@ class Fold:
     blocks: Sequence[Block]
 
 
-Block = Heading | Text | Table | Gallery | Fold
+Block = Heading | Text | Table | Gallery | Link | Fold
 
 
 # --- curves ---
@@ -192,6 +200,8 @@ def _markdown(block: Block) -> str:
                 if not line.faint
             ]
             return markdown_table(Table(["curve", "of", "first", "last", "shape"], rows))
+        case Link(text, file):
+            return f"[{text}]({file})"
         case Fold(title, inner):
             return "\n\n".join([f"### {title}", *map(_markdown, inner)])
 

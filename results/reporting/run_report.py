@@ -19,6 +19,7 @@ from results.reporting.curves import Group, curves
 from results.reporting.pages import Block, Fold, Heading, Table, Text, write_pages
 from results.reporting.run_reader import NOT_RECORDED, RecordedRun, comparable, group_name, group_runs
 from results.reporting.tables import experiment_table, experiments, run_table
+from results.reporting.trace_page import trace_links
 
 SHOWN_SAMPLES = 8  # of a run; the questions that flipped are listed apart
 
@@ -214,5 +215,7 @@ def page(runs: Sequence[RecordedRun], baseline: str | None = None, x: str = "ste
 
 
 def write_report(runs: Sequence[RecordedRun], out: Path, baseline: str | None = None, x: str = "step") -> Path:
-    """Write ``report.md`` and ``report.html`` into ``out`` and return the second."""
-    return write_pages(out, "report", *page(runs, baseline, x))[1]
+    """Write ``report.md`` and ``report.html`` into ``out`` and return the second; recorded tokens get pages beside it."""
+    title, blocks = page(runs, baseline, x)
+    first = next((at for at, block in enumerate(blocks) if isinstance(block, Heading)), len(blocks))
+    return write_pages(out, "report", title, [*blocks[:first], *trace_links(runs, out), *blocks[first:]])[1]

@@ -101,7 +101,7 @@
     { id: "engine", name: "log-prob, engine", of: (o, t) => number("engine", o, t), needs: "engine" },
     { id: "learner", name: "log-prob, learner", of: learner, needs: "gap" },
     { id: "gap", name: "learner less engine", of: (o, t) => number("gap", o, t), needs: "gap", signed: true },
-    { id: "ratio", name: "ratio and clip", of: (o, t) => number("ratio", o, t), needs: "ratio", signed: true, shown: (v) => short(1 + v, 4) },
+    { id: "ratio", name: "ratio and clip", of: (o, t) => number("ratio", o, t), needs: "ratio", signed: true, shown: (v) => short(1 + v) },
     { id: "advantage", name: "advantage", of: (o, t) => number("advantage", o, t), needs: "advantage", signed: true },
     { id: "entropy", name: "entropy", of: (o, t) => number("entropy", o, t), needs: "entropy" },
     { id: "value", name: "value", of: (o, t) => number("value", o, t), needs: "value", signed: true },
@@ -159,7 +159,7 @@
   // --- the list -----------------------------------------------------------------------------------------------------
   const row = (one) => {
     const right = (one.parts.acc ?? one.score) > 0;
-    const parts = Object.entries(one.parts).filter(([name, value]) => name === "acc" || value !== one.score);
+    const parts = Object.entries(one.parts).filter(([name, value]) => name !== "score" || value !== one.score);
     const tags = [];
     if (one.findings.length) tags.push(el("span", { class: "tag alarm" }, `${one.findings.length} finding${one.findings.length > 1 ? "s" : ""}`));
     if (one.error) tags.push(el("span", { class: "tag" }, "tool error"));

@@ -18,10 +18,16 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
+from core.errors import InputError
+from core.tracking.tracker import write_atomic
+from results.reporting.pages import Block, Link, Text
+from results.reporting.run_reader import RecordedRun, load_run
 from results.reporting.trace_checks import Finding, Seen, findings
-from results.reporting.trace_reader import TracedGroup, TracedStep, TracedTrajectory
+from results.reporting.trace_reader import TracedGroup, TracedStep, TracedTrajectory, chosen_steps, has_traces
 
 HERE = Path(__file__).parent
+MOST = 200  # trajectories of a page whose steps are not named: 4 MB with 1,000 tokens each
+PAGE = "trace.html"
 ERROR = re.compile(r"^\s*(<tool_response>)?\s*error: |My previous action is invalid")
 PASSAGE = re.compile(r"Doc \d+\(Title: (.*?)\)")
 QUERIES = (re.compile(r"<search>(.*?)</search>", re.DOTALL), re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL))
@@ -210,3 +216,43 @@ def page(title: str, runs: Sequence[Shown], notes: Sequence[str]) -> str:
     files = {name: Markup((HERE / f"trace.{name}").read_text(encoding="utf-8")) for name in ("css", "js")}
     data = in_script(payload(runs, notes))
     return environment.get_template("trace.html.jinja").render(title=title, data=data, **files) + "\n"
+
+
+def write_trace(
+    runs: Sequence[Path], out: Path | None = None, steps: Sequence[int] | None = None, most: int = MOST
+) -> tuple[Path, str]:
+    """Write the page of these run folders and return its path, and what it shows in a few words.
+
+    Raises:
+        InputError: a folder is no run, or has no record that can be read.
+    """
+    shown, notes = [], []
+    for folder in runs:
+        run = load_run(folder)
+        found, said = chosen_steps(folder, steps, most // len(runs))
+        shown.append(Shown(run.name, found, run.config))
+        notes += said
+    path = out or runs[0] / PAGE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    title = "Tokens of " + " and ".join(one.name for one in shown)
+    write_atomic(path, page(title, shown, notes))
+    count = sum(step.count for one in shown for step in one.steps)
+    return path, "\n".join([f"{count} trajectories of {sum(len(one.steps) for one in shown)} steps", *notes])
+
+
+def trace_links(runs: Sequence[RecordedRun], out: Path) -> list[Block]:
+    """Write the pages of the runs that recorded tokens into ``out`` and return links to them.
+
+    Two such runs share a page. Records that cannot be read are a sentence of the report, and no reason to have none.
+    """
+    traced = [run.folder for run in runs if has_traces(run.folder)]
+    pages = [(traced, PAGE)] if len(traced) < 3 else [([folder], f"trace_{folder.name}.html") for folder in traced]
+    found: list[Block] = []
+    for folders, name in pages if traced else ():
+        try:
+            write_trace(folders, out / name)
+            text = f"Tokens of recorded steps: {' and '.join(folder.name for folder in folders)}"
+            found.append(Link(text, name))
+        except InputError as error:
+            found.append(Text(f"The recorded tokens cannot be shown: {error}"))
+    return found

@@ -101,6 +101,11 @@ class TracedStep:
         return sum(len(group.trajectories) for group in self.groups)
 
 
+def has_traces(run: Path) -> bool:
+    """Return whether a run recorded tokens, or began to."""
+    return any((run / FOLDER).glob("step_*.npz*"))
+
+
 def trace_files(run: Path) -> list[Path]:
     """Return the complete records of a run, in the order of steps."""
     return sorted((run / FOLDER).glob("step_*.npz"))

@@ -16,10 +16,11 @@ import torch
 from core.errors import InputError
 from core.tracking.trace import FORMAT
 from core.types import Stop
-from results import trace
+from results import report, trace
+from results.reporting.pages import Link
 from results.reporting.run_reader import load_run
 from results.reporting.trace_checks import CHECKS, Seen, findings
-from results.reporting.trace_page import Shown, in_script, payload
+from results.reporting.trace_page import Shown, in_script, payload, trace_links, write_trace
 from results.reporting.trace_reader import chosen_steps, read_step, trace_files
 from tests.results.traced_run import BOS, EOS, made_groups, record, traced_config, traced_run
 
@@ -252,7 +253,7 @@ def test_queries_and_passages_are_told_apart_from_what_a_tool_said(tmp_path):
 
 def test_html_in_an_answer_cannot_end_the_script_that_holds_it(tmp_path):
     run = traced_run(tmp_path / "a" / "b", (1,), text="</script><script>alert(1)</script><!--")
-    path, _ = trace.write_trace([run])
+    path, _ = write_trace([run])
     text = path.read_text(encoding="utf-8")
     holder = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1]
     assert json.loads(holder)["steps"] and text.count("</script>") == 2 and "<" not in holder
@@ -266,7 +267,7 @@ def test_two_hundred_answers_of_a_thousand_tokens_take_at_most_4_mb(tmp_path):
     record(config, 1, made_groups(1, 0, count=50, n=4, length=1000), values=True)
     data = page_data(run)
     assert len(rows(data)) == 200 and {row["length"] for row in rows(data)} == {1000}
-    path, said = trace.write_trace([run])
+    path, said = write_trace([run])
     assert said.startswith("200 trajectories of 1 steps") and path.stat().st_size <= 4_000_000
     assert not re.search(
         r"(src|href)=|https?://|@import|url\(", path.read_text(encoding="utf-8").partition('id="data"')[0]
@@ -330,7 +331,7 @@ def test_steps_are_spread_out_and_those_left_out_are_named(tmp_path):
 
 def test_two_runs_on_the_same_questions_stand_on_one_page(tmp_path):
     runs = [traced_run(tmp_path / "grpo" / name, (1,), seed=seed) for seed, name in enumerate("ab")]
-    path, _ = trace.write_trace(runs, tmp_path / "both.html")
+    path, _ = write_trace(runs, tmp_path / "both.html")
     data = json.loads(re.search(r'id="data">(.*?)</script>', path.read_text(encoding="utf-8"), re.DOTALL)[1])
     assert data["runs"] == ["grpo/a", "grpo/b"] and [step["run"] for step in data["steps"]] == [0, 1]
     questions = [{group["uid"] for group in step["groups"]} for step in data["steps"]]
@@ -358,3 +359,23 @@ def test_findings_are_of_a_trajectory_in_its_group(tmp_path):
     step = read_step(trace_files(run)[0])
     group = step.groups[0]
     assert findings(Seen(group.trajectories[0], group, step, load_run(run).config)) == []
+
+
+# --- reports lead to it ---
+
+
+def test_every_report_of_a_run_with_traces_links_its_page(tmp_path, capsys):
+    runs = [traced_run(tmp_path / "grpo" / name, (1,), seed=seed) for seed, name in enumerate("abc")]
+    assert report.main([str(runs[0])]) == 0
+    assert (runs[0] / "trace.html").exists()
+    assert '<a href="trace.html">Tokens of recorded steps: a</a>' in (runs[0] / "report.html").read_text()
+    assert "[Tokens of recorded steps: a](trace.html)" in (runs[0] / "report.md").read_text()
+    loaded = [load_run(run) for run in runs]
+    assert trace_links(loaded[:2], tmp_path / "two") == [Link("Tokens of recorded steps: a and b", "trace.html")]
+    links = trace_links(loaded, tmp_path / "three")
+    assert [one.file for one in links] == ["trace_a.html", "trace_b.html", "trace_c.html"]
+    assert all((tmp_path / "three" / one.file).exists() for one in links)
+    trace_files(runs[0])[0].write_bytes(b"half")
+    assert "The recorded tokens cannot be shown" in trace_links(loaded[:1], tmp_path / "damaged")[0].text
+    trace_files(runs[0])[0].unlink()
+    assert trace_links(loaded[:1], tmp_path / "none") == []

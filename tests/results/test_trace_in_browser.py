@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from results import trace
+from results.reporting.trace_page import write_trace
 from tests.browser import SCHEMES, WIDTHS, chromium, contrast, first_paint_ms, opened, overflow, pictures_without_text
 from tests.results.test_trace import TOOL, later
 from tests.results.traced_run import made_groups, record, traced_config, traced_run
@@ -26,7 +26,7 @@ def page_path(tmp_path_factory):
         traced_run(folder / "grpo" / "good", (1, 2), tool=TOOL, text=EVIL),
         traced_run(folder / "grpo" / "late", (1,), {"old": later}, seed=1, length=120),
     ]
-    return trace.write_trace(runs, folder / "trace.html")[0]
+    return write_trace(runs, folder / "trace.html")[0]
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_two_runs_stand_side_by_side_on_the_same_question(page):
     page.select_option("#beside", label="grpo/good, step 2, the same question")
     page.locator("article h2", has_text="grpo/good, step 2").wait_for()
     page.select_option("#beside", label="nothing")
-    page.wait_for_function("document.querySelectorAll('article').length === 1")
+    page.locator("article").nth(1).wait_for(state="detached")
 
 
 def test_turns_are_folded_and_name_their_errors(page):
@@ -133,7 +133,7 @@ def test_filters_and_search_leave_what_they_name(page):
     assert 0 < page.locator(".row").count() < every and page.locator(".row .wrong").count() == 0
     page.fill("#from", "")
     page.fill("#search", "no such TOOL")
-    page.wait_for_function(f"document.querySelectorAll('.row').length < {every}")
+    page.locator(".row").nth(every - 1).wait_for(state="detached")
     assert page.locator(".row").count() > 0 and page.locator(".t.hit").count() > 5
     page.fill("#search", "in no answer at all")
     page.get_by_text("No answer passes the filters.").wait_for()
@@ -153,6 +153,6 @@ def test_a_colour_shows_where_the_gap_is(page):
 def test_the_largest_page_is_painted_within_two_seconds(browser, tmp_path):
     run = traced_run(tmp_path / "grpo" / "run", ())
     record(traced_config(run, groups=100), 1, made_groups(1, 0, count=50, n=4, length=1000), values=True)
-    with opened(browser, trace.write_trace([run])[0]) as page:
+    with opened(browser, write_trace([run])[0]) as page:
         page.wait_for_selector("body[data-ready]")
         assert page.locator(".row").count() == 200 and first_paint_ms(page) < 2000
