@@ -215,7 +215,7 @@ def page(runs: Sequence[RecordedRun], baseline: str | None = None, x: str = "ste
 
 
 def write_report(runs: Sequence[RecordedRun], out: Path, baseline: str | None = None, x: str = "step") -> Path:
-    """Write ``report.md`` and ``report.html`` into ``out`` and return the second; recorded tokens get pages beside it."""
+    """Write ``report.md`` and ``report.html`` into ``out`` and return the second; recorded tokens have a page too."""
     title, blocks = page(runs, baseline, x)
     first = next((at for at, block in enumerate(blocks) if isinstance(block, Heading)), len(blocks))
     return write_pages(out, "report", title, [*blocks[:first], *trace_links(runs, out), *blocks[first:]])[1]
