@@ -111,7 +111,7 @@ BUDGETS = {
 FILES_AT_THE_TOP_OF_CORE = 12
 LINES_OF_A_FUNCTION = 60
 LINES_OF_FIT = 40
-LINES_OF_THE_README = 150
+LINES_OF_THE_README = 157  # 7 more: the page of tokens, and a picture of it
 
 # Packages that only these files import.
 IMPORTED_ONLY_BY = {"ray": "core/cluster/ray_*.py", "vllm": "core/engines/vllm*.py"}

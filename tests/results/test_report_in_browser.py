@@ -65,11 +65,7 @@ def test_values_are_under_the_pointer_and_under_the_arrow_keys(browser, page_pat
         figure = page.locator("figure").first
         figure.locator("svg").hover()
         shown = figure.locator("output").inner_text().splitlines()
-        assert (
-            shown[0].startswith("step ")
-            and [line.split()[0] for line in shown[1:]] == ["grpo/lab_s", "ppo/lab_s1"]
-            or len(shown) == 3
-        )
+        assert shown[0].startswith("step ") and len(shown) == 3  # two experiments
         page.mouse.move(0, 0)
         assert figure.locator("output").count() == 0
         figure.focus()
