@@ -96,17 +96,21 @@ def test_the_same_questions_are_recorded_again_where_they_can_be(tmp_path):
 def test_a_real_run_records_what_trained_and_no_check_finds_anything(folder):
     """Two optimizer steps a batch, so there are old log-probs, and a ratio that has moved by the second one."""
     settings = ("actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.optim.lr=0.01")
+    (folder / "lengths.py").write_text(
+        "def compute_score(*_, solution_str, **__):\n    return float(len(solution_str) % 3)\n"
+    )
+    settings += (f"custom_reward_function.path={folder / 'lengths.py'}", "actor_rollout_ref.rollout.n=4")
     config = configured(folder, "real", "trainer.trace.freq=1", "trainer.trace.groups=4", *settings, steps=2)
     RayPPOTrainer(config).init_workers().fit()
     run = load_run(config.trainer.default_local_dir)
     for path in trace_files(run.folder):
         step = read_step(path)
         every = [one for group in step.groups for one in group.trajectories]
-        assert len(every) == 8
+        assert len(every) == 16
         for group in step.groups:
             assert not [f for one in group.trajectories for f in findings(Seen(one, group, step, run.config))]
         moved = [np.nanmax(np.abs(one.arrays["ratio"] - 1)) for one in every if one.field("ratio") is not None]
-        assert not moved or max(moved) > 1e-4
+        assert len(moved) >= 4 and max(moved) > 1e-4
         for one in every:
             known = one.learner()[one.arrays["response_mask"]]
             np.testing.assert_allclose(known, one.arrays["engine"][one.arrays["response_mask"]], atol=1e-4)
