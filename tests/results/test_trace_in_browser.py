@@ -7,9 +7,9 @@ import pytest
 from results.reporting.trace_page import write_trace
 from tests.browser import SCHEMES, WIDTHS, chromium, contrast, first_paint_ms, opened, overflow, pictures_without_text
 from tests.results.test_trace import TOOL, later
-from tests.results.traced_run import made_groups, record, traced_config, traced_run
+from tests.results.traced_run import EVIL, made_groups, record, traced_config, traced_run
 
-EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script> é"
+TEXT = "\x01<script>document.title='owned'</script> é"  # the first character is a token that is a whole element
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def page_path(tmp_path_factory):
     """Two runs on the same questions; the second one's learner is a token late."""
     folder = tmp_path_factory.mktemp("pages")
     runs = [
-        traced_run(folder / "grpo" / "good", (1, 2), tool=TOOL, text=EVIL),
+        traced_run(folder / "grpo" / "good", (1, 2), tool=TOOL, text=TEXT),
         traced_run(folder / "grpo" / "late", (1,), {"old": later}, seed=1, length=120),
     ]
     return write_trace(runs, folder / "trace.html")[0]
@@ -56,8 +56,8 @@ def test_it_fits_and_can_be_read(browser, page_path, width, height, scheme):
 
 def test_html_in_an_answer_is_shown_and_never_run(page):
     page.wait_for_timeout(100)
-    assert page.title().startswith("Tokens of") and page.locator("img").count() == 0
-    assert "<img src=x onerror=" in page.locator("article .policy .tokens").first.inner_text()
+    assert page.title().startswith("Tokens of") and page.locator("img, main b b, h2 b").count() == 0
+    assert EVIL + "<script>" in page.locator("article .policy .tokens").first.inner_text()
 
 
 def test_a_token_that_is_no_text_alone_shows_its_bytes_and_what_it_is_part_of(page):

@@ -24,8 +24,9 @@ from core.types import Prompt, ScoredGroup, Segment, StepMetrics, Stop, TrainBat
 from reward_scores.score import graded
 from tests.core.synthetic import configured, make_run
 
-PAD, EOS, BOS = 256, 257, 258
-NAMES = {code: name for name, code in _byte_of().items()} | {PAD: "<pad>", EOS: "<eos>", BOS: "<bos>"}
+PAD, EOS, BOS, WHOLE = 256, 257, 258, 259
+EVIL = "<img src=x onerror=\"document.title='owned'\">"  # one token; a text has it as the character \x01
+NAMES = {code: name for name, code in _byte_of().items()} | {PAD: "<pad>", EOS: "<eos>", BOS: "<bos>", WHOLE: EVIL}
 Bugs = Mapping[str, Callable[[Any], Any]]
 
 
@@ -61,12 +62,12 @@ def trajectory(
 ) -> Trajectory:
     """One or two turns of the policy, with a tool's answer between them."""
     prompt = [BOS, *question.encode()]
-    first, second = list(text.encode()), list(b"so it is 7") if tool else []
+    first, second = [WHOLE if one == 1 else one for one in text.encode()], list(b"so it is 7") if tool else []
     first += rng.integers(97, 123, max(0, length - len(first) - len(second) - len(tool.encode()) - 1)).tolist()
     ids = [*first, *tool.encode(), *second, EOS]
     mask = [True] * len(first) + [False] * len(tool.encode()) + [True] * (len(second) + 1)
     logprobs = np.where(mask, -rng.exponential(0.4, len(ids)), 0).astype(np.float32)
-    segments = [Segment("policy", bytes(first).decode("utf-8", "replace"))]
+    segments = [Segment("policy", text)]
     segments += [Segment("tool", tool), Segment("policy", "so it is 7<eos>")] if tool else []
     made = Trajectory(prompt, ids, mask, logprobs, tuple(segments), Stop.EOS, 0, 0, 1 + bool(tool), int(bool(tool)))
     return dataclasses.replace(made, **changes)
@@ -85,7 +86,7 @@ def made_groups(
     rng = np.random.default_rng([seed, step])
     found = []
     for index in range(count):
-        question = f"Question {index}: how much is {index} + 7?"
+        question = f"Question {index}: how much is <b>{index}</b> + 7?"
         prompt = Prompt(
             10 * step + index, f"q{index}", (BOS,), ({"role": "user", "content": question},), "7", "tests/sums"
         )
