@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from core.config import compose
 from core.ray_trainer import RayPPOTrainer
 from core.tracking.trace import FOLDER, TraceRecorder, make_room, shown
 from core.tracking.tracker import Tracker
@@ -184,15 +185,15 @@ def test_a_run_that_records_too_much_is_told(tmp_path, caplog):
 @pytest.mark.slow
 def test_recording_every_step_of_a_lab_takes_at_most_two_percent(tmp_path, monkeypatch):
     """CPU seconds inside the recorder over seconds of the steps, as the run itself measures them."""
-    from recipes.grpo import main_grpo
     from recipes.lab import sums
 
     root = Path(__file__).resolve().parents[3]
     monkeypatch.chdir(tmp_path)
-    sums.main([])
+    sums.prepare()
     tools = f"actor_rollout_ref.rollout.multi_turn.tool_config_path={root / 'recipes/lab/tools.yaml'}"
     more = ["trainer.trace.freq=1", "trainer.backend=local", "trainer.cpu_threads=1", "trainer.total_training_steps=10"]
-    main_grpo.main(["preset=lab_tools", tools, "--", *more, "trainer.experiment_name=traced", "data.val_max_samples=8"])
+    settings = ["trainer.default_local_dir=outputs/grpo/traced", "data.val_max_samples=8", "trainer.device=cpu"]
+    RayPPOTrainer(compose("grpo", ["preset=lab_tools", tools, *more, *settings])).init_workers().fit()
     rows = [row for row in load_run(tmp_path / "outputs/grpo/traced").metrics if row["step"]]
     spent, steps = (sum(row[name] for row in rows) for name in ("perf/trace_cpu_s", "timing_s/step"))
     assert len(rows) == 10 and 0 < spent <= 0.02 * steps
