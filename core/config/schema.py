@@ -452,6 +452,18 @@ class HealthConfig:
 
 
 @dataclass(frozen=True)
+class TraceConfig:
+    """What is recorded of every token of some steps, for ``python -m results.trace``."""
+
+    freq: limits.OffOrCount = -1  # record every so many steps, the first and the last one too; -1: steps alone
+    steps: tuple[limits.Count, ...] | None = None  # record these steps as well
+    # groups of a recorded step, questions that recur where possible; the worst, the strangest and the first dropped one
+    # are recorded beside them
+    groups: limits.Count = 2
+    max_mb: limits.Positive = 256  # disk of a run's records; older ones make room, the first one stays
+
+
+@dataclass(frozen=True)
 class TrainerConfig:
     # one process, or learner ranks and engines on the GPUs of one or more nodes (ray)
     backend: Literal["local", "ray"] = "local"
@@ -488,6 +500,7 @@ class TrainerConfig:
     # checkpoint to resume from (a folder global_step_N), with resume_mode=resume_path
     resume_from_path: str | None = None
     resume_with_changes: bool = False  # resume also with another base, other data or another objective; recorded
+    trace: TraceConfig = TraceConfig()
     health: HealthConfig = HealthConfig()
 
 

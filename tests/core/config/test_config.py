@@ -39,6 +39,7 @@ ADDED = {
     *("data.max_start_length", "data.max_obs_length", "actor_rollout_ref.rollout.update_weights_bucket_megabytes"),
     *("trainer.heartbeat_timeout_s", "ray_kwargs.driver_actor"),
     *(f"actor_rollout_ref.rollout.{name}" for name in ("nnodes", "n_gpus_per_node")),  # of later versions
+    *(f"trainer.trace.{name}" for name in ("freq", "steps", "groups", "max_mb")),
 }
 
 
@@ -274,6 +275,7 @@ def test_published_configurations_are_read_also_where_they_hold_another_recipes_
         assert written["actor_rollout_ref"]["rollout"].pop("update_weights_bucket_megabytes") == 2048
         assert written["reward_model"].pop("judge") == yaml.safe_load(to_yaml(Config()))["reward_model"]["judge"]
         assert written["trainer"]["health"].pop("judge_agreement") == {"bound": 0.75, "action": "stop"}
+        assert written["trainer"].pop("trace")["freq"] == -1
         assert "retriever" in tree and written == tree
 
 

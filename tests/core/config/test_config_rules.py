@@ -561,6 +561,7 @@ IDLE = [
     ),
     *(("ppo", [*UNWATCHED, f"trainer.health.{name}.action=stop"], f"trainer.health.{name}.action") for name in CHECKS),
     ("ppo", ["trainer.health.reward_window=3"], "trainer.health.reward_window"),
+    ("ppo", ["trainer.trace.groups=3"], "trainer.trace.groups"),
     ("ppo", [f"{ROLLOUT}.val_kwargs.temperature=0.6"], f"{ROLLOUT}.val_kwargs.temperature"),
     *(
         ("ppo", [f"{ROLLOUT}.{setting}"], f"{ROLLOUT}.{setting.partition('=')[0]}")
