@@ -79,7 +79,7 @@ def _without_cluster(config: Config) -> list[str]:
 def _without_engine(config: Config) -> list[str]:
     key, name = "actor_rollout_ref.rollout.name", config.actor_rollout_ref.rollout.name
     package = tables.ENGINES[name].package
-    if package is None or find_spec(package):
+    if package is None or find_spec(package) or not config.needs_engine:
         return []
     return [f"{key}={name}: {package} is not installed; make setup installs it where it can, or use {key}=hf"]
 

@@ -47,6 +47,7 @@ from core.tracking.metrics import RAW_SCORE, data_metrics, throughput
 from core.tracking.profiling import profiled
 from core.tracking.progress import progress
 from core.tracking.step_time import BusyClock
+from core.tracking.trace import TraceRecorder
 from core.tracking.tracker import dump_jsonl
 from core.tracking.validation import ValRecord, validation_metrics
 from core.types import Prompt, ScoredGroup, StepMetrics, TrainBatch, Trajectory
@@ -113,6 +114,7 @@ class RayPPOTrainer:
         self.agent_loop: AgentLoop | None = None  # None where a trajectory is one turn
         self.tool_calls = ToolCalls()
         self.workers: Workers | None = None
+        self.trace: TraceRecorder | None = None
         self.clock = BusyClock("decode", "reward")
         self.runner: asyncio.Runner | None = None
         self.collected: Collected | None = None
@@ -123,17 +125,11 @@ class RayPPOTrainer:
         Raises InputError, mostly before a model loads, and what a training hook raises on an example answer.
         """
         config = self.config
-        self.tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-        pictures = load_picture_format(config.actor_rollout_ref.model, self.tokenizer)
-        self.stream = PromptStream(config.data, self.tokenizer, config.trainer.seed, pictures)
-        self.val_prompts = load_val_prompts(config.data, self.tokenizer, pictures)
-        self.reward = RewardLayer(config)
-        self.reward.check(itertools.chain(self.stream.files.examples(), self.val_prompts))
-        check_hooks(
-            self.stream.files.sample_examples(1), self.reward, self.tokenizer, self.shape_reward, self.keep_group
-        )
+        self.load_data()
         self.agent_loop = make_agent_loop(config, self.tokenizer)
         checkpoint = self.session.open(self.stream, critic=self.needs.critic)
+        self.trace = TraceRecorder(config, self.tokenizer, self.session.total_steps)
+        self.keep_group = self.trace.judging(self.keep_group)
         with naming_knobs(config, "load"):
             self.workers = self.make_workers(prepare_torch(config.trainer))
         try:
@@ -148,6 +144,19 @@ class RayPPOTrainer:
         if self.reward.in_process and isinstance(self.workers.engine, SteppedEngine):
             self.clock = BusyClock("reward", "decode")  # scoring here holds up an engine in this process
         return self
+
+    def load_data(self) -> None:
+        """Load tokenizer, prompts and scorers, and check them and the hooks with each other."""
+        config = self.config
+        self.tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+        pictures = load_picture_format(config.actor_rollout_ref.model, self.tokenizer)
+        self.stream = PromptStream(config.data, self.tokenizer, config.trainer.seed, pictures=pictures)
+        self.val_prompts = load_val_prompts(config.data, self.tokenizer, pictures)
+        self.reward = RewardLayer(config)
+        self.reward.check(itertools.chain(self.stream.files.examples(), self.val_prompts))
+        check_hooks(
+            self.stream.files.sample_examples(1), self.reward, self.tokenizer, self.shape_reward, self.keep_group
+        )
 
     def make_workers(self, device: torch.device) -> Workers:
         """Return the models and the engine, where ``trainer.backend`` places them."""
@@ -165,6 +174,7 @@ class RayPPOTrainer:
                     groups_P = self.collect(metrics)
                     with self.collecting_ahead(metrics):
                         batch = make_batch(groups_P, self.tokenizer.pad_token_id, self.needs.state_masking)
+                        batch = self.trace.marked(batch, metrics.step)
                         batch = self.compute_log_probs(batch, metrics)
                         with metrics.time("adv"):
                             batch = self.compute_advantages(batch, metrics)
@@ -352,8 +362,10 @@ class RayPPOTrainer:
         if oldest < step - 1 - trainer.max_staleness:
             raise RuntimeError(f"step {step} trained on samples of policy {oldest}, older than max_staleness allows")
         metrics.add(data_metrics(groups_P, batch))
+        metrics.add(self.trace.record(groups_P, batch, metrics, self.workers))
         if self.agent_loop is not None:
             metrics.add(self.agent_loop.metrics())
+        metrics.add(self.reward.usage("perf/judge"))
         seconds = metrics.values["timing_s/step"]
         metrics.add(
             {
@@ -400,6 +412,7 @@ class RayPPOTrainer:
         """Answer every validation prompt ``val_kwargs.n`` times; no hook that shapes or filters is called."""
         with metrics.time("testing"):
             groups = self.runner.run(self.evaluate())
+        metrics.add(self.reward.usage("perf/val_judge"))
         self.clock.take()  # of validation, which is one part of the step
         records = [ValRecord.of(group) for group in groups]
         metrics.add(validation_metrics(records))

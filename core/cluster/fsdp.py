@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -50,6 +51,7 @@ from core.learner.saving import (
     save_model,
     save_optimizer,
 )
+from core.learner.traced_tokens import TracedRows
 from core.learner.vision import freeze_vision_tower
 from core.learner.weight_probe import probe_ids, probe_log_probs
 from core.types import TrainBatch
@@ -98,13 +100,13 @@ def make_mesh(device: torch.device, shards: int) -> DeviceMesh:
 def shard(module: nn.Module, config: FSDPConfig, device: torch.device) -> nn.Module:
     """Shard every transformer block, then the rest; parameters keep their dtype as masters.
 
-    Offloading is FSDP2's: parameters, gradients and optimizer live on the CPU together, whichever key asks for it.
+    With ``offload_policy`` parameters, gradients and optimizer live on the CPU together.
     """
     dtype = compute_dtype(config.dtype)
     options: dict[str, Any] = {"mesh": make_mesh(device, config.fsdp_size)}
     if dtype is not None:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    if offloads(config):
+    if config.offload_policy:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     names = set(getattr(module, "_no_split_modules", None) or ())
     blocks = [part for part in module.modules() if type(part).__name__ in names]
@@ -123,8 +125,12 @@ def shard(module: nn.Module, config: FSDPConfig, device: torch.device) -> nn.Mod
     return module
 
 
-def offloads(config: FSDPConfig) -> bool:
-    return config.param_offload or config.optimizer_offload or config.offload_policy
+def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Move the moments of an optimizer. Its step counts stay where its implementation keeps them."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, DTensor):
+                state[name] = value.to(device)
 
 
 def reshard(module: nn.Module) -> None:
@@ -254,6 +260,10 @@ class LearnerRank:
             of_critic = self.split(critic.model, critic.ulysses_sequence_parallel_size)
             self.critic = Critic(module, critic, device=device, **of_critic)
         self.trained = {"actor": self.actor, **({"critic": self.critic} if self.critic else {})}
+        self.parts = {**self.trained, **({"ref": self.ref} if self.ref else {})}
+        self.fsdp = {"actor": part.actor.fsdp_config, "critic": critic.model.fsdp_config, "ref": part.ref.fsdp_config}
+        if part.model.lora_rank:
+            self.fsdp["ref"] = part.actor.fsdp_config  # the policy without its adapters
 
     def split(self, model: ModelConfig | CriticModelConfig, ranks: int) -> dict[str, Any]:
         """Return how ``ranks`` neighbours (``ulysses_sequence_parallel_size``) share a model's passes."""
@@ -269,9 +279,37 @@ class LearnerRank:
         if source is not None and getattr(source, "generation_config", None) is not None:
             self.skeletons[name].generation_config = source.generation_config
         module = shard(skeleton, config, self.device)
-        module.to_empty(device="cpu" if offloads(config) else self.device)
+        module.to_empty(device="cpu" if config.offload_policy else self.device)
         fill(module, source, self.device)
+        if config.param_offload:
+            module.to("cpu")
         return module
+
+    @contextmanager
+    def at_work(self, name: str, *, updates: bool = False) -> Iterator[None]:
+        """Have a model on the device for the time of a phase, with the optimizer's state where the phase ``updates``.
+
+        Both are brought there, and back, where ``param_offload`` and ``optimizer_offload`` keep them in host memory.
+        """
+        part, config = self.parts[name], self.fsdp[name]
+        if config.param_offload:
+            part.module.to(self.device)
+        if config.optimizer_offload and updates:
+            move_state(part.stepper.optimizer, self.device)
+        try:
+            yield
+        finally:
+            self.rest(name)
+
+    def rest(self, name: str) -> None:
+        """Bring to host memory what is kept there between the phases that need it."""
+        part, config = self.parts[name], self.fsdp[name]
+        if config.param_offload:
+            part.module.to("cpu")
+        if config.optimizer_offload and name in self.trained:
+            move_state(part.stepper.optimizer, torch.device("cpu"))
+        if self.device.type == "cuda" and (config.param_offload or config.optimizer_offload):
+            torch.cuda.empty_cache()
 
     def fingerprints(self, known: Mapping[str, Base] = FrozenDict()) -> dict[str, ModelFingerprint]:
         """Return what :func:`core.learner.saving.fingerprints` does, of rank 0; others have nothing to add."""
@@ -280,31 +318,40 @@ class LearnerRank:
         return fingerprints({name: self.skeletons[name] for name in self.trained}, self.config, known)
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        found = self.actor.log_probs(batch, pass_size(self.config.actor_rollout_ref.rollout))
-        reshard(self.actor.module)
+        with self.at_work("actor"):
+            found = self.actor.log_probs(batch, pass_size(self.config.actor_rollout_ref.rollout))
+            reshard(self.actor.module)
         return found
 
     def compute_ref_log_prob(self, batch: TrainBatch) -> tuple[Tensor]:
-        found = self.ref.log_probs(batch, pass_size(self.config.actor_rollout_ref.ref))[:1]
-        reshard(self.ref.module)
+        with self.at_work("ref"):
+            found = self.ref.log_probs(batch, pass_size(self.config.actor_rollout_ref.ref))[:1]
+            reshard(self.ref.module)
         return found
 
     def compute_values(self, batch: TrainBatch) -> tuple[Tensor]:
-        found = self.critic.values(batch)
-        reshard(self.critic.module)
+        with self.at_work("critic"):
+            found = self.critic.values(batch)
+            reshard(self.critic.module)
         return (found,)
 
     def update_actor(self, steps: list[TrainBatch], lr_multiplier: float) -> dict[str, float]:
-        return self.actor.update(steps, lr_multiplier)
+        with self.at_work("actor", updates=True):
+            return self.actor.update(steps, lr_multiplier)
+
+    def traced(self, rows: tuple[int, ...] | None) -> TracedRows:
+        return self.actor.traced.of(rows)
 
     def update_critic(self, steps: list[TrainBatch], lr_multiplier: float) -> dict[str, float]:
-        return self.critic.update(steps, lr_multiplier)
+        with self.at_work("critic", updates=True):
+            return self.critic.update(steps, lr_multiplier)
 
     def probe(self) -> tuple[tuple[int, ...], Any]:
         """Return a fixed text and the policy's log-probs of it, [n - 1] float32."""
         ids = probe_ids(self.actor.module.config.get_text_config().vocab_size)
-        found = probe_log_probs(self.actor)
-        reshard(self.actor.module)
+        with self.at_work("actor"):
+            found = probe_log_probs(self.actor)
+            reshard(self.actor.module)
         return ids, found
 
     def weights(self, dtype: torch.dtype) -> list[Weight]:
@@ -385,6 +432,7 @@ class LearnerRank:
                 load_sharded_optimizer(part.module, part.stepper.optimizer, Path(folder, name, OPTIMIZER))
             else:
                 load_whole_optimizer(part.module, part.stepper.optimizer, Path(folder, name, "optimizer.pt"))
+            self.rest(name)
 
     def read(self, name: str, folder: Path) -> nn.Module | dict[str, Tensor]:
         """Return a checkpoint's weights, whole."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from core.checkpoint.provenance import Base, ModelFingerprint
 from core.checkpoint.run_state import save_tensors
 from core.config.frozen import FrozenDict
+from core.engines import NoEngine, RolloutEngine
 from core.engines.factory import make_engine
 from core.learner.batching import steps_of
 from core.learner.learner import Actor, BasePolicy, Critic, Policy, pass_size
@@ -21,6 +22,7 @@ from core.learner.lora import add_adapters, has_adapters, merged_weights, traine
 from core.learner.models import compute_dtype, load_critic, load_policy
 from core.learner.packing import Layout
 from core.learner.saving import fingerprints, host_copy, load_model, load_optimizer, save_model
+from core.learner.traced_tokens import TracedRows
 from core.learner.vision import freeze_vision_tower
 from core.learner.weight_probe import compare_probe, probe_ids, probe_log_probs
 from core.rewards.reward_model import RewardModel
@@ -76,7 +78,9 @@ class LocalWorkers:
             "layout": Layout(packed=model.use_remove_padding),
         }
         policy = load_policy(model).to(device)
-        self.engine = make_engine(config, lambda: copy.deepcopy(policy).requires_grad_(False), tokenizer, device)
+        self.engine: RolloutEngine = NoEngine()
+        if config.needs_engine:
+            self.engine = make_engine(config, lambda: copy.deepcopy(policy).requires_grad_(False), tokenizer, device)
         self.ref = self.critic = None
         if needs_ref and not model.lora_rank:
             self.ref = Policy(copy.deepcopy(policy).requires_grad_(False), **passes)
@@ -93,7 +97,7 @@ class LocalWorkers:
             layout = Layout(packed=config.critic.model.use_remove_padding)
             self.critic = Critic(critic, config.critic, compute_dtype=dtype, layout=layout)
         self.trained = {"actor": self.actor, **({"critic": self.critic} if self.critic else {})}
-        self.reward_model = RewardModel(config.reward_model, device).score if config.reward_model.enable else None
+        self.reward_model = RewardModel(config.reward_model, device).score if config.reward_model.loads_model else None
         self.profile: Profile | None = None
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
@@ -113,6 +117,9 @@ class LocalWorkers:
         self.engine.sleep()
         actor, length = self.config.actor_rollout_ref.actor, self.config.data.max_response_length
         return self.actor.update(steps_of(batch, actor, length, actor.policy_loss.loss_mode), lr_multiplier)
+
+    def traced(self, rows: Collection[int] | None) -> TracedRows:
+        return self.actor.traced.of(rows)
 
     def update_critic(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
         self.engine.sleep()

@@ -121,7 +121,7 @@ class RayProcesses:
             self.device = device_of(config, device)
             self.groups, self.engine_groups = reserve(config, self.device, self.engine_gpus, learners=learners)
             self._start(learner)
-            if config.reward_model.enable:
+            if config.reward_model.loads_model:
                 self.reward_model = self._start_reward_model()
         except BaseException:
             self.close()
@@ -146,7 +146,7 @@ class RayProcesses:
             place = self._place(self.groups[node], rank % self.per_node, gpus=1)
             self.learners.append(LEARNER.options(**place).remote(cores, parts[node]))
             self.watch.add(rank_name(rank), self.learners[-1])
-        engines = self._make_engines(parts)
+        engines = self._make_engines(parts) if self.config.needs_engine else []
         # Alone on its GPU vLLM measures its cache correctly; kv_cache_memory_bytes would skip that and the utilization.
         self.watch.call("load", "start", dict.fromkeys(engines, (not self.learners,)))
         self.engine = RayEngine(self.watch, engines)

@@ -45,18 +45,20 @@ class Watch:
             self.traffic.send(phase, *given)
         return self.wait(phase, {name: getattr(self.actors[name], method).remote(*a) for name, a in arguments.items()})
 
-    def wait(self, phase: str, calls: dict[str, ray.ObjectRef]) -> list[Any]:
+    def wait(self, phase: str, calls: dict[str, ray.ObjectRef], *, alone: bool = False) -> list[Any]:
         """Return the results, in the order of ``calls`` (actor's name -> call).
 
-        Raises WorkersLost where an actor died or the deadline passed, else what an actor raised.
+        Raises WorkersLost where an actor died or the deadline passed, else what an actor raised. ``alone``: only of the
+        actors that were called does a death matter.
         """
         start, results = time.monotonic(), dict.fromkeys(calls)
         pending = {ref: name for name, ref in calls.items()}
+        lifelines = [ref for ref, name in self.lifelines.items() if name in calls or not alone]
         while pending:
             left = self.timeout_s - (time.monotonic() - start)
             if left <= 0:
                 raise self.timeout(phase, pending.values())
-            ready, _ = ray.wait([*pending, *self.lifelines], timeout=min(left, self.look_s))
+            ready, _ = ray.wait([*pending, *lifelines], timeout=min(left, self.look_s))
             if not ready:
                 log.info("%s: waiting for %s, %.0f s", phase, ", ".join(pending.values()), time.monotonic() - start)
                 if error := self.silence(phase, pending.values()):

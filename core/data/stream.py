@@ -42,16 +42,20 @@ class PromptStream:
     drawn from a stage's files, then the next stage begins; the last one lasts for ever (``prompts: null``).
     ``data.train_max_samples`` keeps that many examples of all files together, a seeded choice if ``data.shuffle``.
 
-    ``pictures`` is how the model reads pictures, None for a model of text alone.
+    ``files`` load and hold what an ordinal draws: prompts, or what a recipe trains on in their place
+    (``recipes/sft/demonstrations.py``). ``pictures`` is how the model reads those of prompts, None for a model of text
+    alone.
 
     Raises InputError: every problem of every file, one line a rule; or no example has a picture for a model that reads
     them.
     """
 
-    def __init__(self, config: Any, tokenizer: Any, seed: int, pictures: PictureFormat | None = None):
+    def __init__(
+        self, config: Any, tokenizer: Any, seed: int, files: Any = None, *, pictures: PictureFormat | None = None
+    ):
         self.seed = int(seed if config.seed is None else config.seed)
         stages = _stages(config)
-        self.files = PromptFiles(config, tokenizer, pictures)
+        self.files = PromptFiles(config, tokenizer, pictures) if files is None else files
         self.files.load((path for stage in stages for path in stage.files), _training_choice(config, self.seed))
         if pictures is not None and not any(example.images for example in self.files.examples()):
             rule = "no example of the training files has a picture, and the model reads pictures"

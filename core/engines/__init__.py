@@ -110,6 +110,21 @@ class RolloutEngine(Protocol):
         """Frees what the engine holds. Requests in flight are cancelled."""
 
 
+class NoEngine:
+    """What stands for an engine in a run that answers nothing: it holds nothing, and cannot sample."""
+
+    policy_version = 0
+
+    async def sample(self, request: SampleRequest) -> Trajectory:
+        raise RuntimeError("this run has no engine: nothing in its configuration is answered")
+
+    def sleep(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 def sampling_params(config: Config, section: RolloutConfig | ValKwargs) -> SamplingParams:
     """Return how a configuration section (rollout, or rollout.val_kwargs) samples; greedy without ``do_sample``."""
     return SamplingParams(

@@ -182,7 +182,7 @@ def _manifest(asked: GenerateCall, prompts: Sequence[Prompt]) -> dict[str, Any]:
         "settings": {
             "model": asked.source.identity(),
             "data": [one["sha256"] for one in data],
-            "prompts": _digest(prompts),
+            "prompts": digest_of(prompts),
             **deciding(config),
             "questions answered together": batch_of(config),
         },
@@ -200,7 +200,7 @@ def deciding(config: Config) -> dict[str, Any]:
     }
 
 
-def _digest(prompts: Sequence[Prompt]) -> str:
+def digest_of(prompts: Sequence[Prompt]) -> str:
     """Return a hash of the questions as the model reads them: tokenizer, template and cutting are in their ids."""
     digest = hashlib.sha256(json.dumps([(p.ordinal, p.uid, p.token_ids) for p in prompts]).encode())
     for picture in (picture for prompt in prompts for picture in prompt.pictures):

@@ -6,7 +6,8 @@
 An estimate from shapes (``core.planning.model_shapes``) and the configuration; torch is not imported. Formulas, with P
 parameters, R learner ranks that share them, c bytes a number in the passes (2 in bf16, 4 in fp32), T tokens a pass:
 
-    learner, resident   12 P / R          float32 weights and two Adam moments; on the CPU where offloaded
+    learner, resident   12 P / R          float32 weights and two Adam moments; on the CPU between phases, or always,
+                                          where offloaded
                         (4 P + 8 A) / R   with LoRA of A parameters, on every linear layer
     reference           4 P / R           float32 weights; none with LoRA, whose base it is
     gathered weights    c (2 block + ends)    one layer and the next, and the ends; in one process only bf16 copies:
@@ -50,6 +51,8 @@ from core.planning.step_seconds import (
 USABLE = 0.95  # of a GPU's memory; the rest is the allocator's and the libraries'
 MEASURED = Path(__file__).parents[2] / "results/benchmarks/plan_memory.json"  # of tests.benchmarks.plan_memory
 PHASES = ("generate", "log-probs", "update", "critic update")
+ALWAYS = ("always",)
+UPDATES = {"policy": ("update",), "critic": ("critic update",)}  # of a role that trains
 HOOKS = ("shape_reward", "keep_group", "compute_advantages")  # a plan does not judge the trainer
 DEFAULT_GPU = "H100"
 PROMPT_LENGTH = 256  # tokens, where no table has them
@@ -154,9 +157,23 @@ class Part:
     """Bytes that a role takes of a GPU."""
 
     role: str
-    phase: str  # always, one of PHASES, or host: offloaded, so not on the GPU
+    phase: str  # always, or one of PHASES
     what: str
     bytes: float
+
+
+@dataclass(frozen=True)
+class State:
+    """Bytes that a role keeps from step to step, and the phases in which they are on the GPU: else in host memory."""
+
+    role: str
+    what: str
+    bytes: float
+    phases: tuple[str, ...]
+
+    @property
+    def parts(self) -> list[Part]:
+        return [Part(self.role, phase, self.what, self.bytes) for phase in self.phases]
 
 
 class Plan:
@@ -170,6 +187,7 @@ class Plan:
         self.assumed = a = self._resolved(assumed or Assumptions())
         self.generated, self.observed = a.turns * a.mean_length, (a.turns - 1) * a.observed_length  # a trajectory
         self.sequence = a.prompt_length + self.generated + self.observed  # tokens, the prompt's included
+        self.sharded = trainer.backend == "ray"
         self.gpus = 1 if trainer.backend == "local" else trainer.nnodes * trainer.n_gpus_per_node
         size = roles.actor.fsdp_config.fsdp_size
         self.ranks = size if 0 < size < self.gpus else self.gpus  # learner ranks that share one copy of the state
@@ -180,7 +198,7 @@ class Plan:
         self.engines = max(1, self.gpus // self.engine_gpus) if self.engine_reserves else 1  # side by side
         answers = data.train_batch_size * roles.rollout.n
         self.drawn = answers / (a.keep_rate if config.algorithm.filter_groups.enable else 1.0)  # answers
-        self.generated_tokens = self.drawn * self.generated  # of a step, as are trained_tokens
+        self.generated_tokens = self.drawn * self.generated * config.generates  # of a step, as are trained_tokens
         self.trained_tokens = answers * self.sequence
         self.learners = (  # role, phase of its update, section, model, fsdp_config
             ("policy", "update", roles.actor, roles.model, roles.actor.fsdp_config),
@@ -188,8 +206,8 @@ class Plan:
         )
         self.states = list(self._states())
         engine, self.kv_sequences = self._engine()  # the sequences of full length that an engine's cache holds
-        self.parts = [*(part for part in self.states if part.phase == "always"), *self._passes(), *engine]
-        self.host_bytes = sum(part.bytes for part in self.states if part.phase == "host")  # a rank
+        self.parts = [*(part for state in self.states for part in state.parts), *self._passes(), *engine]
+        self.host_bytes = sum(state.bytes for state in self.states if state.phases != ALWAYS)  # a rank
         self.phase_bytes = {
             phase: sum(part.bytes for part in self.parts if part.phase in ("always", phase)) for phase in PHASES
         }
@@ -220,29 +238,30 @@ class Plan:
             observed_length=data.max_obs_length if assumed.observed_length is None else assumed.observed_length,
         )
 
-    def _states(self) -> Iterator[Part]:
+    def _states(self) -> Iterator[State]:
         """Yield what a rank keeps from step to step, the policy's first."""
         roles, critic, shape = self.config.actor_rollout_ref, self.config.critic, self.shape
         rank = roles.model.lora_rank
-        policy = 4.0 * shape.parameters + 8.0 * shape.adapters(rank) if rank else 12.0 * shape.parameters
-        what = f"weights and optimizer ({'4 B, LoRA 12 B' if rank else '12 B'}"
-        kept = [("policy", what, policy, roles.actor.fsdp_config)]
+        kept = [("policy", 4.0 * shape.parameters, 8.0 * (shape.adapters(rank) or shape.parameters), roles.actor)]
         if (roles.actor.use_kl_loss or self.config.algorithm.use_kl_in_reward) and not rank:
-            kept.append(("reference", "weights (4 B", 4.0 * shape.parameters, roles.ref.fsdp_config))
+            kept.append(("reference", 4.0 * shape.parameters, 0.0, roles.ref))
         if critic.enable:
-            size = 12.0 * shape.critic_parameters
-            kept.append(("critic", "weights and optimizer (12 B", size, critic.model.fsdp_config))
-        for role, what, size, fsdp in kept:
-            offloads = fsdp.param_offload or fsdp.optimizer_offload or fsdp.offload_policy
-            phase = "host" if self.config.trainer.backend == "ray" and offloads else "always"
-            what = f"{what} x {shape.parameters / 1e9:.3g}e9 / {self.ranks})"
-            yield Part(role, phase, what, size / self.ranks)
+            kept.append(("critic", 4.0 * shape.critic_parameters, 8.0 * shape.critic_parameters, critic.model))
+        for role, weights, moments, section in kept:
+            of, fsdp, sharded = f"x {shape.parameters / 1e9:.3g}e9 / {self.ranks})", section.fsdp_config, self.sharded
+            away, updates = sharded and fsdp.offload_policy, UPDATES.get(role, ())
+            at_work = ("log-probs", *updates) if sharded and fsdp.param_offload else ALWAYS
+            yield State(role, f"weights (4 B {of}", weights / self.ranks, () if away else at_work)
+            if moments:
+                at_work = updates if sharded and fsdp.optimizer_offload else ALWAYS
+                what = f"optimizer ({'8 B of adapters' if rank and role == 'policy' else '8 B'} {of}"
+                yield State(role, what, moments / self.ranks, () if away else at_work)
 
     def _passes(self) -> Iterator[Part]:
         """Yield what an update needs for a while, the policy's and the critic's."""
-        shape, config = self.shape, self.config
-        sharded, logits = config.trainer.backend == "ray", head_logits(self.gpu.memory)
-        if sharded:
+        shape, config, sharded = self.shape, self.config, self.sharded
+        logits = head_logits(self.gpu.memory)
+        if sharded and config.generates:  # else no pass takes log-probs
             size, tokens = width(config.actor_rollout_ref.actor.fsdp_config.dtype), log_prob_tokens(config)
             adapters = shape.adapters(config.actor_rollout_ref.model.lora_rank)
             highest = log_prob_bytes(shape, tokens, size, adapters, logits)
@@ -268,6 +287,8 @@ class Plan:
 
     def _engine(self) -> tuple[list[Part], int]:
         """List the engine's parts, and count the sequences of full length that its cache holds."""
+        if not self.config.needs_engine:
+            return [], 1
         rollout = self.config.actor_rollout_ref.rollout
         size = width(rollout.dtype)
         weights = size * self.shape.parameters / self.engine_gpus
@@ -277,7 +298,7 @@ class Plan:
             room = rollout.gpu_memory_utilization * self.gpu.memory - weights
             parts.append(Part("engine", phase, "KV cache (the rest of gpu_memory_utilization)", max(0.0, room)))
         else:
-            resident = sum(part.bytes for part in self.states if part.phase == "always")
+            resident = sum(state.bytes for state in self.states if state.phases == ALWAYS)
             room = USABLE * self.gpu.memory - resident - weights
         return parts, max(0, int(room // (self.shape.kv_bytes(size) / self.engine_gpus * self.longest)))
 
@@ -291,11 +312,12 @@ def advice(plan: Plan) -> list[str]:
             knob = "raise tensor_model_parallel_size or gpu_memory_utilization"
         tips.append(f"the engine's cache holds no sequence of full length: {knob}")
     over = [phase for phase, size in plan.phase_bytes.items() if size > USABLE * plan.gpu.memory]
-    state, large = plan.states[0], 0.4 * plan.gpu.memory
-    if over and state.phase == "always" and state.bytes > large:
+    large = 0.4 * plan.gpu.memory
+    state = sum(one.bytes for one in plan.states if one.role == "policy" and one.phases)
+    if over and state > large:
         ranks = int(12.0 * plan.shape.parameters / large) + 1
-        more = f"{ranks} ranks would share it" if config.trainer.backend == "ray" else "trainer.backend=ray"
-        tips.append(f"the learner's state takes {_gib(state.bytes)}: fsdp_config.optimizer_offload=True, or {more}")
+        more = f"{ranks} ranks would share it" if plan.sharded else "trainer.backend=ray"
+        tips.append(f"the learner's state takes {_gib(state)}: fsdp_config.offload_policy=True, or {more}")
     for role in (role for role, phase, *_ in plan.learners if phase in over):
         turn = update_knobs(config, role)
         if not turn and not tips:
@@ -340,12 +362,13 @@ def lines(plan: Plan) -> list[str]:
     if a.turns == 1:
         source = f" ({plan.known.source})" if plan.known else ""
         trajectory = f"answers of {a.mean_length:,} tokens on average{source}"
+    engines = f"engines that generate side by side: {plan.engines}" if config.needs_engine else "there is no engine"
     kept_groups = f", {a.keep_rate:.0%} of groups kept" if config.algorithm.filter_groups.enable else ""
     out = [
         f"The run {verdict} {plan.gpus} x {on.name}: it needs {_gib(peak)} of a GPU's {_gib(on.memory)}.",
         *(f"  - {line}" for line in advice(plan)),
         f"The model has {plan.shape.parameters / 1e9:.3g}e9 parameters. Learner ranks that share its state: "
-        f"{plan.ranks}; engines that generate side by side: {plan.engines}.",
+        f"{plan.ranks}; {engines}.",
         f"Assumed: {trajectory}, prompts of {a.prompt_length}{kept_groups}; "
         f"{a.train_efficiency:.0%} of the peak FLOP/s in training, {a.decode_efficiency:.0%} of the decoding roofline.",
         *_memory(plan),
@@ -387,14 +410,16 @@ def _memory(plan: Plan) -> Iterator[str]:
     """Yield what a GPU holds, part by part and phase by phase, and how many answers an engine's cache has room for."""
     yield "Memory of one GPU, with the phase in which it is taken:"
     yield from (f"  {part.role:<10}{part.phase:<14}{_gib(part.bytes):>11}  {part.what}" for part in plan.parts)
-    for phase in PHASES[: 3 + plan.config.critic.enable]:
-        if phase == "log-probs" and plan.config.trainer.backend == "local":
-            continue  # never more than an update, and not estimated
+    for phase in PHASES[not plan.config.needs_engine : 3 + plan.config.critic.enable]:
+        if phase == "log-probs" and (plan.config.trainer.backend == "local" or not plan.config.generates):
+            continue  # never more than an update, and not estimated; or there is none
         size = plan.phase_bytes[phase]
         yield f"Memory in the phase {phase}: {_gib(size)}, {size / plan.gpu.memory:.0%} of the GPU's."
     yield checked()
     if plan.host_bytes:
         yield f"Offloaded state takes {_gib(plan.host_bytes)} of host memory a rank."
+    if not plan.config.needs_engine:
+        return
     kind = "answers" if plan.assumed.turns == 1 else "episodes"
     yield (
         f"KV cache per engine: {plan.kv_sequences:,} {kind} of maximum length; planned concurrency {plan.in_batch:,} "

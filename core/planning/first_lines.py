@@ -100,6 +100,8 @@ def _trajectories(config: Config) -> str:
     """Return what a step collects: ``512 prompts x 16 answers = 8,192 trajectories``."""
     rollout, filters = config.actor_rollout_ref.rollout, config.algorithm.filter_groups
     prompts, answers = config.data.train_batch_size, rollout.n
+    if not config.generates:
+        return f"{prompts:,} demonstration{'s' * (prompts > 1)}"
     episode = f", episodes of at most {config.turns} turns" if config.turns > 1 else ""
     if rollout.multi_turn.enable:
         turns = rollout.multi_turn.max_assistant_turns

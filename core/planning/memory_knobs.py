@@ -63,11 +63,11 @@ def _engine_knobs(config: schema.Config) -> list[str]:
     return [f"lower actor_rollout_ref.rollout.{name} ({getattr(rollout, name)})" for name in names]
 
 
-def _offload_knobs(config: schema.Config) -> list[str]:
+def _offload_knobs(config: schema.Config, *names: str) -> list[str]:
     fsdp = config.actor_rollout_ref.actor.fsdp_config
-    if config.trainer.backend != "ray" or fsdp.param_offload or fsdp.optimizer_offload or fsdp.offload_policy:
+    if config.trainer.backend != "ray" or fsdp.offload_policy:
         return []
-    return ["set actor_rollout_ref.actor.fsdp_config.optimizer_offload=True"]
+    return [f"set actor_rollout_ref.actor.fsdp_config.{name}=True" for name in names if not getattr(fsdp, name)]
 
 
 def knobs(config: schema.Config, phase: str) -> list[str]:
@@ -82,13 +82,15 @@ def knobs(config: schema.Config, phase: str) -> list[str]:
     if phase == "values":
         return _pass_knobs("critic", "ppo_", config.critic.use_dynamic_bsz, config.critic)
     if phase in ("update_actor", "update_critic"):
-        return [*update_knobs(config, "critic" if phase == "update_critic" else "policy"), *_offload_knobs(config)]
+        knobs_of_passes = update_knobs(config, "critic" if phase == "update_critic" else "policy")
+        return [*knobs_of_passes, *_offload_knobs(config, "offload_policy")]
     if phase == "reward_model":
         model = config.reward_model
         name = "forward_max_token_len_per_gpu" if model.use_dynamic_bsz else "micro_batch_size_per_gpu"
         return [f"lower reward_model.{name} ({getattr(model, name)})"]
     utilization = [knob for knob in _engine_knobs(config) if "gpu_memory_utilization" in knob]
-    return [*utilization, *_offload_knobs(config)]  # sync, load, sleep: weights and optimizer beside the engine
+    # sync, load, sleep: weights and optimizer beside the engine
+    return [*utilization, *_offload_knobs(config, "optimizer_offload", "param_offload")]
 
 
 @contextmanager

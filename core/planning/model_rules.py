@@ -111,7 +111,7 @@ def _splits(config: Config, model: str, shape: Shape) -> Iterator[Problem]:
     """Yield what is wrong with how engines split the policy's layers, and ranks its sequences."""
     roles = config.actor_rollout_ref
     key, ranks = "actor_rollout_ref.rollout.tensor_model_parallel_size", roles.rollout.tensor_model_parallel_size
-    split = "tensor_model_parallel_size" in ENGINES[roles.rollout.name].reads
+    split = config.needs_engine and "tensor_model_parallel_size" in ENGINES[roles.rollout.name].reads
     if split and shape.heads % ranks:
         yield Problem(key, ranks, f"must divide the {shape.heads} attention heads of {model}", _fix(shape.heads))
     elif split and shape.kv_heads % ranks and ranks % shape.kv_heads:

@@ -82,18 +82,26 @@ class Load:
 def step_seconds(load: Load) -> dict[str, float]:
     """Return the seconds of each phase of a step, the shares of what is not done every step among them."""
     config, trainer = load.config, load.config.trainer
-    found = {"generate": generate_seconds(load, load.drawn, config.actor_rollout_ref.rollout.n)}
-    if config.algorithm.filter_groups.enable:
-        found["refills"] = load.assumed.refills * _longest(load)
-    if searching := search_seconds(load, load.drawn):
-        found["retrieval"] = searching
+    found = _collect_seconds(load) if config.generates else {}
     found |= _learner_seconds(load)
-    found["weight sync"] = sync_seconds(load)
+    if config.generates:
+        found["weight sync"] = sync_seconds(load)
     if trainer.test_freq > 0:
-        found["validation"] = validation_seconds(load) / trainer.test_freq
+        sync = 0.0 if config.generates else sync_seconds(load)  # engines get weights only where they are to answer
+        found["validation"] = (validation_seconds(load) + sync) / trainer.test_freq
     if trainer.save_freq > 0:
         waits = writing_seconds(load) - trainer.save_freq * sum(found.values())  # for the checkpoint before
         found["checkpoint"] = (copy_seconds(load) + max(0.0, waits)) / trainer.save_freq
+    return found
+
+
+def _collect_seconds(load: Load) -> dict[str, float]:
+    """Return the seconds of collecting a step's groups."""
+    found = {"generate": generate_seconds(load, load.drawn, load.config.actor_rollout_ref.rollout.n)}
+    if load.config.algorithm.filter_groups.enable:
+        found["refills"] = load.assumed.refills * _longest(load)
+    if searching := search_seconds(load, load.drawn):
+        found["retrieval"] = searching
     return found
 
 
@@ -138,7 +146,8 @@ def _learner_seconds(load: Load) -> dict[str, float]:
     once = tokens * forward_flops(shape, load.sequence) / (load.gpus * load.gpu.flops * load.assumed.train_efficiency)
     backward = 3.0 + config.actor_rollout_ref.model.enable_gradient_checkpointing
     found = {}
-    if -(-config.data.train_batch_size // actor.ppo_mini_batch_size) * actor.ppo_epochs > 1:
+    updates = -(-config.data.train_batch_size // actor.ppo_mini_batch_size) * actor.ppo_epochs
+    if updates > 1 and config.generates:
         found["old log-probs"] = once
     if actor.use_kl_loss or config.algorithm.use_kl_in_reward:
         found["reference"] = once

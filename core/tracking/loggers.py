@@ -31,6 +31,7 @@ _CONSOLE = (
     ("reward", ("critic/rewards/mean", "critic/score/mean"), ".3f"),
     ("acc", ("reward/acc/mean",), ".3f"),
     ("length", ("response_length/mean",), ".1f"),
+    ("nll", ("actor/nll",), ".3f"),
     ("entropy", ("actor/entropy",), ".3f"),
     ("kl", ("actor/ppo_kl", "actor/kl_loss"), ".2e"),
     ("time", ("timing_s/step",), ".1f"),

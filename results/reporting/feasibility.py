@@ -20,6 +20,7 @@ from core.config import Config, compose, examine
 from core.errors import InputError
 from core.planning.estimate import Plan, advice, hooks_of
 from core.planning.first_lines import duration, small
+from core.planning.memory_knobs import pass_tokens
 from core.planning.model_rules import model_problems
 from core.planning.model_shapes import gpu
 from core.tracking.run_manifest import ROOT
@@ -164,9 +165,9 @@ def _planned(script: Script, name: str, count: int, *overrides: str) -> Verdict:
 def _knobs(script: Script, plan: Plan) -> Iterator[tuple[str, ...]]:
     """Yield the changes of memory settings to try, one after another."""
     critic, actor = script.config.critic.enable, script.config.actor_rollout_ref.actor
-    offload = "model.fsdp_config.optimizer_offload=True"
-    yield ("actor_rollout_ref.actor.fsdp_config.optimizer_offload=True", *([f"critic.{offload}"] if critic else []))
-    _, share = plan.pass_tokens(actor)
+    offload = "fsdp_config.offload_policy=True"
+    yield (f"actor_rollout_ref.actor.{offload}", *([f"critic.model.{offload}"] if critic else []))
+    _, share = pass_tokens(plan.config, actor)
     if actor.use_dynamic_bsz:
         yield (f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={share}",)
     else:

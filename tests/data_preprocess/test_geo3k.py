@@ -22,7 +22,7 @@ SAMPLE = Path(os.environ.get("DATA_DIR", "")) / "geometry3k_sample"
 
 def stream_of(path: Path) -> PromptStream:
     config = data_config(train_files=[str(path)], max_prompt_length=4096)
-    return PromptStream(config, vision_tokenizer(), 1, picture_format())
+    return PromptStream(config, vision_tokenizer(), 1, pictures=picture_format())
 
 
 def test_a_row_has_the_prompt_of_verls_script(tmp_path):

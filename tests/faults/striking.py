@@ -44,11 +44,11 @@ class Striking(RayPPOTrainer):
         self.note("begun", step=self.session.step)
         wait = self.workers.watch.wait
 
-        def struck(phase: str, calls: dict[str, Any]) -> list[Any]:
+        def struck(phase: str, calls: dict[str, Any], **options: Any) -> list[Any]:
             for name, remote in REMOTE.items():
                 if phase == remote:
                     self.strike(name)
-            return wait(phase, calls)
+            return wait(phase, calls, **options)
 
         self.workers.watch.wait = struck
         return self

@@ -57,7 +57,7 @@ def test_the_words_are_those_that_the_script_would_start(tmp_path):
 
 def test_settings_that_split_over_more_gpus_than_there_are_name_the_number():
     found = verdict(script("dapo/run_qwen2.5_32b.sh"), "H100", 4)
-    assert not found.fits and found.note == "its settings need at least 8 GPUs; 8 x H100 would do"
+    assert not found.fits and found.note == "its settings need at least 8 GPUs; 16 x H100 would do"
     assert "needs at least" not in verdict(script("dapo/run_qwen2.5_32b.sh"), "H100", 128).note
     uneven = verdict(script("grpo/run_qwen2.5_0.5b_gsm8k_lora.sh"), "H100", 8)
     assert "data.train_batch_size=116" in uneven.note and uneven.note.endswith("; 4 x H100 would do")
@@ -118,7 +118,9 @@ def test_the_command_has_a_line_a_script(capsys):
     assert len(rows) == len(scripts()) + 2  # header and last line
     assert "ran here (3 seeds)" in rows["grpo/run_lab.sh"] and "a CPU does" in rows["grpo/run_lab.sh"]
     large = rows["dapo/run_qwen2.5_32b.sh"]
-    assert "128 GPUs" in large and "fits" in large and "days" in large and "never run" in large
+    assert "128 GPUs" in large and "NO" in large and "offload_policy=True it would fit" in large
+    large = rows["dapo/run_qwen2.5_7b_math.sh"]
+    assert "64 GPUs" in large and "fits" in large and " h " in large and "never run" in large
     assert "  NO  " in rows["grpo/run_qwen2.5_0.5b_gsm8k_lora.sh"]
     assert "problem" not in "".join(rows.values()) and "Traceback" not in "".join(rows.values())
 

@@ -90,7 +90,7 @@ class RanksAlone(fsdp.ProcessRanks):
 @contextmanager
 def fake_rank(config: Config) -> Iterator[tuple[fsdp.LearnerRank, Meter]]:
     """Yield the policy of rank 0 on fake tensors, and the meter of what happens inside the block."""
-    offloads = fsdp.offloads(config.actor_rollout_ref.actor.fsdp_config)
+    offloads = config.actor_rollout_ref.actor.fsdp_config.offload_policy
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     meter = Meter(fake, offloads)
     with group(config.trainer.nnodes * config.trainer.n_gpus_per_node), ExitStack() as stack:

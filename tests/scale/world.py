@@ -150,10 +150,11 @@ def collectives(plan: Plan) -> Iterator[tuple[str, float, float]]:
 def lines(plan: Plan, counted: Count) -> list[Line]:
     """Return every figure beside the plan's, or beside its formula where the plan has none."""
     shape, roles = plan.shape, plan.config.actor_rollout_ref
-    state = next(part.bytes for part in plan.states if part.role == "policy")
-    by_plan = {"weights": state / 3, "optimizer": state * 2 / 3}
+    by_plan = dict(zip(("weights", "optimizer"), (state.bytes for state in plan.states[:2]), strict=True))
+    rest = plan.parts[: sum(len(state.parts) for state in plan.states)]  # offloaded state is there while it is at work
     for phase in (LOG_PROBS, UPDATE):
-        by_plan[phase] = sum(part.bytes for part in plan.parts if (part.role, part.phase) == ("policy", phase))
+        more = plan.parts[len(rest) :]
+        by_plan[phase] = sum(part.bytes for part in more if (part.role, part.phase) == ("policy", phase))
     names = {"weights": "weights at rest", "optimizer": "Adam's moments at rest"}
     names |= {LOG_PROBS: "log-probs, peak beyond what rests", UPDATE: "update, peak beyond what rests"}
     out = [Line(names[name], "GiB", counted.bytes[name] / GIB, size / GIB) for name, size in by_plan.items()]
@@ -190,7 +191,8 @@ def render(name: str, plan: Plan, found: Sequence[Line]) -> str:
         else f"| {one.what} | {one.unit} | {one.counted:,.0f} | {one.formula:,.0f} | {100 * one.deviation:+.1f} % |"
         for one in found
     ]
-    where = "in the host's memory: the script offloads it" if plan.states[0].phase == "host" else "on the GPU"
+    away = "in the host's memory outside of the phases that need it: the script offloads it"
+    where = away if plan.host_bytes else "on the GPU"
     return "\n".join(
         [
             f"## {name}: {plan.shape.parameters / 1e9:.3g}e9 parameters, {plan.gpus} ranks",

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,9 @@ from core.algorithm.losses import Means
 from core.checkpoint.manifest import sha256_of
 from core.checkpoint.provenance import base_of
 from core.cluster import local_workers
+from core.cluster.fsdp import LearnerRank
 from core.cluster.local_workers import LocalWorkers
+from core.config.schema import FSDPConfig
 from core.learner.batching import optimizer_steps, rank_shares
 from core.learner.lora import merged_weights
 from core.learner.models import load_critic, load_policy
@@ -295,3 +298,30 @@ def test_ranks_get_about_equal_tokens_and_rows(ranks):
 
 def test_ranks_beyond_the_rows_get_none():
     assert [share.tolist() for share in rank_shares(torch.tensor([3, 9]), 3)] == [[1], [0], []]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_offloaded_state_is_on_the_device_for_the_phases_that_need_it_alone(fails, monkeypatch):
+    """On a machine with a GPU tests/gpu trains so; here the moves are counted."""
+    moves, fsdp = [], FSDPConfig(param_offload=True, optimizer_offload=True)
+    monkeypatch.setattr("core.cluster.fsdp.move_state", lambda state, device: moves.append((state, str(device))))
+    module = SimpleNamespace(to=lambda device: moves.append(("weights", str(device))), modules=lambda: [])
+    learner, device = LearnerRank.__new__(LearnerRank), torch.device("meta")
+
+    def phase(*_):
+        moves.append("at work")
+        if fails:
+            raise RuntimeError("out of memory, say")
+        return (1, 2)
+
+    part = SimpleNamespace(module=module, stepper=SimpleNamespace(optimizer="state"), update=phase, log_probs=phase)
+    learner.device, learner.actor, learner.config = device, part, cluster_config("none")
+    learner.parts, learner.trained, learner.fsdp = {"actor": part}, {"actor": part}, {"actor": fsdp}
+    back = [("weights", "cpu"), ("state", "cpu")]
+    with pytest.raises(RuntimeError, match="out of memory") if fails else nullcontext():
+        learner.update_actor([], 1.0)
+    assert moves == [("weights", "meta"), ("state", "meta"), "at work", *back]
+    moves.clear()
+    with pytest.raises(RuntimeError, match="out of memory") if fails else nullcontext():
+        learner.compute_log_probs(None)
+    assert moves == [("weights", "meta"), "at work", *back], "the optimizer stays where it is"

@@ -145,10 +145,10 @@ def test_the_knobs_are_keys_with_their_values_and_go_when_they_are_used_up():
         "update_actor", f"{actor}.ppo_micro_batch_size_per_gpu=4"
     )
     assert told("update_actor", f"{actor}.ppo_micro_batch_size_per_gpu=1") == ""
-    assert "optimizer_offload=True" in told("update_actor", "trainer.backend=ray")
-    assert "optimizer_offload" not in told(
-        "update_actor", "trainer.backend=ray", f"{actor}.fsdp_config.optimizer_offload=True"
-    )
+    assert "offload_policy=True" in told("update_actor", "trainer.backend=ray")
+    assert "offload" not in told("update_actor", "trainer.backend=ray", f"{actor}.fsdp_config.offload_policy=True")
+    beside = told("update_weights", "trainer.backend=ray", f"{actor}.fsdp_config.optimizer_offload=True")
+    assert "param_offload=True" in beside and "optimizer_offload" not in beside
     vllm = "actor_rollout_ref.rollout.name=vllm"
     assert "gpu_memory_utilization (0.5)" in told("gen", vllm) and "utilization" in told("update_weights", vllm)
     assert "max_num_seqs (1024)" in told("gen") and "utilization" not in told("gen")

@@ -254,8 +254,9 @@ def in_the_configuration(text: str, typed: object, held: object) -> bool:
     typed, held = thaw(typed), thaw(held)
     if isinstance(typed, dict):
         return all(in_the_configuration(text, item, (held or {}).get(str(name))) for name, item in typed.items())
-    if isinstance(held, list) and not isinstance(typed, list):
-        return held == [typed]
+    if isinstance(held, list):
+        items = typed if isinstance(typed, list) else [typed]
+        return len(held) == len(items) and all(map(in_the_configuration, [text] * len(items), items, held))
     return held == typed or held == str(typed)
 
 

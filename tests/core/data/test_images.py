@@ -30,7 +30,7 @@ def row(index, *images, prompt=None, **more):
 def refused(tmp_path, *rows, pictures=FORMAT, **data):
     path = write_parquet(tmp_path / "bad.parquet", list(rows))
     with pytest.raises(InputError) as error:
-        PromptStream(data_config(train_files=[path], **data), tokenizer(), 1, pictures)
+        PromptStream(data_config(train_files=[path], **data), tokenizer(), 1, pictures=pictures)
     return "\n".join(error.value.problems)
 
 
@@ -130,7 +130,9 @@ def test_a_prompt_with_pictures_is_never_cut(tmp_path):
     assert "a prompt with pictures is longer than the limit" in refused(tmp_path, *rows, truncation="left", **short)
     assert "a prompt is longer than data.max_prompt_length=40" in refused(tmp_path, *rows, **short)
     path = write_parquet(tmp_path / "a.parquet", rows)
-    kept = PromptStream(data_config(train_files=[path], filter_overlong_prompts=True, **short), tokenizer(), 1, FORMAT)
+    kept = PromptStream(
+        data_config(train_files=[path], filter_overlong_prompts=True, **short), tokenizer(), 1, pictures=FORMAT
+    )
     assert len(kept) == 1
 
 
@@ -159,7 +161,7 @@ def test_expanding_and_collapsing_are_inverse_and_leave_what_the_policy_wrote():
 def test_equal_questions_about_other_pictures_are_other_questions(tmp_path):
     rows = [row(0, png(seed), prompt=f"{MARKER}?", extra_info={"note": "x"}) for seed in (0, 1, 0)]
     path = write_parquet(tmp_path / "a.parquet", rows)
-    stream = PromptStream(data_config(train_files=[path]), tokenizer(), 1, FORMAT)
+    stream = PromptStream(data_config(train_files=[path]), tokenizer(), 1, pictures=FORMAT)
     uids = [stream.files.prompt(path, index, index).uid for index in range(3)]
     assert uids[0] == uids[2] != uids[1]
 

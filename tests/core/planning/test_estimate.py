@@ -127,12 +127,27 @@ def test_the_moments_of_a_sharded_update_at_hand_made_values():
 
 def test_state_is_shared_by_the_ranks_or_leaves_the_gpu():
     alone, eight = planned(), planned(*RAY)
-    state = 12.0 * alone.shape.parameters
-    assert size(alone, "policy", "optimizer") == state and size(eight, "policy", "optimizer") == state / 8
+    weights, moments = 4.0 * alone.shape.parameters, 8.0 * alone.shape.parameters
+    assert size(alone, "policy", "optimizer") == moments and size(eight, "policy", "optimizer") == moments / 8
     half = planned(*RAY, "actor_rollout_ref.actor.fsdp_config.fsdp_size=2")
-    assert size(half, "policy", "optimizer") == state / 2
-    away = planned(*RAY, "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True")
-    assert away.host_bytes == state / 8 and not [p for p in away.parts if "optimizer" in p.what]
+    assert size(half, "policy", "optimizer") == moments / 2
+
+    def phases(found, what):
+        return [part.phase for part in found.parts if part.role == "policy" and part.what.startswith(f"{what} (")]
+
+    fsdp = "actor_rollout_ref.actor.fsdp_config"
+    between, both, always = (
+        planned(*RAY, *(f"{fsdp}.{name}=True" for name in names))
+        for names in (("optimizer_offload",), ("optimizer_offload", "param_offload"), ("offload_policy",))
+    )
+    assert (phases(between, "weights"), phases(between, "optimizer")) == (["always"], ["update"])
+    assert phases(both, "weights") == ["log-probs", "update"]
+    assert phases(always, "weights") == phases(always, "optimizer") == []
+    found = [one.host_bytes for one in (eight, between, both, always)]
+    assert found == [0, moments / 8, (weights + moments) / 8, (weights + moments) / 8]
+    least = [one.phase_bytes["generate"] for one in (eight, between, both)]
+    assert [least[0] - other for other in least[1:]] == pytest.approx([moments / 8, (weights + moments) / 8])
+    assert both.phase_bytes["update"] == pytest.approx(eight.phase_bytes["update"])
 
 
 def test_adapters_and_split_sequences_take_less():
@@ -140,7 +155,7 @@ def test_adapters_and_split_sequences_take_less():
     shape = whole.shape
     adapters = 28 * 32 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944))
     assert shape.adapters(32) == adapters
-    assert size(lora, "policy", "optimizer") == (4.0 * shape.parameters + 8.0 * adapters) / 8
+    assert size(lora, "policy", "optimizer") == 8.0 * adapters / 8
     assert lora.checkpoint_bytes == 12.0 * adapters
     longer = ("data.max_response_length=32256", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384")
     split = (
@@ -221,14 +236,16 @@ def test_an_episode_generates_its_turns_and_trains_on_what_it_reads():
 def test_a_critic_updates_after_the_policy_and_each_role_is_offloaded_by_its_own_key():
     found = planned(*RAY, recipe="ppo")
     critic = [part for part in found.parts if part.role == "critic"]
-    assert [part.phase for part in critic] == ["always", "critic update", "critic update"]
-    assert "32768 tokens" in critic[2].what and not [
+    assert [part.phase for part in critic] == ["always", "always", "critic update", "critic update"]
+    assert "32768 tokens" in critic[3].what and not [
         p for p in found.parts if p.role == "policy" and "critic" in p.phase
     ]
     assert any(line.startswith("Memory in the phase critic update: ") for line in plan.lines(found))
     state = 12.0 * found.shape.critic_parameters / 8
-    away = planned(*RAY, "critic.model.fsdp_config.param_offload=True", recipe="ppo")
+    offloaded = [f"critic.model.fsdp_config.{name}_offload=True" for name in ("param", "optimizer")]
+    away = planned(*RAY, *offloaded, recipe="ppo")
     assert away.host_bytes == state and found.host_bytes == 0
+    assert found.phase_bytes["critic update"] == pytest.approx(away.phase_bytes["critic update"])
     large = planned(*RAY, "critic.ppo_max_token_len_per_gpu=262144", recipe="ppo")
     assert not large.fits and "lower critic.ppo_max_token_len_per_gpu (262144), at the least to 1024" in plan.advice(
         large
@@ -255,8 +272,8 @@ def test_what_does_not_fit_says_which_knob_to_turn():
 def test_following_the_advice_makes_it_fit():
     one = (*RAY, "trainer.n_gpus_per_node=1", "actor_rollout_ref.rollout.tensor_model_parallel_size=1")
     tight = planned(*one)
-    assert not tight.fits and "optimizer_offload=True" in plan.advice(tight)[0]
-    assert planned(*one, "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True").fits
+    assert not tight.fits and "offload_policy=True" in plan.advice(tight)[0]
+    assert planned(*one, "actor_rollout_ref.actor.fsdp_config.offload_policy=True").fits
 
 
 def test_the_text_has_the_plans_numbers_in_whole_sentences():

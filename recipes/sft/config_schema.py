@@ -1,0 +1,43 @@
+"""The keys that only supervised fine-tuning has: where a file holds its demonstrations. See ``core/config/recipes.py``.
+
+Their names are those of verl's SFT trainers. A demonstration's length is bounded by the core's
+``data.max_prompt_length + data.max_response_length``, by which runs are planned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from core.config.schema import Config, DataConfig
+
+PAPER = "supervised fine-tuning"
+
+
+@dataclass(frozen=True)
+class DemonstrationConfig(DataConfig):
+    """The core's section ``data``, with the columns of demonstrations."""
+
+    val_files: tuple[str, ...] = ()  # parquet files of questions that a validation answers; empty: there is none
+    messages_key: str = "messages"  # column that holds a whole chat, whose assistant turns are trained on
+    # column that holds the answer to prompt_key where a file has no chats; extra_info.answer is a field of a column
+    response_key: str = "response"
+
+
+@dataclass(frozen=True)
+class SFTConfig(Config):
+    """The core's configuration with the keys of supervised fine-tuning."""
+
+    data: DemonstrationConfig = DemonstrationConfig()
+
+    @property
+    def generates(self) -> bool:
+        """Return False: a step trains on what stands in files, and only validations generate."""
+        return False
+
+    @property
+    def needs_engine(self) -> bool:
+        """Return whether there are questions to answer: without them no engine is made."""
+        return bool(self.data.val_files)
+
+
+SCHEMA = SFTConfig

@@ -1,0 +1,293 @@
+"""Demonstrations: lines of parquet files as token ids, and the mask of those that are trained on.
+
+A file has one of three forms, told by its columns, in this order:
+
+* ``prompt_ids``, ``response_ids``, ``response_mask``: ids as a policy wrote them, from ``recipes.sft.rejection``;
+* ``data.messages_key``: a chat, whose assistant turns are trained on;
+* ``data.prompt_key`` and ``data.response_key``: a prompt (a chat or a plain string) and the answer to it.
+
+A chat is rendered by the chat template, stretch by stretch: what stands before an assistant turn is encoded as the
+prompt of a rollout is, and the turn by itself, as a policy would have written it. The mask of a turn ends with its
+end-of-sequence token: what the template writes behind it (a newline, mostly) no policy ever writes. A plain string and
+its answer need no template; the tokenizer's end-of-sequence token follows the answer.
+
+Which lines a step draws is decided in ``core/data/stream.py``. Everything is tokenised when it is loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from core.data.dataset import CHAT_FIX, ChatError, Choose, Encoder
+from core.data.parquet import Problems
+from core.engines.stepped import eos_ids
+from core.errors import InputError
+from core.learner.models import resolve_path
+from core.types import TrainBatch
+
+if TYPE_CHECKING:
+    from core.config.schema import ModelConfig
+    from recipes.sft.config_schema import DemonstrationConfig
+
+log = logging.getLogger(__name__)
+IDS = ("prompt_ids", "response_ids", "response_mask")
+TEXTS = "prompt"  # beside IDS: what the ids of the prompt decode to
+ASSISTANT = "assistant"
+
+
+@dataclass(frozen=True, eq=False)
+class Demonstration:
+    """One sequence to train on.
+
+    Shapes:
+        ids   [T] int32
+        mask  [T] bool   trained on; never the first token, which nothing predicts
+    """
+
+    ids: np.ndarray
+    mask: np.ndarray
+
+    @classmethod
+    def of(cls, stretches: Iterable[tuple[Sequence[int], bool | Sequence[bool]]]) -> Demonstration:
+        """Join stretches of ids, each trained on or not, or token by token."""
+        ids, mask = [], []
+        for part, trained in stretches:
+            ids += part
+            mask += [trained] * len(part) if isinstance(trained, bool) else trained
+        return cls(np.array(ids, np.int32), np.array(mask, np.bool_))
+
+    def cut(self, length: int) -> Demonstration:
+        return Demonstration(self.ids[:length], self.mask[:length])
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def end_ids(tokenizer: Any, model: ModelConfig) -> frozenset[int]:
+    """Return the ids at which an engine ends an answer of the model: the tokenizer's and its generation config's."""
+    from transformers import GenerationConfig
+
+    try:
+        generation = GenerationConfig.from_pretrained(resolve_path(model.path))
+    except OSError:  # not every model has one
+        generation = None
+    return eos_ids(tokenizer, SimpleNamespace(generation_config=generation))
+
+
+class DemonstrationError(ValueError):
+    """A line that cannot be trained on; the arguments are the rule and what to do."""
+
+
+class Writer:
+    """Turns lines into demonstrations with one tokenizer. ``ends`` are the ids with which a model ends its answer."""
+
+    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any], ends: Collection[int]):
+        self.tokenizer, self.ends = tokenizer, frozenset(ends)
+        whole = {"add_generation_prompt": False, "continue_final_message": False}
+        self.prompts, self.chats = Encoder(tokenizer, template_kwargs), Encoder(tokenizer, {**template_kwargs, **whole})
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> Demonstration:
+        """Return a chat whose assistant turns are trained on. Raises DemonstrationError, ChatError, InputError."""
+        turns = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
+        if not turns:
+            raise DemonstrationError("a chat has no assistant turn", "leave the row out: nothing in it is trained on")
+        if turns[0] == 0:
+            raise DemonstrationError("a chat begins with the assistant", "put the prompt before it")
+        stretches, done = [], ""
+        for number in turns:
+            before, after = self._before(messages[:number]), self.chats.render(messages[: number + 1])
+            if not (before.startswith(done) and after.startswith(before)):
+                rule = "the chat template writes earlier turns anew once others follow, so no policy wrote these tokens"
+                raise DemonstrationError(rule, "make a row for each assistant turn, or set another chat template")
+            prompt, answer = self._encode(before[len(done) :]), self._encode(after[len(before) :])
+            stretches += [(prompt, False), (answer, self._until_its_end(answer))]
+            done = after
+        return Demonstration.of(stretches)
+
+    def answer(self, prompt: str | Sequence[Mapping[str, Any]], response: str) -> Demonstration:
+        """Return a prompt and the answer to it, which ends where a model would end it."""
+        if not isinstance(prompt, str):
+            return self.chat([*prompt, {"role": ASSISTANT, "content": response}])
+        (ids,) = self.prompts.encode([prompt])
+        return Demonstration.of([(ids, False), ([*self._encode(response), self.tokenizer.eos_token_id], True)])
+
+    def written(self, prompt_text: str, ids: Mapping[str, Sequence]) -> Demonstration:
+        """Return what a policy wrote, by its ids. Raises DemonstrationError for those of another tokenizer."""
+        prompt, response, mask = (list(ids[name]) for name in IDS)
+        if len(response) != len(mask):
+            raise DemonstrationError("response_ids and response_mask differ in length", "write the file anew")
+        if self.tokenizer.decode(prompt) != prompt_text:
+            rule = "prompt_ids are not those of this tokenizer: they do not decode to the column prompt"
+            raise DemonstrationError(rule, "fine-tune the model that wrote the answers, or leave the ids out")
+        return Demonstration.of([(prompt, False), (response, mask)])
+
+    def _before(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        # Two assistant turns in a row: the second one begins as after anybody else's.
+        encoder = self.prompts if messages[-1]["role"] != ASSISTANT else Encoder(self.tokenizer, self._begun())
+        return encoder.render(messages)
+
+    def _begun(self) -> dict[str, Any]:
+        return {**self.prompts.template_kwargs, "add_generation_prompt": True, "continue_final_message": False}
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+
+    def _until_its_end(self, ids: Sequence[int]) -> list[bool]:
+        """Return the mask of a turn: all of it up to its last end-of-sequence token, or all where it has none."""
+        last = max((number for number, one in enumerate(ids) if one in self.ends), default=len(ids) - 1)
+        return [number <= last for number in range(len(ids))]
+
+
+class DemonstrationFiles:
+    """Files of demonstrations, each checked and tokenised once: what a stream draws from in place of prompts.
+
+    A demonstration may have ``data.max_prompt_length + data.max_response_length`` tokens. Longer ones are left out
+    with ``data.filter_overlong_prompts``, lose their end with ``data.truncation=right`` and are refused otherwise.
+    """
+
+    def __init__(self, config: DemonstrationConfig, tokenizer: Any, ends: Collection[int]):
+        self.config, self.limit = config, config.max_prompt_length + config.max_response_length
+        self.writer = Writer(tokenizer, config.apply_chat_template_kwargs, ends)
+        self.measured: dict[str, list[Demonstration]] = {}  # that can be drawn
+
+    def load(self, paths: Iterable[str], choose: Choose | None = None) -> None:
+        """Read, check and tokenise the files. Raises InputError with every problem of all of them."""
+        tables, errors = {}, []
+        for path in dict.fromkeys(paths):
+            try:
+                tables[path] = _read(path, self.config)
+            except InputError as error:
+                errors += error.problems
+        if errors:
+            raise InputError(errors)
+        problems, sizes = Problems(), [table.num_rows for table in tables.values()]
+        chosen = choose(sizes) if choose else map(range, sizes)
+        for (path, table), numbers in zip(tables.items(), chosen, strict=True):
+            self.measured[path] = list(self._fitting(path, table, numbers, problems))
+        problems.raise_if_any()
+
+    def prompt(self, path: str, index: int, ordinal: int) -> Demonstration:
+        """Return a file's ``index``-th demonstration that can be drawn."""
+        return self.measured[path][index]
+
+    def _fitting(self, path: str, table: Any, numbers: Sequence[int], problems: Problems) -> Iterator[Demonstration]:
+        """Yield a file's demonstrations, within the limit; log how many were cut or left out."""
+        out, cut, longest = 0, 0, 0
+        for number in numbers:
+            one = self._demonstration(path, int(number), table.slice(int(number), 1).to_pylist()[0], problems)
+            if one is None:
+                continue
+            longest = max(longest, len(one))
+            if len(one) > self.limit and not self.config.filter_overlong_prompts and self.config.truncation == "error":
+                rule = f"a demonstration is longer than data.max_prompt_length + data.max_response_length={self.limit}"
+                fix = "raise one of them, or set data.filter_overlong_prompts=True or data.truncation=right"
+                problems.add(path, rule, fix, int(number), f"{len(one)} tokens")
+                continue
+            kept = one.cut(self.limit)
+            if len(one) > self.limit and (self.config.filter_overlong_prompts or not kept.mask.any()):
+                out += 1
+                continue
+            cut += len(one) > self.limit
+            yield kept
+        told = f"{path}: {table.num_rows} rows, longest demonstration {longest} tokens"
+        log.info(f"{told}, {out} left out and {cut} cut, longer than {self.limit} tokens")
+        if out and out == len(numbers):
+            rule = f"all {out} demonstrations are longer than data.max_prompt_length + data.max_response_length"
+            problems.add(path, f"{rule}={self.limit}", f"raise one of them: the longest has {longest}")
+
+    def _demonstration(
+        self, path: str, number: int, row: Mapping[str, Any], problems: Problems
+    ) -> Demonstration | None:
+        try:
+            found = self._of(row)
+            if not found.mask.any():
+                raise DemonstrationError("nothing of a row is trained on", "leave the row out")
+            if found.mask[0]:
+                raise DemonstrationError("a row has no prompt, so nothing predicts its first token", "give it one")
+            return found
+        except ChatError as error:
+            problems.add(path, "the chat template refuses a chat", CHAT_FIX, number, str(error))
+        except DemonstrationError as error:
+            problems.add(path, *error.args, number)
+        return None
+
+    def _of(self, row: Mapping[str, Any]) -> Demonstration:
+        config = self.config
+        if IDS[0] in row:
+            return self.writer.written(row[TEXTS], row)
+        if config.messages_key in row:
+            return self.writer.chat(_messages(row[config.messages_key], config.messages_key))
+        prompt, response = _value(row, config.prompt_key), _value(row, config.response_key)
+        if not isinstance(prompt, str):
+            prompt = _messages(prompt, config.prompt_key)
+        if not isinstance(response, str) or not response.strip():
+            raise DemonstrationError(
+                f"{config.response_key} must be text, and not empty", "fill it or leave the row out"
+            )
+        return self.writer.answer(prompt, response)
+
+
+def _messages(value: Any, key: str) -> list[dict[str, Any]]:
+    """Return a checked chat without the fields that parquet added to its messages."""
+    if not isinstance(value, list) or not value:
+        raise DemonstrationError(f"{key} must be a list of messages, and not empty", "write role and content of each")
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise DemonstrationError(f"{key} must hold messages with role and content", "write both")
+        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
+            raise DemonstrationError(f"{key} must hold text (images are not supported)", "make content a string")
+    return [{k: v for k, v in one.items() if v is not None or k == "content"} for one in value]
+
+
+def _value(row: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a column, or of a field inside one: ``extra_info.answer``."""
+    for name in key.split("."):
+        row = row.get(name) if isinstance(row, Mapping) else None
+    return row
+
+
+def _read(path: str, config: DemonstrationConfig) -> Any:
+    """Return the table of a file, with the columns of its form. Raises InputError."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    place, make = Path(path).expanduser(), "recipes/sft/README.md has the forms of files"
+    if not place.is_file():
+        raise InputError(f"{path}: the parquet file {'is a folder' if place.is_dir() else 'does not exist'}; {make}")
+    try:
+        file = pq.ParquetFile(place)
+        names = set(file.schema_arrow.names)
+        answer = [config.prompt_key.partition(".")[0], config.response_key.partition(".")[0]]
+        forms = ([*IDS, TEXTS], [config.messages_key], list(dict.fromkeys(answer)))
+        columns = next((form for form in forms if form[0] in names and names.issuperset(form)), None)
+        if columns is None:
+            keys = f"data.messages_key={config.messages_key}, data.response_key={config.response_key}"
+            has = ", ".join(sorted(names)) or "no column"
+            raise InputError(f"{path}: has neither chats nor answers ({keys}), only {has}; name the column by its key")
+        table = file.read(columns=columns)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise InputError(f"{path}: not a readable parquet file ({error}); {make}") from error
+    if table.num_rows == 0:
+        raise InputError(f"{path}: the parquet file has no rows; {make}")
+    return table
+
+
+def demonstration_batch(demonstrations: Sequence[Demonstration], pad_id: int) -> TrainBatch:
+    """Return the demonstrations as a batch of a step, each a group of its own with the advantage 1 at every token."""
+    lengths = torch.tensor([len(one) for one in demonstrations])
+    mask = torch.from_numpy(np.concatenate([one.mask for one in demonstrations]))
+    return TrainBatch(lengths, int(lengths.max()), {}, pad_id).adding(
+        input_ids=torch.from_numpy(np.concatenate([one.ids for one in demonstrations])),
+        response_mask=mask,
+        loss_mask=mask,
+        group=torch.arange(len(demonstrations)),
+        advantages=mask.float(),
+    )

@@ -1,0 +1,11 @@
+"""Supervised fine-tuning on demonstrations in parquet files. See README.md.
+
+python -m recipes.sft.main_sft key=value ...    DRY_RUN=1 in the environment only checks the configuration
+"""
+
+from core import launch
+
+TRAINER = "recipes.sft.sft_trainer:SFTTrainer"
+
+if __name__ == "__main__":
+    launch.main("sft", trainer=TRAINER)

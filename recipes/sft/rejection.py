@@ -1,0 +1,164 @@
+"""Rejection sampling: keep the answers of ``python -m core.evaluate`` that score well, as demonstrations.
+
+    python -m core.evaluate generate RECIPE --model MODEL --out answers.jsonl data.val_files=TRAINING_QUESTIONS ...
+    python -m core.evaluate score answers.jsonl
+    python -m recipes.sft.rejection answers.scores-NAME.jsonl --out kept.parquet [--least 1.0] [--most 4]
+    python -m recipes.sft.main_sft data.train_files=kept.parquet ...
+
+Token ids are kept as the policy wrote them, with the mask that leaves out what tools wrote. So an episode is trained on
+as it was played, and nothing is rendered or encoded again. The questions are read anew from the files that the answers'
+manifest names; their hash there shows that they are the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from core.command_line import is_dry_run
+from core.config import examine, recipes
+from core.data.parquet import sha256_of
+from core.data.sampler import permutation
+from core.errors import InputError
+from core.evaluation.answer_file import FORMAT, complete_answers, manifest_path, read_manifest, trajectory_of
+from core.evaluation.generate import digest_of
+from core.tracking import run_manifest
+from core.tracking.tracker import write_atomic
+from core.tracking.validation import ValRecord
+from core.types import Prompt, Stop
+
+
+def kept_rows(scores: Path, least: float, most: int | None, variable: str, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield a row for each answer that is kept, in the order of the questions.
+
+    An answer is kept where its ``variable`` is at least ``least`` and it was not cut short. Equal answers to a question
+    count once; of more than ``most`` different ones a seeded choice is kept.
+
+    Raises:
+        InputError: files that do not belong together, or questions that have changed.
+    """
+    answers, records, prompts = _matched(scores)
+    for (ordinal, group), record in zip(groupby(answers, lambda one: one["ordinal"]), records, strict=True):
+        if variable not in record.values:
+            raise InputError(f"--by={variable}: {scores} has no such number; it has {', '.join(record.values)}")
+        samples = list(group)
+        different = {}
+        for answer, value in zip(samples, record.values[variable], strict=True):
+            if value >= least and Stop(answer["stop"]) not in (Stop.LENGTH, Stop.ABORT):
+                different.setdefault(tuple(answer["response_ids"]), (answer, value))
+        good = list(different.values())
+        if most is not None:
+            good = [good[index] for index in sorted(permutation(len(good), seed, ordinal)[:most])]
+        yield from (_row(prompts[ordinal], answer, value) for answer, value in good)
+
+
+def _row(prompt: Prompt, answer: Mapping[str, Any], value: float) -> dict[str, Any]:
+    trajectory = trajectory_of(answer)
+    return {
+        "data_source": answer["data_source"],
+        "uid": answer["uid"],
+        "sample": answer["sample"],
+        "score": value,
+        "prompt": answer["prompt"],
+        "response": answer["response"],
+        "prompt_ids": list(prompt.token_ids),
+        "response_ids": trajectory.response_ids.tolist(),
+        "response_mask": trajectory.response_mask.tolist(),
+    }
+
+
+def _matched(scores: Path) -> tuple[list[dict[str, Any]], list[ValRecord], dict[int, Prompt]]:
+    """Return answers, a record of scores for each question, and the questions by their ordinals."""
+    told = read_manifest(scores, "scores")
+    source = scores.with_name(told["answers"])
+    if not source.is_file() or sha256_of(source) != told["answers_sha256"]:
+        raise InputError(f"{source}: is not the file that {scores.name} scores; score it anew, or restore it")
+    manifest, answers = complete_answers(source)
+    records = [ValRecord.from_json(json.loads(line)) for line in scores.read_text(encoding="utf-8").splitlines()]
+    asked = [uid for (_, uid), _ in groupby(answers, lambda one: (one["ordinal"], one["uid"]))]
+    if asked != [record.uid for record in records]:
+        raise InputError(f"{scores}: its questions are not those of {source.name}; score it anew")
+    return answers, records, _prompts(source, manifest)
+
+
+def _prompts(source: Path, manifest: Mapping[str, Any]) -> dict[int, Prompt]:
+    """Read the questions anew. Raises InputError where one of them has other ids than when it was answered."""
+    from core.data.stream import load_val_prompts  # imports torch and transformers, which no dry run needs
+    from core.learner.models import load_tokenizer
+
+    recipe = manifest["recipe"]
+    composed = examine(recipe, [], recipes.trainer_of(recipe)[1], manifest["config"])
+    if composed.problems:
+        raise InputError(composed.problems)
+    data = composed.config.data
+    prompts = load_val_prompts(data, load_tokenizer(composed.config.actor_rollout_ref.model))
+    if digest_of(prompts) != manifest["settings"]["prompts"]:
+        rule = "the questions or their tokenizer are others than those that were answered"
+        raise InputError(f"data.val_files={', '.join(data.val_files)}: {rule} ({source}); restore them, or answer anew")
+    return {prompt.ordinal: prompt for prompt in prompts}
+
+
+def write(rows: Sequence[Mapping[str, Any]], path: Path, told: Mapping[str, Any]) -> None:
+    """Write the demonstrations and, beside them, the manifest of where they come from."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    pq.write_table(pa.Table.from_pylist(list(rows)), partial)
+    os.replace(partial, path)
+    head = {"kind": "demonstrations", "format": FORMAT, **told, "sha256": sha256_of(path)}
+    head["session"] = run_manifest.session(None, {})
+    write_atomic(manifest_path(path), json.dumps(head, indent=1, ensure_ascii=False) + "\n")
+
+
+def keep(args: argparse.Namespace) -> str:
+    """Write what is kept and return a line about it. Raises InputError, also where nothing is kept."""
+    rows = list(kept_rows(args.scores, args.least, args.most, args.by, args.seed))
+    told = read_manifest(args.scores, "scores")
+    count, samples = told["questions"], told["samples"]
+    if not rows:
+        rule = f"none of {count * samples} answers has {args.by} of at least {args.least:g} and ends by itself"
+        raise InputError(f"--least={args.least:g}: {rule}; lower it, or draw more answers a question")
+    chosen = {name: getattr(args, name) for name in ("by", "least", "most", "seed")}
+    source = {name: told[name] for name in ("recipe", "model", "scorers", "answers", "answers_sha256", "data")}
+    write(rows, args.out, {"chosen": chosen, **source, "rows": len(rows)})
+    answered = len({row["uid"] for row in rows})
+    return f"{args.out}: {len(rows)} of {count * samples} answers kept, to {answered} of {count} questions"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command. Returns 0, or 2 for bad input."""
+    described = "Keep the answers that score well, as demonstrations for python -m recipes.sft.main_sft."
+    parser = argparse.ArgumentParser(prog="python -m recipes.sft.rejection", description=described)
+    add = parser.add_argument
+    add("scores", type=Path, metavar="SCORES.jsonl", help="The file that python -m core.evaluate score wrote.")
+    add("--out", type=Path, required=True, help="The file to write, ending in .parquet.")
+    add("--by", default="acc", help="The number that decides (default %(default)s): acc, reward, or a part of it.")
+    add("--least", type=float, default=1.0, help="The least number that is kept (default %(default)s).")
+    add("--most", type=int, help="The most answers to keep of a question (default: all different ones).")
+    add("--seed", type=int, default=1, help="Decides which ones, where there are more (default %(default)s).")
+    args = parser.parse_args(arguments)
+    try:
+        if args.out.suffix != ".parquet":
+            raise InputError(f"--out={args.out}: must end in .parquet")
+        if args.most is not None and args.most < 1:
+            raise InputError(f"--most={args.most}: must be at least 1; leave it out to keep all different answers")
+        if is_dry_run():
+            print(f"dry run: it would read {args.scores} and the answers beside it, and write {args.out}")
+            return 0
+        print(keep(args))
+        return 0
+    except (InputError, OSError) as error:
+        print(f"recipes.sft.rejection: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Supervised fine-tuning on GSM8K's own solutions: Qwen2.5-0.5B-Instruct, one GPU.
+# Batch, schedule, epochs and lengths are the defaults of verl v0.6.1's SFT trainer (config/sft.yaml). No result of this
+# setting was published. A validation follows each epoch.
+# This script has never run at its scale; it needs trainer.backend=ray and vLLM.
+#
+#   bash recipes/sft/run_qwen2.5_0.5b_gsm8k.sh [key=value ...]          DRY_RUN=1 only checks the configuration
+#
+# python -m data_preprocess.gsm8k makes the data; GSM8K_DIR names its folder. The output goes to outputs/sft/ in the
+# current folder.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+data="${GSM8K_DIR:-$HOME/data/gsm8k}"
+python="$root/.venv/bin/python"
+[[ -x "$python" ]] || python=python3
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+
+# What stands before -- is this script's; the arguments after it win.
+exec "$python" -m recipes.sft.main_sft \
+    data.train_files="$data/train.parquet" \
+    data.val_files="$data/test.parquet" \
+    data.response_key=extra_info.answer \
+    actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct \
+    actor_rollout_ref.model.use_remove_padding=True \
+    actor_rollout_ref.rollout.name=vllm \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.4 \
+    trainer.backend=ray \
+    trainer.nnodes=1 \
+    trainer.n_gpus_per_node=1 \
+    trainer.experiment_name=qwen2.5_0.5b_gsm8k \
+    trainer.save_freq=29 \
+    trainer.test_freq=29 \
+    -- "$@"

@@ -1,0 +1,81 @@
+"""The loop of supervised fine-tuning: draw demonstrations, raise their likelihood, validate by answering questions.
+
+Session, workers, learner and validation are core's. The loop is another one than that of reinforcement learning, so
+``fit`` is written anew here, where a recipe would override hooks: nothing is collected, and engines get the weights
+only where a validation needs them.
+"""
+
+from __future__ import annotations
+
+from core.checkpoint.kill_points import kill_point
+from core.data.stream import PromptStream, load_val_prompts
+from core.learner.models import load_tokenizer
+from core.ray_trainer import RayPPOTrainer
+from core.rewards import RewardLayer
+from core.rollout.collect import CollectState, StopRequested
+from core.session import LoopState
+from core.tracking.metrics import throughput
+from core.tracking.profiling import profiled
+from core.types import StepMetrics, TrainBatch
+from recipes.sft.demonstrations import DemonstrationFiles, demonstration_batch, end_ids
+
+
+class SFTTrainer(RayPPOTrainer):
+    """Fine-tunes on ``data.train_files``; ``data.val_files`` are questions, as in every other recipe."""
+
+    def load_data(self) -> None:
+        """Load tokenizer, demonstrations, questions and scorers, and check them. Raises InputError."""
+        model, data = self.config.actor_rollout_ref.model, self.config.data
+        self.tokenizer = load_tokenizer(model)
+        files = DemonstrationFiles(data, self.tokenizer, end_ids(self.tokenizer, model))
+        self.stream = PromptStream(data, self.tokenizer, self.config.trainer.seed, files)
+        self.val_prompts = load_val_prompts(data, self.tokenizer)
+        self.reward = RewardLayer(self.config)
+        self.reward.check(self.val_prompts)
+
+    def fit(self) -> None:
+        """Train to the last step. Each turn of the loop is a batch of demonstrations."""
+        with self.session.running(self.workers, self.agent_loop, self.reward) as self.runner:
+            self.validate_before_training()
+            for metrics in self.session.steps():
+                with profiled(self.config, self.workers, metrics.step), metrics.time("step"):
+                    batch = self.draw(metrics.step)
+                    self.update(batch, metrics)
+                self.end_step(batch, metrics)
+
+    def draw(self, step: int) -> TrainBatch:
+        """Return the step's demonstrations, which are those of the next ordinals."""
+        if self.session.stop.requested:
+            raise StopRequested
+        first, count = self.collect_state.next_ordinal, self.config.data.train_batch_size
+        batch = [self.stream.prompt(ordinal) for ordinal in range(first, first + count)]
+        self.collect_state = CollectState(first + count)
+        kill_point("rollout", step)
+        return demonstration_batch(batch, self.tokenizer.pad_token_id)
+
+    def end_step(self, batch: TrainBatch, metrics: StepMetrics) -> None:
+        """Measure the step, validate where due, and hand it to the session, which records and saves it."""
+        step, trained = metrics.step, batch.count(batch.flat("response_mask")).float()
+        state = LoopState(self.kl_controller, self.collect_state)
+        metrics.add(
+            {
+                "training/global_step": step,
+                "training/epoch": self.stream.epoch(self.collect_state.next_ordinal - 1),
+                "sft/tokens_trained": float(trained.sum()),
+                "sft/tokens_trained/mean": float(trained.mean()),
+                "sft/length/mean": float(batch.lengths.float().mean()),
+                "sft/length/max": float(batch.lengths.max()),
+                "perf/total_num_tokens": float(batch.tokens),
+                "perf/time_per_step": metrics.values["timing_s/step"],
+            }
+        )
+        metrics.add({"perf/throughput": throughput(metrics.values, self.config.learner_ranks)})
+        if self.session.is_due(self.config.trainer.test_freq, step, state):
+            self.validate(metrics)
+        self.session.complete_step(metrics, state, batch)
+
+    def validate(self, metrics: StepMetrics) -> None:
+        """Answer the questions with the learner's weights, which engines have not had since the last validation."""
+        with metrics.time("update_weights"):
+            metrics.add(self.workers.sync_weights(metrics.step))
+        super().validate(metrics)

@@ -1,0 +1,458 @@
+"""Supervised fine-tuning: masks made where tokens are made, the likelihood, resuming, rejection sampling."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.nn.functional as F
+
+from core import evaluate
+from core.config import compose, examine
+from core.engines import NoEngine
+from core.errors import InputError
+from core.learner.batching import steps_of
+from core.learner.models import load_policy
+from recipes.sft import rejection
+from recipes.sft.demonstrations import (
+    Demonstration,
+    DemonstrationError,
+    DemonstrationFiles,
+    Writer,
+    demonstration_batch,
+    end_ids,
+)
+from recipes.sft.sft_trainer import SFTTrainer
+from tests.recipes.sft_data import (
+    chats,
+    configured,
+    learner_gradients,
+    prepare,
+    settings,
+    tokenizer,
+    write_model,
+    write_rows,
+)
+
+EOS = 1
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    return prepare(tmp_path_factory.mktemp("sft"))
+
+
+def writer(**template) -> Writer:
+    return Writer(tokenizer(), template, {EOS})
+
+
+def trained_text(one: Demonstration) -> str:
+    """What is trained on, each stretch in brackets."""
+    found, before, tok = "", False, tokenizer()
+    for token, trained in zip(one.ids.tolist(), one.mask.tolist(), strict=True):
+        found += {(False, True): "[", (True, False): "]"}.get((before, trained), "") + tok.decode([token])
+        before = trained
+    return found + "]" * before
+
+
+# --- tokens and masks ---
+
+
+def test_the_assistants_turns_are_trained_on_up_to_their_end():
+    chat = [
+        {"role": "system", "content": "be"},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "bc"},
+        {"role": "user", "content": "d"},
+        {"role": "assistant", "content": "e"},
+    ]
+    one = writer().chat(chat)
+    expected = "<bos>system: be\n<bos>user: a\n<bos>assistant: [bc<eos>]\n<bos>user: d\n<bos>assistant: [e<eos>]\n"
+    assert trained_text(one) == expected
+    plain = tokenizer().apply_chat_template(chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    assert one.ids.tolist() == plain["input_ids"] and one.mask.tolist() == [bool(m) for m in plain["assistant_masks"]]
+    assert one.ids.dtype == np.int32 and one.mask.dtype == np.bool_
+
+
+def test_an_answer_to_a_chat_ends_as_the_template_ends_it_and_to_a_string_with_the_end_of_sequence():
+    assert trained_text(writer().answer([{"role": "user", "content": "a"}], "bc")) == (
+        "<bos>user: a\n<bos>assistant: [bc<eos>]\n"
+    )
+    assert trained_text(writer().answer("a=", "bc")) == "a=[bc<eos>]"
+
+
+def test_a_turn_without_an_end_is_trained_on_whole():
+    assert trained_text(Writer(tokenizer(), {}, {99}).chat(chats(1)[0][:2])).endswith("\n]")
+
+
+def test_a_template_that_writes_earlier_turns_anew_is_refused():
+    forgets = "{% for m in messages %}{{ m['role'] if loop.last else '-' }}{{ m['content'] }}{% endfor %}"
+    with pytest.raises(DemonstrationError, match="writes earlier turns anew"):
+        writer(chat_template=forgets).chat(chats(1, seed=3)[0] + chats(1)[0])
+
+
+def test_ids_of_a_policy_are_kept_with_their_mask_and_those_of_another_tokenizer_are_refused():
+    ids = {"prompt_ids": [5, 6], "response_ids": [7, 8, 9], "response_mask": [True, False, True]}
+    text = tokenizer().decode([5, 6])
+    one = writer().written(text, ids)
+    assert one.ids.tolist() == [5, 6, 7, 8, 9] and one.mask.tolist() == [False, False, True, False, True]
+    with pytest.raises(DemonstrationError, match="not those of this tokenizer"):
+        writer().written("other", ids)
+
+
+def test_the_ends_are_those_of_the_engine(files, tmp_path):
+    model = configured(files).actor_rollout_ref.model
+    assert end_ids(tokenizer(), model) == {EOS}
+    other = write_model(tmp_path / "other")
+    (other / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, 42]}))
+    model = configured(files, f"actor_rollout_ref.model.path={other}").actor_rollout_ref.model
+    assert end_ids(tokenizer(), model) == {EOS, 42}
+
+
+# --- files ---
+
+
+def loaded(path: Path, *overrides: str) -> list[Demonstration]:
+    config = compose("sft", overrides)
+    found = DemonstrationFiles(config.data, tokenizer(), {EOS})
+    found.load([str(path)])
+    return found.measured[str(path)]
+
+
+def test_a_field_inside_a_column_can_be_the_answer(tmp_path):
+    row = {"prompt": "a=", "extra_info": {"answer": "b", "index": 0}, "reward_model": {"ground_truth": "b"}}
+    (one,) = loaded(write_rows(tmp_path / "x.parquet", [row]), "data.response_key=extra_info.answer")
+    assert trained_text(one) == "a=[b<eos>]"
+
+
+def test_every_bad_row_is_named_with_its_rule_before_a_model_loads(tmp_path):
+    user, assistant = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    rows = [
+        [user, assistant],
+        [user],
+        [assistant, user],
+        [user, {"role": "assistant", "content": None}],
+        [],
+        [user, {"role": "assistant", "content": "b" * 99}],
+    ]
+    path = write_rows(tmp_path / "x.parquet", [{"messages": messages} for messages in rows])
+    limits = ("data.max_prompt_length=32", "data.max_response_length=32")
+    with pytest.raises(InputError) as refused:
+        loaded(path, *limits)
+    lines = "\n".join(refused.value.problems)
+    assert f"{path}: a chat has no assistant turn in 1 row (1); leave the row out" in lines
+    assert "a chat begins with the assistant in 1 row (2)" in lines
+    assert "messages must hold text (images are not supported) in 1 row (3)" in lines
+    assert "messages must be a list of messages, and not empty in 1 row (4)" in lines
+    assert "longer than data.max_prompt_length + data.max_response_length=64 in 1 row (5: 122 tokens)" in lines
+    assert len(refused.value.problems) == 5
+    good = write_rows(tmp_path / "y.parquet", [{"messages": rows[0]}, {"messages": rows[5]}])
+    assert [len(one) for one in loaded(good, *limits, "data.filter_overlong_prompts=True")] == [24]
+    assert [len(one) for one in loaded(good, *limits, "data.truncation=right")] == [24, 64]
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"text": "x"}, "has neither chats nor answers"),
+        ({"prompt": "x", "response": " "}, "response must be text, and not empty"),
+        ({"prompt": "", "response": "x"}, "has no prompt"),
+        (
+            {"prompt_ids": [5], "response_ids": [6], "response_mask": [False], "prompt": tokenizer().decode([5])},
+            "nothing of a row is trained on",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_trained_on_is_refused(row, says, tmp_path):
+    with pytest.raises(InputError, match=says):
+        loaded(write_rows(tmp_path / "x.parquet", [row]))
+    with pytest.raises(InputError, match="does not exist"):
+        loaded(tmp_path / "none.parquet")
+
+
+# --- the objective ---
+
+
+def plain_gradients(module, demonstrations) -> tuple[float, dict[str, torch.Tensor]]:
+    """The mean over all trained tokens of -log p, each demonstration alone, by transformers and nothing else."""
+    total, loss = sum(int(one.mask.sum()) for one in demonstrations), 0.0
+    for one in demonstrations:
+        ids, labels = torch.from_numpy(one.ids).long(), torch.from_numpy(one.ids).long()
+        labels[~torch.from_numpy(one.mask)] = -100
+        logits = module(input_ids=ids[None]).logits[0]
+        loss = loss + F.cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum") / total
+    module.zero_grad()
+    loss.backward()
+    return float(loss.detach()), {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("tokens", [192, 4096])
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float64, 1e-7), (torch.float32, 1e-5)], ids=["fp64", "fp32"])
+def test_loss_and_gradients_are_those_of_plain_transformers(packed, tokens, dtype, near, files):
+    config = configured(
+        files,
+        "data.train_batch_size=9",
+        f"actor_rollout_ref.model.use_remove_padding={packed}",
+        f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={tokens}",
+    )
+    demonstrations = [writer().chat(chat) for chat in chats(9, seed=5)]
+    loss, gradients, metrics = learner_gradients(config, demonstrations, dtype)
+    assert not [name for name in metrics if name.startswith("rollout_corr")]  # no engine wrote them
+    assert metrics["actor/nll"] == pytest.approx(loss, rel=1e-5)
+    expected, plain = plain_gradients(load_policy(config.actor_rollout_ref.model, dtype), demonstrations)
+    assert loss == pytest.approx(expected, rel=near)
+    assert plain.keys() == gradients.keys() and len(plain) > 10
+    for name, value in plain.items():
+        assert float((gradients[name] - value).norm()) <= near * max(float(value.norm()), 1e-3), name
+
+
+def test_sequences_can_count_alike_whatever_their_lengths(files):
+    config = configured(files, "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean")
+    batch = demonstration_batch([writer().chat(chat) for chat in chats(4)], 0)
+    (step,) = steps_of(batch, config.actor_rollout_ref.actor, 128)
+    per_sequence = (step.loss_weight * step.response_mask).sum(1)
+    assert torch.allclose(per_sequence, torch.full((4,), 0.25))
+
+
+# --- runs ---
+
+
+def lines(folder: Path) -> list[dict]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    timing = ("timing_s/", "perf/")
+    return [{name: value for name, value in one.items() if not name.startswith(timing)} for one in found]
+
+
+def fitted(files: Path, folder: Path, *overrides: str) -> SFTTrainer:
+    run = SFTTrainer(configured(files, f"trainer.default_local_dir={folder}", *overrides)).init_workers()
+    run.fit()
+    return run
+
+
+def weights(folder: Path, step: int = 6, name: str = "model") -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    file = "adapter_model" if name == "adapter" else "model"
+    return load_file(folder / f"global_step_{step}" / "actor" / f"{file}.safetensors")
+
+
+@pytest.fixture(scope="module")
+def whole(files, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run = fitted(files, folder)
+    assert isinstance(run.workers.engine, NoEngine)  # nothing is answered, so no second copy of the weights is made
+    return folder
+
+
+def test_a_run_raises_the_likelihood_and_records_it(whole):
+    found = lines(whole)
+    assert [one["step"] for one in found] == [1, 2, 3, 4, 5, 6]
+    assert found[-1]["actor/nll"] < found[0]["actor/nll"] - 0.05
+    assert found[0]["actor/lr"] > 0.0027 and found[-1]["actor/lr"] == pytest.approx(0.0)  # a cosine
+    assert [one["training/epoch"] for one in found] == [0, 0, 0, 1, 1, 1]
+    assert all(0 < one["sft/tokens_trained"] < one["sft/length/mean"] * 4 for one in found)
+
+
+def test_a_stopped_run_ends_as_if_it_had_never_stopped(files, whole, tmp_path):
+    folder = tmp_path / "run"
+    run = SFTTrainer(configured(files, f"trainer.default_local_dir={folder}")).init_workers()
+    draw = run.draw
+
+    def stop_in_the_fourth(step):
+        if step == 3:
+            run.session.stop.request()  # a first Ctrl-C: step 3 is not begun
+        return draw(step)
+
+    run.draw = stop_in_the_fourth
+    run.fit()
+    assert len(lines(folder)) == 2
+    fitted(files, folder)
+    assert lines(folder) == lines(whole)
+    one, other = weights(folder), weights(whole)
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_adapters_alone_train(files, tmp_path):
+    folder = tmp_path / "run"
+    run = fitted(files, folder, "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=0.03")
+    found = lines(folder)
+    assert found[-1]["actor/nll"] < found[0]["actor/nll"] - 0.05
+    trained = [name for name, p in run.workers.actor.module.named_parameters() if p.requires_grad]
+    assert trained and all("lora" in name for name in trained)
+    assert weights(folder, name="adapter").keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_two_ranks_over_ray_train_as_one_process_does(packed, files, tmp_path):
+    """Sums of two ranks are rounded otherwise; their checkpoint goes on in one process."""
+    layout = f"actor_rollout_ref.model.use_remove_padding={packed}"
+    ray = ("trainer.backend=ray", "trainer.n_gpus_per_node=2")
+    fitted(files, tmp_path / "local", layout)
+    fitted(files, tmp_path / "ray", layout, "trainer.total_training_steps=4", *ray)
+    fitted(files, tmp_path / "ray", layout, "trainer.resume_with_changes=True")
+    one, other = lines(tmp_path / "local"), lines(tmp_path / "ray")
+    for name in ("actor/nll", "actor/grad_norm", "actor/lr", "sft/tokens_trained"):
+        assert [line[name] for line in other[4:]] == pytest.approx([line[name] for line in one[4:]], rel=0.05), name
+    for name in ("actor/nll", "sft/tokens_trained"):
+        assert [line[name] for line in other[:1]] == pytest.approx([line[name] for line in one[:1]], rel=1e-5), name
+    assert weights(tmp_path / "ray").keys() == weights(tmp_path / "local").keys()
+
+
+# --- validation and rejection sampling ---
+
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return float(sum(map(ord, solution_str)) % 2 == 0)
+"""
+
+
+@pytest.fixture(scope="module")
+def questions(files) -> Path:
+    (files / "reward.py").write_text(REWARD)
+    rows = [
+        {
+            "data_source": "tests/letters",
+            "prompt": [{"role": "user", "content": "abcd"[index % 4] * (1 + index % 5)}],
+            "reward_model": {"style": "rule", "ground_truth": "a"},
+            "extra_info": {"index": index, "split": "train"},
+        }
+        for index in range(8)
+    ]
+    return write_rows(files / "questions.parquet", rows)
+
+
+def answering(files: Path, questions: Path) -> list[str]:
+    keys = {
+        "data.val_files": questions,
+        "custom_reward_function.path": files / "reward.py",
+        "actor_rollout_ref.rollout.name": "hf",
+        "actor_rollout_ref.rollout.dtype": "float32",
+        "actor_rollout_ref.rollout.val_kwargs.n": 4,
+        "actor_rollout_ref.rollout.val_kwargs.do_sample": True,
+        "actor_rollout_ref.rollout.val_kwargs.temperature": 1.0,
+    }
+    return [f"{key}={value}" for key, value in keys.items()]
+
+
+@pytest.fixture(scope="module")
+def scores(files, questions) -> Path:
+    out = files / "answers.jsonl"
+    typed = [one for one in settings(files) if "model.path" not in one]
+    typed = [*typed, *answering(files, questions), "data.max_response_length=64", "data.max_prompt_length=64"]
+    assert evaluate.main(["generate", "sft", *typed, "--model", str(files / "model"), "--out", str(out)]) == 0
+    assert evaluate.main(["score", str(out), "--name", "parity"]) == 0
+    return files / "answers.scores-parity.jsonl"
+
+
+def kept(scores: Path, *arguments: str) -> list[dict]:
+    out = scores.with_name("kept.parquet")
+    assert rejection.main([str(scores), "--out", str(out), *arguments]) == 0
+    return pq.read_table(out).to_pylist()
+
+
+def test_right_answers_are_kept_with_the_ids_that_the_policy_wrote(scores, capsys):
+    answers = [json.loads(line) for line in scores.with_name("answers.jsonl").read_text().splitlines()]
+    right = [one for one in answers if sum(map(ord, one["response"])) % 2 == 0 and one["stop"] != "length"]
+    rows = kept(scores)
+    assert 0 < len(rows) < len(answers)
+    said = capsys.readouterr().out
+    assert f"{len(rows)} of 32 answers kept, to {len({row['uid'] for row in rows})} of 8 questions" in said
+    assert [(row["uid"], row["sample"]) for row in rows] == [(one["uid"], one["sample"]) for one in right]
+    for row, one in zip(rows, right, strict=True):
+        assert row["response_ids"] == one["response_ids"] and all(row["response_mask"]) and row["score"] == 1.0
+        assert tokenizer().decode(row["prompt_ids"]) == one["prompt"]
+    told = json.loads(scores.with_name("kept.manifest.json").read_text())
+    assert told["chosen"] == {"by": "acc", "least": 1.0, "most": None, "seed": 1} and told["rows"] == len(rows)
+    found = loaded(scores.with_name("kept.parquet"), "data.truncation=right")
+    assert [one.ids.tolist() for one in found] == [row["prompt_ids"] + row["response_ids"] for row in rows]
+
+
+def test_at_most_so_many_answers_of_a_question_are_kept_by_seed(scores):
+    rows = kept(scores)
+    one = kept(scores, "--most", "1")
+    uids = [row["uid"] for row in one]
+    assert len(uids) == len(set(uids)) == len({row["uid"] for row in rows}) < len(rows)
+    assert kept(scores, "--most", "1") == one
+    assert any(kept(scores, "--most", "1", "--seed", str(seed)) != one for seed in (2, 3, 4))
+
+
+def test_what_does_not_belong_together_is_refused(scores, questions, capsys):
+    out = ["--out", str(scores.with_name("kept.parquet"))]
+    assert rejection.main([str(scores), *out, "--least", "2"]) == 2
+    assert "none of 32 answers has acc of at least 2" in capsys.readouterr().err
+    assert rejection.main([str(scores), *out, "--by", "nope"]) == 2
+    assert "--by=nope" in capsys.readouterr().err
+    assert (
+        rejection.main([str(scores), "--out", "x.json"]) == 2
+        and rejection.main([str(scores), *out, "--most", "0"]) == 2
+    )
+    capsys.readouterr()
+    rows = pq.read_table(questions).to_pylist()
+    held = questions.read_bytes()
+    rows[3]["prompt"][0]["content"] = "other"
+    write_rows(questions, rows)
+    try:
+        assert rejection.main([str(scores), *out]) == 2
+        assert "others than those that were answered" in capsys.readouterr().err
+    finally:
+        questions.write_bytes(held)
+    answers = scores.with_name("answers.jsonl")
+    text = answers.read_text()
+    answers.write_text(text.replace("tests/letters", "tests/Letters", 1))
+    try:
+        assert rejection.main([str(scores), *out]) == 2
+        assert "is not the file that" in capsys.readouterr().err
+    finally:
+        answers.write_text(text)
+
+
+def test_fine_tuning_on_kept_answers_validates_on_the_way(files, scores, questions, tmp_path):
+    kept(scores)
+    folder = tmp_path / "run"
+    keys = [*answering(files, questions), f"data.train_files={scores.with_name('kept.parquet')}"]
+    fitted(files, folder, *keys, "trainer.test_freq=3", "trainer.save_freq=-1", "data.truncation=right")
+    found = lines(folder)
+    accuracy = "val-core/tests/letters/acc/mean@4"
+    assert [one["step"] for one in found if accuracy in one] == [0, 3, 6]
+    assert len({one["rollout_corr/probe_diff"] for one in found if accuracy in one} - {None}) >= 1
+    assert (folder / "validation" / "6.jsonl").exists()
+
+
+# --- keys ---
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("data.truncation=left", "takes away what the answers stand on"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=vanilla", "weighs samples that a policy drew"),
+        ("algorithm.adv_estimator=gae", "has a critic"),
+        ("actor_rollout_ref.actor.use_kl_loss=True", "does not have"),
+        ("algorithm.use_kl_in_reward=True", "demonstrations have no reward"),
+        ("actor_rollout_ref.rollout.n=2", "one demonstration"),
+        ("actor_rollout_ref.rollout.temperature=0.7", "the likelihood is that of the model itself"),
+        ("trainer.max_staleness=1", "draws none"),
+        ("trainer.critic_warmup=1", "there is no critic"),
+        ("trainer.test_freq=5", "data.val_files names none"),
+        ("trainer.val_only=True", "data.val_files names none"),
+    ],
+)
+def test_what_has_no_meaning_here_is_refused(override, says):
+    assert not examine("sft", []).problems
+    found = examine("sft", [override]).problems
+    assert any(line.lower().startswith(f"{override.lower()}: ") and says in line for line in found)
+
+
+def test_keys_without_effect_are_listed():
+    unused = examine("sft", ["algorithm.gamma=0.5", "data.val_max_samples=3", "data.messages_key=chat"]).unused
+    assert {key: reason.split(":")[0] for key, (_, reason) in unused.items()} == {
+        "algorithm.gamma": "demonstrations have no rewards and no advantages to estimate",
+        "data.val_max_samples": "data.val_files is empty",
+    }
