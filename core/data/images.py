@@ -8,6 +8,7 @@ is ``core/learner/vision.py``.
 
 from __future__ import annotations
 
+import base64
 import io
 import warnings
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from core.types import Picture, PictureFormat
 MARKER = "<image>"  # in the text of a prompt: here stands the next picture
 # Decoding takes 3 bytes a pixel, and the widest published processor reads 13 million: more is a mistake or a bomb.
 MOST_PIXELS = 2**26
+THUMBNAIL = 192  # pixels of the longer side, of what records and pages show: at most 30 KB as JPEG
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # 16-bit and float ones have no fixed range
 
 
@@ -107,6 +109,17 @@ def pixels(picture: Picture) -> np.ndarray:
         found = np.asarray(image).copy()
     found.flags.writeable = False
     return found
+
+
+def thumbnail(picture: Picture) -> str:
+    """Return the picture as the model reads it, at most ``THUMBNAIL`` pixels a side, as a data URI for a page."""
+    from PIL import Image
+
+    image = Image.fromarray(pixels(picture))
+    image.thumbnail((THUMBNAIL, THUMBNAIL))
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=80)
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def patches(picture: Picture) -> np.ndarray:
