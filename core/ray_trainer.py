@@ -421,7 +421,7 @@ class RayPPOTrainer:
             metrics.add({f"val-{name}": value for name, value in found if not name.startswith("timing_s/")})
         rows = generation_rows(metrics.step, groups, self.tokenizer)
         self.session.tracker.log_validation(metrics.step, records)
-        self.session.tracker.log_samples(metrics.step, rows)
+        self.session.tracker.log_samples(metrics.step, rows, self.val_prompts)
         print_examples(rows, self.config.reward_model.val_num_examine)
         if self.config.trainer.validation_data_dir:
             dump_jsonl(self.config.trainer.validation_data_dir, metrics.step, rows)

@@ -29,7 +29,7 @@ def vision_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def vision_config(kind: str, **text: Any) -> Any:
+def vision_config(kind: str, tower_range: float = 0.1, **text: Any) -> Any:
     """Vision: hidden 32, 2 layers. Text: hidden 64, 2 layers, 2 heads of dimension 32 (vLLM on a CPU needs 32)."""
     patch = 16 if kind == "qwen3_vl" else 14
     vision = dict(depth=2, num_heads=2, patch_size=patch, temporal_patch_size=2, spatial_merge_size=2, in_channels=3)
@@ -44,13 +44,17 @@ def vision_config(kind: str, **text: Any) -> Any:
     rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0}
     rope |= {"mrope_interleaved": True} if kind == "qwen3_vl" else {}
     shape = dict(vocab_size=VOCAB_SIZE + len(MARKS), hidden_size=64, intermediate_size=64, num_hidden_layers=2)
-    shape |= dict(num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2)
+    shape |= dict(num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.1)
     shape |= dict(rope_parameters=rope, bos_token_id=3, eos_token_id=1, pad_token_id=0)
     shape |= {"head_dim": 32} if kind == "qwen3_vl" else {}
     ids = dict(vision_start_token_id=100, image_token_id=101, vision_end_token_id=102, video_token_id=103)
     tied = dict(tie_word_embeddings=False)
     return AutoConfig.for_model(
-        kind, text_config={**shape, **tied, **text}, vision_config={**vision, "initializer_range": 0.2}, **ids, **tied
+        kind,
+        text_config={**shape, **tied, **text},
+        vision_config={**vision, "initializer_range": tower_range},
+        **ids,
+        **tied,
     )
 
 

@@ -95,8 +95,13 @@ class Encoder:
                 raise PictureError("an example has pictures, and the model reads text alone", fix)
             return self.encode([example.prompt])[0], ()
         found = tuple(read_picture(data, self.pictures, decode=decode) for data in example.images)
-        (ids,) = self.encode([shown(example.prompt, len(found), self.pictures)])
-        return expand(ids, found), found
+        return self.encode_with(example.prompt, found), found
+
+    def encode_with(self, prompt: str | Sequence[Message], pictures: tuple[Picture, ...]) -> list[int]:
+        """Return the ids of a prompt, one for each token of its pictures. Raises what :meth:`encode_example` raises."""
+        format = pictures[0].format if pictures else self.pictures
+        (ids,) = self.encode([prompt if format is None else shown(prompt, len(pictures), format)])
+        return expand(ids, pictures)
 
     def render(self, chat: Sequence[Message]) -> str:
         """Return the chat as one string, ready for tokens to follow."""

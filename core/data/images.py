@@ -24,6 +24,7 @@ MARKER = "<image>"  # in the text of a prompt: here stands the next picture
 # Decoding takes 3 bytes a pixel, and the widest published processor reads 13 million: more is a mistake or a bomb.
 MOST_PIXELS = 2**26
 THUMBNAIL = 192  # pixels of the longer side, of what records and pages show: at most 30 KB as JPEG
+SHOWN = 8  # thumbnails of a prompt at the most
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # 16-bit and float ones have no fixed range
 
 
@@ -120,6 +121,11 @@ def thumbnail(picture: Picture) -> str:
     file = io.BytesIO()
     image.save(file, "JPEG", quality=80)
     return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def thumbnails(pictures: Sequence[Picture]) -> list[str]:
+    """Return :func:`thumbnail` of the first pictures of a prompt."""
+    return [thumbnail(picture) for picture in pictures[:SHOWN]]
 
 
 def patches(picture: Picture) -> np.ndarray:

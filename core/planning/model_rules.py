@@ -74,9 +74,8 @@ def _unseeing(config: Config) -> Iterator[Problem]:
         yield Problem("algorithm.adv_estimator", algorithm.adv_estimator, rule, fix)
     if config.reward_model.enable:
         yield Problem("reward_model.enable", True, "a reward model reads text alone", "score with a function")
-    if roles.rollout.multi_turn.enable:
-        rule = f"the tool agent does not run {what} yet"
-        yield Problem("actor_rollout_ref.rollout.multi_turn.enable", True, rule, "set it to False")
+    if not config.generates:
+        yield Problem(MODEL, roles.model.path, f"fine-tuning does not train {what} yet", "give a model of text alone")
 
 
 def _sightless(config: Config) -> Iterator[Problem]:

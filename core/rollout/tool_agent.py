@@ -57,7 +57,7 @@ class ToolAgentLoop(AgentLoop):
         limit = self.config.data.max_prompt_length
         schemas = [spec.schema for spec in tools.values()]
         with_tools = Encoder(self.tokenizer, {**self.encoder.template_kwargs, "tools": schemas})
-        (ids,) = with_tools.encode([episode.prompt.messages])
+        ids = with_tools.encode_with(episode.prompt.messages, episode.prompt.pictures)
         if len(ids) > limit:
             raise ValueError(
                 f"uid={episode.prompt.uid}: the prompt has {len(ids)} tokens with its tools' schemas, more than "

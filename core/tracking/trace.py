@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from core.checkpoint.manifest import fsync
-from core.data.images import thumbnail
+from core.data.images import SHOWN, thumbnails
 from core.types import ScoredGroup, StepMetrics, TrainBatch, Trajectory
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 FOLDER, PARTIAL = "trace", ".partial"
-MOST_PICTURES = 8  # of a prompt, as thumbnails; the others are counted
 SHARE = 0.02  # of a step's time, in CPU seconds: more is a warning
 # Fields of the batch that are recorded where they are set, with the precision they are kept in. Differences of two
 # log-probs are read at 1e-6, which half precision does not have.
@@ -250,8 +249,8 @@ class TraceRecorder:
             "data_source": prompt.data_source,
             "question": prompt.messages[-1].get("content", "") if prompt.messages else "",
             "ground_truth": prompt.ground_truth,
-            "pictures": [thumbnail(picture) for picture in prompt.pictures[:MOST_PICTURES]],
-            "more_pictures": len(prompt.pictures[MOST_PICTURES:]),
+            "pictures": thumbnails(prompt.pictures),
+            "more_pictures": len(prompt.pictures[SHOWN:]),
             "chosen": one.why,
             "dropped": None if rows is not None else self._why_dropped(one.group),
             "trajectories": described,

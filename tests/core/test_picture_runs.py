@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from pathlib import Path
@@ -12,13 +13,20 @@ from safetensors.torch import load_file
 
 from core import export
 from core.config import compose
+from core.data.images import MARKER
+from core.engines import SamplingParams
 from core.errors import InputError
 from core.learner.models import load_picture_format, load_policy, load_tokenizer
 from core.ray_trainer import RayPPOTrainer
+from core.rollout.agent_loop import Episode, Limits
+from core.rollout.tool_agent import ToolAgentLoop
+from core.types import Prompt
+from tests.core.rollout.test_tool_agent import CALCULATOR, TEMPLATE, call
 from tests.faults.kill_and_resume import AtPoint, compare_runs, run_uninterrupted, run_with_kills
 from tests.faults.tiny_run import REWARD, command
-from tests.pictures import model_config, png, save_vision_model
+from tests.pictures import model_config, picture, png, save_vision_model, vision_tokenizer
 from tests.row_files import plain_row, write_parquet
+from tests.scripted_engine import ScriptedEngine
 
 KL = ("actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.rollout.n=3")
 STALE = ("trainer.max_staleness=1", "algorithm.rollout_correction.rollout_is=sequence")
@@ -124,6 +132,36 @@ def test_adapters_on_the_language_part_alone(files, tmp_path):
     before = load_policy(model_config(files / "model")).state_dict()
     moved = {name for name, value in loaded.items() if not torch.equal(value, before[name])}
     assert moved and not any("visual" in name for name in moved)
+
+
+TOOLS = "actor_rollout_ref.rollout.multi_turn"
+
+
+def test_every_turn_of_an_episode_has_the_prompts_pictures_and_its_tools(tmp_path):
+    """One placeholder a token of a picture also where the template writes the prompt anew, with its tools."""
+    (tmp_path / "tools.yaml").write_text(CALCULATOR)
+    words, asked, one = vision_tokenizer(), [], picture(1)
+    words.chat_template = TEMPLATE
+    turns = [call("calculator", expression="1+1"), "2"]
+    engine = ScriptedEngine(words, lambda request: (asked.append(request), turns.pop(0))[1])
+    keys = [f"{TOOLS}.enable=True", f"{TOOLS}.tool_config_path={tmp_path}/tools.yaml", "data.train_batch_size=256"]
+    loop = ToolAgentLoop(compose("ppo", keys), words)
+    prompt = Prompt(0, "q", (), ({"role": "user", "content": f"how {MARKER}?"},), "2", "x", pictures=(one,))
+    options = {"engine": engine, "tokenizer": words, "run_seed": 1}
+    episode = Episode(prompt, 0, SamplingParams(max_tokens=900), Limits(900, 900), **options)
+    asyncio.run(loop.run(episode))
+    assert [request.pictures for request in asked] == [(one,)] * 2
+    assert [request.prompt_ids.count(one.format.token_id) for request in asked] == [one.tokens] * 2
+    assert "<tool calculator>" in words.decode(asked[0].prompt_ids)
+
+
+def test_episodes_with_tools_train_on_pictures(files, tmp_path):
+    (tmp_path / "tools.yaml").write_text(CALCULATOR)
+    tools = (f"{TOOLS}.enable=True", f"{TOOLS}.tool_config_path={tmp_path}/tools.yaml")
+    before = load_policy(model_config(files / "model")).state_dict()
+    after = trained(files, tmp_path / "run", *KL, *tools, steps=2)
+    assert sum(not torch.equal(value, before[name]) for name, value in after.items() if "visual" in name) > 10
+    assert max(line.get("rollout_corr/logp_diff_max", 0.0) for line in lines(tmp_path / "run")) < 1e-4
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ from PIL import Image
 
 from core.data.images import pixels
 from core.data.stream import PromptStream
-from data_preprocess import geo3k
+from core.rollout.tools import chosen, load_tools
+from data_preprocess import geo3k, geo3k_multiturn_w_tool
 from data_preprocess.schema import write_rows
 from reward_scores.geo3k import score
 from tests.pictures import picture_format, png, vision_tokenizer
@@ -40,6 +41,16 @@ def test_a_row_has_the_prompt_of_verls_script(tmp_path):
     stream = stream_of(tmp_path / "train.parquet")
     blue = next(p for p in (stream.prompt(i) for i in range(2)) if "Find y" in p.messages[0]["content"])
     assert (pixels(blue.pictures[0]) == [0, 0, 255]).all()
+
+
+def test_with_tools_a_row_has_the_same_question_behind_a_system_message():
+    example = {"problem": "<image>Find x.", "answer": "4", "images": [{"bytes": png(), "path": None}]}
+    plain, made = geo3k.row(example, "test", 3), geo3k_multiturn_w_tool.row(example, "test", 3)
+    assert made["prompt"][0] == {"role": "system", "content": geo3k_multiturn_w_tool.SYSTEM}
+    assert made["prompt"][1:] == plain["prompt"] and made["images"] == plain["images"]
+    tools = load_tools(Path(__file__).resolve().parents[2] / "recipes" / "lab" / "tools.yaml")
+    assert list(chosen(tools, made["extra_info"])) == ["calculator", "python"]
+    assert geo3k_multiturn_w_tool.row({**example, "answer": ""}, "test", 3) is None
 
 
 @pytest.mark.skipif(not SAMPLE.is_dir(), reason="DATA_DIR names no folder with geometry3k_sample")

@@ -67,15 +67,14 @@ def test_what_does_not_read_pictures_yet_is_refused_with_a_model_that_does():
     ranks = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
     (told,) = problems(model, f"{TENSOR}=1", ranks, "actor_rollout_ref.model.use_remove_padding=True")
     assert told.startswith(f"{ranks}: does not split the sequences of a model that reads pictures yet")
-    for key in (
-        "algorithm.adv_estimator=gae",
-        "reward_model.enable=true",
-        "actor_rollout_ref.rollout.multi_turn.enable=true",
-    ):
-        rest = ("actor_rollout_ref.rollout.multi_turn.tool_config_path=recipes/lab/tools.yaml",) * ("turn" in key)
-        rest += ("reward_model.model.path=x/y",) * ("reward_model" in key)
+    for key in ("algorithm.adv_estimator=gae", "reward_model.enable=true"):
+        rest = ("reward_model.model.path=x/y",) * ("reward_model" in key)
         found = problems(model, *alone, key, *rest)
         assert [line.split(": ")[0] for line in found] == [key], found
+    (told,) = problems(model, *alone, recipe="sft")
+    assert told.startswith(f"{model}: fine-tuning does not train a model that reads pictures yet")
+    tools = "actor_rollout_ref.rollout.multi_turn"
+    assert not problems(model, *alone, f"{tools}.enable=true", f"{tools}.tool_config_path=recipes/lab/tools.yaml")
     frozen = "actor_rollout_ref.actor.freeze_vision_tower=true"
     assert not problems(model, *alone, frozen)
     (told,) = problems(SMALL, f"{TENSOR}=2", frozen)
