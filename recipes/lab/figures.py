@@ -146,11 +146,11 @@ class FiguresRecipe(WarmStart):
     layers: int = 2
     vision_size: int = 64
     batch_size: int = 32
-    task_steps: int = 500
+    task_steps: int = 1200  # colours are read after 300 steps, counted after 1,000
     mixture_steps: int = 40
-    hold_steps: int = 250
+    hold_steps: int = 700
     learning_rate: float = 2e-3
-    loss_bound: float = 0.1
+    loss_bound: float = 0.05
     look_share: float = 0.2  # of the mixture; the rest guess
     examples: int = 6_000
 
