@@ -99,7 +99,7 @@ BUDGETS = {
     ("core/checkpoint",): 1_110,
     # 780 more: first lines, memory knobs, the whole step, a sharded update as counted, what rests by phase, no engine,
     # models that read pictures
-    ("core/planning",): 1_285,
+    ("core/planning",): 1_310,
     # 390 more: bars while a step collects, the identity of a run, batches without padding, snapshots, traces, pictures
     READING_PATH: 3_300,
     ("recipes/ppo",): 600,

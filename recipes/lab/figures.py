@@ -147,7 +147,7 @@ class FiguresRecipe(WarmStart):
     vision_size: int = 64
     batch_size: int = 32
     task_steps: int = 1200  # colours are read after 300 steps, counted after 1,000
-    mixture_steps: int = 40
+    mixture_steps: int = 120
     hold_steps: int = 700
     learning_rate: float = 2e-3
     loss_bound: float = 0.05
