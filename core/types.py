@@ -59,6 +59,7 @@ class Prompt:
     data_source: str
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     style: str = "rule"  # "model": the reward model scores the answers, any other: a scorer
+    agent_name: str | None = None  # the agent loop that plays its episodes; None: the configured one
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from core.data.dataset import Encoder
+from core.data.parquet import Example
+from core.errors import InputError
 from core.rollout.agent_loop import AgentLoop, Episode
-from core.rollout.tools import Call, ToolError, ToolSpec, chosen, facts_for, load_tools, parse_hermes
+from core.rollout.tools import KEY, Call, ToolError, ToolSpec, chosen, facts_for, load_tools, parse_hermes
+from core.types import Prompt
 
 if TYPE_CHECKING:
     from core.config.schema import Config
@@ -29,6 +32,8 @@ class ToolAgentLoop(AgentLoop):
     def __init__(self, config: Config, tokenizer: Any):
         super().__init__(config, tokenizer)
         self.options = config.actor_rollout_ref.rollout.multi_turn
+        if self.options.tool_config_path is None:  # the data chose this loop: a rule checks the configuration's choice
+            raise InputError(f"{KEY}=null: the tool agent needs tools; name a YAML file (core/rollout/tools.py)")
         self.tools = load_tools(self.options.tool_config_path)
         self.encoder = Encoder(tokenizer, config.data.apply_chat_template_kwargs)
         self.has_template = bool(getattr(tokenizer, "chat_template", None))
@@ -49,6 +54,13 @@ class ToolAgentLoop(AgentLoop):
             user_turns += 1
             if not self.add(answers, episode):
                 return
+
+    def check(self, example: Example | Prompt) -> str | None:
+        try:
+            chosen(self.tools, example.extra_info)
+        except ValueError as error:
+            return str(error)
+        return None
 
     def tell_of(self, tools: Mapping[str, ToolSpec], episode: Episode) -> None:
         """Put the tools' schemas into the prompt, as the chat template writes them. Raises ValueError if too long."""
@@ -83,7 +95,10 @@ class ToolAgentLoop(AgentLoop):
             self.counts["invalid"] += 1
             return self.cut(f"error: {problem}")
         self.counts["made"] += 1
-        facts, timeout_s = facts_for(call.name, episode.prompt.extra_info), self.options.tool_timeout_s
+        facts, timeout_s = (
+            facts_for(call.name, episode.prompt.extra_info),
+            spec.timeout_s or self.options.tool_timeout_s,
+        )
         try:
             return self.cut(await episode.call(lambda: spec.tool.call(call.arguments, facts), timeout_s))
         except ToolError as error:

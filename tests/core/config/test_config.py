@@ -77,7 +77,6 @@ def test_the_schema_knows_the_names_that_the_implementations_know():
         assert all(convert.known(f"{section}.{key}") for entry in table.values() for key in entry.reads), section
     for table in (*sections.values(), tables.REWARD_MANAGERS, tables.LOGGERS, tables.AGENT_LOOPS):
         assert all(callable(load_object(entry.function)) for entry in table.values() if entry.function)
-    assert callable(load_object(tables.TOOL_AGENT))
     clipping = {name for name, entry in tables.POLICY_LOSSES.items() if "clip_ratio" in entry.reads}
     assert clipping == set(tables.POLICY_LOSSES) - {"sapo", "gpg", "reinforce"}
     assert [name for name, entry in tables.ESTIMATORS.items() if entry.critic] == ["gae"]

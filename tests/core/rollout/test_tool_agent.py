@@ -269,6 +269,28 @@ def test_a_tool_that_does_not_answer_costs_its_time_and_no_episode(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "yaml",
+    [
+        f"tools:\n  - class_name: {__file__}:Slow\n    config: {{type: native}}\n    timeout_s: 0.05\n",
+        f"- name: slow\n  class_name: {__file__}:Slow\n  timeout_s: 0.05\n",
+        f"- type: function\n  function: {{name: slow}}\n  class_name: {__file__}:Slow\n  timeout_s: 0.05\n",
+    ],
+)
+def test_a_tool_may_have_a_time_of_its_own(tmp_path, yaml):
+    trajectory, _ = played(tmp_path, [call("slow"), "2"], f"{MULTI}.tool_timeout_s=600", yaml=yaml)
+    assert "error: no answer in 0.05 s" in tool_text(trajectory)
+
+
+def test_a_time_that_is_none_is_refused(tmp_path):
+    entry = "- {{name: calculator, {}}}\n"
+    said = problems_of(
+        tmp_path, "".join(map(entry.format, ("timeout_s: 0", "timeout_s: soon", "timeout_s: .inf", "timeout_s: true")))
+    )
+    assert [line.partition("timeout_s=")[2][:4] for line in said.splitlines()] == ["0 mu", "'soo", "inf ", "True"]
+    assert "'mcp' is not supported" in problems_of(tmp_path, f"{CALCULATOR}    config: {{type: mcp}}\n")
+
+
+@pytest.mark.parametrize(
     ("side", "kept"),
     [("left", "123456...(truncated)"), ("right", "(truncated)...567890"), ("middle", "123...(truncated)...890")],
 )
