@@ -177,7 +177,7 @@ class MultiTurnConfig:
     max_tool_response_length: limits.Count = 256  # characters of a tool's answer that are kept
     # the part of a tool's answer that is kept, as verl has it
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
-    format: Literal["hermes"] = "hermes"  # how a tool call is written
+    format: Literal[*tables.CALL_FORMATS] = "hermes"  # how a tool call is written
     repeatable: bool = False  # decoding waits for tools, so that a run repeats to the bit also with slow ones
 
 

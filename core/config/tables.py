@@ -151,6 +151,8 @@ AGENT_LOOPS = {  # actor_rollout_ref.rollout.agent_loop, and the column agent_na
     SINGLE_TURN: AgentLoopEntry("core.rollout.agent_loop:SingleTurn"),
     TOOL_AGENT: AgentLoopEntry("core.rollout.tool_agent:ToolAgentLoop"),
 }
+# actor_rollout_ref.rollout.multi_turn.format; what each does is in core.rollout.call_formats.FORMATS
+CALL_FORMATS = ("hermes", "react")
 RAY_INIT = (  # ray_kwargs.ray_init: the arguments of ray.init in Ray 2.60, which a dry run does not import
     *("address", "num_cpus", "num_gpus", "resources", "labels", "object_store_memory", "local_mode"),
     *("ignore_reinit_error", "include_dashboard", "dashboard_host", "dashboard_port", "job_config"),

@@ -1,8 +1,8 @@
-"""The tool agent (``actor_rollout_ref.rollout.multi_turn.enable``): calls in ``<tool_call>`` JSON, answers in the chat.
+"""The tool agent (``actor_rollout_ref.rollout.multi_turn.enable``): it makes a turn's calls and adds their answers.
 
-A turn with calls is followed by their answers, one without ends the episode. What follows a turn is what the chat
-template writes for a message of role ``tool``; a tokenizer without a template gets ``<tool_response>`` alone. Calls
-that cannot be made (no JSON, no such tool, wrong arguments, none left) are answered with what is wrong with them.
+A turn with calls is followed by their answers, one without ends the episode. How a call is written and an answer framed
+is the format's (:mod:`core.rollout.call_formats`). Calls that cannot be made (unreadable, no such tool, wrong
+arguments, none left) are answered with what is wrong with them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from core.data.dataset import Encoder
 from core.data.parquet import Example
 from core.errors import InputError
 from core.rollout.agent_loop import AgentLoop, Episode
-from core.rollout.tools import KEY, Call, ToolError, ToolSpec, chosen, facts_for, load_tools, parse_hermes
+from core.rollout.call_formats import FORMATS, Call, Chat, Piece
+from core.rollout.tools import KEY, ToolError, ToolSpec, chosen, facts_for, load_tools
 from core.types import Prompt
 
 if TYPE_CHECKING:
     from core.config.schema import Config
 
-MARK = "\x00answer\x00"  # stands for a tool's answer while the template writes what is around it
 CUT = "...(truncated)..."
 
 
@@ -35,8 +35,8 @@ class ToolAgentLoop(AgentLoop):
         if self.options.tool_config_path is None:  # the data chose this loop: a rule checks the configuration's choice
             raise InputError(f"{KEY}=null: the tool agent needs tools; name a YAML file (core/rollout/tools.py)")
         self.tools = load_tools(self.options.tool_config_path)
-        self.encoder = Encoder(tokenizer, config.data.apply_chat_template_kwargs)
-        self.has_template = bool(getattr(tokenizer, "chat_template", None))
+        self.format = FORMATS[self.options.format]
+        self.chat = Chat(tokenizer, config.data.apply_chat_template_kwargs)
         self.counts: Counter[str] = Counter()
 
     async def run(self, episode: Episode) -> None:
@@ -44,15 +44,15 @@ class ToolAgentLoop(AgentLoop):
         self.tell_of(tools, episode)
         user_turns = 0
         while not episode.over:
-            turn = await episode.turn()
-            calls = parse_hermes(turn.text)
+            turn = await episode.turn(stop=self.format.stop)
+            calls = self.format.parse(turn.text)
             if not calls or episode.turns == self.options.max_assistant_turns:
                 return
             if user_turns == self.options.max_user_turns:
                 return
             answers = await self.answers(calls, tools, episode)
             user_turns += 1
-            if not self.add(answers, episode):
+            if not self.add(self.format.frame(self.chat, answers, episode), episode):
                 return
 
     def check(self, example: Example | Prompt) -> str | None:
@@ -63,13 +63,13 @@ class ToolAgentLoop(AgentLoop):
         return None
 
     def tell_of(self, tools: Mapping[str, ToolSpec], episode: Episode) -> None:
-        """Put the tools' schemas into the prompt, as the chat template writes them. Raises ValueError if too long."""
-        if not (tools and self.has_template):
+        """Put the tools into the prompt, in the form of the format. Raises ValueError if it is too long then."""
+        if not (tools and self.chat.has_template):
             return
         limit = self.config.data.max_prompt_length
-        schemas = [spec.schema for spec in tools.values()]
-        with_tools = Encoder(self.tokenizer, {**self.encoder.template_kwargs, "tools": schemas})
-        (ids,) = with_tools.encode([episode.prompt.messages])
+        messages, arguments = self.format.tell(episode.prompt.messages, [spec.schema for spec in tools.values()])
+        with_tools = Encoder(self.tokenizer, {**self.chat.encoder.template_kwargs, **arguments})
+        (ids,) = with_tools.encode([messages])
         if len(ids) > limit:
             raise ValueError(
                 f"uid={episode.prompt.uid}: the prompt has {len(ids)} tokens with its tools' schemas, more than "
@@ -120,33 +120,12 @@ class ToolAgentLoop(AgentLoop):
         head = most // 2
         return text[:head] + CUT + text[len(text) - head :]
 
-    def add(self, answers: Sequence[str], episode: Episode) -> bool:
-        """Append the answers as the template frames them. What is in an answer is text, whatever it looks like."""
+    def add(self, pieces: Sequence[Piece], episode: Episode, role: str = "tool") -> bool:
+        """Append answers and what is around them. What is in an answer is text, whatever it looks like."""
         ids: list[int] = []
-        texts: list[str] = []
-        for part, is_answer in self.framed(answers, episode):
-            ids += episode.encode(part) if is_answer else self.tokenizer.encode(part, add_special_tokens=False)
-            texts.append(part)
-        return episode.add_ids(ids, "".join(texts))
-
-    def framed(self, answers: Sequence[str], episode: Episode) -> list[tuple[str, bool]]:
-        """Pieces of text and whether each is a tool's."""
-        if not self.has_template:
-            frame = ("<tool_response>", False), ("</tool_response>", False)
-            return [piece for text in answers for piece in (frame[0], (text, True), frame[1])]
-        asked = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
-        replies = [{"role": "tool", "content": MARK} for _ in answers]
-        after = self.encoder.render([*asked, *replies]).partition(MARK)[2]
-        eos = self.tokenizer.eos_token
-        if episode.last_token == self.tokenizer.eos_token_id and after.startswith(eos):
-            after = after[len(eos) :]  # the policy has written it already
-        frames = after.split(MARK)
-        if len(frames) != len(answers) + 1:
-            raise ValueError("the chat template does not write messages of role 'tool'; use another one, or a loop")
-        pieces = [(frames[0], False)]
-        for text, frame in zip(answers, frames[1:], strict=True):
-            pieces += [(text, True), (frame, False)]
-        return pieces
+        for text, is_answer in pieces:
+            ids += episode.encode(text) if is_answer else self.tokenizer.encode(text, add_special_tokens=False)
+        return episode.add_ids(ids, "".join(text for text, _ in pieces), role)
 
     def metrics(self) -> Mapping[str, float]:
         counts, self.counts = self.counts, Counter()

@@ -26,7 +26,6 @@ A row of the data may choose among them, ``extra_info.tool_selection: [calculato
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -267,29 +266,3 @@ class PythonSandbox(Tool):
 
 
 COME_ALONG: Mapping[str, type[Tool]] = {tool.schema["function"]["name"]: tool for tool in (Calculator, PythonSandbox)}
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call as the policy wrote it; ``problem`` says why it is none."""
-
-    name: str = ""
-    arguments: Any = None
-    problem: str | None = None
-
-
-def parse_hermes(text: str) -> list[Call]:
-    """Return the calls of a turn: JSON with ``name`` and ``arguments`` between ``<tool_call>`` and ``</tool_call>``."""
-    from reward_scores.tags import between
-
-    return [_parse_call(content) for content in between(text, "tool_call")]
-
-
-def _parse_call(content: str) -> Call:
-    try:
-        said = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        return Call(problem=f"the call is not JSON: {error}")
-    if not isinstance(said, dict) or not isinstance(said.get("name"), str):
-        return Call(problem='a call is {"name": ..., "arguments": {...}}')
-    return Call(said["name"], said.get("arguments", {}))
