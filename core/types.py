@@ -91,6 +91,7 @@ class Trajectory:
     seed: int
     turns: int = 1
     tool_calls: int = 0
+    user_scores: tuple[float, ...] = ()  # what a simulated user gave the policy's turns, in their order
 
     def __post_init__(self) -> None:
         for name, dtype in (

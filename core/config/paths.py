@@ -40,8 +40,9 @@ def named(config: Config) -> Iterator[tuple[str, str]]:
     manager = (config.reward_model.module.path or "").removeprefix("file://")
     if _own_manager(config) and manager.endswith(".py"):
         yield "reward_model.module.path", manager
-    if tools := config.actor_rollout_ref.rollout.multi_turn.tool_config_path:
-        yield "actor_rollout_ref.rollout.multi_turn.tool_config_path", tools
+    for name in ("tool_config_path", "interaction_config_path"):
+        if path := getattr(config.actor_rollout_ref.rollout.multi_turn, name):
+            yield f"actor_rollout_ref.rollout.multi_turn.{name}", path
     yield from _plugins(config)
     if config.trainer.resume_mode == "resume_path" and config.trainer.resume_from_path:
         yield "trainer.resume_from_path", config.trainer.resume_from_path

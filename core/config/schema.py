@@ -169,11 +169,12 @@ class MultiTurnConfig:
     max_assistant_turns: limits.Count | None = (  # turns of the policy; None: until the response is full
         None  # turns of the policy in an episode; None: until the response is full
     )
-    max_user_turns: limits.Count | None = None  # turns in which tools answer; None: no limit of its own
+    max_user_turns: limits.Count | None = None  # turns in which tools or a user answer; None: no limit of its own
     max_tool_calls: limits.Count | None = None  # tool calls of an episode; None: no limit of its own
     max_parallel_calls: limits.Count = 1  # calls of one turn; those beyond are not made
     tool_config_path: str | None = None  # YAML file with the tools, see core/rollout/tools.py
-    tool_timeout_s: limits.Positive = 30.0  # seconds a tool call may take; a tool of the file may have its own
+    interaction_config_path: str | None = None  # YAML file with simulated users, see core/rollout/interactions.py
+    tool_timeout_s: limits.Positive = 30.0  # seconds a tool call or a user's turn may take; a tool may have its own
     max_tool_response_length: limits.Count = 256  # characters of a tool's answer that are kept
     # the part of a tool's answer that is kept, as verl has it
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"

@@ -186,6 +186,7 @@ class Episode:
         self.prompt, self.sample_index, self.sampling, self.limits = prompt, sample_index, sampling, limits
         self.prompt_ids = tuple(prompt.token_ids)
         self.turns = self.tool_calls = 0
+        self.user_scores: list[float] = []  # what simulated users gave the policy's turns
         self.stop: Stop | None = None  # of the last turn; LENGTH once something did not fit
         self._engine, self._tokenizer, self._run_seed = engine, tokenizer, run_seed
         self._calls = calls or ToolCalls()
@@ -245,6 +246,10 @@ class Episode:
     async def call(self, job: Callable[[], Awaitable[Any]], timeout_s: float | None = None) -> Any:
         """Awaits a tool and counts it. Raises TimeoutError after ``timeout_s``, and what the tool raises."""
         self.tool_calls += 1
+        return await self.wait(job, timeout_s)
+
+    async def wait(self, job: Callable[[], Awaitable[Any]], timeout_s: float | None = None) -> Any:
+        """Await what is no tool, a simulated user say, as :meth:`call` does, and do not count it."""
 
         async def bounded() -> Any:
             async with asyncio.timeout(timeout_s):
@@ -298,4 +303,5 @@ class Episode:
             seed=self.seed,
             turns=self.turns,
             tool_calls=self.tool_calls,
+            user_scores=tuple(self.user_scores),
         )

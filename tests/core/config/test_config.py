@@ -270,6 +270,7 @@ def test_published_configurations_are_read_also_where_they_hold_another_recipes_
         newer = {"reference": None, "resume_with_changes": False}  # keys that are newer than these runs
         assert {key: written["trainer"].pop(key) for key in newer} == newer
         assert written["actor_rollout_ref"]["rollout"].pop("update_weights_bucket_megabytes") == 2048
+        assert written["actor_rollout_ref"]["rollout"]["multi_turn"].pop("interaction_config_path") is None
         assert "retriever" in tree and written == tree
 
 
