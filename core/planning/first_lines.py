@@ -151,7 +151,7 @@ def duration(seconds: float) -> str:
 def _places(config: Config) -> Iterator[str]:
     folder, loggers = Path(config.trainer.default_local_dir), config.trainer.logger
     yield f"writes to {folder}: metrics.jsonl has a line a step, samples.jsonl some answers of each validation"
-    top = folder.parent if folder.is_absolute() else folder.parts[0]
+    top = folder.parent if folder.is_absolute() else Path(*folder.parts[:1])  # of "." too, which has no parts
     curves = f"tensorboard --logdir {top}"
     if "tensorboard" not in loggers:
         shown = ",".join(dict.fromkeys([*loggers, "tensorboard"]))
