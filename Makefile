@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml $(wildcard environment/*.txt)
 	@bash environment/setup.sh
 
 lab: setup
-	bash recipes/grpo/run_lab.sh trainer.total_training_steps=30 trainer.experiment_name=lab-30-steps
+	bash recipes/grpo/run_lab.sh trainer.total_training_steps=30 trainer.trace.freq=10 trainer.experiment_name=lab-30-steps
 
 check: setup
 	$(BIN)/ruff check .

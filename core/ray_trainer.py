@@ -49,6 +49,7 @@ from core.tracking.metrics import RAW_SCORE, data_metrics, throughput
 from core.tracking.profiling import profiled
 from core.tracking.progress import progress
 from core.tracking.step_time import BusyClock
+from core.tracking.trace import TraceRecorder
 from core.tracking.tracker import dump_jsonl
 from core.tracking.validation import ValRecord, validation_metrics
 from core.types import Prompt, ScoredGroup, StepMetrics, TrainBatch, Trajectory
@@ -115,6 +116,7 @@ class RayPPOTrainer:
         self.agent_loop: AgentLoop | None = None  # None where a trajectory is one turn
         self.tool_calls = ToolCalls()
         self.workers: Workers | None = None
+        self.trace: TraceRecorder | None = None
         self.clock = BusyClock("decode", "reward")
         self.runner: asyncio.Runner | None = None
         self.collected: Collected | None = None
@@ -132,6 +134,8 @@ class RayPPOTrainer:
         examples = self._examples() if plays else self.val_prompts
         self.agent_loop = make_agent_loop(config, self.tokenizer, names, examples)
         checkpoint = self.session.open(self.stream, critic=self.needs.critic)
+        self.trace = TraceRecorder(config, self.tokenizer, self.session.total_steps)
+        self.keep_group = self.trace.judging(self.keep_group)
         with naming_knobs(config, "load"):
             self.workers = self.make_workers(prepare_torch(config.trainer))
         try:
@@ -179,6 +183,7 @@ class RayPPOTrainer:
                     groups_P = self.collect(metrics)
                     with self.collecting_ahead(metrics):
                         batch = make_batch(groups_P, self.tokenizer.pad_token_id, self.needs.state_masking)
+                        batch = self.trace.marked(batch, metrics.step)
                         batch = self.compute_log_probs(batch, metrics)
                         with metrics.time("adv"):
                             batch = self.compute_advantages(batch, metrics)
@@ -365,8 +370,10 @@ class RayPPOTrainer:
         if oldest < step - 1 - trainer.max_staleness:
             raise RuntimeError(f"step {step} trained on samples of policy {oldest}, older than max_staleness allows")
         metrics.add(data_metrics(groups_P, batch))
+        metrics.add(self.trace.record(groups_P, batch, metrics, self.workers))
         if self.agent_loop is not None:
             metrics.add(self.agent_loop.metrics())
+        metrics.add(self.reward.usage("perf/judge"))
         seconds = metrics.values["timing_s/step"]
         metrics.add(
             {
@@ -413,6 +420,7 @@ class RayPPOTrainer:
         """Answer every validation prompt ``val_kwargs.n`` times; no hook that shapes or filters is called."""
         with metrics.time("testing"):
             groups = self.runner.run(self.evaluate())
+        metrics.add(self.reward.usage("perf/val_judge"))
         self.clock.take()  # of validation, which is one part of the step
         records = [ValRecord.of(group) for group in groups]
         metrics.add(validation_metrics(records))

@@ -35,13 +35,14 @@ REFUSALS = {
     r"train_batch_sise": (2, "data.train_batch_sise=64: unknown key"),  # misspelt on purpose
     r"core\.evaluate generate search_r1 --run": (2, "neither a checkpoint"),  # the lab's run is not there
     r"core\.export outputs/": (2, "neither a checkpoint"),  # the stand-in for the lab's run has none
+    r"results\.trace outputs/": (2, "no step is recorded"),  # as above
     r"^curl ": (7, ""),  # no server listens in a dry run
     r"index\.cli ": (0, "my-index: bm25"),
 }
 # They train, and know no dry run: only asked for their help here.
 TRAINS = re.compile(r"-m (recipes\.lab\.\w+|recipes\.grpo\.from_scratch)")
 # Typed in fact by the slow test; what they make is there for the commands after them.
-LABS = re.compile(r"^make lab|run_lab\.sh|recipes\.lab\.|from_scratch|results\.(report|publish)|core\.export")
+LABS = re.compile(r"^make lab|run_lab\.sh|recipes\.lab\.|from_scratch|results\.(report|publish|trace)|core\.export")
 
 
 @dataclass(frozen=True)

@@ -90,17 +90,17 @@ READING_PATH = (  # what one reads to understand a step
 BUDGETS = {
     # 4,600 more than the redesign: evaluation (1,100), help, identity of runs, plans, loggers; batches without padding
     # (200), places on a cluster (200), bytes over Ray, weights in buckets with their proof (500), files by owner (100),
-    # checkpoints that are written beside training (150), offloading between phases (50), runs that train on files (70)
-    # agents: loops by name, call formats, simulated users (560)
-    ("core",): 21_180,
+    # checkpoints that are written beside training (150), offloading between phases (50), runs that train on files (70),
+    # a judge behind a URL (850), records of tokens (500), agents: loops by name, call formats, simulated users (560)
+    ("core",): 22_520,
     ("core/config",): 3_200,  # 800 more: help.py, a role for every key, references, names of other projects, odd values
-    ("core/rewards",): 1_530,  # 30 more: managers by the name that a decorator gives
+    ("core/rewards",): 2_310,  # 810 more: a judge's prompt, verdict, requests, canaries; managers by a decorator's name
     # 160 more: the hash of the base weights, what a resume may change, writing beside training
     ("core/checkpoint",): 1_110,
     # 750 more: first lines, memory knobs, the whole step, a sharded update as counted, what rests by phase, no engine
     ("core/planning",): 1_250,
-    # 330 more: bars while a step collects, the identity of a run, batches without padding, snapshots
-    READING_PATH: 3_230,
+    # 350 more: bars while a step collects, the identity of a run, batches without padding, snapshots, traces
+    READING_PATH: 3_250,
     ("recipes/ppo",): 600,
     ("recipes/grpo",): 600,
     ("recipes/dapo",): 600,
@@ -117,7 +117,10 @@ LINES_OF_FIT = 40
 LINES_OF_THE_README = 150
 
 # Packages that only these files import.
-IMPORTED_ONLY_BY = {"ray": "core/cluster/ray_*.py", "vllm": "core/engines/vllm*.py"}
+IMPORTED_ONLY_BY = {
+    **{"ray": "core/cluster/ray_*.py", "vllm": "core/engines/vllm*.py"},
+    **dict.fromkeys(("openai", "diskcache"), "core/rewards/judge_client.py"),
+}
 
 MARKDOWN = [
     path

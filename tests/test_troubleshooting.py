@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "TROUBLESHOOTING.md").read_text(encoding="utf-8")
 MESSAGES = re.findall(r"^> `(.+)`$", TEXT, re.MULTILINE)
 SECTIONS = ("data", "actor_rollout_ref", "critic", "reward_model", "custom_reward_function", "algorithm", "trainer")
-PLACES = ("core", "recipes", "reward_scores")
+PLACES = ("core", "recipes", "results", "reward_scores")
 METRICS = ("timing_s", "reward", "response_length", "actor", "rollout_corr", "collect")
 
 

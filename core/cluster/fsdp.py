@@ -51,6 +51,7 @@ from core.learner.saving import (
     save_model,
     save_optimizer,
 )
+from core.learner.traced_tokens import TracedRows
 from core.learner.weight_probe import probe_ids, probe_log_probs
 from core.types import TrainBatch
 
@@ -334,6 +335,9 @@ class LearnerRank:
     def update_actor(self, steps: list[TrainBatch], lr_multiplier: float) -> dict[str, float]:
         with self.at_work("actor", updates=True):
             return self.actor.update(steps, lr_multiplier)
+
+    def traced(self, rows: tuple[int, ...] | None) -> TracedRows:
+        return self.actor.traced.of(rows)
 
     def update_critic(self, steps: list[TrainBatch], lr_multiplier: float) -> dict[str, float]:
         with self.at_work("critic", updates=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from core.learner.lora import add_adapters, has_adapters, merged_weights, traine
 from core.learner.models import compute_dtype, load_critic, load_policy
 from core.learner.packing import Layout
 from core.learner.saving import fingerprints, host_copy, load_model, load_optimizer, save_model
+from core.learner.traced_tokens import TracedRows
 from core.learner.weight_probe import compare_probe, probe_ids, probe_log_probs
 from core.rewards.reward_model import RewardModel
 from core.tracking.profiling import Profile
@@ -93,7 +94,7 @@ class LocalWorkers:
             layout = Layout(packed=config.critic.model.use_remove_padding)
             self.critic = Critic(critic, config.critic, compute_dtype=dtype, layout=layout)
         self.trained = {"actor": self.actor, **({"critic": self.critic} if self.critic else {})}
-        self.reward_model = RewardModel(config.reward_model, device).score if config.reward_model.enable else None
+        self.reward_model = RewardModel(config.reward_model, device).score if config.reward_model.loads_model else None
         self.profile: Profile | None = None
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
@@ -113,6 +114,9 @@ class LocalWorkers:
         self.engine.sleep()
         actor, length = self.config.actor_rollout_ref.actor, self.config.data.max_response_length
         return self.actor.update(steps_of(batch, actor, length, actor.policy_loss.loss_mode), lr_multiplier)
+
+    def traced(self, rows: Collection[int] | None) -> TracedRows:
+        return self.actor.traced.of(rows)
 
     def update_critic(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
         self.engine.sleep()

@@ -121,7 +121,7 @@ class RayProcesses:
             self.device = device_of(config, device)
             self.groups, self.engine_groups = reserve(config, self.device, self.engine_gpus, learners=learners)
             self._start(learner)
-            if config.reward_model.enable:
+            if config.reward_model.loads_model:
                 self.reward_model = self._start_reward_model()
         except BaseException:
             self.close()

@@ -7,7 +7,7 @@ through :class:`core.cluster.ray_watch.Watch`: it has a deadline, and an actor t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from core.config.frozen import FrozenDict
 from core.learner.batching import busy_sequences, rank_shares, steps_of
 from core.learner.learner import CRITIC_READS, PASS_READS, actor_reads, only_advantages_train
 from core.learner.models import compute_dtype
+from core.learner.traced_tokens import TracedRows
 from core.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -69,6 +70,10 @@ class RayWorkers(RayProcesses):
         steps = steps_of(batch, part, length, part.policy_loss.loss_mode)
         reads = actor_reads(part, batch)
         return self._update("update_actor", steps, reads, only_advantages_train(part), lr_multiplier, part)
+
+    def traced(self, rows: Collection[int] | None) -> TracedRows:
+        wanted = None if rows is None else tuple(rows)
+        return TracedRows.merged(self._each("trace", "traced", [(wanted,)] * self.ranks))
 
     def update_critic(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
         steps = steps_of(batch, self.config.critic, self.config.data.max_response_length)

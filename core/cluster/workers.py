@@ -7,7 +7,7 @@ The trainer knows the :class:`Workers` protocol alone. ``local_workers`` has the
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Protocol
@@ -18,6 +18,7 @@ from core.checkpoint.provenance import Base, ModelFingerprint
 from core.config.frozen import FrozenDict
 from core.engines import RolloutEngine
 from core.errors import InputError
+from core.learner.traced_tokens import TracedRows
 from core.rewards.batch_calls import RewardModelCall
 from core.types import TrainBatch
 
@@ -39,7 +40,7 @@ class Workers(Protocol):
     """
 
     engine: RolloutEngine
-    reward_model: RewardModelCall | None  # where reward_model.enable is set
+    reward_model: RewardModelCall | None  # where the run loads one
     full_precision: bool  # no bf16 anywhere: engine and learner then agree to rounding
     ranks: int  # learner processes
     threads: int  # of torch in each of them
@@ -56,6 +57,12 @@ class Workers(Protocol):
 
     def update_actor(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
         """Take all optimizer steps that the configuration makes of the batch; return ``actor/...`` metrics."""
+
+    def traced(self, rows: Collection[int] | None) -> TracedRows:
+        """Return what the last policy update computed of the tokens of these rows, where it carried ``trace_row``.
+
+        Rows are indices into the step's batch. None asks for the strangest row alone, without values.
+        """
 
     def update_critic(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
         """Take the critic's optimizer steps; return ``critic/...`` metrics."""

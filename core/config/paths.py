@@ -31,7 +31,7 @@ def named(config: Config) -> Iterator[tuple[str, str]]:
     }
     if critic.enable and critic.model.path != model.path:
         models["critic.model.path"] = critic.model.path
-    if config.reward_model.enable:
+    if config.reward_model.loads_model:
         models["reward_model.model.path"] = config.reward_model.model.path
     yield from ((key, path) for key, path in models.items() if path and is_local(path))
     custom = (config.custom_reward_function.path or "").removeprefix("file://")
@@ -40,6 +40,10 @@ def named(config: Config) -> Iterator[tuple[str, str]]:
     manager = (config.reward_model.module.path or "").removeprefix("file://")
     if _own_manager(config) and manager.endswith(".py"):
         yield "reward_model.module.path", manager
+    if config.reward_model.judged:
+        judge = config.reward_model.judge
+        files = {"template": judge.template, "json_schema": judge.json_schema, "canaries": judge.canaries}
+        yield from ((f"reward_model.judge.{name}", path) for name, path in files.items() if path)
     for name in ("tool_config_path", "interaction_config_path"):
         if path := getattr(config.actor_rollout_ref.rollout.multi_turn, name):
             yield f"actor_rollout_ref.rollout.multi_turn.{name}", path
@@ -83,7 +87,7 @@ def _absolute(path: str) -> str:
 def _where_from(key: str) -> str:
     if key.startswith("data."):
         return "give parquet files; data_preprocess/ makes those of the public data sets"
-    return "give another path, or a hub id (org/name)" if "model" in key else "give another path"
+    return "give another path, or a hub id (org/name)" if ".model." in key else "give another path"
 
 
 def checked_at_start(config: Config) -> list[str]:
@@ -93,7 +97,11 @@ def checked_at_start(config: Config) -> list[str]:
     lines = [f"data: every row of {', '.join(files)} is read, measured and shown to its scorer"]
     source = "exists and is a model's folder" if is_local(model.path) else "is on the hub or in its cache"
     lines.append(f"model: {model.path} {source}; its tokenizer and chat template")
-    if config.reward_model.enable:
+    if config.reward_model.judged:
+        judge = config.reward_model.judge
+        lines.append(f"judge: {judge.url} has the model {judge.model} and agrees with the canaries")
+        lines.append("package: openai and diskcache can be imported (reward_model.judge.url)")
+    if config.reward_model.loads_model:
         lines.append(
             f"reward model: {config.reward_model.model.path} is a classifier with one label; its chat template"
         )

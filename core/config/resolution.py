@@ -9,6 +9,7 @@ from typing import Any
 from core.config import convert, tables
 from core.config.schema import FULL_PRECISION, ActorConfig, Config
 
+JUDGE_ERRORS = 0.1  # share of answers without a verdict: a server that is sound has next to none
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
 
 
@@ -49,6 +50,10 @@ def logp_diff_bound(config: Config) -> float | None:
         return None
     full = {part.rollout.dtype, part.actor.fsdp_config.dtype} <= {*FULL_PRECISION}
     return 1e-4 if full else 0.02
+
+
+def _judge_folder(config: Config) -> str | None:
+    return f"{config.trainer.default_local_dir}/judge" if config.reward_model.judged else None
 
 
 def _derived(recipe: str) -> tuple[tuple[str, Callable[[Config], Any]], ...]:
@@ -92,6 +97,8 @@ def _derived(recipe: str) -> tuple[tuple[str, Callable[[Config], Any]], ...]:
         ("trainer.project_name", lambda config: f"rlrepro-{recipe}"),
         ("trainer.experiment_name", experiment_name),
         ("trainer.default_local_dir", lambda config: f"outputs/{recipe}/{config.trainer.experiment_name}"),
+        ("trainer.health.scorer_errors.bound", lambda config: JUDGE_ERRORS if config.reward_model.judged else None),
+        ("reward_model.judge.cache_dir", _judge_folder),
     )
 
 

@@ -309,10 +309,43 @@ class RewardModelModelConfig:
 
 
 @dataclass(frozen=True)
+class JudgeConfig:
+    """A generative model behind a URL, which grades answers in place of a classifier."""
+
+    url: str | None = None  # OpenAI-compatible server, as http://localhost:8000/v1; None: reward_model.model scores
+    model: str | None = None  # name of the model there
+    api_key_env: str = "OPENAI_API_KEY"  # environment variable that holds the server's key, if it needs one
+    # file of what the judge reads, with {question}, {response}, {reference}; None: core/rewards/judge_template.txt
+    template: str | None = None
+    # regular expression whose one group is the number; None: [[number]], or json_schema
+    pattern: str | None = None
+    json_schema: str | None = None  # file of a reply's JSON schema, whose property score is the number; None: pattern
+    lowest: float = 0.0  # least number that is a verdict
+    highest: float = 1.0  # largest number that is a verdict
+    votes: limits.Count = 1  # replies an answer, each with a seed of its own
+    combine: Literal["mean", "median"] = "mean"  # what becomes of several numbers
+    temperature: limits.NonNegative = 0.0  # of the judge's sampling
+    seed: limits.Size = 0  # of the judge's sampling; a vote adds its number
+    max_tokens: limits.Count = 1024  # tokens of a reply; one that is cut off is no verdict
+    extra: Open = FrozenDict()  # further fields of a request; null takes one of the usual fields out
+    max_concurrent: limits.Count = 32  # requests at a time
+    timeout_s: limits.Positive = 120.0  # seconds for a try of a request
+    give_up_s: limits.Positive = 600.0  # seconds in which a request that failed is tried again, with growing pauses
+    max_failures: limits.Count = 100  # answers in a row without a verdict, after which the run ends
+    cache_dir: str | None = None  # folder of kept replies; None: judge in the run folder
+    # file of answers of known grade, as JSON lines; None: core/rewards/judge_canaries.jsonl
+    canaries: str | None = None
+    canary_every: limits.Size = 32  # a canary is graded beside one answer of so many; 0: none is
+    prompt_price: limits.NonNegative = 0.0  # price of a million tokens that the judge reads, in any currency
+    completion_price: limits.NonNegative = 0.0  # price of a million tokens that it writes
+
+
+@dataclass(frozen=True)
 class RewardModelConfig:
     enable: bool = False  # a model scores the examples whose reward_model.style is "model"
     weight: float = 0.0  # what the model's number counts beside a rule's score, in the other examples
     model: RewardModelModelConfig = RewardModelModelConfig()
+    judge: JudgeConfig = JudgeConfig()
     max_length: limits.Count | None = None  # tokens that the model sees; None: the longest prompt and answer
     micro_batch_size_per_gpu: limits.Count | None = None  # answers a pass; None: use_dynamic_bsz decides
     # fill passes up to a number of tokens; None: where no micro-batch size is given
@@ -333,6 +366,16 @@ class RewardModelConfig:
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
     sandbox: SandboxConfig = SandboxConfig()
     sandbox_fusion: SandboxFusionConfig = SandboxFusionConfig()
+
+    @property
+    def judged(self) -> bool:
+        """Whether the model is a judge behind a URL."""
+        return self.enable and self.judge.url is not None
+
+    @property
+    def loads_model(self) -> bool:
+        """Whether the model is a classifier, which this run loads."""
+        return self.enable and self.judge.url is None
 
 
 @dataclass(frozen=True)
@@ -411,7 +454,21 @@ class HealthConfig:
     reward_window: limits.Count = 10  # steps over which reward_drop averages
     logp_diff: HealthBound = HealthBound()  # mean |engine - learner| of log-probs; None: by precision, off if corrected
     zero_variance: HealthBound = HealthBound()  # share of groups of equal scores
-    scorer_errors: HealthBound = HealthBound()  # share of answers with a timeout or a crash
+    # share of answers with a timeout or a crash; None: 0.1 with a judge, off without
+    scorer_errors: HealthBound = HealthBound()
+    judge_agreement: HealthBound = HealthBound(bound=0.75, action="stop")  # least share of canaries graded as known
+
+
+@dataclass(frozen=True)
+class TraceConfig:
+    """What is recorded of every token of some steps, for ``python -m results.trace``."""
+
+    freq: limits.OffOrCount = -1  # record every so many steps, the first and the last one too; -1: steps alone
+    steps: tuple[limits.Count, ...] | None = None  # record these steps as well
+    # groups of a recorded step, questions that recur where possible; the worst, the strangest and the first dropped one
+    # are recorded beside them
+    groups: limits.Count = 2
+    max_mb: limits.Positive = 256  # disk of a run's records; older ones make room, the first one stays
 
 
 @dataclass(frozen=True)
@@ -451,6 +508,7 @@ class TrainerConfig:
     # checkpoint to resume from (a folder global_step_N), with resume_mode=resume_path
     resume_from_path: str | None = None
     resume_with_changes: bool = False  # resume also with another base, other data or another objective; recorded
+    trace: TraceConfig = TraceConfig()
     health: HealthConfig = HealthConfig()
 
 

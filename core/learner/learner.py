@@ -24,6 +24,7 @@ from core.learner.log_probs import token_log_probs_and_entropy
 from core.learner.lora import base_only
 from core.learner.model_checks import check_head, check_packing
 from core.learner.packing import Layout, Reading, SharedPrompts, can_share, hidden_before_tokens
+from core.learner.traced_tokens import TracedTokens, clipped_how
 from core.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ CRITIC_READS = (*PASS_READS, "loss_weight", "returns", "values")
 
 def actor_reads(config: ActorConfig, batch: TrainBatch) -> tuple[str, ...]:
     """Return the fields that the policy's update reads of a batch; no others are sent to a learner rank."""
-    fields = (*PASS_READS, "loss_weight", "advantages", "rollout_is_weights")
+    fields = (*PASS_READS, "loss_weight", "advantages", "rollout_is_weights", "trace_row")
     if config.use_kl_loss:
         fields += ("ref_log_prob",)
     if batch.old_log_probs is None:  # the update then measures the distance to the engine, or trains on its log-probs
@@ -260,6 +261,7 @@ class Actor(Policy):
         self.stepper = Stepper(self, config)
         self.size = training_size(config)
         self.mismatch = Means()  # between engine and learner, before the update's first step
+        self.traced = TracedTokens()  # of the last update
 
     def update(self, steps: Iterable[TrainBatch], lr_multiplier: float) -> dict[str, float]:
         """Take one AdamW step for each batch of ``steps``. Return ``actor/...`` and ``rollout_corr/...`` metrics.
@@ -268,7 +270,7 @@ class Actor(Policy):
         ratio is one by definition and the pass's own log-probs, detached, stand for the old ones. With ``bypass``
         there may be several steps; the mismatch is then that of the first, before any weight has moved.
         """
-        self.mismatch = Means()
+        self.mismatch, self.traced = Means(), TracedTokens()
         losses = ("pg_loss", "kl_loss") if self.config.use_kl_loss else ("pg_loss",)
         metrics = self.stepper.update(steps, lr_multiplier, self.accumulate, name="actor", losses=losses)
         metrics |= self.ranks.total(self.mismatch).result("rollout_corr")
@@ -284,6 +286,7 @@ class Actor(Policy):
         if batch.old_log_probs is None and self.ranks.most(len(idle)):
             # Nothing trains on them, but the metrics are of every sequence.
             log_prob, entropy = self.log_probs(idle, self.size)
+            self.traced.keep(idle, log_prob, entropy=entropy, loss_weight=idle.loss_weight)
             if len(idle):
                 means.tokens({"entropy": entropy}, idle.response_mask)
                 self.measure(log_prob, idle)
@@ -304,6 +307,8 @@ class Actor(Policy):
         if old is None:
             old = micro.rollout_log_probs if self.bypass else log_prob.detach()
         loss_BT, stats = self.policy_loss(log_prob, old, micro.need("advantages"), mask, config)
+        clip = clipped_how(stats)
+        self.traced.keep(micro, log_prob, old=old, entropy=entropy, clip=clip, loss=loss_BT, loss_weight=weight)
         if micro.rollout_is_weights is not None:
             loss_BT = loss_BT * micro.rollout_is_weights
         loss = pg_loss = (weight * loss_BT).sum()

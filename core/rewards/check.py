@@ -27,12 +27,18 @@ MODEL_STYLE = "model"
 NO_MODEL = (
     "reward_model.enable=False",
     "a reward_model.style of 'model' requires a reward model",
-    "set it to True and name reward_model.model.path, or give the rows style 'rule' and a ground truth",
+    "set it to True and name reward_model.model.path or reward_model.judge.url, or give the rows style 'rule' and a "
+    "ground truth",
 )
 IDLE_MODEL = (
     "reward_model.enable=True",
     "the model would score nothing",
     "give rows the reward_model.style 'model', or set reward_model.weight to what the model counts beside the rules",
+)
+NO_REFERENCE = (
+    "reward_model.ground_truth",
+    "reward_model.judge.template shows a reference, and there is none",
+    "fill it, or take {reference} out of the template",
 )
 NOT_JSON = "its graders receive ground_truth and extra_info as JSON"
 
@@ -57,11 +63,16 @@ def option_problems(reward_kwargs: Mapping[str, Any]) -> list[str]:
 
 
 def check_rows(
-    reward: RewardModelConfig, scorers: Scorers, manager: RewardManager, rows: Iterable[Prompt | Row]
+    reward: RewardModelConfig,
+    scorers: Scorers,
+    manager: RewardManager,
+    rows: Iterable[Prompt | Row],
+    *,
+    model_compares: bool = False,
 ) -> tuple[Problems, list[str]]:
     """Check that every row can be scored. Return the problems, and one data source of each scorer in use.
 
-    The manager's pool learns which libraries the scorers call.
+    The manager's pool learns which libraries the scorers call. With ``model_compares`` a judge reads ground truths.
     """
     problems = Problems(shown=3)  # rows named for one kind of problem; the rest is counted
     used: dict[str, str] = {}  # a scorer's name -> a data source that it scores
@@ -73,6 +84,8 @@ def check_rows(
             for_model += 1
             if not reward.enable:
                 problems.add(*NO_MODEL, where)
+            elif model_compares and row.ground_truth is None:
+                problems.add(*NO_REFERENCE, where)
             continue
         try:
             scorer, needed = scorers.scorer(row.data_source), scorers.libraries(row.data_source)

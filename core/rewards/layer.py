@@ -19,6 +19,7 @@ from core.rewards.batch_calls import Answer, BatchCalls, RewardModelCall
 from core.rewards.check import MODEL_STYLE, check_examples, check_rows, option_problems
 from core.rewards.custom import CustomFunction
 from core.rewards.grading import Failure, InProcess, Job, RewardManager, Scorers
+from core.rewards.judge import Judge
 from core.rewards.managers import make_manager
 from core.types import Prompt, Trajectory
 from reward_scores.score import Score, ScoreStatus
@@ -54,9 +55,12 @@ class RewardLayer:
         if problems:
             raise InputError(problems)
         self.config: RewardModelConfig = reward
+        self._agreement = config.trainer.health.judge_agreement.bound if reward.judged else None
         self._call_model: BatchCalls | None = None
         self.scorers = Scorers(scorer_options(reward), function)
         self.manager: RewardManager = make_manager(reward, self.scorers)
+        self.judge: Judge | None = Judge(reward.judge) if reward.judged else None
+        self.judging: Any = self.judge  # the judge, or a barrier before it
         self._examples: dict[tuple[str, str, str], Score | Failure] = {}
 
     def attach(self, reward_model: RewardModelCall) -> None:
@@ -86,19 +90,21 @@ class RewardLayer:
         return Score(0.0, {"acc": 0.0}, result.status, masked=self.config.on_error == "mask")
 
     async def _with_model(self, prompt: Prompt, trajectory: Trajectory, job: Job) -> Score | Failure:
-        if self._call_model is None:
+        call = self._call_model if self.judging is None else self.judging.run
+        if call is None:
             raise RuntimeError("reward_model.enable: the workers have not attached the model yet")
         ids = (*trajectory.prompt_ids.tolist(), *trajectory.response_ids.tolist())
-        answer = Answer(prompt.messages, trajectory.response_text, ids)
+        answer = Answer(prompt.messages, trajectory.response_text, ids, prompt.ground_truth)
         if prompt.style == MODEL_STYLE:
-            rule, found = None, await self._call_model(answer)
+            rule, found = None, await call(answer)
         else:
-            rule, found = await asyncio.gather(self.manager.run(job), self._call_model(answer))
+            rule, found = await asyncio.gather(self.manager.run(job), call(answer))
         if isinstance(rule, Failure):
             return rule
         if found.error or not math.isfinite(found.value):
+            status = ScoreStatus.TIMEOUT if found.timed_out else ScoreStatus.CRASH
             reason = found.error or f"it gave {found.value}"
-            return Failure(ScoreStatus.CRASH, f"the reward model has no score for the answer: {reason}\n")
+            return Failure(status, f"the reward model has no score for the answer: {reason}\n")
         if rule is None:
             return Score(found.value, found.parts)
         value, parts = rule.value + self.config.weight * found.value, {**rule.parts, **found.parts}
@@ -107,12 +113,15 @@ class RewardLayer:
     def check(self, rows: Iterable[Prompt | Row]) -> None:
         """Check every row of the data, and grade the scorers' own examples where the answers will be graded.
 
-        Raises InputError with all problems.
+        A judge then grades its canaries. Raises InputError with all problems.
         """
-        problems, used = check_rows(self.config, self.scorers, self.manager, rows)
+        compares = self.judge is not None and self.judge.template.reads_reference
+        problems, used = check_rows(self.config, self.scorers, self.manager, rows, model_compares=compares)
         for data_source in used:
             check_examples(problems, self.scorers.scorer(data_source), partial(self.grade_example, data_source))
         problems.raise_if_any()
+        if self.judge is not None:
+            self.judge.check(self._agreement)
 
     def grade_example(
         self, data_source: str, response: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
@@ -129,11 +138,17 @@ class RewardLayer:
     @property
     def in_process(self) -> bool:
         """Whether answers are graded in this process, while nothing else in it goes on. Known after :meth:`check`."""
-        return isinstance(self.manager, InProcess) and not self.manager.pool.preloaded
+        return isinstance(self.manager, InProcess) and not self.manager.pool.preloaded and self.judge is None
+
+    def usage(self, prefix: str) -> dict[str, float]:
+        """Return what a judge cost since the last call, under names with this prefix; nothing without a judge."""
+        return {} if self.judge is None else self.judge.usage(prefix)
 
     def close(self) -> None:
-        """End the manager's processes. A second call does nothing."""
+        """End the manager's processes and the judge's connections. A second call does nothing."""
         self.manager.close()
+        if self.judge is not None:
+            self.judge.close()
 
 
 def rollout_facts(trajectory: Trajectory) -> dict[str, Any]:

@@ -105,6 +105,9 @@ def make_repeatable(
     if scores_decide and not reward.in_process:
         reward.manager = barrier = Barrier(reward.manager)
         barriers.append(barrier.settled)
+        if reward.judge is not None:
+            reward.judging = judging = Barrier(reward.judge)
+            barriers.append(judging.settled)
     if episodes and config.actor_rollout_ref.rollout.multi_turn.repeatable:
         barriers.append(tool_calls.add_barrier())
     engine.before_step = _all_of(barriers)

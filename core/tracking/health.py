@@ -135,4 +135,10 @@ CHECKS: dict[str, Check] = {
         "the scorer failed on {:.1%} of the answers",
         "see reward/timeout_rate and reward/crash_rate",
     ),
+    "judge_agreement": Check(
+        _sum_of("reward/judge_canary/mean"),
+        _below,
+        "the judge graded {:.0%} of the canaries as known",
+        "another model may be behind reward_model.judge.url, or answers have learnt to persuade it",
+    ),
 }

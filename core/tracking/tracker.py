@@ -2,7 +2,7 @@
 
 ``<run_dir>/config.yaml`` resolved configuration · ``manifest.json`` the run manifest: provenance and status ·
 ``metrics.jsonl`` one line a step, on disk before the next step begins · ``samples.jsonl`` a few generations of every
-validation · ``validation/<step>.jsonl`` each question's scores.
+validation · ``validation/<step>.jsonl`` each question's scores · ``trace/`` the tokens of recorded steps.
 
 **Resume.** A run that goes on from the checkpoint of step k keeps the lines up to k and drops the rest, so that its
 files end up as those of a run that was never interrupted (``timing_s/`` and ``perf/`` excepted). For that a step is
@@ -38,11 +38,12 @@ from core.errors import InputError
 from core.tracking import run_manifest
 from core.tracking.loggers import ConsoleLogger, Guarded, LoggedRun, Logger, Row, headline
 from core.tracking.run_manifest import RunFacts
+from core.tracking.trace import drop_traces_after
 from core.tracking.validation import ValRecord
 from core.types import StepMetrics
 
 ENDINGS = ("finished", "stopped", "failed")
-RUN_FILES = ("config.yaml", "manifest.json", "metrics.jsonl", "samples.jsonl", "validation", "tensorboard")
+RUN_FILES = ("config.yaml", "manifest.json", "metrics.jsonl", "samples.jsonl", "validation", "tensorboard", "trace")
 KEPT_SAMPLES = 50  # generations of each data source that samples.jsonl keeps of a validation, at the least
 
 
@@ -179,7 +180,7 @@ class Tracker:
         data_files = dict.fromkeys(path for key, path in paths.named(self.config) if key.startswith("data."))
         manifest["status"] = "running"
         manifest.pop("stopped_because", None)
-        manifest["seeds"] = {key: value for key, value in values if key.split(".")[-1] == "seed"}
+        manifest["seeds"] = {key: value for key, value in values if key in ("trainer.seed", "data.seed")}
         manifest["changed_from_defaults"] = run_manifest.changed_keys(self.config, manifest["recipe"])
         manifest["data"] = run_manifest.data_hashes(data_files)
         manifest["models"] = self.facts.bases()
@@ -284,3 +285,4 @@ def _drop_after(run_dir: Path, step: int) -> None:
     for path in (run_dir / "validation").glob("*.jsonl"):
         if int(path.stem) > step:
             path.unlink()
+    drop_traces_after(run_dir, step)

@@ -51,22 +51,27 @@ PANELS = (
 )
 
 
-def curves(groups: Sequence[Group], x: str = "step") -> Iterator[Block]:
-    """Yield the heading, a note on how to read the curves, and the panels that have data.
+def panels(groups: Sequence[Group], x: str = "step") -> list[Curves]:
+    """Return the panels that have data, the accuracy first.
 
     Raises:
         InputError: a run does not record the axis ``x``.
     """
     at = {id(run): positions(run, x) for group in groups for run in group}
-    panels = [_accuracy_panel(groups, at), *(_metric_panel(groups, at, *panel) for panel in PANELS)]
-    panels = [panel and replace(panel, x=AXES[x].label) for panel in panels]
-    panels += [_phase_panel(groups, group) for group in groups]
+    found = [_accuracy_panel(groups, at), *(_metric_panel(groups, at, *panel) for panel in PANELS)]
+    found = [panel and replace(panel, x=AXES[x].label) for panel in found]
+    found += [_phase_panel(groups, group) for group in groups]
+    return [panel for panel in found if panel]
+
+
+def curves(shown: Sequence[Curves]) -> Iterator[Block]:
+    """Yield the heading, a note on how to read the curves, and the panels."""
     yield Heading("Curves")
     yield Text(
         "A faint line is one seed, or the single steps; the strong line over it is the mean over seeds and, in curves "
         f"of more than {SMOOTHED_BEYOND} steps, over neighbouring steps. Bands are 95 % intervals over questions."
     )
-    yield Gallery([panel for panel in panels if panel])
+    yield Gallery(shown)
 
 
 def _mean_line(lines: Sequence[Line]) -> Line:

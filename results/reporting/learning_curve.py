@@ -20,7 +20,7 @@ def learning_curve(groups: Sequence[Group]) -> str:
         lines += [Line("", shared, [seed[step] for step in shared], at, faint=True) for seed in seeds]
         lines.append(Line(name, shared, [sum(seed[step] for seed in seeds) / len(seeds) for step in shared], at))
     title = "Held-out accuracy by step: one faint line a seed, a strong one for the mean"
-    svg = draw(Curves(title, lines), 0)
+    svg, _ = draw(Curves(title, lines), 0, ground="white")
     end = svg.index(">") + 1
     return f"{svg[:end]}{PAPER}{svg[end:]}\n"
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from markupsafe import Markup
 
@@ -40,11 +42,16 @@ class Text:
 
 @dataclass(frozen=True)
 class Table:
-    """Cells are text. ``prose`` columns wrap and keep their line breaks, the others stay on one line."""
+    """Cells are text. ``prose`` columns wrap and keep their line breaks, the others stay on one line.
+
+    On a narrow screen a table that ``stacks`` shows each row as a block of lines, so that nothing scrolls sideways.
+    """
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     prose: bool = False
+    caption: str = ""
+    stacks: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,14 @@ class Gallery:
 
 
 @dataclass(frozen=True)
+class Link:
+    """A line that leads to another file beside the page."""
+
+    text: str
+    file: str
+
+
+@dataclass(frozen=True)
 class Fold:
     """Blocks that stay closed until the reader opens them."""
 
@@ -83,14 +98,33 @@ class Fold:
     blocks: Sequence[Block]
 
 
-Block = Heading | Text | Table | Gallery | Fold
+Block = Heading | Text | Table | Gallery | Link | Fold
+
+
+def without_constants(table: Table) -> Table:
+    """Return the table with columns that are alike in all of its rows moved into the caption; one row stays whole."""
+    if len(table.rows) < 2:
+        return table
+    alike = [at for at, cells in enumerate(zip(*table.rows, strict=True)) if at and len(set(cells)) == 1]
+    said = [f"{table.header[at]} {table.rows[0][at]}" for at in alike if table.rows[0][at]]
+    caption = " ".join(part for part in (table.caption, f"In all rows: {', '.join(said)}." if said else "") if part)
+
+    def kept(cells: Sequence[str]) -> list[str]:
+        return [cell for at, cell in enumerate(cells) if at not in alike]
+
+    return replace(table, header=kept(table.header), rows=[kept(cells) for cells in table.rows], caption=caption)
 
 
 # --- curves ---
 
 
-def draw(panel: Curves, index: int) -> str:
-    """Return the panel as an ``<svg>`` element, its text as text. ``index`` keeps ids apart on one page."""
+def draw(panel: Curves, index: int, ground: str = "none") -> tuple[str, dict[str, Any]]:
+    """Return the panel as an ``<svg>`` element, its text as text, and what a pointer over it shows.
+
+    ``index`` keeps ids apart on one page; without a ``ground`` the page's own colour is behind it. The second value has
+    where the axes are in the picture (shares of its width and height), their limits, and the strong curves: label,
+    colour, places and values.
+    """
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -100,6 +134,8 @@ def draw(panel: Curves, index: int) -> str:
         "svg.hashsalt": f"panel{index}",
         "font.family": "sans-serif",
         "font.size": 9,
+        "figure.facecolor": ground,
+        "axes.facecolor": ground,
         "axes.edgecolor": "#8a8f98",
         "axes.labelcolor": "#4a4f57",
         "xtick.color": "#4a4f57",
@@ -119,11 +155,26 @@ def draw(panel: Curves, index: int) -> str:
             figure.legend(loc="outside upper left", frameon=False, fontsize=8, ncols=columns, handlelength=1.5)
         out = io.StringIO()
         FigureCanvasSVG(figure).print_svg(out, metadata={"Date": None})
+        box = axes.get_position()
+        limits = [*axes.get_xlim(), *axes.get_ylim()]
     svg = out.getvalue()
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = re.sub(r' id="(figure|axes|patch|line2d|text|legend|matplotlib|xtick|ytick|\w+Collection)[\w.]*"', "", svg)
     svg = re.sub(r'<svg ([^>]*?)height="[^"]*"([^>]*?) width="[^"]*"', r"<svg \1\2", svg)
-    return svg.replace("<svg ", f'<svg role="img" aria-label="{escape(panel.title)}" ', 1)
+    svg = svg.replace("<svg ", f'<svg role="img" aria-label="{escape(panel.title)}" ', 1)
+    return svg, {"box": [box.x0, box.x1, 1 - box.y1, 1 - box.y0], "limits": limits, "x": panel.x, "lines": _told(panel)}
+
+
+def _told(panel: Curves) -> list[list[Any]]:
+    """Return label, colour, places and values of the curves that a pointer tells the values of, in four digits."""
+    colours = PHASE_COLOURS if panel.stacked else COLOURS
+    found = []
+    for at, line in enumerate(panel.lines):
+        if not line.faint:
+            colour = colours[(at if panel.stacked else line.group) % len(colours)]
+            digits = [[float(f"{value:.4g}") for value in values] for values in (line.steps, line.values)]
+            found.append([line.label, colour, *digits])
+    return found
 
 
 def _draw_lines(axes, lines: Sequence[Line]) -> None:
@@ -183,7 +234,7 @@ def _markdown(block: Block) -> str:
         case Table(header, rows, prose=True):  # a model's text, which must not act as markup
             return markdown_table(Table(header, [[escape(cell, quote=False) for cell in row] for row in rows]))
         case Table():
-            return markdown_table(block)
+            return markdown_table(block) + (f"\n\n{block.caption}" if block.caption else "")
         case Gallery(curves):
             rows = [
                 [panel.title, line.label, f"{line.values[0]:.4g}", f"{line.values[-1]:.4g}", sparkline(line.values)]
@@ -192,6 +243,8 @@ def _markdown(block: Block) -> str:
                 if not line.faint
             ]
             return markdown_table(Table(["curve", "of", "first", "last", "shape"], rows))
+        case Link(text, file):
+            return f"[{text}]({file})"
         case Fold(title, inner):
             return "\n\n".join([f"### {title}", *map(_markdown, inner)])
 
@@ -215,11 +268,14 @@ def html(title: str, blocks: Sequence[Block]) -> str:
     panels = sum(len(block.curves) for block in blocks if isinstance(block, Gallery))
     with progress("report", panels, "curve") as drawn:
 
-        def svg(panel: Curves) -> Markup:
+        def curve(panel: Curves) -> dict[str, Any]:
             drawn()
-            return Markup(draw(panel, next(number)))
+            svg, told = draw(panel, next(number))
+            return {"svg": Markup(svg), "told": json.dumps(told, separators=(",", ":"))}
 
-        return environment.get_template("page.html.jinja").render(title=title, blocks=blocks, svg=svg) + "\n"
+        script = Markup((Path(__file__).parent / "curves.js").read_text(encoding="utf-8")) if panels else ""
+        values = {"title": title, "blocks": blocks, "curve": curve, "script": script}
+        return environment.get_template("page.html.jinja").render(values) + "\n"
 
 
 def _prose(text: str) -> Markup:

@@ -9,17 +9,30 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from core.tracking import step_time
 from core.tracking.tracker import spread_out
 from results.reporting.comparison_report import comparison, flipped_in_run, with_baseline
-from results.reporting.curves import Group, curves
-from results.reporting.pages import Block, Fold, Heading, Table, Text, write_pages
+from results.reporting.curves import Group, curves, panels
+from results.reporting.pages import (
+    Block,
+    Curves,
+    Fold,
+    Gallery,
+    Heading,
+    Table,
+    Text,
+    without_constants,
+    write_pages,
+)
 from results.reporting.run_reader import NOT_RECORDED, RecordedRun, comparable, group_name, group_runs
 from results.reporting.tables import experiment_table, experiments, run_table
+from results.reporting.trace_page import trace_links
 
+FIRST = ("experiment", "evaluated on", "metric", "questions", "seeds", "before", "after", "steps")  # of the first table
 SHOWN_SAMPLES = 8  # of a run; the questions that flipped are listed apart
 
 
@@ -41,15 +54,24 @@ def headline(runs: Sequence[RecordedRun]) -> str:
     return "\n".join(lines) if lines else "no validation was recorded"
 
 
-def learnt(runs: Sequence[RecordedRun]) -> Iterator[Block]:
+def learnt(runs: Sequence[RecordedRun], picture: Sequence[Curves], links: Sequence[Block]) -> Iterator[Block]:
+    """Yield what is looked at first: a sentence an experiment, one picture, one table; the rest of it is folded."""
     summaries = [comparable(run) for run in runs]
+    whole = experiment_table(summaries)
+    first = [whole.header.index(name) for name in FIRST]
+    short = Table([whole.header[at] for at in first], [[row[at] for at in first] for row in whole.rows])
     yield Text(headline(runs), strong=True)
-    yield experiment_table(summaries)
-    yield run_table(summaries)
-    yield Text(
+    if picture:
+        yield Gallery(picture)
+    yield replace(without_constants(short), stacks=True)
+    yield from links
+    note = (
         "Accuracy in percent at the last validation, with 95 % intervals: of one run over questions, of several seeds "
         "after their standard deviation (±) over seeds."
     )
+    tables = [replace(without_constants(table), stacks=True) for table in (whole, run_table(summaries))]
+    yield Text(note)
+    yield Fold("Settings, and each run", tables)
 
 
 # --- times ---
@@ -195,14 +217,18 @@ _PROVENANCE = {
 # --- the page ---
 
 
-def page(runs: Sequence[RecordedRun], baseline: str | None = None, x: str = "step") -> tuple[str, list[Block]]:
+def page(
+    runs: Sequence[RecordedRun], baseline: str | None = None, x: str = "step", links: Sequence[Block] = ()
+) -> tuple[str, list[Block]]:
     """Return title and blocks of the report, compared with ``baseline`` and drawn over the axis ``x``.
 
     Raises:
         InputError: no run has the baseline's name, or a run does not record the axis.
     """
     groups = with_baseline(group_runs(runs), baseline)
-    blocks = [*learnt([run for group in groups for run in group]), *curves(groups, x), *step_times(groups)]
+    drawn = panels(groups, x)
+    blocks = [*learnt([run for group in groups for run in group], drawn[:1], links), *curves(drawn[1:])]
+    blocks += step_times(groups)
     if len(groups) > 1:
         blocks += comparison(groups)
     for group in groups:
@@ -214,5 +240,5 @@ def page(runs: Sequence[RecordedRun], baseline: str | None = None, x: str = "ste
 
 
 def write_report(runs: Sequence[RecordedRun], out: Path, baseline: str | None = None, x: str = "step") -> Path:
-    """Write ``report.md`` and ``report.html`` into ``out`` and return the second."""
-    return write_pages(out, "report", *page(runs, baseline, x))[1]
+    """Write ``report.md`` and ``report.html`` into ``out`` and return the second; recorded tokens have a page too."""
+    return write_pages(out, "report", *page(runs, baseline, x, trace_links(runs, out)))[1]

@@ -18,6 +18,7 @@ import torch
 from core.config import compose
 from core.engines import SampleRequest
 from core.learner.saving import planned_fingerprints
+from core.learner.traced_tokens import TracedRows
 from core.ray_trainer import RayPPOTrainer
 from core.types import TrainBatch
 from tests.scripted_engine import ScriptedEngine
@@ -113,6 +114,9 @@ class ScriptedWorkers:
         if batch.old_log_probs is not None:
             del metrics["actor/entropy"]
         return {**metrics, **self.report(self.version)}
+
+    def traced(self, rows) -> TracedRows:
+        return TracedRows({}, None, 0.0)
 
     def sync_weights(self, version: int) -> dict[str, float]:
         self.engine.update_weights([], version)

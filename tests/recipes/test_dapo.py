@@ -325,6 +325,7 @@ def test_validation_neither_shapes_nor_filters(files, tmp_path, monkeypatch):
     assert any(t.truncated for g in groups for t in g.trajectories), "filtering would have had something to mask"
 
 
+@pytest.mark.slow  # two minutes; tests/core/cluster has Ray in the fast tests
 @pytest.mark.xdist_group("ray")
 def test_the_lab_script_trains_over_ray_from_an_empty_folder_to_its_report(tmp_path):
     """With an untrained base model under the real one's name, so that nothing is warmed up, and verdicts by letters."""

@@ -11,8 +11,8 @@ import pytest
 from core.errors import InputError
 from results import report
 from results.reporting.comparison_report import Comparison, Side, comparison, told_apart, with_baseline
-from results.reporting.curves import curves
-from results.reporting.pages import Fold, Gallery, Table, Text
+from results.reporting.curves import panels as panels_of
+from results.reporting.pages import Fold, Table, Text
 from results.reporting.run_reader import RecordedRun, group_runs, load_run
 from results.reporting.x_axis import AXES, positions
 from tests.core.synthetic import configured, make_run
@@ -102,8 +102,7 @@ def test_an_axis_that_a_run_lacks_is_refused_with_those_it_has(root, tmp_path, c
 @pytest.mark.parametrize("x", ["step", "trajectories", "hours"])
 def test_every_curve_is_drawn_over_the_axis(root, x):
     groups = loaded(root, *ALL)
-    (gallery,) = (block for block in curves(groups, x) if isinstance(block, Gallery))
-    panels = [panel for panel in gallery.curves if not panel.stacked]
+    panels = [panel for panel in panels_of(groups, x) if not panel.stacked]
     assert {panel.x for panel in panels} == {AXES[x].label} and len(panels) > 8
     reward = next(panel for panel in panels if panel.title == "Reward")
     slow = next(line for line in reward.lines if line.label == "grpo/slow")

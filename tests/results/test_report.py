@@ -77,7 +77,7 @@ def test_the_page_is_one_file(runs, tmp_path):
     _, text = build(runs, tmp_path, "grpo/lab_s1", "ppo/lab_s1")
     page = Page(text)
     assert page.tags.count("svg") >= 10
-    assert not {"script", "link", "iframe", "img", "object"} & set(page.tags)
+    assert not {"link", "iframe", "img", "object"} & set(page.tags) and page.tags.count("script") == 1
     assert all(address.startswith("#") for address in page.addresses)
     assert not re.search(r"url\((?!#)|@import", text)
     assert len(page.ids) == len(set(page.ids))
@@ -196,7 +196,7 @@ def test_generated_text_cannot_act_as_markup(tmp_path):
     rows = [{"input": "a | b", "output": "<script>alert(1)</script>\n| x", "gts": "<b>", "score": 0.0, "step": 0}]
     (folder / "samples.jsonl").write_text(json.dumps(rows[0]) + "\n")
     md, text = build(folder.parent, tmp_path / "out", "evil")
-    assert "<script" not in text and "&lt;script&gt;alert(1)" in text
+    assert text.count("<script") == 1 and "<script>alert" not in text and "&lt;script&gt;alert(1)" in text
     assert "<script" not in md and "a \\| b" in md
     assert "&lt;script&gt;alert(1)&lt;/script&gt;<br>\\| x" in md
 

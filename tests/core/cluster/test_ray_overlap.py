@@ -22,7 +22,8 @@ from recipes.dapo.main_dapo import HOOKS
 from tests.core.ray_cluster import cluster_config, local_ray
 from tests.faults.tiny_run import command, prepare
 
-pytestmark = pytest.mark.xdist_group("ray")  # one Ray, however many test processes
+# Minutes, and one Ray, however many test processes
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 STEPS, P = 5, 4
 LONG_S = 120.0  # for the other process to come, on a busy machine

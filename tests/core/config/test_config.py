@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from core.config import CHANGED_DEFAULTS, Config, compose, convert, diff, examine, from_yaml, recipes, to_yaml
+from core.config import CHANGED_DEFAULTS, Config, compose, convert, diff, examine, from_yaml, recipes, schema, to_yaml
 from core.config.resolution import resolve
 from core.errors import InputError
 from core.tracking.health import CHECKS
@@ -26,6 +26,7 @@ VERL = yaml.safe_load((Path(__file__).parent / "verl_defaults.yaml").read_text()
 ADDED = {
     *("data.dataset_weights", "data.curriculum", f"{ACTOR}.overlong_filtering", "reward_model.on_error"),
     *("reward_model.weight", "trainer.resume_with_changes"),
+    *(f"reward_model.judge.{field.name}" for field in dataclasses.fields(schema.JudgeConfig)),
     *(f"reward_model.{name}" for name in ("source", "module.path", "module.name", "num_workers", "timeout_s")),
     *(f"reward_model.{name}" for name in ("memory_limit_mb", "num_examine", "val_num_examine")),
     *(f"reward_model.sandbox.{name}" for name in ("allow_unisolated", "timeout_s", "memory_limit_mb")),
@@ -38,6 +39,7 @@ ADDED = {
     *("data.max_start_length", "data.max_obs_length", "actor_rollout_ref.rollout.update_weights_bucket_megabytes"),
     *("trainer.heartbeat_timeout_s", "ray_kwargs.driver_actor"),
     *(f"actor_rollout_ref.rollout.{name}" for name in ("nnodes", "n_gpus_per_node")),  # of later versions
+    *(f"trainer.trace.{name}" for name in ("freq", "steps", "groups", "max_mb")),
 }
 
 
@@ -271,6 +273,9 @@ def test_published_configurations_are_read_also_where_they_hold_another_recipes_
         assert {key: written["trainer"].pop(key) for key in newer} == newer
         assert written["actor_rollout_ref"]["rollout"].pop("update_weights_bucket_megabytes") == 2048
         assert written["actor_rollout_ref"]["rollout"]["multi_turn"].pop("interaction_config_path") is None
+        assert written["reward_model"].pop("judge") == yaml.safe_load(to_yaml(Config()))["reward_model"]["judge"]
+        assert written["trainer"]["health"].pop("judge_agreement") == {"bound": 0.75, "action": "stop"}
+        assert written["trainer"].pop("trace")["freq"] == -1
         assert "retriever" in tree and written == tree
 
 

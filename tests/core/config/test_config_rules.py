@@ -34,6 +34,10 @@ BUFFER = ("reward_model.overlong_buffer.enable=True", "reward_model.overlong_buf
 FACTOR = "reward_model.overlong_buffer.penalty_factor=1.0"
 SHORT = "data.max_response_length=512"
 JUDGE = "reward_model.enable=True"
+URL, MODEL_THERE = "reward_model.judge.url=http://localhost:8000/v1", "reward_model.judge.model=m"
+MASK = "reward_model.on_error=mask"
+CANARIES = "reward_model.judge.canaries=c.jsonl"
+JUDGED = (JUDGE, URL, MODEL_THERE, MASK)
 EIGHT = "trainer.n_gpus_per_node=8"
 PACKED = "actor_rollout_ref.model.use_remove_padding=True"
 SEARCHES = ("generate",)  # what the trainer of Search-R1 overrides
@@ -214,6 +218,29 @@ BROKEN = [
     (
         *("ppo", [JUDGE, "reward_model.forward_max_token_len_per_gpu=9"], ()),
         *("reward_model.forward_max_token_len_per_gpu=9", "must hold an answer of reward_model.max_length=1024"),
+    ),
+    ("ppo", [URL, MODEL_THERE, MASK], (), URL, "set reward_model.enable=True"),
+    (
+        *("ppo", [JUDGE, "reward_model.judge.url=localhost:8000/v1", MODEL_THERE, MASK], ()),
+        *("reward_model.judge.url=localhost:8000/v1", "must begin with http"),
+    ),
+    (
+        *("ppo", [JUDGE, "reward_model.judge.url=https://me:pw@x.org/v1", MODEL_THERE, MASK], ()),
+        *("reward_model.judge.url=https://me:pw@x.org/v1", "reward_model.judge.api_key_env"),
+    ),
+    ("ppo", [JUDGE, URL, MASK], (), "reward_model.judge.model=null", "as the server lists it"),
+    ("ppo", [JUDGE, URL, MODEL_THERE], (), "reward_model.on_error=zero", "set reward_model.on_error=mask"),
+    (
+        *("ppo", [*JUDGED, "reward_model.judge.pattern='(1)'", "reward_model.judge.json_schema=s.json"], ()),
+        *("reward_model.judge.pattern=(1)", "leave one of them out"),
+    ),
+    (
+        *("ppo", [*JUDGED, "reward_model.judge.lowest=1"], ()),
+        *("reward_model.judge.lowest=1.0", "must be below reward_model.judge.highest=1.0"),
+    ),
+    (
+        *("ppo", [*JUDGED, "reward_model.judge.template=mine.txt"], ()),
+        *("reward_model.judge.canaries=null", "{question, response, reference, right}"),
     ),
     ("ppo", [f"{CORRECTION}.rollout_rs=token"], (), f"{CORRECTION}.rollout_rs=token", "do not fit"),
     (
@@ -430,6 +457,7 @@ def test_no_rule_fires(recipe, overrides, hooks):
 
 WARNED = [
     ("grpo", [f"{ROLLOUT}.dtype=fp32"], (), "fsdp_config.dtype=bfloat16"),
+    ("grpo", [*JUDGED, "reward_model.judge.votes=3"], (), "greedy votes differ by the marks"),
     ("grpo", [f"{ACTOR}.use_kl_loss=True", "algorithm.use_kl_in_reward=True"], (), "penalised twice"),
     ("grpo", [f"{ACTOR}.policy_loss.loss_mode=gspo"], (), "clip_ratio_low=3e-4"),
     ("dapo", ["algorithm.filter_groups.metric=seq_reward"], DAPO, "length penalty"),
@@ -455,7 +483,10 @@ def test_every_warning_is_tried():
 
 TRACED = ("global_profiler.tool=torch", "global_profiler.steps=[1]")
 NSYS = "global_profiler.global_tool_config.nsys.worker_nsight_options"
-UNWATCHED = ("trainer.health.nonfinite.bound=null", f"{CORRECTION}.rollout_is=token")  # the two with bounds of theirs
+UNWATCHED = (  # those with bounds of their own
+    *("trainer.health.nonfinite.bound=null", "trainer.health.judge_agreement.bound=null"),
+    f"{CORRECTION}.rollout_is=token",
+)
 SAPO = f"{ACTOR}.policy_loss.loss_mode=sapo"
 # recipe, overrides, hooks, the key that does nothing
 IDLE = [
@@ -534,6 +565,7 @@ IDLE = [
     ),
     *(("ppo", [*UNWATCHED, f"trainer.health.{name}.action=stop"], f"trainer.health.{name}.action") for name in CHECKS),
     ("ppo", ["trainer.health.reward_window=3"], "trainer.health.reward_window"),
+    ("ppo", ["trainer.trace.groups=3"], "trainer.trace.groups"),
     ("ppo", [f"{ROLLOUT}.val_kwargs.temperature=0.6"], f"{ROLLOUT}.val_kwargs.temperature"),
     *(
         ("ppo", [f"{ROLLOUT}.{setting}"], f"{ROLLOUT}.{setting.partition('=')[0]}")
@@ -590,6 +622,10 @@ IDLE = [
         [JUDGE, "reward_model.micro_batch_size_per_gpu=4", "reward_model.forward_max_token_len_per_gpu=4000"],
         "reward_model.forward_max_token_len_per_gpu",
     ),
+    ("ppo", [*JUDGED, "reward_model.max_length=9"], "reward_model.max_length"),
+    ("ppo", ["reward_model.judge.votes=3"], "reward_model.judge.votes"),
+    ("ppo", [*JUDGED, "reward_model.judge.combine=median"], "reward_model.judge.combine"),
+    ("ppo", [*JUDGED, "reward_model.judge.canary_every=0", CANARIES], "reward_model.judge.canaries"),
     (
         *("ppo", [JUDGE, "trainer.backend=ray", "reward_model.model.fsdp_config.param_offload=True"]),
         "reward_model.model.fsdp_config.param_offload",

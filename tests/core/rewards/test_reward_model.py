@@ -189,7 +189,7 @@ def test_the_model_sees_the_policys_words_and_all_tokens():
     made = layer(lambda found: seen.extend(found) or [ModelScore(0.0)])
     steps = trajectory("let me look", ("tool", "SECRET"), " 72")
     assert asyncio.run(made.score(prompt("model"), steps)).value == 0.0
-    assert seen == [Answer(({"role": "user", "content": "?"},), "let me look 72", (7, 8, 0, 1, 2))]
+    assert seen == [Answer(({"role": "user", "content": "?"},), "let me look 72", (7, 8, 0, 1, 2), "72")]
 
 
 def test_an_asynchronous_judge_is_awaited():

@@ -17,7 +17,7 @@ from core.tracking.health import CHECKS, Health, UnhealthyRun
 from results.reporting.run_reader import load_run, summarise
 from tests.core.scripted_run import configured, prepare, scripted
 
-QUIET = HealthConfig(nonfinite=HealthBound())
+QUIET = HealthConfig(nonfinite=HealthBound(), judge_agreement=HealthBound())
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +46,7 @@ PLANTED = {
     "logp_diff": (["bound=0.5"], {}, flatten({"rollout_corr/logp_diff_mean": 0.7})),
     "zero_variance": (["bound=0.99"], {"bad": (4, 5)}, flatten({})),
     "scorer_errors": (["bound=0.9"], {"bad": (4, 5), "text": "x"}, flatten({})),
+    "judge_agreement": (["bound=0.8"], {}, flatten({"reward/judge_canary/mean": 0.75})),
 }
 FIRST = {name: 5 if name == "nonfinite" else 4 for name in PLANTED}  # two steps in a row, one is enough elsewhere
 
@@ -145,6 +146,9 @@ def test_the_command_ends_with_a_line_and_status_one(folder, capsys):
         ("logp_diff", {"rollout_corr/logp_diff_mean": 0.1001}, True),
         ("logp_diff", {"rollout_corr/logp_diff_mean": math.nan}, True),
         ("zero_variance", {"reward/zero_variance_share": 0.11}, True),
+        ("judge_agreement", {"reward/judge_canary/mean": 0.09}, True),
+        ("judge_agreement", {"reward/judge_canary/mean": 0.1}, False),
+        ("judge_agreement", {}, False),  # no canary was due
         ("scorer_errors", {"reward/timeout_rate": 0.06, "reward/crash_rate": 0.05}, True),
         ("scorer_errors", {"reward/timeout_rate": 0.05, "reward/crash_rate": 0.05, "reward/wrong_rate": 0.9}, False),
     ],

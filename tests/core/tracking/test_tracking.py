@@ -23,6 +23,7 @@ from core.tracking import tracker as tracking
 from core.tracking.generations import generation_rows
 from core.tracking.loggers import LoggedRun
 from core.tracking.metrics import throughput
+from core.tracking.trace import TraceRecorder
 from core.tracking.tracker import Tracker, dump_jsonl, read_jsonl, spread_out
 from core.types import Prompt, ScoredGroup, Segment, StepMetrics, Stop, TrainBatch, Trajectory
 from reward_scores.score import Score
@@ -549,7 +550,10 @@ def test_throughput_is_a_gpus_share_as_verl_counts_it(arguments, ranks):
     trainer = SimpleNamespace(
         config=config,
         agent_loop=None,
+        reward=SimpleNamespace(usage=lambda _: {}),
         stream=SimpleNamespace(epoch=lambda _: 0),
+        workers=None,
+        trace=TraceRecorder(config, None, total_steps=3),
         session=SimpleNamespace(
             is_due=lambda *_: False, complete_step=lambda metrics, *_: ended.append(metrics.values["perf/throughput"])
         ),

@@ -1,0 +1,50 @@
+"""The token microscope: recorded steps of one or two runs as one web page, token by token.
+
+    python -m results.trace RUN [RUN_B] [--steps 1,20] [--out FILE]
+
+A RUN is a run folder (``outputs/<recipe>/<run>``) that was trained with ``trainer.trace.freq`` or
+``trainer.trace.steps``. The page is ``<run>/trace.html``: one file that needs no network. Two runs, or two steps of
+one, stand side by side on the same question. Without ``--steps`` some are chosen: the first, the last, and between
+them as many as 200 trajectories allow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from core.errors import InputError
+from results.reporting.trace_page import PAGE, write_trace
+
+
+def _steps(text: str) -> list[int]:
+    try:
+        return [int(one) for one in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: name steps by numbers and commas, as in 1,20") from None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line names and return the exit status: 2 for bad input."""
+    parser = argparse.ArgumentParser(prog="python -m results.trace", description="Every token of recorded steps.")
+    parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="One or two run folders.")
+    parser.add_argument("--steps", type=_steps, metavar="N,N", help="The steps to show (default: some of all).")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help=f"The page (default: {PAGE} in the first run's folder)."
+    )
+    args = parser.parse_args(arguments)
+    try:
+        if len(args.runs) > 2:
+            raise InputError(f"{len(args.runs)} runs: name one, or two to see side by side")
+        path, said = write_trace(args.runs, args.out, args.steps)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{said}\npage: {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

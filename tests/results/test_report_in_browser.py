@@ -1,0 +1,93 @@
+"""The report page in a real browser: what stands first, values under pointer and keys, narrow screens, dark ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from results import report
+from results.reporting.pages import Table, without_constants
+from tests.browser import SCHEMES, WIDTHS, chromium, contrast, first_paint_ms, opened, overflow, pictures_without_text
+from tests.core.synthetic import configured, make_run
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def page_path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("report")
+    runs = [
+        make_run(
+            folder / "grpo" / f"lab_s{seed}",
+            configured({"trainer.seed": seed, "trainer.experiment_name": f"lab_s{seed}"}),
+        )
+        for seed in (1, 2)
+    ]
+    runs.append(
+        make_run(folder / "ppo" / "lab_s1", configured({"actor_rollout_ref.actor.clip_ratio_c": 5.0}), critic=True)
+    )
+    assert report.main([*map(str, runs), "--out", str(folder)]) == 0
+    return folder / "report.html"
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("width", "height"), WIDTHS)
+def test_it_fits_and_can_be_read(browser, page_path, width, height, scheme):
+    with opened(browser, page_path, width, height, scheme) as page:
+        assert overflow(page) <= 0 and pictures_without_text(page) == [] and first_paint_ms(page) < 2000
+        assert (page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)") is (
+            scheme == "light"
+        )
+        assert min(contrast(page, one) for one in ("p.strong", "p.caption", "th", "figcaption span", "summary")) >= 4.5
+        assert page.evaluate("getComputedStyle(document.querySelector('svg text')).fill") != "rgb(0, 0, 0)"
+        first = page.locator(".scroll").first
+        assert first.evaluate("one => one.scrollWidth <= one.clientWidth")
+
+
+def test_a_sentence_a_picture_and_a_table_stand_first(browser, page_path):
+    with opened(browser, page_path) as page:
+        order = page.eval_on_selector_all("body > *", "all => all.map((one) => one.className || one.tagName)")
+        assert order[:4] == ["H1", "strong", "gallery", "scroll"]
+        assert page.locator(".gallery").first.locator("figure").count() == 1
+        assert page.locator("figcaption", has_text="Validation accuracy").count() == 1
+        heads = page.locator("table").first.locator("th").all_inner_texts()
+        assert heads == ["experiment", "seeds", "before", "after"]
+        assert page.locator("p.caption").first.inner_text() == (
+            "In all rows: evaluated on lab/hops, metric mean@1, questions 200, steps 20."
+        )
+
+
+def test_values_are_under_the_pointer_and_under_the_arrow_keys(browser, page_path):
+    with opened(browser, page_path) as page:
+        figure = page.locator("figure").first
+        figure.locator("svg").hover()
+        shown = figure.locator("output").inner_text().splitlines()
+        assert shown[0].startswith("step ") and len(shown) == 3  # two experiments
+        page.mouse.move(0, 0)
+        assert figure.locator("output").count() == 0
+        figure.focus()
+        page.keyboard.press("ArrowRight")
+        assert figure.locator("output").inner_text().startswith("step 0\n")
+        page.keyboard.press("End")
+        last = figure.locator("output").inner_text()
+        assert last.startswith("step 20\n") and all(0 < float(line.split()[-1]) <= 1 for line in last.splitlines()[1:])
+        page.keyboard.press("ArrowLeft")
+        assert figure.locator("output").inner_text().startswith("step 15\n")
+        page.keyboard.press("Tab")
+        assert figure.locator("output").count() == 0
+        told = page.locator("figure").nth(1)
+        told.scroll_into_view_if_needed()
+        told.locator("svg").hover(position={"x": 5, "y": 50})
+        assert told.locator("output").inner_text().startswith("step 1\n")
+        assert told.locator("output").bounding_box()["x"] >= told.bounding_box()["x"]
+
+
+def test_constant_columns_move_into_the_caption():
+    table = Table(["run", "seed", "model", "base"], [["a", "1", "m", ""], ["b", "2", "m", ""]], caption="Two.")
+    moved = without_constants(table)
+    assert (moved.header, moved.rows) == (["run", "seed"], [["a", "1"], ["b", "2"]])
+    assert moved.caption == "Two. In all rows: model m."
+    assert without_constants(Table(["a", "b"], [["x", "y"]])) == Table(["a", "b"], [["x", "y"]])
