@@ -32,7 +32,7 @@ def run_help(command: str, monkeypatch) -> int:
 
 def test_the_commands_are_found():
     assert {"core.plan", "results.report", "data_preprocess.gsm8k", "recipes.lab.tour"} <= set(COMMANDS)
-    assert len(MAINS) == 4
+    assert len(MAINS) == 5
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name not in MAINS])

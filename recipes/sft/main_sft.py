@@ -5,5 +5,7 @@ python -m recipes.sft.main_sft key=value ...    DRY_RUN=1 in the environment onl
 
 from core import launch
 
+TRAINER = "recipes.sft.sft_trainer:SFTTrainer"
+
 if __name__ == "__main__":
-    launch.main("sft", trainer="recipes.sft.sft_trainer:SFTTrainer")
+    launch.main("sft", trainer=TRAINER)

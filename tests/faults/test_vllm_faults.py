@@ -33,7 +33,7 @@ def files(tmp_path_factory) -> Path:
 def parts(run: Watched) -> list[int]:
     """vLLM's own processes, each of which holds a part of every layer."""
     (engine,) = run.pids("ray::EngineProcess")
-    children = {pid for pid in run.pids() if parent(pid) == engine}
+    children = {pid for pid in run.pids("VLLM::Worker") if parent(pid) == engine}
     return sorted(children)
 
 

@@ -21,7 +21,8 @@ from tests.recipes.test_search_r1 import ROOT, run_command
 from tests.recipes.test_search_r1 import files as search_files  # noqa: F401
 from tests.search import Server
 
-pytestmark = pytest.mark.xdist_group("ray")  # one Ray, however many test processes
+# Minutes, and one Ray, however many test processes
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 ROLLOUT = "actor_rollout_ref.rollout"
 
 CALLS = '''

@@ -168,6 +168,7 @@ def test_threads_are_those_of_the_configuration(pair):
 # -- the engine
 
 
+@pytest.mark.slow  # the contract of engines once more, over Ray: minutes
 class TestRayEngine(ModelEngineContract):
     """The contract of every engine, over the wire: one actor for all of them, with a fresh engine each."""
 

@@ -114,6 +114,7 @@ def test_a_judge_that_changes_is_noticed_by_canaries(folder):
             run.init_workers().fit()
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_ends_the_run_soon(folder):
     with serve(lambda n, body: generous(n, body) if n < 2 else {"status": 503}) as server:
         few = "reward_model.judge.max_failures=4"
@@ -121,6 +122,7 @@ def test_a_server_that_dies_ends_the_run_soon(folder):
             scripted()(config(folder, "lost", server.url, few), answer).init_workers().fit()
 
 
+@pytest.mark.slow
 def test_an_engine_in_this_process_awaits_verdicts_where_they_decide_what_is_drawn(folder):
     with serve("[[1]]") as server:
         one = config(folder, "filtered", server.url, "reward_model.judge.canary_every=0", "data.gen_batch_size=2")
