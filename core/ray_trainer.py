@@ -27,7 +27,6 @@ from core.cluster.local_workers import LocalWorkers
 from core.cluster.workers import Workers, ray_backend
 from core.config import tables
 from core.config.schema import Config
-from core.data.dataset import PromptFiles
 from core.data.parquet import Example
 from core.data.sampler import sampling_seed
 from core.data.stream import PromptStream, load_val_prompts
@@ -128,11 +127,8 @@ class RayPPOTrainer:
         """
         config = self.config
         self.load_data()
-        plays = isinstance(self.stream.files, PromptFiles)  # fine-tuning plays episodes in its validation alone
-        names = {one.agent_name for one in self.val_prompts if one.agent_name}
-        names |= self.stream.files.agent_names() if plays else set()
-        examples = self._examples() if plays else self.val_prompts
-        self.agent_loop = make_agent_loop(config, self.tokenizer, names, examples)
+        names = self.stream.files.agent_names() | {one.agent_name for one in self.val_prompts if one.agent_name}
+        self.agent_loop = make_agent_loop(config, self.tokenizer, names, self._examples())
         checkpoint = self.session.open(self.stream, critic=self.needs.critic)
         self.trace = TraceRecorder(config, self.tokenizer, self.session.total_steps)
         self.keep_group = self.trace.judging(self.keep_group)
