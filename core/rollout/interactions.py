@@ -29,7 +29,7 @@ KEY = "actor_rollout_ref.rollout.multi_turn.interaction_config_path"
 
 
 @dataclass(frozen=True)
-class Reply:
+class UserTurn:
     """What a user answers: whether the episode ends, the text of their turn otherwise, and a score of the policy's."""
 
     over: bool
@@ -51,7 +51,7 @@ class Interaction:
         """Return the state of a new episode. ``facts`` are the example's ``interaction_kwargs``, its name left out."""
         return dict(facts)
 
-    async def generate_response(self, state: Any, messages: Sequence[Mapping[str, Any]]) -> Reply:
+    async def generate_response(self, state: Any, messages: Sequence[Mapping[str, Any]]) -> UserTurn:
         """Return the user's reply. ``messages`` are the prompt's and all since, of roles assistant, tool and user.
 
         A function of its arguments, if a run is to be replayed. What it raises ends the run.

@@ -21,14 +21,14 @@ from core.errors import InputError
 from core.rollout.agent_loop import AgentLoop, Episode
 from core.rollout.call_formats import FORMATS, Call, Chat, Piece
 from core.rollout.interactions import KEY as USERS
-from core.rollout.interactions import Reply, chosen_user, load_interactions
+from core.rollout.interactions import UserTurn, chosen_user, load_interactions
 from core.rollout.tools import KEY, ToolError, ToolSpec, chosen, facts_for, load_tools
 from core.types import Prompt
 
 if TYPE_CHECKING:
     from core.config.schema import Config
 
-Respond = Callable[[Sequence[Mapping[str, Any]]], Awaitable[Reply]]  # of a user, in one episode
+Respond = Callable[[Sequence[Mapping[str, Any]]], Awaitable[UserTurn]]  # of a user, in one episode
 NO_TEMPLATE = (
     "a user's turn is framed by the chat template, and the tokenizer has none; set "
     "actor_rollout_ref.model.custom_chat_template, or take an instruct model's tokenizer"
@@ -90,7 +90,7 @@ class ToolAgentLoop(AgentLoop):
             if not self.add(pieces, episode, role):
                 return
 
-    async def reply(self, respond: Callable[[], Awaitable[Reply]], episode: Episode) -> Reply | None:
+    async def reply(self, respond: Callable[[], Awaitable[UserTurn]], episode: Episode) -> UserTurn | None:
         """Return the user's reply and keep its score; None, and a truncated episode, where none came in time."""
         self.counts["user_turns"] += 1
         try:
@@ -99,9 +99,9 @@ class ToolAgentLoop(AgentLoop):
             self.counts["user_timeouts"] += 1
             episode.cut_short()
             return None
-        if not isinstance(reply, Reply) or not math.isfinite(reply.score):
+        if not isinstance(reply, UserTurn) or not math.isfinite(reply.score):
             raise ValueError(
-                f"{USERS}: generate_response must return a Reply with a finite score, it gave {reply!r:.200}"
+                f"{USERS}: generate_response must return a UserTurn with a finite score, it gave {reply!r:.200}"
             )
         episode.user_scores.append(float(reply.score))
         return reply

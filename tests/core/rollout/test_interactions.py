@@ -13,7 +13,7 @@ from core.errors import InputError
 from core.evaluation.answer_file import answer_line, trajectory_of
 from core.rewards.layer import rollout_facts
 from core.rollout.agent_loop import Episode, Limits, make_agent_loop
-from core.rollout.interactions import Interaction, Reply, load_interactions
+from core.rollout.interactions import Interaction, UserTurn, load_interactions
 from core.rollout.tool_agent import ToolAgentLoop
 from core.types import Stop
 from tests.core.rollout.test_agent_loop import prompt
@@ -35,7 +35,7 @@ class Checker(Interaction):
         if said == "nonsense":
             return True, "text", 1.0, {}
         right = said == str(state["gold"])
-        return Reply(right, f"not {said}, <eos> again", 1.0 if right else -0.5)
+        return UserTurn(right, f"not {said}, <eos> again", 1.0 if right else -0.5)
 
     async def finalize(self, state):
         ENDED.append(state)
@@ -112,7 +112,7 @@ def test_a_user_without_room_or_time_ends_the_episode_as_truncated(tmp_path):
 
 def test_what_is_no_reply_ends_the_run_and_its_state_is_let_go(tmp_path):
     ENDED.clear()
-    with pytest.raises(ValueError, match="must return a Reply with a finite score"):
+    with pytest.raises(ValueError, match="must return a UserTurn with a finite score"):
         played(tmp_path, ["nonsense"])
     assert len(ENDED) == 1
 
