@@ -7,8 +7,8 @@
 # It makes the data and the base model (outputs/lab/ in the current folder) where they are missing.
 # It runs over Ray or, where Ray cannot be imported, in one process. Over Ray a run repeats up to rounding; with
 # trainer.backend=local appended it repeats to the bit.
-# The hyper-parameters are in recipes/grpo/config/preset/lab_tools.yaml and lab_users.yaml. The output goes to outputs/grpo/ in the current
-# folder.
+# The hyper-parameters are in recipes/grpo/config/preset/lab_tools.yaml and lab_users.yaml. The output goes to
+# outputs/grpo/ in the current folder.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
