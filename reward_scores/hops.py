@@ -1,6 +1,7 @@
 """Tasks of the lab: an optional chain, then ``#`` and a letter or digit: where hops lead, what a figure shows.
 
 The chain earns nothing by itself. ``recipes/lab/hops.py`` and ``recipes/lab/figures.py`` make the questions.
+In ``recipes/lab/guesses.py``, whose answers are graded alike, the chain is the guesses before the last.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ prompt         a chat as a list of ``{role, content}``, or a plain string (``dat
 reward_model   ``{style: "rule" | "model", ground_truth: anything}``; a rule needs its ground truth
 extra_info     optional: ``split`` and ``index`` name the question, the rest is for the scorer
 images         optional: a picture for each ``<image>`` of the prompt (``data.image_key``), as ``{bytes, path}``
+agent_name     optional: the agent loop that plays the example's episodes, in place of the configured one
 ability        optional, not read
 =============  ==========================================================================================
 
@@ -72,6 +73,7 @@ class Example:
     extra_info: Mapping[str, Any]
     style: str = "rule"
     images: tuple[bytes, ...] = ()  # the files of its pictures
+    agent_name: str | None = None
 
     @property
     def where(self) -> str:
@@ -135,6 +137,12 @@ class ExampleFile:
     def __len__(self) -> int:
         return self._table.num_rows
 
+    def agent_names(self) -> set[str]:
+        """Return the agent loops that its examples name."""
+        if "agent_name" not in self._table.column_names:
+            return set()
+        return {name for name in self._table["agent_name"].unique().to_pylist() if isinstance(name, str) and name}
+
     def example(self, number: int) -> Example:
         """Return the example of this number. Raises InputError where it breaks the schema."""
         problems = Problems()
@@ -183,6 +191,7 @@ class ExampleFile:
             extra_info=raw.get("extra_info") or {},
             style=raw["reward_model"].get("style") or "rule",
             images=images,
+            agent_name=raw.get("agent_name") or None,
         )
 
 
@@ -208,7 +217,7 @@ def _read_table(path: Path, prompt_key: str, reward_fn_key: str, image_key: str)
         if missing:
             has = ", ".join(names) or "no column"
             raise InputError([f"{where}: no column {', '.join(missing)}; it has {has}: rename a column or set the key"])
-        optional = [name for name in ("extra_info", image_key) if name in names]
+        optional = [name for name in ("extra_info", image_key, "agent_name") if name in names]
         table = file.read(columns=[*wanted, *optional])
     except (pa.ArrowInvalid, OSError) as error:
         raise InputError([f"{where}: not a readable parquet file ({error}); {MAKE_ONE}"]) from error
@@ -240,6 +249,8 @@ def _findings(raw: Mapping[str, Any], prompt_key: str, source_key: str) -> Itera
         yield rule, "fill it or leave the row out", f"style {style!r}"
     if extra is not None and not isinstance(extra, dict):
         yield "extra_info must be a struct", "make it one, or leave the column out", type(extra).__name__
+    if not isinstance(raw.get("agent_name"), str | None):
+        yield "agent_name must be a string", "name an agent loop, or leave the column out", repr(raw["agent_name"])[:60]
 
 
 def _prompt_finding(value: Any, key: str) -> Finding | None:
