@@ -93,7 +93,7 @@ BUDGETS = {
     # checkpoints that are written beside training (150), offloading between phases (50), runs that train on files (70),
     # a judge behind a URL (850), records of tokens (500), agents: loops by name, call formats, simulated users (560)
     ("core",): 22_520,
-    ("core/config",): 3_240,  # 840 more: help.py, a role for every key, references, names of other projects, odd values
+    ("core/config",): 3_245,  # 845 more: help.py, a role for every key, references, names of other projects, odd values
     ("core/rewards",): 2_310,  # 810 more: a judge's prompt, verdict, requests, canaries; managers by a decorator's name
     # 160 more: the hash of the base weights, what a resume may change, writing beside training
     ("core/checkpoint",): 1_110,
