@@ -93,14 +93,14 @@ BUDGETS = {
     # checkpoints that are written beside training (150), offloading between phases (50), runs that train on files (70),
     # a judge behind a URL (850), records of tokens (500), agents: loops by name, call formats, simulated users (560),
     # pictures in prompts (810)
-    ("core",): 23_330,
-    ("core/config",): 3_245,  # 840 more: help.py, a role for every key, references, names of other projects, odd values
+    ("core",): 23_390,
+    ("core/config",): 3_250,  # 845 more: help.py, a role for every key, references, names of other projects, odd values
     ("core/rewards",): 2_310,  # 810 more: a judge's prompt, verdict, requests, canaries; managers by a decorator's name
     # 160 more: the hash of the base weights, what a resume may change, writing beside training
     ("core/checkpoint",): 1_110,
     # 780 more: first lines, memory knobs, the whole step, a sharded update as counted, what rests by phase, no engine,
     # models that read pictures
-    ("core/planning",): 1_310,
+    ("core/planning",): 1_320,
     # 390 more: bars while a step collects, the identity of a run, batches without padding, snapshots, traces, pictures
     READING_PATH: 3_300,
     ("recipes/ppo",): 600,

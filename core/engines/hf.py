@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -125,15 +126,15 @@ class DecodeBatch:
             prompts = self.prompts[begin:end]
             ids = [prompt.ids[:-1] + prompt.ids[:1] * (width + 1 - len(prompt.ids)) for prompt in prompts]
             input_ids = torch.tensor(ids, device=self.device)
-            sight = Sight.of(self.model, input_ids, [prompt.pictures for prompt in prompts])
-            if sight is not None:
+            body, pictures = self.model.base_model, [prompt.pictures for prompt in prompts]
+            if any(pictures):
+                sight = Sight.of(self.model, input_ids, pictures)
+                body = partial(run_body, self.model, sight=sight)
                 last_P = torch.from_numpy(self.prefix[begin:end] - 1).to(self.device)
                 self.ahead[begin:end] = follows(sight.position, last_P).cpu().numpy()
             with self.cache.forward(Prefill(begin), own_attention=self.own_attention):
-                run_body(
-                    self.model,
-                    input_ids,
-                    sight,
+                body(
+                    input_ids=input_ids,
                     position_ids=torch.arange(width, device=self.device)[None],
                     past_key_values=self.cache,
                     use_cache=True,

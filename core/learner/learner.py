@@ -11,6 +11,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,7 @@ from core.algorithm.kl import kl_penalty
 from core.algorithm.losses import Means, policy_loss, value_loss
 from core.algorithm.rollout_correction import add_mismatch
 from core.learner.batching import micro_batches, split_idle
-from core.learner.log_probs import token_log_probs_and_entropy
+from core.learner.log_probs import FP32Head, token_log_probs_and_entropy
 from core.learner.lora import base_only
 from core.learner.model_checks import check_head, check_packing
 from core.learner.packing import Layout, Reading, SharedPrompts, can_share, hidden_before_tokens
@@ -109,13 +110,21 @@ def read_tokens(
     ``pictures_B`` are read with a ``shared`` prompt; without one ``reading`` has them. ``tower`` is :func:`run_body`'s.
     """
     if shared is None:
-        body = run_body(module, reading.input_ids, reading.sight, tower=tower, use_cache=False, **reading.inputs)
-        hidden_MH = body.last_hidden_state[reading.asked]
+        sees = tower or reading.sight is not None
+        body = partial(run_body, module, sight=reading.sight, tower=tower) if sees else module.base_model
+        read = body(input_ids=reading.input_ids, use_cache=False, **reading.inputs)
+        hidden_MH = read.last_hidden_state[reading.asked]
     else:
         hidden_MH = hidden_before_tokens(module, reading.input_ids, reading.mask_BT, shared, pictures_B)
     head = module.get_output_embeddings()
     return token_log_probs_and_entropy(
-        hidden_MH, head.weight, reading.labels, temperature=temperature, bias=head.bias, entropy_grad=entropy_grad
+        hidden_MH,
+        head.weight,
+        reading.labels,
+        temperature=temperature,
+        bias=head.bias,
+        entropy_grad=entropy_grad,
+        fp32=isinstance(head, FP32Head),
     )
 
 

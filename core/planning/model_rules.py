@@ -74,6 +74,9 @@ def _unseeing(config: Config) -> Iterator[Problem]:
         yield Problem("algorithm.adv_estimator", algorithm.adv_estimator, rule, fix)
     if config.reward_model.enable:
         yield Problem("reward_model.enable", True, "a reward model reads text alone", "score with a function")
+    if roles.model.fp32_lm_head:
+        key, rule = "actor_rollout_ref.model.fp32_lm_head", f"was not tried with {what}, whose engines it changes too"
+        yield Problem(key, True, rule, "set it to False")
     if not config.generates:
         yield Problem(MODEL, roles.model.path, f"fine-tuning does not train {what} yet", "give a model of text alone")
 

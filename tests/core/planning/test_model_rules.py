@@ -67,7 +67,11 @@ def test_what_does_not_read_pictures_yet_is_refused_with_a_model_that_does():
     ranks = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
     (told,) = problems(model, f"{TENSOR}=1", ranks, "actor_rollout_ref.model.use_remove_padding=True")
     assert told.startswith(f"{ranks}: does not split the sequences of a model that reads pictures yet")
-    for key in ("algorithm.adv_estimator=gae", "reward_model.enable=true"):
+    for key in (
+        "algorithm.adv_estimator=gae",
+        "reward_model.enable=true",
+        "actor_rollout_ref.model.fp32_lm_head=true",
+    ):
         rest = ("reward_model.model.path=x/y",) * ("reward_model" in key)
         found = problems(model, *alone, key, *rest)
         assert [line.split(": ")[0] for line in found] == [key], found
