@@ -102,7 +102,7 @@ BUDGETS = {
     # models that read pictures
     ("core/planning",): 1_320,
     # 390 more: bars while a step collects, the identity of a run, batches without padding, snapshots, traces, pictures
-    READING_PATH: 3_300,
+    READING_PATH: 3_310,
     ("recipes/ppo",): 600,
     ("recipes/grpo",): 600,
     ("recipes/dapo",): 600,
