@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from core.errors import InputError
-
-PHASES = ("batch", "log_probs", "advantages", "update")
+from core.replaying import PHASES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

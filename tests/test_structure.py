@@ -44,6 +44,8 @@ FLOORS = (
         "export": "`python -m core.export`: a checkpoint as a Hugging Face folder",
         "evaluate": "`python -m core.evaluate`: answers, their scores and a report, without training",
         "evaluation": "what `core.evaluate` does: an engine alone, files of answers, scores, estimates",
+        "replay": "`python -m core.replay`: a step that was kept, computed again and compared",
+        "replaying": "what `core.replay` does: capsules, the trainer before a step, phases, differences, what if",
         "report": "an old command; it prints its new name",
     },
     {"session": "starts, resumes, records, saves and stops a run"},

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from core.learner.batching import make_batch, steps_of
 from core.learner.traced_tokens import numbered
+from core.replaying import PHASES
 from core.replaying.differences import Difference, Rule, Where, compare, compare_metrics, compare_pieces
 from core.replaying.stored_step import StoredStep
 from core.tracking.capsules import UNREPEATED, UPDATED, digest, made, model_tensors, state_of, update_tensors
@@ -25,7 +26,6 @@ from core.types import BATCH_FIELDS, StepMetrics, TrainBatch
 if TYPE_CHECKING:
     from core.ray_trainer import RayPPOTrainer
 
-PHASES = ("batch", "log_probs", "advantages", "update")
 WITHOUT_WEIGHTS = ("batch", "advantages")
 
 
@@ -137,18 +137,32 @@ def place(batch: TrainBatch, name: str, stored: StoredStep) -> Where:
 
 
 def _update(run: RayPPOTrainer, found: Made, stored: StoredStep, rule: Rule) -> Iterator[Difference]:
-    """Yield what the update made otherwise: tokens before any weight moved, metrics, later tokens, moments, weights.
+    """Yield what the update made otherwise: rates, tokens before any weight moved, gradients, the rest.
 
-    So a loss that is right for each token and added up wrongly shows in a metric, and not in what it did to later
-    tokens.
+    So a loss that is right for each token and added up wrongly shows in the norm of a gradient, and not in what it did
+    to later tokens.
     """
     recorded, replayed = stored.of("update"), update_tensors(found.batch, run.workers)
     by_row = _rows(recorded), _rows(replayed)
     first = _first_rows(run, found.batch)
+    rates = {name: value for name, value in found.metrics.items() if name.endswith("/lr")}
+    others = {name: value for name, value in found.metrics.items() if name not in rates}
+    yield from compare_metrics("update", stored.facts["metrics"], rates, rule)
+    yield from _norms("critic", recorded, replayed, rule)  # the critic is updated first
     yield from _tokens(*by_row, lambda row: row in first, stored, rule)
-    yield from compare_metrics("update", stored.facts["metrics"], dict(found.metrics), rule)
+    yield from _norms("actor", recorded, replayed, rule)
+    yield from compare_metrics("update", stored.facts["metrics"], others, rule)
     yield from _tokens(*by_row, lambda row: row not in first, stored, rule)
     yield from _state(run, stored, rule)
+
+
+def _norms(
+    model: str, recorded: Mapping[str, Tensor], replayed: Mapping[str, Tensor], rule: Rule
+) -> Iterator[Difference]:
+    pair = (of.get(f"{model}_norms", torch.zeros(0, dtype=torch.float64)) for of in (recorded, replayed))
+    one = compare("update", f"{model}/gradient norm", *pair, rule, lambda at: f"of optimizer step {at}")
+    if one is not None:
+        yield one
 
 
 def _first_rows(run: RayPPOTrainer, batch: TrainBatch) -> set[int]:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from core.config import Config, convert, examine, recipes, roles
 from core.errors import InputError
+from core.replaying import PHASES
 from core.replaying.differences import Difference, Rule
 from core.replaying.phases import (
-    PHASES,
     WITHOUT_WEIGHTS,
     advantages_phase,
     batch_phase,

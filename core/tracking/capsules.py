@@ -152,6 +152,7 @@ def update_tensors(batch: TrainBatch, workers: Any) -> dict[str, Tensor]:
     """Return what the policy's update computed of its tokens: ``rows`` and ``counts`` [R], and each field, [tokens].
 
     Rows are in the order in which they were computed; those that could not move a weight may be absent.
+    ``<model>_norms`` are the norms of the gradients, [optimizer steps].
     """
     import torch
 
@@ -164,6 +165,8 @@ def update_tensors(batch: TrainBatch, workers: Any) -> dict[str, Tensor]:
             values.get(name, np.full(n, np.nan, np.float32)) for values, n in zip(rows.values(), counts, strict=True)
         ]
         found[name] = torch.from_numpy(np.concatenate(parts))
+    for name, part in workers.trained.items():
+        found[f"{name}_norms"] = torch.tensor(part.stepper.norms, dtype=torch.float64)
     return found
 
 
