@@ -5,6 +5,7 @@ There is no engine, no data and no scorer: the answers with their scores are in 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from core.errors import InputError
 from core.learner.saving import load_model, load_optimizer_tensors
 from core.replaying.stored_step import StoredStep
 from core.session import prepare_torch
-from core.tracking.capsules import OPTIMIZER, model_tensors, sha256_of_tensor, state_of
+from core.tracking.capsules import ALIGNED, OPTIMIZER, model_tensors, sha256_of_tensor, state_of
 
 if TYPE_CHECKING:
     from core.ray_trainer import RayPPOTrainer
@@ -49,6 +50,7 @@ def rebuilt(stored: StoredStep, config: Config, *, weights: bool) -> RayPPOTrain
         needs = {"needs_ref": run.needs.ref, "needs_critic": run.needs.critic}
         run.workers = LocalWorkers(config, None, device, needs_engine=False, **needs)
         _load(run.workers, stored, checkpoint)
+        _align(run.workers, stored.facts["alignment"])
     return run
 
 
@@ -104,3 +106,14 @@ def _load(workers: LocalWorkers, stored: StoredStep, checkpoint: Path | None) ->
             raise InputError(
                 f"{source}: {name} is not what step {stored.step} began from; the weights are of another run"
             )
+
+
+def _align(workers: LocalWorkers, alignment: Mapping[str, int]) -> None:
+    """Move each weight to an address that is aligned as it was in the run, see :func:`core.tracking.capsules.alignment_of`."""
+    models = {**workers.trained, **({"ref": workers.ref} if workers.ref is not None else {})}
+    for model, part in models.items():
+        for name, one in part.module.named_parameters():
+            room = torch.empty(one.nbytes + 2 * ALIGNED, dtype=torch.uint8, device=one.device)
+            start = (alignment.get(f"{model}/{name}", 0) - room.data_ptr()) % ALIGNED
+            moved = room[start : start + one.nbytes].view(one.dtype).view(one.shape)
+            one.data = moved.copy_(one.data)

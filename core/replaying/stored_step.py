@@ -122,4 +122,5 @@ def read(folder: Path) -> StoredStep:
         if not file.is_file() or sha256_of(file) != wanted:
             what = "was altered or cut short" if file.is_file() else "is missing"
             raise InputError(f"{file}: {what}; copy the capsule anew, or let the run keep the step again")
-    return StoredStep(folder, facts, load_file(folder / TENSORS))
+    tensors = {name: value.clone() for name, value in load_file(folder / TENSORS).items()}  # aligned as torch does
+    return StoredStep(folder, facts, tensors)

@@ -107,6 +107,20 @@ def state_of(workers: Any) -> dict[str, dict[str, Tensor]]:
     return found
 
 
+ALIGNED = 64  # bytes, to which torch aligns what it allocates itself
+
+
+def alignment_of(workers: Any) -> dict[str, int]:
+    """Return model/weight -> its address modulo 64 bytes, where that is not 0.
+
+    Weights that are read from a file lie as they lay there, and a product with a vector is rounded accordingly: the
+    values of a critic differed in the last bit where its head was not aligned as in the run.
+    """
+    models = {**workers.trained, **({"ref": workers.ref} if workers.ref is not None else {})}
+    named = ((f"{model}/{name}", one) for model, part in models.items() for name, one in part.module.named_parameters())
+    return {name: one.data_ptr() % ALIGNED for name, one in named if one.data_ptr() % ALIGNED}
+
+
 def sha256_of_tensor(tensor: Tensor) -> str:
     return hashlib.sha256(_bytes(tensor)).hexdigest()
 
@@ -128,7 +142,7 @@ def digest(tensor: Tensor) -> dict[str, Tensor]:
     import torch
 
     starts, data, size = pieces(tensor.numel()), _bytes(tensor), tensor.element_size()
-    ends = [*starts[1:], tensor.numel()]
+    ends = [*starts[1:], tensor.numel()][: len(starts)]
     sums = [zlib.crc32(data[start * size : end * size]) for start, end in zip(starts, ends, strict=True)]
     sample = tensor.detach().reshape(-1)[starts].float().cpu()
     return {"sample": sample, "crc": torch.tensor(sums, dtype=torch.int64)}
@@ -179,6 +193,7 @@ class Begun:
     batch: TrainBatch  # after the last phase that was kept
     kl: KLController
     weights: Mapping[str, Mapping[str, Tensor]]  # copies, from before the update
+    alignment: Mapping[str, int]
     known: frozenset[str]  # metrics from before the first phase
     seconds: float = 0.0
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -210,7 +225,8 @@ class CapsuleRecorder:
         start = time.perf_counter()
         batch = numbered(batch)
         weights = {name: host_copy(tensors) for name, tensors in state_of(workers).items()}
-        self.begun = Begun(metrics.step, groups, batch, kl, weights, frozenset(metrics.values))
+        known, alignment = frozenset(metrics.values), alignment_of(workers)
+        self.begun = Begun(metrics.step, groups, batch, kl, weights, alignment, known)
         self.begun.tensors |= {f"batch/{name}": value for name, value in batch.stored.items()}
         self.begun.tensors["lengths"] = batch.lengths
         self.begun.seconds = time.perf_counter() - start
@@ -252,7 +268,7 @@ class CapsuleRecorder:
         room = self.config.trainer.capsule_max_mb * 2**20 / len(self.steps)
         small = sum(value.nbytes for value in tensors.values()) + len(json.dumps(facts, default=str))
         if small > room:
-            needed = f"{small / 2**20:.0f} MB without weights, of {room / 2**20:.0f}"
+            needed = f"it takes {small / 2**20:.2f} MB without weights, and {room / 2**20:.2f} are its share"
             log.warning("step %d is not kept: %s; raise trainer.capsule_max_mb", begun.step, needed)
             return 0
         kept = self._kept_weights(begun, room - small)
@@ -287,6 +303,7 @@ class CapsuleRecorder:
             "batch": {"width": begun.batch.width, "pad_id": begun.batch.pad_id},
             "kl_controller": {"before": begun.kl.state_dict(), "after": kl.state_dict()},
             "metrics": {name: value for name, value in new.items() if not name.startswith(UNREPEATED)},
+            "alignment": dict(begun.alignment),
             "before": {name: sha256_of_tensor(value) for name, value in model_tensors(begun.weights)},
         }
 

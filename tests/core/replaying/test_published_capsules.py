@@ -199,7 +199,7 @@ BUGS = [  # recipe, bug, phase and tensor that are named first
     ("grpo", scaled_by_the_micro_batch, "update: actor/gradient norm of optimizer step 0"),
     ("grpo", loss_by_micro_batch, "update: actor/loss_weight at the policy's token "),
     ("dapo", symmetric_clip, "update: actor/gradient norm of optimizer step 1"),
-    ("grpo", ratio_to_itself, "update: actor/gradient norm of optimizer step 1"),
+    ("grpo", ratio_to_itself, "update: actor/loss at the policy's token "),
     ("dapo", negative_advantage, "update: actor/loss at the policy's token "),
     ("search_r1", other_kl, "update: actor/gradient norm of optimizer step 1"),
     ("grpo", gradients_stay, "update: actor/gradient norm of optimizer step 1"),
