@@ -93,8 +93,8 @@ BUDGETS = {
     # 4,600 more than the redesign: evaluation (1,100), help, identity of runs, plans, loggers; batches without padding
     # (200), places on a cluster (200), bytes over Ray, weights in buckets with their proof (500), files by owner (100),
     # checkpoints that are written beside training (150), offloading between phases (50), runs that train on files (70),
-    # a judge behind a URL (850), records of tokens (500)
-    ("core",): 21_960,
+    # a judge behind a URL (850), records of tokens (500), steps that are kept and computed again (1,240)
+    ("core",): 23_200,
     ("core/config",): 3_200,  # 800 more: help.py, a role for every key, references, names of other projects, odd values
     ("core/rewards",): 2_280,  # 780 more: a judge's prompt, verdict, requests, canaries
     # 160 more: the hash of the base weights, what a resume may change, writing beside training
@@ -113,7 +113,7 @@ BUDGETS = {
     ("recipes/sft",): 650,  # 50 more than designed: three forms of data, each with what is refused of it
     ("recipes/lab",): 1_200,  # no paper: tasks and base models of the laptop runs, and the tour of a prompt
 }
-FILES_AT_THE_TOP_OF_CORE = 12
+FILES_AT_THE_TOP_OF_CORE = 13  # one is report.py, an old command that prints its new name
 LINES_OF_A_FUNCTION = 60
 LINES_OF_FIT = 40
 LINES_OF_THE_README = 150

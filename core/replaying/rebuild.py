@@ -109,7 +109,7 @@ def _load(workers: LocalWorkers, stored: StoredStep, checkpoint: Path | None) ->
 
 
 def _align(workers: LocalWorkers, alignment: Mapping[str, int]) -> None:
-    """Move each weight to an address that is aligned as it was in the run, see :func:`core.tracking.capsules.alignment_of`."""
+    """Move each weight to an address that is aligned as in the run, see ``core.tracking.capsules.alignment_of``."""
     models = {**workers.trained, **({"ref": workers.ref} if workers.ref is not None else {})}
     for model, part in models.items():
         for name, one in part.module.named_parameters():
