@@ -11,7 +11,7 @@ from torch import Tensor
 from core.checkpoint.provenance import package_versions
 from core.replaying.rebuild import device_of
 from core.replaying.stored_step import StoredStep
-from core.tracking.capsules import PACKAGES, cpu_kind, pieces
+from core.tracking.capsules import PACKAGES, cpu_kind, digest, pieces
 
 TOLERANCE = 1e-5
 Where = Callable[[int], str]  # from the index in a flat tensor to the place in words
@@ -21,8 +21,9 @@ Where = Callable[[int], str]  # from the index in a flat tensor to the place in 
 class Rule:
     """How equal is equal: to the bit where the step was computed by the same kind of machine, else to 1e-5.
 
-    The tolerance is absolute, and relative to numbers above 1; for an optimizer's moments it is relative to the largest
-    number of the tensor.
+    The tolerance is absolute, and relative to numbers above 1. An optimizer's moments are as small as gradients and
+    their squares: there it is relative to the largest number of that moment in the model. Weights are not compared more
+    closely, since AdamW makes steps of the learning rate of gradients that are rounding alone.
     """
 
     exact: bool
@@ -118,24 +119,18 @@ def compare_metrics(
 
 
 def compare_pieces(
-    phase: str, name: str, recorded: dict[str, Tensor], replayed: Tensor | None, digest: dict[str, Tensor], rule: Rule
+    phase: str, name: str, recorded: dict[str, Tensor], replayed: Tensor, rule: Rule, scale: float | None
 ) -> Difference | None:
-    """Compare a tensor with the checksums and numbers that were kept of it; ``digest`` has those of ``replayed``."""
-    if replayed is None or recorded["crc"].shape != digest["crc"].shape:
-        return Difference(phase, name, "is not there, or has another size than the recorded one")
-    starts = pieces(replayed.numel())
-    if rule.exact:
-        mask = recorded["crc"] != digest["crc"]
-    else:
-        # Moments are as small as gradients and their squares; weights of below 1 are compared as they are, since AdamW
-        # makes steps of the learning rate out of gradients that are rounding alone.
-        scale = float(recorded["sample"].abs().max()) if "/optimizer/" in name else None
-        mask = differing(recorded["sample"], digest["sample"], rule, scale)
+    """Compare a tensor with the checksums and numbers that were kept of it; ``scale`` is that of the tolerance."""
+    starts, found = pieces(replayed.numel()), digest(replayed)
+    if recorded["crc"].shape != found["crc"].shape:
+        return Difference(phase, name, f"of shape {list(replayed.shape)} has another size than the recorded one")
+    there, here = recorded["sample"], found["sample"]
+    mask = recorded["crc"] != found["crc"] if rule.exact else differing(there, here, rule, scale)
     if not bool(mask.any()):
         return None
     at = int(mask.nonzero()[0, 0])
     end = [*starts[1:], replayed.numel()][at]
     place = f"of shape {list(replayed.shape)}, in its numbers {starts[at]} to {end - 1}"
-    there, here = recorded["sample"], digest["sample"]
     shown = f"the first of them recorded {_shown(there[at].item())}, replayed {_shown(here[at].item())}"
     return Difference(phase, name, f"{place}: {shown}; {int(mask.sum())} of {len(starts)} pieces differ")

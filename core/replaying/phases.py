@@ -7,6 +7,7 @@ the phases after it, which begin from the recorded mask, do not.
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from core.learner.traced_tokens import numbered
 from core.replaying import PHASES
 from core.replaying.differences import Difference, Rule, Where, compare, compare_metrics, compare_pieces
 from core.replaying.stored_step import StoredStep
-from core.tracking.capsules import UNREPEATED, UPDATED, digest, made, model_tensors, state_of, update_tensors
+from core.tracking.capsules import UNREPEATED, UPDATED, made, model_tensors, state_of, update_tensors
 from core.tracking.metrics import data_metrics
 from core.types import BATCH_FIELDS, StepMetrics, TrainBatch
 
@@ -213,11 +214,22 @@ def _state(run: RayPPOTrainer, stored: StoredStep, rule: Rule) -> Iterator[Diffe
     for name, value in stored.of("after").items():
         tensor, _, part = name.rpartition("/")
         recorded.setdefault(tensor, {})[part] = value
-    now = {name: value for name, value in model_tensors(state_of(run.workers)) if not name.startswith("ref/")}
-    for name in sorted(now.keys() - recorded.keys()):
-        yield Difference("update", name, "is there now, and was not recorded")
+    largest: dict[tuple[str, str], float] = defaultdict(float)  # of each moment, in each model
     for name, kept in recorded.items():
-        here = now.get(name)
-        one = compare_pieces("update", name, kept, here, {} if here is None else digest(here), rule)
+        largest[kind(name)] = max(largest[kind(name)], float(kept["sample"].abs().max()))
+    now = {name: value for name, value in model_tensors(state_of(run.workers)) if not name.startswith("ref/")}
+    in_order = sorted([*now, *(name for name in recorded if name not in now)], key=lambda name: name[0] != "c")
+    for name in in_order:  # the critic is updated first
+        if name not in recorded or name not in now:
+            text = "is there now, and was not recorded" if name in now else "was recorded, and is not there now"
+            yield Difference("update", name, text)
+            continue
+        scale = largest[kind(name)] if "/optimizer/" in name else None
+        one = compare_pieces("update", name, recorded[name], now[name], rule, scale)
         if one is not None:
             yield one
+
+
+def kind(name: str) -> tuple[str, str]:
+    """Return the model of a tensor, and which of an optimizer's moments it is."""
+    return name.partition("/")[0], name.rpartition("/")[2]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -214,3 +217,23 @@ def test_a_planted_bug_is_named(recipe, bug, named, monkeypatch):
     phase = named.partition(":")[0]
     done = replay(CAPSULES / recipe, phases=phases.PHASES[: phases.PHASES.index(phase) + 1])
     assert done.found and str(done.found[0]).startswith(named), done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe, bug, named", BUGS, ids=[bug.__name__ for _, bug, _ in BUGS])
+def test_the_tolerance_hides_no_planted_bug(recipe, bug, named, monkeypatch):
+    monkeypatch.setattr(differences, "cpu_kind", lambda: "another CPU")
+    assert not replay(CAPSULES / recipe).found
+    bug(monkeypatch)
+    done = replay(CAPSULES / recipe)
+    assert not done.rule.exact and done.found and done.found[0].phase == named.partition(":")[0], done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["dapo", "grpo", "ppo", "search_r1"])
+def test_another_kind_of_cpu_repeats_to_the_tolerance(recipe):
+    """Torch is told to use none of the CPU's vector instructions, and then rounds otherwise."""
+    command = [sys.executable, "-m", "core.replay", str(CAPSULES / recipe)]
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
+    done = subprocess.run(command, cwd=CAPSULES.parents[1], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "rule: to 1e-05 (CPU was " in done.stdout, done.stdout + done.stderr
