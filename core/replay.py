@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if args.changes and args.phase:
             raise InputError(f"--phase={args.phase[0]}: compares with the record, and --with does not; leave one out")
-        from core.replaying.report import replay, what_if  # imports torch
+        from core.replaying.replay_report import replay, what_if  # imports torch
 
         if args.changes:
             print(what_if(args.run, args.step, args.changes))

@@ -126,7 +126,7 @@ class DriverState:
         Raises:
             InputError: a value is of a type that cannot be stored; names it.
         """
-        encoder = Encoder()
+        encoder = StateEncoder()
         fields = {
             "step": self.step,
             "next_ordinal": self.next_ordinal,
@@ -160,7 +160,7 @@ _AS_TEXT = {
 }
 
 
-class Encoder:
+class StateEncoder:
     """An encoder of values as JSON; the arrays among them are strung together, one buffer a dtype."""
 
     def __init__(self) -> None:
@@ -207,7 +207,7 @@ class Encoder:
 
 
 def decode(value: Any, buffers: Mapping[str, np.ndarray]) -> Any:
-    """Return the value that an :class:`Encoder` encoded; ``buffers`` are its arrays, one a dtype."""
+    """Return the value that an :class:`StateEncoder` encoded; ``buffers`` are its arrays, one a dtype."""
     if type(value) is list:
         return [decode(item, buffers) for item in value]
     if type(value) is not dict:

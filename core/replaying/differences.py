@@ -18,7 +18,7 @@ Where = Callable[[int], str]  # from the index in a flat tensor to the place in 
 
 
 @dataclass(frozen=True)
-class Rule:
+class Closeness:
     """How equal is equal: to the bit where the step was computed by the same kind of machine, else to 1e-5.
 
     The tolerance is absolute, and relative to numbers above 1. An optimizer's moments are as small as gradients and
@@ -30,7 +30,7 @@ class Rule:
     why: str
 
     @classmethod
-    def of(cls, stored: StoredStep) -> Rule:
+    def of(cls, stored: StoredStep) -> Closeness:
         """Return the rule that holds on this machine for a capsule."""
         machine, here = stored.facts["machine"], package_versions(PACKAGES)
         pairs = [("device", machine["device"], device_of(stored)), ("CPU", machine["cpu"], cpu_kind())]
@@ -59,7 +59,7 @@ class Difference:
         return f"{self.phase}: {self.name} {self.text}"
 
 
-def differing(recorded: Tensor, replayed: Tensor, rule: Rule, scale: float | None = None) -> Tensor:
+def differing(recorded: Tensor, replayed: Tensor, rule: Closeness, scale: float | None = None) -> Tensor:
     """Return a mask of the numbers that differ, of two tensors of one shape and type.
 
     ``scale`` is what the tolerance is relative to, instead of the numbers themselves.
@@ -74,7 +74,7 @@ def differing(recorded: Tensor, replayed: Tensor, rule: Rule, scale: float | Non
 
 
 def compare(
-    phase: str, name: str, recorded: Tensor | None, replayed: Tensor | None, rule: Rule, where: Where
+    phase: str, name: str, recorded: Tensor | None, replayed: Tensor | None, rule: Closeness, where: Where
 ) -> Difference | None:
     """Return the difference of two flat tensors, or None where they are equal under the rule."""
     if recorded is None or replayed is None:
@@ -105,7 +105,7 @@ def _shown(value: float | int | bool) -> str:
 
 
 def compare_metrics(
-    phase: str, recorded: dict[str, float], replayed: dict[str, float], rule: Rule
+    phase: str, recorded: dict[str, float], replayed: dict[str, float], rule: Closeness
 ) -> Iterator[Difference]:
     """Yield the metrics that differ, in the order in which they are computed now."""
     for name, here in replayed.items():
@@ -119,7 +119,7 @@ def compare_metrics(
 
 
 def compare_pieces(
-    phase: str, name: str, recorded: dict[str, Tensor], replayed: Tensor, rule: Rule, scale: float | None
+    phase: str, name: str, recorded: dict[str, Tensor], replayed: Tensor, rule: Closeness, scale: float | None
 ) -> Difference | None:
     """Compare a tensor with the checksums and numbers that were kept of it; ``scale`` is that of the tolerance."""
     starts, found = pieces(replayed.numel()), digest(replayed)

@@ -18,7 +18,7 @@ from torch import Tensor
 from core.learner.batching import make_batch, steps_of
 from core.learner.traced_tokens import numbered
 from core.replaying import PHASES
-from core.replaying.differences import Difference, Rule, Where, compare, compare_metrics, compare_pieces
+from core.replaying.differences import Closeness, Difference, Where, compare, compare_metrics, compare_pieces
 from core.replaying.stored_step import StoredStep
 from core.tracking.capsules import UNREPEATED, UPDATED, made, model_tensors, state_of, update_tensors
 from core.tracking.metrics import data_metrics
@@ -70,7 +70,7 @@ def repeatable(metrics: StepMetrics) -> dict[str, float]:
     return {name: value for name, value in metrics.values.items() if not name.startswith(UNREPEATED)}
 
 
-def differences(run: RayPPOTrainer, stored: StoredStep, phases: Iterable[str], rule: Rule) -> Iterator[Difference]:
+def differences(run: RayPPOTrainer, stored: StoredStep, phases: Iterable[str], rule: Closeness) -> Iterator[Difference]:
     """Compute the phases again and yield what is not as recorded, in the order in which it is computed."""
     computed: set[str] = set()
     if "batch" in phases:
@@ -99,7 +99,7 @@ def differences(run: RayPPOTrainer, stored: StoredStep, phases: Iterable[str], r
             yield Difference("step", name, "was recorded, and is not computed now")
 
 
-def _fields(phase: str, before: TrainBatch, found: Made, stored: StoredStep, rule: Rule) -> Iterator[Difference]:
+def _fields(phase: str, before: TrainBatch, found: Made, stored: StoredStep, rule: Closeness) -> Iterator[Difference]:
     """Yield the fields of a batch that a phase made otherwise, then its metrics."""
     recorded = stored.of(phase)
     replayed = dict(found.batch.stored) if phase == "batch" else made(before, found.batch)
@@ -137,7 +137,7 @@ def place(batch: TrainBatch, name: str, stored: StoredStep) -> Where:
 # ---------------------------------------------------------------- the update
 
 
-def _update(run: RayPPOTrainer, found: Made, stored: StoredStep, rule: Rule) -> Iterator[Difference]:
+def _update(run: RayPPOTrainer, found: Made, stored: StoredStep, rule: Closeness) -> Iterator[Difference]:
     """Yield what the update made otherwise: rates, tokens before any weight moved, gradients, the rest.
 
     So a loss that is right for each token and added up wrongly shows in the norm of a gradient, and not in what it did
@@ -158,7 +158,7 @@ def _update(run: RayPPOTrainer, found: Made, stored: StoredStep, rule: Rule) -> 
 
 
 def _norms(
-    model: str, recorded: Mapping[str, Tensor], replayed: Mapping[str, Tensor], rule: Rule
+    model: str, recorded: Mapping[str, Tensor], replayed: Mapping[str, Tensor], rule: Closeness
 ) -> Iterator[Difference]:
     pair = (of.get(f"{model}_norms", torch.zeros(0, dtype=torch.float64)) for of in (recorded, replayed))
     one = compare("update", f"{model}/gradient norm", *pair, rule, lambda at: f"of optimizer step {at}")
@@ -184,7 +184,7 @@ def _rows(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
     return found
 
 
-def _tokens(recorded: dict, replayed: dict, chosen, stored: StoredStep, rule: Rule) -> Iterator[Difference]:
+def _tokens(recorded: dict, replayed: dict, chosen, stored: StoredStep, rule: Closeness) -> Iterator[Difference]:
     """Yield the first difference of each field over the chosen rows, the field that is computed first before others."""
     rows = [row for row in [*recorded, *(row for row in replayed if row not in recorded)] if chosen(row)]
     for row in rows:
@@ -208,7 +208,7 @@ def _tokens(recorded: dict, replayed: dict, chosen, stored: StoredStep, rule: Ru
             yield one
 
 
-def _state(run: RayPPOTrainer, stored: StoredStep, rule: Rule) -> Iterator[Difference]:
+def _state(run: RayPPOTrainer, stored: StoredStep, rule: Closeness) -> Iterator[Difference]:
     """Yield the moments and weights that differ after the update."""
     recorded: dict[str, dict[str, Tensor]] = {}
     for name, value in stored.of("after").items():

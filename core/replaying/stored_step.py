@@ -84,12 +84,14 @@ def find(run: Path, step: int | None) -> Path:
         kept = {step_of(path): path for path in sorted(place.glob("step_*")) if path.suffix == "" and path.is_dir()}
         unfinished = {step_of(path) for path in place.glob(f"step_*{PARTIAL}")}
         if step in unfinished - kept.keys():
-            rule = "its capsule is half written, as the run ended meanwhile"
-            raise InputError(f"--step={step}: {rule}; the run writes it anew where it goes on. {_has(kept)}")
+            raise InputError(
+                f"--step={step}: its capsule is half written, as the run ended meanwhile; repeat the command of the "
+                f"run, which writes it anew. {_has(kept)}"
+            )
     if not kept:
-        rule = "holds no capsules"
         raise InputError(
-            f"RUN={run}: {rule}; keep steps with trainer.capsule_steps=[N], where a resumed run may begin to"
+            f"RUN={run}: holds no capsules; keep steps with trainer.capsule_steps=[N], which a resumed run may begin "
+            "to do"
         )
     if step is None and len(kept) > 1:
         raise InputError(f"--step: name one. {_has(kept)}")
@@ -115,12 +117,15 @@ def read(folder: Path) -> StoredStep:
         rule = f"cannot be read as a capsule ({type(error).__name__}: {error})"
         raise InputError(f"{path}: {rule}; copy it anew, or let the run keep the step again") from error
     if version != FORMAT:
-        rule = f"has format {version}, and this code reads {FORMAT}"
-        raise InputError(f"{path}: {rule}; replay it with the code that wrote it, commit {facts['code']['commit']}")
+        raise InputError(
+            f"{path}: has format {version}, and this code reads {FORMAT}; replay it with the code that wrote it, "
+            f"commit {facts.get('code', {}).get('commit')}"
+        )
     for name, wanted in hashes.items():
         file = folder / name
         if not file.is_file() or sha256_of(file) != wanted:
-            what = "was altered or cut short" if file.is_file() else "is missing"
-            raise InputError(f"{file}: {what}; copy the capsule anew, or let the run keep the step again")
+            if not file.is_file():
+                raise InputError(f"{file}: is missing; copy the capsule anew, or let the run keep the step again")
+            raise InputError(f"{file}: was altered or cut short; copy the capsule anew, or keep the step again")
     tensors = {name: value.clone() for name, value in load_file(folder / TENSORS).items()}  # aligned as torch does
     return StoredStep(folder, facts, tensors)

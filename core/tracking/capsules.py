@@ -25,10 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from core.algorithm.kl import KLController
 from core.checkpoint.manifest import fsync, sha256_of, write_durably
 from core.checkpoint.provenance import package_versions
-from core.checkpoint.run_state import Encoder
+from core.checkpoint.run_state import StateEncoder
 from core.config import convert
 from core.errors import InputError
 from core.tracking.run_manifest import git_state
@@ -38,6 +37,7 @@ from core.types import ScoredGroup, StepMetrics, TrainBatch
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from core.algorithm.kl import KLController
     from core.config.schema import Config
 
 log = logging.getLogger(__name__)
@@ -261,7 +261,7 @@ class CapsuleRecorder:
 
     def _write(self, begun: Begun, kl: KLController, metrics: StepMetrics, workers: Any) -> int:
         """Write the folder under another name and rename it. Return its bytes, or 0 where it is too large."""
-        encoder = Encoder()
+        encoder = StateEncoder()
         groups = [encoder.encode(group, f"groups[{index}]") for index, group in enumerate(begun.groups)]
         facts = {**self._facts(begun, kl, metrics), "groups": groups}
         tensors = begun.tensors | _buffers(encoder)
@@ -350,7 +350,7 @@ def _same_weights(weights: Mapping[str, Mapping[str, Tensor]]) -> bool:
     return "ref" in weights and all(torch.equal(value, weights["actor"][one]) for one, value in weights["ref"].items())
 
 
-def _buffers(encoder: Encoder) -> dict[str, Tensor]:
+def _buffers(encoder: StateEncoder) -> dict[str, Tensor]:
     import torch
 
     return {f"groups/{name}": torch.from_numpy(value) for name, value in encoder.buffers().items()}

@@ -17,7 +17,7 @@ import core.learner.learner
 import core.ray_trainer
 from core.learner.learner import Actor, Stepper
 from core.replaying import differences, phases
-from core.replaying.report import replay
+from core.replaying.replay_report import replay
 from core.replaying.stored_step import read
 
 CAPSULES = Path(__file__).resolve().parents[3] / "results/capsules"
@@ -63,7 +63,7 @@ def test_a_published_step_repeats(recipe):
 def test_another_machine_is_told_and_has_a_tolerance(monkeypatch):
     monkeypatch.setattr(differences, "cpu_kind", lambda: "another CPU")
     found = read(capsule("grpo"))
-    rule = differences.Rule.of(found)
+    rule = differences.Closeness.of(found)
     assert not rule.exact and "is another CPU" in str(rule)
     exact = dataclasses.replace(rule, exact=True)
     one, other = torch.tensor([1.0, 1000.0]), torch.tensor([1.0 + 5e-6, 1000.005])

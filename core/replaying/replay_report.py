@@ -9,7 +9,7 @@ from pathlib import Path
 from core.config import Config, convert, examine, recipes, roles
 from core.errors import InputError
 from core.replaying import PHASES
-from core.replaying.differences import Difference, Rule
+from core.replaying.differences import Closeness, Difference
 from core.replaying.phases import (
     WITHOUT_WEIGHTS,
     advantages_phase,
@@ -36,7 +36,7 @@ class Replay:
 
     stored: StoredStep
     phases: tuple[str, ...]
-    rule: Rule
+    rule: Closeness
     found: tuple[Difference, ...]
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ def replay(run: Path, step: int | None = None, phases: Collection[str] = PHASES)
     """
     stored = read(find(run, step))
     chosen = tuple(name for name in PHASES if name in phases)
-    rule = Rule.of(stored)
+    rule = Closeness.of(stored)
     trainer = rebuilt(stored, stored.config, weights=not {*chosen} <= {*WITHOUT_WEIGHTS})
     return Replay(stored, chosen, rule, tuple(differences(trainer, stored, chosen, rule)))
 
@@ -99,8 +99,10 @@ def changed(stored: StoredStep, changes: Sequence[str]) -> Config:
             rule = f"is a key of {role} and does not decide what is trained"
             raise InputError(f"{key}={value}: {rule}; --with tries keys of the objective, as {ACTOR}clip_ratio")
         if not key.startswith(REPLAYED) or key.startswith(EARLIER):
-            rule = "decides how models start or answers are drawn and scored, and a capsule begins after that"
-            raise InputError(f"{key}={value}: {rule}; try it in a run of its own")
+            raise InputError(
+                f"{key}={value}: decides how models start or answers are drawn and scored, and a capsule begins after "
+                "that; try it in a run of its own"
+            )
     recipe = recipe_of(config)
     flat = convert.as_json(config)
     base = {key: value for key, value in flat.items() if value is not None and not filled_in(config, recipe, key)}
