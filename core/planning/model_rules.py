@@ -77,6 +77,9 @@ def _unseeing(config: Config) -> Iterator[Problem]:
     if roles.model.fp32_lm_head:
         key, rule = "actor_rollout_ref.model.fp32_lm_head", f"was not tried with {what}, whose engines it changes too"
         yield Problem(key, True, rule, "set it to False")
+    if config.trainer.capsule_steps:
+        rule = f"a kept step has no pictures, and that of {what} could not be computed again"
+        yield Problem("trainer.capsule_steps", list(config.trainer.capsule_steps), rule, "leave it out")
     if not config.generates:
         yield Problem(MODEL, roles.model.path, f"fine-tuning does not train {what} yet", "give a model of text alone")
 

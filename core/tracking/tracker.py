@@ -2,7 +2,8 @@
 
 ``<run_dir>/config.yaml`` resolved configuration · ``manifest.json`` the run manifest: provenance and status ·
 ``metrics.jsonl`` one line a step, on disk before the next step begins · ``samples.jsonl`` a few generations of every
-validation · ``validation/<step>.jsonl`` each question's scores · ``trace/`` the tokens of recorded steps.
+validation · ``validation/<step>.jsonl`` each question's scores · ``trace/`` the tokens of recorded steps ·
+``capsules/`` steps that can be computed again.
 
 **Resume.** A run that goes on from the checkpoint of step k keeps the lines up to k and drops the rest, so that its
 files end up as those of a run that was never interrupted (``timing_s/`` and ``perf/`` excepted). For that a step is
@@ -37,6 +38,7 @@ from core.config.tables import load_object
 from core.data.images import thumbnails
 from core.errors import InputError
 from core.tracking import run_manifest
+from core.tracking.capsules import drop_capsules_after
 from core.tracking.loggers import ConsoleLogger, Guarded, LoggedRun, Logger, Row, headline
 from core.tracking.run_manifest import RunFacts
 from core.tracking.trace import drop_traces_after
@@ -46,7 +48,15 @@ from core.types import Prompt, StepMetrics
 ENDINGS = ("finished", "stopped", "failed")
 PICTURES = "pictures.json"  # data_source -> uid -> thumbnails of the questions in samples.jsonl
 RUN_FILES = (
-    *("config.yaml", "manifest.json", "metrics.jsonl", "samples.jsonl", PICTURES, "validation", "tensorboard", "trace"),
+    "config.yaml",
+    "manifest.json",
+    "metrics.jsonl",
+    "samples.jsonl",
+    PICTURES,
+    "validation",
+    "tensorboard",
+    "trace",
+    "capsules",
 )
 KEPT_SAMPLES = 50  # generations of each data source that samples.jsonl keeps of a validation, at the least
 
@@ -304,3 +314,4 @@ def _drop_after(run_dir: Path, step: int) -> None:
         if int(path.stem) > step:
             path.unlink()
     drop_traces_after(run_dir, step)
+    drop_capsules_after(run_dir, step)

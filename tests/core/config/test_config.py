@@ -41,6 +41,7 @@ ADDED = {
     *("trainer.heartbeat_timeout_s", "ray_kwargs.driver_actor"),
     *(f"actor_rollout_ref.rollout.{name}" for name in ("nnodes", "n_gpus_per_node")),  # of later versions
     *(f"trainer.trace.{name}" for name in ("freq", "steps", "groups", "max_mb")),
+    *("trainer.capsule_steps", "trainer.capsule_max_mb"),
 }
 
 
@@ -280,6 +281,7 @@ def test_published_configurations_are_read_also_where_they_hold_another_recipes_
         assert written["trainer"].pop("trace")["freq"] == -1
         assert written["data"].pop("image_key") == "images"
         assert written["actor_rollout_ref"]["actor"].pop("freeze_vision_tower") is False
+        assert (written["trainer"].pop("capsule_steps"), written["trainer"].pop("capsule_max_mb")) == (None, 256)
         assert "retriever" in tree and written == tree
 
 
