@@ -73,7 +73,7 @@ class Session:
         self.writer = BackgroundWriter(self.store)
         self.workers: Workers | None = None
         self.models: Mapping[str, ModelFingerprint] = {}
-        self.contents = run_manifest.contents(config)
+        self.contents: Mapping[str, list[str]] = {}
         self.changes: Sequence[Change] = ()  # since the checkpoint that the run goes on from
         self.tracker: Tracker | None = None
         self.saving_s = 0.0  # of checkpoints since the last line of metrics
@@ -93,6 +93,7 @@ class Session:
                 models, or is of a run with another base, other data or another objective.
         """
         trainer, batch_size = self.config.trainer, self.config.data.train_batch_size
+        self.contents = run_manifest.contents(self.config)
         self.total_steps = trainer.total_training_steps
         if self.total_steps is None:
             self.total_steps = trainer.total_epochs * stream.steps_per_epoch(batch_size)

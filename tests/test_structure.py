@@ -69,6 +69,7 @@ FLOORS = (
     {
         "types": "the values that flow through the loop, and the alignment rule",
         "errors": "the errors that callers tell apart",
+        "remote": "files behind URLs: their drivers, and copies of them, made once a node",
         "installation": "what to type where packages are missing",
         "__init__": "the commands that have moved",
     },
@@ -91,8 +92,9 @@ BUDGETS = {
     # 4,600 more than the redesign: evaluation (1,100), help, identity of runs, plans, loggers; batches without padding
     # (200), places on a cluster (200), bytes over Ray, weights in buckets with their proof (500), files by owner (100),
     # checkpoints that are written beside training (150), offloading between phases (50), runs that train on files (70),
-    # a judge behind a URL (850), records of tokens (500)
-    ("core",): 21_960,
+    # a judge behind a URL (850), records of tokens (500), files behind URLs and run folders written
+    # through to one (650)
+    ("core",): 22_610,
     ("core/config",): 3_200,  # 800 more: help.py, a role for every key, references, names of other projects, odd values
     ("core/rewards",): 2_280,  # 780 more: a judge's prompt, verdict, requests, canaries
     # 160 more: the hash of the base weights, what a resume may change, writing beside training

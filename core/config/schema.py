@@ -59,8 +59,8 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    path: str = (  # model to start from: org/name on the hub, or a folder (/..., ./..., ~/...)
-        "~/models/deepseek-llm-7b-chat"  # model to start from: org/name on the hub, or a folder (/..., ./..., ~/...)
+    path: str = (  # model to start from: hub id (org/name), folder (/... ./... ~/...) or URL
+        "~/models/deepseek-llm-7b-chat"  # model to start from: hub id (org/name), folder (/... ./... ~/...) or URL
     )
     tokenizer_path: str | None = None  # hub id or folder of the tokenizer; None: path
     custom_chat_template: str | None = None  # chat template as text; None: the tokenizer's own

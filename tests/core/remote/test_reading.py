@@ -1,0 +1,143 @@
+"""Data and models behind URLs, as configuration, data, learner and manifest read them."""
+
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+
+from core.checkpoint.provenance import base_of
+from core.config import compose, examine, paths
+from core.config.schema import ModelConfig
+from core.data.parquet import ExampleFile, sha256_of
+from core.errors import InputError
+from core.learner.models import load_policy, load_tokenizer, located, resolve_path
+from core.remote import urls
+from core.tracking import run_manifest
+from tests.core.remote.places import fresh, put
+from tests.core.scripted_run import configured, prepare, scripted
+from tests.row_files import rows_file
+
+ROOT = "memory://bucket"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return prepare(tmp_path_factory.mktemp("files"))
+
+
+@pytest.fixture
+def copies(monkeypatch, tmp_path):
+    fsspec.filesystem("memory").store.clear()
+    return fresh(monkeypatch, tmp_path)
+
+
+def test_examples_of_a_url_are_those_of_the_file_and_name_the_url(tmp_path, copies):
+    path = rows_file(tmp_path / "a.parquet", 5)
+    url = put(Path(path), f"{ROOT}/a.parquet")
+    there, here = ExampleFile(url), ExampleFile(path)
+    assert there.example(3).prompt == here.example(3).prompt and there.example(3).where == f"{url} row 3"
+    assert sha256_of(url) == sha256_of(path)
+
+
+def test_a_file_that_is_not_parquet_is_named_by_its_url(tmp_path, copies):
+    (tmp_path / "a.parquet").write_text("no")
+    url = put(tmp_path / "a.parquet", f"{ROOT}/a.parquet")
+    with pytest.raises(InputError, match=f"^{url}: not a readable parquet file"):
+        ExampleFile(url)
+
+
+def test_a_tokenizer_is_loaded_without_weights_and_a_model_with_them(files, copies):
+    url = put(files / "model", f"{ROOT}/model")
+    load_tokenizer(ModelConfig(path=url))
+    assert not list(copies.rglob("*.safetensors"))
+    there, here = (load_policy(ModelConfig(path=path)).state_dict() for path in (url, str(files / "model")))
+    assert len(list(copies.rglob("*.safetensors"))) == 1
+    assert all(torch.equal(there[name], here[name]) for name in here) and there.keys() == here.keys()
+
+
+def test_a_base_is_named_by_its_url_and_known_by_its_weights(files, copies):
+    url = put(files / "model", f"{ROOT}/model")
+    assert located(url) == url and base_of(url).path == url
+    assert base_of(url).sha256 == base_of(str(files / "model")).sha256
+
+
+def test_a_url_without_a_model_is_one_line(tmp_path, copies):
+    (tmp_path / "notes.txt").write_text("no model")
+    url = put(tmp_path / "notes.txt", f"{ROOT}/model/notes.txt").removesuffix("/notes.txt")
+    with pytest.raises(InputError, match=f"^critic.model.path={url}: no config.json there"):
+        resolve_path(url, "critic.model.path")
+
+
+def test_a_run_on_urls_is_the_run_on_paths(files, tmp_path, copies):
+    rows = put(files / "train.parquet", f"{ROOT}/data/train.parquet")
+    model = put(files / "model", f"{ROOT}/model")
+    remote = (f"data.train_files={rows}", f"data.val_files={rows}", f"actor_rollout_ref.model.path={model}")
+    trained, hashes = [], []
+    for name, overrides in (("paths", ()), ("urls", remote)):
+        config = configured(files, name, *overrides, f"trainer.default_local_dir={tmp_path / name}", steps=2)
+        run = scripted()(config, lambda request, version: "12"[request.seed % 2]).init_workers()
+        run.fit()
+        trained.append(run.trained)
+        hashes.append({key: value for key, value in run.session.contents.items() if key.startswith("data.")})
+    assert trained[0] == trained[1] and hashes[0] == hashes[1] and hashes[0]["data.train_files"]
+    manifest = run_manifest.data_hashes([rows])
+    assert [entry["path"] for entry in manifest] == [rows] and manifest[0]["sha256"] == sha256_of(rows)
+
+
+def test_a_run_on_paths_touches_no_driver(files, tmp_path, copies, monkeypatch):
+    monkeypatch.setattr(urls, "place", None)
+    config = configured(files, "run", f"trainer.default_local_dir={tmp_path}", steps=1)
+    assert paths.missing(config) == []
+    scripted()(config, lambda request, version: "1").init_workers().fit()
+    assert not copies.exists()
+
+
+# --- what a start and a dry run say ---
+
+
+def missing(*overrides: str, among=None) -> list[str]:
+    config = compose("grpo", ["custom_reward_function.path=null", *overrides])
+    return [str(problem) for problem in paths.missing(config, among)]
+
+
+def test_a_url_that_is_not_there_is_found_before_a_start(files, copies):
+    rows, model = put(files / "train.parquet", f"{ROOT}/a.parquet"), put(files / "model", f"{ROOT}/model")
+    data = f"data.train_files={rows}", f"data.val_files=[{rows},{ROOT}/b.parquet]"
+    found = missing(*data, f"actor_rollout_ref.model.path={model}", f"trainer.default_local_dir={ROOT}/run")
+    assert found == [
+        f"data.val_files={ROOT}/b.parquet: does not exist; give another URL, or put it there first",
+    ]
+    assert not copies.exists()  # looked at, not copied
+
+
+def test_a_dry_run_looks_for_drivers_alone(monkeypatch, copies):
+    monkeypatch.setattr(urls, "place", None)
+    monkeypatch.setattr(urls, "find_spec", lambda name: None)
+    model = "actor_rollout_ref.model.path=s3://bucket/model"
+    assert missing(model, f"trainer.default_local_dir={ROOT}/run", among=frozenset()) == [
+        "actor_rollout_ref.model.path=s3://bucket/model: the driver of s3:// is not installed; pip install s3fs"
+    ]
+    monkeypatch.setattr(urls, "find_spec", lambda name: True)
+    assert missing(model, among=frozenset({"actor_rollout_ref.model.path"})) == []
+
+
+def test_the_run_folder_needs_its_driver(monkeypatch):
+    monkeypatch.setattr(urls, "find_spec", lambda name: None)
+    (line,) = missing("trainer.default_local_dir=gs://b/run", among=frozenset())
+    assert line == "trainer.default_local_dir=gs://b/run: the driver of gs:// is not installed; pip install gcsfs"
+
+
+@pytest.mark.parametrize(
+    "key", ["actor_rollout_ref.model.path", "actor_rollout_ref.model.tokenizer_path", "critic.model.path"]
+)
+def test_a_url_is_a_model(key):
+    assert not examine("ppo", [f"{key}={ROOT}/org/model"]).problems
+
+
+@pytest.mark.parametrize(
+    "key", ["custom_reward_function.path", "actor_rollout_ref.rollout.multi_turn.tool_config_path"]
+)
+def test_code_and_tools_are_read_here_alone(key):
+    lines = [line for line in missing(f"{key}={ROOT}/x.py", among=frozenset({key})) if line.startswith(key)]
+    assert lines == [f"{key}={ROOT}/x.py: is read from this machine alone; copy the file here and give its path"]
