@@ -26,13 +26,16 @@ from core.checkpoint.kill_points import kill_point
 from core.checkpoint.manifest import Checkpoint
 from core.checkpoint.provenance import ModelFingerprint, Provenance
 from core.checkpoint.store import CheckpointStore, resolve_resume
+from core.checkpoint.written_through import RemoteRun
 from core.cluster.signals import GracefulStop
 from core.cluster.workers import Workers
 from core.config import convert
+from core.config.paths import run_folder
 from core.data.stream import PromptStream
 from core.errors import InputError, memory_phase
 from core.learner.saving import planned_fingerprints
 from core.planning.memory_knobs import naming_knobs
+from core.remote.urls import is_url
 from core.rollout.collect import CollectState, StopRequested
 from core.tracking import run_manifest, step_time
 from core.tracking.health import Crossing, Health, UnhealthyRun
@@ -64,13 +67,15 @@ class Session:
     def __init__(self, config: Config, state: LoopState):
         self.config = config
         self.state = state
-        self.run_dir = Path(config.trainer.default_local_dir)
+        self.run_dir = run_folder(config)
         self.store = CheckpointStore(self.run_dir, keep=config.trainer.max_actor_ckpt_to_keep)
         self.stop = GracefulStop()
         self.health = Health()
         self.step = self.total_steps = 0
         self.ordinals: float = float("inf")  # that the epochs hold, where they decide when the run ends
-        self.writer = BackgroundWriter(self.store)
+        url = config.trainer.default_local_dir
+        self.remote = RemoteRun(url, self.store) if is_url(url) else None
+        self.writer = BackgroundWriter(self.store, self.remote)
         self.workers: Workers | None = None
         self.models: Mapping[str, ModelFingerprint] = {}
         self.contents: Mapping[str, list[str]] = {}
@@ -103,11 +108,18 @@ class Session:
                 f"data.train_batch_size={batch_size}: an epoch has only {len(stream)} prompts; "
                 "lower it, or set trainer.total_training_steps"
             )
+        if self.remote is not None:
+            if not trainer.val_only:
+                self.store.claim()
+            self.remote.open(writes=not trainer.val_only)
         checkpoint = resolve_resume(trainer, self.store)
         if checkpoint is not None and checkpoint.provenance is not None:
             self.models = planned_fingerprints(self.config, critic=critic, known=checkpoint.provenance.bases)
         if checkpoint is not None:
             self._check(checkpoint)
+            own = checkpoint.folder.parent == self.store.root
+            if self.remote is not None and own and not trainer.val_only and self.remote.newest < checkpoint.step:
+                self.remote.send(checkpoint.step)  # a run that was killed before it had sent it
         return checkpoint
 
     def _check(self, checkpoint: Checkpoint) -> None:
@@ -195,6 +207,11 @@ class Session:
         finally:
             self.writer.close()
             self.tracker.close(status)
+            if self.remote is not None and not only_validates:
+                try:
+                    self.remote.send_files()
+                except InputError as error:  # how the run ended must not be hidden by it
+                    log.warning("%s", error)
             for part in owned:
                 if part is not None:
                     part.close()

@@ -97,8 +97,8 @@ BUDGETS = {
     ("core",): 22_610,
     ("core/config",): 3_200,  # 800 more: help.py, a role for every key, references, names of other projects, odd values
     ("core/rewards",): 2_280,  # 780 more: a judge's prompt, verdict, requests, canaries
-    # 160 more: the hash of the base weights, what a resume may change, writing beside training
-    ("core/checkpoint",): 1_110,
+    # 380 more: the hash of the base weights, what a resume may change, writing beside training, and through to a URL
+    ("core/checkpoint",): 1_330,
     # 750 more: first lines, memory knobs, the whole step, a sharded update as counted, what rests by phase, no engine
     ("core/planning",): 1_250,
     # 350 more: bars while a step collects, the identity of a run, batches without padding, snapshots, traces

@@ -77,6 +77,10 @@ class CheckpointStore:
             names = [entry.name for entry in entries if entry.is_dir()]
         return sorted(int(match[1]) for match in map(NAME.fullmatch, names) if match)
 
+    def complete_steps(self) -> list[int]:
+        """Return the steps whose folders have all their files; hashes are not compared."""
+        return [step for step in self.steps() if self._looks_complete(step)]
+
     def folder(self, step: int) -> Path:
         return self.root / f"global_step_{step}"
 
@@ -200,7 +204,7 @@ class CheckpointStore:
             self._put_back()
             if not isinstance(error, OSError):
                 raise
-            complete = [other for other in self.steps() if self._looks_complete(other)]
+            complete = self.complete_steps()
             intact = f"{self.folder(complete[-1])} is intact" if complete else "there is no earlier one"
             free = shutil.disk_usage(self.root).free / 2**30
             raise InputError(
@@ -208,6 +212,12 @@ class CheckpointStore:
                 f"there); {intact}. Make room, or set another trainer.default_local_dir or a lower "
                 "trainer.max_actor_ckpt_to_keep (one more is needed while writing), and resume"
             ) from error
+
+    def adopt(self, folder: Path, step: int) -> None:
+        """Give a folder that was fetched its name; a damaged one that has it is kept under another."""
+        if self.folder(step).exists():
+            self._set_aside(step)
+        os.rename(folder, self.folder(step))
 
     def _publish(self, folder: Path, step: int) -> None:
         final = self.folder(step)

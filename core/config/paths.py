@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from core.config import tables
 from core.config.convert import Problem
@@ -20,6 +21,15 @@ COPIED |= {"data.train_files", "data.val_files", "data.curriculum"}
 def is_local(model: str) -> bool:
     """Return whether the text is a folder's path, neither a hub id nor a URL."""
     return model.startswith(("/", ".", "~"))
+
+
+def run_folder(config: Config) -> Path:
+    """Return the run's folder on this machine: of a URL ``outputs/remote/<protocol>/<its path>``."""
+    given = config.trainer.default_local_dir
+    if not is_url(given):
+        return Path(given)
+    protocol, _, path = given.partition("://")
+    return Path("outputs", "remote", protocol, *(part for part in path.split("/") if part not in ("", ".", "..")))
 
 
 def named(config: Config) -> Iterator[tuple[str, str]]:

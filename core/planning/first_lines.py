@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from core.config.paths import is_local
+from core.config.paths import is_local, run_folder
 from core.config.schema import Config
 from core.errors import InputError
 from core.planning.estimate import DEFAULT_GPU, Plan, lines
@@ -148,7 +148,7 @@ def duration(seconds: float) -> str:
 
 
 def _places(config: Config) -> Iterator[str]:
-    folder, loggers = Path(config.trainer.default_local_dir), config.trainer.logger
+    folder, loggers = run_folder(config), config.trainer.logger
     yield f"writes to {folder}: metrics.jsonl has a line a step, samples.jsonl some answers of each validation"
     top = folder.parent if folder.is_absolute() else folder.parts[0]
     curves = f"tensorboard --logdir {top}"

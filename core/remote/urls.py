@@ -32,6 +32,8 @@ DRIVERS = {
     **dict.fromkeys(("hdfs", "arrow_hdfs"), ("pyarrow", "pyarrow")),
     "hf": ("huggingface_hub", "huggingface_hub"),
 }
+# File systems without folders: to make one would make a bucket, which a misspelt URL must not.
+OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "oss", "memory"}
 
 
 class Remote(NamedTuple):
@@ -49,6 +51,11 @@ def is_url(text: str) -> bool:
 def name_of(url: str) -> str:
     """Return the last part of a URL: the name of the file or folder."""
     return url.rstrip("/").rpartition("/")[2]
+
+
+def makes_folders(url: str) -> bool:
+    """Return whether a folder has to be made there before a file is written into it."""
+    return url.partition("://")[0] not in OBJECT_STORES
 
 
 def driver_problem(url: str) -> tuple[str, str] | None:

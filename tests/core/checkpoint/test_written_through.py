@@ -1,0 +1,210 @@
+"""Run folders at a URL: what is there, in which order it arrives, and how a run goes on from there elsewhere."""
+
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from core.checkpoint import written_through
+from core.checkpoint.kill_points import VARIABLE
+from core.checkpoint.store import CheckpointStore
+from core.checkpoint.written_through import RemoteRun
+from core.config import compose, paths
+from core.errors import InputError
+from tests.core.scripted_run import configured, prepare, scripted
+
+URL = "memory://bucket/grpo/run"
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    monkeypatch.setattr(written_through, "PAUSES_S", (0.0, 0.0))
+    fs = fsspec.filesystem("memory")
+    fs.store.clear()
+    return fs
+
+
+def checkpoint(store: CheckpointStore, step: int, text: str = "weights") -> None:
+    with store.writing(step) as folder:
+        (folder / "actor").mkdir()
+        (folder / "actor" / "a.txt").write_text(f"{text} {step}")
+
+
+def remote(folder: Path, *steps: int, keep: int | None = None) -> RemoteRun:
+    """A run folder that has written these steps through."""
+    run = RemoteRun(URL, CheckpointStore(folder, keep=keep))
+    for step in steps:
+        checkpoint(run.store, step)
+        run.send(step)
+    return run
+
+
+def there(memory) -> set[str]:
+    return {name.removeprefix("/bucket/grpo/run/") for name in memory.find("/bucket/grpo/run")}
+
+
+def test_the_manifest_is_sent_last(memory, tmp_path, monkeypatch):
+    sent, put = [], RemoteRun._put
+    monkeypatch.setattr(RemoteRun, "_put", lambda self, file, to: (sent.append(to), put(self, file, to)))
+    remote(tmp_path / "run", 2)
+    assert sent[-1].endswith("global_step_2/manifest.json")
+    assert {"global_step_2/actor/a.txt", "global_step_2/manifest.json"} <= there(memory)
+    assert not [name for name in there(memory) if name.startswith((".", "damaged"))]
+
+
+def test_what_was_interrupted_is_not_complete_there(memory, tmp_path, monkeypatch):
+    run = remote(tmp_path / "run", 2)
+    checkpoint(run.store, 4)
+
+    def breaks(self, file, target):
+        if target.endswith("manifest.json") and "global_step" in target:
+            raise ConnectionError("reset by peer")
+        memory.put_file(str(file), target)
+
+    monkeypatch.setattr(RemoteRun, "_put", breaks)
+    with pytest.raises(InputError, match=f"trainer.default_local_dir={URL}: cannot be written .ConnectionError: reset"):
+        run.send(4)
+    assert "global_step_4/actor/a.txt" in there(memory) and run.steps() == [2]
+    fresh = RemoteRun(URL, CheckpointStore(tmp_path / "other"))
+    fresh.open(writes=True)
+    assert fresh.store.latest().step == 2
+
+
+def test_a_place_that_fails_twice_is_tried_again(memory, tmp_path, monkeypatch):
+    left, put = [1, 1], RemoteRun._put
+
+    def fails_twice(self, file, target):
+        if left:
+            left.pop()
+            raise TimeoutError("slow")
+        put(self, file, target)
+
+    monkeypatch.setattr(RemoteRun, "_put", fails_twice)
+    assert remote(tmp_path / "run", 2).steps() == [2]
+
+
+def test_as_many_are_kept_there_as_here(memory, tmp_path):
+    run = remote(tmp_path / "run", 2, 4, 6, keep=2)
+    assert run.steps() == [4, 6] and not [name for name in there(memory) if "global_step_2" in name]
+    other = RemoteRun(URL, CheckpointStore(tmp_path / "other", keep=2))
+    other.open(writes=True)
+    checkpoint(other.store, 8)
+    other.send(8)
+    assert other.steps() == [6, 8]
+
+
+def test_a_damaged_one_there_is_skipped_and_all_damaged_are_an_error(memory, tmp_path):
+    remote(tmp_path / "run", 2, 4)
+    memory.pipe_file("/bucket/grpo/run/global_step_4/actor/a.txt", b"wEights 4")
+    fresh = RemoteRun(URL, CheckpointStore(tmp_path / "fresh"))
+    fresh.open(writes=True)
+    assert fresh.store.latest().step == 2
+    memory.pipe_file("/bucket/grpo/run/global_step_2/actor/a.txt", b"wEights 2")
+    with pytest.raises(InputError, match="every checkpoint there is damaged"):
+        RemoteRun(URL, CheckpointStore(tmp_path / "again")).open(writes=True)
+
+
+def test_a_newer_one_here_is_kept(memory, tmp_path):
+    run = remote(tmp_path / "run", 2)
+    checkpoint(run.store, 4)
+    again = RemoteRun(URL, CheckpointStore(tmp_path / "run"))
+    again.open(writes=True)
+    assert again.store.latest().step == 4 and again.newest == 2
+
+
+def test_another_run_at_the_url_is_noticed(memory, tmp_path):
+    run = remote(tmp_path / "run", 2)
+    other = RemoteRun(URL, CheckpointStore(tmp_path / "other"))
+    other.open(writes=True)
+    checkpoint(other.store, 6)
+    other.send(6)
+    checkpoint(run.store, 4)
+    with pytest.raises(InputError, match="global_step_6 there is of another run"):
+        run.send(4)
+
+
+def test_a_place_without_rights_to_write_is_one_line_before_models_load(memory, tmp_path, monkeypatch):
+    def denied(*args, **kwargs):
+        raise PermissionError(13, "Access Denied")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(type(memory), "pipe_file", denied)
+    run = trainer(prepare(tmp_path / "files"), 2)
+    monkeypatch.setattr(run, "make_workers", None)
+    with pytest.raises(InputError, match=f"^trainer.default_local_dir={URL}: no rights to write there"):
+        run.init_workers()
+
+
+def test_the_folder_here_follows_from_the_url():
+    config = compose("grpo", ["trainer.default_local_dir=s3://bucket/../runs/a"])
+    assert paths.run_folder(config) == Path("outputs/remote/s3/bucket/runs/a")
+
+
+# --- whole runs ---
+
+
+def trainer(files: Path, steps: int):
+    config = configured(files, "x", f"trainer.default_local_dir={URL}", "trainer.save_freq=2", steps=steps)
+    return scripted()(config, lambda request, version: "12"[request.seed % 2])
+
+
+def test_a_run_goes_on_from_its_url_on_a_fresh_machine(memory, tmp_path, monkeypatch):
+    files = prepare(tmp_path / "files")
+    trained = []
+    for machine, steps in (("one", 3), ("two", 6)):
+        (tmp_path / machine).mkdir()
+        monkeypatch.chdir(tmp_path / machine)
+        run = trainer(files, steps).init_workers()
+        assert run.session.step == {"one": 0, "two": 3}[machine]
+        run.fit()
+        trained += run.trained
+    (tmp_path / "whole").mkdir()
+    monkeypatch.chdir(tmp_path / "whole")
+    memory.store.clear()
+    whole = trainer(files, 6).init_workers()
+    whole.fit()
+    assert trained == whole.trained
+    lines = [name for name in there(memory) if "/" not in name]
+    assert {"metrics.jsonl", "manifest.json", "config.yaml"} <= {*lines}
+    assert memory.cat_file("/bucket/grpo/run/metrics.jsonl").count(b"\n") == 6
+    assert b'"status": "finished"' in memory.cat_file("/bucket/grpo/run/manifest.json")
+
+
+def test_what_was_not_sent_before_a_kill_is_sent_by_the_next_start(memory, tmp_path, monkeypatch):
+    files = prepare(tmp_path / "files")
+    monkeypatch.chdir(tmp_path)
+    trainer(files, 4).init_workers().fit()
+    memory.rm_file("/bucket/grpo/run/global_step_4/manifest.json")
+    trainer(files, 4).init_workers()
+    assert memory.exists("/bucket/grpo/run/global_step_4/manifest.json")
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_from_its_url_with_the_folder_here_gone(tmp_path):
+    from tests.faults.tiny_run import command
+    from tests.faults.tiny_run import prepare as prepare_files
+
+    prepare_files(tmp_path / "files")
+    factory = command(tmp_path / "files", "grpo", 4, "actor_rollout_ref.actor.use_kl_loss=False")
+    root, env = Path(__file__).resolve().parents[3], {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    env["PYTHONPATH"] = str(root)
+
+    def start(machine: str, url: str, **extra: str) -> int:
+        (tmp_path / machine).mkdir(exist_ok=True)
+        done = subprocess.run(
+            factory(url), cwd=tmp_path / machine, env={**env, **extra}, capture_output=True, text=True
+        )
+        assert done.returncode in (0, -signal.SIGKILL), done.stderr
+        return done.returncode
+
+    url = f"file://{tmp_path}/bucket/grpo/run"
+    assert start("one", url, **{VARIABLE: "update:4"}) == -signal.SIGKILL
+    shutil.rmtree(tmp_path / "one")
+    assert start("two", url) == 0
+    assert start("three", f"file://{tmp_path}/bucket/grpo/whole") == 0
+    weights = [tmp_path / "bucket/grpo" / name / "global_step_4/actor/model.safetensors" for name in ("run", "whole")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
