@@ -39,6 +39,8 @@ from core.checkpoint.manifest import NAME, Checkpoint, DamagedCheckpoint, fsync,
 from core.checkpoint.provenance import Provenance
 from core.config.frozen import FrozenDict
 from core.errors import InputError
+from core.remote.cache import local_path
+from core.remote.urls import is_url, name_of
 
 if TYPE_CHECKING:
     from core.config.schema import TrainerConfig
@@ -121,12 +123,14 @@ class CheckpointStore:
         return None
 
     def at(self, path: str | os.PathLike[str]) -> Checkpoint:
-        """Verify the folder ``path`` (``trainer.resume_from_path``) and return its checkpoint.
+        """Verify the folder or URL ``path`` (``trainer.resume_from_path``) and return its checkpoint.
 
         Raises:
             InputError: there is none, or it is damaged; another one is never taken instead.
         """
-        folder = Path(path)
+        if is_url(path) and not NAME.fullmatch(name_of(str(path))):  # a whole run would be copied
+            raise InputError(f"trainer.resume_from_path={path}: names no checkpoint; give the URL of a global_step_N")
+        folder = Path(local_path(str(path), "trainer.resume_from_path"))
         if not folder.is_dir():
             raise InputError(f"trainer.resume_from_path={path}: no such folder")
         inside = CheckpointStore(folder).steps()

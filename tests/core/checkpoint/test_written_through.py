@@ -15,6 +15,7 @@ from core.checkpoint.store import CheckpointStore
 from core.checkpoint.written_through import RemoteRun
 from core.config import compose, paths
 from core.errors import InputError
+from tests.core.remote.places import fresh
 from tests.core.scripted_run import configured, prepare, scripted
 
 URL = "memory://bucket/grpo/run"
@@ -142,6 +143,15 @@ def test_a_place_without_rights_to_write_is_one_line_before_models_load(memory, 
 def test_the_folder_here_follows_from_the_url():
     config = compose("grpo", ["trainer.default_local_dir=s3://bucket/../runs/a"])
     assert paths.run_folder(config) == Path("outputs/remote/s3/bucket/runs/a")
+
+
+def test_a_checkpoint_to_start_from_may_be_a_url(memory, tmp_path, monkeypatch):
+    fresh(monkeypatch, tmp_path)
+    remote(tmp_path / "run", 2)
+    store = CheckpointStore(tmp_path / "other")
+    assert store.at(f"{URL}/global_step_2").step == 2
+    with pytest.raises(InputError, match=f"trainer.resume_from_path={URL}: names no checkpoint"):
+        store.at(URL)
 
 
 # --- whole runs ---
