@@ -92,8 +92,8 @@ BUDGETS = {
     # 4,600 more than the redesign: evaluation (1,100), help, identity of runs, plans, loggers; batches without padding
     # (200), places on a cluster (200), bytes over Ray, weights in buckets with their proof (500), files by owner (100),
     # checkpoints that are written beside training (150), offloading between phases (50), runs that train on files (70),
-    # a judge behind a URL (850), records of tokens (500), files behind URLs and run folders written
-    # through to one (650)
+    # a judge behind a URL (850), records of tokens (500), files behind URLs (320), run folders written
+    # through to one (330)
     ("core",): 22_610,
     ("core/config",): 3_200,  # 800 more: help.py, a role for every key, references, names of other projects, odd values
     ("core/rewards",): 2_280,  # 780 more: a judge's prompt, verdict, requests, canaries
@@ -101,8 +101,8 @@ BUDGETS = {
     ("core/checkpoint",): 1_330,
     # 750 more: first lines, memory knobs, the whole step, a sharded update as counted, what rests by phase, no engine
     ("core/planning",): 1_250,
-    # 350 more: bars while a step collects, the identity of a run, batches without padding, snapshots, traces
-    READING_PATH: 3_250,
+    # 370 more: bars while a step collects, the identity of a run, batches without padding, snapshots, traces, URLs
+    READING_PATH: 3_270,
     ("recipes/ppo",): 600,
     ("recipes/grpo",): 600,
     ("recipes/dapo",): 600,
