@@ -3,7 +3,8 @@
     python -m results.report RUN [RUN ...] [--baseline NAME] [--x AXIS] [--out DIR]     report.md and report.html
     python -m results.report --index [--check]             results/README.md and the tables in README.md
 
-A RUN is a run folder (``outputs/<recipe>/<run>``, or its URL, whose report is written to the copy here), a published copy (``results/<recipe>/<run>``, made by
+A RUN is a run folder (``outputs/<recipe>/<run>``, or its URL, whose report is written to the copy here), a published
+copy (``results/<recipe>/<run>``, made by
 ``python -m results.publish``), or a log of another project: verl's console output, its file logger's ``.jsonl``, TRL's
 ``trainer_state.json``, or a ``.csv`` with a column ``step``. Runs that differ in their seeds only are one experiment:
 mean, spread and interval over seeds. Experiments are compared with the baseline, by question where both have records.
