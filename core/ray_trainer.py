@@ -125,6 +125,7 @@ class RayPPOTrainer:
         Raises InputError, mostly before a model loads, and what a training hook raises on an example answer.
         """
         config = self.config
+        self.session.fetch()
         self.load_data()
         self.agent_loop = make_agent_loop(config, self.tokenizer)
         checkpoint = self.session.open(self.stream, critic=self.needs.critic)
@@ -377,7 +378,7 @@ class RayPPOTrainer:
             rows = generation_rows(step, groups_P, self.tokenizer)
             print_examples(rows, self.config.reward_model.num_examine)
             if trainer.rollout_data_dir:
-                dump_jsonl(trainer.rollout_data_dir, step, rows)
+                dump_jsonl(trainer.rollout_data_dir, step, rows, "trainer.rollout_data_dir")
         state = LoopState(self.kl_controller, self.collect_state)
         if self.session.is_due(trainer.test_freq, step, state):
             self.validate(metrics)
@@ -421,5 +422,5 @@ class RayPPOTrainer:
         self.session.tracker.log_validation(metrics.step, records)
         self.session.tracker.log_samples(metrics.step, rows)
         print_examples(rows, self.config.reward_model.val_num_examine)
-        if self.config.trainer.validation_data_dir:
-            dump_jsonl(self.config.trainer.validation_data_dir, metrics.step, rows)
+        if folder := self.config.trainer.validation_data_dir:
+            dump_jsonl(folder, metrics.step, rows, "trainer.validation_data_dir")

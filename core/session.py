@@ -36,6 +36,7 @@ from core.errors import InputError, memory_phase
 from core.learner.saving import planned_fingerprints
 from core.planning.memory_knobs import naming_knobs
 from core.remote.urls import is_url
+from core.remote.writing import check_writable
 from core.rollout.collect import CollectState, StopRequested
 from core.tracking import run_manifest, step_time
 from core.tracking.health import Crossing, Health, UnhealthyRun
@@ -60,8 +61,8 @@ class LoopState:
 class Session:
     """The surroundings of one run. ``step`` counts complete steps; ``saved_step`` is that of the newest checkpoint.
 
-    :meth:`open` finds the checkpoint before a model loads, :meth:`attach` resumes from it, :meth:`running` lasts as
-    long as the loop, and :meth:`complete_step` ends each step.
+    :meth:`fetch` comes first, :meth:`open` finds the checkpoint before a model loads, :meth:`attach` resumes from it,
+    :meth:`running` lasts as long as the loop, and :meth:`complete_step` ends each step.
     """
 
     def __init__(self, config: Config, state: LoopState):
@@ -90,6 +91,21 @@ class Session:
 
     # -- starting --------------------------------------------------------------------------------
 
+    def fetch(self) -> None:
+        """Check the URLs that the run writes to, and fetch what is newer at that of the run folder than it is here.
+
+        Before anything opens a file of the run folder, a judge's replies among them. Raises InputError.
+        """
+        trainer = self.config.trainer
+        dumps = {f"trainer.{name}": getattr(trainer, name) for name in ("rollout_data_dir", "validation_data_dir")}
+        for key, url in dumps.items():
+            if url and is_url(url):
+                check_writable(url, key)
+        if self.remote is not None:
+            if not trainer.val_only:
+                self.store.claim()
+            self.remote.open(writes=not trainer.val_only)
+
     def open(self, stream: PromptStream, *, critic: bool) -> Checkpoint | None:
         """Count the steps and return the checkpoint to resume from, if any. No model is loaded yet.
 
@@ -108,10 +124,6 @@ class Session:
                 f"data.train_batch_size={batch_size}: an epoch has only {len(stream)} prompts; "
                 "lower it, or set trainer.total_training_steps"
             )
-        if self.remote is not None:
-            if not trainer.val_only:
-                self.store.claim()
-            self.remote.open(writes=not trainer.val_only)
         checkpoint = resolve_resume(trainer, self.store)
         if checkpoint is not None and checkpoint.provenance is not None:
             self.models = planned_fingerprints(self.config, critic=critic, known=checkpoint.provenance.bases)

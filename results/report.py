@@ -19,10 +19,10 @@ from pathlib import Path
 
 from core import moved
 from core.errors import InputError
-from core.remote.cache import local_path
+from core.remote.urls import written_here
 from results.reporting import tables
 from results.reporting.foreign_logs import read_foreign
-from results.reporting.run_reader import RecordedRun, group_name, group_runs, load_run
+from results.reporting.run_reader import RecordedRun, group_name, group_runs, load_run, run_copy
 from results.reporting.run_report import headline, write_report
 from results.reporting.x_axis import AXES
 
@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
         "--accuracy", metavar="METRIC", help="The name of the held-out accuracy in the logs of other projects."
     )
     parser.add_argument(
-        "--out", type=Path, help="The folder for the report (default: the run's, or one in outputs/reports)."
+        "--out", type=written_here, help="The folder for the report (default: the run's, or one in outputs/reports)."
     )
     parser.add_argument("--index", action="store_true", help="Write results/README.md and the README's tables again.")
     parser.add_argument(
@@ -64,8 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("name a run folder, or use --index")
     try:
         if args.runs:
-            here = [local_path(name, "RUN", without=("global_step_*",)) for name in args.runs]
-            runs = [_load(Path(name), args.accuracy) for name in here]
+            runs = [_load(run_copy(name), args.accuracy) for name in args.runs]
             path = write_report(runs, args.out or _default_folder(runs), args.baseline, args.x)
             print(f"{headline(runs)}\nreport: {path}")
         return tables.update(args.results, check=args.check) if args.index else 0

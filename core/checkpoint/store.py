@@ -128,9 +128,7 @@ class CheckpointStore:
         Raises:
             InputError: there is none, or it is damaged; another one is never taken instead.
         """
-        if is_url(path) and not NAME.fullmatch(name_of(str(path))):  # a whole run would be copied
-            raise InputError(f"trainer.resume_from_path={path}: names no checkpoint; give the URL of a global_step_N")
-        folder = Path(local_path(str(path), "trainer.resume_from_path"))
+        folder = fetched(path, "trainer.resume_from_path")
         if not folder.is_dir():
             raise InputError(f"trainer.resume_from_path={path}: no such folder")
         inside = CheckpointStore(folder).steps()
@@ -276,6 +274,18 @@ class CheckpointStore:
         target = self.root / (f"{name}-{taken + 1}" if taken else name)
         os.rename(self.folder(step), target)
         log.warning("kept the damaged checkpoint as %s; delete it when it is of no use", target)
+
+
+def fetched(path: str | os.PathLike[str], key: str) -> Path:
+    """Return a path as it is, and for the URL of a checkpoint its copy on this machine.
+
+    Raises:
+        InputError: the URL names no ``global_step_N``, for whose sake a whole run would be copied; or as
+            :func:`core.remote.cache.local_path` does. It names ``key``.
+    """
+    if is_url(path) and not NAME.fullmatch(name_of(str(path))):
+        raise InputError(f"{key}={path}: names no checkpoint; give the URL of a global_step_N")
+    return Path(local_path(str(path), key))
 
 
 def resolve_resume(trainer: TrainerConfig, store: CheckpointStore) -> Checkpoint | None:

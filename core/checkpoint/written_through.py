@@ -11,19 +11,22 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import time
-from collections.abc import Callable
+import sqlite3
+import tempfile
+from contextlib import closing
 from pathlib import Path
 
+from core.checkpoint.kill_points import kill_point
 from core.checkpoint.manifest import MANIFEST, NAME, DamagedCheckpoint, verify
 from core.checkpoint.store import LOCK, CheckpointStore
 from core.errors import InputError
 from core.remote.cache import listing
-from core.remote.urls import Remote, brief, explained, makes_folders, place
+from core.remote.urls import Remote, explained, place
+from core.remote.writing import check_writable, put_file, tried
 
 KEY = "trainer.default_local_dir"
 NOT_SENT = ("global_step_", ".tmp-", ".old-", ".trash-", "damaged-", LOCK)  # beginnings of names in a run folder
-PAUSES_S = (2.0, 20.0)  # before the second and the third try to send
+DATABASE, BESIDE = ".db", ("-wal", "-shm", "-journal")  # of SQLite: what a judge replied, and loggers' own
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +37,7 @@ class RemoteRun:
     def __init__(self, url: str, store: CheckpointStore):
         self.url, self.store = url.rstrip("/"), store
         self.newest = -1  # step that this process has seen or put there
-        self._sent: dict[str, tuple[int, int]] = {}  # file of the run -> size and time when it was sent
+        self._sent: dict[str, tuple[tuple[int, int], ...]] = {}  # file of the run -> its state when it was sent
         self._found: Remote | None = None
 
     @property
@@ -62,12 +65,8 @@ class RemoteRun:
         Raises:
             InputError: no driver, no rights, out of reach; or every checkpoint there is damaged and there is none here.
         """
-        fs, path = self.place
         if writes:
-            with explained(self.url, KEY, "write"):
-                self._parent(f"{path}/.writable")
-                fs.pipe_file(f"{path}/.writable", b"may be deleted")
-                fs.rm_file(f"{path}/.writable")
+            check_writable(self.url, KEY)
         with explained(self.url, KEY):
             there, here = self.steps(), self.store.complete_steps()
             self.newest, own = max(there, default=-1), max(here, default=-1)
@@ -86,6 +85,8 @@ class RemoteRun:
         for name in names:
             target = self.store.root / name
             target.parent.mkdir(parents=True, exist_ok=True)
+            for beside in BESIDE if name.endswith(DATABASE) else ():  # of another state of the database
+                target.with_name(target.name + beside).unlink(missing_ok=True)
             fs.get_file(f"{path}/{name}", str(target))
 
     def _fetch(self, step: int) -> bool:
@@ -116,7 +117,7 @@ class RemoteRun:
             InputError: it cannot be written in three tries, or another run writes there; the local one is complete.
         """
         with explained(self.url, KEY, "write"):
-            self._try(lambda: self._send(step))
+            tried(lambda: self._send(step), self.url)
 
     def _send(self, step: int) -> None:
         fs, path = self.place
@@ -131,8 +132,11 @@ class RemoteRun:
         if fs.exists(f"{target}/{MANIFEST}"):  # written anew: not complete until the new manifest is there
             fs.rm_file(f"{target}/{MANIFEST}")
         files = sorted(str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file())
-        for name in [*(name for name in files if name != MANIFEST), MANIFEST]:
-            self._put(folder / name, f"{target}/{name}")
+        for name in files:
+            if name != MANIFEST:
+                self._put(folder / name, f"{target}/{name}")
+        kill_point("remote_manifest", step)
+        self._put(folder / MANIFEST, f"{target}/{MANIFEST}")
         self.newest = step
         complete = sorted({*there, step})
         for old in complete[: -self.store.keep] if self.store.keep else ():
@@ -142,33 +146,34 @@ class RemoteRun:
     def send_files(self) -> None:
         """Send what changed of the run's files: metrics, configuration, validations. Raises InputError as send does."""
         with explained(self.url, KEY, "write"):
-            self._try(self._send_files)
+            tried(self._send_files, self.url)
 
     def _send_files(self) -> None:
-        root = self.store.root
-        for file in sorted(each for each in root.rglob("*") if each.is_file()):
-            name, stat = str(file.relative_to(root)), file.stat()
-            state = (stat.st_size, stat.st_mtime_ns)
-            if name.startswith(NOT_SENT) or name.endswith(".partial") or self._sent.get(name) == state:
+        for file in sorted(each for each in self.store.root.rglob("*") if each.is_file()):
+            name = str(file.relative_to(self.store.root))
+            if name.startswith(NOT_SENT) or name.endswith((".partial", *BESIDE)):
                 continue
-            self._put(file, f"{self.place.path}/{name}")
-            self._sent[name] = state
+            state = _state(file)
+            if state and self._sent.get(name) != state:
+                self._put(file, f"{self.place.path}/{name}")
+                self._sent[name] = state
 
     def _put(self, file: Path, target: str) -> None:
-        self._parent(target)
-        self.place.fs.put_file(str(file), target)
+        """Copy a file there; of a database that is written to meanwhile, its last complete state.
 
-    def _parent(self, target: str) -> None:
-        if makes_folders(self.url):
-            self.place.fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+        A database is read by SQLite alone: another reader of its files in this process would release its locks.
+        """
+        if file.suffix != DATABASE:
+            return put_file(self.url, KEY, file, target)
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder, file.name)
+            with closing(sqlite3.connect(file)) as source, closing(sqlite3.connect(copy)) as into:
+                source.backup(into)
+            put_file(self.url, KEY, copy, target)
 
-    def _try(self, send: Callable[[], None]) -> None:
-        for pause in PAUSES_S:
-            try:
-                return send()
-            except (InputError, PermissionError):
-                raise
-            except Exception as error:  # each driver has errors of its own
-                log.warning("%s could not be written (%s): tried again in %g s", self.url, brief(error), pause)
-                time.sleep(pause)
-        return send()
+
+def _state(file: Path) -> tuple[tuple[int, int], ...]:
+    """Return what changes with a file's content, and with what lies beside a database; nothing for one that is gone."""
+    beside = [file.with_name(file.name + end) for end in BESIDE] if file.suffix == DATABASE else []
+    stats = [each.stat() for each in (file, *beside) if each.exists()]
+    return tuple((stat.st_size, stat.st_mtime_ns) for stat in stats)

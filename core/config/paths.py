@@ -6,16 +6,17 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from core.config import tables
+from core.config import convert, tables
 from core.config.convert import Problem
 from core.config.limits import is_plugin
 from core.config.schema import Config
 from core.remote.urls import driver_problem, is_url, unreadable
 
 MODELS = ("actor_rollout_ref.model.path", "actor_rollout_ref.model.tokenizer_path", "critic.model.path")
-# The keys that may be URLs, beside trainer.default_local_dir: what they name is copied before it is read.
+# The keys that may be URLs: what is read is copied first, what is written is checked when a run starts.
 COPIED = {*MODELS, "reward_model.model.path", "trainer.resume_from_path"}
 COPIED |= {"data.train_files", "data.val_files", "data.curriculum"}
+WRITTEN = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
 
 
 def is_local(model: str) -> bool:
@@ -87,10 +88,11 @@ def missing(config: Config, among: frozenset[str] | None = None) -> list[Problem
     Of a URL the driver has to be there. Where ``among`` is not given, so that a run begins, it is looked up too.
     """
     found: list[Problem] = []
-    for key, path in dict.fromkeys([*named(config), ("trainer.default_local_dir", config.trainer.default_local_dir)]):
+    written = [(key, path) for key in WRITTEN if (path := convert.get(config, key))]
+    for key, path in dict.fromkeys([*named(config), *written]):
         if is_url(path):
             found += _url_problems(key, path, look=among is None)
-        elif key == "trainer.default_local_dir" or among is not None and key not in among:
+        elif key in WRITTEN or among is not None and key not in among:
             continue
         elif not os.path.exists(_absolute(path)):
             found.append(Problem(key, path, f"does not exist (looked for {_absolute(path)})", _where_from(key)))
@@ -98,7 +100,7 @@ def missing(config: Config, among: frozenset[str] | None = None) -> list[Problem
 
 
 def _url_problems(key: str, url: str, look: bool) -> Iterator[Problem]:
-    if key not in COPIED and key != "trainer.default_local_dir":
+    if key not in COPIED and key not in WRITTEN:
         yield Problem(key, url, "is read from this machine alone", "copy the file here and give its path")
     elif problem := driver_problem(url):
         yield Problem(key, url, *problem)

@@ -195,6 +195,10 @@ class View:
 
     # --- names ---
 
+    def is_url(self, path: str | None) -> bool:
+        """Return whether a path is a URL. None is none."""
+        return path is not None and is_url(path)
+
     def no_model(self, path: str | None) -> bool:
         """Return whether the text is neither a hub id nor the path of a folder nor a URL."""
         known = path is None or is_local(path) or is_url(path)

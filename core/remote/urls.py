@@ -9,9 +9,11 @@ for ``memory://``, the second does not read that either.
 from __future__ import annotations
 
 import re
+from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from core.errors import InputError
@@ -19,7 +21,7 @@ from core.errors import InputError
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-URL = re.compile(r"[a-z][a-z0-9+.-]*://")
+URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)  # S3:// is no folder either: no driver has that name
 # Protocol -> (module that has to be there, what to install): what fsspec itself brings needs nothing.
 DRIVERS = {
     **dict.fromkeys(("s3", "s3a"), ("s3fs", "s3fs")),
@@ -51,6 +53,16 @@ def is_url(text: str) -> bool:
 def name_of(url: str) -> str:
     """Return the last part of a URL: the name of the file or folder."""
     return url.rstrip("/").rpartition("/")[2]
+
+
+def written_here(text: str) -> Path:
+    """Return the path of a command's output, as argparse's ``type``.
+
+    Raises ArgumentTypeError for a URL: pathlib would make a folder named ``s3:`` of it.
+    """
+    if is_url(text):
+        raise ArgumentTypeError(f"{text}: this is written to this machine alone; give a path, and copy it afterwards")
+    return Path(text)
 
 
 def makes_folders(url: str) -> bool:

@@ -3,7 +3,9 @@
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
+import threading
 from pathlib import Path
 
 import fsspec
@@ -15,6 +17,7 @@ from core.checkpoint.store import CheckpointStore
 from core.checkpoint.written_through import RemoteRun
 from core.config import compose, paths
 from core.errors import InputError
+from core.remote import writing
 from tests.core.remote.places import fresh
 from tests.core.scripted_run import configured, prepare, scripted
 
@@ -23,7 +26,7 @@ URL = "memory://bucket/grpo/run"
 
 @pytest.fixture
 def memory(monkeypatch):
-    monkeypatch.setattr(written_through, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(writing, "PAUSES_S", (0.0, 0.0))
     fs = fsspec.filesystem("memory")
     fs.store.clear()
     return fs
@@ -154,12 +157,128 @@ def test_a_checkpoint_to_start_from_may_be_a_url(memory, tmp_path, monkeypatch):
         store.at(URL)
 
 
+def table(path: Path) -> list[int]:
+    with sqlite3.connect(path) as database:
+        return [row[0] for row in database.execute("select n from t order by n")]
+
+
+def filled(path: Path, *numbers: int) -> sqlite3.Connection:
+    """A database that is still open: what was written last is in a file beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    database = sqlite3.connect(path)
+    database.execute("pragma journal_mode=wal")
+    database.execute("create table if not exists t (n)")
+    database.executemany("insert into t values (?)", [(number,) for number in numbers])
+    database.commit()
+    return database
+
+
+def test_a_database_is_sent_as_it_was_committed_and_again_when_it_grew(memory, tmp_path):
+    run = RemoteRun(URL, CheckpointStore(tmp_path / "run"))
+    with filled(tmp_path / "run" / "judge" / "cache.db", 1, 2) as database:
+        checkpoint(run.store, 2)
+        run.send(2)
+        assert not [name for name in there(memory) if name.endswith(("-wal", "-shm"))]
+        database.execute("insert into t values (3)")
+        database.commit()
+        run.send_files()
+        assert (tmp_path / "run" / "judge" / "cache.db-wal").stat().st_size > 0
+    fresh = RemoteRun(URL, CheckpointStore(tmp_path / "other"))
+    fresh.open(writes=True)
+    assert table(tmp_path / "other" / "judge" / "cache.db") == [1, 2, 3]
+
+
+def test_what_lies_beside_an_old_database_is_not_read_into_a_fetched_one(memory, tmp_path):
+    run = RemoteRun(URL, CheckpointStore(tmp_path / "run"))
+    filled(tmp_path / "run" / "judge" / "cache.db", 1, 2).close()
+    checkpoint(run.store, 2)
+    run.send(2)
+    old = filled(tmp_path / "old" / "cache.db", 7)
+    shutil.copytree(tmp_path / "old", tmp_path / "other" / "judge")  # as a killed process leaves it
+    old.close()
+    RemoteRun(URL, CheckpointStore(tmp_path / "other")).open(writes=True)
+    assert table(tmp_path / "other" / "judge" / "cache.db") == [1, 2]
+
+
 # --- whole runs ---
 
 
-def trainer(files: Path, steps: int):
-    config = configured(files, "x", f"trainer.default_local_dir={URL}", "trainer.save_freq=2", steps=steps)
+def trainer(files: Path, steps: int, *overrides: str):
+    config = configured(files, "x", f"trainer.default_local_dir={URL}", "trainer.save_freq=2", *overrides, steps=steps)
     return scripted()(config, lambda request, version: "12"[request.seed % 2])
+
+
+def test_steps_go_on_while_a_checkpoint_is_sent_and_its_manifest_is_last(memory, tmp_path, monkeypatch):
+    trained, order, put = [threading.Event() for _ in range(6)], [], writing.put_file
+
+    def slow(url, key, file, target):
+        if "global_step_2/" in target:
+            assert trained[3].wait(30), "the next step waited until a checkpoint was sent"
+        order.append(target.removeprefix("/bucket/grpo/run/"))
+        put(url, key, file, target)
+
+    monkeypatch.setattr(written_through, "put_file", slow)
+    monkeypatch.chdir(tmp_path)
+    run = trainer(prepare(tmp_path / "files"), 4).init_workers()
+    complete = run.complete_step
+    monkeypatch.setattr(
+        run,
+        "complete_step",
+        lambda groups, batch, metrics: (trained[metrics.step].set(), complete(groups, batch, metrics)),
+    )
+    run.fit()
+    for step in (2, 4):
+        of_step = [name for name in order if name.startswith(f"global_step_{step}/")]
+        assert of_step[-1] == f"global_step_{step}/manifest.json" and len(of_step) > 2
+    assert order.index("global_step_2/manifest.json") < order.index("global_step_4/driver.json")
+
+
+def test_a_checkpoint_that_cannot_be_sent_ends_the_run_and_is_complete_here(memory, tmp_path, monkeypatch):
+    def full(url, key, file, target):
+        if "global_step_2/" in target:
+            raise OSError("quota exceeded")
+        put(url, key, file, target)
+
+    put = writing.put_file
+    monkeypatch.setattr(written_through, "put_file", full)
+    monkeypatch.chdir(tmp_path)
+    files = prepare(tmp_path / "files")
+    run = trainer(files, 6).init_workers()
+    with pytest.raises(
+        InputError, match=f"^trainer.default_local_dir={URL}: cannot be written .OSError: quota exceeded"
+    ):
+        run.fit()
+    assert run.session.store.latest().step == 2 and not run.session.remote.steps()
+    monkeypatch.setattr(written_through, "put_file", put)
+    again = trainer(files, 6).init_workers()
+    assert again.session.step == 2 and again.session.remote.steps() == [2]
+
+
+def test_answers_and_recorded_tokens_reach_urls(memory, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    dumps = f"trainer.rollout_data_dir={URL}-dump", f"trainer.validation_data_dir={URL}-val/"
+    trainer(prepare(tmp_path / "files"), 2, *dumps, "trainer.trace.freq=1", "trainer.test_freq=2").init_workers().fit()
+    assert {"trace/step_000001.npz", "trace/step_000002.npz"} <= there(memory)
+    assert [len(memory.cat_file(f"/bucket/grpo/run-dump/{step}.jsonl").splitlines()) for step in (1, 2)] == [8, 8]
+    assert memory.ls("/bucket/grpo/run-val", detail=False) == ["/bucket/grpo/run-val/2.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "outputs"]  # no folder is named memory:
+
+
+@pytest.mark.parametrize("name", ["rollout_data_dir", "validation_data_dir"])
+def test_a_folder_of_answers_without_rights_is_one_line_before_models_load(name, memory, tmp_path, monkeypatch):
+    write = type(memory).pipe_file
+
+    def denied(self, path, *args, **kwargs):
+        if "/answers/" in path:
+            raise PermissionError(13, "Access Denied")
+        return write(self, path, *args, **kwargs)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(type(memory), "pipe_file", denied)
+    run = trainer(prepare(tmp_path / "files"), 2, f"trainer.{name}=memory://bucket/answers")
+    monkeypatch.setattr(run, "make_workers", None)
+    with pytest.raises(InputError, match=f"^trainer.{name}=memory://bucket/answers: no rights to write there"):
+        run.init_workers()
 
 
 def test_a_run_goes_on_from_its_url_on_a_fresh_machine(memory, tmp_path, monkeypatch):
@@ -194,7 +313,8 @@ def test_what_was_not_sent_before_a_kill_is_sent_by_the_next_start(memory, tmp_p
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_from_its_url_with_the_folder_here_gone(tmp_path):
+@pytest.mark.parametrize("moment", ["update:4", "remote_manifest:2", "remote_manifest:4", "checkpoint_tracker:4"])
+def test_a_killed_run_goes_on_from_its_url_with_the_folder_here_gone(moment, tmp_path):
     from tests.faults.tiny_run import command
     from tests.faults.tiny_run import prepare as prepare_files
 
@@ -212,7 +332,7 @@ def test_a_killed_run_goes_on_from_its_url_with_the_folder_here_gone(tmp_path):
         return done.returncode
 
     url = f"file://{tmp_path}/bucket/grpo/run"
-    assert start("one", url, **{VARIABLE: "update:4"}) == -signal.SIGKILL
+    assert start("one", url, **{VARIABLE: moment}) == -signal.SIGKILL
     shutil.rmtree(tmp_path / "one")
     assert start("two", url) == 0
     assert start("three", f"file://{tmp_path}/bucket/grpo/whole") == 0

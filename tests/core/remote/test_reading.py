@@ -1,19 +1,27 @@
 """Data and models behind URLs, as configuration, data, learner and manifest read them."""
 
+import shutil
 from pathlib import Path
 
 import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from core.checkpoint.provenance import base_of
+from core.checkpoint.store import CheckpointStore
 from core.config import compose, examine, paths
 from core.config.schema import ModelConfig
 from core.data.parquet import ExampleFile, sha256_of
 from core.errors import InputError
+from core.evaluation.model_source import of_model, of_run
+from core.learner.hf_export import main as export
 from core.learner.models import load_policy, load_tokenizer, located, resolve_path
 from core.remote import urls
 from core.tracking import run_manifest
+from recipes.sft import demonstrations
+from recipes.sft.config_schema import DemonstrationConfig
 from tests.core.remote.places import fresh, put
 from tests.core.scripted_run import configured, prepare, scripted
 from tests.row_files import rows_file
@@ -126,6 +134,74 @@ def test_the_run_folder_needs_its_driver(monkeypatch):
     monkeypatch.setattr(urls, "find_spec", lambda name: None)
     (line,) = missing("trainer.default_local_dir=gs://b/run", among=frozenset())
     assert line == "trainer.default_local_dir=gs://b/run: the driver of gs:// is not installed; pip install gcsfs"
+
+
+def test_folders_of_answers_need_their_driver_too(monkeypatch):
+    monkeypatch.setattr(urls, "find_spec", lambda name: None)
+    keys = ("trainer.rollout_data_dir", "trainer.validation_data_dir")
+    lines = missing(*(f"{key}=s3://b/answers" for key in keys), among=frozenset())
+    assert lines == [f"{key}=s3://b/answers: the driver of s3:// is not installed; pip install s3fs" for key in keys]
+
+
+@pytest.mark.parametrize(
+    ("key", "more", "rule"),
+    [
+        (
+            "reward_model.judge.cache_dir",
+            ["reward_model.enable=True", "reward_model.judge.url=http://x/v1", "reward_model.judge.model=m"],
+            "is a database, which cannot be written to a URL",
+        ),
+        ("global_profiler.save_path", ["global_profiler.tool=torch", "global_profiler.steps=[1]"], "written by torch"),
+    ],
+)
+def test_what_only_a_folder_can_hold_is_refused_by_its_key(key, more, rule):
+    (line,) = [line for line in examine("grpo", [f"{key}={ROOT}/x", *more]).problems if line.startswith(key)]
+    assert line.startswith(f"{key}={ROOT}/x: ") and rule in line and "leave it out" in line
+
+
+def test_a_judges_replies_are_in_the_run_folder_here():
+    judge = ["reward_model.enable=True", "reward_model.judge.url=http://x/v1", "reward_model.judge.model=m"]
+    judge += ["reward_model.on_error=mask"]
+    for folder, here in ((f"{ROOT}/a", "outputs/remote/memory/bucket/a"), ("./runs/a", "./runs/a")):
+        config = compose("grpo", [*judge, f"trainer.default_local_dir={folder}"])
+        assert config.reward_model.judge.cache_dir == f"{here}/judge"
+
+
+def test_demonstrations_of_a_url_are_those_of_the_file(tmp_path, copies):
+    rows = [{"prompt": "2+2?", "response": "4"}, {"prompt": "3+3?", "response": "6"}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    url, keys = put(tmp_path / "a.parquet", f"{ROOT}/a.parquet"), DemonstrationConfig(response_key="response")
+    assert demonstrations._read(url, keys).to_pylist() == rows
+    with pytest.raises(InputError, match=f"data={ROOT}/b.parquet: does not exist"):
+        demonstrations._read(f"{ROOT}/b.parquet", keys)
+
+
+# --- commands ---
+
+
+def test_a_checkpoint_at_a_url_is_exported_and_evaluated_and_a_run_is_not(files, tmp_path, copies, capsys):
+    with CheckpointStore(tmp_path / "run").writing(2) as folder:
+        shutil.copytree(files / "model", folder / "actor")
+    url = put(tmp_path / "run", f"{ROOT}/grpo/run")
+    assert export([f"{url}/global_step_2", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (files / "model/model.safetensors").read_bytes()
+    assert export([url, str(tmp_path / "other")]) == 2
+    assert f"{url}: names no checkpoint; give the URL of a global_step_N" in capsys.readouterr().err
+    assert of_run(url, 2, "grpo", None).checkpoint.step == 2
+    there, here = of_model(put(files / "model", f"{ROOT}/model"), None), of_model(str(files / "model"), None)
+    assert there.path == f"{ROOT}/model" and there.identity() == here.identity()
+
+
+def test_the_output_of_a_command_is_a_path(capsys):
+    with pytest.raises(SystemExit):
+        export(["run", "s3://bucket/out"])
+    assert "s3://bucket/out: this is written to this machine alone; give a path" in capsys.readouterr().err
+    assert urls.written_here("a/b") == Path("a/b")
+
+
+def test_a_protocol_in_capitals_is_no_folder(monkeypatch):
+    (line,) = missing("trainer.default_local_dir=S3://b/run", among=frozenset())
+    assert line.startswith("trainer.default_local_dir=S3://b/run: no driver for S3:// is known; use file://")
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,14 @@ Each run is a process of its own, because a login is read from the environment o
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from core.checkpoint.kill_points import VARIABLE
 from tests.core.remote import places
 from tests.core.scripted_run import prepare
 
@@ -69,6 +71,19 @@ def test_a_run_reads_writes_and_goes_on(tmp_path):
     assert {"global_step_3/manifest.json", "metrics.jsonl", "manifest.json"} <= {*first["there"]}
     complete = [name for name in second["there"] if name.startswith("global_step") and name.count("/") == 1]
     assert {name.split("/")[0] for name in complete} == {"global_step_4", "global_step_6"}
+
+
+@pytest.mark.skipif(places.skip_reason() is not None, reason=places.skip_reason() or "")
+def test_a_run_killed_before_its_manifest_was_sent_goes_on_from_the_one_before(tmp_path):
+    files = prepare(tmp_path / "files")
+    with places.s3_server() as reached:
+        assert start(PUT, tmp_path, reached, files).returncode == 0
+        killed = start(RUN, tmp_path / "one", {**reached, VARIABLE: "remote_manifest:4"}, files, 6)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        other = start(RUN, tmp_path / "two", reached, files, 6)
+        assert other.returncode == 0, other.stderr
+    found = json.loads(other.stdout.splitlines()[-1])
+    assert found["began"] == 2 and {"global_step_4/manifest.json", "global_step_6/manifest.json"} <= {*found["there"]}
 
 
 @pytest.mark.skipif(places.skip_reason() is not None, reason=places.skip_reason() or "")
