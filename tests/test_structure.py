@@ -92,10 +92,11 @@ BUDGETS = {
     # 4,600 more than the redesign: evaluation (1,100), help, identity of runs, plans, loggers; batches without padding
     # (200), places on a cluster (200), bytes over Ray, weights in buckets with their proof (500), files by owner (100),
     # checkpoints that are written beside training (150), offloading between phases (50), runs that train on files (70),
-    # a judge behind a URL (850), records of tokens (500), files behind URLs (320), run folders written
-    # through to one (330)
-    ("core",): 22_610,
-    ("core/config",): 3_200,  # 800 more: help.py, a role for every key, references, names of other projects, odd values
+    # a judge behind a URL (850), records of tokens (500), files behind URLs (400), run folders written
+    # through to one (350)
+    ("core",): 22_710,
+    # 820 more: help.py, a role for every key, references, names of other projects, odd values, URLs
+    ("core/config",): 3_220,
     ("core/rewards",): 2_280,  # 780 more: a judge's prompt, verdict, requests, canaries
     # 380 more: the hash of the base weights, what a resume may change, writing beside training, and through to a URL
     ("core/checkpoint",): 1_330,
