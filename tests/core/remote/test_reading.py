@@ -143,22 +143,6 @@ def test_folders_of_answers_need_their_driver_too(monkeypatch):
     assert lines == [f"{key}=s3://b/answers: the driver of s3:// is not installed; pip install s3fs" for key in keys]
 
 
-@pytest.mark.parametrize(
-    ("key", "more", "rule"),
-    [
-        (
-            "reward_model.judge.cache_dir",
-            ["reward_model.enable=True", "reward_model.judge.url=http://x/v1", "reward_model.judge.model=m"],
-            "is a database, which cannot be written to a URL",
-        ),
-        ("global_profiler.save_path", ["global_profiler.tool=torch", "global_profiler.steps=[1]"], "written by torch"),
-    ],
-)
-def test_what_only_a_folder_can_hold_is_refused_by_its_key(key, more, rule):
-    (line,) = [line for line in examine("grpo", [f"{key}={ROOT}/x", *more]).problems if line.startswith(key)]
-    assert line.startswith(f"{key}={ROOT}/x: ") and rule in line and "leave it out" in line
-
-
 def test_a_judges_replies_are_in_the_run_folder_here():
     judge = ["reward_model.enable=True", "reward_model.judge.url=http://x/v1", "reward_model.judge.model=m"]
     judge += ["reward_model.on_error=mask"]
