@@ -18,7 +18,7 @@ from pathlib import Path
 
 from core.checkpoint.kill_points import kill_point
 from core.checkpoint.manifest import MANIFEST, NAME, DamagedCheckpoint, verify
-from core.checkpoint.store import LOCK, CheckpointStore
+from core.checkpoint.store import LOCK, TRACKER, CheckpointStore
 from core.errors import InputError
 from core.remote.cache import listing
 from core.remote.urls import Remote, explained, place
@@ -137,6 +137,7 @@ class RemoteRun:
                 self._put(folder / name, f"{target}/{name}")
         kill_point("remote_manifest", step)
         self._put(folder / MANIFEST, f"{target}/{MANIFEST}")
+        fs.pipe_file(f"{path}/{TRACKER}", f"{step}\n".encode())  # scripts read it: only a complete step is named
         self.newest = step
         complete = sorted({*there, step})
         for old in complete[: -self.store.keep] if self.store.keep else ():
@@ -151,7 +152,7 @@ class RemoteRun:
     def _send_files(self) -> None:
         for file in sorted(each for each in self.store.root.rglob("*") if each.is_file()):
             name = str(file.relative_to(self.store.root))
-            if name.startswith(NOT_SENT) or name.endswith((".partial", *BESIDE)):
+            if name.startswith(NOT_SENT) or name.endswith((".partial", TRACKER, *BESIDE)):
                 continue
             state = _state(file)
             if state and self._sent.get(name) != state:

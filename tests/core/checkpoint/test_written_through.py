@@ -13,7 +13,7 @@ import pytest
 
 from core.checkpoint import written_through
 from core.checkpoint.kill_points import VARIABLE
-from core.checkpoint.store import CheckpointStore
+from core.checkpoint.store import TRACKER, CheckpointStore
 from core.checkpoint.written_through import RemoteRun
 from core.config import compose, paths
 from core.errors import InputError
@@ -56,6 +56,10 @@ def test_the_manifest_is_sent_last(memory, tmp_path, monkeypatch):
     monkeypatch.setattr(RemoteRun, "_put", lambda self, file, to: (sent.append(to), put(self, file, to)))
     remote(tmp_path / "run", 2)
     assert sent[-1].endswith("global_step_2/manifest.json")
+    assert (
+        not [name for name in sent if name.endswith(TRACKER)]
+        and memory.cat_file(f"/bucket/grpo/run/{TRACKER}") == b"2\n"
+    )
     assert {"global_step_2/actor/a.txt", "global_step_2/manifest.json"} <= there(memory)
     assert not [name for name in there(memory) if name.startswith((".", "damaged"))]
 
@@ -308,6 +312,7 @@ def test_what_was_not_sent_before_a_kill_is_sent_by_the_next_start(memory, tmp_p
     monkeypatch.chdir(tmp_path)
     trainer(files, 4).init_workers().fit()
     memory.rm_file("/bucket/grpo/run/global_step_4/manifest.json")
+    (tmp_path / "outputs/remote/memory/bucket/grpo/run" / TRACKER).unlink()  # as after a kill before it was written
     trainer(files, 4).init_workers()
     assert memory.exists("/bucket/grpo/run/global_step_4/manifest.json")
 
@@ -338,3 +343,27 @@ def test_a_killed_run_goes_on_from_its_url_with_the_folder_here_gone(moment, tmp
     assert start("three", f"file://{tmp_path}/bucket/grpo/whole") == 0
     weights = [tmp_path / "bucket/grpo" / name / "global_step_4/actor/model.safetensors" for name in ("run", "whole")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+@pytest.mark.slow
+def test_a_run_over_ray_reads_from_urls_and_writes_to_them(tmp_path):
+    pytest.importorskip("ray")
+    from tests.faults.tiny_run import command
+    from tests.faults.tiny_run import prepare as prepare_files
+
+    prepare_files(tmp_path / "files")
+    at = f"file://{tmp_path}"
+    urls = [f"data.train_files={at}/files/train.parquet", f"actor_rollout_ref.model.path={at}/files/model"]
+    urls += [f"trainer.rollout_data_dir={at}/dump", "trainer.trace.freq=1", "trainer.backend=ray"]
+    start = command(tmp_path / "files", "grpo", 2, "actor_rollout_ref.actor.use_kl_loss=False", *urls)
+    root = Path(__file__).resolve().parents[3]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(root), "RLREPRO_CACHE": str(tmp_path / "cache")}
+    (tmp_path / "here").mkdir()
+    done = subprocess.run(
+        start(f"{at}/bucket/grpo/run"), cwd=tmp_path / "here", env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    run = CheckpointStore(tmp_path / "bucket" / "grpo" / "run")
+    assert run.latest().step == 2 and (run.root / "trace" / "step_000001.npz").exists()
+    assert {path.name for path in (tmp_path / "dump").iterdir()} == {"1.jsonl", "2.jsonl"}
+    assert {path.name for path in (tmp_path / "here").iterdir()} == {"outputs"}
