@@ -22,6 +22,9 @@ from core.remote import urls
 from core.tracking import run_manifest
 from recipes.sft import demonstrations
 from recipes.sft.config_schema import DemonstrationConfig
+from results.publish import main as publish
+from results.report import main as report
+from results.trace import main as trace
 from tests.core.remote.places import fresh, put
 from tests.core.scripted_run import configured, prepare, scripted
 from tests.row_files import rows_file
@@ -174,6 +177,17 @@ def test_a_checkpoint_at_a_url_is_exported_and_evaluated_and_a_run_is_not(files,
     assert of_run(url, 2, "grpo", None).checkpoint.step == 2
     there, here = of_model(put(files / "model", f"{ROOT}/model"), None), of_model(str(files / "model"), None)
     assert there.path == f"{ROOT}/model" and there.identity() == here.identity()
+
+
+def test_a_run_at_a_url_is_reported_and_published_without_its_checkpoints(tmp_path, copies, capsys):
+    run = Path(__file__).resolve().parents[3] / "results" / "grpo" / "lab-seed1"
+    url = put(run, f"{ROOT}/grpo/lab-seed1")
+    fsspec.filesystem("memory").pipe_file("/bucket/grpo/lab-seed1/global_step_2/model", b"large")
+    assert report([url, "--out", str(tmp_path / "report")]) == 0 and (tmp_path / "report" / "report.md").exists()
+    assert not list(copies.rglob("global_step_2"))
+    assert publish([url, "--as", "grpo/again", "--results", str(tmp_path)]) == 0
+    assert (tmp_path / "grpo" / "again" / "metrics.csv").exists()
+    assert trace([url]) == 2 and "no step is recorded" in capsys.readouterr().err
 
 
 def test_the_output_of_a_command_is_a_path(capsys):
