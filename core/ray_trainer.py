@@ -27,6 +27,7 @@ from core.cluster.local_workers import LocalWorkers
 from core.cluster.workers import Workers, ray_backend
 from core.config import tables
 from core.config.schema import Config
+from core.data.parquet import Example
 from core.data.sampler import sampling_seed
 from core.data.stream import PromptStream, load_val_prompts
 from core.engines import SampleRequest, SamplingParams, sampling_params
@@ -127,7 +128,8 @@ class RayPPOTrainer:
         config = self.config
         self.session.fetch()
         self.load_data()
-        self.agent_loop = make_agent_loop(config, self.tokenizer)
+        names = self.stream.files.agent_names() | {one.agent_name for one in self.val_prompts if one.agent_name}
+        self.agent_loop = make_agent_loop(config, self.tokenizer, names, self._examples())
         checkpoint = self.session.open(self.stream, critic=self.needs.critic)
         self.trace = TraceRecorder(config, self.tokenizer, self.session.total_steps)
         self.keep_group = self.trace.judging(self.keep_group)
@@ -153,10 +155,14 @@ class RayPPOTrainer:
         self.stream = PromptStream(config.data, self.tokenizer, config.trainer.seed)
         self.val_prompts = load_val_prompts(config.data, self.tokenizer)
         self.reward = RewardLayer(config)
-        self.reward.check(itertools.chain(self.stream.files.examples(), self.val_prompts))
+        self.reward.check(self._examples())
         check_hooks(
             self.stream.files.sample_examples(1), self.reward, self.tokenizer, self.shape_reward, self.keep_group
         )
+
+    def _examples(self) -> Iterator[Example | Prompt]:
+        """Return all that the run may draw, then the validation prompts."""
+        return itertools.chain(self.stream.files.examples(), self.val_prompts)
 
     def make_workers(self, device: torch.device) -> Workers:
         """Return the models and the engine, where ``trainer.backend`` places them."""

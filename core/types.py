@@ -59,6 +59,7 @@ class Prompt:
     data_source: str
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     style: str = "rule"  # "model": the reward model scores the answers, any other: a scorer
+    agent_name: str | None = None  # the agent loop that plays its episodes; None: the configured one
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class Trajectory:
     seed: int
     turns: int = 1
     tool_calls: int = 0
+    user_scores: tuple[float, ...] = ()  # what a simulated user gave the policy's turns, in their order
 
     def __post_init__(self) -> None:
         for name, dtype in (

@@ -1,6 +1,7 @@
 """The lab task: an optional chain of letters, then ``#`` and the letter where the hops lead.
 
 The chain earns nothing by itself. ``recipes/lab/hops.py`` makes the questions.
+In ``recipes/lab/guesses.py``, whose answers are graded alike, the chain is the guesses before the last.
 """
 
 from __future__ import annotations

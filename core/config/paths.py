@@ -55,17 +55,22 @@ def named(config: Config) -> Iterator[tuple[str, str]]:
     if custom.endswith(".py"):
         yield "custom_reward_function.path", custom
     manager = (config.reward_model.module.path or "").removeprefix("file://")
-    if config.reward_model.source == "importlib" and manager.endswith(".py"):
+    if _own_manager(config) and manager.endswith(".py"):
         yield "reward_model.module.path", manager
     if config.reward_model.judged:
         judge = config.reward_model.judge
         files = {"template": judge.template, "json_schema": judge.json_schema, "canaries": judge.canaries}
         yield from ((f"reward_model.judge.{name}", path) for name, path in files.items() if path)
-    if tools := config.actor_rollout_ref.rollout.multi_turn.tool_config_path:
-        yield "actor_rollout_ref.rollout.multi_turn.tool_config_path", tools
+    for name in ("tool_config_path", "interaction_config_path"):
+        if path := getattr(config.actor_rollout_ref.rollout.multi_turn, name):
+            yield f"actor_rollout_ref.rollout.multi_turn.{name}", path
     yield from _plugins(config)
     if config.trainer.resume_mode == "resume_path" and config.trainer.resume_from_path:
         yield "trainer.resume_from_path", config.trainer.resume_from_path
+
+
+def _own_manager(config: Config) -> bool:
+    return tables.own_manager(config.reward_model.reward_manager, config.reward_model.source)
 
 
 def _plugins(config: Config) -> Iterator[tuple[str, str]]:
@@ -159,6 +164,6 @@ def checked_at_start(config: Config) -> list[str]:
 
 def _set_paths(config: Config) -> set[str]:
     found = {"custom_reward_function.path"} if config.custom_reward_function.path else set()
-    if config.reward_model.source == "importlib" and config.reward_model.module.path:
+    if _own_manager(config) and config.reward_model.module.path:
         found.add("reward_model.module.path")
     return found

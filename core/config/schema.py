@@ -23,7 +23,7 @@ AdvEstimator = Annotated[str, limits.names(*tables.ESTIMATORS)]
 LossMode = Annotated[str, limits.names(*tables.POLICY_LOSSES)]
 AgentLoop = Annotated[str, limits.names(*tables.AGENT_LOOPS)]
 EngineName = Literal[*tables.ENGINES]
-RewardManager = Literal[*tables.REWARD_MANAGERS]
+RewardManager = Annotated[str, limits.registered_names(*tables.REWARD_MANAGERS)]
 LossAggMode = Literal[*tables.LOSS_AGG_MODES]
 KLKind = Literal[*tables.KL_KINDS]
 DType = Literal["bfloat16", "bf16", "float32", "fp32"]
@@ -169,15 +169,16 @@ class MultiTurnConfig:
     max_assistant_turns: limits.Count | None = (  # turns of the policy; None: until the response is full
         None  # turns of the policy in an episode; None: until the response is full
     )
-    max_user_turns: limits.Count | None = None  # turns in which tools answer; None: no limit of its own
+    max_user_turns: limits.Count | None = None  # turns in which tools or a user answer; None: no limit of its own
     max_tool_calls: limits.Count | None = None  # tool calls of an episode; None: no limit of its own
     max_parallel_calls: limits.Count = 1  # calls of one turn; those beyond are not made
     tool_config_path: str | None = None  # YAML file with the tools, see core/rollout/tools.py
-    tool_timeout_s: limits.Positive = 30.0  # seconds a tool call may take
+    interaction_config_path: str | None = None  # YAML file with simulated users, see core/rollout/interactions.py
+    tool_timeout_s: limits.Positive = 30.0  # seconds a tool call or a user's turn may take; a tool may have its own
     max_tool_response_length: limits.Count = 256  # characters of a tool's answer that are kept
     # the part of a tool's answer that is kept, as verl has it
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
-    format: Literal["hermes"] = "hermes"  # how a tool call is written
+    format: Literal[*tables.CALL_FORMATS] = "hermes"  # how a tool call is written
     repeatable: bool = False  # decoding waits for tools, so that a run repeats to the bit also with slow ones
 
 
@@ -205,7 +206,9 @@ class RolloutConfig:
     enable_chunked_prefill: bool = True  # split a long prompt over several iterations
     enable_prefix_caching: bool = True  # compute a prefix that sequences share once
     engine_kwargs: Open = FrozenDict()  # further arguments of the engine: engine_kwargs.vllm.*, engine_kwargs.hf.*
-    agent_loop: AgentLoop | None = None  # class that plays episodes; None: multi_turn's where it is on, else one turn
+    agent_loop: AgentLoop | None = (
+        None  # what plays episodes; None: the tool agent with multi_turn.enable, else one turn
+    )
     multi_turn: MultiTurnConfig = MultiTurnConfig()
     # of old log-probs: trajectories in one pass; None: the actor's
     log_prob_micro_batch_size_per_gpu: limits.Count | None = None
@@ -213,6 +216,11 @@ class RolloutConfig:
     log_prob_use_dynamic_bsz: bool | None = None
     # of old log-probs: tokens in one pass; None: the actor's
     log_prob_max_token_len_per_gpu: limits.Count | None = None
+
+    @property
+    def loop(self) -> str | None:
+        """The agent loop's name or path; None where neither key sets one, and each trajectory is one turn."""
+        return self.agent_loop or (tables.TOOL_AGENT if self.multi_turn.enable else None)
 
 
 @dataclass(frozen=True)
@@ -343,10 +351,10 @@ class RewardModelConfig:
     # fill passes up to a number of tokens; None: where no micro-batch size is given
     use_dynamic_bsz: bool | None = None
     forward_max_token_len_per_gpu: limits.Count | None = None  # tokens a pass; None: the critic's
-    # the managers here, or your own: module.name of module.path (importlib)
+    # the managers here and those that module.path registers, or your own as module.name of module.path (importlib)
     source: Literal["register", "importlib"] = "register"
     module: RewardModuleConfig = RewardModuleConfig()
-    # who grades: this process (naive), graders (prime, dapo), a function of lists (batch)
+    # who grades: this process (naive), graders (prime, dapo), a function of lists (batch), or a class of module.path
     reward_manager: RewardManager = "naive"
     num_workers: limits.Count | None = None  # grading processes; None: one a core, at most 4
     timeout_s: limits.Positive = 10.0  # seconds for an answer (batch: for a call) and for a program's tests together

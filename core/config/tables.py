@@ -15,7 +15,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -146,8 +146,13 @@ class AgentLoopEntry:
     function: str
 
 
-AGENT_LOOPS: dict[str, AgentLoopEntry] = {}  # actor_rollout_ref.rollout.agent_loop: so far users' own alone
-TOOL_AGENT = "core.rollout.tool_agent:ToolAgentLoop"  # what actor_rollout_ref.rollout.multi_turn.enable means
+SINGLE_TURN, TOOL_AGENT = "single_turn_agent", "tool_agent"  # verl's names; multi_turn.enable=True means the second
+AGENT_LOOPS = {  # actor_rollout_ref.rollout.agent_loop, and the column agent_name of the data
+    SINGLE_TURN: AgentLoopEntry("core.rollout.agent_loop:SingleTurn"),
+    TOOL_AGENT: AgentLoopEntry("core.rollout.tool_agent:ToolAgentLoop"),
+}
+# actor_rollout_ref.rollout.multi_turn.format; what each does is in core.rollout.call_formats.FORMATS
+CALL_FORMATS = ("hermes", "react")
 RAY_INIT = (  # ray_kwargs.ray_init: the arguments of ray.init in Ray 2.60, which a dry run does not import
     *("address", "num_cpus", "num_gpus", "resources", "labels", "object_store_memory", "local_mode"),
     *("ignore_reinit_error", "include_dashboard", "dashboard_host", "dashboard_port", "job_config"),
@@ -179,8 +184,13 @@ def logger(name: str) -> LoggerEntry:
 
 
 def reward_manager(name: str, source: str) -> ManagerEntry:
-    """Return the manager's entry. A user's own (``source=importlib``) is neither in process nor batched."""
-    return REWARD_MANAGERS[name] if source == "register" else ManagerEntry("")
+    """Return the manager's entry. A user's own is neither in process nor batched."""
+    return ManagerEntry("") if own_manager(name, source) else REWARD_MANAGERS[name]
+
+
+def own_manager(name: str, source: str) -> bool:
+    """Return whether the manager is a user's: a class by its path, or a name that its module registers."""
+    return source == "importlib" or name not in REWARD_MANAGERS
 
 
 def _all_keys(table: Mapping[str, Any]) -> frozenset[str]:
@@ -192,11 +202,38 @@ def readers(table: Mapping[str, Any], key: str) -> str:
     return ", ".join(name for name, entry in table.items() if key in entry.reads)
 
 
+_REGISTERED: dict[str, dict[str, Any]] = {}  # key of the configuration -> name -> a user's own, by decorator
+
+
+def registering(key: str, known: Mapping[str, Any], name: str) -> Callable[[Any], Any]:
+    """Return a decorator that gives a class or function of a user's module a name for a key.
+
+    Raises InputError for a name that is the table's (``known``), another module's, or no identifier.
+    """
+
+    def register(made: Any) -> Any:
+        names = _REGISTERED.setdefault(key, {})
+        holder = "core.config.tables" if name in known else getattr(names.get(name), "__module__", made.__module__)
+        if holder != made.__module__:
+            raise InputError(f"{key}: {made.__module__} registers {name!r}, a name of {holder}; choose another")
+        if not name.isidentifier():
+            raise InputError(f"{key}: {made.__module__} registers {name!r}; a name has letters, digits and _ alone")
+        names[name] = made
+        return made
+
+    return register
+
+
+def registered(key: str) -> Mapping[str, Any]:
+    """Return what the modules loaded so far have registered for a key, by name."""
+    return _REGISTERED.get(key, {})
+
+
 def load_object(spec: str, key: str = "") -> Any:
     """Return the object that ``package.module:name`` or ``path/to/file.py:name`` leads to.
 
-    ``key`` is the configuration key the path came from; every error names it. A file is run once a
-    process, however often it is named.
+    ``key`` is the configuration key the path came from; every error names it, and a name that a decorator registered
+    for it will do as well. A file is run once a process, however often it is named.
 
     Raises:
         InputError: the path has no ``:name``, the module or file does not exist, or it has no such name.
@@ -206,23 +243,32 @@ def load_object(spec: str, key: str = "") -> Any:
     label = f"{key}={spec}" if key else spec
     if not separator or not where or not name:
         raise InputError(f"{label}: write package.module:function or path/to/file.py:function")
-    module = _from_file(where, label) if where.endswith(".py") else _from_package(where, label)
+    module = load_module(where, label)
     if not hasattr(module, name):
+        if name in registered(key):
+            return registered(key)[name]
         public = ", ".join(sorted(item for item in vars(module) if not item.startswith("_"))) or "nothing"
         raise InputError(f"{label}: {where} has no {name!r}; it has {public}")
     return getattr(module, name)
 
 
+def load_module(where: str, label: str) -> ModuleType:
+    """Return the module ``package.module`` or ``path/to/file.py``. Raises InputError, which begins with ``label``."""
+    return _from_file(where, label) if where.endswith(".py") else _from_package(where, label)
+
+
 def chosen(name: str, known: Mapping[str, Any], key: str) -> Any:
-    """Import the function of an entry of :mod:`core.config.tables`, or a user's own by its path.
+    """Import the function of an entry of :mod:`core.config.tables`, or a user's own by its path or registered name.
 
     Raises:
-        InputError: neither a name of the table nor a path that leads to a function.
+        InputError: neither a known name nor a path that leads to a function.
     """
     if name in known:
         return load_object(known[name].function)
+    if name in registered(key):
+        return registered(key)[name]
     if ":" not in name:
-        choose = f"choose one of {', '.join(known)}, or " if known else ""
+        choose = f"choose one of {', '.join((*known, *registered(key)))}, or " if known else ""
         raise InputError(f"{key}={name}: {choose}name your own as package.module:function or path/file.py:function")
     return load_object(name, key)
 

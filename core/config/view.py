@@ -114,6 +114,16 @@ class View:
         return tables.reward_manager(self.reward.reward_manager, self.reward.source)
 
     @property
+    def own_manager(self) -> bool:
+        """Whether the reward manager is the user's."""
+        return tables.own_manager(self.reward.reward_manager, self.reward.source)
+
+    @property
+    def managers(self) -> str:
+        """The reward managers here, for a message."""
+        return ", ".join(tables.REWARD_MANAGERS)
+
+    @property
     def ungrouped(self) -> str:
         """The estimators that one answer a prompt is enough for, for a message."""
         *most, last = sorted(name for name, entry in tables.ESTIMATORS.items() if not entry.groups)

@@ -181,7 +181,12 @@ class PromptFiles:
             data_source=example.data_source,
             extra_info=example.extra_info,
             style=example.style,
+            agent_name=example.agent_name,
         )
+
+    def agent_names(self) -> set[str]:
+        """Return the agent loops that the files' examples name."""
+        return set().union(*(file.agent_names() for file in self.files.values()))
 
     def examples(self) -> Iterator[Example]:
         """Yield every example that can be drawn, file by file."""

@@ -5,6 +5,7 @@ data_source    which scorer scores the answer (the column that ``data.reward_fn_
 prompt         a chat as a list of ``{role, content}``, or a plain string (``data.prompt_key``)
 reward_model   ``{style: "rule" | "model", ground_truth: anything}``; a rule needs its ground truth
 extra_info     optional: ``split`` and ``index`` name the question, the rest is for the scorer
+agent_name     optional: the agent loop that plays the example's episodes, in place of the configured one
 ability        optional, not read
 =============  ==========================================================================================
 
@@ -71,6 +72,7 @@ class Example:
     ground_truth: Any
     extra_info: Mapping[str, Any]
     style: str = "rule"
+    agent_name: str | None = None
 
     @property
     def where(self) -> str:
@@ -125,6 +127,12 @@ class ExampleFile:
     def __len__(self) -> int:
         return self._table.num_rows
 
+    def agent_names(self) -> set[str]:
+        """Return the agent loops that its examples name."""
+        if "agent_name" not in self._table.column_names:
+            return set()
+        return {name for name in self._table["agent_name"].unique().to_pylist() if isinstance(name, str) and name}
+
     def example(self, number: int) -> Example:
         """Return the example of this number. Raises InputError where it breaks the schema."""
         problems = Problems()
@@ -167,6 +175,7 @@ class ExampleFile:
             ground_truth=raw["reward_model"].get("ground_truth"),
             extra_info=raw.get("extra_info") or {},
             style=raw["reward_model"].get("style") or "rule",
+            agent_name=raw.get("agent_name") or None,
         )
 
 
@@ -193,7 +202,7 @@ def _read_table(where: str, prompt_key: str, reward_fn_key: str) -> Any:
         if missing:
             has = ", ".join(names) or "no column"
             raise InputError([f"{where}: no column {', '.join(missing)}; it has {has}: rename a column or set the key"])
-        optional = ["extra_info"] if "extra_info" in names else []
+        optional = [name for name in ("extra_info", "agent_name") if name in names]
         table = file.read(columns=[*wanted, *optional])
     except (pa.ArrowInvalid, OSError) as error:
         raise InputError([f"{where}: not a readable parquet file ({error}); {MAKE_ONE}"]) from error
@@ -221,6 +230,8 @@ def _findings(raw: Mapping[str, Any], prompt_key: str, source_key: str) -> Itera
         yield rule, "fill it or leave the row out", f"style {style!r}"
     if extra is not None and not isinstance(extra, dict):
         yield "extra_info must be a struct", "make it one, or leave the column out", type(extra).__name__
+    if not isinstance(raw.get("agent_name"), str | None):
+        yield "agent_name must be a string", "name an agent loop, or leave the column out", repr(raw["agent_name"])[:60]
 
 
 def _prompt_finding(value: Any, key: str) -> Finding | None:

@@ -44,7 +44,8 @@ def answer_line(prompt: Prompt, sample: int, trajectory: Trajectory, prompt_text
         [{"role": one.role, "text": one.text} for one in trajectory.segments],
         *(trajectory.turns, trajectory.tool_calls, prompt.ground_truth, prompt.extra_info, prompt.style),
     )
-    return json_line(dict(zip(FIELDS, values, strict=True)))
+    users = {"user_scores": list(trajectory.user_scores)} if trajectory.user_scores else {}
+    return json_line({**dict(zip(FIELDS, values, strict=True)), **users})
 
 
 def prompt_of(answer: Mapping[str, Any]) -> Prompt:
@@ -68,6 +69,7 @@ def trajectory_of(answer: Mapping[str, Any]) -> Trajectory:
         seed=0,
         turns=answer["turns"],
         tool_calls=answer["tool_calls"],
+        user_scores=tuple(answer.get("user_scores", ())),  # only episodes with a user have them
     )
 
 

@@ -5,7 +5,7 @@ What answers a prompt is the trainer's own ``generate``, so that an evaluation p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from core.session import prepare_torch
 if TYPE_CHECKING:
     from core.config.schema import Config
     from core.ray_trainer import RayPPOTrainer
+    from core.types import Prompt
 
 
 @dataclass(frozen=True)
@@ -33,15 +34,19 @@ class EngineOnly:
 
 
 @contextmanager
-def answering(config: Config, trainer: str, tokenizer: Any = None) -> Iterator[RayPPOTrainer]:
+def answering(
+    config: Config, trainer: str, tokenizer: Any = None, prompts: Sequence[Prompt] = ()
+) -> Iterator[RayPPOTrainer]:
     """Yield the trainer ``module:class`` whose ``generate`` answers with the weights of the configuration's model.
 
-    ``trainer.backend`` places the engine in this process or, several of them, in actors of a cluster. Raises InputError
-    for a model, a tokenizer or an engine that cannot be had.
+    ``prompts`` are those that it may be given; their agent loops are made here and check them. ``trainer.backend``
+    places the engine in this process or, several of them, in actors of a cluster. Raises InputError for a model, a
+    tokenizer or an engine that cannot be had, and for prompts that their loop refuses.
     """
     run = load_object(trainer)(config)
     run.tokenizer = tokenizer or load_tokenizer(config.actor_rollout_ref.model)
-    run.agent_loop = make_agent_loop(config, run.tokenizer)
+    names = {prompt.agent_name for prompt in prompts if prompt.agent_name}
+    run.agent_loop = make_agent_loop(config, run.tokenizer, names, prompts)
     with ExitStack() as owned:
         if run.agent_loop is not None:
             owned.callback(run.agent_loop.close)

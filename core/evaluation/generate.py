@@ -125,7 +125,7 @@ def generate(asked: GenerateCall) -> bool:
 
         with asked.source.loadable(asked.out.parent) as path:
             loaded = convert.replaced(config, {PATH: path})
-            with answering(loaded, asked.trainer, tokenizer) as run:
+            with answering(loaded, asked.trainer, tokenizer, prompts) as run:
                 asyncio.run(answer(run, prompts, file, batch_of(config)))
         return True
     finally:

@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from core.config import tables
 from core.config.paths import is_local, run_folder
 from core.config.schema import Config
 from core.errors import InputError
@@ -104,10 +105,10 @@ def _trajectories(config: Config) -> str:
     if not config.generates:
         return f"{prompts:,} demonstration{'s' * (prompts > 1)}"
     episode = f", episodes of at most {config.turns} turns" if config.turns > 1 else ""
-    if rollout.multi_turn.enable:
+    if rollout.loop == tables.TOOL_AGENT:
         turns = rollout.multi_turn.max_assistant_turns
         episode = f", episodes with tools{f' of at most {turns} turns' if turns else ''}"
-    elif rollout.agent_loop and not episode:
+    elif rollout.loop not in (None, tables.SINGLE_TURN) and not episode:
         episode = f", episodes of {rollout.agent_loop}"
     words = f"{prompts:,} prompt{'s' * (prompts > 1)} x {answers:,} answer{'s' * (answers > 1)}"
     text = f"{words} = {prompts * answers:,} trajectories{episode}"
@@ -152,7 +153,7 @@ def _places(config: Config) -> Iterator[str]:
     folder, loggers = run_folder(config), config.trainer.logger
     sent = f", sent to {config.trainer.default_local_dir}" if is_url(config.trainer.default_local_dir) else ""
     yield f"writes to {folder}{sent}: metrics.jsonl has a line a step, samples.jsonl some answers of each validation"
-    top = folder.parent if folder.is_absolute() else folder.parts[0]
+    top = folder.parent if folder.is_absolute() else Path(*folder.parts[:1])  # of "." too, which has no parts
     curves = f"tensorboard --logdir {top}"
     if "tensorboard" not in loggers:
         shown = ",".join(dict.fromkeys([*loggers, "tensorboard"]))

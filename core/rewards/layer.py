@@ -154,11 +154,13 @@ class RewardLayer:
 def rollout_facts(trajectory: Trajectory) -> dict[str, Any]:
     """Return ``extra_info["rollout"]``: how the response came about.
 
-    ``segments`` is the role-tagged text: a scorer's ``response`` is the policy's part of it only.
+    ``user_scores`` are what a simulated user gave the policy's turns. ``segments`` is the role-tagged text: a scorer's
+    ``response`` is the policy's part of it only.
     """
     return {
         "num_turns": trajectory.turns,
         "num_tool_calls": trajectory.tool_calls,
+        "user_scores": list(trajectory.user_scores),
         "response_length": len(trajectory.response_ids),
         "truncated": trajectory.truncated,
         "segments": [{"role": segment.role, "text": segment.text} for segment in trajectory.segments],

@@ -5,10 +5,11 @@ The processes themselves are :mod:`core.rewards.pool`'s.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from core.config import tables
-from core.config.tables import load_object
+from core.config.tables import load_module, load_object
 from core.errors import InputError
 from core.rewards.custom import users_code, without_scheme
 from core.rewards.grading import Failure, InProcess, Job, RewardManager, Scorers, as_result
@@ -41,18 +42,43 @@ def pool(reward: RewardModelConfig, scorers: Scorers) -> Pool:
     return Pool(scorers, **limits)
 
 
-def make_manager(reward: RewardModelConfig, scorers: Scorers) -> RewardManager:
-    """Make the manager that ``reward_model`` names: one of the table, or with ``source=importlib`` the user's own.
+KEY, MODULE = "reward_model.reward_manager", "reward_model.module.path"
 
-    A user's is a class (or function) ``module.name`` of ``module.path``. It is called with ``reward_model`` and the
-    :class:`Scorers` of the run (so that it can use an :class:`InProcess` or a :class:`Pool`), and what it returns
-    has ``async run(job)`` and ``close()``. Raises InputError.
+
+def register(name: str) -> Callable[[Any], Any]:
+    """Return a decorator that names a manager: ``reward_model.reward_manager=name``, in the module of ``module.path``.
+
+    Raises InputError for a name that is taken.
     """
-    if reward.source == "register":
-        return load_object(tables.reward_manager(reward.reward_manager, reward.source).function)(reward, scorers)
-    where = without_scheme(reward.module.path or "")
-    with users_code(f"reward_model.module.path={where}", "loading it"):
-        made = load_object(f"{where}:{reward.module.name or ''}", "reward_model.module.path")(reward, scorers)
+    return tables.registering(KEY, tables.REWARD_MANAGERS, name)
+
+
+def make_manager(reward: RewardModelConfig, scorers: Scorers) -> RewardManager:
+    """Make the manager that ``reward_model`` names: one of the table, or the user's own.
+
+    A user's is a class (or function) in ``module.path``, which names it by :func:`register`; with ``source=importlib``
+    it is ``module.name`` there. It is called with ``reward_model`` and the :class:`Scorers` of the run (so that it can
+    use an :class:`InProcess` or a :class:`Pool`), and what it returns has ``async run(job)`` and ``close()``. Raises
+    InputError.
+    """
+    name, own = reward.reward_manager, tables.own_manager(reward.reward_manager, reward.source)
+    if not own:
+        return load_object(tables.reward_manager(name, reward.source).function)(reward, scorers)
+    where, key = without_scheme(reward.module.path or ""), f"{KEY}={name}"
+    with users_code(f"{MODULE}={where}", "loading it"):
+        if reward.source == "importlib":
+            key = f"reward_model.module.name={reward.module.name}"
+            maker = load_object(f"{where}:{reward.module.name or ''}", MODULE)
+        else:
+            load_module(where, f"{MODULE}={where}")
+            names = tables.registered(KEY)
+            if name not in names:
+                has = f"it has {', '.join(names)}" if names else "it has no name"
+                raise InputError(
+                    f'{key}: {where} registers no such name, {has}; write @register("{name}") over the class'
+                )
+            maker = names[name]
+        made = maker(reward, scorers)
     if lacks := [name for name in ("run", "close") if not callable(getattr(made, name, None))]:
-        raise InputError(f"reward_model.module.name={reward.module.name}: has no {' and no '.join(lacks)}()")
+        raise InputError(f"{key}: has no {' and no '.join(lacks)}()")
     return UsersOwn(made)

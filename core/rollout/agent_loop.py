@@ -14,6 +14,9 @@ A loop is a class with ``async run(episode)``. It asks for turns and adds what i
 The :class:`Episode` keeps the one stream of token ids: what the policy sampled stays as it was sampled, what is added
 is encoded once and lies outside ``response_mask`` with log-prob 0. Nothing is decoded and encoded again.
 
+A run's loop has a name (:data:`core.config.tables.AGENT_LOOPS`) or is a class by its path. A module of loops may give
+them names, ``@register("oracle")``; the data chooses among all names by its column ``agent_name``.
+
 Every episode is a coroutine of its own: one that waits for a tool holds no other. When tools answer decides which
 samples decode together, and with an engine that decodes in this process every last bit. A tool that answers without
 giving way (a lookup in this process) answers in the same order in every run, so a replay is exact. Of others the order
@@ -24,7 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +35,7 @@ import numpy as np
 
 from core.config import tables
 from core.config.tables import chosen
+from core.data.parquet import Example, Problems
 from core.data.sampler import sampling_seed
 from core.engines import RolloutEngine, SampleRequest, SamplingParams
 from core.errors import InputError
@@ -58,6 +62,10 @@ class AgentLoop:
         """Plays one episode: at least one turn. What it raises ends the run."""
         raise NotImplementedError
 
+    def check(self, example: Example | Prompt) -> str | None:
+        """Return what is wrong with an example of the data for this loop, or None. Every one passes before a start."""
+        return None
+
     def metrics(self) -> Mapping[str, float]:
         """Numbers of the episodes since the last call, under full names (``agent/...``), logged with each step."""
         return {}
@@ -66,14 +74,75 @@ class AgentLoop:
         """Lets go of tools and connections. A second call does nothing."""
 
 
-def make_agent_loop(config: Config, tokenizer: Any) -> AgentLoop | None:
-    """Make the configured loop, or return None where a trajectory is one turn. Raises InputError for a wrong path."""
-    rollout = config.actor_rollout_ref.rollout
-    spec = rollout.agent_loop or (tables.TOOL_AGENT if rollout.multi_turn.enable else None)
-    if spec is None:
+def register(name: str) -> Callable[[type[AgentLoop]], type[AgentLoop]]:
+    """Return a decorator that names a loop. Raises InputError for a name that is taken."""
+    return tables.registering(KEY, tables.AGENT_LOOPS, name)
+
+
+class SingleTurn(AgentLoop):
+    """One turn, with the tokens of a run without a loop: for data that gives only some examples tools."""
+
+    async def run(self, episode: Episode) -> None:
+        await episode.turn()
+
+
+class LoopsByName(AgentLoop):
+    """The loops of a run whose data names them; None stands for that of examples that name none."""
+
+    def __init__(self, loops: Mapping[str | None, AgentLoop]):
+        self.loops = loops
+        self.different = list({id(loop): loop for loop in loops.values()}.values())
+
+    async def run(self, episode: Episode) -> None:
+        await self.loops[episode.prompt.agent_name].run(episode)
+
+    def check(self, example: Example | Prompt) -> str | None:
+        return self.loops[example.agent_name].check(example)
+
+    def metrics(self) -> Mapping[str, float]:
+        return {name: value for loop in self.different for name, value in loop.metrics().items()}
+
+    def close(self) -> None:
+        for loop in self.different:
+            loop.close()
+
+
+def make_agent_loop(
+    config: Config, tokenizer: Any, names: Collection[str] = (), examples: Iterable[Example | Prompt] = ()
+) -> AgentLoop | None:
+    """Make the configured loop and those that the data names, or return None where each trajectory is one turn.
+
+    ``names`` are those of the column ``agent_name``, ``examples`` all that the run may draw. Raises InputError for a
+    path or a name that leads to no loop, and with all examples that their loop refuses.
+    """
+    spec, problems = config.actor_rollout_ref.rollout.loop, Problems(shown=3)
+    if spec is None and not names:
         return None
+    made = {spec: _made(spec or tables.SINGLE_TURN, config, tokenizer)}
+    known = {**tables.AGENT_LOOPS, **tables.registered(KEY)}  # those that making the first one registered, too
+    for name in sorted(set(names) & known.keys() - made.keys()):
+        same = [loop for loop in made.values() if type(loop) is chosen(name, tables.AGENT_LOOPS, KEY)]
+        made[name] = same[0] if same else _made(name, config, tokenizer)
+    loops = {None: made[spec], **{name: made[name] for name in names if name in made}}
+    unknown = f"names an agent loop that is not among {', '.join(known)}"
+    fix = f"correct the column agent_name, or name the loop's module: {KEY}=path/file.py:name"
+    for example in examples:
+        where = example.where if isinstance(example, Example) else f"uid {example.uid}"
+        if example.agent_name not in loops:
+            problems.add("agent_name", unknown, fix, where, repr(example.agent_name))
+        elif trouble := loops[example.agent_name].check(example):
+            problems.add(KEY, "an example does not suit its loop", "correct the data", where, trouble)
+    try:
+        problems.raise_if_any()
+    except InputError:
+        LoopsByName(loops).close()
+        raise
+    return LoopsByName(loops) if names else loops[None]
+
+
+def _made(spec: str, config: Config, tokenizer: Any) -> AgentLoop:
     made = chosen(spec, tables.AGENT_LOOPS, KEY)(config, tokenizer)
-    lacks = [name for name in ("run", "metrics", "close") if not callable(getattr(made, name, None))]
+    lacks = [name for name in ("run", "check", "metrics", "close") if not callable(getattr(made, name, None))]
     if lacks:
         raise InputError(f"{KEY}={spec}: has no {' and no '.join(lacks)}(); extend core.rollout.agent_loop.AgentLoop")
     return made
@@ -117,6 +186,7 @@ class Episode:
         self.prompt, self.sample_index, self.sampling, self.limits = prompt, sample_index, sampling, limits
         self.prompt_ids = tuple(prompt.token_ids)
         self.turns = self.tool_calls = 0
+        self.user_scores: list[float] = []  # what simulated users gave the policy's turns
         self.stop: Stop | None = None  # of the last turn; LENGTH once something did not fit
         self._engine, self._tokenizer, self._run_seed = engine, tokenizer, run_seed
         self._calls = calls or ToolCalls()
@@ -176,6 +246,10 @@ class Episode:
     async def call(self, job: Callable[[], Awaitable[Any]], timeout_s: float | None = None) -> Any:
         """Awaits a tool and counts it. Raises TimeoutError after ``timeout_s``, and what the tool raises."""
         self.tool_calls += 1
+        return await self.wait(job, timeout_s)
+
+    async def wait(self, job: Callable[[], Awaitable[Any]], timeout_s: float | None = None) -> Any:
+        """Await what is no tool, a simulated user say, as :meth:`call` does, and do not count it."""
 
         async def bounded() -> Any:
             async with asyncio.timeout(timeout_s):
@@ -229,4 +303,5 @@ class Episode:
             seed=self.seed,
             turns=self.turns,
             tool_calls=self.tool_calls,
+            user_scores=tuple(self.user_scores),
         )

@@ -4,7 +4,8 @@ The file is verl's::
 
     tools:
       - class_name: core.rollout.tools:Calculator        # or path/to/file.py:Class
-        config: {}                               # for the class
+        config: {}                               # for the class; verl's "type: native" may stand there
+        timeout_s: 5                             # optional: seconds of a call, in place of multi_turn.tool_timeout_s
         tool_schema:                             # optional: in place of the class's own
           type: function
           function: {name: calculator, description: ..., parameters: {...}}     # parameters: JSON schema
@@ -13,6 +14,7 @@ A plain list is accepted too, with entries in the form of a function's schema. `
 carries the calls out; the tools that come along, ``calculator`` and ``python``, need none::
 
     - name: calculator
+      timeout_s: 5
       description: Computes an expression.
       parameters: {expression: {type: string}}   # a JSON schema, or argument -> schema, all of them required
 
@@ -24,7 +26,7 @@ A row of the data may choose among them, ``extra_info.tool_selection: [calculato
 from __future__ import annotations
 
 import asyncio
-import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +76,7 @@ class ToolSpec:
     schema: Mapping[str, Any]
     tool: Tool
     validator: Draft202012Validator
+    timeout_s: float | None = None  # of a call; None: multi_turn.tool_timeout_s
 
     def problem(self, arguments: Any) -> str | None:
         """Return what is wrong with the arguments of a call, or None where they fit."""
@@ -108,12 +111,16 @@ def load_tools(path: str | Path) -> dict[str, ToolSpec]:
 def _spec(entry: Any) -> ToolSpec:
     if isinstance(entry, Mapping) and ("name" in entry or "function" in entry):
         entry = _of_function(entry)
-    if not isinstance(entry, Mapping) or not entry.keys() <= {"class_name", "config", "tool_schema"}:
-        raise ValueError("must hold class_name, and may hold config and tool_schema; or name, description, parameters")
-    where = entry["class_name"]
-    if ":" not in where:  # verl's spelling, package.module.Class
-        where = ":".join(where.rsplit(".", 1))
-    tool = load_object(where, "class_name")(dict(entry.get("config") or {}))
+    if not isinstance(entry, Mapping) or not entry.keys() <= {"class_name", "config", "tool_schema", "timeout_s"}:
+        raise ValueError(
+            "must hold class_name, and may hold config, tool_schema and timeout_s; or name, description, parameters"
+        )
+    timeout_s = entry.get("timeout_s")
+    if timeout_s is not None and (isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float)):
+        raise ValueError(f"timeout_s={timeout_s!r} must be a number of seconds")
+    if timeout_s is not None and not 0 < timeout_s < math.inf:
+        raise ValueError(f"timeout_s={timeout_s!r} must be above 0; leave it out for multi_turn.tool_timeout_s")
+    tool = load_class(entry["class_name"])(_options(entry.get("config")))
     schema = entry.get("tool_schema") or tool.schema
     function = schema["function"]
     parameters = function.get("parameters") or {"type": "object"}
@@ -121,19 +128,33 @@ def _spec(entry: Any) -> ToolSpec:
         Draft202012Validator.check_schema(parameters)
     except SchemaError as error:
         raise ValueError(f"parameters is no JSON schema: {error.message}") from error
-    return ToolSpec(str(function["name"]), schema, tool, Draft202012Validator(parameters))
+    return ToolSpec(str(function["name"]), schema, tool, Draft202012Validator(parameters), timeout_s)
+
+
+def load_class(where: str) -> Any:
+    """Return the class ``module:Class``, ``file.py:Class`` or, as verl spells it, ``module.Class``."""
+    return load_object(where if ":" in where else ":".join(where.rsplit(".", 1)), "class_name")
+
+
+def _options(config: Any) -> dict[str, Any]:
+    """Return a class's own options: verl's files say beside them that a tool is ``native``, as all are here."""
+    options = dict(config or {})
+    if (kind := options.pop("type", "native")) != "native":
+        raise ValueError(f"config.type={kind!r} is not supported; write a class that calls it, type: native")
+    return options
 
 
 def _of_function(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return an entry that begins with the schema of a function in the form that begins with a class."""
     function = dict(entry.get("function") or entry)
-    kept = {key: entry[key] for key in ("class_name", "config") if key in entry}
+    kept = {key: entry[key] for key in ("class_name", "config", "timeout_s") if key in entry}
     for key in (*kept, "type"):
         function.pop(key, None)
     name, parameters = function["name"], function.get("parameters") or {}
     if unknown := function.keys() - {"name", "description", "parameters", "strict"}:
         raise ValueError(
-            f"{name!r} has {', '.join(sorted(unknown))}; it may have description, parameters, class_name, config"
+            f"{name!r} has {', '.join(sorted(unknown))}; it may have description, parameters, class_name, config, "
+            "timeout_s"
         )
     if not isinstance(parameters, Mapping):
         raise ValueError(f"{name!r}: parameters must be a JSON schema, or a mapping of arguments to theirs")
@@ -245,29 +266,3 @@ class PythonSandbox(Tool):
 
 
 COME_ALONG: Mapping[str, type[Tool]] = {tool.schema["function"]["name"]: tool for tool in (Calculator, PythonSandbox)}
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call as the policy wrote it; ``problem`` says why it is none."""
-
-    name: str = ""
-    arguments: Any = None
-    problem: str | None = None
-
-
-def parse_hermes(text: str) -> list[Call]:
-    """Return the calls of a turn: JSON with ``name`` and ``arguments`` between ``<tool_call>`` and ``</tool_call>``."""
-    from reward_scores.tags import between
-
-    return [_parse_call(content) for content in between(text, "tool_call")]
-
-
-def _parse_call(content: str) -> Call:
-    try:
-        said = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        return Call(problem=f"the call is not JSON: {error}")
-    if not isinstance(said, dict) or not isinstance(said.get("name"), str):
-        return Call(problem='a call is {"name": ..., "arguments": {...}}')
-    return Call(said["name"], said.get("arguments", {}))

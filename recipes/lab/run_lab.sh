@@ -1,21 +1,30 @@
 #!/usr/bin/env bash
-# GRPO on sums with a calculator: the tool agent of core with a tiny model, a few minutes on two CPU cores.
+# GRPO with the tool agent of core and a tiny model, a few minutes on two CPU cores: sums with a calculator (tools), or
+# guessing what a simulated user thinks of (users).
 #
-#   bash recipes/lab/run_lab.sh [key=value ...]          DRY_RUN=1 only checks the configuration
+#   bash recipes/lab/run_lab.sh [tools|users] [key=value ...]          DRY_RUN=1 only checks the configuration
 #
-# It makes the data and the base model (outputs/lab/sums/ in the current folder) where they are missing.
+# It makes the data and the base model (outputs/lab/ in the current folder) where they are missing.
 # It runs over Ray or, where Ray cannot be imported, in one process. Over Ray a run repeats up to rounding; with
 # trainer.backend=local appended it repeats to the bit.
-# The hyper-parameters are in recipes/grpo/config/preset/lab_tools.yaml. The output goes to outputs/grpo/ in the current
-# folder.
+# The hyper-parameters are in recipes/grpo/config/preset/lab_tools.yaml and lab_users.yaml. The output goes to
+# outputs/grpo/ in the current folder.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 python="$root/.venv/bin/python"
 [[ -x "$python" ]] || python=python3
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-tools=actor_rollout_ref.rollout.multi_turn.tool_config_path="$root/recipes/lab/tools.yaml"
-arguments=(preset=lab_tools trainer.backend=ray "$tools" -- "$@")
+case "${1:-}" in
+tools | users) kind="$1" && shift ;;
+*) kind=tools ;;
+esac
+turns=actor_rollout_ref.rollout.multi_turn
+case "$kind" in
+tools) task=sums others="$turns.tool_config_path=$root/recipes/lab/tools.yaml" ;;
+users) task=guesses others="$turns.interaction_config_path=$root/recipes/lab/users.yaml" ;;
+esac
+arguments=("preset=lab_$kind" trainer.backend=ray "$others" -- "$@")
 
 case "${DRY_RUN:-}" in
 "" | 0 | false | no) ;;
@@ -24,8 +33,8 @@ esac
 DRY_RUN=1 "$python" -m recipes.grpo.main_grpo "${arguments[@]}" > /dev/null # reports a wrong key now, not after a minute
 if ! "$python" -c "import ray" 2> /dev/null; then
     echo "ray cannot be imported: the run is in one process, trainer.backend=local" >&2
-    arguments=(preset=lab_tools trainer.backend=local "$tools" -- "$@")
+    arguments=("preset=lab_$kind" trainer.backend=local "$others" -- "$@")
 fi
-"$python" -m recipes.lab.sums
+"$python" -m "recipes.lab.$task"
 "$python" -m recipes.grpo.main_grpo "${arguments[@]}"
 "$python" -m recipes.lab.report grpo "${arguments[@]}"

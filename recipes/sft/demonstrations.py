@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from core.data.dataset import CHAT_FIX, ChatError, Choose, Encoder
-from core.data.parquet import Problems
+from core.data.parquet import Example, Problems
 from core.engines.stepped import eos_ids
 from core.errors import InputError
 from core.learner.models import resolve_path
@@ -178,6 +178,14 @@ class DemonstrationFiles:
     def prompt(self, path: str, index: int, ordinal: int) -> Demonstration:
         """Return a file's ``index``-th demonstration that can be drawn."""
         return self.measured[path][index]
+
+    def agent_names(self) -> set[str]:
+        """Return no name: demonstrations are written already, no agent loop plays them."""
+        return set()
+
+    def examples(self) -> Iterator[Example]:
+        """Yield nothing: what is scored and played are the questions of the validation."""
+        yield from ()
 
     def _fitting(self, path: str, table: Any, numbers: Sequence[int], problems: Problems) -> Iterator[Demonstration]:
         """Yield a file's demonstrations, within the limit; log how many were cut or left out."""

@@ -159,7 +159,7 @@ def added(tmp_path_factory):
         (f"{ROLLOUT}.name", tables.ENGINES),
         ("reward_model.reward_manager", tables.REWARD_MANAGERS),
         ("trainer.logger", tables.LOGGERS),
-        (f"{ROLLOUT}.agent_loop", {"your own as package.module:function": None}),
+        (f"{ROLLOUT}.agent_loop", tables.AGENT_LOOPS),
     ],
 )
 def test_without_its_entry_a_name_is_refused_with_the_list_of_names(key, known):

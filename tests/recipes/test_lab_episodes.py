@@ -10,13 +10,20 @@ import pytest
 
 from core.config import compose
 from core.data.parquet import ExampleFile
+from core.engines import SamplingParams
+from core.rollout.agent_loop import Episode, Limits
+from core.rollout.tool_agent import ToolAgentLoop
 from core.rollout.tools import load_tools
-from recipes.lab import sums
+from core.types import Prompt
+from recipes.lab import guesses, sums
 from recipes.lab.tokenizer import build_tokenizer
 from recipes.lab.warm_start import IGNORED, BaseModelError, WarmStart, as_row, build, train
 from recipes.search_r1 import knowledge, knowledge_model, main_search_r1
 from recipes.search_r1.search_loop import INVALID, information, parse_action
 from tests.recipes.test_search_r1 import ROOT
+from tests.scripted_engine import ScriptedEngine
+
+TURNS = "actor_rollout_ref.rollout.multi_turn"
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +135,55 @@ def test_no_sum_is_on_both_sides():
     parts = sums.splits(50, 50)
     train, test = ({one.expression for one in part} for part in (parts["train"], parts["test"]))
     assert not train & test and len(train) == len(test) == 50
+
+
+# --- guesses ---
+
+
+def test_halving_finds_every_letter_and_not_listening_does_not():
+    rng, found, riddles = random.Random(1), 0, guesses.splits()["train"]
+    for one in riddles:
+        halved, unheard = list(guesses.halving(one)), list(guesses.deaf(one, rng))
+        assert halved[-1] == one.secret and len(halved) <= guesses.GUESSES
+        assert len(unheard) <= guesses.GUESSES and all(one.first <= guess <= one.last for guess in unheard)
+        found += unheard[-1] == one.secret
+    assert 0.25 < found / len(riddles) < 0.5
+
+
+def test_no_riddle_is_on_both_sides_and_there_are_no_others():
+    parts = guesses.splits()
+    assert len(parts["test"]) == 200 and not set(parts["train"]) & set(parts["test"])
+    assert len({*parts["train"], *parts["test"]}) == sum(width * (27 - width) for width in range(8, 16))
+
+
+def test_episodes_of_the_warm_start_are_what_the_tool_agent_plays_with_the_user(tmp_path):
+    words, user = build_tokenizer((*guesses.LETTERS, *"-?#"), (guesses.EARLIER, guesses.LATER)), "thinker"
+    words.chat_template = guesses.TEMPLATE
+    (tmp_path / "users.yaml").write_text((ROOT / "recipes" / "lab" / "users.yaml").read_text())
+    config = compose("grpo", ["preset=lab_users", f"{TURNS}.interaction_config_path={tmp_path}/users.yaml"])
+    loop, unheard = ToolAgentLoop(config, words), random.Random(2)
+    for one in guesses.splits()["test"][:40]:
+        for way in (list(guesses.halving(one)), list(guesses.deaf(one, unheard))):
+            row = guesses.row(one, "test", 0)
+            said = [f"#{guesses.LETTERS[guess]}" for guess in way]
+            ids = tuple(encode(words, one.prompt))
+            asked = Prompt(0, "u", ids, row["prompt"], guesses.LETTERS[one.secret], "lab/guesses", row["extra_info"])
+            engine, sampling = ScriptedEngine(words, lambda _, left=said: left.pop(0)), SamplingParams(max_tokens=24)
+            episode = Episode(asked, 0, sampling, Limits(24, 32), engine=engine, tokenizer=words, run_seed=1)
+            asyncio.run(loop.run(episode))
+            trajectory = episode.trajectory()
+            warm, labels = as_row(one.prompt, guesses.episode(one, iter(way), words.eos_token), words)
+            assert [*ids, *trajectory.response_ids.tolist()] == warm
+            assert trajectory.response_mask.tolist() == [label != IGNORED for label in labels[len(ids) :]]
+            assert trajectory.user_scores[-1] == (way[-1] == one.secret) and not any(trajectory.user_scores[:-1])
+            assert row["extra_info"]["interaction_kwargs"]["name"] == user and not said
+
+
+@pytest.mark.parametrize("text", ["#", "#ab", "k#", "", "#7"])
+def test_the_user_asks_again_about_what_is_no_letter(text):
+    told = [{"role": "user", "content": "f-n?"}, {"role": "assistant", "content": text}]
+    reply = asyncio.run(guesses.Thinker({}).generate_response({"secret": "k"}, told))
+    assert (reply.over, reply.text, reply.score) == (False, guesses.PUZZLED, 0.0)
 
 
 # --- the warm start ---

@@ -142,7 +142,7 @@ def test_ray_init_takes_the_arguments_of_the_table():
         (f"{ACTOR}.megatron.tensor_model_parallel_size=2", "Megatron is not supported"),
         ("actor_rollout_ref.model.lora_adapter_path=x", "merge those into the base"),
         ("actor_rollout_ref.model.lora.rank=32", "use actor_rollout_ref.model.lora_rank"),
-        (f"{ROLLOUT}.agent.default_agent_loop=tool_agent", f"use {ROLLOUT}.multi_turn.enable=True"),
+        (f"{ROLLOUT}.agent.default_agent_loop=tool_agent", f"use {ROLLOUT}.agent_loop, with the same names"),
         ("data.custom_cls.path=x.py", "write parquet rows"),
         ("data.datagen.path=x.py", "a row is a function of its ordinal"),
         ("reward_model.enable_resource_pool=True", "one process holds the reward model"),

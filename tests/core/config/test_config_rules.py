@@ -191,6 +191,10 @@ BROKEN = [
         *("reward_model.reward_manager=batch", "set custom_reward_function.path"),
     ),
     (
+        *("ppo", ["reward_model.reward_manager=mine"], ()),
+        *("reward_model.reward_manager=mine", 'with the class under @register("mine"), reward_model.module.path=my.py'),
+    ),
+    (
         *("ppo", ["reward_model.source=importlib", "reward_model.module.name=Mine"], ()),
         *("reward_model.module.path=null", "is needed with reward_model.source=importlib"),
     ),
@@ -643,6 +647,7 @@ IDLE = [
         "reward_model.reward_manager",
     ),
     ("ppo", ["reward_model.module.name=Mine"], "reward_model.module.name"),
+    ("ppo", ["reward_model.module.path=my.rewards"], "reward_model.module.path"),
     ("ppo", ["+custom_reward_function.reward_kwargs.x=1"], "custom_reward_function.reward_kwargs.x"),
     ("ppo", ["trainer.resume_from_path=x"], "trainer.resume_from_path"),
     ("ppo", ["trainer.max_actor_ckpt_to_keep=3"], "trainer.max_actor_ckpt_to_keep"),

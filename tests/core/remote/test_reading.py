@@ -210,7 +210,11 @@ def test_a_url_is_a_model(key):
 
 
 @pytest.mark.parametrize(
-    "key", ["custom_reward_function.path", "actor_rollout_ref.rollout.multi_turn.tool_config_path"]
+    "key",
+    [
+        "custom_reward_function.path",
+        *(f"actor_rollout_ref.rollout.multi_turn.{name}_config_path" for name in ("tool", "interaction")),
+    ],
 )
 def test_code_and_tools_are_read_here_alone(key):
     lines = [line for line in missing(f"{key}={ROOT}/x.py", among=frozenset({key})) if line.startswith(key)]

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from core.config import examine
 from core.config.schema import CustomRewardFunctionConfig, RewardModelConfig, RewardModuleConfig
 from core.engines import SampleRequest, SamplingParams
 from core.engines.hf import HFEngine
@@ -162,6 +163,41 @@ def test_a_users_own_manager(make_layer, write):
 def test_a_users_manager_that_cannot_work(make_layer, write, name, says):
     with pytest.raises(InputError, match=f"(?s)reward_model.module.*{says}"):
         make_layer(source="importlib", module=RewardModuleConfig(write(OWN), name))
+
+
+REGISTERED = """
+    from core.rewards.managers import register
+
+    @register("{name}")
+    class Quarter:
+        def __init__(self, reward_model, scorers):
+            pass
+        async def run(self, job):
+            return 0.25
+        def close(self):
+            pass
+"""
+
+
+def test_a_users_manager_by_the_name_that_a_decorator_gives_it(make_layer, write):
+    own = RewardModuleConfig(write(REGISTERED.format(name="quarter")))
+    layer = make_layer(reward_manager="quarter", module=own)
+    assert grade(layer, ["b"])[0].value == 0.25 and not layer.in_process
+    with pytest.raises(InputError, match='(?s)reward_manager=third: .*it has .*quarter.*@register."third"'):
+        make_layer(reward_manager="third", module=own)
+    with pytest.raises(InputError, match="registers 'naive', a name of core.config.tables"):
+        make_layer(reward_manager="mine", module=RewardModuleConfig(write(REGISTERED.format(name="naive"), "taken.py")))
+
+
+def test_a_registered_name_passes_the_configuration_with_its_module_alone(write):
+    where = write(REGISTERED.format(name="quarter"))
+    chosen = "reward_model.reward_manager=quarter"
+    (problem,) = examine("grpo", [chosen]).problems
+    assert problem.startswith(f"{chosen}: must be one of naive, batch, prime, dapo")
+    report = examine("grpo", [chosen, f"reward_model.module.path={where}"])
+    assert not report.problems and not report.unused
+    unused = examine("grpo", [f"reward_model.module.path={where}"]).unused
+    assert unused["reward_model.module.path"][1].startswith("reward_model.reward_manager=naive is a manager of")
 
 
 # --- the barrier ---

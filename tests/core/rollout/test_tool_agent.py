@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 import pytest
 
-from core.config import compose
+from core.config import compose, tables
 from core.engines import SamplingParams
 from core.errors import InputError
 from core.rollout.agent_loop import Episode, Limits
+from core.rollout.call_formats import FORMATS, Call, parse_hermes, parse_react
 from core.rollout.tool_agent import ToolAgentLoop
-from core.rollout.tools import Call, Tool, ToolError, chosen, facts_for, load_tools, parse_hermes
+from core.rollout.tools import Tool, ToolError, chosen, facts_for, load_tools
 from core.types import Prompt, Stop
 from reward_scores.sandbox import isolation
 from tests.scripted_engine import ScriptedEngine
@@ -227,6 +229,59 @@ def test_without_a_template_the_tags_stand_alone(tmp_path):
     assert tool_text(trajectory) == "<tool_response>2</tool_response>"
 
 
+# --- react ---
+
+REACT = (f"{MULTI}.format=react", "data.max_prompt_length=2000")  # the form is told in the prompt
+ACT = 'Thought: so\nAction: calculator\nAction Input: {"expression": "1 + 1"}\n'
+
+
+def test_the_formats_are_those_of_the_configuration():
+    assert tuple(FORMATS) == tables.CALL_FORMATS
+
+
+def test_an_action_is_read_from_the_text():
+    assert parse_react("Thought: I know\nFinal Answer: 2") == []
+    assert parse_react(f"{ACT}Observation:") == parse_react(ACT) == [Call("calculator", {"expression": "1 + 1"})]
+    several = 'Action: f\nAction Input: {\n "a": 1\n}\nObservation:'
+    assert parse_react(several) == [Call("f", {"a": 1})]
+    for text, said in (
+        ("Action: f", "one line Action: and one Action Input:.*1 and 0"),
+        ("Action Input: {}", "without a line Action:"),
+        ("Action: f\nAction Input: 1 + 1", "not JSON"),
+        ("Action: f\nAction Input: [1]", "a JSON object"),
+        (f"{ACT}Final Answer: 2", "not both"),
+        (ACT + ACT, "2 and 2"),
+        ("Action: f\nAction Input: " + "[" * 100_000, "not JSON"),
+    ):
+        (bad,) = parse_react(text)
+        assert re.search(said, bad.problem), text
+
+
+def test_an_observation_follows_what_the_policy_began(tmp_path):
+    words = tokenizer()
+    trajectory, _ = played(tmp_path, [f"{ACT}Observation: 3\nFinal Answer: 3", "Final Answer: 2"], *REACT)
+    text = words.decode(trajectory.response_ids)
+    assert text.startswith(f"{ACT}Observation:") and text.endswith("Final Answer: 2<eos>")
+    assert tool_text(trajectory) == " 2\n" and (trajectory.turns, trajectory.tool_calls) == (2, 1)
+    assert "Final Answer: 3" not in text  # the turn ended where the tool begins
+    shown = words.decode(trajectory.prompt_ids)
+    assert '{"name": "calculator", "description"' in shown and "<tool calculator>" not in shown
+    assert shown.endswith("Final Answer: the answer\n\nhow much?<eos>\n<bos>assistant\n")
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, None])
+def test_an_action_that_ends_its_message_is_answered_too(tmp_path, template):
+    trajectory, _ = played(tmp_path, [ACT, "Final Answer: 2"], *REACT, template=template)
+    framed = "\n<bos>user\nObservation: 2<eos>\n<bos>assistant\n" if template else "\nObservation: 2\n"
+    assert tool_text(trajectory) == framed and trajectory.turns == 2
+
+
+def test_an_action_that_is_none_is_told_what_is_wrong(tmp_path):
+    trajectory, loop = played(tmp_path, ["Action: oracle\nAction Input: {}\nObservation:", "Final Answer: 2"], *REACT)
+    assert tool_text(trajectory) == " error: there is no tool 'oracle'; there are calculator\n"
+    assert loop.metrics()["agent/invalid_calls"] == 1
+
+
 # --- limits ---
 
 
@@ -266,6 +321,28 @@ def test_a_tool_that_does_not_answer_costs_its_time_and_no_episode(tmp_path):
     trajectory, loop = played(tmp_path, [call("slow"), "2"], f"{MULTI}.tool_timeout_s=0.05", yaml=yaml)
     assert "error: no answer in 0.05 s" in tool_text(trajectory)
     assert trajectory.turns == 2 and loop.metrics()["agent/timeout_calls"] == 1
+
+
+@pytest.mark.parametrize(
+    "yaml",
+    [
+        f"tools:\n  - class_name: {__file__}:Slow\n    config: {{type: native}}\n    timeout_s: 0.05\n",
+        f"- name: slow\n  class_name: {__file__}:Slow\n  timeout_s: 0.05\n",
+        f"- type: function\n  function: {{name: slow}}\n  class_name: {__file__}:Slow\n  timeout_s: 0.05\n",
+    ],
+)
+def test_a_tool_may_have_a_time_of_its_own(tmp_path, yaml):
+    trajectory, _ = played(tmp_path, [call("slow"), "2"], f"{MULTI}.tool_timeout_s=600", yaml=yaml)
+    assert "error: no answer in 0.05 s" in tool_text(trajectory)
+
+
+def test_a_time_that_is_none_is_refused(tmp_path):
+    entry = "- {{name: calculator, {}}}\n"
+    said = problems_of(
+        tmp_path, "".join(map(entry.format, ("timeout_s: 0", "timeout_s: soon", "timeout_s: .inf", "timeout_s: true")))
+    )
+    assert [line.partition("timeout_s=")[2][:4] for line in said.splitlines()] == ["0 mu", "'soo", "inf ", "True"]
+    assert "'mcp' is not supported" in problems_of(tmp_path, f"{CALCULATOR}    config: {{type: mcp}}\n")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,145 @@
+"""The guessing task: a simulated user thinks of a letter, and says after each guess on which side of it the letter is.
+
+    f-n?     ->    #j     later     #l     earlier     #k          up to 15 letters in a range, four guesses
+
+    python -m recipes.lab.guesses
+
+Writes ``outputs/lab/guesses/{train,test}.parquet`` and ``outputs/lab/guesses/base/<hash>/``, to which ``base/current``
+points. Halving the range finds every letter in four guesses, guessing without listening finds about one in three. The
+base model can halve, and does so in about one episode of six.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from core.rollout.interactions import Interaction, UserTurn
+from data_preprocess.schema import make_row, write_rows
+from recipes.lab.tokenizer import build_tokenizer
+from recipes.lab.warm_start import Row, Stretch, WarmStart, as_row, build
+
+DATA_SOURCE = "lab/guesses"
+FOLDER = Path("outputs/lab/guesses")
+LETTERS, GUESSES, WIDTHS = string.ascii_lowercase, 4, range(8, 16)
+EARLIER, LATER, PUZZLED = "earlier", "later", "?"
+TEMPLATE = (
+    "{% for one in messages %}{{ one['content'] }}{% if one['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
+)
+
+
+@dataclass(frozen=True)
+class Riddle:
+    first: int  # of the letters that it may be, a place in the alphabet
+    last: int
+    secret: int
+
+    @property
+    def prompt(self) -> str:
+        return f"{LETTERS[self.first]}-{LETTERS[self.last]}?"
+
+    def hint(self, guess: int) -> str:
+        return LATER if guess < self.secret else EARLIER
+
+
+class Thinker(Interaction):
+    """The user who thinks of the letter ``secret`` of an episode's facts, and leaves after the last guess."""
+
+    async def generate_response(self, state: Any, messages: Sequence[Mapping[str, Any]]) -> UserTurn:
+        guess = messages[-1]["content"].strip().removeprefix("#")
+        made = sum(one["role"] == "assistant" for one in messages)
+        if guess == state["secret"]:
+            return UserTurn(True, score=1.0)
+        if len(guess) != 1 or guess not in LETTERS:
+            return UserTurn(made == GUESSES, PUZZLED)
+        return UserTurn(made == GUESSES, LATER if guess < state["secret"] else EARLIER)
+
+
+def splits(test: int = 200) -> dict[str, list[Riddle]]:
+    """Return every riddle there is, ``test`` of them held out, in an order that is the same on every machine."""
+    places = ((first, first + width - 1) for width in WIDTHS for first in range(len(LETTERS) - width + 1))
+    riddles = [Riddle(*ends, secret) for ends in places for secret in range(ends[0], ends[1] + 1)]
+    random.Random("guesses").shuffle(riddles)
+    return {"train": riddles[test:], "test": riddles[:test]}
+
+
+def row(one: Riddle, split: str, index: int) -> dict[str, Any]:
+    """Return a row in verl's schema, which chooses the user and tells them the letter."""
+    secret = LETTERS[one.secret]
+    user = {"name": "thinker", "secret": secret}
+    chat = [{"role": "user", "content": one.prompt}]
+    return make_row(DATA_SOURCE, chat, secret, "guessing", split=split, index=index, interaction_kwargs=user)
+
+
+def halving(one: Riddle) -> Iterator[int]:
+    """Yield the guesses of someone who halves what is left, until the letter is found."""
+    first, last, guess = one.first, one.last, -1
+    while guess != one.secret:
+        yield (guess := (first + last) // 2)
+        first, last = (guess + 1, last) if guess < one.secret else (first, guess - 1)
+
+
+def deaf(one: Riddle, rng: random.Random) -> Iterator[int]:
+    """Yield guesses within the range that no hint changes."""
+    for guess in rng.sample(range(one.first, one.last + 1), GUESSES):
+        yield guess
+        if guess == one.secret:
+            return
+
+
+def episode(one: Riddle, guesses: Iterator[int], eos: str) -> list[Stretch]:
+    """Return the turns as they are played: none after the right guess, or after the last one."""
+    stretches: list[Stretch] = []
+    for number, guess in enumerate(guesses, start=1):
+        stretches.append((f"#{LETTERS[guess]}{eos}", True))
+        if guess != one.secret and number < GUESSES:
+            stretches.append((one.hint(guess), False))
+    return stretches
+
+
+@dataclass(frozen=True)
+class GuessesRecipe(WarmStart):
+    """Settings of the warm start, with its episodes."""
+
+    layers: int = 2
+    positions: int = 64
+    task_steps: int = 400
+    mixture_steps: int = 80
+    hold_steps: int = 340
+    halving_share: float = 0.16  # of the mixture; the rest do not listen
+
+
+def rows(recipe: GuessesRecipe, tokenizer: Any) -> tuple[list[Row], list[Row]]:
+    """Return episodes that halve, and the mixture of those and guesses that do not listen."""
+    rng, eos = random.Random(recipe.seed), tokenizer.eos_token
+    riddles = splits()["train"]
+    task = [as_row(one.prompt, episode(one, halving(one), eos), tokenizer) for one in riddles]
+    mixed = [
+        full
+        if rng.random() < recipe.halving_share
+        else as_row(one.prompt, episode(one, deaf(one, rng), eos), tokenizer)
+        for _ in range(8)
+        for one, full in zip(riddles, task, strict=True)
+    ]
+    return task, mixed
+
+
+def prepare(folder: Path = FOLDER, recipe: GuessesRecipe | None = None) -> Path:
+    """Make what is missing in ``folder`` and return the base model's folder."""
+    recipe, tokenizer = recipe or GuessesRecipe(), build_tokenizer((*LETTERS, *"-?#"), (EARLIER, LATER))
+    tokenizer.chat_template = TEMPLATE
+    for split, riddles in splits().items():
+        write_rows(folder / f"{split}.parquet", [row(one, split, index) for index, one in enumerate(riddles)])
+    code = [Path(__file__), Path(__file__).parent / "tokenizer.py"]
+    return build(folder / "base", recipe, tokenizer, lambda: rows(recipe, tokenizer), *code)
+
+
+if __name__ == "__main__":
+    options = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    argparse.ArgumentParser(prog="python -m recipes.lab.guesses", **options).parse_args()
+    print(f"base model: {prepare()}", flush=True)
