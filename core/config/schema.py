@@ -69,6 +69,7 @@ class ModelConfig:
     override_config: Open = FrozenDict()  # fields of the model's own configuration
     enable_gradient_checkpointing: bool = True  # recompute activations in the backward pass: less memory, more time
     use_remove_padding: bool = False  # pack the sequences of a pass without padding
+    fp32_lm_head: bool = False  # logits in float32 where weights and passes are bfloat16, in learner and engine
     lora_rank: limits.Size = 0  # rank of the adapters that train in place of the weights; 0: all weights train
     lora_alpha: limits.Count = 16  # the adapters' output is scaled by lora_alpha / lora_rank
     # layers with adapters: all-linear, ends of names, or one pattern of whole names

@@ -31,7 +31,7 @@ from core.errors import InputError, WorkersLost
 from core.learner.models import resolve_path
 
 if TYPE_CHECKING:
-    from core.config.schema import Config
+    from core.config.schema import Config, ModelConfig
 
 # Read when vllm is imported: the engine core in this process, its log quiet, threads as the caller set them.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -244,7 +244,7 @@ def engine_arguments(config: Config, skeleton: nn.Module) -> dict[str, Any]:
     arguments = {
         "model": resolve_path(model.path),
         "trust_remote_code": model.trust_remote_code,
-        "hf_overrides": {key: value for key, value in thaw(model.override_config).items() if key != ATTENTION_KEY},
+        "hf_overrides": _overrides(model),
         "dtype": "float32" if rollout.dtype in FULL_PRECISION else "bfloat16",
         "tensor_parallel_size": rollout.tensor_model_parallel_size if config.trainer.backend == "ray" else 1,
         "max_model_len": min(longest, _positions(skeleton)),
@@ -254,6 +254,12 @@ def engine_arguments(config: Config, skeleton: nn.Module) -> dict[str, Any]:
     same = ("gpu_memory_utilization", "enforce_eager", "max_num_batched_tokens", "max_num_seqs")
     same += ("enable_chunked_prefill", "enable_prefix_caching")
     return {**arguments, **{name: getattr(rollout, name) for name in same}, **extra}
+
+
+def _overrides(model: ModelConfig) -> dict[str, Any]:
+    """Return fields of the model's configuration that vLLM is to read otherwise than they stand in its folder."""
+    given = {key: value for key, value in thaw(model.override_config).items() if key != ATTENTION_KEY}
+    return {**given, "head_dtype": "float32"} if model.fp32_lm_head else given
 
 
 def _positions(skeleton: nn.Module) -> int:

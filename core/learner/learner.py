@@ -20,7 +20,7 @@ from core.algorithm.kl import kl_penalty
 from core.algorithm.losses import Means, policy_loss, value_loss
 from core.algorithm.rollout_correction import add_mismatch
 from core.learner.batching import micro_batches, split_idle
-from core.learner.log_probs import token_log_probs_and_entropy
+from core.learner.log_probs import FP32Head, token_log_probs_and_entropy
 from core.learner.lora import base_only
 from core.learner.model_checks import check_head, check_packing
 from core.learner.packing import Layout, Reading, SharedPrompts, can_share, hidden_before_tokens
@@ -109,7 +109,13 @@ def read_tokens(
         hidden_MH = hidden_before_tokens(module, reading.input_ids, reading.mask_BT, shared)
     head = module.get_output_embeddings()
     return token_log_probs_and_entropy(
-        hidden_MH, head.weight, reading.labels, temperature=temperature, bias=head.bias, entropy_grad=entropy_grad
+        hidden_MH,
+        head.weight,
+        reading.labels,
+        temperature=temperature,
+        bias=head.bias,
+        entropy_grad=entropy_grad,
+        fp32=isinstance(head, FP32Head),
     )
 
 

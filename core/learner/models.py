@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from core.errors import InputError
+from core.learner.log_probs import FP32Head
 from core.remote.cache import WEIGHTS, local_path
 from core.remote.urls import is_url
 
@@ -92,7 +93,16 @@ def load_policy(model: ModelConfig, dtype: torch.dtype = torch.float32, *, on_me
 
     ``on_meta`` builds it without reading or allocating a weight.
     """
-    return _load("AutoModelForCausalLM", model, dtype, on_meta)
+    module = _load("AutoModelForCausalLM", model, dtype, on_meta)
+    if model.fp32_lm_head:
+        head = module.get_output_embeddings()
+        if type(head) is not nn.Linear:
+            raise InputError(
+                f"actor_rollout_ref.model.fp32_lm_head=True: {type(module).__name__} has no plain linear output head; "
+                "set it to False"
+            )
+        head.__class__ = FP32Head  # the same weight, tied as it was, under the same name
+    return module
 
 
 def load_critic(

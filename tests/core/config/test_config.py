@@ -25,7 +25,7 @@ VERL = yaml.safe_load((Path(__file__).parent / "verl_defaults.yaml").read_text()
 # keys that verl v0.6.1 and its DAPO recipe lack
 ADDED = {
     *("data.dataset_weights", "data.curriculum", f"{ACTOR}.overlong_filtering", "reward_model.on_error"),
-    *("reward_model.weight", "trainer.resume_with_changes"),
+    *("reward_model.weight", "trainer.resume_with_changes", "actor_rollout_ref.model.fp32_lm_head"),
     *(f"reward_model.judge.{field.name}" for field in dataclasses.fields(schema.JudgeConfig)),
     *(f"reward_model.{name}" for name in ("source", "module.path", "module.name", "num_workers", "timeout_s")),
     *(f"reward_model.{name}" for name in ("memory_limit_mb", "num_examine", "val_num_examine")),
@@ -271,6 +271,7 @@ def test_published_configurations_are_read_also_where_they_hold_another_recipes_
         written = yaml.safe_load(to_yaml(from_yaml(path.read_text())))
         newer = {"reference": None, "resume_with_changes": False}  # keys that are newer than these runs
         assert {key: written["trainer"].pop(key) for key in newer} == newer
+        assert written["actor_rollout_ref"]["model"].pop("fp32_lm_head") is False
         assert written["actor_rollout_ref"]["rollout"].pop("update_weights_bucket_megabytes") == 2048
         assert written["actor_rollout_ref"]["rollout"]["multi_turn"].pop("interaction_config_path") is None
         assert written["reward_model"].pop("judge") == yaml.safe_load(to_yaml(Config()))["reward_model"]["judge"]

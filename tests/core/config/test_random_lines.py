@@ -241,8 +241,8 @@ def names_what_was_typed(line: str, texts: list[str], schema: type) -> bool:
         return True
     key, is_one, rest = line.partition("=")
     keys = {*convert.all_keys(schema), *convert.sections(schema), "preset"}
-    typed = "\n".join([*texts, *("".join(text.split()) for text in texts)])
-    named = key in keys or all(convert.one_line(part) in convert.one_line(typed) for part in key.split("."))
+    typed = convert.one_line("\n".join([*texts, *("".join(text.split()) for text in texts)])).lower()
+    named = key in keys or all(convert.one_line(part).lower() in typed for part in key.split("."))  # true is True
     return bool(is_one) and ": " in rest and named
 
 

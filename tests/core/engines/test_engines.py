@@ -17,6 +17,7 @@ from core.engines import SampleRequest
 from core.engines.factory import make_engine
 from core.engines.hf import HFEngine
 from core.errors import InputError
+from core.learner.log_probs import FP32Head
 from core.types import Stop
 from tests.core.engine_contract import (
     HELLO,
@@ -355,6 +356,24 @@ def test_any_end_of_sequence_id_ends():
     model.generation_config.eos_token_id = [1, free[end]]
     ended = sample_all(HFEngine(model, tiny_tokenizer()), [ask(max_tokens=30)])[0]
     assert (ids(ended), ended.stop) == (free[: end + 1], Stop.EOS)
+
+
+def test_a_head_in_float32_decodes_with_logits_that_were_not_rounded():
+    """The body is in bfloat16 as before; what the head makes of its hidden states is exact."""
+    gaps = {}
+    for head in (torch.nn.Linear, FP32Head):
+        model = tiny_model(initializer_range=0.6)
+        model.get_output_embeddings().__class__ = head
+        engine = HFEngine(model, tiny_tokenizer(), dtype=torch.bfloat16)
+        with torch.inference_mode():
+            hidden = engine.model.base_model(torch.tensor([[4, 5, 6, 7]])).last_hidden_state[0, :-1]
+            exact = (hidden.double() @ engine.model.get_output_embeddings().weight.double().T).log_softmax(-1)
+        expected = exact.gather(-1, torch.tensor([[5], [6], [7]]))[:, 0].numpy()
+        gaps[head] = np.abs(engine.probe((4, 5, 6, 7)) - expected).max()
+        asked = ask((4, 5), seed=1, max_tokens=1, ignore_eos=True)
+        (answer,) = sample_all(engine, [asked])
+        assert abs(answer.logprobs[0] - exact[1, int(answer.response_ids[0])].item()) <= max(gaps[head], 2e-2)
+    assert gaps[FP32Head] < 1e-5 and gaps[torch.nn.Linear] > 1e-3
 
 
 # -- make_engine
