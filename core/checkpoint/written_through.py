@@ -26,6 +26,7 @@ from core.remote.writing import check_writable, put_file, tried
 
 KEY = "trainer.default_local_dir"
 NOT_SENT = ("global_step_", ".tmp-", ".old-", ".trash-", "damaged-", LOCK)  # beginnings of names in a run folder
+UNFINISHED = (".partial", ".old")  # endings of files and folders that are renamed once they are complete
 DATABASE, BESIDE = ".db", ("-wal", "-shm", "-journal")  # of SQLite: what a judge replied, and loggers' own
 
 log = logging.getLogger(__name__)
@@ -152,7 +153,8 @@ class RemoteRun:
     def _send_files(self) -> None:
         for file in sorted(each for each in self.store.root.rglob("*") if each.is_file()):
             name = str(file.relative_to(self.store.root))
-            if name.startswith(NOT_SENT) or name.endswith((".partial", TRACKER, *BESIDE)):
+            unfinished = any(part.endswith(UNFINISHED) for part in name.split("/"))
+            if unfinished or name.startswith(NOT_SENT) or name.endswith((TRACKER, *BESIDE)):
                 continue
             state = _state(file)
             if state and self._sent.get(name) != state:

@@ -161,6 +161,21 @@ def test_a_checkpoint_to_start_from_may_be_a_url(memory, tmp_path, monkeypatch):
         store.at(URL)
 
 
+def test_what_is_still_being_written_is_not_sent(memory, tmp_path):
+    run = RemoteRun(URL, CheckpointStore(tmp_path / "run"))
+    for name in (
+        "a.jsonl",
+        "b.jsonl.partial",
+        "capsules/step_2/x",
+        "capsules/step_3.partial/x",
+        "capsules/step_4.old/x",
+    ):
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / name).write_text("x")
+    run.send_files()
+    assert there(memory) == {"a.jsonl", "capsules/step_2/x"}
+
+
 def table(path: Path) -> list[int]:
     with sqlite3.connect(path) as database:
         return [row[0] for row in database.execute("select n from t order by n")]
