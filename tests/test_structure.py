@@ -104,8 +104,8 @@ BUDGETS = {
     ("core/checkpoint",): 1_330,
     # 750 more: first lines, memory knobs, the whole step, a sharded update as counted, what rests by phase, no engine
     ("core/planning",): 1_250,
-    # 370 more: bars while a step collects, the identity of a run, batches without padding, snapshots, traces, URLs
-    READING_PATH: 3_270,
+    # 380 more: bars while a step collects, the identity of a run, batches without padding, snapshots, traces, URLs
+    READING_PATH: 3_280,
     ("recipes/ppo",): 600,
     ("recipes/grpo",): 600,
     ("recipes/dapo",): 600,
