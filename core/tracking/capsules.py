@@ -2,7 +2,7 @@
 
 A capsule is the folder ``<run>/capsules/step_<n>``: what the step began from (groups, weights, optimizers, the KL
 controller) and what each phase made of it. ``capsule.json`` describes it and has the hash of every other file; tensors
-are safetensors. It appears as a whole, by one rename, or not at all. :mod:`core.replaying` reads it and computes the
+are safetensors. It appears as a whole, by one rename, or not at all. :mod:`core.replay` reads it and computes the
 step again; how answers came about is not in it, since engines and scorers are its beginning.
 
 Of the weights after the update a capsule keeps checksums of pieces and one number of each piece: that tells which
@@ -29,6 +29,7 @@ from core.checkpoint.manifest import fsync, sha256_of, write_durably
 from core.checkpoint.provenance import package_versions
 from core.checkpoint.run_state import StateEncoder
 from core.config import convert
+from core.config.paths import run_folder
 from core.errors import InputError
 from core.tracking.run_manifest import git_state
 from core.tracking.trace import TRACED
@@ -208,7 +209,7 @@ class CapsuleRecorder:
     def __init__(self, config: Config, trainer: type, total_steps: int):
         self.config, self.total_steps = config, total_steps
         self.trainer = f"{trainer.__module__}:{trainer.__qualname__}"
-        self.run_dir = Path(config.trainer.default_local_dir)
+        self.run_dir = run_folder(config)
         self.steps = frozenset(config.trainer.capsule_steps or ())
         self.begun: Begun | None = None
 
