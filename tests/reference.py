@@ -109,8 +109,11 @@ def policy_loss(kind: str, logp: Array, old: Array, adv: Array, mask: Array, c: 
     return out
 
 
-def aggregate(loss: Array, mask: Array, mode: str, width: float) -> float:
+def aggregate(loss: Array, mask: Array, mode: str, width: float, group: Array | None = None) -> float:
     """The objective from the losses of a whole optimizer step."""
+    if mode == "prompt-mean-token-mean":
+        prompts = [np.concatenate([loss[row][mask[row]] for row in np.flatnonzero(group == one)]) for one in set(group)]
+        return float(np.mean([tokens.mean() for tokens in prompts if len(tokens)] or [0.0]))
     rows = [loss[row][mask[row]] for row in range(len(loss)) if mask[row].any()]
     if not rows:
         return 0.0

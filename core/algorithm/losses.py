@@ -180,37 +180,44 @@ def value_loss(
     return 0.5 * torch.maximum(plain, bounded), _stats(response_mask_BT, vf_clipfrac=bounded > plain)
 
 
-def loss_weights(loss_mask_BT: Tensor, mode: str, *, scale_factor: float = 1.0) -> Tensor:
+def loss_weights(
+    loss_mask_BT: Tensor, mode: str, *, scale_factor: float = 1.0, group_B: Tensor | None = None
+) -> Tensor:
     """Return each token's share of the objective, so that the loss is ``(loss_BT * weight_BT).sum()``.
 
-    With N tokens and S sequences that have a token, over the whole optimizer step, and L_i tokens in sequence i:
+    With N tokens, S sequences and P prompts that have a token, over the whole optimizer step, L_i tokens in sequence i
+    and N_p in all answers to prompt p together:
 
         token-mean               1 / N            (arXiv:2503.14476, eq. 12)
         seq-mean-token-mean      1 / (S L_i)      (arXiv:2402.03300, eq. 3)
         seq-mean-token-sum       1 / S
         seq-mean-token-sum-norm  1 / (S C), C = ``scale_factor``   (arXiv:2503.20783)
+        prompt-mean-token-mean   1 / (P N_p)      (arXiv:2510.13786, "prompt-level" in its objective of section 4)
 
-    The first two sum to one. A step without a token gets zeros.
+    The first two and the last sum to one. A step without a token gets zeros.
 
     Shapes:
         loss_mask_BT  [B, T]  bool or 0/1
+        group_B       [B]     int64  sequences of one prompt share a number; prompt-mean-token-mean alone reads it
         result        [B, T]  float32; float64 for a float64 mask
 
     Raises:
-        ValueError: an unknown mode.
+        ValueError: an unknown mode, or prompt-mean-token-mean without ``group_B``.
     """
     dtype = torch.float64 if loss_mask_BT.dtype == torch.float64 else torch.float32
     mask = loss_mask_BT.bool()
-    weight_B = token_weights(mask.sum(-1), mode, scale_factor=scale_factor).to(dtype)
+    weight_B = token_weights(mask.sum(-1), mode, scale_factor=scale_factor, group_B=group_B).to(dtype)
     return torch.where(mask, weight_B[:, None], 0)
 
 
-def token_weights(counts_B: Tensor, mode: str, *, scale_factor: float = 1.0) -> Tensor:
+def token_weights(
+    counts_B: Tensor, mode: str, *, scale_factor: float = 1.0, group_B: Tensor | None = None
+) -> Tensor:
     """Return :func:`loss_weights` of any one token of each sequence, which has ``counts_B`` tokens that carry loss.
 
     Shapes:
-        counts_B  [B] int64
-        result    [B] float64
+        counts_B, group_B  [B] int64
+        result             [B] float64
     """
     if mode not in tables.LOSS_AGG_MODES:
         raise ValueError(f"actor.loss_agg_mode={mode}: choose one of {', '.join(tables.LOSS_AGG_MODES)}")
@@ -220,6 +227,12 @@ def token_weights(counts_B: Tensor, mode: str, *, scale_factor: float = 1.0) -> 
         return one / counts.sum().clamp(min=1)
     if mode == "seq-mean-token-mean":
         return one / counts.clamp(min=1) / sequences
+    if mode == "prompt-mean-token-mean":
+        if group_B is None:
+            raise ValueError("actor.loss_agg_mode=prompt-mean-token-mean needs the group of each sequence")
+        group = torch.unique(group_B, return_inverse=True)[1]
+        of_prompt = torch.zeros(len(counts), dtype=torch.float64, device=counts.device).index_add(0, group, counts)
+        return one / of_prompt[group].clamp(min=1) / of_prompt.count_nonzero().clamp(min=1)
     return one / sequences / (scale_factor if mode.endswith("-norm") else 1.0)
 
 

@@ -165,7 +165,10 @@ KL_KINDS = (
     *("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"),
     *("kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"),
 )
-LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+LOSS_AGG_MODES = (
+    *("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
+    "prompt-mean-token-mean",  # not in verl
+)
 
 
 def estimator(name: str) -> EstimatorEntry:

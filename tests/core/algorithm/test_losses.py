@@ -213,6 +213,7 @@ def test_value_loss_gradient_and_mask():
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 masks = st.integers(0, 10**6).map(lambda seed: make(seed)[3])
+GROUP = torch.tensor([7, 7, 3, 3, 7])  # of the rows that make returns
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
@@ -220,8 +221,8 @@ masks = st.integers(0, 10**6).map(lambda seed: make(seed)[3])
 @settings(max_examples=20, deadline=None)
 def test_weights_are_the_published_aggregations(mode, seed):
     loss, _, _, mask = make(seed)
-    expected = reference.aggregate(loss.numpy(), mask.numpy(), mode, width=11)
-    got = (loss * loss_weights(mask.double(), mode, scale_factor=11)).sum()
+    expected = reference.aggregate(loss.numpy(), mask.numpy(), mode, width=11, group=GROUP.numpy())
+    got = (loss * loss_weights(mask.double(), mode, scale_factor=11, group_B=GROUP)).sum()
     assert float(got) == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
@@ -238,6 +239,18 @@ def test_weights_by_hand():
     assert first_two("seq-mean-token-mean") == pytest.approx([1 / 6, 1 / 2])
     assert first_two("seq-mean-token-sum") == pytest.approx([1 / 2, 1 / 2])
     assert first_two("seq-mean-token-sum-norm", scale_factor=5) == pytest.approx([1 / 10, 1 / 10])
+    one, two, empty = torch.tensor([4, 4, 4]), torch.tensor([4, 9, 9]), torch.tensor([4, 4, 9])
+    assert first_two("prompt-mean-token-mean", group_B=one) == pytest.approx([1 / 4, 1 / 4])
+    assert first_two("prompt-mean-token-mean", group_B=two) == pytest.approx([1 / 6, 1 / 2])
+    assert first_two("prompt-mean-token-mean", group_B=empty) == pytest.approx([1 / 4, 1 / 4])  # 9 has no token
+
+
+def test_every_prompt_weighs_the_same_however_long_its_answers_are():
+    mask, group = make(3)[3], GROUP
+    weight = loss_weights(mask.double(), "prompt-mean-token-mean", group_B=group)
+    assert [float(weight[group == one].sum()) for one in (3, 7)] == pytest.approx([0.5, 0.5], abs=1e-12)
+    with pytest.raises(ValueError, match="prompt-mean-token-mean needs the group"):
+        loss_weights(mask, "prompt-mean-token-mean")
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
@@ -246,22 +259,22 @@ def test_weights_by_hand():
 def test_parts_add_up_to_the_whole_however_the_rows_are_split(mode, seed, pieces):
     """Micro-batches and ranks slice the step's weights: one objective."""
     loss, _, _, mask = make(seed)
-    weight = loss_weights(mask.double(), mode, scale_factor=6)
+    weight = loss_weights(mask.double(), mode, scale_factor=6, group_B=GROUP)
     whole = float((loss * weight).sum())
     parts = np.array_split(np.random.default_rng(seed).permutation(len(loss)), pieces)
     assert sum(float((loss[p] * weight[p]).sum()) for p in parts) == pytest.approx(whole, abs=1e-12)
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "prompt-mean-token-mean"])
 @given(mask=masks)
 @settings(max_examples=15, deadline=None)
 def test_the_means_weights_sum_to_one(mode, mask):
-    assert float(loss_weights(mask.double(), mode).sum()) == pytest.approx(float(mask.any()))
+    assert float(loss_weights(mask.double(), mode, group_B=GROUP).sum()) == pytest.approx(float(mask.any()))
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_a_step_without_a_token_weighs_nothing(mode):
-    assert not loss_weights(torch.zeros(3, 4).bool(), mode).any()
+    assert not loss_weights(torch.zeros(3, 4).bool(), mode, group_B=torch.zeros(3)).any()
 
 
 def test_an_unknown_mode_names_the_known_ones():
