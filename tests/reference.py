@@ -104,6 +104,11 @@ def policy_loss(kind: str, logp: Array, old: Array, adv: Array, mask: Array, c: 
             out[row, t] = -a * logp[row, t]
         elif kind == "cispo":
             out[row, t] = -near * a * logp[row, t]
+        elif kind in ("dppo_tv", "dppo_kl"):
+            p, q = math.exp(logp[row, t]), math.exp(old[row, t])
+            far = abs(p - q) if kind == "dppo_tv" else q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+            away = (p > q and far > c["clip_ratio_high"]) if a > 0 else (p < q and far > c["clip_ratio_low"])
+            out[row, t] = 0.0 if away else -min(ratio, c["clip_ratio_c"]) * a * logp[row, t]
         else:
             raise ValueError(kind)
     return out

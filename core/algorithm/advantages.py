@@ -240,6 +240,31 @@ def grpo_passk(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return advantages, advantages
 
 
+def maxrl(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Divide deviations by the group's mean: maximum likelihood RL (arXiv:2602.02710).
+
+    ``A_i = (R_i - mean_group) / mean_group``, and 0 where no answer of the group has a reward. With rewards 0 and 1 and
+    n answers its expectation is the gradient of ``-sum_k (1 - p)^k / k`` over k below n, a truncated ``log p`` of the
+    success probability p; see the test of this. Source: the paper's estimator as peers describe it (TRL, prime-rl);
+    the equations' numbers were not read.
+
+    Shapes:
+        advantages, returns  [B, T], equal
+
+    Raises:
+        ValueError: a reward below 0, under which the mean is no success rate and its sign could turn the update round.
+    """
+    rewards, stats = inputs.rewards_B, group_stats(inputs)
+    if bool((rewards < 0).any()):
+        raise ValueError(
+            f"the maxrl estimator divides by the group's mean reward, so rewards must be at least 0, and one is "
+            f"{float(rewards.min()):g}: score with 0 and 1, and take no penalty off the reward"
+        )
+    mean_B = rewards - stats.centred_B
+    advantages = inputs.spread(torch.where(mean_B > 0, stats.centred_B / mean_B.where(mean_B > 0, 1.0), 0))
+    return advantages, advantages
+
+
 def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Subtract the greedy answer's reward from the reward to go (arXiv:2310.10505).
 

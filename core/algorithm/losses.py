@@ -31,9 +31,13 @@ PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor, "ActorConfig"], tuple[Ten
 
 def clipped(ratio_BT: Tensor, config: ActorConfig) -> Tensor:
     """Clamp the ratio to ``[1 - low, 1 + high]``; a bound that is not given is ``clip_ratio``."""
-    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
-    high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
+    low, high = _bounds(config)
     return ratio_BT.clamp(1 - low, 1 + high)
+
+
+def _bounds(config: ActorConfig) -> tuple[float, float]:
+    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
+    return low, config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
 
 
 def _inside(mask_BT: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -153,6 +157,58 @@ def cispo(
     return -weight * adv * logp, stats
 
 
+def dppo_tv(
+    log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor, config: ActorConfig
+) -> tuple[Tensor, Stats]:
+    """Drop tokens whose probability has moved too far in the advantage's direction: DPPO, Binary-TV.
+
+    ``-stop_gradient(min(r, c) M) A log p``. M is 0 where A > 0 and ``p - p_old > high``, and where A <= 0 and
+    ``p - p_old < -low``: the total variation of "this token or another one". The bounds are ``clip_ratio_low`` and
+    ``clip_ratio_high``, c is ``clip_ratio_c``, as in verl's loss of this name. Source: arXiv:2602.04879, in the form of
+    verl's implementation; the paper's text was read in excerpts alone, and c is verl's.
+
+    Shapes:
+        all tensors  [B, T]
+        stats        pg_clipfrac (dropped), pg_clipfrac_lower (the weight is c), ppo_kl  [B, T]
+    """
+    logp, old, adv = _inside(response_mask_BT, log_prob_BT, old_log_prob_BT, advantages_BT)
+    low, high = _bounds(config)
+    moved = logp.detach().exp() - old.exp()
+    return _masked_gradient(logp, old, adv, torch.where(adv > 0, moved > high, moved < -low), response_mask_BT, config)
+
+
+def dppo_kl(
+    log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor, config: ActorConfig
+) -> tuple[Tensor, Stats]:
+    """Drop tokens as :func:`dppo_tv`, by the binary KL from the old policy in place of the total variation.
+
+    ``p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))``; M is 0 where it exceeds ``high`` and p has risen
+    under A > 0, or exceeds ``low`` and p has fallen under A <= 0. Source: as :func:`dppo_tv`, Binary-KL.
+
+    Shapes:
+        all tensors  [B, T]
+        stats        pg_clipfrac (dropped), pg_clipfrac_lower (the weight is c), ppo_kl  [B, T]
+    """
+    logp, old, adv = _inside(response_mask_BT, log_prob_BT, old_log_prob_BT, advantages_BT)
+    low, high = _bounds(config)
+    now = logp.detach()
+    # log(1 - p) by expm1; the floor of 1e-8 (verl's, too) is for p = 1, where it would be infinite.
+    other, old_other = ((-torch.expm1(one)).clamp(min=1e-8) for one in (now, old))
+    divergence = old.exp() * (old - now) + old_other * (old_other / other).log()
+    far = torch.where(adv > 0, (divergence > high) & (now > old), (divergence > low) & (now < old))
+    return _masked_gradient(logp, old, adv, far, response_mask_BT, config)
+
+
+def _masked_gradient(
+    logp: Tensor, old: Tensor, adv: Tensor, dropped: Tensor, mask_BT: Tensor, config: ActorConfig
+) -> tuple[Tensor, Stats]:
+    log_ratio = (logp - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    ratio = log_ratio.detach().exp()
+    truncated = (ratio > config.clip_ratio_c) & ~dropped
+    stats = _stats(mask_BT, pg_clipfrac=dropped, pg_clipfrac_lower=truncated, ppo_kl=-log_ratio)
+    return -ratio.clamp(max=config.clip_ratio_c).masked_fill(dropped, 0) * adv * logp, stats
+
+
 def policy_loss(name: str) -> PolicyLoss:
     """Return the policy loss of this name, or a user's own: ``package.module:function`` or ``path/file.py:function``.
 
@@ -210,9 +266,7 @@ def loss_weights(
     return torch.where(mask, weight_B[:, None], 0)
 
 
-def token_weights(
-    counts_B: Tensor, mode: str, *, scale_factor: float = 1.0, group_B: Tensor | None = None
-) -> Tensor:
+def token_weights(counts_B: Tensor, mode: str, *, scale_factor: float = 1.0, group_B: Tensor | None = None) -> Tensor:
     """Return :func:`loss_weights` of any one token of each sequence, which has ``counts_B`` tokens that carry loss.
 
     Shapes:

@@ -33,6 +33,7 @@ class EstimatorEntry:
     groups: bool = False  # it compares the answers to a prompt, so it needs at least two
     by_group: bool = False  # of a group it reads that group alone: a large batch is padded a few groups at a time
     greedy_baseline: bool = False  # it reads the score of a greedy answer to the prompt
+    penalties: bool = True  # it takes rewards below 0, which a penalty in the reward makes
     reads: Collection[str] = ()  # keys of the section algorithm
 
 
@@ -52,6 +53,7 @@ ESTIMATORS = {  # algorithm.adv_estimator
     ),
     "opo": EstimatorEntry("core.algorithm.advantages:opo", groups=True, by_group=True),
     "gpg": EstimatorEntry("core.algorithm.advantages:gpg", groups=True),
+    "maxrl": EstimatorEntry("core.algorithm.advantages:maxrl", groups=True, by_group=True, penalties=False),
 }
 
 
@@ -64,6 +66,7 @@ class LossEntry:
     aggregation: str | None = None
     has_ratio: bool = True  # of new to old probabilities, which under bypass_mode is the importance weight
     sequence_ratio: bool = False  # the ratio is a whole sequence's, so the clip bounds are far smaller
+    divergence: float | None = None  # clip_ratio* bound a divergence, not a ratio: the published bound
     reads: Collection[str] = ()  # keys of the section actor
 
 
@@ -77,6 +80,8 @@ POLICY_LOSSES = {  # actor_rollout_ref.actor.policy_loss.loss_mode
     "gpg": LossEntry("core.algorithm.losses:gpg", has_ratio=False),
     "reinforce": LossEntry("core.algorithm.losses:gpg", has_ratio=False),
     "cispo": LossEntry("core.algorithm.losses:cispo", reads=_CLIP),
+    "dppo_tv": LossEntry("core.algorithm.losses:dppo_tv", divergence=0.15, reads=(*_CLIP, "clip_ratio_c")),
+    "dppo_kl": LossEntry("core.algorithm.losses:dppo_kl", divergence=0.05, reads=(*_CLIP, "clip_ratio_c")),
 }
 
 

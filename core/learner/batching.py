@@ -123,9 +123,7 @@ def optimizer_steps(
             chosen = torch.isin(batch.group, torch.from_numpy(order[start : start + prompts]))
             step = batch.rows(chosen.nonzero()[:, 0])
             carries = step.flat("loss_mask")
-            weight = token_weights(
-                step.count(carries.bool()), agg_mode, scale_factor=scale_factor, group_B=step.group
-            )
+            weight = token_weights(step.count(carries.bool()), agg_mode, scale_factor=scale_factor, group_B=step.group)
             weight = weight if carries.dtype == torch.float64 else weight.float()
             yield step.adding(loss_weight=weight.repeat_interleave(step.lengths) * carries)
 

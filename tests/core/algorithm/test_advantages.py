@@ -1,5 +1,6 @@
 """Advantage estimators: golden vectors, the formulas, and what must not change them."""
 
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -18,7 +19,10 @@ from tests.golden_adapters import ADAPTERS
 from tests.golden_io import check, parameters
 
 ESTIMATORS = {name: chosen(name, tables.ESTIMATORS, "algorithm.adv_estimator") for name in tables.ESTIMATORS}
-BY_GROUP = ("gpg", "grpo", "grpo_passk", "opo", "rloo", "reinforce_plus_plus_baseline")
+MAXRL = ESTIMATORS["maxrl"]
+# What holds for every estimator is tried with rewards of both signs; maxrl refuses those below 0.
+ESTIMATORS["maxrl"] = lambda inputs: MAXRL(changed(inputs, token_level_rewards=inputs.token_level_rewards.abs()))
+BY_GROUP = ("gpg", "grpo", "grpo_passk", "maxrl", "opo", "rloo", "reinforce_plus_plus_baseline")
 
 
 @pytest.mark.parametrize("case", parameters(name for name in ADAPTERS if name.startswith("adv_")))
@@ -152,6 +156,47 @@ def test_gae_by_hand():
     assert advantages[0].tolist() == pytest.approx([-2.25 / std, -1.125 / std, 0, (6 - mean) / std], 1e-5)
 
 
+def outcomes(*rewards: float, **fields) -> AdvantageInputs:
+    """Return one group of one-token answers with these rewards."""
+    column = torch.tensor(rewards, dtype=torch.float64)[:, None]
+    given = {"response_mask": torch.ones(len(rewards), 1).bool(), "group": torch.zeros(len(rewards)).long(), **fields}
+    return AdvantageInputs(token_level_rewards=column, **given)
+
+
+def test_maxrl_by_hand():
+    """One of four right: (1 - 1/4) / (1/4) = 3 and -1; three of four: 1/3 and -1; none or all: 0."""
+    for rewards, expected in (
+        ((1, 0, 0, 0), [3, -1, -1, -1]),
+        ((1, 1, 0, 1), [1 / 3, 1 / 3, -1, 1 / 3]),
+        ((0, 0, 0, 0), [0, 0, 0, 0]),
+        ((1, 1, 1, 1), [0, 0, 0, 0]),
+        ((2, 0.5, 0.5, 1), [1, -0.5, -0.5, 0]),
+    ):
+        assert MAXRL(outcomes(*rewards))[0][:, 0].tolist() == pytest.approx(expected, abs=1e-12)
+    unscored = outcomes(1, 0, 1, 0, in_group_stats=torch.tensor([True, True, False, True]))
+    assert MAXRL(unscored)[0][:, 0].tolist() == pytest.approx([2, -1, 0, -1], abs=1e-12)
+
+
+@pytest.mark.parametrize("p", [0.03, 0.4, 0.95])
+@pytest.mark.parametrize("n", [2, 5])
+def test_maxrl_is_the_gradient_of_a_truncated_log_likelihood(n, p):
+    """All outcomes of n answers: the expected update is d/dp of ``-sum_{k < n} (1 - p)^k / k``, which nears 1/p."""
+    expected = 0.0
+    for right in itertools.product((0, 1), repeat=n):
+        score = [1 / p if one else -1 / (1 - p) for one in right]  # d log pi / dp
+        update = float((MAXRL(outcomes(*right))[0][:, 0] * torch.tensor(score, dtype=torch.float64)).mean())
+        expected += p ** sum(right) * (1 - p) ** (n - sum(right)) * update
+    assert expected == pytest.approx(math.fsum((1 - p) ** k for k in range(n - 1)), rel=1e-10)
+
+
+def test_maxrl_does_not_depend_on_the_scale_of_rewards_and_refuses_negative_ones():
+    inputs = make_inputs(1, token_level_rewards=make_inputs(1).token_level_rewards.abs())
+    larger = changed(inputs, token_level_rewards=17 * inputs.token_level_rewards)
+    torch.testing.assert_close(MAXRL(larger)[0], MAXRL(inputs)[0], rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match="rewards must be at least 0, and one is -0.5"):
+        MAXRL(outcomes(1, -0.5))
+
+
 # -- what must not change them ----------------------------------------------------------------------------------------
 
 seeds = st.integers(0, 10**6)
@@ -187,7 +232,7 @@ def test_a_constant_on_a_group_s_rewards_changes_nothing(name, seed, shift):
 @settings(max_examples=25, deadline=None)
 def test_group_relative_advantages_sum_to_zero(seed):
     inputs = make_inputs(seed, response_mask=torch.ones(12, 7, dtype=torch.bool))
-    for name in ("grpo", "rloo", "gpg"):
+    for name in ("grpo", "rloo", "gpg", "maxrl"):
         per_row = ESTIMATORS[name](inputs)[0][:, 0]
         for label in inputs.group.unique():
             assert abs(float(per_row[inputs.group == label].sum())) < 1e-9
@@ -238,7 +283,7 @@ def test_equal_rewards_give_exactly_zero(seed, value, dtype):
     rewards = torch.zeros(9, 7, dtype=dtype)
     rewards[:, -1] = value
     inputs = make_inputs(seed, n=3, token_level_rewards=rewards, in_group_stats=None)
-    for name in ("grpo", "rloo", "opo", "gpg", "grpo_passk"):
+    for name in ("grpo", "rloo", "opo", "gpg", "grpo_passk", "maxrl"):
         assert not ESTIMATORS[name](inputs)[0].any(), name
 
 

@@ -25,7 +25,7 @@ def batch():
             Trajectory([1, 2], ids, rng.random(len(ids)) < 0.8, [-0.5] * len(ids), (), Stop.EOS, 0, 1)
             for ids in answers
         )
-        scores = [Score(float(rng.normal())) for _ in answers]
+        scores = [Score(abs(float(rng.normal()))) for _ in answers]  # maxrl refuses those below 0
         if ordinal == 3:
             scores[1] = Score(0.0, status=ScoreStatus.CRASH, masked=True)
         if ordinal == 5:

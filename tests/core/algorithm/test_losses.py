@@ -44,7 +44,7 @@ def make(seed: int, rows: int = 5, width: int = 6):
     """(log_prob, old_log_prob, advantages, mask): ratios on both sides of every bound, advantages of both signs."""
     rng = np.random.default_rng(seed)
     old = -rng.exponential(size=(rows, width))
-    logp = old + rng.normal(scale=0.4, size=(rows, width))
+    logp = np.minimum(old + rng.normal(scale=0.4, size=(rows, width)), -0.01)
     mask = rng.random((rows, width)) < 0.7
     mask[0] = False
     return (*map(torch.from_numpy, (logp, old, rng.normal(size=(rows, width)), mask)),)
@@ -123,6 +123,47 @@ def test_gradient_of_gspo_is_that_of_its_sequence_objective():
     assert np.abs(numeric).max() > 0.1
 
 
+def test_dppo_by_hand():
+    """Old and new probabilities, advantages; bounds 0.1 down and 0.3 up, weights of at most 1.5.
+
+    A rare token that becomes ten times as likely (0.001 to 0.01) keeps its gradient, and so does one that moves against
+    its advantage; 0.5 to 0.9 and 0.9 to 0.7 do not.
+    """
+    old = torch.tensor([[0.001, 0.5, 0.9, 0.9, 0.2, 0.2]], dtype=torch.float64)
+    new = torch.tensor([[0.01, 0.9, 0.7, 0.7, 0.4, 0.19]], dtype=torch.float64)
+    adv = torch.tensor([[1.0, 1.0, -1.0, 2.0, 1.0, -3.0]], dtype=torch.float64)
+    logp, mask = new.log().requires_grad_(), torch.ones(1, 6).bool()
+    _, stats = tv = policy_loss("dppo_tv")(logp, old.log(), adv, mask, CONFIG)
+    tv[0].sum().backward()
+    assert logp.grad[0].tolist() == pytest.approx([-1.5, 0, 0, -2 * 0.7 / 0.9, -1.5, 3 * 0.95])
+    assert stats["pg_clipfrac"][0].tolist() == [0, 1, 1, 0, 0, 0]
+    assert stats["pg_clipfrac_lower"][0].tolist() == [1, 0, 0, 0, 1, 0]
+    # KL: 0.5 log(0.5/0.9) + 0.5 log(0.5/0.1) = 0.511; 0.9 log(0.9/0.7) + 0.1 log(0.1/0.3) = 0.116; 0.092 from 0.2 up.
+    assert policy_loss("dppo_kl")(logp, old.log(), adv, mask, CONFIG)[1]["pg_clipfrac"][0].tolist() == [
+        0,
+        1,
+        1,
+        0,
+        0,
+        0,
+    ]
+    near = SimpleNamespace(**{**NUMBERS, "clip_ratio_high": None, "clip_ratio": 0.09, "clip_ratio_low": 0.12})
+    assert policy_loss("dppo_kl")(logp, old.log(), adv, mask, near)[1]["pg_clipfrac"][0].tolist() == [0, 1, 0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_gradient_of_dppo_is_the_masked_weight_and_of_certain_tokens_finite(name):
+    logp, old, adv, mask = make(3)
+    logp[1, :2], old[1, :2] = torch.tensor([0.0, -1e-12]), torch.tensor([-1e-3, 0.0])
+    logp.requires_grad_()
+    loss, stats = policy_loss(name)(logp, old, adv, mask, CONFIG)
+    loss.sum().backward()
+    kept = mask & (stats["pg_clipfrac"] == 0)
+    assert kept.any() and (mask & ~kept).any()
+    torch.testing.assert_close(logp.grad, torch.where(kept, -(logp - old).exp().clamp(max=1.5) * adv, 0).detach())
+    assert stats["ppo_kl"].isfinite().all()
+
+
 def test_gradient_of_cispo_is_the_clipped_weight_on_every_token():
     logp, old, adv, mask = make(3)
     logp.requires_grad_()
@@ -158,7 +199,7 @@ def test_stats_are_detached_and_of_the_losses_shape(name):
         assert value.shape == loss.shape and not value.requires_grad and value.dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", ["vanilla", "gspo", "sapo", "cispo"])
+@pytest.mark.parametrize("name", ["vanilla", "gspo", "sapo", "cispo", "dppo_tv", "dppo_kl"])
 def test_at_the_old_policy_the_gradient_is_the_policy_gradient(name):
     _, old, adv, mask = make(4)
     logp = old.clone().requires_grad_()
