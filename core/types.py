@@ -207,6 +207,7 @@ class TrainBatch:
         advantages          [B, T] float32  0 where response_mask is False
         returns             [B, T] float32  the critic's target
         loss_weight         [B, T] float32  the token's share of the objective, over all ranks
+        selected            [B, T] bool     what a policy loss of the optimizer step treats apart
         trace_row           [B]    int64    one more than the row's index in the step; only while the step is recorded
     """
 
@@ -233,6 +234,7 @@ class TrainBatch:
     advantages = BatchField("BT", "compute_advantages", optional=True)
     returns = BatchField("BT", "compute_advantages", optional=True)
     loss_weight = BatchField("BT", "optimizer_steps, once an optimizer step", optional=True)
+    selected = BatchField("BT", "steps_of, for a policy loss that selects tokens", optional=True)
     trace_row = BatchField("B", "update, in steps that trainer.trace records", optional=True)
 
     @classmethod

@@ -5,6 +5,9 @@ A policy loss is a pure function ``f(log_prob_BT, old_log_prob_BT, advantages_BT
 weights of :func:`loss_weights`, which are computed once an optimizer step over all its sequences. Sums of parts then
 add up to the whole, however the sequences are split into micro-batches and ranks.
 
+A loss whose entry in the table ``selects`` gets one more argument, ``selected_BT``: the tokens that it treats apart,
+chosen by :mod:`core.algorithm.covariance` among all of the optimizer step, before it was split.
+
 ``stats`` are detached ``[B, T]`` tensors, to be averaged over the response tokens. Losses and stats are 0 outside the
 mask, also where the inputs are NaN there.
 """
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
 LOG_RATIO_BOUND = 20.0  # exp(20) is 5e8: beyond it a float32 ratio has no digits left
 Stats = dict[str, Tensor]
-PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor, "ActorConfig"], tuple[Tensor, Stats]]
+PolicyLoss = Callable[..., tuple[Tensor, Stats]]
 
 
 def clipped(ratio_BT: Tensor, config: ActorConfig) -> Tensor:
@@ -155,6 +158,57 @@ def cispo(
     clips, never = weight != ratio, torch.zeros_like(ratio)
     stats = _stats(response_mask_BT, pg_clipfrac=clips, pg_clipfrac_lower=never, ppo_kl=-log_ratio)
     return -weight * adv * logp, stats
+
+
+def clip_cov(
+    log_prob_BT: Tensor,
+    old_log_prob_BT: Tensor,
+    advantages_BT: Tensor,
+    response_mask_BT: Tensor,
+    config: ActorConfig,
+    selected_BT: Tensor,
+) -> tuple[Tensor, Stats]:
+    """Return PPO's clipped surrogate without dual clip, and 0 for the selected tokens: Clip-Cov (arXiv:2505.22617).
+
+    A selected token loses its gradient and keeps its place in the denominators.
+
+    Shapes:
+        all tensors  [B, T]
+        stats        pg_clipfrac (by the bounds), cov_selected, pg_clipfrac_lower (always 0), ppo_kl  [B, T]
+    """
+    logp, old, adv = _inside(response_mask_BT, log_prob_BT, old_log_prob_BT, advantages_BT)
+    log_ratio = (logp - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    ratio = log_ratio.exp()
+    plain, bounded = -adv * ratio, -adv * clipped(ratio, config)
+    clips, never = bounded > plain, torch.zeros_like(plain)
+    stats = {"pg_clipfrac": clips, "cov_selected": selected_BT, "pg_clipfrac_lower": never, "ppo_kl": -log_ratio}
+    return torch.maximum(plain, bounded).masked_fill(selected_BT, 0), _stats(response_mask_BT, **stats)
+
+
+def kl_cov(
+    log_prob_BT: Tensor,
+    old_log_prob_BT: Tensor,
+    advantages_BT: Tensor,
+    response_mask_BT: Tensor,
+    config: ActorConfig,
+    selected_BT: Tensor,
+) -> tuple[Tensor, Stats]:
+    """Return ``-A r``, and ``ppo_kl_coef |log r|`` more for the selected tokens: KL-Cov (arXiv:2505.22617).
+
+    Nothing is clipped. Where the policy is still the old one ``|log r|`` has no gradient: with one optimizer step a
+    rollout this is the plain policy gradient.
+
+    Shapes:
+        all tensors  [B, T]
+        stats        cov_selected, pg_clipfrac, pg_clipfrac_lower (both always 0), ppo_kl (here ``|log r|``)  [B, T]
+    """
+    logp, old, adv = _inside(response_mask_BT, log_prob_BT, old_log_prob_BT, advantages_BT)
+    log_ratio = (logp - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    distance = log_ratio.abs()
+    loss = -adv * log_ratio.exp() + config.policy_loss.ppo_kl_coef * distance.masked_fill(~selected_BT, 0)
+    never = torch.zeros_like(loss)
+    stats = {"cov_selected": selected_BT, "pg_clipfrac": never, "pg_clipfrac_lower": never, "ppo_kl": distance}
+    return loss, _stats(response_mask_BT, **stats)
 
 
 def dppo_tv(

@@ -66,6 +66,9 @@ class LossEntry:
     aggregation: str | None = None
     has_ratio: bool = True  # of new to old probabilities, which under bypass_mode is the importance weight
     sequence_ratio: bool = False  # the ratio is a whole sequence's, so the clip bounds are far smaller
+    # Marks tokens of a whole optimizer step, "module:function", which the loss gets as one more argument, [B, T] bool.
+    selects: str | None = None
+    moves_without_advantage: bool = False  # a sequence whose advantages are all 0 trains too
     divergence: float | None = None  # clip_ratio* bound a divergence, not a ratio: the published bound
     reads: Collection[str] = ()  # keys of the section actor
 
@@ -80,6 +83,17 @@ POLICY_LOSSES = {  # actor_rollout_ref.actor.policy_loss.loss_mode
     "gpg": LossEntry("core.algorithm.losses:gpg", has_ratio=False),
     "reinforce": LossEntry("core.algorithm.losses:gpg", has_ratio=False),
     "cispo": LossEntry("core.algorithm.losses:cispo", reads=_CLIP),
+    "clip_cov": LossEntry(
+        "core.algorithm.losses:clip_cov",
+        selects="core.algorithm.covariance:clip_cov_tokens",
+        reads=(*_CLIP, *(f"policy_loss.clip_cov_{name}" for name in ("ratio", "lb", "ub"))),
+    ),
+    "kl_cov": LossEntry(
+        "core.algorithm.losses:kl_cov",
+        selects="core.algorithm.covariance:kl_cov_tokens",
+        moves_without_advantage=True,
+        reads=("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef"),
+    ),
     "dppo_tv": LossEntry("core.algorithm.losses:dppo_tv", divergence=0.15, reads=(*_CLIP, "clip_ratio_c")),
     "dppo_kl": LossEntry("core.algorithm.losses:dppo_kl", divergence=0.05, reads=(*_CLIP, "clip_ratio_c")),
 }

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from core.algorithm.kl import kl_penalty
 from core.algorithm.losses import Means, policy_loss, value_loss
 from core.algorithm.rollout_correction import add_mismatch
+from core.config import tables
 from core.learner.batching import micro_batches, split_idle
 from core.learner.log_probs import FP32Head, token_log_probs_and_entropy
 from core.learner.lora import base_only
@@ -80,7 +81,7 @@ CRITIC_READS = (*PASS_READS, "loss_weight", "returns", "values")
 
 def actor_reads(config: ActorConfig, batch: TrainBatch) -> tuple[str, ...]:
     """Return the fields that the policy's update reads of a batch; no others are sent to a learner rank."""
-    fields = (*PASS_READS, "loss_weight", "advantages", "rollout_is_weights", "trace_row")
+    fields = (*PASS_READS, "loss_weight", "advantages", "rollout_is_weights", "selected", "trace_row")
     if config.use_kl_loss:
         fields += ("ref_log_prob",)
     if batch.old_log_probs is None:  # the update then measures the distance to the engine, or trains on its log-probs
@@ -89,8 +90,9 @@ def actor_reads(config: ActorConfig, batch: TrainBatch) -> tuple[str, ...]:
 
 
 def only_advantages_train(config: ActorConfig) -> bool:
-    """Return whether the policy gradient is the objective's only term."""
-    return not config.use_kl_loss and config.entropy_coeff == 0
+    """Return whether a sequence whose advantages are all 0 moves no weight."""
+    moves = tables.policy_loss(config.policy_loss.loss_mode).moves_without_advantage
+    return not config.use_kl_loss and config.entropy_coeff == 0 and not moves
 
 
 def read_tokens(
@@ -312,7 +314,8 @@ class Actor(Policy):
         old = micro.old_log_probs
         if old is None:
             old = micro.rollout_log_probs if self.bypass else log_prob.detach()
-        loss_BT, stats = self.policy_loss(log_prob, old, micro.need("advantages"), mask, config)
+        apart = () if micro.selected is None else (micro.selected,)
+        loss_BT, stats = self.policy_loss(log_prob, old, micro.need("advantages"), mask, config, *apart)
         clip = clipped_how(stats)
         self.traced.keep(micro, log_prob, old=old, entropy=entropy, clip=clip, loss=loss_BT, loss_weight=weight)
         if micro.rollout_is_weights is not None:

@@ -151,7 +151,7 @@ def test_ray_init_takes_the_arguments_of_the_table():
         (f"{ACTOR}.fsdp_config.model_dtype=bf16", "float32"),
         ("trainer.remove_previous_ckpt_in_save=True", "max_actor_ckpt_to_keep=1"),
         ("hydra.run.dir=x", "trainer.default_local_dir"),
-        (f"{ACTOR}.policy_loss.kl_cov_ratio=0.5", "write the loss as a function"),
+        (f"{ACTOR}.policy_loss.dro_beta=0.5", "write the loss as a function"),
         ("data.train_data_num=100", "use data.train_max_samples"),
         ("algorithm.kl_coef=0.1", "use algorithm.kl_ctrl.kl_coef"),
     ],
