@@ -74,7 +74,7 @@ class StepNeeds:
         algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
         correction = algorithm.rollout_correction
         estimator, loss = tables.estimator(algorithm.adv_estimator), tables.policy_loss(actor.policy_loss.loss_mode)
-        read_before = algorithm.use_kl_in_reward or loss.selects is not None
+        read_before = algorithm.use_kl_in_reward or loss.selects is not None or estimator.squares
         return cls(
             critic=estimator.critic,
             ref=algorithm.use_kl_in_reward or actor.use_kl_loss,
@@ -328,8 +328,8 @@ class RayPPOTrainer:
         """
         if self.needs.old_log_probs(batch):
             with metrics.time("old_log_prob"):
-                log_prob, entropy = self.workers.compute_log_probs(batch)
-            batch = batch.adding(old_log_probs=log_prob)
+                log_prob, entropy, *squares = self.workers.compute_log_probs(batch)
+            batch = batch.adding(old_log_probs=log_prob, sum_pi_squared=squares[0] if squares else None)
             means, mismatch = Means(), Means()
             measured = batch.adding(entropy=entropy).only((*MISMATCH_READS, "entropy"))
             for piece in measured.pieces(by_length=True):

@@ -200,6 +200,7 @@ class TrainBatch:
         baseline            [B]    float32  score of the greedy answer to the row's prompt
         old_log_probs       [B, T] float32  the learner's, before the step's first update
         entropy             [B, T] float32  of the distribution that the old log-probs are of, until it is measured
+        sum_pi_squared      [B, T] float32  sum of the squared probabilities of that distribution, for an estimator
         ref_log_prob        [B, T] float32  the reference policy's
         values              [B, T] float32  the critic's
         rollout_is_weights  [B, T] float32  importance weights of the policy-gradient loss
@@ -227,6 +228,7 @@ class TrainBatch:
     baseline = BatchField("B", "make_batch, for an estimator with a greedy baseline", optional=True)
     old_log_probs = BatchField("BT", "compute_log_probs", optional=True)
     entropy = BatchField("BT", "compute_log_probs", optional=True)
+    sum_pi_squared = BatchField("BT", "compute_log_probs, for an estimator that reads it", optional=True)
     ref_log_prob = BatchField("BT", "compute_log_probs, with a KL term", optional=True)
     values = BatchField("BT", "compute_log_probs, with a critic", optional=True)
     rollout_is_weights = BatchField("BT", "compute_log_probs, with rollout_correction.rollout_is", optional=True)

@@ -28,9 +28,9 @@ ELSEWHERE = {
     "val_metrics": "tests/core/tracking/test_validation.py",
 }
 NOT_HERE = {
-    "policy_clip_cov": "not comparable: published, it draws tokens within a micro-batch; here among an optimizer step's, "
-    "by the old log-probs (tests/core/algorithm/test_covariance.py)",
-    "policy_kl_cov": "not comparable: published, it ranks the tokens of a micro-batch, as clip_cov",
+    "policy_clip_cov": "published, it draws tokens within a micro-batch; here among those of an optimizer step, by the "
+    "old log-probs (tests/core/algorithm/test_covariance.py)",
+    "policy_kl_cov": "published, it ranks the tokens of a micro-batch; here as clip_cov",
     "policy_geo_mean": "counts empty rows in its mean, and has a sequence weight of its own for rollout correction",
 }
 BEYOND_VECTORS = (

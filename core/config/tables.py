@@ -33,6 +33,7 @@ class EstimatorEntry:
     groups: bool = False  # it compares the answers to a prompt, so it needs at least two
     by_group: bool = False  # of a group it reads that group alone: a large batch is padded a few groups at a time
     greedy_baseline: bool = False  # it reads the score of a greedy answer to the prompt
+    squares: bool = False  # it reads old log-probs and the sums of squared probabilities, of a pass before the update
     penalties: bool = True  # it takes rewards below 0, which a penalty in the reward makes
     reads: Collection[str] = ()  # keys of the section algorithm
 
@@ -53,6 +54,9 @@ ESTIMATORS = {  # algorithm.adv_estimator
     ),
     "opo": EstimatorEntry("core.algorithm.advantages:opo", groups=True, by_group=True),
     "gpg": EstimatorEntry("core.algorithm.advantages:gpg", groups=True),
+    "optimal_token_baseline": EstimatorEntry(
+        "core.algorithm.advantages:optimal_token_baseline", groups=True, by_group=True, squares=True
+    ),
     "maxrl": EstimatorEntry("core.algorithm.advantages:maxrl", groups=True, by_group=True, penalties=False),
 }
 

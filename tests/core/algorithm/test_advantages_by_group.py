@@ -34,7 +34,10 @@ def batch():
         groups.append(ScoredGroup(prompt, trajectories, tuple(scores), Score(0.25)))
     made = make_batch(groups, 0)
     noise = torch.randn(made.shape, generator=torch.Generator().manual_seed(0)) * made.response_mask
-    return made.adding(token_level_rewards=token_rewards(made), values=noise)
+    old = -noise.abs() - 0.1
+    return made.adding(
+        token_level_rewards=token_rewards(made), values=noise, old_log_probs=old, sum_pi_squared=old.exp().square()
+    )
 
 
 def in_pieces(batch, name, monkeypatch, slots):
