@@ -342,6 +342,15 @@ BROKEN = [
         *((), f"{ACTOR}.loss_agg_mode=token-mean", "is defined with seq-mean-token-mean"),
     ),
     (
+        *("grpo", [f"{ACTOR}.policy_loss.loss_mode=clip_cov", f"{ACTOR}.policy_loss.clip_cov_lb=5"], ()),
+        *(f"{ACTOR}.policy_loss.clip_cov_lb=5.0", "leaves no covariance below clip_cov_ub=5.0"),
+    ),
+    (
+        "grpo",
+        ["algorithm.adv_estimator=optimal_token_baseline", "algorithm.rollout_correction.bypass_mode=True"],
+        *((), "algorithm.adv_estimator=optimal_token_baseline", "bypass_mode makes no pass for them"),
+    ),
+    (
         *("grpo", ["algorithm.adv_estimator=maxrl", "algorithm.use_kl_in_reward=True"], ()),
         *("algorithm.adv_estimator=maxrl", "divides by the group's mean reward"),
     ),
@@ -466,6 +475,11 @@ WARNED = [
     ("grpo", [f"{ACTOR}.use_kl_loss=True", "algorithm.use_kl_in_reward=True"], (), "penalised twice"),
     ("grpo", [f"{ACTOR}.policy_loss.loss_mode=gspo"], (), "clip_ratio_low=3e-4"),
     (
+        "grpo",
+        [f"{ACTOR}.policy_loss.loss_mode=kl_cov", f"{ACTOR}.ppo_mini_batch_size=1024"],
+        *((), "the distance of kl_cov has no gradient"),
+    ),
+    (
         *("grpo", [f"{ACTOR}.policy_loss.loss_mode=dppo_kl", f"{ACTOR}.clip_ratio_c=10000"], ()),
         "the published bound is clip_ratio=0.05",
     ),
@@ -518,6 +532,12 @@ IDLE = [
     ("grpo", [SAPO, f"{ACTOR}.clip_ratio_c=4"], f"{ACTOR}.clip_ratio_c"),
     ("grpo", [SAPO, f"{ACTOR}.clip_ratio_high=0.3"], f"{ACTOR}.clip_ratio_high"),
     ("grpo", [f"{ACTOR}.tau_pos=1.5"], f"{ACTOR}.tau_pos"),
+    ("grpo", [SAPO, f"{ACTOR}.policy_loss.clip_cov_ub=6"], f"{ACTOR}.policy_loss.clip_cov_ub"),
+    (
+        "grpo",
+        [f"{ACTOR}.policy_loss.loss_mode=clip_cov", f"{ACTOR}.policy_loss.ppo_kl_coef=1"],
+        f"{ACTOR}.policy_loss.ppo_kl_coef",
+    ),
     ("grpo", [SAPO, f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"], f"{ACTOR}.loss_agg_mode"),
     ("grpo", [f"{ACTOR}.loss_scale_factor=100"], f"{ACTOR}.loss_scale_factor"),
     ("grpo", [f"{ACTOR}.data_loader_seed=1"], f"{ACTOR}.data_loader_seed"),
