@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from core.config.schema import ActorConfig
 
 LOG_RATIO_BOUND = 20.0  # exp(20) is 5e8: beyond it a float32 ratio has no digits left
+SAME_POLICY = 1e-4  # a float32 log-ratio below it may be rounding: its sign would depend on the micro-batch
 Stats = dict[str, Tensor]
 PolicyLoss = Callable[..., tuple[Tensor, Stats]]
 
@@ -196,7 +197,8 @@ def kl_cov(
     """Return ``-A r``, and ``ppo_kl_coef |log r|`` more for the selected tokens: KL-Cov (arXiv:2505.22617).
 
     Nothing is clipped. Where the policy is still the old one ``|log r|`` has no gradient: with one optimizer step a
-    rollout this is the plain policy gradient.
+    rollout this is the plain policy gradient. Published, the sign of a rounding error is its gradient there; here
+    ``|log r|`` below 1e-4 is 0. In bf16 rounding is larger, and decides still.
 
     Shapes:
         all tensors  [B, T]
@@ -205,7 +207,8 @@ def kl_cov(
     logp, old, adv = _inside(response_mask_BT, log_prob_BT, old_log_prob_BT, advantages_BT)
     log_ratio = (logp - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     distance = log_ratio.abs()
-    loss = -adv * log_ratio.exp() + config.policy_loss.ppo_kl_coef * distance.masked_fill(~selected_BT, 0)
+    held = selected_BT & (distance > SAME_POLICY)
+    loss = -adv * log_ratio.exp() + config.policy_loss.ppo_kl_coef * distance.masked_fill(~held, 0)
     never = torch.zeros_like(loss)
     stats = {"cov_selected": selected_BT, "pg_clipfrac": never, "pg_clipfrac_lower": never, "ppo_kl": distance}
     return loss, _stats(response_mask_BT, **stats)

@@ -107,6 +107,18 @@ def test_kl_cov_by_hand():
     assert stats["cov_selected"][0].tolist() == [1, 0, 1, 1]
 
 
+def test_rounding_decides_nothing_in_kl_cov():
+    """A policy that has not moved, up to rounding of either sign, has the policy gradient alone."""
+    old, adv = torch.log(double(0.5, 0.25, 0.5, 0.25))[None], double(1, 1, -1, -1)[None]
+    gradients = []
+    for error in (1e-7, -1e-7):
+        logp = (old + error).requires_grad_()
+        policy_loss("kl_cov")(logp, old, adv, ALL[None], CONFIG, ALL[None])[0].sum().backward()
+        gradients.append(logp.grad)
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-6)
+    torch.testing.assert_close(gradients[0], -adv, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_gradients_are_those_of_the_loss(name):
     rng = np.random.default_rng(2)
