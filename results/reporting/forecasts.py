@@ -242,6 +242,21 @@ def fits(runs: Sequence[RecordedRun]) -> Iterator[Block]:
     )
 
 
+def curve_fits(curves: Mapping[str, Sequence[tuple[float, float]]]) -> Table:
+    """Return the sigmoid of each named curve of (step, accuracy), or why it has none; the questions are not known."""
+    rows = []
+    for name, curve in curves.items():
+        start = next((value for step, value in curve if step == 0), None)
+        later = [(step, value) for step, value in curve if step > 0]
+        try:
+            fit = fit_sigmoid([step for step, _ in later], [value for _, value in later], start)
+        except InputError as error:
+            rows.append([name, "", "", "", str(error)])
+        else:
+            rows.append([name, _in_percent(fit.asymptote), _bounded(fit.midpoint), _bounded(fit.exponent), ""])
+    return Table(["curve", "asymptote, %", "midpoint, steps", "exponent", "why none"], rows)
+
+
 _UNITS = {"step": "steps", "tokens": "tokens", "hours": "hours"}
 
 
@@ -258,9 +273,11 @@ def _fitted(run: RecordedRun, source: str, points: Sequence[Point]) -> list[str]
         return [run.name, source, *[""] * (2 + len(_UNITS)), str(error)]
     by_step = found["step"]
     midpoints = [_bounded(found[axis].midpoint) if axis in found else "not recorded" for axis in _UNITS]
-    asymptote = by_step.asymptote
-    shown = Estimate(100 * asymptote.value, 100 * asymptote.low, 100 * asymptote.high, asymptote.n)
-    return [run.name, source, _bounded(shown), *midpoints, _bounded(by_step.exponent), ""]
+    return [run.name, source, _in_percent(by_step.asymptote), *midpoints, _bounded(by_step.exponent), ""]
+
+
+def _in_percent(one: Estimate) -> str:
+    return _bounded(Estimate(100 * one.value, 100 * one.low, 100 * one.high, one.n))
 
 
 def _bounded(one: Estimate) -> str:

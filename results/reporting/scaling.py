@@ -24,7 +24,7 @@ CEILING = 0.95  # a run that starts above it has no rise that a validation's que
 MASS = 0.9  # of every interval here
 # Cells for start, asymptote, midpoint, exponent; a second grid covers what the first one leaves. With twice as many the
 # forecasts of four lab runs moved by less than 0.05 points, the ends of their intervals by less than 0.1.
-GRID = (5, 41, 32, 20)
+GRID = (13, 41, 32, 20)
 RUN_NOISE = (0.0, 0.005, 0.01, 0.02, 0.04)  # standard deviations of a validation, beside its questions'
 
 
@@ -117,8 +117,11 @@ def _check(values: np.ndarray, start: float | None, questions: int | None) -> No
     if len(values) < FEWEST:
         raise InputError(f"{len(values)} validations after the start are too few for a sigmoid: {FEWEST} are needed")
     first = values[0] if start is None else start
+    if not (0 <= first <= 1 and (values >= 0).all() and (values <= 1).all()):
+        raise InputError(f"a value of {values.min():.3g} to {values.max():.3g} is no accuracy between 0 and 1")
     if first >= CEILING:
         raise InputError(f"the first validation has {100 * first:.1f} % already: there is no rise to fit")
+    # Two standard deviations of a difference of two validations; of 200 questions where their number is not known.
     noise = 2 * np.sqrt(2 * _binomial(np.array(first), questions or 200))
     if values.max() - first < max(noise, 0.01):
         raise InputError(

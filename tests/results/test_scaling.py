@@ -73,6 +73,8 @@ def test_the_interval_of_a_forecast_holds_about_nine_in_ten():
         ([0.31, 0.3, 0.32, 0.31], 0.3, "did not rise by more than its questions' noise: 30.0 % at first, 32.0 %"),
         ([0.3, 0.2, 0.1, 0.05], 0.4, "did not rise"),
         ([0.0] * 5, 0.0, "did not rise"),
+        ([0.1, 0.5, 1.5, 2.0], 0.0, "0.1 to 2 is no accuracy between 0 and 1"),
+        ([0.1, 0.5, float("nan"), 0.7], 0.0, "no accuracy"),
     ],
 )
 def test_what_is_no_rise_is_refused_with_the_reason(values, start, message):
