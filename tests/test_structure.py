@@ -102,7 +102,7 @@ BUDGETS = {
     ("core/planning",): 1_250,
     # 350 more: bars while a step collects, the identity of a run, batches without padding, snapshots, traces;
     # 270 for the losses and estimators of 2025 and 2026
-    READING_PATH: 3_520,
+    READING_PATH: 3_535,
     ("recipes/ppo",): 600,
     ("recipes/grpo",): 600,
     ("recipes/dapo",): 600,

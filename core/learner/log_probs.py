@@ -73,9 +73,7 @@ def token_log_probs_and_entropy(
         raise ValueError(f"temperature={temperature}: a distribution needs a temperature > 0")
     elements = logits_at_a_time(hidden_NH.device) if chunk_elements is None else chunk_elements
     weight_VH = weight_VH.to(hidden_NH.dtype)
-    return _ChunkedHead.apply(
-        hidden_NH, weight_VH, bias, labels_N, temperature, elements, entropy_grad, fp32, squares
-    )
+    return _ChunkedHead.apply(hidden_NH, weight_VH, bias, labels_N, temperature, elements, entropy_grad, fp32, squares)
 
 
 def logits_at_a_time(device: torch.device) -> int:
