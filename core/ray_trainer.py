@@ -43,6 +43,7 @@ from core.rollout.background import Background
 from core.rollout.barrier import make_repeatable
 from core.rollout.collect import Collected, CollectLimits, CollectState, collect, collect_ahead, fresh_enough
 from core.session import LoopState, Session, prepare_torch
+from core.tracking.capsules import CapsuleRecorder
 from core.tracking.generations import generation_rows, print_examples
 from core.tracking.metrics import RAW_SCORE, data_metrics, throughput
 from core.tracking.profiling import profiled
@@ -117,6 +118,7 @@ class RayPPOTrainer:
         self.tool_calls = ToolCalls()
         self.workers: Workers | None = None
         self.trace: TraceRecorder | None = None
+        self.capsules: CapsuleRecorder | None = None
         self.clock = BusyClock("decode", "reward")
         self.runner: asyncio.Runner | None = None
         self.collected: Collected | None = None
@@ -133,6 +135,7 @@ class RayPPOTrainer:
         checkpoint = self.session.open(self.stream, critic=self.needs.critic)
         self.trace = TraceRecorder(config, self.tokenizer, self.session.total_steps)
         self.keep_group = self.trace.judging(self.keep_group)
+        self.capsules = CapsuleRecorder(config, type(self), self.session.total_steps)
         with naming_knobs(config, "load"):
             self.workers = self.make_workers(prepare_torch(config.trainer))
         try:
@@ -181,9 +184,12 @@ class RayPPOTrainer:
                     with self.collecting_ahead(metrics):
                         batch = make_batch(groups_P, self.tokenizer.pad_token_id, self.needs.state_masking)
                         batch = self.trace.marked(batch, metrics.step)
+                        batch = self.capsules.begin(metrics, groups_P, batch, self.kl_controller, self.workers)
                         batch = self.compute_log_probs(batch, metrics)
+                        self.capsules.between("log_probs", batch)
                         with metrics.time("adv"):
                             batch = self.compute_advantages(batch, metrics)
+                        self.capsules.between("advantages", batch)
                         self.update(batch, metrics)
                     with metrics.time("update_weights"):
                         metrics.add(self.workers.sync_weights(metrics.step))
@@ -368,6 +374,7 @@ class RayPPOTrainer:
             raise RuntimeError(f"step {step} trained on samples of policy {oldest}, older than max_staleness allows")
         metrics.add(data_metrics(groups_P, batch))
         metrics.add(self.trace.record(groups_P, batch, metrics, self.workers))
+        metrics.add(self.capsules.record(batch, self.kl_controller, metrics, self.workers))
         if self.agent_loop is not None:
             metrics.add(self.agent_loop.metrics())
         metrics.add(self.reward.usage("perf/judge"))

@@ -126,7 +126,7 @@ class DriverState:
         Raises:
             InputError: a value is of a type that cannot be stored; names it.
         """
-        encoder = _Encoder()
+        encoder = StateEncoder()
         fields = {
             "step": self.step,
             "next_ordinal": self.next_ordinal,
@@ -135,15 +135,14 @@ class DriverState:
         }
         (folder / "driver.json").write_text(json.dumps(fields), encoding="ascii")
         with open(folder / "driver.npz", "wb") as file:
-            buffers = {name: np.concatenate(parts) for name, parts in encoder.arrays.items()}
-            np.savez(file, allow_pickle=False, **buffers)
+            np.savez(file, allow_pickle=False, **encoder.buffers())
 
     @classmethod
     def load(cls, folder: Path) -> DriverState:
         fields = json.loads((folder / "driver.json").read_text(encoding="ascii"))
         with np.load(folder / "driver.npz", allow_pickle=False) as arrays:
             buffers = {name: arrays[name] for name in arrays.files}
-        carried, values = _decode(fields["carried"], buffers), _decode(fields["values"], buffers)
+        carried, values = decode(fields["carried"], buffers), decode(fields["values"], buffers)
         return cls(fields["step"], fields["next_ordinal"], carried, values)
 
 
@@ -161,7 +160,7 @@ _AS_TEXT = {
 }
 
 
-class _Encoder:
+class StateEncoder:
     """An encoder of values as JSON; the arrays among them are strung together, one buffer a dtype."""
 
     def __init__(self) -> None:
@@ -169,6 +168,7 @@ class _Encoder:
         self._used: dict[str, int] = {}
 
     def encode(self, value: Any, where: str) -> Any:
+        """Return the value as JSON has it; ``where`` names it in errors. Raises InputError for a type it lacks."""
         kind = type(value)
         if value is None or kind in (bool, int, float, str):
             return value
@@ -180,6 +180,10 @@ class _Encoder:
             return {key: self.encode(item, f"{where}[{key!r}]") for key, item in value.items()}
         pairs = [[self.encode(key, where), self.encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
         return {TAG: "dict", "of": pairs}
+
+    def buffers(self) -> dict[str, np.ndarray]:
+        """Return the arrays of what was encoded, one a dtype."""
+        return {name: np.concatenate(parts) for name, parts in self.arrays.items()}
 
     def _content(self, value: Any, kind: type, where: str) -> Any:
         name = kind.__name__
@@ -202,20 +206,21 @@ class _Encoder:
         raise InputError(f"{where} is a {kind.__module__}.{name}, which a checkpoint cannot store")
 
 
-def _decode(value: Any, buffers: Mapping[str, np.ndarray]) -> Any:
+def decode(value: Any, buffers: Mapping[str, np.ndarray]) -> Any:
+    """Return the value that an :class:`StateEncoder` encoded; ``buffers`` are its arrays, one a dtype."""
     if type(value) is list:
-        return [_decode(item, buffers) for item in value]
+        return [decode(item, buffers) for item in value]
     if type(value) is not dict:
         return value
     if TAG not in value:
-        return {key: _decode(item, buffers) for key, item in value.items()}
+        return {key: decode(item, buffers) for key, item in value.items()}
     name, content = value[TAG], value["of"]
     if name == "dict":
-        return {_decode(key, buffers): _decode(item, buffers) for key, item in content}
+        return {decode(key, buffers): decode(item, buffers) for key, item in content}
     if name == "tuple":
-        return tuple(_decode(item, buffers) for item in content)
+        return tuple(decode(item, buffers) for item in content)
     if name in _DATACLASSES:
-        return _DATACLASSES[name](**{key: _decode(item, buffers) for key, item in content.items()})
+        return _DATACLASSES[name](**{key: decode(item, buffers) for key, item in content.items()})
     if name in _ENUMS:
         return _ENUMS[name](content)
     if name in _AS_TEXT:

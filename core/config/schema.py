@@ -515,6 +515,9 @@ class TrainerConfig:
     resume_from_path: str | None = None
     resume_with_changes: bool = False  # resume also with another base, other data or another objective; recorded
     trace: TraceConfig = TraceConfig()
+    # steps of which all is kept that python -m core.replay needs to compute them again; null: none
+    capsule_steps: tuple[limits.Count, ...] | None = None
+    capsule_max_mb: limits.Positive = 256  # disk of a run's capsules; weights beyond it stay in checkpoints
     health: HealthConfig = HealthConfig()
 
 

@@ -216,6 +216,7 @@ class Stepper:
         self.module, self.ranks = trained.module, trained.ranks
         self.base_lr, self.grad_clip = config.optim.lr, config.grad_clip
         self.number = 0  # of the step under way, in its update
+        self.norms: list[float] = []  # of the gradients, of each step of the last update
         self.optimizer = torch.optim.AdamW(
             [parameter for parameter in self.module.parameters() if parameter.requires_grad],
             lr=self.base_lr,
@@ -249,13 +250,14 @@ class Stepper:
 
         ``losses`` are partial sums of ``accumulate``: each counts once a step, however many parts and ranks add to it.
         """
-        means, skipped = Means(), 0
+        means, skipped, self.norms = Means(), 0, []
         for number, batch in enumerate(steps):
             self.number, one = number, Means()
             for loss in losses:
                 one.value(loss, 0.0, counts=self.ranks.lead)
             accumulate(batch, one)
             norm, stepped = self.step(lr_multiplier)
+            self.norms.append(norm)
             skipped += not stepped
             if stepped:  # the numbers of a skipped step are no numbers
                 one.value("grad_norm", norm)

@@ -38,6 +38,11 @@ class TracedRows:
         return cls(rows, max(gaps, default=None), max((part.cpu_s for part in parts), default=0.0))
 
 
+def numbered(batch: TrainBatch) -> TrainBatch:
+    """Return the batch with its rows numbered: the update then keeps what it computes of them."""
+    return batch.adding(trace_row=torch.arange(1, len(batch) + 1))
+
+
 class TracedTokens:
     """The numbers of one update, by row; those of a later epoch replace those of an earlier one."""
 

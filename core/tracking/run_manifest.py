@@ -59,10 +59,11 @@ def changed_keys(config: Config, recipe: str) -> dict[str, list[Any]]:
     """
     defaults, values = flatten(convert.as_tree(type(config)())), flatten(convert.as_tree(config))
     changed = {key: [defaults.get(key), value] for key, value in values.items() if defaults.get(key, ...) != value}
-    return {key: pair for key, pair in changed.items() if pair[0] is not None or not _filled_in(config, recipe, key)}
+    return {key: pair for key, pair in changed.items() if pair[0] is not None or not filled_in(config, recipe, key)}
 
 
-def _filled_in(config: Config, recipe: str, key: str) -> bool:
+def filled_in(config: Config, recipe: str, key: str) -> bool:
+    """Return whether the key holds what follows from the other keys where it is null."""
     if key not in convert.all_keys(type(config)):  # a key inside a mapping of the user's own
         return False
     without = resolution.resolve(convert.replaced(config, {key: None}), recipe)

@@ -91,9 +91,9 @@ class TraceRecorder:
         """Return the batch with its rows numbered where the step is to be recorded: the update then keeps values."""
         if not self.is_due(step):
             return batch
-        import torch
+        from core.learner.traced_tokens import numbered
 
-        return batch.adding(trace_row=torch.arange(1, len(batch) + 1))
+        return numbered(batch)
 
     def record(
         self, groups: Sequence[ScoredGroup], batch: TrainBatch, metrics: StepMetrics, workers: Any
@@ -103,7 +103,7 @@ class TraceRecorder:
         dropped = [group for ordinal, group in sorted(self.dropped.items()) if ordinal < last]
         self.dropped = {ordinal: group for ordinal, group in self.dropped.items() if ordinal > last}
         self.step_s += metrics.values.get("timing_s/step", 0.0)
-        if batch.trace_row is None:
+        if not self.is_due(metrics.step):
             return {}
         start = time.thread_time()
         chosen = self._chosen(groups, dropped, batch, _gap(batch, workers))

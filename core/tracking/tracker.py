@@ -2,7 +2,8 @@
 
 ``<run_dir>/config.yaml`` resolved configuration · ``manifest.json`` the run manifest: provenance and status ·
 ``metrics.jsonl`` one line a step, on disk before the next step begins · ``samples.jsonl`` a few generations of every
-validation · ``validation/<step>.jsonl`` each question's scores · ``trace/`` the tokens of recorded steps.
+validation · ``validation/<step>.jsonl`` each question's scores · ``trace/`` the tokens of recorded steps ·
+``capsules/`` steps that can be computed again.
 
 **Resume.** A run that goes on from the checkpoint of step k keeps the lines up to k and drops the rest, so that its
 files end up as those of a run that was never interrupted (``timing_s/`` and ``perf/`` excepted). For that a step is
@@ -36,6 +37,7 @@ from core.config import Config, convert, paths, tables, to_yaml
 from core.config.tables import load_object
 from core.errors import InputError
 from core.tracking import run_manifest
+from core.tracking.capsules import drop_capsules_after
 from core.tracking.loggers import ConsoleLogger, Guarded, LoggedRun, Logger, Row, headline
 from core.tracking.run_manifest import RunFacts
 from core.tracking.trace import drop_traces_after
@@ -43,7 +45,16 @@ from core.tracking.validation import ValRecord
 from core.types import StepMetrics
 
 ENDINGS = ("finished", "stopped", "failed")
-RUN_FILES = ("config.yaml", "manifest.json", "metrics.jsonl", "samples.jsonl", "validation", "tensorboard", "trace")
+RUN_FILES = (
+    "config.yaml",
+    "manifest.json",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "validation",
+    "tensorboard",
+    "trace",
+    "capsules",
+)
 KEPT_SAMPLES = 50  # generations of each data source that samples.jsonl keeps of a validation, at the least
 
 
@@ -286,3 +297,4 @@ def _drop_after(run_dir: Path, step: int) -> None:
         if int(path.stem) > step:
             path.unlink()
     drop_traces_after(run_dir, step)
+    drop_capsules_after(run_dir, step)

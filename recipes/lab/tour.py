@@ -29,7 +29,8 @@ SETTINGS = (
 # apart.
 INSTRUMENTS = (
     *("core/tracking/step_time.py", "core/tracking/progress.py"),
-    *("core/tracking/trace.py", "core/learner/traced_tokens.py", "core/checkpoint/kill_points.py", "core/errors.py"),
+    *("core/tracking/trace.py", "core/learner/traced_tokens.py", "core/tracking/capsules.py"),
+    *("core/checkpoint/kill_points.py", "core/errors.py"),
 )
 TRAINER, SESSION = "core/ray_trainer.py", "core/session.py"
 

@@ -40,6 +40,7 @@ ADDED = {
     *("trainer.heartbeat_timeout_s", "ray_kwargs.driver_actor"),
     *(f"actor_rollout_ref.rollout.{name}" for name in ("nnodes", "n_gpus_per_node")),  # of later versions
     *(f"trainer.trace.{name}" for name in ("freq", "steps", "groups", "max_mb")),
+    *("trainer.capsule_steps", "trainer.capsule_max_mb"),
 }
 
 
@@ -278,6 +279,7 @@ def test_published_configurations_are_read_also_where_they_hold_another_recipes_
         assert written["trainer"]["health"].pop("judge_agreement") == {"bound": 0.75, "action": "stop"}
         assert written["trainer"].pop("trace")["freq"] == -1
         written["actor_rollout_ref"]["actor"]["policy_loss"] = {"loss_mode": "vanilla"}  # without the numbers of *_cov
+        assert (written["trainer"].pop("capsule_steps"), written["trainer"].pop("capsule_max_mb")) == (None, 256)
         assert "retriever" in tree and written == tree
 
 

@@ -263,6 +263,18 @@ BROKEN = [
         *("global_profiler.steps=[9]", "goes beyond"),
     ),
     (
+        *("ppo", ["trainer.capsule_steps=[1]", "trainer.backend=ray"], ()),
+        *("trainer.capsule_steps=[1]", "set trainer.backend=local"),
+    ),
+    (
+        *("grpo", ["trainer.capsule_steps=[1]", "actor_rollout_ref.model.lora_rank=8"], ()),
+        *("trainer.capsule_steps=[1]", "keeps whole models"),
+    ),
+    (
+        *("ppo", ["trainer.capsule_steps=[2,9]", "trainer.total_training_steps=8"], ()),
+        *("trainer.capsule_steps=[2, 9]", "goes beyond trainer.total_training_steps=8"),
+    ),
+    (
         *("ppo", ["global_profiler.tool=nsys", "global_profiler.steps=[9]"], ()),
         *("global_profiler.tool=nsys", "trainer.backend=local has none"),
     ),
@@ -596,6 +608,7 @@ IDLE = [
     *(("ppo", [*UNWATCHED, f"trainer.health.{name}.action=stop"], f"trainer.health.{name}.action") for name in CHECKS),
     ("ppo", ["trainer.health.reward_window=3"], "trainer.health.reward_window"),
     ("ppo", ["trainer.trace.groups=3"], "trainer.trace.groups"),
+    ("ppo", ["trainer.capsule_max_mb=3"], "trainer.capsule_max_mb"),
     ("ppo", [f"{ROLLOUT}.val_kwargs.temperature=0.6"], f"{ROLLOUT}.val_kwargs.temperature"),
     *(
         ("ppo", [f"{ROLLOUT}.{setting}"], f"{ROLLOUT}.{setting.partition('=')[0]}")

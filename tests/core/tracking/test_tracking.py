@@ -20,6 +20,7 @@ from core.config import Config, compose, convert, examine, from_yaml, paths
 from core.errors import InputError
 from core.tracking import run_manifest
 from core.tracking import tracker as tracking
+from core.tracking.capsules import CapsuleRecorder
 from core.tracking.generations import generation_rows
 from core.tracking.loggers import LoggedRun
 from core.tracking.metrics import throughput
@@ -554,6 +555,7 @@ def test_throughput_is_a_gpus_share_as_verl_counts_it(arguments, ranks):
         stream=SimpleNamespace(epoch=lambda _: 0),
         workers=None,
         trace=TraceRecorder(config, None, total_steps=3),
+        capsules=CapsuleRecorder(config, RayPPOTrainer, total_steps=3),
         session=SimpleNamespace(
             is_due=lambda *_: False, complete_step=lambda metrics, *_: ended.append(metrics.values["perf/throughput"])
         ),

@@ -1,0 +1,52 @@
+"""Compute a recorded step again, or ask what another objective would have made of the same batch.
+
+    python -m core.replay RUN --step 12                        compares every tensor with what was recorded
+    python -m core.replay RUN --step 12 --phase advantages     compares one phase
+    python -m core.replay RUN --step 12 --with actor_rollout_ref.actor.clip_ratio=0.1
+
+A RUN is a run folder that was trained with ``trainer.capsule_steps=[12]``. The exit status is 0 where the step repeats,
+1 where something differs and 2 for bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from core.errors import InputError
+from core.replaying import PHASES
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line names and return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m core.replay", description="Compute a recorded step again and name what differs."
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="A run folder, or a folder of capsules.")
+    parser.add_argument("--step", type=int, help="The step, one of trainer.capsule_steps (default: the only one kept).")
+    parser.add_argument("--phase", choices=PHASES, action="append", help="Compare this phase alone (may be repeated).")
+    told = "Print the metrics with another objective on the same batch (may be repeated)."
+    parser.add_argument("--with", dest="changes", metavar="key=value", action="append", help=told)
+    args = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    try:
+        if args.changes and args.phase:
+            raise InputError(f"--phase={args.phase[0]}: compares with the record, and --with does not; leave one out")
+        from core.replaying.replay_report import replay, what_if  # imports torch
+
+        if args.changes:
+            print(what_if(args.run, args.step, args.changes))
+            return 0
+        done = replay(args.run, args.step, args.phase or PHASES)
+    except (InputError, OSError) as error:
+        print(f"core.replay: {error}", file=sys.stderr)
+        return 2
+    print(done)
+    return 1 if done.found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
