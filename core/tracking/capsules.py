@@ -2,7 +2,7 @@
 
 A capsule is the folder ``<run>/capsules/step_<n>``: what the step began from (groups, weights, optimizers, the KL
 controller) and what each phase made of it. ``capsule.json`` describes it and has the hash of every other file; tensors
-are safetensors. It appears as a whole, by one rename, or not at all. :mod:`core.replaying` reads it and computes the
+are safetensors. It appears as a whole, by one rename, or not at all. :mod:`core.replay` reads it and computes the
 step again; how answers came about is not in it, since engines and scorers are its beginning.
 
 Of the weights after the update a capsule keeps checksums of pieces and one number of each piece: that tells which

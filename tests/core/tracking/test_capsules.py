@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from core import replay as command
+from core.replay import __main__ as command
 from core.errors import InputError
 from core.ray_trainer import RayPPOTrainer
-from core.replaying.replay_report import changed, replay, what_if
-from core.replaying.stored_step import find, read
+from core.replay.replay_report import changed, replay, what_if
+from core.replay.stored_step import find, read
 from core.tracking import capsules
 from core.tracking.capsules import CapsuleRecorder, digest, drop_capsules_after, pieces
 from core.types import StepMetrics

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from core.checkpoint.provenance import package_versions
-from core.replaying.rebuild import device_of
-from core.replaying.stored_step import StoredStep
+from core.replay.rebuild import device_of
+from core.replay.stored_step import StoredStep
 from core.tracking.capsules import PACKAGES, cpu_kind, digest, pieces
 
 TOLERANCE = 1e-5

@@ -16,9 +16,9 @@ import core.learner.batching
 import core.learner.learner
 import core.ray_trainer
 from core.learner.learner import Actor, Stepper
-from core.replaying import differences, phases
-from core.replaying.replay_report import replay
-from core.replaying.stored_step import read
+from core.replay import differences, phases
+from core.replay.replay_report import replay
+from core.replay.stored_step import read
 
 CAPSULES = Path(__file__).resolve().parents[3] / "results/capsules"
 PUBLISHED = sorted(CAPSULES.glob("*/step_*"))

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from core.errors import InputError
-from core.replaying import PHASES
+from core.replay import PHASES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if args.changes and args.phase:
             raise InputError(f"--phase={args.phase[0]}: compares with the record, and --with does not; leave one out")
-        from core.replaying.replay_report import replay, what_if  # imports torch
+        from core.replay.replay_report import replay, what_if  # imports torch
 
         if args.changes:
             print(what_if(args.run, args.step, args.changes))

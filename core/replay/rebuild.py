@@ -17,7 +17,7 @@ from core.config import Config, convert
 from core.config.tables import load_object
 from core.errors import InputError
 from core.learner.saving import load_model, load_optimizer_tensors
-from core.replaying.stored_step import StoredStep
+from core.replay.stored_step import StoredStep
 from core.session import prepare_torch
 from core.tracking.capsules import ALIGNED, OPTIMIZER, model_tensors, sha256_of_tensor, state_of
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from core.config import Config, convert, examine, recipes, roles
 from core.errors import InputError
-from core.replaying import PHASES
-from core.replaying.differences import Closeness, Difference
-from core.replaying.phases import (
+from core.replay import PHASES
+from core.replay.differences import Closeness, Difference
+from core.replay.phases import (
     WITHOUT_WEIGHTS,
     advantages_phase,
     batch_phase,
@@ -18,8 +18,8 @@ from core.replaying.phases import (
     log_probs_phase,
     update_phase,
 )
-from core.replaying.rebuild import rebuilt
-from core.replaying.stored_step import StoredStep, find, read
+from core.replay.rebuild import rebuilt
+from core.replay.stored_step import StoredStep, find, read
 from core.tracking.capsules import state_of
 from core.tracking.run_manifest import filled_in
 
@@ -52,7 +52,7 @@ class Replay:
 def replay(run: Path, step: int | None = None, phases: Collection[str] = PHASES) -> Replay:
     """Compute a step that was kept again and compare.
 
-    Raises InputError for what cannot be replayed: see :func:`core.replaying.stored_step.find` and ``read``.
+    Raises InputError for what cannot be replayed: see :func:`core.replay.stored_step.find` and ``read``.
     """
     stored = read(find(run, step))
     chosen = tuple(name for name in PHASES if name in phases)

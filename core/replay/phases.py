@@ -17,9 +17,9 @@ from torch import Tensor
 
 from core.learner.batching import make_batch, steps_of
 from core.learner.traced_tokens import numbered
-from core.replaying import PHASES
-from core.replaying.differences import Closeness, Difference, Where, compare, compare_metrics, compare_pieces
-from core.replaying.stored_step import StoredStep
+from core.replay import PHASES
+from core.replay.differences import Closeness, Difference, Where, compare, compare_metrics, compare_pieces
+from core.replay.stored_step import StoredStep
 from core.tracking.capsules import UNREPEATED, UPDATED, made, model_tensors, state_of, update_tensors
 from core.tracking.metrics import data_metrics
 from core.types import BATCH_FIELDS, StepMetrics, TrainBatch
