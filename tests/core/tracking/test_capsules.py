@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from core.replay import __main__ as command
 from core.errors import InputError
 from core.ray_trainer import RayPPOTrainer
+from core.replay import __main__ as command
 from core.replay.replay_report import changed, replay, what_if
 from core.replay.stored_step import find, read
 from core.tracking import capsules
