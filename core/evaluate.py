@@ -19,6 +19,7 @@ from pathlib import Path
 
 from core.command_line import is_dry_run
 from core.errors import InputError, OutOfMemory, WorkersLost
+from core.remote.urls import written_here
 
 INTERRUPTED = 130
 
@@ -30,7 +31,9 @@ def generate_command(arguments: Sequence[str]) -> int:
     parser.add_argument("--model", help="The Hugging Face folder or hub id of the model.")
     parser.add_argument("--run", help="The run folder or checkpoint (global_step_N), whose settings hold then.")
     parser.add_argument("--step", type=int, help="The step of the run's checkpoint (default: the newest).")
-    parser.add_argument("--out", type=Path, required=True, help="The file to write or to go on with, ending in .jsonl.")
+    parser.add_argument(
+        "--out", type=written_here, required=True, help="The file to write or to go on with, ending in .jsonl."
+    )
     args = parser.parse_intermixed_args(arguments)
     from core.evaluation.generate import generate, request
 

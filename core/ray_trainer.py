@@ -129,6 +129,7 @@ class RayPPOTrainer:
         Raises InputError, mostly before a model loads, and what a training hook raises on an example answer.
         """
         config = self.config
+        self.session.fetch()
         self.load_data()
         names = self.stream.files.agent_names() | {one.agent_name for one in self.val_prompts if one.agent_name}
         self.agent_loop = make_agent_loop(config, self.tokenizer, names, self._examples())
@@ -391,7 +392,7 @@ class RayPPOTrainer:
             rows = generation_rows(step, groups_P, self.tokenizer)
             print_examples(rows, self.config.reward_model.num_examine)
             if trainer.rollout_data_dir:
-                dump_jsonl(trainer.rollout_data_dir, step, rows)
+                dump_jsonl(trainer.rollout_data_dir, step, rows, "trainer.rollout_data_dir")
         state = LoopState(self.kl_controller, self.collect_state)
         if self.session.is_due(trainer.test_freq, step, state):
             self.validate(metrics)
@@ -435,5 +436,5 @@ class RayPPOTrainer:
         self.session.tracker.log_validation(metrics.step, records)
         self.session.tracker.log_samples(metrics.step, rows)
         print_examples(rows, self.config.reward_model.val_num_examine)
-        if self.config.trainer.validation_data_dir:
-            dump_jsonl(self.config.trainer.validation_data_dir, metrics.step, rows)
+        if folder := self.config.trainer.validation_data_dir:
+            dump_jsonl(folder, metrics.step, rows, "trainer.validation_data_dir")

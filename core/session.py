@@ -26,13 +26,17 @@ from core.checkpoint.kill_points import kill_point
 from core.checkpoint.manifest import Checkpoint
 from core.checkpoint.provenance import ModelFingerprint, Provenance
 from core.checkpoint.store import CheckpointStore, resolve_resume
+from core.checkpoint.written_through import RemoteRun
 from core.cluster.signals import GracefulStop
 from core.cluster.workers import Workers
 from core.config import convert
+from core.config.paths import run_folder
 from core.data.stream import PromptStream
 from core.errors import InputError, memory_phase
 from core.learner.saving import planned_fingerprints
 from core.planning.memory_knobs import naming_knobs
+from core.remote.urls import is_url
+from core.remote.writing import check_writable
 from core.rollout.collect import CollectState, StopRequested
 from core.tracking import run_manifest, step_time
 from core.tracking.health import Crossing, Health, UnhealthyRun
@@ -57,23 +61,25 @@ class LoopState:
 class Session:
     """The surroundings of one run. ``step`` counts complete steps; ``saved_step`` is that of the newest checkpoint.
 
-    :meth:`open` finds the checkpoint before a model loads, :meth:`attach` resumes from it, :meth:`running` lasts as
-    long as the loop, and :meth:`complete_step` ends each step.
+    :meth:`fetch` comes first, :meth:`open` finds the checkpoint before a model loads, :meth:`attach` resumes from it,
+    :meth:`running` lasts as long as the loop, and :meth:`complete_step` ends each step.
     """
 
     def __init__(self, config: Config, state: LoopState):
         self.config = config
         self.state = state
-        self.run_dir = Path(config.trainer.default_local_dir)
+        self.run_dir = run_folder(config)
         self.store = CheckpointStore(self.run_dir, keep=config.trainer.max_actor_ckpt_to_keep)
         self.stop = GracefulStop()
         self.health = Health()
         self.step = self.total_steps = 0
         self.ordinals: float = float("inf")  # that the epochs hold, where they decide when the run ends
-        self.writer = BackgroundWriter(self.store)
+        url = config.trainer.default_local_dir
+        self.remote = RemoteRun(url, self.store) if is_url(url) else None
+        self.writer = BackgroundWriter(self.store, self.remote)
         self.workers: Workers | None = None
         self.models: Mapping[str, ModelFingerprint] = {}
-        self.contents = run_manifest.contents(config)
+        self.contents: Mapping[str, list[str]] = {}
         self.changes: Sequence[Change] = ()  # since the checkpoint that the run goes on from
         self.tracker: Tracker | None = None
         self.saving_s = 0.0  # of checkpoints since the last line of metrics
@@ -85,6 +91,21 @@ class Session:
 
     # -- starting --------------------------------------------------------------------------------
 
+    def fetch(self) -> None:
+        """Check the URLs that the run writes to, and fetch what is newer at that of the run folder than it is here.
+
+        Before anything opens a file of the run folder, a judge's replies among them. Raises InputError.
+        """
+        trainer = self.config.trainer
+        dumps = {f"trainer.{name}": getattr(trainer, name) for name in ("rollout_data_dir", "validation_data_dir")}
+        for key, url in dumps.items():
+            if url and is_url(url):
+                check_writable(url, key)
+        if self.remote is not None:
+            if not trainer.val_only:
+                self.store.claim()
+            self.remote.open(writes=not trainer.val_only)
+
     def open(self, stream: PromptStream, *, critic: bool) -> Checkpoint | None:
         """Count the steps and return the checkpoint to resume from, if any. No model is loaded yet.
 
@@ -93,6 +114,7 @@ class Session:
                 models, or is of a run with another base, other data or another objective.
         """
         trainer, batch_size = self.config.trainer, self.config.data.train_batch_size
+        self.contents = run_manifest.contents(self.config)
         self.total_steps = trainer.total_training_steps
         if self.total_steps is None:
             self.total_steps = trainer.total_epochs * stream.steps_per_epoch(batch_size)
@@ -107,6 +129,9 @@ class Session:
             self.models = planned_fingerprints(self.config, critic=critic, known=checkpoint.provenance.bases)
         if checkpoint is not None:
             self._check(checkpoint)
+            own = checkpoint.folder.parent == self.store.root
+            if self.remote is not None and own and not trainer.val_only and self.remote.newest < checkpoint.step:
+                self.remote.send(checkpoint.step)  # a run that was killed before it had sent it
         return checkpoint
 
     def _check(self, checkpoint: Checkpoint) -> None:
@@ -194,6 +219,11 @@ class Session:
         finally:
             self.writer.close()
             self.tracker.close(status)
+            if self.remote is not None and not only_validates:
+                try:
+                    self.remote.send_files()
+                except InputError as error:  # how the run ended must not be hidden by it
+                    log.warning("%s", error)
             for part in owned:
                 if part is not None:
                     part.close()

@@ -16,6 +16,7 @@ from typing import Any
 
 from core.command_line import is_dry_run
 from core.errors import InputError
+from core.remote.urls import written_here
 from data_preprocess.schema import write_rows
 
 SPLITS = ("train", "test")
@@ -119,8 +120,8 @@ def _parse(source: Source, argv: Sequence[str] | None) -> argparse.Namespace:
         prog=f"python -m data_preprocess.{source.name}",
         description=f"Write {written} from the data set {source.hub}, in verl's schema.",
     )
-    parser.add_argument("--local_dir", help=f"The folder to write (default {source.folder}).")
-    parser.add_argument("--local_save_dir", help="The same as --local_dir, under verl's newer name.")
+    parser.add_argument("--local_dir", type=written_here, help=f"The folder to write (default {source.folder}).")
+    parser.add_argument("--local_save_dir", type=written_here, help="The same as --local_dir, under verl's newer name.")
     parser.add_argument(
         "--local_dataset_path", nargs="+", metavar="PATH", help="A folder or files to read instead of the hub."
     )

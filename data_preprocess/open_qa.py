@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import InputError
+from core.remote.urls import written_here
 from data_preprocess.cli import Example, read_file
 from data_preprocess.schema import make_row
 
@@ -137,7 +138,13 @@ def arguments(name: str, description: str | None, folder: str, sets: Sequence[st
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--local_dir", "--local_save_dir", default=folder, help="The folder to write (default %(default)s).")
+    add(
+        "--local_dir",
+        "--local_save_dir",
+        type=written_here,
+        default=folder,
+        help="The folder to write (default %(default)s).",
+    )
     add(
         "--local_dataset_path",
         nargs="+",

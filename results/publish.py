@@ -28,7 +28,7 @@ from core.tracking.validation import ValRecord, merge_by_question
 from results.reporting.answers import published_samples
 from results.reporting.evaluations import RECORD, SCORES, record_of
 from results.reporting.references import read_references
-from results.reporting.run_reader import NotARun, RecordedRun, load_run, scrub, summarise
+from results.reporting.run_reader import NotARun, RecordedRun, load_run, run_copy, scrub, summarise
 from results.reporting.x_axis import with_totals
 
 METRICS_ROWS = 500  # metrics.csv holds at most about this many steps, evenly spaced, and every validation
@@ -135,18 +135,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Publish what the command line names and return the exit status: 2 where it cannot be published."""
     told = "Commits a run's small files, or an evaluation's."
     parser = argparse.ArgumentParser(prog="python -m results.publish", description=told)
-    run = "The run folder, outputs/<recipe>/<run>, or an evaluation's file of scores, which core.evaluate score wrote."
-    parser.add_argument("run", metavar="RUN", type=Path, help=run)
+    scores = "an evaluation's file of scores, which core.evaluate score wrote"
+    told_run = f"The run folder, outputs/<recipe>/<run>, or its URL, or {scores}."
+    parser.add_argument("run", metavar="RUN", help=told_run)
     parser.add_argument(
         "--as", dest="name", metavar="RECIPE/NAME", help="The name of the copy in results/ (default: the folder's own)."
     )
     parser.add_argument("--results", type=Path, default=Path("results"), help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     try:
-        if args.run.suffix == ".jsonl":
-            target = publish_evaluation(args.run, args.results, args.name)
+        run = run_copy(args.run)
+        if run.suffix == ".jsonl":
+            target = publish_evaluation(run, args.results, args.name)
         else:
-            target = publish(args.run, args.results / (args.name or _run_name(args.run)))
+            target = publish(run, args.results / (args.name or _run_name(run)))
         print(f"published as {target}")
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)

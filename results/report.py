@@ -3,7 +3,8 @@
     python -m results.report RUN [RUN ...] [--baseline NAME] [--x AXIS] [--out DIR]     report.md and report.html
     python -m results.report --index [--check]             results/README.md and the tables in README.md
 
-A RUN is a run folder (``outputs/<recipe>/<run>``), a published copy (``results/<recipe>/<run>``, made by
+A RUN is a run folder (``outputs/<recipe>/<run>``, or its URL, whose report is written to the copy here), a published
+copy (``results/<recipe>/<run>``, made by
 ``python -m results.publish``), or a log of another project: verl's console output, its file logger's ``.jsonl``, TRL's
 ``trainer_state.json``, or a ``.csv`` with a column ``step``. Runs that differ in their seeds only are one experiment:
 mean, spread and interval over seeds. Experiments are compared with the baseline, by question where both have records.
@@ -18,9 +19,10 @@ from pathlib import Path
 
 from core import moved
 from core.errors import InputError
+from core.remote.urls import written_here
 from results.reporting import tables
 from results.reporting.foreign_logs import read_foreign
-from results.reporting.run_reader import RecordedRun, group_name, group_runs, load_run
+from results.reporting.run_reader import RecordedRun, group_name, group_runs, load_run, run_copy
 from results.reporting.run_report import headline, write_report
 from results.reporting.x_axis import AXES
 
@@ -41,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
         "--accuracy", metavar="METRIC", help="The name of the held-out accuracy in the logs of other projects."
     )
     parser.add_argument(
-        "--out", type=Path, help="The folder for the report (default: the run's, or one in outputs/reports)."
+        "--out", type=written_here, help="The folder for the report (default: the run's, or one in outputs/reports)."
     )
     parser.add_argument("--index", action="store_true", help="Write results/README.md and the README's tables again.")
     parser.add_argument(
@@ -62,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("name a run folder, or use --index")
     try:
         if args.runs:
-            runs = [_load(Path(name), args.accuracy) for name in args.runs]
+            runs = [_load(run_copy(name), args.accuracy) for name in args.runs]
             path = write_report(runs, args.out or _default_folder(runs), args.baseline, args.x)
             print(f"{headline(runs)}\nreport: {path}")
         return tables.update(args.results, check=args.check) if args.index else 0

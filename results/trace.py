@@ -13,9 +13,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from core.errors import InputError
+from core.remote.urls import written_here
+from results.reporting.run_reader import run_copy
 from results.reporting.trace_page import PAGE, write_trace
 
 
@@ -29,16 +30,16 @@ def _steps(text: str) -> list[int]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line names and return the exit status: 2 for bad input."""
     parser = argparse.ArgumentParser(prog="python -m results.trace", description="Every token of recorded steps.")
-    parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="One or two run folders.")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="One or two run folders, or their URLs.")
     parser.add_argument("--steps", type=_steps, metavar="N,N", help="The steps to show (default: some of all).")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help=f"The page (default: {PAGE} in the first run's folder)."
+        "--out", type=written_here, metavar="FILE", help=f"The page (default: {PAGE} in the first run's folder)."
     )
     args = parser.parse_args(arguments)
     try:
         if len(args.runs) > 2:
             raise InputError(f"{len(args.runs)} runs: name one, or two to see side by side")
-        path, said = write_trace(args.runs, args.out, args.steps)
+        path, said = write_trace([run_copy(run) for run in args.runs], args.out, args.steps)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -67,4 +67,5 @@ LOOKING = Settings(val_only=True)
 def run(code: str, *arguments: object, **kwargs) -> subprocess.CompletedProcess:
     """Python code as a process of its own, from the repository root."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, **kwargs)
+    # five minutes: on a busy machine the imports of torch and transformers alone have taken one
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, **kwargs)

@@ -15,7 +15,11 @@ from tests.test_structure import PYTHON, module_of
 # Started by other processes with what they need on stdin or in the environment; nobody types them.
 NOT_TYPED = {"core.rewards.supervisor", "reward_scores.sandbox.harness"}
 COMMANDS = sorted(
-    {module_of(path) for path in PYTHON if '\nif __name__ == "__main__":\n' in path.read_text(encoding="utf-8")}
+    {
+        module_of(path).removesuffix(".__main__")
+        for path in PYTHON
+        if '\nif __name__ == "__main__":\n' in path.read_text(encoding="utf-8")
+    }
     - {*MOVED, *NOT_TYPED}
 )
 MAINS = [name for name in COMMANDS if ".main_" in name]

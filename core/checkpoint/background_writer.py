@@ -9,6 +9,7 @@ from pathlib import Path
 
 from core.checkpoint.provenance import Provenance
 from core.checkpoint.store import CheckpointStore
+from core.checkpoint.written_through import RemoteRun
 from core.errors import memory_phase
 
 # Puts files into a folder and returns file -> SHA-256 of those that it hashed and put on disk.
@@ -18,10 +19,13 @@ log = logging.getLogger(__name__)
 
 
 class BackgroundWriter:
-    """Writes checkpoints of ``store``. ``saved_step`` is the newest complete one: of a resumed run, where it began."""
+    """Writes checkpoints of ``store``, and sends them to ``remote`` where the run folder is a URL.
 
-    def __init__(self, store: CheckpointStore):
-        self.store = store
+    ``saved_step`` is the newest complete one: of a resumed run, where it began.
+    """
+
+    def __init__(self, store: CheckpointStore, remote: RemoteRun | None = None):
+        self.store, self.remote = store, remote
         self.saved_step: int | None = None
         self.begun_step: int | None = None
         self._writing: Future[None] | None = None
@@ -41,6 +45,8 @@ class BackgroundWriter:
         hashes: dict[str, str] = {}
         with memory_phase("save_checkpoint"), self.store.writing(step, provenance, hashes) as folder:
             hashes.update(fill(folder))
+        if self.remote is not None:
+            self.remote.send(step)
 
     def raise_failure(self) -> None:
         """Raise what a writing that has ended raised. Does not wait."""

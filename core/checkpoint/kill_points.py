@@ -21,6 +21,7 @@ PHASES = {
     "checkpoint_rename": "manifest written, the folder still under its temporary name",
     "checkpoint_tracker": "the folder has its final name, the tracker file still names the previous one",
     "checkpoint_prune": "an old folder is renamed for deletion and not deleted yet",
+    "remote_manifest": "the checkpoint is complete here; its files are at the run folder's URL, the manifest is not",
 }
 
 

@@ -19,6 +19,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from core.remote.cache import local_path
+
 PACKAGES = ("torch", "transformers", "numpy", "vllm", "ray")
 FORMATS = ("model*.safetensors", "pytorch_model*.bin")  # of weights, in the order in which transformers looks for them
 BLOCK = 1 << 24  # bytes
@@ -78,13 +80,13 @@ class ModelFingerprint:
 
 
 def base_of(path: str, known: Base | None = None) -> Base:
-    """Return the SHA-256 of the weights in a Hugging Face folder (or of a hub id's, as this machine holds them).
+    """Return the SHA-256 of the weights in a Hugging Face folder (or of a hub id's or URL's, as this machine has them).
 
     Of safetensors every tensor counts by name, type, shape and bytes, so a copy that is cut into other files is the
     same base; of other formats the files do. Several threads read the files, once a process, and nothing is read where
     ``known`` has the same path and stamp. Raises FileNotFoundError.
     """
-    folder, commit = Path(path), None
+    folder, commit = Path(local_path(path, "model")), None
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 

@@ -39,6 +39,8 @@ from core.checkpoint.manifest import NAME, Checkpoint, DamagedCheckpoint, fsync,
 from core.checkpoint.provenance import Provenance
 from core.config.frozen import FrozenDict
 from core.errors import InputError
+from core.remote.cache import local_path
+from core.remote.urls import is_url, name_of
 
 if TYPE_CHECKING:
     from core.config.schema import TrainerConfig
@@ -76,6 +78,10 @@ class CheckpointStore:
         ) as entries:  # one look: with a stat for each name a busy writer may seem to have none
             names = [entry.name for entry in entries if entry.is_dir()]
         return sorted(int(match[1]) for match in map(NAME.fullmatch, names) if match)
+
+    def complete_steps(self) -> list[int]:
+        """Return the steps whose folders have all their files; hashes are not compared."""
+        return [step for step in self.steps() if self._looks_complete(step)]
 
     def folder(self, step: int) -> Path:
         return self.root / f"global_step_{step}"
@@ -117,12 +123,12 @@ class CheckpointStore:
         return None
 
     def at(self, path: str | os.PathLike[str]) -> Checkpoint:
-        """Verify the folder ``path`` (``trainer.resume_from_path``) and return its checkpoint.
+        """Verify the folder or URL ``path`` (``trainer.resume_from_path``) and return its checkpoint.
 
         Raises:
             InputError: there is none, or it is damaged; another one is never taken instead.
         """
-        folder = Path(path)
+        folder = fetched(path, "trainer.resume_from_path")
         if not folder.is_dir():
             raise InputError(f"trainer.resume_from_path={path}: no such folder")
         inside = CheckpointStore(folder).steps()
@@ -200,7 +206,7 @@ class CheckpointStore:
             self._put_back()
             if not isinstance(error, OSError):
                 raise
-            complete = [other for other in self.steps() if self._looks_complete(other)]
+            complete = self.complete_steps()
             intact = f"{self.folder(complete[-1])} is intact" if complete else "there is no earlier one"
             free = shutil.disk_usage(self.root).free / 2**30
             raise InputError(
@@ -208,6 +214,12 @@ class CheckpointStore:
                 f"there); {intact}. Make room, or set another trainer.default_local_dir or a lower "
                 "trainer.max_actor_ckpt_to_keep (one more is needed while writing), and resume"
             ) from error
+
+    def adopt(self, folder: Path, step: int) -> None:
+        """Give a folder that was fetched its name; a damaged one that has it is kept under another."""
+        if self.folder(step).exists():
+            self._set_aside(step)
+        os.rename(folder, self.folder(step))
 
     def _publish(self, folder: Path, step: int) -> None:
         final = self.folder(step)
@@ -262,6 +274,18 @@ class CheckpointStore:
         target = self.root / (f"{name}-{taken + 1}" if taken else name)
         os.rename(self.folder(step), target)
         log.warning("kept the damaged checkpoint as %s; delete it when it is of no use", target)
+
+
+def fetched(path: str | os.PathLike[str], key: str) -> Path:
+    """Return a path as it is, and for the URL of a checkpoint its copy on this machine.
+
+    Raises:
+        InputError: the URL names no ``global_step_N``, for whose sake a whole run would be copied; or as
+            :func:`core.remote.cache.local_path` does. It names ``key``.
+    """
+    if is_url(path) and not NAME.fullmatch(name_of(str(path))):
+        raise InputError(f"{key}={path}: names no checkpoint; give the URL of a global_step_N")
+    return Path(local_path(str(path), key))
 
 
 def resolve_resume(trainer: TrainerConfig, store: CheckpointStore) -> Checkpoint | None:

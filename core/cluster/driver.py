@@ -16,13 +16,13 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from core.cluster import signals
 from core.cluster.restarts import work
 from core.config import convert
+from core.config.paths import run_folder
 from core.errors import WorkersLost
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class DriverProcess:
     def start(self, trainer: str, config: Config, restarts: int) -> None:
         """Begin the loop and return."""
         self.config, self.restarts = config, restarts
-        folder = Path(config.trainer.default_local_dir)
+        folder = run_folder(config)
         folder.mkdir(parents=True, exist_ok=True)
         self.log = open(folder / LOG, "a", encoding="utf-8")  # noqa: SIM115  (until the process ends)
         threading.Thread(target=self._work, args=(trainer,), name="loop", daemon=True).start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -14,6 +13,7 @@ from core.cluster.driver import WAIT_S, DriverProcess, News
 from core.cluster.ray_placement import DRIVER_CPUS, device_of, node_for_driver
 from core.cluster.ray_pools import actor_class, connect
 from core.cluster.ray_watch import ASIDE, GRACE_S
+from core.config.paths import run_folder
 from core.errors import WorkersLost
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def place_driver(trainer: str, config: Config, restarts: int) -> tuple[RayDriver
     device = torch.device(config.trainer.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if not ray.is_initialized():
         connect(config, device)
-    name = f"driver of {Path(config.trainer.default_local_dir).absolute()}"
+    name = f"driver of {run_folder(config).absolute()}"
     try:
         return RayDriver(ray.get_actor(name, namespace=NAMESPACE)), True
     except ValueError:  # there is none

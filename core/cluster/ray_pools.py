@@ -27,6 +27,7 @@ from core.cluster.ray_engine import RayEngine, RayRewardModel
 from core.cluster.ray_placement import DRIVER_CPUS, device_of, parts_of, reserve
 from core.cluster.ray_watch import Watch
 from core.config.frozen import thaw
+from core.config.paths import run_folder
 from core.errors import InputError
 from core.tracking.profiling import runtime_env
 from core.tracking.run_manifest import ROOT
@@ -172,7 +173,7 @@ class RayProcesses:
 
     def _check_shared_folder(self) -> None:
         """Check that every rank sees the run folder, once this process has claimed it. Raises InputError."""
-        folder = Path(self.config.trainer.default_local_dir).absolute()
+        folder = run_folder(self.config).absolute()
         if not (folder / LOCK).exists():
             return
         calls = {rank_name(rank): (str(folder / LOCK),) for rank in range(self.ranks)}

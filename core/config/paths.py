@@ -4,20 +4,37 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
-from core.config import tables
+from core.config import convert, tables
 from core.config.convert import Problem
 from core.config.limits import is_plugin
 from core.config.schema import Config
+from core.remote.urls import driver_problem, is_url, unreadable
+
+MODELS = ("actor_rollout_ref.model.path", "actor_rollout_ref.model.tokenizer_path", "critic.model.path")
+# The keys that may be URLs: what is read is copied first, what is written is checked when a run starts.
+COPIED = {*MODELS, "reward_model.model.path", "trainer.resume_from_path"}
+COPIED |= {"data.train_files", "data.val_files", "data.curriculum"}
+WRITTEN = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
 
 
 def is_local(model: str) -> bool:
-    """Return whether the text is a folder's path, not a hub id."""
+    """Return whether the text is a folder's path, neither a hub id nor a URL."""
     return model.startswith(("/", ".", "~"))
 
 
+def run_folder(config: Config) -> Path:
+    """Return the run's folder on this machine: of a URL ``outputs/remote/<protocol>/<its path>``."""
+    given = config.trainer.default_local_dir
+    if not is_url(given):
+        return Path(given)
+    protocol, _, path = given.partition("://")
+    return Path("outputs", "remote", protocol, *(part for part in path.split("/") if part not in ("", ".", "..")))
+
+
 def named(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield every (key, local path) that has to exist."""
+    """Yield every (key, path or URL) that has to exist."""
     data, model, critic = config.data, config.actor_rollout_ref.model, config.critic
     if data.curriculum is None:
         yield from (("data.train_files", path) for path in data.train_files)
@@ -33,7 +50,7 @@ def named(config: Config) -> Iterator[tuple[str, str]]:
         models["critic.model.path"] = critic.model.path
     if config.reward_model.loads_model:
         models["reward_model.model.path"] = config.reward_model.model.path
-    yield from ((key, path) for key, path in models.items() if path and is_local(path))
+    yield from ((key, path) for key, path in models.items() if path and (is_local(path) or is_url(path)))
     custom = (config.custom_reward_function.path or "").removeprefix("file://")
     if custom.endswith(".py"):
         yield "custom_reward_function.path", custom
@@ -71,12 +88,30 @@ def _plugins(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def missing(config: Config, among: frozenset[str] | None = None) -> list[Problem]:
-    """Return the named paths that do not exist; only those of the keys in ``among``, where it is given."""
-    return [
-        Problem(key, path, f"does not exist (looked for {_absolute(path)})", _where_from(key))
-        for key, path in named(config)
-        if (among is None or key in among) and not os.path.exists(_absolute(path))
-    ]
+    """Return the named paths that do not exist; only those of the keys in ``among``, where it is given.
+
+    Of a URL the driver has to be there. Where ``among`` is not given, so that a run begins, it is looked up too.
+    """
+    found: list[Problem] = []
+    written = [(key, path) for key in WRITTEN if (path := convert.get(config, key))]
+    for key, path in dict.fromkeys([*named(config), *written]):
+        if is_url(path):
+            found += _url_problems(key, path, look=among is None)
+        elif key in WRITTEN or among is not None and key not in among:
+            continue
+        elif not os.path.exists(_absolute(path)):
+            found.append(Problem(key, path, f"does not exist (looked for {_absolute(path)})", _where_from(key)))
+    return found
+
+
+def _url_problems(key: str, url: str, look: bool) -> Iterator[Problem]:
+    if key not in COPIED and key not in WRITTEN:
+        yield Problem(key, url, "is read from this machine alone", "copy the file here and give its path")
+    elif problem := driver_problem(url):
+        yield Problem(key, url, *problem)
+    elif look and key in COPIED and (line := unreadable(url, key)):
+        rule, _, fix = line.removeprefix(f"{key}={url}: ").rpartition("; ")
+        yield Problem(key, url, rule, fix)
 
 
 def _absolute(path: str) -> str:
@@ -87,7 +122,7 @@ def _absolute(path: str) -> str:
 def _where_from(key: str) -> str:
     if key.startswith("data."):
         return "give parquet files; data_preprocess/ makes those of the public data sets"
-    return "give another path, or a hub id (org/name)" if ".model." in key else "give another path"
+    return "give another path, a hub id (org/name) or a URL" if ".model." in key else "give another path"
 
 
 def checked_at_start(config: Config) -> list[str]:
@@ -96,6 +131,7 @@ def checked_at_start(config: Config) -> list[str]:
     files = sorted({path for key, path in named(config) if key.startswith("data.")})
     lines = [f"data: every row of {', '.join(files)} is read, measured and shown to its scorer"]
     source = "exists and is a model's folder" if is_local(model.path) else "is on the hub or in its cache"
+    source = "can be read and is a model's folder" if is_url(model.path) else source
     lines.append(f"model: {model.path} {source}; its tokenizer and chat template")
     if config.reward_model.judged:
         judge = config.reward_model.judge

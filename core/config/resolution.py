@@ -7,7 +7,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from core.config import convert, tables
+from core.config.paths import run_folder
 from core.config.schema import FULL_PRECISION, ActorConfig, Config
+from core.remote.urls import is_url
 
 JUDGE_ERRORS = 0.1  # share of answers without a verdict: a server that is sound has next to none
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
@@ -53,7 +55,8 @@ def logp_diff_bound(config: Config) -> float | None:
 
 
 def _judge_folder(config: Config) -> str | None:
-    return f"{config.trainer.default_local_dir}/judge" if config.reward_model.judged else None
+    given = config.trainer.default_local_dir  # its text is part of what recorded runs are known by
+    return f"{run_folder(config) if is_url(given) else given}/judge" if config.reward_model.judged else None
 
 
 def _derived(recipe: str) -> tuple[tuple[str, Callable[[Config], Any]], ...]:

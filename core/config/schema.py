@@ -59,8 +59,8 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    path: str = (  # model to start from: org/name on the hub, or a folder (/..., ./..., ~/...)
-        "~/models/deepseek-llm-7b-chat"  # model to start from: org/name on the hub, or a folder (/..., ./..., ~/...)
+    path: str = (  # model to start from: hub id (org/name), folder (/... ./... ~/...) or URL
+        "~/models/deepseek-llm-7b-chat"  # model to start from: hub id (org/name), folder (/... ./... ~/...) or URL
     )
     tokenizer_path: str | None = None  # hub id or folder of the tokenizer; None: path
     custom_chat_template: str | None = None  # chat template as text; None: the tokenizer's own
@@ -498,12 +498,12 @@ class TrainerConfig:
     project_name: str | None = None  # project at a logger's service; None: rlrepro-<recipe>
     experiment_name: str | None = None  # name of the run; None: <model>-seed<seed>, see core/config/README.md
     reference: str | None = None  # id of the row of results/references.yaml that the run is to reproduce; None: none
-    default_local_dir: str | None = None  # run folder; None: outputs/<recipe>/<experiment_name>
+    default_local_dir: str | None = None  # run folder, or a URL; None: outputs/<recipe>/<experiment_name>
     # where metrics go besides metrics.jsonl in the run folder; one that fails three times in a row is switched off
     logger: tuple[Logger, ...] = ("console", "tensorboard")
     log_val_generations: limits.Size = 0  # answers of a validation that go to the loggers
-    rollout_data_dir: str | None = None  # folder for every training answer; None: no dump
-    validation_data_dir: str | None = None  # folder for every validation answer; None: no dump
+    rollout_data_dir: str | None = None  # folder or URL for every training answer; None: no dump
+    validation_data_dir: str | None = None  # folder or URL for every validation answer; None: no dump
     val_before_train: bool = True  # validate the starting model too
     val_only: bool = False  # validate the model and end
     test_freq: limits.OffOrCount = -1  # validate every so many steps and after the last; -1: never
@@ -511,7 +511,7 @@ class TrainerConfig:
     max_actor_ckpt_to_keep: limits.Count | None = None  # checkpoints that are kept, the newest ones; None: all
     # where a run starts: its newest checkpoint (auto), step 0 (disable), resume_from_path
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
-    # checkpoint to resume from (a folder global_step_N), with resume_mode=resume_path
+    # checkpoint to resume from (a folder or URL global_step_N), with resume_mode=resume_path
     resume_from_path: str | None = None
     resume_with_changes: bool = False  # resume also with another base, other data or another objective; recorded
     trace: TraceConfig = TraceConfig()

@@ -16,6 +16,7 @@ from typing import Any
 from core.config import convert, schema, tables, thresholds
 from core.config.paths import is_local
 from core.config.schema import Config
+from core.remote.urls import is_url
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -204,9 +205,14 @@ class View:
 
     # --- names ---
 
+    def is_url(self, path: str | None) -> bool:
+        """Return whether a path is a URL. None is none."""
+        return path is not None and is_url(path)
+
     def no_model(self, path: str | None) -> bool:
-        """Return whether the text is neither a hub id nor the path of a folder."""
-        return path is not None and not is_local(path) and HUB_ID.fullmatch(path) is None
+        """Return whether the text is neither a hub id nor the path of a folder nor a URL."""
+        known = path is None or is_local(path) or is_url(path)
+        return not known and HUB_ID.fullmatch(path) is None
 
     @property
     def hf_options(self) -> str:

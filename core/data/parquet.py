@@ -27,6 +27,8 @@ from typing import Any
 import numpy as np
 
 from core.errors import InputError
+from core.remote.cache import local_path
+from core.remote.urls import is_url
 
 Message = Mapping[str, Any]
 MAKE_ONE = "write one with python -m data_preprocess.gsm8k, or give the right path"
@@ -111,7 +113,7 @@ Row = Example  # the name under which core.rewards imports it
 
 
 class ExampleFile:
-    """The examples of one parquet file.
+    """The examples of one parquet file, a path or a URL.
 
     Raises InputError when it is missing, empty, not parquet, or lacks a column.
     """
@@ -120,7 +122,7 @@ class ExampleFile:
         self.path = str(path)
         self.prompt_key = prompt_key
         self.reward_fn_key = reward_fn_key
-        self._table = _read_table(Path(path).expanduser(), prompt_key, reward_fn_key)
+        self._table = _read_table(self.path, prompt_key, reward_fn_key)
 
     def __len__(self) -> int:
         return self._table.num_rows
@@ -179,15 +181,16 @@ class ExampleFile:
 
 def sha256_of(path: str | Path) -> str:
     """Return the file's hash, as manifests record it."""
-    with open(Path(path).expanduser(), "rb") as file:
+    with open(Path(local_path(str(path))).expanduser(), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _read_table(path: Path, prompt_key: str, reward_fn_key: str) -> Any:
+def _read_table(where: str, prompt_key: str, reward_fn_key: str) -> Any:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    where = str(path)
+    path = Path(local_path(where, "data")).expanduser()
+    where = where if is_url(where) else str(path)
     if not path.is_file():
         found = "is a folder" if path.is_dir() else "does not exist"
         raise InputError([f"{where}: the parquet file {found}; {MAKE_ONE}"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,10 +13,12 @@ from typing import Any
 
 from core.checkpoint.manifest import NAME, Checkpoint
 from core.checkpoint.provenance import base_of
+from core.checkpoint.store import fetched
 from core.config import convert, recipes
 from core.config.paths import is_local
 from core.errors import InputError
 from core.learner.hf_export import ADAPTERS, export, find_checkpoint
+from core.remote.urls import is_url, name_of
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
 PATH = "actor_rollout_ref.model.path"
@@ -40,9 +43,9 @@ class ModelSource:
             provenance = self.checkpoint.provenance
             base = provenance.models["actor"].base if provenance else None
             return f"adapters sha256:{own} on sha256:{base.sha256 if base else None}"
-        if is_local(self.path):
+        if is_local(self.path) or is_url(self.path):
             try:
-                return f"sha256:{base_of(str(Path(self.path).expanduser())).sha256}"
+                return f"sha256:{base_of(os.path.expanduser(self.path)).sha256}"
             except FileNotFoundError as error:
                 raise InputError(f"--model={self.path}: {error}; give a folder that core.export wrote") from error
         from transformers.utils import cached_file
@@ -78,7 +81,7 @@ def of_model(path: str, tokenizer_path: str | None) -> ModelSource:
     """Return the source of ``--model``. Raises InputError for a local folder that lacks a model or a tokenizer."""
     from core.learner.models import resolve_path
 
-    if is_local(path):
+    if is_local(path) or is_url(path):
         folder = Path(resolve_path(path, "--model"))
         if (folder / ADAPTERS).exists():
             rule = "holds adapters without their base"
@@ -94,7 +97,9 @@ def of_run(source: str, step: int | None, recipe: str, tokenizer_path: str | Non
 
     Raises InputError where there is none, it is damaged or lacks a tokenizer, or the run is another recipe's.
     """
-    folder = Path(source).expanduser()
+    if is_url(source) and step is not None and not NAME.fullmatch(name_of(source)):
+        source, step = f"{source.rstrip('/')}/global_step_{step}", None
+    folder = fetched(source, "--run").expanduser()
     if step is not None:
         if NAME.fullmatch(folder.name):
             raise InputError(f"--step={step}: --run={source} names a checkpoint already; leave --step out")

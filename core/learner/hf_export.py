@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from core.checkpoint.manifest import Checkpoint, verify
-from core.checkpoint.store import CheckpointStore
+from core.checkpoint.store import CheckpointStore, fetched
 from core.errors import InputError
+from core.remote.urls import written_here
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +187,7 @@ def find_checkpoint(source: Path) -> Checkpoint:
 
 
 def export(
-    source: Path, out: Path, *, dtype: str | None = None, base: str | None = None, trust_remote_code: bool = False
+    source: str | Path, out: Path, *, dtype: str | None = None, base: str | None = None, trust_remote_code: bool = False
 ) -> Checkpoint:
     """Write the policy of a checkpoint to the new folder ``out``.
 
@@ -199,7 +200,7 @@ def export(
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists and is not an empty folder: give the export a new one")
-    found = find_checkpoint(source)
+    found = find_checkpoint(fetched(source, "source"))
     actor = found.path("actor")
     unfinished = out.with_name(f".tmp-{out.name}")  # renamed at the end: a folder of the final name is complete
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -245,9 +246,9 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m core.export", description="Write a checkpoint's policy as a model."
     )
     parser.add_argument(
-        "source", type=Path, help="The run folder (its newest checkpoint is taken), or a global_step_N."
+        "source", help="The run folder (its newest checkpoint is taken), or a global_step_N, or the URL of one."
     )
-    parser.add_argument("out", type=Path, help="The folder to write, which must not exist or be empty.")
+    parser.add_argument("out", type=written_here, help="The folder to write, which must not exist or be empty.")
     parser.add_argument("--dtype", help="The number format of the weights, as in bfloat16 (default: as trained).")
     parser.add_argument("--base", help="The base model of a LoRA run (default: where the run found it).")
     parser.add_argument("--trust-remote-code", action="store_true", help="Run Python code that comes with the model.")

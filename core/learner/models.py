@@ -18,6 +18,8 @@ from torch import nn
 
 from core.errors import InputError
 from core.learner.log_probs import FP32Head
+from core.remote.cache import WEIGHTS, local_path
+from core.remote.urls import is_url
 
 if TYPE_CHECKING:
     from core.config.schema import ModelConfig, RewardModelModelConfig
@@ -26,20 +28,25 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def resolve_path(path: str, key: str = "actor_rollout_ref.model.path") -> str:
-    """Return a hub id as it is, a local path expanded and checked. Raises InputError where it does not exist."""
+def resolve_path(path: str, key: str = "actor_rollout_ref.model.path", *, weights: bool = True) -> str:
+    """Return a hub id as it is, a local path expanded and checked, and of a URL the copy on this node.
+
+    Without ``weights`` the copy lacks them. Raises InputError where there is no model.
+    """
     from core.config.paths import is_local
 
-    if not is_local(path):
+    if not (is_local(path) or is_url(path)):
         return path
-    local = Path(path).expanduser()
+    local = Path(local_path(path, key, without=() if weights else WEIGHTS)).expanduser()
     if not (local / "config.json").exists():
         raise InputError(f"{key}={path}: no config.json there; give a Hugging Face folder or a hub id (org/name)")
     return str(local)
 
 
 def located(path: str) -> str:
-    """Return a hub id as it is, and the folder that a local path leads to now, whatever a link points to later."""
+    """Return a hub id or URL as it is, and where a local path leads to now, whatever a link points to later."""
+    if is_url(path):
+        return path
     path = resolve_path(path)
     return str(Path(path).resolve()) if Path(path).exists() else path
 
@@ -65,7 +72,7 @@ def load_tokenizer(model: ModelConfig) -> Any:
 
     _import_external(model)
     key = "actor_rollout_ref.model.tokenizer_path" if model.tokenizer_path else "actor_rollout_ref.model.path"
-    path = resolve_path(model.tokenizer_path or model.path, key)
+    path = resolve_path(model.tokenizer_path or model.path, key, weights=False)
     with readable(path, key):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     if tokenizer.pad_token_id is None:
@@ -111,7 +118,7 @@ def _load(auto: str, model: ModelConfig, dtype: torch.dtype, on_meta: bool, **he
     import transformers
 
     _import_external(model)
-    path = resolve_path(model.path)
+    path = resolve_path(model.path, weights=not on_meta)
     with readable(path):
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     for name, value in model.override_config.items():
@@ -165,7 +172,7 @@ def load_reward_tokenizer(model: RewardModelModelConfig) -> Any:
     """Load the reward model's own tokenizer."""
     import transformers
 
-    path = resolve_path(model.path, "reward_model.model.path")
+    path = resolve_path(model.path, "reward_model.model.path", weights=False)
     return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
 
 

@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from core.config import tables
-from core.config.paths import is_local
+from core.config.paths import is_local, run_folder
 from core.config.schema import Config
 from core.errors import InputError
 from core.planning.estimate import DEFAULT_GPU, Plan, lines
 from core.planning.model_shapes import TABLE, Gpu, gpu, shape_of
+from core.remote.urls import is_url
 
 QUERY = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")  # GPUs without torch
 SMALL = 1e8  # parameters; a model with fewer is a lab's
@@ -149,8 +150,9 @@ def duration(seconds: float) -> str:
 
 
 def _places(config: Config) -> Iterator[str]:
-    folder, loggers = Path(config.trainer.default_local_dir), config.trainer.logger
-    yield f"writes to {folder}: metrics.jsonl has a line a step, samples.jsonl some answers of each validation"
+    folder, loggers = run_folder(config), config.trainer.logger
+    sent = f", sent to {config.trainer.default_local_dir}" if is_url(config.trainer.default_local_dir) else ""
+    yield f"writes to {folder}{sent}: metrics.jsonl has a line a step, samples.jsonl some answers of each validation"
     top = folder.parent if folder.is_absolute() else Path(*folder.parts[:1])  # of "." too, which has no parts
     curves = f"tensorboard --logdir {top}"
     if "tensorboard" not in loggers:

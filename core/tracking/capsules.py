@@ -29,6 +29,7 @@ from core.checkpoint.manifest import fsync, sha256_of, write_durably
 from core.checkpoint.provenance import package_versions
 from core.checkpoint.run_state import StateEncoder
 from core.config import convert
+from core.config.paths import run_folder
 from core.errors import InputError
 from core.tracking.run_manifest import git_state
 from core.tracking.trace import TRACED
@@ -208,7 +209,7 @@ class CapsuleRecorder:
     def __init__(self, config: Config, trainer: type, total_steps: int):
         self.config, self.total_steps = config, total_steps
         self.trainer = f"{trainer.__module__}:{trainer.__qualname__}"
-        self.run_dir = Path(config.trainer.default_local_dir)
+        self.run_dir = run_folder(config)
         self.steps = frozenset(config.trainer.capsule_steps or ())
         self.begun: Begun | None = None
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.config.frozen import thaw
+from core.config.paths import run_folder
 
 if TYPE_CHECKING:
     from core.config.schema import Config, GlobalProfilerConfig
@@ -76,5 +77,5 @@ def profiled(config: Config, workers: Any, step: int) -> Iterator[None]:
     try:
         yield
     finally:
-        folder = config.global_profiler.save_path or Path(config.trainer.default_local_dir) / "profile"
+        folder = config.global_profiler.save_path or run_folder(config) / "profile"
         workers.stop_profile(Path(folder), f"step_{step}")

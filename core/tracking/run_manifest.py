@@ -23,6 +23,8 @@ from typing import Any
 from core.checkpoint.provenance import Base, package_versions
 from core.config import Config, convert, paths, resolution
 from core.data.parquet import sha256_of
+from core.remote.cache import local_path
+from core.remote.urls import is_url
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
@@ -117,12 +119,20 @@ def hardware() -> dict[str, Any]:
 
 
 def data_hashes(files: Iterable[str]) -> list[dict[str, Any]]:
-    """Return path, size and sha256 of each data file that is on this machine."""
-    found = [(path, path.stat()) for file in files if (path := Path(file).expanduser()).is_file()]
+    """Return path or URL, size and sha256 of each data file that is on this machine, or was copied to it."""
+    found = [(name, path, path.stat()) for name in files if (path := _here(name)).is_file()]
     return [
-        {"path": str(path), "bytes": stat.st_size, "sha256": _sha256(path.resolve(), stat.st_size, stat.st_mtime_ns)}
-        for path, stat in found
+        {
+            "path": name if is_url(name) else str(path),
+            "bytes": stat.st_size,
+            "sha256": _sha256(path.resolve(), stat.st_size, stat.st_mtime_ns),
+        }
+        for name, path, stat in found
     ]
+
+
+def _here(name: str) -> Path:
+    return Path(local_path(name, "data")).expanduser()
 
 
 @functools.cache
@@ -133,11 +143,12 @@ def _sha256(path: Path, size: int, changed: int) -> str:
 
 def contents(config: Config) -> dict[str, list[str]]:
     """Return key -> SHA-256 of the files that it names, in their order, where all of them are on this machine."""
-    files: dict[str, list[Path]] = {}
+    files: dict[str, list[str]] = {}
     for key, path in paths.named(config):
-        files.setdefault(key, []).append(Path(path).expanduser())
-    files = {key: found for key, found in files.items() if all(map(Path.is_file, found))}
-    return {key: [entry["sha256"] for entry in data_hashes(map(str, found))] for key, found in files.items()}
+        if not is_url(path) or key.startswith("data."):  # other URLs are models, which have hashes of their own
+            files.setdefault(key, []).append(path)
+    files = {key: found for key, found in files.items() if all(_here(name).is_file() for name in found)}
+    return {key: [entry["sha256"] for entry in data_hashes(found)] for key, found in files.items()}
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from core.checkpoint.manifest import fsync
+from core.config.paths import run_folder
 from core.types import ScoredGroup, StepMetrics, TrainBatch, Trajectory
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class TraceRecorder:
 
     def __init__(self, config: Config, tokenizer: Any, total_steps: int):
         self.config, self.options, self.tokenizer = config, config.trainer.trace, tokenizer
-        self.folder, self.total_steps = Path(config.trainer.default_local_dir) / FOLDER, total_steps
+        self.folder, self.total_steps = run_folder(config) / FOLDER, total_steps
         self.enabled = self.options.freq > 0 or bool(self.options.steps)
         self.texts: dict[int, str | dict[str, str]] = {}  # of the tokens seen so far
         self.dropped: dict[int, ScoredGroup] = {}  # the lowest ordinals, which do not depend on timing

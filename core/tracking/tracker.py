@@ -36,6 +36,8 @@ from core.checkpoint.manifest import fsync, write_durably
 from core.config import Config, convert, paths, tables, to_yaml
 from core.config.tables import load_object
 from core.errors import InputError
+from core.remote.urls import is_url
+from core.remote.writing import write_text
 from core.tracking import run_manifest
 from core.tracking.capsules import drop_capsules_after
 from core.tracking.loggers import ConsoleLogger, Guarded, LoggedRun, Logger, Row, headline
@@ -93,12 +95,17 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def dump_jsonl(folder: str | Path, step: int, rows: Iterable[Row]) -> Path:
-    """Write ``<folder>/<step>.jsonl``, as verl does for rollout_data_dir and validation_data_dir."""
-    path = Path(folder) / f"{step}.jsonl"
+def dump_jsonl(folder: str | Path, step: int, rows: Iterable[Row], key: str = "folder") -> None:
+    """Write ``<folder>/<step>.jsonl``, as verl does for rollout_data_dir and validation_data_dir.
+
+    Raises InputError, which names ``key``, where the folder is a URL that cannot be written in three tries.
+    """
+    name, text = f"{step}.jsonl", "".join(map(json_line, rows))
+    if is_url(folder):
+        return write_text(str(folder), key, name, text)
+    path = Path(folder) / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, "".join(map(json_line, rows)))
-    return path
+    write_atomic(path, text)
 
 
 def spread_out(rows: Sequence[Row], count: int) -> list[Row]:

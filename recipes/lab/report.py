@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from core.config import examine
+from core.config.paths import run_folder
 from results.reporting.run_reader import NotARun, load_run
 from results.reporting.run_report import headline, write_report
 from results.reporting.terminal import closing_lines
@@ -18,7 +18,7 @@ from results.reporting.terminal import closing_lines
 def main(recipe: str, arguments: list[str]) -> int:
     """Write the report of the run that these arguments start; return the exit status, 2 where there is no such run."""
     # The run itself has checked the configuration, with the hooks of its trainer.
-    run_dir = Path(examine(recipe, arguments).config.trainer.default_local_dir)
+    run_dir = run_folder(examine(recipe, arguments).config)
     try:
         runs = [load_run(run_dir)]
     except NotARun as error:

@@ -31,6 +31,7 @@ from core.data.parquet import Example, Problems
 from core.engines.stepped import eos_ids
 from core.errors import InputError
 from core.learner.models import resolve_path
+from core.remote.cache import local_path
 from core.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def end_ids(tokenizer: Any, model: ModelConfig) -> frozenset[int]:
     from transformers import GenerationConfig
 
     try:
-        generation = GenerationConfig.from_pretrained(resolve_path(model.path))
+        generation = GenerationConfig.from_pretrained(resolve_path(model.path, weights=False))
     except OSError:  # not every model has one
         generation = None
     return eos_ids(tokenizer, SimpleNamespace(generation_config=generation))
@@ -267,7 +268,7 @@ def _read(path: str, config: DemonstrationConfig) -> Any:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    place, make = Path(path).expanduser(), "recipes/sft/README.md has the forms of files"
+    place, make = Path(local_path(path, "data")).expanduser(), "recipes/sft/README.md has the forms of files"
     if not place.is_file():
         raise InputError(f"{path}: the parquet file {'is a folder' if place.is_dir() else 'does not exist'}; {make}")
     try:

@@ -28,6 +28,7 @@ from core.data.sampler import permutation
 from core.errors import InputError
 from core.evaluation.answer_file import FORMAT, complete_answers, manifest_path, read_manifest, trajectory_of
 from core.evaluation.generate import digest_of
+from core.remote.urls import written_here
 from core.tracking import run_manifest
 from core.tracking.tracker import write_atomic
 from core.tracking.validation import ValRecord
@@ -139,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m recipes.sft.rejection", description=described)
     add = parser.add_argument
     add("scores", type=Path, metavar="SCORES.jsonl", help="The file that python -m core.evaluate score wrote.")
-    add("--out", type=Path, required=True, help="The file to write, ending in .parquet.")
+    add("--out", type=written_here, required=True, help="The file to write, ending in .parquet.")
     add("--by", default="acc", help="The number that decides (default %(default)s): acc, reward, or a part of it.")
     add("--least", type=float, default=1.0, help="The least number that is kept (default %(default)s).")
     add("--most", type=int, help="The most answers to keep of a question (default: all different ones).")

@@ -25,6 +25,7 @@ import yaml
 from core.config import convert, recipes, roles
 from core.config.yaml_tables import LOADER
 from core.errors import InputError
+from core.remote.cache import local_path
 from core.tracking.run_manifest import ROOT, flatten
 from core.tracking.tracker import read_jsonl
 from core.tracking.validation import Estimate, ValRecord
@@ -171,6 +172,11 @@ def decoding(config: Mapping[str, Any]) -> str:
 
 
 # --- reading ---
+
+
+def run_copy(path: str) -> Path:
+    """Return a run folder as it is, and for a URL its copy here, without checkpoints. Raises InputError."""
+    return Path(local_path(path, "RUN", without=("global_step_*",)))
 
 
 def load_run(folder: str | Path) -> RecordedRun:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from core.config import compose, convert, recipes
+from core.config.paths import run_folder
 from core.data.parquet import sha256_of
 from core.errors import InputError
 from core.planning.estimate import hooks_of
@@ -78,7 +79,7 @@ def stages(row: Row, seed: int, typed: Sequence[str], service: Service | None = 
         yield from evaluation(row.recipe, folder, source, row.cost, serving)
         yield publishing(row.recipe, folder.name, folder / SCORES)
         return
-    folder = Path(script.config.trainer.default_local_dir)
+    folder = run_folder(script.config)
     keys = {word.partition("=")[0] for word in own}
     words = [word for word in words if word.partition("=")[0] not in keys]
     yield Stage("train", shlex.join([*words, *own, *typed]), lambda: finished(folder), row.cost, serving)

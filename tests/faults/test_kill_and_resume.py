@@ -39,7 +39,7 @@ def whole(tmp_path_factory) -> Path:
 
 def test_every_named_moment_is_resumed_to_the_bit(whole, tmp_path):
     kills = [AtPoint(phase, step) for phase, step in STEP_OF.items()]
-    assert {kill.phase for kill in kills} == set(PHASES)
+    assert {kill.phase for kill in kills} == set(PHASES) - {"remote_manifest"}  # of a run folder at a URL
     outcome = run_with_kills(toy(), tmp_path / "killed", kills, random.Random(0))
     assert outcome.landed == tuple(kills)
     assert compare_runs(whole, outcome.folder) == []

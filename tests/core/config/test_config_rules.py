@@ -229,6 +229,10 @@ BROKEN = [
         *("reward_model.judge.url=https://me:pw@x.org/v1", "reward_model.judge.api_key_env"),
     ),
     ("ppo", [JUDGE, URL, MASK], (), "reward_model.judge.model=null", "as the server lists it"),
+    (
+        *("ppo", [*JUDGED, "reward_model.judge.cache_dir=s3://b/kept"], ()),
+        *("reward_model.judge.cache_dir=s3://b/kept", "is a database, which cannot be written to a URL"),
+    ),
     ("ppo", [JUDGE, URL, MODEL_THERE], (), "reward_model.on_error=zero", "set reward_model.on_error=mask"),
     (
         *("ppo", [*JUDGED, "reward_model.judge.pattern='(1)'", "reward_model.judge.json_schema=s.json"], ()),
@@ -258,6 +262,10 @@ BROKEN = [
     ("ppo", ["trainer.max_staleness=1"], (), "trainer.max_staleness=1", "an older policy"),
     ("ppo", [BYPASS, "trainer.max_staleness=2"], (), "trainer.max_staleness=2", "is at most 1"),
     ("ppo", ["global_profiler.tool=torch"], (), "global_profiler.steps=null", "names no step"),
+    (
+        *("ppo", ["global_profiler.tool=torch", "global_profiler.steps=[1]", "global_profiler.save_path=s3://b/p"], ()),
+        *("global_profiler.save_path=s3://b/p", "is written by torch, which writes to no URL"),
+    ),
     (
         *("ppo", ["global_profiler.tool=torch", "global_profiler.steps=[9]", "trainer.total_training_steps=8"], ()),
         *("global_profiler.steps=[9]", "goes beyond"),

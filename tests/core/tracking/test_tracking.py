@@ -509,9 +509,8 @@ def test_dumps_have_verls_fields(tmp_path):
     score = Score(0.5, {"acc": 1.0, "overlong": -0.5}, pred="7")
     tokenizer = SimpleNamespace(decode={(1, 2): "What?"}.get)
     (row,) = generation_rows(4, [ScoredGroup(prompt, (trajectory,), (score,))], tokenizer)
-    path = dump_jsonl(tmp_path / "dumps", 4, [row])
-    assert path.name == "4.jsonl"
-    (read,) = read_jsonl(path)
+    dump_jsonl(tmp_path / "dumps", 4, [row])
+    (read,) = read_jsonl(tmp_path / "dumps" / "4.jsonl")
     verl = {"input": "What?", "output": "It is <r>7", "gts": "7", "score": 0.5, "step": 4, "acc": 1.0}
     assert verl.items() <= read.items()
     assert read["overlong"] == -0.5 and read["uid"] == "gsm8k/3" and read["stop"] == "length"
