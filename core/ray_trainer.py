@@ -74,12 +74,13 @@ class StepNeeds:
     def of(cls, config: Config) -> StepNeeds:
         algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
         correction = algorithm.rollout_correction
-        estimator = tables.estimator(algorithm.adv_estimator)
+        estimator, loss = tables.estimator(algorithm.adv_estimator), tables.policy_loss(actor.policy_loss.loss_mode)
+        read_before = algorithm.use_kl_in_reward or loss.selects is not None or estimator.squares
         return cls(
             critic=estimator.critic,
             ref=algorithm.use_kl_in_reward or actor.use_kl_loss,
             baseline=estimator.greedy_baseline,
-            every_old_log_prob=algorithm.use_kl_in_reward or actor.ppo_epochs > 1 or correction.uses_old_log_probs,
+            every_old_log_prob=read_before or actor.ppo_epochs > 1 or correction.uses_old_log_probs,
             no_old_log_prob=correction.bypass_mode,
             prompts_per_optimizer_step=actor.ppo_mini_batch_size,
             state_masking=actor.state_masking,
@@ -336,8 +337,8 @@ class RayPPOTrainer:
         """
         if self.needs.old_log_probs(batch):
             with metrics.time("old_log_prob"):
-                log_prob, entropy = self.workers.compute_log_probs(batch)
-            batch = batch.adding(old_log_probs=log_prob)
+                log_prob, entropy, *squares = self.workers.compute_log_probs(batch)
+            batch = batch.adding(old_log_probs=log_prob, sum_pi_squared=squares[0] if squares else None)
             means, mismatch = Means(), Means()
             measured = batch.adding(entropy=entropy).only((*MISMATCH_READS, "entropy"))
             for piece in measured.pieces(by_length=True):

@@ -246,6 +246,7 @@ class TrainBatch:
         baseline            [B]    float32  score of the greedy answer to the row's prompt
         old_log_probs       [B, T] float32  the learner's, before the step's first update
         entropy             [B, T] float32  of the distribution that the old log-probs are of, until it is measured
+        sum_pi_squared      [B, T] float32  sum of the squared probabilities of that distribution, for an estimator
         ref_log_prob        [B, T] float32  the reference policy's
         values              [B, T] float32  the critic's
         rollout_is_weights  [B, T] float32  importance weights of the policy-gradient loss
@@ -253,6 +254,7 @@ class TrainBatch:
         advantages          [B, T] float32  0 where response_mask is False
         returns             [B, T] float32  the critic's target
         loss_weight         [B, T] float32  the token's share of the objective, over all ranks
+        selected            [B, T] bool     what a policy loss of the optimizer step treats apart
         trace_row           [B]    int64    one more than the row's index in the step; only while the step is recorded
     """
 
@@ -273,6 +275,7 @@ class TrainBatch:
     baseline = BatchField("B", "make_batch, for an estimator with a greedy baseline", optional=True)
     old_log_probs = BatchField("BT", "compute_log_probs", optional=True)
     entropy = BatchField("BT", "compute_log_probs", optional=True)
+    sum_pi_squared = BatchField("BT", "compute_log_probs, for an estimator that reads it", optional=True)
     ref_log_prob = BatchField("BT", "compute_log_probs, with a KL term", optional=True)
     values = BatchField("BT", "compute_log_probs, with a critic", optional=True)
     rollout_is_weights = BatchField("BT", "compute_log_probs, with rollout_correction.rollout_is", optional=True)
@@ -280,6 +283,7 @@ class TrainBatch:
     advantages = BatchField("BT", "compute_advantages", optional=True)
     returns = BatchField("BT", "compute_advantages", optional=True)
     loss_weight = BatchField("BT", "optimizer_steps, once an optimizer step", optional=True)
+    selected = BatchField("BT", "steps_of, for a policy loss that selects tokens", optional=True)
     trace_row = BatchField("B", "update, in steps that trainer.trace records", optional=True)
 
     @classmethod

@@ -28,8 +28,9 @@ ELSEWHERE = {
     "val_metrics": "tests/core/tracking/test_validation.py",
 }
 NOT_HERE = {
-    "policy_clip_cov": "drops random tokens of a micro-batch by rank: the size of the micro-batch would be in the loss",
-    "policy_kl_cov": "ranks the tokens of a micro-batch, as clip_cov",
+    "policy_clip_cov": "published, it draws tokens within a micro-batch; here among those of an optimizer step, by the "
+    "old log-probs (tests/core/algorithm/test_covariance.py)",
+    "policy_kl_cov": "published, it ranks the tokens of a micro-batch; here as clip_cov",
     "policy_geo_mean": "counts empty rows in its mean, and has a sequence weight of its own for rollout correction",
 }
 BEYOND_VECTORS = (

@@ -39,6 +39,9 @@ class AdvantageInputs:
         in_group_stats       [B]    bool   the sequence was scored; None: all were
         values               [B, T] float  the critic's, for gae
         baseline             [B]    float  score of the greedy answer to the same prompt, for remax
+        old_log_probs        [B, T] float  for optimal_token_baseline, as are the next two
+        sum_pi_squared       [B, T] float  of the distribution that each token was drawn from
+        rollout_is_weights   [B, T] float  importance weights of the loss; None: there are none
     """
 
     token_level_rewards: Tensor
@@ -47,6 +50,9 @@ class AdvantageInputs:
     in_group_stats: Tensor | None = None
     values: Tensor | None = None
     baseline: Tensor | None = None
+    old_log_probs: Tensor | None = None
+    sum_pi_squared: Tensor | None = None
+    rollout_is_weights: Tensor | None = None
     gamma: float = 1.0
     lam: float = 1.0
     norm_adv_by_std_in_grpo: bool = True
@@ -240,6 +246,76 @@ def grpo_passk(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return advantages, advantages
 
 
+def maxrl(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Divide deviations by the group's mean: maximum likelihood RL (arXiv:2602.02710).
+
+    ``A_i = (R_i - mean_group) / mean_group``, and 0 where no answer of the group has a reward. With rewards 0 and 1 and
+    n answers its expectation is the gradient of ``-sum_k (1 - p)^k / k`` over k below n, a truncated ``log p`` of the
+    success probability p; see the test of this. Source: the paper's estimator as peers describe it (TRL, prime-rl);
+    the equations' numbers were not read.
+
+    Shapes:
+        advantages, returns  [B, T], equal
+
+    Raises:
+        ValueError: a reward below 0, under which the mean is no success rate and its sign could turn the update round.
+    """
+    rewards, stats = inputs.rewards_B, group_stats(inputs)
+    if bool((rewards < 0).any()):
+        raise ValueError(
+            f"the maxrl estimator divides by the group's mean reward, so rewards must be at least 0, and one is "
+            f"{float(rewards.min()):g}: score with 0 and 1, and take no penalty off the reward"
+        )
+    mean_B = rewards - stats.centred_B
+    advantages = inputs.spread(torch.where(mean_B > 0, stats.centred_B / mean_B.where(mean_B > 0, 1.0), 0))
+    return advantages, advantages
+
+
+def optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Subtract from each reward to go the baseline of least gradient variance: OTB (arXiv:2602.07078).
+
+    ``B_k = sum_i W_ik G_ik / sum_i W_ik`` over the group's answers that have a k-th token of the policy, with
+    ``W_ik = sum_{j <= k} w_ij^2 (1 - 2 pi_ij + sum_v pi_ijv^2)``: the squared norm of the gradient in the logits so far
+    (the paper's Logit-Gradient Proxy), times the squared importance weights where the loss has some. Where only one
+    answer is that long B is 0. Source: the formula as verl's documentation has it; the rule for the longest answer
+    and k counting the policy's own tokens, over tools' text, are those of verl's code, not checked in the paper.
+
+    Shapes:
+        advantages  [B, T]  ``G - B``
+        returns     [B, T]  ``G``, the undiscounted reward to go
+
+    Raises:
+        ValueError: no old log-probs or sums of squared probabilities.
+    """
+    mask, stats = inputs.active_BT, group_stats(inputs)
+    old, squares = (inputs.need(name, "optimal_token_baseline") for name in ("old_log_probs", "sum_pi_squared"))
+    energy = (1 - 2 * old.double().exp() + squares.double()).clamp(min=0)  # at least (1 - pi)^2, but for rounding
+    if inputs.rollout_is_weights is not None:
+        energy = energy * inputs.rollout_is_weights.double().square()
+    weight = energy.masked_fill(~mask, 0).cumsum(-1)
+    rewards = inputs.token_level_rewards.double().masked_fill(~mask, 0)
+    returns = rewards.flip(-1).cumsum(-1).flip(-1)
+    place = (stats.group_B[:, None] * mask.shape[1] + mask.cumsum(-1) - 1)[mask]  # of (group, k), one number
+    advantages = torch.zeros_like(returns).masked_scatter(mask, _above_baseline(returns[mask], weight[mask], place))
+    alone = (torch.bincount(stats.group_B)[stats.group_B] > 1) & (stats.counted_B == 1)  # the others were not scored
+    advantages, returns = advantages.masked_fill(alone[:, None], 0), returns.masked_fill(~mask, 0)
+    return advantages.to(inputs.token_level_rewards.dtype), returns.to(inputs.token_level_rewards.dtype)
+
+
+def _above_baseline(values_M: Tensor, weight_M: Tensor, place_M: Tensor) -> Tensor:
+    """Subtract from each value the weighted mean of those of its place; nothing where it is the only one, [M] float64.
+
+    Measured from the largest of the place, as in :func:`group_stats`: of equal values the result is exactly 0.
+    """
+    places = torch.unique(place_M, return_inverse=True)[1]
+    zeros = values_M.new_zeros(int(places.max()) + 1 if len(places) else 0)
+    largest = (zeros - torch.inf).scatter_reduce(0, places, values_M, "amax")
+    shifted, total = values_M - largest[places], zeros.index_add(0, places, weight_M)
+    several = (torch.bincount(places, minlength=len(zeros)) > 1) & (total > 0)
+    mean = zeros.index_add(0, places, weight_M * shifted) / total.where(several, torch.ones_like(total))
+    return torch.where(several[places], shifted - mean[places], values_M)
+
+
 def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Subtract the greedy answer's reward from the reward to go (arXiv:2310.10505).
 
@@ -309,6 +385,9 @@ def compute(token_level_rewards_BT: Tensor, batch: TrainBatch, config: Algorithm
         in_group_stats=batch.in_group_stats,
         values=batch.values,
         baseline=batch.baseline,
+        old_log_probs=batch.old_log_probs,
+        sum_pi_squared=batch.sum_pi_squared,
+        rollout_is_weights=batch.rollout_is_weights,
         gamma=config.gamma,
         lam=config.lam,
         norm_adv_by_std_in_grpo=config.norm_adv_by_std_in_grpo,

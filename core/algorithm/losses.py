@@ -5,6 +5,9 @@ A policy loss is a pure function ``f(log_prob_BT, old_log_prob_BT, advantages_BT
 weights of :func:`loss_weights`, which are computed once an optimizer step over all its sequences. Sums of parts then
 add up to the whole, however the sequences are split into micro-batches and ranks.
 
+A loss whose entry in the table ``selects`` gets one more argument, ``selected_BT``: the tokens that it treats apart,
+chosen by :mod:`core.algorithm.covariance` among all of the optimizer step, before it was split.
+
 ``stats`` are detached ``[B, T]`` tensors, to be averaged over the response tokens. Losses and stats are 0 outside the
 mask, also where the inputs are NaN there.
 """
@@ -25,15 +28,20 @@ if TYPE_CHECKING:
     from core.config.schema import ActorConfig
 
 LOG_RATIO_BOUND = 20.0  # exp(20) is 5e8: beyond it a float32 ratio has no digits left
+SAME_POLICY = 1e-4  # a float32 log-ratio below it may be rounding: its sign would depend on the micro-batch
 Stats = dict[str, Tensor]
-PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor, "ActorConfig"], tuple[Tensor, Stats]]
+PolicyLoss = Callable[..., tuple[Tensor, Stats]]
 
 
 def clipped(ratio_BT: Tensor, config: ActorConfig) -> Tensor:
     """Clamp the ratio to ``[1 - low, 1 + high]``; a bound that is not given is ``clip_ratio``."""
-    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
-    high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
+    low, high = _bounds(config)
     return ratio_BT.clamp(1 - low, 1 + high)
+
+
+def _bounds(config: ActorConfig) -> tuple[float, float]:
+    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
+    return low, config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
 
 
 def _inside(mask_BT: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -153,6 +161,111 @@ def cispo(
     return -weight * adv * logp, stats
 
 
+def clip_cov(
+    log_prob_BT: Tensor,
+    old_log_prob_BT: Tensor,
+    advantages_BT: Tensor,
+    response_mask_BT: Tensor,
+    config: ActorConfig,
+    selected_BT: Tensor,
+) -> tuple[Tensor, Stats]:
+    """Return PPO's clipped surrogate without dual clip, and 0 for the selected tokens: Clip-Cov (arXiv:2505.22617).
+
+    A selected token loses its gradient and keeps its place in the denominators.
+
+    Shapes:
+        all tensors  [B, T]
+        stats        pg_clipfrac (by the bounds), cov_selected, pg_clipfrac_lower (always 0), ppo_kl  [B, T]
+    """
+    logp, old, adv = _inside(response_mask_BT, log_prob_BT, old_log_prob_BT, advantages_BT)
+    log_ratio = (logp - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    ratio = log_ratio.exp()
+    plain, bounded = -adv * ratio, -adv * clipped(ratio, config)
+    clips, never = bounded > plain, torch.zeros_like(plain)
+    stats = {"pg_clipfrac": clips, "cov_selected": selected_BT, "pg_clipfrac_lower": never, "ppo_kl": -log_ratio}
+    return torch.maximum(plain, bounded).masked_fill(selected_BT, 0), _stats(response_mask_BT, **stats)
+
+
+def kl_cov(
+    log_prob_BT: Tensor,
+    old_log_prob_BT: Tensor,
+    advantages_BT: Tensor,
+    response_mask_BT: Tensor,
+    config: ActorConfig,
+    selected_BT: Tensor,
+) -> tuple[Tensor, Stats]:
+    """Return ``-A r``, and ``ppo_kl_coef |log r|`` more for the selected tokens: KL-Cov (arXiv:2505.22617).
+
+    Nothing is clipped. Where the policy is still the old one ``|log r|`` has no gradient: with one optimizer step a
+    rollout this is the plain policy gradient. Published, the sign of a rounding error is its gradient there; here
+    ``|log r|`` below 1e-4 is 0. In bf16 rounding is larger, and decides still.
+
+    Shapes:
+        all tensors  [B, T]
+        stats        cov_selected, pg_clipfrac, pg_clipfrac_lower (both always 0), ppo_kl (here ``|log r|``)  [B, T]
+    """
+    logp, old, adv = _inside(response_mask_BT, log_prob_BT, old_log_prob_BT, advantages_BT)
+    log_ratio = (logp - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    distance = log_ratio.abs()
+    held = selected_BT & (distance > SAME_POLICY)
+    loss = -adv * log_ratio.exp() + config.policy_loss.ppo_kl_coef * distance.masked_fill(~held, 0)
+    never = torch.zeros_like(loss)
+    stats = {"cov_selected": selected_BT, "pg_clipfrac": never, "pg_clipfrac_lower": never, "ppo_kl": distance}
+    return loss, _stats(response_mask_BT, **stats)
+
+
+def dppo_tv(
+    log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor, config: ActorConfig
+) -> tuple[Tensor, Stats]:
+    """Drop tokens whose probability has moved too far in the advantage's direction: DPPO, Binary-TV.
+
+    ``-stop_gradient(min(r, c) M) A log p``. M is 0 where A > 0 and ``p - p_old > high``, and where A <= 0 and
+    ``p - p_old < -low``: the total variation of "this token or another one". The bounds are ``clip_ratio_low`` and
+    ``clip_ratio_high``, c is ``clip_ratio_c``, as in verl's loss of this name. Source: arXiv:2602.04879, in the form of
+    verl's implementation; the paper's text was read in excerpts alone, and c is verl's.
+
+    Shapes:
+        all tensors  [B, T]
+        stats        pg_clipfrac (dropped), pg_clipfrac_lower (the weight is c), ppo_kl  [B, T]
+    """
+    logp, old, adv = _inside(response_mask_BT, log_prob_BT, old_log_prob_BT, advantages_BT)
+    low, high = _bounds(config)
+    moved = logp.detach().exp() - old.exp()
+    return _masked_gradient(logp, old, adv, torch.where(adv > 0, moved > high, moved < -low), response_mask_BT, config)
+
+
+def dppo_kl(
+    log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor, config: ActorConfig
+) -> tuple[Tensor, Stats]:
+    """Drop tokens as :func:`dppo_tv`, by the binary KL from the old policy in place of the total variation.
+
+    ``p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))``; M is 0 where it exceeds ``high`` and p has risen
+    under A > 0, or exceeds ``low`` and p has fallen under A <= 0. Source: as :func:`dppo_tv`, Binary-KL.
+
+    Shapes:
+        all tensors  [B, T]
+        stats        pg_clipfrac (dropped), pg_clipfrac_lower (the weight is c), ppo_kl  [B, T]
+    """
+    logp, old, adv = _inside(response_mask_BT, log_prob_BT, old_log_prob_BT, advantages_BT)
+    low, high = _bounds(config)
+    now = logp.detach()
+    # log(1 - p) by expm1; the floor of 1e-8 (verl's, too) is for p = 1, where it would be infinite.
+    other, old_other = ((-torch.expm1(one)).clamp(min=1e-8) for one in (now, old))
+    divergence = old.exp() * (old - now) + old_other * (old_other / other).log()
+    far = torch.where(adv > 0, (divergence > high) & (now > old), (divergence > low) & (now < old))
+    return _masked_gradient(logp, old, adv, far, response_mask_BT, config)
+
+
+def _masked_gradient(
+    logp: Tensor, old: Tensor, adv: Tensor, dropped: Tensor, mask_BT: Tensor, config: ActorConfig
+) -> tuple[Tensor, Stats]:
+    log_ratio = (logp - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    ratio = log_ratio.detach().exp()
+    truncated = (ratio > config.clip_ratio_c) & ~dropped
+    stats = _stats(mask_BT, pg_clipfrac=dropped, pg_clipfrac_lower=truncated, ppo_kl=-log_ratio)
+    return -ratio.clamp(max=config.clip_ratio_c).masked_fill(dropped, 0) * adv * logp, stats
+
+
 def policy_loss(name: str) -> PolicyLoss:
     """Return the policy loss of this name, or a user's own: ``package.module:function`` or ``path/file.py:function``.
 
@@ -180,37 +293,42 @@ def value_loss(
     return 0.5 * torch.maximum(plain, bounded), _stats(response_mask_BT, vf_clipfrac=bounded > plain)
 
 
-def loss_weights(loss_mask_BT: Tensor, mode: str, *, scale_factor: float = 1.0) -> Tensor:
+def loss_weights(
+    loss_mask_BT: Tensor, mode: str, *, scale_factor: float = 1.0, group_B: Tensor | None = None
+) -> Tensor:
     """Return each token's share of the objective, so that the loss is ``(loss_BT * weight_BT).sum()``.
 
-    With N tokens and S sequences that have a token, over the whole optimizer step, and L_i tokens in sequence i:
+    With N tokens, S sequences and P prompts that have a token, over the whole optimizer step, L_i tokens in sequence i
+    and N_p in all answers to prompt p together:
 
         token-mean               1 / N            (arXiv:2503.14476, eq. 12)
         seq-mean-token-mean      1 / (S L_i)      (arXiv:2402.03300, eq. 3)
         seq-mean-token-sum       1 / S
         seq-mean-token-sum-norm  1 / (S C), C = ``scale_factor``   (arXiv:2503.20783)
+        prompt-mean-token-mean   1 / (P N_p)      (arXiv:2510.13786, "prompt-level" in its objective of section 4)
 
-    The first two sum to one. A step without a token gets zeros.
+    The first two and the last sum to one. A step without a token gets zeros.
 
     Shapes:
         loss_mask_BT  [B, T]  bool or 0/1
+        group_B       [B]     int64  sequences of one prompt share a number; prompt-mean-token-mean alone reads it
         result        [B, T]  float32; float64 for a float64 mask
 
     Raises:
-        ValueError: an unknown mode.
+        ValueError: an unknown mode, or prompt-mean-token-mean without ``group_B``.
     """
     dtype = torch.float64 if loss_mask_BT.dtype == torch.float64 else torch.float32
     mask = loss_mask_BT.bool()
-    weight_B = token_weights(mask.sum(-1), mode, scale_factor=scale_factor).to(dtype)
+    weight_B = token_weights(mask.sum(-1), mode, scale_factor=scale_factor, group_B=group_B).to(dtype)
     return torch.where(mask, weight_B[:, None], 0)
 
 
-def token_weights(counts_B: Tensor, mode: str, *, scale_factor: float = 1.0) -> Tensor:
+def token_weights(counts_B: Tensor, mode: str, *, scale_factor: float = 1.0, group_B: Tensor | None = None) -> Tensor:
     """Return :func:`loss_weights` of any one token of each sequence, which has ``counts_B`` tokens that carry loss.
 
     Shapes:
-        counts_B  [B] int64
-        result    [B] float64
+        counts_B, group_B  [B] int64
+        result             [B] float64
     """
     if mode not in tables.LOSS_AGG_MODES:
         raise ValueError(f"actor.loss_agg_mode={mode}: choose one of {', '.join(tables.LOSS_AGG_MODES)}")
@@ -220,6 +338,12 @@ def token_weights(counts_B: Tensor, mode: str, *, scale_factor: float = 1.0) -> 
         return one / counts.sum().clamp(min=1)
     if mode == "seq-mean-token-mean":
         return one / counts.clamp(min=1) / sequences
+    if mode == "prompt-mean-token-mean":
+        if group_B is None:
+            raise ValueError("actor.loss_agg_mode=prompt-mean-token-mean needs the group of each sequence")
+        group = torch.unique(group_B, return_inverse=True)[1]
+        of_prompt = torch.zeros(len(counts), dtype=torch.float64, device=counts.device).index_add(0, group, counts)
+        return one / of_prompt[group].clamp(min=1) / of_prompt.count_nonzero().clamp(min=1)
     return one / sequences / (scale_factor if mode.endswith("-norm") else 1.0)
 
 

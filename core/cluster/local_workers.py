@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from core.checkpoint.provenance import Base, ModelFingerprint
 from core.checkpoint.run_state import save_tensors
+from core.config import tables
 from core.config.frozen import FrozenDict
 from core.engines import NoEngine, RolloutEngine
 from core.engines.factory import make_engine
@@ -109,10 +110,11 @@ class LocalWorkers:
         self.reward_model = RewardModel(config.reward_model, device).score if config.reward_model.loads_model else None
         self.profile: Profile | None = None
 
-    def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+    def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, ...]:
         self.engine.sleep()
-        log_prob_BT, entropy_BT = self.actor.log_probs(batch, pass_size(self.config.actor_rollout_ref.rollout))
-        return batch.flattened(log_prob_BT), batch.flattened(entropy_BT)
+        squares = tables.estimator(self.config.algorithm.adv_estimator).squares
+        found = self.actor.log_probs(batch, pass_size(self.config.actor_rollout_ref.rollout), squares=squares)
+        return tuple(map(batch.flattened, found))
 
     def compute_ref_log_prob(self, batch: TrainBatch) -> Tensor:
         self.engine.sleep()

@@ -55,7 +55,7 @@ class RayWorkers(RayProcesses):
         super().__init__(config, tokenizer, device, **learner)
         self.weight_sync = WeightSync(self)
 
-    def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+    def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, ...]:
         part = self.config.actor_rollout_ref.actor
         return tuple(self._pass("old_log_prob", "compute_log_probs", batch, part))
 

@@ -46,8 +46,11 @@ class Workers(Protocol):
     threads: int  # of torch in each of them
     overlaps: bool  # whether the engine can work while the learner does
 
-    def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies of the policy tokens at the rollout temperature, [N] each."""
+    def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, ...]:
+        """Return log-probs and entropies of the policy tokens at the rollout temperature, [N] each.
+
+        For an estimator that reads them (``squares`` in its entry) the sums of squared probabilities come third.
+        """
 
     def compute_ref_log_prob(self, batch: TrainBatch) -> Tensor:
         """Return the reference policy's log-probs, [N]."""

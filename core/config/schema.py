@@ -105,6 +105,11 @@ class FSDPConfig:
 @dataclass(frozen=True)
 class PolicyLossConfig:
     loss_mode: LossMode = "vanilla"  # policy loss
+    clip_cov_ratio: limits.PositiveShare = 0.0002  # of clip_cov: share of an optimizer step's tokens that are dropped
+    clip_cov_lb: float = 1.0  # of clip_cov: they are drawn from those whose covariance is above this
+    clip_cov_ub: float = 5.0  # of clip_cov: and below this
+    kl_cov_ratio: limits.PositiveShare = 0.0002  # of kl_cov: share of an optimizer step's tokens that are held back
+    ppo_kl_coef: limits.NonNegative = 0.1  # of kl_cov: coefficient of the distance to the old policy on those tokens
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,8 @@ class EstimatorEntry:
     groups: bool = False  # it compares the answers to a prompt, so it needs at least two
     by_group: bool = False  # of a group it reads that group alone: a large batch is padded a few groups at a time
     greedy_baseline: bool = False  # it reads the score of a greedy answer to the prompt
+    squares: bool = False  # it reads old log-probs and the sums of squared probabilities, of a pass before the update
+    penalties: bool = True  # it takes rewards below 0, which a penalty in the reward makes
     reads: Collection[str] = ()  # keys of the section algorithm
 
 
@@ -52,6 +54,10 @@ ESTIMATORS = {  # algorithm.adv_estimator
     ),
     "opo": EstimatorEntry("core.algorithm.advantages:opo", groups=True, by_group=True),
     "gpg": EstimatorEntry("core.algorithm.advantages:gpg", groups=True),
+    "optimal_token_baseline": EstimatorEntry(
+        "core.algorithm.advantages:optimal_token_baseline", groups=True, by_group=True, squares=True
+    ),
+    "maxrl": EstimatorEntry("core.algorithm.advantages:maxrl", groups=True, by_group=True, penalties=False),
 }
 
 
@@ -64,6 +70,10 @@ class LossEntry:
     aggregation: str | None = None
     has_ratio: bool = True  # of new to old probabilities, which under bypass_mode is the importance weight
     sequence_ratio: bool = False  # the ratio is a whole sequence's, so the clip bounds are far smaller
+    # Marks tokens of a whole optimizer step, "module:function", which the loss gets as one more argument, [B, T] bool.
+    selects: str | None = None
+    moves_without_advantage: bool = False  # a sequence whose advantages are all 0 trains too
+    divergence: float | None = None  # clip_ratio* bound a divergence, not a ratio: the published bound
     reads: Collection[str] = ()  # keys of the section actor
 
 
@@ -77,6 +87,19 @@ POLICY_LOSSES = {  # actor_rollout_ref.actor.policy_loss.loss_mode
     "gpg": LossEntry("core.algorithm.losses:gpg", has_ratio=False),
     "reinforce": LossEntry("core.algorithm.losses:gpg", has_ratio=False),
     "cispo": LossEntry("core.algorithm.losses:cispo", reads=_CLIP),
+    "clip_cov": LossEntry(
+        "core.algorithm.losses:clip_cov",
+        selects="core.algorithm.covariance:clip_cov_tokens",
+        reads=(*_CLIP, *(f"policy_loss.clip_cov_{name}" for name in ("ratio", "lb", "ub"))),
+    ),
+    "kl_cov": LossEntry(
+        "core.algorithm.losses:kl_cov",
+        selects="core.algorithm.covariance:kl_cov_tokens",
+        moves_without_advantage=True,
+        reads=("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef"),
+    ),
+    "dppo_tv": LossEntry("core.algorithm.losses:dppo_tv", divergence=0.15, reads=(*_CLIP, "clip_ratio_c")),
+    "dppo_kl": LossEntry("core.algorithm.losses:dppo_kl", divergence=0.05, reads=(*_CLIP, "clip_ratio_c")),
 }
 
 
@@ -165,7 +188,10 @@ KL_KINDS = (
     *("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"),
     *("kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"),
 )
-LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+LOSS_AGG_MODES = (
+    *("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
+    "prompt-mean-token-mean",  # not in verl
+)
 
 
 def estimator(name: str) -> EstimatorEntry:

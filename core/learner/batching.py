@@ -90,15 +90,26 @@ def token_rewards(batch: TrainBatch) -> Tensor:
 def steps_of(
     batch: TrainBatch, part: ActorConfig | CriticConfig, response_length: int, loss_mode: str = ""
 ) -> Iterator[TrainBatch]:
-    """Return the optimizer steps that a section of the configuration makes of a batch."""
-    return optimizer_steps(
+    """Return the optimizer steps that a section of the configuration makes of a batch.
+
+    Tokens that the policy loss treats apart are ``selected`` here, among all of a step: by the old log-probs, or the
+    engine's where those stand for them.
+    """
+    entry = tables.policy_loss(loss_mode)
+    steps = optimizer_steps(
         batch,
         prompts=part.ppo_mini_batch_size,
         epochs=part.ppo_epochs,
-        agg_mode=tables.policy_loss(loss_mode).aggregation or part.loss_agg_mode,
+        agg_mode=entry.aggregation or part.loss_agg_mode,
         scale_factor=part.loss_scale_factor or response_length,
         shuffle_seed=part.data_loader_seed if part.shuffle else None,
     )
+    if entry.selects is None:
+        return steps
+    select = tables.load_object(entry.selects)
+    before = "old_log_probs" if "old_log_probs" in batch.stored else "rollout_log_probs"
+    reads = (before, "advantages", "loss_weight")
+    return (step.adding(selected=select(*map(step.flat, reads), part.policy_loss)) for step in steps)
 
 
 def optimizer_steps(
@@ -124,7 +135,7 @@ def optimizer_steps(
             chosen = torch.isin(batch.group, torch.from_numpy(order[start : start + prompts]))
             step = batch.rows(chosen.nonzero()[:, 0])
             carries = step.flat("loss_mask")
-            weight = token_weights(step.count(carries.bool()), agg_mode, scale_factor=scale_factor)
+            weight = token_weights(step.count(carries.bool()), agg_mode, scale_factor=scale_factor, group_B=step.group)
             weight = weight if carries.dtype == torch.float64 else weight.float()
             yield step.adding(loss_weight=weight.repeat_interleave(step.lengths) * carries)
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from core.algorithm.kl import kl_penalty
 from core.algorithm.losses import Means, policy_loss, value_loss
 from core.algorithm.rollout_correction import add_mismatch
+from core.config import tables
 from core.learner.batching import micro_batches, split_idle
 from core.learner.log_probs import FP32Head, token_log_probs_and_entropy
 from core.learner.lora import base_only
@@ -82,7 +83,7 @@ CRITIC_READS = (*PASS_READS, "loss_weight", "returns", "values")
 
 def actor_reads(config: ActorConfig, batch: TrainBatch) -> tuple[str, ...]:
     """Return the fields that the policy's update reads of a batch; no others are sent to a learner rank."""
-    fields = (*PASS_READS, "loss_weight", "advantages", "rollout_is_weights", "trace_row")
+    fields = (*PASS_READS, "loss_weight", "advantages", "rollout_is_weights", "selected", "trace_row")
     if config.use_kl_loss:
         fields += ("ref_log_prob",)
     if batch.old_log_probs is None:  # the update then measures the distance to the engine, or trains on its log-probs
@@ -91,8 +92,9 @@ def actor_reads(config: ActorConfig, batch: TrainBatch) -> tuple[str, ...]:
 
 
 def only_advantages_train(config: ActorConfig) -> bool:
-    """Return whether the policy gradient is the objective's only term."""
-    return not config.use_kl_loss and config.entropy_coeff == 0
+    """Return whether a sequence whose advantages are all 0 moves no weight."""
+    moves = tables.policy_loss(config.policy_loss.loss_mode).moves_without_advantage
+    return not config.use_kl_loss and config.entropy_coeff == 0 and not moves
 
 
 def read_tokens(
@@ -100,14 +102,15 @@ def read_tokens(
     reading: Reading,
     *,
     temperature: float,
-    entropy_grad: bool = False,
     shared: SharedPrompts | None = None,
     pictures_B: Sequence[tuple[Picture, ...]] = (),
     tower: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Return [M], [M]: log-prob and entropy of each token that ``reading`` predicts, by a causal language model.
+    **options: bool,
+) -> tuple[Tensor, ...]:
+    """Return [M] each: log-prob and entropy of each token that ``reading`` predicts, by a causal language model.
 
-    ``pictures_B`` are read with a ``shared`` prompt; without one ``reading`` has them. ``tower`` is :func:`run_body`'s.
+    ``pictures_B`` are read with a ``shared`` prompt; without one ``reading`` has them. ``tower`` is :func:`run_body`'s,
+    ``options`` are those of :func:`token_log_probs_and_entropy`.
     """
     if shared is None:
         sees = tower or reading.sight is not None
@@ -123,8 +126,8 @@ def read_tokens(
         reading.labels,
         temperature=temperature,
         bias=head.bias,
-        entropy_grad=entropy_grad,
         fp32=isinstance(head, FP32Head),
+        **options,
     )
 
 
@@ -176,43 +179,44 @@ class Policy(Passes):
         check_head(self)
         check_packing(self)
 
-    def token_stats(self, batch: TrainBatch, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
-        """Return log-prob of each policy token and entropy of its distribution, both [B, T] and 0 elsewhere."""
+    def token_stats(self, batch: TrainBatch, **options: bool) -> tuple[Tensor, ...]:
+        """Return log-prob of each policy token and entropy of its distribution, [B, T] each and 0 elsewhere.
+
+        ``options`` are those of :func:`token_log_probs_and_entropy`: ``squares`` adds a third result.
+        """
         ids, pictures = batch.input_ids, batch.pictures_of_rows() if batch.pictures else ()
         # Alone only: sharded ranks must make the same calls of the model, whatever their sequences are.
         share = self.ranks is ALONE and not self.layout.packed and can_share(self.module)
         shared = SharedPrompts.of(ids, batch.response_mask, batch.group) if share else None
         sight = Sight.of(self.module, ids, pictures) if pictures and shared is None else None
         reading = self.layout.read(ids, batch.attention_mask, batch.response_mask, sight)
-        tower = self.ranks is not ALONE and hasattr(self.module.base_model, "visual")
-        options = {"entropy_grad": entropy_grad, "shared": shared, "pictures_B": pictures, "tower": tower}
-        return tuple(map(reading.spread, self.read(reading, **options)))
+        seen = {"pictures_B": pictures, "tower": self.ranks is not ALONE and hasattr(self.module.base_model, "visual")}
+        return tuple(map(reading.spread, self.read(reading, shared=shared, **seen, **options)))
 
-    def read(self, reading: Reading, **options: Any) -> tuple[Tensor, Tensor]:
+    def read(self, reading: Reading, **options: Any) -> tuple[Tensor, ...]:
         """Return :func:`read_tokens` of this policy; ``options`` are the rest of its arguments."""
         with self.precision():
             return self.ranks.inside(self.module, read_tokens, reading, temperature=self.temperature, **options)
 
     @torch.no_grad()
-    def log_probs(self, batch: TrainBatch, size: MicroBatchSize) -> tuple[Tensor, Tensor]:
+    def log_probs(self, batch: TrainBatch, size: MicroBatchSize, *, squares: bool = False) -> tuple[Tensor, ...]:
         """Return :meth:`token_stats` of the whole batch, [B, T] on the batch's device, without gradients."""
         dtype = torch.promote_types(next(self.module.parameters()).dtype, torch.float32)
-        log_prob = torch.zeros(batch.shape, dtype=dtype)
-        entropy = torch.zeros_like(log_prob)
+        found = tuple(torch.zeros(batch.shape, dtype=dtype) for _ in range(3 if squares else 2))
         for index, micro in self.passes(size, batch):
-            one, other = self.token_stats(micro.to(self.device))
+            values = self.token_stats(micro.to(self.device), squares=squares)
             if len(index):
-                places = index, slice(micro.width)
-                log_prob[places], entropy[places] = one.cpu().to(dtype), other.cpu().to(dtype)
-        return log_prob, entropy
+                for whole, value in zip(found, values, strict=True):
+                    whole[index, : micro.width] = value.cpu().to(dtype)
+        return found
 
 
 class BasePolicy(Policy):
     """The policy as it was before training: the reference where adapters train and the base stays."""
 
-    def token_stats(self, batch: TrainBatch, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
+    def token_stats(self, batch: TrainBatch, **options: bool) -> tuple[Tensor, ...]:
         with base_only(self.module):
-            return super().token_stats(batch, entropy_grad=entropy_grad)
+            return super().token_stats(batch, **options)
 
 
 class Stepper:
@@ -327,7 +331,8 @@ class Actor(Policy):
         old = micro.old_log_probs
         if old is None:
             old = micro.rollout_log_probs if self.bypass else log_prob.detach()
-        loss_BT, stats = self.policy_loss(log_prob, old, micro.need("advantages"), mask, config)
+        apart = () if micro.selected is None else (micro.selected,)
+        loss_BT, stats = self.policy_loss(log_prob, old, micro.need("advantages"), mask, config, *apart)
         clip = clipped_how(stats)
         self.traced.keep(micro, log_prob, old=old, entropy=entropy, clip=clip, loss=loss_BT, loss_weight=weight)
         if micro.rollout_is_weights is not None:

@@ -50,8 +50,11 @@ def token_log_probs_and_entropy(
     chunk_elements: int | None = None,
     entropy_grad: bool = False,
     fp32: bool = False,
-) -> tuple[Tensor, Tensor]:
+    squares: bool = False,
+) -> tuple[Tensor, ...]:
     """Return log-prob of each label and entropy of each distribution, ``softmax(hidden @ weight.T / temperature)``.
+
+    ``squares`` adds a third result: the sum of the squared probabilities of each distribution, without a gradient.
 
     Gradients reach ``hidden``, ``weight`` and ``bias`` through the log-probs, and through the entropies with
     ``entropy_grad=True``. At most about three tensors of ``chunk_elements`` (None: what suits the device) are alive
@@ -64,13 +67,13 @@ def token_log_probs_and_entropy(
         weight_VH  [V, H] float  cast to hidden's dtype where it differs
         labels_N   [N]    int64
         bias       [V]    float
-        results    [N], [N] float32, or float64
+        results    [N] each, float32, or float64
     """
     if temperature <= 0:
         raise ValueError(f"temperature={temperature}: a distribution needs a temperature > 0")
     elements = logits_at_a_time(hidden_NH.device) if chunk_elements is None else chunk_elements
     weight_VH = weight_VH.to(hidden_NH.dtype)
-    return _ChunkedHead.apply(hidden_NH, weight_VH, bias, labels_N, temperature, elements, entropy_grad, fp32)
+    return _ChunkedHead.apply(hidden_NH, weight_VH, bias, labels_N, temperature, elements, entropy_grad, fp32, squares)
 
 
 def logits_at_a_time(device: torch.device) -> int:
@@ -83,10 +86,11 @@ class _ChunkedHead(torch.autograd.Function):
     # choose differently in the two passes.
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, temperature, elements, entropy_grad, fp32):
+    def forward(ctx, hidden, weight, bias, labels, temperature, elements, entropy_grad, fp32, squares):
         rows = max(1, elements // weight.shape[0])
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         log_prob, entropy, normaliser = (torch.empty(len(hidden), dtype=dtype, device=hidden.device) for _ in range(3))
+        square = torch.empty_like(entropy) if squares else None
         log_probs = None
         with torch.autocast(hidden.device.type, enabled=False):
             for part in _chunks(len(hidden), rows):
@@ -94,21 +98,23 @@ class _ChunkedHead(torch.autograd.Function):
                 normaliser[part] = logits.logsumexp(-1)
                 log_probs = logits.sub_(normaliser[part, None])
                 log_prob[part] = log_probs.gather(1, labels[part, None])[:, 0]
-                entropy[part] = -torch.linalg.vecdot(log_probs.exp(), log_probs)
+                probs = log_probs.exp()
+                entropy[part] = -torch.linalg.vecdot(probs, log_probs)
+                if squares:
+                    square[part] = torch.linalg.vecdot(probs, probs)
         # Where one chunk is all, its log-softmax is kept: the backward pass need not compute it again.
         kept = log_probs if any(ctx.needs_input_grad) and len(hidden) <= rows else None
         ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy if entropy_grad else None, kept)
         ctx.temperature, ctx.rows, ctx.elements, ctx.fp32 = temperature, rows, elements, fp32
         ctx.set_materialize_grads(False)
-        if not entropy_grad:
-            ctx.mark_non_differentiable(entropy)
-        return log_prob, entropy
+        ctx.mark_non_differentiable(*(() if entropy_grad else (entropy,)), *((square,) if squares else ()))
+        return (log_prob, entropy, square) if squares else (log_prob, entropy)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_log_prob, grad_entropy):
+    def backward(ctx, grad_log_prob, grad_entropy, *_):
         if grad_log_prob is None and grad_entropy is None:
-            return (None,) * 8
+            return (None,) * 9
         hidden, weight, bias, labels, normaliser, entropy, kept = ctx.saved_tensors
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         dtype = normaliser.dtype
@@ -134,7 +140,7 @@ class _ChunkedHead(torch.autograd.Function):
                     _accumulate(grad_weight, grad, hidden[part], ctx.elements)
             grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
             grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, *(None,) * 6
 
 
 def _chunks(total: int, rows: int) -> Iterator[slice]:

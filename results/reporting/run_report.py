@@ -17,6 +17,7 @@ from core.tracking import step_time
 from core.tracking.tracker import spread_out
 from results.reporting.comparison_report import comparison, flipped_in_run, with_baseline
 from results.reporting.curves import Group, curves, panels
+from results.reporting.forecasts import fits
 from results.reporting.pages import (
     Block,
     Curves,
@@ -232,7 +233,7 @@ def page(
     groups = with_baseline(group_runs(runs), baseline)
     drawn = panels(groups, x)
     blocks = [*learnt([run for group in groups for run in group], drawn[:1], links), *curves(drawn[1:])]
-    blocks += step_times(groups)
+    blocks += [*fits([run for group in groups for run in group]), *step_times(groups)]
     if len(groups) > 1:
         blocks += comparison(groups)
     for group in groups:

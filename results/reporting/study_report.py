@@ -13,6 +13,7 @@ from typing import Any
 
 from core.tracking.validation import Estimate, t_interval
 from results.reporting.comparison import holm, paired_p, seed_interval
+from results.reporting.forecasts import curve_fits
 from results.reporting.numbers import with_interval
 from results.reporting.pages import Block, Curves, Fold, Gallery, Heading, Line, Table, Text, write_pages
 from results.reporting.references import read_references
@@ -242,6 +243,11 @@ def _curves(study: Study, found: Found) -> Iterator[Block]:
     if lines and max(len(line.steps) for line in lines) > 1:
         yield Heading("Curves")
         yield Gallery([Curves(study.curve or "", lines, note="mean over the seeds that are finished")])
+        yield curve_fits({line.label: list(zip(line.steps, line.values, strict=True)) for line in lines})
+        yield Text(
+            "The sigmoid `R0 + (A - R0) / (1 + (M / C)^B)` (arXiv:2510.13786) fitted to the arms' mean curves over "
+            "steps: asymptote A, midpoint M, exponent B, medians with 90 % intervals. No claim is judged by it."
+        )
 
 
 def _mean_curve(study: Study, found: Found, name: str, at: int) -> Line | None:

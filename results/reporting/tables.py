@@ -185,7 +185,9 @@ def render(results: Path) -> str:
         *(_section("## Experiments of one seed", indexed_table(single, verified))),
         *(_section("## Runs", run_table(summaries, linked=True, verified=verified))),
         *(_section(f"## Evaluations\n\n{EVALUATIONS}", evaluation_table(evaluations))),
-        "Curves, samples and settings, or a comparison of runs: `python -m results.report results/<recipe>/<run> ...`.",
+        "Curves, samples and settings, or a comparison of runs: `python -m results.report results/<recipe>/<run> ...`. "
+        "Where a run will end, from its first half: `python -m results.forecast <run>`; `benchmarks/forecast.md` has "
+        "how good that was.",
         "## Reported elsewhere",
         "A run stands here if it names the row (`trainer.reference=<row>`), is finished, was validated at its end on "
         "all of the row's questions, and has the settings that `references.yaml` names for the row. Paths of training "

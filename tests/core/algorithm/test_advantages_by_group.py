@@ -25,7 +25,7 @@ def batch():
             Trajectory([1, 2], ids, rng.random(len(ids)) < 0.8, [-0.5] * len(ids), (), Stop.EOS, 0, 1)
             for ids in answers
         )
-        scores = [Score(float(rng.normal())) for _ in answers]
+        scores = [Score(abs(float(rng.normal()))) for _ in answers]  # maxrl refuses those below 0
         if ordinal == 3:
             scores[1] = Score(0.0, status=ScoreStatus.CRASH, masked=True)
         if ordinal == 5:
@@ -34,7 +34,10 @@ def batch():
         groups.append(ScoredGroup(prompt, trajectories, tuple(scores), Score(0.25)))
     made = make_batch(groups, 0)
     noise = torch.randn(made.shape, generator=torch.Generator().manual_seed(0)) * made.response_mask
-    return made.adding(token_level_rewards=token_rewards(made), values=noise)
+    old = -noise.abs() - 0.1
+    return made.adding(
+        token_level_rewards=token_rewards(made), values=noise, old_log_probs=old, sum_pi_squared=old.exp().square()
+    )
 
 
 def in_pieces(batch, name, monkeypatch, slots):

@@ -362,6 +362,19 @@ BROKEN = [
         *((), f"{ACTOR}.loss_agg_mode=token-mean", "is defined with seq-mean-token-mean"),
     ),
     (
+        *("grpo", [f"{ACTOR}.policy_loss.loss_mode=clip_cov", f"{ACTOR}.policy_loss.clip_cov_lb=5"], ()),
+        *(f"{ACTOR}.policy_loss.clip_cov_lb=5.0", "leaves no covariance below clip_cov_ub=5.0"),
+    ),
+    (
+        "grpo",
+        ["algorithm.adv_estimator=optimal_token_baseline", "algorithm.rollout_correction.bypass_mode=True"],
+        *((), "algorithm.adv_estimator=optimal_token_baseline", "bypass_mode makes no pass for them"),
+    ),
+    (
+        *("grpo", ["algorithm.adv_estimator=maxrl", "algorithm.use_kl_in_reward=True"], ()),
+        *("algorithm.adv_estimator=maxrl", "divides by the group's mean reward"),
+    ),
+    (
         *("ppo", ["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=0"], ()),
         *("algorithm.kl_ctrl.horizon=0.0", "above 0"),
     ),
@@ -454,6 +467,7 @@ FINE = [
     ("ppo", [f"{ROLLOUT}.do_sample=False", "trainer.val_only=True"], ()),
     ("ppo", [f"{ROLLOUT}.val_kwargs={{n: 4, do_sample: True, temperature: 0.6, top_p: 0.95, top_k: 20}}"], ()),
     ("grpo", [f"{ACTOR}.policy_loss.loss_mode=gspo"], ()),
+    ("grpo", ["algorithm.adv_estimator=maxrl", f"{ACTOR}.policy_loss.loss_mode=dppo_tv"], ()),
     ("ppo", ["actor_rollout_ref.model.path=gpt2"], ()),
     ("ppo", [f"{ROLLOUT}.engine_kwargs.hf.cache_gib=1", f"{ROLLOUT}.engine_kwargs.vllm.x=1"], ()),
     ("ppo", ["actor_rollout_ref.model.path=./a/b/c"], ()),
@@ -480,6 +494,16 @@ WARNED = [
     ("grpo", [*JUDGED, "reward_model.judge.votes=3"], (), "greedy votes differ by the marks"),
     ("grpo", [f"{ACTOR}.use_kl_loss=True", "algorithm.use_kl_in_reward=True"], (), "penalised twice"),
     ("grpo", [f"{ACTOR}.policy_loss.loss_mode=gspo"], (), "clip_ratio_low=3e-4"),
+    (
+        "grpo",
+        [f"{ACTOR}.policy_loss.loss_mode=kl_cov", f"{ACTOR}.ppo_mini_batch_size=1024"],
+        *((), "the distance of kl_cov has no gradient"),
+    ),
+    (
+        *("grpo", [f"{ACTOR}.policy_loss.loss_mode=dppo_kl", f"{ACTOR}.clip_ratio_c=10000"], ()),
+        "the published bound is clip_ratio=0.05",
+    ),
+    ("grpo", [f"{ACTOR}.policy_loss.loss_mode=dppo_tv"], (), "the published runs have clip_ratio_c=10000"),
     ("dapo", ["algorithm.filter_groups.metric=seq_reward"], DAPO, "length penalty"),
     ("dapo", ["trainer.total_epochs=1"], DAPO, "each prompt about 100 times"),
     ("dapo", [f"{ROLLOUT}.val_kwargs={{do_sample: True, temperature: 1.0}}"], DAPO, "n=32"),
@@ -528,6 +552,12 @@ IDLE = [
     ("grpo", [SAPO, f"{ACTOR}.clip_ratio_c=4"], f"{ACTOR}.clip_ratio_c"),
     ("grpo", [SAPO, f"{ACTOR}.clip_ratio_high=0.3"], f"{ACTOR}.clip_ratio_high"),
     ("grpo", [f"{ACTOR}.tau_pos=1.5"], f"{ACTOR}.tau_pos"),
+    ("grpo", [SAPO, f"{ACTOR}.policy_loss.clip_cov_ub=6"], f"{ACTOR}.policy_loss.clip_cov_ub"),
+    (
+        "grpo",
+        [f"{ACTOR}.policy_loss.loss_mode=clip_cov", f"{ACTOR}.policy_loss.ppo_kl_coef=1"],
+        f"{ACTOR}.policy_loss.ppo_kl_coef",
+    ),
     ("grpo", [SAPO, f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"], f"{ACTOR}.loss_agg_mode"),
     ("grpo", [f"{ACTOR}.loss_scale_factor=100"], f"{ACTOR}.loss_scale_factor"),
     ("grpo", [f"{ACTOR}.data_loader_seed=1"], f"{ACTOR}.data_loader_seed"),

@@ -8,9 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Gemma2Config
 
 from core.algorithm.losses import Means
+from core.config.schema import PolicyLossConfig
 from core.errors import InputError
-from core.learner.batching import make_batch, optimizer_steps
-from core.learner.learner import Actor, Critic, MicroBatchSize, Policy
+from core.learner.batching import make_batch, optimizer_steps, steps_of
+from core.learner.learner import Actor, Critic, MicroBatchSize, Policy, only_advantages_train
 from core.types import Prompt, ScoredGroup, Stop, Trajectory
 from reward_scores.score import Score
 from tests.tiny import VOCAB_SIZE, tiny_config, tiny_model
@@ -121,6 +122,41 @@ def test_memory_knobs_do_not_change_the_gradient(mode, terms, dtype, tolerance):
     for other in gradients[1:]:
         assert float((other - gradients[0]).norm() / scale) < tolerance
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["clip_cov", "kl_cov"])
+def test_what_a_loss_selects_does_not_depend_on_micro_batches(mode):
+    """The tokens are chosen among the whole step; the gradient is the same to 1e-12, and is not that of no choice."""
+    numbers = {"clip_cov_ratio": 0.3, "clip_cov_lb": 0.1, "clip_cov_ub": 5.0, "kl_cov_ratio": 0.2, "ppo_kl_coef": 2.0}
+    loss = PolicyLossConfig(loss_mode=mode, **numbers)
+    batch, gradients = random_batch(), []
+    idle = torch.arange(len(batch)) % 3 == 0  # advantages of 0: kl_cov trains these sequences too
+    batch = batch.adding(advantages=batch.advantages * ~idle[:, None])
+    knobs = [{"ppo_micro_batch_size_per_gpu": k} for k in (1, 3, 100)]
+    knobs += [{"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": k} for k in (21, 50)]
+    for knob in knobs:
+        part = actor(torch.float64, policy_loss=loss, **knob)
+        config = SimpleNamespace(**vars(part.config), ppo_mini_batch_size=4, ppo_epochs=1, shuffle=False)
+        config = SimpleNamespace(**{**vars(config), "loss_agg_mode": "token-mean", "loss_scale_factor": None})
+        (step,) = steps_of(batch, config, 20, mode)
+        chosen = int(step.flat("selected").sum())
+        assert 0 < chosen < step.flat("loss_mask").sum() and not (step.selected & ~step.loss_mask).any()
+        part.mismatch = Means()
+        part.accumulate(step, Means())
+        gradients.append(gradient(part))
+    for other in gradients[1:]:
+        assert float((other - gradients[0]).norm() / gradients[0].norm()) < 1e-12
+    part = actor(torch.float64, policy_loss=loss)
+    part.mismatch = Means()
+    part.accumulate(step.adding(selected=torch.zeros_like(step.flat("selected"))), Means())
+    assert float((gradient(part) - gradients[0]).norm() / gradients[0].norm()) > 1e-3
+
+
+def test_sequences_without_advantages_train_where_the_loss_moves_them():
+    def trains(mode):
+        return not only_advantages_train(actor_config(policy_loss=PolicyLossConfig(loss_mode=mode)))
+
+    assert [trains(mode) for mode in ("vanilla", "clip_cov", "kl_cov")] == [False, False, True]
 
 
 def test_the_objective_is_the_formula_written_out():
