@@ -34,7 +34,7 @@ from core.engines import SampleRequest, SamplingParams, sampling_params
 from core.engines.stepped import SteppedEngine
 from core.learner.batching import make_batch, token_rewards
 from core.learner.learner import multiplier
-from core.learner.models import load_tokenizer
+from core.learner.models import load_picture_format, load_tokenizer
 from core.planning.memory_knobs import naming_knobs
 from core.rewards import RewardLayer
 from core.rewards.hook_check import check_hooks
@@ -156,8 +156,9 @@ class RayPPOTrainer:
         """Load tokenizer, prompts and scorers, and check them and the hooks with each other."""
         config = self.config
         self.tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-        self.stream = PromptStream(config.data, self.tokenizer, config.trainer.seed)
-        self.val_prompts = load_val_prompts(config.data, self.tokenizer)
+        pictures = load_picture_format(config.actor_rollout_ref.model, self.tokenizer)
+        self.stream = PromptStream(config.data, self.tokenizer, config.trainer.seed, pictures=pictures)
+        self.val_prompts = load_val_prompts(config.data, self.tokenizer, pictures)
         self.reward = RewardLayer(config)
         self.reward.check(self._examples())
         check_hooks(
@@ -204,7 +205,8 @@ class RayPPOTrainer:
             length = self.config.data.max_response_length
             return await self.play(prompt, sample_index, sampling, Limits(length, turn=length))
         seed = sampling_seed(self.config.trainer.seed, prompt.ordinal, sample_index)
-        return await self.workers.engine.sample(SampleRequest(prompt.token_ids, sampling, seed))
+        request = SampleRequest(prompt.token_ids, sampling, seed, pictures=prompt.pictures)
+        return await self.workers.engine.sample(request)
 
     def shape_reward(self, score: Score, trajectory: Trajectory) -> Score:
         """Return the score that trains; validation never calls it. Base: the scorer's."""
@@ -434,7 +436,7 @@ class RayPPOTrainer:
             metrics.add({f"val-{name}": value for name, value in found if not name.startswith("timing_s/")})
         rows = generation_rows(metrics.step, groups, self.tokenizer)
         self.session.tracker.log_validation(metrics.step, records)
-        self.session.tracker.log_samples(metrics.step, rows)
+        self.session.tracker.log_samples(metrics.step, rows, self.val_prompts)
         print_examples(rows, self.config.reward_model.val_num_examine)
         if folder := self.config.trainer.validation_data_dir:
             dump_jsonl(folder, metrics.step, rows, "trainer.validation_data_dir")

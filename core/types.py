@@ -43,6 +43,51 @@ class Stop(str, Enum):
 
 
 @dataclass(frozen=True)
+class PictureFormat:
+    """How a model reads pictures, from its configuration and that of its image processor.
+
+    A picture is cut into squares of ``patch`` pixels, of which ``merge`` by ``merge`` become one token; ``frames``
+    copies of it make up the time axis that these models have. Its sides are multiples of ``patch * merge``, its pixels
+    between ``least`` and ``most``. ``mark`` stands for a picture in the text of a prompt; its token ``token_id`` is
+    repeated for each of the picture's tokens.
+    """
+
+    token: str
+    token_id: int
+    mark: str
+    patch: int
+    merge: int
+    frames: int
+    least: int
+    most: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture of a prompt: the file's bytes as the data has them, and the size in pixels at which it is read.
+
+    It travels as it is stored, a tenth of its pixels or less, and is decoded where a model reads it.
+    """
+
+    data: bytes = field(repr=False)
+    height: int
+    width: int
+    format: PictureFormat = field(repr=False)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Return its patches along time, height and width."""
+        return 1, self.height // self.format.patch, self.width // self.format.patch
+
+    @property
+    def tokens(self) -> int:
+        """Count the placeholders that stand for it in a prompt."""
+        return math.prod(self.grid) // self.format.merge**2
+
+
+@dataclass(frozen=True)
 class Prompt:
     """One question, tokenised once.
 
@@ -59,6 +104,7 @@ class Prompt:
     data_source: str
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     style: str = "rule"  # "model": the reward model scores the answers, any other: a scorer
+    pictures: tuple[Picture, ...] = ()  # in the order of their placeholders in ``token_ids``
     agent_name: str | None = None  # the agent loop that plays its episodes; None: the configured one
 
 
@@ -216,6 +262,7 @@ class TrainBatch:
     width: int  # T: at least the longest sequence
     stored: Mapping[str, Tensor]  # [N] or [B] of each field that is set
     pad_id: int = 0
+    pictures: Mapping[int, tuple[Picture, ...]] = field(default_factory=dict)  # of each group's prompt, once a group
 
     input_ids = BatchField("BT", "make_batch")
     response_mask = BatchField("BT", "make_batch")
@@ -303,7 +350,12 @@ class TrainBatch:
 
     def only(self, names: Collection[str]) -> TrainBatch:
         """Return a batch that has no other fields than these: what a process reads, and is sent."""
-        return dataclasses.replace(self, stored={name: v for name, v in self.stored.items() if name in names})
+        kept = {*names, "group"} if self.pictures else names
+        return dataclasses.replace(self, stored={name: v for name, v in self.stored.items() if name in kept})
+
+    def pictures_of_rows(self) -> list[tuple[Picture, ...]]:
+        """Return the pictures of each row's prompt."""
+        return [self.pictures.get(group, ()) for group in self.flat("group").tolist()]
 
     def rows(self, index: Any) -> TrainBatch:
         """Return the rows of ``index`` (a slice, a list or a tensor of numbers), with every field that is set.
@@ -382,7 +434,7 @@ class TrainBatch:
     def blank_row(self) -> TrainBatch:
         """One row of two tokens that nobody wrote and that weigh nothing, with the fields of this batch."""
         blank = self._map(lambda value, axes: value.new_zeros(2 if axes == "BT" else 1), self.lengths.new_full((1,), 2))
-        return blank.cut(2)
+        return dataclasses.replace(blank.cut(2), pictures={})
 
     def to(self, device: Any) -> TrainBatch:
         lengths = self.lengths.to(device, non_blocking=True)
@@ -394,7 +446,9 @@ class TrainBatch:
 
     def __getstate__(self) -> dict[str, Any]:
         stored = {name: value.cpu().numpy() for name, value in self.stored.items()}
-        return {**vars(self), "lengths": self.lengths.cpu().numpy(), "stored": stored}
+        here = set(stored["group"].tolist()) if self.pictures else ()
+        pictures = {group: value for group, value in self.pictures.items() if group in here}
+        return {**vars(self), "lengths": self.lengths.cpu().numpy(), "stored": stored, "pictures": pictures}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         import torch

@@ -1,6 +1,6 @@
-"""The lab task: an optional chain of letters, then ``#`` and the letter where the hops lead.
+"""Tasks of the lab: an optional chain, then ``#`` and a letter or digit: where hops lead, what a figure shows.
 
-The chain earns nothing by itself. ``recipes/lab/hops.py`` makes the questions.
+The chain earns nothing by itself. ``recipes/lab/hops.py`` and ``recipes/lab/figures.py`` make the questions.
 In ``recipes/lab/guesses.py``, whose answers are graded alike, the chain is the guesses before the last.
 """
 
@@ -21,7 +21,7 @@ EXAMPLES = (
 
 
 def score(response: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None) -> Score:
-    """Return 1 where the text after the last ``#`` is the gold letter. ``chain`` is 1 where a path stands before it."""
+    """Return 1 where the text after the last ``#`` is the gold sign. ``chain`` is 1 where a path stands before it."""
     path, mark, answer = response.rpartition("#")
     answer = answer.strip()
     chain = float(bool(path.strip()))
@@ -31,6 +31,6 @@ def score(response: str, ground_truth: str, extra_info: Mapping[str, Any] | None
 
 
 def check_ground_truth(ground_truth: Any) -> str | None:
-    if isinstance(ground_truth, str) and len(ground_truth) == 1 and ground_truth.isalpha():
+    if isinstance(ground_truth, str) and len(ground_truth) == 1 and ground_truth.isalnum():
         return None
-    return f"must be one letter, got {ground_truth!r}"
+    return f"must be one letter or digit, got {ground_truth!r}"

@@ -15,6 +15,7 @@ DEFAULTS = dict(
     val_files="test.parquet",
     prompt_key="prompt",
     reward_fn_key="data_source",
+    image_key="images",
     max_prompt_length=512,
     max_start_length=None,
     filter_overlong_prompts=False,

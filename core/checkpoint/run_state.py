@@ -21,7 +21,7 @@ import numpy as np
 
 from core.data.sampler import derive_seed
 from core.errors import InputError
-from core.types import Dropped, Prompt, ScoredGroup, Segment, Stop, Trajectory
+from core.types import Dropped, Picture, PictureFormat, Prompt, ScoredGroup, Segment, Stop, Trajectory
 from reward_scores.score import Score, ScoreStatus
 
 # ---------------------------------------------------------------- tensors
@@ -148,7 +148,8 @@ class DriverState:
 
 TAG = "is"  # {"is": type name, "of": content}: anything that JSON has no type for
 
-_DATACLASSES = {cls.__name__: cls for cls in (Prompt, Segment, Trajectory, Score, ScoredGroup, Dropped)}
+CARRIED = (Prompt, Picture, PictureFormat, Segment, Trajectory, Score, ScoredGroup, Dropped)
+_DATACLASSES = {cls.__name__: cls for cls in CARRIED}
 _ENUMS = {cls.__name__: cls for cls in (Stop, ScoreStatus)}
 # What an example may hold beyond JSON: type name -> (type, to text, from text)
 _AS_TEXT = {

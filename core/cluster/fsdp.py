@@ -53,6 +53,7 @@ from core.learner.saving import (
     save_optimizer,
 )
 from core.learner.traced_tokens import TracedRows
+from core.learner.vision import freeze_vision_tower
 from core.learner.weight_probe import probe_ids, probe_log_probs
 from core.types import TrainBatch
 
@@ -233,6 +234,8 @@ class LearnerRank:
 
         def policy(on_meta: bool) -> nn.Module:
             module = load_policy(part.model, master_dtype, on_meta=on_meta)
+            if part.actor.freeze_vision_tower:
+                freeze_vision_tower(module)
             return add_adapters(module, part.model, config.trainer.seed)
 
         def value_model(on_meta: bool) -> nn.Module:
@@ -347,7 +350,7 @@ class LearnerRank:
 
     def probe(self) -> tuple[tuple[int, ...], Any]:
         """Return a fixed text and the policy's log-probs of it, [n - 1] float32."""
-        ids = probe_ids(self.actor.module.config.vocab_size)
+        ids = probe_ids(self.actor.module.config.get_text_config().vocab_size)
         with self.at_work("actor"):
             found = probe_log_probs(self.actor)
             reshard(self.actor.module)

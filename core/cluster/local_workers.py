@@ -24,6 +24,7 @@ from core.learner.models import compute_dtype, load_critic, load_policy
 from core.learner.packing import Layout
 from core.learner.saving import fingerprints, host_copy, load_model, load_optimizer, save_model
 from core.learner.traced_tokens import TracedRows
+from core.learner.vision import freeze_vision_tower
 from core.learner.weight_probe import compare_probe, probe_ids, probe_log_probs
 from core.rewards.reward_model import RewardModel
 from core.tracking.profiling import Profile
@@ -94,6 +95,8 @@ class LocalWorkers:
         if needs_ref and not model.lora_rank:
             self.ref = Policy(copy.deepcopy(policy).requires_grad_(False), **passes)
         bypass = config.algorithm.rollout_correction.bypass_mode
+        if actor.freeze_vision_tower:
+            freeze_vision_tower(policy)
         self.actor = Actor(add_adapters(policy, model, config.trainer.seed), actor, bypass=bypass, **passes)
         if needs_ref and model.lora_rank:
             self.ref = BasePolicy(policy, **passes)
@@ -137,7 +140,7 @@ class LocalWorkers:
     def sync_weights(self, version: int) -> dict[str, float]:
         self.engine.update_weights(merged_weights(self.actor.module), version)
         expected = probe_log_probs(self.actor)
-        found = self.engine.probe(probe_ids(self.actor.module.config.vocab_size))
+        found = self.engine.probe(probe_ids(self.actor.module.config.get_text_config().vocab_size))
         return {"rollout_corr/probe_diff": compare_probe(expected, found, bf16=not self.full_precision)}
 
     @property

@@ -37,6 +37,11 @@ class _Awaited:
     engine: str | None = None
 
 
+def _prompt(one: _Awaited) -> tuple[Any, ...]:
+    """Return what a sample continues: equal ids with other pictures are another prompt."""
+    return one.request.prompt_ids, one.request.pictures
+
+
 class RayEngine:
     """The engine contract over engine actors.
 
@@ -75,11 +80,11 @@ class RayEngine:
         least is in flight."""
         fresh = {key: one for key, one in self._awaited.items() if one.engine is None}
         sent = [one for one in self._awaited.values() if one.engine is not None]
-        place = {one.request.prompt_ids: one.engine for one in sent}
+        place = {_prompt(one): one.engine for one in sent}
         load = {name: sum(one.engine == name for one in sent) for name in self.engines}
         parts: dict[str, list[tuple[int, SampleRequest]]] = {}
         for key, one in fresh.items():
-            one.engine = place.setdefault(one.request.prompt_ids, self._choose(one.request.episode, load))
+            one.engine = place.setdefault(_prompt(one), self._choose(one.request.episode, load))
             load[one.engine] += 1
             if one.request.episode is not None:
                 self._homes[one.request.episode] = one.engine

@@ -40,6 +40,7 @@ class DataConfig:
     curriculum: tuple[Open, ...] | None = None  # stages {files, prompts, weights} in place of train_files
     prompt_key: str = "prompt"  # column that holds the prompt, a list of chat messages
     reward_fn_key: str = "data_source"  # column that names the data source, which chooses the scorer
+    image_key: str = "images"  # column that holds the pictures of a prompt, one for each <image> in it
     max_prompt_length: limits.Count = 512  # tokens of the prompt; in a search episode, of prompt and episode
     max_response_length: limits.Count = 512  # tokens of the answer, tools' included; search episodes: of one turn
     max_start_length: limits.Count | None = None  # search episodes: tokens of the prompt; None: max_prompt_length
@@ -140,6 +141,7 @@ class ActorConfig:
     overlong_filtering: bool = False  # truncated answers carry no loss
     state_masking: bool = True  # tokens that tools wrote carry no loss; False is Search-R1's ablation
     ulysses_sequence_parallel_size: limits.Count = 1  # ranks that share each sequence; use_remove_padding is needed
+    freeze_vision_tower: bool = False  # the part of the model that reads pictures does not train
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     optim: OptimConfig = OptimConfig()
     fsdp_config: FSDPConfig = FSDPConfig()

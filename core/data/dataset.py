@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from core.data.images import PictureError, expand, read_picture, shown
 from core.data.parquet import Example, ExampleFile, Message, Problems
 from core.errors import InputError
-from core.types import Prompt
+from core.types import Picture, PictureFormat, Prompt
 
 OWNED = ("tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length")
 NO_TEMPLATE = (
@@ -50,10 +51,17 @@ class Encoder:
     A chat goes through the chat template with a generation prompt. If its last message is the assistant's, the
     policy goes on with that message instead (a prefilled beginning such as ``<think>``). A plain string is encoded
     as it is, with the special tokens that the tokenizer adds by default (BOS, where it has one).
+
+    ``pictures`` is how the model reads pictures; a model of text alone reads none.
     """
 
-    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None):
-        self.tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: Any,
+        template_kwargs: Mapping[str, Any] | None = None,
+        pictures: PictureFormat | None = None,
+    ):
+        self.tokenizer, self.pictures = tokenizer, pictures
         self.template_kwargs = dict(template_kwargs or {})
         clash = [name for name in OWNED if name in self.template_kwargs]
         if clash:
@@ -76,6 +84,25 @@ class Encoder:
                 ids[index] = value[:-1] if ends else value
         return ids
 
+    def encode_example(self, example: Example, *, decode: bool = False) -> tuple[list[int], tuple[Picture, ...]]:
+        """Return the ids of an example's prompt, one for each token of its pictures, and the pictures.
+
+        ``decode`` tries all of each picture and not its size alone. Raises PictureError and what :meth:`encode` raises.
+        """
+        if self.pictures is None:
+            if example.images:
+                fix = "train a model that reads pictures, or leave the column out (data.image_key)"
+                raise PictureError("an example has pictures, and the model reads text alone", fix)
+            return self.encode([example.prompt])[0], ()
+        found = tuple(read_picture(data, self.pictures, decode=decode) for data in example.images)
+        return self.encode_with(example.prompt, found), found
+
+    def encode_with(self, prompt: str | Sequence[Message], pictures: tuple[Picture, ...]) -> list[int]:
+        """Return the ids of a prompt, one for each token of its pictures. Raises what :meth:`encode_example` raises."""
+        format = pictures[0].format if pictures else self.pictures
+        (ids,) = self.encode([prompt if format is None else shown(prompt, len(pictures), format)])
+        return expand(ids, pictures)
+
     def render(self, chat: Sequence[Message]) -> str:
         """Return the chat as one string, ready for tokens to follow."""
         if not (self.template_kwargs.get("chat_template") or getattr(self.tokenizer, "chat_template", None)):
@@ -93,8 +120,18 @@ class Encoder:
 log = logging.getLogger(__name__)
 MEASURED_TOGETHER = 512  # examples; the tokenizer spreads a batch over the cores
 CHAT_FIX = "mend the roles, or set another chat template"
+CUT_FIX = "set data.filter_overlong_prompts=True or data.truncation=error, or raise the limit"
 # (sizes of the files) -> the numbers of the examples to take of each one
 Choose = Callable[[Sequence[int]], Sequence[np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """Why a prompt cannot be read: the rule, the fix, and what breaks the rule."""
+
+    rule: str
+    fix: str
+    value: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,11 +170,11 @@ class PromptFiles:
     Copies of an example share their uid.
     """
 
-    def __init__(self, config: Any, tokenizer: Any):
+    def __init__(self, config: Any, tokenizer: Any, pictures: PictureFormat | None = None):
         self.config = config
         self.limited_by = "max_prompt_length" if config.max_start_length is None else "max_start_length"
         self.limit: int = getattr(config, self.limited_by)  # tokens of a prompt
-        self.encoder = Encoder(tokenizer, config.apply_chat_template_kwargs)
+        self.encoder = Encoder(tokenizer, config.apply_chat_template_kwargs, pictures)
         self.files: dict[str, ExampleFile] = {}
         self.measured: dict[str, Measured] = {}  # of the examples that can be drawn
         self._left_out: dict[str, int] = {}
@@ -148,16 +185,19 @@ class PromptFiles:
         errors: list[str] = []
         for path in dict.fromkeys(paths):
             try:
-                self.files[path] = ExampleFile(path, self.config.prompt_key, self.config.reward_fn_key)
+                keys = (self.config.prompt_key, self.config.reward_fn_key, self.config.image_key)
+                self.files[path] = ExampleFile(path, *keys)
             except InputError as error:
                 errors += error.problems
         if errors:
             raise InputError(errors)
         problems = Problems()
-        lengths: dict[str, int | str] = {}  # by prompt, so that copies are tokenised once
+        lengths: dict[str, int | Unreadable] = {}  # by prompt, so that copies are tokenised once
         sizes = [len(file) for file in self.files.values()]
+        cuts = not self.config.filter_overlong_prompts and self.config.truncation != "error"
+        uncut = self.limit if cuts else float("inf")
         for file, numbers in zip(self.files.values(), choose(sizes) if choose else [None] * len(sizes), strict=True):
-            self._keep(file, _measure(file, numbers, self.encoder, lengths, problems), problems)
+            self._keep(file, _measure(file, numbers, self.encoder, lengths, problems, uncut), problems)
         problems.raise_if_any()
         self._ambiguous = _ambiguous_names(list(self.measured.values()))
         for line in self.counts():
@@ -166,7 +206,7 @@ class PromptFiles:
     def prompt(self, path: str, index: int, ordinal: int) -> Prompt:
         """Return the prompt of a file's ``index``-th example that can be drawn."""
         example = self.files[path].example(int(self.measured[path].number[index]))
-        (ids,) = self.encoder.encode([example.prompt])
+        ids, pictures = self.encoder.encode_example(example)
         # A plain string stands in messages as what it is to a reader: the user's words.
         chat = ({"role": "user", "content": example.prompt},) if isinstance(example.prompt, str) else example.prompt
         uid = example.name or example.content_hash
@@ -181,6 +221,7 @@ class PromptFiles:
             data_source=example.data_source,
             extra_info=example.extra_info,
             style=example.style,
+            pictures=pictures,
             agent_name=example.agent_name,
         )
 
@@ -242,8 +283,14 @@ class PromptFiles:
 
 
 def _measure(
-    file: ExampleFile, numbers: np.ndarray | None, encoder: Encoder, lengths: dict[str, int | str], problems: Problems
+    file: ExampleFile,
+    numbers: np.ndarray | None,
+    encoder: Encoder,
+    lengths: dict[str, int | Unreadable],
+    problems: Problems,
+    uncut: float,
 ) -> Measured:
+    """Measure a file's examples. Prompts with pictures must not be cut: longer ones than ``uncut`` are problems."""
     signed = {key: array("q") for key in ("number", "length", "source")}
     hashed = {key: array("Q") for key in ("content", "name")}
     sources: dict[str, int] = {}
@@ -252,10 +299,13 @@ def _measure(
         _add_lengths(batch, encoder, lengths)
         for example in batch:
             length = lengths[example.prompt_hash]
-            if isinstance(length, str):
-                problems.add(file.path, "the chat template refuses a prompt", CHAT_FIX, example.number, length)
+            if isinstance(length, Unreadable):
+                problems.add(file.path, length.rule, length.fix, example.number, length.value)
             elif length == 0:
                 problems.add(file.path, "a prompt has no tokens", "leave the row out", example.number)
+            elif example.images and length > uncut:
+                rule = "a prompt with pictures is longer than the limit of tokens, and data.truncation would cut it"
+                problems.add(file.path, rule, CUT_FIX, example.number, f"{length} of {uncut} tokens")
             else:
                 signed["number"].append(example.number)
                 signed["length"].append(length)
@@ -267,17 +317,23 @@ def _measure(
     return Measured(sources=tuple(sources), **columns)
 
 
-def _add_lengths(examples: list[Example], encoder: Encoder, lengths: dict[str, int | str]) -> None:
-    """Add the length of every new prompt, or the template's complaint about it."""
-    new = {example.prompt_hash: example.prompt for example in examples if example.prompt_hash not in lengths}
+def _add_lengths(examples: list[Example], encoder: Encoder, lengths: dict[str, int | Unreadable]) -> None:
+    """Add the length of every new prompt, or why it has none."""
+    new = {example.prompt_hash: example for example in examples if example.prompt_hash not in lengths}
     try:
-        lengths.update(zip(new, map(len, encoder.encode(list(new.values()))), strict=True))
+        if encoder.pictures is None and not any(example.images for example in new.values()):
+            prompts = [example.prompt for example in new.values()]
+            lengths.update(zip(new, map(len, encoder.encode(prompts)), strict=True))
+            return
     except ChatError:
-        for key, prompt in new.items():
-            try:
-                lengths[key] = len(encoder.encode([prompt])[0])
-            except ChatError as error:
-                lengths[key] = str(error)
+        pass  # the one that is refused is found below
+    for key, example in new.items():
+        try:
+            lengths[key] = len(encoder.encode_example(example, decode=True)[0])
+        except ChatError as error:
+            lengths[key] = Unreadable("the chat template refuses a prompt", CHAT_FIX, str(error))
+        except PictureError as error:
+            lengths[key] = Unreadable(error.rule, error.fix, error.value)
 
 
 def _ambiguous_names(files: Sequence[Measured]) -> frozenset[int]:

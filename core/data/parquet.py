@@ -5,6 +5,7 @@ data_source    which scorer scores the answer (the column that ``data.reward_fn_
 prompt         a chat as a list of ``{role, content}``, or a plain string (``data.prompt_key``)
 reward_model   ``{style: "rule" | "model", ground_truth: anything}``; a rule needs its ground truth
 extra_info     optional: ``split`` and ``index`` name the question, the rest is for the scorer
+images         optional: a picture for each ``<image>`` of the prompt (``data.image_key``), as ``{bytes, path}``
 agent_name     optional: the agent loop that plays the example's episodes, in place of the configured one
 ability        optional, not read
 =============  ==========================================================================================
@@ -26,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from core.data.images import PictureError, stored_bytes
 from core.errors import InputError
 from core.remote.cache import local_path
 from core.remote.urls import is_url
@@ -72,6 +74,7 @@ class Example:
     ground_truth: Any
     extra_info: Mapping[str, Any]
     style: str = "rule"
+    images: tuple[bytes, ...] = ()  # the files of its pictures
     agent_name: str | None = None
 
     @property
@@ -88,7 +91,9 @@ class Example:
 
     @cached_property
     def prompt_hash(self) -> str:
-        """A hash of 16 hexadecimal digits; equal prompts share them."""
+        """A hash of 16 hexadecimal digits; equal prompts with equal pictures share them."""
+        if self.images:
+            return _hash([self.prompt, *(hashlib.blake2b(data, digest_size=8).hexdigest() for data in self.images)])
         return _hash(self.prompt)
 
     @cached_property
@@ -118,11 +123,18 @@ class ExampleFile:
     Raises InputError when it is missing, empty, not parquet, or lacks a column.
     """
 
-    def __init__(self, path: str | Path, prompt_key: str = "prompt", reward_fn_key: str = "data_source"):
+    def __init__(
+        self,
+        path: str | Path,
+        prompt_key: str = "prompt",
+        reward_fn_key: str = "data_source",
+        image_key: str = "images",
+    ):
         self.path = str(path)
         self.prompt_key = prompt_key
         self.reward_fn_key = reward_fn_key
-        self._table = _read_table(self.path, prompt_key, reward_fn_key)
+        self.image_key = image_key
+        self._table = _read_table(self.path, prompt_key, reward_fn_key, image_key)
 
     def __len__(self) -> int:
         return self._table.num_rows
@@ -158,6 +170,11 @@ class ExampleFile:
 
     def _checked(self, raw: Mapping[str, Any], number: int, problems: Problems) -> Example | None:
         bad = list(_findings(raw, self.prompt_key, self.reward_fn_key))
+        images: tuple[bytes, ...] = ()
+        try:
+            images = tuple(map(stored_bytes, raw.get(self.image_key) or ()))
+        except PictureError as error:
+            bad.append((error.rule, error.fix, error.value))
         for rule, fix, value in bad:
             problems.add(self.path, rule, fix, number, value)
         if bad:
@@ -175,6 +192,7 @@ class ExampleFile:
             ground_truth=raw["reward_model"].get("ground_truth"),
             extra_info=raw.get("extra_info") or {},
             style=raw["reward_model"].get("style") or "rule",
+            images=images,
             agent_name=raw.get("agent_name") or None,
         )
 
@@ -185,7 +203,7 @@ def sha256_of(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _read_table(where: str, prompt_key: str, reward_fn_key: str) -> Any:
+def _read_table(where: str, prompt_key: str, reward_fn_key: str, image_key: str) -> Any:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -202,10 +220,14 @@ def _read_table(where: str, prompt_key: str, reward_fn_key: str) -> Any:
         if missing:
             has = ", ".join(names) or "no column"
             raise InputError([f"{where}: no column {', '.join(missing)}; it has {has}: rename a column or set the key"])
-        optional = [name for name in ("extra_info", "agent_name") if name in names]
+        optional = [name for name in ("extra_info", image_key, "agent_name") if name in names]
         table = file.read(columns=[*wanted, *optional])
     except (pa.ArrowInvalid, OSError) as error:
         raise InputError([f"{where}: not a readable parquet file ({error}); {MAKE_ONE}"]) from error
+    if image_key in optional and table[image_key].null_count == table.num_rows:
+        table = table.drop_columns([image_key])
+    elif image_key in optional and not (pa.types.is_list(t := table[image_key].type) or pa.types.is_large_list(t)):
+        raise InputError([f"{where}: column {image_key!r} (data.image_key) holds {t}; it must hold lists of pictures"])
     if table.num_rows == 0:
         raise InputError([f"{where}: the parquet file has no rows; {MAKE_ONE}"])
     return table
@@ -243,7 +265,11 @@ def _prompt_finding(value: Any, key: str) -> Finding | None:
         called = message["role"] == "assistant" and message.get("tool_calls")
         if not isinstance(message.get("content"), str) and not (called and message.get("content", "") is None):
             kind = type(message.get("content")).__name__
-            return f"{key} must hold text (images and videos are not supported)", "make content a string", kind
+            return (
+                f"{key} must hold text (images and videos are not supported)",
+                "make content a string, with <image> for a picture",
+                kind,
+            )
     texts = [value] if isinstance(value, str) else [message.get("content") or "" for message in value or ()]
     if not "".join(texts).strip():
         return f"{key} must not be empty", "fill it or leave the row out", ""

@@ -16,7 +16,7 @@ import numpy as np
 from core.data.dataset import Choose, PromptFiles
 from core.data.sampler import Order, Stage, apportion, permutation
 from core.errors import InputError
-from core.types import Prompt
+from core.types import PictureFormat, Prompt
 
 SUBSET, VALIDATION = -2, -3  # keep these permutations apart from those of the order
 
@@ -43,16 +43,24 @@ class PromptStream:
     ``data.train_max_samples`` keeps that many examples of all files together, a seeded choice if ``data.shuffle``.
 
     ``files`` load and hold what an ordinal draws: prompts, or what a recipe trains on in their place
-    (``recipes/sft/demonstrations.py``).
+    (``recipes/sft/demonstrations.py``). ``pictures`` is how the model reads those of prompts, None for a model of text
+    alone.
 
-    Raises InputError: every problem of every file, one line a rule.
+    Raises InputError: every problem of every file, one line a rule; or no example has a picture for a model that reads
+    them.
     """
 
-    def __init__(self, config: Any, tokenizer: Any, seed: int, files: Any = None):
+    def __init__(
+        self, config: Any, tokenizer: Any, seed: int, files: Any = None, *, pictures: PictureFormat | None = None
+    ):
         self.seed = int(seed if config.seed is None else config.seed)
         stages = _stages(config)
-        self.files = PromptFiles(config, tokenizer) if files is None else files
+        self.files = PromptFiles(config, tokenizer, pictures) if files is None else files
         self.files.load((path for stage in stages for path in stage.files), _training_choice(config, self.seed))
+        if pictures is not None and not any(example.images for example in self.files.examples()):
+            rule = "no example of the training files has a picture, and the model reads pictures"
+            fix = "name their column, or train a model of text alone"
+            raise InputError([f"data.image_key={config.image_key}: {rule}; {fix}"])
         self._paths, sized = zip(*map(self._sized, stages), strict=True)
         self._order = Order(sized, self.seed, bool(config.shuffle))
 
@@ -86,7 +94,7 @@ class PromptStream:
         return files, Stage(sizes, stage.weights, stage.prompts)
 
 
-def load_val_prompts(config: Any, tokenizer: Any) -> list[Prompt]:
+def load_val_prompts(config: Any, tokenizer: Any, pictures: PictureFormat | None = None) -> list[Prompt]:
     """Return the validation prompts, file by file.
 
     ``data.val_max_samples`` keeps that many examples of **each** file, so that a small benchmark beside a large one
@@ -105,7 +113,7 @@ def load_val_prompts(config: Any, tokenizer: Any) -> list[Prompt]:
         return [np.sort(permutation(size, seed, SUBSET, size)[:most]) for size in sizes]
 
     paths = _paths(config.val_files, "data.val_files")
-    files = PromptFiles(config, tokenizer)
+    files = PromptFiles(config, tokenizer, pictures)
     files.load(paths, choose if most is not None and most > 0 else None)
     prompts, start = [], 0
     for path in dict.fromkeys(paths):

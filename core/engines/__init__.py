@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from core.types import Trajectory
+from core.types import Picture, Trajectory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +53,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One sample to draw. The response depends on the weights and on the first three fields only, not on the
+    """One sample to draw. The response depends on the weights and on all fields but ``episode``, not on the
     other requests in flight (up to rounding: batched kernels may move a logit by an ulp).
 
     The turns of an episode have the same number ``episode``: each begins with all of the one before, which the engine
@@ -64,6 +64,7 @@ class SampleRequest:
     sampling: SamplingParams
     seed: int
     episode: int | None = None
+    pictures: tuple[Picture, ...] = ()  # in the order of their placeholders in ``prompt_ids``, one a token of theirs
 
 
 class RolloutEngine(Protocol):
@@ -74,8 +75,8 @@ class RolloutEngine(Protocol):
     async def sample(self, request: SampleRequest) -> Trajectory:
         """Return a one-turn trajectory. ``logprobs`` are those of the sampled tokens under the distribution that
         was sampled from: after temperature, top-k and top-p (temperature 1 for greedy). Requests with equal
-        ``prompt_ids`` in flight together share one prefill (vLLM: but for what follows the last whole block).
-        Cancelling the awaiting task aborts the request and frees its place."""
+        ``prompt_ids`` and ``pictures`` in flight together share one prefill (vLLM: but for what follows the last whole
+        block). Cancelling the awaiting task aborts the request and frees its place."""
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights by those of this process, for the requests that start afterwards, and set

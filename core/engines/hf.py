@@ -10,7 +10,8 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +23,8 @@ from core.engines.kv_cache import ATTENTION, Decode, Prefill, SharedPromptCache
 from core.engines.sampling import RowSettings, draw, uniforms
 from core.engines.stepped import Row, SteppedEngine, eos_ids
 from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof, Weight, release, weights_checksum
+from core.learner.vision import Sight, follows, run_body
+from core.types import Picture
 
 COLUMN_BLOCK = 64  # columns of responses are allocated in multiples of this
 
@@ -35,13 +38,25 @@ class BatchLimits:
     cache_tokens: int
 
 
+class SeenPrompt(NamedTuple):
+    """What a response follows: equal ids with other pictures are another prompt."""
+
+    ids: tuple[int, ...]
+    pictures: tuple[Picture, ...]
+
+    @classmethod
+    def of(cls, row: Row) -> SeenPrompt:
+        return cls(row.request.prompt_ids, row.request.pictures)
+
+
 class DecodeBatch:
     """The rows that decode. Place ``i`` of the response store is ``rows[i]``'s, place ``j`` of the prompt store
     ``prompts[j]``'s.
 
     Arrays run along with them. Of a row: ``prompt`` is the place of its prompt, ``length`` counts the stored tokens
     of its response, ``token`` is its next input, ``seed`` its sampling seed. Of a prompt: ``prefix`` counts its
-    stored tokens, all but the last one.
+    stored tokens, all but the last one; positions behind it are ``ahead`` of the count of tokens, by less than nothing
+    where it has pictures: a picture takes fewer positions than tokens.
     """
 
     def __init__(self, model: Any, limits: BatchLimits, cache: SharedPromptCache):
@@ -54,10 +69,10 @@ class DecodeBatch:
 
     def clear(self) -> None:
         self.rows: list[Row] = []
-        self.prompts: list[tuple[int, ...]] = []
+        self.prompts: list[SeenPrompt] = []
         self.prompt, self.length = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self.token, self.seed = np.zeros(0, np.int64), np.zeros(0, np.uint64)
-        self.prefix = np.zeros(0, np.int64)
+        self.prefix, self.ahead = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self.settings: RowSettings | None = None
         self.cache.free()
 
@@ -67,11 +82,11 @@ class DecodeBatch:
             return 0
         budget = max((row.request.sampling.max_tokens for row in self.rows), default=0)
         prompts = set(self.prompts)
-        width = max(map(len, prompts), default=0)
+        width = max((len(prompt.ids) for prompt in prompts), default=0)
         for joining, row in enumerate(rows):
             budget = max(budget, row.request.sampling.max_tokens)
             width = max(width, len(row.request.prompt_ids))
-            prompts.add(row.request.prompt_ids)
+            prompts.add(SeenPrompt.of(row))
             count = len(self.rows) + joining + 1
             if count > self.limits.rows or most_stored(count, budget, len(prompts), width) > self.limits.cache_tokens:
                 return joining
@@ -81,18 +96,20 @@ class DecodeBatch:
     def admit(self, rows: list[Row]) -> None:
         """Add rows, with one prefill for all that share a prompt; a prompt that is decoding already needs none."""
         places = {prompt: place for place, prompt in enumerate(self.prompts)}
-        fresh = sorted({row.request.prompt_ids: None for row in rows if row.request.prompt_ids not in places}, key=len)
+        wanted = [SeenPrompt.of(row) for row in rows]
+        fresh = sorted({one: None for one in wanted if one not in places}, key=lambda one: len(one.ids))
         used, self.prompts = len(self.prompts), self.prompts + fresh
         places |= {prompt: place for place, prompt in enumerate(fresh, start=used)}
         self.rows += rows
-        self.prompt = np.concatenate([self.prompt, [places[row.request.prompt_ids] for row in rows]])
+        self.prompt = np.concatenate([self.prompt, [places[one] for one in wanted]])
         self.length = np.concatenate([self.length, np.zeros(len(rows), np.int64)])
         self.token = np.concatenate([self.token, [row.request.prompt_ids[-1] for row in rows]])
         seeds = [row.request.seed % 2**64 for row in rows]
         self.seed = np.concatenate([self.seed, np.array(seeds, np.uint64)])
         self.settings = None
         if fresh:
-            self.prefix = np.concatenate([self.prefix, [len(prompt) - 1 for prompt in fresh]])
+            self.prefix = np.concatenate([self.prefix, [len(prompt.ids) - 1 for prompt in fresh]])
+            self.ahead = np.concatenate([self.ahead, np.zeros(len(fresh), np.int64)])
             self._reserve("prompts", len(self.prompts), int(self.prefix.max()), int(self.prefix.max()))
             self._prefill(used)
 
@@ -106,10 +123,18 @@ class DecodeBatch:
                 end += 1
             # Padding stands on the right, behind the tokens that a causal model lets see it: no mask is needed.
             width = int(self.prefix[end - 1])
-            ids = [prompt[:-1] + prompt[:1] * (width + 1 - len(prompt)) for prompt in self.prompts[begin:end]]
+            prompts = self.prompts[begin:end]
+            ids = [prompt.ids[:-1] + prompt.ids[:1] * (width + 1 - len(prompt.ids)) for prompt in prompts]
+            input_ids = torch.tensor(ids, device=self.device)
+            body, pictures = self.model.base_model, [prompt.pictures for prompt in prompts]
+            if any(pictures):
+                sight = Sight.of(self.model, input_ids, pictures)
+                body = partial(run_body, self.model, sight=sight)
+                last_P = torch.from_numpy(self.prefix[begin:end] - 1).to(self.device)
+                self.ahead[begin:end] = follows(sight.position, last_P).cpu().numpy()
             with self.cache.forward(Prefill(begin), own_attention=self.own_attention):
-                self.model.base_model(
-                    input_ids=torch.tensor(ids, device=self.device),
+                body(
+                    input_ids=input_ids,
                     position_ids=torch.arange(width, device=self.device)[None],
                     past_key_values=self.cache,
                     use_cache=True,
@@ -142,7 +167,7 @@ class DecodeBatch:
         with self.cache.forward(plan, own_attention=self.own_attention):
             output = self.model(
                 input_ids=torch.from_numpy(self.token).to(self.device)[:, None],
-                position_ids=plan.positions(),
+                position_ids=plan.positions(self.ahead),
                 attention_mask=self._mask(plan),
                 past_key_values=self.cache,
                 use_cache=True,
@@ -195,12 +220,12 @@ class DecodeBatch:
         holes, movers, left = _moves(unused, len(self.prompts))
         if holes and (columns := int(self.prefix[movers].max())):
             self.cache.copy("prompts", holes, movers, columns)
-        self.prefix[holes] = self.prefix[movers]
+        self.prefix[holes], self.ahead[holes] = self.prefix[movers], self.ahead[movers]
         for hole, mover in zip(holes, movers, strict=True):
             self.prompts[hole] = self.prompts[mover]
             self.prompt[self.prompt == mover] = hole
         del self.prompts[left:]
-        self.prefix = self.prefix[:left]
+        self.prefix, self.ahead = self.prefix[:left], self.ahead[:left]
 
 
 def _moves(gone: list[int], count: int) -> tuple[list[int], list[int], int]:

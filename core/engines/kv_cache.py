@@ -59,9 +59,12 @@ class Decode:
         in_order = np.arange(self.rows) - np.repeat(np.cumsum(count_P) - count_P, count_P)
         self.seat_N[np.argsort(prompt_N, kind="stable")] = in_order
 
-    def positions(self) -> Tensor:
-        """Return the new tokens' positions, [1, 1] where all rows agree, otherwise [N, 1]."""
-        position_N = self.position_N
+    def positions(self, ahead_P: np.ndarray) -> Tensor:
+        """Return the new tokens' positions, [1, 1] where all rows agree, otherwise [N, 1].
+
+        ``ahead_P``, [P], is added to the number of tokens before them.
+        """
+        position_N = self.position_N + ahead_P[self.prompt_N]
         if (position_N == position_N[0]).all():
             position_N = position_N[:1]
         return torch.from_numpy(position_N).to(self.device)[:, None]

@@ -1,6 +1,7 @@
 """vLLM behind the engine contract: its core in this process, stepped by our loop.
 
-Only this file and :mod:`core.engines.vllm_receiver`, the other end of a weight update, import vllm.
+Only this file, :mod:`core.engines.vllm_receiver`, the other end of a weight update, and
+:mod:`core.engines.vllm_pictures` import vllm.
 
 vLLM holds no tokenizer here and decides no stop string: ids go in, ids and log-probs come out, and
 ``core.engines.stepped`` decides what ended a response, as for every engine. Samples of a prompt share its whole
@@ -14,6 +15,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +34,7 @@ from core.learner.models import resolve_path
 
 if TYPE_CHECKING:
     from core.config.schema import Config, ModelConfig
+    from core.types import Picture
 
 # Read when vllm is imported: the engine core in this process, its log quiet, threads as the caller set them.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -41,10 +44,10 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.config import WeightTransferConfig
-from vllm.inputs.engine import tokens_input
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
+from core.engines import vllm_pictures
 from core.engines.vllm_receiver import BACKEND, WeightProof
 
 DEVICE = current_platform.device_type  # what this build of vLLM computes on: "cpu" or "cuda"
@@ -80,6 +83,13 @@ class VLLMEngine(SteppedEngine):
         options = {**FIXED, "distributed_executor_backend": executor, **options}
         if DEVICE == "cpu":
             options |= _on_cpu(options)
+        self.sees = hasattr(skeleton, "image_processor")
+        if self.sees and executor == "mp" and find_spec("torchvision") is None:
+            key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+            rule = "vLLM's own processes read the configuration of pictures with torchvision, which is not installed"
+            raise InputError(f"{key}={options['tensor_parallel_size']}: {rule}; set it to 1, or install torchvision")
+        if self.sees:
+            options |= vllm_pictures.prepare(skeleton.config, skeleton.image_processor)
         with _process_kept():
             self.llm = LLMEngine.from_engine_args(EngineArgs(**options))
         model = self.llm.model_config
@@ -107,6 +117,7 @@ class VLLMEngine(SteppedEngine):
             self._submit(
                 name,
                 row.request.prompt_ids,
+                row.request.pictures,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
@@ -119,9 +130,9 @@ class VLLMEngine(SteppedEngine):
                 output_kind=RequestOutputKind.DELTA if rule.strings else RequestOutputKind.FINAL_ONLY,
             )
 
-    def _submit(self, name: str, token_ids: tuple[int, ...], **params: Any) -> None:
+    def _submit(self, name: str, token_ids: tuple[int, ...], pictures: tuple[Picture, ...], **params: Any) -> None:
         sampling = SamplingParams(flat_logprobs=True, detokenize=False, **params)
-        self.llm.add_request(name, tokens_input(list(token_ids)), sampling)
+        self.llm.add_request(name, vllm_pictures.engine_input(token_ids, pictures), sampling)
 
     def _advance(self) -> list[Row]:
         with self._whole():
@@ -180,6 +191,8 @@ class VLLMEngine(SteppedEngine):
             self.asleep = False
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not release the keys and values of the former weights")
+        if self.sees:
+            self.llm.reset_encoder_cache()
         return proofs
 
     def sleep(self) -> None:
@@ -194,7 +207,7 @@ class VLLMEngine(SteppedEngine):
             return np.zeros(0, np.float32)
         name = next(self._names)
         whole = RequestOutputKind.FINAL_ONLY
-        self._submit(name, token_ids, max_tokens=1, temperature=0, prompt_logprobs=0, output_kind=whole)
+        self._submit(name, token_ids, (), max_tokens=1, temperature=0, prompt_logprobs=0, output_kind=whole)
         own: list[Any] = []
         while not own:
             with self._whole():

@@ -107,11 +107,11 @@ def generate(asked: GenerateCall) -> bool:
 
     Raises InputError before a model loads for data, settings and files that do not go together.
     """
-    from core.learner.models import load_tokenizer
+    from core.learner.models import load_picture_format, load_tokenizer
 
-    config = asked.config
-    tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    prompts = load_val_prompts(config.data, tokenizer)
+    config, model = asked.config, asked.config.actor_rollout_ref.model
+    tokenizer = load_tokenizer(model)
+    prompts = load_val_prompts(config.data, tokenizer, load_picture_format(model, tokenizer))
     if not prompts:
         raise InputError("data.val_files=[]: there are no questions; give parquet files")
     _check_json(prompts)
@@ -202,8 +202,10 @@ def deciding(config: Config) -> dict[str, Any]:
 
 def digest_of(prompts: Sequence[Prompt]) -> str:
     """Return a hash of the questions as the model reads them: tokenizer, template and cutting are in their ids."""
-    text = json.dumps([(p.ordinal, p.uid, p.token_ids) for p in prompts])
-    return hashlib.sha256(text.encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps([(p.ordinal, p.uid, p.token_ids) for p in prompts]).encode())
+    for picture in (picture for prompt in prompts for picture in prompt.pictures):
+        digest.update(picture.data)
+    return digest.hexdigest()
 
 
 def _check_json(prompts: Sequence[Prompt]) -> None:

@@ -50,6 +50,8 @@ def export_hf(model: Any, tokenizer: Any, folder: Path, *, state_dict: Any = Non
         finally:
             if config is not None:
                 model.generation_config = config
+        if (processor := getattr(model, "image_processor", None)) is not None:
+            processor.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
             _warn_of_another_tokenizer(tokenizer, folder)
@@ -222,10 +224,10 @@ def export(
 
 def _convert_model(found: Checkpoint, out: Path, dtype: str | None, base: str | None, trust_remote_code: bool) -> None:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     from core.learner.lora import merge_saved
-    from core.learner.models import quiet
+    from core.learner.models import auto_class, load_image_processor, quiet
 
     actor = found.path("actor")
     wanted = getattr(torch, dtype or "float32", None)
@@ -236,7 +238,10 @@ def _convert_model(found: Checkpoint, out: Path, dtype: str | None, base: str | 
             saved = found.provenance.models["actor"].base if found.provenance else None
             model = merge_saved(actor, wanted, saved, path=base, trust_remote_code=trust_remote_code)
         else:
-            model = AutoModelForCausalLM.from_pretrained(actor, dtype=wanted, trust_remote_code=trust_remote_code)
+            auto = auto_class(AutoConfig.from_pretrained(actor, trust_remote_code=trust_remote_code))
+            model = auto.from_pretrained(actor, dtype=wanted, trust_remote_code=trust_remote_code)
+        if getattr(model.config, "vision_config", None) is not None:
+            model.image_processor = load_image_processor(str(actor))
         tokenizer = AutoTokenizer.from_pretrained(actor, trust_remote_code=trust_remote_code)
     export_hf(model, tokenizer, out)
 

@@ -11,6 +11,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +27,8 @@ from core.learner.lora import base_only
 from core.learner.model_checks import check_head, check_packing
 from core.learner.packing import Layout, Reading, SharedPrompts, can_share, hidden_before_tokens
 from core.learner.traced_tokens import TracedTokens, clipped_how
-from core.types import TrainBatch
+from core.learner.vision import Sight, run_body
+from core.types import Picture, TrainBatch
 
 if TYPE_CHECKING:
     from core.config.schema import ActorConfig, CriticConfig, OptimConfig, RefConfig, RolloutConfig
@@ -101,17 +103,22 @@ def read_tokens(
     *,
     temperature: float,
     shared: SharedPrompts | None = None,
+    pictures_B: Sequence[tuple[Picture, ...]] = (),
+    tower: bool = False,
     **options: bool,
 ) -> tuple[Tensor, ...]:
     """Return [M] each: log-prob and entropy of each token that ``reading`` predicts, by a causal language model.
 
+    ``pictures_B`` are read with a ``shared`` prompt; without one ``reading`` has them. ``tower`` is :func:`run_body`'s,
     ``options`` are those of :func:`token_log_probs_and_entropy`.
     """
     if shared is None:
-        body = module.base_model(input_ids=reading.input_ids, use_cache=False, **reading.inputs)
-        hidden_MH = body.last_hidden_state[reading.asked]
+        sees = tower or reading.sight is not None
+        body = partial(run_body, module, sight=reading.sight, tower=tower) if sees else module.base_model
+        read = body(input_ids=reading.input_ids, use_cache=False, **reading.inputs)
+        hidden_MH = read.last_hidden_state[reading.asked]
     else:
-        hidden_MH = hidden_before_tokens(module, reading.input_ids, reading.mask_BT, shared)
+        hidden_MH = hidden_before_tokens(module, reading.input_ids, reading.mask_BT, shared, pictures_B)
     head = module.get_output_embeddings()
     return token_log_probs_and_entropy(
         hidden_MH,
@@ -177,11 +184,14 @@ class Policy(Passes):
 
         ``options`` are those of :func:`token_log_probs_and_entropy`: ``squares`` adds a third result.
         """
-        reading = self.layout.read(batch.input_ids, batch.attention_mask, batch.response_mask)
+        ids, pictures = batch.input_ids, batch.pictures_of_rows() if batch.pictures else ()
         # Alone only: sharded ranks must make the same calls of the model, whatever their sequences are.
         share = self.ranks is ALONE and not self.layout.packed and can_share(self.module)
-        shared = SharedPrompts.of(batch.input_ids, batch.response_mask, batch.group) if share else None
-        return tuple(map(reading.spread, self.read(reading, shared=shared, **options)))
+        shared = SharedPrompts.of(ids, batch.response_mask, batch.group) if share else None
+        sight = Sight.of(self.module, ids, pictures) if pictures and shared is None else None
+        reading = self.layout.read(ids, batch.attention_mask, batch.response_mask, sight)
+        seen = {"pictures_B": pictures, "tower": self.ranks is not ALONE and hasattr(self.module.base_model, "visual")}
+        return tuple(map(reading.spread, self.read(reading, shared=shared, **seen, **options)))
 
     def read(self, reading: Reading, **options: Any) -> tuple[Tensor, ...]:
         """Return :func:`read_tokens` of this policy; ``options`` are the rest of its arguments."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from core.checkpoint.provenance import Base, base_of
 from core.errors import InputError
-from core.learner.models import located, resolve_path
+from core.learner.models import auto_class, located, resolve_path
 
 if TYPE_CHECKING:
     from core.config.schema import CriticModelConfig, ModelConfig
@@ -129,6 +129,8 @@ def save_adapters(module: nn.Module, weights: Mapping[str, Tensor], folder: Path
 
     folder.mkdir(parents=True, exist_ok=True)
     module.config.save_pretrained(folder)
+    if (processor := getattr(module, "image_processor", None)) is not None:
+        processor.save_pretrained(folder)
     module.peft_config[ADAPTER].save_pretrained(folder)
     stored = {PREFIX + name.replace(INFIX, "."): value.detach().cpu().contiguous() for name, value in weights.items()}
     save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
@@ -155,7 +157,7 @@ def merge_saved(
     manifest). Raises InputError where the weights there are others.
     """
     from peft import PeftConfig, PeftModel
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     path = resolve_path(path or PeftConfig.from_pretrained(folder).base_model_name_or_path, "--base")
     found = base_of(path)
@@ -166,7 +168,7 @@ def merge_saved(
             "trained on alone. Give that base"
         )
     shape = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    base = AutoModelForCausalLM.from_pretrained(
+    base = auto_class(shape).from_pretrained(
         path, config=shape, dtype=torch.float32, trust_remote_code=trust_remote_code
     )
     merged = PeftModel.from_pretrained(base, folder).merge_and_unload()

@@ -33,7 +33,7 @@ def check_head(policy: CheckedPolicy) -> None:
     module, kind = policy.module, type(policy.module).__name__
     if not isinstance(module.get_output_embeddings(), nn.Linear):
         raise InputError(f"{kind} has no linear output head")
-    ids = torch.arange(4, device=policy.device)[None] % module.config.vocab_size
+    ids = torch.arange(4, device=policy.device)[None] % module.config.get_text_config().vocab_size
 
     def logits(module: nn.Module) -> Tensor:
         hidden = module.base_model(input_ids=ids, use_cache=False).last_hidden_state
@@ -53,7 +53,7 @@ def check_packing(policy: CheckedPolicy) -> None:
     """Check that a packed sequence does not see its neighbours and is read as it is alone."""
     if not policy.layout.packed:
         return
-    ids = torch.arange(12, device=policy.device).view(2, 6) % policy.module.config.vocab_size
+    ids = torch.arange(12, device=policy.device).view(2, 6) % policy.module.config.get_text_config().vocab_size
     real = torch.arange(6, device=policy.device) < torch.tensor([[6], [4]], device=policy.device)
     wrote = real & (torch.arange(6, device=policy.device) > 0)
     packed, padded = (policy.read(Layout(packed).read(ids, real, wrote))[0] for packed in (True, False))

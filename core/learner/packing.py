@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -31,6 +31,8 @@ from transformers.cache_utils import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from core.errors import InputError
+from core.learner.vision import Sight, follows, run_body
+from core.types import Picture
 
 ATTENTION = "packed_rows"  # the name under which transformers finds attend
 HEADS, TOKENS = 1, 2  # axes of the queries, keys and values that attend gets
@@ -55,6 +57,7 @@ class Reading:
     inputs: Mapping[str, Any] = field(default_factory=dict)  # more arguments of the model
     asked_N: Tensor | None = None
     mesh: DeviceMesh | None = None
+    sight: Sight | None = None  # pictures of the sequences
 
     def spread(self, values_M: Tensor) -> Tensor:
         """Return [B, T]: the values of all ranks at their tokens, 0 elsewhere; differentiable.
@@ -94,14 +97,16 @@ class Layout:
                 f"ulysses_sequence_parallel_size={self.ranks}: must divide the {heads} attention heads of {kind}"
             )
 
-    def read(self, input_ids_BT: Tensor, attention_mask_BT: Tensor, response_mask_BT: Tensor) -> Reading:
-        """Return the pass over these sequences, which are padded on the right.
+    def read(
+        self, input_ids_BT: Tensor, attention_mask_BT: Tensor, response_mask_BT: Tensor, sight: Sight | None = None
+    ) -> Reading:
+        """Return the pass over these sequences, which are padded on the right. ``sight`` are their pictures.
 
         Padded ones need no attention mask: attention is causal, so no real token can see the padding.
         """
         labels = input_ids_BT[response_mask_BT]
         if not self.packed:
-            return Reading(input_ids_BT, before(response_mask_BT), labels, response_mask_BT)
+            return Reading(input_ids_BT, before(response_mask_BT), labels, response_mask_BT, sight=sight)
         positions_BT = torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device).expand(input_ids_BT.shape)
         ids, position, wrote = (
             value[attention_mask_BT] for value in (input_ids_BT, positions_BT, before(response_mask_BT))
@@ -114,7 +119,9 @@ class Layout:
         starts, longest = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32), int(lengths.max())
         inputs = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
         if self.mesh is None:
-            return Reading(ids[None], wrote[None], labels, response_mask_BT, {**inputs, "position_ids": position[None]})
+            inputs |= {"position_ids": position[None]}
+            seen = sight and sight.packed(attention_mask_BT)
+            return Reading(ids[None], wrote[None], labels, response_mask_BT, inputs, sight=seen)
         size, rank = len(ids) // self.ranks, self.mesh.get_local_rank()
         part = slice(rank * size, (rank + 1) * size)
         inputs |= {"position_ids": position[None, part], "sequence_mesh": self.mesh}
@@ -157,7 +164,7 @@ def attend(
         key, value  [1, K, n, D]   each of K heads serves H / K of the queries'
         result      [1, n, H, D]
     """
-    if cu_seq_lens_q is None:
+    if cu_seq_lens_q is None:  # the vision tower too: it gets its pictures one by one
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
     odd = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
     if odd:
@@ -273,6 +280,10 @@ class SharedPrompts:
         pays = int(prefix_B.min()) > 0 and shared <= WORTH_IT * count * total
         return cls(first_P, place_B, prefix_B, width, length) if fits and pays else None
 
+    def ahead(self, sight: Sight) -> Tensor:
+        """Return [B]: by how much an answer's positions differ from its tokens' places; ``sight`` is the prompts'."""
+        return follows(sight.position, self.prefix_B[self.first_P] - 1)[self.place_B]
+
     def attention(self) -> Tensor:
         """Return [B, 1, length, width + length] bool: an answer's token sees its prompt and what stands before it."""
         device = self.prefix_B.device
@@ -289,18 +300,27 @@ def can_share(module: nn.Module) -> bool:
 
     Not in float64, which is for proofs: models that normalise in float32 would differ by its rounding.
     """
-    kinds = getattr(module.config, "layer_types", None) or ("full_attention",)
+    kinds = getattr(module.config.get_text_config(), "layer_types", None) or ("full_attention",)
     recomputes = getattr(module, "is_gradient_checkpointing", False) and module.training
     implementation = module.config._attn_implementation
     plain = set(kinds) == {"full_attention"} and implementation in ("sdpa", "eager")
     return plain and not recomputes and module.dtype != torch.float64
 
 
-def hidden_before_tokens(module: nn.Module, input_ids_BT: Tensor, mask_BT: Tensor, shared: SharedPrompts) -> Tensor:
+def hidden_before_tokens(
+    module: nn.Module,
+    input_ids_BT: Tensor,
+    mask_BT: Tensor,
+    shared: SharedPrompts,
+    pictures_B: Sequence[tuple[Picture, ...]] = (),
+) -> Tensor:
     """Return [N, H]: for each token of the mask, sequence by sequence, the hidden state at the position before it."""
     prompt_ids_PT = input_ids_BT[shared.first_P, : shared.width]  # padding stands behind a prompt: it is not seen
     prompts = DynamicCache()
-    module.base_model(input_ids=prompt_ids_PT, past_key_values=prompts, use_cache=True)
+    sight = (
+        Sight.of(module, prompt_ids_PT, [pictures_B[row] for row in shared.first_P.tolist()]) if pictures_B else None
+    )
+    run_body(module, prompt_ids_PT, sight, past_key_values=prompts, use_cache=True)
     position_BT = shared.prefix_B[:, None] + torch.arange(shared.length, device=input_ids_BT.device)
     inside_BT = position_BT.clamp(max=input_ids_BT.shape[1] - 1)
     seen = shared.attention()
@@ -309,7 +329,7 @@ def hidden_before_tokens(module: nn.Module, input_ids_BT: Tensor, mask_BT: Tenso
         seen = zeros.masked_fill_(~seen, torch.finfo(zeros.dtype).min)
     hidden_BTH = module.base_model(
         input_ids=input_ids_BT.gather(1, inside_BT),
-        position_ids=position_BT,
+        position_ids=position_BT if sight is None else position_BT + shared.ahead(sight)[:, None],
         attention_mask=seen,
         past_key_values=DynamicCache(
             [(one.keys[shared.place_B], one.values[shared.place_B]) for one in prompts.layers]

@@ -29,7 +29,7 @@ def probe_ids(vocab_size: int, length: int = 24) -> tuple[int, ...]:
 @torch.no_grad()
 def probe_log_probs(policy: Policy) -> np.ndarray:
     """Return the learner's log-probs of the fixed text, [n - 1] float32, as :meth:`RolloutEngine.probe` gives them."""
-    ids = probe_ids(policy.module.config.vocab_size)
+    ids = probe_ids(policy.module.config.get_text_config().vocab_size)
     with policy.precision():
         logits = policy.module(input_ids=torch.tensor([ids], device=policy.device), use_cache=False).logits
     log_probs = logits[0, :-1].float().log_softmax(-1).cpu()

@@ -14,11 +14,13 @@ from core.config.convert import Problem
 from core.config.schema import ActorConfig, Config, CriticConfig, RefConfig
 from core.config.tables import ENGINES
 from core.errors import InputError
-from core.planning.model_shapes import Shape, config_file, read_config, shape_of
+from core.planning.model_shapes import MODELS, Shape, config_file, read_config, shape_of
 
 Sharing = ActorConfig | RefConfig | CriticConfig
 MODEL = "actor_rollout_ref.model.path"
-# Words in the names of families that read images, video or sound; their texts are not trained alone here.
+PICTURE_KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # values of model_type whose pictures are read here
+PICTURE_NAMES = re.compile(r"qwen(2|2\.5|3)-vl-(?!.*-a\d+b)", re.IGNORECASE)  # and their names; not mixtures of experts
+# Words in the names of families that read images, video or sound; those of other kinds are not trained here.
 SENSES = {"vl", "vision", "omni", "llava", "internvl", "paligemma", "pixtral", "idefics", "smolvlm", "multimodal"}
 
 
@@ -30,8 +32,11 @@ def model_problems(config: Config) -> list[str]:
         models.append(("critic.model.path", config.critic.model.path))
     for key, path in models:
         if reason := _unloadable(path):
-            found.append(Problem(key, path, reason, "give a model that reads and writes text alone"))
+            fix = f"give a model of text alone, or of {', '.join(PICTURE_KINDS)}"
+            found.append(Problem(key, path, reason, fix))
     if not found:
+        sees = sees_pictures(roles.model.path)
+        found += _unseeing(config) if sees else _sightless(config) if sees is False else ()
         with suppress(InputError):  # a shape that is not known; the plan says so
             found += _splits(config, roles.model.path, shape_of(roles.model.path, roles.model.override_config))
         with suppress(InputError):
@@ -43,18 +48,65 @@ def model_problems(config: Config) -> list[str]:
     return [str(problem) for problem in found]
 
 
+def sees_pictures(path: str) -> bool | None:
+    """Return whether the model reads pictures; None where nothing is known of it."""
+    name = path.rpartition("/")[2]
+    if config_file(path) is None:
+        return True if PICTURE_NAMES.match(f"{name}-") else False if path in MODELS else None
+    with suppress(InputError):
+        return read_config(path).get("model_type") in PICTURE_KINDS
+    return None
+
+
+def _unseeing(config: Config) -> Iterator[Problem]:
+    """Yield what does not work yet with a model that reads pictures."""
+    roles, algorithm = config.actor_rollout_ref, config.algorithm
+    what = "a model that reads pictures"
+    if config.trainer.backend == "ray":
+        for part in (roles.actor, roles.ref):
+            if part.ulysses_sequence_parallel_size > 1:
+                key = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
+                value = part.ulysses_sequence_parallel_size
+                yield Problem(key, value, f"does not split the sequences of {what} yet", "set it to 1")
+                break
+    if config.critic.enable:
+        rule, fix = f"{what} has no critic here", "use an estimator without one, such as grpo"
+        yield Problem("algorithm.adv_estimator", algorithm.adv_estimator, rule, fix)
+    if config.reward_model.enable:
+        yield Problem("reward_model.enable", True, "a reward model reads text alone", "score with a function")
+    if roles.model.fp32_lm_head:
+        key, rule = "actor_rollout_ref.model.fp32_lm_head", f"was not tried with {what}, whose engines it changes too"
+        yield Problem(key, True, rule, "set it to False")
+    if config.trainer.capsule_steps:
+        rule = f"a kept step has no pictures, and that of {what} could not be computed again"
+        yield Problem("trainer.capsule_steps", list(config.trainer.capsule_steps), rule, "leave it out")
+    if not config.generates:
+        yield Problem(MODEL, roles.model.path, f"fine-tuning does not train {what} yet", "give a model of text alone")
+
+
+def _sightless(config: Config) -> Iterator[Problem]:
+    if config.actor_rollout_ref.actor.freeze_vision_tower:
+        key = "actor_rollout_ref.actor.freeze_vision_tower"
+        yield Problem(key, True, "the model reads text alone and has no vision tower", "leave it out")
+
+
 def _unloadable(path: str) -> str:
     """Return why a model cannot be trained here, empty where it can, or where nothing is known of it."""
     if config_file(path) is None:
         words = SENSES & set(re.split(r"[^a-z]+", path.rpartition("/")[2].lower()))
-        return f"a vision-language model by its name ({words.pop()}), which is not supported" if words else ""
+        known = sees_pictures(path)
+        return (
+            f"a vision-language model by its name ({words.pop()}), which is not supported"
+            if words and not known
+            else ""
+        )
     try:
         found = read_config(path)
     except InputError:
         return ""
     names = [str(name) for name in found.get("architectures") or ()]
     kinds = [name for name in names if name.endswith("ForConditionalGeneration")]
-    if not kinds and "vision_config" not in found:
+    if found.get("model_type") in PICTURE_KINDS or not kinds and "vision_config" not in found:
         return ""
     kind = kinds[0] if kinds else "its config.json has a vision_config"
     return f"a vision-language or encoder-decoder model ({kind}), which is not supported"

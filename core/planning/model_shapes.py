@@ -32,6 +32,7 @@ class Shape:
     tied: bool
     bias: bool
     head_dim: int = 0  # 0: hidden / heads
+    tower: int = 0  # parameters of the part that reads pictures; its time and activations are not planned
 
     @property
     def q_size(self) -> int:
@@ -55,7 +56,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        return self.layers * self.block + self.ends
+        return self.layers * self.block + self.ends + self.tower
 
     @property
     def critic_parameters(self) -> int:
@@ -98,7 +99,8 @@ def shape_of(path: str, override: Mapping[str, Any] | None = None) -> Shape:
         near = difflib.get_close_matches(path, MODELS, n=1)
         hint = f"nearest in {SOURCE.name}: {near[0]}" if near else f"{SOURCE.name} holds those that are known"
         raise InputError(f"the shape of {path} is not known offline; {hint}")
-    config = {**read_config(path), **(override or {})}
+    whole = read_config(path)
+    config = {**whole, **(whole.get("text_config") or {}), **(override or {})}  # of what writes, not of what sees
 
     def size(name: str, default: int | None = None) -> int:
         value = config.get(name, default)
@@ -120,9 +122,26 @@ def shape_of(path: str, override: Mapping[str, Any] | None = None) -> Shape:
         mlp=size("intermediate_size"),
         vocab=size("vocab_size"),
         tied=config.get("tie_word_embeddings", True),
-        bias=config.get("attention_bias", config.get("model_type") == "qwen2"),
+        bias=config.get("attention_bias", config.get("model_type", "").startswith("qwen2")),
         head_dim=size("head_dim", 0),
+        tower=_tower(whole, file),
     )
+
+
+def _tower(config: Mapping[str, Any], file: str) -> int:
+    """Count the parameters of Qwen2.5-VL's vision tower. Raises InputError for others, whose plan would lack them."""
+    if "vision_config" not in config:
+        return 0
+    vision = config["vision_config"]
+    names = ("depth", "hidden_size", "intermediate_size", "out_hidden_size", "patch_size", "temporal_patch_size")
+    if config.get("model_type") != "qwen2_5_vl" or any(not isinstance(vision.get(name), int) for name in names[:4]):
+        raise InputError(f"{file}: the size of its vision tower is not known; only Qwen2.5-VL's is counted")
+    depth, hidden, mlp, out = (vision[name] for name in names[:4])
+    patch, frames = vision.get("patch_size", 14), vision.get("temporal_patch_size", 2)
+    joined = vision.get("spatial_merge_size", 2) ** 2 * hidden
+    block = 4 * hidden * hidden + 4 * hidden + 3 * hidden * mlp + 2 * mlp + hidden + 2 * hidden
+    merger = hidden + joined * joined + joined + joined * out + out
+    return depth * block + 3 * frames * patch**2 * hidden + merger
 
 
 def config_file(path: str) -> str | None:

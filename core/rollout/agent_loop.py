@@ -234,7 +234,8 @@ class Episode:
             raise RuntimeError(f"no room for a turn: {len(self._ids)} of {self.limits.response} tokens are written")
         sampling = dataclasses.replace(self.sampling, max_tokens=room, stop=(*self.sampling.stop, *stop))
         seed = sampling_seed(self._run_seed, self.prompt.ordinal, self.sample_index, self.turns)
-        request = SampleRequest((*self.prompt_ids, *self._ids), sampling, seed, episode=self.seed)
+        ids = (*self.prompt_ids, *self._ids)
+        request = SampleRequest(ids, sampling, seed, episode=self.seed, pictures=self.prompt.pictures)
         wrote = await self._engine.sample(request)
         text = wrote.response_text
         self._append(wrote.response_ids.tolist(), True, wrote.logprobs.tolist(), Segment("policy", text))

@@ -121,7 +121,7 @@ class ToolAgentLoop(AgentLoop):
         limit = self.config.data.max_prompt_length
         messages, arguments = self.format.tell(episode.prompt.messages, [spec.schema for spec in tools.values()])
         with_tools = Encoder(self.tokenizer, {**self.chat.encoder.template_kwargs, **arguments})
-        (ids,) = with_tools.encode([messages])
+        ids = with_tools.encode_with(messages, episode.prompt.pictures)
         if len(ids) > limit:
             raise ValueError(
                 f"uid={episode.prompt.uid}: the prompt has {len(ids)} tokens with its tools' schemas, more than "

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from core.data.images import collapse
 from core.types import ScoredGroup
 
 
@@ -13,7 +14,9 @@ def generation_rows(step: int, groups: Sequence[ScoredGroup], tokenizer: Any) ->
     """Return one row a trajectory; ``output`` is the whole response, tool text included."""
     rows = []
     for group in groups:
-        prompt, text = group.prompt, tokenizer.decode(group.prompt.token_ids)
+        prompt = group.prompt
+        # one placeholder a picture: a reader sees the picture, or none of its tokens
+        text = tokenizer.decode(collapse(prompt.token_ids, prompt.pictures) if prompt.pictures else prompt.token_ids)
         for trajectory, score in zip(group.trajectories, group.scores, strict=True):
             output = "".join(segment.text for segment in trajectory.segments)
             named = {"uid": prompt.uid, "data_source": prompt.data_source, "pred": score.pred}

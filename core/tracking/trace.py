@@ -29,6 +29,7 @@ import numpy as np
 
 from core.checkpoint.manifest import fsync
 from core.config.paths import run_folder
+from core.data.images import SHOWN, thumbnails
 from core.types import ScoredGroup, StepMetrics, TrainBatch, Trajectory
 
 if TYPE_CHECKING:
@@ -249,6 +250,8 @@ class TraceRecorder:
             "data_source": prompt.data_source,
             "question": prompt.messages[-1].get("content", "") if prompt.messages else "",
             "ground_truth": prompt.ground_truth,
+            "pictures": thumbnails(prompt.pictures),
+            "more_pictures": len(prompt.pictures[SHOWN:]),
             "chosen": one.why,
             "dropped": None if rows is not None else self._why_dropped(one.group),
             "trajectories": described,

@@ -35,6 +35,7 @@ from tqdm import tqdm
 from core.checkpoint.manifest import fsync, write_durably
 from core.config import Config, convert, paths, tables, to_yaml
 from core.config.tables import load_object
+from core.data.images import thumbnails
 from core.errors import InputError
 from core.remote.urls import is_url
 from core.remote.writing import write_text
@@ -44,14 +45,16 @@ from core.tracking.loggers import ConsoleLogger, Guarded, LoggedRun, Logger, Row
 from core.tracking.run_manifest import RunFacts
 from core.tracking.trace import drop_traces_after
 from core.tracking.validation import ValRecord
-from core.types import StepMetrics
+from core.types import Prompt, StepMetrics
 
 ENDINGS = ("finished", "stopped", "failed")
+PICTURES = "pictures.json"  # data_source -> uid -> thumbnails of the questions in samples.jsonl
 RUN_FILES = (
     "config.yaml",
     "manifest.json",
     "metrics.jsonl",
     "samples.jsonl",
+    PICTURES,
     "validation",
     "tensorboard",
     "trace",
@@ -246,10 +249,11 @@ class Tracker:
         """Keep each question's scores, for intervals and paired comparisons. A repeated step is replaced."""
         dump_jsonl(self.run_dir / "validation", step, (record.to_json() for record in records))
 
-    def log_samples(self, step: int, rows: Sequence[Row]) -> None:
+    def log_samples(self, step: int, rows: Sequence[Row], prompts: Iterable[Prompt] = ()) -> None:
         """Keep a few of these generations for the report; trainer.log_val_generations of them go to the loggers.
 
-        ``rows`` are those of :func:`core.tracking.generations.generation_rows`.
+        ``rows`` are those of :func:`core.tracking.generations.generation_rows`, ``prompts`` the questions, of whose
+        pictures the report shows thumbnails.
         """
         wanted = self.config.trainer.log_val_generations
         by_source: dict[Any, list[Row]] = {}
@@ -257,9 +261,22 @@ class Tracker:
             by_source.setdefault(row.get("data_source"), []).append(row)
         kept = [row for same in by_source.values() for row in spread_out(same, max(wanted, KEPT_SAMPLES))]
         _append(self.run_dir / "samples.jsonl", [{**row, "step": step} for row in kept])
+        self._keep_pictures(kept, prompts)
         if wanted:
             for logger in self._loggers:
                 logger.samples(step, spread_out(rows, wanted))
+
+    def _keep_pictures(self, rows: Sequence[Row], prompts: Iterable[Prompt]) -> None:
+        """Add the thumbnails of these questions to those of earlier validations, which mostly have the same ones."""
+        path = self.run_dir / PICTURES
+        found = {(prompt.data_source, prompt.uid): prompt.pictures for prompt in prompts if prompt.pictures}
+        wanted = dict.fromkeys((row["data_source"], row["uid"]) for row in rows) if found else {}
+        known = json.loads(path.read_text(encoding="utf-8")) if wanted and path.exists() else {}
+        new = [key for key in wanted if key in found and key[1] not in known.get(key[0], {})]
+        for source, uid in new:
+            known.setdefault(source, {})[uid] = thumbnails(found[source, uid])
+        if new:
+            write_atomic(path, json.dumps(known) + "\n")
 
     def close(self, status: str) -> None:
         """End the run: ``finished``, ``stopped`` (by the user) or ``failed``. A second call changes nothing."""

@@ -42,7 +42,8 @@ class Text:
 
 @dataclass(frozen=True)
 class Table:
-    """Cells are text. ``prose`` columns wrap and keep their line breaks, the others stay on one line.
+    """Cells are text. ``prose`` columns wrap and keep their line breaks, the others stay on one line. ``pictures`` of
+    each row, data URIs, stand in its first cell; Markdown has none.
 
     On a narrow screen a table that ``stacks`` shows each row as a block of lines, so that nothing scrolls sideways.
     """
@@ -52,6 +53,7 @@ class Table:
     prose: bool = False
     caption: str = ""
     stacks: bool = False
+    pictures: Sequence[Sequence[str]] = ()
 
 
 @dataclass(frozen=True)

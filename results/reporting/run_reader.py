@@ -27,7 +27,7 @@ from core.config.yaml_tables import LOADER
 from core.errors import InputError
 from core.remote.cache import local_path
 from core.tracking.run_manifest import ROOT, flatten
-from core.tracking.tracker import read_jsonl
+from core.tracking.tracker import PICTURES, read_jsonl
 from core.tracking.validation import Estimate, ValRecord
 from results.reporting.comparison import Paired, accuracy_by_question, paired_comparison
 
@@ -87,6 +87,13 @@ class RecordedRun:
     @property
     def last_step(self) -> int:
         return int(self.metrics[-1]["step"]) if self.metrics else 0
+
+    def pictures(self) -> Mapping[str, Mapping[str, Sequence[str]]]:
+        """Return ``data_source -> uid -> thumbnails`` of questions whose answers were kept; none of a damaged file."""
+        try:
+            return json.loads((self.folder / PICTURES).read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # most runs are about text alone, and a published copy has none
+            return {}
 
     @property
     def seconds(self) -> float:

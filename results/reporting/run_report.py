@@ -124,15 +124,19 @@ def samples(run: RecordedRun) -> Iterator[Block]:
     if not steps:
         return
     first, last = ({_sample_key(r): r for r in run.samples if r["step"] == step} for step in (steps[0], steps[-1]))
+    chosen = spread_out([key for key in last if key in first], SHOWN_SAMPLES)
     rows = [
         [str(last[key]["input"])[-600:], _cell(last[key].get("gts")), _answer(first[key]), _answer(last[key])]
-        for key in spread_out([key for key in last if key in first], SHOWN_SAMPLES)
+        for key in chosen
     ]
+    kept = run.pictures() if rows else {}
+    pictures = [kept.get(last[key].get("data_source"), {}).get(key, ()) for key in chosen] if kept else ()
     yield Heading(f"Samples of {run.name}")
     if len(steps) == 1:
-        yield Table(["question", "expected", f"step {steps[0]}"], [row[:3] for row in rows], prose=True)
+        header, rows = ["question", "expected", f"step {steps[0]}"], [row[:3] for row in rows]
     else:
-        yield Table(["question", "expected", f"step {steps[0]}", f"step {steps[-1]}"], rows, prose=True)
+        header = ["question", "expected", f"step {steps[0]}", f"step {steps[-1]}"]
+    yield Table(header, rows, prose=True, pictures=pictures)
 
 
 def _sample_key(row: Mapping[str, Any]) -> Any:

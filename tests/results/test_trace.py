@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import io
 import json
 import re
 import zipfile
@@ -12,17 +13,21 @@ import zlib
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from core.data.images import THUMBNAIL, pixels, read_picture, thumbnail
 from core.errors import InputError
 from core.tracking.trace import FORMAT
 from core.types import Stop
 from results import report, trace
+from results.reporting import trace_page
 from results.reporting.pages import Link
 from results.reporting.run_reader import load_run
 from results.reporting.trace_checks import CHECKS, Seen, findings
 from results.reporting.trace_page import Shown, in_script, payload, trace_links, write_trace
 from results.reporting.trace_reader import chosen_steps, read_step, trace_files
-from tests.results.traced_run import BOS, EOS, made_groups, record, traced_config, traced_run
+from tests.pictures import picture, picture_format, png
+from tests.results.traced_run import BOS, EOS, made_groups, record, traced_config, traced_run, with_pictures
 
 TOOL = " <tool_response>error: no such tool</tool_response> "
 
@@ -352,6 +357,39 @@ def test_a_dropped_group_is_shown_with_its_reason_and_is_not_checked(tmp_path):
     columns = columns_of(data["steps"][0])
     count = sum(row["length"] for row in group["trajectories"])
     assert np.isnan(columns["advantage"][-count:]).all() and not np.isnan(columns["engine"][-count:]).any()
+
+
+def test_a_question_has_its_pictures_each_once_on_a_page_and_what_is_left_out_is_counted(tmp_path, monkeypatch):
+    run = traced_run(tmp_path / "grpo" / "run", ())
+    pictures = [picture(seed) for seed in range(10)]
+    for step in (1, 2):
+        record(traced_config(run), step, with_pictures(made_groups(step, 0), pictures))
+    data = page_data(run)
+    assert [group["pictures"] for step in data["steps"] for group in step["groups"]][:2] == [[*range(8)]] * 2
+    assert {group["more_pictures"] for step in data["steps"] for group in step["groups"]} == {2}
+    assert len(data["pictures"]) == 8 and data["notes"][-1].endswith("pictures are not on this page")
+    found = Image.open(io.BytesIO(base64.b64decode(data["pictures"][1].partition(",")[2])))
+    seen, wrong = (np.asarray(Image.fromarray(pixels(pictures[i])), float) for i in (1, 2))
+    assert np.abs(np.asarray(found) - seen).mean() < 25 < np.abs(np.asarray(found) - wrong).mean()
+    monkeypatch.setattr(trace_page, "MOST_OF_PICTURES", len(data["pictures"][0]))
+    bounded = page_data(run)
+    assert len(bounded["pictures"]) == 1 and bounded["steps"][0]["groups"][0]["more_pictures"] == 9
+
+
+def test_a_large_picture_is_recorded_small():
+    one = thumbnail(read_picture(png(0, 2000, 1000), dataclasses.replace(picture_format(), most=2**22)))
+    small = Image.open(io.BytesIO(base64.b64decode(one.partition(",")[2])))
+    assert max(small.size) == THUMBNAIL and len(one) < 40_000
+
+
+def test_a_page_of_records_without_pictures_has_none(tmp_path):
+    run = traced_run(tmp_path / "grpo" / "run", (1,))
+    (path,) = trace_files(run)
+    step = read_step(path)
+    for group in step.groups:
+        del group.about["pictures"], group.about["more_pictures"]  # as an older version recorded it
+    data = payload([Shown("grpo/run", [step], load_run(run).config)], [])
+    assert data["pictures"] == [] and data["notes"] == []
 
 
 def test_findings_are_of_a_trajectory_in_its_group(tmp_path):

@@ -20,7 +20,7 @@ from core.config import Config
 from core.learner.batching import make_batch, optimizer_steps, token_rewards
 from core.learner.traced_tokens import TracedTokens, clipped_how
 from core.tracking.trace import TraceRecorder, _byte_of
-from core.types import Prompt, ScoredGroup, Segment, StepMetrics, Stop, TrainBatch, Trajectory
+from core.types import Picture, Prompt, ScoredGroup, Segment, StepMetrics, Stop, TrainBatch, Trajectory
 from reward_scores.score import graded
 from tests.core.synthetic import configured, make_run
 
@@ -95,6 +95,11 @@ def made_groups(
         scores = tuple(graded(ok, "7" if ok else "8", 1.0 if ok else 0.0, format=0.5) for ok in right)
         found.append(ScoredGroup(prompt, tuple(every), scores))
     return found
+
+
+def with_pictures(groups: Sequence[ScoredGroup], pictures: Sequence[Picture]) -> list[ScoredGroup]:
+    """The same groups, whose questions are about these pictures."""
+    return [dataclasses.replace(g, prompt=dataclasses.replace(g.prompt, pictures=tuple(pictures))) for g in groups]
 
 
 def record(

@@ -242,6 +242,7 @@ def names_what_was_typed(line: str, texts: list[str], schema: type) -> bool:
     key, is_one, rest = line.partition("=")
     keys = {*convert.all_keys(schema), *convert.sections(schema), "preset"}
     typed = convert.one_line("\n".join([*texts, *("".join(text.split()) for text in texts)])).lower()
+    typed += "none" * ("null" in typed)  # a mapping's key may be null, too
     named = key in keys or all(convert.one_line(part).lower() in typed for part in key.split("."))  # true is True
     return bool(is_one) and ": " in rest and named
 
@@ -253,8 +254,9 @@ def in_the_configuration(text: str, typed: object, held: object) -> bool:
     typed, held = thaw(typed), thaw(held)
     if isinstance(typed, dict):
         return all(in_the_configuration(text, item, (held or {}).get(str(name))) for name, item in typed.items())
-    if isinstance(held, list) and not isinstance(typed, list):
-        return held == [typed]
+    if isinstance(held, list):
+        items = typed if isinstance(typed, list) else [typed]
+        return len(held) == len(items) and all(map(in_the_configuration, [text] * len(items), items, held))
     return held == typed or held == str(typed)
 
 

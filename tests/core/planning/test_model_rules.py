@@ -8,9 +8,12 @@ import pytest
 
 from core.command_line import prepare
 from core.config import compose
+from core.errors import InputError
 from core.planning import estimate
 from core.planning.model_rules import MODEL, model_problems
+from core.planning.model_shapes import MODELS, shape_of
 from results.reporting.feasibility import scripts
+from tests.pictures import save_vision_model, vision_model
 
 TENSOR = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 MINI = "actor_rollout_ref.actor.ppo_mini_batch_size=7"
@@ -49,12 +52,49 @@ def test_a_sequence_is_split_as_the_attention_heads_allow(part):
         assert not problems(SMALL, *keys, "trainer.backend=local", "actor_rollout_ref.rollout.name=hf")
 
 
-@pytest.mark.parametrize(
-    "name", ["Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen2-VL-2B", "OpenGVLab/InternVL3-8B", "x/Llama-3.2-11B-Vision"]
-)
-def test_a_vision_language_model_is_refused_by_its_name(name):
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-VL-30B-A3B", "OpenGVLab/InternVL3-8B", "x/Llama-3.2-11B-Vision"])
+def test_a_vision_language_model_of_another_family_is_refused_by_its_name(name):
     (told,) = problems(f"{MODEL}={name}")
-    assert told.startswith(f"{MODEL}={name}: a vision-language model by its name") and "text alone" in told
+    assert told.startswith(f"{MODEL}={name}: a vision-language model by its name") and "qwen2_5_vl" in told
+
+
+def test_what_does_not_read_pictures_yet_is_refused_with_a_model_that_does():
+    model, alone = (
+        f"{MODEL}=Qwen/Qwen2.5-VL-7B-Instruct",
+        ("trainer.backend=local", "actor_rollout_ref.rollout.name=hf"),
+    )
+    assert not problems(model, *alone)
+    ranks = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
+    (told,) = problems(model, f"{TENSOR}=1", ranks, "actor_rollout_ref.model.use_remove_padding=True")
+    assert told.startswith(f"{ranks}: does not split the sequences of a model that reads pictures yet")
+    for key in (
+        "algorithm.adv_estimator=gae",
+        "reward_model.enable=true",
+        "actor_rollout_ref.model.fp32_lm_head=true",
+    ):
+        rest = ("reward_model.model.path=x/y",) * ("reward_model" in key)
+        found = problems(model, *alone, key, *rest)
+        assert [line.split(": ")[0] for line in found] == [key], found
+    (told,) = problems(model, *alone, "trainer.capsule_steps=[1]")
+    assert told.startswith("trainer.capsule_steps=[1]: a kept step has no pictures")
+    (told,) = problems(model, *alone, recipe="sft")
+    assert told.startswith(f"{model}: fine-tuning does not train a model that reads pictures yet")
+    tools = "actor_rollout_ref.rollout.multi_turn"
+    assert not problems(model, *alone, f"{tools}.enable=true", f"{tools}.tool_config_path=recipes/lab/tools.yaml")
+    frozen = "actor_rollout_ref.actor.freeze_vision_tower=true"
+    assert not problems(model, *alone, frozen)
+    (told,) = problems(SMALL, f"{TENSOR}=2", frozen)
+    assert told.startswith(f"{frozen}: the model reads text alone")
+
+
+def test_the_size_of_a_model_that_reads_pictures_is_the_real_one(tmp_path):
+    model = vision_model("qwen2_5_vl", tie_word_embeddings=False)
+    save_vision_model(tmp_path / "a")
+    assert shape_of(str(tmp_path / "a")).parameters == model.num_parameters()
+    save_vision_model(tmp_path / "b", "qwen3_vl")
+    with pytest.raises(InputError, match="the size of its vision tower is not known"):
+        shape_of(str(tmp_path / "b"))
+    assert MODELS["Qwen/Qwen2.5-VL-7B-Instruct"].parameters == 8_292_166_656  # of the published weights
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-7B", "nobody/novla-7B", "nobody/revision-2", "./outputs/no/vl/folder"])
@@ -68,7 +108,7 @@ def test_a_folder_is_judged_by_its_architecture_and_not_by_its_name(tmp_path):
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 8}
     file, sizes = folder / "config.json", sizes | {"vocab_size": 9}
     for extra, words in (
-        ({"architectures": ["Qwen2_5_VLForConditionalGeneration"]}, "(Qwen2_5_VLForConditionalGeneration)"),
+        ({"architectures": ["LlavaForConditionalGeneration"]}, "(LlavaForConditionalGeneration)"),
         ({"architectures": ["AnyModel"], "vision_config": {}}, "vision_config"),
         ({"architectures": ["Qwen2ForCausalLM"]}, ""),
         ({}, ""),
@@ -88,7 +128,7 @@ def test_a_start_and_a_dry_run_end_with_the_problems(dry, monkeypatch, capsys):
         prepare("grpo", [*RAY, *files, SMALL, f"{TENSOR}=4"])
     assert ended.value.code == 2 and "must divide the 14 attention heads" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
-        prepare("grpo", [*files, f"{MODEL}=Qwen/Qwen2.5-VL-3B-Instruct"])
+        prepare("grpo", [*files, f"{MODEL}=x/Llama-3.2-11B-Vision"])
     assert ended.value.code == 2 and "a vision-language model" in capsys.readouterr().err
 
 

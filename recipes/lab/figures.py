@@ -1,0 +1,305 @@
+"""The figures task: questions about a picture that cannot be answered without looking at it, and a model with eyes.
+
+    <picture of 2 x 2 cells>  nr=    ->    rg.r#2    what stands in each cell, then how many are red
+    <picture of 2 x 2 cells>  a4=    ->    ?#y       a guess: what stands in cell 4
+    <picture of 2 x 2 cells>  m=     ->    ?#r       a guess: which colour is there most often
+
+    python -m recipes.lab.figures [--blank]
+
+Writes ``outputs/lab/figures/{train,test}.parquet`` and ``outputs/lab/figures/base/<hash>/``, to which ``base/current``
+points. Each question has four answers that are equally frequent: whoever does not look is right in one of four. With
+``--blank`` it also writes ``blank_{train,test}.parquet``, the control: the same questions, all about one empty picture.
+
+The base model has the shape of Qwen2.5-VL. It was taught to write what it sees before it answers, and then a mixture in
+which it seldom does so and mostly guesses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import random
+import statistics
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from data_preprocess.schema import make_row, write_rows
+from recipes.lab import warm_start
+from recipes.lab.once import built_once
+from recipes.lab.tokenizer import build_tokenizer
+from recipes.lab.warm_start import BaseModelError, WarmStart
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from core.types import Picture, PictureFormat
+
+DATA_SOURCE = "lab/figures"
+FOLDER = Path("outputs/lab/figures")
+COLOURS = {"r": (200, 50, 50), "g": (50, 160, 60), "b": (50, 80, 200), "y": (220, 190, 40)}
+EMPTY = "."
+ROWS, COLUMNS, CELL = 2, 2, 28  # cells, and pixels of a side: a cell is a token
+MARKS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
+ALPHABET = (*COLOURS, EMPTY, *"nam=#?01234")
+TRAIN, TEST = 4096, 400
+CODE = ("figures.py", "tokenizer.py", "warm_start.py")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What stands in the cells, row by row; ``question`` about it; ``seed`` of everything else that is drawn."""
+
+    cells: str
+    question: str
+    seed: int
+
+    @property
+    def answer(self) -> str:
+        """Return a colour or a number, empty where the question has no single answer of four."""
+        kind, about = self.question[0], self.question[1:]
+        if kind == "n":
+            return str(self.cells.count(about)) if self.cells.count(about) < 4 else ""
+        if kind == "a":
+            return self.cells[int(about) - 1].replace(EMPTY, "")
+        counts = {colour: self.cells.count(colour) for colour in COLOURS}
+        most = [colour for colour, count in counts.items() if count == max(counts.values())]
+        return most[0] if len(most) == 1 else ""
+
+    @property
+    def prompt(self) -> str:
+        return f"<image>{self.question}="
+
+    def drawn(self) -> bytes:
+        """Return the picture as a PNG: shapes of any kind, size, place and shade on paper that is not quite white."""
+        from PIL import Image, ImageDraw
+
+        rng = random.Random(self.seed)
+        paper = rng.randint(225, 255)
+        image = Image.new("RGB", (COLUMNS * CELL, ROWS * CELL), (paper,) * 3)
+        draw = ImageDraw.Draw(image)
+        for number, name in enumerate(self.cells):
+            if name == EMPTY:
+                continue
+            size = rng.randint(12, 22)
+            x = number % COLUMNS * CELL + rng.randint(2, CELL - 2 - size)
+            y = number // COLUMNS * CELL + rng.randint(2, CELL - 2 - size)
+            shade = tuple(min(255, max(0, value + rng.randint(-25, 25))) for value in COLOURS[name])
+            box, shape = (x, y, x + size, y + size), rng.choice(("disc", "square", "triangle"))
+            if shape == "disc":
+                draw.ellipse(box, fill=shade)
+            elif shape == "square":
+                draw.rectangle(box, fill=shade)
+            else:
+                draw.polygon([(x, y + size), (x + size, y + size), (x + size // 2, y)], fill=shade)
+        return as_png(image)
+
+
+def as_png(image: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def draw(rng: random.Random, held_out: bool) -> Figure:
+    """Draw the answer first, so that all four are equally frequent, and then a figure of the split that has it."""
+    kind = rng.choice("nam")
+    question = kind + {"n": rng.choice([*COLOURS]), "a": str(rng.randint(1, ROWS * COLUMNS)), "m": ""}[kind]
+    wanted = rng.choice("0123" if kind == "n" else [*COLOURS])
+    while True:
+        cells = "".join(rng.choices([*COLOURS, EMPTY], k=ROWS * COLUMNS))
+        figure = Figure(cells, question, rng.randrange(2**32))
+        if figure.answer == wanted and is_held_out(cells) == held_out:
+            return figure
+
+
+def is_held_out(cells: str) -> bool:
+    """Return whether these cells belong to the test: a fifth of all, and none of them is trained on."""
+    return zlib.crc32(cells.encode()) % 5 == 0
+
+
+def figures(count: int, seed: str, *, held_out: bool = False) -> Iterator[Figure]:
+    """Yield so many figures of the training or the test, the same on every machine."""
+    rng = random.Random(seed)
+    return (draw(rng, held_out) for _ in range(count))
+
+
+def splits() -> dict[str, list[Figure]]:
+    tests = list(figures(TEST, "figures test", held_out=True))
+    return {"train": list(figures(TRAIN, "figures train")), "test": tests}
+
+
+def row(figure: Figure, split: str, index: int, blank: bytes | None = None) -> dict[str, Any]:
+    """Return a row in verl's schema; with ``blank`` in place of the picture, for the control."""
+    made = make_row(DATA_SOURCE, figure.prompt, figure.answer, "looking", split=split, index=index)
+    return {**made, "images": [{"bytes": blank or figure.drawn(), "path": None}]}
+
+
+@dataclass(frozen=True)
+class FiguresRecipe(WarmStart):
+    """Settings of the warm start, with its answers."""
+
+    layers: int = 2
+    vision_size: int = 64
+    batch_size: int = 32
+    task_steps: int = 1200  # colours are read after 300 steps, counted after 1,000
+    mixture_steps: int = 120
+    hold_steps: int = 700
+    learning_rate: float = 2e-3
+    loss_bound: float = 0.05
+    look_share: float = 0.2  # of the mixture; the rest guess
+    examples: int = 6_000
+
+
+def new_model(recipe: FiguresRecipe, tokenizer: Any) -> PreTrainedModel:
+    """Return a model of Qwen2.5-VL's shape, whose seed decides the weights."""
+    import torch
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    start, image, end, video = tokenizer.convert_tokens_to_ids(list(MARKS))
+    head = recipe.hidden_size // recipe.heads
+    text = dict(
+        vocab_size=len(tokenizer),
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.heads,
+        max_position_embeddings=recipe.positions,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [head // 8, 3 * head // 16, 3 * head // 16],
+        },
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        tie_word_embeddings=True,
+    )
+    vision = dict(
+        depth=2,
+        hidden_size=recipe.vision_size,
+        intermediate_size=2 * recipe.vision_size,
+        num_heads=2,
+        out_hidden_size=recipe.hidden_size,
+        fullatt_block_indexes=[0, 1],
+        window_size=56,
+    )
+    config = Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=vision,
+        vision_start_token_id=start,
+        image_token_id=image,
+        vision_end_token_id=end,
+        video_token_id=video,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def new_processor() -> Any:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    return Qwen2VLImageProcessorPil(size={"shortest_edge": CELL**2, "longest_edge": 64 * CELL**2})
+
+
+def answers(recipe: FiguresRecipe, drawn: Sequence[Figure], looks: float, rng: random.Random) -> list[str]:
+    """Return an answer to each figure: a share ``looks`` writes what is there first, the others guess."""
+    guesses = ("0123", "".join(COLOURS))
+    return [
+        f"{one.cells}#{one.answer}" if rng.random() < looks else f"?#{rng.choice(guesses[one.question[0] != 'n'])}"
+        for one in drawn
+    ]
+
+
+def answer_loss(model: PreTrainedModel, seen: tuple[Tensor, list[tuple[Picture, ...]]], labels_BT: Tensor) -> Tensor:
+    """Return the mean next-token loss of the answers, nats a token; ``seen`` are ids and pictures of each sequence."""
+    import torch.nn.functional as F
+
+    from core.learner.vision import Sight, run_body
+
+    ids_BT, pictures_B = seen
+    written_BT = labels_BT[:, 1:] != warm_start.IGNORED
+    body = run_body(model, ids_BT, Sight.of(model, ids_BT, pictures_B), use_cache=False)
+    return F.cross_entropy(model.lm_head(body.last_hidden_state[:, :-1][written_BT]), labels_BT[:, 1:][written_BT])
+
+
+def train(recipe: FiguresRecipe, tokenizer: Any, format: PictureFormat, losses: list[float]) -> PreTrainedModel:
+    """Train a model and append each step's loss. Raises BaseModelError where it did not learn to look."""
+    from core.data.images import expand, read_picture, shown
+
+    rng, model = random.Random(recipe.seed), new_model(recipe, tokenizer)
+    drawn = list(figures(recipe.examples, f"figures warm start {recipe.seed}"))
+    pictures = [read_picture(one.drawn(), format) for one in drawn]
+    prompts = [
+        expand(tokenizer(shown(one.prompt, 1, format), add_special_tokens=False)["input_ids"], [picture])
+        for one, picture in zip(drawn, pictures, strict=True)
+    ]
+
+    def batches() -> Iterator[Any]:
+        for step in range(recipe.steps):
+            chosen = rng.sample(range(len(drawn)), recipe.batch_size)
+            looks = 1.0 if step < recipe.task_steps else recipe.look_share
+            texts = answers(recipe, [drawn[i] for i in chosen], looks, rng)
+            rows = []
+            for number, text in zip(chosen, texts, strict=True):
+                written = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+                rows.append(([*prompts[number], *written], [warm_start.IGNORED] * len(prompts[number]) + written))
+            ids_BT, labels_BT = warm_start.padded(rows, tokenizer.pad_token_id)
+            yield (ids_BT, [(pictures[number],) for number in chosen]), labels_BT
+
+    for loss in warm_start.fitted(model, recipe, batches(), answer_loss):
+        losses.append(loss)
+        if len(losses) == recipe.task_steps and (last := statistics.fmean(losses[-20:])) > recipe.loss_bound:
+            raise BaseModelError(
+                f"the base model did not learn to look: loss {last:.3f} after {len(losses)} steps, expected at most "
+                f"{recipe.loss_bound}; raise FiguresRecipe.task_steps or change its seed"
+            )
+    return model.eval()
+
+
+def build(root: Path, recipe: FiguresRecipe | None = None) -> Path:
+    """Return the folder of the trained model, ``root/<digest>``, to which ``root/current`` then points."""
+    from core.config.schema import ModelConfig
+    from core.learner.models import load_picture_format
+
+    recipe, tokenizer = recipe or FiguresRecipe(), build_tokenizer(ALPHABET, MARKS)
+
+    def make(folder: Path) -> None:
+        started, losses, processor = time.perf_counter(), [], new_processor()
+        processor.save_pretrained(folder)
+        new_model(recipe, tokenizer).config.save_pretrained(folder)
+        format = load_picture_format(ModelConfig(path=str(folder.resolve())), tokenizer)
+        model = train(recipe, tokenizer, format, losses)
+        warm_start.save(folder, model, tokenizer, recipe, losses, time.perf_counter() - started)
+
+    here = Path(__file__).parent
+    return built_once(root, warm_start.digest(recipe, [here / name for name in CODE]), make)
+
+
+def prepare(folder: Path = FOLDER, recipe: FiguresRecipe | None = None, *, blank: bool = False) -> Path:
+    """Make what is missing in ``folder`` and return the base model's folder."""
+    from PIL import Image
+
+    empty = as_png(Image.new("RGB", (COLUMNS * CELL, ROWS * CELL), "white"))
+    for split, drawn in splits().items():
+        write_rows(folder / f"{split}.parquet", [row(one, split, index) for index, one in enumerate(drawn)])
+        if blank:
+            rows = [row(one, split, index, empty) for index, one in enumerate(drawn)]
+            write_rows(folder / f"blank_{split}.parquet", rows)
+    return build(folder / "base", recipe)
+
+
+if __name__ == "__main__":
+    options = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = argparse.ArgumentParser(prog="python -m recipes.lab.figures", **options)
+    parser.add_argument("--blank", action="store_true", help="Also write the control's data.")
+    print(f"base model: {prepare(blank=parser.parse_args().blank)}", flush=True)
