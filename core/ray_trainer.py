@@ -227,7 +227,9 @@ class RayPPOTrainer:
             )
             metrics.add(penalty)
             batch = batch.adding(reward=rewards_BT.sum(dim=1), token_level_rewards=rewards_BT)
-        return advantages.estimate(batch, algorithm)
+        found = advantages.estimate(batch, algorithm)
+        invariants.advantages_follow(found.adding(token_level_rewards=batch.flat("token_level_rewards")), algorithm)
+        return found
 
     # -- phases ----------------------------------------------------------------------------------
 

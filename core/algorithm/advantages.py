@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from core.algorithm import invariants
 from core.algorithm.masked import masked_whiten
 from core.config import tables
 from core.config.tables import chosen
@@ -412,6 +411,4 @@ def estimate(batch: TrainBatch, config: AlgorithmConfig) -> TrainBatch:
     advantages = torch.cat([one for one, _ in found])
     same = all(one is other for one, other in found)
     returns = advantages if same else torch.cat([other for _, other in found])
-    batch = batch.adding(advantages=advantages, returns=returns)
-    invariants.advantages_follow(batch, config)
-    return batch.adding(token_level_rewards=None)
+    return batch.adding(advantages=advantages, returns=returns, token_level_rewards=None)

@@ -112,13 +112,14 @@ def run(
     sessions = [STEPS] if resumed_after is None else [resumed_after, STEPS]
     for steps in sessions:
         saving = f"trainer.save_freq={steps if resumed_after else -1}"
-        _session(lab, work, [*arguments, saving, f"trainer.total_training_steps={steps}"], report)
+        session(lab, work, [*arguments, saving, f"trainer.total_training_steps={steps}"], report)
     if (folder / "metrics.jsonl").exists():
         report.steps = len((folder / "metrics.jsonl").read_text().splitlines())
     return report
 
 
-def _session(lab: Lab, work: Path, arguments: Sequence[str], report: Report) -> None:
+def session(lab: Lab, work: Path, arguments: Sequence[str], report: Report) -> None:
+    """Start a run in ``work`` with these arguments and add what it reports, until it ends."""
     here, spent, said, start = os.getcwd(), invariants.SPENT["cpu_s"], io.StringIO(), None
     os.chdir(work)
     try:
