@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -45,18 +44,28 @@ def kind_of(line: str) -> tuple[str, str]:
 
 
 def test_fails(bug: str, node: str) -> bool:
-    """Run one test with the bug planted, in a process of its own. Raises RuntimeError where the test did not run."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "tests.museum.plugin", "--museum", bug]
-    done = subprocess.run(
-        [*command, "-q", "-x", "--tb=line", node], cwd=ROOT, capture_output=True, text=True, env=environment()
-    )
-    if done.returncode not in (0, 1):  # 0: passed, 1: failed; others did not collect it
-        raise RuntimeError(f"{node} did not run under {bug}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
-    return done.returncode == 1
+    """Run one test with the bug planted, in a process of its own. Raises RuntimeError where the test did not run.
+
+    The process is forked: what takes the time is importing torch and transformers.
+    """
+    import tests.museum.mutations  # noqa: F401
+
+    child = multiprocessing.get_context("fork").Process(target=_test, args=(bug, node))
+    child.start()
+    child.join()
+    if child.exitcode not in (0, 1):  # 0: passed, 1: failed; others did not collect it
+        raise RuntimeError(f"{node} did not run under {bug}: pytest ended with {child.exitcode}")
+    return child.exitcode == 1
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def _test(bug: str, node: str) -> None:
+    import pytest
+
+    os.chdir(ROOT)
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    options = ["-p", "no:cacheprovider", "-p", "tests.museum.plugin", "--museum", bug, "-q", "-x", "--tb=line"]
+    os._exit(int(pytest.main([*options, node])))
 
 
 def run_bug(bug: Mapping[str, Any], work: Path) -> dict[str, Any]:
