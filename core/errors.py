@@ -1,4 +1,4 @@
-"""The errors that callers tell apart: bad input, a lost process, and memory that did not suffice."""
+"""The errors that callers tell apart: bad input, a broken invariant, a lost process, memory that did not suffice."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -14,6 +14,10 @@ class InputError(ValueError):
     def __init__(self, problems: str | Sequence[str]):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(self.problems))
+
+
+class BrokenInvariant(RuntimeError):
+    """Values of a step contradict each other. No setting explains it: it is a bug, here or in a hook of the user's."""
 
 
 class WorkersLost(RuntimeError):

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from core.algorithm import advantages
+from core.algorithm import advantages, invariants
 from core.algorithm.kl import KLController, kl_in_reward
 from core.algorithm.losses import Means
 from core.algorithm.rollout_correction import MISMATCH_READS, add_mismatch, correct
@@ -122,6 +122,7 @@ class RayPPOTrainer:
         self.clock = BusyClock("decode", "reward")
         self.runner: asyncio.Runner | None = None
         self.collected: Collected | None = None
+        self.updated = False  # the policy, in this process
 
     def init_workers(self) -> RayPPOTrainer:
         """Check the data, the scorers, the hooks and the checkpoint, then load the models and resume.
@@ -185,6 +186,7 @@ class RayPPOTrainer:
                     groups_P = self.collect(metrics)
                     with self.collecting_ahead(metrics):
                         batch = make_batch(groups_P, self.tokenizer.pad_token_id, self.needs.state_masking)
+                        self.check_batch(groups_P, batch)
                         batch = self.trace.marked(batch, metrics.step)
                         batch = self.capsules.begin(metrics, groups_P, batch, self.kl_controller, self.workers)
                         batch = self.compute_log_probs(batch, metrics)
@@ -220,13 +222,16 @@ class RayPPOTrainer:
         """Set ``advantages`` and ``returns`` by ``algorithm.adv_estimator``, after a KL penalty in the reward."""
         algorithm = self.config.algorithm
         batch = batch.adding(token_level_rewards=token_rewards(batch))
+        invariants.rewards_are_on_policy_tokens(batch)
         if algorithm.use_kl_in_reward:
             rewards_BT, self.kl_controller, penalty = kl_in_reward(
                 batch.token_level_rewards, batch, self.kl_controller, algorithm.kl_penalty
             )
             metrics.add(penalty)
             batch = batch.adding(reward=rewards_BT.sum(dim=1), token_level_rewards=rewards_BT)
-        return advantages.estimate(batch, algorithm)
+        found = advantages.estimate(batch, algorithm)
+        invariants.advantages_follow(found.adding(token_level_rewards=batch.flat("token_level_rewards")), algorithm)
+        return found
 
     # -- phases ----------------------------------------------------------------------------------
 
@@ -329,6 +334,12 @@ class RayPPOTrainer:
             score = await self.reward.score(prompt, trajectory)
         return trajectory, dataclasses.replace(score, parts={**score.parts, RAW_SCORE: score.value})
 
+    def check_batch(self, groups_P: Sequence[ScoredGroup], batch: TrainBatch) -> None:
+        """Check that the batch is what was sampled and scored. Raises BrokenInvariant."""
+        invariants.prompts_begin_once(groups_P, self.tokenizer)
+        invariants.text_is_the_policys(groups_P, self.tokenizer)
+        invariants.batch_is_its_groups(groups_P, batch)
+
     def compute_log_probs(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
         """Set ``old_log_probs``, ``ref_log_prob`` and ``values``, each only where something reads it.
 
@@ -350,6 +361,9 @@ class RayPPOTrainer:
         if self.needs.ref:
             with metrics.time("ref"):
                 batch = batch.adding(ref_log_prob=self.workers.compute_ref_log_prob(batch))
+            if self.updated and "old_log_probs" in batch.stored:
+                fields = ("old_log_probs", "ref_log_prob", "response_mask")
+                invariants.reference_stays(*map(batch.flat, fields))
         if self.needs.critic:
             with metrics.time("values"):
                 batch = batch.adding(values=self.workers.compute_values(batch))
@@ -364,9 +378,14 @@ class RayPPOTrainer:
                 metrics.add(self.workers.update_critic(batch, rate))
         kill_point("update", step)
         if step > config.trainer.critic_warmup:
-            rate = multiplier(config.actor_rollout_ref.actor.optim, step - 1, self.session.total_steps)
+            optim = config.actor_rollout_ref.actor.optim
+            rate = multiplier(optim, step - 1, self.session.total_steps)
+            invariants.rate_is_positive(rate, optim.lr, step)
             with metrics.time("update_actor"):
-                metrics.add(self.workers.update_actor(batch, rate))
+                found = self.workers.update_actor(batch, rate)
+            metrics.add(found)
+            moved = found.get("actor/grad_norm", 0) >= invariants.LEAST_NORM and not found.get("actor/skipped_updates")
+            self.updated |= moved and rate * optim.lr >= invariants.LEAST_RATE
         kill_point("sync", step)
 
     def complete_step(self, groups_P: Sequence[ScoredGroup], batch: TrainBatch, metrics: StepMetrics) -> None:

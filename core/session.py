@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from core.algorithm import invariants
 from core.algorithm.kl import KLController
 from core.checkpoint import run_state
 from core.checkpoint.background_writer import BackgroundWriter
@@ -41,7 +42,7 @@ from core.rollout.collect import CollectState, StopRequested
 from core.tracking import run_manifest, step_time
 from core.tracking.health import Crossing, Health, UnhealthyRun
 from core.tracking.run_manifest import RunFacts
-from core.tracking.tracker import Tracker
+from core.tracking.tracker import Tracker, read_jsonl
 from core.types import StepMetrics, TrainBatch
 
 if TYPE_CHECKING:
@@ -155,6 +156,10 @@ class Session:
             log.warning("resuming %s with changes, so not to the bit: %s", checkpoint.folder, changed)
         workers.load(checkpoint.folder)
         saved = run_state.DriverState.load(checkpoint.folder)
+        if not self.config.trainer.max_staleness:  # else the step's line has what was judged ahead
+            lines = read_jsonl(self.run_dir / "metrics.jsonl")
+            recorded = [one.get("collect/next_ordinal") for one in lines if one["step"] == saved.step]
+            invariants.resume_goes_on(recorded[-1] if recorded else None, saved.next_ordinal, saved.step)
         self.step = self.writer.saved_step = saved.step
         self.health = Health.of_state(saved.values["health"])
         collect = CollectState(saved.next_ordinal, saved.values["keep_rate"], saved.carried)

@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from core.algorithm import invariants
 from core.engines import SampleRequest, SamplingParams
 from core.engines.weight_buckets import Bucket, Proof, Weight
+from core.errors import BrokenInvariant
 from core.types import Segment, Stop, Trajectory
 
 UNFINISHED = "\ufffd"  # what a decoder writes for a character whose bytes are not complete yet
@@ -246,8 +248,19 @@ class SteppedEngine(ABC):
         self._task = None
 
     def _deliver(self, rows: list[Row]) -> None:
-        for row in _awaited(rows):
-            row.future.set_result(one_turn(row.request, row.ids, row.logprobs, row.stop, row.version, self.tokenizer))
+        turns = [
+            (row, one_turn(row.request, row.ids, row.logprobs, row.stop, row.version, self.tokenizer))
+            for row in _awaited(rows)
+        ]
+        try:
+            ended = [(turn.response_ids, row.rule.eos) for row, turn in turns if turn.stop is Stop.EOS]
+            invariants.turns_end_as_reported(ended)
+        except BrokenInvariant as error:  # these rows are in flight no more: nobody else would tell their consumers
+            for row, _ in turns:
+                row.future.set_exception(error)
+            return
+        for row, turn in turns:
+            row.future.set_result(turn)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights. Each must come, under one of its names where it has several (tied embeddings); two

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from core.algorithm import invariants
 from core.algorithm.losses import token_weights
 from core.config import tables
 from core.data.sampler import permutation
@@ -90,26 +91,27 @@ def token_rewards(batch: TrainBatch) -> Tensor:
 def steps_of(
     batch: TrainBatch, part: ActorConfig | CriticConfig, response_length: int, loss_mode: str = ""
 ) -> Iterator[TrainBatch]:
-    """Return the optimizer steps that a section of the configuration makes of a batch.
+    """Yield the optimizer steps that a section of the configuration makes of a batch.
 
     Tokens that the policy loss treats apart are ``selected`` here, among all of a step: by the old log-probs, or the
     engine's where those stand for them.
     """
     entry = tables.policy_loss(loss_mode)
+    mode = entry.aggregation or part.loss_agg_mode
     steps = optimizer_steps(
         batch,
         prompts=part.ppo_mini_batch_size,
         epochs=part.ppo_epochs,
-        agg_mode=entry.aggregation or part.loss_agg_mode,
+        agg_mode=mode,
         scale_factor=part.loss_scale_factor or response_length,
         shuffle_seed=part.data_loader_seed if part.shuffle else None,
     )
-    if entry.selects is None:
-        return steps
-    select = tables.load_object(entry.selects)
+    select = entry.selects and tables.load_object(entry.selects)
     before = "old_log_probs" if "old_log_probs" in batch.stored else "rollout_log_probs"
     reads = (before, "advantages", "loss_weight")
-    return (step.adding(selected=select(*map(step.flat, reads), part.policy_loss)) for step in steps)
+    for step in steps:
+        invariants.weights_are_a_mean(step, mode)
+        yield step.adding(selected=select(*map(step.flat, reads), part.policy_loss)) if select else step
 
 
 def optimizer_steps(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from core.algorithm import invariants
 from core.algorithm.kl import kl_penalty
 from core.algorithm.losses import Means, policy_loss, value_loss
 from core.algorithm.rollout_correction import add_mismatch
@@ -243,7 +244,12 @@ class Stepper:
         if finite:
             for group in self.optimizer.param_groups:
                 group["lr"] = self.base_lr * lr_multiplier
+            one = None if self.optimizer.state else invariants.watched(self.module.parameters())
+            before = None if one is None else invariants.sample(one)
             self.optimizer.step()
+            if one is not None:
+                seen = (invariants.sample(value) for value in (one, one.grad))
+                invariants.first_step_moves(before, *seen, self.base_lr * lr_multiplier)
         self.optimizer.zero_grad(set_to_none=True)
         return norm, finite
 
@@ -261,11 +267,16 @@ class Stepper:
         ``losses`` are partial sums of ``accumulate``: each counts once a step, however many parts and ranks add to it.
         """
         means, skipped, self.norms = Means(), 0, []
+        rate = self.base_lr * lr_multiplier
         for number, batch in enumerate(steps):
             self.number, one = number, Means()
+            invariants.gradients_are_cleared(self.module.parameters())
             for loss in losses:
                 one.value(loss, 0.0, counts=self.ranks.lead)
             accumulate(batch, one)
+            if number > skipped and "old_log_probs" in batch.stored:
+                norm = max(filter(math.isfinite, self.norms))
+                invariants.ratio_moves(one.sums.get("ppo_kl"), one.counts.get("ppo_kl", 0), rate, norm)
             norm, stepped = self.step(lr_multiplier)
             self.norms.append(norm)
             skipped += not stepped
@@ -273,7 +284,7 @@ class Stepper:
                 one.value("grad_norm", norm)
                 means.merge(one)
         metrics = self.ranks.total(means).result(name)
-        return {**metrics, f"{name}/lr": self.base_lr * lr_multiplier, f"{name}/skipped_updates": skipped}
+        return {**metrics, f"{name}/lr": rate, f"{name}/skipped_updates": skipped}
 
 
 class Actor(Policy):
@@ -300,13 +311,18 @@ class Actor(Policy):
         metrics = self.stepper.update(steps, lr_multiplier, self.accumulate, name="actor", losses=losses)
         metrics |= self.ranks.total(self.mismatch).result("rollout_corr")
         if self.config.use_kl_loss:
+            invariants.kl_is_a_distance(
+                metrics.get("actor/kl_loss", 0.0), self.config.kl_loss_type
+            )  # none: all skipped
             metrics["actor/kl_coef"] = self.config.kl_loss_coef
         return metrics
 
     def accumulate(self, batch: TrainBatch, means: Means) -> None:
         """Add the gradients of one optimizer step, micro-batch by micro-batch."""
         busy, idle = split_idle(batch, only_advantages_train=only_advantages_train(self.config))
-        for _, micro in self.passes(self.size, busy):
+        weight_B = invariants.weights_of_rows(busy)
+        for index, micro in self.passes(self.size, busy):
+            invariants.rows_keep_their_weights(weight_B, index, micro)
             self.objective(micro.to(self.device), means).backward()
         if batch.old_log_probs is None and self.ranks.most(len(idle)):
             # Nothing trains on them, but the metrics are of every sequence.

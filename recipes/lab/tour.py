@@ -25,12 +25,12 @@ SETTINGS = (
     *("trainer.save_freq=-1", "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2"),
     *("actor_rollout_ref.rollout.n=2", "trainer.resume_mode=disable"),
 )
-# Clocks, bars, records, kill points and the wording of errors see a prompt pass and do nothing to it: they are listed
-# apart.
+# Clocks, bars, records, invariants, kill points and the wording of errors see a prompt pass and do nothing to it: they
+# are listed apart.
 INSTRUMENTS = (
     *("core/tracking/step_time.py", "core/tracking/progress.py"),
     *("core/tracking/trace.py", "core/learner/traced_tokens.py", "core/tracking/capsules.py"),
-    *("core/checkpoint/kill_points.py", "core/errors.py"),
+    *("core/checkpoint/kill_points.py", "core/errors.py", "core/algorithm/invariants.py"),
 )
 TRAINER, SESSION = "core/ray_trainer.py", "core/session.py"
 

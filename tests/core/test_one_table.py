@@ -116,6 +116,7 @@ from core.tracking.tracker import Tracker
 from core.types import StepMetrics
 
 names = ("response_mask", "group", "in_group_stats", "values", "baseline")
+names += ("old_log_probs", "sum_pi_squared", "rollout_is_weights")
 advantages, _ = compute(torch.tensor([[0.0, 3.0]]), SimpleNamespace(**dict.fromkeys(names)), config.algorithm)
 report["advantages"] = advantages.tolist()
 loss = policy_loss(config.actor_rollout_ref.actor.policy_loss.loss_mode)

@@ -15,6 +15,7 @@ import torch
 import core.learner.batching
 import core.learner.learner
 import core.ray_trainer
+from core.algorithm import invariants
 from core.learner.learner import Actor, Stepper
 from core.replay import differences, phases
 from core.replay.replay_report import replay
@@ -151,6 +152,7 @@ def symmetric_clip(patch):
 
 
 def ratio_to_itself(patch):
+    patch.setattr(invariants, "ratio_moves", lambda *_: None)  # which ends such a step before it can be compared
     other_loss(patch, lambda loss, log_prob, old, *rest: loss(log_prob, log_prob.detach(), *rest))
 
 
@@ -172,6 +174,8 @@ def other_kl(patch):
 
 
 def gradients_stay(patch):
+    patch.setattr(invariants, "gradients_are_cleared", lambda _: None)
+
     def change(step, self, rate):
         self.optimizer.zero_grad = lambda set_to_none=True: None
         return step(self, rate)

@@ -1,0 +1,214 @@
+"""The museum's table: which test fails under each bug, and what a run of three steps reports without knowing it.
+
+    python -m tests.oracle --work DIR --labs            prepares the base models in DIR, where they are missing
+    python -m tests.museum.report --work DIR --runs --tests --clean 25
+    python -m tests.museum.report                       writes the page again from what was recorded
+
+What is measured goes into ``results/museum.json``, the page ``results/museum.md`` is made of that and of ``bugs.yaml``.
+``--only BUG ...`` measures some bugs; the others keep what was recorded. ``--clean N`` runs N seeds of each lab without
+a bug: every line that such a run reports is a false alarm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORD, PAGE = ROOT / "results" / "museum.json", ROOT / "results" / "museum.md"
+BUGS = yaml.safe_load((Path(__file__).parent / "bugs.yaml").read_text(encoding="utf-8"))
+RECIPES = ("ppo", "grpo", "dapo", "search_r1")
+KINDS = {  # of what a run reports, by a pattern of the line
+    "invariant": r"^BrokenInvariant: invariant broken in phase \w+: (?P<found>[^;]*)",
+    "probe of the weights": r"^WeightSyncError: (?P<found>[^:]*)",
+    "bound": r"^warning: step \d+: (?P<found>.*?) \(trainer\.health",
+    "check at the start": r"^(?:error|InputError): (?P<found>[^;]*)",
+}
+
+
+def kind_of(line: str) -> tuple[str, str]:
+    """Return what kind of report a line is, and the finding in it."""
+    for kind, pattern in KINDS.items():
+        if found := re.search(pattern, line):
+            return kind, found["found"]
+    return "another line", line
+
+
+def test_fails(bug: str, node: str) -> bool:
+    """Run one test with the bug planted, in a process of its own. Raises RuntimeError where the test did not run.
+
+    The process is forked: what takes the time is importing torch and transformers.
+    """
+    import tests.museum.mutations  # noqa: F401
+
+    child = multiprocessing.get_context("fork").Process(target=_test, args=(bug, node))
+    child.start()
+    child.join()
+    if child.exitcode not in (0, 1):  # 0: passed, 1: failed; others did not collect it
+        raise RuntimeError(f"{node} did not run under {bug}: pytest ended with {child.exitcode}")
+    return child.exitcode == 1
+
+
+def _test(bug: str, node: str) -> None:
+    import pytest
+
+    os.chdir(ROOT)
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    options = ["-p", "no:cacheprovider", "-p", "tests.museum.plugin", "--museum", bug, "-q", "-x", "--tb=line"]
+    os._exit(int(pytest.main([*options, node])))
+
+
+def run_bug(bug: Mapping[str, Any], work: Path) -> dict[str, Any]:
+    """Run the bug's lab with it planted, and return what it reported beyond what it reports without the bug.
+
+    The labs themselves report nothing (``--clean``); a run with other keys or one that is resumed is compared.
+    """
+    from tests.museum import lab
+    from tests.museum.mutations import planted
+
+    options = {"resumed_after": 2} if bug["id"] == "resume_repeats_data" else {}
+    clean: list[str] = []
+    if bug.get("with") or options:
+        clean = lab.run(bug["lab"], work, bug.get("with", ()), **options).lines
+    with planted(bug["id"]):
+        found = lab.run(bug["lab"], work, bug.get("with", ()), **options)
+    more = [line for line in found.lines if line not in clean]
+    return {
+        name: [line.replace(str(work), "WORK") for line in lines] for name, lines in (("run", more), ("clean", clean))
+    }
+
+
+def run_clean(name: str, seed: int, work: Path) -> dict[str, Any]:
+    from tests.museum import lab
+
+    found = lab.run(name, work, seed=seed)
+    return {"lines": found.lines, "steps": found.steps, "share": round(found.share, 5)}
+
+
+def caught(record: Mapping[str, Any]) -> bool:
+    return bool(record.get("run"))
+
+
+def shown(text: str, width: int = 170) -> str:
+    text = text.replace("|", "\\|").replace("\n", " ")
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def page(record: Mapping[str, Any]) -> str:
+    """Return the page of a record."""
+    bugs, clean = record["bugs"], record["clean"]
+    kinds = Counter(kind_of(found["run"][0])[0] for bug in BUGS if caught(found := bugs.get(bug["id"], {})))
+    runs = sum(kinds.values())
+    tests = sum(bool(bugs.get(bug["id"], {}).get("test_fails")) for bug in BUGS)
+    lines = [
+        "# Bug museum",
+        "",
+        "Thirty bugs that trainers of language models really had, each planted in this repository by a mutation of a",
+        "few lines (`tests/museum/`). The list was committed before the invariants that it led to. The page is",
+        "generated: `python -m tests.museum.report`.",
+        "",
+        f"- **By a test: {tests} of {len(BUGS)}.** The test that is named fails under the mutation.",
+        f"- **By the run: {runs} of {len(BUGS)}**, in three steps of the lab, not told which bug is in it: "
+        + ", ".join(f"{count} by {kind}" for kind, count in kinds.most_common())
+        + ". The invariants were written for these bugs: that they are found is no evidence about other ones.",
+        clean_line(clean),
+        share_line(clean),
+        "- **TRL**: not run.",
+        "",
+        "| bug | threads | test that fails | what the run reports within 3 steps |",
+        "|---|---|---|---|",
+    ]
+    for bug in BUGS:
+        found = bugs.get(bug["id"], {})
+        lines.append(
+            f"| **{bug['id']}**<br>{bug['title']} | {' '.join(map(linked, bug['sources']))} | {test_cell(bug, found)} "
+            f"| {run_cell(bug, found)} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def linked(source: str) -> str:
+    repository, _, number = source.partition("#")
+    return f"[{repository.rpartition('/')[2]}#{number}](https://github.com/{repository}/issues/{number})"
+
+
+def test_cell(bug: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    if "test_fails" not in found:
+        return "not run"
+    return f"`{bug['test']}`" if found["test_fails"] else "missed"
+
+
+def run_cell(bug: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    if "run" not in found:
+        return "not run"
+    keys = f" (`{bug['lab']}`{''.join(f', `{key}`' for key in bug.get('with', ()))})"
+    if not found["run"]:
+        return "missed" + keys
+    kind, text = kind_of(found["run"][0])
+    return f"{kind}: {shown(text)}{keys}"
+
+
+def clean_line(clean: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    counts = {name: len(clean.get(name, ())) for name in RECIPES}
+    alarms = sum(bool(one["lines"]) for name in RECIPES for one in clean.get(name, ()))
+    each = ", ".join(f"{name} {count}" for name, count in counts.items())
+    return f"- **False alarms: {alarms} in {sum(counts.values())} clean runs** of three steps ({each}; one seed a run)."
+
+
+def share_line(clean: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    shares = {name: sorted(one["share"] for one in clean.get(name, ())) for name in RECIPES}
+    text = ", ".join(f"{name} {values[len(values) // 2]:.2%}" for name, values in shares.items() if values)
+    return (
+        f"- **Cost of all invariants together**: CPU seconds inside them over CPU seconds of the loop, median of the "
+        f"clean runs: {text or 'not run'}."
+    )
+
+
+def save(record: Mapping[str, Any]) -> None:
+    RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    PAGE.write_text(page(record), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.museum.report", description=__doc__.splitlines()[0])
+    parser.add_argument("--work", type=Path, help="folder with outputs/lab as python -m tests.oracle prepares it")
+    parser.add_argument("--only", nargs="*", metavar="BUG", choices=[bug["id"] for bug in BUGS])
+    parser.add_argument("--runs", action="store_true", help="run the lab of each bug")
+    parser.add_argument("--tests", action="store_true", help="run the test of each bug")
+    parser.add_argument("--clean", type=int, default=0, metavar="N", help="runs without a bug, of each recipe")
+    asked = parser.parse_args()
+    if (asked.runs or asked.clean) and asked.work is None:
+        parser.error("--runs and --clean need --work")
+    record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {"bugs": {}, "clean": {}}
+    for bug in BUGS if asked.runs or asked.tests else ():
+        if asked.only is not None and bug["id"] not in asked.only:
+            continue
+        found = record["bugs"].setdefault(bug["id"], {})
+        if asked.runs:
+            found.update(run_bug(bug, asked.work.resolve()))
+        if asked.tests:
+            found["test_fails"] = test_fails(bug["id"], bug["test"])
+        print(bug["id"], found.get("test_fails"), [kind_of(line)[0] for line in found.get("run", ())], flush=True)
+        save(record)
+    if asked.clean:
+        record["clean"] = {name: [] for name in RECIPES}
+    for seed in range(1, asked.clean + 1):  # recipe by recipe, so that an early end has some of each
+        for name in RECIPES:
+            record["clean"][name].append({"seed": seed, **run_clean(name, seed, asked.work.resolve())})
+            print(name, seed, record["clean"][name][-1], flush=True)
+            save(record)
+    save(record)
+
+
+if __name__ == "__main__":
+    main()

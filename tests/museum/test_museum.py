@@ -1,0 +1,127 @@
+"""The museum is complete, its page is what was recorded, and its bugs are found: a few here, all of them slowly."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from core.errors import InputError
+from tests.core.algorithm import test_kl, test_schedules
+from tests.core.learner import test_packing
+from tests.core.rewards import test_rewards
+from tests.faults import tiny_run
+from tests.museum import lab, report
+from tests.museum.mutations import MUTATIONS, planted
+from tests.museum.report import BUGS, PAGE, RECORD, ROOT, page
+
+IDS = [bug["id"] for bug in BUGS]
+
+
+def test_thirty_bugs_each_with_threads_a_mutation_and_a_test_that_exists():
+    assert len(set(IDS)) == 30 and set(MUTATIONS) == set(IDS)
+    counts = [len(bug["sources"]) for bug in BUGS]
+    assert counts == sorted(counts, reverse=True)
+    for bug in BUGS:
+        assert all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", source) for source in bug["sources"])
+        file, *_, name = bug["test"].split("::")
+        assert any(f"def {name}(" in (ROOT / at).read_text() for at in (file, "tests/core/engine_contract.py")), name
+        assert bug["lab"] in lab.LABS
+
+
+def test_the_page_is_what_was_recorded():
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    assert PAGE.read_text(encoding="utf-8") == page(record)
+    assert set(record["bugs"]) == set(IDS)
+    assert sum(bool(found["run"]) for found in record["bugs"].values()) >= 24
+
+
+def test_what_a_run_misses_is_written_missed():
+    record = {"bugs": {IDS[0]: {"run": [], "test_fails": False}}, "clean": {}}
+    first = next(line for line in page(record).splitlines() if IDS[0] in line)
+    assert first.count("| missed") == 2 and "By the run: 0 of 30" in page(record) and "not run" in page(record)
+
+
+def test_a_mutation_is_gone_after_its_block():
+    replaced = {name: vars(owner)[attribute] for name, ((owner, attribute), _) in MUTATIONS.items()}
+    for name in IDS:
+        with planted(name):
+            owner, attribute = MUTATIONS[name][0]
+            assert vars(owner)[attribute] is not replaced[name]
+        assert vars(owner)[attribute] is replaced[name]
+
+
+@pytest.mark.parametrize(
+    ("bug", "test"),
+    [
+        ("kl_sign", test_kl.test_by_hand),
+        ("tool_text_scored", test_rewards.test_only_what_the_policy_wrote_is_judged),
+        ("packed_sequences_mixed", test_packing.test_a_row_does_not_see_its_neighbours),
+        ("learning_rate_zero", test_schedules.test_the_first_step_moves_the_weights_and_the_warm_up_ends_on_time),
+    ],
+)
+def test_a_bug_fails_a_test(bug, test):
+    test()
+    with planted(bug), pytest.raises((AssertionError, InputError)):
+        test()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    """Data and a random model: a run that learns nothing, and reports as every run does."""
+    folder = tmp_path_factory.mktemp("museum")
+    tiny_run.prepare(folder)
+    return folder
+
+
+def reported(folder: Path, run: Path) -> list[str]:
+    found = lab.Report()
+    arguments = tiny_run.command(folder, "grpo", 2, "trainer.logger=[jsonl]", "trainer.test_freq=-1")(run)
+    lab.session(lab.LABS["grpo"], folder, arguments[3:], found)
+    return found.lines
+
+
+@pytest.mark.parametrize(
+    ("bug", "match"),
+    [
+        (None, ""),
+        ("rewards_of_others", "invariant broken in phase batch: rewards are not the scores"),
+        ("gradients_kept", "invariant broken in phase update: gradients of an earlier"),
+        ("weights_never_arrive", "some of its weights are stale"),
+        ("tokens_encoded_again", "log-probs of engine and learner differ"),  # no answer of this model ends
+    ],
+)
+def test_a_run_reports_its_bug_and_nothing_where_there_is_none(bug, match, tiny, tmp_path):
+    if bug is None:
+        assert reported(tiny, tmp_path) == []
+        return
+    with planted(bug):
+        lines = reported(tiny, tmp_path)
+    assert any(match in line for line in lines), lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", BUGS, ids=IDS)
+def test_every_bug_fails_its_test(bug):
+    assert report.test_fails(bug["id"], bug["test"])
+
+
+@pytest.fixture(scope="session")
+def work(tmp_path_factory) -> Path:
+    """The base models and data of the labs, as the oracle prepares them: minutes."""
+    from tests import oracle
+
+    folder = tmp_path_factory.mktemp("labs")
+    for module in oracle.PREPARE:
+        oracle.python(folder, *module)
+    return folder
+
+
+@pytest.mark.slow
+def test_runs_find_most_bugs_and_are_silent_without_one(work):
+    for name in report.RECIPES:
+        assert lab.run(name, work).lines == [], name
+    found = {bug["id"]: report.run_bug(bug, work)["run"] for bug in BUGS}
+    assert sum(map(bool, found.values())) >= 24, [name for name, lines in found.items() if not lines]
