@@ -54,6 +54,7 @@ def whole(files) -> Path:
     return run_uninterrupted(over_ray(files), files / "whole").folder
 
 
+@pytest.mark.slow
 def test_a_killed_learner_costs_a_restart_and_no_bit(files, whole):
     """Two ranks, one of them killed after step 3 of 6; a checkpoint is there every other step."""
     run = disturbed(over_ray(files), files / "learner", killing("ray::LearnerProcess"), after=4)

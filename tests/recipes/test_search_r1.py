@@ -516,6 +516,7 @@ def run_command(files, *overrides: str):
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_searches_is_resumed_to_the_bit(files, tmp_path):
     whole = run_uninterrupted(run_command(files), tmp_path / "whole")
     killed = run_with_kills(run_command(files), tmp_path / "killed", [AtPoint("rollout", 3)], random.Random(0))

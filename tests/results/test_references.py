@@ -346,7 +346,13 @@ def _words(row) -> list[str]:
     return row["command"].split()
 
 
-@named([row for row in COMMANDS if row not in TRAINING])
+EVALUATED = [row for row in COMMANDS if row not in TRAINING]
+FEW = EVALUATED[::4]  # the others differ in the size of the model
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=row["id"], marks=() if row in FEW else pytest.mark.slow) for row in EVALUATED]
+)
 def test_an_evaluation_of_a_row_dry_runs_greedily_and_sampled_in_a_folder_of_its_own(row, tmp_path, monkeypatch):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "DRY_RUN": "1", "PATH": path, "HOME": str(tmp_path)}

@@ -252,6 +252,7 @@ def lab_from_data_to_table(folder: Path, recipe: str, *extra: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_lab_goes_from_data_to_table_in_three_steps_and_a_second_call_does_nothing(tmp_path):
     folder = prepared(tmp_path / "copy")

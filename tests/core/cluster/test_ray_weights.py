@@ -84,7 +84,7 @@ def stored(workers):
     return {name: value.detach().clone() for name, value in state.items()}
 
 
-@pytest.mark.parametrize("kind", ["beside", "apart"])
+@pytest.mark.parametrize("kind", ["beside", pytest.param("apart", marks=pytest.mark.slow)])
 def test_every_weight_arrives_bucket_by_bucket(kind, request, monkeypatch):
     workers = request.getfixturevalue(kind)
     train(workers)

@@ -212,6 +212,7 @@ class TestRayEngine(ModelEngineContract):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup says why")
 def test_a_run_with_vllm_engines_in_a_pool_of_their_own(tmp_path, monkeypatch):
     """Two learner ranks, two engines: a run to its end, and in it the engines' log-probs are the learner's."""

@@ -447,6 +447,7 @@ def test_a_run_with_a_tool_is_resumed_to_the_bit(files, tmp_path):
     assert last["rollout_corr/logp_diff_max"] < 1e-4  # the learner reads the very tokens that were sampled
 
 
+@pytest.mark.slow
 def test_a_run_with_a_slow_tool_repeats_to_the_bit_where_that_is_asked(files, tmp_path):
     slow = parrot(files, "lambda: random.SystemRandom().random() / 100", "slow.py")
     make = trained(files, slow, f"{ROLLOUT}.multi_turn.repeatable=True", "trainer.test_freq=-1")
