@@ -20,6 +20,8 @@ import numpy as np
 
 from core.types import Picture, PictureFormat
 
+PICTURE_KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # values of model_type whose pictures are read here
+
 MARKER = "<image>"  # in the text of a prompt: here stands the next picture
 # Decoding takes 3 bytes a pixel, and the widest published processor reads 13 million: more is a mistake or a bomb.
 MOST_PIXELS = 2**26

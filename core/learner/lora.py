@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from core.checkpoint.provenance import Base, base_of
 from core.errors import InputError
-from core.learner.models import auto_class, located, resolve_path
 
 if TYPE_CHECKING:
+    from core.checkpoint.provenance import Base
     from core.config.schema import CriticModelConfig, ModelConfig
 
 ADAPTER = "default"  # peft's name of the one adapter there is
@@ -42,6 +41,8 @@ def add_adapters(module: nn.Module, model: ModelConfig | CriticModelConfig, seed
         from peft import LoraConfig, inject_adapter_in_model
     except ModuleNotFoundError as error:
         raise InputError(f"model.lora_rank={model.lora_rank}: {error}; pip install '.[lora]'") from error
+
+    from core.learner.models import located
 
     head = module.get_output_embeddings()
     own_head = next((name for name in VALUE_HEADS if head is None and hasattr(module, name)), None)
@@ -158,6 +159,9 @@ def merge_saved(
     """
     from peft import PeftConfig, PeftModel
     from transformers import AutoConfig
+
+    from core.checkpoint.provenance import base_of
+    from core.learner.models import auto_class, resolve_path
 
     path = resolve_path(path or PeftConfig.from_pretrained(folder).base_model_name_or_path, "--base")
     found = base_of(path)

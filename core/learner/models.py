@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from core.data.images import PICTURE_KINDS
 from core.errors import InputError
 from core.learner.log_probs import FP32Head
-from core.planning.model_rules import PICTURE_KINDS
 from core.remote.cache import WEIGHTS, local_path
 from core.remote.urls import is_url
 from core.types import PictureFormat

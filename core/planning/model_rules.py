@@ -13,12 +13,12 @@ from contextlib import suppress
 from core.config.convert import Problem
 from core.config.schema import ActorConfig, Config, CriticConfig, RefConfig
 from core.config.tables import ENGINES
+from core.data.images import PICTURE_KINDS
 from core.errors import InputError
 from core.planning.model_shapes import MODELS, Shape, config_file, read_config, shape_of
 
 Sharing = ActorConfig | RefConfig | CriticConfig
 MODEL = "actor_rollout_ref.model.path"
-PICTURE_KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # values of model_type whose pictures are read here
 PICTURE_NAMES = re.compile(r"qwen(2|2\.5|3)-vl-(?!.*-a\d+b)", re.IGNORECASE)  # and their names; not mixtures of experts
 # Words in the names of families that read images, video or sound; those of other kinds are not trained here.
 SENSES = {"vl", "vision", "omni", "llava", "internvl", "paligemma", "pixtral", "idefics", "smolvlm", "multimodal"}

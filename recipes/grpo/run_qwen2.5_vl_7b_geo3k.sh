@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO on Geometry3K, questions about figures: Qwen2.5-VL-7B-Instruct, one node of 8 GPUs.
-# The hyper-parameters are those of verl, examples/grpo_trainer/run_qwen2_5_vl-7b.sh. A pass has 8 trajectories where
-# verl has 10, and an engine is one GPU where verl's are two: memory settings.
+# The hyper-parameters are those of verl v0.6.1, examples/grpo_trainer/run_qwen2_5_vl-7b.sh. A pass has 8
+# trajectories where verl has 10, and an engine is one GPU where verl's are two: memory settings.
 # This script has never run at its scale; it needs trainer.backend=ray and vLLM.
 #
 #   bash recipes/grpo/run_qwen2.5_vl_7b_geo3k.sh [key=value ...]         DRY_RUN=1 only checks the configuration

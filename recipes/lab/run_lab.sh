@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
-# GRPO with the tool agent of core and a tiny model, a few minutes on two CPU cores: sums with a calculator (tools), or
-# guessing what a simulated user thinks of (users).
+# GRPO with a tiny model, a few minutes on two CPU cores: sums with a calculator (tools), guessing what a simulated user
+# thinks of (users), or questions about pictures, with a model of Qwen2.5-VL's shape (figures). The control of figures
+# gets the same questions about an empty picture: append trainer.experiment_name=lab-figures-blank
+# data.train_files=./outputs/lab/figures/blank_train.parquet data.val_files=./outputs/lab/figures/blank_test.parquet.
 #
-#   bash recipes/lab/run_lab.sh [tools|users] [key=value ...]          DRY_RUN=1 only checks the configuration
+#   bash recipes/lab/run_lab.sh [tools|users|figures] [key=value ...]          DRY_RUN=1 only checks the configuration
 #
 # It makes the data and the base model (outputs/lab/ in the current folder) where they are missing.
 # It runs over Ray or, where Ray cannot be imported, in one process. Over Ray a run repeats up to rounding; with
 # trainer.backend=local appended it repeats to the bit.
-# The hyper-parameters are in recipes/grpo/config/preset/lab_tools.yaml and lab_users.yaml. The output goes to
-# outputs/grpo/ in the current folder.
+# The hyper-parameters are in recipes/grpo/config/preset/lab_tools.yaml, lab_users.yaml and lab_figures.yaml. The output
+# goes to outputs/grpo/ in the current folder.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
@@ -16,15 +18,16 @@ python="$root/.venv/bin/python"
 [[ -x "$python" ]] || python=python3
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 case "${1:-}" in
-tools | users) kind="$1" && shift ;;
+tools | users | figures) kind="$1" && shift ;;
 *) kind=tools ;;
 esac
 turns=actor_rollout_ref.rollout.multi_turn
 case "$kind" in
-tools) task=sums others="$turns.tool_config_path=$root/recipes/lab/tools.yaml" ;;
-users) task=guesses others="$turns.interaction_config_path=$root/recipes/lab/users.yaml" ;;
+tools) make=(recipes.lab.sums) others=("$turns.tool_config_path=$root/recipes/lab/tools.yaml") ;;
+users) make=(recipes.lab.guesses) others=("$turns.interaction_config_path=$root/recipes/lab/users.yaml") ;;
+figures) make=(recipes.lab.figures --blank) others=() ;;
 esac
-arguments=("preset=lab_$kind" trainer.backend=ray "$others" -- "$@")
+arguments=("preset=lab_$kind" trainer.backend=ray ${others[@]+"${others[@]}"} -- "$@")
 
 case "${DRY_RUN:-}" in
 "" | 0 | false | no) ;;
@@ -33,8 +36,8 @@ esac
 DRY_RUN=1 "$python" -m recipes.grpo.main_grpo "${arguments[@]}" > /dev/null # reports a wrong key now, not after a minute
 if ! "$python" -c "import ray" 2> /dev/null; then
     echo "ray cannot be imported: the run is in one process, trainer.backend=local" >&2
-    arguments=("preset=lab_$kind" trainer.backend=local "$others" -- "$@")
+    arguments=("preset=lab_$kind" trainer.backend=local ${others[@]+"${others[@]}"} -- "$@")
 fi
-"$python" -m "recipes.lab.$task"
+"$python" -m "${make[@]}"
 "$python" -m recipes.grpo.main_grpo "${arguments[@]}"
 "$python" -m recipes.lab.report grpo "${arguments[@]}"

@@ -340,7 +340,7 @@ def test_expressions():
 
 
 GOOD_AND_BAD_GOLDS = [
-    (hops, "a", ["", "ab", 3, None, "1"]),
+    (hops, "a", ["", "ab", 3, None, "?"]),
     (gsm8k, "-12.5", ["1,000", "twelve", None, "", 72]),
     (math_reward, "\\frac12", ["", None, 3, "\\!"]),
     (math_dapo, "34", ["", None, 34, "\\text{s}", "[INVALID]"]),

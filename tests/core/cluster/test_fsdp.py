@@ -308,7 +308,7 @@ def test_offloaded_state_is_on_the_device_for_the_phases_that_need_it_alone(fail
     module = SimpleNamespace(to=lambda device: moves.append(("weights", str(device))), modules=lambda: [])
     learner, device = LearnerRank.__new__(LearnerRank), torch.device("meta")
 
-    def phase(*_):
+    def phase(*_, **options):
         moves.append("at work")
         if fails:
             raise RuntimeError("out of memory, say")

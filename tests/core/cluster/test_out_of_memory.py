@@ -81,7 +81,9 @@ def last_line(capsys) -> str:
 def test_the_run_ends_with_a_line_that_names_phase_and_knob(files, tmp_path, monkeypatch, capsys, phase):
     monkeypatch.setattr(*PLANTED[phase], fail)
     if phase == "ref":  # whose class the actor inherits from
-        monkeypatch.setattr(Actor, "log_probs", lambda self, batch, _: (batch.rollout_log_probs,) * 2, raising=False)
+        monkeypatch.setattr(
+            Actor, "log_probs", lambda self, batch, *_, **options: (batch.rollout_log_probs,) * 2, raising=False
+        )
     config = configured(files, tmp_path / "run")
     with pytest.raises(SystemExit) as ended:
         work(TRAINER, config)
