@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.ray_runs import Watched, disturbed
+from tests.faults.ray_runs import Watched, disturbed, title
 from tests.faults.test_ray_faults import lines
 from tests.faults.tiny_run import command, prepare
 
@@ -31,10 +31,13 @@ def files(tmp_path_factory) -> Path:
 
 
 def parts(run: Watched) -> list[int]:
-    """vLLM's own processes, each of which holds a part of every layer."""
+    """vLLM's own processes, each of which holds a part of every layer.
+
+    They are told by their parent: the title that vLLM gives them may overwrite their environment, and the mark in it.
+    """
     (engine,) = run.pids("ray::EngineProcess")
-    children = {pid for pid in run.pids("VLLM::Worker") if parent(pid) == engine}
-    return sorted(children)
+    everyone = (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
+    return sorted(pid for pid in everyone if parent(pid) == engine and title(pid).startswith("VLLM::Worker"))
 
 
 def parent(pid: int) -> int:
