@@ -19,7 +19,7 @@ Where = Callable[[int], str]  # from the index in a flat tensor to the place in 
 
 @dataclass(frozen=True)
 class Closeness:
-    """How equal is equal: to the bit where the step was computed by the same kind of machine, else to 1e-5.
+    """How equal is equal: to the bit where one thread of the same kind of machine computed the step, else to 1e-5.
 
     The tolerance is absolute, and relative to numbers above 1. An optimizer's moments are as small as gradients and
     their squares: there it is relative to the largest number of that moment in the model. Weights are not compared more
@@ -38,10 +38,12 @@ class Closeness:
         other = [f"{name} was {there}, is {now}" for name, there, now in pairs if there != now]
         if machine["device"] != "cpu":
             other.append("a GPU does not add up in a fixed order")
+        if machine["threads"] > 1:  # a step of two threads was repeated to the bit but for the order of its sums
+            other.append(f"{machine['threads']} threads need not add up in the same order; trainer.cpu_threads=1 does")
         if other:
             return cls(False, "; ".join(other))
         versions = ", ".join(f"{name} {version}" for name, version in here.items())
-        return cls(True, f"as recorded: {machine['cpu']}, {machine['threads']} threads, {versions}")
+        return cls(True, f"as recorded: {machine['cpu']}, 1 thread, {versions}")
 
     def __str__(self) -> str:
         return f"{'to the bit' if self.exact else f'to {TOLERANCE:g}'} ({self.why})"

@@ -75,6 +75,13 @@ def test_another_machine_is_told_and_has_a_tolerance(monkeypatch):
 # --- planted bugs ---
 
 
+def test_several_threads_have_a_tolerance():
+    found = read(capsule("grpo"))
+    machine = {**found.facts["machine"], "threads": 2}
+    rule = differences.Closeness.of(dataclasses.replace(found, facts={**found.facts, "machine": machine}))
+    assert not rule.exact and "2 threads need not add up in the same order" in str(rule)
+
+
 def wrapped(monkeypatch, owner, name, change):
     """Let ``change(original, *args)`` stand in for a function."""
     original = getattr(owner, name)
