@@ -15,15 +15,13 @@ the user's turns reach the scorer in ``extra_info["rollout"]["user_scores"]``. A
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from core.errors import InputError
-from core.rollout.tools import load_class
+from core.rollout.tools import load_class, made_by_name, read_yaml
 
 KEY = "actor_rollout_ref.rollout.multi_turn.interaction_config_path"
 
@@ -67,32 +65,25 @@ class Interaction:
 
 def load_interactions(path: str | Path) -> dict[str, Interaction]:
     """Return name -> user, in the file's order. Raises InputError with every problem of the file."""
-    try:
-        listed = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise InputError(f"{KEY}={path}: cannot be read ({error})") from error
+    where, listed = f"{KEY}={path}", read_yaml(path, KEY)
     entries = listed.get("interaction") if isinstance(listed, Mapping) else None
     if not isinstance(entries, list) or not entries:
-        raise InputError(f"{KEY}={path}: must hold a list under 'interaction'; see core/rollout/interactions.py")
-    found: dict[str, Interaction] = {}
-    problems = []
-    for number, entry in enumerate(entries):
-        try:
-            if not isinstance(entry, Mapping) or not {"class_name"} <= entry.keys() <= {"name", "class_name", "config"}:
-                raise ValueError("must hold class_name, and may hold name and config")
-            made = load_class(entry["class_name"])
-            name = str(entry.get("name") or made.__name__.removesuffix("Interaction").lower())
-            if name in found:
-                raise ValueError(f"a second user named {name!r}")
-            user = made(dict(entry.get("config") or {}))
-            if not isinstance(user, Interaction):
-                raise ValueError(f"{made.__name__} does not extend core.rollout.interactions.Interaction")
-            found[name] = user
-        except (InputError, ValueError, TypeError, RuntimeError) as error:
-            problems.append(f"{KEY}={path}: interaction[{number}]: {error}")
-    if problems:
-        raise InputError("\n".join(problems))
-    return found
+        raise InputError(f"{where}: must hold a list under 'interaction'; see core/rollout/interactions.py")
+    return made_by_name(entries, f"{where}: interaction", "user", _user)
+
+
+def _user(entry: Any) -> tuple[str, Callable[[], Interaction]]:
+    if not isinstance(entry, Mapping) or not {"class_name"} <= entry.keys() <= {"name", "class_name", "config"}:
+        raise ValueError("must hold class_name, and may hold name and config")
+    kind = load_class(entry["class_name"])
+
+    def make() -> Interaction:
+        user = kind(dict(entry.get("config") or {}))
+        if not isinstance(user, Interaction):
+            raise ValueError(f"{kind.__name__} does not extend core.rollout.interactions.Interaction")
+        return user
+
+    return str(entry.get("name") or kind.__name__.removesuffix("Interaction").lower()), make
 
 
 def chosen_user(

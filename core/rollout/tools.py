@@ -27,10 +27,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from jsonschema import Draft202012Validator
@@ -40,6 +40,7 @@ from core.config.tables import load_object
 from core.errors import InputError
 
 KEY = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
+Made = TypeVar("Made")  # of an entry of a YAML list: a tool, a user
 
 
 class ToolError(Exception):
@@ -86,26 +87,46 @@ class ToolSpec:
 
 def load_tools(path: str | Path) -> dict[str, ToolSpec]:
     """Name -> tool, in the file's order. Raises InputError with every problem of the file."""
-    try:
-        listed = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise InputError(f"{KEY}={path}: cannot be read ({error})") from error
+    where, listed = f"{KEY}={path}", read_yaml(path, KEY)
     entries = listed.get("tools") if isinstance(listed, Mapping) else listed
     if not isinstance(entries, list) or not entries:
-        raise InputError(f"{KEY}={path}: must hold a list of tools, or one under 'tools'; see core/rollout/tools.py")
-    tools: dict[str, ToolSpec] = {}
+        raise InputError(f"{where}: must hold a list of tools, or one under 'tools'; see core/rollout/tools.py")
+
+    def named(entry: Any) -> tuple[str, Callable[[], ToolSpec]]:
+        spec = _spec(entry)
+        return spec.name, lambda: spec
+
+    return made_by_name(entries, f"{where}: tools", "tool", named)
+
+
+def read_yaml(path: str | Path, key: str) -> Any:
+    """Return what a YAML file holds. Raises InputError where it cannot be read."""
+    try:
+        return yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise InputError(f"{key}={path}: cannot be read ({error})") from error
+
+
+def made_by_name(
+    entries: Sequence[Any], where: str, noun: str, named: Callable[[Any], tuple[str, Callable[[], Made]]]
+) -> dict[str, Made]:
+    """Return name -> what is made of each entry, in their order; ``named`` gives an entry's name and what makes it.
+
+    Raises InputError with every problem.
+    """
+    found: dict[str, Made] = {}
     problems = []
     for number, entry in enumerate(entries):
         try:
-            spec = _spec(entry)
-            if spec.name in tools:
-                raise ValueError(f"a second tool named {spec.name!r}")
-            tools[spec.name] = spec
+            name, make = named(entry)
+            if name in found:
+                raise ValueError(f"a second {noun} named {name!r}")
+            found[name] = make()
         except (InputError, ValueError, KeyError, TypeError, RuntimeError) as error:
-            problems.append(f"{KEY}={path}: tools[{number}]: {_said(error)}")
+            problems.append(f"{where}[{number}]: {_said(error)}")
     if problems:
         raise InputError("\n".join(problems))
-    return tools
+    return found
 
 
 def _spec(entry: Any) -> ToolSpec:
