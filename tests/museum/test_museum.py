@@ -120,6 +120,8 @@ def test_a_run_reports_its_bug_and_nothing_where_there_is_none(bug, match, tiny,
     with planted(bug):
         lines = reported(tiny, tmp_path)
     assert any(match in line for line in lines), lines
+    ended = json.loads((tmp_path / "manifest.json").read_text(encoding="utf-8"))
+    assert ended["status"] != "failed" or match in ended["stopped_because"], "what watch and report show of it"
 
 
 @pytest.mark.slow
