@@ -393,15 +393,24 @@ def main():
         kept["runs"][name] = run(seed, bug, tools)
         asked.out.write_text(json.dumps(kept))
         print(name, kept["runs"][name]["ended"], kept["runs"][name]["metrics"][-1:], flush=True)
-    runs = kept["runs"]
-    clean = {lab: [runs[f"{lab} {seed}"] for seed in CLEAN] for lab in ("hops", "tools")}
-    kept["bugs"] = {bug: outside(runs[bug], clean["tools" if bug.startswith("tool_") else "hops"]) for bug in MUTATIONS}
-    kept["others"] = {f"{lab} {seed}": outside(runs[f"{lab} {seed}"], clean[lab]) for lab in clean for seed in OTHERS}
-    kept |= {"not_applicable": NOT_APPLICABLE, "version": trl.__version__, "clean": len(CLEAN)}
+    judge(kept)
     asked.out.write_text(json.dumps(kept))
     for bug, told in kept["bugs"].items():
         print(bug, len(told), told[:2])
     print("false alarms", {name: told[:2] for name, told in kept["others"].items() if told})
+
+
+def judge(kept):
+    """Apply the rule to every run whose clean runs are there; the others were not run."""
+    runs, kept["bugs"], kept["others"] = kept["runs"], {}, {}
+    for lab in ("hops", "tools"):
+        if all(f"{lab} {seed}" in runs for seed in CLEAN):
+            clean = [runs[f"{lab} {seed}"] for seed in CLEAN]
+            bugs = [bug for bug in MUTATIONS if bug in runs and bug.startswith("tool_") == (lab == "tools")]
+            kept["bugs"] |= {bug: outside(runs[bug], clean) for bug in bugs}
+            others = [f"{lab} {seed}" for seed in OTHERS if f"{lab} {seed}" in runs]
+            kept["others"] |= {name: outside(runs[name], clean) for name in others}
+    kept |= {"not_applicable": NOT_APPLICABLE, "version": trl.__version__, "clean": len(CLEAN)}
 
 
 if __name__ == "__main__":
