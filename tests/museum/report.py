@@ -123,8 +123,8 @@ def page(record: Mapping[str, Any]) -> str:
         f"- **By the run: {runs} of {len(BUGS)}**, in three steps of the lab, not told which bug is in it: "
         + ", ".join(f"{count} by {kind}" for kind, count in kinds.most_common())
         + ". The invariants were written for these bugs: that they are found is no evidence about other ones.",
-        clean_line(clean),
-        share_line(clean),
+        clean_line(clean, record.get("before")),
+        share_line(clean, record.get("before")),
         *trl_lines(trl),
         "",
         "| bug | threads | test that fails | what the run reports within 3 steps | TRL |",
@@ -193,20 +193,37 @@ def trl_cell(bug: str, trl: Mapping[str, Any]) -> str:
     return shown(trl_kind(trl["bugs"][bug])[1]) if bug in trl.get("bugs", {}) else "not run"
 
 
-def clean_line(clean: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+Clean = Mapping[str, Sequence[Mapping[str, Any]]]  # recipe -> its runs without a bug
+
+
+def clean_line(clean: Clean, before: Mapping[str, Any] | None) -> str:
     counts = {name: len(clean.get(name, ())) for name in RECIPES}
-    alarms = sum(bool(one["lines"]) for name in RECIPES for one in clean.get(name, ()))
     each = ", ".join(f"{name} {count}" for name, count in counts.items())
-    return f"- **False alarms: {alarms} in {sum(counts.values())} clean runs** of three steps ({each}; one seed a run)."
+    runs, alarms = sum(counts.values()), alarms_of(clean)
+    line = f"- **False alarms: {alarms} in {runs} clean runs** of three steps ({each}; one seed a run)."
+    if before:
+        runs, alarms = sum(map(len, before["clean"].values())), alarms_of(before["clean"])
+        line += f" At commit {before['commit']}: {alarms} in {runs}."
+    return line
 
 
-def share_line(clean: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    shares = {name: sorted(one["share"] for one in clean.get(name, ())) for name in RECIPES}
-    text = ", ".join(f"{name} {values[len(values) // 2]:.2%}" for name, values in shares.items() if values)
-    return (
+def alarms_of(clean: Clean) -> int:
+    return sum(bool(one["lines"]) for runs in clean.values() for one in runs)
+
+
+def share_line(clean: Clean, before: Mapping[str, Any] | None) -> str:
+    line = (
         f"- **Cost of all invariants together**: CPU seconds inside them over CPU seconds of the loop, median of the "
-        f"clean runs: {text or 'not run'}."
+        f"clean runs: {shares(clean) or 'not run'}"
     )
+    if before:
+        line += f"; at commit {before['commit']}, on a machine with less other work: {shares(before['clean'])}"
+    return f"{line}."
+
+
+def shares(clean: Clean) -> str:
+    values = {name: sorted(one["share"] for one in clean.get(name, ())) for name in RECIPES}
+    return ", ".join(f"{name} {found[len(found) // 2]:.2%}" for name, found in values.items() if found)
 
 
 def save(record: Mapping[str, Any]) -> None:

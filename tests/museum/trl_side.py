@@ -253,9 +253,12 @@ def gradients_kept(original, self, *given):
 
 
 @replaces(GRPOTrainer, "create_scheduler")
-def learning_rate_zero(original, self, steps, optimizer=None):
-    self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, lambda step: 0.0)
-    return self.lr_scheduler
+def learning_rate_zero(original, self, *given, **named):
+    scheduler = original(self, *given, **named)
+    scheduler.lr_lambdas = [lambda step: 0.0 for _ in scheduler.lr_lambdas]
+    for group in scheduler.optimizer.param_groups:
+        group["lr"] = 0.0
+    return scheduler
 
 
 @replaces(GRPOTrainer, "training_step")
