@@ -120,13 +120,14 @@ def read_tokens(
         hidden_MH = read.last_hidden_state[reading.asked]
     else:
         hidden_MH = hidden_before_tokens(module, reading.input_ids, reading.mask_BT, shared, pictures_B)
-    head = module.get_output_embeddings()
+    head = module.get_output_embeddings()  # whole on each rank, as a DTensor where other layers are split
+    weight, bias = (one.to_local() if hasattr(one, "to_local") else one for one in (head.weight, head.bias))
     return token_log_probs_and_entropy(
         hidden_MH,
-        head.weight,
+        weight,
         reading.labels,
         temperature=temperature,
-        bias=head.bias,
+        bias=bias,
         fp32=isinstance(head, FP32Head),
         **options,
     )

@@ -6,7 +6,7 @@ import difflib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,12 @@ class Shape:
     def critic_parameters(self) -> int:
         """Count the parameters of the same body with one number a token instead of the vocabulary (and a bias)."""
         return self.layers * self.block + self.vocab * self.hidden + 2 * self.hidden + 1
+
+    def split(self, ranks: int) -> Shape:
+        """Return what each of ``ranks`` that share every layer has: fewer heads, a narrower MLP, all of the rest."""
+        size = self.head_dim or self.hidden // self.heads
+        heads, kv_heads = self.heads // ranks, self.kv_heads // ranks
+        return replace(self, heads=heads, kv_heads=kv_heads, mlp=self.mlp // ranks, head_dim=size)
 
     def adapters(self, rank: int) -> int:
         """Count the parameters of LoRA on every linear layer: two factors each."""

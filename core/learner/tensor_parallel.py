@@ -1,0 +1,116 @@
+"""Tensor parallelism: a layer's matrices split over neighbouring ranks, by the plan that transformers has for a model.
+
+The plan (``base_model_tp_plan``, what ``DistributedConfig`` applies) says which matrices are split by columns and which
+by rows. transformers puts them and their exchanges in place; FSDP2 then shards every part over the ranks that hold the
+same one. What no plan names (embeddings, norms, the head) is whole on each rank of the group, as a DTensor too: all
+parameters then lie on one mesh, which the norm of the gradients, AdamW and checkpoints need, and tied weights stay tied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
+
+from core.errors import InputError
+from core.learner.models import load_critic, load_policy
+
+if TYPE_CHECKING:
+    from core.config.schema import Config
+
+COLUMNS, OWN_HEADS, EMBEDDING = "colwise", "replicated_with_grad_allreduce", "embedding_rowwise"
+STYLES = {COLUMNS, "colwise_gather_output", "rowwise", "rowwise_split_input", OWN_HEADS}
+
+
+def check_layers(config: Config, *, critic: bool) -> None:
+    """Check on models without weights that ranks can share their layers as configured; the reference is the policy.
+
+    Raises InputError for a model without a plan that is trained here, and for sizes that the ranks do not divide.
+    """
+    roles = config.actor_rollout_ref
+    parts = [("actor_rollout_ref.actor", roles.actor), ("actor_rollout_ref.ref", roles.ref)]
+    for key, part in parts + [("critic", config.critic)] * critic:
+        if (ranks := part.tensor_model_parallel_size) == 1:
+            continue
+        seed = config.trainer.seed
+        module = (
+            load_critic(config.critic.model, seed, on_meta=True)
+            if key == "critic"
+            else load_policy(roles.model, on_meta=True)
+        )
+        plan, text = plan_of(module), module.config.get_text_config()
+        heads, name = text.num_attention_heads, f"{key}.tensor_model_parallel_size={ranks}"
+        sizes = {"key-value heads": getattr(text, "num_key_value_heads", None) or heads}
+        sizes |= {"attention heads": heads, "intermediate_size": getattr(text, "intermediate_size", None) or ranks}
+        for what, size in sizes.items() if COLUMNS in plan.values() else ():
+            if size % ranks:
+                raise InputError(f"{name}: must divide the {size} {what} of {type(module).__name__}")
+
+
+def plan_of(module: nn.Module) -> dict[str, str]:
+    """Return the tensor-parallel plan of a model's layers, name with ``*`` for numbers -> style.
+
+    Embedding and head are left out: the head's log-probs are computed in chunks of tokens, by all of its rows.
+
+    Raises InputError for a model without a plan, and where the plan has a style that is not trained here.
+    """
+    body, kind = f"{module.base_model_prefix}.", type(module).__name__
+    whole = (module.tp_plan or {}).items()
+    plan = {name: style for name, style in whole if name.startswith(body) and style != EMBEDDING}
+    odd = sorted({*plan.values()} - STYLES)
+    if odd or not plan:
+        has = f"the plan of {kind} has {', '.join(odd)}, which is not trained here" if odd else f"{kind} has no plan"
+        raise InputError(f"tensor_model_parallel_size: {has}; set it to 1, or take a dense model such as Qwen2 or Llama")
+    return plan
+
+
+def split_layers(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Split a weightless model over the ranks of ``mesh``. What FSDP2 does comes after it. Raises InputError."""
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism, replace_layer_number_by_wildcard
+
+    plan = plan_of(module)
+    apply_tensor_parallelism(module, mesh, {name: style for name, style in plan.items() if style != OWN_HEADS})
+    whole: dict[int, nn.Parameter] = {}  # of what is tied there is one
+    for name, part in module.named_modules():
+        own = {key: value for key, value in part.named_parameters(recurse=False) if not isinstance(value, DTensor)}
+        if not own:
+            continue
+        for key, value in own.items():
+            if id(value) not in whole:
+                spread = distribute_tensor(value, mesh, [Replicate()], src_data_rank=None)
+                whole[id(value)] = nn.Parameter(spread, requires_grad=value.requires_grad)
+            part._parameters[key] = whole[id(value)]
+        # A norm of single heads sees this rank's heads alone: its gradient is a part of a sum.
+        style = plan.get(replace_layer_number_by_wildcard(name))
+        _read_plainly(part, tuple(own), Partial() if style == OWN_HEADS else Replicate())
+
+
+def _read_plainly(part: nn.Module, names: tuple[str, ...], gradient: Placement) -> None:
+    """Have a module's forward read these parameters as plain tensors; the hidden states around it are plain as well."""
+    forward = part.forward
+
+    @contextmanager
+    def plain() -> Iterator[None]:
+        kept = {name: part._parameters[name] for name in names}
+        part._parameters.update({name: plain_tensor(value, gradient) for name, value in kept.items()})
+        try:
+            yield
+        finally:
+            part._parameters.update(kept)
+
+    def read(*args: Any, **kwargs: Any) -> Any:
+        with plain():
+            return forward(*args, **kwargs)
+
+    part.forward = read
+
+
+def plain_tensor(value: Tensor, gradient: Placement | None = None) -> Tensor:
+    """Return a parameter that is whole on each rank of a tensor-parallel group as a plain tensor; differentiable."""
+    if not isinstance(value, DTensor):
+        return value
+    return value.to_local(grad_placements=[gradient or Replicate()])
