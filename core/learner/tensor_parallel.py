@@ -8,6 +8,7 @@ parameters then lie on one mesh, which the norm of the gradients, AdamW and chec
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ from core.learner.models import load_critic, load_policy
 if TYPE_CHECKING:
     from core.config.schema import Config
 
+# That a weight which is split twice is gathered in two steps is known, and would be told by every rank.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 COLUMNS, OWN_HEADS, EMBEDDING = "colwise", "replicated_with_grad_allreduce", "embedding_rowwise"
 STYLES = {COLUMNS, "colwise_gather_output", "rowwise", "rowwise_split_input", OWN_HEADS}
 
