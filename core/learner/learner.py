@@ -120,8 +120,9 @@ def read_tokens(
         hidden_MH = read.last_hidden_state[reading.asked]
     else:
         hidden_MH = hidden_before_tokens(module, reading.input_ids, reading.mask_BT, shared, pictures_B)
-    head = module.get_output_embeddings()  # whole on each rank, as a DTensor where other layers are split
-    weight, bias = (one.to_local() if hasattr(one, "to_local") else one for one in (head.weight, head.bias))
+    head = module.get_output_embeddings()
+    # Where ranks share layers it is a DTensor, and each of them reads all of it.
+    weight, bias = (one.full_tensor() if hasattr(one, "full_tensor") else one for one in (head.weight, head.bias))
     return token_log_probs_and_entropy(
         hidden_MH,
         weight,

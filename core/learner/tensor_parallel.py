@@ -2,8 +2,9 @@
 
 The plan (``base_model_tp_plan``, what ``DistributedConfig`` applies) says which matrices are split by columns and which
 by rows. transformers puts them and their exchanges in place; FSDP2 then shards every part over the ranks that hold the
-same one. What no plan names (embeddings, norms, the head) is whole on each rank of the group, as a DTensor too: all
-parameters then lie on one mesh, which the norm of the gradients, AdamW and checkpoints need, and tied weights stay tied.
+same one. What no plan names (embeddings, norms, the head) every rank reads whole. It is a DTensor too, and matrices are
+gathered where they are read: all parameters then lie on one mesh, which the norm of the gradients, AdamW and
+checkpoints need, no state is held twice but that of norms, and tied weights stay tied.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from core.errors import InputError
 from core.learner.models import load_critic, load_policy
@@ -84,7 +85,8 @@ def split_layers(module: nn.Module, mesh: DeviceMesh) -> None:
             continue
         for key, value in own.items():
             if id(value) not in whole:
-                spread = distribute_tensor(value, mesh, [Replicate()], src_data_rank=None)
+                place = Shard(1) if value.ndim == 2 else Replicate()
+                spread = distribute_tensor(value, mesh, [place], src_data_rank=None)
                 whole[id(value)] = nn.Parameter(spread, requires_grad=value.requires_grad)
             part._parameters[key] = whole[id(value)]
         # A norm of single heads sees this rank's heads alone: its gradient is a part of a sum.
@@ -93,27 +95,24 @@ def split_layers(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _read_plainly(part: nn.Module, names: tuple[str, ...], gradient: Placement) -> None:
-    """Have a module's forward read these parameters as plain tensors; the hidden states around it are plain as well."""
+    """Have a module's forward read these parameters whole, as plain tensors: the hidden states are plain as well.
+
+    ``gradient`` says what a rank computes of theirs: all of it, as every rank that shares the layer does, or a part.
+    """
     forward = part.forward
 
     @contextmanager
     def plain() -> Iterator[None]:
         kept = {name: part._parameters[name] for name in names}
-        part._parameters.update({name: plain_tensor(value, gradient) for name, value in kept.items()})
+        read = {name: value.full_tensor(grad_placements=[gradient]) for name, value in kept.items()}
+        part._parameters.update(read)
         try:
             yield
         finally:
             part._parameters.update(kept)
 
-    def read(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
         with plain():
             return forward(*args, **kwargs)
 
-    part.forward = read
-
-
-def plain_tensor(value: Tensor, gradient: Placement | None = None) -> Tensor:
-    """Return a parameter that is whole on each rank of a tensor-parallel group as a plain tensor; differentiable."""
-    if not isinstance(value, DTensor):
-        return value
-    return value.to_local(grad_placements=[gradient or Replicate()])
+    part.forward = wrapped

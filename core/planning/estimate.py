@@ -17,7 +17,7 @@ parameters, R learner ranks that share them, c bytes a number in the passes (2 i
     engine              c P / tp + KV cache; a token's cache is 2 L kv c / tp
 
 Where t learner ranks share each layer (``tensor_model_parallel_size``), a rank has a narrower model: heads and MLP are
-divided by t, the ends and the stream between layers are not, and R / t ranks share what it has.
+divided by t, the stream between layers is not, the ends are only between passes, and R / t ranks share what it has.
 
 An episode (``data.max_start_length``) is several turns of generated tokens with observed ones between them, which are
 prefilled once and are in every pass of the learner. A phase's memory is what is there always and what it adds; policy
@@ -125,9 +125,10 @@ def sharded_update_bytes(
     kept = float(tokens) * shape.layers * (shape.hidden * width if checkpointing else block)
     gradients = 4.0 * (adapters or shape.parameters - shape.ends) / ranks  # of the layers
     reduced = 4.0 * (adapters / shape.layers if adapters else shape.block)
-    head = 0.0 if adapters else float(width) * shape.vocab * shape.hidden
+    whole = 0.0 if adapters else float(width) * shape.vocab * shape.hidden
+    head = whole / shape.sharers
     ends = 0.0 if adapters else (width + 4.0) * shape.ends
-    cast = head if width < 4 else 0.0  # the head sums its gradient in float32 first
+    cast = whole if width < 4 else 0.0  # the head sums its gradient in float32 first
     moments = {
         "in the head": kept + head_bytes(shape, tokens, width, not adapters, logits) + cast,
         "in the last layer": head + reduced + kept + tokens * (backward + (block if checkpointing else 0)),
@@ -139,8 +140,12 @@ def sharded_update_bytes(
 
 
 def gathered_bytes(shape: Shape, width: int) -> float:
-    """Return the weights that a rank of a sharded model has whole: one layer and the next, and the ends."""
-    return width * (2.0 * shape.block + shape.ends)
+    """Return the weights that a rank of a sharded model has whole: one layer and the next, and the ends.
+
+    Ranks that share the ends have their part of them, and the head whole where it is at work.
+    """
+    head = shape.vocab * shape.hidden if shape.sharers > 1 else 0
+    return width * (2.0 * shape.block + shape.ends + head)
 
 
 def log_prob_bytes(shape: Shape, tokens: int, width: int, adapters: int = 0, logits: int = CPU_LOGITS) -> float:

@@ -154,11 +154,11 @@ def collectives(plan: Plan) -> Iterator[tuple[str, float, float]]:
             yield f"{phase}, all-to-all", calls, exchanges * shape.layers * exchanged
     weights = (9 + 3 * shape.bias) * shape.layers + 3 - shape.tied  # seven matrices, two norms, biases of three
     gathered = float(plan.shape.parameters)
-    if layer_size > 1:  # what is split is gathered twice: by columns over the shards first, by rows over the layer's
-        weights += (7 + 3 * shape.bias) * shape.layers
-        rows = shape.layers * shape.hidden * (shape.q_size + shape.mlp)
-        columns = shape.layers * (shape.block - 2 * shape.hidden) - rows
-        gathered += columns + rows * layer_size**2 / plan.ranks
+    if layer_size > 1:  # in two steps: what is split by rows over the shards first, by columns over the layer's ranks
+        weights += (7 + 3 * shape.bias) * shape.layers + 2 - shape.tied
+        columns = shape.layers * shape.hidden * (shape.q_size + shape.mlp)
+        rows = shape.layers * (shape.block - 2 * shape.hidden) - columns
+        gathered += rows + (columns + shape.ends - shape.hidden) * layer_size**2 / plan.ranks
     yield f"{SYNC}, gather of a weight", weights, width(plan.config.actor_rollout_ref.rollout.dtype) * gathered
 
 
