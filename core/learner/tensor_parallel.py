@@ -10,8 +10,6 @@ checkpoints need, no state is held twice but that of norms, and tied weights sta
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -40,22 +38,25 @@ def check_layers(config: Config, *, critic: bool) -> None:
     for key, part in parts + [("critic", config.critic)] * critic:
         if (ranks := part.tensor_model_parallel_size) == 1:
             continue
-        seed = config.trainer.seed
-        module = (
-            load_critic(config.critic.model, seed, on_meta=True)
-            if key == "critic"
-            else load_policy(roles.model, on_meta=True)
-        )
-        plan, text = plan_of(module), module.config.get_text_config()
-        heads, name = text.num_attention_heads, f"{key}.tensor_model_parallel_size={ranks}"
+        name = f"{key}.tensor_model_parallel_size={ranks}"
+        if key == "critic":
+            module = load_critic(config.critic.model, config.trainer.seed, on_meta=True)
+        else:
+            module = load_policy(roles.model, on_meta=True)
+        plan, text = plan_of(module, name), module.config.get_text_config()
+        heads = text.num_attention_heads
         sizes = {"key-value heads": getattr(text, "num_key_value_heads", None) or heads}
         sizes |= {"attention heads": heads, "intermediate_size": getattr(text, "intermediate_size", None) or ranks}
         for what, size in sizes.items() if COLUMNS in plan.values() else ():
             if size % ranks:
-                raise InputError(f"{name}: must divide the {size} {what} of {type(module).__name__}")
+                rule = f"must divide the {size} {what} of {type(module).__name__}"
+                raise InputError(f"{name}: {rule}; take a number that divides {', '.join(map(str, sizes.values()))}")
+        if heads % part.together:
+            rule = f"times {key}.ulysses_sequence_parallel_size must divide the {heads} attention heads"
+            raise InputError(f"{name}: {rule} of {type(module).__name__}; change one of them")
 
 
-def plan_of(module: nn.Module) -> dict[str, str]:
+def plan_of(module: nn.Module, name: str = "tensor_model_parallel_size") -> dict[str, str]:
     """Return the tensor-parallel plan of a model's layers, name with ``*`` for numbers -> style.
 
     Embedding and head are left out: the head's log-probs are computed in chunks of tokens, by all of its rows.
@@ -64,11 +65,11 @@ def plan_of(module: nn.Module) -> dict[str, str]:
     """
     body, kind = f"{module.base_model_prefix}.", type(module).__name__
     whole = (module.tp_plan or {}).items()
-    plan = {name: style for name, style in whole if name.startswith(body) and style != EMBEDDING}
+    plan = {part: style for part, style in whole if part.startswith(body) and style != EMBEDDING}
     odd = sorted({*plan.values()} - STYLES)
     if odd or not plan:
         has = f"the plan of {kind} has {', '.join(odd)}, which is not trained here" if odd else f"{kind} has no plan"
-        raise InputError(f"tensor_model_parallel_size: {has}; set it to 1, or take a dense model such as Qwen2 or Llama")
+        raise InputError(f"{name}: {has}; set it to 1, or take a dense model such as Qwen2 or Llama")
     return plan
 
 
@@ -77,7 +78,8 @@ def split_layers(module: nn.Module, mesh: DeviceMesh) -> None:
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism, replace_layer_number_by_wildcard
 
     plan = plan_of(module)
-    apply_tensor_parallelism(module, mesh, {name: style for name, style in plan.items() if style != OWN_HEADS})
+    module.tp_plan = {name: style for name, style in plan.items() if style != OWN_HEADS}
+    apply_tensor_parallelism(module, mesh)
     whole: dict[int, nn.Parameter] = {}  # of what is tied there is one
     for name, part in module.named_modules():
         own = {key: value for key, value in part.named_parameters(recurse=False) if not isinstance(value, DTensor)}
@@ -101,18 +103,13 @@ def _read_plainly(part: nn.Module, names: tuple[str, ...], gradient: Placement) 
     """
     forward = part.forward
 
-    @contextmanager
-    def plain() -> Iterator[None]:
+    def read(*args: Any, **kwargs: Any) -> Any:
         kept = {name: part._parameters[name] for name in names}
-        read = {name: value.full_tensor(grad_placements=[gradient]) for name, value in kept.items()}
-        part._parameters.update(read)
+        whole = {name: value.full_tensor(grad_placements=[gradient]) for name, value in kept.items()}
+        part._parameters.update(whole)
         try:
-            yield
+            return forward(*args, **kwargs)
         finally:
             part._parameters.update(kept)
 
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with plain():
-            return forward(*args, **kwargs)
-
-    part.forward = wrapped
+    part.forward = read

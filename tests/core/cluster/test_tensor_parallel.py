@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from core.cluster.fsdp import ProcessRanks
 from core.errors import InputError
@@ -40,7 +39,9 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     return {
         "uneven": write_model(folder / "uneven", intermediate_size=66),
-        "tied": write_model(folder / "tied", arch="llama", tie_word_embeddings=True),
+        "tied": write_model(
+            folder / "tied", arch="llama", tie_word_embeddings=True, attention_bias=True, mlp_bias=True
+        ),
         "norms": write_model(folder / "norms", arch="qwen3"),  # of single heads
     }
 
@@ -143,14 +144,19 @@ def test_a_model_without_a_plan_or_of_another_style_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("shape", "says"),
+    ("shape", "more", "says"),
     [
-        ({}, f"{ACTOR}.{SIZE}=4: must divide the 2 key-value heads of Qwen2ForCausalLM"),
-        ({"num_key_value_heads": 4, "intermediate_size": 66}, "must divide the 66 intermediate_size"),
+        ({}, (), f"{ACTOR}.{SIZE}=4: must divide the 2 key-value heads of Qwen2ForCausalLM"),
+        ({"num_key_value_heads": 4, "intermediate_size": 66}, (), "must divide the 66 intermediate_size"),
+        (
+            {"num_key_value_heads": 4},
+            (*PACKED, f"{ACTOR}.ulysses_sequence_parallel_size=2", "trainer.nnodes=2", "data.train_batch_size=16"),
+            "times actor_rollout_ref.actor.ulysses_sequence_parallel_size must divide the 4 attention heads",
+        ),
     ],
 )
-def test_sizes_that_the_ranks_do_not_divide_are_refused_before_a_rank_starts(tmp_path, shape, says):
-    config = config_of(write_model(tmp_path, **shape), f"{ACTOR}.{SIZE}=4")
+def test_sizes_that_the_ranks_do_not_divide_are_refused_before_a_rank_starts(tmp_path, shape, more, says):
+    config = config_of(write_model(tmp_path, **shape), f"{ACTOR}.{SIZE}=4", *more)
     with pytest.raises(InputError) as error:
         check_layers(config, critic=True)
     assert says in str(error.value)
