@@ -98,8 +98,8 @@ BUDGETS = {
     # four losses, two estimators and what they read (340), pictures in prompts (870), invariants of a step (400),
     # layers that ranks share, their plans and rules (200)
     ("core",): 26_380,
-    # 895 more: help.py, a role for every key, references, names of other projects, odd values, URLs
-    ("core/config",): 3_345,
+    # 915 more: help.py, a role for every key, references, names of other projects, odd values, URLs, shared layers
+    ("core/config",): 3_365,
     ("core/rewards",): 2_310,  # 810 more: a judge's prompt, verdict, requests, canaries; managers by a decorator's name
     # 380 more: the hash of the base weights, what a resume may change, writing beside training, and through to a URL
     ("core/checkpoint",): 1_330,
