@@ -21,7 +21,9 @@ def check(script, found):
     assert len(exact) >= 8 and not [one for one in exact if abs(one.deviation) > 1e-3]
 
 
-@pytest.mark.parametrize(("path", "typed"), [*((path, ()) for path in SCRIPTS), (SCRIPTS[0], SHARED)])
+@pytest.mark.parametrize(
+    ("path", "typed"), [*((path, ()) for path in SCRIPTS), pytest.param(SCRIPTS[0], SHARED, marks=pytest.mark.slow)]
+)
 def test_the_plan_is_within_ten_percent_of_the_real_learner(path, typed):
     """The published settings; and layers that four ranks share, sequences that two such groups share."""
     script = read_script(ROOT / path, typed)
