@@ -319,7 +319,7 @@ def trainer_of(folder, seed, updates, tools):
         **{"temperature": 0.8, "beta": 0.04, "max_completion_length": 8, "mask_truncated_completions": True},
         **{
             "save_strategy": "steps" if updates < UPDATES else "no",
-            "save_steps": updates,
+            "save_steps": UPDATES - 2,
             "logging_nan_inf_filter": False,
         },
     )
