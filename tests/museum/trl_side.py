@@ -1,7 +1,7 @@
 """The museum's bugs in TRL's GRPOTrainer, on the GRPO lab's base and task; what TRL reports of them by itself.
 
-    bash tests/crosscheck/make_env.sh && python -m recipes.lab.prepare
-    tests/crosscheck/.venv/bin/python tests/museum/trl_side.py --out outputs/trl.json
+    bash tests/crosscheck/make_env.sh && python -m recipes.lab.prepare       PYTHON: that of its environment
+    PYTHON tests/museum/trl_side.py --out outputs/trl.json
     python -m tests.museum.report --trl outputs/trl.json
 
 It runs in TRL's own environment and imports nothing of this repository. Each bug that has a counterpart is planted by a
