@@ -144,15 +144,15 @@ class SGLangEngine(SteppedEngine):
         if part.version != self.served:
             found = f"the weights of SGLang's server are {part.version}, this engine's are {self.served}"
             raise RuntimeError(f"{found}: another process updates them; a server serves one run at a time")
-        done = False
+        done, left = False, len(part.ids)
         for token, logprob in zip(part.ids, part.logprobs, strict=True):
             if logprob is None or not np.isfinite(logprob):
                 raise FloatingPointError("the model's logits are not finite: its weights hold NaN or infinite values")
-            done = row.write(token, logprob)
-            if done and token is not part.ids[-1] and self._watches(row):
-                break  # a stream brings several at once where this process was busy
-        if (part.ended is not None and not done) or (done and part.ended is None and not self._watches(row)):
-            raise RuntimeError(f"SGLang ended a response of {len(row.ids)} tokens with {part.ended}")
+            done, left = row.write(token, logprob), left - 1
+            if done:  # a stream may have more: it brings several at once where this process was busy
+                break
+        if part.ended is not None and not done or left and not self._watches(row):
+            raise RuntimeError(f"SGLang ended a response {left} tokens after {len(row.ids)} with {part.ended}")
         return done
 
     def _drop(self, rows: list[Row]) -> None:

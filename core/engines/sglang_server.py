@@ -85,7 +85,7 @@ class SGLangServer:
     def abort(self, names: Iterable[str]) -> None:
         """End requests; what has come of them stays in ``parts``. Returns at once."""
         for name in names:
-            if (task := self._tasks.pop(name, None)) is not None and not task.done():
+            if (task := self._tasks.pop(name, None)) is not None:
                 task.cancel()  # the connection too: a request that arrives after its abortion ends by that
                 self.send("/abort_request", {"rid": name})
 
@@ -96,6 +96,9 @@ class SGLangServer:
             found.append(self.parts.get(timeout=wait_s))
             while True:
                 found.append(self.parts.get_nowait())
+        for name, part in found:
+            if isinstance(part, Exception) or part.ended is not None:
+                self._tasks.pop(name, None)
         return found
 
     def close(self) -> None:
