@@ -18,6 +18,7 @@ the configuration's rules read:
 
 from __future__ import annotations
 
+import os
 import sys
 import uuid
 from collections.abc import Sequence
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 ON_CPU = {
     **{"device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch"},
-    **{"disable_overlap_schedule": True},
+    **{"disable_overlap_schedule": True, "sleep_on_idle": True},  # the learner needs the cores in its turn
 }
 FIXED = {
     **{"skip_tokenizer_init": True, "skip_server_warmup": True, "incremental_streaming_output": True},
@@ -282,7 +283,7 @@ def engine_of(
     if options.get("url"):
         server = SGLangServer(options["url"], timeout_s)
         try:
-            check_server(server, arguments, skeleton, reads_weights=reads_weights)
+            check_server(server, arguments)
         except BaseException:
             server.close()
             raise
@@ -295,25 +296,24 @@ def engine_of(
     )
 
 
-def check_server(
-    server: SGLangServer, arguments: dict[str, Any], skeleton: nn.Module, *, reads_weights: bool
-) -> None:
+def check_server(server: SGLangServer, arguments: dict[str, Any]) -> None:
     """Check that a server which others started can stand for one with these arguments.
 
-    Raises InputError with what differs: its model, number format or context, or that nothing answers there.
+    Of the same model means of the same path: SGLang loads weights of another size in part, without an error. Raises
+    InputError with what differs in model, number format or room, or that nothing answers there.
     """
     try:
         found = {**server.send("/model_info", None).result(), **server.send("/server_info", None).result()}
     except RuntimeError as error:
         raise InputError(f"{KEY}.url={server.url}: {error}; start a server there, or leave the key out") from error
-    model = skeleton.config.get_text_config()
-    wanted = {"model_type": model.model_type, "dtype": arguments["dtype"]}
-    if reads_weights:
-        wanted["model_path"] = arguments["model_path"]
-    wrong = [f"{name} {found.get(name)}, not {value}" for name, value in wanted.items() if found.get(name) != value]
-    states = found.get("max_req_input_len")
-    if states is not None and states + SPARE < arguments["context_length"] - SPARE:
-        wrong.append(f"room for {states} tokens, not {arguments['context_length'] - SPARE}")
+    wrong = []
+    if found["dtype"] != arguments["dtype"]:
+        wrong.append(f"dtype {found['dtype']}, not {arguments['dtype']}")
+    if os.path.realpath(found["model_path"]) != os.path.realpath(arguments["model_path"]):
+        wrong.append(f"model_path {found['model_path']}, not {arguments['model_path']}")
+    room, longest = found["max_req_input_len"] + SPARE, arguments["context_length"] - SPARE
+    if room < longest:
+        wrong.append(f"room for {room} tokens, not {longest}")
     if wrong:
         fix = "start one for this run's model, or leave the key out to have one started"
         raise InputError(f"{KEY}.url={server.url}: the server has {'; '.join(wrong)}; {fix}")

@@ -165,7 +165,8 @@ class SGLangServer:
         if self._http is None:
             import httpx
 
-            limits = httpx.Limits(max_connections=CONNECTIONS, max_keepalive_connections=CONNECTIONS)
+            # No connection is kept: the server ends idle ones, at times under a request that just took one
+            limits = httpx.Limits(max_connections=CONNECTIONS, max_keepalive_connections=0)
             timeout = httpx.Timeout(self.timeout_s, pool=None)
             # A proxy of the environment is for what is elsewhere
             self._http = httpx.AsyncClient(base_url=self.url, limits=limits, timeout=timeout, trust_env=False)

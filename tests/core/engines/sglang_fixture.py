@@ -25,6 +25,7 @@ needs_sglang = pytest.mark.skipif(
 def serving(folder: Path, **options: Any) -> Iterator[SGLangServer]:
     """Yield a server of a tiny model with random weights, and end it."""
     tiny_model(**options).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
     arguments = {"model_path": str(folder), "load_format": "dummy", "dtype": "float32", "max_total_tokens": 20_000}
     arguments |= {"context_length": POSITIONS + SPARE, "sampling_mask_max_tokens": VOCAB_SIZE}
     server = launch(python_of({}), {**FIXED, **ON_CPU, **arguments}, START_S, on_cpu=True)

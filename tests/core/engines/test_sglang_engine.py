@@ -3,25 +3,51 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
+from contextlib import suppress
 
-import numpy as np
 import pytest
 import torch
 
+from core.cluster.local_workers import LocalWorkers
 from core.engines.sglang import SGLangEngine
-from tests.core.engine_contract import HELLO, ModelEngineContract, ask, ids, run, sample_all
+from core.engines.stepped import held_weights
+from core.engines.weight_buckets import Bucket
+from core.errors import InputError
+from core.learner.weight_probe import WeightSyncError
+from tests.core.engine_contract import ModelEngineContract, ask, ids, run, sample_all
 from tests.core.engines.sglang_fixture import attached, needs_sglang, serving
+from tests.core.ray_cluster import cluster_config, write_model
+from tests.tiny import tiny_model, tiny_tokenizer
 
 pytestmark = [pytest.mark.slow, needs_sglang]
 SHAPE = dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, initializer_range=0.14)
+ROLLOUT, CPU = "actor_rollout_ref.rollout", torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("model"), **SHAPE) as one:
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    with serving(folder, **SHAPE) as one:
         yield one
+
+
+def on(server, model):
+    """A run in one process whose engine is on a server that runs already."""
+    local = (f"{ROLLOUT}.name=sglang", "trainer.backend=local", f"+{ROLLOUT}.engine_kwargs.sglang.url={server.url}")
+    return cluster_config(model, *local, "actor_rollout_ref.actor.use_kl_loss=False", "trainer.phase_timeout_s=120")
+
+
+@pytest.fixture
+def engine(server):
+    one = attached(server, **SHAPE)
+    one.update_weights(tiny_model(**SHAPE).state_dict().items(), 0)
+    yield one
+    one.close()
 
 
 class TestSGLang(ModelEngineContract):
@@ -29,7 +55,7 @@ class TestSGLang(ModelEngineContract):
 
     model_options = SHAPE
     seeded = top_p_within_top_k = False
-    draws = 1200
+    draws, long = 1200, 200  # a server does not wait for its client
 
     @pytest.fixture(scope="class", autouse=True)
     def shared(self, server):
@@ -45,3 +71,110 @@ class TestSGLang(ModelEngineContract):
     # What is counted inside an engine of this process; the tests below look from outside
     test_samples_of_a_prompt_share_its_prefill = test_no_row_waits_for_the_longest = None
     test_aborted_rows_are_not_computed_on = None
+
+
+def test_a_seed_decides_nothing(engine):
+    """Were this to fail, the table of engines could promise more."""
+    same = [ids(one) for one in sample_all(engine, [ask(seed=5, ignore_eos=True) for _ in range(6)])]
+    assert len(set(map(tuple, same))) > 1
+
+
+def test_a_later_sample_finds_its_prompt_until_the_weights_change(engine):
+    body = {"input_ids": list(range(40, 90)), "sampling_params": {"max_new_tokens": 1}, "stream": False}
+    first, second = (engine.server.post("/generate", body)["meta_info"]["cached_tokens"] for _ in range(2))
+    assert (first, second) == (0, 49)
+    engine.update_weights(tiny_model(**SHAPE).state_dict().items(), 1)
+    assert engine.server.post("/generate", body)["meta_info"]["cached_tokens"] == 0
+
+
+def test_an_aborted_request_is_not_computed_on(engine):
+    async def abort() -> None:
+        doomed = [asyncio.ensure_future(engine.sample(ask(seed=i, max_tokens=240, ignore_eos=True))) for i in range(20)]
+        await asyncio.sleep(0.3)
+        for task in doomed:
+            task.cancel()
+        await asyncio.gather(*doomed, return_exceptions=True)
+
+    run(abort())
+    sent = time.monotonic()
+    while True:  # a cache is flushed where nothing is computed
+        try:
+            engine.server.post("/flush_cache", {})
+            break
+        except RuntimeError:
+            assert time.monotonic() - sent < 30
+            time.sleep(0.02)
+    stopped = time.monotonic() - sent
+    begun = time.monotonic()
+    sample_all(engine, [ask(seed=i, max_tokens=240, ignore_eos=True) for i in range(20)])
+    assert stopped < (time.monotonic() - begun) / 2
+
+
+def test_the_proof_is_of_the_weights_that_are_served(engine):
+    def update(seed: int, version: int) -> tuple[int, ...]:
+        weights, values = held_weights(engine.skeleton, tiny_model(seed=seed, **SHAPE).state_dict().items())
+        engine.begin_update(weights)
+        engine.load(Bucket(tuple(weights), tensors=tuple(values)))
+        (proof,) = engine.end_update(version)
+        return proof.weights
+
+    one, other, again = update(1, 1), update(2, 2), update(1, 3)
+    assert one == again != other
+
+
+def test_weights_of_another_run_are_noticed(engine, server):
+    other = attached(server, **SHAPE)
+    other.update_weights(tiny_model(seed=1, **SHAPE).state_dict().items(), 0)
+    other.close()
+    with pytest.raises(RuntimeError, match="another process updates them"):
+        sample_all(engine, [ask()])
+
+
+def test_every_sync_of_a_run_brings_every_weight(server, folder):
+    """The engine of a configuration, on a server that runs already: weights move, and the probe agrees each time."""
+    workers = LocalWorkers(on(server, folder), tiny_tokenizer(), CPU, needs_ref=False, needs_critic=False)
+    generator = torch.Generator().manual_seed(0)
+    try:
+        for version in (1, 2):
+            with torch.no_grad():
+                for parameter in workers.actor.module.parameters():
+                    parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+            assert workers.sync_weights(version)["rollout_corr/probe_diff"] < 1e-4
+            (found,) = sample_all(workers.engine, [ask(max_tokens=4)])
+            assert found.policy_version == version
+    finally:
+        workers.close()
+
+
+def test_any_stale_weight_is_noticed(server, folder, monkeypatch):
+    """One weight of each sync is left out, in turn."""
+    workers, unnoticed = (
+        LocalWorkers(on(server, folder), tiny_tokenizer(), CPU, needs_ref=False, needs_critic=False),
+        [],
+    )
+    load = workers.engine.load
+    try:
+        for number, left_out in enumerate(workers.actor.module.state_dict()):
+            with torch.no_grad():
+                workers.actor.module.state_dict()[left_out].add_(torch.randn(()) + 0.5)
+
+            def without(bucket, left_out=left_out):
+                pairs = zip(bucket.weights, bucket.tensors, strict=True)
+                kept = [(weight, value) for weight, value in pairs if left_out not in weight.names]
+                assert len(kept) == len(bucket.weights) - 1
+                load(Bucket(tuple(weight for weight, _ in kept), tensors=tuple(value for _, value in kept)))
+
+            with monkeypatch.context() as patch, suppress(WeightSyncError):
+                patch.setattr(workers.engine, "load", without)
+                workers.sync_weights(number)
+                unnoticed.append(left_out)
+            assert workers.sync_weights(number)["rollout_corr/probe_diff"] < 1e-3, left_out
+    finally:
+        workers.close()
+    assert unnoticed == []
+
+
+def test_a_server_of_another_model_is_refused(server, tmp_path):
+    other = write_model(tmp_path)
+    with pytest.raises(InputError, match=f"the server has model_path .*, not {other}; start one for this run's model"):
+        LocalWorkers(on(server, other), tiny_tokenizer(), CPU, needs_ref=False, needs_critic=False)

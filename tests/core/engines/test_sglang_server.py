@@ -20,7 +20,7 @@ import torch
 from core.config import compose
 from core.engines import sglang_server
 from core.engines.factory import make_engine
-from core.engines.sglang import SGLangEngine, engine_of, server_arguments
+from core.engines.sglang import SGLangEngine, server_arguments
 from core.engines.sglang_server import SGLangServer, flags, launch, problems
 from core.errors import InputError, WorkersLost
 from core.types import Stop
@@ -214,7 +214,9 @@ def model(tmp_path_factory):
 
 def test_the_configuration_reaches_the_server(model):
     given = ("page_size=16", "attention_backend=triton", "disable_radix_cache=null")
-    config = configured(model, *(f"+{ROLLOUT}.engine_kwargs.sglang.{one}" for one in given), f"{ROLLOUT}.max_num_seqs=9")
+    config = configured(
+        model, *(f"+{ROLLOUT}.engine_kwargs.sglang.{one}" for one in given), f"{ROLLOUT}.max_num_seqs=9"
+    )
     with torch.device("meta"):
         found = server_arguments(config, tiny_model(), CPU, reads_weights=False)
     expected = {"model_path": str(model), "load_format": "dummy", "dtype": "float32", "context_length": 48}
@@ -228,22 +230,22 @@ def test_the_configuration_reaches_the_server(model):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "reads", "words"),
+    ("wrong", "words"),
     [
-        ({"model_type": "llama"}, False, "model_type llama, not qwen2"),
-        ({"dtype": "bfloat16"}, False, "dtype bfloat16, not float32"),
-        ({"max_req_input_len": 20}, False, "room for 20 tokens, not 40"),
-        ({}, True, "model_path /m, not "),
+        ({"model_path": "/other"}, "model_path /other, not "),
+        ({"dtype": "bfloat16"}, "dtype bfloat16, not float32"),
+        ({"max_req_input_len": 20}, "room for 28 tokens, not 40"),
     ],
 )
-def test_a_server_of_another_model_is_refused(model, monkeypatch, wrong, reads, words):
+def test_a_server_of_another_model_is_refused(model, monkeypatch, wrong, words):
+    monkeypatch.setitem(INFO, "model_path", str(model))
     for told in (INFO, STATE):
         for name in wrong.keys() & told.keys():
             monkeypatch.setitem(told, name, wrong[name])
-    with scripted(lambda _: {}) as (url, _), torch.device("meta"):
+    with scripted(lambda _: {}) as (url, _):
         config = configured(model, f"+{ROLLOUT}.engine_kwargs.sglang.url={url}")
         with pytest.raises(InputError, match=f"sglang.url={url}: the server has {words}"):
-            engine_of(config, tiny_model(), tiny_tokenizer(), CPU, reads_weights=reads)
+            make_engine(config, None, tiny_tokenizer(), CPU)
 
 
 def test_an_address_where_nothing_answers(model):
@@ -315,5 +317,3 @@ def _state(pid):
             return file.read().rpartition(")")[2].split()[0]
     except FileNotFoundError:
         return "Z"
-
-
