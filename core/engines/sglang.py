@@ -35,7 +35,7 @@ from torch import nn
 from core.config.frozen import thaw
 from core.config.schema import FULL_PRECISION
 from core.engines import SampleRequest
-from core.engines.sglang_server import KEY, OWN, Part, SGLangServer, launch, problems, python_of
+from core.engines.sglang_server import KEY, OWN, ResponsePart, SGLangServer, launch, problems, python_of
 from core.engines.stepped import Row, SteppedEngine, eos_ids
 from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof, Weight, release
 from core.errors import InputError
@@ -140,7 +140,7 @@ class SGLangEngine(SteppedEngine):
                 self.server.abort([name])
         return ended
 
-    def _take(self, row: Row, part: Part) -> bool:
+    def _take(self, row: Row, part: ResponsePart) -> bool:
         """Append what the server wrote to the row; return whether it ended."""
         if part.version != self.served:
             found = f"the weights of SGLang's server are {part.version}, this engine's are {self.served}"

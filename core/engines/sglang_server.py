@@ -37,12 +37,18 @@ OWN = ("python", "url")  # options that are this repository's; the others are ar
 ENVIRONMENT = Path(ROOT, ".venv-sglang")
 CONNECTIONS = 512  # at a time: a shell's usual limit is 1024 open files
 SHOWN = 15  # last lines of the log, in a message
-# The process that exec replaces dies with this one, however it ends (PR_SET_PDEATHSIG is 1).
-WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
+# A process between this one and the server: it ends all of the server's when this one ends, however it does
+# (PR_SET_PDEATHSIG is 1). The server's own do not notice that while they start.
+WITH_PARENT = """
+import ctypes, os, signal, subprocess, sys
+signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+ctypes.CDLL(None).prctl(1, int(signal.SIGTERM))
+sys.exit(subprocess.Popen(sys.argv[1:]).wait())
+"""
 
 
 @dataclass(frozen=True)
-class Part:
+class ResponsePart:
     """What came of a response: all of it, or where it is streamed what is new.
 
     ``ended`` is SGLang's reason, None before the end; ``version`` is the server's name of its weights.
@@ -63,7 +69,7 @@ class SGLangServer:
 
     def __init__(self, url: str, timeout_s: float, process: subprocess.Popen | None = None, log: Any = None):
         self.url, self.timeout_s, self.process, self.log = url.rstrip("/"), timeout_s, process, log
-        self.parts: queue.SimpleQueue[tuple[str, Part | Exception]] = queue.SimpleQueue()
+        self.parts: queue.SimpleQueue[tuple[str, ResponsePart | Exception]] = queue.SimpleQueue()
         self._tasks: dict[str, Future] = {}
         self._http: Any = None
         self._loop = asyncio.new_event_loop()
@@ -89,7 +95,7 @@ class SGLangServer:
                 task.cancel()  # the connection too: a request that arrives after its abortion ends by that
                 self.send("/abort_request", {"rid": name})
 
-    def arrived(self, wait_s: float) -> list[tuple[str, Part | Exception]]:
+    def arrived(self, wait_s: float) -> list[tuple[str, ResponsePart | Exception]]:
         """Return the parts that have come; where there are none, wait for the first."""
         found = []
         with suppress(queue.Empty):
@@ -122,7 +128,9 @@ class SGLangServer:
                 # Those of the truncated distribution, which is what was sampled from, are apart.
                 logprobs = meta.get("output_token_sampling_logprobs") or [pair[0] for pair in pairs]
                 ids, reason = reply["output_ids"][len(reply["output_ids"]) - new :], meta["finish_reason"]
-                part = Part(ids, logprobs[len(logprobs) - new :], reason and reason["type"], meta["weight_version"])
+                part = ResponsePart(
+                    ids, logprobs[len(logprobs) - new :], reason and reason["type"], meta["weight_version"]
+                )
                 self.parts.put((name, part))
         except Exception as error:
             self.parts.put((name, error))

@@ -129,8 +129,12 @@ BROKEN = [
         *(f"{ROLLOUT}.val_kwargs.top_k=20", "has another meaning in sglang"),
     ),
     (
-        *("ppo", [*SGLANG, "trainer.backend=ray", f"+{ROLLOUT}.engine_kwargs.sglang.url=http://x:1"], ()),
-        *(f"{ROLLOUT}.engine_kwargs=", "over Ray each engine starts its own"),
+        *("ppo", [*SGLANG, f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=20", f"{CORRECTION}.rollout_is=token"], ()),
+        *(f"{ROLLOUT}.top_k=20", "has another meaning in sglang"),
+    ),
+    (
+        *("ppo", [*SGLANG, "trainer.backend=ray", f"+{ROLLOUT}.engine_kwargs.sglang.url=x"], ()),
+        *(f'{ROLLOUT}.engine_kwargs={{"sglang": {{"url": "x"}}}}', "over Ray each engine starts its own"),
     ),
     (
         "ppo",
