@@ -127,11 +127,9 @@ class SGLangServer:
                 pairs = meta["output_token_logprobs"] if new else []
                 # Those of the truncated distribution, which is what was sampled from, are apart.
                 logprobs = meta.get("output_token_sampling_logprobs") or [pair[0] for pair in pairs]
-                ids, reason = reply["output_ids"][len(reply["output_ids"]) - new :], meta["finish_reason"]
-                part = ResponsePart(
-                    ids, logprobs[len(logprobs) - new :], reason and reason["type"], meta["weight_version"]
-                )
-                self.parts.put((name, part))
+                ids, logprobs = (values[len(values) - new :] for values in (reply["output_ids"], logprobs))
+                ended = (meta["finish_reason"] or {}).get("type")
+                self.parts.put((name, ResponsePart(ids, logprobs, ended, meta["weight_version"])))
         except Exception as error:
             self.parts.put((name, error))
 
