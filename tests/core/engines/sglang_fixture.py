@@ -14,7 +14,7 @@ from core.engines.sglang import FIXED, ON_CPU, SPARE, SGLangEngine
 from core.engines.sglang_server import SGLangServer, launch, python_of
 from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
 
-START_S = 560.0
+START_S = 1000.0
 POSITIONS = 256
 needs_sglang = pytest.mark.skipif(
     python_of({}) is None, reason="SGLang has no environment here: bash environment/sglang.sh makes it"

@@ -20,7 +20,7 @@ from tests.core.engines.sglang_fixture import attached, needs_sglang, serving
 from tests.core.ray_cluster import cluster_config, write_model
 from tests.tiny import tiny_model, tiny_tokenizer
 
-pytestmark = [pytest.mark.slow, needs_sglang]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), needs_sglang]  # a busy machine starts a server in minutes
 SHAPE = dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, initializer_range=0.14)
 ROLLOUT, CPU = "actor_rollout_ref.rollout", torch.device("cpu")
 
