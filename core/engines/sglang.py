@@ -22,6 +22,7 @@ import os
 import sys
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,7 @@ FIXED = {
 SPARE = 8  # positions that SGLang keeps free behind prompt and response
 CPU_CACHE_TOKENS = 1 << 18  # the most that a CPU's cache holds; SGLang's own default is a share of the machine's memory
 WAIT_S = 0.005  # the caller's event loop stands still so long where no token has come
+CLOSE_S = 10.0  # for a server that goes on to forget this engine
 JOIN_S = 300.0  # for the server to join the update group
 
 
@@ -250,7 +252,8 @@ class SGLangEngine(SteppedEngine):
 
     def _free(self) -> None:
         if self.server.process is None and self._group is not None:
-            self.server.send("/destroy_weights_update_group", {"group_name": self.name})
+            with suppress(RuntimeError, TimeoutError):
+                self.server.send("/destroy_weights_update_group", {"group_name": self.name}).result(CLOSE_S)
         self._group = None
         self.server.close()
 

@@ -332,7 +332,7 @@ class ModelEngineContract(EngineContract):
     )
     def test_tokens_are_drawn_from_the_distribution(self, engine, settings):
         """Chi-square over many first tokens; tokens expected less than 8 times are pooled. Seeds, if any, are fixed."""
-        count = self.draws
+        count = 3 * self.draws // 4
         requests = [ask(seed=i, max_tokens=1, ignore_eos=True, **settings) for i in range(count)]
         seen = Counter(ids(t)[0] for t in sample_all(engine, requests))
         expected = count * self.reference(requests[0], [])[0].exp()
