@@ -130,47 +130,47 @@ def test_weights_of_another_run_are_noticed(engine, server):
         sample_all(engine, [ask()])
 
 
-def test_every_sync_of_a_run_brings_every_weight(server, folder):
-    """The engine of a configuration, on a server that runs already: weights move, and the probe agrees each time."""
-    workers = LocalWorkers(on(server, folder), tiny_tokenizer(), CPU, needs_ref=False, needs_critic=False)
-    generator = torch.Generator().manual_seed(0)
-    try:
-        for version in (1, 2):
-            with torch.no_grad():
-                for parameter in workers.actor.module.parameters():
-                    parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-            assert workers.sync_weights(version)["rollout_corr/probe_diff"] < 1e-4
-            (found,) = sample_all(workers.engine, [ask(max_tokens=4)])
-            assert found.policy_version == version
-    finally:
-        workers.close()
+@pytest.fixture
+def workers(server, folder):
+    """Learner and engine of a run in one process."""
+    one = LocalWorkers(on(server, folder), tiny_tokenizer(), CPU, needs_ref=False, needs_critic=False)
+    yield one
+    one.close()
 
 
-def test_any_stale_weight_is_noticed(server, folder, monkeypatch):
+@torch.no_grad()
+def train(workers, seed):
+    """Every weight moves."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in workers.actor.module.parameters():
+        parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+
+
+def test_every_sync_of_a_run_brings_every_weight(workers):
+    for version in (1, 2):
+        train(workers, version)
+        assert workers.sync_weights(version)["rollout_corr/probe_diff"] < 1e-4
+        (found,) = sample_all(workers.engine, [ask(max_tokens=4)])
+        assert found.policy_version == version
+
+
+def test_any_stale_weight_is_noticed(workers, monkeypatch):
     """One weight of each sync is left out, in turn."""
-    workers, unnoticed = (
-        LocalWorkers(on(server, folder), tiny_tokenizer(), CPU, needs_ref=False, needs_critic=False),
-        [],
-    )
-    load = workers.engine.load
-    try:
-        for number, left_out in enumerate(workers.actor.module.state_dict()):
-            with torch.no_grad():
-                workers.actor.module.state_dict()[left_out].add_(torch.randn(()) + 0.5)
+    load, unnoticed = workers.engine.load, []
+    for number, left_out in enumerate(workers.actor.module.state_dict()):
+        train(workers, number)
 
-            def without(bucket, left_out=left_out):
-                pairs = zip(bucket.weights, bucket.tensors, strict=True)
-                kept = [(weight, value) for weight, value in pairs if left_out not in weight.names]
-                assert len(kept) == len(bucket.weights) - 1
-                load(Bucket(tuple(weight for weight, _ in kept), tensors=tuple(value for _, value in kept)))
+        def without(bucket, left_out=left_out):
+            pairs = zip(bucket.weights, bucket.tensors, strict=True)
+            kept = [(weight, value) for weight, value in pairs if left_out not in weight.names]
+            assert len(kept) == len(bucket.weights) - 1
+            load(Bucket(tuple(weight for weight, _ in kept), tensors=tuple(value for _, value in kept)))
 
-            with monkeypatch.context() as patch, suppress(WeightSyncError):
-                patch.setattr(workers.engine, "load", without)
-                workers.sync_weights(number)
-                unnoticed.append(left_out)
-            assert workers.sync_weights(number)["rollout_corr/probe_diff"] < 1e-3, left_out
-    finally:
-        workers.close()
+        with monkeypatch.context() as patch, suppress(WeightSyncError):
+            patch.setattr(workers.engine, "load", without)
+            workers.sync_weights(number)
+            unnoticed.append(left_out)
+        assert workers.sync_weights(number)["rollout_corr/probe_diff"] < 1e-3, left_out
     assert unnoticed == []
 
 

@@ -165,23 +165,26 @@ def test_a_reply_that_cannot_stand(reply, error, words):
 
 
 def test_an_aborted_request_is_aborted_on_the_server():
-    held = threading.Event()
+    begun, held = threading.Event(), threading.Event()
 
     def reply(body):
         if body["sampling_params"]["max_new_tokens"] == 50:
-            held.wait(10)
+            begun.set()
+            held.wait(60)
         return written([5] * body["sampling_params"]["max_new_tokens"])
 
     async def abort(engine):
         doomed = asyncio.ensure_future(engine.sample(ask(max_tokens=50)))
         await engine.sample(ask(max_tokens=2))
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
         doomed.cancel()
         return await engine.sample(ask(max_tokens=3))
 
     with engine_on(reply) as (engine, seen):
         assert len(ids(run(abort(engine)))) == 3
         sent = {body["rid"]: body["sampling_params"] for path, body in seen if path == "/generate"}
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while not (gone := [body["rid"] for path, body in seen if path == "/abort_request"]):
             assert time.monotonic() < deadline
             time.sleep(0.01)
