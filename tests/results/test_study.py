@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import statistics
@@ -162,11 +163,17 @@ def test_runs_are_recorded_once_and_a_cut_study_goes_on(tmp_path):
     record = done["better", 2]
     assert record.metrics["accuracy"] - done["base", 2].metrics["accuracy"] == pytest.approx(0.2)
     assert record.curve[-1] == [10, record.metrics["accuracy"]] and record.metrics["absent"] is None
-    assert (tmp_path / "outputs" / "base-seed1.log").read_text().split() == ["1", "1", "-m", toy.entry]
-    kept.path("better", 2).unlink()
+    log = Runner(toy, kept, tmp_path / "outputs").folder("base", 1).with_suffix(".log")
+    assert log.read_text().split() == ["1", "1", "-m", toy.entry]
     before = kept.path("base", 1).stat().st_mtime_ns
-    Runner(toy, kept, tmp_path / "outputs").run()
-    assert kept.read(toy)["better", 2] == record and kept.path("base", 1).stat().st_mtime_ns == before
+    for finished in (True, False):  # the study was killed before it wrote the record, or in the run
+        kept.path("better", 2).unlink()
+        if not finished:
+            shutil.rmtree(Runner(toy, kept, tmp_path / "outputs").folder("better", 2))
+        Runner(toy, kept, tmp_path / "outputs").run()
+        again = kept.read(toy)["better", 2]
+        assert dataclasses.replace(again, wall_s=record.wall_s) == record and (again.wall_s == 0) == finished
+    assert kept.path("base", 1).stat().st_mtime_ns == before
 
 
 def test_stages_are_run_one_after_the_other(tmp_path):
