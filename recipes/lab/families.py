@@ -2,16 +2,14 @@
 
 Difficulty is a number. A warm start teaches both right ways to answer, a short and a long one, and then a mixture in
 which they are rare: most answers guess, stop early, or never end. So accuracy can rise and fall, lengths have a tail,
-and a limit cuts answers off. A right answer earns 1, and any other one with a sign after ``#`` earns
-:data:`WELL_FORMED`: a reward that guessing collects, and that validation does not count as right.
+and a limit cuts answers off. A guess is paid too (``family_score.py``), and validation does not count it as right.
 
-Four base models a family differ in their weights and in what they were shown. Seed n starts from number (n - 1) % 4.
+Four base models a family differ in their weights and in what they were shown. Seed n starts from number 1 + (n - 1) % 4.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +23,6 @@ from recipes.lab.warm_start import Row, WarmStart, as_row, build
 OUTPUTS = Path("outputs/lab")
 BASES = 4
 TRAIN, TEST = 4096, 256
-WELL_FORMED = 0.2  # a guess earns it
 ENDLESS = "endless"
 
 
@@ -107,21 +104,17 @@ class Family:
         return task, [row(one, mixed(one, recipe, rng)) for one in drawn]
 
     def prepare(self, seeds: Iterable[int] = range(1, BASES + 1)) -> list[Path]:
-        """Make what is missing: the data, the base models, and a link ``base/seed-<n>`` for each of these seeds."""
+        """Make what is missing: the data, and for each of these seeds the base model ``base/seed-<n>/current``."""
         for split, drawn in self.splits().items():
             rows = [self.example(one, split, index) for index, one in enumerate(drawn)]
             write_rows(self.folder / f"{split}.parquet", rows)
-        tokenizer, root = build_tokenizer(self.alphabet, self.words), self.folder / "base"
+        tokenizer, made = build_tokenizer(self.alphabet, self.words), []
         files = (self.code, Path(__file__), Path(__file__).with_name("tokenizer.py"))
-        made = {}
         for seed in seeds:
-            recipe = replace(self.recipe, seed=1 + (seed - 1) % BASES)
-            if recipe.seed not in made:
-                made[recipe.seed] = build(root, recipe, tokenizer, lambda r=recipe: self.rows(r, tokenizer), *files)
-            partial = root / f"seed-{seed}.{os.getpid()}"
-            partial.symlink_to(made[recipe.seed].name)
-            os.replace(partial, root / f"seed-{seed}")
-        return list(made.values())
+            recipe = replace(self.recipe, seed=seed)
+            root = self.folder / "base" / f"seed-{seed}"
+            made.append(build(root, recipe, tokenizer, lambda r=recipe: self.rows(r, tokenizer), *files))
+        return made
 
     def example(self, one: Question, split: str, index: int) -> dict[str, Any]:
         facts = {"split": split, "index": index, "steps": one.steps}
@@ -133,10 +126,3 @@ def mixed(one: Question, recipe: FamilyRecipe, rng: random.Random) -> str:
     kinds = (one.short, one.long, one.hasty(rng), ENDLESS, one.guess(rng))
     shares = (recipe.short_share, recipe.long_share, recipe.hasty_share, recipe.endless_share)
     return rng.choices(kinds, (*shares, 1 - sum(shares)))[0]
-
-
-def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, float]:
-    """Return 1 for the right sign after the last ``#``, and :data:`WELL_FORMED` for any other one."""
-    _, mark, sign = solution_str.rpartition("#")
-    right, formed = float(sign.strip() == ground_truth), float(bool(mark) and len(sign.strip()) == 1)
-    return {"score": max(right, WELL_FORMED * formed), "acc": right, "well_formed": formed}

@@ -1,9 +1,10 @@
 """GRPO with a known bug, or with other seeds: the runs by which a task shows what it can tell apart.
 
-    python -m recipes.lab.planted_run preset=... plant=rewards_of_others seed_offset=100 ...
+    python -m recipes.lab.planted_run family=tallies plant=rewards_of_others seed_offset=100 trainer.seed=1 ...
 
-``plant`` names a bug of the museum (``tests/museum/bugs.yaml``). The invariants that would end such a run are off for
-its time: the question here is what the accuracy shows. ``seed_offset`` is added to ``trainer.seed``.
+``family`` names a module of tasks with room: its data are used, and the base model that belongs to the seed. ``plant``
+names a bug of the museum (``tests/museum/bugs.yaml``). The invariants that would end such a run are off for its time:
+the question here is what the accuracy shows. ``seed_offset`` is added to ``trainer.seed``.
 """
 
 from __future__ import annotations
@@ -15,17 +16,25 @@ from collections.abc import Iterator, Sequence
 from unittest import mock
 
 from core import launch
+from recipes.lab.families import BASES, OUTPUTS
 
 MUSEUM = "tests.museum.mutations"  # loaded by its name: recipes import no tests
 
 
-def split(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the arguments of the configuration, with the seed that is meant, and the two of this module."""
+def settings(arguments: Sequence[str]) -> tuple[list[str], str | None]:
+    """Return the arguments of the configuration that the command means, and the bug to plant."""
     given = dict(one.split("=", 1) for one in arguments)
-    own = {key: given.pop(key) for key in ("plant", "seed_offset") if key in given}
-    if "seed_offset" in own:
-        given["trainer.seed"] = str(int(given["trainer.seed"]) + int(own["seed_offset"]))
-    return [f"{key}={value}" for key, value in given.items()], own
+    family, bug = OUTPUTS / given.pop("family"), given.pop("plant", None)
+    seed = int(given.pop("trainer.seed")) + int(given.pop("seed_offset", 0))
+    meant = {
+        "preset": "lab_families",
+        "data.train_files": family / "train.parquet",
+        "data.val_files": family / "test.parquet",
+        "actor_rollout_ref.model.path": family / "base" / f"seed-{1 + (seed - 1) % BASES}" / "current",
+        "trainer.seed": seed,
+        **given,
+    }
+    return [f"{key}={value}" for key, value in meant.items()], bug
 
 
 @contextlib.contextmanager
@@ -39,7 +48,7 @@ def planted(bug: str | None) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    arguments, own = split(sys.argv[1:])
+    arguments, bug = settings(sys.argv[1:])
     sys.argv = [sys.argv[0], *arguments]
-    with planted(own.get("plant")):
+    with planted(bug):
         launch.main("grpo")

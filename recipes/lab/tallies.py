@@ -23,7 +23,7 @@ def draw(rng: random.Random, difficulty: int) -> Question:
     first = rng.randrange(10)
     stop = 2 + min(int(rng.expovariate(1 / (MEAN_STEPS * difficulty))), difficulty - 3)
     signs = [rng.choice("+-") if place != stop else "." for place in range(difficulty)]
-    digits = [rng.randrange(10) if place != stop else 0 for place in range(difficulty)]
+    digits = [rng.randint(1, 3) if place != stop else 0 for place in range(difficulty)]
     totals, done = [first], []
     for sign, digit in zip(signs[:stop], digits, strict=False):
         totals.append((totals[-1] + (digit if sign == "+" else -digit)) % 10)
@@ -45,7 +45,7 @@ def draw(rng: random.Random, difficulty: int) -> Question:
     )
 
 
-RECIPE = FamilyRecipe()
+RECIPE = FamilyRecipe(difficulty=12, task_steps=280, mixture_steps=60, hold_steps=240)
 FAMILY = Family("tallies", (*string.digits, *"+-_:=.#"), (), draw, RECIPE, Path(__file__))
 
 if __name__ == "__main__":
