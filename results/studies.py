@@ -33,7 +33,9 @@ def show(studies: Sequence[Study], results: Path) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m results.studies", description="Run what is missing of all studies.")
+    parser = argparse.ArgumentParser(
+        prog="python -m results.studies", description="Run what is missing of all studies."
+    )
     parser.add_argument("--budget-min", type=float, default=float("inf"), help="Start no run beyond these minutes.")
     parser.add_argument("--jobs", type=int, default=2, help="The processes side by side, one thread each.")
     parser.add_argument("--list", action="store_true", help="Run nothing, and list what is missing.")

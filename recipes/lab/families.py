@@ -5,7 +5,7 @@ which they are rare: most answers guess, stop early, or never end. So accuracy c
 and a limit cuts answers off. A guess is paid too (``family_score.py``), and validation does not count it as right.
 
 Four base models a family differ in their weights and in what they were shown. Seed n starts from number 1 + (n - 1) % 4.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

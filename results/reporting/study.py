@@ -257,9 +257,7 @@ def _code_changed() -> bool:
     return shown.returncode != 0 or any(p.endswith(".py") or not p.startswith("results/") for p in changed)
 
 
-def record_of(
-    study: Study, arm: str, seed: int, run: RecordedRun, wall_s: float = 0.0, content: str = ""
-) -> Record:
+def record_of(study: Study, arm: str, seed: int, run: RecordedRun, wall_s: float = 0.0, content: str = "") -> Record:
     """Return the run record of a finished run."""
     git = run.session["git"]
     steps, values = run.series(study.curve) if study.curve else ([], [])

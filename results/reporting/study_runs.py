@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -142,9 +142,7 @@ def _finished(folder: Path) -> RecordedRun | None:
     return run if run.status == "finished" else None
 
 
-def expected_seconds(
-    missing: Iterable[tuple[str, int]], known: Mapping[tuple[str, int], float], jobs: int
-) -> float:
+def expected_seconds(missing: Iterable[tuple[str, int]], known: Mapping[tuple[str, int], float], jobs: int) -> float:
     """Return the seconds that the missing runs take: each the mean of its arm's timed runs, or of all of them."""
     arms: dict[str, list[float]] = {}
     for (arm, _), seconds in known.items():

@@ -65,7 +65,10 @@ def test_held_out_questions_are_not_trained_on(family):
 
 
 def test_shares_of_the_mixture_are_the_recipes():
-    rng, recipe = random.Random(3), replace(trails.RECIPE, short_share=0.3, long_share=0.2, hasty_share=0, endless_share=0.1)
+    rng, recipe = (
+        random.Random(3),
+        replace(trails.RECIPE, short_share=0.3, long_share=0.2, hasty_share=0, endless_share=0.1),
+    )
     drawn = list(trails.FAMILY.questions(1500, "shares"))
     texts = [(one, mixed(one, recipe, rng)) for one in drawn]
     assert sum(text == one.short for one, text in texts) / 1500 == pytest.approx(0.3, abs=0.04)
