@@ -24,13 +24,13 @@ MUSEUM = "tests.museum.mutations"  # loaded by its name: recipes import no tests
 def settings(arguments: Sequence[str]) -> tuple[list[str], str | None]:
     """Return the arguments of the configuration that the command means, and the bug to plant."""
     given = dict(one.split("=", 1) for one in arguments)
-    family, bug = OUTPUTS / given.pop("family"), given.pop("plant", None)
+    family, bug = f"./{OUTPUTS / given.pop('family')}", given.pop("plant", None)
     seed = int(given.pop("trainer.seed")) + int(given.pop("seed_offset", 0))
     meant = {
         "preset": "lab_families",
-        "data.train_files": family / "train.parquet",
-        "data.val_files": family / "test.parquet",
-        "actor_rollout_ref.model.path": family / "base" / f"seed-{1 + (seed - 1) % BASES}" / "current",
+        "data.train_files": f"{family}/train.parquet",
+        "data.val_files": f"{family}/test.parquet",
+        "actor_rollout_ref.model.path": f"{family}/base/seed-{1 + (seed - 1) % BASES}/current",
         "trainer.seed": seed,
         **given,
     }

@@ -41,9 +41,9 @@ def arguments(seed: int, steps: int, folder: Path) -> tuple[str, ...]:
             "trainer.cpu_threads=1",
             f"trainer.default_local_dir={folder}",
         ),
-        *(f"data.train_files={FAMILY.folder}/train.parquet", f"data.val_files={FAMILY.folder}/test.parquet"),
+        *(f"data.train_files=./{FAMILY.folder}/train.parquet", f"data.val_files=./{FAMILY.folder}/test.parquet"),
         *(
-            f"actor_rollout_ref.model.path={base}",
+            f"actor_rollout_ref.model.path=./{base}",
             f"trainer.total_training_steps={steps}",
             f"trainer.test_freq={steps}",
         ),

@@ -68,7 +68,7 @@ def test_registered_studies_have_the_controls_that_the_table_reads():
 def test_a_planted_run_is_the_same_run_with_a_bug():
     arguments, bug = planted_run.settings(["family=trails", "plant=kl_sign", "seed_offset=100", "trainer.seed=2"])
     assert bug == "kl_sign" and "trainer.seed=102" in arguments
-    assert "actor_rollout_ref.model.path=outputs/lab/trails/base/seed-2/current" in arguments
+    assert "actor_rollout_ref.model.path=./outputs/lab/trails/base/seed-2/current" in arguments
     assert (
         planted_run.settings(["family=trails", "trainer.seed=2", "data.val_files=x"])[0].count("data.val_files=x") == 1
     )
