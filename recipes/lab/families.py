@@ -4,8 +4,9 @@ Difficulty is a number. A warm start teaches both right ways to answer, a short 
 which they are rare: most answers guess, stop early, or never end. So accuracy can rise and fall, lengths have a tail,
 and a limit cuts answers off. A guess is paid too (``family_score.py``), and validation does not count it as right.
 
-Four base models a family differ in their weights and in what they were shown. Seed n starts from number 1 + (n - 1) % 4.
-"""  # noqa: E501
+Four base models a family differ in their weights and in what they were shown: a run of seed n starts from number
+1 + (n - 1) % 4.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +49,9 @@ class FamilyRecipe(WarmStart):
     hidden_size: int = 64
     intermediate_size: int = 128
     layers: int = 2
-    task_steps: int = 340
-    mixture_steps: int = 80
-    hold_steps: int = 300
+    task_steps: int = 400  # one seed looks edges up after 250 steps, another after 350
+    mixture_steps: int = 60
+    hold_steps: int = 360
     short_share: float = 0.1
     long_share: float = 0.1
     hasty_share: float = 0.25

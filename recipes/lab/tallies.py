@@ -45,7 +45,7 @@ def draw(rng: random.Random, difficulty: int) -> Question:
     )
 
 
-RECIPE = FamilyRecipe(difficulty=12, task_steps=280, mixture_steps=60, hold_steps=240)
+RECIPE = FamilyRecipe(difficulty=12)
 FAMILY = Family("tallies", (*string.digits, *"+-_:=.#"), (), draw, RECIPE, Path(__file__))
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def edges(path: list[str]) -> list[str]:
     return [f"{a}>{b}" for a, b in zip(path, [*path[1:], "."], strict=True)]
 
 
-RECIPE = FamilyRecipe(difficulty=12, task_steps=280, mixture_steps=60, hold_steps=240)
+RECIPE = FamilyRecipe(difficulty=12)
 FAMILY = Family("trails", (*LETTERS, *"=.,#"), WORDS, draw, RECIPE, Path(__file__))
 
 if __name__ == "__main__":
