@@ -67,15 +67,18 @@ class Runner:
             subprocess.run([sys.executable, "-m", module], check=True, env=_environment())
         os.environ.update(_environment())  # what the runs are forked from is started with it
         known = {key: record.wall_s for key, record in done.items() if record.wall_s}
-        forecast = self._forecast(missing, known)
+        warm, forecast = len(known), self._forecast(missing, known)
         tasks = self._tasks(missing, known, started + self.budget_s)
         for key, ended in run_all(tasks, self.study.entry, self.jobs, [*self.study.preload, __name__]):
             record = self._record(*key, ended)
             self.records.write(record)
             missing.remove(key)
-            known[key] = ended.seconds
+            warm += 1
+            if warm > self.jobs:  # the first run of a process loads what the later ones find
+                known[key] = ended.seconds
             print(f"{key[0]} seed {key[1]}: {record.status} {record.reason} ({ended.seconds:.0f} s)", flush=True)
-            forecast = forecast or self._forecast(missing, known, time.monotonic() - started)
+            if forecast is None and len(known) >= self.jobs:
+                forecast = self._forecast(missing, known, time.monotonic() - started)
         took = time.monotonic() - started
         if forecast and not missing:
             print(f"took {took / 60:.1f} min, {100 * (took / forecast - 1):+.0f} % of what was said", flush=True)
@@ -89,7 +92,7 @@ class Runner:
         if not known or not missing:
             return None
         total = spent + expected_seconds(missing, known, self.jobs)
-        within = " before the budget ends it" if total > self.budget_s else ""
+        within = f", the budget is {self.budget_s / 60:.1f}" if total > self.budget_s else ""
         print(f"{len(missing)} runs are missing: about {total / 60:.1f} min in all{within}", flush=True)
         return total
 
