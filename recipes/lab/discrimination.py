@@ -26,6 +26,10 @@ from results.reporting.study_report import arm_values
 
 BOUND = 0.9  # of the score
 ROOM = (0.4, 0.8)  # where the baseline must end
+UNREGISTERED = {
+    "tallies": "GRPO learned to guess from its base models (results/LOG.md)",
+    "search over passages that contradict each other": "the task is not built",
+}
 NEGATIVE, POSITIVE, BASELINE, METRIC = "negative", "positive", "baseline", "accuracy"
 
 
@@ -134,6 +138,8 @@ def page(tasks: Sequence[dict]) -> str:
         score = "not run" if one["score"] is None else f"{one['score']:.2f}"
         row = (one["task"], f"{one['runs'][0]} of {one['runs'][1]}", spread, one["baseline_seconds"] or "", score)
         lines.append(f"| {' | '.join(map(str, row))} | {one['verdict']} |")
+    for name, why in UNREGISTERED.items():
+        lines.append(f"| {name} | 0 | not run | | not run | carries no claim: no study is registered; {why} |")
     return "\n".join([*lines, *(line for one in tasks for line in _part(one))]) + "\n"
 
 
