@@ -18,6 +18,7 @@ from unittest import mock
 from core import launch
 from recipes.lab.families import BASES, OUTPUTS
 
+RECIPE = "grpo"
 MUSEUM = "tests.museum.mutations"  # loaded by its name: recipes import no tests
 
 
@@ -25,7 +26,7 @@ def settings(arguments: Sequence[str]) -> tuple[list[str], str | None]:
     """Return the arguments of the configuration that the command means, and the bug to plant."""
     given = dict(one.split("=", 1) for one in arguments)
     family, bug = f"./{OUTPUTS / given.pop('family')}", given.pop("plant", None)
-    seed = int(given.pop("trainer.seed")) + int(given.pop("seed_offset", 0))
+    seed = int(given.pop("trainer.seed", 1)) + int(given.pop("seed_offset", 0))
     meant = {
         "preset": "lab_families",
         "data.train_files": f"{family}/train.parquet",
@@ -51,4 +52,4 @@ if __name__ == "__main__":
     arguments, bug = settings(sys.argv[1:])
     sys.argv = [sys.argv[0], *arguments]
     with planted(bug):
-        launch.main("grpo")
+        launch.main(RECIPE)
