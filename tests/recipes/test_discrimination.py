@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 
 import pytest
 
@@ -72,3 +73,12 @@ def test_a_planted_run_is_the_same_run_with_a_bug():
     assert (
         planted_run.settings(["family=trails", "trainer.seed=2", "data.val_files=x"])[0].count("data.val_files=x") == 1
     )
+
+
+def test_the_table_is_what_the_records_give(tmp_path):
+    shutil.copytree(discrimination.ROOT / "results/lab/study_trails", tmp_path / "lab/study_trails")
+    for suffix in (".md", ".json"):
+        written = discrimination.write(tmp_path).with_suffix(suffix)
+        assert (
+            written.read_text() == (discrimination.ROOT / "results/lab/discrimination").with_suffix(suffix).read_text()
+        )
