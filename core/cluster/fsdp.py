@@ -87,6 +87,9 @@ class ProcessRanks(Ranks):
     def inside(self, module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return module.forward_of(function, *args, **kwargs)
 
+    def reshard(self, module: nn.Module) -> None:
+        reshard(module)
+
 
 def make_mesh(device: torch.device, shards: int) -> DeviceMesh:
     """Return one group of all ranks, or groups of ``shards`` ranks (``fsdp_size``) that each hold the whole model."""

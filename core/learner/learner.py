@@ -74,6 +74,9 @@ class Ranks:
         """Call a function that reads parameters of ``module``, which a sharded one must gather first."""
         return function(module, *args, **kwargs)
 
+    def reshard(self, module: nn.Module) -> None:
+        """Drop weights that passes gathered and left: an optimizer that is made then would have them for its own."""
+
 
 ALONE, PADDED = Ranks(), Layout()
 
@@ -150,6 +153,7 @@ class Passes:
         self.one_pass = ranks is not ALONE or layout.packed  # shared prompts are in the pass of their answers
         layout.prepare(module, shares=self.one_pass)
         self.shares = can_share(module) and (not self.one_pass or shares_alike(self))
+        ranks.reshard(module)
 
     @property
     def device(self) -> torch.device:
@@ -187,6 +191,7 @@ class Policy(Passes):
         self.temperature = temperature
         check_head(self)
         check_packing(self)
+        self.ranks.reshard(module)
 
     def token_stats(self, batch: TrainBatch, **options: bool) -> tuple[Tensor, ...]:
         """Return log-prob of each policy token and entropy of its distribution, [B, T] each and 0 elsewhere.

@@ -132,8 +132,7 @@ class Layout:
             if not self.packed:
                 inputs = {"position_ids": position[None], "shared_prompts": shared}
                 return Reading(ids[None], wrote[None], labels, response_mask_BT, inputs)
-            real, lengths, key_lengths, key_index = shared.packed()
-            ids, position, wrote = ids[real], position[real], wrote[real]
+            lengths, key_lengths, key_index = shared.keys()
         if extra := -len(ids) % self.ranks:  # a sequence of nothing makes the ranks' parts equal
             nothing = torch.arange(extra, device=ids.device)
             key_index = None if key_index is None else torch.cat([key_index, nothing + len(ids)])
@@ -238,12 +237,16 @@ def _exchange(value: Tensor, mesh: DeviceMesh, joined: int, split: int) -> Tenso
 def _behind_prompts(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, shared: SharedPrompts, **options: Any
 ) -> Tensor:
-    """Return [1, N, H, D] of query, key and value [1, H, N, D]: padded prompts, then the answers that continue them."""
-    count, cut = len(shared.first_P), len(shared.first_P) * shared.width
+    """Return [1, N, H, D] of query, key and value [1, H, N, D]: prompts, then the answers that continue them.
+
+    Padding is added for attention alone, and taken away behind it.
+    """
+    cut = len(shared.first_P) * shared.width
 
     def split(one: Tensor) -> tuple[Tensor, Tensor]:
-        parts = one[0, :, :cut].unflatten(1, (count, -1)), one[0, :, cut:].unflatten(1, (-1, shared.length))
-        return tuple(part.transpose(0, 1) for part in parts)
+        cells = one[0].transpose(0, 1).index_select(0, shared.token_of_cell)
+        parts = cells[:cut].unflatten(0, (-1, shared.width)), cells[cut:].unflatten(0, (-1, shared.length))
+        return tuple(part.transpose(1, 2) for part in parts)
 
     prompts, answers = zip(*map(split, (query, key, value)), strict=True)
     of_prompts, _ = sdpa_attention_forward(module, *prompts, None, **options)
@@ -252,7 +255,7 @@ def _behind_prompts(
         for one, own in zip(prompts[1:], answers[1:], strict=True)
     )
     of_answers, _ = sdpa_attention_forward(module, answers[0], keys, values, shared.attention, **options)
-    return torch.cat([of_prompts.flatten(0, 1), of_answers.flatten(0, 1)])[None]
+    return torch.cat([of_prompts.flatten(0, 1), of_answers.flatten(0, 1)]).index_select(0, shared.cell_of_token)[None]
 
 
 Ends = tuple[Tensor, Tensor, int, int]  # of sequences among queries and keys, and the longest of each
@@ -369,37 +372,48 @@ class SharedPrompts:
         return input_ids_BT.gather(1, position_BA.clamp(max=last)), position_BA, written_BA
 
     def in_one_pass(self, input_ids_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return [P * width + B * length] each: what :meth:`answers` does, with the padded prompts in front."""
-        prompt_PK = input_ids_BT[self.first_P, : self.width]
-        place_PK = torch.arange(self.width, device=prompt_PK.device).expand_as(prompt_PK)
-        pairs = zip(
-            (prompt_PK, place_PK, torch.zeros_like(mask_BT[self.first_P, : self.width])),
-            self.answers(input_ids_BT, mask_BT),
-            strict=True,
-        )
-        return tuple(torch.cat([prompt.flatten(), answer.flatten()]) for prompt, answer in pairs)
+        """Return [N] each: what :meth:`answers` does, with the prompts in front and without padding."""
+        ids_PK = input_ids_BT[self.first_P, : self.width]
+        place_PK = torch.arange(self.width, device=ids_PK.device).expand_as(ids_PK)
+        of_prompts = ids_PK, place_PK, torch.zeros_like(ids_PK, dtype=torch.bool)
+        pairs = zip(of_prompts, self.answers(input_ids_BT, mask_BT), strict=True)
+        return tuple(torch.cat([prompt.flatten(), own.flatten()])[self.cell_of_token] for prompt, own in pairs)
 
-    def packed(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return which tokens of :meth:`in_one_pass` are no padding, and how attention reads those [N] that are left.
+    @functools.cached_property
+    def _cells(self) -> Tensor:
+        """Return [P * width + B * length] bool: padded prompts, then padded answers, True where they have tokens."""
+        prefix_P, device = self.prefix_B[self.first_P], self.prefix_B.device
+        of_prompts = torch.arange(self.width, device=device) < prefix_P[:, None]
+        of_answers = torch.arange(self.length, device=device) < self.length_B[:, None]
+        return torch.cat([of_prompts.flatten(), of_answers.flatten()])
+
+    @functools.cached_property
+    def cell_of_token(self) -> Tensor:
+        """Return [N]: where each token of :meth:`in_one_pass` is among padded prompts and answers."""
+        return self._cells.nonzero()[:, 0]
+
+    @functools.cached_property
+    def token_of_cell(self) -> Tensor:
+        """Return [P * width + B * length]: the token of :meth:`in_one_pass` in each cell, any in the padding."""
+        return self._cells.cumsum(0) - 1
+
+    def keys(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what attention without padding reads for the tokens of :meth:`in_one_pass`.
 
         Shapes:
-            real         [P * width + B * length] bool
             lengths      [P + B] queries of each prompt and answer
             key_lengths  [P + B] keys: those of its prompt stand before an answer's own
             key_index    [K]     the token among N whose key it is
         """
-        prompts, device = len(self.first_P), self.prefix_B.device
-        prefix_P = self.prefix_B[self.first_P]
-        of_prompts = torch.arange(self.width, device=device) < prefix_P[:, None]
-        of_answers = torch.arange(self.length, device=device) < self.length_B[:, None]
-        lengths, ahead = torch.cat([prefix_P, self.length_B]), F.pad(self.prefix_B, (prompts, 0))
+        prompts = len(self.first_P)
+        lengths = torch.cat([self.prefix_B[self.first_P], self.length_B])
+        ahead = F.pad(self.prefix_B, (prompts, 0))
         key_lengths, start = lengths + ahead, lengths.cumsum(0) - lengths
         origin = torch.cat([start[:prompts], start[self.place_B]])  # of the prompt
-        number = torch.arange(len(lengths), device=device).repeat_interleave(key_lengths)
-        offset = torch.arange(len(number), device=device) - (key_lengths.cumsum(0) - key_lengths)[number]
+        number = torch.arange(len(lengths), device=ahead.device).repeat_interleave(key_lengths)
+        offset = torch.arange(len(number), device=ahead.device) - (key_lengths.cumsum(0) - key_lengths)[number]
         own = start[number] + offset - ahead[number]
-        key_index = torch.where(offset < ahead[number], origin[number] + offset, own)
-        return torch.cat([of_prompts.flatten(), of_answers.flatten()]), lengths, key_lengths, key_index
+        return lengths, key_lengths, torch.where(offset < ahead[number], origin[number] + offset, own)
 
     @functools.cached_property
     def attention(self) -> Tensor:
@@ -418,7 +432,9 @@ def can_share(module: nn.Module) -> bool:
 
     Not in float64, which is for proofs: models that normalise in float32 would differ by its rounding.
     """
-    kinds = getattr(module.config.get_text_config(), "layer_types", None) or ("full_attention",)
+    config = module.config.get_text_config()
+    windows = getattr(config, "sliding_window", None) is not None
+    kinds = getattr(config, "layer_types", None) or ("sliding_attention" if windows else "full_attention",)
     plain = set(kinds) == {"full_attention"} and module.config._attn_implementation in ("sdpa", "eager", ATTENTION)
     return plain and module.dtype != torch.float64
 
