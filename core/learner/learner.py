@@ -81,7 +81,7 @@ class Ranks:
 ALONE, PADDED = Ranks(), Layout()
 
 
-PASS_READS = ("input_ids", "response_mask")  # the fields of a batch that a pass for log-probs or values reads
+PASS_READS = ("input_ids", "response_mask", "group")  # what a pass for log-probs or values reads of a batch
 CRITIC_READS = (*PASS_READS, "loss_weight", "returns", "values")
 
 
