@@ -95,8 +95,9 @@ BUDGETS = {
     # checkpoints that are written beside training (150), offloading between phases (50), runs that train on files (70),
     # a judge behind a URL (850), records of tokens (500), agents: loops by name, call formats, simulated users (560),
     # steps that are kept and computed again (1,270), files behind URLs (400), run folders written through to one (350),
-    # four losses, two estimators and what they read (340), pictures in prompts (870), invariants of a step (400)
-    ("core",): 26_180,
+    # four losses, two estimators and what they read (340), pictures in prompts (870), invariants of a step (400), a
+    # prompt that is read once within a pass (150)
+    ("core",): 26_330,
     # 895 more: help.py, a role for every key, references, names of other projects, odd values, URLs
     ("core/config",): 3_345,
     ("core/rewards",): 2_310,  # 810 more: a judge's prompt, verdict, requests, canaries; managers by a decorator's name

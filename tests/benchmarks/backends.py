@@ -5,8 +5,8 @@
 GRPO's lab preset without validations and checkpoints, one learner rank, one engine, one thread. The runs alternate,
 ``--rounds`` of each, so that what else the machine does meets both. A phase's seconds are the median over the steps of
 all rounds but each run's first five; both backends draw the same answers up to rounding. The goal is that Ray takes at
-most 1.1 times as long in each phase. Writes ``results/benchmarks/backends.{json,md}``; for a machine that does nothing
-else.
+most 1.1 times as long in each phase. Writes a table and its numbers, ``backends.md`` and ``backends.json``, into
+``results/benchmarks/``; for a machine that does nothing else.
 """
 
 from __future__ import annotations
