@@ -95,17 +95,17 @@ BUDGETS = {
     # checkpoints that are written beside training (150), offloading between phases (50), runs that train on files (70),
     # a judge behind a URL (850), records of tokens (500), agents: loops by name, call formats, simulated users (560),
     # steps that are kept and computed again (1,270), files behind URLs (400), run folders written through to one (350),
-    # four losses, two estimators and what they read (340), pictures in prompts (870), invariants of a step (400), a
-    # prompt that is read once within a pass (150)
-    ("core",): 26_330,
-    # 895 more: help.py, a role for every key, references, names of other projects, odd values, URLs
-    ("core/config",): 3_345,
+    # four losses, two estimators and what they read (340), pictures in prompts (870), invariants of a step (400),
+    # layers that ranks share, their plans and rules (200), a prompt that is read once within a pass (150)
+    ("core",): 26_530,
+    # 915 more: help.py, a role for every key, references, names of other projects, odd values, URLs, shared layers
+    ("core/config",): 3_365,
     ("core/rewards",): 2_310,  # 810 more: a judge's prompt, verdict, requests, canaries; managers by a decorator's name
     # 380 more: the hash of the base weights, what a resume may change, writing beside training, and through to a URL
     ("core/checkpoint",): 1_330,
     # 780 more: first lines, memory knobs, the whole step, a sharded update as counted, what rests by phase, no engine,
-    # models that read pictures
-    ("core/planning",): 1_330,
+    # models that read pictures, layers that ranks share
+    ("core/planning",): 1_370,
     # 450 more: bars while a step collects, the identity of a run, batches without padding, snapshots, traces, URLs,
     # pictures; 270 for the losses and estimators of 2025 and 2026; 380 for the invariants
     READING_PATH: 4_050,
