@@ -96,9 +96,9 @@ BUDGETS = {
     # a judge behind a URL (850), records of tokens (500), agents: loops by name, call formats, simulated users (560),
     # steps that are kept and computed again (1,270), files behind URLs (400), run folders written through to one (350),
     # four losses, two estimators and what they read (340), pictures in prompts (870), invariants of a step (400),
-    # layers that ranks share, their plans and rules (200),
+    # layers that ranks share, their plans and rules (200), a prompt that is read once within a pass (150),
     # SGLang: its server's process and requests (290), its engine (350), what the table of engines knows of it (60)
-    ("core",): 27_050,
+    ("core",): 27_260,
     # 945 more: help.py, a role for every key, references, names of other projects, odd values, URLs, shared layers,
     # what engines cannot promise
     ("core/config",): 3_390,

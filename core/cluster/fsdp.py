@@ -88,6 +88,9 @@ class ProcessRanks(Ranks):
     def inside(self, module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return module.forward_of(function, *args, **kwargs)
 
+    def reshard(self, module: nn.Module) -> None:
+        reshard(module)
+
 
 def make_mesh(device: torch.device, copy_size: int, layer_size: int = 1) -> DeviceMesh:
     """Return the ranks as ``replicate`` copies of the model, each of ``copy_size`` ranks (``fsdp_size``; -1: all).

@@ -58,15 +58,20 @@ class RayEngine:
         self._homes: dict[int, str] = {}  # episode -> the engine that wrote its latest turn with these weights
         self._aborts: list[ray.ObjectRef] = []
         self._tasks: set[asyncio.Task] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the latest request
+        self._sends = False  # whether that loop is about to send
         self._progress = 0.0
         self._closed = False
 
     async def sample(self, request: SampleRequest) -> Trajectory:
         if self._closed:
             raise RuntimeError("the engine is closed")
-        self._forget_closed_loops()
         key, loop = next(self._keys), asyncio.get_running_loop()
-        if not any(one.engine is None for one in self._awaited.values()):
+        if loop is not self._loop:  # once a loop: among thousands of requests a look at each by each takes seconds
+            self._forget_closed_loops()
+            self._loop, self._sends = loop, False
+        if not self._sends:
+            self._sends = True
             loop.call_soon(self._send)
         one = self._awaited[key] = _Awaited(loop.create_future(), request)
         try:
@@ -78,6 +83,7 @@ class RayEngine:
     def _send(self) -> None:
         """Send the new requests: beside the same prompt, else to the episode's engine unless it is crowded, else where
         least is in flight."""
+        self._sends = False
         fresh = {key: one for key, one in self._awaited.items() if one.engine is None}
         sent = [one for one in self._awaited.values() if one.engine is not None]
         place = {_prompt(one): one.engine for one in sent}
