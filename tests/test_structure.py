@@ -99,7 +99,8 @@ BUDGETS = {
     ("core",): 26_180,
     # 895 more: help.py, a role for every key, references, names of other projects, odd values, URLs
     ("core/config",): 3_345,
-    ("core/rewards",): 2_340,  # 840 more: a judge's prompt, verdict in bounded time, requests, canaries; managers by a decorator
+    # 840 more: a judge's prompt, verdict in bounded time, requests, canaries; managers by a decorator's name
+    ("core/rewards",): 2_340,
     # 380 more: the hash of the base weights, what a resume may change, writing beside training, and through to a URL
     ("core/checkpoint",): 1_330,
     # 780 more: first lines, memory knobs, the whole step, a sharded update as counted, what rests by phase, no engine,
