@@ -104,8 +104,8 @@ BUDGETS = {
     # 380 more: the hash of the base weights, what a resume may change, writing beside training, and through to a URL
     ("core/checkpoint",): 1_330,
     # 780 more: first lines, memory knobs, the whole step, a sharded update as counted, what rests by phase, no engine,
-    # models that read pictures
-    ("core/planning",): 1_330,
+    # models that read pictures, a reward model's own GPUs
+    ("core/planning",): 1_360,
     # 450 more: bars while a step collects, the identity of a run, batches without padding, snapshots, traces, URLs,
     # pictures; 270 for the losses and estimators of 2025 and 2026; 380 for the invariants
     READING_PATH: 4_050,

@@ -1,4 +1,4 @@
-"""The reward model as a Ray actor: the same scores as in process, and no loss goes unnoticed."""
+"""The reward model as Ray actors: the same scores as in process, and no loss goes unnoticed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from core.cluster.ray_engine import RayRewardModel
 from core.errors import WorkersLost
 from core.ray_trainer import RayPPOTrainer
 from core.rewards.batch_calls import Answer
-from tests.core.reward_model_runs import metrics, run_config
+from core.rewards.reward_model import RewardModel
+from tests.core.reward_model_runs import answers, metrics, run_config
 
 pytestmark = pytest.mark.xdist_group("ray")  # one Ray, however many test processes
 
@@ -31,13 +32,18 @@ def test_the_same_run_on_ray_has_the_model_in_its_own_process(tmp_path):
         assert remote[0][name] == pytest.approx(local[0][name], abs=0.02) and math.isfinite(remote[1][name])
 
 
-def test_a_dead_or_broken_judge_ends_the_step_on_ray(tmp_path):
-    trainer = RayPPOTrainer(run_config(tmp_path, "trainer.backend=ray")).init_workers()
+def test_two_ranks_grade_as_one_process_and_a_dead_one_ends_the_step(tmp_path):
+    pool = ("enable_resource_pool=True", "nnodes=1", "n_gpus_per_node=2")
+    config = run_config(tmp_path, "trainer.backend=ray", *(f"reward_model.{key}" for key in pool))
+    trainer = RayPPOTrainer(config).init_workers()
     try:
-        actor = trainer.workers.watch.actors[RayRewardModel.NAME]
+        graded = asyncio.run(trainer.workers.reward_model(answers()))
+        expected = RewardModel(config.reward_model).score(answers())
+        assert [one.value for one in graded] == pytest.approx([one.value for one in expected], abs=1e-5)
+        actor = trainer.workers.watch.actors[f"{RayRewardModel.NAME} rank 1"]
         pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(WorkersLost, match="reward model died"):
+        with pytest.raises(WorkersLost, match="reward model rank 1 died"):
             asyncio.run(trainer.workers.reward_model([Answer((), "x", (5,))]))
     finally:
         trainer.workers.close()
