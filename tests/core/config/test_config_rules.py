@@ -222,6 +222,7 @@ BROKEN = [
         *("ppo", [JUDGE, "reward_model.forward_max_token_len_per_gpu=9"], ()),
         *("reward_model.forward_max_token_len_per_gpu=9", "must hold an answer of reward_model.max_length=1024"),
     ),
+    ("ppo", [JUDGE, POOL, "reward_model.nnodes=1", *RAY], (), "reward_model.n_gpus_per_node=0", "is needed with"),
     ("ppo", [JUDGE, POOL, "reward_model.nnodes=1", RANKS], (), POOL.replace("T", "t"), "needs a cluster"),
     (
         "ppo",
