@@ -109,7 +109,10 @@ def test_a_change_within_a_second_is_another_copy(reached, tmp_path, monkeypatch
     url = places.put(tmp_path / "a.txt", f"{BUCKET}/a.txt")
     places.fresh(monkeypatch, tmp_path)
     assert Path(local_path(url)).read_text() == "old"
+    before = places.cache._mark(driver().info("bucket/a.txt"))
     driver().pipe_file("bucket/a.txt", b"new")
+    info = driver().info("bucket/a.txt")
+    assert places.cache._mark(info) == info["ETag"] != before
     places.cache._copied.cache_clear()
     assert Path(local_path(url)).read_text() == "new"
 
