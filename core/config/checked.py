@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from core.config import convert, recipes, references, roles, rules, unused_keys
+from core.config.from_tree import build
 from core.config.resolution import resolve
 from core.config.schema import Config
 from core.config.view import View
@@ -48,7 +49,7 @@ def examine(
     layers.values[:0] = (base or {}).items()
     tree = composition.tree(recipe, layers)
     refused = list(layers.problems)
-    config = resolve(convert.build(schema, tree, refused), recipe)
+    config = resolve(build(schema, tree, refused), recipe)
     view = View(config, layers.given, hooks, recipe)
     bad = {problem.key for problem in refused if isinstance(problem, convert.Problem)}
     unknown, departures = references.check(recipe, config)
@@ -91,7 +92,7 @@ def from_yaml(text: str) -> Config:
         InputError: a key or a value is not the schema's.
     """
     tree, problems = yaml.safe_load(text), []
-    config = convert.build(roles.schema_for(tree), tree, problems)
+    config = build(roles.schema_for(tree), tree, problems)
     if problems:
         raise InputError([str(problem) for problem in problems])
     return config

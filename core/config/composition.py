@@ -27,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from core.config import convert, peer_names, recipes, verl_keys
 from core.config.convert import Problem, brief
 from core.config.schema import Config
+from core.config.unknown_keys import unknown_key
 
 PRESET = "preset"
 SEPARATOR = "--"  # between a script's own arguments and the typed ones
@@ -154,7 +155,7 @@ def _delete(text: str, key: str, layers: Layers) -> None:
             values[:] = [(name, value) for name, value in values if not _within(name, key)]
         layers.given = {name: value for name, value in layers.given.items() if not _within(name, key)}
     else:
-        layers.problems.append(convert.unknown(key, None, layers.schema))
+        layers.problems.append(unknown_key(key, None, layers.schema))
 
 
 def _within(key: str, parent: str) -> bool:
@@ -176,7 +177,7 @@ def _set(key: str, value: Any, layers: Layers) -> None:
     elif key in convert.sections(layers.schema):
         layers.problems.append(Problem(key, value, "is a section of the configuration", "set one of its keys"))
     elif not convert.known(key, layers.schema) or verl_keys.advice(key) and key not in convert.all_keys(layers.schema):
-        layers.problems.append(convert.unknown(key, value, layers.schema))
+        layers.problems.append(unknown_key(key, value, layers.schema))
     elif (reason := _unusable(value)) is not None:
         rule = f"cannot be read ({reason})"
         layers.problems.append(

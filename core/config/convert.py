@@ -1,4 +1,4 @@
-"""From an untyped tree to the dataclasses and back, with every problem instead of the first."""
+"""From the dataclasses to trees, flat keys and texts, and from a value to its type."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from core.config import peer_names, recipes, verl_keys
 from core.config.frozen import freeze, thaw
 from core.config.limits import Limit, NumberOrText
 from core.config.schema import Config
 
 SEQUENCES = (list, tuple)
-NOTHING_NEAR = "no known key is close to it; the command with --help WORD lists the keys that have to do with a word"
 MAPPING = "a mapping, as in {name: value}"
 
 
@@ -128,53 +126,7 @@ def as_tree(section: Any) -> dict[str, Any]:
     }
 
 
-# --- an untyped tree as a configuration ---
-
-
-def build(schema: type[Config], tree: Any, problems: list[Problem]) -> Config:
-    """Return the typed configuration of a tree. What is wrong goes to ``problems``, and its key keeps the default."""
-    return _section(schema, tree, problems, schema(), "")
-
-
-def _section(schema: type[Config], tree: Any, problems: list[Problem], default: Any, prefix: str) -> Any:
-    if not isinstance(tree, Mapping):
-        problems.append(Problem(prefix.rstrip("."), tree, "is a section of the configuration", "set one of its keys"))
-        return default
-    known_here = hints(type(default))
-    problems += [unknown(f"{prefix}{name}", tree[name], schema) for name in tree if name not in known_here]
-    values = {}
-    for name, hint in known_here.items():
-        if name not in tree:
-            continue
-        if is_dataclass(hint):
-            values[name] = _section(schema, tree[name], problems, getattr(default, name), f"{prefix}{name}.")
-            continue
-        try:
-            values[name] = parse(hint, tree[name])
-        except Mismatch as error:
-            key = f"{prefix}{name}"
-            problems.append(mismatch(key, tree[name], str(error), getattr(default, name)))
-    return dataclasses.replace(default, **values)
-
-
-def mismatch(key: str, value: Any, rule: str, default: Any) -> Problem:
-    """Return the problem with a value that its key's type refuses; ``rule`` completes "must be ..."."""
-    return Problem(key, value, f"must be {rule}", verl_keys.hint(key) or f"the default is {show(default)}")
-
-
-def unknown(key: str, value: Any, schema: type[Config]) -> Problem:
-    """Return the problem with a key that the schema lacks: renamed, unsupported, another recipe's, or misspelt."""
-    advice = verl_keys.advice(key)
-    if advice is not None:
-        return Problem(key, value, advice.rule, advice.fix)
-    for recipe, module in recipes.extended():
-        if key.partition(".")[0] in hints(module.SCHEMA).keys() - hints(schema).keys():
-            fix = f"use the recipe that has it: python -m recipes.{recipe}.main_{recipe}"
-            return Problem(key, value, f"belongs to {module.PAPER}, and this recipe has no such key", fix)
-    near = verl_keys.nearest(key, all_keys(schema))
-    if (told := peer_names.advice(key)) and not (near or "").endswith(f".{key}"):
-        return Problem(key, value, *told)
-    return Problem(key, value, "unknown key", f"the nearest known key is {near}" if near else NOTHING_NEAR)
+# --- values ---
 
 
 def parse(hint: Any, value: Any) -> Any:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from core.config import composition, convert, peer_names, recipes, unused_keys, verl_keys
+from core.config.from_tree import build
 from core.config.limits import Limit, NumberOrText
 from core.config.resolution import resolve
 from core.config.view import View
@@ -105,7 +106,7 @@ def entries(recipe: str, overrides: Sequence[str] = (), hooks: Collection[str] =
     """Return every key of the recipe, with its default under these overrides."""
     schema = recipes.schema_of(recipe)
     layers = composition.read(overrides, schema)
-    plain = convert.build(schema, composition.tree(recipe, layers), [])
+    plain = build(schema, composition.tree(recipe, layers), [])
     config = resolve(plain, recipe)
     reasons = unused_keys.reasons(View(config, layers.given, hooks, recipe), convert.all_keys(schema))
     sections = {"": schema, **convert.sections(schema)}

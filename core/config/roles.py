@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from core.config import convert, recipes
+from core.config.from_tree import build
 from core.config.resolution import resolve
 from core.config.schema import Config
 from core.config.yaml_tables import read_table
@@ -56,7 +57,7 @@ def completed(values: Mapping[str, Any], schema: type[Config], recipe: str = "")
     versions' records of the same settings are equal.
     """
     problems: list[convert.Problem] = []
-    config = resolve(convert.build(schema, _nested(values), problems), recipe)
+    config = resolve(build(schema, _nested(values), problems), recipe)
     found, others = convert.as_json(config), _defaults()
     for problem in problems:
         for key, value in _leaves(problem.key, problem.value, others):

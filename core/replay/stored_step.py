@@ -16,7 +16,8 @@ from torch import Tensor
 
 from core.checkpoint.manifest import sha256_of
 from core.checkpoint.run_state import decode
-from core.config import Config, convert, roles
+from core.config import Config, roles
+from core.config.from_tree import build
 from core.errors import InputError
 from core.tracking.capsules import FACTS, FOLDER, FORMAT, PARTIAL, TENSORS, step_of
 from core.types import ScoredGroup, TrainBatch
@@ -43,7 +44,7 @@ class StoredStep:
     def config(self) -> Config:
         """Return the configuration of the step. Raises InputError for keys that this version of the code lacks."""
         tree, problems = self.facts["config"], []
-        config = convert.build(roles.schema_for(tree), tree, problems)
+        config = build(roles.schema_for(tree), tree, problems)
         if problems:
             named = ", ".join(problem.key for problem in problems[:3])
             rule = f"it is of another version of this code, which has other keys ({named})"

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from core.engines import SamplingParams, sampling
 from core.engines.sampling import RowSettings, draw, uniforms
-from core.engines.stepped import StopStrings, eos_ids
+from core.engines.stop_rule import StopStrings, eos_ids
 from tests.tiny import tiny_model, tiny_tokenizer
 
 

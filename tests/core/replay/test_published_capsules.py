@@ -221,13 +221,17 @@ BUGS = [  # recipe, bug, phase and tensor that are named first
     ("grpo", rate_of_the_step_before, "update: actor/lr was "),
 ]
 
+LATER = {ratio_to_itself: "update: actor/gradient norm of optimizer step 1"}
+
 
 @pytest.mark.parametrize("recipe, bug, named", BUGS, ids=[bug.__name__ for _, bug, _ in BUGS])
 def test_a_planted_bug_is_named(recipe, bug, named, monkeypatch):
     bug(monkeypatch)
     phase = named.partition(":")[0]
     done = replay(CAPSULES / recipe, phases=phases.PHASES[: phases.PHASES.index(phase) + 1])
-    assert done.found and str(done.found[0]).startswith(named), done
+    # Where the replay is compared to 1e-5, the last bits of the first losses are the same, and the next step is named.
+    names = (named, LATER[bug]) if bug in LATER and not done.rule.exact else (named,)
+    assert done.found and str(done.found[0]).startswith(names), done
 
 
 @pytest.mark.slow

@@ -1,0 +1,26 @@
+"""What is said of a key that the schema lacks: renamed, unsupported, of another recipe or project, or misspelt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from core.config import peer_names, recipes, verl_keys
+from core.config.convert import Problem, all_keys, hints
+from core.config.schema import Config
+
+NOTHING_NEAR = "no known key is close to it; the command with --help WORD lists the keys that have to do with a word"
+
+
+def unknown_key(key: str, value: Any, schema: type[Config]) -> Problem:
+    """Return the problem with a key that the schema lacks, with what to do instead."""
+    advice = verl_keys.advice(key)
+    if advice is not None:
+        return Problem(key, value, advice.rule, advice.fix)
+    for recipe, module in recipes.extended():
+        if key.partition(".")[0] in hints(module.SCHEMA).keys() - hints(schema).keys():
+            fix = f"use the recipe that has it: python -m recipes.{recipe}.main_{recipe}"
+            return Problem(key, value, f"belongs to {module.PAPER}, and this recipe has no such key", fix)
+    near = verl_keys.nearest(key, all_keys(schema))
+    if (told := peer_names.advice(key)) and not (near or "").endswith(f".{key}"):
+        return Problem(key, value, *told)
+    return Problem(key, value, "unknown key", f"the nearest known key is {near}" if near else NOTHING_NEAR)
