@@ -6,6 +6,8 @@ import asyncio
 import math
 import os
 import signal
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -13,11 +15,35 @@ import ray
 from core.cluster.ray_engine import RayRewardModel
 from core.errors import WorkersLost
 from core.ray_trainer import RayPPOTrainer
-from core.rewards.batch_calls import Answer
+from core.rewards.batch_calls import Answer, ModelScore
 from core.rewards.reward_model import RewardModel
 from tests.core.reward_model_runs import answers, metrics, run_config
 
 pytestmark = pytest.mark.xdist_group("ray")  # one Ray, however many test processes
+
+
+class Lengths:
+    """An actor that counts tokens, and the calls that it got."""
+
+    def __init__(self):
+        self.calls, self.score = [], self
+
+    def remote(self, given):
+        self.calls.append([len(answer.token_ids) for answer in given])
+        future = Future()
+        future.set_result([ModelScore(float(length)) for length in self.calls[-1]])
+        return SimpleNamespace(future=lambda: future)
+
+
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_every_rank_is_called_with_a_fair_share_and_each_answer_gets_its_own_score(count):
+    actors = {"a": Lengths(), "b": Lengths(), "c": Lengths()}
+    model = RayRewardModel(SimpleNamespace(actors=actors, timeout_s=60), list(actors))
+    graded = answers(count)
+    lengths = [len(answer.token_ids) for answer in graded]
+    assert [one.value for one in asyncio.run(model(graded))] == lengths
+    ((a,), (b,), (c,)) = (actor.calls for actor in actors.values())
+    assert sorted(a + b + c) == sorted(lengths) and max(map(sum, (a, b, c))) <= sum(lengths) / 3 + max(lengths)
 
 
 @pytest.mark.slow
