@@ -96,17 +96,17 @@ BUDGETS = {
     # a judge behind a URL (850), records of tokens (500), agents: loops by name, call formats, simulated users (560),
     # steps that are kept and computed again (1,270), files behind URLs (400), run folders written through to one (350),
     # four losses, two estimators and what they read (340), pictures in prompts (870), invariants of a step (400),
-    # a reward model that ranks share (110)
-    ("core",): 26_290,
-    # 910 more: help.py, a role for every key, references, names of other projects, odd values, URLs
-    ("core/config",): 3_360,
+    # layers that ranks share, their plans and rules (200), a reward model that ranks share (130)
+    ("core",): 26_420,
+    # 930 more: help.py, a role for every key, references, names of other projects, odd values, URLs, shared layers, pools
+    ("core/config",): 3_380,
     # 840 more: a judge's prompt, verdict in bounded time, requests, canaries; managers by a decorator's name
     ("core/rewards",): 2_340,
     # 380 more: the hash of the base weights, what a resume may change, writing beside training, and through to a URL
     ("core/checkpoint",): 1_330,
     # 780 more: first lines, memory knobs, the whole step, a sharded update as counted, what rests by phase, no engine,
-    # models that read pictures, a reward model's own GPUs
-    ("core/planning",): 1_360,
+    # models that read pictures, layers that ranks share, a reward model's own GPUs
+    ("core/planning",): 1_400,
     # 450 more: bars while a step collects, the identity of a run, batches without padding, snapshots, traces, URLs,
     # pictures; 270 for the losses and estimators of 2025 and 2026; 380 for the invariants
     READING_PATH: 4_050,

@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3Config,
 )
 
 SPECIALS = ("<pad>", "<eos>", "<unk>", "<bos>")
@@ -47,13 +48,14 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_config(arch: str = "qwen2", **overrides: Any) -> Any:
-    """Hidden 32, 2 layers, 4 heads (2 of keys and values), vocabulary 100. ``arch``: qwen2, llama or gpt2."""
+    """Hidden 32, 2 layers, 4 heads (2 of keys and values), vocabulary 100. ``arch``: qwen2, qwen3, llama or gpt2."""
     shape = dict(vocab_size=VOCAB_SIZE, bos_token_id=3, eos_token_id=1, pad_token_id=0, initializer_range=0.2)
     if arch == "gpt2":
         return GPT2Config(**{**shape, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, **overrides})
     shape |= dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
     shape |= dict(num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=False)
-    return {"qwen2": Qwen2Config, "llama": LlamaConfig}[arch](**{**shape, **overrides})
+    shape |= {"head_dim": 8} if arch == "qwen3" else {}
+    return {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}[arch](**{**shape, **overrides})
 
 
 def tiny_model(arch: str = "qwen2", seed: int = 0, **overrides: Any) -> PreTrainedModel:

@@ -52,6 +52,7 @@ from core.learner.saving import (
     save_model,
     save_optimizer,
 )
+from core.learner.tensor_parallel import split_layers
 from core.learner.traced_tokens import TracedRows
 from core.learner.vision import freeze_vision_tower
 from core.learner.weight_probe import probe_ids, probe_log_probs
@@ -59,14 +60,14 @@ from core.rewards.reward_model import RewardModel
 from core.types import TrainBatch
 
 if TYPE_CHECKING:
-    from core.config.schema import Config, CriticModelConfig, FSDPConfig, ModelConfig, RewardModelConfig
+    from core.config.schema import Config, CriticModelConfig, FSDPConfig, ModelConfig, RewardModelConfig, Sharing
 
 # Models return views (a slice of the logits); nothing here works in place on them.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
 class ProcessRanks(Ranks):
-    """The ranks of the default process group, ``together`` of which (neighbours) share their sequences."""
+    """The ranks of the default process group, ``together`` of which (neighbours) have the same sequences."""
 
     def __init__(self, together: int = 1) -> None:
         self.lead = dist.get_rank() == 0
@@ -89,23 +90,33 @@ class ProcessRanks(Ranks):
         return module.forward_of(function, *args, **kwargs)
 
 
-def make_mesh(device: torch.device, shards: int) -> DeviceMesh:
-    """Return one group of all ranks, or groups of ``shards`` ranks (``fsdp_size``) that each hold the whole model."""
+def make_mesh(device: torch.device, copy_size: int, layer_size: int = 1) -> DeviceMesh:
+    """Return the ranks as ``replicate`` copies of the model, each of ``copy_size`` ranks (``fsdp_size``; -1: all).
+
+    Of a copy ``tensor`` neighbours share each layer (``layer_size``) and ``shard`` such groups the rest. Axes of one
+    rank are left out, but for ``shard``.
+    """
     world = dist.get_world_size()
-    if shards in (-1, world):
-        return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
-    if world % shards:
-        raise ValueError(f"fsdp_config.fsdp_size={shards}: must divide the {world} ranks; change one of them")
-    return init_device_mesh(device.type, (world // shards, shards), mesh_dim_names=("replicate", "shard"))
+    size = world if copy_size == -1 else copy_size
+    if world % size:
+        raise ValueError(f"fsdp_config.fsdp_size={size}: must divide the {world} ranks; change one of them")
+    axes = {"replicate": world // size, "shard": size // layer_size, "tensor": layer_size}
+    axes = {name: ranks for name, ranks in axes.items() if ranks > 1 or name == "shard"}
+    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
-def shard(module: nn.Module, config: FSDPConfig, device: torch.device) -> nn.Module:
-    """Shard every transformer block, then the rest; parameters keep their dtype as masters.
+def shard(module: nn.Module, config: FSDPConfig, device: torch.device, layer_size: int = 1) -> nn.Module:
+    """Split layers over ``layer_size`` ranks, shard every transformer block, then the rest.
 
-    With ``offload_policy`` parameters, gradients and optimizer live on the CPU together.
+    Parameters keep their dtype as masters. With ``offload_policy`` parameters, gradients and optimizer live on the CPU
+    together. Gradients are summed over the ranks that read other sequences, and complete on each of ``layer_size``.
     """
     dtype = compute_dtype(config.dtype)
-    options: dict[str, Any] = {"mesh": make_mesh(device, config.fsdp_size)}
+    mesh = make_mesh(device, config.fsdp_size, layer_size)
+    if layer_size > 1:
+        split_layers(module, mesh["tensor"])
+        mesh = mesh[mesh.mesh_dim_names[:-1]]
+    options: dict[str, Any] = {"mesh": mesh}
     if dtype is not None:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     if config.offload_policy:
@@ -255,42 +266,45 @@ class LearnerRank:
 
         source = policy(on_meta=False) if self.lead else None
         shared = {"temperature": part.rollout.temperature or 1.0, "device": device}
-        of_actor = self.split(part.model, part.actor.ulysses_sequence_parallel_size)
-        of_ref = self.split(part.model, part.ref.ulysses_sequence_parallel_size)
-        module = self.sharded("actor", policy(on_meta=True), source, part.actor.fsdp_config)
+        of_actor, of_ref = self.split(part.model, part.actor), self.split(part.model, part.ref)
+        layer_size = part.actor.tensor_model_parallel_size
+        module = self.sharded("actor", policy(on_meta=True), source, part.actor.fsdp_config, layer_size)
         bypass = config.algorithm.rollout_correction.bypass_mode
         self.actor = Actor(module, part.actor, bypass=bypass, **shared, **of_actor)
         self.ref = self.critic = None
         if needs_ref and part.model.lora_rank:
             self.ref = BasePolicy(module, **shared, **of_ref)
         elif needs_ref:
-            module = self.sharded("ref", policy(on_meta=True), source, part.ref.fsdp_config).requires_grad_(False)
-            self.ref = Policy(module, **shared, **of_ref)
+            layer_size = part.ref.tensor_model_parallel_size
+            module = self.sharded("ref", policy(on_meta=True), source, part.ref.fsdp_config, layer_size)
+            self.ref = Policy(module.requires_grad_(False), **shared, **of_ref)
         if needs_critic:
             source = value_model(on_meta=False) if self.lead else None
-            module = self.sharded("critic", value_model(on_meta=True), source, critic.model.fsdp_config)
-            of_critic = self.split(critic.model, critic.ulysses_sequence_parallel_size)
-            self.critic = Critic(module, critic, device=device, **of_critic)
+            fsdp, layer_size = critic.model.fsdp_config, critic.tensor_model_parallel_size
+            module = self.sharded("critic", value_model(on_meta=True), source, fsdp, layer_size)
+            self.critic = Critic(module, critic, device=device, **self.split(critic.model, critic))
         self.trained = {"actor": self.actor, **({"critic": self.critic} if self.critic else {})}
         self.parts = {**self.trained, **({"ref": self.ref} if self.ref else {})}
         self.fsdp = {"actor": part.actor.fsdp_config, "critic": critic.model.fsdp_config, "ref": part.ref.fsdp_config}
         if part.model.lora_rank:
             self.fsdp["ref"] = part.actor.fsdp_config  # the policy without its adapters
 
-    def split(self, model: ModelConfig | CriticModelConfig, ranks: int) -> dict[str, Any]:
-        """Return how ``ranks`` neighbours (``ulysses_sequence_parallel_size``) share a model's passes."""
-        mesh = None
-        if ranks > 1:
-            shape = dist.get_world_size() // ranks, ranks
-            mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("rows", "sequence"))["sequence"]
-        return {"ranks": ProcessRanks(ranks), "layout": Layout(model.use_remove_padding, mesh)}
+    def split(self, model: ModelConfig | CriticModelConfig, part: Sharing) -> dict[str, Any]:
+        """Return how neighbours share a model's passes: those that share a layer next to each other."""
+        mesh, tokens = None, part.ulysses_sequence_parallel_size
+        if tokens > 1:
+            shape = dist.get_world_size() // part.together, tokens, part.tensor_model_parallel_size
+            mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("rows", "sequence", "tensor"))["sequence"]
+        return {"ranks": ProcessRanks(part.together), "layout": Layout(model.use_remove_padding, mesh)}
 
-    def sharded(self, name: str, skeleton: nn.Module, source: nn.Module | None, config: FSDPConfig) -> nn.Module:
+    def sharded(
+        self, name: str, skeleton: nn.Module, source: nn.Module | None, config: FSDPConfig, layer_size: int
+    ) -> nn.Module:
         """Shard the weightless ``skeleton`` and fill it; a copy is kept for names and exports."""
         self.skeletons[name] = copy.deepcopy(skeleton)
         if source is not None and getattr(source, "generation_config", None) is not None:
             self.skeletons[name].generation_config = source.generation_config
-        module = shard(skeleton, config, self.device)
+        module = shard(skeleton, config, self.device, layer_size)
         module.to_empty(device="cpu" if config.offload_policy else self.device)
         fill(module, source, self.device)
         if config.param_offload:

@@ -29,6 +29,7 @@ from core.cluster.ray_watch import Watch
 from core.config.frozen import thaw
 from core.config.paths import run_folder
 from core.errors import InputError
+from core.learner.tensor_parallel import check_layers
 from core.tracking.profiling import runtime_env
 from core.tracking.run_manifest import ROOT
 
@@ -118,6 +119,8 @@ class RayProcesses:
         self.engine_groups: list[Any] = []  # of the engines' own pool
         self.reward_groups: list[Any] = []  # of the reward model's own pool
         self.owns_ray = not ray.is_initialized()
+        if learners:
+            check_layers(config, critic=config.critic.enable)
         try:
             if self.owns_ray:
                 connect(config, device)

@@ -124,7 +124,7 @@ class RayWorkers(RayProcesses):
             self.engine.sleep()
 
     def _shares(self, lengths_B: Tensor, together: int) -> list[Tensor]:
-        """Return the sequences of each group of ``together`` neighbours, which split the tokens of the same ones."""
+        """Return the sequences of each group of ``together`` neighbours, which share the same ones."""
         groups = self.ranks // together
         if self.config.trainer.balance_batch:
             return rank_shares(lengths_B, groups)
@@ -133,7 +133,7 @@ class RayWorkers(RayProcesses):
     def _pass(self, phase: str, method: str, batch: TrainBatch, part: Any) -> list[Tensor]:
         """Run a pass of ``part`` over all sequences and return its tensors, flat as a batch stores them."""
         self._free_gpus()
-        together = part.ulysses_sequence_parallel_size
+        together = part.together
         shares = self._shares(batch.lengths, together)
         mine = [_trimmed(batch.only(PASS_READS), share) for share in shares]
         sent = [ray.put(one) for one in mine]
@@ -161,7 +161,7 @@ class RayWorkers(RayProcesses):
         """Take all optimizer steps of ``part``. Sequences that train are shared out apart from those that only a
         metric reads."""
         self._free_gpus()
-        together = part.ulysses_sequence_parallel_size
+        together = part.together
         by_group: list[list[TrainBatch]] = [[] for _ in range(self.ranks // together)]
         for step in steps:
             busy = busy_sequences(step, only_advantages_train=only_advantages)

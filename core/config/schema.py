@@ -112,8 +112,17 @@ class PolicyLossConfig:
     ppo_kl_coef: limits.NonNegative = 0.1  # of kl_cov: coefficient of the distance to the old policy on those tokens
 
 
+class Sharing:
+    """How the ranks of a learner share what they compute."""
+
+    @property
+    def together(self) -> int:
+        """Return the ranks that get the same sequences: they share each sequence, or each layer, or both."""
+        return self.ulysses_sequence_parallel_size * self.tensor_model_parallel_size
+
+
 @dataclass(frozen=True)
-class ActorConfig:
+class ActorConfig(Sharing):
     strategy: Literal["fsdp", "fsdp2"] = "fsdp"  # both mean PyTorch's FSDP2
     ppo_mini_batch_size: limits.Count = 256  # prompts an optimizer step
     # trajectories in one pass of a rank; None: use_dynamic_bsz decides
@@ -141,6 +150,7 @@ class ActorConfig:
     overlong_filtering: bool = False  # truncated answers carry no loss
     state_masking: bool = True  # tokens that tools wrote carry no loss; False is Search-R1's ablation
     ulysses_sequence_parallel_size: limits.Count = 1  # ranks that share each sequence; use_remove_padding is needed
+    tensor_model_parallel_size: limits.Count = 1  # ranks that share each layer's matrices; FSDP2 shards over the others
     freeze_vision_tower: bool = False  # the part of the model that reads pictures does not train
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     optim: OptimConfig = OptimConfig()
@@ -148,12 +158,13 @@ class ActorConfig:
 
 
 @dataclass(frozen=True)
-class RefConfig:
+class RefConfig(Sharing):
     # trajectories in one log-prob pass of a rank; None: the actor's
     log_prob_micro_batch_size_per_gpu: limits.Count | None = None
     log_prob_use_dynamic_bsz: bool | None = None  # fill log-prob passes up to a number of tokens; None: the actor's
     log_prob_max_token_len_per_gpu: limits.Count | None = None  # tokens in one log-prob pass; None: the actor's
     ulysses_sequence_parallel_size: limits.Count | None = None  # ranks that share each sequence; None: the actor's
+    tensor_model_parallel_size: limits.Count | None = None  # ranks that share each layer; None: the actor's
     fsdp_config: FSDPConfig = FSDPConfig()
 
 
@@ -256,7 +267,7 @@ class CriticModelConfig:
 
 
 @dataclass(frozen=True)
-class CriticConfig:
+class CriticConfig(Sharing):
     enable: bool | None = None  # train a critic; None: where the estimator reads values
     strategy: Literal["fsdp", "fsdp2"] = "fsdp"  # both mean PyTorch's FSDP2
     ppo_mini_batch_size: limits.Count | None = None  # prompts an update; None: the actor's
@@ -272,6 +283,7 @@ class CriticConfig:
     loss_scale_factor: limits.Positive | None = None  # divisor of seq-mean-token-sum-norm; None: the actor's
     grad_clip: limits.Positive = 1.0  # largest norm of the gradient of an update
     ulysses_sequence_parallel_size: limits.Count = 1  # ranks that share each sequence
+    tensor_model_parallel_size: limits.Count = 1  # ranks that share each layer's matrices
     model: CriticModelConfig = CriticModelConfig()
     optim: OptimConfig = OptimConfig(lr=1e-5)
 

@@ -183,8 +183,9 @@ class View:
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that get different sequences: those of a sequence-parallel group share theirs."""
-        return max(self.ranks // self.actor.ulysses_sequence_parallel_size, 1)
+        """Ranks that get different sequences: those that share a sequence, or a layer, get the same."""
+        together = self.actor.ulysses_sequence_parallel_size * self.actor.tensor_model_parallel_size
+        return max(self.ranks // together, 1)
 
     @property
     def longest(self) -> int:

@@ -121,12 +121,14 @@ def read_tokens(
     else:
         hidden_MH = hidden_before_tokens(module, reading.input_ids, reading.mask_BT, shared, pictures_B)
     head = module.get_output_embeddings()
+    # Where ranks share layers it is a DTensor, and each of them reads all of it.
+    weight, bias = (one.full_tensor() if hasattr(one, "full_tensor") else one for one in (head.weight, head.bias))
     return token_log_probs_and_entropy(
         hidden_MH,
-        head.weight,
+        weight,
         reading.labels,
         temperature=temperature,
-        bias=head.bias,
+        bias=bias,
         fp32=isinstance(head, FP32Head),
         **options,
     )

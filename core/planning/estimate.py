@@ -16,6 +16,9 @@ parameters, R learner ranks that share them, c bytes a number in the passes (2 i
     log-probs           activations of one layer, or the head's chunks, whichever is more (log_prob_bytes)
     engine              c P / tp + KV cache; a token's cache is 2 L kv c / tp
 
+Where t learner ranks share each layer (``tensor_model_parallel_size``), a rank has a narrower model: heads and MLP are
+divided by t, the stream between layers is not, the ends are only between passes, and R / t ranks share what it has.
+
 An episode (``data.max_start_length``) is several turns of generated tokens with observed ones between them, which are
 prefilled once and are in every pass of the learner. A phase's memory is what is there always and what it adds; policy
 and critic update one after the other. ``python -m tests.scale.world`` counts what the learner allocates on fake ranks
@@ -122,9 +125,10 @@ def sharded_update_bytes(
     kept = float(tokens) * shape.layers * (shape.hidden * width if checkpointing else block)
     gradients = 4.0 * (adapters or shape.parameters - shape.ends) / ranks  # of the layers
     reduced = 4.0 * (adapters / shape.layers if adapters else shape.block)
-    head = 0.0 if adapters else float(width) * shape.vocab * shape.hidden
+    whole = 0.0 if adapters else float(width) * shape.vocab * shape.hidden
+    head = whole / shape.sharers
     ends = 0.0 if adapters else (width + 4.0) * shape.ends
-    cast = head if width < 4 else 0.0  # the head sums its gradient in float32 first
+    cast = whole if width < 4 else 0.0  # the head sums its gradient in float32 first
     moments = {
         "in the head": kept + head_bytes(shape, tokens, width, not adapters, logits) + cast,
         "in the last layer": head + reduced + kept + tokens * (backward + (block if checkpointing else 0)),
@@ -136,8 +140,12 @@ def sharded_update_bytes(
 
 
 def gathered_bytes(shape: Shape, width: int) -> float:
-    """Return the weights that a rank of a sharded model has whole: one layer and the next, and the ends."""
-    return width * (2.0 * shape.block + shape.ends)
+    """Return the weights that a rank of a sharded model has whole: one layer and the next, and the ends.
+
+    Ranks that share the ends have their part of them, and the head whole where it is at work.
+    """
+    head = shape.vocab * shape.hidden if shape.sharers > 1 else 0
+    return width * (2.0 * shape.block + shape.ends + head)
 
 
 def log_prob_bytes(shape: Shape, tokens: int, width: int, adapters: int = 0, logits: int = CPU_LOGITS) -> float:
@@ -244,28 +252,39 @@ class Plan:
 
     def _states(self) -> Iterator[State]:
         """Yield what a rank keeps from step to step, the policy's first."""
-        roles, critic, shape = self.config.actor_rollout_ref, self.config.critic, self.shape
+        roles, critic = self.config.actor_rollout_ref, self.config.critic
         rank = roles.model.lora_rank
-        kept = [("policy", 4.0 * shape.parameters, 8.0 * (shape.adapters(rank) or shape.parameters), roles.actor)]
+        kept = [("policy", roles.actor, roles.actor.fsdp_config)]
         if (roles.actor.use_kl_loss or self.config.algorithm.use_kl_in_reward) and not rank:
-            kept.append(("reference", 4.0 * shape.parameters, 0.0, roles.ref))
+            kept.append(("reference", roles.ref, roles.ref.fsdp_config))
         if critic.enable:
-            kept.append(("critic", 4.0 * shape.critic_parameters, 8.0 * shape.critic_parameters, critic.model))
-        for role, weights, moments, section in kept:
-            of, fsdp, sharded = f"x {shape.parameters / 1e9:.3g}e9 / {self.ranks})", section.fsdp_config, self.sharded
+            kept.append(("critic", critic, critic.model.fsdp_config))
+        for role, part, fsdp in kept:
+            (shape, ranks), sharded = self._on_rank(part), self.sharded
+            number = shape.critic_parameters if role == "critic" else shape.parameters
+            trained = shape.adapters(rank) if rank and role == "policy" else number
+            weights, moments = 4.0 * number, 0.0 if role == "reference" else 8.0 * trained
+            of = f"x {shape.parameters / 1e9:.3g}e9 / {ranks})"
             away, updates = sharded and fsdp.offload_policy, UPDATES.get(role, ())
             at_work = ("log-probs", *updates) if sharded and fsdp.param_offload else ALWAYS
-            yield State(role, f"weights (4 B {of}", weights / self.ranks, () if away else at_work)
+            yield State(role, f"weights (4 B {of}", weights / ranks, () if away else at_work)
             if moments:
                 at_work = updates if sharded and fsdp.optimizer_offload else ALWAYS
                 what = f"optimizer ({'8 B of adapters' if rank and role == 'policy' else '8 B'} {of}"
-                yield State(role, what, moments / self.ranks, () if away else at_work)
+                yield State(role, what, moments / ranks, () if away else at_work)
+
+    def _on_rank(self, part: schema.Sharing) -> tuple[Shape, int]:
+        """Return the model as a rank has it, and the ranks that share its state."""
+        if not self.sharded or part.tensor_model_parallel_size == 1:
+            return self.shape, self.ranks
+        return self.shape.split(part.tensor_model_parallel_size), self.ranks // part.tensor_model_parallel_size
 
     def _passes(self) -> Iterator[Part]:
         """Yield what an update needs for a while, the policy's and the critic's."""
-        shape, config, sharded = self.shape, self.config, self.sharded
+        config, sharded = self.config, self.sharded
         logits = head_logits(self.gpu.memory)
         if sharded and config.generates:  # else no pass takes log-probs
+            shape, _ = self._on_rank(config.actor_rollout_ref.actor)
             size, tokens = width(config.actor_rollout_ref.actor.fsdp_config.dtype), log_prob_tokens(config)
             adapters = shape.adapters(config.actor_rollout_ref.model.lora_rank)
             highest = log_prob_bytes(shape, tokens, size, adapters, logits)
@@ -273,11 +292,11 @@ class Plan:
             yield Part("policy", "log-probs", f"activations of {tokens} tokens", highest)
         for role, phase, part, model, fsdp in self.learners[: 1 + config.critic.enable]:
             (tokens, _), size = pass_tokens(config, part), width(fsdp.dtype)
-            checkpointing = model.enable_gradient_checkpointing
+            checkpointing, (shape, ranks) = model.enable_gradient_checkpointing, self._on_rank(part)
             headed, adapters = replace(shape, vocab=1), 0  # a value head has one output
             if role == "policy":
                 headed, adapters = shape, shape.adapters(model.lora_rank)
-            options = {"checkpointing": checkpointing, "ranks": self.ranks, "adapters": adapters, "logits": logits}
+            options = {"checkpointing": checkpointing, "ranks": ranks, "adapters": adapters, "logits": logits}
             if sharded:
                 gathered = gathered_bytes(shape, size)
                 highest, moment = sharded_update_bytes(headed, tokens, size, **options)
@@ -388,12 +407,14 @@ def lines(plan: Plan) -> list[str]:
         source = f" ({plan.known.source})" if plan.known else ""
         trajectory = f"answers of {a.mean_length:,} tokens on average{source}"
     engines = f"engines that generate side by side: {plan.engines}" if config.needs_engine else "there is no engine"
+    layers = config.actor_rollout_ref.actor.tensor_model_parallel_size if plan.sharded else 1
+    shared = f", {layers} of them each layer" if layers > 1 else ""
     kept_groups = f", {a.keep_rate:.0%} of groups kept" if config.algorithm.filter_groups.enable else ""
     out = [
         f"The run {verdict} {plan.gpus} x {on.name}: it needs {_gib(peak)} of a GPU's {_gib(on.memory)}.",
         *(f"  - {line}" for line in advice(plan)),
         f"The model has {plan.shape.parameters / 1e9:.3g}e9 parameters. Learner ranks that share its state: "
-        f"{plan.ranks}; {engines}.",
+        f"{plan.ranks}{shared}; {engines}.",
         f"Assumed: {trajectory}, prompts of {a.prompt_length}{kept_groups}; "
         f"{a.train_efficiency:.0%} of the peak FLOP/s in training, {a.decode_efficiency:.0%} of the decoding roofline.",
         *_memory(plan),

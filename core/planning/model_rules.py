@@ -9,15 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from math import gcd
 
 from core.config.convert import Problem
-from core.config.schema import ActorConfig, Config, CriticConfig, RefConfig
+from core.config.schema import Config, Sharing
 from core.config.tables import ENGINES
 from core.data.images import PICTURE_KINDS
 from core.errors import InputError
 from core.planning.model_shapes import MODELS, Shape, config_file, read_config, shape_of
 
-Sharing = ActorConfig | RefConfig | CriticConfig
 MODEL = "actor_rollout_ref.model.path"
 PICTURE_NAMES = re.compile(r"qwen(2|2\.5|3)-vl-(?!.*-a\d+b)", re.IGNORECASE)  # and their names; not mixtures of experts
 # Words in the names of families that read images, video or sound; those of other kinds are not trained here.
@@ -63,12 +63,11 @@ def _unseeing(config: Config) -> Iterator[Problem]:
     roles, algorithm = config.actor_rollout_ref, config.algorithm
     what = "a model that reads pictures"
     if config.trainer.backend == "ray":
-        for part in (roles.actor, roles.ref):
-            if part.ulysses_sequence_parallel_size > 1:
-                key = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
-                value = part.ulysses_sequence_parallel_size
-                yield Problem(key, value, f"does not split the sequences of {what} yet", "set it to 1")
-                break
+        for name, whole in (("ulysses_sequence_parallel_size", "sequences"), ("tensor_model_parallel_size", "layers")):
+            most = max(getattr(part, name) for part in (roles.actor, roles.ref))
+            if most > 1:
+                key, rule = f"actor_rollout_ref.actor.{name}", f"does not split the {whole} of {what} yet"
+                yield Problem(key, most, rule, "set it to 1")
     if config.critic.enable:
         rule, fix = f"{what} has no critic here", "use an estimator without one, such as grpo"
         yield Problem("algorithm.adv_estimator", algorithm.adv_estimator, rule, fix)
@@ -127,10 +126,19 @@ def _splits(config: Config, model: str, shape: Shape) -> Iterator[Problem]:
 
 
 def _shared(config: Config, name: str, part: Sharing, model: str, shape: Shape) -> Iterator[Problem]:
-    ranks = part.ulysses_sequence_parallel_size
-    if config.trainer.backend == "ray" and shape.heads % ranks:  # in one process the key has no effect
+    if config.trainer.backend != "ray":  # in one process the keys have no effect
+        return
+    ranks, layers = part.ulysses_sequence_parallel_size, part.tensor_model_parallel_size
+    if shape.heads % ranks:
         rule = f"must divide the {shape.heads} attention heads of {model}"
         yield Problem(f"{name}.ulysses_sequence_parallel_size", ranks, rule, _fix(shape.heads))
+    common = gcd(shape.heads, shape.kv_heads, shape.mlp)
+    if common % layers:
+        sizes = f"{shape.heads} attention heads, {shape.kv_heads} key-value heads and MLP size {shape.mlp}"
+        yield Problem(f"{name}.tensor_model_parallel_size", layers, f"must divide the {sizes} of {model}", _fix(common))
+    elif shape.heads % (ranks * layers):
+        rule = f"times ulysses_sequence_parallel_size={ranks} must divide the {shape.heads} attention heads of {model}"
+        yield Problem(f"{name}.tensor_model_parallel_size", layers, rule, "change one of them")
 
 
 def _fix(number: int) -> str:

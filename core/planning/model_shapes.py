@@ -6,7 +6,7 @@ import difflib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ class Shape:
     bias: bool
     head_dim: int = 0  # 0: hidden / heads
     tower: int = 0  # parameters of the part that reads pictures; its time and activations are not planned
+    sharers: int = 1  # ranks that share embedding and head between passes
 
     @property
     def q_size(self) -> int:
@@ -52,7 +53,7 @@ class Shape:
     @property
     def ends(self) -> int:
         """Count the parameters outside the layers: embedding, head, last norm."""
-        return self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
+        return self.vocab * self.hidden * (1 if self.tied else 2) // self.sharers + self.hidden
 
     @property
     def parameters(self) -> int:
@@ -61,7 +62,16 @@ class Shape:
     @property
     def critic_parameters(self) -> int:
         """Count the parameters of the same body with one number a token instead of the vocabulary (and a bias)."""
-        return self.layers * self.block + self.vocab * self.hidden + 2 * self.hidden + 1
+        return self.layers * self.block + self.vocab * self.hidden // self.sharers + 2 * self.hidden + 1
+
+    def split(self, ranks: int) -> Shape:
+        """Return what each of ``ranks`` that share every layer has: fewer heads, a narrower MLP, all norms.
+
+        Embedding and head are shared too, and gathered where they are read.
+        """
+        size = self.head_dim or self.hidden // self.heads
+        heads, kv_heads = self.heads // ranks, self.kv_heads // ranks
+        return replace(self, heads=heads, kv_heads=kv_heads, mlp=self.mlp // ranks, head_dim=size, sharers=ranks)
 
     def adapters(self, rank: int) -> int:
         """Count the parameters of LoRA on every linear layer: two factors each."""

@@ -143,16 +143,23 @@ def forward_flops(shape: Shape, sequence: float) -> float:
 def _learner_seconds(load: Load) -> dict[str, float]:
     config, actor, shape = load.config, load.config.actor_rollout_ref.actor, load.shape
     tokens = config.data.train_batch_size * config.actor_rollout_ref.rollout.n * load.sequence
-    once = tokens * forward_flops(shape, load.sequence) / (load.gpus * load.gpu.flops * load.assumed.train_efficiency)
+
+    def pass_seconds(part: schema.Sharing) -> float:
+        """Return how long all tokens take forward. Ranks that share a layer repeat what no layer has, the head."""
+        ranks = part.tensor_model_parallel_size if load.config.trainer.backend == "ray" else 1
+        work = tokens * ranks * forward_flops(shape.split(ranks), load.sequence)
+        return work / (load.gpus * load.gpu.flops * load.assumed.train_efficiency)
+
+    once = pass_seconds(actor)
     backward = 3.0 + config.actor_rollout_ref.model.enable_gradient_checkpointing
     found = {}
     updates = -(-config.data.train_batch_size // actor.ppo_mini_batch_size) * actor.ppo_epochs
     if updates > 1 and config.generates:
         found["old log-probs"] = once
     if actor.use_kl_loss or config.algorithm.use_kl_in_reward:
-        found["reference"] = once
+        found["reference"] = pass_seconds(config.actor_rollout_ref.ref)
     if config.critic.enable:
-        found["critic"] = once * (1 + backward * config.critic.ppo_epochs)
+        found["critic"] = pass_seconds(config.critic) * (1 + backward * config.critic.ppo_epochs)
     return {**found, "update": once * backward * actor.ppo_epochs}
 
 

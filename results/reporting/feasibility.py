@@ -64,10 +64,10 @@ class Script:
 
     @property
     def least(self) -> int:
-        """The GPUs that its settings split one thing over: a layer of an engine, or a sequence."""
+        """The GPUs that its settings split one thing over: a layer of an engine, or what learner ranks share."""
         roles, critic = self.config.actor_rollout_ref, self.config.critic
         parallel = (roles.actor, roles.ref, *([critic] if critic.enable else []))
-        return max(roles.rollout.tensor_model_parallel_size, *(one.ulysses_sequence_parallel_size for one in parallel))
+        return max(roles.rollout.tensor_model_parallel_size, *(one.together for one in parallel))
 
     @property
     def model(self) -> str:

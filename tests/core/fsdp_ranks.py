@@ -57,8 +57,8 @@ def learner(config, dtype="float64", critic=True, ref=False):
 
 
 def share(batch, rank, world, config):
-    """The rank's rows; neighbours of a sequence-parallel group have the same."""
-    together = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
+    """The rank's rows; neighbours that share a sequence or a layer have the same."""
+    together = config.actor_rollout_ref.actor.together
     index = rank_shares(batch.attention_mask.sum(1), world // together)[rank // together]
     return batch.rows(index)
 

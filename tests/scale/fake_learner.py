@@ -122,6 +122,7 @@ def _replaced(meter: Meter) -> Iterator[tuple[str, Any]]:
     yield "core.cluster.fsdp.load_policy", load
     yield "core.cluster.fsdp.add_adapters", lambda module, *_: module and real(add_adapters)(module, *_)
     yield "core.cluster.fsdp.fill", lambda *_, **__: None
+    yield "core.cluster.fsdp.split_layers", real(fsdp.split_layers)
     yield "core.cluster.fsdp.copy", SimpleNamespace(deepcopy=real(copy.deepcopy))
     yield "core.cluster.fsdp.init_device_mesh", real(fsdp.init_device_mesh)
     yield "core.cluster.fsdp.ProcessRanks", RanksAlone

@@ -30,6 +30,8 @@ COLLECTIVES = {
     "c10d._allgather_base_": "all-gather",
     "c10d._reduce_scatter_base_": "reduce-scatter",
     "_dtensor.shard_dim_alltoall": "all-to-all",
+    "_c10d_functional.all_reduce": "all-reduce",  # of a layer that ranks share
+    "c10d.allreduce_": "all-reduce",
     "_c10d_functional.all_gather_into_tensor": "gather of a weight",  # outside of FSDP2: DTensor.full_tensor
 }
 FORMULAS = {**flop_registry, torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm]}  # the table lacks it

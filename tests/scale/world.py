@@ -1,6 +1,6 @@
 """The learner of a published script on all of its ranks, without a GPU, beside the plan's figures.
 
-    python -m tests.scale.world [--script recipes/dapo/run_qwen2.5_32b.sh ...] [--full] [--write]
+    python -m tests.scale.world [--script recipes/dapo/run_qwen2.5_32b.sh ...] [--full] [--write] [key=value ...]
 
 One process is rank 0 of a group that exchanges nothing, and every tensor of the model is fake: it has a size and no
 numbers. The real learner (``core.cluster.fsdp``, ``core.learner``) makes a pass for log-probs and the passes of one
@@ -39,6 +39,9 @@ from tests.scale.meter import GPU, HOST
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ("recipes/dapo/run_qwen2.5_32b.sh", "recipes/grpo/run_qwen2.5_7b_gsm8k.sh")
+ACTOR = "actor_rollout_ref.actor"
+# The first script once more, with four ranks for each layer and two of such groups for each sequence.
+SHARED = (f"{ACTOR}.tensor_model_parallel_size=4", f"{ACTOR}.ulysses_sequence_parallel_size=2")
 LAYERS = (3, 4)  # two lack the gathering of the next layer beside the reduction of the last
 BOUND = 0.10
 GIB = 2**30
@@ -127,9 +130,12 @@ def collectives(plan: Plan) -> Iterator[tuple[str, float, float]]:
     """Yield (name, calls, bytes) of a phase's collectives by their formulas.
 
     Weights are gathered in each pass forward, and backward again; gradients are reduced in float32. Attention exchanges
-    queries, keys, values and its result, forward, recomputed, and backward.
+    queries, keys, values and its result, forward, recomputed, and backward. Ranks that share a layer sum what attention
+    and MLP return, and backward the gradient of what each of five matrices reads; the second sum is not recomputed,
+    because nothing needs it. Two more are of the gradients' norm.
     """
-    shape, actor = plan.shape, plan.config.actor_rollout_ref.actor
+    actor = plan.config.actor_rollout_ref.actor
+    layer_size, shape = actor.tensor_model_parallel_size, plan.shape.split(actor.tensor_model_parallel_size)
     size, together = width(actor.fsdp_config.dtype), actor.ulysses_sequence_parallel_size
     checkpointing = plan.config.actor_rollout_ref.model.enable_gradient_checkpointing
     units = shape.layers + 1  # embedding, last norm and head are one
@@ -137,19 +143,29 @@ def collectives(plan: Plan) -> Iterator[tuple[str, float, float]]:
         yield f"{phase}, all-gather", gathers * units, gathers * size * shape.parameters
         if phase == UPDATE:
             yield f"{phase}, reduce-scatter", units, 4.0 * shape.parameters
+        tokens = log_prob_tokens(plan.config) if phase == LOG_PROBS else _update_tokens(plan)
+        if layer_size > 1:
+            calls = shape.layers * (2 if phase == LOG_PROBS else 7 + checkpointing)
+            yield f"{phase}, all-reduce", calls + 2 * (phase == UPDATE), calls * size * tokens * shape.hidden
         if together > 1:
-            tokens = log_prob_tokens(plan.config) if phase == LOG_PROBS else _update_tokens(plan)
             kv_size = shape.kv_size * max(1, together // shape.kv_heads)
             exchanged = 2 * (shape.q_size + kv_size) * size * tokens
             calls = 4 * exchanges * shape.layers
             yield f"{phase}, all-to-all", calls, exchanges * shape.layers * exchanged
     weights = (9 + 3 * shape.bias) * shape.layers + 3 - shape.tied  # seven matrices, two norms, biases of three
-    yield f"{SYNC}, gather of a weight", weights, width(plan.config.actor_rollout_ref.rollout.dtype) * shape.parameters
+    gathered = float(plan.shape.parameters)
+    if layer_size > 1:  # in two steps: what is split by rows over the shards first, by columns over the layer's ranks
+        weights += (7 + 3 * shape.bias) * shape.layers + 2 - shape.tied
+        columns = shape.layers * shape.hidden * (shape.q_size + shape.mlp)
+        rows = shape.layers * (shape.block - 2 * shape.hidden) - columns
+        gathered += rows + (columns + shape.ends - shape.hidden) * layer_size**2 / plan.ranks
+    yield f"{SYNC}, gather of a weight", weights, width(plan.config.actor_rollout_ref.rollout.dtype) * gathered
 
 
 def lines(plan: Plan, counted: Count) -> list[Line]:
     """Return every figure beside the plan's, or beside its formula where the plan has none."""
     shape, roles = plan.shape, plan.config.actor_rollout_ref
+    layer_size = roles.actor.tensor_model_parallel_size
     by_plan = dict(zip(("weights", "optimizer"), (state.bytes for state in plan.states[:2]), strict=True))
     rest = plan.parts[: sum(len(state.parts) for state in plan.states)]  # offloaded state is there while it is at work
     for phase in (LOG_PROBS, UPDATE):
@@ -168,7 +184,7 @@ def lines(plan: Plan, counted: Count) -> list[Line]:
     )
     tokens = {LOG_PROBS: log_prob_tokens(plan.config), UPDATE: _update_tokens(plan)}
     for phase, passes in ((LOG_PROBS, 1), (UPDATE, 3 + roles.model.enable_gradient_checkpointing)):
-        work = passes * tokens[phase] * forward_flops(shape, plan.longest)
+        work = passes * tokens[phase] * forward_flops(shape.split(layer_size), plan.longest)
         out.append(Line(f"{phase}, FLOPs of a pass", "TFLOP", counted.flops[phase] / 1e12, work / 1e12))
     return out
 
@@ -233,12 +249,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--script", action="append", type=Path, help="a run script (default: 32B DAPO and 7B GRPO)")
     parser.add_argument("--full", action="store_true", help="count all layers instead of a line through two counts")
     parser.add_argument("--write", action="store_true", help="write results/benchmarks/world.md and world.json")
-    args = parser.parse_args(arguments)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys, for a script that is named")
+    args = parser.parse_intermixed_args(arguments)
+    wanted = [*((ROOT / one, ()) for one in SCRIPTS), (ROOT / SCRIPTS[0], SHARED)]
     start, tables, found = time.perf_counter(), [], {}
-    for path in args.script or [ROOT / one for one in SCRIPTS]:
-        script = read_script(path)
-        plan, found[script.name] = world(script, args.full)
-        tables.append(render(script.name, plan, found[script.name]))
+    for path, typed in [(path, args.overrides) for path in args.script or ()] or wanted:
+        script = read_script(path, typed)
+        name = " ".join([script.name, *typed])
+        plan, found[name] = world(script, args.full)
+        tables.append(render(name, plan, found[name]))
         print(tables[-1], flush=True)
     if args.write:
         target = ROOT / "results/benchmarks/world.md"

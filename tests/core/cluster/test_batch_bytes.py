@@ -152,9 +152,13 @@ def test_what_crosses_is_little_more_than_the_real_tokens(make_workers, phase):
     assert 0.5 * own < workers.watch.bytes[phase] <= BOUND * own
 
 
-def test_neighbours_that_split_sequences_get_the_same_rows(make_workers):
+@pytest.mark.parametrize("shared", ["sequences", "layers"])
+def test_neighbours_that_split_sequences_or_layers_get_the_same_rows(make_workers, shared):
     """Four ranks in two groups: rows are shared out over the groups, and put together again from one of each."""
-    batch, workers = mixed_batch(), make_workers("critic.ulysses_sequence_parallel_size=1", ranks=4, together=2)
+    part, over = "actor_rollout_ref.actor", ["critic.ulysses_sequence_parallel_size=1"]
+    if shared == "layers":
+        over += [f"{part}.ulysses_sequence_parallel_size=1", f"{part}.tensor_model_parallel_size=2"]
+    batch, workers = mixed_batch(), make_workers(*over, ranks=4, together=2)
     written = batch.flat("input_ids") * batch.flat("response_mask")
     log_probs, entropies = workers.compute_log_probs(batch)
     assert torch.equal(log_probs, written.float()) and torch.equal(entropies, -written.float())
@@ -163,7 +167,7 @@ def test_neighbours_that_split_sequences_get_the_same_rows(make_workers):
     passes, values, update = zip(*(process.learner.asked for process in workers.watch.processes), strict=True)
     for first, second, third, fourth in (passes, [steps[0] for steps in update]):
         assert first is second and third is fourth and len(first) + len(third) == len(batch)
-    assert sum(map(len, values)) == len(batch)  # the critic's ranks do not split sequences
+    assert sum(map(len, values)) == len(batch)  # the critic's ranks share nothing
     assert float(sum(steps[0].loss_weight.sum() for steps in update[::2])) == pytest.approx(1.0)
 
 

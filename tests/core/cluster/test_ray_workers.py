@@ -49,16 +49,20 @@ def model(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model"), tie_word_embeddings=True)
 
 
-@pytest.fixture(scope="module")
-def pair(model):
-    """Two ranks and the in-process backend, both with float64 masters, after the same three updates."""
-    config, batch = cluster_config(model), mixed_batch()
+def side_by_side(config):
+    """The ranks of a cluster and the in-process backend, both with float64 masters."""
     needs = {"needs_ref": True, "needs_critic": True}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local_workers, "load_policy", functools.partial(load_policy, dtype=FP64))
         patch.setattr(local_workers, "load_critic", functools.partial(load_critic, dtype=FP64))
         alone = LocalWorkers(config, tiny_tokenizer(), CPU, **needs)
-    ranks = RayWorkers(config, tiny_tokenizer(), CPU, **needs, master_dtype=FP64)
+    return RayWorkers(config, tiny_tokenizer(), CPU, **needs, master_dtype=FP64), alone
+
+
+@pytest.fixture(scope="module")
+def pair(model):
+    """Two ranks and the in-process backend after the same three updates."""
+    batch, (ranks, alone) = mixed_batch(), side_by_side(cluster_config(model))
     metrics = []
     for _ in range(3):
         metrics.append([{**one.update_critic(batch, 1.0), **one.update_actor(batch, 1.0)} for one in (ranks, alone)])
@@ -151,6 +155,31 @@ def test_a_checkpoint_brings_the_ranks_back(pair, tmp_path):
     ranks.load(tmp_path)
     torch.testing.assert_close(ranks.compute_log_probs(batch)[0], before, rtol=1e-12, atol=1e-12)
     assert [ranks.update_actor(batch, 1.0)["actor/grad_norm"] for _ in range(2)] == pytest.approx(after, rel=1e-12)
+
+
+@pytest.mark.slow  # four more processes
+def test_ranks_that_share_layers_do_what_one_process_does(model, tmp_path):
+    """Their groups get shares of a batch, whole weights reach the engine, and a checkpoint brings them back."""
+    size = "tensor_model_parallel_size=2"
+    config = cluster_config(model, f"actor_rollout_ref.actor.{size}", f"critic.{size}", ranks=4)
+    batch, (ranks, alone) = mixed_batch(), side_by_side(config)
+    try:
+        found, expected = ({**one.update_critic(batch, 1.0), **one.update_actor(batch, 1.0)} for one in (ranks, alone))
+        assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
+        assert ranks.sync_weights(1)["rollout_corr/probe_diff"] < 1e-5
+        alone.sync_weights(1)
+        requests = [ask((50 + i // 4, 60), seed=i, max_tokens=9) for i in range(8)]
+        for one, other in zip(sample_all(ranks.engine, requests), sample_all(alone.engine, requests), strict=True):
+            assert ids(one) == ids(other)
+        ranks.snapshot().write(tmp_path)
+        ranks.update_actor(batch, 1.0)
+        ranks.load(tmp_path)
+        for phase in ("compute_log_probs", "compute_ref_log_prob"):
+            one, other = (getattr(workers, phase)(batch) for workers in (ranks, alone))
+            one, other = (value if isinstance(value, torch.Tensor) else value[0] for value in (one, other))
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    finally:
+        ranks.close()
 
 
 def test_errors_of_the_ranks_arrive_as_they_are(pair):

@@ -35,6 +35,8 @@ ADDED = {
     *(f"trainer.health.{name}.{part}" for name in CHECKS for part in ("bound", "action")),
     *("trainer.phase_timeout_s", "trainer.max_restarts", "critic.model.exclude_modules"),
     f"{ACTOR}.freeze_vision_tower",  # of later versions
+    # of its engines other than FSDP
+    *(f"{part}.tensor_model_parallel_size" for part in (ACTOR, "actor_rollout_ref.ref", "critic")),
     *("actor_rollout_ref.rollout.agent_loop", f"{ACTOR}.state_masking"),
     *(f"actor_rollout_ref.rollout.multi_turn.{name}" for name in ("max_tool_calls", "tool_timeout_s", "repeatable")),
     *("data.max_start_length", "data.max_obs_length", "actor_rollout_ref.rollout.update_weights_bucket_megabytes"),
@@ -283,6 +285,8 @@ def test_published_configurations_are_read_also_where_they_hold_another_recipes_
         assert written["trainer"].pop("trace")["freq"] == -1
         assert written["data"].pop("image_key") == "images"
         assert written["actor_rollout_ref"]["actor"].pop("freeze_vision_tower") is False
+        parts = written["actor_rollout_ref"]["actor"], written["actor_rollout_ref"]["ref"], written["critic"]
+        assert [part.pop("tensor_model_parallel_size") for part in parts] == [1, None, 1]
         written["actor_rollout_ref"]["actor"]["policy_loss"] = {"loss_mode": "vanilla"}  # without the numbers of *_cov
         assert (written["trainer"].pop("capsule_steps"), written["trainer"].pop("capsule_max_mb")) == (None, 256)
         assert "retriever" in tree and written == tree

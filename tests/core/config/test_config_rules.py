@@ -28,6 +28,7 @@ def examined(recipe, overrides, hooks=()):
 
 
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
+LAYERS = "tensor_model_parallel_size"
 DAPO = ("keep_group", "shape_reward")
 FILTER = ("algorithm.filter_groups.enable=True", f"{ROLLOUT}.n=4")
 BUFFER = ("reward_model.overlong_buffer.enable=True", "reward_model.overlong_buffer.len=100")
@@ -120,6 +121,26 @@ BROKEN = [
     (
         *("ppo", [EIGHT, "critic.ulysses_sequence_parallel_size=2"], ()),
         *("critic.ulysses_sequence_parallel_size=2", "set critic.model.use_remove_padding=True"),
+    ),
+    *(
+        (recipe, [EIGHT, *given, f"{part}.{LAYERS}={ranks}"], (), begins or f"{part}.{LAYERS}={ranks}", says)
+        for recipe, part, given, ranks, begins, says in (
+            ("ppo", ACTOR, (), 3, "", "ulysses_sequence_parallel_size=1 must divide the 8 ranks"),
+            ("grpo", REF, (f"{ACTOR}.use_kl_loss=True",), 3, "", "must divide the 8 ranks"),
+            ("ppo", "critic", (), 3, "", "must divide the 8 ranks"),
+            ("ppo", ACTOR, ("actor_rollout_ref.model.lora_rank=4",), 2, "", "does not split adapters"),
+            ("grpo", REF, (f"{ACTOR}.use_kl_loss=True", "actor_rollout_ref.model.lora_rank=4"), 2, "", "adapters"),
+            ("ppo", "critic", ("critic.model.lora_rank=4",), 2, "", "critic.model.lora_rank=0"),
+            ("ppo", ACTOR, (f"{ACTOR}.fsdp_config.fsdp_size=1",), 2, f"{ACTOR}.fsdp_config.fsdp_size=1", "a multiple"),
+            (
+                *("grpo", REF, (f"{ACTOR}.use_kl_loss=True", f"{REF}.fsdp_config.fsdp_size=1"), 2),
+                *(f"{REF}.fsdp_config.fsdp_size=1", "a multiple"),
+            ),
+            (
+                *("ppo", "critic", ("critic.model.fsdp_config.fsdp_size=1",), 2),
+                *("critic.model.fsdp_config.fsdp_size=1", "a multiple"),
+            ),
+        )
     ),
     (
         *("ppo", [EIGHT, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=3"], ()),

@@ -166,6 +166,20 @@ def test_adapters_and_split_sequences_take_less():
     assert "activations of 16384 tokens" in "".join(part.what for part in shared.parts)
 
 
+def test_ranks_that_share_layers_have_a_narrower_model():
+    whole, shared = planned(*RAY), planned(*RAY, "actor_rollout_ref.actor.tensor_model_parallel_size=4")
+    attention = 2 * 3584 * (896 + 128) + 896 + 2 * 128  # 28 heads and 4 key-value heads of 128, divided by 4
+    narrow = 28 * (attention + 3 * 3584 * 4736 + 2 * 3584) + 2 * 152064 * 896 + 3584  # the ends between passes
+    assert size(shared, "policy", "weights (") == 4.0 * narrow / 2  # two such groups
+    assert size(shared, "policy", "optimizer") == 8.0 * narrow / 2
+    head, q_size = whole.shape.vocab * 3584, whole.shape.q_size
+    layers = 2.0 * (whole.shape.matmul_parameters - head) + 2.0 * 28 * q_size * whole.sequence
+    repeated = shared.seconds["update"] / whole.seconds["update"]  # each rank of four computes the head
+    assert repeated == pytest.approx((layers + 4 * 2 * head) / (layers + 2 * head), rel=1e-3)
+    assert shared.phase_bytes["update"] < whole.phase_bytes["update"]
+    assert "that share its state: 8, 4 of them each layer" in "\n".join(plan.lines(shared))
+
+
 def test_the_cache_holds_what_is_left_beside_the_weights():
     found = planned(*RAY, "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
     shape, longest = found.shape, 1024

@@ -52,6 +52,23 @@ def test_a_sequence_is_split_as_the_attention_heads_allow(part):
         assert not problems(SMALL, *keys, "trainer.backend=local", "actor_rollout_ref.rollout.name=hf")
 
 
+@pytest.mark.parametrize("part", ["actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"])
+def test_a_layer_is_split_as_heads_and_mlp_allow(part):
+    key, recipe = f"{part}.tensor_model_parallel_size", "ppo" if part == "critic" else "grpo"
+    keys = [] if part == "critic" else ["actor_rollout_ref.actor.use_kl_loss=True"]
+    found = problems(SMALL, f"{TENSOR}=1", *keys, f"{key}=4", recipe=recipe)
+    says = f"{key}=4: must divide the 14 attention heads, 2 key-value heads and MLP size 4864 of Qwen/Qwen2.5-0.5B"
+    assert any(line.startswith(says) and line.endswith("use 1 or 2") for line in found)
+    large = [f"{MODEL}=Qwen/Qwen2.5-32B", f"{TENSOR}=1", "critic.model.path=Qwen/Qwen2.5-32B", *keys]
+    assert not problems(*large, f"{key}=8", recipe=recipe)
+    packed = [f"{part.split('.')[0]}.model.use_remove_padding=True", f"{part}.ulysses_sequence_parallel_size=2"]
+    eight = ["trainer.nnodes=2", *packed, f"{key}=8"]
+    told = [line for line in problems(*large, *eight, recipe=recipe) if line.startswith(f"{key}=8")]
+    assert told and "times ulysses_sequence_parallel_size=2 must divide the 40 attention heads" in told[0]
+    if part != "critic":  # one process shares no layers, whatever the key holds
+        assert not problems(SMALL, *keys, f"{key}=4", "trainer.backend=local", "actor_rollout_ref.rollout.name=hf")
+
+
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-VL-30B-A3B", "OpenGVLab/InternVL3-8B", "x/Llama-3.2-11B-Vision"])
 def test_a_vision_language_model_of_another_family_is_refused_by_its_name(name):
     (told,) = problems(f"{MODEL}={name}")
@@ -67,6 +84,9 @@ def test_what_does_not_read_pictures_yet_is_refused_with_a_model_that_does():
     ranks = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
     (told,) = problems(model, f"{TENSOR}=1", ranks, "actor_rollout_ref.model.use_remove_padding=True")
     assert told.startswith(f"{ranks}: does not split the sequences of a model that reads pictures yet")
+    layers = "actor_rollout_ref.actor.tensor_model_parallel_size=2"
+    (told,) = problems(model, f"{TENSOR}=1", layers)
+    assert told.startswith(f"{layers}: does not split the layers of a model that reads pictures yet")
     for key in (
         "algorithm.adv_estimator=gae",
         "reward_model.enable=true",
