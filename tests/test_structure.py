@@ -98,7 +98,7 @@ BUDGETS = {
     # four losses, two estimators and what they read (340), pictures in prompts (870), invariants of a step (400),
     # layers that ranks share, their plans and rules (200), a reward model that ranks share (130)
     ("core",): 26_420,
-    # 930 more: help.py, a role for every key, references, names of other projects, odd values, URLs, shared layers, pools
+    # 930 more: help.py, a role for every key, references, names of other projects, odd values, URLs, shared layers
     ("core/config",): 3_380,
     # 840 more: a judge's prompt, verdict in bounded time, requests, canaries; managers by a decorator's name
     ("core/rewards",): 2_340,
