@@ -238,7 +238,7 @@ def test_a_harmless_value_is_harmless_by_type_too():
         ("algorithm.adv_estimator=ppo", "must be one of gae, grpo"),
         ("algorithm.kl_penalty=0.001", "algorithm.kl_ctrl.kl_coef"),
         ("algorithm.gamma=1.1", "must be between 0 and 1"),
-        (f"{ROLLOUT}.name=sglang", "use vllm"),
+        (f"{ROLLOUT}.name=tgi", "must be one of hf, vllm, sglang"),
         (f"{ROLLOUT}.top_k=0", "must be -1 (off) or at least 1"),
         (f"{ROLLOUT}.top_p=0", "must be above 0 and at most 1"),
         (f"{ROLLOUT}.val_kwargs.n=0", "must be at least 1"),

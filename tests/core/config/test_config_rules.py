@@ -43,6 +43,8 @@ MASK = "reward_model.on_error=mask"
 CANARIES = "reward_model.judge.canaries=c.jsonl"
 JUDGED = (JUDGE, URL, MODEL_THERE, MASK)
 EIGHT = "trainer.n_gpus_per_node=8"
+SGLANG = (f"{ROLLOUT}.name=sglang",)
+TWO_GPUS = f"{ROLLOUT}.tensor_model_parallel_size=2"
 PACKED = "actor_rollout_ref.model.use_remove_padding=True"
 SEARCHES = ("generate",)  # what the trainer of Search-R1 overrides
 PLENTY = "data.train_batch_size=256"
@@ -141,6 +143,28 @@ BROKEN = [
                 *("critic.model.fsdp_config.fsdp_size=1", "a multiple"),
             ),
         )
+    ),
+    (
+        *("ppo", [*SGLANG, f"{ROLLOUT}.multi_turn.repeatable=True", LOOP], ()),
+        *(f"{ROLLOUT}.multi_turn.repeatable=true", "sglang draws no answer from a seed"),
+    ),
+    (
+        *("ppo", [*SGLANG, f"{ROLLOUT}.val_kwargs={{do_sample: True, temperature: 1, top_p: 0.9, top_k: 20}}"], ()),
+        *(f"{ROLLOUT}.val_kwargs.top_k=20", "has another meaning in sglang"),
+    ),
+    (
+        *("ppo", [*SGLANG, f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=20", f"{CORRECTION}.rollout_is=token"], ()),
+        *(f"{ROLLOUT}.top_k=20", "has another meaning in sglang"),
+    ),
+    (
+        *("ppo", [*SGLANG, "trainer.backend=ray", f"+{ROLLOUT}.engine_kwargs.sglang.url=x"], ()),
+        *(f'{ROLLOUT}.engine_kwargs={{"sglang": {{"url": "x"}}}}', "over Ray each engine starts its own"),
+    ),
+    (
+        "ppo",
+        [*SGLANG, "trainer.backend=ray", "actor_rollout_ref.hybrid_engine=False", TWO_GPUS],
+        (),
+        *(f"{ROLLOUT}.tensor_model_parallel_size=2", "receives weights in one process"),
     ),
     (
         *("ppo", [EIGHT, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=3"], ()),
@@ -527,6 +551,7 @@ def test_no_rule_fires(recipe, overrides, hooks):
 
 
 WARNED = [
+    ("grpo", [*SGLANG], (), "no answer depends on a seed"),
     ("grpo", [f"{ROLLOUT}.dtype=fp32"], (), "fsdp_config.dtype=bfloat16"),
     ("grpo", [*JUDGED, "reward_model.judge.votes=3"], (), "greedy votes differ by the marks"),
     ("grpo", [f"{ACTOR}.use_kl_loss=True", "algorithm.use_kl_in_reward=True"], (), "penalised twice"),
@@ -663,6 +688,8 @@ IDLE = [
         )
     ),
     ("ppo", [f"+{ROLLOUT}.engine_kwargs.vllm.x=1"], f"{ROLLOUT}.engine_kwargs.vllm.x"),
+    ("ppo", [*SGLANG, f"+{ROLLOUT}.engine_kwargs.vllm.x=1"], f"{ROLLOUT}.engine_kwargs.vllm.x"),
+    ("ppo", [f"+{ROLLOUT}.engine_kwargs.sglang.x=1"], f"{ROLLOUT}.engine_kwargs.sglang.x"),
     (
         "ppo",
         [f"{ROLLOUT}.name=vllm", f"+{ROLLOUT}.engine_kwargs.hf.cache_gib=1"],
