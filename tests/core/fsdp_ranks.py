@@ -15,12 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from core.algorithm.losses import Means
-from core.cluster.fsdp import LearnerRank, gather
+from core.cluster.fsdp import LearnerRank, gather, shared_reward_model
 from core.learner.batching import busy_sequences, rank_shares, steps_of
 from core.learner.hf_export import FILE_SIZE
 from core.learner.learner import only_advantages_train
 from core.learner.lora import merged_weights, trained_weights
 from core.learner.packing import SharedPrompts
+from core.rewards.batch_calls import Answer
+from tests.core.reward_model_runs import TEMPLATE, answers
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -35,6 +37,22 @@ def run(rank: int, world: int, folder: Path, jobs: dict) -> None:
         if rank == 0:
             torch.save(found, folder / f"{name}.pt")
     dist.destroy_process_group()
+
+
+REFUSES_X = "{% if messages[-1].content == 'x' %}{{ raise_exception('no x') }}{% endif %}" + TEMPLATE
+REFUSED = Answer((), "x", (5,))
+
+
+def grade(rank, world, config, calls):
+    """For each call the (value, error) of all ranks' answers; and how many weights this rank holds."""
+    model, graded = shared_reward_model(config, torch.device("cpu")), [*answers(), REFUSED]
+    found, held = [], sum(weight.to_local().numel() for weight in model.module.parameters())
+    for shares in calls:
+        parts = [None] * world
+        mine = [(one.value, one.error) for one in model.score([graded[at] for at in shares[rank]])]
+        dist.all_gather_object(parts, mine)
+        found.append(parts)
+    return found, held
 
 
 def learner(config, dtype="float64", critic=True, ref=False):

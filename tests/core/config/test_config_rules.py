@@ -35,6 +35,9 @@ BUFFER = ("reward_model.overlong_buffer.enable=True", "reward_model.overlong_buf
 FACTOR = "reward_model.overlong_buffer.penalty_factor=1.0"
 SHORT = "data.max_response_length=512"
 JUDGE = "reward_model.enable=True"
+POOL, RANKS = "reward_model.enable_resource_pool=True", "reward_model.n_gpus_per_node=2"
+RAY = ("trainer.backend=ray",)
+SHARDS = "reward_model.model.fsdp_config.fsdp_size"
 URL, MODEL_THERE = "reward_model.judge.url=http://localhost:8000/v1", "reward_model.judge.model=m"
 MASK = "reward_model.on_error=mask"
 CANARIES = "reward_model.judge.canaries=c.jsonl"
@@ -263,6 +266,19 @@ BROKEN = [
     (
         *("ppo", [JUDGE, "reward_model.forward_max_token_len_per_gpu=9"], ()),
         *("reward_model.forward_max_token_len_per_gpu=9", "must hold an answer of reward_model.max_length=1024"),
+    ),
+    ("ppo", [JUDGE, POOL, "reward_model.nnodes=1", *RAY], (), "reward_model.n_gpus_per_node=0", "is needed with"),
+    ("ppo", [JUDGE, POOL, "reward_model.nnodes=1", RANKS], (), POOL.replace("T", "t"), "needs a cluster"),
+    (
+        "ppo",
+        [JUDGE, POOL, RANKS, *RAY],
+        (),
+        "reward_model.nnodes=0",
+        "is needed with reward_model.enable_resource_pool",
+    ),
+    (
+        *("ppo", [JUDGE, POOL, RANKS, *RAY, "reward_model.nnodes=1", f"{SHARDS}=4"], ()),
+        *(f"{SHARDS}=4", "must divide the 2 ranks (reward_model.nnodes * reward_model.n_gpus_per_node)"),
     ),
     ("ppo", [URL, MODEL_THERE, MASK], (), URL, "set reward_model.enable=True"),
     (
@@ -722,6 +738,9 @@ IDLE = [
         "reward_model.forward_max_token_len_per_gpu",
     ),
     ("ppo", [*JUDGED, "reward_model.max_length=9"], "reward_model.max_length"),
+    ("ppo", [*JUDGED, *RAY, POOL], "reward_model.enable_resource_pool"),
+    ("ppo", [JUDGE, *RAY, RANKS], "reward_model.n_gpus_per_node"),
+    ("ppo", [JUDGE, *RAY, f"{SHARDS}=1"], SHARDS),
     ("ppo", ["reward_model.judge.votes=3"], "reward_model.judge.votes"),
     ("ppo", [*JUDGED, "reward_model.judge.combine=median"], "reward_model.judge.combine"),
     ("ppo", [*JUDGED, "reward_model.judge.canary_every=0", CANARIES], "reward_model.judge.canaries"),
