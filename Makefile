@@ -4,6 +4,7 @@
 # make bench       measures speed and memory               make report      writes the tables of results/ again
 # make format      formats the code                        make constraints records the versions of this environment
 # make clean       removes .venv and outputs
+# make studies BUDGET_MIN=30    runs what is missing of all studies, for so many minutes, and lists what is left
 # make feasible GPU=H100 N=8    shows which run scripts fit on so many GPUs, their time and disk, and what has run here
 #
 # PYTHON=python3.12 make setup       takes another Python. Without an NVIDIA driver set-up takes the CPU build of torch;
@@ -15,9 +16,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 GPU ?= H100
 N ?= 8
+BUDGET_MIN ?= inf
 export PYTHON TORCH_INDEX_URL VLLM
 
-.PHONY: setup lab check test test-slow test-gpu bench lint format report feasible constraints clean
+.PHONY: setup lab check test test-slow test-gpu bench lint format report studies feasible constraints clean
 
 setup: $(STAMP)
 
@@ -47,6 +49,7 @@ bench: setup
 	$(BIN)/python -m tests.benchmarks.decode
 	$(BIN)/python -m tests.benchmarks.head_memory
 	$(BIN)/python -m tests.benchmarks.packing
+	$(BIN)/python -m tests.benchmarks.backends
 	$(BIN)/python -m tests.scale.world --write
 	@echo "retrieval: DATA_DIR=... $(BIN)/python -m tests.benchmarks.retrieval (needs .[bench])"
 	@echo "beside TRL: $(BIN)/python -m tests.benchmarks.trl.compare --help"
@@ -61,6 +64,9 @@ format: setup
 
 report: setup
 	$(BIN)/python -m results.report --index
+
+studies: setup
+	@$(BIN)/python -m results.studies --budget-min "$(BUDGET_MIN)"
 
 constraints:
 	bash environment/lock.sh

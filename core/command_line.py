@@ -78,8 +78,13 @@ def _without_cluster(config: Config) -> list[str]:
 
 def _without_engine(config: Config) -> list[str]:
     key, name = "actor_rollout_ref.rollout.name", config.actor_rollout_ref.rollout.name
-    package = tables.ENGINES[name].package
-    if package is None or find_spec(package) or not config.needs_engine:
+    entry = tables.ENGINES[name]
+    package = entry.package
+    if not config.needs_engine:
+        return []
+    if entry.problems:
+        return tables.load_object(entry.problems)(config)
+    if package is None or find_spec(package):
         return []
     return [f"{key}={name}: {package} is not installed; make setup installs it where it can, or use {key}=hf"]
 

@@ -40,7 +40,7 @@ from core.engines.weight_buckets import Packer, Staging, Weight
 from core.learner.hf_export import export_hf, load_weights, weight_files, write_index
 from core.learner.learner import Actor, BasePolicy, Critic, Policy, Ranks, pass_size
 from core.learner.lora import add_adapters, has_adapters, load_adapters, merged_weights, trained_weights
-from core.learner.models import compute_dtype, load_critic, load_policy, load_tokenizer
+from core.learner.models import compute_dtype, load_classifier, load_critic, load_policy, load_tokenizer
 from core.learner.packing import Layout
 from core.learner.saving import (
     OPTIMIZER,
@@ -56,10 +56,11 @@ from core.learner.tensor_parallel import split_layers
 from core.learner.traced_tokens import TracedRows
 from core.learner.vision import freeze_vision_tower
 from core.learner.weight_probe import probe_ids, probe_log_probs
+from core.rewards.reward_model import RewardModel
 from core.types import TrainBatch
 
 if TYPE_CHECKING:
-    from core.config.schema import Config, CriticModelConfig, FSDPConfig, ModelConfig, Sharing
+    from core.config.schema import Config, CriticModelConfig, FSDPConfig, ModelConfig, RewardModelConfig, Sharing
 
 # Models return views (a slice of the logits); nothing here works in place on them.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -87,6 +88,9 @@ class ProcessRanks(Ranks):
 
     def inside(self, module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return module.forward_of(function, *args, **kwargs)
+
+    def reshard(self, module: nn.Module) -> None:
+        reshard(module)
 
 
 def make_mesh(device: torch.device, copy_size: int, layer_size: int = 1) -> DeviceMesh:
@@ -206,6 +210,16 @@ def gathered(value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     part = value.detach().to_local().to(device, dtype)
     options = {"run_check": False, "shape": value.shape, "stride": value.stride()}
     return DTensor.from_local(part, value.device_mesh, value.placements, **options).full_tensor()
+
+
+def shared_reward_model(config: RewardModelConfig, device: torch.device) -> RewardModel:
+    """Return this rank's part of a reward model; rank 0 reads the weights. Raises InputError."""
+    source = load_classifier(config.model)[0] if dist.get_rank() == 0 else None
+    module, by_token = load_classifier(config.model, on_meta=True)
+    shard(module, config.model.fsdp_config, device)
+    module.to_empty(device="cpu" if config.model.fsdp_config.offload_policy else device)
+    fill(module, source, device)
+    return RewardModel(config, device, (module, by_token), ProcessRanks())
 
 
 @dataclass(frozen=True)

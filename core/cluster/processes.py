@@ -31,10 +31,11 @@ from core.types import TrainBatch
 if TYPE_CHECKING:
     from core.cluster.fsdp import LearnerRank
     from core.config.schema import Config
+    from core.rewards.reward_model import RewardModel
 
 
 class Process:
-    """What all of them share: threads, signs of life, a profile.
+    """What all of them share: threads, signs of life, a profile, and how ranks of one model meet.
 
     The process has a thread for each of its cores: one of ``parts`` equal parts of ``cores``, which are those of the
     node that it runs on where the number is None. ``gpus`` are those that it may use where Ray assigned them to others.
@@ -48,6 +49,7 @@ class Process:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         torch.set_num_threads(self.threads)  # Ray allows an actor one
         self.profile: Profile | None = None
+        self.store: torch.distributed.TCPStore | None = None
 
     def lifeline(self) -> None:
         """Block forever: whoever waits for the call learns at once that the process died."""
@@ -55,6 +57,24 @@ class Process:
 
     def beat(self) -> None:
         """Give a sign of life."""
+
+    def host(self, own_address: Callable[[], str]) -> tuple[str, int]:
+        """Open the store at which the ranks meet, on rank 0, and return its address."""
+        address = own_address()
+        self.store = torch.distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        return address, self.store.port
+
+    def meet(self, rank: int, ranks: int, address: tuple[str, int], config: Config, device: torch.device) -> None:
+        """Join the other ranks in a process group."""
+        if rank:
+            self.store = torch.distributed.TCPStore(*address, is_master=False)
+        torch.distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=self.store,
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=config.trainer.phase_timeout_s),
+        )
 
     def thread_count(self) -> int:
         """Return the number of torch's threads here."""
@@ -82,15 +102,8 @@ class LearnerProcess(Process):
 
     def __init__(self, cores: int | None, parts: int = 1):
         super().__init__(cores, parts)
-        self.store: torch.distributed.TCPStore | None = None
         self.learner: LearnerRank | None = None
         self.packer: Packer | None = None
-
-    def host(self, own_address: Callable[[], str]) -> tuple[str, int]:
-        """Open the store at which the ranks meet, on rank 0, and return its address."""
-        address = own_address()
-        self.store = torch.distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False)
-        return address, self.store.port
 
     def gpus(self, own_gpus: Callable[[], list[int | str]]) -> list[int | str]:
         """Return the GPUs of this rank, for the engine beside it."""
@@ -104,15 +117,7 @@ class LearnerProcess(Process):
         """Join the other ranks and make this rank's learner."""
         from core.cluster.fsdp import LearnerRank
 
-        if rank:
-            self.store = torch.distributed.TCPStore(*address, is_master=False)
-        torch.distributed.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=self.store,
-            rank=rank,
-            world_size=config.trainer.nnodes * config.trainer.n_gpus_per_node,
-            timeout=timedelta(seconds=config.trainer.phase_timeout_s),
-        )
+        self.meet(rank, config.trainer.nnodes * config.trainer.n_gpus_per_node, address, config, device)
         self.learner = LearnerRank(config, device, **learner)
 
     def call(self, method: str, *args: Any) -> Any:
@@ -254,16 +259,22 @@ class EngineProcess(Process):
 
 
 class RewardModelProcess(Process):
-    """A process for the reward model."""
+    """A process for the reward model, or for one rank of those that share it."""
 
-    def __init__(self, config: Config, device: torch.device, cores: int | None, parts: int = 1):
+    def __init__(self, cores: int | None, parts: int = 1):
+        super().__init__(cores, parts)
+        self.model: RewardModel | None = None
+
+    def join(self, rank: int, address: tuple[str, int], config: Config, device: torch.device) -> None:
+        """Load the model, or this rank's part of it."""
+        from core.cluster.fsdp import shared_reward_model
         from core.rewards.reward_model import RewardModel
 
-        super().__init__(cores, parts)
-        self.model = RewardModel(config.reward_model, device)
-
-    def ready(self) -> None:
-        """Return once the model is loaded."""
+        if (ranks := config.reward_model.ranks) == 1:
+            self.model = RewardModel(config.reward_model, device)
+            return
+        self.meet(rank, ranks, address, config, device)
+        self.model = shared_reward_model(config.reward_model, device)
 
     def score(self, answers: Sequence[Answer]) -> list[ModelScore]:
         return self.model.score(answers)

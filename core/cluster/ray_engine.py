@@ -1,4 +1,4 @@
-"""Engine actors behind the engine contract, and the reward model's actor as a function of answers."""
+"""Engine actors behind the engine contract, and the reward model's actors as a function of answers."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from core.config.frozen import FrozenDict
 from core.engines import SampleRequest
 from core.engines.weight_buckets import Bucket, Packer, Proof, Staging, Weight
 from core.errors import out_of_memory
+from core.learner.batching import rank_shares
 from core.learner.weight_probe import WeightSyncError
 from core.rewards.batch_calls import Answer, ModelScore
 from core.types import Trajectory
@@ -58,15 +59,20 @@ class RayEngine:
         self._homes: dict[int, str] = {}  # episode -> the engine that wrote its latest turn with these weights
         self._aborts: list[ray.ObjectRef] = []
         self._tasks: set[asyncio.Task] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the latest request
+        self._sends = False  # whether that loop is about to send
         self._progress = 0.0
         self._closed = False
 
     async def sample(self, request: SampleRequest) -> Trajectory:
         if self._closed:
             raise RuntimeError("the engine is closed")
-        self._forget_closed_loops()
         key, loop = next(self._keys), asyncio.get_running_loop()
-        if not any(one.engine is None for one in self._awaited.values()):
+        if loop is not self._loop:  # once a loop: among thousands of requests a look at each by each takes seconds
+            self._forget_closed_loops()
+            self._loop, self._sends = loop, False
+        if not self._sends:
+            self._sends = True
             loop.call_soon(self._send)
         one = self._awaited[key] = _Awaited(loop.create_future(), request)
         try:
@@ -78,6 +84,7 @@ class RayEngine:
     def _send(self) -> None:
         """Send the new requests: beside the same prompt, else to the episode's engine unless it is crowded, else where
         least is in flight."""
+        self._sends = False
         fresh = {key: one for key, one in self._awaited.items() if one.engine is None}
         sent = [one for one in self._awaited.values() if one.engine is not None]
         place = {_prompt(one): one.engine for one in sent}
@@ -239,18 +246,30 @@ class RayEngine:
 
 
 class RayRewardModel:
-    """The reward model's actor, as a function of answers; it has the phases' deadline."""
+    """The reward model's actors, as a function of answers; it has the phases' deadline.
 
-    NAME = "reward model"
+    All ranks are called each time, with about equally many tokens, because each has a part of the weights.
+    """
 
-    def __init__(self, watch: Watch):
-        self.watch = watch
+    NAME = "reward model"  # all names begin so
+
+    def __init__(self, watch: Watch, names: Sequence[str]):
+        self.watch, self.names = watch, list(names)
 
     async def __call__(self, answers: Sequence[Answer]) -> list[ModelScore]:
-        call = self.watch.actors[self.NAME].score.remote(list(answers))
+        shares = rank_shares(torch.tensor([len(answer.token_ids) for answer in answers]), len(self.names))
+        parts = [[answers[at] for at in share] for share in shares]
+        calls = [self._score(name, part) for name, part in zip(self.names, parts, strict=True)]
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(call.future()), self.watch.timeout_s)
+            found = await asyncio.wait_for(asyncio.gather(*calls), self.watch.timeout_s)
         except TimeoutError:
-            raise await asyncio.to_thread(self.watch.timeout, "reward_model", [self.NAME]) from None
+            raise await asyncio.to_thread(self.watch.timeout, "reward_model", self.names) from None
+        order = torch.cat(shares).argsort().tolist()
+        scores = [score for part in found for score in part]
+        return [scores[at] for at in order]
+
+    async def _score(self, name: str, answers: list[Answer]) -> list[ModelScore]:
+        try:
+            return await asyncio.wrap_future(self.watch.actors[name].score.remote(answers).future())
         except RayError as error:
-            raise await asyncio.to_thread(self.watch.cause, "reward_model", error, self.NAME) from error
+            raise await asyncio.to_thread(self.watch.cause, "reward_model", error, name) from error

@@ -79,10 +79,10 @@ def parts_of(groups: Sequence[Any], processes: int) -> list[int]:
     return [processes * nodes.count(node) for node in nodes]
 
 
-def reserve(config: Config, device: torch.device, engine_gpus: int, *, learners: bool) -> tuple[list[Any], list[Any]]:
-    """Return the placement groups of the ranks and of the engines' own pool, a node each, once all have room.
+def reserve(config: Config, device: torch.device, engine_gpus: int, *, learners: bool) -> tuple[list[Any], ...]:
+    """Return the placement groups of the ranks, and of the own pools of engines and reward model, once all have room.
 
-    The first group of the ranks is on the node of this process if it can be. Raises InputError.
+    A group is a node. The first group of the ranks is on the node of this process if it can be. Raises InputError.
     """
     trainer, part, more = config.trainer, config.actor_rollout_ref, ""
     rollout, per_node, several = part.rollout, trainer.n_gpus_per_node, bundle(device, engine_gpus)
@@ -95,14 +95,18 @@ def reserve(config: Config, device: torch.device, engine_gpus: int, *, learners:
     if learners and not part.hybrid_engine:
         engine_groups = make_pool(rollout.nnodes, [several] * (rollout.n_gpus_per_node // engine_gpus))
         more = f" and of rollout.nnodes={rollout.nnodes} rollout.n_gpus_per_node={rollout.n_gpus_per_node}"
+    reward, reward_groups = config.reward_model, []
+    if reward.loads_model and reward.enable_resource_pool:
+        reward_groups = make_pool(reward.nnodes, [bundle(device)] * reward.n_gpus_per_node)
+        more += f" and of reward_model.nnodes={reward.nnodes} reward_model.n_gpus_per_node={reward.n_gpus_per_node}"
     try:
-        wait_for_room(config, device, groups + engine_groups, more)
+        wait_for_room(config, device, groups + engine_groups + reward_groups, more)
     except BaseException:
-        for group in groups + engine_groups:
+        for group in groups + engine_groups + reward_groups:
             remove_placement_group(group)
         raise
     here = own_node()  # after a restart it may be free too late for the first group, and another one comes to it
-    return sorted(groups, key=lambda group: node_of(group) != here), engine_groups
+    return sorted(groups, key=lambda group: node_of(group) != here), engine_groups, reward_groups
 
 
 def node_for_driver(config: Config, device: torch.device) -> str:

@@ -26,6 +26,7 @@ from core.cluster.processes import EngineProcess, LearnerProcess, RewardModelPro
 from core.cluster.ray_engine import RayEngine, RayRewardModel
 from core.cluster.ray_placement import DRIVER_CPUS, device_of, parts_of, reserve
 from core.cluster.ray_watch import Watch
+from core.config import tables
 from core.config.frozen import thaw
 from core.config.paths import run_folder
 from core.errors import InputError
@@ -73,6 +74,7 @@ def connect(config: Config, device: torch.device) -> None:
         if device.type == "cpu":  # Ray's CPUs are tickets: more ranks than cores are slow, not impossible
             trainer, part = config.trainer, config.actor_rollout_ref
             apart = 0 if part.hybrid_engine else part.rollout.nnodes * part.rollout.n_gpus_per_node
+            apart += config.reward_model.ranks if config.reward_model.loads_model else 0
             bundles = trainer.nnodes * trainer.n_gpus_per_node + apart
             loop = DRIVER_CPUS if config.ray_kwargs.driver_actor else 0
             options.setdefault("num_cpus", max(bundles + loop, os.cpu_count() or 1))
@@ -111,11 +113,13 @@ class RayProcesses:
         self.learners: list[Any] = []
         self.address: tuple[str, int] | None = None  # where the ranks meet
         rollout = config.actor_rollout_ref.rollout
-        self.engine_gpus = rollout.tensor_model_parallel_size if rollout.name == "vllm" else 1  # of each engine
+        splits = "tensor_model_parallel_size" in tables.ENGINES[rollout.name].reads
+        self.engine_gpus = rollout.tensor_model_parallel_size if splits else 1  # of each engine
         self.engine: RayEngine | None = None
         self.reward_model: RayRewardModel | None = None
         self.groups: list[Any] = []  # a node each
         self.engine_groups: list[Any] = []  # of the engines' own pool
+        self.reward_groups: list[Any] = []  # of the reward model's own pool
         self.owns_ray = not ray.is_initialized()
         if learners:
             check_layers(config, critic=config.critic.enable)
@@ -123,7 +127,8 @@ class RayProcesses:
             if self.owns_ray:
                 connect(config, device)
             self.device = device_of(config, device)
-            self.groups, self.engine_groups = reserve(config, self.device, self.engine_gpus, learners=learners)
+            pools = reserve(config, self.device, self.engine_gpus, learners=learners)
+            self.groups, self.engine_groups, self.reward_groups = pools
             self._start(learner)
             if config.reward_model.loads_model:
                 self.reward_model = self._start_reward_model()
@@ -220,14 +225,19 @@ class RayProcesses:
         return {"scheduling_strategy": strategy, "num_cpus": 0.5, "num_gpus": given, **profiler}
 
     def _start_reward_model(self) -> RayRewardModel:
-        """Start the reward model, on a GPU of its own where there are any: it works while the engines decode."""
-        gpus = 1 if self.device.type == "cuda" else 0
-        cores = self.config.trainer.cpu_threads
-        place = REWARD_MODEL.options(num_cpus=0, num_gpus=gpus)
-        actor = place.remote(self.config, self.device, cores, 1 if cores else self.per_node)
-        self.watch.add(RayRewardModel.NAME, actor)
-        self.watch.call("load", "ready", {RayRewardModel.NAME: ()})
-        return RayRewardModel(self.watch)
+        """Start the reward model, on GPUs of its own where there are any: it works while the engines decode."""
+        reward, cores = self.config.reward_model, self.config.trainer.cpu_threads
+        places, names = [{"num_cpus": 0, "num_gpus": int(self.device.type == "cuda")}], [RayRewardModel.NAME]
+        if self.reward_groups:
+            indices = range(reward.n_gpus_per_node)
+            places = [self._place(group, index, gpus=1) for group in self.reward_groups for index in indices]
+            names = [f"{RayRewardModel.NAME} rank {rank}" for rank in range(reward.ranks)]
+        for name, place in zip(names, places, strict=True):
+            parts = 1 if cores else max(self.per_node, reward.n_gpus_per_node)
+            self.watch.add(name, REWARD_MODEL.options(**place).remote(cores, parts))
+        (address,) = self.watch.call("start", "host", {names[0]: (ray.util.get_node_ip_address,)})
+        self.watch.call("load", "join", {name: (r, address, self.config, self.device) for r, name in enumerate(names)})
+        return RayRewardModel(self.watch, names)
 
     def close(self) -> None:
         """End the actors and what else this object started. A second call does nothing."""
@@ -245,8 +255,9 @@ class RayProcesses:
                 log.warning("ray_kwargs.timeline_json_file=%s was not written: %s", path, error)
         for actor in self.watch.actors.values():
             ray.kill(actor)
-        for group in self.groups + self.engine_groups:
+        for group in self.groups + self.engine_groups + self.reward_groups:
             remove_placement_group(group)
-        self.watch.actors, self.learners, self.groups, self.engine_groups, self.engine = {}, [], [], [], None
+        self.watch.actors, self.learners, self.engine = {}, [], None
+        self.groups, self.engine_groups, self.reward_groups = [], [], []
         if self.owns_ray:
             ray.shutdown()

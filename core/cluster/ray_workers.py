@@ -112,7 +112,7 @@ class RayWorkers(RayProcesses):
 
     def _profiled(self) -> list[str]:
         """Return the names of learner ranks and engines; a reward model has no profile."""
-        return [name for name in self.watch.actors if name != RayRewardModel.NAME]
+        return [name for name in self.watch.actors if not name.startswith(RayRewardModel.NAME)]
 
     def _each(self, phase: str, method: str, arguments: Sequence[tuple]) -> list[Any]:
         """Call the learner's method on rank 0, 1, ... with the rank's arguments."""

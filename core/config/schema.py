@@ -365,6 +365,9 @@ class RewardModelConfig:
     enable: bool = False  # a model scores the examples whose reward_model.style is "model"
     weight: float = 0.0  # what the model's number counts beside a rule's score, in the other examples
     model: RewardModelModelConfig = RewardModelModelConfig()
+    enable_resource_pool: bool = False  # over Ray, nodes whose ranks share the model; False: one process has it
+    nnodes: limits.Size = 0  # nodes of that pool
+    n_gpus_per_node: limits.Size = 0  # ranks on each of them, a GPU each
     judge: JudgeConfig = JudgeConfig()
     max_length: limits.Count | None = None  # tokens that the model sees; None: the longest prompt and answer
     micro_batch_size_per_gpu: limits.Count | None = None  # answers a pass; None: use_dynamic_bsz decides
@@ -396,6 +399,11 @@ class RewardModelConfig:
     def loads_model(self) -> bool:
         """Whether the model is a classifier, which this run loads."""
         return self.enable and self.judge.url is None
+
+    @property
+    def ranks(self) -> int:
+        """Processes that share the model."""
+        return self.nnodes * self.n_gpus_per_node if self.enable_resource_pool else 1
 
 
 @dataclass(frozen=True)

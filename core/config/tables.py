@@ -109,18 +109,29 @@ class EngineEntry:
 
     function: str
     package: str | None = None  # that has to be installed
+    problems: str | None = None  # "module:function": of a configuration, what else the engine lacks at a start
+    seeded: bool = True  # a request's seed decides its answer; without that nothing sampled can be drawn again
+    top_p_within_top_k: bool = True  # with both set, top_p counts what top_k left
+    reads_pictures: bool = True
+    one_receiver: bool = False  # one process receives the weights also where several GPUs share each layer
     reads: Collection[str] = ()  # keys of the section rollout
 
 
+_SERVING = (  # keys of the section rollout that a serving engine reads
+    *("tensor_model_parallel_size", "gpu_memory_utilization", "enforce_eager", "free_cache_engine"),
+    *("max_model_len", "enable_chunked_prefill", "enable_prefix_caching"),
+)
 ENGINES = {  # actor_rollout_ref.rollout.name
     "hf": EngineEntry("core.engines.factory:hf_engine"),
-    "vllm": EngineEntry(
-        "core.engines.factory:vllm_engine",
-        package="vllm",
-        reads=(
-            *("tensor_model_parallel_size", "gpu_memory_utilization", "enforce_eager", "free_cache_engine"),
-            *("max_model_len", "enable_chunked_prefill", "enable_prefix_caching"),
-        ),
+    "vllm": EngineEntry("core.engines.factory:vllm_engine", package="vllm", reads=_SERVING),
+    "sglang": EngineEntry(
+        "core.engines.factory:sglang_engine",
+        problems="core.engines.sglang_server:problems",
+        seeded=False,
+        top_p_within_top_k=False,
+        reads_pictures=False,
+        one_receiver=True,
+        reads=_SERVING,
     ),
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import is_dataclass
 from types import CodeType
 from typing import Any
@@ -224,6 +224,12 @@ class View:
     def unknown_hf_options(self) -> set[str]:
         """Options for the hf engine that it lacks."""
         return set(self.rollout.engine_kwargs.get("hf") or ()) - set(self.HF_OPTIONS)
+
+    @property
+    def sglang_url(self) -> str | None:
+        """The address of a server of SGLang that runs already."""
+        options = self.rollout.engine_kwargs.get("sglang")
+        return options.get("url") if isinstance(options, Mapping) else None
 
     @property
     def ray_arguments(self) -> str:

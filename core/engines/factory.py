@@ -28,7 +28,8 @@ def make_engine(config: Config, model: Model | None, tokenizer: Any, device: tor
     ``update_weights`` before it samples. Without ``model``, where nothing learns, the engine itself reads the weights
     of ``actor_rollout_ref.model.path``, in its own number format, and may sample at once. Options beyond verl's are
     ``rollout.engine_kwargs.hf.*``, the keyword arguments of :class:`core.engines.hf.HFEngine`, and
-    ``rollout.engine_kwargs.vllm.*``, vLLM's engine arguments.
+    ``rollout.engine_kwargs.vllm.*``, vLLM's engine arguments, and ``rollout.engine_kwargs.sglang.*``, the arguments of
+    SGLang's server beside ``python`` and ``url`` (:mod:`core.engines.sglang_server`).
     Raises InputError for an engine that cannot be had.
     """
     name = config.actor_rollout_ref.rollout.name
@@ -70,3 +71,11 @@ def vllm_engine(config: Config, model: Model | None, tokenizer: Any, device: tor
     if model is None:  # and nothing else needs the GPU in its turn
         arguments |= {"load_format": "auto", "enable_sleep_mode": False}
     return vllm.VLLMEngine(tokenizer, skeleton, **arguments)
+
+
+def sglang_engine(config: Config, model: Model | None, tokenizer: Any, device: torch.device) -> RolloutEngine:
+    from core.engines import sglang
+    from core.learner.models import load_policy
+
+    skeleton = load_policy(config.actor_rollout_ref.model, on_meta=True)
+    return sglang.engine_of(config, skeleton, tokenizer, device, reads_weights=model is None)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from core.config import Config, convert, examine, recipes
+from core.config import Config, convert, examine, recipes, tables
 from core.data.stream import load_val_prompts
 from core.errors import InputError
 from core.evaluation.answer_file import FORMAT, AnswerFile, answer_line
@@ -58,7 +58,8 @@ class GenerateCall:
         sampling = f"temperature {chosen.temperature:g}, top_p {chosen.top_p:g}" if chosen.do_sample else "greedy"
         placed = "in this process"
         if trainer.backend == "ray":
-            each = part.rollout.tensor_model_parallel_size if part.rollout.name == "vllm" else 1
+            splits = "tensor_model_parallel_size" in tables.ENGINES[part.rollout.name].reads
+            each = part.rollout.tensor_model_parallel_size if splits else 1
             placed = (
                 f"{trainer.nnodes * (trainer.n_gpus_per_node // each)} of them over Ray, {each} GPUs each if on GPUs"
             )

@@ -25,8 +25,8 @@ from core.config import tables
 from core.learner.batching import micro_batches, split_idle
 from core.learner.log_probs import FP32Head, token_log_probs_and_entropy
 from core.learner.lora import base_only
-from core.learner.model_checks import check_head, check_packing
-from core.learner.packing import Layout, Reading, SharedPrompts, can_share, hidden_before_tokens
+from core.learner.model_checks import check_head, check_packing, shares_alike
+from core.learner.packing import Layout, Reading, SharedPrompts, can_keep_keys, can_share, hidden_before_tokens
 from core.learner.traced_tokens import TracedTokens, clipped_how
 from core.learner.vision import Sight, run_body
 from core.types import Picture, TrainBatch
@@ -74,11 +74,14 @@ class Ranks:
         """Call a function that reads parameters of ``module``, which a sharded one must gather first."""
         return function(module, *args, **kwargs)
 
+    def reshard(self, module: nn.Module) -> None:
+        """Drop weights that passes gathered and left: an optimizer that is made then would have them for its own."""
+
 
 ALONE, PADDED = Ranks(), Layout()
 
 
-PASS_READS = ("input_ids", "response_mask")  # the fields of a batch that a pass for log-probs or values reads
+PASS_READS = ("input_ids", "response_mask", "group")  # what a pass for log-probs or values reads of a batch
 CRITIC_READS = (*PASS_READS, "loss_weight", "returns", "values")
 
 
@@ -110,8 +113,8 @@ def read_tokens(
 ) -> tuple[Tensor, ...]:
     """Return [M] each: log-prob and entropy of each token that ``reading`` predicts, by a causal language model.
 
-    ``pictures_B`` are read with a ``shared`` prompt; without one ``reading`` has them. ``tower`` is :func:`run_body`'s,
-    ``options`` are those of :func:`token_log_probs_and_entropy`.
+    ``shared`` prompts are read in a pass of their own, with ``pictures_B``; without them ``reading`` has all. ``tower``
+    is :func:`run_body`'s, ``options`` are those of :func:`token_log_probs_and_entropy`.
     """
     if shared is None:
         sees = tower or reading.sight is not None
@@ -149,7 +152,10 @@ class Passes:
         self.module, self.compute_dtype = module, compute_dtype
         self.ranks, self.layout = ranks, layout
         self.computes_on = device  # None: where the parameters are
-        layout.prepare(module)
+        self.one_pass = ranks is not ALONE or layout.packed  # shared prompts are in the pass of their answers
+        layout.prepare(module, shares=self.one_pass)
+        self.shares = can_share(module) and (not self.one_pass or shares_alike(self))
+        ranks.reshard(module)
 
     @property
     def device(self) -> torch.device:
@@ -172,6 +178,12 @@ class Passes:
         missing = self.ranks.most(len(pieces)) - len(pieces)
         return pieces + missing * [(torch.empty(0, dtype=torch.int64), batch.blank_row())]
 
+    def shared_prompts(self, batch: TrainBatch) -> SharedPrompts | None:
+        """Return the prompts that a pass over the micro-batch reads once; None where it reads all sequences whole."""
+        if not self.shares or not (self.one_pass or can_keep_keys(self.module)) or (self.one_pass and batch.pictures):
+            return None
+        return SharedPrompts.of(batch.input_ids, batch.response_mask, batch.group, packed=self.layout.packed)
+
 
 class Policy(Passes):
     """A causal language model that is read through its log-probs. ``passes`` are the arguments of :class:`Passes`."""
@@ -181,6 +193,7 @@ class Policy(Passes):
         self.temperature = temperature
         check_head(self)
         check_packing(self)
+        self.ranks.reshard(module)
 
     def token_stats(self, batch: TrainBatch, **options: bool) -> tuple[Tensor, ...]:
         """Return log-prob of each policy token and entropy of its distribution, [B, T] each and 0 elsewhere.
@@ -188,13 +201,12 @@ class Policy(Passes):
         ``options`` are those of :func:`token_log_probs_and_entropy`: ``squares`` adds a third result.
         """
         ids, pictures = batch.input_ids, batch.pictures_of_rows() if batch.pictures else ()
-        # Alone only: sharded ranks must make the same calls of the model, whatever their sequences are.
-        share = self.ranks is ALONE and not self.layout.packed and can_share(self.module)
-        shared = SharedPrompts.of(ids, batch.response_mask, batch.group) if share else None
+        shared = self.shared_prompts(batch)
+        within, before = (shared, None) if self.one_pass else (None, shared)
         sight = Sight.of(self.module, ids, pictures) if pictures and shared is None else None
-        reading = self.layout.read(ids, batch.attention_mask, batch.response_mask, sight)
+        reading = self.layout.read(ids, batch.attention_mask, batch.response_mask, sight, within)
         seen = {"pictures_B": pictures, "tower": self.ranks is not ALONE and hasattr(self.module.base_model, "visual")}
-        return tuple(map(reading.spread, self.read(reading, shared=shared, **seen, **options)))
+        return tuple(map(reading.spread, self.read(reading, shared=before, **seen, **options)))
 
     def read(self, reading: Reading, **options: Any) -> tuple[Tensor, ...]:
         """Return :func:`read_tokens` of this policy; ``options`` are the rest of its arguments."""
@@ -380,7 +392,8 @@ class Critic(Passes):
 
     def token_values(self, batch: TrainBatch) -> Tensor:
         """Return [B, T]: the value of the state in which each policy token is chosen, 0 elsewhere."""
-        reading = self.layout.read(batch.input_ids, batch.attention_mask, batch.response_mask)
+        shared = self.shared_prompts(batch) if self.one_pass else None
+        reading = self.layout.read(batch.input_ids, batch.attention_mask, batch.response_mask, shared=shared)
         with self.precision():
             found = self.module(input_ids=reading.input_ids, use_cache=False, **reading.inputs).logits
         values_M = found[reading.asked][:, 0]

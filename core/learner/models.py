@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -208,15 +208,16 @@ CLASSIFIERS = {
 }
 
 
-def load_classifier(model: RewardModelModelConfig, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, bool]:
+def load_classifier(model: RewardModelModelConfig, *, on_meta: bool = False) -> tuple[nn.Module, bool]:
     """Load a trained classifier with one label in eval mode; return it and whether it labels tokens (else sequences).
 
+    Its weights have the number format of the passes; ``on_meta`` neither reads nor allocates them.
     Raises InputError for a folder or hub id that holds anything else.
     """
     import transformers
 
     _import_external(model, "reward_model.model")
-    path = resolve_path(model.path, "reward_model.model.path")
+    path = resolve_path(model.path, "reward_model.model.path", weights=not on_meta)
     with readable(path, "reward_model.model.path"):
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     names = tuple(config.architectures or ())
@@ -226,8 +227,10 @@ def load_classifier(model: RewardModelModelConfig, dtype: torch.dtype = torch.fl
         rule = f"it has {has}; a reward model is a sequence or token classifier with one label"
         raise InputError(f"reward_model.model.path={model.path}: {rule}")
     auto = getattr(transformers, CLASSIFIERS[ending])
-    with quiet():
-        module = auto.from_pretrained(path, config=config, dtype=dtype, trust_remote_code=model.trust_remote_code)
+    dtype = compute_dtype(model.fsdp_config.dtype) or torch.float32
+    options = {"config": config, "dtype": dtype, "trust_remote_code": model.trust_remote_code}
+    with quiet(), torch.device("meta") if on_meta else nullcontext():
+        module = auto.from_config(**options) if on_meta else auto.from_pretrained(path, **options)
     return module.eval().requires_grad_(False), ending == "ForTokenClassification"
 
 

@@ -7,9 +7,10 @@ by sequence. A sequence-parallel group splits the packed tokens evenly. Attentio
 tokens, so there, and only there, tokens are exchanged for heads (Jacobs et al. 2023, arXiv:2309.14509). The exchange
 and its gradient are DTensor's.
 
-The plain pass repeats a group's prompt for each of its G answers. With a shared prompt a first pass computes the keys
-and values of each prompt, a second one the answers, which attend to them; gradients flow back through the keys and
-values. The result is that of the plain pass up to rounding.
+The plain pass repeats a group's prompt for each of its G answers. A shared prompt is read once, and the answers attend
+to its keys and values, through which gradients flow back. Prompts and answers lie in one pass, because sharded weights
+are gathered once a pass. Only a learner alone with padded sequences reads the prompts in a pass of their own and keeps
+their keys in a cache, as the published runs of the labs did. Either result is that of the plain pass up to rounding.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -84,9 +84,17 @@ class Layout:
     def ranks(self) -> int:
         return 1 if self.mesh is None else self.mesh.size()
 
-    def prepare(self, module: nn.Module) -> None:
-        """Give the model an attention that keeps packed sequences apart. Raises InputError where it takes none."""
-        if not self.packed or (self.mesh is None and module.config._attn_implementation.startswith("flash_attention")):
+    def prepare(self, module: nn.Module, *, shares: bool = False) -> None:
+        """Give the model an attention that keeps packed sequences apart. Raises InputError where it takes none.
+
+        Padded ones get it, too, where they can share a prompt within a pass.
+        """
+        implementation = module.config._attn_implementation
+        if not self.packed:
+            if shares and implementation == "sdpa" and can_share(module):
+                module.set_attn_implementation(ATTENTION)
+            return
+        if self.mesh is None and implementation.startswith("flash_attention"):
             return
         module.set_attn_implementation(ATTENTION)
         kind, heads = type(module).__name__, module.config.get_text_config().num_attention_heads
@@ -98,26 +106,44 @@ class Layout:
             )
 
     def read(
-        self, input_ids_BT: Tensor, attention_mask_BT: Tensor, response_mask_BT: Tensor, sight: Sight | None = None
+        self,
+        input_ids_BT: Tensor,
+        attention_mask_BT: Tensor,
+        response_mask_BT: Tensor,
+        sight: Sight | None = None,
+        shared: SharedPrompts | None = None,
     ) -> Reading:
         """Return the pass over these sequences, which are padded on the right. ``sight`` are their pictures.
 
-        Padded ones need no attention mask: attention is causal, so no real token can see the padding.
+        Padded ones need no attention mask: attention is causal, so no real token can see the padding. Prompts that
+        are ``shared`` stand before the answers, once.
         """
-        labels = input_ids_BT[response_mask_BT]
-        if not self.packed:
+        labels, key_index = input_ids_BT[response_mask_BT], None
+        if shared is None and not self.packed:
             return Reading(input_ids_BT, before(response_mask_BT), labels, response_mask_BT, sight=sight)
-        positions_BT = torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device).expand(input_ids_BT.shape)
-        ids, position, wrote = (
-            value[attention_mask_BT] for value in (input_ids_BT, positions_BT, before(response_mask_BT))
-        )
-        lengths = attention_mask_BT.sum(1)
+        if shared is None:
+            positions_BT = torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device).expand(input_ids_BT.shape)
+            ids, position, wrote = (
+                value[attention_mask_BT] for value in (input_ids_BT, positions_BT, before(response_mask_BT))
+            )
+            lengths = key_lengths = attention_mask_BT.sum(1)
+        else:
+            ids, position, wrote = shared.in_one_pass(input_ids_BT, response_mask_BT)
+            if not self.packed:
+                inputs = {"position_ids": position[None], "shared_prompts": shared}
+                return Reading(ids[None], wrote[None], labels, response_mask_BT, inputs)
+            lengths, key_lengths, key_index = shared.keys()
         if extra := -len(ids) % self.ranks:  # a sequence of nothing makes the ranks' parts equal
+            nothing = torch.arange(extra, device=ids.device)
+            key_index = None if key_index is None else torch.cat([key_index, nothing + len(ids)])
             ids, wrote = F.pad(ids, (0, extra)), F.pad(wrote, (0, extra))
-            position = torch.cat([position, torch.arange(extra, device=ids.device)])
-            lengths = F.pad(lengths, (0, 1), value=extra)
-        starts, longest = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32), int(lengths.max())
-        inputs = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
+            position = torch.cat([position, nothing])
+            lengths, key_lengths = (F.pad(one, (0, 1), value=extra) for one in (lengths, key_lengths))
+        starts, key_starts = (F.pad(one.cumsum(0), (1, 0)).to(torch.int32) for one in (lengths, key_lengths))
+        inputs = {"cu_seq_lens_q": starts, "cu_seq_lens_k": key_starts}
+        inputs |= {"max_length_q": int(lengths.max()), "max_length_k": int(key_lengths.max())}
+        if key_index is not None:
+            inputs["key_index"] = key_index
         if self.mesh is None:
             inputs |= {"position_ids": position[None]}
             seen = sight and sight.packed(attention_mask_BT)
@@ -125,7 +151,7 @@ class Layout:
         size, rank = len(ids) // self.ranks, self.mesh.get_local_rank()
         part = slice(rank * size, (rank + 1) * size)
         inputs |= {"position_ids": position[None, part], "sequence_mesh": self.mesh}
-        here = ids.roll(-1)[part][wrote[part]]
+        here = scattered(labels, wrote)[part][wrote[part]]
         return Reading(ids[None, part], wrote[None, part], here, response_mask_BT, inputs, wrote, self.mesh)
 
 
@@ -153,17 +179,26 @@ def attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    key_index: Tensor | None = None,
     sequence_mesh: DeviceMesh | None = None,
+    shared_prompts: SharedPrompts | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Return causal attention within each sequence; without ``cu_seq_lens_q`` (their ends) transformers' own.
+
+    A sequence may have keys in front of those of its own tokens. ``key_index`` are the tokens of all keys, where they
+    are not those of the queries; ``shared_prompts`` are those of padded sequences.
 
     Shapes:
         query       [1, H, n, D]   n tokens of this rank
         key, value  [1, K, n, D]   each of K heads serves H / K of the queries'
         result      [1, n, H, D]
     """
+    if shared_prompts is not None:
+        return _behind_prompts(module, query, key, value, shared_prompts, scaling=scaling, **others), None
     if cu_seq_lens_q is None:  # the vision tower too: it gets its pictures one by one
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
     odd = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
@@ -175,9 +210,12 @@ def attend(
     if sequence_mesh is not None:
         key, value = (_enough_heads(one, sequence_mesh.size()) for one in (key, value))
         query, key, value = (_exchange(one, sequence_mesh, TOKENS, HEADS) for one in (query, key, value))
+    if key_index is not None:
+        key, value = (one.index_select(TOKENS, key_index) for one in (key, value))
     on_kernel = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     by_sequences = _varlen if on_kernel else _one_by_one
-    out = by_sequences(query[0], key[0], value[0], cu_seq_lens_q, max_length_q, scaling, sliding_window)[None]
+    ends = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
+    out = by_sequences(query[0], key[0], value[0], ends, scaling, sliding_window)[None]
     if sequence_mesh is not None:
         out = _exchange(out, sequence_mesh, HEADS, TOKENS)
     return out.transpose(HEADS, TOKENS).contiguous(), None
@@ -196,35 +234,65 @@ def _exchange(value: Tensor, mesh: DeviceMesh, joined: int, split: int) -> Tenso
     return whole.redistribute(placements=[Shard(split)]).to_local()
 
 
+def _behind_prompts(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, shared: SharedPrompts, **options: Any
+) -> Tensor:
+    """Return [1, N, H, D] of query, key and value [1, H, N, D]: prompts, then the answers that continue them.
+
+    Padding is added for attention alone, and taken away behind it.
+    """
+    cut = len(shared.first_P) * shared.width
+
+    def split(one: Tensor) -> tuple[Tensor, Tensor]:
+        cells = one[0].transpose(0, 1).index_select(0, shared.token_of_cell)
+        parts = cells[:cut].unflatten(0, (-1, shared.width)), cells[cut:].unflatten(0, (-1, shared.length))
+        return tuple(part.transpose(1, 2) for part in parts)
+
+    prompts, answers = zip(*map(split, (query, key, value)), strict=True)
+    of_prompts, _ = sdpa_attention_forward(module, *prompts, None, **options)
+    keys, values = (
+        torch.cat([one.index_select(0, shared.place_B), own], dim=TOKENS)
+        for one, own in zip(prompts[1:], answers[1:], strict=True)
+    )
+    of_answers, _ = sdpa_attention_forward(module, answers[0], keys, values, shared.attention, **options)
+    return torch.cat([of_prompts.flatten(0, 1), of_answers.flatten(0, 1)]).index_select(0, shared.cell_of_token)[None]
+
+
+Ends = tuple[Tensor, Tensor, int, int]  # of sequences among queries and keys, and the longest of each
+
+
 def _one_by_one(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float | None, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, ends: Ends, scale: float | None, window: int | None
 ) -> Tensor:
     """Return [H, N, D] of query [H, N, D], key and value [K, N, D], by a kernel that every device has."""
     options = {"enable_gqa": True} if len(query) != len(key) else {}
     out = []
-    for start, end in pairwise(starts.tolist()):
-        parts = (one[None, :, start:end] for one in (query, key, value))
-        mask = None
-        if window is not None and window < end - start:
-            position = torch.arange(end - start, device=query.device)
-            ahead = position[:, None] - position
-            mask = (ahead >= 0) & (ahead < window)
+    lengths = [one.diff().tolist() for one in ends[:2]]
+    parts = query.split(lengths[0], 1), key.split(lengths[1], 1), value.split(lengths[1], 1)
+    for queries, keys, mine in zip(*parts, strict=True):
+        count, total, mask = queries.shape[1], keys.shape[1], None
+        if count < total or (window is not None and window < total):
+            position = torch.arange(total, device=query.device)
+            ahead = position[total - count :, None] - position
+            mask = (ahead >= 0) & (ahead < (window or total))
+        three = queries[None], keys[None], mine[None]
         out.append(
-            F.scaled_dot_product_attention(*parts, attn_mask=mask, is_causal=mask is None, scale=scale, **options)
+            F.scaled_dot_product_attention(*three, attn_mask=mask, is_causal=mask is None, scale=scale, **options)
         )
     return torch.cat(out, dim=TOKENS)[0]
 
 
-def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float | None, window: int | None
-) -> Tensor:
-    """Return the same by PyTorch's flash kernel for sequences of unequal length; 16-bit precision on a GPU."""
+def _varlen(query: Tensor, key: Tensor, value: Tensor, ends: Ends, scale: float | None, window: int | None) -> Tensor:
+    """Return the same by PyTorch's flash kernel for sequences of unequal length; 16-bit precision on a GPU.
+
+    Where a sequence has more keys than queries its last query sees all of them: so flash-attn aligns them since 2.1.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     parts = (one.transpose(0, 1) for one in (query, key, value))
     reach = (-1 if window is None else window - 1, 0)
     options = {"scale": scale, "window_size": reach, **_grouped(varlen_attn)}
-    return varlen_attn(*parts, starts, starts, longest, longest, **options).transpose(0, 1)
+    return varlen_attn(*parts, *ends, **options).transpose(0, 1)
 
 
 @functools.cache
@@ -246,20 +314,24 @@ class SharedPrompts:
         first_P   [P] a sequence that begins with the prompt
         place_B   [B] the sequence's prompt
         prefix_B  [B] tokens of the prompt but its last one
-        width     the longest prefix;  length: the longest sequence behind its prefix, but its last token
+        length_B  [B] tokens of the sequence behind its prefix, but the last one
+        width     the longest prefix
     """
 
     first_P: Tensor
     place_B: Tensor
     prefix_B: Tensor
+    length_B: Tensor
     width: int
-    length: int
 
     @classmethod
-    def of(cls, input_ids_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> SharedPrompts | None:
+    def of(
+        cls, input_ids_BT: Tensor, mask_BT: Tensor, group_B: Tensor, *, packed: bool = False
+    ) -> SharedPrompts | None:
         """Return None where sharing does not pay, a sequence has nothing that the policy wrote, or a group's differ.
 
         A prompt ends before the first token of the mask; all sequences of a group must begin with the same one.
+        ``packed`` sequences have no padding, and no mask in memory.
         """
         count, total = mask_BT.shape
         if not count or not bool(mask_BT.any(1).all()):
@@ -274,16 +346,76 @@ class SharedPrompts:
         if not bool(alike_BT.all()) or not torch.equal(prefix_B, prefix_B[first_P[place_B]]):
             return None
         last_B = total - 1 - mask_BT.flip(1).int().argmax(1)
-        width, length = int(prefix_B.max()), int((last_B - prefix_B).max())
-        shared = prompts * width + count * length
-        fits = count * length * (width + length) <= MASK_ELEMENTS
-        pays = int(prefix_B.min()) > 0 and shared <= WORTH_IT * count * total
-        return cls(first_P, place_B, prefix_B, width, length) if fits and pays else None
+        one = cls(first_P, place_B, prefix_B, last_B - prefix_B, int(prefix_B.max()))
+        if packed:
+            plain, shared = int(last_B.sum()) + count, int(prefix_B[first_P].sum() + one.length_B.sum())
+        else:
+            plain, shared = count * total, prompts * one.width + count * one.length
+        fits = packed or count * one.length * (one.width + one.length) <= MASK_ELEMENTS
+        return one if fits and int(prefix_B.min()) > 0 and shared <= WORTH_IT * plain else None
+
+    @functools.cached_property
+    def length(self) -> int:
+        """Return the largest of ``length_B``."""
+        return int(self.length_B.max())
 
     def ahead(self, sight: Sight) -> Tensor:
         """Return [B]: by how much an answer's positions differ from its tokens' places; ``sight`` is the prompts'."""
         return follows(sight.position, self.prefix_B[self.first_P] - 1)[self.place_B]
 
+    def answers(self, input_ids_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return [B, length] each: ids behind the prefixes, their positions, whether the mask has the next token."""
+        last = input_ids_BT.shape[1] - 1
+        position_BA = self.prefix_B[:, None] + torch.arange(self.length, device=input_ids_BT.device)
+        after_BA = position_BA + 1
+        written_BA = (after_BA <= last) & mask_BT.gather(1, after_BA.clamp(max=last))
+        return input_ids_BT.gather(1, position_BA.clamp(max=last)), position_BA, written_BA
+
+    def in_one_pass(self, input_ids_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return [N] each: what :meth:`answers` does, with the prompts in front and without padding."""
+        ids_PK = input_ids_BT[self.first_P, : self.width]
+        place_PK = torch.arange(self.width, device=ids_PK.device).expand_as(ids_PK)
+        of_prompts = ids_PK, place_PK, torch.zeros_like(ids_PK, dtype=torch.bool)
+        pairs = zip(of_prompts, self.answers(input_ids_BT, mask_BT), strict=True)
+        return tuple(torch.cat([prompt.flatten(), own.flatten()])[self.cell_of_token] for prompt, own in pairs)
+
+    @functools.cached_property
+    def _cells(self) -> Tensor:
+        """Return [P * width + B * length] bool: padded prompts, then padded answers, True where they have tokens."""
+        prefix_P, device = self.prefix_B[self.first_P], self.prefix_B.device
+        of_prompts = torch.arange(self.width, device=device) < prefix_P[:, None]
+        of_answers = torch.arange(self.length, device=device) < self.length_B[:, None]
+        return torch.cat([of_prompts.flatten(), of_answers.flatten()])
+
+    @functools.cached_property
+    def cell_of_token(self) -> Tensor:
+        """Return [N]: where each token of :meth:`in_one_pass` is among padded prompts and answers."""
+        return self._cells.nonzero()[:, 0]
+
+    @functools.cached_property
+    def token_of_cell(self) -> Tensor:
+        """Return [P * width + B * length]: the token of :meth:`in_one_pass` in each cell, any in the padding."""
+        return self._cells.cumsum(0) - 1
+
+    def keys(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what attention without padding reads for the tokens of :meth:`in_one_pass`.
+
+        Shapes:
+            lengths      [P + B] queries of each prompt and answer
+            key_lengths  [P + B] keys: those of its prompt stand before an answer's own
+            key_index    [K]     the token among N whose key it is
+        """
+        prompts = len(self.first_P)
+        lengths = torch.cat([self.prefix_B[self.first_P], self.length_B])
+        ahead = F.pad(self.prefix_B, (prompts, 0))
+        key_lengths, start = lengths + ahead, lengths.cumsum(0) - lengths
+        origin = torch.cat([start[:prompts], start[self.place_B]])  # of the prompt
+        number = torch.arange(len(lengths), device=ahead.device).repeat_interleave(key_lengths)
+        offset = torch.arange(len(number), device=ahead.device) - (key_lengths.cumsum(0) - key_lengths)[number]
+        own = start[number] + offset - ahead[number]
+        return lengths, key_lengths, torch.where(offset < ahead[number], origin[number] + offset, own)
+
+    @functools.cached_property
     def attention(self) -> Tensor:
         """Return [B, 1, length, width + length] bool: an answer's token sees its prompt and what stands before it."""
         device = self.prefix_B.device
@@ -296,15 +428,20 @@ class SharedPrompts:
 
 
 def can_share(module: nn.Module) -> bool:
-    """Return whether the model's layers keep keys and values of all tokens, and keep them for a second pass.
+    """Return whether the model's layers see all tokens before their own and take their attention from outside.
 
     Not in float64, which is for proofs: models that normalise in float32 would differ by its rounding.
     """
-    kinds = getattr(module.config.get_text_config(), "layer_types", None) or ("full_attention",)
-    recomputes = getattr(module, "is_gradient_checkpointing", False) and module.training
-    implementation = module.config._attn_implementation
-    plain = set(kinds) == {"full_attention"} and implementation in ("sdpa", "eager")
-    return plain and not recomputes and module.dtype != torch.float64
+    config = module.config.get_text_config()
+    windows = getattr(config, "sliding_window", None) is not None
+    kinds = getattr(config, "layer_types", None) or ("sliding_attention" if windows else "full_attention",)
+    plain = set(kinds) == {"full_attention"} and module.config._attn_implementation in ("sdpa", "eager", ATTENTION)
+    return plain and module.dtype != torch.float64
+
+
+def can_keep_keys(module: nn.Module) -> bool:
+    """Return whether the prompts' keys and values last until a second pass: what is computed again fills no cache."""
+    return not (getattr(module, "is_gradient_checkpointing", False) and module.training)
 
 
 def hidden_before_tokens(
@@ -321,21 +458,18 @@ def hidden_before_tokens(
         Sight.of(module, prompt_ids_PT, [pictures_B[row] for row in shared.first_P.tolist()]) if pictures_B else None
     )
     run_body(module, prompt_ids_PT, sight, past_key_values=prompts, use_cache=True)
-    position_BT = shared.prefix_B[:, None] + torch.arange(shared.length, device=input_ids_BT.device)
-    inside_BT = position_BT.clamp(max=input_ids_BT.shape[1] - 1)
-    seen = shared.attention()
+    ids_BA, position_BA, written_BA = shared.answers(input_ids_BT, mask_BT)
+    seen = shared.attention
     if module.config._attn_implementation == "eager":  # it adds its mask to the scores
         zeros = torch.zeros(seen.shape, dtype=module.dtype, device=seen.device)
         seen = zeros.masked_fill_(~seen, torch.finfo(zeros.dtype).min)
-    hidden_BTH = module.base_model(
-        input_ids=input_ids_BT.gather(1, inside_BT),
-        position_ids=position_BT if sight is None else position_BT + shared.ahead(sight)[:, None],
+    hidden_BAH = module.base_model(
+        input_ids=ids_BA,
+        position_ids=position_BA if sight is None else position_BA + shared.ahead(sight)[:, None],
         attention_mask=seen,
         past_key_values=DynamicCache(
             [(one.keys[shared.place_B], one.values[shared.place_B]) for one in prompts.layers]
         ),
         use_cache=True,
     ).last_hidden_state
-    after_BT = position_BT + 1
-    written_BT = (after_BT < mask_BT.shape[1]) & mask_BT.gather(1, after_BT.clamp(max=mask_BT.shape[1] - 1))
-    return hidden_BTH[written_BT]
+    return hidden_BAH[written_BA]

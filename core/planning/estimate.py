@@ -214,12 +214,16 @@ class Plan:
         )
         self.states = list(self._states())
         engine, self.kv_sequences = self._engine()  # the sequences of full length that an engine's cache holds
-        self.parts = [*(part for state in self.states for part in state.parts), *self._passes(), *engine]
+        self.reward_bytes = self._reward_model() if config.reward_model.loads_model else 0.0
+        beside = [] if self.sharded else [Part("reward", "always", "weights and activations", self.reward_bytes)]
+        learner = [*(part for state in self.states for part in state.parts), *self._passes()]
+        self.parts = [*learner, *engine, *(part for part in beside if part.bytes)]
         self.host_bytes = sum(state.bytes for state in self.states if state.phases != ALWAYS)  # a rank
         self.phase_bytes = {
             phase: sum(part.bytes for part in self.parts if part.phase in ("always", phase)) for phase in PHASES
         }
-        self.fits = max(self.phase_bytes.values()) <= USABLE * on.memory and self.kv_sequences > 0
+        peak = max(*self.phase_bytes.values(), self.reward_bytes)
+        self.fits = peak <= USABLE * on.memory and self.kv_sequences > 0
         cached = self.kv_sequences * self.longest / self.sequence  # in_batch: sequences that an engine decodes at once
         steps, save = trainer.total_training_steps, trainer.save_freq
         kept = None if steps is None else -(-steps // save) if save > 0 else 0
@@ -304,6 +308,21 @@ class Plan:
             what = f"gradients, activations of {tokens} tokens ({kept} kept), highest {moment}"
             yield Part(role, phase, what, highest)
 
+    def _reward_model(self) -> float:
+        """Return what a rank of the reward model takes of its GPU; 0 for a shape that is not known offline."""
+        reward, model = self.config.reward_model, self.config.reward_model.model
+        try:
+            shape, size = shape_of(model.path), width(model.fsdp_config.dtype)
+        except InputError:
+            return 0.0
+        ranks = model.fsdp_config.fsdp_size if model.fsdp_config.fsdp_size > 0 else reward.ranks
+        tokens = reward.forward_max_token_len_per_gpu
+        if not reward.use_dynamic_bsz:
+            tokens = reward.micro_batch_size_per_gpu * reward.max_length
+        gathered = gathered_bytes(shape, size) if reward.ranks > 1 else 0.0
+        weights = size * shape.critic_parameters / (ranks if reward.ranks > 1 else 1)
+        return weights + gathered + log_prob_bytes(replace(shape, vocab=1), tokens, size)
+
     def _engine(self) -> tuple[list[Part], int]:
         """List the engine's parts, and count the sequences of full length that its cache holds."""
         if not self.config.needs_engine:
@@ -347,6 +366,12 @@ def advice(plan: Plan) -> list[str]:
         tips += knobs(config, "old_log_prob")
     if "generate" in over and plan.engine_reserves:
         tips.append("lower rollout.gpu_memory_utilization: the learner's state stays beside the engine")
+    if plan.reward_bytes > USABLE * plan.gpu.memory:
+        tips += knobs(config, "reward_model")
+        if plan.sharded:
+            tips.append(
+                "share the reward model: reward_model.enable_resource_pool=True with more nnodes, n_gpus_per_node"
+            )
     if plan.checkpoints and plan.checkpoints * plan.checkpoint_bytes > 1e12:  # bytes
         tips.append("checkpoints take much disk: trainer.max_actor_ckpt_to_keep, or a larger trainer.save_freq")
     return tips
@@ -436,6 +461,10 @@ def _memory(plan: Plan) -> Iterator[str]:
             continue  # never more than an update, and not estimated; or there is none
         size = plan.phase_bytes[phase]
         yield f"Memory in the phase {phase}: {_gib(size)}, {size / plan.gpu.memory:.0%} of the GPU's."
+    if plan.config.reward_model.loads_model:
+        more = f"{plan.config.reward_model.ranks} x {plan.gpu.name} more" if plan.sharded else "part of the GPU"
+        size = _gib(plan.reward_bytes) if plan.reward_bytes else "not estimated (its shape is not known offline)"
+        yield f"The reward model takes {more}; memory of each: {size}."
     yield checked()
     if plan.host_bytes:
         yield f"Offloaded state takes {_gib(plan.host_bytes)} of host memory a rank."

@@ -79,6 +79,8 @@ def _unseeing(config: Config) -> Iterator[Problem]:
     if config.trainer.capsule_steps:
         rule = f"a kept step has no pictures, and that of {what} could not be computed again"
         yield Problem("trainer.capsule_steps", list(config.trainer.capsule_steps), rule, "leave it out")
+    if config.needs_engine and not ENGINES[roles.rollout.name].reads_pictures:
+        yield Problem("actor_rollout_ref.rollout.name", roles.rollout.name, f"sends no pictures of {what}", "use vllm")
     if not config.generates:
         yield Problem(MODEL, roles.model.path, f"fine-tuning does not train {what} yet", "give a model of text alone")
 

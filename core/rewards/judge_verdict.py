@@ -1,13 +1,18 @@
-"""How a judge's reply is read: a number by a pattern, or a JSON object by a schema. Anything doubtful is no verdict."""
+"""How a judge's reply is read: a number by a pattern, or a JSON object by a schema. Anything doubtful is no verdict.
+
+Patterns are the user's and texts are models': a match may take exponential time, which Python's own ``re`` would wait
+for with the whole run. The package regex gives up after ``MATCH_S``.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import regex
 
 from core.errors import InputError
 from core.rewards.judge_prompt import read_text
@@ -18,6 +23,7 @@ if TYPE_CHECKING:
 BRACKETS = r"\[\[\s*(-?\d+(?:\.\d+)?)\s*\]\]"
 KEY = "reward_model.judge"
 FIELD = "score"  # of the JSON object
+MATCH_S = 1.0  # seconds for a pattern on a text; the linear ones need about a millisecond
 
 
 class NoVerdict(ValueError):
@@ -40,8 +46,8 @@ class VerdictRule:
             return cls(config.lowest, config.highest, None, _read_schema(config.json_schema))
         pattern = config.pattern if config.pattern is not None else BRACKETS
         try:
-            groups = re.compile(pattern).groups
-        except re.error as error:
+            groups = regex.compile(pattern).groups
+        except regex.error as error:
             raise InputError(f"{KEY}.pattern={pattern}: is no regular expression ({error}); correct it") from error
         if groups != 1:
             raise InputError(f"{KEY}.pattern={pattern}: must have one group, the number; it has {groups}")
@@ -67,7 +73,10 @@ class VerdictRule:
         return value
 
     def _by_pattern(self, reply: str) -> float:
-        found = re.findall(self.pattern, reply)
+        try:
+            found = regex.findall(self.pattern, reply, timeout=MATCH_S)
+        except TimeoutError:
+            raise NoVerdict(f"{KEY}.pattern={self.pattern} did not come to an end on it in {MATCH_S:g} s") from None
         try:
             values = {float(one) for one in found}
         except ValueError:
@@ -83,7 +92,9 @@ class VerdictRule:
 
         try:
             found = json.loads(reply)
-            jsonschema.validate(found, self.schema)
+            _validator(self.schema).validate(found)
+        except TimeoutError:
+            raise NoVerdict(f"a pattern of the schema did not come to an end on it in {MATCH_S:g} s") from None
         except (ValueError, RecursionError) as error:
             raise NoVerdict(f"it is not JSON ({error})") from None
         except jsonschema.ValidationError as error:
@@ -97,10 +108,24 @@ class VerdictRule:
             raise NoVerdict(f"its {FIELD!r} is too large") from None
 
     def occurs_in(self, text: str) -> bool:
-        """Return whether a text holds what would be read as a verdict, if a judge repeated it."""
-        if self.schema is None:
-            return re.search(self.pattern, text) is not None
-        return re.search(rf'"{FIELD}"\s*:', text) is not None
+        """Return whether a text holds what would be read as a verdict, if a judge repeated it, or may hold it."""
+        pattern = self.pattern if self.schema is None else rf'"{FIELD}"\s*:'
+        try:
+            return regex.search(pattern, text, timeout=MATCH_S) is not None
+        except TimeoutError:
+            return True
+
+
+def _validator(schema: Mapping[str, Any]) -> Any:
+    """Return jsonschema's validator of a schema, whose patterns raise TimeoutError after ``MATCH_S``."""
+    import jsonschema
+
+    def matches(validator: Any, pattern: str, text: Any, schema: Any) -> Iterator[Any]:
+        if isinstance(text, str) and not regex.search(pattern, text, timeout=MATCH_S):
+            yield jsonschema.ValidationError(f"{text!r:.50} does not match {pattern!r}")
+
+    usual = jsonschema.validators.validator_for(schema)
+    return jsonschema.validators.extend(usual, {"pattern": matches})(schema)
 
 
 def _read_schema(path: str) -> Mapping[str, Any]:
@@ -116,6 +141,9 @@ def _read_schema(path: str) -> Mapping[str, Any]:
         raise InputError(f"{key}: is not JSON ({error}); correct it") from error
     except jsonschema.SchemaError as error:
         raise InputError(f"{key}: is no JSON schema ({error.message}); correct it") from error
+    if '"patternProperties"' in json.dumps(schema):
+        rule = "has patternProperties, and a name would be matched without a limit of time"
+        raise InputError(f"{key}: {rule}; list the names under properties")
     properties = schema.get("properties") if isinstance(schema, dict) else None
     if not isinstance(properties, dict) or FIELD not in properties or FIELD not in schema.get("required", ()):
         raise InputError(f"{key}: must require a property {FIELD!r}, the number; add it to properties and required")

@@ -217,6 +217,8 @@ class Record:
     seconds: float = 0.0  # in training steps
     commit: str = ""
     reason: str = ""  # of a failure
+    wall_s: float = 0.0  # from its start to its end
+    content: str = ""  # a hash of its settings, its seed and the code that ran
 
 
 class Records:
@@ -255,7 +257,7 @@ def _code_changed() -> bool:
     return shown.returncode != 0 or any(p.endswith(".py") or not p.startswith("results/") for p in changed)
 
 
-def record_of(study: Study, arm: str, seed: int, run: RecordedRun) -> Record:
+def record_of(study: Study, arm: str, seed: int, run: RecordedRun, wall_s: float = 0.0, content: str = "") -> Record:
     """Return the run record of a finished run."""
     git = run.session["git"]
     steps, values = run.series(study.curve) if study.curve else ([], [])
@@ -268,6 +270,8 @@ def record_of(study: Study, arm: str, seed: int, run: RecordedRun) -> Record:
         [[step, value] for step, value in zip(steps, values, strict=True)],
         round(run.seconds, 1),
         (git["commit"] or "unknown")[:10] + (" with changes" if git["dirty"] and _code_changed() else ""),
+        wall_s=wall_s,
+        content=content,
     )
 
 

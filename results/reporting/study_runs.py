@@ -1,7 +1,9 @@
-"""Running a study: one process and one record for each run, and the command that recipes' ``study.py`` calls.
+"""Running a study: one record for each run, and the command that recipes' ``study.py`` calls.
 
-A run is a process of its own with one thread, forked from one that has already imported ``preload``. A record is not
-made twice: the same command goes on with what is missing. A recipe's ``study.py`` calls :func:`main`:
+The runs share :mod:`results.reporting.study_workers`' processes. A run's folder is named by its content: the settings,
+the seed and the code. A record is not made twice, and a run that has finished is not repeated where its record is
+missing, because the study was killed: the same command goes on with what is missing. A recipe's ``study.py`` calls
+:func:`main`:
 
     python -m recipes.dapo.study [--jobs 2] [--budget-min 45]
     python -m recipes.search_r1.study topk           a recipe with several studies: study_topk.yaml
@@ -10,32 +12,35 @@ made twice: the same command goes on with what is missing. A recipe's ``study.py
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import hashlib
+import json
 import os
-import runpy
 import shutil
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import connection
+from functools import cache
 from pathlib import Path
 
 from core.tracking.run_manifest import ROOT
-from results.reporting.run_reader import NotARun, load_run
+from results.reporting.run_reader import NotARun, RecordedRun, load_run
 from results.reporting.study import Record, Records, Study, StudyError, load_study, record_of, registered
 from results.reporting.study_report import write_report
+from results.reporting.study_workers import Ended, Task, run_all
+
+CODE = ("core", "recipes", "reward_scores", "data_preprocess")  # what a run's numbers depend on
 
 
-@dataclass(frozen=True)
-class _Running:
-    arm: str
-    seed: int
-    folder: Path
-    process: multiprocessing.Process
-    started: float
+@cache
+def code_digest() -> str:
+    """Return a hash of the code that runs are made of, and of its configuration files."""
+    digest = hashlib.sha256()
+    for path in sorted(one for part in CODE for one in (ROOT / part).rglob("*") if one.suffix in (".py", ".yaml")):
+        digest.update(f"{path.relative_to(ROOT)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class Runner:
     budget_s: float = float("inf")
 
     def run(self) -> None:
-        done = self.records.read(self.study)
+        started, done = time.monotonic(), self.records.read(self.study)
         missing = [key for key in self.study.runs if key not in done or done[key].status != "finished"]
         print(f"{len(self.study.runs) - len(missing)} of {len(self.study.runs)} runs are there", flush=True)
         if not missing:
@@ -61,64 +66,92 @@ class Runner:
         for module in self.study.prepare:
             subprocess.run([sys.executable, "-m", module], check=True, env=_environment())
         os.environ.update(_environment())  # what the runs are forked from is started with it
-        multiprocessing.get_context("forkserver").set_forkserver_preload([*self.study.preload, __name__])
-        self._each(iter(missing), time.monotonic() + self.budget_s)
+        known = {key: record.wall_s for key, record in done.items() if record.wall_s}
+        warm, forecast = len(known), self._forecast(missing, known)
+        tasks = self._tasks(missing, known, started + self.budget_s)
+        for key, ended in run_all(tasks, self.study.entry, self.jobs, [*self.study.preload, __name__]):
+            record = self._record(*key, ended)
+            self.records.write(record)
+            missing.remove(key)
+            warm += 1
+            if warm > self.jobs:  # the first run of a process loads what the later ones find
+                known[key] = ended.seconds
+            print(f"{key[0]} seed {key[1]}: {record.status} {record.reason} ({ended.seconds:.0f} s)", flush=True)
+            if forecast is None and len(known) >= self.jobs:
+                forecast = self._forecast(missing, known, time.monotonic() - started)
+        took = time.monotonic() - started
+        if forecast and not missing:
+            print(f"took {took / 60:.1f} min, {100 * (took / forecast - 1):+.0f} % of what was said", flush=True)
+        if missing:
+            print(f"not run: {', '.join(f'{arm} seed {seed}' for arm, seed in missing)}", flush=True)
 
-    def _each(self, missing: Iterator[tuple[str, int]], deadline: float) -> None:
-        walls, running = [], []
-        while True:
-            expected = statistics.fmean(walls) if walls else 0.0
-            while len(running) < self.jobs and time.monotonic() + expected < deadline and (key := next(missing, None)):
-                running.append(self._start(*key))
-            if not running:
+    def _forecast(
+        self, missing: list[tuple[str, int]], known: Mapping[tuple[str, int], float], spent: float = 0.0
+    ) -> float | None:
+        """Print and return how many seconds the whole command takes; None where no run has been timed yet."""
+        if not known or not missing:
+            return None
+        total = spent + expected_seconds(missing, known, self.jobs)
+        within = f", the budget is {self.budget_s / 60:.1f}" if total > self.budget_s else ""
+        print(f"{len(missing)} runs are missing: about {total / 60:.1f} min in all{within}", flush=True)
+        return total
+
+    def _tasks(
+        self, missing: list[tuple[str, int]], known: Mapping[tuple[str, int], float], deadline: float
+    ) -> Iterator[tuple[tuple[str, int], Task]]:
+        """Yield what is missing until the deadline, but for what has finished before: that needs its record alone."""
+        for arm, seed in list(missing):
+            folder = self.folder(arm, seed)
+            if _finished(folder) is not None:
+                self.records.write(self._record(arm, seed, Ended(0, 0.0)))
+                missing.remove((arm, seed))
+                continue
+            if time.monotonic() + (statistics.fmean(known.values()) if known else 0.0) >= deadline:
                 return
-            ended = connection.wait([one.process.sentinel for one in running])
-            for one in [one for one in running if one.process.sentinel in ended]:
-                running.remove(one)
-                walls.append(self._end(one))
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            yield (arm, seed), Task(self.overrides(arm, seed), folder.with_suffix(".log"))
 
-    def _start(self, arm: str, seed: int) -> _Running:
-        folder = self.outputs / f"{arm}-seed{seed}"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        arguments = (self.study.entry, self.overrides(arm, seed, folder), folder.with_suffix(".log"))
-        process = multiprocessing.get_context("forkserver").Process(target=_run, args=arguments)
-        process.start()
-        return _Running(arm, seed, folder, process, time.monotonic())
-
-    def _end(self, one: _Running) -> float:
-        """Record a run that is over and return its seconds."""
-        one.process.join()
-        record = self._record(one.arm, one.seed, one.folder, one.folder.with_suffix(".log"), one.process.exitcode)
-        self.records.write(record)
-        seconds = time.monotonic() - one.started
-        print(f"{one.arm} seed {one.seed}: {record.status} {record.reason} ({seconds:.0f} s)", flush=True)
-        return seconds
-
-    def overrides(self, arm: str, seed: int, folder: Path) -> list[str]:
-        own = [f"trainer.seed={seed}", "trainer.cpu_threads=1", f"trainer.default_local_dir={folder}"]
+    def settings(self, arm: str, seed: int) -> list[str]:
+        own = [f"trainer.seed={seed}", "trainer.cpu_threads=1"]
         return [*self.study.common, *self.study.arms[arm].overrides, *own]
 
-    def _record(self, arm: str, seed: int, folder: Path, log: Path, code: int) -> Record:
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        try:
-            run = load_run(folder) if code == 0 else None
-        except NotARun as error:
-            lines, run = [str(error)], None
-        if run is None or run.status != "finished":
-            reason = f"exit status {code}: {lines[-1] if lines else 'no output'}"
+    def content(self, arm: str, seed: int) -> str:
+        """Return a hash of the run's settings, seed and code."""
+        said = json.dumps([self.study.entry, self.settings(arm, seed), code_digest()])
+        return hashlib.sha256(said.encode()).hexdigest()
+
+    def folder(self, arm: str, seed: int) -> Path:
+        return self.outputs / f"{arm}-seed{seed}-{self.content(arm, seed)[:12]}"
+
+    def overrides(self, arm: str, seed: int) -> tuple[str, ...]:
+        return (*self.settings(arm, seed), f"trainer.default_local_dir={self.folder(arm, seed)}")
+
+    def _record(self, arm: str, seed: int, ended: Ended) -> Record:
+        folder = self.folder(arm, seed)
+        run = _finished(folder) if ended.status == 0 else None
+        if run is None:
+            lines = folder.with_suffix(".log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            reason = f"exit status {ended.status}: {lines[-1] if lines else 'no output'}"
             return Record(arm, seed, "failed", self.study.registration, reason=reason)
-        return record_of(self.study, arm, seed, run)
+        return record_of(self.study, arm, seed, run, round(ended.seconds, 1), self.content(arm, seed))
 
 
-def _run(entry: str, arguments: Sequence[str], log: Path) -> None:
-    """Do ``python -m entry arguments`` in this process; what it prints goes to ``log``."""
-    with open(log, "w", encoding="utf-8") as out:
-        os.dup2(out.fileno(), 1)
-        os.dup2(out.fileno(), 2)
-    sys.argv = [entry, *arguments]
-    sys.orig_argv = [sys.executable, "-m", entry, *arguments]  # which the run's manifest holds
-    runpy.run_module(entry, run_name="__main__", alter_sys=True)
+def _finished(folder: Path) -> RecordedRun | None:
+    try:
+        run = load_run(folder)
+    except NotARun:
+        return None
+    return run if run.status == "finished" else None
+
+
+def expected_seconds(missing: Iterable[tuple[str, int]], known: Mapping[tuple[str, int], float], jobs: int) -> float:
+    """Return the seconds that the missing runs take: each the mean of its arm's timed runs, or of all of them."""
+    arms: dict[str, list[float]] = {}
+    for (arm, _), seconds in known.items():
+        arms.setdefault(arm, []).append(seconds)
+    overall = statistics.fmean(known.values())
+    return sum(statistics.fmean(arms.get(arm, [overall])) for arm, _ in missing) / jobs
 
 
 def _environment() -> dict[str, str]:

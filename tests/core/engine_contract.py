@@ -51,6 +51,13 @@ def ids(trajectory: Trajectory) -> list[int]:
 class EngineContract:
     """Requests, order, stopping, aborting, event loops, versions."""
 
+    seeded = True  # a request's seed decides its answer; else greedy answers stand for those that have to come again
+    long = 30  # tokens that still are written when another request has ended, and its consumer acts
+
+    def ask(self, *request: Any, **settings: Any) -> SampleRequest:
+        """A request whose answer comes again."""
+        return ask(*request, **settings if self.seeded else {**settings, "temperature": 0})
+
     def make(self) -> RolloutEngine:
         raise NotImplementedError
 
@@ -84,7 +91,7 @@ class EngineContract:
 
     def test_a_seed_gives_the_same_tokens_in_any_company(self, engine):
         requests = [
-            ask(PROMPTS[i % 5], seed=100 + i, max_tokens=4 + i, temperature=0.8 + i % 3 / 10) for i in range(15)
+            self.ask(PROMPTS[i % 5], seed=100 + i, max_tokens=4 + i, temperature=0.8 + i % 3 / 10) for i in range(15)
         ]
         together = sample_all(engine, requests)
         reordered = sample_all(engine, requests[::-1])[::-1]
@@ -99,7 +106,7 @@ class EngineContract:
         assert len(set(responses)) == len(seeds)
 
     def test_the_longer_budget_continues_the_shorter(self, engine):
-        short, long = sample_all(engine, [ask(max_tokens=n, ignore_eos=True) for n in (5, 25)])
+        short, long = sample_all(engine, [self.ask(max_tokens=n, ignore_eos=True) for n in (5, 25)])
         assert ids(long)[:5] == ids(short)
 
     def test_eos_ends_and_is_kept(self, engine, tokenizer):
@@ -108,15 +115,17 @@ class EngineContract:
         assert len(ended) >= 5
         for trajectory in ended:
             assert ids(trajectory).index(tokenizer.eos_token_id) == len(ids(trajectory)) - 1
+        if not self.seeded:
+            return
         past = sample_all(engine, [ask(seed=t.seed, max_tokens=60, ignore_eos=True) for t in ended])
         for trajectory, longer in zip(ended, past, strict=True):
             assert longer.stop is Stop.LENGTH and len(ids(longer)) == 60
             assert ids(longer)[: len(ids(trajectory))] == ids(trajectory)
 
     def test_a_stop_id_ends_and_is_kept(self, engine):
-        free = ids(sample_all(engine, [ask(max_tokens=30, ignore_eos=True)])[0])
+        free = ids(sample_all(engine, [self.ask(max_tokens=30, ignore_eos=True)])[0])
         end = next(i for i in range(4, 30) if free[i] not in free[:i])
-        stopped = sample_all(engine, [ask(max_tokens=30, ignore_eos=True, stop_token_ids=(free[end], 99999))])[0]
+        stopped = sample_all(engine, [self.ask(max_tokens=30, ignore_eos=True, stop_token_ids=(free[end], 99999))])[0]
         assert (ids(stopped), stopped.stop) == (free[: end + 1], Stop.STOP_TOKEN)
 
     def test_eos_is_named_before_a_stop_id_and_a_stop_id_before_the_limit(self, engine, tokenizer):
@@ -125,9 +134,9 @@ class EngineContract:
         assert {t.stop for t in sample_all(engine, requests)} == {Stop.EOS, Stop.LENGTH}
         ignoring = [ask(seed=s, max_tokens=60, stop_token_ids=(eos,), ignore_eos=True) for s in range(20)]
         assert {t.stop for t in sample_all(engine, ignoring)} == {Stop.STOP_TOKEN, Stop.LENGTH}
-        free = ids(sample_all(engine, [ask(max_tokens=5, ignore_eos=True)])[0])
+        free = ids(sample_all(engine, [self.ask(max_tokens=5, ignore_eos=True)])[0])
         if free[4] not in free[:4]:
-            last = sample_all(engine, [ask(max_tokens=5, ignore_eos=True, stop_token_ids=(free[4],))])[0]
+            last = sample_all(engine, [self.ask(max_tokens=5, ignore_eos=True, stop_token_ids=(free[4],))])[0]
             assert last.stop is Stop.STOP_TOKEN
 
     def test_a_stop_string_ends_where_it_is_complete(self, engine, tokenizer):
@@ -139,11 +148,13 @@ class EngineContract:
             three = free[begin : begin + 3]
             return all(token in LETTERS for token in three) and read(three) not in read(free[: begin + 2])
 
-        frees = sample_all(engine, [ask(seed=seed, max_tokens=40, ignore_eos=True) for seed in range(20)])
-        written = [(trajectory.seed, ids(trajectory), i) for trajectory in frees for i in range(5, 36)]
-        seed, free, begin = next(one for one in written if fresh(*one[1:]))
+        prompts = [(*HELLO, 40 + seed) for seed in range(20)]
+        frees = sample_all(engine, [self.ask(prompt, max_tokens=40, ignore_eos=True) for prompt in prompts])
+        written = [(prompt, ids(one), i) for prompt, one in zip(prompts, frees, strict=True) for i in range(5, 36)]
+        prompt, free, begin = next(one for one in written if fresh(*one[1:]))
         text = read(free[begin : begin + 3])
-        requests = [ask(seed=seed, max_tokens=40, ignore_eos=True, stop=stop) for stop in ((text,), ("never!", text))]
+        stops = ((text,), ("never!", text))
+        requests = [self.ask(prompt, max_tokens=40, ignore_eos=True, stop=stop) for stop in stops]
         for stopped in sample_all(engine, requests):
             assert (ids(stopped), stopped.stop) == (free[: begin + 3], Stop.STOP_STRING)
             assert stopped.response_text.endswith(text)
@@ -163,7 +174,7 @@ class EngineContract:
         assert run(follow()) == ["short0", "short1", "short2", "middle0", "long0"]
 
     def test_an_aborted_request_leaves_the_others_alone(self, engine):
-        requests = [ask(PROMPTS[i % 5], seed=i, max_tokens=30, ignore_eos=True) for i in range(10)]
+        requests = [self.ask(PROMPTS[i % 5], seed=i, max_tokens=self.long, ignore_eos=True) for i in range(10)]
         untouched = [ids(t) for t in sample_all(engine, requests)]
 
         async def abort_some() -> list[Any]:
@@ -197,7 +208,7 @@ class EngineContract:
         run(abort_all())
 
     def test_one_event_loop_after_another(self, engine):
-        first = [ids(t) for t in sample_all(engine, [ask(seed=i) for i in range(4)])]
+        first = [ids(t) for t in sample_all(engine, [self.ask(seed=i) for i in range(4)])]
 
         async def give_up() -> None:
             await asyncio.wait_for(asyncio.gather(*(engine.sample(ask(seed=i, max_tokens=200)) for i in range(4))), 0)
@@ -205,17 +216,17 @@ class EngineContract:
         with pytest.raises(TimeoutError):
             run(give_up())
         self.set_version(engine, 5)  # nothing is left in flight
-        assert [ids(t) for t in sample_all(engine, [ask(seed=i) for i in range(4)])] == first
+        assert [ids(t) for t in sample_all(engine, [self.ask(seed=i) for i in range(4)])] == first
 
     def test_an_event_loop_closed_under_its_requests(self, engine):
-        before = ids(sample_all(engine, [ask()])[0])
+        before = ids(sample_all(engine, [self.ask()])[0])
         loop = asyncio.new_event_loop()
         task = loop.create_task(engine.sample(ask(max_tokens=200, ignore_eos=True)))
         loop.run_until_complete(asyncio.sleep(0))
         assert not task.done()
         loop.close()
         self.set_version(engine, 8)
-        assert ids(sample_all(engine, [ask()])[0]) == before
+        assert ids(sample_all(engine, [self.ask()])[0]) == before
 
     def test_the_version_is_the_one_at_the_start(self, engine):
         assert sample_all(engine, [ask()])[0].policy_version == 0
@@ -263,6 +274,8 @@ class ModelEngineContract(EngineContract):
 
     model_options: dict[str, Any] = {}
     tolerance = 1e-5  # of log-probs, in fp32
+    draws = 4000  # samples of a statistical test
+    top_p_within_top_k = True  # with both set, top_p counts what top_k left
 
     def model(self, seed: int = 0) -> torch.nn.Module:
         return tiny_model(seed=seed, **self.model_options)
@@ -281,7 +294,8 @@ class ModelEngineContract(EngineContract):
             logits = self.model()(torch.tensor([[*request.prompt_ids, *response]]), use_cache=False).logits[0]
         logits = logits[len(request.prompt_ids) - 1 :].double()[: max(len(response), 1)]
         s = request.sampling
-        return torch.stack([_truncated(row / (s.temperature or 1), s) for row in logits]).log_softmax(-1)
+        rows = [_truncated(row / (s.temperature or 1), s, within=self.top_p_within_top_k) for row in logits]
+        return torch.stack(rows).log_softmax(-1)
 
     @pytest.mark.parametrize(
         "settings",
@@ -317,8 +331,8 @@ class ModelEngineContract(EngineContract):
         ids=str,
     )
     def test_tokens_are_drawn_from_the_distribution(self, engine, settings):
-        """Chi-square over 3000 first tokens; tokens expected less than 8 times are pooled. Seeds are fixed."""
-        count = 3000
+        """Chi-square over many first tokens; tokens expected less than 8 times are pooled. Seeds, if any, are fixed."""
+        count = 3 * self.draws // 4
         requests = [ask(seed=i, max_tokens=1, ignore_eos=True, **settings) for i in range(count)]
         seen = Counter(ids(t)[0] for t in sample_all(engine, requests))
         expected = count * self.reference(requests[0], [])[0].exp()
@@ -327,7 +341,7 @@ class ModelEngineContract(EngineContract):
 
     def test_later_tokens_follow_the_distribution_too(self, engine):
         """The second token given the first, over seeds: positions of one row are independent of one another."""
-        count, sampling = 4000, dict(top_k=3)
+        count, sampling = self.draws, dict(top_k=3)
         pairs = [
             tuple(ids(t)) for t in sample_all(engine, [ask(seed=i, max_tokens=2, **sampling) for i in range(count)])
         ]
@@ -360,9 +374,9 @@ class ModelEngineContract(EngineContract):
 
     def test_new_weights_show_in_the_next_call_and_in_the_probe(self, engine):
         other, text = self.model(seed=1), (50, 60, 61, 62)
-        before, probed = sample_all(engine, [ask(max_tokens=20)])[0], engine.probe(text)
+        before, probed = sample_all(engine, [self.ask(max_tokens=20)])[0], engine.probe(text)
         engine.update_weights(((name, tensor.clone()) for name, tensor in other.state_dict().items()), 1)
-        after = sample_all(engine, [ask(max_tokens=20)])[0]
+        after = sample_all(engine, [self.ask(max_tokens=20)])[0]
         assert ids(after) != ids(before) and after.policy_version == 1
         with torch.no_grad():
             logits = other(torch.tensor([[*HELLO, *ids(after)]])).logits[0, len(HELLO) - 1 : -1]
@@ -371,7 +385,7 @@ class ModelEngineContract(EngineContract):
         assert np.abs(engine.probe(text) - probed).max() > 0.1
         engine.update_weights(self.model().state_dict().items(), 2)
         np.testing.assert_array_equal(engine.probe(text), probed)
-        assert ids(sample_all(engine, [ask(max_tokens=20)])[0]) == ids(before)
+        assert ids(sample_all(engine, [self.ask(max_tokens=20)])[0]) == ids(before)
 
     def test_weights_that_do_not_fit_change_nothing(self, engine):
         text = (50, 60, 61, 62)
@@ -388,13 +402,13 @@ class ModelEngineContract(EngineContract):
 
     def test_weights_are_refused_while_requests_are_in_flight(self, engine):
         async def update_under() -> Trajectory:
-            task = asyncio.ensure_future(engine.sample(ask(max_tokens=50, ignore_eos=True)))
+            task = asyncio.ensure_future(engine.sample(self.ask(max_tokens=50, ignore_eos=True)))
             await engine.sample(ask(seed=1, max_tokens=2, ignore_eos=True))
             with pytest.raises(RuntimeError, match="in flight"):
                 engine.update_weights(self.model(seed=1).state_dict().items(), 1)
             return await task
 
-        alone = sample_all(engine, [ask(max_tokens=50, ignore_eos=True)])[0]
+        alone = sample_all(engine, [self.ask(max_tokens=50, ignore_eos=True)])[0]
         assert ids(run(update_under())) == ids(alone) and engine.policy_version == 0
 
     def test_a_response_that_the_model_has_no_positions_for(self, engine):
@@ -454,11 +468,11 @@ def _untruncated_if_greedy(request: SampleRequest) -> SampleRequest:
     return SampleRequest(request.prompt_ids, SamplingParams(max_tokens=s.max_tokens, temperature=0), request.seed)
 
 
-def _truncated(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-    """Top-k, then top-p, token by token, from the definitions: [V]."""
+def _truncated(logits: torch.Tensor, sampling: SamplingParams, *, within: bool) -> torch.Tensor:
+    """Top-k, then top-p of what is left, or else (``within=False``) of all, from the definitions: [V]."""
     order = sorted(range(len(logits)), key=lambda i: -float(logits[i]))
     kept = order if sampling.top_k < 0 else order[: sampling.top_k]
-    probs = logits[kept].softmax(-1).tolist()
+    probs = (logits[kept].softmax(-1) if within else logits.softmax(-1)[kept]).tolist()
     mass, nucleus = 0.0, []
     for token, prob in zip(kept, probs, strict=True):
         if nucleus and mass >= sampling.top_p:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
@@ -11,13 +12,17 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from core.algorithm.losses import Means
-from core.cluster.fsdp import LearnerRank, gather
+from core.cluster.fsdp import LearnerRank, gather, shared_reward_model
 from core.learner.batching import busy_sequences, rank_shares, steps_of
 from core.learner.hf_export import FILE_SIZE
 from core.learner.learner import only_advantages_train
 from core.learner.lora import merged_weights, trained_weights
+from core.learner.packing import SharedPrompts
+from core.rewards.batch_calls import Answer
+from tests.core.reward_model_runs import TEMPLATE, answers
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -32,6 +37,22 @@ def run(rank: int, world: int, folder: Path, jobs: dict) -> None:
         if rank == 0:
             torch.save(found, folder / f"{name}.pt")
     dist.destroy_process_group()
+
+
+REFUSES_X = "{% if messages[-1].content == 'x' %}{{ raise_exception('no x') }}{% endif %}" + TEMPLATE
+REFUSED = Answer((), "x", (5,))
+
+
+def grade(rank, world, config, calls):
+    """For each call the (value, error) of all ranks' answers; and how many weights this rank holds."""
+    model, graded = shared_reward_model(config, torch.device("cpu")), [*answers(), REFUSED]
+    found, held = [], sum(weight.to_local().numel() for weight in model.module.parameters())
+    for shares in calls:
+        parts = [None] * world
+        mine = [(one.value, one.error) for one in model.score([graded[at] for at in shares[rank]])]
+        dist.all_gather_object(parts, mine)
+        found.append(parts)
+    return found, held
 
 
 def learner(config, dtype="float64", critic=True, ref=False):
@@ -92,6 +113,27 @@ def train_by_all_to_all(rank, world, config, **options):
     with patch(name, return_value=True), Operations() as seen:
         found = train(rank, world, config, **options)
     return {**found, "exchanges": sum(count for name, count in seen.calls.items() if "shard_dim_alltoall" in name)}
+
+
+def in_own_precision(norm, hidden):
+    """The root mean square in the precision of what comes in, where transformers takes float32."""
+    return norm.weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+
+
+def train_sharing_prompts(rank, world, config, batch, **options):
+    """What ``train`` finds where prompts are shared in float64, too, and in how many passes of this rank."""
+    passes, lay_out = [], SharedPrompts.in_one_pass
+
+    def counted(shared, *arguments):
+        passes.append(len(shared.place_B))
+        return lay_out(shared, *arguments)
+
+    with ExitStack() as stack:
+        for module in ("learner", "packing"):
+            stack.enter_context(patch(f"core.learner.{module}.can_share", lambda module: True))
+        stack.enter_context(patch.object(Qwen2RMSNorm, "forward", in_own_precision))
+        stack.enter_context(patch.object(SharedPrompts, "in_one_pass", counted))
+        return {**train(rank, world, config, batch, **options), "shared": passes}
 
 
 def gradients(rank, world, config, batch, dtype="float32"):

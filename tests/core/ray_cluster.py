@@ -61,8 +61,11 @@ def cluster_config(model: Path, *overrides: str, ranks: int = 2, recipe: str = "
     return compose(recipe, [*(f"{key}={value}" for key, value in settings.items()), *overrides])
 
 
-def mixed_batch(groups: int = 8, n: int = 2, seed: int = 0) -> TrainBatch:
-    """Rows of 4 to 40 tokens; every field is set, one row carries no loss, one group has no advantage."""
+def mixed_batch(groups: int = 8, n: int = 2, seed: int = 0, *, alike: bool = False) -> TrainBatch:
+    """Rows of 4 to 40 tokens; every field is set, one row carries no loss, one group has no advantage.
+
+    Only where they are ``alike`` the rows of a group begin with the same prompt.
+    """
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     rows, width = groups * n, 40
     prompt = torch.from_numpy(rng.integers(2, 16, groups).repeat(n))
@@ -76,8 +79,9 @@ def mixed_batch(groups: int = 8, n: int = 2, seed: int = 0) -> TrainBatch:
 
     group = torch.arange(groups).repeat_interleave(n)
     log_probs = -4.6 * response + 0.1 * noise()
+    ids = torch.randint(4, VOCAB_SIZE, (rows, width), generator=generator)
     return TrainBatch.of(
-        input_ids=torch.randint(4, VOCAB_SIZE, (rows, width), generator=generator),
+        input_ids=torch.where(position < prompt[:, None], ids[group * n], ids) if alike else ids,
         attention_mask=position < length[:, None],
         response_mask=response,
         loss_mask=response & live[:, None],

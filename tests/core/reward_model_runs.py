@@ -1,15 +1,18 @@
-"""A tiny reward model on disk, and a run whose rows ask for it: what its tests in process and over Ray share."""
+"""A tiny reward model on disk, answers, and a run whose rows ask for it: what tests in process and on ranks share."""
 
 from __future__ import annotations
 
 import json
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig
 
 from core.config import compose
+from core.config.schema import FSDPConfig, RewardModelConfig, RewardModelModelConfig
+from core.rewards.batch_calls import Answer
 from tests.core.ray_cluster import write_model
 from tests.tiny import tiny_config, tiny_tokenizer
 
@@ -32,6 +35,20 @@ def write_classifier(folder, kind="token", arch="qwen2", template=TEMPLATE, **co
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def settings(folder, *, input_tokenizer="policy", fsdp=None, **given):
+    sharding = FSDPConfig(**{"dtype": "float32", **(fsdp or {})})
+    model = RewardModelModelConfig(str(folder), input_tokenizer, fsdp_config=sharding)
+    filled = {"max_length": 200, "use_dynamic_bsz": True, "forward_max_token_len_per_gpu": 400, **given}
+    return RewardModelConfig(enable=True, model=model, **filled)
+
+
+def answers(count=9):
+    rng = np.random.default_rng(0)
+    chat = ({"role": "user", "content": "how many?"},)
+    texts = ["".join(rng.choice(list("abcdef"), size=rng.integers(1, 60))) for _ in range(count)]
+    return [Answer(chat, text, tuple(rng.integers(4, 100, rng.integers(2, 90)).tolist())) for text in texts]
 
 
 def run_config(folder, *overrides, steps=2):

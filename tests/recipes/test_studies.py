@@ -18,6 +18,7 @@ from results.reporting.study_report import judge, write_report
 ROOT = Path(__file__).resolve().parents[2]
 STUDIES = sorted((ROOT / "recipes").glob("*/study*.yaml"))
 REGISTERED = {
+    "lab/study_trails": "48a0fd2b70afda5dd98d047b9765f9b25a75639178dc94c4db6b64baa920f8d8",
     "dapo/study": "1e2c34ee65ac2771b7714fc700a808576aeac25e097e13837247e37364c774c4",
     "search_r1/study": "2fd92b7dce1cee1bf30486f53f04b6295340b8c8c19d9a37d057c86f5d0ceec7",
     "search_r1/study_topk": "5dcf87f30a0ad96013beb0b5db449af5aca8db397534af6ab914d4195b57e383",
@@ -57,13 +58,16 @@ def test_every_published_run_loads(folder):
 @named
 def test_every_arm_is_a_valid_configuration_and_no_two_are_the_same(path):
     study = load_study(path)
-    hooks = getattr(importlib.import_module(study.entry), "HOOKS", ())
+    entry = importlib.import_module(study.entry)
+    hooks, recipe = getattr(entry, "HOOKS", ()), getattr(entry, "RECIPE", study.recipe)
+    meant = getattr(entry, "settings", lambda arguments: (arguments, None))  # of one that takes arguments of its own
     configs = []
     for name, arm in study.arms.items():
-        composed = examine(study.recipe, [*study.common, *arm.overrides], hooks)
+        arguments, bug = meant([*study.common, *arm.overrides])
+        composed = examine(recipe, arguments, hooks)
         assert not composed.problems, name
         assert not [key for override in arm.overrides if (key := override.split("=")[0]) in composed.unused], name
-        configs.append(composed.config)
+        configs.append((composed.config, bug))
     assert all(a != b for at, a in enumerate(configs) for b in configs[:at])
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
+import re
 import shutil
 import statistics
 import subprocess
@@ -10,12 +13,13 @@ import subprocess
 import pytest
 import yaml
 
+from results import studies as everything
 from results.reporting import study as studies
 from results.reporting import study_runs
 from results.reporting.comparison import holm, paired_p
 from results.reporting.study import Record, Records, StudyError, load_study, registered
 from results.reporting.study_report import judge, write_report
-from results.reporting.study_runs import Runner
+from results.reporting.study_runs import Runner, expected_seconds
 
 SPEC = {
     "title": "Toy study",
@@ -162,11 +166,65 @@ def test_runs_are_recorded_once_and_a_cut_study_goes_on(tmp_path):
     record = done["better", 2]
     assert record.metrics["accuracy"] - done["base", 2].metrics["accuracy"] == pytest.approx(0.2)
     assert record.curve[-1] == [10, record.metrics["accuracy"]] and record.metrics["absent"] is None
-    assert (tmp_path / "outputs" / "base-seed1.log").read_text().split() == ["1", "1", "-m", toy.entry]
-    kept.path("better", 2).unlink()
+    log = Runner(toy, kept, tmp_path / "outputs").folder("base", 1).with_suffix(".log")
+    assert log.read_text().split() == ["1", "1", "-m", toy.entry]
     before = kept.path("base", 1).stat().st_mtime_ns
-    Runner(toy, kept, tmp_path / "outputs").run()
-    assert kept.read(toy)["better", 2] == record and kept.path("base", 1).stat().st_mtime_ns == before
+    for finished in (True, False):  # the study was killed before it wrote the record, or in the run
+        kept.path("better", 2).unlink()
+        if not finished:
+            shutil.rmtree(Runner(toy, kept, tmp_path / "outputs").folder("better", 2))
+        Runner(toy, kept, tmp_path / "outputs").run()
+        again = kept.read(toy)["better", 2]
+        assert dataclasses.replace(again, wall_s=record.wall_s) == record and (again.wall_s == 0) == finished
+    assert kept.path("base", 1).stat().st_mtime_ns == before
+
+
+def test_a_study_says_how_long_it_takes_and_what_a_budget_leaves(tmp_path, capsys, monkeypatch):
+    known = {("base", 1): 10.0, ("base", 2): 20.0, ("better", 1): 30.0}
+    left = [("base", 3), ("better", 3), ("same", 3)]
+    assert expected_seconds(left, known, 2) == (15 + 30 + 20) / 2  # an arm that was never timed takes the mean
+    clock = itertools.count(step=10)  # every look at the clock is 10 s later
+    monkeypatch.setattr(study_runs.time, "monotonic", lambda: float(next(clock)))
+    ended = study_runs.Ended(0, 60.0)
+    monkeypatch.setattr(study_runs, "run_all", lambda tasks, *_: ((key, ended) for key, _ in tasks))
+    monkeypatch.setattr(Runner, "_record", lambda self, arm, seed, _: Record(arm, seed, "finished", toy.registration))
+    toy, kept = study(tmp_path), Records(tmp_path / "results")
+    Runner(toy, kept, tmp_path / "outputs", jobs=2, budget_s=150).run()
+    said = capsys.readouterr().out
+    assert re.search(r"\d+ runs are missing: about .* min in all, the budget is 2.5", said)
+    done = kept.read(toy)
+    unfinished = [f"{arm} seed {seed}" for arm, seed in toy.runs if (arm, seed) not in done]
+    assert unfinished and said.strip().endswith(f"not run: {', '.join(unfinished)}")
+
+
+def test_all_studies_share_one_budget(monkeypatch, capsys):
+    assert everything.main(["--list"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert "python -m recipes.dapo.study: all 72 runs are there" in listed
+    started = []
+
+    def run(command, **_):
+        started.append(command[1:])
+        return subprocess.CompletedProcess(command, int("topk" in command))
+
+    monkeypatch.setattr(everything.subprocess, "run", run)
+    monkeypatch.setattr(everything, "missing", lambda study, _: int(study.recipe == "search_r1"))
+    assert everything.main(["--budget-min", "0"]) == 0 and not started
+    assert everything.main(["--budget-min", "30"]) == 1
+    command = ["-m", "recipes.search_r1.study", "--jobs", "2", "--budget-min", "30.0"]
+    assert started == [command, [*command[:2], "topk", *command[2:]]]
+    assert "python -m recipes.search_r1.study topk: 1 of 24 runs are missing" in capsys.readouterr().out
+
+
+def test_a_run_of_other_settings_or_code_is_another_run(tmp_path, monkeypatch):
+    toy, changed = study(tmp_path), {**SPEC["arms"], "base": {"label": "baseline", "overrides": ["test.lift=0"]}}
+    runner = Runner(toy, Records(tmp_path / "results"), tmp_path / "outputs")
+    first = runner.content("base", 1)
+    assert first == runner.content("base", 1) and first != runner.content("base", 2)
+    other = study(tmp_path, arms=changed)
+    assert Runner(other, runner.records, tmp_path / "outputs").content("base", 1) != first
+    monkeypatch.setattr(study_runs, "code_digest", lambda: "another")
+    assert runner.content("base", 1) != first
 
 
 def test_stages_are_run_one_after_the_other(tmp_path):

@@ -128,6 +128,7 @@ def _replaced(meter: Meter) -> Iterator[tuple[str, Any]]:
     yield "core.cluster.fsdp.ProcessRanks", RanksAlone
     for check in ("check_head", "check_packing"):
         yield f"core.learner.learner.{check}", lambda policy: None
+    yield "core.learner.learner.shares_alike", lambda passes: False  # which tokens are alike is in no fake tensor
     for method in ("need", "flattened", "adding", "rows"):
         yield f"core.types.TrainBatch.{method}", real(getattr(TrainBatch, method))
     yield "core.types.TrainBatch.attention_mask", property(real(TrainBatch.attention_mask.fget))

@@ -23,7 +23,8 @@ STARTS = torch.tensor([0, 20, 50, RANKS * TOKENS_EACH], dtype=torch.int32)  # no
 
 
 def attention(query, key, value, mesh=None):
-    return attend(nn.Module(), query, key, value, None, cu_seq_lens_q=STARTS, max_length_q=30, sequence_mesh=mesh)[0]
+    ends = {"cu_seq_lens_q": STARTS, "cu_seq_lens_k": STARTS, "max_length_q": 30, "max_length_k": 30}
+    return attend(nn.Module(), query, key, value, None, **ends, sequence_mesh=mesh)[0]
 
 
 def part(value, rank, axis):

@@ -182,7 +182,7 @@ def test_one_rank_of_a_group_replies(replied):
 
 
 KL, PLAIN = "actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.use_kl_loss=False"
-ALWAYS = {"input_ids", "response_mask", "loss_weight"}
+ALWAYS = {"input_ids", "response_mask", "group", "loss_weight"}
 
 
 @pytest.mark.parametrize(

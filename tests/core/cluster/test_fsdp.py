@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from core.algorithm.losses import Means
 from core.checkpoint.manifest import sha256_of
@@ -30,6 +31,7 @@ NO_ENTROPY = ("actor_rollout_ref.actor.use_kl_loss=False", "actor_rollout_ref.ac
 MEMORY = (
     "actor_rollout_ref.model.enable_gradient_checkpointing=False",
     "actor_rollout_ref.actor.fsdp_config.param_offload=True",
+    "actor_rollout_ref.actor.fsdp_config.reshard_after_forward=False",
     "critic.model.fsdp_config.optimizer_offload=True",
     "critic.model.fsdp_config.reshard_after_forward=False",
     "critic.model.fsdp_config.forward_prefetch=True",
@@ -43,6 +45,18 @@ SPLIT = (
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=40",  # of each of the two
 )
 HYBRID = ("actor_rollout_ref.actor.fsdp_config.fsdp_size=2", "critic.model.fsdp_config.fsdp_size=2")
+ROOM = ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=300", "critic.ppo_max_token_len_per_gpu=400")
+SHARING = {
+    "shared": (*ROOM, *MEMORY),
+    "shared_packed": (*PACKED, *ROOM),
+    "shared_split": (*SPLIT, *ROOM),
+    "shared_adapters": (*ROOM, *ADAPTERS),
+    "shared_layers": (
+        *ROOM,
+        "actor_rollout_ref.actor.tensor_model_parallel_size=2",
+        "critic.tensor_model_parallel_size=2",
+    ),
+}
 BF16 = "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16"
 
 
@@ -131,6 +145,9 @@ def two(models, tmp_path_factory):
         "split_few": ("gradients", cluster_config(models["tied"], WHOLE, *SPLIT), {"batch": mixed_batch(1, 1)}),
         "bf16": ("gradients", cluster_config(models["tied"], WHOLE, BF16), {"batch": batch}),
     }
+    for name, knobs in SHARING.items():
+        options = {"batch": mixed_batch(n=6, alike=True), "updates": 2, "ref": True}
+        jobs[name] = ("train_sharing_prompts", cluster_config(models["untied"], *knobs), options)
     found = on_ranks(2, folder, jobs)
     found.folder = folder
     return found
@@ -195,6 +212,18 @@ def test_two_ranks_that_split_each_sequence_train_as_one_process(two, models):
     expected = train_local(cluster_config(models["untied"]), mixed_batch(), ref=True)
     assert_same_training(two.split, expected)
     torch.testing.assert_close(two.split["values"], expected["values"], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", list(SHARING))
+def test_ranks_that_read_a_prompt_once_train_as_one_process_that_repeats_it(two, models, monkeypatch, name):
+    """Policy, reference and critic: padded, packed, with sequences that ranks split, with adapters, with
+    layers that ranks share. Ranks and micro-batches cut groups."""
+    monkeypatch.setattr(Qwen2RMSNorm, "forward", fsdp_ranks.in_own_precision)
+    adapters = ADAPTERS if name == "shared_adapters" else ()
+    config, batch = cluster_config(models["untied"], *adapters), mixed_batch(n=6, alike=True)
+    found = getattr(two, name)
+    assert_same_training(found, train_local(config, batch, updates=2, ref=True))
+    assert len(found["shared"]) > 4 and max(found["shared"]) > 6  # sequences in a pass
 
 
 def test_the_all_to_all_of_a_gpu_trains_as_one_process(two, models):

@@ -279,6 +279,8 @@ def test_published_configurations_are_read_also_where_they_hold_another_recipes_
         assert written["actor_rollout_ref"]["rollout"].pop("update_weights_bucket_megabytes") == 2048
         assert written["actor_rollout_ref"]["rollout"]["multi_turn"].pop("interaction_config_path") is None
         assert written["reward_model"].pop("judge") == yaml.safe_load(to_yaml(Config()))["reward_model"]["judge"]
+        pool = [written["reward_model"].pop(key) for key in ("enable_resource_pool", "nnodes", "n_gpus_per_node")]
+        assert pool == [False, 0, 0]
         assert written["trainer"]["health"].pop("judge_agreement") == {"bound": 0.75, "action": "stop"}
         assert written["trainer"].pop("trace")["freq"] == -1
         assert written["data"].pop("image_key") == "images"

@@ -145,7 +145,7 @@ def test_ray_init_takes_the_arguments_of_the_table():
         (f"{ROLLOUT}.agent.default_agent_loop=tool_agent", f"use {ROLLOUT}.agent_loop, with the same names"),
         ("data.custom_cls.path=x.py", "write parquet rows"),
         ("data.datagen.path=x.py", "a row is a function of its ordinal"),
-        ("reward_model.enable_resource_pool=True", "one process holds the reward model"),
+        ("reward_model.ulysses_sequence_parallel_size=2", "is not supported"),
         ("reward_model.micro_batch_size=8", "use reward_model.micro_batch_size_per_gpu"),
         (f"{ACTOR}.tis_imp_ratio_cap=2.0", "rollout_is_threshold"),
         (f"{ACTOR}.fsdp_config.model_dtype=bf16", "float32"),
@@ -181,8 +181,8 @@ def test_advice_points_at_keys_that_exist():
     "override, reason",
     [
         ("data.return_raw_chat=True", "the chat is always kept"),
-        ("reward_model.enable_resource_pool=False", "asks for nothing"),
-        ("reward_model.strategy=fsdp2", "one process holds"),
+        ("actor_rollout_ref.model.enable_activation_offload=False", "asks for nothing"),
+        ("reward_model.strategy=fsdp2", "FSDP2 shards the reward model"),
         ("trainer.default_hdfs_dir=null", "asks for nothing"),
         ("actor_rollout_ref.model.lora_adapter_path=null", "asks for nothing"),
         (f"{ACTOR}.ppo_micro_batch_size=null", "asks for nothing"),
@@ -201,7 +201,7 @@ def test_a_key_whose_purpose_is_met_otherwise_is_accepted_and_listed(override, r
 
 
 def test_a_harmless_value_is_harmless_by_type_too():
-    assert verl_keys.without_effect("reward_model.enable_resource_pool", 0) is None
+    assert verl_keys.without_effect("actor_rollout_ref.model.enable_activation_offload", 0) is None
     assert verl_keys.without_effect("actor_rollout_ref.model.lora_adapter_path", False) is None
 
 
@@ -238,7 +238,7 @@ def test_a_harmless_value_is_harmless_by_type_too():
         ("algorithm.adv_estimator=ppo", "must be one of gae, grpo"),
         ("algorithm.kl_penalty=0.001", "algorithm.kl_ctrl.kl_coef"),
         ("algorithm.gamma=1.1", "must be between 0 and 1"),
-        (f"{ROLLOUT}.name=sglang", "use vllm"),
+        (f"{ROLLOUT}.name=tgi", "must be one of hf, vllm, sglang"),
         (f"{ROLLOUT}.top_k=0", "must be -1 (off) or at least 1"),
         (f"{ROLLOUT}.top_p=0", "must be above 0 and at most 1"),
         (f"{ROLLOUT}.val_kwargs.n=0", "must be at least 1"),

@@ -35,11 +35,16 @@ BUFFER = ("reward_model.overlong_buffer.enable=True", "reward_model.overlong_buf
 FACTOR = "reward_model.overlong_buffer.penalty_factor=1.0"
 SHORT = "data.max_response_length=512"
 JUDGE = "reward_model.enable=True"
+POOL, RANKS = "reward_model.enable_resource_pool=True", "reward_model.n_gpus_per_node=2"
+RAY = ("trainer.backend=ray",)
+SHARDS = "reward_model.model.fsdp_config.fsdp_size"
 URL, MODEL_THERE = "reward_model.judge.url=http://localhost:8000/v1", "reward_model.judge.model=m"
 MASK = "reward_model.on_error=mask"
 CANARIES = "reward_model.judge.canaries=c.jsonl"
 JUDGED = (JUDGE, URL, MODEL_THERE, MASK)
 EIGHT = "trainer.n_gpus_per_node=8"
+SGLANG = (f"{ROLLOUT}.name=sglang",)
+TWO_GPUS = f"{ROLLOUT}.tensor_model_parallel_size=2"
 PACKED = "actor_rollout_ref.model.use_remove_padding=True"
 SEARCHES = ("generate",)  # what the trainer of Search-R1 overrides
 PLENTY = "data.train_batch_size=256"
@@ -138,6 +143,28 @@ BROKEN = [
                 *("critic.model.fsdp_config.fsdp_size=1", "a multiple"),
             ),
         )
+    ),
+    (
+        *("ppo", [*SGLANG, f"{ROLLOUT}.multi_turn.repeatable=True", LOOP], ()),
+        *(f"{ROLLOUT}.multi_turn.repeatable=true", "sglang draws no answer from a seed"),
+    ),
+    (
+        *("ppo", [*SGLANG, f"{ROLLOUT}.val_kwargs={{do_sample: True, temperature: 1, top_p: 0.9, top_k: 20}}"], ()),
+        *(f"{ROLLOUT}.val_kwargs.top_k=20", "has another meaning in sglang"),
+    ),
+    (
+        *("ppo", [*SGLANG, f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=20", f"{CORRECTION}.rollout_is=token"], ()),
+        *(f"{ROLLOUT}.top_k=20", "has another meaning in sglang"),
+    ),
+    (
+        *("ppo", [*SGLANG, "trainer.backend=ray", f"+{ROLLOUT}.engine_kwargs.sglang.url=x"], ()),
+        *(f'{ROLLOUT}.engine_kwargs={{"sglang": {{"url": "x"}}}}', "over Ray each engine starts its own"),
+    ),
+    (
+        "ppo",
+        [*SGLANG, "trainer.backend=ray", "actor_rollout_ref.hybrid_engine=False", TWO_GPUS],
+        (),
+        *(f"{ROLLOUT}.tensor_model_parallel_size=2", "receives weights in one process"),
     ),
     (
         *("ppo", [EIGHT, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=3"], ()),
@@ -239,6 +266,19 @@ BROKEN = [
     (
         *("ppo", [JUDGE, "reward_model.forward_max_token_len_per_gpu=9"], ()),
         *("reward_model.forward_max_token_len_per_gpu=9", "must hold an answer of reward_model.max_length=1024"),
+    ),
+    ("ppo", [JUDGE, POOL, "reward_model.nnodes=1", *RAY], (), "reward_model.n_gpus_per_node=0", "is needed with"),
+    ("ppo", [JUDGE, POOL, "reward_model.nnodes=1", RANKS], (), POOL.replace("T", "t"), "needs a cluster"),
+    (
+        "ppo",
+        [JUDGE, POOL, RANKS, *RAY],
+        (),
+        "reward_model.nnodes=0",
+        "is needed with reward_model.enable_resource_pool",
+    ),
+    (
+        *("ppo", [JUDGE, POOL, RANKS, *RAY, "reward_model.nnodes=1", f"{SHARDS}=4"], ()),
+        *(f"{SHARDS}=4", "must divide the 2 ranks (reward_model.nnodes * reward_model.n_gpus_per_node)"),
     ),
     ("ppo", [URL, MODEL_THERE, MASK], (), URL, "set reward_model.enable=True"),
     (
@@ -511,6 +551,7 @@ def test_no_rule_fires(recipe, overrides, hooks):
 
 
 WARNED = [
+    ("grpo", [*SGLANG], (), "no answer depends on a seed"),
     ("grpo", [f"{ROLLOUT}.dtype=fp32"], (), "fsdp_config.dtype=bfloat16"),
     ("grpo", [*JUDGED, "reward_model.judge.votes=3"], (), "greedy votes differ by the marks"),
     ("grpo", [f"{ACTOR}.use_kl_loss=True", "algorithm.use_kl_in_reward=True"], (), "penalised twice"),
@@ -647,6 +688,8 @@ IDLE = [
         )
     ),
     ("ppo", [f"+{ROLLOUT}.engine_kwargs.vllm.x=1"], f"{ROLLOUT}.engine_kwargs.vllm.x"),
+    ("ppo", [*SGLANG, f"+{ROLLOUT}.engine_kwargs.vllm.x=1"], f"{ROLLOUT}.engine_kwargs.vllm.x"),
+    ("ppo", [f"+{ROLLOUT}.engine_kwargs.sglang.x=1"], f"{ROLLOUT}.engine_kwargs.sglang.x"),
     (
         "ppo",
         [f"{ROLLOUT}.name=vllm", f"+{ROLLOUT}.engine_kwargs.hf.cache_gib=1"],
@@ -695,6 +738,9 @@ IDLE = [
         "reward_model.forward_max_token_len_per_gpu",
     ),
     ("ppo", [*JUDGED, "reward_model.max_length=9"], "reward_model.max_length"),
+    ("ppo", [*JUDGED, *RAY, POOL], "reward_model.enable_resource_pool"),
+    ("ppo", [JUDGE, *RAY, RANKS], "reward_model.n_gpus_per_node"),
+    ("ppo", [JUDGE, *RAY, f"{SHARDS}=1"], SHARDS),
     ("ppo", ["reward_model.judge.votes=3"], "reward_model.judge.votes"),
     ("ppo", [*JUDGED, "reward_model.judge.combine=median"], "reward_model.judge.combine"),
     ("ppo", [*JUDGED, "reward_model.judge.canary_every=0", CANARIES], "reward_model.judge.canaries"),

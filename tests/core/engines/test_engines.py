@@ -391,8 +391,8 @@ def test_make_engine_follows_the_configuration(monkeypatch):
     assert engine.limits.rows == 9 and engine.limits.prefill_tokens == 512
     assert engine.limits.cache_tokens == 0.5 * 2**30 / 256
     assert made(dtype="bfloat16").model.dtype == torch.bfloat16
-    with pytest.raises(InputError, match="rollout.name=sglang"):
-        made(name="sglang")
+    with pytest.raises(InputError, match="rollout.name=tgi"):
+        made(name="tgi")
     monkeypatch.setitem(sys.modules, "vllm", None)
     monkeypatch.delitem(sys.modules, "core.engines.vllm", raising=False)
     monkeypatch.delattr("core.engines.vllm", raising=False)

@@ -136,13 +136,15 @@ def test_the_kernel_of_a_gpu_is_called_as_it_wants_to_be(monkeypatch):
 
     def kernel(q, k, v, starts_q, starts_k, longest_q, longest_k, *, scale, window_size, enable_gqa):
         calls.append((q.shape, k.shape, starts_q.dtype, longest_q, longest_k, scale, window_size, enable_gqa))
-        per_row = packing._one_by_one(*(one.transpose(0, 1) for one in (q, k, v)), starts_q, longest_q, scale, None)
+        ends = starts_q, starts_k, longest_q, longest_k
+        per_row = packing._one_by_one(*(one.transpose(0, 1) for one in (q, k, v)), ends, scale, None)
         return per_row.transpose(0, 1)
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
-    found = packing._varlen(query, key, value, starts, 5, 0.3, None)
-    torch.testing.assert_close(found, packing._one_by_one(query, key, value, starts, 5, 0.3, None))
-    packing._varlen(query, key, value, starts, 5, 0.3, 3)
+    ends = starts, starts, 5, 5
+    found = packing._varlen(query, key, value, ends, 0.3, None)
+    torch.testing.assert_close(found, packing._one_by_one(query, key, value, ends, 0.3, None))
+    packing._varlen(query, key, value, ends, 0.3, 3)
     assert calls[0] == ((9, 4, 8), (9, 2, 8), torch.int32, 5, 5, 0.3, (-1, 0), True)
     assert calls[1][-2] == (2, 0)  # a window of 3 holds the token and two before it
 

@@ -391,3 +391,38 @@ def test_the_heads_chunk_is_that_of_the_device():
             size(planned(*keys, model="Qwen/Qwen2.5-0.5B", on=on), "policy", "gradients") for on in ("RTX4090", "H100")
         ]
         assert found[1] > found[0]
+
+
+# --- a reward model ---
+
+REWARD = (*RAY, "reward_model.enable=True", "reward_model.model.path=Qwen/Qwen2.5-32B")
+POOL = ("reward_model.enable_resource_pool=True", "reward_model.nnodes=1")
+
+
+def test_a_reward_model_has_gpus_of_its_own_which_share_its_weights():
+    alone = planned(*REWARD, "trainer.n_gpus_per_node=8")
+    shared = planned(*REWARD, "trainer.n_gpus_per_node=8", *POOL, "reward_model.n_gpus_per_node=4")
+    shape = shape_of("Qwen/Qwen2.5-32B")
+    gathered = plan.gathered_bytes(shape, 2)
+    assert alone.reward_bytes - shared.reward_bytes == pytest.approx(2 * shape.critic_parameters * 3 / 4 - gathered)
+    assert alone.phase_bytes == shared.phase_bytes and max(shared.phase_bytes.values()) < 0.95 * alone.gpu.memory
+    assert shared.fits and "takes 4 x H100 more; memory of each: " in "\n".join(plan.lines(shared))
+
+
+def test_a_reward_model_that_does_not_fit_is_told_with_the_pool_that_helps():
+    found = planned(*REWARD, "trainer.n_gpus_per_node=8", "reward_model.forward_max_token_len_per_gpu=131072")
+    assert not found.fits and any("reward_model.enable_resource_pool=True" in line for line in plan.advice(found))
+
+
+def test_a_reward_model_of_unknown_shape_is_not_estimated():
+    found = planned(
+        *RAY, "trainer.n_gpus_per_node=8", "reward_model.enable=True", "reward_model.model.path=org/unknown"
+    )
+    assert found.fits and "memory of each: not estimated" in "\n".join(plan.lines(found))
+
+
+def test_in_one_process_the_reward_model_is_always_there():
+    keys = ("actor_rollout_ref.rollout.name=hf", "reward_model.enable=True")
+    small = "Qwen/Qwen2.5-0.5B"
+    found = planned(*keys, f"reward_model.model.path={small}", model=small)
+    assert size(found, "reward", "weights") == found.reward_bytes > 2 * shape_of(small).critic_parameters

@@ -97,6 +97,8 @@ def test_what_does_not_read_pictures_yet_is_refused_with_a_model_that_does():
         assert [line.split(": ")[0] for line in found] == [key], found
     (told,) = problems(model, *alone, "trainer.capsule_steps=[1]")
     assert told.startswith("trainer.capsule_steps=[1]: a kept step has no pictures")
+    (told,) = problems(model, *alone, "actor_rollout_ref.rollout.name=sglang")
+    assert told.startswith("actor_rollout_ref.rollout.name=sglang: sends no pictures")
     (told,) = problems(model, *alone, recipe="sft")
     assert told.startswith(f"{model}: fine-tuning does not train a model that reads pictures yet")
     tools = "actor_rollout_ref.rollout.multi_turn"

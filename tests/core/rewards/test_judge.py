@@ -15,7 +15,7 @@ import pytest
 from core.config.schema import CustomRewardFunctionConfig, HealthConfig, JudgeConfig, RewardModelConfig
 from core.data.parquet import Row
 from core.errors import InputError
-from core.rewards import RewardError, RewardLayer, judge_client
+from core.rewards import RewardError, RewardLayer, judge_client, judge_verdict
 from core.rewards.batch_calls import Answer
 from core.rewards.judge import Judge, JudgeLost
 from core.rewards.judge_prompt import CANARIES, TEMPLATE, Case, Template, read_canaries
@@ -123,6 +123,36 @@ def test_json_is_read_by_its_schema(tmp_path, reply, why):
     assert by_schema.request["response_format"]["json_schema"]["schema"] == SCHEMA
     with pytest.raises(NoVerdict, match=why):
         by_schema.read(reply)
+
+
+ENDLESS = r"((?:x|xx)+)\d"  # 2 ** 200 ways to read the text below, and none of them fits
+LONG = "x" * 300
+
+
+def test_a_pattern_without_an_end_is_no_verdict(monkeypatch):
+    monkeypatch.setattr(judge_verdict, "MATCH_S", 0.05)
+    with pytest.raises(NoVerdict, match=r"judge.pattern=.* did not come to an end on it in 0.05 s"):
+        rule(pattern=ENDLESS).read(LONG)
+    assert rule(pattern=ENDLESS).occurs_in(LONG)  # the policy's own text: what cannot be told is counted
+
+
+def test_a_schemas_pattern_without_an_end_is_no_verdict(tmp_path, monkeypatch):
+    monkeypatch.setattr(judge_verdict, "MATCH_S", 0.05)
+    why = {"type": "string", "pattern": ENDLESS}
+    (tmp_path / "s.json").write_text(json.dumps({**SCHEMA, "properties": {**SCHEMA["properties"], "why": why}}))
+    by_schema = rule(json_schema=str(tmp_path / "s.json"))
+    with pytest.raises(NoVerdict, match="a pattern of the schema did not come to an end on it in 0.05 s"):
+        by_schema.read(json.dumps({"why": LONG, "score": 1}))
+    with pytest.raises(NoVerdict, match="does not follow the schema"):
+        by_schema.read('{"why": "y", "score": 1}')
+    assert by_schema.read('{"why": "xx1", "score": 1}') == 1
+
+
+def test_a_run_goes_on_after_a_pattern_without_an_end(make, monkeypatch):
+    monkeypatch.setattr(judge_verdict, "MATCH_S", 0.05)
+    with serve(lambda number, body: LONG if shown(body)[1] == "y" else "x1") as server:
+        lost, found = grade(make(server.url, pattern=r"(?:x|xx)+(\d)"), "y", "z")
+    assert "did not come to an end" in lost.error and found.value == 1
 
 
 # --- what a judge reads ---
@@ -410,6 +440,7 @@ def test_without_a_server_kept_replies_begin_a_repetition(make, caplog):
         ({"json_schema": "f"}, "{", "is not JSON"),
         ({"json_schema": "f"}, '{"type": 3}', "is no JSON schema"),
         ({"json_schema": "f"}, '{"type": "object"}', "must require a property 'score'"),
+        ({"json_schema": "f"}, '{"items": {"patternProperties": {"a": {}}}}', "has patternProperties"),
         (
             {"canaries": "f"},
             '{"question": "q", "response": "r", "right": true}',

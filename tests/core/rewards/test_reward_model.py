@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from core.config import compose
-from core.config.schema import CustomRewardFunctionConfig, FSDPConfig, RewardModelConfig, RewardModelModelConfig
+from core.config.schema import CustomRewardFunctionConfig, RewardModelConfig
 from core.data.parquet import Row
 from core.errors import InputError
 from core.ray_trainer import RayPPOTrainer
@@ -22,20 +22,7 @@ from core.rewards.reward_model import RewardModel
 from core.types import Prompt, Segment, Stop, Trajectory
 from reward_scores.score import ScoreStatus
 from tests.core.ray_cluster import write_model
-from tests.core.reward_model_runs import TEMPLATE, metrics, run_config, write_classifier
-
-
-def settings(folder, *, input_tokenizer="policy", **given):
-    model = RewardModelModelConfig(str(folder), input_tokenizer, fsdp_config=FSDPConfig(dtype="float32"))
-    filled = {"max_length": 200, "use_dynamic_bsz": True, "forward_max_token_len_per_gpu": 400, **given}
-    return RewardModelConfig(enable=True, model=model, **filled)
-
-
-def answers(count=9):
-    rng = np.random.default_rng(0)
-    chat = ({"role": "user", "content": "how many?"},)
-    texts = ["".join(rng.choice(list("abcdef"), size=rng.integers(1, 60))) for _ in range(count)]
-    return [Answer(chat, text, tuple(rng.integers(4, 100, rng.integers(2, 90)).tolist())) for text in texts]
+from tests.core.reward_model_runs import TEMPLATE, answers, metrics, run_config, settings, write_classifier
 
 
 def direct(folder, kind, ids):

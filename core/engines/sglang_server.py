@@ -1,0 +1,298 @@
+"""A server of SGLang: where its Python is, its process, and requests to it.
+
+SGLang is not imported. It pins a torch of its own and so has an environment of its own (``environment/sglang.sh``); all
+that is used of it is its HTTP surface. Requests run on a thread of their own, so that they advance while the caller's
+event loop does something else. Besides its functions this module imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping
+from concurrent.futures import Future
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from core.errors import InputError, WorkersLost
+from core.installation import ROOT
+
+if TYPE_CHECKING:
+    from core.config.schema import Config
+
+KEY = "actor_rollout_ref.rollout.engine_kwargs.sglang"
+OWN = ("python", "url")  # options that are this repository's; the others are arguments of the server
+ENVIRONMENT = Path(ROOT, ".venv-sglang")
+CONNECTIONS = 512  # at a time: a shell's usual limit is 1024 open files
+SHOWN = 15  # last lines of the log, in a message
+# A process between this one and the server: it ends all of the server's when this one ends, however it does
+# (PR_SET_PDEATHSIG is 1). The server's own do not notice that while they start.
+WITH_PARENT = """
+import ctypes, os, signal, subprocess, sys
+signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+ctypes.CDLL(None).prctl(1, int(signal.SIGTERM))
+sys.exit(subprocess.Popen(sys.argv[1:]).wait())
+"""
+
+
+@dataclass(frozen=True)
+class ResponsePart:
+    """What came of a response: all of it, or where it is streamed what is new.
+
+    ``ended`` is SGLang's reason, None before the end; ``version`` is the server's name of its weights.
+    """
+
+    ids: list[int]
+    logprobs: list[float | None]
+    ended: str | None
+    version: str
+
+
+class SGLangServer:
+    """A server that answers at ``url``; ``process`` and ``log`` where it is this process's own.
+
+    Requests raise RuntimeError with the server's words where it refuses one, and WorkersLost where it is gone or gives
+    no answer within ``timeout_s``.
+    """
+
+    def __init__(self, url: str, timeout_s: float, process: subprocess.Popen | None = None, log: Any = None):
+        self.url, self.timeout_s, self.process, self.log = url.rstrip("/"), timeout_s, process, log
+        self.parts: queue.SimpleQueue[tuple[str, ResponsePart | Exception]] = queue.SimpleQueue()
+        self._tasks: dict[str, Future] = {}
+        self._http: Any = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="sglang", daemon=True)
+        self._thread.start()
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """Return the reply to a request."""
+        return self.send(path, body).result()
+
+    def send(self, path: str, body: Mapping[str, Any] | None) -> Future:
+        """Send a request, a GET without ``body``; return the future of its reply."""
+        return asyncio.run_coroutine_threadsafe(self._reply(path, body), self._loop)
+
+    def sample(self, name: str, body: Mapping[str, Any]) -> None:
+        """Request a response, whose parts come as ``(name, part)`` to ``parts``, or an exception in their place."""
+        self._tasks[name] = asyncio.run_coroutine_threadsafe(self._sample(name, body), self._loop)
+
+    def abort(self, names: Iterable[str]) -> None:
+        """End requests; what has come of them stays in ``parts``. Returns at once."""
+        for name in names:
+            if (task := self._tasks.pop(name, None)) is not None:
+                task.cancel()  # the connection too: a request that arrives after its abortion ends by that
+                self.send("/abort_request", {"rid": name})
+
+    def arrived(self, wait_s: float) -> list[tuple[str, ResponsePart | Exception]]:
+        """Return the parts that have come; where there are none, wait for the first."""
+        found = []
+        with suppress(queue.Empty):
+            found.append(self.parts.get(timeout=wait_s))
+            while True:
+                found.append(self.parts.get_nowait())
+        for name, part in found:
+            if isinstance(part, Exception) or part.ended is not None:
+                self._tasks.pop(name, None)
+        return found
+
+    def close(self) -> None:
+        """End requests and thread, and the server where it is this process's own."""
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        kill(self.process)
+
+    # -- on the thread ---------------------------------------------------------------------------
+
+    async def _sample(self, name: str, body: Mapping[str, Any]) -> None:
+        try:
+            known = 0
+            async for reply in self._replies(body):
+                meta = reply["meta_info"]
+                # A stream has all tokens each time, or with --incremental-streaming-output the new ones.
+                known, new = meta["completion_tokens"], meta["completion_tokens"] - known
+                pairs = meta["output_token_logprobs"] if new else []
+                # Those of the truncated distribution, which is what was sampled from, are apart.
+                logprobs = meta.get("output_token_sampling_logprobs") or [pair[0] for pair in pairs]
+                ids, logprobs = (values[len(values) - new :] for values in (reply["output_ids"], logprobs))
+                ended = (meta["finish_reason"] or {}).get("type")
+                self.parts.put((name, ResponsePart(ids, logprobs, ended, meta["weight_version"])))
+        except Exception as error:
+            self.parts.put((name, error))
+
+    async def _replies(self, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        if not body["stream"]:
+            yield await self._reply("/generate", body)
+            return
+        import httpx
+
+        try:
+            async with self._client().stream("POST", "/generate", json=body) as response:
+                if response.status_code != 200:
+                    raise _refused("/generate", (await response.aread()).decode(errors="replace"))
+                async for line in response.aiter_lines():
+                    if line.startswith("data: {"):
+                        reply = json.loads(line.removeprefix("data: "))
+                        if "error" in reply:
+                            raise _refused("/generate", str(reply["error"]))
+                        yield reply
+        except httpx.HTTPError as error:
+            raise self._lost("/generate", error) from error
+
+    async def _reply(self, path: str, body: Mapping[str, Any] | None) -> Any:
+        import httpx
+
+        try:
+            response = await self._client().request("GET" if body is None else "POST", path, json=body)
+        except httpx.HTTPError as error:
+            raise self._lost(path, error) from error
+        is_json = response.headers.get("content-type", "").startswith("application/json")
+        found = response.json() if is_json else response.text
+        if response.status_code == 404:
+            raise _refused(path, "there is no such request: the server is older than SGLang 0.5.23")
+        if response.status_code != 200 or is_json and isinstance(found, dict) and found.get("success") is False:
+            raise _refused(path, response.text)
+        return found
+
+    def _client(self) -> Any:
+        if self._http is None:
+            import httpx
+
+            # No connection is kept: the server ends idle ones, at times under a request that just took one
+            limits = httpx.Limits(max_connections=CONNECTIONS, max_keepalive_connections=0)
+            timeout = httpx.Timeout(self.timeout_s, pool=None)
+            # A proxy of the environment is for what is elsewhere
+            self._http = httpx.AsyncClient(base_url=self.url, limits=limits, timeout=timeout, trust_env=False)
+        return self._http
+
+    def _lost(self, path: str, error: Exception) -> WorkersLost:
+        state = f"no answer to {path} in {self.timeout_s:g} s" if "Timeout" in type(error).__name__ else repr(error)
+        if self.process is not None and (code := self.process.poll()) is not None:
+            state = f"it ended with status {code} under {path}"
+        return WorkersLost(f"SGLang's server at {self.url} is lost: {state}{log_end(self.log)}")
+
+    async def _end(self) -> None:
+        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        if self._http is not None:
+            await self._http.aclose()
+
+
+def _refused(path: str, words: str) -> RuntimeError:
+    return RuntimeError(f"SGLang refused {path}: {words:.600}")
+
+
+# -- its process -----------------------------------------------------------------------------------
+
+
+def problems(config: Config) -> list[str]:
+    """Return why a run has no server of its own and no address of one, a line each."""
+    options = config.actor_rollout_ref.rollout.engine_kwargs.get("sglang") or {}
+    if options.get("url"):
+        return []
+    python = options.get("python")
+    if python and not os.access(Path(python).expanduser(), os.X_OK):
+        return [f"{KEY}.python={python}: is no program; name the Python of an environment that has SGLang"]
+    if python or python_of(options) is not None:
+        return []
+    fix = f"type bash environment/sglang.sh, name another Python with {KEY}.python, or a server with {KEY}.url"
+    return [f"actor_rollout_ref.rollout.name=sglang: SGLang is not installed; {fix}"]
+
+
+def python_of(options: Mapping[str, Any]) -> str | None:
+    """Return the Python that has SGLang: the one that is named, this one, or that of ``environment/sglang.sh``."""
+    if options.get("python"):
+        return str(Path(options["python"]).expanduser())
+    if find_spec("sglang") is not None:
+        return sys.executable
+    made = ENVIRONMENT / "bin" / "python"
+    return str(made) if (ENVIRONMENT / ".installed").exists() else None
+
+
+def launch(python: str, arguments: Mapping[str, Any], timeout_s: float, *, on_cpu: bool) -> SGLangServer:
+    """Start a server and return it once it answers. It ends with this process, however that ends.
+
+    Raises InputError with the end of its log where it ends first, or does not answer within ``timeout_s``.
+    """
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    line = [python, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", str(port), *flags(arguments)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    # Prompt and response may fill the model's positions, and SGLang wants some to spare.
+    environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+    if on_cpu:  # two threads were 35 times slower
+        environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+    log = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the server)
+    started = line if sys.platform != "linux" else [sys.executable, "-c", WITH_PARENT, *line]
+    # A session of its own: a Ctrl-C is the driver's, and its processes end together
+    process = subprocess.Popen(started, env=environment, stdout=log, stderr=log, start_new_session=True)
+    server = SGLangServer(f"http://127.0.0.1:{port}", timeout_s, process, log)
+    end = time.monotonic() + timeout_s
+    try:
+        while not _healthy(server):
+            if (code := process.poll()) is not None:
+                raise InputError(f"{KEY}: SGLang's server ended with status {code} as it started{log_end(log)}")
+            if time.monotonic() > end:
+                rule = f"the server was not ready in trainer.phase_timeout_s={timeout_s:g} s"
+                raise InputError(f"{KEY}: {rule}; raise it{log_end(log)}")
+            time.sleep(0.5)
+    except BaseException:
+        server.close()
+        raise
+    return server
+
+
+def _healthy(server: SGLangServer) -> bool:
+    with suppress(WorkersLost, RuntimeError):
+        server.send("/health", None).result()
+        return True
+    return False
+
+
+def flags(arguments: Mapping[str, Any]) -> list[str]:
+    """Return arguments as a command line has them; one that is None or False is left out."""
+    words: list[str] = []
+    for name, value in arguments.items():
+        if value is None or value is False:
+            continue
+        words.append(f"--{name.replace('_', '-')}")
+        if isinstance(value, Mapping):
+            words.append(json.dumps(value))
+        elif value is not True:
+            words += map(str, value if isinstance(value, (list, tuple)) else [value])
+    return words
+
+
+def kill(process: subprocess.Popen | None) -> None:
+    """End a server and the processes that it started."""
+    if process is not None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def log_end(log: Any) -> str:
+    """Return the last lines of a server's log, for a message."""
+    if log is None:
+        return ""
+    log.flush()
+    size = os.fstat(log.fileno()).st_size
+    text = os.pread(log.fileno(), 20_000, max(0, size - 20_000)).decode(errors="replace")
+    lines = [line[:300] for line in text.splitlines() if line.strip()]
+    return "; its log ends:\n  " + "\n  ".join(lines[-SHOWN:]) if lines else ""

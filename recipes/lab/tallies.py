@@ -1,0 +1,52 @@
+"""Tallies: keep a running total of digits to add and to take away, until a stop, and leave out what stands behind it.
+
+    4:+3_-9_.0_+2_=    ->    +37-98.#8         each operation with the total after it, modulo 10
+
+    python -m recipes.lab.tallies
+
+A question of difficulty d has d places for operations. The stop is behind the first two or further on: most are early,
+and some at the end. What is behind it distracts.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+from pathlib import Path
+
+from recipes.lab.families import Family, FamilyRecipe, Question
+
+MEAN_STEPS = 0.3  # beyond the first two, as a share of the places: a long tail
+
+
+def draw(rng: random.Random, difficulty: int) -> Question:
+    first = rng.randrange(10)
+    stop = 2 + min(int(rng.expovariate(1 / (MEAN_STEPS * difficulty))), difficulty - 3)
+    signs = [rng.choice("+-") if place != stop else "." for place in range(difficulty)]
+    digits = [rng.randint(1, 3) if place != stop else 0 for place in range(difficulty)]
+    totals, done = [first], []
+    for sign, digit in zip(signs[:stop], digits, strict=False):
+        totals.append((totals[-1] + (digit if sign == "+" else -digit)) % 10)
+        done.append(f"{sign}{digit}{totals[-1]}")
+
+    def hasty(rng: random.Random) -> str:
+        last = rng.randrange(stop)
+        return f"{''.join(done[:last])}.#{totals[last]}"
+
+    return Question(
+        prompt=f"{first}:{''.join(f'{sign}{digit}_' for sign, digit in zip(signs, digits, strict=True))}=",
+        gold=str(totals[-1]),
+        short=f"{''.join(done)}.#{totals[-1]}",
+        long=f"{''.join(done)}.#{totals[-1]}",
+        hasty=hasty,
+        guess=lambda rng: f"#{rng.randrange(10)}",
+        endless=done[0],
+        steps=stop,
+    )
+
+
+RECIPE = FamilyRecipe(difficulty=12)
+FAMILY = Family("tallies", (*string.digits, *"+-_:=.#"), (), draw, RECIPE, Path(__file__))
+
+if __name__ == "__main__":
+    print("base models:", *FAMILY.prepare())

@@ -1,0 +1,84 @@
+"""What a task can tell apart: the score is a share of pairs, and a failed control leaves no verdict."""
+
+from __future__ import annotations
+
+import random
+import shutil
+
+import pytest
+
+from recipes.lab import discrimination, planted_run
+from recipes.lab.discrimination import Comparison, auc, rank_p, score_of, verdict
+
+SEEDS = (8, 8)
+
+
+def found(**changed: tuple[float | None, float | None]) -> list[Comparison]:
+    values = {"negative": (0.55, 0.7), "positive": (1.0, 0.001), "bug": (0.95, 0.001), **changed}
+    return [Comparison(name, name, "a", "b", SEEDS, *value) for name, value in values.items()]
+
+
+def test_auc_is_the_share_of_pairs():
+    assert auc([3, 4], [1, 2]) == 1 and auc([1, 2], [3, 4]) == 0
+    assert auc([1, 3], [2, 3]) == pytest.approx((0 + 0 + 1 + 0.5) / 4)
+
+
+def test_p_is_exact():
+    assert rank_p([1, 2, 3, 4], [5, 6, 7, 8]) == pytest.approx(2 / 70)
+    assert rank_p([1, 3, 5, 7], [2, 4, 6, 8]) == pytest.approx(48 / 70)  # counted by hand: ranks sum to 16 or 20
+    assert rank_p([1, 1, 1], [1, 1, 1]) == 1
+
+
+def test_equal_sides_are_rarely_told_apart():
+    rng = random.Random(1)
+    ps = [rank_p([rng.random() for _ in range(5)], [rng.random() for _ in range(5)]) for _ in range(200)]
+    assert 0.01 < sum(p < 0.05 for p in ps) / 200 < 0.09
+
+
+@pytest.mark.parametrize(
+    ("changed", "baseline", "says"),
+    [
+        ({}, 0.6, "carries claims: its score is 0.95"),
+        ({"bug": (0.85, 0.02)}, 0.6, "no claim: its score 0.85 is below 0.9 (bug)"),
+        ({"bug": (None, None)}, 0.6, "no claim: not run (bug)"),
+        ({"negative": (0.9, 0.01)}, 0.6, "no claim: the negative control fails"),
+        ({"positive": (0.7, 0.2)}, 0.6, "no claim: the positive control fails"),
+        ({}, 0.9, "no claim: the baseline ends at 90%"),
+    ],
+)
+def test_a_task_carries_claims_only_where_controls_hold(changed, baseline, says):
+    assert says in verdict(found(**changed), [baseline] * 8)
+
+
+def test_the_score_is_the_least_auc_and_leaves_the_negative_control_out():
+    assert score_of(found(negative=(0.1, 0.5))) == 0.95
+    assert score_of(found(bug=(None, None))) is None
+
+
+def test_registered_studies_have_the_controls_that_the_table_reads():
+    for path in sorted((discrimination.ROOT / "recipes/lab").glob("study_*.yaml")):
+        study = discrimination.load_study(path)
+        assert {discrimination.NEGATIVE, discrimination.POSITIVE} <= set(study.claims)
+        assert discrimination.BASELINE in study.arms and discrimination.METRIC in study.metrics
+        assert study.minimum_seeds == len(study.seeds) == 8
+        assert study.claims[discrimination.NEGATIVE].direction == "equal"
+        others = [claim for name, claim in study.claims.items() if name != discrimination.NEGATIVE]
+        assert {claim.direction for claim in others} == {"greater"} and len(others) >= 3
+
+
+def test_a_planted_run_is_the_same_run_with_a_bug():
+    arguments, bug = planted_run.settings(["family=trails", "plant=kl_sign", "seed_offset=100", "trainer.seed=2"])
+    assert bug == "kl_sign" and "trainer.seed=102" in arguments
+    assert "actor_rollout_ref.model.path=./outputs/lab/trails/base/seed-2/current" in arguments
+    assert (
+        planted_run.settings(["family=trails", "trainer.seed=2", "data.val_files=x"])[0].count("data.val_files=x") == 1
+    )
+
+
+def test_the_table_is_what_the_records_give(tmp_path):
+    shutil.copytree(discrimination.ROOT / "results/lab/study_trails", tmp_path / "lab/study_trails")
+    for suffix in (".md", ".json"):
+        written = discrimination.write(tmp_path).with_suffix(suffix)
+        assert (
+            written.read_text() == (discrimination.ROOT / "results/lab/discrimination").with_suffix(suffix).read_text()
+        )
