@@ -221,6 +221,9 @@ class Session:
                     self.save()
                     self.writer.finish()
                     log.warning("stopped after step %d of %d; the same command goes on", self.step, self.total_steps)
+                except Exception as error:
+                    self.tracker.note("stopped_because", f"{type(error).__name__}: {error}")
+                    raise
         finally:
             self.writer.close()
             self.tracker.close(status)

@@ -65,13 +65,23 @@ def panels(groups: Sequence[Group], x: str = "step") -> list[Curves]:
 
 
 def curves(shown: Sequence[Curves]) -> Iterator[Block]:
-    """Yield the heading, a note on how to read the curves, and the panels."""
+    """Yield the heading, a note on how to read the curves, the panels, and the values that never change."""
     yield Heading("Curves")
     yield Text(
         "A faint line is one seed, or the single steps; the strong line over it is the mean over seeds and, in curves "
         f"of more than {SMOOTHED_BEYOND} steps, over neighbouring steps. Bands are 95 % intervals over questions."
     )
-    yield Gallery(shown)
+    flat = {panel.title: one for panel in shown if (one := _constant(panel)) is not None}
+    yield Gallery([panel for panel in shown if panel.title not in flat])
+    if flat:
+        yield Text(f"The same at every step: {', '.join(f'{title} {one:.4g}' for title, one in flat.items())}.")
+
+
+def _constant(panel: Curves) -> float | None:
+    """Return the only value of a panel with several steps, which is no picture, or None."""
+    values = {value for line in panel.lines for value in line.values}
+    several = any(len(line.steps) > 1 for line in panel.lines)
+    return values.pop() if several and len(values) == 1 and not panel.stacked else None
 
 
 def _mean_line(lines: Sequence[Line]) -> Line:

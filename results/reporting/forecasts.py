@@ -17,7 +17,7 @@ from typing import Any
 
 from core.errors import InputError
 from core.tracking.validation import Estimate, wilson
-from results.reporting.pages import Block, Heading, Table, Text, markdown
+from results.reporting.pages import Block, Heading, Table, Text, markdown, without_constants
 from results.reporting.run_reader import Point, RecordedRun, load_run
 from results.reporting.scaling import SigmoidFit, fit_sigmoid
 from results.reporting.x_axis import totals
@@ -234,7 +234,7 @@ def fits(runs: Sequence[RecordedRun]) -> Iterator[Block]:
         return
     yield Heading("Where the curves level off")
     midpoints = [f"midpoint, {unit}" for unit in _UNITS.values()]
-    yield Table(["run", "evaluated on", "asymptote, %", *midpoints, "exponent", "why none"], rows)
+    yield without_constants(Table(["run", "evaluated on", "asymptote, %", *midpoints, "exponent", "why none"], rows))
     yield Text(
         "`R0 + (A - R0) / (1 + (M / C)^B)` (arXiv:2510.13786) fitted to the validations, R0 the one at step 0, C what "
         "was spent: asymptote A, midpoint M, exponent B, medians with 90 % intervals. Where M lies before the first "
@@ -254,7 +254,7 @@ def curve_fits(curves: Mapping[str, Sequence[tuple[float, float]]]) -> Table:
             rows.append([name, "", "", "", str(error)])
         else:
             rows.append([name, _in_percent(fit.asymptote), _bounded(fit.midpoint), _bounded(fit.exponent), ""])
-    return Table(["curve", "asymptote, %", "midpoint, steps", "exponent", "why none"], rows)
+    return without_constants(Table(["curve", "asymptote, %", "midpoint, steps", "exponent", "why none"], rows))
 
 
 _UNITS = {"step": "steps", "tokens": "tokens", "hours": "hours"}

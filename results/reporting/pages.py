@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -45,14 +46,13 @@ class Table:
     """Cells are text. ``prose`` columns wrap and keep their line breaks, the others stay on one line. ``pictures`` of
     each row, data URIs, stand in its first cell; Markdown has none.
 
-    On a narrow screen a table that ``stacks`` shows each row as a block of lines, so that nothing scrolls sideways.
+    On a narrow screen each row is a block of lines, so that nothing scrolls sideways; prose keeps its columns.
     """
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     prose: bool = False
     caption: str = ""
-    stacks: bool = False
     pictures: Sequence[Sequence[str]] = ()
 
 
@@ -104,10 +104,12 @@ Block = Heading | Text | Table | Gallery | Link | Fold
 
 
 def without_constants(table: Table) -> Table:
-    """Return the table with columns that are alike in all of its rows moved into the caption; one row stays whole."""
-    if len(table.rows) < 2:
-        return table
-    alike = [at for at, cells in enumerate(zip(*table.rows, strict=True)) if at and len(set(cells)) == 1]
+    """Return the table with columns that are alike in all of its rows moved into the caption.
+
+    Of a table of one row only the empty columns go.
+    """
+    columns = enumerate(zip(*table.rows, strict=True))
+    alike = [at for at, cells in columns if at and len(set(cells)) == 1 and (len(cells) > 1 or not cells[0])]
     said = [f"{table.header[at]} {table.rows[0][at]}" for at in alike if table.rows[0][at]]
     caption = " ".join(part for part in (table.caption, f"In all rows: {', '.join(said)}." if said else "") if part)
 
@@ -144,7 +146,10 @@ def draw(panel: Curves, index: int, ground: str = "none") -> tuple[str, dict[str
         "ytick.color": "#4a4f57",
     }
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(4.4, 2.5), layout="constrained")
+        labels = {line.label for line in panel.lines if line.label}
+        columns = 1 if max(map(len, labels), default=0) > 24 else 2 if max(map(len, labels), default=0) > 14 else 3
+        beyond = max(0, math.ceil(len(labels) / columns) - 2)  # rows of a legend that would take the curves' room
+        figure = Figure(figsize=(4.4, 2.5 + 0.17 * beyond), layout="constrained")
         axes = figure.add_subplot()
         (_draw_stack if panel.stacked else _draw_lines)(axes, panel.lines)
         axes.spines[["top", "right"]].set_visible(False)
@@ -152,8 +157,7 @@ def draw(panel: Curves, index: int, ground: str = "none") -> tuple[str, dict[str
         axes.set_axisbelow(True)
         axes.set_xlabel(panel.x)
         axes.xaxis.get_major_locator().set_params(integer=panel.x != "hours")
-        if len(labels := {line.label for line in panel.lines if line.label}) > 1:
-            columns = 1 if max(map(len, labels)) > 24 else 2 if max(map(len, labels)) > 14 else 3
+        if len(labels) > 1:
             figure.legend(loc="outside upper left", frameon=False, fontsize=8, ncols=columns, handlelength=1.5)
         out = io.StringIO()
         FigureCanvasSVG(figure).print_svg(out, metadata={"Date": None})

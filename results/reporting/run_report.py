@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +63,14 @@ def learnt(runs: Sequence[RecordedRun], picture: Sequence[Curves], links: Sequen
     yield Text(headline(runs), strong=True)
     if picture:
         yield Gallery(picture)
-    yield replace(without_constants(short), stacks=True)
+    yield without_constants(short)
     yield from links
     note = (
         "Accuracy in percent at the last validation, with 95 % intervals: of one run over questions, of several seeds "
         "after their standard deviation (±) over seeds."
     )
-    tables = [replace(without_constants(table), stacks=True) for table in (whole, run_table(summaries))]
     yield Text(note)
-    yield Fold("Settings, and each run", tables)
+    yield Fold("Settings, and each run", [without_constants(table) for table in (whole, run_table(summaries))])
 
 
 # --- times ---
@@ -174,12 +172,20 @@ def provenance(groups: Sequence[Group]) -> Iterator[Block]:
         yield Text("Commit, configuration, seed and hardware of these runs are not recorded in their logs.")
     if not runs:
         return
-    rows = [[title, *(_cell(read(run)) for run in runs)] for title, read in _PROVENANCE.items()]
     yield Heading("Provenance")
-    yield Table(["", *(run.name for run in runs)], [row for row in rows if any(row[1:])])
+    yield _by_run(runs, {title: [_cell(read(run)) for run in runs] for title, read in _PROVENANCE.items()})
     packages = sorted({name for run in runs for name in run.session["packages"]})
-    versions = [[name, *(run.session["packages"].get(name, "") for run in runs)] for name in packages]
-    yield Fold("Package versions", [Table(["package", *(run.name for run in runs)], versions)])
+    versions = {name: [run.session["packages"].get(name, "") for run in runs] for name in packages}
+    yield Fold("Package versions", [_by_run(runs, versions)])
+
+
+def _by_run(runs: Sequence[RecordedRun], facts: Mapping[str, Sequence[str]]) -> Table:
+    """Return a line for each fact of one run, or for each of several runs, with what they share in the caption."""
+    facts = {name: cells for name, cells in facts.items() if any(cells)}
+    if len(runs) == 1:
+        return Table(["", runs[0].name], [[name, *cells] for name, cells in facts.items()])
+    rows = [list(cells) for cells in zip([run.name for run in runs], *facts.values(), strict=True)]
+    return without_constants(Table(["run", *facts], rows))
 
 
 def _git(run: RecordedRun) -> str:

@@ -231,7 +231,8 @@ def _table(states: Sequence[RunState], width: int) -> Table:
     if wide:
         table.add_column("last step", no_wrap=True, overflow="ellipsis", ratio=4)
     table.add_column("accuracy", no_wrap=True, overflow="ellipsis", ratio=2, min_width=10)
-    table.add_column("health", no_wrap=not wide, overflow="ellipsis", ratio=3, min_width=8)
+    few = len(states) <= 5  # a reason may take several lines; of many runs each has one
+    table.add_column("health", no_wrap=not (wide or few), overflow="ellipsis", ratio=3, min_width=8)
     for one in states:
         share = one.step / one.total if one.total else 0.0
         steps = f"{bar(share)} {one.step}/{one.total}" if one.total else str(one.step)

@@ -1,12 +1,14 @@
 """The museum's table: which test fails under each bug, and what a run of three steps reports without knowing it.
 
     python -m tests.oracle --work DIR --labs            prepares the base models in DIR, where they are missing
-    python -m tests.museum.report --work DIR --runs --tests --clean 25
+    python -m tests.museum.report --work DIR --forget --runs --tests --clean 25
+    python -m tests.museum.report --trl FILE            takes what tests/museum/trl_side.py measured
     python -m tests.museum.report                       writes the page again from what was recorded
 
 What is measured goes into ``results/museum.json``, the page ``results/museum.md`` is made of that and of ``bugs.yaml``.
-``--only BUG ...`` measures some bugs; the others keep what was recorded. ``--clean N`` runs N seeds of each lab without
-a bug: every line that such a run reports is a false alarm.
+What is recorded is not measured again, so that the command goes on where it was stopped; ``--forget`` begins anew.
+``--only BUG ...`` measures some bugs. ``--clean N`` runs N seeds of each lab without a bug: every line that such a run
+reports is a false alarm.
 """
 
 from __future__ import annotations
@@ -106,7 +108,7 @@ def shown(text: str, width: int = 170) -> str:
 
 def page(record: Mapping[str, Any]) -> str:
     """Return the page of a record."""
-    bugs, clean = record["bugs"], record["clean"]
+    bugs, clean, trl = record["bugs"], record["clean"], record.get("trl", {})
     kinds = Counter(kind_of(found["run"][0])[0] for bug in BUGS if caught(found := bugs.get(bug["id"], {})))
     runs = sum(kinds.values())
     tests = sum(bool(bugs.get(bug["id"], {}).get("test_fails")) for bug in BUGS)
@@ -121,18 +123,18 @@ def page(record: Mapping[str, Any]) -> str:
         f"- **By the run: {runs} of {len(BUGS)}**, in three steps of the lab, not told which bug is in it: "
         + ", ".join(f"{count} by {kind}" for kind, count in kinds.most_common())
         + ". The invariants were written for these bugs: that they are found is no evidence about other ones.",
-        clean_line(clean),
-        share_line(clean),
-        "- **TRL**: not run.",
+        clean_line(clean, record.get("before")),
+        share_line(clean, record.get("before")),
+        *trl_lines(trl),
         "",
-        "| bug | threads | test that fails | what the run reports within 3 steps |",
-        "|---|---|---|---|",
+        "| bug | threads | test that fails | what the run reports within 3 steps | TRL |",
+        "|---|---|---|---|---|",
     ]
     for bug in BUGS:
         found = bugs.get(bug["id"], {})
         lines.append(
             f"| **{bug['id']}**<br>{bug['title']} | {' '.join(map(linked, bug['sources']))} | {test_cell(bug, found)} "
-            f"| {run_cell(bug, found)} |"
+            f"| {run_cell(bug, found)} | {trl_cell(bug['id'], trl)} |"
         )
     return "\n".join([*lines, ""])
 
@@ -158,25 +160,96 @@ def run_cell(bug: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     return f"{kind}: {shown(text)}{keys}"
 
 
-def clean_line(clean: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+TRL_KINDS = ("exception", "warning", "metric")  # what TRL may report: the strongest first
+
+
+def trl_kind(told: Sequence[str]) -> tuple[str, str]:
+    """Return the strongest kind of what TRL reported, with its first line, or "nothing"."""
+    for kind in TRL_KINDS:
+        if found := [line for line in told if line.startswith(f"{kind}: ")]:
+            return kind, found[0]
+    return "nothing", "nothing"
+
+
+def trl_lines(trl: Mapping[str, Any]) -> list[str]:
+    if not trl:
+        return ["- **TRL**: not run."]
+    kinds = Counter(trl_kind(told)[0] for told in trl["bugs"].values())
+    alarms = sum(bool(told) for told in trl["others"].values())
+    return [
+        f"- **TRL {trl['version']}** (`GRPOTrainer` on a CPU, without vLLM, same base and task, three generations): "
+        f"{len(trl['bugs'])} bugs have a counterpart and were planted by mutations of TRL. "
+        f"{kinds['exception']} ended in an exception and {kinds['warning']} in a warning. "
+        f"{kinds['metric']} moved a logged metric out of the widened range of {trl['clean']} clean runs; TRL raises no "
+        f"alarm for that, and of {len(trl['others'])} other clean runs {alarms} left the range as well. "
+        f"{kinds['nothing']} showed nowhere. The rule, and what stands for an engine, is in "
+        "`tests/museum/trl_side.py`. With vLLM TRL logs the difference of log-probs as well; that was not run."
+    ]
+
+
+def trl_cell(bug: str, trl: Mapping[str, Any]) -> str:
+    if bug in trl.get("not_applicable", {}):
+        return f"not applicable: {trl['not_applicable'][bug]}"
+    return shown(trl_kind(trl["bugs"][bug])[1]) if bug in trl.get("bugs", {}) else "not run"
+
+
+Clean = Mapping[str, Sequence[Mapping[str, Any]]]  # recipe -> its runs without a bug
+
+
+def clean_line(clean: Clean, before: Mapping[str, Any] | None) -> str:
     counts = {name: len(clean.get(name, ())) for name in RECIPES}
-    alarms = sum(bool(one["lines"]) for name in RECIPES for one in clean.get(name, ()))
     each = ", ".join(f"{name} {count}" for name, count in counts.items())
-    return f"- **False alarms: {alarms} in {sum(counts.values())} clean runs** of three steps ({each}; one seed a run)."
+    runs, alarms = sum(counts.values()), alarms_of(clean)
+    line = f"- **False alarms: {alarms} in {runs} clean runs** of three steps ({each}; one seed a run)."
+    if before:
+        runs, alarms = sum(map(len, before["clean"].values())), alarms_of(before["clean"])
+        line += f" At commit {before['commit']}: {alarms} in {runs}."
+    return line
 
 
-def share_line(clean: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    shares = {name: sorted(one["share"] for one in clean.get(name, ())) for name in RECIPES}
-    text = ", ".join(f"{name} {values[len(values) // 2]:.2%}" for name, values in shares.items() if values)
-    return (
+def alarms_of(clean: Clean) -> int:
+    return sum(bool(one["lines"]) for runs in clean.values() for one in runs)
+
+
+def share_line(clean: Clean, before: Mapping[str, Any] | None) -> str:
+    line = (
         f"- **Cost of all invariants together**: CPU seconds inside them over CPU seconds of the loop, median of the "
-        f"clean runs: {text or 'not run'}."
+        f"clean runs: {shares(clean) or 'not run'}"
     )
+    if before:
+        line += f"; at commit {before['commit']}, on a machine with less other work: {shares(before['clean'])}"
+    return f"{line}."
+
+
+def shares(clean: Clean) -> str:
+    values = {name: sorted(one["share"] for one in clean.get(name, ())) for name in RECIPES}
+    return ", ".join(f"{name} {found[len(found) // 2]:.2%}" for name, found in values.items() if found)
 
 
 def save(record: Mapping[str, Any]) -> None:
     RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     PAGE.write_text(page(record), encoding="utf-8")
+
+
+def forget(record: dict[str, Any], bugs: Sequence[str], runs: bool, tests: bool, clean: bool) -> None:
+    """Take out of the record what is to be measured anew."""
+    for bug in bugs:
+        for name, named in (("run", runs), ("clean", runs), ("test_fails", tests)):
+            if named:
+                record["bugs"].get(bug, {}).pop(name, None)
+    if clean:
+        record["clean"] = {}
+
+
+def measure_clean(record: dict[str, Any], seeds: int, work: Path) -> None:
+    """Run the labs without a bug, recipe by recipe, so that an early end has some of each."""
+    for seed in range(1, seeds + 1):
+        for name in RECIPES:
+            known = record["clean"].setdefault(name, [])
+            if seed not in [one["seed"] for one in known]:
+                known.append({"seed": seed, **run_clean(name, seed, work.resolve())})
+                print(name, known[-1], flush=True)
+                save(record)
 
 
 def main() -> None:
@@ -185,28 +258,28 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", metavar="BUG", choices=[bug["id"] for bug in BUGS])
     parser.add_argument("--runs", action="store_true", help="run the lab of each bug")
     parser.add_argument("--tests", action="store_true", help="run the test of each bug")
+    parser.add_argument("--forget", action="store_true", help="measure what is named also where it is recorded")
+    parser.add_argument("--trl", type=Path, metavar="FILE", help="what tests/museum/trl_side.py wrote")
     parser.add_argument("--clean", type=int, default=0, metavar="N", help="runs without a bug, of each recipe")
     asked = parser.parse_args()
     if (asked.runs or asked.clean) and asked.work is None:
         parser.error("--runs and --clean need --work")
     record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {"bugs": {}, "clean": {}}
-    for bug in BUGS if asked.runs or asked.tests else ():
-        if asked.only is not None and bug["id"] not in asked.only:
-            continue
+    asked_bugs = [bug for bug in BUGS if asked.only is None or bug["id"] in asked.only]
+    if asked.forget:
+        forget(record, [bug["id"] for bug in asked_bugs], asked.runs, asked.tests, bool(asked.clean))
+    if asked.trl:
+        measured = json.loads(asked.trl.read_text(encoding="utf-8"))
+        record["trl"] = {name: found for name, found in measured.items() if name != "runs"}  # those are megabytes
+    measure_clean(record, asked.clean, asked.work)
+    for bug in asked_bugs if asked.runs or asked.tests else ():
         found = record["bugs"].setdefault(bug["id"], {})
-        if asked.runs:
+        if asked.runs and "run" not in found:
             found.update(run_bug(bug, asked.work.resolve()))
-        if asked.tests:
+        if asked.tests and "test_fails" not in found:
             found["test_fails"] = test_fails(bug["id"], bug["test"])
         print(bug["id"], found.get("test_fails"), [kind_of(line)[0] for line in found.get("run", ())], flush=True)
         save(record)
-    if asked.clean:
-        record["clean"] = {name: [] for name in RECIPES}
-    for seed in range(1, asked.clean + 1):  # recipe by recipe, so that an early end has some of each
-        for name in RECIPES:
-            record["clean"][name].append({"seed": seed, **run_clean(name, seed, asked.work.resolve())})
-            print(name, seed, record["clean"][name][-1], flush=True)
-            save(record)
     save(record)
 
 

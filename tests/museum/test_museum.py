@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.museum.mutations import MUTATIONS, planted
 from tests.museum.report import BUGS, PAGE, RECORD, ROOT, page
 
 IDS = [bug["id"] for bug in BUGS]
+TRL_SIDE = Path(report.__file__).parent / "trl_side.py"
 
 
 def test_thirty_bugs_each_with_threads_a_mutation_and_a_test_that_exists():
@@ -42,6 +44,22 @@ def test_what_a_run_misses_is_written_missed():
     record = {"bugs": {IDS[0]: {"run": [], "test_fails": False}}, "clean": {}}
     first = next(line for line in page(record).splitlines() if IDS[0] in line)
     assert first.count("| missed") == 2 and "By the run: 0 of 30" in page(record) and "not run" in page(record)
+
+
+def test_every_bug_is_planted_in_trl_or_has_a_reason_why_not():
+    trl = json.loads(RECORD.read_text(encoding="utf-8"))["trl"]
+    names = {node.name for node in ast.parse(TRL_SIDE.read_text(encoding="utf-8")).body if hasattr(node, "name")}
+    assert set(IDS) == (set(IDS) & names) | set(trl["not_applicable"]) and not names & set(trl["not_applicable"])
+    assert set(trl["bugs"]) <= names
+
+
+def test_the_strongest_report_of_trl_is_shown():
+    trl = {
+        "bugs": {IDS[0]: ["metric: kl is 0", "exception: IndexError"], IDS[1]: []},
+        "not_applicable": {IDS[2]: "why"},
+    }
+    cells = [report.trl_cell(bug, trl) for bug in IDS[:4]]
+    assert cells == ["exception: IndexError", "nothing", "not applicable: why", "not run"]
 
 
 def test_a_mutation_is_gone_after_its_block():
@@ -100,6 +118,8 @@ def test_a_run_reports_its_bug_and_nothing_where_there_is_none(bug, match, tiny,
     with planted(bug):
         lines = reported(tiny, tmp_path)
     assert any(match in line for line in lines), lines
+    ended = json.loads((tmp_path / "manifest.json").read_text(encoding="utf-8"))
+    assert ended["status"] != "failed" or match in ended["stopped_because"], "what watch and report show of it"
 
 
 @pytest.mark.slow

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from core.data.images import thumbnail
 from results import report
-from results.reporting.pages import Table, without_constants
+from results.reporting.curves import curves
+from results.reporting.pages import Curves, Line, Table, without_constants
 from results.reporting.run_reader import load_run
 from tests.browser import SCHEMES, WIDTHS, chromium, contrast, first_paint_ms, opened, overflow, pictures_without_text
 from tests.core.synthetic import configured, make_run
 from tests.pictures import picture
+
+RESULTS = Path(report.__file__).parent
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +55,17 @@ def test_it_fits_and_can_be_read(browser, page_path, width, height, scheme):
         assert page.evaluate("getComputedStyle(document.querySelector('svg text')).fill") != "rgb(0, 0, 0)"
         first = page.locator(".scroll").first
         assert first.evaluate("one => one.scrollWidth <= one.clientWidth")
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*/*.html")), ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_published_pages_fit_and_begin_with_a_sentence_a_picture_and_a_table(browser, path):
+    for (width, height), scheme in zip(WIDTHS, SCHEMES, strict=True):
+        with opened(browser, path, width, height, scheme) as page:
+            assert overflow(page) <= 0 and pictures_without_text(page) == [] and first_paint_ms(page) < 2000
+            order = page.eval_on_selector_all("body > *", "all => all.map((one) => one.className || one.tagName)")
+            assert order[:4] == ["H1", "strong", "gallery", "scroll"]
+            first = page.locator(".scroll").first
+            assert first.evaluate("one => one.scrollWidth <= one.clientWidth")
 
 
 def test_pictures_stand_beside_the_answers_to_questions_about_them(browser, tmp_path):
@@ -110,4 +126,20 @@ def test_constant_columns_move_into_the_caption():
     moved = without_constants(table)
     assert (moved.header, moved.rows) == (["run", "seed"], [["a", "1"], ["b", "2"]])
     assert moved.caption == "Two. In all rows: model m."
-    assert without_constants(Table(["a", "b"], [["x", "y"]])) == Table(["a", "b"], [["x", "y"]])
+    assert without_constants(Table(["a", "b", "c"], [["x", "y", ""]])) == Table(["a", "b"], [["x", "y"]])
+
+
+def test_a_curve_that_never_changes_is_a_sentence():
+    flat, rising = (Curves(name, [Line("", [1, 2], [1.0, end])]) for name, end in (("Kept", 1.0), ("Reward", 2.0)))
+    _, _, gallery, told = curves([flat, rising])
+    assert list(gallery.curves) == [rising] and told.text == "The same at every step: Kept 1."
+    assert len(list(curves([replace(flat, lines=[Line("", [1], [1.0])])]))) == 3, "a single step is no constant"
+
+
+def test_no_table_of_a_page_scrolls_sideways_on_a_narrow_screen(browser, page_path):
+    with opened(browser, page_path, *WIDTHS[1]) as page:
+        page.evaluate("document.querySelectorAll('details').forEach((one) => (one.open = true))")
+        wide = page.eval_on_selector_all(
+            ".scroll", "all => all.filter((one) => one.scrollWidth > one.clientWidth).map((one) => one.innerText)"
+        )
+        assert wide == [] and overflow(page) <= 0

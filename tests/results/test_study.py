@@ -305,8 +305,10 @@ def test_the_report_shows_claims_arms_and_what_others_report(tmp_path):
     path.write_text(yaml.safe_dump({"studies": {"toy": reported}}))
     text = write_report(toy, kept, tmp_path / "results").read_text()
     assert toy.registration in text and "8 of 12 runs are finished" in text
-    (row,) = [line for line in text.splitlines() if line.startswith("| C1 | lift helps")]
-    assert row.endswith("| +10.0 | 0.000 | 4 | confirmed |") and "+20.5 [+18.4, +22.6]" in row
+    (row,) = [line for line in text.splitlines() if line.startswith("| C1 |") and "confirmed" in line]
+    assert row == "| C1 | accuracy, % | +20.5 [+18.4, +22.6] | 0.000 | confirmed |"
+    assert "In all rows: says lift helps, arms better − base, minimum +10.0, seeds 4." in text
+    assert text.startswith("# Toy study\n\n**Of 2 claims: 1 confirmed (C1); 1 refuted (C2).**"), "it stands first"
     assert "| same | without effect | 0 | not run | not run | not run |" in text
     assert "| C1 | better − base | +6.5 | its paper | +20.5 [+18.4, +22.6] |" in text
     assert "| C2 | better − base | +6.5" not in text, "what is reported is another metric"
