@@ -19,9 +19,9 @@ from importlib.util import find_spec
 from typing import NoReturn
 
 from core.cluster.address import address_problem
-from core.config import Composed, Config, diff, examine, paths, recipes, tables
+from core.config import Composed, Config, diff, examine, paths, recipes, registry
 from core.config.convert import show
-from core.config.resolution import resolve
+from core.config.derived_values import resolve
 from core.planning.estimate import DEFAULT_GPU
 from core.planning.first_lines import first_lines, gpu_here, plan_lines, small
 from core.planning.model_rules import model_problems
@@ -78,12 +78,12 @@ def _without_cluster(config: Config) -> list[str]:
 
 def _without_engine(config: Config) -> list[str]:
     key, name = "actor_rollout_ref.rollout.name", config.actor_rollout_ref.rollout.name
-    entry = tables.ENGINES[name]
+    entry = registry.ENGINES[name]
     package = entry.package
     if not config.needs_engine:
         return []
     if entry.problems:
-        return tables.load_object(entry.problems)(config)
+        return registry.load_object(entry.problems)(config)
     if package is None or find_spec(package):
         return []
     return [f"{key}={name}: {package} is not installed; make setup installs it where it can, or use {key}=hf"]

@@ -25,7 +25,7 @@ from core.algorithm.rollout_correction import MISMATCH_READS, add_mismatch, corr
 from core.checkpoint.kill_points import kill_point
 from core.cluster.local_workers import LocalWorkers
 from core.cluster.workers import Workers, ray_backend
-from core.config import tables
+from core.config import registry
 from core.config.schema import Config
 from core.data.parquet import Example
 from core.data.sampler import sampling_seed
@@ -74,7 +74,7 @@ class StepNeeds:
     def of(cls, config: Config) -> StepNeeds:
         algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
         correction = algorithm.rollout_correction
-        estimator, loss = tables.estimator(algorithm.adv_estimator), tables.policy_loss(actor.policy_loss.loss_mode)
+        estimator, loss = registry.estimator(algorithm.adv_estimator), registry.policy_loss(actor.policy_loss.loss_mode)
         read_before = algorithm.use_kl_in_reward or loss.selects is not None or estimator.squares
         return cls(
             critic=estimator.critic,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from core.algorithm import advantages, kl, losses, masked
-from core.config import tables
+from core.config import registry
 from core.learner import learner as schedules
 from core.learner.log_probs import token_log_probs_and_entropy
 from core.types import TrainBatch
@@ -93,7 +93,7 @@ def _policy(name: str, case: Case, precision: str) -> Iterator[Comparison]:
     loss_BT, stats = losses.policy_loss(name)(log_prob, old, adv, mask, config)
     if given.get("rollout_is_weights") is not None:
         loss_BT = loss_BT * _tensor(given["rollout_is_weights"], precision)
-    mode = tables.policy_loss(name).aggregation or case.params["loss_agg_mode"]
+    mode = registry.policy_loss(name).aggregation or case.params["loss_agg_mode"]
     loss = _aggregated(loss_BT, mask, mode, _counts(case))
     loss.backward()
     empty = not bool(mask.any())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from core.algorithm import rollout_correction as rc
 from core.algorithm.losses import Means
-from core.config import thresholds
+from core.config import correction_bounds
 from core.types import TrainBatch
 from tests.golden_io import Case, Comparison
 
@@ -44,7 +44,7 @@ def batch_of(old: Tensor, rollout: Tensor, mask: Tensor) -> TrainBatch:
 
 def _weights(case: Case, precision: str) -> Iterator[Comparison]:
     want, params = case.want(precision), case.params
-    bounds, level = thresholds.weight_bounds(params["rollout_is_threshold"]), params.get("rollout_is", "token")
+    bounds, level = correction_bounds.weight_bounds(params["rollout_is_threshold"]), params.get("rollout_is", "token")
     old, rollout, mask = _given(case, precision)
     applied, raw = rc.importance_weights(rc.log_ratio(old, rollout, mask), mask, level, bounds)
     metrics = rc.weight_metrics(applied, raw, mask, level, bounds)
@@ -62,7 +62,7 @@ def _weights(case: Case, precision: str) -> Iterator[Comparison]:
 
 def _rejection(case: Case, precision: str) -> Iterator[Comparison]:
     want, params = case.want(precision), case.params
-    wanted = thresholds.criteria(params["rollout_rs"], params["rollout_rs_threshold"])
+    wanted = correction_bounds.criteria(params["rollout_rs"], params["rollout_rs_threshold"])
     old, rollout, mask = _given(case, precision)
     ratio = rc.log_ratio(old, rollout, mask)
     yield Comparison("mask", rc.kept_tokens(ratio, mask, wanted), want["mask"], 0.0)
@@ -95,7 +95,7 @@ def _weights_of_rows(case: Case) -> Values:
     """Of weights that are truncated or, where the threshold has two bounds, dropped outside of them."""
     if not (rows := _rows(case)):
         return {}
-    bounds = thresholds.weight_bounds(case.params["rollout_is_threshold"])
+    bounds = correction_bounds.weight_bounds(case.params["rollout_is_threshold"])
     upper, lower = bounds.upper, 1 / bounds.upper if bounds.lower is None else bounds.lower
     weights = [[math.exp(a - b) for a, b in row] for row in rows]
     if case.params.get("rollout_is") == "sequence":

@@ -1,7 +1,7 @@
 """Advantage estimators: rewards in, one advantage a token out.
 
 Each is a pure function ``f(inputs: AdvantageInputs) -> (advantages_BT, returns_BT)``, both 0 outside
-``response_mask``. ``algorithm.adv_estimator`` names one of :data:`core.config.tables.ESTIMATORS`, or a
+``response_mask``. ``algorithm.adv_estimator`` names one of :data:`core.config.registry.ESTIMATORS`, or a
 user's own by its path.
 
 Each works on padded tensors; :func:`estimate` decides how many groups are padded at once.
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from core.algorithm.masked import masked_whiten
-from core.config import tables
-from core.config.tables import chosen
+from core.config import registry
+from core.config.registry import chosen
 
 if TYPE_CHECKING:
     from core.config.schema import AlgorithmConfig
@@ -392,7 +392,7 @@ def compute(token_level_rewards_BT: Tensor, batch: TrainBatch, config: Algorithm
         lam=config.lam,
         norm_adv_by_std_in_grpo=config.norm_adv_by_std_in_grpo,
     )
-    return chosen(config.adv_estimator, tables.ESTIMATORS, "algorithm.adv_estimator")(inputs)
+    return chosen(config.adv_estimator, registry.ESTIMATORS, "algorithm.adv_estimator")(inputs)
 
 
 def estimate(batch: TrainBatch, config: AlgorithmConfig) -> TrainBatch:
@@ -402,7 +402,7 @@ def estimate(batch: TrainBatch, config: AlgorithmConfig) -> TrainBatch:
     at a time, so that no padded tensor of a large batch exists. The others, and a user's own, get the whole batch:
     they may average over all of it.
     """
-    by_group = tables.estimator(config.adv_estimator).by_group
+    by_group = registry.estimator(config.adv_estimator).by_group
     pieces, found = batch.pieces(whole_groups=True) if by_group else (batch,), []
     for piece in pieces:
         advantages_BT, returns_BT = compute(piece.need("token_level_rewards"), piece, config)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from core.algorithm.masked import masked_mean
-from core.config.tables import KL_KINDS
+from core.config.registry import KL_KINDS
 
 if TYPE_CHECKING:
     from core.types import TrainBatch

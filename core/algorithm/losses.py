@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from core.config import tables
-from core.config.tables import chosen
+from core.config import registry
+from core.config.registry import chosen
 
 if TYPE_CHECKING:
     from core.config.schema import ActorConfig
@@ -272,7 +272,7 @@ def policy_loss(name: str) -> PolicyLoss:
     Raises:
         InputError: neither a name of the table nor a path that leads to a function.
     """
-    return chosen(name, tables.POLICY_LOSSES, "actor_rollout_ref.actor.policy_loss.loss_mode")
+    return chosen(name, registry.POLICY_LOSSES, "actor_rollout_ref.actor.policy_loss.loss_mode")
 
 
 def value_loss(
@@ -330,8 +330,8 @@ def token_weights(counts_B: Tensor, mode: str, *, scale_factor: float = 1.0, gro
         counts_B, group_B  [B] int64
         result             [B] float64
     """
-    if mode not in tables.LOSS_AGG_MODES:
-        raise ValueError(f"actor.loss_agg_mode={mode}: choose one of {', '.join(tables.LOSS_AGG_MODES)}")
+    if mode not in registry.LOSS_AGG_MODES:
+        raise ValueError(f"actor.loss_agg_mode={mode}: choose one of {', '.join(registry.LOSS_AGG_MODES)}")
     counts, sequences = counts_B.double(), max(float((counts_B > 0).sum()), 1.0)
     one = torch.ones_like(counts)
     if mode == "token-mean":

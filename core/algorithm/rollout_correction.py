@@ -25,7 +25,7 @@ from torch import Tensor
 
 from core.algorithm.losses import LOG_RATIO_BOUND, Means
 from core.algorithm.masked import masked_mean
-from core.config.thresholds import Bounds, Criterion, criteria, weight_bounds
+from core.config.correction_bounds import Bounds, Criterion, criteria, weight_bounds
 from core.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def normalising_factor(weights_BT: Tensor, mask_BT: Tensor, level: str) -> float
 
 
 def divergence(log_ratio_BT: Tensor, mask_BT: Tensor, name: str) -> Tensor:
-    """Return a statistic of :data:`core.config.thresholds.STATISTICS`, [B, T]; a sequence's stands in all its tokens.
+    """Return a statistic of ``core.config.correction_bounds.STATISTICS``, [B, T]; a sequence's is in all of its tokens.
 
     ``k1 = -d``, ``k2 = d^2 / 2``, ``k3 = exp(d) - 1 - d`` (Schulman 2020, "Approximating KL divergence"), d clamped to
     +-20; per token, or summed, averaged or maximised over the sequence.

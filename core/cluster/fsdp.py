@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from core.algorithm.losses import Means
 from core.checkpoint.provenance import Base, ModelFingerprint
-from core.config import tables
+from core.config import registry
 from core.config.frozen import FrozenDict
 from core.engines.weight_buckets import Packer, Staging, Weight
 from core.learner.hf_export import export_hf, load_weights, weight_files, write_index
@@ -347,7 +347,7 @@ class LearnerRank:
         return fingerprints({name: self.skeletons[name] for name in self.trained}, self.config, known)
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, ...]:
-        squares = tables.estimator(self.config.algorithm.adv_estimator).squares
+        squares = registry.estimator(self.config.algorithm.adv_estimator).squares
         with self.at_work("actor"):
             found = self.actor.log_probs(batch, pass_size(self.config.actor_rollout_ref.rollout), squares=squares)
             reshard(self.actor.module)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from core.checkpoint.provenance import Base, ModelFingerprint
 from core.checkpoint.run_state import save_tensors
-from core.config import tables
+from core.config import registry
 from core.config.frozen import FrozenDict
 from core.engines import NoEngine, RolloutEngine
 from core.engines.factory import make_engine
@@ -112,7 +112,7 @@ class LocalWorkers:
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, ...]:
         self.engine.sleep()
-        squares = tables.estimator(self.config.algorithm.adv_estimator).squares
+        squares = registry.estimator(self.config.algorithm.adv_estimator).squares
         found = self.actor.log_probs(batch, pass_size(self.config.actor_rollout_ref.rollout), squares=squares)
         return tuple(map(batch.flattened, found))
 

@@ -26,7 +26,7 @@ from core.cluster.processes import EngineProcess, LearnerProcess, RewardModelPro
 from core.cluster.ray_engine import RayEngine, RayRewardModel
 from core.cluster.ray_placement import DRIVER_CPUS, device_of, parts_of, reserve
 from core.cluster.ray_watch import Watch
-from core.config import tables
+from core.config import registry
 from core.config.frozen import thaw
 from core.config.paths import run_folder
 from core.errors import InputError
@@ -113,7 +113,7 @@ class RayProcesses:
         self.learners: list[Any] = []
         self.address: tuple[str, int] | None = None  # where the ranks meet
         rollout = config.actor_rollout_ref.rollout
-        splits = "tensor_model_parallel_size" in tables.ENGINES[rollout.name].reads
+        splits = "tensor_model_parallel_size" in registry.ENGINES[rollout.name].reads
         self.engine_gpus = rollout.tensor_model_parallel_size if splits else 1  # of each engine
         self.engine: RayEngine | None = None
         self.reward_model: RayRewardModel | None = None

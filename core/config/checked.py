@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
-from core.config import convert, recipes, references, roles, rules, unused_keys
+from core.config import convert, recipes, reference_rows, roles, rules, unused_keys
+from core.config.derived_values import resolve
 from core.config.from_tree import build
-from core.config.resolution import resolve
 from core.config.schema import Config
 from core.config.view import View
 from core.config.yaml_tables import CHANGED_DEFAULTS, ChangedDefault  # noqa: F401  (offered by core.config)
@@ -52,7 +52,7 @@ def examine(
     config = resolve(build(schema, tree, refused), recipe)
     view = View(config, layers.given, hooks, recipe)
     bad = {problem.key for problem in refused if isinstance(problem, convert.Problem)}
-    unknown, departures = references.check(recipe, config)
+    unknown, departures = reference_rows.check(recipe, config)
     lines = [*refused, *rules.problems(view, bad), *unknown]
     without_effect = unused_keys.reasons(view, [*layers.given, *convert.all_keys(schema)])
     unused = {key: (value, without_effect[key]) for key, value in layers.given.items() if key in without_effect}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, NewType
 
-from core.config import thresholds
+from core.config import correction_bounds
 
 PLUGIN = re.compile(r"(?:[\w.]+|[^:]+\.py):[A-Za-z_]\w*")
 
@@ -55,14 +55,14 @@ WeightBounds = Annotated[
     NumberOrText,
     Limit(
         "a number of at least 1, or lower_upper around 1 with a point in both, as in 0.5_2.0 (0.5_2 is read as 0.52)",
-        lambda v: _reads(lambda: thresholds.weight_bounds(v).upper >= 1),
+        lambda v: _reads(lambda: correction_bounds.weight_bounds(v).upper >= 1),
     ),
 ]
 Rejection = Annotated[
     str,
     Limit(
-        f"of {', '.join((*thresholds.RATIOS, *thresholds.STATISTICS))}, separated by commas",
-        lambda v: _reads(lambda: bool(thresholds.criteria(v, 1.0))),
+        f"of {', '.join((*correction_bounds.RATIOS, *correction_bounds.STATISTICS))}, separated by commas",
+        lambda v: _reads(lambda: bool(correction_bounds.criteria(v, 1.0))),
     ),
 ]
 

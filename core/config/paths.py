@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from core.config import convert, tables
+from core.config import convert, registry
 from core.config.convert import Problem
 from core.config.limits import is_plugin
 from core.config.schema import Config
@@ -70,7 +70,7 @@ def named(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _own_manager(config: Config) -> bool:
-    return tables.own_manager(config.reward_model.reward_manager, config.reward_model.source)
+    return registry.own_manager(config.reward_model.reward_manager, config.reward_model.source)
 
 
 def _plugins(config: Config) -> Iterator[tuple[str, str]]:
@@ -141,7 +141,7 @@ def checked_at_start(config: Config) -> list[str]:
         lines.append(
             f"reward model: {config.reward_model.model.path} is a classifier with one label; its chat template"
         )
-    if package := tables.ENGINES[rollout.name].package:
+    if package := registry.ENGINES[rollout.name].package:
         where = f"for the device of the run (actor_rollout_ref.rollout.name={rollout.name})"
         lines.append(f"package: {package} is installed, {where}")
     if rollout.name == "sglang":
@@ -155,7 +155,7 @@ def checked_at_start(config: Config) -> list[str]:
             lines.append(f"devices: {rollout.nnodes} x {rollout.n_gpus_per_node} more for the engines")
     else:
         lines.append(f"device: {trainer.device or 'cuda if there is one, else cpu'}, and its memory")
-    loggers = {name: tables.logger(name) for name in trainer.logger}
+    loggers = {name: registry.logger(name) for name in trainer.logger}
     lines += [f"package: {name} can be imported (trainer.logger)" for name, entry in loggers.items() if entry.function]
     lines += [f"login: {name}, {entry.login}" for name, entry in loggers.items() if entry.login]
     for key in sorted({key for key, _ in _plugins(config)} | _set_paths(config)):

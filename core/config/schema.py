@@ -2,8 +2,8 @@
 
 Keys and defaults are those of verl v0.6.1 in the subset that does something here, with the DAPO recipe's filter and
 overlong keys; a default that differs is listed in :data:`core.config.yaml_tables.CHANGED_DEFAULTS`. A default of None
-that stands for another key's value is filled in by :func:`core.config.resolution.resolve`, so a resolved configuration
-holds None only where a comment here gives its meaning.
+that stands for another key's value is filled in by :func:`core.config.derived_values.resolve`, so a resolved
+configuration holds None only where a comment here gives its meaning.
 
 Units: a *prompt* is an example of the data, a *trajectory* one answer to it (``rollout.n`` of them a prompt). Batch
 sizes named ``..._per_gpu`` count trajectories in one pass of one rank, and are memory knobs: they cannot change the
@@ -16,19 +16,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from core.config import limits, tables
+from core.config import limits, registry
 from core.config.frozen import FrozenDict
 
-AdvEstimator = Annotated[str, limits.names(*tables.ESTIMATORS)]
-LossMode = Annotated[str, limits.names(*tables.POLICY_LOSSES)]
-AgentLoop = Annotated[str, limits.names(*tables.AGENT_LOOPS)]
-EngineName = Literal[*tables.ENGINES]
-RewardManager = Annotated[str, limits.registered_names(*tables.REWARD_MANAGERS)]
-LossAggMode = Literal[*tables.LOSS_AGG_MODES]
-KLKind = Literal[*tables.KL_KINDS]
+AdvEstimator = Annotated[str, limits.names(*registry.ESTIMATORS)]
+LossMode = Annotated[str, limits.names(*registry.POLICY_LOSSES)]
+AgentLoop = Annotated[str, limits.names(*registry.AGENT_LOOPS)]
+EngineName = Literal[*registry.ENGINES]
+RewardManager = Annotated[str, limits.registered_names(*registry.REWARD_MANAGERS)]
+LossAggMode = Literal[*registry.LOSS_AGG_MODES]
+KLKind = Literal[*registry.KL_KINDS]
 DType = Literal["bfloat16", "bf16", "float32", "fp32"]
 FULL_PRECISION = ("float32", "fp32")
-Logger = Annotated[str, limits.names(*tables.LOGGERS)]
+Logger = Annotated[str, limits.names(*registry.LOGGERS)]
 Open = Mapping[str, Any]  # keys that are another library's, or the user's own
 
 
@@ -197,7 +197,7 @@ class MultiTurnConfig:
     max_tool_response_length: limits.Count = 256  # characters of a tool's answer that are kept
     # the part of a tool's answer that is kept, as verl has it
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
-    format: Literal[*tables.CALL_FORMATS] = "hermes"  # how a tool call is written
+    format: Literal[*registry.CALL_FORMATS] = "hermes"  # how a tool call is written
     repeatable: bool = False  # decoding waits for tools, so that a run repeats to the bit also with slow ones
 
 
@@ -239,7 +239,7 @@ class RolloutConfig:
     @property
     def loop(self) -> str | None:
         """The agent loop's name or path; None where neither key sets one, and each trajectory is one turn."""
-        return self.agent_loop or (tables.TOOL_AGENT if self.multi_turn.enable else None)
+        return self.agent_loop or (registry.TOOL_AGENT if self.multi_turn.enable else None)
 
 
 @dataclass(frozen=True)

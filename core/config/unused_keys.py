@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from core.config import recipes, tables
+from core.config import recipes, registry
 from core.config.view import View
 from core.config.yaml_tables import entries, read_table
 
@@ -38,7 +38,7 @@ _ENGINES = tuple(
         f"{name!r} not in engine.reads",
         "actor_rollout_ref.rollout.name={rollout.name} has no such setting",
     )
-    for entry in tables.ENGINES.values()
+    for entry in registry.ENGINES.values()
     for name in entry.reads
 )
 

@@ -13,7 +13,7 @@ from dataclasses import is_dataclass
 from types import CodeType
 from typing import Any
 
-from core.config import convert, schema, tables, thresholds
+from core.config import convert, correction_bounds, registry, schema
 from core.config.paths import is_local
 from core.config.schema import Config
 from core.remote.urls import is_url
@@ -94,55 +94,55 @@ class View:
     # --- entries of the tables ---
 
     @property
-    def estimator(self) -> tables.EstimatorEntry:
+    def estimator(self) -> registry.EstimatorEntry:
         """The chosen estimator's entry."""
-        return tables.estimator(self.algorithm.adv_estimator)
+        return registry.estimator(self.algorithm.adv_estimator)
 
     @property
-    def loss(self) -> tables.LossEntry:
+    def loss(self) -> registry.LossEntry:
         """The chosen policy loss's entry."""
-        return tables.policy_loss(self.actor.policy_loss.loss_mode)
+        return registry.policy_loss(self.actor.policy_loss.loss_mode)
 
     @property
-    def engine(self) -> tables.EngineEntry:
+    def engine(self) -> registry.EngineEntry:
         """The chosen engine's entry."""
-        return tables.ENGINES[self.rollout.name]
+        return registry.ENGINES[self.rollout.name]
 
     @property
-    def manager(self) -> tables.ManagerEntry:
+    def manager(self) -> registry.ManagerEntry:
         """The chosen reward manager's entry."""
-        return tables.reward_manager(self.reward.reward_manager, self.reward.source)
+        return registry.reward_manager(self.reward.reward_manager, self.reward.source)
 
     @property
     def own_manager(self) -> bool:
         """Whether the reward manager is the user's."""
-        return tables.own_manager(self.reward.reward_manager, self.reward.source)
+        return registry.own_manager(self.reward.reward_manager, self.reward.source)
 
     @property
     def managers(self) -> str:
         """The reward managers here, for a message."""
-        return ", ".join(tables.REWARD_MANAGERS)
+        return ", ".join(registry.REWARD_MANAGERS)
 
     @property
     def ungrouped(self) -> str:
         """The estimators that one answer a prompt is enough for, for a message."""
-        *most, last = sorted(name for name, entry in tables.ESTIMATORS.items() if not entry.groups)
+        *most, last = sorted(name for name, entry in registry.ESTIMATORS.items() if not entry.groups)
         return f"{', '.join(most)} or {last}"
 
     @property
     def with_critic(self) -> str:
         """The estimators with a critic, for a message."""
-        return ", ".join(name for name, entry in tables.ESTIMATORS.items() if entry.critic)
+        return ", ".join(name for name, entry in registry.ESTIMATORS.items() if entry.critic)
 
     @property
     def readers_of_lam(self) -> str:
         """The estimators that read ``lam``, for a message."""
-        return tables.readers(tables.ESTIMATORS, "lam")
+        return registry.readers(registry.ESTIMATORS, "lam")
 
     @property
     def readers_of_tau(self) -> str:
         """The policy losses that read ``tau_pos`` and ``tau_neg``, for a message."""
-        return tables.readers(tables.POLICY_LOSSES, "tau_pos")
+        return registry.readers(registry.POLICY_LOSSES, "tau_pos")
 
     @property
     def needs_ref(self) -> bool:
@@ -159,7 +159,7 @@ class View:
         """Whether the thresholds of rejection fit the statistics that it names."""
         one = self.correction
         try:
-            thresholds.criteria(one.rollout_rs, one.rollout_rs_threshold, one.rollout_rs_threshold_lower)
+            correction_bounds.criteria(one.rollout_rs, one.rollout_rs_threshold, one.rollout_rs_threshold_lower)
         except ValueError:
             return False
         return True
@@ -234,9 +234,9 @@ class View:
     @property
     def ray_arguments(self) -> str:
         """The arguments of ``ray.init``, for a message."""
-        return ", ".join(tables.RAY_INIT)
+        return ", ".join(registry.RAY_INIT)
 
     @property
     def unknown_ray_arguments(self) -> str:
         """Arguments for ``ray.init`` that it does not take, for a message."""
-        return ", ".join(name for name in self.ray.ray_init if name not in tables.RAY_INIT)
+        return ", ".join(name for name in self.ray.ray_init if name not in registry.RAY_INIT)

@@ -1,13 +1,13 @@
-"""From ``actor_rollout_ref.rollout.name`` to an engine: what :data:`core.config.tables.ENGINES` names."""
+"""From ``actor_rollout_ref.rollout.name`` to an engine: what :data:`core.config.registry.ENGINES` names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from core.config import tables
+from core.config import registry
+from core.config.registry import load_object
 from core.config.schema import FULL_PRECISION
-from core.config.tables import load_object
 from core.engines import RolloutEngine
 from core.errors import InputError
 
@@ -33,9 +33,9 @@ def make_engine(config: Config, model: Model | None, tokenizer: Any, device: tor
     Raises InputError for an engine that cannot be had.
     """
     name = config.actor_rollout_ref.rollout.name
-    if name not in tables.ENGINES:
-        raise InputError(f"actor_rollout_ref.rollout.name={name}: there are {' and '.join(tables.ENGINES)}")
-    return load_object(tables.ENGINES[name].function)(config, model, tokenizer, device)
+    if name not in registry.ENGINES:
+        raise InputError(f"actor_rollout_ref.rollout.name={name}: there are {' and '.join(registry.ENGINES)}")
+    return load_object(registry.ENGINES[name].function)(config, model, tokenizer, device)
 
 
 def hf_engine(config: Config, model: Model | None, tokenizer: Any, device: torch.device) -> RolloutEngine:

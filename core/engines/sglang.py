@@ -4,7 +4,7 @@ Ids go in, ids and log-probs come out, and ``core.engines.stepped`` decides what
 Weights travel by the server's update group: this process is its rank 0 and broadcasts over gloo, through host memory,
 what it received; the server's processes are the other ranks. The engine is tested with SGLang 0.5.23 on a CPU.
 
-Of the contract (:mod:`core.engines`) SGLang cannot keep this, and ``core.config.tables.ENGINES`` has it as facts that
+Of the contract (:mod:`core.engines`) SGLang cannot keep this, and ``core.config.registry.ENGINES`` has it as facts that
 the configuration's rules read:
 
 * A seed decides nothing: ``sampling_seed`` did not reproduce a sample, and the mode that would make it do so refuses

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from core.config import Config, convert, examine, recipes, tables
+from core.config import Config, convert, examine, recipes, registry
 from core.data.stream import load_val_prompts
 from core.errors import InputError
 from core.evaluation.answer_file import FORMAT, AnswerFile, answer_line
 from core.evaluation.model_source import PATH, TOKENIZER_PATH, ModelSource, of_model, of_run
 from core.launch import TRAINER
-from core.rewards.pool import to_json
+from core.rewards.grader_pool import to_json
 from core.tracking.progress import progress
 from core.tracking.run_manifest import data_hashes
 from core.types import Prompt
@@ -58,7 +58,7 @@ class GenerateCall:
         sampling = f"temperature {chosen.temperature:g}, top_p {chosen.top_p:g}" if chosen.do_sample else "greedy"
         placed = "in this process"
         if trainer.backend == "ray":
-            splits = "tensor_model_parallel_size" in tables.ENGINES[part.rollout.name].reads
+            splits = "tensor_model_parallel_size" in registry.ENGINES[part.rollout.name].reads
             each = part.rollout.tensor_model_parallel_size if splits else 1
             placed = (
                 f"{trainer.nnodes * (trainer.n_gpus_per_node // each)} of them over Ray, {each} GPUs each if on GPUs"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from core.algorithm import invariants
 from core.algorithm.losses import token_weights
-from core.config import tables
+from core.config import registry
 from core.data.sampler import permutation
 from core.types import ScoredGroup, TrainBatch
 from reward_scores.score import ScoreStatus
@@ -96,7 +96,7 @@ def steps_of(
     Tokens that the policy loss treats apart are ``selected`` here, among all of a step: by the old log-probs, or the
     engine's where those stand for them.
     """
-    entry = tables.policy_loss(loss_mode)
+    entry = registry.policy_loss(loss_mode)
     mode = entry.aggregation or part.loss_agg_mode
     steps = optimizer_steps(
         batch,
@@ -106,7 +106,7 @@ def steps_of(
         scale_factor=part.loss_scale_factor or response_length,
         shuffle_seed=part.data_loader_seed if part.shuffle else None,
     )
-    select = entry.selects and tables.load_object(entry.selects)
+    select = entry.selects and registry.load_object(entry.selects)
     before = "old_log_probs" if "old_log_probs" in batch.stored else "rollout_log_probs"
     reads = (before, "advantages", "loss_weight")
     for step in steps:

@@ -21,7 +21,7 @@ from core.algorithm import invariants
 from core.algorithm.kl import kl_penalty
 from core.algorithm.losses import Means, policy_loss, value_loss
 from core.algorithm.rollout_correction import add_mismatch
-from core.config import tables
+from core.config import registry
 from core.learner.batching import micro_batches, split_idle
 from core.learner.log_probs import FP32Head, token_log_probs_and_entropy
 from core.learner.lora import base_only
@@ -97,7 +97,7 @@ def actor_reads(config: ActorConfig, batch: TrainBatch) -> tuple[str, ...]:
 
 def only_advantages_train(config: ActorConfig) -> bool:
     """Return whether a sequence whose advantages are all 0 moves no weight."""
-    moves = tables.policy_loss(config.policy_loss.loss_mode).moves_without_advantage
+    moves = registry.policy_loss(config.policy_loss.loss_mode).moves_without_advantage
     return not config.use_kl_loss and config.entropy_coeff == 0 and not moves
 
 

@@ -35,7 +35,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from core.config import compose, examine, schema, tables
+from core.config import compose, examine, registry, schema
 from core.errors import InputError
 from core.planning.head_chunk import CPU_LOGITS, head_logits
 from core.planning.memory_knobs import knobs, log_prob_tokens, pass_tokens, update_knobs
@@ -201,7 +201,7 @@ class Plan:
         self.ranks = size if 0 < size < self.gpus else self.gpus  # learner ranks that share one copy of the state
         self.longest = data.max_prompt_length + data.max_response_length  # tokens of a sequence
         # Whether an engine reserves a share of the memory of one GPU or several, as vLLM does.
-        self.engine_reserves = "gpu_memory_utilization" in tables.ENGINES[roles.rollout.name].reads
+        self.engine_reserves = "gpu_memory_utilization" in registry.ENGINES[roles.rollout.name].reads
         self.engine_gpus = roles.rollout.tensor_model_parallel_size if self.engine_reserves else 1
         self.engines = max(1, self.gpus // self.engine_gpus) if self.engine_reserves else 1  # side by side
         answers = data.train_batch_size * roles.rollout.n

@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from core.config import tables
+from core.config import registry
 from core.config.paths import is_local, run_folder
 from core.config.schema import Config
 from core.errors import InputError
@@ -105,10 +105,10 @@ def _trajectories(config: Config) -> str:
     if not config.generates:
         return f"{prompts:,} demonstration{'s' * (prompts > 1)}"
     episode = f", episodes of at most {config.turns} turns" if config.turns > 1 else ""
-    if rollout.loop == tables.TOOL_AGENT:
+    if rollout.loop == registry.TOOL_AGENT:
         turns = rollout.multi_turn.max_assistant_turns
         episode = f", episodes with tools{f' of at most {turns} turns' if turns else ''}"
-    elif rollout.loop not in (None, tables.SINGLE_TURN) and not episode:
+    elif rollout.loop not in (None, registry.SINGLE_TURN) and not episode:
         episode = f", episodes of {rollout.agent_loop}"
     words = f"{prompts:,} prompt{'s' * (prompts > 1)} x {answers:,} answer{'s' * (answers > 1)}"
     text = f"{words} = {prompts * answers:,} trajectories{episode}"

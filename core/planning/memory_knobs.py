@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from core.config import schema, tables
+from core.config import registry, schema
 from core.errors import OutOfMemory, out_of_memory
 
 DOCUMENT = "TROUBLESHOOTING.md"
@@ -58,7 +58,7 @@ def _pass_knobs(key: str, prefix: str, dynamic: bool, part: object) -> list[str]
 
 def _engine_knobs(config: schema.Config) -> list[str]:
     rollout, names = config.actor_rollout_ref.rollout, ["max_num_seqs", "max_num_batched_tokens"]
-    if "gpu_memory_utilization" in tables.ENGINES[rollout.name].reads:
+    if "gpu_memory_utilization" in registry.ENGINES[rollout.name].reads:
         names.insert(0, "gpu_memory_utilization")
     return [f"lower actor_rollout_ref.rollout.{name} ({getattr(rollout, name)})" for name in names]
 

@@ -14,7 +14,7 @@ import torch
 from core.checkpoint.manifest import verify
 from core.cluster.local_workers import LocalWorkers
 from core.config import Config, convert
-from core.config.tables import load_object
+from core.config.registry import load_object
 from core.errors import InputError
 from core.learner.saving import load_model, load_optimizer_tensors
 from core.replay.stored_step import StoredStep

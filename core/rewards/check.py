@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from core.data.parquet import Problems, Row
+from core.rewards.grader_pool import Pool, to_json
 from core.rewards.grading import Failure, InProcess, RewardManager, Scorers
-from core.rewards.pool import Pool, to_json
 from core.types import Prompt
 from reward_scores import SCORERS, Scorer, UnknownDataSource
 from reward_scores.score import Score

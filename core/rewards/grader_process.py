@@ -1,6 +1,6 @@
 """A grader: a process that takes requests from its supervisor one at a time, and dies with it.
 
-Only the supervisor (:mod:`core.rewards.supervisor`) starts one, by a fork, so that a replacement is there in
+Only the supervisor (:mod:`core.rewards.grader_supervisor`) starts one, by a fork, so that a replacement is there in
 milliseconds. It writes lines: one byte that tells what the line is, then JSON. Its deadline and its death are the
 supervisor's business.
 """

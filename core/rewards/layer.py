@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from core.config import tables
+from core.config import registry
 from core.data.parquet import Row
 from core.errors import InputError
 from core.rewards.batch_calls import Answer, BatchCalls, RewardModelCall
@@ -47,7 +47,7 @@ class RewardLayer:
         problems = option_problems(reward.reward_kwargs or {})
         function = None
         if custom.path:
-            batched = tables.reward_manager(reward.reward_manager, reward.source).batched
+            batched = registry.reward_manager(reward.reward_manager, reward.source).batched
             try:
                 function = CustomFunction(custom.path, custom.name or "compute_score", custom.reward_kwargs, batched)
             except InputError as error:

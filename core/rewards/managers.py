@@ -1,6 +1,6 @@
 """Reward managers: which process grades an answer (``reward_model.reward_manager``), or a user's own code for it.
 
-The processes themselves are :mod:`core.rewards.pool`'s.
+The processes themselves are :mod:`core.rewards.grader_pool`'s.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from core.config import tables
-from core.config.tables import load_module, load_object
+from core.config import registry
+from core.config.registry import load_module, load_object
 from core.errors import InputError
 from core.rewards.custom import users_code, without_scheme
+from core.rewards.grader_pool import Pool
 from core.rewards.grading import Failure, InProcess, Job, RewardManager, Scorers, as_result
-from core.rewards.pool import Pool
 from reward_scores.score import Score
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def register(name: str) -> Callable[[Any], Any]:
 
     Raises InputError for a name that is taken.
     """
-    return tables.registering(KEY, tables.REWARD_MANAGERS, name)
+    return registry.registering(KEY, registry.REWARD_MANAGERS, name)
 
 
 def make_manager(reward: RewardModelConfig, scorers: Scorers) -> RewardManager:
@@ -61,9 +61,9 @@ def make_manager(reward: RewardModelConfig, scorers: Scorers) -> RewardManager:
     use an :class:`InProcess` or a :class:`Pool`), and what it returns has ``async run(job)`` and ``close()``. Raises
     InputError.
     """
-    name, own = reward.reward_manager, tables.own_manager(reward.reward_manager, reward.source)
+    name, own = reward.reward_manager, registry.own_manager(reward.reward_manager, reward.source)
     if not own:
-        return load_object(tables.reward_manager(name, reward.source).function)(reward, scorers)
+        return load_object(registry.reward_manager(name, reward.source).function)(reward, scorers)
     where, key = without_scheme(reward.module.path or ""), f"{KEY}={name}"
     with users_code(f"{MODULE}={where}", "loading it"):
         if reward.source == "importlib":
@@ -71,7 +71,7 @@ def make_manager(reward: RewardModelConfig, scorers: Scorers) -> RewardManager:
             maker = load_object(f"{where}:{reward.module.name or ''}", MODULE)
         else:
             load_module(where, f"{MODULE}={where}")
-            names = tables.registered(KEY)
+            names = registry.registered(KEY)
             if name not in names:
                 has = f"it has {', '.join(names)}" if names else "it has no name"
                 raise InputError(

@@ -14,7 +14,7 @@ A loop is a class with ``async run(episode)``. It asks for turns and adds what i
 The :class:`Episode` keeps the one stream of token ids: what the policy sampled stays as it was sampled, what is added
 is encoded once and lies outside ``response_mask`` with log-prob 0. Nothing is decoded and encoded again.
 
-A run's loop has a name (:data:`core.config.tables.AGENT_LOOPS`) or is a class by its path. A module of loops may give
+A run's loop has a name (:data:`core.config.registry.AGENT_LOOPS`) or is a class by its path. A module of loops may give
 them names, ``@register("oracle")``; the data chooses among all names by its column ``agent_name``.
 
 Every episode is a coroutine of its own: one that waits for a tool holds no other. When tools answer decides which
@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from core.config import tables
-from core.config.tables import chosen
+from core.config import registry
+from core.config.registry import chosen
 from core.data.parquet import Example, Problems
 from core.data.sampler import sampling_seed
 from core.engines import RolloutEngine, SampleRequest, SamplingParams
@@ -76,7 +76,7 @@ class AgentLoop:
 
 def register(name: str) -> Callable[[type[AgentLoop]], type[AgentLoop]]:
     """Return a decorator that names a loop. Raises InputError for a name that is taken."""
-    return tables.registering(KEY, tables.AGENT_LOOPS, name)
+    return registry.registering(KEY, registry.AGENT_LOOPS, name)
 
 
 class SingleTurn(AgentLoop):
@@ -118,10 +118,10 @@ def make_agent_loop(
     spec, problems = config.actor_rollout_ref.rollout.loop, Problems(shown=3)
     if spec is None and not names:
         return None
-    made = {spec: _made(spec or tables.SINGLE_TURN, config, tokenizer)}
-    known = {**tables.AGENT_LOOPS, **tables.registered(KEY)}  # those that making the first one registered, too
+    made = {spec: _made(spec or registry.SINGLE_TURN, config, tokenizer)}
+    known = {**registry.AGENT_LOOPS, **registry.registered(KEY)}  # those that making the first one registered, too
     for name in sorted(set(names) & known.keys() - made.keys()):
-        same = [loop for loop in made.values() if type(loop) is chosen(name, tables.AGENT_LOOPS, KEY)]
+        same = [loop for loop in made.values() if type(loop) is chosen(name, registry.AGENT_LOOPS, KEY)]
         made[name] = same[0] if same else _made(name, config, tokenizer)
     loops = {None: made[spec], **{name: made[name] for name in names if name in made}}
     unknown = f"names an agent loop that is not among {', '.join(known)}"
@@ -141,7 +141,7 @@ def make_agent_loop(
 
 
 def _made(spec: str, config: Config, tokenizer: Any) -> AgentLoop:
-    made = chosen(spec, tables.AGENT_LOOPS, KEY)(config, tokenizer)
+    made = chosen(spec, registry.AGENT_LOOPS, KEY)(config, tokenizer)
     lacks = [name for name in ("run", "check", "metrics", "close") if not callable(getattr(made, name, None))]
     if lacks:
         raise InputError(f"{KEY}={spec}: has no {' and no '.join(lacks)}(); extend core.rollout.agent_loop.AgentLoop")

@@ -36,7 +36,7 @@ import yaml
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
 
-from core.config.tables import load_object
+from core.config.registry import load_object
 from core.errors import InputError
 
 KEY = "actor_rollout_ref.rollout.multi_turn.tool_config_path"

@@ -33,8 +33,8 @@ from typing import Any
 from tqdm import tqdm
 
 from core.checkpoint.manifest import fsync, write_durably
-from core.config import Config, convert, paths, tables, to_yaml
-from core.config.tables import load_object
+from core.config import Config, convert, paths, registry, to_yaml
+from core.config.registry import load_object
 from core.data.images import thumbnails
 from core.errors import InputError
 from core.remote.urls import is_url
@@ -168,7 +168,7 @@ class Tracker:
             preset=preset[-1].removeprefix("preset=") if preset else "",
         )
         for name in dict.fromkeys(self.config.trainer.logger):
-            function = tables.logger(name).function
+            function = registry.logger(name).function
             if function is None:
                 continue
             try:

@@ -11,6 +11,7 @@ with other seeds must show nothing (negative), and a bug that destroys learning 
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import math
@@ -168,4 +169,6 @@ def write(results: Path) -> Path:
 
 
 if __name__ == "__main__":
+    text = "Writes what the lab's tasks can tell apart, from the records of their studies."
+    argparse.ArgumentParser("python -m recipes.lab.discrimination", description=text).parse_args()
     print(f"table: {write(Path('results'))}")

@@ -10,6 +10,7 @@ Four base models a family differ in their weights and in what they were shown: a
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -116,6 +117,12 @@ class Family:
             root = self.folder / "base" / f"seed-{seed}"
             made.append(build(root, recipe, tokenizer, lambda r=recipe: self.rows(r, tokenizer), *files))
         return made
+
+    def command(self) -> None:
+        """Do what ``python -m recipes.lab.<name>`` does: prepare data and base models."""
+        program = f"python -m recipes.lab.{self.name}"
+        argparse.ArgumentParser(program, description="Makes the task's data and its base models.").parse_args()
+        print("base models:", *self.prepare())
 
     def example(self, one: Question, split: str, index: int) -> dict[str, Any]:
         facts = {"split": split, "index": index, "steps": one.steps}

@@ -1,19 +1,25 @@
 """The studies of what the lab's tasks can tell apart; their registrations stand beside this file.
 
-python -m recipes.lab.study tallies [--jobs 2] [--budget-min 45] [--report]         study_tallies.yaml
+python -m recipes.lab.study trails [--jobs 2] [--budget-min 45] [--report]          study_trails.yaml
 
 Then recipes.lab.discrimination writes the scores of all tasks.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
 from recipes.lab import discrimination
 from results.reporting.study_runs import main
 
+TASKS = sorted(path.stem.partition("_")[2] for path in Path(__file__).parent.glob("study_*.yaml"))
+
 if __name__ == "__main__":
-    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
-        sys.exit(__doc__)
-    status = main(Path(__file__).with_name(f"study_{sys.argv[1]}.yaml"), sys.argv[2:])
+    text = "Runs what is missing of a task's study and writes the scores of all tasks. Takes a study's options, too."
+    parser = argparse.ArgumentParser("python -m recipes.lab.study", description=text)
+    parser.add_argument("task", choices=TASKS, help="The task whose study it is.")
+    parser.add_argument("--report", action="store_true", help="Run nothing, and write what is there.")
+    asked, options = parser.parse_known_args()
+    status = main(Path(__file__).with_name(f"study_{asked.task}.yaml"), [*options, *["--report"] * asked.report])
     discrimination.write(Path("results"))
     sys.exit(status)

@@ -49,4 +49,4 @@ RECIPE = FamilyRecipe(difficulty=12)
 FAMILY = Family("tallies", (*string.digits, *"+-_:=.#"), (), draw, RECIPE, Path(__file__))
 
 if __name__ == "__main__":
-    print("base models:", *FAMILY.prepare())
+    FAMILY.command()

@@ -59,4 +59,4 @@ RECIPE = FamilyRecipe(difficulty=12)
 FAMILY = Family("trails", (*LETTERS, *"=.,#"), WORDS, draw, RECIPE, Path(__file__))
 
 if __name__ == "__main__":
-    print("base models:", *FAMILY.prepare())
+    FAMILY.command()

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from core.config.references import KEY, unknown
+from core.config.reference_rows import KEY, unknown
 from core.data.parquet import sha256_of
 from core.errors import InputError
 from core.evaluation.answer_file import complete_answers, read_manifest

@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from core.config.references import MODEL, Departure, departures, unknown
+from core.config.reference_rows import MODEL, Departure, departures, unknown
 from core.errors import InputError
 from core.planning.estimate import DEFAULT_GPU, Plan
 from core.planning.model_shapes import gpu

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from core.rewards.custom import CustomFunction
+from core.rewards.grader_pool import Pool, cores
+from core.rewards.grader_supervisor import TAKE_S
 from core.rewards.grading import InProcess, Job, RewardManager, Scorers
-from core.rewards.pool import Pool, cores
-from core.rewards.supervisor import TAKE_S
 from reward_scores import SCORERS
 from tests.bombs import EXPECTED, HANGS
 from tests.pools import BOMBS, Case, cases, grade, marked, none_left

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from core.rewards.grader_pool import Pool
 from core.rewards.grading import Failure, InProcess, Job, Scorers
-from core.rewards.pool import Pool
 from reward_scores import gsm8k, math_dapo, math_reward, prime_math, scorer_for
 from reward_scores.equivalence import equivalent
 from tests.benchmarks import rewrites

@@ -1,6 +1,6 @@
 """Adding an estimator, a loss, an engine, a manager, a logger or an agent loop touches two files, shown by doing it.
 
-The first file is a module of one's own (``MINE``), the second ``core/config/tables.py``, to which ``ENTRIES`` adds a
+The first file is a module of one's own (``MINE``), the second ``core/config/registry.py``, to which ``ENTRIES`` adds a
 line each. A process of its own reads a copy with these lines in place of the original: that is what an edit does.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from core.config import examine, tables
+from core.config import examine, registry
 
 ROOT = Path(__file__).resolve().parents[2]
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
@@ -83,9 +83,9 @@ import json
 import sys
 from types import SimpleNamespace
 
-spec = importlib.util.spec_from_file_location("core.config.tables", sys.argv[3])
-sys.modules["core.config.tables"] = tables = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tables)
+spec = importlib.util.spec_from_file_location("core.config.registry", sys.argv[3])
+sys.modules["core.config.registry"] = registry = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(registry)
 
 from core.config import compose, examine, paths
 
@@ -140,9 +140,9 @@ def added(tmp_path_factory):
     """What the configuration and the run make of the additions."""
     folder = tmp_path_factory.mktemp("mine")
     (folder / "mine.py").write_text(MINE)
-    (folder / "tables.py").write_text(Path(tables.__file__).read_text() + ENTRIES)
+    (folder / "registry.py").write_text(Path(registry.__file__).read_text() + ENTRIES)
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(CHOSEN), str(folder / "run"), str(folder / "tables.py")],
+        [sys.executable, "-c", PROGRAM, json.dumps(CHOSEN), str(folder / "run"), str(folder / "registry.py")],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])},
         cwd=ROOT,
         capture_output=True,
@@ -155,12 +155,12 @@ def added(tmp_path_factory):
 @pytest.mark.parametrize(
     "key, known",
     [
-        ("algorithm.adv_estimator", tables.ESTIMATORS),
-        (f"{ACTOR}.policy_loss.loss_mode", tables.POLICY_LOSSES),
-        (f"{ROLLOUT}.name", tables.ENGINES),
-        ("reward_model.reward_manager", tables.REWARD_MANAGERS),
-        ("trainer.logger", tables.LOGGERS),
-        (f"{ROLLOUT}.agent_loop", tables.AGENT_LOOPS),
+        ("algorithm.adv_estimator", registry.ESTIMATORS),
+        (f"{ACTOR}.policy_loss.loss_mode", registry.POLICY_LOSSES),
+        (f"{ROLLOUT}.name", registry.ENGINES),
+        ("reward_model.reward_manager", registry.REWARD_MANAGERS),
+        ("trainer.logger", registry.LOGGERS),
+        (f"{ROLLOUT}.agent_loop", registry.AGENT_LOOPS),
     ],
 )
 def test_without_its_entry_a_name_is_refused_with_the_list_of_names(key, known):

@@ -14,7 +14,7 @@ import yaml
 
 from core.command_line import prepare
 from core.config import compose, convert, examine, recipes
-from core.config.references import check, departures
+from core.config.reference_rows import check, departures
 from core.planning.estimate import hooks_of
 from core.tracking.tracker import Tracker
 from core.tracking.validation import validation_metrics

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.rewards.grader_pool import Pool
 from core.rewards.grading import Failure, Job, Scorers
-from core.rewards.pool import Pool
 from reward_scores import SCORERS, geo3k, gsm8k, math_dapo, math_reward, prime_math, qa_em, qa_em_format
 from reward_scores.math_reward import strip_string
 from reward_scores.qa_em import normalize_answer

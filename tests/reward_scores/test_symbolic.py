@@ -17,8 +17,8 @@ from core.data.parquet import Row
 from core.errors import InputError
 from core.rewards import RewardLayer
 from core.rewards.custom import CustomFunction
+from core.rewards.grader_pool import Pool
 from core.rewards.grading import InProcess, Job, Scorers
-from core.rewards.pool import Pool
 from reward_scores import SCORERS, geo3k, math_dapo, math_reward, prime_math, symbolic
 from reward_scores.score import ScoreStatus
 from reward_scores.symbolic import math_verify_equal, same_formula

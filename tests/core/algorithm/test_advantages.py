@@ -11,14 +11,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from core.algorithm.advantages import AdvantageInputs, compute, group_stats
-from core.config import tables
-from core.config.tables import chosen
+from core.config import registry
+from core.config.registry import chosen
 from core.errors import InputError
 from tests import reference
 from tests.golden_adapters import ADAPTERS
 from tests.golden_io import check, parameters
 
-ESTIMATORS = {name: chosen(name, tables.ESTIMATORS, "algorithm.adv_estimator") for name in tables.ESTIMATORS}
+ESTIMATORS = {name: chosen(name, registry.ESTIMATORS, "algorithm.adv_estimator") for name in registry.ESTIMATORS}
 MAXRL = ESTIMATORS["maxrl"]
 # What holds for every estimator is tried with rewards of both signs; maxrl refuses those below 0.
 ESTIMATORS["maxrl"] = lambda inputs: MAXRL(changed(inputs, token_level_rewards=inputs.token_level_rewards.abs()))
@@ -444,14 +444,14 @@ def test_group_stats_counts_and_spreads():
 
 
 def test_needs_are_stated_for_every_estimator():
-    entries = tables.ESTIMATORS
+    entries = registry.ESTIMATORS
     assert [name for name, entry in entries.items() if entry.critic] == ["gae"]
     assert [name for name, entry in entries.items() if entry.greedy_baseline] == ["remax"]
     assert {name for name, entry in entries.items() if entry.groups} == set(BY_GROUP)
 
 
 def estimator_of(spec):
-    return chosen(spec, tables.ESTIMATORS, "algorithm.adv_estimator")
+    return chosen(spec, registry.ESTIMATORS, "algorithm.adv_estimator")
 
 
 def test_an_estimator_of_the_user_s_own(tmp_path):

@@ -6,13 +6,13 @@ import torch
 
 from core import types
 from core.algorithm import advantages
-from core.config import tables
+from core.config import registry
 from core.config.schema import AlgorithmConfig
 from core.learner.batching import make_batch, token_rewards
 from core.types import Prompt, ScoredGroup, Stop, Trajectory
 from reward_scores.score import Score, ScoreStatus
 
-BY_GROUP = [name for name, entry in tables.ESTIMATORS.items() if entry.by_group]
+BY_GROUP = [name for name, entry in registry.ESTIMATORS.items() if entry.by_group]
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def in_pieces(batch, name, monkeypatch, slots):
     return advantages.estimate(batch, AlgorithmConfig(adv_estimator=name))
 
 
-@pytest.mark.parametrize("name", tables.ESTIMATORS)
+@pytest.mark.parametrize("name", registry.ESTIMATORS)
 def test_pieces_change_no_advantage(batch, name, monkeypatch):
     whole, pieces = (in_pieces(batch, name, monkeypatch, slots) for slots in (2**24, 200))
     expected = advantages.compute(batch.token_level_rewards, batch, AlgorithmConfig(adv_estimator=name))
@@ -58,7 +58,7 @@ def test_estimators_that_read_a_group_at_a_time_are_known(batch, monkeypatch):
     """Given one group alone, they find for it what they find in the batch."""
     monkeypatch.setattr(types, "PIECE_SLOTS", 2**24)
     same = []
-    for name in tables.ESTIMATORS:
+    for name in registry.ESTIMATORS:
         config = AlgorithmConfig(adv_estimator=name)
         alone, whole = (advantages.estimate(one, config) for one in (batch.rows(slice(12, 16)), batch))
         if torch.allclose(alone.advantages, whole.rows(slice(12, 16)).advantages):

@@ -9,7 +9,7 @@ import torch
 
 from core.algorithm.covariance import clip_cov_tokens, covariances, kl_cov_tokens
 from core.algorithm.losses import policy_loss
-from core.config import tables
+from core.config import registry
 from core.config.schema import ActorConfig, PolicyLossConfig
 
 ALL = torch.ones(4).bool()
@@ -134,8 +134,8 @@ def test_gradients_are_those_of_the_loss(name):
 
 
 def test_the_losses_that_select_are_known():
-    assert {name for name, entry in tables.POLICY_LOSSES.items() if entry.selects} == {"clip_cov", "kl_cov"}
+    assert {name for name, entry in registry.POLICY_LOSSES.items() if entry.selects} == {"clip_cov", "kl_cov"}
     for name in ("clip_cov", "kl_cov"):
-        select = tables.load_object(tables.POLICY_LOSSES[name].selects)
+        select = registry.load_object(registry.POLICY_LOSSES[name].selects)
         config = SimpleNamespace(clip_cov_ratio=0.5, clip_cov_lb=-9.0, clip_cov_ub=9.0, kl_cov_ratio=0.5)
         assert int(select(double(-1, -2, -3, -4), double(1, 2, 3, 5), ALL, config).sum()) == 2

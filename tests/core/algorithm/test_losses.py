@@ -15,8 +15,8 @@ from core.algorithm.losses import (
     policy_loss,
     value_loss,
 )
-from core.config import schema, tables
-from core.config.tables import LOSS_AGG_MODES, POLICY_LOSSES
+from core.config import registry, schema
+from core.config.registry import LOSS_AGG_MODES, POLICY_LOSSES
 from core.errors import InputError
 from tests import reference
 from tests.golden_adapters import ADAPTERS
@@ -225,7 +225,7 @@ def test_a_loss_of_the_user_s_own(tmp_path):
 def test_losses_that_fix_their_aggregation():
     fixed = {name: entry.aggregation for name, entry in POLICY_LOSSES.items() if entry.aggregation}
     assert fixed == {"gspo": "seq-mean-token-mean", "sapo": "seq-mean-token-mean"}
-    assert tables.policy_loss("my.module:loss").aggregation is None
+    assert registry.policy_loss("my.module:loss").aggregation is None
 
 
 def test_the_configuration_knows_these_modes():

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from core.config import CHANGED_DEFAULTS, Config, compose, convert, diff, examine, from_yaml, recipes, schema, to_yaml
-from core.config.resolution import resolve
+from core.config.derived_values import resolve
 from core.errors import InputError
 from core.tracking.health import CHECKS
 
@@ -69,23 +69,23 @@ def test_every_default_is_verls_or_listed_with_a_reason():
 
 
 def test_the_schema_knows_the_names_that_the_implementations_know():
-    from core.config import tables
-    from core.config.tables import load_object
+    from core.config import registry
+    from core.config.registry import load_object
     from core.config.view import View
     from core.engines.hf import HFEngine
 
     sections = {
-        "algorithm": tables.ESTIMATORS,
-        ACTOR: tables.POLICY_LOSSES,
-        "actor_rollout_ref.rollout": tables.ENGINES,
+        "algorithm": registry.ESTIMATORS,
+        ACTOR: registry.POLICY_LOSSES,
+        "actor_rollout_ref.rollout": registry.ENGINES,
     }
     for section, table in sections.items():
         assert all(convert.known(f"{section}.{key}") for entry in table.values() for key in entry.reads), section
-    for table in (*sections.values(), tables.REWARD_MANAGERS, tables.LOGGERS, tables.AGENT_LOOPS):
+    for table in (*sections.values(), registry.REWARD_MANAGERS, registry.LOGGERS, registry.AGENT_LOOPS):
         assert all(callable(load_object(entry.function)) for entry in table.values() if entry.function)
-    clipping = {name for name, entry in tables.POLICY_LOSSES.items() if "clip_ratio" in entry.reads}
-    assert clipping == set(tables.POLICY_LOSSES) - {"sapo", "gpg", "reinforce", "kl_cov"}
-    assert [name for name, entry in tables.ESTIMATORS.items() if entry.critic] == ["gae"]
+    clipping = {name for name, entry in registry.POLICY_LOSSES.items() if "clip_ratio" in entry.reads}
+    assert clipping == set(registry.POLICY_LOSSES) - {"sapo", "gpg", "reinforce", "kl_cov"}
+    assert [name for name, entry in registry.ESTIMATORS.items() if entry.critic] == ["gae"]
     assert set(View.HF_OPTIONS) <= set(inspect.signature(HFEngine).parameters)
 
 
@@ -215,7 +215,7 @@ def test_nulls_follow_other_keys(monkeypatch):
     assert config.actor_rollout_ref.rollout.name == "hf" and config.algorithm.filter_groups.metric == "acc"
     assert compose("grpo").critic.enable is False
     assert resolve(config, "ppo") == config
-    monkeypatch.setattr("core.config.resolution.find_spec", lambda name: name == "vllm")
+    monkeypatch.setattr("core.config.derived_values.find_spec", lambda name: name == "vllm")
     assert compose("ppo").actor_rollout_ref.rollout.name == "vllm"
 
 

@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-from core.config import compose, convert, examine, tables, verl_keys
+from core.config import compose, convert, examine, registry, verl_keys
 from core.errors import InputError
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -112,10 +112,10 @@ def test_what_people_type_is_answered_rightly_or_not_at_all(typed):
 def test_ray_init_takes_the_arguments_of_the_table():
     ray = pytest.importorskip("ray")
     public = [name for name in inspect.signature(ray.init).parameters if name != "kwargs"]
-    assert [name for name in tables.RAY_INIT if not name.startswith("_")] == public
+    assert [name for name in registry.RAY_INIT if not name.startswith("_")] == public
     source = inspect.getsource(inspect.unwrap(ray.init))
-    assert all(f'"{name}"' in source for name in tables.RAY_INIT if name.startswith("_"))
-    assert not lines(*(f"ray_kwargs.ray_init.{name}=1" for name in tables.RAY_INIT))
+    assert all(f'"{name}"' in source for name in registry.RAY_INIT if name.startswith("_"))
+    assert not lines(*(f"ray_kwargs.ray_init.{name}=1" for name in registry.RAY_INIT))
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ def test_a_users_manager_by_the_name_that_a_decorator_gives_it(make_layer, write
     assert grade(layer, ["b"])[0].value == 0.25 and not layer.in_process
     with pytest.raises(InputError, match='(?s)reward_manager=third: .*it has .*quarter.*@register."third"'):
         make_layer(reward_manager="third", module=own)
-    with pytest.raises(InputError, match="registers 'naive', a name of core.config.tables"):
+    with pytest.raises(InputError, match="registers 'naive', a name of core.config.registry"):
         make_layer(reward_manager="mine", module=RewardModuleConfig(write(REGISTERED.format(name="naive"), "taken.py")))
 
 

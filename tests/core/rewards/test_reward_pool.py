@@ -19,8 +19,8 @@ from core.config.schema import CustomRewardFunctionConfig, RewardModelConfig
 from core.errors import InputError, WorkersLost
 from core.rewards import RewardError, RewardLayer
 from core.rewards.custom import CustomFunction
+from core.rewards.grader_pool import Pool
 from core.rewards.grading import Failure, InProcess, Job, Scorers
-from core.rewards.pool import Pool
 from core.types import Prompt, Segment, Stop, Trajectory
 from reward_scores import SCORERS
 from reward_scores.score import ScoreStatus
@@ -190,7 +190,7 @@ DRIVER = """
     import asyncio, sys, os
     from core.rewards.custom import CustomFunction
     from core.rewards.grading import Scorers
-    from core.rewards.pool import Pool
+    from core.rewards.grader_pool import Pool
     from tests.pools import BOMBS, job
     async def main():
         pool = Pool(Scorers(custom=CustomFunction(BOMBS)), num_workers=2, timeout_s=600, memory_limit_mb=512)
@@ -392,7 +392,7 @@ def test_what_is_not_json_is_refused_by_name(make_pool):
     (result,) = grade(make_pool(BOMBS), [job("x", Path("/x"))])
     assert result.status is ScoreStatus.CRASH and "PosixPath" in result.detail
     for body in (b"[]", b"[1]", b"{}", b"9", b'[{"value": 1}]', b"[" * 10**5, b"\xff"):
-        from core.rewards.pool import _results
+        from core.rewards.grader_pool import _results
 
         assert _results("graded", body, 1)[0].status is ScoreStatus.CRASH
 

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from core.config import compose, tables
+from core.config import compose, registry
 from core.engines import SamplingParams
 from core.errors import InputError
 from core.rollout.agent_loop import Episode, Limits
@@ -236,7 +236,7 @@ ACT = 'Thought: so\nAction: calculator\nAction Input: {"expression": "1 + 1"}\n'
 
 
 def test_the_formats_are_those_of_the_configuration():
-    assert tuple(FORMATS) == tables.CALL_FORMATS
+    assert tuple(FORMATS) == registry.CALL_FORMATS
 
 
 def test_an_action_is_read_from_the_text():

@@ -1,7 +1,8 @@
 """The process between the driver and its graders: it starts them, counts their time, and kills them.
 
-``python -m core.rewards.supervisor`` is started by :class:`core.rewards.pool.Pool` alone. It has one thread and grades
-nothing. Its graders are forks of it, with the scorers already imported. Nothing outlives it or the driver:
+``python -m core.rewards.grader_supervisor`` is started by :class:`core.rewards.grader_pool.Pool` alone. It has one
+thread and grades nothing. Its graders are forks of it, with the scorers already imported. Nothing outlives it or the
+driver:
 
 * a grader that is ended is killed with its session; what has left that session (a daemon) is adopted by this process,
   which is a subreaper, and killed as a stranger among its children;
@@ -27,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from core.config.tables import load_object
+from core.config.registry import load_object
 from core.rewards import grader_process
 
 DRIVER_IN, DRIVER_OUT = 0, 1

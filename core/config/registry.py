@@ -250,7 +250,7 @@ def registering(key: str, known: Mapping[str, Any], name: str) -> Callable[[Any]
 
     def register(made: Any) -> Any:
         names = _REGISTERED.setdefault(key, {})
-        holder = "core.config.tables" if name in known else getattr(names.get(name), "__module__", made.__module__)
+        holder = "core.config.registry" if name in known else getattr(names.get(name), "__module__", made.__module__)
         if holder != made.__module__:
             raise InputError(f"{key}: {made.__module__} registers {name!r}, a name of {holder}; choose another")
         if not name.isidentifier():
@@ -295,7 +295,7 @@ def load_module(where: str, label: str) -> ModuleType:
 
 
 def chosen(name: str, known: Mapping[str, Any], key: str) -> Any:
-    """Import the function of an entry of :mod:`core.config.tables`, or a user's own by its path or registered name.
+    """Import the function of an entry of :mod:`core.config.registry`, or a user's own by its path or registered name.
 
     Raises:
         InputError: neither a known name nor a path that leads to a function.

@@ -1,8 +1,8 @@
 """Grading in processes that can be killed: every job has a deadline, and nothing a scorer does reaches the trainer.
 
-Jobs go as JSON to a supervisor process (:mod:`core.rewards.supervisor`), which holds the graders; no pickle is read on
-either side. Libraries for this (``concurrent.futures``, pebble) were tried: they kill a worker, but not the processes
-it has started, and leave workers in an endless loop behind when the driver is killed.
+Jobs go as JSON to a supervisor process (:mod:`core.rewards.grader_supervisor`), which holds the graders; no pickle is
+read on either side. Libraries for this (``concurrent.futures``, pebble) were tried: they kill a worker, but not the
+processes it has started, and leave workers in an endless loop behind when the driver is killed.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class _Link:
     def __init__(self, settings: Mapping[str, Any]):
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "core.rewards.supervisor"],
+            [sys.executable, "-m", "core.rewards.grader_supervisor"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # a Ctrl-C is the driver's: the step it finishes still needs its scores

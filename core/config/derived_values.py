@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-from core.config import convert, tables
+from core.config import convert, registry
 from core.config.paths import run_folder
 from core.config.schema import FULL_PRECISION, ActorConfig, Config
 from core.remote.urls import is_url
@@ -88,7 +88,7 @@ def _derived(recipe: str) -> tuple[tuple[str, Callable[[Config], Any]], ...]:
         (f"{ROLLOUT}.name", lambda config: "vllm" if find_spec("vllm") else "hf"),
         (f"{ROLLOUT}.nnodes", lambda config: 1),
         (f"{ROLLOUT}.n_gpus_per_node", _follows("trainer.n_gpus_per_node")),
-        ("critic.enable", lambda config: tables.estimator(config.algorithm.adv_estimator).critic),
+        ("critic.enable", lambda config: registry.estimator(config.algorithm.adv_estimator).critic),
         *((f"critic.{name}", _follows(f"{ACTOR}.{name}")) for name in copied),
         *(
             (f"critic.model.{name}", _follows(f"actor_rollout_ref.model.{name}"))
