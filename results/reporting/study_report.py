@@ -5,6 +5,7 @@ Everything here is a function of the study's file, its run records and ``results
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from results.reporting.forecasts import curve_fits
 from results.reporting.numbers import with_interval
 from results.reporting.pages import Block, Curves, Fold, Gallery, Heading, Line, Table, Text, write_pages
 from results.reporting.references import read_references
-from results.reporting.study import Check, Claim, Metric, Record, Records, Study
+from results.reporting.study import Check, Claim, Metric, Record, Records, Study, Sweep
 
 ALPHA = 0.05
 Found = Mapping[tuple[str, int], Record]
@@ -154,6 +155,8 @@ def page(study: Study, found: Found, references: Mapping[str, Any]) -> Iterator[
     )
     for paragraph in study.about:
         yield Text(paragraph)
+    if study.sweep is not None:
+        yield from _sweep(study, study.sweep, found)
     yield Heading("Claims")
     yield Text(
         "Effects are treatment minus control, seed by seed (same prompts, same sampling seeds, same base model), with "
@@ -173,6 +176,59 @@ def page(study: Study, found: Found, references: Mapping[str, Any]) -> Iterator[
     yield Heading("What this cannot say")
     yield Text("\n".join(f"- {limit}" for limit in study.limits))
     yield Fold("Arms and runs", [_override_table(study), _run_table(study, found)])
+
+
+def _sweep(study: Study, sweep: Sweep, found: Found) -> Iterator[Block]:
+    """Yield what happens as the number of a sweep grows: a picture, and a table of its arms."""
+    metric = study.metrics[sweep.metric]
+    lines = [
+        line
+        for at, (label, arms) in enumerate(sweep.lines.items())
+        if (line := _sweep_line(study, label, arms, found, at))
+    ]
+    values = arm_values(found, sweep.baseline, sweep.metric, study.seeds)
+    if lines and len(values) > 1:
+        places, zero = [min(line.steps[0] for line in lines), max(line.steps[-1] for line in lines)], t_interval(values)
+        value, low, high = ([number] * 2 for number in (zero.value, zero.low, zero.high))
+        lines.append(Line(study.arms[sweep.baseline].label, places, value, len(lines), low=low, high=high))
+    if lines:
+        yield Heading(f"{metric.label[:1].upper()}{metric.label[1:]} by {sweep.x}")
+        note = "mean and 95 % interval over seeds"
+        yield Gallery([Curves(metric.label, lines, note=note, x=f"{sweep.x}, power of ten")])
+    names = [sweep.metric, *sweep.beside]
+    yield Table(
+        ["line", sweep.x, *(_label(study.metrics[name]) for name in names), "less the arm at 0", "runs that collapsed"],
+        [
+            _sweep_row(study, sweep, label, arm, x, found)
+            for label, arms in {"": {sweep.baseline: 0.0}, **sweep.lines}.items()
+            for arm, x in arms.items()
+        ],
+        caption=f"A run has collapsed where {study.metrics[sweep.collapse].label} is below 0.",
+    )
+
+
+def _sweep_line(study: Study, label: str, arms: Mapping[str, float], found: Found, at: int) -> Line | None:
+    values = {x: arm_values(found, arm, study.sweep.metric, study.seeds) for arm, x in arms.items()}
+    points = [(math.log10(x), t_interval(some)) for x, some in sorted(values.items()) if len(some) > 1]
+    if not points:
+        return None
+    places, estimates = zip(*points, strict=True)
+    low, high = [one.low for one in estimates], [one.high for one in estimates]
+    return Line(label, places, [one.value for one in estimates], at, low=low, high=high)
+
+
+def _sweep_row(study: Study, sweep: Sweep, label: str, arm: str, x: float, found: Found) -> list[str]:
+    names = [sweep.metric, *sweep.beside]
+    against = Claim("", arm, sweep.metric, "equal", 1.0, control=sweep.baseline)
+    pairs = differences(against, found, study.seeds) if arm != sweep.baseline else []
+    ends = arm_values(found, arm, sweep.collapse, study.seeds)
+    return [
+        label,
+        f"{x:g}",
+        *(_spread(study, found, arm, name) for name in names),
+        _estimate(t_interval(pairs), study.metrics[sweep.metric], "+") if pairs else "",
+        f"{sum(value < 0 for value in ends)} of {len(ends)}" if ends else "not run",
+    ]
 
 
 def _claim_table(study: Study, verdicts: Mapping[str, Verdict]) -> Table:
