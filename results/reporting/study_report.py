@@ -194,7 +194,7 @@ def _sweep(study: Study, sweep: Sweep, found: Found) -> Iterator[Block]:
     if lines:
         yield Heading(f"{metric.label[:1].upper()}{metric.label[1:]} by {sweep.x}")
         note = "mean and 95 % interval over seeds"
-        yield Gallery([Curves(metric.label, lines, note=note, x=f"{sweep.x}, power of ten")])
+        yield Gallery([Curves(metric.label, lines, note=note, x=f"{sweep.x}, log10")])
     names = [sweep.metric, *sweep.beside]
     yield Table(
         ["line", sweep.x, *(_label(study.metrics[name]) for name in names), "less the arm at 0", "runs that collapsed"],

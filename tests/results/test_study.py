@@ -279,7 +279,7 @@ def test_a_sweep_is_drawn_over_its_number(tmp_path):
     assert found["0"][4:] == ["", "0 of 4"] and found["0.01"][4:] == ["+0.0 [+0.0, +0.0]", "0 of 4"]
     assert found["0.2"][4].startswith("+5.") and found["0.2"][5] == "1 of 4"
     page = (tmp_path / "results" / "toy" / "study.html").read_text()
-    assert page.count("<svg") == 1 and "lift, power of ten" in page
+    assert page.count("<svg") == 1 and "lift, log10" in page
     empty = write_report(study(tmp_path, sweep=SWEEP), Records(tmp_path / "none"), tmp_path / "results").read_text()
     assert "not run" in empty
 
