@@ -70,7 +70,7 @@ class View:
     """``view.actor.clip_ratio``; ``given`` are the keys that an override set, ``hooks`` what the recipe overrides."""
 
     FULL_PRECISION = schema.FULL_PRECISION
-    HF_OPTIONS = ("cache_gib", "max_batch_rows", "max_prefill_tokens")  # core.engines.hf.HFEngine
+    HF_OPTIONS = ("cache_gib", "logits_noise", "max_batch_rows", "max_prefill_tokens")  # core.engines.hf.HFEngine
 
     def __init__(self, config: Config, given: Collection[str] = (), hooks: Collection[str] = (), recipe: str = ""):
         self.given, self.hooks, self.recipe = frozenset(given), frozenset(hooks), recipe

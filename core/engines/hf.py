@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicCache
 
 from core.engines import SampleRequest
 from core.engines.kv_cache import ATTENTION, Decode, Prefill, SharedPromptCache
-from core.engines.sampling import RowSettings, draw, uniforms
+from core.engines.sampling import RowSettings, draw, perturbed, uniforms
 from core.engines.stepped import Row, SteppedEngine
 from core.engines.stop_rule import eos_ids
 from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof, Weight, release, weights_checksum
@@ -60,8 +60,8 @@ class DecodeBatch:
     where it has pictures: a picture takes fewer positions than tokens.
     """
 
-    def __init__(self, model: Any, limits: BatchLimits, cache: SharedPromptCache):
-        self.model, self.limits, self.cache = model, limits, cache
+    def __init__(self, model: Any, limits: BatchLimits, cache: SharedPromptCache, logits_noise: float = 0.0):
+        self.model, self.limits, self.cache, self.logits_noise = model, limits, cache, logits_noise
         self.device = cache.device
         self.own_attention = model.config._attn_implementation == ATTENTION
         # What was computed in all: prompt tokens ahead of decoding (without padding), and the rows of all steps.
@@ -150,7 +150,10 @@ class DecodeBatch:
         if self.settings is None:
             sampling = [row.request.sampling for row in self.rows]
             self.settings = RowSettings.of(sampling, logits_NV.shape[1], self.device)
-        uniform_N = torch.from_numpy(uniforms(self.seed, self.length.astype(np.uint64))).to(self.device)
+        position_N = self.length.astype(np.uint64)
+        if self.logits_noise:
+            logits_NV = perturbed(logits_NV, self.settings, self.seed, position_N, self.logits_noise)
+        uniform_N = torch.from_numpy(uniforms(self.seed, position_N)).to(self.device)
         token_N, logprob_N = draw(logits_NV, self.settings, uniform_N)
         self.token = token_N.cpu().numpy()
         self.length = self.length + 1
@@ -275,7 +278,8 @@ class HFEngine(SteppedEngine):
     ``model`` is copied, unless ``adopt`` hands it over. ``dtype`` (of the weights) and ``device`` default to the
     model's. At most ``max_batch_rows`` samples decode at once, their keys and values fill at most ``cache_gib``
     GiB, and a prefill sends about ``max_prefill_tokens`` through the model at once; what does not fit waits in
-    the order of arrival. Raises ValueError for a model that it cannot run.
+    the order of arrival. ``logits_noise`` is the standard deviation of noise on the logits that samples are drawn from,
+    for studies of engines that differ from the learner. Raises ValueError for a model that it cannot run.
     """
 
     def __init__(
@@ -288,8 +292,11 @@ class HFEngine(SteppedEngine):
         max_batch_rows: int = 1024,
         max_prefill_tokens: int = 8192,
         cache_gib: float = 4.0,
+        logits_noise: float = 0.0,
         adopt: bool = False,
     ):
+        if not 0 <= logits_noise < math.inf:
+            raise ValueError(f"logits_noise={logits_noise}: a standard deviation is a number from 0 on")
         self.model = _prepared(model if adopt else copy.deepcopy(model), device, dtype)
         self.device = self.model.device
         config = self.model.config.get_text_config()
@@ -298,7 +305,7 @@ class HFEngine(SteppedEngine):
         super().__init__(tokenizer, eos_ids(tokenizer, self.model), vocab_size, max_length)
         cache = cache_for(self.model, self.device)
         self.limits = BatchLimits(max_batch_rows, max_prefill_tokens, int(cache_gib * 2**30 / cache.bytes_per_token))
-        self.batch = DecodeBatch(self.model, self.limits, cache)
+        self.batch = DecodeBatch(self.model, self.limits, cache, logits_noise)
 
     def _check(self, request: SampleRequest) -> None:
         super()._check(request)

@@ -36,6 +36,31 @@ def uniforms(seed_N: np.ndarray, position_N: np.ndarray) -> np.ndarray:
     return (bits_N >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
+def perturbed(
+    logits_NV: Tensor, settings: RowSettings, seed_N: np.ndarray, position_N: np.ndarray, scale: float
+) -> Tensor:
+    """Return the logits with normal noise of standard deviation ``scale``; greedy rows stay as they are.
+
+    An engine with rounding of its own draws from such a distribution. The noise depends on seed, position and token
+    alone, so that a sample can be drawn again.
+
+    Shapes:
+        logits_NV   [N, V], any float type
+        seed_N      [N] uint64
+        position_N  [N] uint64
+        returns     [N, V] float32, or ``logits_NV`` itself where every row is greedy
+    """
+    if settings.all_greedy:
+        return logits_NV
+    row_N = _splitmix(_splitmix(_splitmix(seed_N) + position_N))  # once more than for the row's own draw
+    bits_NV = _splitmix(row_N[:, None] + np.arange(logits_NV.shape[1], dtype=np.uint64))
+    uniform_NV = torch.from_numpy(((bits_NV >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53)
+    noise_NV = torch.special.ndtri(uniform_NV).mul_(scale).to(logits_NV.device, torch.float32)
+    if settings.greedy_N is not None:
+        noise_NV = noise_NV.masked_fill(settings.greedy_N[:, None], 0.0)
+    return logits_NV.float() + noise_NV
+
+
 def _splitmix(x: np.ndarray) -> np.ndarray:
     x = (x + np.uint64(1)) * _GOLDEN  # wraps around, as it should
     for shift, factor in _MIX:

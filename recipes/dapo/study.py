@@ -1,12 +1,15 @@
-"""The study of DAPO's techniques on a lab task; ``study.yaml`` beside this file is its registration.
+"""The studies of DAPO's recipe on a lab task; their registrations stand beside this file.
 
-python -m recipes.dapo.study [--jobs 2] [--budget-min 45] [--report]
+python -m recipes.dapo.study [--jobs 2] [--budget-min 45] [--report]          study.yaml: the paper's techniques
+python -m recipes.dapo.study mismatch [the same]                              study_mismatch.yaml: noise in the engine
 """
 
 import sys
 from pathlib import Path
 
-from results.reporting.study_runs import main
+from results.reporting.study_runs import chosen, main
 
 if __name__ == "__main__":
-    sys.exit(main(Path(__file__).with_name("study.yaml"), sys.argv[1:]))
+    if {"-h", "--help"} & {*sys.argv[1:]}:
+        print(__doc__)
+    sys.exit(main(*chosen(Path(__file__).parent, sys.argv[1:])))

@@ -8,20 +8,18 @@ import sys
 from pathlib import Path
 
 from results.reporting.study import load_study
-from results.reporting.study_runs import main
+from results.reporting.study_runs import chosen, main
 
 FOLDER = Path(__file__).parent
 
 if __name__ == "__main__":
-    arguments = sys.argv[1:]
-    topk = arguments[:1] == ["topk"]
-    registration = FOLDER / ("study_topk.yaml" if topk else "study.yaml")
+    registration, arguments = chosen(FOLDER, sys.argv[1:])
     if {"-h", "--help"} & {*arguments}:
         print(__doc__)
     elif "--report" not in arguments:
         from recipes.search_r1.knowledge_model import VARIED, prepare
 
-        chosen = {"recipe": VARIED, "models": "varied"} if topk else {}
+        others = {"recipe": VARIED, "models": "varied"} if registration.stem == "study_topk" else {}
         for seed in load_study(registration).seeds:
-            prepare(seed, **chosen)
-    sys.exit(main(registration, arguments[topk:]))
+            prepare(seed, **others)
+    sys.exit(main(registration, arguments))

@@ -115,6 +115,18 @@ class Claim:
 
 
 @dataclass(frozen=True)
+class Sweep:
+    """Arms that differ in one number. The report draws ``metric`` over it, on a logarithmic axis."""
+
+    x: str  # what the number is, with its unit
+    metric: str
+    baseline: str  # the arm where the number is 0
+    collapse: str  # the metric that is below 0 where a run has collapsed
+    lines: Mapping[str, Mapping[str, float]]  # line -> arm -> number, above 0
+    beside: tuple[str, ...] = ()  # metrics that the table shows too
+
+
+@dataclass(frozen=True)
 class Study:
     path: Path
     title: str
@@ -129,6 +141,7 @@ class Study:
     prepare: tuple[str, ...] = ()  # modules that make data and models, run once before the first run
     preload: tuple[str, ...] = ()  # modules that every run imports, and that take seconds
     stages: tuple[tuple[str, ...], ...] = ()  # arms in the order in which they are run; none: all at once
+    sweep: Sweep | None = None
     curve: str | None = None  # a logged key whose whole course is recorded
     about: tuple[str, ...] = ()  # paragraphs of the report
     limits: tuple[str, ...] = ()  # what the study cannot say
@@ -171,6 +184,8 @@ def load_study(path: Path) -> Study:
         }
         arms = {name: Arm(arm["label"], tuple(arm.get("overrides", ()))) for name, arm in tree.pop("arms").items()}
         metrics = {name: Metric(**metric) for name, metric in tree.pop("metrics").items()}
+        if sweep := tree.pop("sweep", None):
+            tree["sweep"] = Sweep(**{**sweep, "beside": tuple(sweep.get("beside", ()))})
         tree["stages"] = [tuple(stage) for stage in tree.get("stages", ())]
         rest = {key: tuple(value) if isinstance(value, list) else value for key, value in tree.items()}
         study = Study(path, arms=arms, metrics=metrics, claims=claims, **rest)
@@ -196,9 +211,20 @@ def _problems(study: Study) -> list[str]:
             found.append(f"claims.{name}.minimum={claim.minimum}: the smallest effect that counts must be above 0")
     if study.stages and sorted(arm for stage in study.stages for arm in stage) != sorted(study.arms):
         found.append("stages: must hold every arm once")
+    if study.sweep is not None:
+        found += _sweep_problems(study, study.sweep)
     if len(set(study.seeds)) < max(2, study.minimum_seeds):
         found.append(f"seeds={list(study.seeds)}: a paired interval needs {max(2, study.minimum_seeds)} or more")
     return found
+
+
+def _sweep_problems(study: Study, sweep: Sweep) -> list[str]:
+    arms = {sweep.baseline, *(arm for line in sweep.lines.values() for arm in line)}
+    metrics = {sweep.metric, sweep.collapse, *sweep.beside}
+    found = [f"sweep: there is no arm {arm}" for arm in sorted(arms - set(study.arms))]
+    found += [f"sweep: there is no metric {metric}" for metric in sorted(metrics - set(study.metrics))]
+    numbers = [(name, arm, x) for name, line in sweep.lines.items() for arm, x in line.items()]
+    return found + [f"sweep.lines.{name}.{arm}={x}: must be above 0" for name, arm, x in numbers if x <= 0]
 
 
 # --- records ---

@@ -5,6 +5,7 @@ Everything here is a function of the study's file, its run records and ``results
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from results.reporting.pages import (
     write_pages,
 )
 from results.reporting.references import read_references
-from results.reporting.study import Check, Claim, Metric, Record, Records, Study
+from results.reporting.study import Check, Claim, Metric, Record, Records, Study, Sweep
 
 ALPHA = 0.05
 WORDS = ("confirmed", "refuted", "inconclusive", "not run")
@@ -161,9 +162,15 @@ def page(study: Study, found: Found, references: Mapping[str, Any]) -> Iterator[
     lines = [line for at, name in enumerate(study.arms) if (line := _mean_curve(study, found, name, at))]
     lines = lines if lines and max(len(line.steps) for line in lines) > 1 else []
     yield Text(_verdicts_in_a_sentence(verdicts), strong=True)
-    if lines:
+    if study.sweep is not None:
+        lines = []  # one picture stands first, and here it is the sweep's
+        yield from _sweep_picture(study, study.sweep, found)
+    elif lines:
         yield Gallery([Curves("Validations", lines, note=f"{study.curve}, mean over the seeds that are finished")])
     yield _claim_table(study, verdicts)
+    if study.sweep is not None:
+        yield Heading(f"By {study.sweep.x}")
+        yield _sweep_table(study, study.sweep, found)
     yield Heading("How it was run")
     yield Text(
         f"{finished} of {len(study.runs)} runs are finished{f', {failed} failed' if failed else ''}: "
@@ -199,6 +206,59 @@ def _verdicts_in_a_sentence(verdicts: Mapping[str, Verdict]) -> str:
         names.setdefault(verdict.word, []).append(name)
     told = [f"{len(names[word])} {word} ({', '.join(names[word])})" for word in WORDS if word in names]
     return f"Of {len(verdicts)} claims: {'; '.join(told)}."
+
+
+def _sweep_picture(study: Study, sweep: Sweep, found: Found) -> Iterator[Gallery]:
+    lines = [
+        line
+        for at, (label, arms) in enumerate(sweep.lines.items())
+        if (line := _sweep_line(study, label, arms, found, at))
+    ]
+    values = arm_values(found, sweep.baseline, sweep.metric, study.seeds)
+    if lines and len(values) > 1:
+        places, zero = [min(line.steps[0] for line in lines), max(line.steps[-1] for line in lines)], t_interval(values)
+        value, low, high = ([number] * 2 for number in (zero.value, zero.low, zero.high))
+        lines.append(Line(study.arms[sweep.baseline].label, places, value, len(lines), low=low, high=high))
+    if lines:
+        label, note = study.metrics[sweep.metric].label, "mean and 95 % interval over seeds"
+        yield Gallery([Curves(label, lines, note=note, x=f"{sweep.x}, log10")])
+
+
+def _sweep_table(study: Study, sweep: Sweep, found: Found) -> Table:
+    names = [sweep.metric, *sweep.beside]
+    return Table(
+        ["line", sweep.x, *(_label(study.metrics[name]) for name in names), "less the arm at 0", "runs that collapsed"],
+        [
+            _sweep_row(study, sweep, label, arm, x, found)
+            for label, arms in {"": {sweep.baseline: 0.0}, **sweep.lines}.items()
+            for arm, x in arms.items()
+        ],
+        caption=f"A run has collapsed where {study.metrics[sweep.collapse].label} is below 0.",
+    )
+
+
+def _sweep_line(study: Study, label: str, arms: Mapping[str, float], found: Found, at: int) -> Line | None:
+    values = {x: arm_values(found, arm, study.sweep.metric, study.seeds) for arm, x in arms.items()}
+    points = [(math.log10(x), t_interval(some)) for x, some in sorted(values.items()) if len(some) > 1]
+    if not points:
+        return None
+    places, estimates = zip(*points, strict=True)
+    low, high = [one.low for one in estimates], [one.high for one in estimates]
+    return Line(label, places, [one.value for one in estimates], at, low=low, high=high)
+
+
+def _sweep_row(study: Study, sweep: Sweep, label: str, arm: str, x: float, found: Found) -> list[str]:
+    names = [sweep.metric, *sweep.beside]
+    against = Claim("", arm, sweep.metric, "equal", 1.0, control=sweep.baseline)
+    pairs = differences(against, found, study.seeds) if arm != sweep.baseline else []
+    ends = arm_values(found, arm, sweep.collapse, study.seeds)
+    return [
+        label,
+        f"{x:g}",
+        *(_spread(study, found, arm, name) for name in names),
+        _estimate(t_interval(pairs), study.metrics[sweep.metric], "+") if pairs else "",
+        f"{sum(value < 0 for value in ends)} of {len(ends)}" if ends else "not run",
+    ]
 
 
 def _claim_table(study: Study, verdicts: Mapping[str, Verdict]) -> Table:

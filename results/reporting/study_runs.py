@@ -168,6 +168,12 @@ def _parser(study: Study) -> argparse.ArgumentParser:
     return parser
 
 
+def chosen(folder: Path, arguments: Sequence[str]) -> tuple[Path, list[str]]:
+    """Return the study that the first argument names, ``study_<part>.yaml`` or else ``study.yaml``, and the rest."""
+    part = folder / f"study_{arguments[0]}.yaml" if arguments else folder
+    return (part, list(arguments[1:])) if part.is_file() else (folder / "study.yaml", list(arguments))
+
+
 def main(path: Path, arguments: Sequence[str]) -> int:
     """Run what is missing of a study, then write ``results/<recipe>/<name>.{md,html}``: the command of a ``study.py``.
 

@@ -20,6 +20,7 @@ STUDIES = sorted((ROOT / "recipes").glob("*/study*.yaml"))
 REGISTERED = {
     "lab/study_trails": "48a0fd2b70afda5dd98d047b9765f9b25a75639178dc94c4db6b64baa920f8d8",
     "dapo/study": "1e2c34ee65ac2771b7714fc700a808576aeac25e097e13837247e37364c774c4",
+    "dapo/study_mismatch": "e9046538dda044a585592ebe4bebc1910e92759df64313dee0769178a015432d",
     "search_r1/study": "2fd92b7dce1cee1bf30486f53f04b6295340b8c8c19d9a37d057c86f5d0ceec7",
     "search_r1/study_topk": "5dcf87f30a0ad96013beb0b5db449af5aca8db397534af6ab914d4195b57e383",
 }

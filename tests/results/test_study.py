@@ -53,6 +53,15 @@ SPEC = {
 }
 
 
+SWEEP = {
+    "x": "lift",
+    "metric": "accuracy",
+    "baseline": "base",
+    "collapse": "clip",
+    "lines": {"plain": {"same": 0.01, "better": 0.2}},
+}
+
+
 def claim(**changed) -> dict:
     return {**SPEC["claims"]["C1"], "checks": [], **changed}
 
@@ -283,6 +292,9 @@ def test_a_study_must_be_committed_before_it_runs(tmp_path, capsys):
         ({"stages": [["base", "same"]]}, "stages: must hold every arm once"),
         ({"seeds": [1]}, "a paired interval needs 4 or more"),
         ({"metrics": {"accuracy": {"key": "acc", "reduce": "best", "label": ""}}}, "is none of first, last"),
+        ({"sweep": {**SWEEP, "baseline": "none"}}, "sweep: there is no arm none"),
+        ({"sweep": {**SWEEP, "beside": ["none"]}}, "sweep: there is no metric none"),
+        ({"sweep": {**SWEEP, "lines": {"": {"same": 0}}}}, "must be above 0"),
         ({"unknown": 1}, "unexpected keyword argument 'unknown'"),
     ],
 )
@@ -314,6 +326,29 @@ def test_the_report_shows_claims_arms_and_what_others_report(tmp_path):
     assert "| C2 | better − base | +6.5" not in text, "what is reported is another metric"
     assert "<html" in (tmp_path / "results" / "toy" / "study.html").read_text()
     assert write_report(toy, kept, tmp_path / "results").read_text() == text
+
+
+def test_a_sweep_is_drawn_over_its_number(tmp_path):
+    toy = study(tmp_path, sweep={**SWEEP, "beside": ["clip"]})
+    values = {"base": [0.50, 0.52, 0.48, 0.51], "same": [0.50, 0.52, 0.48, 0.51], "better": [0.7, 0.74, 0.67, 0.72]}
+    kept = records(tmp_path, toy, values, clip=0.01)
+    kept.write(Record("better", 4, "finished", toy.registration, {"accuracy": 0.1, "clip": -0.01}))
+    text = write_report(toy, kept, tmp_path / "results").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    found = {row[1]: row for row in rows if row[0] in ("", "plain") and len(row) == 6}
+    assert found["0"][4:] == ["", "0 of 4"] and found["0.01"][4:] == ["+0.0 [+0.0, +0.0]", "0 of 4"]
+    assert found["0.2"][4].startswith("+5.") and found["0.2"][5] == "1 of 4"
+    page = (tmp_path / "results" / "toy" / "study.html").read_text()
+    assert page.count("<svg") == 1 and "lift, log10" in page
+    empty = write_report(study(tmp_path, sweep=SWEEP), Records(tmp_path / "none"), tmp_path / "results").read_text()
+    assert "not run" in empty
+
+
+def test_a_command_names_the_study_that_it_means(tmp_path):
+    (tmp_path / "study_part.yaml").touch()
+    assert study_runs.chosen(tmp_path, ["part", "--report"]) == (tmp_path / "study_part.yaml", ["--report"])
+    for arguments in ([], ["--report"], ["other"]):
+        assert study_runs.chosen(tmp_path, arguments) == (tmp_path / "study.yaml", arguments)
 
 
 def test_records_are_plain_json(tmp_path):

@@ -376,6 +376,26 @@ def test_a_head_in_float32_decodes_with_logits_that_were_not_rounded():
     assert gaps[FP32Head] < 1e-5 and gaps[torch.nn.Linear] > 1e-3
 
 
+def test_noise_moves_what_is_drawn_and_the_log_probs_say_so():
+    """The reported log-probs are those of the distribution that was drawn from; greedy answers and probes have none."""
+    plain, noisy = (HFEngine(tiny_model(), tiny_tokenizer(), logits_noise=scale) for scale in (0.0, 0.1))
+    asked = [ask((4, 5), seed=seed, max_tokens=20, ignore_eos=True) for seed in range(20)]
+    answers = sample_all(noisy, asked)
+    gaps = np.concatenate(
+        [
+            one.logprobs - full_logprobs(plain.model, request, list(one.response_ids))
+            for request, one in zip(asked, answers, strict=True)
+        ]
+    )
+    assert 0.08 < gaps.std() < 0.12
+    assert ids(sample_all(noisy, asked[:3])) == ids(answers[:3])
+    greedy = ask((4, 5), temperature=0, max_tokens=20, ignore_eos=True)
+    assert ids(sample_all(noisy, [greedy])) == ids(sample_all(plain, [greedy]))
+    assert np.array_equal(noisy.probe((4, 5, 6)), plain.probe((4, 5, 6)))
+    with pytest.raises(ValueError, match="logits_noise=-1"):
+        HFEngine(tiny_model(), tiny_tokenizer(), logits_noise=-1)
+
+
 # -- make_engine
 
 
