@@ -119,7 +119,7 @@ class Family:
         return made
 
     def command(self) -> None:
-        """Do what ``python -m recipes.lab.<name>`` does: prepare data and base models."""
+        """Prepare data and base models, as the command of the family's file."""
         program = f"python -m recipes.lab.{self.name}"
         argparse.ArgumentParser(program, description="Makes the task's data and its base models.").parse_args()
         print("base models:", *self.prepare())
