@@ -161,7 +161,7 @@ def page(study: Study, found: Found, references: Mapping[str, Any]) -> Iterator[
     failed = len(found) - finished
     lines = [line for at, name in enumerate(study.arms) if (line := _mean_curve(study, found, name, at))]
     lines = lines if lines and max(len(line.steps) for line in lines) > 1 else []
-    yield Text(_verdicts_in_a_sentence(verdicts), strong=True)
+    yield Text(_verdicts_in_a_sentence(study, verdicts), strong=True)
     if study.sweep is not None:
         lines = []  # one picture stands first, and here it is the sweep's
         yield from _sweep_picture(study, study.sweep, found)
@@ -200,7 +200,16 @@ def page(study: Study, found: Found, references: Mapping[str, Any]) -> Iterator[
     yield Fold("Arms and runs", [_override_table(study), _run_table(study, found)])
 
 
-def _verdicts_in_a_sentence(verdicts: Mapping[str, Verdict]) -> str:
+def failed_controls(study: Study, verdicts: Mapping[str, Verdict]) -> list[str]:
+    """Return the controls that are not confirmed: claims so named, or whose text ends in "(positive control)"."""
+    controls = [n for n, c in study.claims.items() if n in ("positive", "negative") or c.text.endswith(" control)")]
+    return [name for name in controls if verdicts[name].word not in ("confirmed", "not run")]
+
+
+def _verdicts_in_a_sentence(study: Study, verdicts: Mapping[str, Verdict]) -> str:
+    if failed := failed_controls(study, verdicts):
+        said = f"{'Controls' if len(failed) > 1 else 'The control'} {', '.join(failed)} did not hold"
+        return f"{said}, so this study carries no verdict: the table has what the rules alone would say."
     names: dict[str, list[str]] = {}
     for name, verdict in verdicts.items():
         names.setdefault(verdict.word, []).append(name)

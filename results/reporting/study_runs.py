@@ -134,7 +134,7 @@ class Runner:
             lines = folder.with_suffix(".log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
             reason = f"exit status {ended.status}: {lines[-1] if lines else 'no output'}"
             return Record(arm, seed, "failed", self.study.registration, reason=reason)
-        return record_of(self.study, arm, seed, run, round(ended.seconds, 1), self.content(arm, seed))
+        return record_of(self.study, arm, seed, run, round(ended.seconds, 3), self.content(arm, seed))
 
 
 def _finished(folder: Path) -> RecordedRun | None:

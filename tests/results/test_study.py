@@ -344,6 +344,17 @@ def test_a_sweep_is_drawn_over_its_number(tmp_path):
     assert "not run" in empty
 
 
+def test_a_control_that_fails_leaves_no_verdict(tmp_path):
+    values = {"base": [0.50, 0.52, 0.48, 0.51], "better": [0.7, 0.74, 0.67, 0.72], "same": [0.50, 0.52, 0.48, 0.51]}
+    for treatment, failed in (("same", True), ("better", False)):
+        control = claim(treatment=treatment, text="lift helps (positive control)")
+        toy = study(tmp_path, claims={"P": control, "C1": claim()})
+        text = write_report(toy, records(tmp_path, toy, values, clip=0.01), tmp_path / "results").read_text()
+        assert ("The control P did not hold, so this study carries no verdict" in text) is failed
+        assert ("Of 2 claims: 2 confirmed" in text) is not failed
+        assert "| C1 | lift helps |" in text
+
+
 def test_a_command_names_the_study_that_it_means(tmp_path):
     (tmp_path / "study_part.yaml").touch()
     assert study_runs.chosen(tmp_path, ["part", "--report"]) == (tmp_path / "study_part.yaml", ["--report"])
