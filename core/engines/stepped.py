@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from core.algorithm import invariants
 from core.engines import SampleRequest
-from core.engines.stop_rule import StopRule
+from core.engines.sampling import StopRule
 from core.engines.weight_buckets import Bucket, Proof, Weight
 from core.errors import BrokenInvariant
 from core.types import Segment, Stop, Trajectory

@@ -27,8 +27,8 @@ from core.config.frozen import thaw
 from core.config.schema import FULL_PRECISION
 from core.data.sampler import derive_seed
 from core.engines import SampleRequest
+from core.engines.sampling import eos_ids
 from core.engines.stepped import Row, SteppedEngine
-from core.engines.stop_rule import eos_ids
 from core.engines.weight_buckets import Bucket, Proof, Weight
 from core.errors import InputError, WorkersLost
 from core.learner.models import resolve_path

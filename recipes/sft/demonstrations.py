@@ -28,7 +28,7 @@ import torch
 
 from core.data.dataset import CHAT_FIX, ChatError, Choose, Encoder
 from core.data.parquet import Example, Problems
-from core.engines.stop_rule import eos_ids
+from core.engines.sampling import eos_ids
 from core.errors import InputError
 from core.learner.models import resolve_path
 from core.remote.cache import local_path

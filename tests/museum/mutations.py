@@ -166,8 +166,8 @@ def log_probs_shifted(original, mask_BT):
 
 
 @replaces(packing, "_one_by_one")
-def packed_sequences_mixed(original, query, key, value, starts, *given):
-    return original(query, key, value, starts[[0, -1]], *given)
+def packed_sequences_mixed(original, query, key, value, ends, *given):
+    return original(query, key, value, (ends[0][[0, -1]], ends[1][[0, -1]], *ends[2:]), *given)
 
 
 # -- rewards and advantages ------------------------------------------------------------------------

@@ -11,8 +11,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from core.engines import SamplingParams, sampling
-from core.engines.sampling import RowSettings, draw, perturbed, uniforms
-from core.engines.stop_rule import StopStrings, eos_ids
+from core.engines.sampling import RowSettings, StopStrings, draw, eos_ids, perturbed, uniforms
 from tests.tiny import tiny_model, tiny_tokenizer
 
 
