@@ -5,6 +5,7 @@ No number in them is typed: a test generates the two READMEs again from the comm
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from results.reporting.run_reader import NOT_RECORDED, by_experiment, group_name
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 HARDWARE = ("<!-- hardware:begin -->", "<!-- hardware:end -->")
+LAB_TASKS = ("tools", "users", "figures")  # of recipes/lab/run_lab.sh
+CONTROL = "-blank"  # how an experiment ends that is not meant to learn: it is no headline
 HEADLINE_SEEDS = 3  # fewer seeds give no interval worth a headline
 FACTS = ("experiment", "estimator", "loss", "evaluated on", "metric", "questions", "seeds", "before", "after", "steps")
 SETTING = ("decoding", "model", "command")
@@ -137,6 +140,11 @@ def short_command(command: str) -> str:
     script = Path(*module.split(".")[:2], f"run_{preset}.sh")
     if words[1:2] == ["--"] and (ROOT / script).exists():
         return " ".join(["bash", str(script), *words[2:]])
+    kind = preset.removeprefix("lab_")
+    if kind in LAB_TASKS and "--" in words:  # their script gives what stands before --
+        given = words[words.index("--") + 1 :]
+        own = re.compile(rf"trainer\.experiment_name=lab-{kind}-seed\d+")
+        return " ".join(["bash recipes/lab/run_lab.sh", kind, *(word for word in given if not own.fullmatch(word))])
     return " ".join([f"python -m {module}" if line else module, *words])
 
 
@@ -212,7 +220,7 @@ def headlines(summaries: Sequence[Summary]) -> list[Experiment]:
     last = {
         each.name: each
         for each in experiments(summaries)
-        if len(each.runs) >= HEADLINE_SEEDS and each.metric.startswith("mean@")
+        if len(each.runs) >= HEADLINE_SEEDS and each.metric.startswith("mean@") and not each.name.endswith(CONTROL)
     }
     return list(last.values())
 
