@@ -168,7 +168,7 @@ class EngineContract:
                     await engine.sample(ask(seed=part, max_tokens=length, ignore_eos=True))
                     order.append(f"{name}{part}")
 
-            await asyncio.gather(one("long", 100), one("short", 4, 4, 4), one("middle", 40))
+            await asyncio.gather(one("long", self.long + 45), one("short", 4, 4, 4), one("middle", self.long + 5))
             return order
 
         assert run(follow()) == ["short0", "short1", "short2", "middle0", "long0"]
