@@ -23,7 +23,7 @@ from pathlib import Path
 from core.tracking.run_manifest import ROOT
 from core.tracking.tracker import write_atomic
 from results.reporting.study import Records, Study, load_study
-from results.reporting.study_report import arm_values
+from results.reporting.study_report import arm_values, failed_controls, judge
 
 BOUND = 0.9  # of the score
 ROOM = (0.4, 0.8)  # where the baseline must end
@@ -81,11 +81,13 @@ def score_of(found: Sequence[Comparison]) -> float | None:
     return None if None in values else min(values)
 
 
-def verdict(found: Sequence[Comparison], baseline: Sequence[float]) -> str:
-    """Return what the task may be used for, in a sentence without its full stop."""
+def verdict(found: Sequence[Comparison], baseline: Sequence[float], failed: Sequence[str] = ()) -> str:
+    """Return what the task may be used for; ``failed`` are controls that the study itself does not confirm."""
     missing = [one.name for one in found if one.auc is None]
     if missing:
         return f"carries no claim: not run ({', '.join(missing)})"
+    if failed:
+        return f"carries no claim: by its registered margin the control {', '.join(failed)} did not hold"
     controls = {one.name: one for one in found}
     if controls[NEGATIVE].p < 0.05:
         return f"carries no claim: the negative control fails (p = {controls[NEGATIVE].p:.3f})"
@@ -118,7 +120,7 @@ def task(study: Study, results: Path) -> dict:
         "baseline_seconds": round(statistics.fmean(seconds), 1) if seconds else None,
         "comparisons": [asdict(one) for one in found],
         "score": score_of(found),
-        "verdict": verdict(found, baseline),
+        "verdict": verdict(found, baseline, failed_controls(study, judge(study, read))),
     }
 
 

@@ -50,6 +50,12 @@ def test_a_task_carries_claims_only_where_controls_hold(changed, baseline, says)
     assert says in verdict(found(**changed), [baseline] * 8)
 
 
+def test_a_control_that_the_study_does_not_confirm_leaves_no_claim():
+    assert "no claim: by its registered margin the control negative did not hold" in verdict(
+        found(), [0.6] * 8, ["negative"]
+    )
+
+
 def test_the_score_is_the_least_auc_and_leaves_the_negative_control_out():
     assert score_of(found(negative=(0.1, 0.5))) == 0.95
     assert score_of(found(bug=(None, None))) is None
