@@ -21,7 +21,7 @@ from typing import NoReturn
 from core.cluster.address import address_problem
 from core.config import Composed, Config, diff, examine, paths, recipes, registry
 from core.config.convert import show
-from core.config.derived_values import resolve
+from core.config.derived_defaults import resolve
 from core.planning.estimate import DEFAULT_GPU
 from core.planning.first_lines import first_lines, gpu_here, plan_lines, small
 from core.planning.model_rules import model_problems

@@ -20,7 +20,7 @@ from pathlib import Path
 from core import moved
 from core.errors import InputError
 from core.remote.urls import written_here
-from results.reporting import tables
+from results.reporting import readme_tables
 from results.reporting.foreign_logs import read_foreign
 from results.reporting.run_reader import RecordedRun, group_name, group_runs, load_run, run_copy
 from results.reporting.run_report import headline, write_report
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             runs = [_load(run_copy(name), args.accuracy) for name in args.runs]
             path = write_report(runs, args.out or _default_folder(runs), args.baseline, args.x)
             print(f"{headline(runs)}\nreport: {path}")
-        return tables.update(args.results, check=args.check) if args.index else 0
+        return readme_tables.update(args.results, check=args.check) if args.index else 0
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -22,7 +22,7 @@ from pathlib import Path
 from core.command_line import is_dry_run
 from core.errors import InputError
 from core.tracking.run_manifest import ROOT
-from results.reporting import tables
+from results.reporting import readme_tables
 from results.reproduction.commands import INTERRUPTED, Commands
 from results.reproduction.rows import Row, overview, read_tables, rows_of
 from results.reproduction.service import Service, ended, service_of
@@ -76,7 +76,7 @@ def show_table(rows: Sequence[Row], seeds: Sequence[int]) -> int:
     """Write the tables of results/ again, and print what was measured beside what is reported."""
     from core.evaluation.summary import report
 
-    tables.update(ROOT / "results")
+    readme_tables.update(ROOT / "results")
     for row in rows:
         print(f"\n{row.recipe}, {row.name}; reported: {row.reported}; here:")
         folders = [f"released-{row.name}"] if row.released else [f"{row.name}-seed{seed}" for seed in seeds]

@@ -14,7 +14,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 @pytest.fixture(autouse=True)
 def hf_unless_named(monkeypatch):
     """What a test runs does not depend on whether vLLM is installed."""
-    monkeypatch.setattr("core.config.derived_values.find_spec", lambda name: None)
+    monkeypatch.setattr("core.config.derived_defaults.find_spec", lambda name: None)
 
 
 @pytest.fixture

@@ -269,7 +269,8 @@ class LearnerRank:
 
         source = policy(on_meta=False) if self.lead else None
         shared = {"temperature": part.rollout.temperature or 1.0, "device": device}
-        of_actor, of_ref = self.split(part.model, part.actor), self.split(part.model, part.ref)
+        compiled = {"compiled": part.actor.use_torch_compile}
+        of_actor, of_ref = (compiled | self.split(part.model, one) for one in (part.actor, part.ref))
         layer_size = part.actor.tensor_model_parallel_size
         module = self.sharded("actor", policy(on_meta=True), source, part.actor.fsdp_config, layer_size)
         bypass = config.algorithm.rollout_correction.bypass_mode
@@ -285,7 +286,8 @@ class LearnerRank:
             source = value_model(on_meta=False) if self.lead else None
             fsdp, layer_size = critic.model.fsdp_config, critic.tensor_model_parallel_size
             module = self.sharded("critic", value_model(on_meta=True), source, fsdp, layer_size)
-            self.critic = Critic(module, critic, device=device, **self.split(critic.model, critic))
+            of_critic = {"compiled": critic.use_torch_compile} | self.split(critic.model, critic)
+            self.critic = Critic(module, critic, device=device, **of_critic)
         self.trained = {"actor": self.actor, **({"critic": self.critic} if self.critic else {})}
         self.parts = {**self.trained, **({"ref": self.ref} if self.ref else {})}
         self.fsdp = {"actor": part.actor.fsdp_config, "critic": critic.model.fsdp_config, "ref": part.ref.fsdp_config}

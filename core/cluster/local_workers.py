@@ -86,6 +86,7 @@ class LocalWorkers:
             "temperature": rollout.temperature or 1.0,
             "compute_dtype": compute_dtype(actor.fsdp_config.dtype),
             "layout": Layout(packed=model.use_remove_padding),
+            "compiled": actor.use_torch_compile,
         }
         policy = load_policy(model).to(device)
         self.engine: RolloutEngine = NoEngine()
@@ -105,7 +106,8 @@ class LocalWorkers:
             critic = add_adapters(critic, config.critic.model, config.trainer.seed)
             dtype = compute_dtype(config.critic.model.fsdp_config.dtype)
             layout = Layout(packed=config.critic.model.use_remove_padding)
-            self.critic = Critic(critic, config.critic, compute_dtype=dtype, layout=layout)
+            compiled = config.critic.use_torch_compile
+            self.critic = Critic(critic, config.critic, compute_dtype=dtype, layout=layout, compiled=compiled)
         self.trained = {"actor": self.actor, **({"critic": self.critic} if self.critic else {})}
         self.reward_model = RewardModel(config.reward_model, device).score if config.reward_model.loads_model else None
         self.profile: Profile | None = None

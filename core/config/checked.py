@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from core.config import convert, recipes, reference_rows, roles, rules, unused_keys
-from core.config.derived_values import resolve
+from core.config.derived_defaults import resolve
 from core.config.from_tree import build
 from core.config.schema import Config
 from core.config.view import View

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from core.config import composition, convert, peer_names, recipes, unused_keys, verl_keys
-from core.config.derived_values import resolve
+from core.config.derived_defaults import resolve
 from core.config.from_tree import build
 from core.config.limits import Limit, NumberOrText
 from core.config.view import View

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from core.config import convert, recipes
-from core.config.derived_values import resolve
+from core.config.derived_defaults import resolve
 from core.config.from_tree import build
 from core.config.schema import Config
 from core.config.yaml_tables import read_table

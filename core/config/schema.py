@@ -2,7 +2,7 @@
 
 Keys and defaults are those of verl v0.6.1 in the subset that does something here, with the DAPO recipe's filter and
 overlong keys; a default that differs is listed in :data:`core.config.yaml_tables.CHANGED_DEFAULTS`. A default of None
-that stands for another key's value is filled in by :func:`core.config.derived_values.resolve`, so a resolved
+that stands for another key's value is filled in by :func:`core.config.derived_defaults.resolve`, so a resolved
 configuration holds None only where a comment here gives its meaning.
 
 Units: a *prompt* is an example of the data, a *trajectory* one answer to it (``rollout.n`` of them a prompt). Batch
@@ -152,6 +152,7 @@ class ActorConfig(Sharing):
     ulysses_sequence_parallel_size: limits.Count = 1  # ranks that share each sequence; use_remove_padding is needed
     tensor_model_parallel_size: limits.Count = 1  # ranks that share each layer's matrices; FSDP2 shards over the others
     freeze_vision_tower: bool = False  # the part of the model that reads pictures does not train
+    use_torch_compile: bool = False  # compile the MLPs and norms of the policy and its reference
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     optim: OptimConfig = OptimConfig()
     fsdp_config: FSDPConfig = FSDPConfig()
@@ -284,6 +285,7 @@ class CriticConfig(Sharing):
     grad_clip: limits.Positive = 1.0  # largest norm of the gradient of an update
     ulysses_sequence_parallel_size: limits.Count = 1  # ranks that share each sequence
     tensor_model_parallel_size: limits.Count = 1  # ranks that share each layer's matrices
+    use_torch_compile: bool = False  # compile its MLPs and norms
     model: CriticModelConfig = CriticModelConfig()
     optim: OptimConfig = OptimConfig(lr=1e-5)
 

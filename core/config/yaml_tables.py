@@ -50,4 +50,6 @@ class ChangedDefault:
     why: str
 
 
-CHANGED_DEFAULTS = tuple(ChangedDefault(**entry) for entry in read_table(Path(__file__).with_name("defaults.yaml")))
+CHANGED_DEFAULTS = tuple(
+    ChangedDefault(**entry) for entry in read_table(Path(__file__).with_name("changed_defaults.yaml"))
+)

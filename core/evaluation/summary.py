@@ -15,8 +15,9 @@ from typing import Any
 
 from core.errors import InputError
 from core.evaluation.answer_file import read_manifest
+from core.tracking.confidence_intervals import Estimate
 from core.tracking.tracker import read_jsonl, write_atomic
-from core.tracking.validation import Estimate, ValRecord, merge_by_question, validation_metrics, variable_estimates
+from core.tracking.validation import ValRecord, merge_by_question, validation_metrics, variable_estimates
 
 MACRO = "macro average"
 

@@ -23,6 +23,7 @@ from core.algorithm.losses import Means, policy_loss, value_loss
 from core.algorithm.rollout_correction import add_mismatch
 from core.config import registry
 from core.learner.batching import micro_batches, split_idle
+from core.learner.compiled import compile_parts
 from core.learner.log_probs import FP32Head, token_log_probs_and_entropy
 from core.learner.lora import base_only
 from core.learner.model_checks import check_head, check_packing, shares_alike
@@ -148,12 +149,15 @@ class Passes:
         ranks: Ranks = ALONE,
         device: torch.device | None = None,
         layout: Layout = PADDED,
+        compiled: bool = False,
     ):
         self.module, self.compute_dtype = module, compute_dtype
         self.ranks, self.layout = ranks, layout
         self.computes_on = device  # None: where the parameters are
         self.one_pass = ranks is not ALONE or layout.packed  # shared prompts are in the pass of their answers
         layout.prepare(module, shares=self.one_pass)
+        if compiled:
+            compile_parts(module, self.device)
         self.shares = can_share(module) and (not self.one_pass or shares_alike(self))
         ranks.reshard(module)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from core.checkpoint.provenance import Base, package_versions
-from core.config import Config, convert, derived_values, paths
+from core.config import Config, convert, derived_defaults, paths
 from core.data.parquet import sha256_of
 from core.remote.cache import local_path
 from core.remote.urls import is_url
@@ -68,7 +68,7 @@ def filled_in(config: Config, recipe: str, key: str) -> bool:
     """Return whether the key holds what follows from the other keys where it is null."""
     if key not in convert.all_keys(type(config)):  # a key inside a mapping of the user's own
         return False
-    without = derived_values.resolve(convert.replaced(config, {key: None}), recipe)
+    without = derived_defaults.resolve(convert.replaced(config, {key: None}), recipe)
     return convert.get(without, key) == convert.get(config, key)
 
 

@@ -11,21 +11,12 @@ import dataclasses
 from core.errors import InputError
 from core.ray_trainer import RayPPOTrainer
 from core.types import ScoredGroup, Trajectory
+from recipes.dapo.overlong_punishment import overlong_punishment
 from reward_scores.score import Score, ScoreStatus
 
 SHAPED = ("seq_reward", "seq_final_reward")  # verl's names of the shaped score; the second is refused with KL in reward
 SAME = 1e-6  # rewards this close are equal: what is left is rounding
 FAILED = (ScoreStatus.TIMEOUT, ScoreStatus.CRASH)
-
-
-def overlong_punishment(length: int, limit: int, buffer: int) -> float:
-    """Return ``R_length`` of eq. 13: 0 up to ``limit - buffer`` tokens, then linear, -1 from ``limit`` on.
-
-    Args:
-        length: tokens of the response, the end-of-sequence token included.
-        limit: ``L_max``. ``buffer``: ``L_cache``, between 1 and ``limit``.
-    """
-    return max(-1.0, min(0.0, (limit - buffer - length) / buffer))
 
 
 class RayDAPOTrainer(RayPPOTrainer):

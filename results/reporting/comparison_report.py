@@ -34,8 +34,8 @@ from results.reporting.power import (
     detectable_over_seeds,
     seeds_needed,
 )
+from results.reporting.readme_tables import experiments
 from results.reporting.run_reader import RecordedRun, comparable, decoding, group_name
-from results.reporting.tables import experiments
 
 LEVEL = 0.05
 SHOWN_FLIPS = 40  # questions that a table lists

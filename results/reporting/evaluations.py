@@ -18,7 +18,7 @@ from core.data.parquet import sha256_of
 from core.errors import InputError
 from core.evaluation.answer_file import complete_answers, read_manifest
 from core.evaluation.summary import Summary, summary
-from core.tracking.validation import Estimate
+from core.tracking.confidence_intervals import Estimate
 from results.reporting.numbers import percent
 from results.reporting.pages import Table
 from results.reporting.run_reader import commit_of, hardware_of, scrub

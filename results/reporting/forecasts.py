@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import InputError
-from core.tracking.validation import Estimate, wilson
+from core.tracking.confidence_intervals import Estimate, wilson
 from results.reporting.pages import Block, Heading, Table, Text, markdown, without_constants
 from results.reporting.run_reader import Point, RecordedRun, load_run
 from results.reporting.scaling import SigmoidFit, fit_sigmoid

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from core.tracking.validation import t_quantile
+from core.tracking.confidence_intervals import t_quantile
 
 POWER = 0.8
 MOST_SEEDS = 1000

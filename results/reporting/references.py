@@ -24,8 +24,8 @@ from core.config.reference_rows import MODEL, Departure, departures, unknown
 from core.errors import InputError
 from core.planning.estimate import DEFAULT_GPU, Plan
 from core.planning.model_shapes import gpu
+from core.tracking.confidence_intervals import Estimate
 from core.tracking.run_manifest import ROOT, flatten
-from core.tracking.validation import Estimate
 from results.reporting.comparison import seed_interval
 from results.reporting.evaluations import read_evaluations
 from results.reporting.feasibility import Summary, read_script

@@ -26,9 +26,10 @@ from core.config import convert, recipes, roles
 from core.config.yaml_tables import LOADER
 from core.errors import InputError
 from core.remote.cache import local_path
+from core.tracking.confidence_intervals import Estimate
 from core.tracking.run_manifest import ROOT, flatten
 from core.tracking.tracker import PICTURES, read_jsonl
-from core.tracking.validation import Estimate, ValRecord
+from core.tracking.validation import ValRecord
 from results.reporting.comparison import Paired, accuracy_by_question, paired_comparison
 
 Item = TypeVar("Item")

@@ -1,7 +1,7 @@
 """The report of recorded runs: what was learnt, curves, step times, comparison, samples, configuration, provenance.
 
 It is a list of blocks (:mod:`results.reporting.pages`), written as Markdown and as one web page. The command is
-``results/report.py``; the tables over all published runs are in :mod:`results.reporting.tables`.
+``results/report.py``; the tables over all published runs are in :mod:`results.reporting.readme_tables`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from results.reporting.pages import (
     without_constants,
     write_pages,
 )
+from results.reporting.readme_tables import experiment_table, experiments, run_table
 from results.reporting.run_reader import NOT_RECORDED, RecordedRun, comparable, group_name, group_runs
-from results.reporting.tables import experiment_table, experiments, run_table
 from results.reporting.trace_page import trace_links
 
 FIRST = ("experiment", "evaluated on", "metric", "questions", "seeds", "before", "after", "steps")  # of the first table

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from core.errors import InputError
-from core.tracking.validation import Estimate
+from core.tracking.confidence_intervals import Estimate
 
 FEWEST = 4  # validations after the start: three parameters, and one more to see whether they fit
 CEILING = 0.95  # a run that starts above it has no rise that a validation's questions could show

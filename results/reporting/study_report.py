@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.tracking.validation import Estimate, t_interval
+from core.tracking.confidence_intervals import Estimate, t_interval
 from results.reporting.comparison import holm, paired_p, seed_interval
 from results.reporting.forecasts import curve_fits
 from results.reporting.numbers import with_interval

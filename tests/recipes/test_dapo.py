@@ -22,7 +22,8 @@ from core.learner.batching import make_batch, optimizer_steps, token_rewards
 from core.rollout.collect import Exhausted
 from core.types import ScoredGroup, Stop
 from recipes.dapo import main_dapo
-from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer, overlong_punishment
+from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer
+from recipes.dapo.overlong_punishment import overlong_punishment
 from recipes.lab import report
 from recipes.lab.base_model import BaseRecipe, build
 from reward_scores.score import Score, ScoreStatus

@@ -8,7 +8,7 @@ import statistics
 import numpy as np
 import pytest
 
-from core.tracking.validation import question_interval
+from core.tracking.confidence_intervals import question_interval
 from results.reporting.comparison import paired_comparison, seed_interval, welch_interval
 
 

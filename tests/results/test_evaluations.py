@@ -15,12 +15,12 @@ import yaml
 
 from core import evaluate
 from core.evaluation.summary import summary
-from core.tracking.validation import Estimate
+from core.tracking.confidence_intervals import Estimate
 from results import publish, report
 from results.reporting.evaluations import read_evaluations
 from results.reporting.numbers import percent
+from results.reporting.readme_tables import render
 from results.reporting.references import named_evaluations, read_references, reference_table, set_table
-from results.reporting.tables import render
 from tests.tiny import tiny_model, tiny_tokenizer
 
 ID = "grpo-deepseek7b-gsm8k"  # of this repository, so that generate accepts it; what it holds here stands below

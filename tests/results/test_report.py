@@ -23,8 +23,8 @@ from core.tracking.validation import validation_metrics
 from results import publish as publishing
 from results import report
 from results.publish import publish
+from results.reporting import readme_tables as result_tables
 from results.reporting import run_reader
-from results.reporting import tables as result_tables
 from results.reporting.comparison import accuracy_by_question, paired_comparison, seed_interval
 from results.reporting.run_reader import load_run, outcomes, scrub, summarise
 from tests.core.synthetic import configured, make_run, records

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from core.config import CHANGED_DEFAULTS, Config, compose, convert, diff, examine, from_yaml, recipes, schema, to_yaml
-from core.config.derived_values import resolve
+from core.config.derived_defaults import resolve
 from core.errors import InputError
 from core.tracking.health import CHECKS
 
@@ -43,7 +43,7 @@ ADDED = {
     *("trainer.heartbeat_timeout_s", "ray_kwargs.driver_actor"),
     *(f"actor_rollout_ref.rollout.{name}" for name in ("nnodes", "n_gpus_per_node")),  # of later versions
     *(f"trainer.trace.{name}" for name in ("freq", "steps", "groups", "max_mb")),
-    *("trainer.capsule_steps", "trainer.capsule_max_mb"),
+    *("trainer.capsule_steps", "trainer.capsule_max_mb", "critic.use_torch_compile"),
 }
 
 
@@ -215,7 +215,7 @@ def test_nulls_follow_other_keys(monkeypatch):
     assert config.actor_rollout_ref.rollout.name == "hf" and config.algorithm.filter_groups.metric == "acc"
     assert compose("grpo").critic.enable is False
     assert resolve(config, "ppo") == config
-    monkeypatch.setattr("core.config.derived_values.find_spec", lambda name: name == "vllm")
+    monkeypatch.setattr("core.config.derived_defaults.find_spec", lambda name: name == "vllm")
     assert compose("ppo").actor_rollout_ref.rollout.name == "vllm"
 
 
@@ -287,6 +287,7 @@ def test_published_configurations_are_read_also_where_they_hold_another_recipes_
         assert written["actor_rollout_ref"]["actor"].pop("freeze_vision_tower") is False
         parts = written["actor_rollout_ref"]["actor"], written["actor_rollout_ref"]["ref"], written["critic"]
         assert [part.pop("tensor_model_parallel_size") for part in parts] == [1, None, 1]
+        assert [part.pop("use_torch_compile") for part in (parts[0], parts[2])] == [False, False]
         written["actor_rollout_ref"]["actor"]["policy_loss"] = {"loss_mode": "vanilla"}  # without the numbers of *_cov
         assert (written["trainer"].pop("capsule_steps"), written["trainer"].pop("capsule_max_mb")) == (None, 256)
         assert "retriever" in tree and written == tree

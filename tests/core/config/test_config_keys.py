@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from fnmatch import fnmatchcase
 
 import pytest
 
@@ -170,7 +171,10 @@ def test_advice_points_at_keys_that_exist():
     for pattern, target in verl_keys.table("renamed").items():
         prefix = target.rstrip("*").rstrip(".")
         assert convert.known(prefix) or prefix in convert.sections() or convert.known(target), (pattern, target)
-    for table in ("renamed", "unsupported", "no_effect"):
+    patterns = verl_keys.table("no_effect")
+    shadowed = [key for key in convert.all_keys() if any(fnmatchcase(key, pattern) for pattern in patterns)]
+    assert shadowed == [], "a pattern of what has no effect stands before these keys"
+    for table in ("renamed", "unsupported"):
         own = {key for key in verl_keys.table(table) if key in convert.all_keys()}
         assert not own, f"supported, and in a table of what is not: {own}"
     for key in verl_keys.table("hints"):

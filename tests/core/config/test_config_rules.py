@@ -29,6 +29,7 @@ def examined(recipe, overrides, hooks=()):
 
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
 LAYERS = "tensor_model_parallel_size"
+COMPILED = "use_torch_compile=true"
 DAPO = ("keep_group", "shape_reward")
 FILTER = ("algorithm.filter_groups.enable=True", f"{ROLLOUT}.n=4")
 BUFFER = ("reward_model.overlong_buffer.enable=True", "reward_model.overlong_buffer.len=100")
@@ -123,6 +124,10 @@ BROKEN = [
     (
         *("ppo", [EIGHT, "critic.ulysses_sequence_parallel_size=2"], ()),
         *("critic.ulysses_sequence_parallel_size=2", "set critic.model.use_remove_padding=True"),
+    ),
+    *(
+        ("ppo", [EIGHT, f"{part}.{LAYERS}=2", f"{part}.{COMPILED}"], (), f"{part}.{COMPILED}", f"or {part}.{LAYERS}=1")
+        for part in (ACTOR, "critic")
     ),
     *(
         (recipe, [EIGHT, *given, f"{part}.{LAYERS}={ranks}"], (), begins or f"{part}.{LAYERS}={ranks}", says)

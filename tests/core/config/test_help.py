@@ -89,7 +89,8 @@ def test_a_search_gives_advice_on_keys_of_verl_and_on_keys_without_effect(capsys
     out = asked(capsys, "--help", "max_ckpt")[1]
     assert "trainer.max_ckpt_to_keep\n    is not the name here; use trainer.max_actor_ckpt_to_keep\n" in out
     assert "use_pf_ppo\n    is not supported; leave it out\n" in asked(capsys, "--help", "use_pf")[1]
-    assert "    has no effect: nothing is compiled\n" in asked(capsys, "--help", "torch_compile")[1]
+    said = "    has no effect: it is actor_rollout_ref.actor.use_torch_compile\n"
+    assert said in asked(capsys, "--help", "torch_compile")[1]
     useless = " ".join(asked(capsys, "--help", "critic.grad_clip")[1].split())
     assert "Does nothing here: algorithm.adv_estimator=grpo has no critic." in useless
 

@@ -23,7 +23,7 @@ from core.evaluation.answer_file import AnswerFile, answer_line, prompt_of, read
 from core.evaluation.summary import macro_average, report, summary
 from core.ray_trainer import RayPPOTrainer
 from core.rewards.layer import rollout_facts
-from core.tracking.validation import Estimate
+from core.tracking.confidence_intervals import Estimate
 from core.types import Prompt, Segment, Stop, Trajectory
 from tests.tiny import tiny_model, tiny_tokenizer
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from core.tracking.confidence_intervals import Estimate
 from core.tracking.run_manifest import ROOT
-from core.tracking.validation import Estimate
 from results.reporting.comparison import Paired, seed_interval
 from results.reporting.evaluations import evaluation_table, read_evaluations
 from results.reporting.feasibility import Summary, read_summaries, render_hardware
