@@ -46,6 +46,7 @@ test-gpu: setup
 
 bench: setup
 	$(BIN)/python -m tests.benchmarks.step
+	$(BIN)/python -m tests.benchmarks.growth
 	$(BIN)/python -m tests.benchmarks.decode
 	$(BIN)/python -m tests.benchmarks.head_memory
 	$(BIN)/python -m tests.benchmarks.packing

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -45,8 +46,10 @@ def matmul_peak(threads: int, dtype: torch.dtype, size: int = 2048) -> float:
     return 2 * size**3 / min(times)
 
 
-def flops(prompt: float) -> dict[str, float]:
-    """FLOPs of a step's generation and of its update, by the formula above."""
+def flops(
+    prompt: float, *, prompts: int = PROMPTS, answers: int = PROMPTS * SAMPLES, new_tokens: int = NEW_TOKENS
+) -> dict[str, float]:
+    """FLOPs of a step's generation and of its update, by the formula above. ``prompt`` is the prompts' mean length."""
     model = model_3m()
     config = model.config
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embed_tokens" not in name)
@@ -55,24 +58,34 @@ def flops(prompt: float) -> dict[str, float]:
     def forward(tokens: float, attended: float) -> float:
         return tokens * (2 * matrices + attention * attended)
 
-    answers = PROMPTS * SAMPLES
-    once = forward(PROMPTS * prompt, prompt / 2) + forward(answers * NEW_TOKENS, prompt + NEW_TOKENS / 2)
+    once = forward(prompts * prompt, prompt / 2) + forward(answers * new_tokens, prompt + new_tokens / 2)
     return {"gen": once, "update_actor": 3 * once}
+
+
+def our_side(folder: Path, *, threads: int, **options: int | str) -> dict[str, Any]:
+    """Run ``trl/our_side.py`` in a process of its own, in a folder that ``prepare`` has filled."""
+    command = [sys.executable, str(ROOT / "tests/benchmarks/trl/our_side.py"), "--model", str(folder / "fixed")]
+    command += ["--rows", str(folder / "prompts.parquet"), "--threads", str(threads)]
+    command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, check=True)
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def prompt_length(folder: Path) -> float:
+    """Return the prompts' mean number of tokens: one a character."""
+    prompts = (folder / "prompts.jsonl").read_text().splitlines()
+    return sum(len(json.loads(line)) for line in prompts) / len(prompts)
 
 
 def measure(args: argparse.Namespace) -> dict:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         prepare(folder)
-        command = [sys.executable, str(ROOT / "tests/benchmarks/trl/our_side.py"), "--model", str(folder / "fixed")]
-        command += ["--rows", str(folder / "prompts.parquet"), "--steps", str(args.steps), "--dtype", args.dtype]
-        command += ["--threads", str(args.threads), "--max-new", str(NEW_TOKENS)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(args.threads)}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, check=True)
-        prompts = (folder / "prompts.jsonl").read_text().splitlines()
-    run = json.loads(done.stdout.strip().splitlines()[-1])
+        options = {"steps": args.steps, "dtype": args.dtype, "max-new": NEW_TOKENS}
+        run = our_side(folder, threads=args.threads, **options)
+        work = flops(prompt_length(folder))
     peak = matmul_peak(args.threads, {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype])
-    work = flops(sum(len(json.loads(line)) for line in prompts) / len(prompts))
     phases = {name.removeprefix("timing_s/"): seconds for name, seconds in run["phases"].items()}
     return {
         "dtype": args.dtype,
