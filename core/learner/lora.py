@@ -7,6 +7,7 @@ own files, so that other tools load it beside the base. peft is imported where i
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -132,7 +133,11 @@ def save_adapters(module: nn.Module, weights: Mapping[str, Tensor], folder: Path
     module.config.save_pretrained(folder)
     if (processor := getattr(module, "image_processor", None)) is not None:
         processor.save_pretrained(folder)
-    module.peft_config[ADAPTER].save_pretrained(folder)
+    config = copy.copy(module.peft_config[ADAPTER])
+    for name, value in vars(config).items():
+        if isinstance(value, set):  # whose order is another one in every process: files would differ
+            setattr(config, name, sorted(value))
+    config.save_pretrained(folder)
     stored = {PREFIX + name.replace(INFIX, "."): value.detach().cpu().contiguous() for name, value in weights.items()}
     save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
 

@@ -22,8 +22,9 @@ class Closeness:
     """How equal is equal: to the bit where one thread of the same kind of machine computed the step, else to 1e-5.
 
     The tolerance is absolute, and relative to numbers above 1. An optimizer's moments are as small as gradients and
-    their squares: there it is relative to the largest number of that moment in the model. Weights are not compared more
-    closely, since AdamW makes steps of the learning rate of gradients that are rounding alone.
+    their squares: there it is relative to the largest number of that moment in the model, and twice as large for the
+    squares. AdamW makes a step of up to the learning rate of a gradient that is rounding alone, as that of a key's bias
+    is: where the mean of the gradients is within the tolerance of 0, weights may differ by two such steps.
     """
 
     exact: bool
@@ -61,7 +62,7 @@ class Difference:
         return f"{self.phase}: {self.name} {self.text}"
 
 
-def differing(recorded: Tensor, replayed: Tensor, rule: Closeness, scale: float | None = None) -> Tensor:
+def differing(recorded: Tensor, replayed: Tensor, rule: Closeness, scale: Tensor | None = None) -> Tensor:
     """Return a mask of the numbers that differ, of two tensors of one shape and type.
 
     ``scale`` is what the tolerance is relative to, instead of the numbers themselves.
@@ -121,7 +122,7 @@ def compare_metrics(
 
 
 def compare_pieces(
-    phase: str, name: str, recorded: dict[str, Tensor], replayed: Tensor, rule: Closeness, scale: float | None
+    phase: str, name: str, recorded: dict[str, Tensor], replayed: Tensor, rule: Closeness, scale: Tensor | None
 ) -> Difference | None:
     """Compare a tensor with the checksums and numbers that were kept of it; ``scale`` is that of the tolerance."""
     starts, found = pieces(replayed.numel()), digest(replayed)

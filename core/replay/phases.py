@@ -18,7 +18,7 @@ from torch import Tensor
 from core.learner.batching import make_batch, steps_of
 from core.learner.traced_tokens import numbered
 from core.replay import PHASES
-from core.replay.differences import Closeness, Difference, Where, compare, compare_metrics, compare_pieces
+from core.replay.differences import TOLERANCE, Closeness, Difference, Where, compare, compare_metrics, compare_pieces
 from core.replay.stored_step import StoredStep
 from core.tracking.capsules import UNREPEATED, UPDATED, made, model_tensors, state_of, update_tensors
 from core.tracking.metrics import data_metrics
@@ -224,10 +224,28 @@ def _state(run: RayPPOTrainer, stored: StoredStep, rule: Closeness) -> Iterator[
             text = "is there now, and was not recorded" if name in now else "was recorded, and is not there now"
             yield Difference("update", name, text)
             continue
-        scale = largest[kind(name)] if "/optimizer/" in name else None
-        one = compare_pieces("update", name, recorded[name], now[name], rule, scale)
+        one = compare_pieces("update", name, recorded[name], now[name], rule, _scale(name, run, recorded, largest))
         if one is not None:
             yield one
+
+
+def _scale(
+    name: str,
+    run: RayPPOTrainer,
+    recorded: Mapping[str, Mapping[str, Tensor]],
+    largest: Mapping[tuple[str, str], float],
+) -> Tensor:
+    """Return what the tolerance of a tensor's sampled numbers is relative to, as :class:`Closeness` says."""
+    model, part = kind(name)
+    if "/optimizer/" in name:  # an error of a gradient counts twice in its square
+        return torch.tensor(largest[model, part] * (2 if part == "exp_avg_sq" else 1))
+    plain = recorded[name]["sample"].abs().clamp(min=1)
+    moment = recorded.get(f"{model}/optimizer/{name.partition('/')[2]}/exp_avg")
+    if moment is None:
+        return plain
+    trained = run.config.critic if model == "critic" else run.config.actor_rollout_ref.actor
+    still = moment["sample"].abs() <= TOLERANCE * largest[model, "exp_avg"]
+    return torch.where(still, 2 * trained.optim.lr / TOLERANCE, plain)
 
 
 def kind(name: str) -> tuple[str, str]:

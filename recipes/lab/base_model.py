@@ -143,7 +143,7 @@ def build(root: Path, recipe: BaseRecipe | None = None) -> Path:
         BaseModelError: the warm start did not teach the model to write chains.
     """
     recipe = recipe or BaseRecipe()
-    return built_once(root, recipe.digest, lambda folder: _build(recipe, folder))
+    return built_once(root, recipe.digest, lambda folder: warm_start.learned(recipe, lambda one: _build(one, folder)))
 
 
 def _build(recipe: BaseRecipe, folder: Path) -> None:

@@ -25,6 +25,7 @@ from recipes.lab import countdown
 from recipes.lab.base_model import IGNORED, BaseModelError, new_model
 from recipes.lab.once import built_once
 from recipes.lab.tokenizer import build_tokenizer
+from recipes.lab.warm_start import learned
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -135,7 +136,7 @@ def build(root: Path, recipe: CountdownRecipe | None = None) -> Path:
         BaseModelError: the warm start did not reach its bound.
     """
     recipe = recipe or CountdownRecipe()
-    return built_once(root, recipe.digest, lambda folder: _build(recipe, folder))
+    return built_once(root, recipe.digest, lambda folder: learned(recipe, lambda one: _build(one, folder)))
 
 
 def _build(recipe: CountdownRecipe, folder: Path) -> None:

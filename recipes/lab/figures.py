@@ -274,12 +274,17 @@ def build(root: Path, recipe: FiguresRecipe | None = None) -> Path:
     recipe, tokenizer = recipe or FiguresRecipe(), build_tokenizer(ALPHABET, MARKS)
 
     def make(folder: Path) -> None:
-        started, losses, processor = time.perf_counter(), [], new_processor()
+        started, processor = time.perf_counter(), new_processor()
         processor.save_pretrained(folder)
         new_model(recipe, tokenizer).config.save_pretrained(folder)
         format = load_picture_format(ModelConfig(path=str(folder.resolve())), tokenizer)
-        model = train(recipe, tokenizer, format, losses)
-        warm_start.save(folder, model, tokenizer, recipe, losses, time.perf_counter() - started)
+
+        def attempt(one: FiguresRecipe) -> None:
+            losses: list[float] = []
+            model = train(one, tokenizer, format, losses)
+            warm_start.save(folder, model, tokenizer, one, losses, time.perf_counter() - started)
+
+        warm_start.learned(recipe, attempt)
 
     here = Path(__file__).parent
     return built_once(root, warm_start.digest(recipe, [here / name for name in CODE]), make)

@@ -212,7 +212,7 @@ def struck(files) -> Callable[[str], Struck]:
 
     @functools.cache
     def of(kind: str) -> Struck:
-        run = disturbed(striking(files, kind), files / kind, env=orders(files, kind, AT))
+        run = disturbed(striking(files, kind), files / f"struck-{kind}", env=orders(files, kind, AT))
         return Struck(run, [json.loads(line) for line in read_lines(files / f"{kind}.journal")])
 
     return of

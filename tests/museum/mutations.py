@@ -41,17 +41,20 @@ def planted(bug: str) -> Iterator[None]:
     target, mutate = MUTATIONS[bug]
     owner, name = target
     original = vars(owner)[name]
-    places = [(owner, name)]
+    setattr(owner, name, mutate(original))
+    tables = []
     if not isinstance(owner, type):
-        modules = [m for n, m in sys.modules.items() if n.partition(".")[0] in ("core", "recipes", "tests")]
-        places += [(m, key) for m in modules for key, value in vars(m).items() if value is original and m is not owner]
-    for where, key in places:
-        setattr(where, key, mutate(original))
+        modules = [vars(m) for n, m in sys.modules.items() if n.partition(".")[0] in ("core", "recipes", "tests")]
+        tables = [*modules, *(value for module in modules for value in module.values() if type(value) is dict)]
+    places = [(table, key) for table in tables for key, value in table.items() if value is original]
+    for table, key in places:
+        table[key] = mutate(original)
     try:
         yield
     finally:
-        for where, key in places:
-            setattr(where, key, original)
+        setattr(owner, name, original)
+        for table, key in places:
+            table[key] = original
 
 
 def replaces(owner: Any, name: str) -> Callable[[Callable], Callable]:

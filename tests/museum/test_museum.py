@@ -140,6 +140,7 @@ def work(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)  # the base models alone take up to ten minutes
 def test_runs_find_most_bugs_and_are_silent_without_one(work):
     for name in report.RECIPES:
         assert lab.run(name, work).lines == [], name

@@ -26,8 +26,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 ROLLOUT = "actor_rollout_ref.rollout"
 
 CALLS = '''
+from core.rollout.call_formats import parse_hermes
 from core.rollout.tool_agent import ToolAgentLoop
-from core.rollout.tools import chosen, parse_hermes
+from core.rollout.tools import chosen
 
 CALL = """<tool_call>{"name": "calculator", "arguments": {"expression": "47*86"}}</tool_call>"""
 
@@ -39,7 +40,7 @@ class Calls(ToolAgentLoop):
         await episode.turn(max_tokens=3)
         answers = await self.answers(parse_hermes(CALL), chosen(self.tools, {}), episode)
         assert answers == ["4042"]
-        if self.add(answers, episode):
+        if self.add(self.format.frame(self.chat, answers, episode), episode):
             await episode.turn(max_tokens=3)
 '''
 

@@ -15,7 +15,7 @@ from core.rollout.agent_loop import Episode, Limits
 from core.rollout.tool_agent import ToolAgentLoop
 from core.rollout.tools import load_tools
 from core.types import Prompt
-from recipes.lab import guesses, sums
+from recipes.lab import guesses, sums, warm_start
 from recipes.lab.tokenizer import build_tokenizer
 from recipes.lab.warm_start import IGNORED, BaseModelError, WarmStart, as_row, build, train
 from recipes.search_r1 import knowledge, knowledge_model, main_search_r1
@@ -203,6 +203,29 @@ def test_the_warm_start_refuses_a_model_that_did_not_learn_the_task(words):
         train(tiny(), words, rows, rows)
     model, losses = train(tiny(loss_bound=99.0), words, rows, rows)
     assert len(losses) == 3 and model.num_parameters() > 0
+
+
+def test_a_seed_that_does_not_learn_is_followed_by_the_next(words, tmp_path, monkeypatch, capsys):
+    """What a kind of CPU rounds otherwise can keep a seed from the task; the record names the seed that learned it."""
+    rows = [as_row("Q: who is", knowledge.guessing(random.Random(n)), words) for n in range(8)]
+    tried, plain = [], warm_start.train
+
+    def unlucky(recipe, *given):
+        tried.append(recipe.seed)
+        if recipe.seed < unlucky.until:
+            raise BaseModelError(f"the base model did not learn the task with seed {recipe.seed}")
+        return plain(recipe, *given)
+
+    monkeypatch.setattr(warm_start, "train", unlucky)
+    unlucky.until = 3
+    made = build(tmp_path / "third", tiny(loss_bound=99.0), words, lambda: (rows, rows))
+    assert tried == [1, 2, 3]
+    assert json.loads((made / "warm_start.json").read_text())["recipe"]["seed"] == 3
+    assert "did not learn the task with seed 1; trying seed 2" in capsys.readouterr().err
+    unlucky.until = 99
+    with pytest.raises(BaseModelError, match="seed 3"):
+        build(tmp_path / "none", tiny(loss_bound=99.0), words, lambda: (rows, rows))
+    assert list((tmp_path / "none").glob("[0-9a-f]*")) == list((tmp_path / "none").glob("*.partial"))
 
 
 def test_a_base_model_is_built_once_and_named_by_what_decides_it(words, tmp_path):
