@@ -63,5 +63,6 @@ def one_part(run: Watched) -> None:
 def test_a_killed_engine_of_two_processes_costs_a_restart(files, kill):
     run = disturbed(command(files, "grpo", STEPS, *VLLM), files / kill.__name__, kill, after=4)
     assert run.status == 0 and run.nothing_left, run.log
-    assert "restart 1 of 1, after step 2" in run.log
+    # after step 2, or after 4 where the kill came when that was saved
+    assert re.search(r"restart 1 of 1, after step [24]\b", run.log), run.log
     assert lines(run.folder)[-1]["actor/grad_norm"] > 0
