@@ -59,7 +59,8 @@ def test_a_killed_learner_costs_a_restart_and_no_bit(files, whole):
     """Two ranks, one of them killed after step 3 of 6; a checkpoint is there every other step."""
     run = disturbed(over_ray(files), files / "learner", killing("ray::LearnerProcess"), after=4)
     assert run.status == 0 and run.nothing_left, run.log
-    assert re.search(r"learner rank \d died in phase \w+", run.log) and "restart 1 of 1, after step 2" in run.log
+    assert re.search(r"learner rank \d died in phase \w+", run.log)
+    assert re.search(r"restart 1 of 1, after step [24]\b", run.log)  # 4 where the kill came when that was saved
     assert differences(whole, run.folder) == []
     assert lines(run.folder)[-1]["actor/grad_norm"] > 0
 
