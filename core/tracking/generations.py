@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from tqdm import tqdm
+
 from core.data.images import collapse
 from core.types import ScoredGroup
 
@@ -31,5 +33,6 @@ def print_examples(rows: Iterable[Mapping[str, Any]], count: int) -> None:
     for row in rows if count else ():
         seen[row["data_source"]] += 1
         if seen[row["data_source"]] <= count:
-            print(f"[prompt] {row['input']}\n[response] {row['output']}\n[ground_truth] {row['gts']}")
-            print(f"[score] {row['score']:g}", flush=True)
+            # above the bar of the run, where it has one
+            tqdm.write(f"[prompt] {row['input']}\n[response] {row['output']}\n[ground_truth] {row['gts']}")
+            tqdm.write(f"[score] {row['score']:g}")
