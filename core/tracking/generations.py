@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -36,3 +37,4 @@ def print_examples(rows: Iterable[Mapping[str, Any]], count: int) -> None:
             # above the bar of the run, where it has one
             tqdm.write(f"[prompt] {row['input']}\n[response] {row['output']}\n[ground_truth] {row['gts']}")
             tqdm.write(f"[score] {row['score']:g}")
+            sys.stdout.flush()
