@@ -55,6 +55,18 @@ def whole(files) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_killed_learner_whose_layers_are_shared_costs_no_bit(files):
+    """Two ranks that have half of each matrix: one is killed, and both begin again from a checkpoint."""
+    sizes = [f"{part}.tensor_model_parallel_size=2" for part in ("actor_rollout_ref.actor", "critic")]
+    undisturbed = run_uninterrupted(over_ray(files, *sizes), files / "layers").folder
+    run = disturbed(over_ray(files, *sizes), files / "layers-killed", killing("ray::LearnerProcess"), after=4)
+    assert run.status == 0 and run.nothing_left, run.log
+    assert re.search(r"learner rank \d died in phase \w+", run.log) and "restart 1 of 1" in run.log
+    assert differences(undisturbed, run.folder) == []
+
+
+@pytest.mark.slow
 def test_a_killed_learner_costs_a_restart_and_no_bit(files, whole):
     """Two ranks, one of them killed after step 3 of 6; a checkpoint is there every other step."""
     run = disturbed(over_ray(files), files / "learner", killing("ray::LearnerProcess"), after=4)
