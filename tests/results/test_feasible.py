@@ -9,7 +9,7 @@ import pytest
 
 from core.errors import InputError
 from results import feasible
-from results.reporting import feasibility, tables
+from results.reporting import feasibility, readme_tables
 from results.reporting.feasibility import nodes_of, read_script, repeats, scripts, verdict
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,7 +129,7 @@ def test_the_readmes_table_is_the_generated_one():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     block = feasibility.render_hardware(RESULTS)
     assert len(block.splitlines()) <= 8
-    assert readme == tables.with_block(readme, block, *tables.HARDWARE)
+    assert readme == readme_tables.with_block(readme, block, *readme_tables.HARDWARE)
     for one in scripts():
         assert f"`{one.name}`" in block or f"`{one.path.parent.name}/run_qwen2.5_" in block, one.name
 
