@@ -38,7 +38,7 @@ test: setup lint
 	$(BIN)/python -m pytest -n 2
 
 test-slow: setup
-	$(BIN)/python -m pytest -m "slow and not cluster"
+	$(BIN)/python -m pytest -m "slow and not cluster" -n 2 --dist loadfile
 	$(BIN)/python -m pytest -m cluster
 
 test-gpu: setup
