@@ -1,7 +1,7 @@
-"""Open-domain question answering in Search-R1's rows: prompts, answers, files.
+"""Open-domain question answering in Search-R1's rows: answers and files; prompts are in ``search_r1_prompts.py``.
 
-The prompts are those of the published scripts, to the letter. A question loses the white space around it and gets a
-question mark where it ends without one, as there.
+A question loses the white space around it and gets a question mark where it ends without one, as in the published
+scripts.
 """
 
 from __future__ import annotations
@@ -19,22 +19,9 @@ from core.errors import InputError
 from core.remote.urls import written_here
 from data_preprocess.cli import Example, read_file
 from data_preprocess.schema import make_row
+from data_preprocess.search_r1_prompts import PROMPTS, SEARCH_PROMPT
 
 HUB = "RUC-NLPIR/FlashRAG_datasets"
-SEARCH_PROMPT = (
-    "Answer the given question. You must conduct reasoning inside <think> and </think> first every time you get new "
-    "information. After reasoning, if you find you lack some knowledge, you can call a search engine by <search> query "
-    "</search> and it will return the top searched results between <information> and </information>. You can search as "
-    "many times as your want. If you find no further external knowledge needed, you can directly provide the answer "
-    "inside <answer> and </answer>, without detailed illustrations. For example, <answer> Beijing </answer>. "
-    "Question: {question}\n"
-)
-R1_PROMPT = (
-    "Answer the given question. You should first have a reasoning process in mind and then provides the answer. Show "
-    "your reasoning in <think> </think> tags and return the final answer in <answer> </answer> tags, for example "
-    "<answer> Beijing </answer>. Question: {question}\n"
-)
-PROMPTS = {"search": SEARCH_PROMPT, "r1": R1_PROMPT}  # r1: the baseline that does not search
 
 
 def make_qa_row(name: str, example: Example, split: str, index: int, prompt: str = SEARCH_PROMPT) -> dict[str, Any]:

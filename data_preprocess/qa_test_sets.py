@@ -16,8 +16,9 @@ from pathlib import Path
 
 from core.errors import InputError
 from data_preprocess.cli import announced
-from data_preprocess.open_qa import PROMPTS, arguments, examples_of, local_files, make_qa_row
+from data_preprocess.open_qa import arguments, examples_of, local_files, make_qa_row
 from data_preprocess.schema import write_rows
+from data_preprocess.search_r1_prompts import PROMPTS
 
 # Questions of the published sets.
 SIZES = {

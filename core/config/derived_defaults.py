@@ -6,12 +6,11 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-from core.config import convert, registry
+from core.config import convert, health_bounds, registry
 from core.config.paths import run_folder
-from core.config.schema import FULL_PRECISION, ActorConfig, Config
+from core.config.schema import ActorConfig, Config
 from core.remote.urls import is_url
 
-JUDGE_ERRORS = 0.1  # share of answers without a verdict: a server that is sound has next to none
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
 
 
@@ -43,15 +42,6 @@ def _micro(dynamic: str) -> Callable[[Config], int | None]:
 def experiment_name(config: Config) -> str:
     model = config.actor_rollout_ref.model.path.rstrip("/").rsplit("/", 1)[-1]
     return f"{model or 'model'}-seed{config.trainer.seed}"
-
-
-def logp_diff_bound(config: Config) -> float | None:
-    """Return what rounding explains between engine and learner; no bound where more is expected and corrected."""
-    part, correction = config.actor_rollout_ref, config.algorithm.rollout_correction
-    if config.trainer.max_staleness or correction.rollout_is is not None or correction.bypass_mode:
-        return None
-    full = {part.rollout.dtype, part.actor.fsdp_config.dtype} <= {*FULL_PRECISION}
-    return 1e-4 if full else 0.02
 
 
 def _judge_folder(config: Config) -> str | None:
@@ -99,11 +89,11 @@ def _derived(recipe: str) -> tuple[tuple[str, Callable[[Config], Any]], ...]:
         ("reward_model.forward_max_token_len_per_gpu", _follows("critic.ppo_max_token_len_per_gpu")),
         ("reward_model.max_length", lambda config: config.data.max_prompt_length + config.data.max_response_length),
         ("algorithm.filter_groups.metric", lambda config: "acc"),
-        ("trainer.health.logp_diff.bound", logp_diff_bound),
+        ("trainer.health.logp_diff.bound", health_bounds.logp_diff),
         ("trainer.project_name", lambda config: f"rlrepro-{recipe}"),
         ("trainer.experiment_name", experiment_name),
         ("trainer.default_local_dir", lambda config: f"outputs/{recipe}/{config.trainer.experiment_name}"),
-        ("trainer.health.scorer_errors.bound", lambda config: JUDGE_ERRORS if config.reward_model.judged else None),
+        ("trainer.health.scorer_errors.bound", health_bounds.scorer_errors),
         ("reward_model.judge.cache_dir", _judge_folder),
     )
 

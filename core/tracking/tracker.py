@@ -41,7 +41,8 @@ from core.remote.urls import is_url
 from core.remote.writing import write_text
 from core.tracking import run_manifest
 from core.tracking.capsules import drop_capsules_after
-from core.tracking.loggers import ConsoleLogger, Guarded, LoggedRun, Logger, Row, headline
+from core.tracking.console import ConsoleLogger, headline
+from core.tracking.loggers import Guarded, LoggedRun, Logger, Row
 from core.tracking.run_manifest import RunFacts
 from core.tracking.trace import drop_traces_after
 from core.tracking.validation import ValRecord

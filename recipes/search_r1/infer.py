@@ -30,7 +30,8 @@ def prompt_of(question: str, config: SearchR1Config, tokenizer: Any, template: s
     """Return the prompt of the training data (the search prompt, or R1's without search) or of a ``template``."""
     from core.data.dataset import Encoder
     from core.types import Prompt
-    from data_preprocess.open_qa import PROMPTS, make_qa_row
+    from data_preprocess.open_qa import make_qa_row
+    from data_preprocess.search_r1_prompts import PROMPTS
 
     row = make_qa_row(
         "question",

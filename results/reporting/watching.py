@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.checkpoint.store import LOCK
-from core.tracking.loggers import headline
+from core.tracking.console import headline
 from results.reporting.pages import sparkline
 
 if TYPE_CHECKING:

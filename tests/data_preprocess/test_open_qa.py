@@ -14,7 +14,8 @@ import pytest
 
 from core.data.parquet import ExampleFile, Problems
 from data_preprocess import nq_hotpotqa, qa_test_sets
-from data_preprocess.open_qa import R1_PROMPT, SEARCH_PROMPT, answers_of, question_of
+from data_preprocess.open_qa import answers_of, question_of
+from data_preprocess.search_r1_prompts import R1_PROMPT, SEARCH_PROMPT
 from reward_scores import scorer_for
 
 FORMS = {  # what the sets look like where they are published
