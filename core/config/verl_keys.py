@@ -1,9 +1,9 @@
 """Keys that this repository lacks but people write: what they are called here, or why they are not here.
 
 The tables are in ``verl_keys.yaml``. **Renamed** keys, of other versions and tutorials, and **unsupported** ones are
-errors that name the remedy. Keys **without effect** are those whose whole purpose is met in another way; they are
-accepted, and listed at start. So is an unsupported key at a value that requests nothing:
-``algorithm.use_pf_ppo=False``.
+errors that name the remedy. Keys **without effect** (``verl_keys_without_effect.yaml``) are those whose whole purpose
+is met in another way; they are accepted, and listed at start. So is an unsupported key at a value that requests
+nothing: ``algorithm.use_pf_ppo=False``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 from core.config.yaml_tables import read_table
 
 TABLES = Path(__file__).with_suffix(".yaml")
+NO_EFFECT = TABLES.with_stem("verl_keys_without_effect")
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class Advice:
 
 
 def table(name: str) -> Mapping[str, Any]:
-    """Return one table of the file: ``renamed``, ``unsupported``, ``no_effect`` or ``hints``, by pattern of keys."""
-    return read_table(TABLES)[name]
+    """Return one table: ``renamed``, ``unsupported``, ``no_effect`` or ``hints``, by pattern of keys."""
+    return read_table(NO_EFFECT) if name == "no_effect" else read_table(TABLES)[name]
 
 
 def _lookup(name: str, key: str) -> tuple[str, Any] | None:
