@@ -23,6 +23,7 @@ from core.tracking.progress import progress
 
 COLOURS = ("#2563a8", "#c2571a", "#2e8540", "#7b4ea3", "#a8325e", "#6b6f76")
 PHASE_COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#9c755f", "#edc948", "#76b7b2", "#bab0ac", "#e15759")
+MARKERS = ("o", "X", "D", "s")
 DASHES = ("-", (0, (4, 2)), (0, (1, 1.4)))
 
 
@@ -85,6 +86,27 @@ class Gallery:
 
 
 @dataclass(frozen=True)
+class Bar:
+    """A number with its interval, one row of a picture. ``group`` picks colour and sign."""
+
+    label: str
+    value: float
+    low: float
+    high: float
+    group: int = 0
+
+
+@dataclass(frozen=True)
+class Effects:
+    """Bars from the top down beside a line at 0. ``groups`` says what each colour means, in the order of numbers."""
+
+    title: str
+    bars: Sequence[Bar]
+    groups: Sequence[str]
+    x: str
+
+
+@dataclass(frozen=True)
 class Link:
     """A line that leads to another file beside the page."""
 
@@ -100,7 +122,7 @@ class Fold:
     blocks: Sequence[Block]
 
 
-Block = Heading | Text | Table | Gallery | Link | Fold
+Block = Heading | Text | Table | Gallery | Effects | Link | Fold
 
 
 def without_constants(table: Table) -> Table:
@@ -130,22 +152,9 @@ def draw(panel: Curves, index: int, ground: str = "none") -> tuple[str, dict[str
     colour, places and values.
     """
     import matplotlib
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    style = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": f"panel{index}",
-        "font.family": "sans-serif",
-        "font.size": 9,
-        "figure.facecolor": ground,
-        "axes.facecolor": ground,
-        "axes.edgecolor": "#8a8f98",
-        "axes.labelcolor": "#4a4f57",
-        "xtick.color": "#4a4f57",
-        "ytick.color": "#4a4f57",
-    }
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context(_style(index, ground)):
         labels = {line.label for line in panel.lines if line.label}
         columns = 1 if max(map(len, labels), default=0) > 24 else 2 if max(map(len, labels), default=0) > 14 else 3
         beyond = max(0, math.ceil(len(labels) / columns) - 2)  # rows of a legend that would take the curves' room
@@ -159,16 +168,64 @@ def draw(panel: Curves, index: int, ground: str = "none") -> tuple[str, dict[str
         axes.xaxis.get_major_locator().set_params(integer=panel.x != "hours")
         if len(labels) > 1:
             figure.legend(loc="outside upper left", frameon=False, fontsize=8, ncols=columns, handlelength=1.5)
-        out = io.StringIO()
-        FigureCanvasSVG(figure).print_svg(out, metadata={"Date": None})
+        svg = _svg(figure, panel.title)
         box = axes.get_position()
         limits = [*axes.get_xlim(), *axes.get_ylim()]
+    return svg, {"box": [box.x0, box.x1, 1 - box.y1, 1 - box.y0], "limits": limits, "x": panel.x, "lines": _told(panel)}
+
+
+def draw_effects(effects: Effects, index: int, ground: str = "none") -> str:
+    """Return the picture as an ``<svg>`` element, its text as text; arguments as in :func:`draw`."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(_style(index, ground)):
+        figure = Figure(figsize=(8.0, 0.9 + 0.27 * len(effects.bars)), layout="constrained")
+        axes = figure.add_subplot()
+        axes.axvline(0, color="#8a8f98", linewidth=0.9)
+        for group, meaning in enumerate(effects.groups):
+            rows = [(at, bar) for at, bar in enumerate(effects.bars) if bar.group == group]
+            values = [bar.value for _, bar in rows]
+            spread = [[bar.value - bar.low for _, bar in rows], [bar.high - bar.value for _, bar in rows]]
+            look = {"color": COLOURS[group % len(COLOURS)], "fmt": MARKERS[group % len(MARKERS)], "markersize": 4.5}
+            axes.errorbar(values, [at for at, _ in rows], xerr=spread, label=meaning, linewidth=1.6, **look)
+        axes.set_yticks(range(len(effects.bars)), [bar.label for bar in effects.bars])
+        axes.set_ylim(len(effects.bars) - 0.5, -0.5)
+        axes.tick_params(axis="y", length=0)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.grid(axis="x", color="#e4e6ea", linewidth=0.7)
+        axes.set_axisbelow(True)
+        axes.set_xlabel(effects.x)
+        figure.legend(loc="outside upper left", frameon=False, fontsize=8, ncols=len(effects.groups))
+        return _svg(figure, effects.title)
+
+
+def _style(index: int, ground: str) -> dict[str, Any]:
+    return {
+        "svg.fonttype": "none",
+        "svg.hashsalt": f"panel{index}",
+        "font.family": "sans-serif",
+        "font.size": 9,
+        "figure.facecolor": ground,
+        "axes.facecolor": ground,
+        "axes.edgecolor": "#8a8f98",
+        "axes.labelcolor": "#4a4f57",
+        "xtick.color": "#4a4f57",
+        "ytick.color": "#4a4f57",
+    }
+
+
+def _svg(figure: Any, title: str) -> str:
+    """Return a figure as an ``<svg>`` element that takes the size of its place and says its title."""
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
+    out = io.StringIO()
+    FigureCanvasSVG(figure).print_svg(out, metadata={"Date": None})
     svg = out.getvalue()
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = re.sub(r' id="(figure|axes|patch|line2d|text|legend|matplotlib|xtick|ytick|\w+Collection)[\w.]*"', "", svg)
     svg = re.sub(r'<svg ([^>]*?)height="[^"]*"([^>]*?) width="[^"]*"', r"<svg \1\2", svg)
-    svg = svg.replace("<svg ", f'<svg role="img" aria-label="{escape(panel.title)}" ', 1)
-    return svg, {"box": [box.x0, box.x1, 1 - box.y1, 1 - box.y0], "limits": limits, "x": panel.x, "lines": _told(panel)}
+    return svg.replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1)
 
 
 def _told(panel: Curves) -> list[list[Any]]:
@@ -249,6 +306,10 @@ def _markdown(block: Block) -> str:
                 if not line.faint
             ]
             return markdown_table(Table(["curve", "of", "first", "last", "shape"], rows))
+        case Effects(title, bars, groups, x):
+            shown = [(bar, f"{bar.value:+.1f}", f"{bar.low:+.1f} to {bar.high:+.1f}") for bar in bars]
+            rows = [[bar.label, value, interval, groups[bar.group]] for bar, value, interval in shown]
+            return f"{title}: {x}.\n\n" + markdown_table(Table(["", "effect", "interval", ""], rows))
         case Link(text, file):
             return f"[{text}]({file})"
         case Fold(title, inner):
@@ -280,7 +341,11 @@ def html(title: str, blocks: Sequence[Block]) -> str:
             return {"svg": Markup(svg), "told": json.dumps(told, separators=(",", ":"))}
 
         script = Markup((Path(__file__).parent / "curves.js").read_text(encoding="utf-8")) if panels else ""
-        values = {"title": title, "blocks": blocks, "curve": curve, "script": script}
+
+        def effects(block: Effects) -> Markup:
+            return Markup(draw_effects(block, next(number)))
+
+        values = {"title": title, "blocks": blocks, "curve": curve, "effects": effects, "script": script}
         return environment.get_template("page.html.jinja").render(values) + "\n"
 
 

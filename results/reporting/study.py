@@ -112,6 +112,7 @@ class Claim:
     minimum: float
     control: str | None = None
     checks: tuple[Check, ...] = ()
+    sources: tuple[str, ...] = ()  # who reports this sign of large models; none: the claim is about the task itself
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,13 @@ def load_study(path: Path) -> Study:
     tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     try:
         claims = {
-            name: Claim(**{**claim, "checks": tuple(Check(**check) for check in claim.get("checks", ()))})
+            name: Claim(
+                **{
+                    **claim,
+                    "checks": tuple(Check(**check) for check in claim.get("checks", ())),
+                    "sources": tuple(claim.get("sources", ())),
+                }
+            )
             for name, claim in tree.pop("claims").items()
         }
         arms = {name: Arm(arm["label"], tuple(arm.get("overrides", ()))) for name, arm in tree.pop("arms").items()}

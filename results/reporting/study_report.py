@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from core.config.yaml_tables import read_table
 from core.tracking.confidence_intervals import Estimate, t_interval
+from core.tracking.run_manifest import ROOT
 from results.reporting.comparison import holm, paired_p, seed_interval
 from results.reporting.forecasts import curve_fits
 from results.reporting.numbers import with_interval
@@ -148,6 +150,10 @@ def _estimate(estimate: Estimate, metric: Metric, sign: str = "") -> str:
     return with_interval(estimate, lambda value, sign: _number(value, metric, sign), sign)
 
 
+def shown_effect(study: Study, claim: Claim, verdict: Verdict) -> str:
+    return _estimate(verdict.effect.estimate, study.metrics[claim.metric], "+") if verdict.effect else ""
+
+
 def _label(metric: Metric) -> str:
     return f"{metric.label}, %" if metric.percent else metric.label
 
@@ -155,13 +161,13 @@ def _label(metric: Metric) -> str:
 # --- the report ---
 
 
-def page(study: Study, found: Found, references: Mapping[str, Any]) -> Iterator[Block]:
+def page(study: Study, found: Found, references: Mapping[str, Any], withdrawn: str = "") -> Iterator[Block]:
     verdicts = judge(study, found)
     finished = sum(record.status == "finished" for record in found.values())
     failed = len(found) - finished
     lines = [line for at, name in enumerate(study.arms) if (line := _mean_curve(study, found, name, at))]
     lines = lines if lines and max(len(line.steps) for line in lines) > 1 else []
-    yield Text(_verdicts_in_a_sentence(study, verdicts), strong=True)
+    yield Text(_verdicts_in_a_sentence(study, verdicts, withdrawn), strong=True)
     if study.sweep is not None:
         lines = []  # one picture stands first, and here it is the sweep's
         yield from _sweep_picture(study, study.sweep, found)
@@ -200,13 +206,20 @@ def page(study: Study, found: Found, references: Mapping[str, Any]) -> Iterator[
     yield Fold("Arms and runs", [_override_table(study), _run_table(study, found)])
 
 
+def withdrawn_because(study: Study) -> str:
+    """Return why the study's verdicts are withdrawn (``results/withdrawn.yaml``); "" for one that stands."""
+    return read_table(ROOT / "results" / "withdrawn.yaml").get(f"{study.recipe}/{study.name}", "")
+
+
 def failed_controls(study: Study, verdicts: Mapping[str, Verdict]) -> list[str]:
     """Return the controls that are not confirmed: claims so named, or whose text ends in "(positive control)"."""
     controls = [n for n, c in study.claims.items() if n in ("positive", "negative") or c.text.endswith(" control)")]
     return [name for name in controls if verdicts[name].word not in ("confirmed", "not run")]
 
 
-def _verdicts_in_a_sentence(study: Study, verdicts: Mapping[str, Verdict]) -> str:
+def _verdicts_in_a_sentence(study: Study, verdicts: Mapping[str, Verdict], withdrawn: str) -> str:
+    if withdrawn:
+        return f"Withdrawn: this study carries no verdict, and the table has what the rules alone say. {withdrawn}"
     if failed := failed_controls(study, verdicts):
         said = f"{'Controls' if len(failed) > 1 else 'The control'} {', '.join(failed)} did not hold"
         return f"{said}, so this study carries no verdict: the table has what the rules alone would say."
@@ -276,7 +289,7 @@ def _claim_table(study: Study, verdicts: Mapping[str, Verdict]) -> Table:
     for name, claim in study.claims.items():
         verdict, metric = verdicts[name], study.metrics[claim.metric]
         arms = claim.treatment + (f" − {claim.control}" if claim.control else "")
-        effect = _estimate(verdict.effect.estimate, metric, "+") if verdict.effect else ""
+        effect = shown_effect(study, claim, verdict)
         side = {"greater": "+", "less": "-", "equal": "±"}[claim.direction]
         p = f"{verdict.adjusted_p:.3f}" if verdict.effect and verdict.adjusted_p is not None else ""
         seeds = str(verdict.effect.estimate.n) if verdict.effect else "0"
@@ -370,5 +383,5 @@ def _run_table(study: Study, found: Found) -> Table:
 def write_report(study: Study, records: Records, results: Path) -> Path:
     """Write ``results/<recipe>/<name>.md`` and ``.html`` and return the first."""
     references = read_references(results) if (results / "references.yaml").exists() else {}
-    blocks = list(page(study, records.read(study), references))
+    blocks = list(page(study, records.read(study), references, withdrawn_because(study)))
     return write_pages(results / study.recipe, study.name, study.title, blocks)[0]

@@ -10,7 +10,7 @@ import pytest
 from recipes.lab import discrimination, planted_run
 from recipes.lab.discrimination import Comparison, auc, rank_p, score_of, verdict
 
-SEEDS = (8, 8)
+SEEDS, ROOT = (8, 8), discrimination.ROOT
 
 
 def found(**changed: tuple[float | None, float | None]) -> list[Comparison]:
@@ -62,29 +62,31 @@ def test_the_score_is_the_least_auc_and_leaves_the_negative_control_out():
 
 
 def test_registered_studies_have_the_controls_that_the_table_reads():
-    for path in sorted((discrimination.ROOT / "recipes/lab").glob("study_*.yaml")):
+    paths = [*(ROOT / "recipes/lab").glob("study_*.yaml"), ROOT / "recipes/dapo/study_claims.yaml"]
+    for path in paths:
         study = discrimination.load_study(path)
         assert {discrimination.NEGATIVE, discrimination.POSITIVE} <= set(study.claims)
         assert discrimination.BASELINE in study.arms and discrimination.METRIC in study.metrics
-        assert study.minimum_seeds == len(study.seeds) == 8
+        assert study.minimum_seeds == len(study.seeds) >= 8
         assert study.claims[discrimination.NEGATIVE].direction == "equal"
-        others = [claim for name, claim in study.claims.items() if name != discrimination.NEGATIVE]
+        compared = discrimination.about_the_task(study)
+        others = [claim for name, claim in compared.items() if name != discrimination.NEGATIVE]
         assert {claim.direction for claim in others} == {"greater"} and len(others) >= 3
 
 
 def test_a_planted_run_is_the_same_run_with_a_bug():
-    arguments, bug = planted_run.settings(["family=trails", "plant=kl_sign", "seed_offset=100", "trainer.seed=2"])
-    assert bug == "kl_sign" and "trainer.seed=102" in arguments
+    typed = ["family=trails", "plant=kl_sign", "seed_offset=100", "trainer.seed=2"]
+    recipe, arguments, bug = planted_run.settings(typed)
+    assert recipe == "grpo" and bug == "kl_sign" and "trainer.seed=102" in arguments
     assert "actor_rollout_ref.model.path=./outputs/lab/trails/base/seed-2/current" in arguments
-    assert (
-        planted_run.settings(["family=trails", "trainer.seed=2", "data.val_files=x"])[0].count("data.val_files=x") == 1
-    )
+    typed = ["recipe=dapo", "family=trails", "trainer.seed=2", "data.val_files=x"]
+    recipe, arguments, bug = planted_run.settings(typed)
+    assert recipe == "dapo" and bug is None and arguments.count("data.val_files=x") == 1
 
 
 def test_the_table_is_what_the_records_give(tmp_path):
-    shutil.copytree(discrimination.ROOT / "results/lab/study_trails", tmp_path / "lab/study_trails")
+    for study in ("lab/study_trails", "dapo/study_claims"):
+        shutil.copytree(ROOT / "results" / study, tmp_path / study)
     for suffix in (".md", ".json"):
         written = discrimination.write(tmp_path).with_suffix(suffix)
-        assert (
-            written.read_text() == (discrimination.ROOT / "results/lab/discrimination").with_suffix(suffix).read_text()
-        )
+        assert written.read_text() == (ROOT / "results/lab/discrimination").with_suffix(suffix).read_text()

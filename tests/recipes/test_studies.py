@@ -9,8 +9,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from core.config import examine
+from core.config.recipes import trainer_of
 from results.reporting.run_reader import load_run, summarise
 from results.reporting.study import Records, load_study
 from results.reporting.study_report import judge, write_report
@@ -20,6 +22,7 @@ STUDIES = sorted((ROOT / "recipes").glob("*/study*.yaml"))
 REGISTERED = {
     "lab/study_trails": "48a0fd2b70afda5dd98d047b9765f9b25a75639178dc94c4db6b64baa920f8d8",
     "dapo/study": "1e2c34ee65ac2771b7714fc700a808576aeac25e097e13837247e37364c774c4",
+    "dapo/study_claims": "89cbff9d6675e184a68109ce15f8b7b483496b5feb88057b0c04e3f4697aa4cf",
     "dapo/study_mismatch": "e9046538dda044a585592ebe4bebc1910e92759df64313dee0769178a015432d",
     "search_r1/study": "2fd92b7dce1cee1bf30486f53f04b6295340b8c8c19d9a37d057c86f5d0ceec7",
     "search_r1/study_topk": "5dcf87f30a0ad96013beb0b5db449af5aca8db397534af6ab914d4195b57e383",
@@ -60,16 +63,23 @@ def test_every_published_run_loads(folder):
 def test_every_arm_is_a_valid_configuration_and_no_two_are_the_same(path):
     study = load_study(path)
     entry = importlib.import_module(study.entry)
-    hooks, recipe = getattr(entry, "HOOKS", ()), getattr(entry, "RECIPE", study.recipe)
-    meant = getattr(entry, "settings", lambda arguments: (arguments, None))  # of one that takes arguments of its own
+    meant = getattr(entry, "settings", lambda arguments: (study.recipe, arguments, None))  # of one with its own
     configs = []
     for name, arm in study.arms.items():
-        arguments, bug = meant([*study.common, *arm.overrides])
-        composed = examine(recipe, arguments, hooks)
+        recipe, arguments, bug = meant([*study.common, *arm.overrides])
+        composed = examine(recipe, arguments, trainer_of(recipe)[1])
         assert not composed.problems, name
         assert not [key for override in arm.overrides if (key := override.split("=")[0]) in composed.unused], name
         configs.append((composed.config, bug))
     assert all(a != b for at, a in enumerate(configs) for b in configs[:at])
+
+
+def test_a_withdrawn_study_exists_and_leads_with_why():
+    withdrawn = yaml.safe_load((ROOT / "results" / "withdrawn.yaml").read_text())
+    assert withdrawn and withdrawn.keys() <= REGISTERED.keys()
+    for name, why in withdrawn.items():
+        lead = (ROOT / "results" / f"{name}.md").read_text().splitlines()[2]
+        assert lead.startswith("**Withdrawn: this study carries no verdict") and why.strip() in lead
 
 
 @named

@@ -1,0 +1,20 @@
+"""An advantage estimator that a claim compares GRPO with. ``adv_estimator`` takes its path.
+
+algorithm.adv_estimator=recipes.lab.estimators:positive_only
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from core.algorithm.advantages import AdvantageInputs
+
+
+def positive_only(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Return ``A_i = 1`` for right answers, ``R_i >= 1``, and 0 for others: RAFT++ (arXiv:2504.11343).
+
+    Right answers of the lab's tasks score 1 and all others less. Returns the advantages, [B, T], twice.
+    """
+    right_B = inputs.counted_B & (inputs.rewards_B >= 1)
+    advantage_BT = inputs.spread(right_B)
+    return advantage_BT, advantage_BT
