@@ -12,9 +12,9 @@ from pathlib import Path
 
 from core.tracking.confidence_intervals import wilson
 from core.tracking.run_manifest import ROOT
-from results.reporting.pages import Bar, Block, Effects, Heading, Link, Table, Text, write_pages
+from results.reporting.pages import Bar, Block, Effects, Fold, Heading, Link, Table, Text, write_pages
 from results.reporting.study import Claim, Records, Study, StudyError, load_study
-from results.reporting.study_report import Verdict, failed_controls, judge, shown_effect, withdrawn_because
+from results.reporting.study_report import Verdict, judge, shown_effect, void_because
 
 AGREES, DISAGREES, UNDECIDED = "agrees", "disagrees", "undecided"
 MEANING = {"confirmed": AGREES, "refuted": DISAGREES}
@@ -61,13 +61,13 @@ def known_claims(results: Path, folder: Path = ROOT / "recipes") -> list[Known]:
 
 def _of_study(study: Study, results: Path) -> Iterator[Known]:
     verdicts = judge(study, Records(results / study.recipe / study.name).read(study))
-    failed, withdrawn = failed_controls(study, verdicts), withdrawn_because(study)
+    void = void_because(study, verdicts)
     for name, claim in study.claims.items():
         if claim.sources:
             verdict = verdicts[name]
-            outcome = UNDECIDED if failed or withdrawn else MEANING.get(verdict.word, UNDECIDED)
-            why = f"the control {', '.join(failed)} did not hold" if failed else withdrawn or verdict.reason
-            yield Known(study, name, claim, verdict, shown_effect(study, claim, verdict), outcome, why)
+            outcome = UNDECIDED if void else MEANING.get(verdict.word, UNDECIDED)
+            effect = shown_effect(study, claim, verdict)
+            yield Known(study, name, claim, verdict, effect, outcome, void or verdict.reason)
 
 
 def headline(known: Sequence[Known]) -> str:
@@ -80,7 +80,18 @@ def headline(known: Sequence[Known]) -> str:
     )
 
 
-def page(known: Sequence[Known]) -> Iterator[Block]:
+def every_claim(results: Path, folder: Path = ROOT / "recipes") -> Iterator[list[str]]:
+    """Yield a row for each claim of each study: study, name, text, effect, verdict."""
+    for path in sorted(folder.glob("*/study*.yaml")):
+        study = load_study(path)
+        verdicts = judge(study, Records(results / study.recipe / study.name).read(study))
+        void = "none: the study is void" if void_because(study, verdicts) else ""
+        for name, claim in study.claims.items():
+            row = [f"{study.recipe}/{study.name}", name, claim.text, shown_effect(study, claim, verdicts[name])]
+            yield [*row, void or verdicts[name].word]
+
+
+def page(known: Sequence[Known], every: Sequence[Sequence[str]]) -> Iterator[Block]:
     yield Text(headline(known), strong=True)
     if bars := [one.bar for one in known if one.bar is not None]:
         x = "effect and 95 % interval over seeds, in smallest effects that count (each registered before the runs)"
@@ -94,6 +105,9 @@ def page(known: Sequence[Known]) -> Iterator[Block]:
     )
     yield Heading("Who reports the sign")
     yield Table(["claim", "sources"], [[one.name, source] for one in known for source in one.claim.sources])
+    yield Heading("Every registered claim")
+    yield Text("A study is void where one of its controls did not hold, and where it was withdrawn: its page says why.")
+    yield Fold("Claims by study", [Table(["study", "claim", "says", "effect", "verdict"], every)])
     yield Heading("How to read this")
     yield Text(
         "*Agrees* is a claim that its study confirms and *disagrees* one that it refutes, by the rules on the "
@@ -114,4 +128,4 @@ def _minimum(one: Known) -> str:
 
 def write(results: Path) -> Path:
     """Write ``claims.md`` and ``claims.html`` and return the first."""
-    return write_pages(results, "claims", TITLE, list(page(known_claims(results))))[0]
+    return write_pages(results, "claims", TITLE, list(page(known_claims(results), list(every_claim(results)))))[0]

@@ -211,6 +211,12 @@ def withdrawn_because(study: Study) -> str:
     return read_table(ROOT / "results" / "withdrawn.yaml").get(f"{study.recipe}/{study.name}", "")
 
 
+def void_because(study: Study, verdicts: Mapping[str, Verdict]) -> str:
+    """Return why the study carries no verdict, withdrawn or with a control that failed; "" where it carries them."""
+    failed = failed_controls(study, verdicts)
+    return withdrawn_because(study) or (f"the control {', '.join(failed)} did not hold" if failed else "")
+
+
 def failed_controls(study: Study, verdicts: Mapping[str, Verdict]) -> list[str]:
     """Return the controls that are not confirmed: claims so named, or whose text ends in "(positive control)"."""
     controls = [n for n, c in study.claims.items() if n in ("positive", "negative") or c.text.endswith(" control)")]
