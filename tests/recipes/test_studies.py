@@ -21,9 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 STUDIES = sorted((ROOT / "recipes").glob("*/study*.yaml"))
 REGISTERED = {
     "lab/study_trails": "48a0fd2b70afda5dd98d047b9765f9b25a75639178dc94c4db6b64baa920f8d8",
-    "lab/study_variants": "ac9845b66241972425017d8aa1bb8b32d9c9d27aad50e64e9066599a867113af",
+    "lab/study_variants": "792a611cdc9d82e8ae98f929b035e4ceabb235daf83a0bc9b4a9698f87a01d5e",
     "dapo/study": "1e2c34ee65ac2771b7714fc700a808576aeac25e097e13837247e37364c774c4",
-    "dapo/study_claims": "89cbff9d6675e184a68109ce15f8b7b483496b5feb88057b0c04e3f4697aa4cf",
+    "dapo/study_claims": "8334aeb6d9ee6bcdbf363dc6b55c1ea0f07915e5e445786a3fec088234a90d70",
     "dapo/study_mismatch": "e9046538dda044a585592ebe4bebc1910e92759df64313dee0769178a015432d",
     "search_r1/study": "2fd92b7dce1cee1bf30486f53f04b6295340b8c8c19d9a37d057c86f5d0ceec7",
     "search_r1/study_topk": "5dcf87f30a0ad96013beb0b5db449af5aca8db397534af6ab914d4195b57e383",
