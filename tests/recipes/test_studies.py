@@ -42,7 +42,7 @@ def test_every_run_record_is_of_the_registered_study(path):
     study = load_study(path)
     folder = ROOT / "results" / study.recipe / study.name
     records = Records(folder).read(study)
-    assert {f"{arm}-seed{seed}.json" for arm, seed in records} == {file.name for file in folder.iterdir()}
+    assert {f"{arm}-seed{seed}.json" for arm, seed in records} == {file.name for file in folder.glob("*")}
     for (arm, seed), record in records.items():
         assert (record.arm, record.seed, record.status) == (arm, seed, "finished")
         assert record.registration == REGISTERED[f"{study.recipe}/{study.name}"]
