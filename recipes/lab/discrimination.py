@@ -16,6 +16,7 @@ import itertools
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -56,10 +57,13 @@ def auc(better: Sequence[float], worse: Sequence[float]) -> float:
 def rank_p(a: Sequence[float], b: Sequence[float]) -> float:
     """Return the exact two-sided p-value: the share of ways to deal out the values whose AUC is as far from 1/2."""
     values = sorted([*a, *b])
-    middle = {v: values.index(v) + (values.count(v) + 1) / 2 for v in values}
-    ranks, expected = [middle[v] for v in [*a, *b]], len(a) * (len(values) + 1) / 2
+    twice = {v: 2 * values.index(v) + values.count(v) + 1 for v in values}  # middle ranks, doubled: whole numbers
+    ranks, expected = [twice[v] for v in [*a, *b]], len(a) * (len(values) + 1)
+    ways = Counter({(0, 0): 1})  # (values dealt to a, sum of their ranks) -> ways
+    for rank in ranks:
+        ways.update({(dealt + 1, total + rank): count for (dealt, total), count in list(ways.items())})
     found = abs(sum(ranks[: len(a)]) - expected)
-    far = sum(abs(sum(one) - expected) >= found - 1e-9 for one in itertools.combinations(ranks, len(a)))
+    far = sum(n for (dealt, total), n in ways.items() if dealt == len(a) and abs(total - expected) >= found)
     return far / math.comb(len(values), len(a))
 
 
