@@ -94,7 +94,7 @@ def every_claim(results: Path, folder: Path = ROOT / "recipes") -> Iterator[list
 def page(known: Sequence[Known], every: Sequence[Sequence[str]]) -> Iterator[Block]:
     yield Text(headline(known), strong=True)
     if bars := [one.bar for one in known if one.bar is not None]:
-        x = "effect and 95 % interval over seeds, in smallest effects that count (each registered before the runs)"
+        x = "effect and 95 % interval, in smallest effects that count"
         yield Effects("Effects, with the known sign to the right", bars, (AGREES, DISAGREES, UNDECIDED), x)
     yield Table(
         ["claim", "says", "known sign", "effect here", "smallest that counts", "this verdict", "why"],
@@ -112,7 +112,7 @@ def page(known: Sequence[Known], every: Sequence[Sequence[str]]) -> Iterator[Blo
     yield Text(
         "*Agrees* is a claim that its study confirms and *disagrees* one that it refutes, by the rules on the "
         "study's page. All else is undecided, and so is every claim of a study one of whose controls did not hold. "
-        "The share is of all claims. Its interval is Wilson's and takes claims for independent, which they are not: "
+        "Where the known sign is no difference, an interval between -1 and 1 agrees. The share is of all claims. Its interval is Wilson's and takes claims for independent, which they are not: "
         "they share a task, a baseline and seeds. What agrees here may agree for another reason than in large models."
     )
     for study in {one.study.path: one.study for one in known}.values():
@@ -123,7 +123,8 @@ def page(known: Sequence[Known], every: Sequence[Sequence[str]]) -> Iterator[Blo
 
 def _minimum(one: Known) -> str:
     metric = one.study.metrics[one.claim.metric]
-    return f"{100 * one.claim.minimum:g} points" if metric.percent else f"{one.claim.minimum:g}"
+    points = 100 * one.claim.minimum
+    return f"{points:g} point{'' if points == 1 else 's'}" if metric.percent else f"{one.claim.minimum:g}"
 
 
 def write(results: Path) -> Path:
