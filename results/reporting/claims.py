@@ -112,7 +112,8 @@ def page(known: Sequence[Known], every: Sequence[Sequence[str]]) -> Iterator[Blo
     yield Text(
         "*Agrees* is a claim that its study confirms and *disagrees* one that it refutes, by the rules on the "
         "study's page. All else is undecided, and so is every claim of a study one of whose controls did not hold. "
-        "Where the known sign is no difference, an interval between -1 and 1 agrees. The share is of all claims. Its interval is Wilson's and takes claims for independent, which they are not: "
+        "Where the known sign is no difference, an interval between -1 and 1 agrees. The share is of all claims. "
+        "Its interval is Wilson's and takes claims for independent, which they are not: "
         "they share a task, a baseline and seeds. What agrees here may agree for another reason than in large models."
     )
     for study in {one.study.path: one.study for one in known}.values():
