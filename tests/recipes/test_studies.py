@@ -21,7 +21,6 @@ ROOT = Path(__file__).resolve().parents[2]
 STUDIES = sorted((ROOT / "recipes").glob("*/study*.yaml"))
 REGISTERED = {
     "lab/study_trails": "48a0fd2b70afda5dd98d047b9765f9b25a75639178dc94c4db6b64baa920f8d8",
-    "lab/study_variants": "792a611cdc9d82e8ae98f929b035e4ceabb235daf83a0bc9b4a9698f87a01d5e",
     "dapo/study": "1e2c34ee65ac2771b7714fc700a808576aeac25e097e13837247e37364c774c4",
     "dapo/study_claims": "8334aeb6d9ee6bcdbf363dc6b55c1ea0f07915e5e445786a3fec088234a90d70",
     "dapo/study_mismatch": "e9046538dda044a585592ebe4bebc1910e92759df64313dee0769178a015432d",
