@@ -81,8 +81,7 @@ def comparisons(study: Study, records: Records) -> list[Comparison]:
 
 def about_the_task(study: Study) -> dict[str, Claim]:
     """Return the claims that say what the task can tell apart: both controls, and others that name no source."""
-    own = {name: claim for name, claim in study.claims.items() if not claim.sources}
-    return {name: claim for name, claim in own.items() if name == NEGATIVE or claim.direction == "greater"}
+    return {name: claim for name, claim in study.claims.items() if not claim.sources}
 
 
 def score_of(found: Sequence[Comparison]) -> float | None:

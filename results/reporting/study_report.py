@@ -161,13 +161,13 @@ def _label(metric: Metric) -> str:
 # --- the report ---
 
 
-def page(study: Study, found: Found, references: Mapping[str, Any], withdrawn: str = "") -> Iterator[Block]:
+def page(study: Study, found: Found, references: Mapping[str, Any]) -> Iterator[Block]:
     verdicts = judge(study, found)
     finished = sum(record.status == "finished" for record in found.values())
     failed = len(found) - finished
     lines = [line for at, name in enumerate(study.arms) if (line := _mean_curve(study, found, name, at))]
     lines = lines if lines and max(len(line.steps) for line in lines) > 1 else []
-    yield Text(_verdicts_in_a_sentence(study, verdicts, withdrawn), strong=True)
+    yield Text(_verdicts_in_a_sentence(study, verdicts), strong=True)
     if study.sweep is not None:
         lines = []  # one picture stands first, and here it is the sweep's
         yield from _sweep_picture(study, study.sweep, found)
@@ -223,8 +223,8 @@ def failed_controls(study: Study, verdicts: Mapping[str, Verdict]) -> list[str]:
     return [name for name in controls if verdicts[name].word not in ("confirmed", "not run")]
 
 
-def _verdicts_in_a_sentence(study: Study, verdicts: Mapping[str, Verdict], withdrawn: str) -> str:
-    if withdrawn:
+def _verdicts_in_a_sentence(study: Study, verdicts: Mapping[str, Verdict]) -> str:
+    if withdrawn := withdrawn_because(study):
         return f"Withdrawn: this study carries no verdict, and the table has what the rules alone say. {withdrawn}"
     if failed := failed_controls(study, verdicts):
         said = f"{'Controls' if len(failed) > 1 else 'The control'} {', '.join(failed)} did not hold"
@@ -389,5 +389,5 @@ def _run_table(study: Study, found: Found) -> Table:
 def write_report(study: Study, records: Records, results: Path) -> Path:
     """Write ``results/<recipe>/<name>.md`` and ``.html`` and return the first."""
     references = read_references(results) if (results / "references.yaml").exists() else {}
-    blocks = list(page(study, records.read(study), references, withdrawn_because(study)))
+    blocks = list(page(study, records.read(study), references))
     return write_pages(results / study.recipe, study.name, study.title, blocks)[0]
