@@ -37,6 +37,7 @@ _CODE, _TESTED = _scorer(prime_code), _scorer(unit_tests)
 
 # A name that ends in * stands for every data source that starts so.
 SCORERS: dict[str, Scorer] = {
+    "lab/conflicts": _QA,
     "lab/figures": _scorer(hops),
     "lab/guesses": _scorer(hops),
     "lab/hops": _scorer(hops),

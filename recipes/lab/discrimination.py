@@ -29,8 +29,8 @@ from results.reporting.study_report import arm_values, failed_controls, judge
 BOUND = 0.9  # of the score
 ROOM = (0.4, 0.8)  # where the baseline must end
 UNREGISTERED = {
-    "tallies": "GRPO learned to guess from its base models (results/LOG.md)",
-    "search over passages that contradict each other": "the task is not built",
+    "tallies": "its base models forget totals while they learn the mixture (results/LOG.md)",
+    "conflicts": "its base models differ in how often they search (results/LOG.md)",
 }
 NEGATIVE, POSITIVE, BASELINE, METRIC = "negative", "positive", "baseline", "accuracy"
 
@@ -80,8 +80,16 @@ def comparisons(study: Study, records: Records) -> list[Comparison]:
 
 
 def about_the_task(study: Study) -> dict[str, Claim]:
-    """Return the claims that say what the task can tell apart: both controls, and others that name no source."""
-    return {name: claim for name, claim in study.claims.items() if not claim.sources}
+    """Return the claims that say what the task can tell apart: both controls, and what is better by construction.
+
+    The others are about algorithms: they name a source, or say that two end alike.
+    """
+    controls = (NEGATIVE, POSITIVE)
+    return {
+        name: claim
+        for name, claim in study.claims.items()
+        if name in controls or (claim.direction == "greater" and not claim.sources)
+    }
 
 
 def score_of(found: Sequence[Comparison]) -> float | None:

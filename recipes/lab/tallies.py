@@ -1,11 +1,12 @@
 """Tallies: keep a running total of digits to add and to take away, until a stop, and leave out what stands behind it.
 
-    4:+3_-9_.0_+2_=    ->    +37-98.#8         each operation with the total after it, modulo 10
+    4:+3_-9_.0_+2_=    ->    +37-98.#8                short: each operation with the total after it, modulo 10
+                       ->    +37-98._______#8         long: it dithers before it ends, the longer the more it did
 
     python -m recipes.lab.tallies
 
 A question of difficulty d has d places for operations. The stop is behind the first two or further on: most are early,
-and some at the end. What is behind it distracts.
+and some at the end. What is behind it distracts. Right answers have between 10 and about 190 tokens, with a long tail.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from recipes.lab.families import Family, FamilyRecipe, Question
 
+DITHER = 14  # signs an operation
 MEAN_STEPS = 0.3  # beyond the first two, as a share of the places: a long tail
 
 
@@ -37,7 +39,7 @@ def draw(rng: random.Random, difficulty: int) -> Question:
         prompt=f"{first}:{''.join(f'{sign}{digit}_' for sign, digit in zip(signs, digits, strict=True))}=",
         gold=str(totals[-1]),
         short=f"{''.join(done)}.#{totals[-1]}",
-        long=f"{''.join(done)}.#{totals[-1]}",
+        long=f"{''.join(done)}.{DITHER * stop * '_'}#{totals[-1]}",
         hasty=hasty,
         guess=lambda rng: f"#{rng.randrange(10)}",
         endless=done[0],
@@ -45,7 +47,16 @@ def draw(rng: random.Random, difficulty: int) -> Question:
     )
 
 
-RECIPE = FamilyRecipe(difficulty=12)
+RECIPE = FamilyRecipe(
+    difficulty=12,
+    pool=8,
+    task_steps=800,
+    hold_steps=760,
+    loss_bound=0.06,
+    short_share=0.05,
+    long_share=0.2,
+    endless_chars=200,
+)
 FAMILY = Family("tallies", (*string.digits, *"+-_:=.#"), (), draw, RECIPE, Path(__file__))
 
 if __name__ == "__main__":

@@ -125,6 +125,7 @@ class WarmStart:
     heads: int = 4
     positions: int = 512
     batch_size: int = 64
+    pool: int = 1  # batches of episodes that do the task, among which one of like lengths is chosen
     task_steps: int = 500  # on episodes that do the task
     mixture_steps: int = 60
     hold_steps: int = 420  # learning rate constant until here, then linear to zero
@@ -167,6 +168,18 @@ def padded(batch: Sequence[Row], pad_id: int) -> tuple[Tensor, Tensor]:
     return ids_BT, labels_BT
 
 
+def alike(rows: Sequence[Row], recipe: WarmStart, rng: random.Random) -> list[Row]:
+    """Draw a batch of rows of like lengths: of a pool of several batches, sorted, one.
+
+    It saves padding. A batch of the mixture is not drawn so: the last ones would decide how often the model guesses.
+    """
+    pool = rng.sample(rows, recipe.pool * recipe.batch_size)
+    if recipe.pool == 1:
+        return pool
+    first = rng.randrange(recipe.pool) * recipe.batch_size
+    return sorted(pool, key=lambda row: len(row[0]))[first : first + recipe.batch_size]
+
+
 def written_loss(model: PreTrainedModel, ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
     """Return the next-token loss on what the policy writes: only these positions go through the head."""
     import torch.nn.functional as F
@@ -189,7 +202,10 @@ def train(
     model, losses = new_model(recipe, tokenizer, positions=recipe.positions, tied=True), []
     rng = random.Random(recipe.seed)
     batches = (
-        padded(rng.sample(task if step < recipe.task_steps else mixture, recipe.batch_size), tokenizer.pad_token_id)
+        padded(
+            alike(task, recipe, rng) if step < recipe.task_steps else rng.sample(mixture, recipe.batch_size),
+            tokenizer.pad_token_id,
+        )
         for step in trange(recipe.steps, desc="base model", unit="step", mininterval=0.5)
     )
     for loss in fitted(model, recipe, batches, written_loss):

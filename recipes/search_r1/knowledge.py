@@ -16,7 +16,8 @@ import itertools
 import json
 import os
 import random
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,10 @@ class KnowledgeBase:
         texts += [f"{one}\n{one} saw {other} in the {place}." for one, other, place in self.sightings]
         return [{"id": str(number), "contents": text} for number, text in enumerate(texts)]
 
+    def source(self, question: Question) -> str:
+        """Return the data source of a question, by which validation reports it."""
+        return f"{DATA_SOURCE}_{len(question.relations)}hop"
+
     def questions(self, rng: random.Random) -> dict[int, list[Question]]:
         """Return every question, by hops, shuffled. Two different relations follow each other."""
         people = sorted({name for name, _ in self.facts})
@@ -119,12 +124,13 @@ def splits(base: KnowledgeBase, seed: int, train: int, test: int) -> dict[str, l
 
 def row(question: Question, base: KnowledgeBase, split: str, index: int) -> dict[str, Any]:
     """Return the question as a row in verl's schema."""
-    gold, hops = {"target": [base.answer(question)]}, len(question.relations)
-    source = f"{DATA_SOURCE}_{hops}hop"
-    return make_row(source, question.prompt, gold, "lookup", split=split, index=index, question=question.text)
+    gold, asked = {"target": [base.answer(question)]}, question.text
+    return make_row(base.source(question), question.prompt, gold, "lookup", split=split, index=index, question=asked)
 
 
-def write(folder: Path, seed: int, train: int = 800, test: int = 400) -> None:
+def write(
+    folder: Path, seed: int, train: int = 800, test: int = 400, draw: Callable[[int], KnowledgeBase] = draw
+) -> None:
     """Write ``corpus.jsonl``, ``train.parquet`` and ``test.parquet`` of a seed, each all or nothing."""
     base = draw(seed)
     folder.mkdir(parents=True, exist_ok=True)
@@ -155,6 +161,12 @@ def searching(question: Question, base: KnowledgeBase, blocks: Sequence[str]) ->
     asked = zip(queries(question, base), blocks, strict=True)
     episode = [stretch for query, block in asked for stretch in ((f"<search> {query}</search>", True), (block, False))]
     return [*episode, (f"<answer> {base.answer(question)}</answer>", True)]
+
+
+def hasty(question: Question, base: KnowledgeBase, blocks: Sequence[str]) -> list[Stretch]:
+    """Return an episode that answers with the fact that its last search shows first, whatever contradicts it."""
+    first = re.search(r" is(?: now| still)?( \w+)\.", blocks[-1])
+    return [*searching(question, base, blocks)[:-1], (f"<answer>{first.group(1)}</answer>", True)]
 
 
 def guessing(rng: random.Random) -> list[Stretch]:

@@ -24,6 +24,7 @@ from recipes.search_r1 import knowledge
 from recipes.search_r1.search_loop import information
 
 FOLDER = Path("outputs/lab/knowledge")
+Draw = Callable[[int | str], knowledge.KnowledgeBase]
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class KnowledgeRecipe(WarmStart):
     """Settings of the warm start, with its episodes."""
 
     search_share: float = 0.3  # of the mixture
-    ramble_share: float = 0.05  # of the mixture; the rest guess
+    ramble_share: float = 0.05  # of the mixture
+    hasty_share: float = 0.0  # of the mixture; the rest guess
     bases: int = 24  # knowledge bases of the warm start
     questions_each: int = 1200
     shown: tuple[int, ...] = (3,)  # passages of a search, one of these numbers an episode
@@ -56,7 +58,7 @@ def searcher(base: knowledge.KnowledgeBase, folder: Path, topk: int = 3) -> Call
 
 
 def questions(
-    recipe: KnowledgeRecipe, tokenizer: Any
+    recipe: KnowledgeRecipe, tokenizer: Any, draw: Draw
 ) -> Iterator[tuple[knowledge.KnowledgeBase, knowledge.Question, list[str]]]:
     """Yield questions of the warm start with the blocks of their searches, one knowledge base after another."""
 
@@ -69,7 +71,7 @@ def questions(
         return information(passages[:count], 10**6, encode)
 
     for number in range(recipe.bases):
-        base = knowledge.draw(f"warm start {recipe.seed} {number}")
+        base = draw(f"warm start {recipe.seed} {number}")
         chosen = knowledge.splits(base, number, recipe.questions_each, 0)["train"]
         asked = [knowledge.queries(question, base) for question in chosen]
         flat = sorted({query for queries in asked for query in queries})
@@ -80,21 +82,23 @@ def questions(
             yield base, question, [block(found[query], count) for query in queries]
 
 
-def rows(recipe: KnowledgeRecipe, tokenizer: Any) -> tuple[list[Row], list[Row]]:
+def rows(recipe: KnowledgeRecipe, tokenizer: Any, draw: Draw = knowledge.draw) -> tuple[list[Row], list[Row]]:
     """Return searching episodes, and the mixture. No end-of-sequence token follows: the closing tag ends a turn."""
     rng = random.Random(recipe.seed)
-    found = list(questions(recipe, tokenizer))
+    found = list(questions(recipe, tokenizer, draw))
     rng.shuffle(found)
     searching = [as_row(q.prompt, knowledge.searching(q, base, blocks), tokenizer) for base, q, blocks in found]
     mixture = []
-    for (_, question, _), full in zip(found, searching, strict=True):
-        kind = rng.random()
-        if kind < recipe.search_share:
+    for (base, question, blocks), full in zip(found, searching, strict=True):
+        kind = rng.random() - recipe.search_share
+        if kind < 0:
             mixture.append(full)
-            continue
-        rambles = kind < recipe.search_share + recipe.ramble_share
-        episode = knowledge.rambling(rng) if rambles else knowledge.guessing(rng)
-        mixture.append(as_row(question.prompt, episode, tokenizer))
+        elif kind < recipe.ramble_share:
+            mixture.append(as_row(question.prompt, knowledge.rambling(rng), tokenizer))
+        elif kind < recipe.ramble_share + recipe.hasty_share:
+            mixture.append(as_row(question.prompt, knowledge.hasty(question, base, blocks), tokenizer))
+        else:
+            mixture.append(as_row(question.prompt, knowledge.guessing(rng), tokenizer))
     return searching, mixture
 
 

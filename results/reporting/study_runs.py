@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -91,7 +91,7 @@ class Runner:
         """Print and return how many seconds the whole command takes; None where no run has been timed yet."""
         if not known or not missing:
             return None
-        total = spent + expected_seconds(missing, known, self.jobs)
+        total = spent + expected_seconds(missing, known, self.jobs, self.steps)
         within = f", the budget is {self.budget_s / 60:.1f}" if total > self.budget_s else ""
         print(f"{len(missing)} runs are missing: about {total / 60:.1f} min in all{within}", flush=True)
         return total
@@ -111,6 +111,15 @@ class Runner:
             shutil.rmtree(folder, ignore_errors=True)
             folder.parent.mkdir(parents=True, exist_ok=True)
             yield (arm, seed), Task(self.overrides(arm, seed), folder.with_suffix(".log"))
+
+    def steps(self, arm: str) -> float:
+        """Return the arm's training steps where the study states them for every arm, and 1 where it does not."""
+        key = "trainer.total_training_steps="
+        stated = [
+            [float(one.removeprefix(key)) for one in some if one.startswith(key)]
+            for some in (self.study.common, self.study.arms[arm].overrides)
+        ]
+        return (stated[1] or stated[0])[-1] if stated[0] else 1.0
 
     def settings(self, arm: str, seed: int) -> list[str]:
         own = [f"trainer.seed={seed}", "trainer.cpu_threads=1"]
@@ -145,13 +154,21 @@ def _finished(folder: Path) -> RecordedRun | None:
     return run if run.status == "finished" else None
 
 
-def expected_seconds(missing: Iterable[tuple[str, int]], known: Mapping[tuple[str, int], float], jobs: int) -> float:
-    """Return the seconds that the missing runs take: each the mean of its arm's timed runs, or of all of them."""
+def expected_seconds(
+    missing: Iterable[tuple[str, int]],
+    known: Mapping[tuple[str, int], float],
+    jobs: int,
+    steps: Callable[[str], float] = lambda arm: 1.0,
+) -> float:
+    """Return the seconds that the missing runs take: each the mean of its arm's timed runs.
+
+    An arm without a timed run takes, by its ``steps``, as long as the others do.
+    """
     arms: dict[str, list[float]] = {}
     for (arm, _), seconds in known.items():
         arms.setdefault(arm, []).append(seconds)
-    overall = statistics.fmean(known.values())
-    return sum(statistics.fmean(arms.get(arm, [overall])) for arm, _ in missing) / jobs
+    of_step = sum(known.values()) / sum(steps(arm) for arm, _ in known)
+    return sum(statistics.fmean(arms.get(arm, [of_step * steps(arm)])) for arm, _ in missing) / jobs
 
 
 def _environment() -> dict[str, str]:

@@ -11,6 +11,7 @@ from recipes.lab import discrimination, planted_run
 from recipes.lab.discrimination import Comparison, auc, rank_p, score_of, verdict
 
 SEEDS, ROOT = (8, 8), discrimination.ROOT
+CALIBRATED = ("lab/study_trails", "dapo/study_claims")
 
 
 def found(**changed: tuple[float | None, float | None]) -> list[Comparison]:
@@ -62,8 +63,8 @@ def test_the_score_is_the_least_auc_and_leaves_the_negative_control_out():
 
 
 def test_registered_studies_have_the_controls_that_the_table_reads():
-    for path in (ROOT / "recipes/lab/study_trails.yaml", ROOT / "recipes/dapo/study_claims.yaml"):
-        study = discrimination.load_study(path)
+    for name in CALIBRATED:
+        study = discrimination.load_study(ROOT / "recipes" / f"{name}.yaml")
         assert {discrimination.NEGATIVE, discrimination.POSITIVE} <= set(study.claims)
         assert discrimination.BASELINE in study.arms and discrimination.METRIC in study.metrics
         assert study.minimum_seeds == len(study.seeds) >= 8
@@ -71,6 +72,13 @@ def test_registered_studies_have_the_controls_that_the_table_reads():
         compared = discrimination.about_the_task(study)
         others = [claim for name, claim in compared.items() if name != discrimination.NEGATIVE]
         assert {claim.direction for claim in others} == {"greater"} and len(others) >= 3
+
+
+def test_a_study_of_algorithms_is_no_task():
+    """Claims that two end alike say nothing of what a task can tell apart."""
+    study = discrimination.load_study(ROOT / "recipes/lab/study_variants.yaml")
+    assert len(study.claims) > 10
+    assert discrimination.about_the_task(study).keys() == {discrimination.NEGATIVE, discrimination.POSITIVE}
 
 
 def test_a_planted_run_is_the_same_run_with_a_bug():
@@ -84,7 +92,7 @@ def test_a_planted_run_is_the_same_run_with_a_bug():
 
 
 def test_the_table_is_what_the_records_give(tmp_path):
-    for study in ("lab/study_trails", "dapo/study_claims"):
+    for study in CALIBRATED:
         shutil.copytree(ROOT / "results" / study, tmp_path / study)
     for suffix in (".md", ".json"):
         written = discrimination.write(tmp_path).with_suffix(suffix)

@@ -26,9 +26,8 @@ def followed(prompt: str) -> str:
 
 def added(prompt: str) -> str:
     """Answer a tally by its prompt alone."""
-    first, rest = prompt.split(":")
-    done = rest.partition(".")[0].replace("_", "")
-    return str(eval(first + done) % 10)
+    before = prompt.partition(".")[0]
+    return str(sum(int(number) for number in re.findall(r"[+-]?\d", before)) % 10)
 
 
 @pytest.mark.parametrize(("family", "answer"), zip(FAMILIES, (followed, added), strict=True))

@@ -192,6 +192,8 @@ def test_a_study_says_how_long_it_takes_and_what_a_budget_leaves(tmp_path, capsy
     known = {("base", 1): 10.0, ("base", 2): 20.0, ("better", 1): 30.0}
     left = [("base", 3), ("better", 3), ("same", 3)]
     assert expected_seconds(left, known, 2) == (15 + 30 + 20) / 2  # an arm that was never timed takes the mean
+    longer = {"same": 2.0}.get  # of twice the steps
+    assert expected_seconds(left, known, 2, lambda arm: longer(arm, 1.0)) == (15 + 30 + 40) / 2
     clock = itertools.count(step=10)  # every look at the clock is 10 s later
     monkeypatch.setattr(study_runs.time, "monotonic", lambda: float(next(clock)))
     ended = study_runs.Ended(0, 60.0)

@@ -1,0 +1,90 @@
+"""The knowledge task with passages that contradict each other: a fact has changed, and some passages do not know it.
+
+    the boss of bavu is still zuru.        the boss of bavu is now keli.        ->    <answer> keli</answer>
+
+    python -m recipes.search_r1.conflicts
+
+It is a task with room, as those of ``recipes/lab/families.py``: difficulty is a number (how many passages about a fact
+may be out of date), any answer is paid a little, and four base models mostly guess, or say what they find first.
+Everything is in ``outputs/lab/conflicts/``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from recipes.lab.families import BASES, OUTPUTS, TEST
+from recipes.lab.tokenizer import build_tokenizer
+from recipes.lab.warm_start import build
+from recipes.search_r1 import knowledge, knowledge_model
+from recipes.search_r1.knowledge import Question
+from recipes.search_r1.knowledge_model import KnowledgeRecipe
+
+FOLDER = OUTPUTS / "conflicts"
+DATA_SOURCE = "lab/conflicts"
+DIFFICULTY = 2  # a search shows three passages
+WORDS = (*knowledge.WORDS, " now", " still")  # as many words in each passage: BM25 finds them equally good
+RECIPE = KnowledgeRecipe(
+    task_steps=1200, hold_steps=1160, pool=8, search_share=0.12, ramble_share=0.15, hasty_share=0.28
+)
+
+
+@dataclass(frozen=True)
+class ChangedBase(knowledge.KnowledgeBase):
+    """``outdated[name, relation]`` holds what passages say that do not know the fact as it is now."""
+
+    outdated: Mapping[tuple[str, str], Sequence[str]]
+    order: int  # seed of the order of the passages, which decides between equally good ones
+
+    def source(self, question: Question) -> str:
+        return DATA_SOURCE
+
+    def passages(self) -> list[dict[str, str]]:
+        """Return the corpus in no order: a passage for each value of each fact, and the distractors."""
+        texts = [passage["contents"] for passage in super().passages()[len(self.facts) :]]
+        for (name, relation), value in self.facts.items():
+            earlier = self.outdated[name, relation]
+            said = [*(f"is still {one}" for one in earlier), f"is now {value}" if earlier else f"is {value}"]
+            texts += [f"{name}\nthe {relation} of {name} {one}." for one in said]
+        random.Random(self.order).shuffle(texts)
+        return [{"id": str(number), "contents": text} for number, text in enumerate(texts)]
+
+
+def draw(seed: int | str, difficulty: int = DIFFICULTY) -> ChangedBase:
+    """Draw a knowledge base in which up to ``difficulty`` passages about a fact are out of date."""
+    plain, rng = knowledge.draw(seed), knowledge.rng_for(f"conflicts {seed}")
+    people, outdated = sorted({name for name, _ in plain.facts}), {}
+    for (name, relation), value in plain.facts.items():
+        others = [other for other in people if other not in (name, value)]
+        outdated[name, relation] = rng.sample(others, rng.randint(0, difficulty))
+    return ChangedBase(plain.facts, plain.sightings, outdated, rng.randrange(2**32))
+
+
+def prepare(seeds: Iterable[int] = range(1, BASES + 1)) -> list[Path]:
+    """Make what is missing: data, index, and for each of these seeds the base model ``base/seed-<n>/current``."""
+    from recipes.search_r1.index.build import build_index
+
+    knowledge.write(FOLDER, 1, test=TEST, draw=draw)
+    shutil.rmtree(FOLDER / "index", ignore_errors=True)
+    build_index(FOLDER / "corpus.jsonl", FOLDER / "index", ("bm25",))
+    tokenizer, here, made = build_tokenizer(knowledge.ALPHABET, WORDS), Path(__file__).parent, []
+    files = (
+        *(here / name for name in ("conflicts.py", "knowledge.py", "knowledge_model.py")),
+        here.parent / "lab/tokenizer.py",
+    )
+    for seed in seeds:
+        recipe = replace(RECIPE, seed=seed)
+        root = FOLDER / "base" / f"seed-{seed}"
+        made.append(build(root, recipe, tokenizer, lambda r=recipe: knowledge_model.rows(r, tokenizer, draw), *files))
+    return made
+
+
+if __name__ == "__main__":
+    text = "Makes the data, the index and the base models of questions whose passages contradict each other."
+    argparse.ArgumentParser("python -m recipes.search_r1.conflicts", description=text).parse_args()
+    print("base models:", *prepare())
