@@ -15,6 +15,5 @@ def positive_only(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
     Right answers of the lab's tasks score 1 and all others less. Returns the advantages, [B, T], twice.
     """
-    right_B = inputs.counted_B & (inputs.rewards_B >= 1)
-    advantage_BT = inputs.spread(right_B)
+    advantage_BT = inputs.spread(inputs.rewards_B >= 1)
     return advantage_BT, advantage_BT

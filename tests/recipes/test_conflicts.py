@@ -75,6 +75,10 @@ def test_an_episode_is_its_tokens_and_a_hasty_one_reads_what_stands_first(base, 
     *before, (answer, by_policy) = knowledge.hasty(question, base, blocks)
     assert by_policy and before == knowledge.searching(question, base, blocks)[:-1]
     assert parse_action(answer).content == FACT.search(blocks[-1])[4]
+    fact = next(fact for fact, earlier in base.outdated.items() if earlier)
+    block = f"Doc 1(Title: {fact[0]}) the {fact[1]} of {fact[0]} is still {base.outdated[fact][0]}."
+    misled = knowledge.hasty(knowledge.Question(fact[0], (fact[1],)), base, [block])[-1][0]
+    assert parse_action(misled).content == base.outdated[fact][0] != base.facts[fact]
 
 
 def test_shares_of_the_mixture_are_the_recipes(words, monkeypatch):

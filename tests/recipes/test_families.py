@@ -80,3 +80,4 @@ def test_a_guess_is_paid_and_not_right():
     assert compute_score("", "abc.#b", "b") == {"score": 1, "acc": 1, "well_formed": 1}
     assert compute_score("", "b", "b") == {"score": 0, "acc": 0, "well_formed": 0}
     assert compute_score("", "#bc", "b")["score"] == 0
+    assert compute_score("", "#a", "b", well_formed=0.05)["score"] == 0.05

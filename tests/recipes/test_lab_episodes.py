@@ -17,7 +17,7 @@ from core.rollout.tools import load_tools
 from core.types import Prompt
 from recipes.lab import guesses, sums, warm_start
 from recipes.lab.tokenizer import build_tokenizer
-from recipes.lab.warm_start import IGNORED, BaseModelError, WarmStart, as_row, build, train
+from recipes.lab.warm_start import IGNORED, BaseModelError, WarmStart, alike, as_row, build, train
 from recipes.search_r1 import knowledge, knowledge_model, main_search_r1
 from recipes.search_r1.search_loop import INVALID, information, parse_action
 from tests.recipes.test_search_r1 import ROOT
@@ -243,3 +243,33 @@ def test_a_base_model_is_built_once_and_named_by_what_decides_it(words, tmp_path
     assert first == again != other and len(made) == 2
     assert (tmp_path / "current").resolve() == other.resolve()
     assert json.loads((first / "warm_start.json").read_text())["recipe"]["task_steps"] == 2
+
+
+ROWS = [([0] * width, [0] * width) for width in range(1, 257)]
+
+
+def test_a_batch_of_alike_rows_is_of_like_lengths():
+    recipe, rng = WarmStart(batch_size=8, pool=16), random.Random(1)
+    spreads, middles = [], []
+    for _ in range(50):
+        widths = [len(ids) for ids, _ in alike(ROWS, recipe, rng)]
+        spreads.append(max(widths) - min(widths))
+        middles.append(widths[4])
+    assert max(spreads) < 64 and min(middles) < 64 and max(middles) > 192  # any length comes, with its like
+    plain = WarmStart(batch_size=8)
+    assert alike(ROWS, plain, random.Random(2)) == random.Random(2).sample(ROWS, 8)
+
+
+def test_a_batch_of_the_mixture_holds_all_lengths(monkeypatch):
+    seen = []
+
+    def fitted(model, recipe, batches, loss_of):
+        for _, labels_BT in batches:
+            seen.append((labels_BT != IGNORED).sum(1))
+            yield 0.0
+
+    monkeypatch.setattr(warm_start, "fitted", fitted)
+    recipe = WarmStart(batch_size=8, pool=16, task_steps=4, mixture_steps=8, hold_steps=11, positions=256)
+    train(recipe, build_tokenizer("ab"), ROWS, ROWS)
+    spreads = [int(widths.max() - widths.min()) for widths in seen]
+    assert len(seen) == 12 and max(spreads[:4]) < 64 < min(spreads[4:])

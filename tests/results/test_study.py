@@ -194,6 +194,11 @@ def test_a_study_says_how_long_it_takes_and_what_a_budget_leaves(tmp_path, capsy
     assert expected_seconds(left, known, 2) == (15 + 30 + 20) / 2  # an arm that was never timed takes the mean
     longer = {"same": 2.0}.get  # of twice the steps
     assert expected_seconds(left, known, 2, lambda arm: longer(arm, 1.0)) == (15 + 30 + 40) / 2
+    twice = {"label": "longer", "overrides": ["trainer.total_training_steps=20"]}
+    stated = study(tmp_path, arms={**SPEC["arms"], "twice": twice}, common=["trainer.total_training_steps=10"])
+    steps = Runner(stated, Records(tmp_path / "unused"), tmp_path / "outputs").steps
+    assert (steps("base"), steps("twice")) == (10, 20)
+    assert Runner(study(tmp_path), Records(tmp_path / "unused"), tmp_path / "outputs").steps("better") == 1
     clock = itertools.count(step=10)  # every look at the clock is 10 s later
     monkeypatch.setattr(study_runs.time, "monotonic", lambda: float(next(clock)))
     ended = study_runs.Ended(0, 60.0)
