@@ -26,6 +26,7 @@ OUTPUTS = Path("outputs/lab")
 BASES = 4
 TRAIN, TEST = 4096, 256
 ENDLESS = "endless"
+Rows = Callable[[Any, Any], tuple[list[Row], list[Row]]]
 
 
 @dataclass(frozen=True)
@@ -110,13 +111,8 @@ class Family:
         for split, drawn in self.splits().items():
             rows = [self.example(one, split, index) for index, one in enumerate(drawn)]
             write_rows(self.folder / f"{split}.parquet", rows)
-        tokenizer, made = build_tokenizer(self.alphabet, self.words), []
-        files = (self.code, Path(__file__), Path(__file__).with_name("tokenizer.py"))
-        for seed in seeds:
-            recipe = replace(self.recipe, seed=seed)
-            root = self.folder / "base" / f"seed-{seed}"
-            made.append(build(root, recipe, tokenizer, lambda r=recipe: self.rows(r, tokenizer), *files))
-        return made
+        tokenizer = build_tokenizer(self.alphabet, self.words)
+        return base_models(self.folder, self.recipe, tokenizer, self.rows, seeds, self.code)
 
     def command(self) -> None:
         """Prepare data and base models, as the command of the family's file."""
@@ -127,6 +123,21 @@ class Family:
     def example(self, one: Question, split: str, index: int) -> dict[str, Any]:
         facts = {"split": split, "index": index, "steps": one.steps}
         return make_row(f"lab/{self.name}", one.prompt, one.gold, "following", **facts)
+
+
+def base_models(
+    folder: Path, recipe: WarmStart, tokenizer: Any, rows: Rows, seeds: Iterable[int], *code: Path
+) -> list[Path]:
+    """Make what is missing of ``folder/base/seed-<n>/current`` and return the folders.
+
+    ``rows(recipe, tokenizer)`` are the episodes of a seed; ``code`` makes them, beside the files of this folder. A seed
+    that fails is followed by one that no other base model has.
+    """
+    files, made = (*code, Path(__file__), Path(__file__).with_name("tokenizer.py")), []
+    for seed in seeds:
+        one, root = replace(recipe, seed=seed), folder / "base" / f"seed-{seed}"
+        made.append(build(root, one, tokenizer, lambda r=one: rows(r, tokenizer), *files, apart=BASES))
+    return made
 
 
 def mixed(one: Question, recipe: FamilyRecipe, rng: random.Random) -> str:

@@ -218,27 +218,28 @@ def train(
     return model.eval(), losses
 
 
-def learned(recipe: Any, make: Callable[[Any], None]) -> None:
-    """Call ``make(recipe)``, and again with the next seeds where the model did not learn.
+def learned(recipe: Any, make: Callable[[Any], None], apart: int = 1) -> None:
+    """Call ``make(recipe)``, and again with the next seeds, ``apart`` from each other, where the model did not learn.
 
     Each kind of CPU rounds in its own way, and with that a seed may find the task early on one and never on another.
 
     Raises:
         BaseModelError: no seed of ``SEEDS`` learned the task.
     """
-    for seed in range(recipe.seed, recipe.seed + SEEDS):
+    for tries, seed in enumerate(range(recipe.seed, recipe.seed + SEEDS * apart, apart), start=1):
         try:
             return make(dataclasses.replace(recipe, seed=seed))
         except BaseModelError as error:
-            if seed == recipe.seed + SEEDS - 1:
+            if tries == SEEDS:
                 raise
-            print(f"{error}; trying seed {seed + 1}", file=sys.stderr, flush=True)
+            print(f"{error}; trying seed {seed + apart}", file=sys.stderr, flush=True)
 
 
-def build(root: Path, recipe: WarmStart, tokenizer: Any, make_rows: Any, *files: Path) -> Path:
+def build(root: Path, recipe: WarmStart, tokenizer: Any, make_rows: Any, *files: Path, apart: int = 1) -> Path:
     """Return the folder of the trained model, ``root/<digest>``, to which ``root/current`` then points.
 
-    ``make_rows()`` gives the two lists of :func:`train`; ``files`` are the code that it depends on.
+    ``make_rows()`` gives the two lists of :func:`train`; ``files`` are the code that it depends on; ``apart``, see
+    :func:`learned`.
     """
 
     def make(folder: Path) -> None:
@@ -248,6 +249,6 @@ def build(root: Path, recipe: WarmStart, tokenizer: Any, make_rows: Any, *files:
             model, losses = train(one, tokenizer, *rows)
             save(folder, model, tokenizer, one, losses, time.perf_counter() - started)
 
-        learned(recipe, attempt)
+        learned(recipe, attempt, apart)
 
     return built_once(root, digest(recipe, (*files, Path(__file__))), make)

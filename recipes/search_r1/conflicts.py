@@ -15,12 +15,12 @@ import argparse
 import random
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from recipes.lab.families import BASES, OUTPUTS, TEST
+from recipes.lab.families import BASES, OUTPUTS, TEST, base_models
 from recipes.lab.tokenizer import build_tokenizer
-from recipes.lab.warm_start import build
 from recipes.search_r1 import knowledge, knowledge_model
 from recipes.search_r1.knowledge import Question
 from recipes.search_r1.knowledge_model import KnowledgeRecipe
@@ -72,16 +72,10 @@ def prepare(seeds: Iterable[int] = range(1, BASES + 1)) -> list[Path]:
     knowledge.write(FOLDER, 1, test=TEST, draw=draw)
     shutil.rmtree(FOLDER / "index", ignore_errors=True)
     build_index(FOLDER / "corpus.jsonl", FOLDER / "index", ("bm25",))
-    tokenizer, here, made = build_tokenizer(knowledge.ALPHABET, WORDS), Path(__file__).parent, []
-    files = (
-        *(here / name for name in ("conflicts.py", "knowledge.py", "knowledge_model.py")),
-        here.parent / "lab/tokenizer.py",
-    )
-    for seed in seeds:
-        recipe = replace(RECIPE, seed=seed)
-        root = FOLDER / "base" / f"seed-{seed}"
-        made.append(build(root, recipe, tokenizer, lambda r=recipe: knowledge_model.rows(r, tokenizer, draw), *files))
-    return made
+    code = (Path(module.__file__) for module in (knowledge, knowledge_model))
+    rows = partial(knowledge_model.rows, draw=draw)
+    tokenizer = build_tokenizer(knowledge.ALPHABET, WORDS)
+    return base_models(FOLDER, RECIPE, tokenizer, rows, seeds, Path(__file__), *code)
 
 
 if __name__ == "__main__":

@@ -90,15 +90,17 @@ def rows(recipe: KnowledgeRecipe, tokenizer: Any, draw: Draw = knowledge.draw) -
     searching = [as_row(q.prompt, knowledge.searching(q, base, blocks), tokenizer) for base, q, blocks in found]
     mixture = []
     for (base, question, blocks), full in zip(found, searching, strict=True):
-        kind = rng.random() - recipe.search_share
-        if kind < 0:
+        kind = rng.random()
+        if kind < recipe.search_share:
             mixture.append(full)
-        elif kind < recipe.ramble_share:
-            mixture.append(as_row(question.prompt, knowledge.rambling(rng), tokenizer))
-        elif kind < recipe.ramble_share + recipe.hasty_share:
-            mixture.append(as_row(question.prompt, knowledge.hasty(question, base, blocks), tokenizer))
+            continue
+        if kind < recipe.search_share + recipe.ramble_share:
+            episode = knowledge.rambling(rng)
+        elif kind < recipe.search_share + recipe.ramble_share + recipe.hasty_share:
+            episode = knowledge.hasty(question, base, blocks)
         else:
-            mixture.append(as_row(question.prompt, knowledge.guessing(rng), tokenizer))
+            episode = knowledge.guessing(rng)
+        mixture.append(as_row(question.prompt, episode, tokenizer))
     return searching, mixture
 
 

@@ -115,11 +115,10 @@ class Runner:
     def steps(self, arm: str) -> float:
         """Return the arm's training steps where the study states them for every arm, and 1 where it does not."""
         key = "trainer.total_training_steps="
-        stated = [
-            [float(one.removeprefix(key)) for one in some if one.startswith(key)]
-            for some in (self.study.common, self.study.arms[arm].overrides)
-        ]
-        return (stated[1] or stated[0])[-1] if stated[0] else 1.0
+        if not any(one.startswith(key) for one in self.study.common):
+            return 1.0
+        overrides = (*self.study.common, *self.study.arms[arm].overrides)
+        return [float(one.removeprefix(key)) for one in overrides if one.startswith(key)][-1]
 
     def settings(self, arm: str, seed: int) -> list[str]:
         own = [f"trainer.seed={seed}", "trainer.cpu_threads=1"]

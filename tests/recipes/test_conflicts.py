@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -82,7 +83,7 @@ def test_an_episode_is_its_tokens_and_a_hasty_one_reads_what_stands_first(base, 
 
 
 def test_shares_of_the_mixture_are_the_recipes(words, monkeypatch):
-    recipe = conflicts.replace(conflicts.RECIPE, bases=1, questions_each=1000)
+    recipe = replace(conflicts.RECIPE, bases=1, questions_each=1000)
     right, mixture = knowledge_model.rows(recipe, words, conflicts.draw)
     texts = [words.decode([label for label in labels if label != IGNORED]) for _, labels in mixture]
     searched = sum("<search>" in text for text in texts) / len(texts)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from recipes.lab import families, tallies, trails
+from recipes.lab import families, tallies, trails, warm_start
 from recipes.lab.families import ENDLESS, mixed
 from recipes.lab.family_score import WELL_FORMED, compute_score
 
@@ -73,6 +73,20 @@ def test_shares_of_the_mixture_are_the_recipes():
     assert sum(text == one.short for one, text in texts) / 1500 == pytest.approx(0.3, abs=0.04)
     assert sum(text == ENDLESS for _, text in texts) / 1500 == pytest.approx(0.1, abs=0.03)
     assert sum(len(text) == 2 for _, text in texts) / 1500 == pytest.approx(0.4, abs=0.04)
+
+
+def test_a_base_model_that_fails_is_tried_with_a_seed_of_no_other(tmp_path, monkeypatch):
+    tried = []
+
+    def train(recipe, tokenizer, task, mixture):
+        tried.append(recipe.seed)
+        raise warm_start.BaseModelError("it never learns")
+
+    monkeypatch.setattr(warm_start, "train", train)
+    for seed in range(1, families.BASES + 1):
+        with pytest.raises(warm_start.BaseModelError):
+            families.base_models(tmp_path, trails.RECIPE, None, lambda recipe, tokenizer: ([], []), [seed])
+    assert len(tried) == len(set(tried)) == families.BASES * warm_start.SEEDS
 
 
 def test_a_guess_is_paid_and_not_right():

@@ -26,3 +26,6 @@ def test_rounding_alone_is_expected_between_engine_and_learner(overrides, bound)
 
 def test_a_scorer_may_fail_only_where_a_judge_is_asked():
     assert health_bounds.scorer_errors(compose("grpo", ["preset=lab"])) is None
+    judge = ["reward_model.enable=True", "reward_model.judge.url=http://127.0.0.1:9", "reward_model.judge.model=m"]
+    judge += ["reward_model.on_error=mask"]
+    assert health_bounds.scorer_errors(compose("grpo", ["preset=lab", *judge])) == 0.1
