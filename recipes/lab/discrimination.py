@@ -29,7 +29,6 @@ from results.reporting.study_report import arm_values, failed_controls, judge
 BOUND = 0.9  # of the score
 ROOM = (0.4, 0.8)  # where the baseline must end
 UNREGISTERED = {
-    "tallies": "its base models forget totals while they learn the mixture (results/LOG.md)",
     "conflicts": "its base models differ in how often they search (results/LOG.md)",
 }
 NEGATIVE, POSITIVE, BASELINE, METRIC = "negative", "positive", "baseline", "accuracy"

@@ -1,6 +1,7 @@
 """The studies of what the lab's tasks can tell apart; their registrations stand beside this file.
 
 python -m recipes.lab.study trails [--jobs 2] [--budget-min 45] [--report]          study_trails.yaml
+python -m recipes.lab.study tallies [the same]                                      study_tallies.yaml
 python -m recipes.lab.study variants [the same]                                     study_variants.yaml: of GRPO
 
 Then recipes.lab.discrimination writes the scores of all tasks.

@@ -42,7 +42,7 @@ def draw(rng: random.Random, difficulty: int) -> Question:
         long=f"{''.join(done)}.{DITHER * stop * '_'}#{totals[-1]}",
         hasty=hasty,
         guess=lambda rng: f"#{rng.randrange(10)}",
-        endless=done[0],
+        endless="_",
         steps=stop,
     )
 
