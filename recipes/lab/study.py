@@ -3,6 +3,7 @@
 python -m recipes.lab.study trails [--jobs 2] [--budget-min 45] [--report]          study_trails.yaml
 python -m recipes.lab.study tallies [the same]                                      study_tallies.yaml
 python -m recipes.lab.study variants [the same]                                     study_variants.yaml: of GRPO
+python -m recipes.lab.study variants_tallies [the same]                             the same on another task
 
 Then recipes.lab.discrimination writes the scores of all tasks.
 """
