@@ -24,7 +24,7 @@ from core.tracking.progress import progress
 COLOURS = ("#2563a8", "#c2571a", "#2e8540", "#7b4ea3", "#a8325e", "#6b6f76")
 PHASE_COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#9c755f", "#edc948", "#76b7b2", "#bab0ac", "#e15759")
 MARKERS = ("o", "X", "D", "s")
-DASHES = ("-", (0, (4, 2)), (0, (1, 1.4)))
+DASHES = ("-", (0, (4, 2)), (0, (1, 1.4)), (0, (5, 1.5, 1, 1.5)))
 
 
 # --- blocks ---
@@ -195,7 +195,7 @@ def draw_effects(effects: Effects, index: int, ground: str = "none") -> str:
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.grid(axis="x", color="#e4e6ea", linewidth=0.7)
         axes.set_axisbelow(True)
-        axes.set_xlabel(effects.x)
+        axes.set_xlabel(effects.x, loc="right")  # a browser's font is wider, and grows to the left then
         figure.legend(loc="outside upper left", frameon=False, fontsize=8, ncols=len(effects.groups))
         return _svg(figure, effects.title)
 
