@@ -28,9 +28,6 @@ from results.reporting.study_report import arm_values, failed_controls, judge
 
 BOUND = 0.9  # of the score
 ROOM = (0.4, 0.8)  # where the baseline must end
-UNREGISTERED = {
-    "conflicts": "its base models differ in how often they search (results/LOG.md)",
-}
 NEGATIVE, POSITIVE, BASELINE, METRIC = "negative", "positive", "baseline", "accuracy"
 
 
@@ -158,8 +155,6 @@ def page(tasks: Sequence[dict]) -> str:
         score = "not run" if one["score"] is None else f"{one['score']:.2f}"
         row = (one["task"], f"{one['runs'][0]} of {one['runs'][1]}", spread, one["baseline_seconds"] or "", score)
         lines.append(f"| {' | '.join(map(str, row))} | {one['verdict']} |")
-    for name, why in UNREGISTERED.items():
-        lines.append(f"| {name} | 0 | not run | | not run | carries no claim: no study is registered; {why} |")
     return "\n".join([*lines, *(line for one in tasks for line in _part(one))]) + "\n"
 
 

@@ -5,14 +5,13 @@
     python -m recipes.search_r1.conflicts
 
 It is a task with room, as those of ``recipes/lab/families.py``: difficulty is a number (how many passages about a fact
-may be out of date), any answer is paid a little, and four base models mostly guess, or say what they find first.
+are out of date), any answer is paid a little, and four base models mostly guess, or say what they find first.
 Everything is in ``outputs/lab/conflicts/``.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,9 +28,7 @@ FOLDER = OUTPUTS / "conflicts"
 DATA_SOURCE = "lab/conflicts"
 DIFFICULTY = 2  # a search shows three passages
 WORDS = (*knowledge.WORDS, " now", " still")  # as many words in each passage: BM25 finds them equally good
-RECIPE = KnowledgeRecipe(
-    task_steps=1200, hold_steps=1160, pool=8, search_share=0.12, ramble_share=0.15, hasty_share=0.28
-)
+RECIPE = KnowledgeRecipe(pool=8, hold_steps=360, search_share=0.2, ramble_share=0.1, hasty_share=0.2)
 
 
 @dataclass(frozen=True)
@@ -39,30 +36,31 @@ class ChangedBase(knowledge.KnowledgeBase):
     """``outdated[name, relation]`` holds what passages say that do not know the fact as it is now."""
 
     outdated: Mapping[tuple[str, str], Sequence[str]]
-    order: int  # seed of the order of the passages, which decides between equally good ones
 
     def source(self, question: Question) -> str:
         return DATA_SOURCE
 
     def passages(self) -> list[dict[str, str]]:
-        """Return the corpus in no order: a passage for each value of each fact, and the distractors."""
+        """Return the corpus: distractors, and for each fact what is out of date before what holds.
+
+        BM25 finds the passages of a fact equally good and shows them in this order.
+        """
         texts = [passage["contents"] for passage in super().passages()[len(self.facts) :]]
         for (name, relation), value in self.facts.items():
             earlier = self.outdated[name, relation]
-            said = [*(f"is still {one}" for one in earlier), f"is now {value}" if earlier else f"is {value}"]
+            said = [*(f"is still {one}" for one in earlier), f"is now {value}"]
             texts += [f"{name}\nthe {relation} of {name} {one}." for one in said]
-        random.Random(self.order).shuffle(texts)
         return [{"id": str(number), "contents": text} for number, text in enumerate(texts)]
 
 
 def draw(seed: int | str, difficulty: int = DIFFICULTY) -> ChangedBase:
-    """Draw a knowledge base in which up to ``difficulty`` passages about a fact are out of date."""
+    """Draw a knowledge base in which ``difficulty`` passages about a fact are out of date, and one is not."""
     plain, rng = knowledge.draw(seed), knowledge.rng_for(f"conflicts {seed}")
     people, outdated = sorted({name for name, _ in plain.facts}), {}
     for (name, relation), value in plain.facts.items():
         others = [other for other in people if other not in (name, value)]
-        outdated[name, relation] = rng.sample(others, rng.randint(0, difficulty))
-    return ChangedBase(plain.facts, plain.sightings, outdated, rng.randrange(2**32))
+        outdated[name, relation] = rng.sample(others, difficulty)
+    return ChangedBase(plain.facts, plain.sightings, outdated)
 
 
 def prepare(seeds: Iterable[int] = range(1, BASES + 1)) -> list[Path]:

@@ -2,6 +2,7 @@
 
 python -m recipes.search_r1.study [--jobs 2] [--budget-min 45] [--report]          study.yaml
 python -m recipes.search_r1.study topk [the same]                                  study_topk.yaml: a noisy ranking
+python -m recipes.search_r1.study conflicts [the same]                             what that task can tell apart
 """
 
 import sys
@@ -20,6 +21,7 @@ if __name__ == "__main__":
         from recipes.search_r1.knowledge_model import VARIED, prepare
 
         others = {"recipe": VARIED, "models": "varied"} if registration.stem == "study_topk" else {}
-        for seed in load_study(registration).seeds:
+        study = load_study(registration)
+        for seed in () if study.prepare else study.seeds:  # a study that names what prepares it needs no knowledge
             prepare(seed, **others)
     sys.exit(main(registration, arguments))

@@ -1,4 +1,4 @@
-"""Passages that contradict each other: one knows what is now, a search finds it, and the first is often wrong."""
+"""Passages that contradict each other: one knows what is now, a search finds it, and the first is out of date."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from recipes.lab.warm_start import IGNORED, as_row
 from recipes.search_r1 import conflicts, knowledge, knowledge_model, main_search_r1
 from recipes.search_r1.search_loop import information, parse_action
 
-FACT = re.compile(r"the (\w+) of (\w+) is( now| still)? (\w+)\.")
+FACT = re.compile(r"the (\w+) of (\w+) is( now| still) (\w+)\.")
 
 
 @pytest.fixture(scope="module")
@@ -40,29 +40,25 @@ def test_the_corpus_alone_decides(base):
             said.setdefault((name, relation), []).append((now == " now", value))
     assert {fact: max(values)[1] for fact, values in said.items()} == base.facts
     for values in said.values():
-        assert sum(now for now, _ in values) == (len(values) > 1)
-        assert len({value for _, value in values}) == len(values)
-    counts = [len(values) for values in said.values()]
-    assert set(counts) == {1, 2, 3} and min(counts.count(n) for n in (1, 2, 3)) > 150
+        assert sum(now for now, _ in values) == 1
+        assert len({value for _, value in values}) == len(values) == 1 + conflicts.DIFFICULTY
 
 
 @pytest.mark.parametrize("difficulty", [0, 1, 2])
 def test_difficulty_is_how_many_passages_are_out_of_date(difficulty):
     counts = [len(values) for values in conflicts.draw(3, difficulty).outdated.values()]
-    assert min(counts) == 0 and max(counts) == difficulty
+    assert {*counts} == {difficulty}
     assert conflicts.draw(3, difficulty) == conflicts.draw(3, difficulty)
 
 
-def test_a_search_finds_all_that_is_said_and_the_first_is_often_wrong(base, search):
+def test_a_search_finds_all_that_is_said_and_the_first_is_out_of_date(base, search):
     asked = list(base.facts)[::5]
-    right = 0
     found = search([f"{relation} {name}" for name, relation in asked])
     for (name, relation), passages in zip(asked, found, strict=True):
         read = [FACT.search(passage.contents) for passage in passages]
-        of_fact = {hit[4] for hit in read if hit and (hit[2], hit[1]) == (name, relation)}
-        assert of_fact == {*base.outdated[name, relation], base.facts[name, relation]}
-        right += read[0][4] == base.facts[name, relation]
-    assert 0.4 < right / len(asked) < 0.8  # whoever reads the first alone
+        assert {(hit[2], hit[1]) for hit in read} == {(name, relation)}
+        assert [hit[3] for hit in read] == [" still", " still", " now"]
+        assert [hit[4] for hit in read] == [*base.outdated[name, relation], base.facts[name, relation]]
 
 
 def test_an_episode_is_its_tokens_and_a_hasty_one_reads_what_stands_first(base, search, words):
@@ -100,7 +96,7 @@ def test_files_are_written_and_an_answer_is_worth_a_little(tmp_path):
     assert {row.data_source for row in rows} == {conflicts.DATA_SOURCE}
     golds = [{"target": [base.answer(q)]} for q in knowledge.splits(base, 1, 20, 10)["test"]]
     assert [row.ground_truth for row in rows] == golds
-    assert len((tmp_path / "corpus.jsonl").read_text().splitlines()) == len(base.passages()) > 1500
+    assert len((tmp_path / "corpus.jsonl").read_text().splitlines()) == len(base.passages()) > 2000
 
 
 def test_the_studys_preset_pays_any_answer_a_little():

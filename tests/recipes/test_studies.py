@@ -20,6 +20,7 @@ from results.reporting.study_report import judge, write_report
 ROOT = Path(__file__).resolve().parents[2]
 STUDIES = sorted((ROOT / "recipes").glob("*/study*.yaml"))
 REGISTERED = {
+    "search_r1/study_conflicts": "650a1459a626da552c1622d96c304a5414e9f97d5fdc972f6dab54122a8d5ddb",
     "lab/study_variants_tallies": "d7d51ae93b989ab341ba1744750b9360dec6816e6ca36a3401c7add53fa5b2e9",
     "lab/study_tallies": "bd48051255ce1e5ca8ff0db55bf53b7aaeef876418dc238371c402f878fa8e86",
     "lab/study_variants": "4fc44443599cf3778a89b294dbc2ba315dd772764205b04b885009d2d6fdd148",
