@@ -11,7 +11,7 @@ from recipes.lab import discrimination, planted_run
 from recipes.lab.discrimination import Comparison, auc, rank_p, score_of, verdict
 
 SEEDS, ROOT = (8, 8), discrimination.ROOT
-CALIBRATED = ("lab/study_tallies", "lab/study_trails", "dapo/study_claims")
+CALIBRATED = ("lab/study_tallies", "lab/study_trails", "dapo/study_claims", "search_r1/study_conflicts")
 
 
 def found(**changed: tuple[float | None, float | None]) -> list[Comparison]:
