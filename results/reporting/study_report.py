@@ -188,10 +188,10 @@ def page(study: Study, found: Found, references: Mapping[str, Any]) -> Iterator[
         yield Text(paragraph)
     yield Heading("How claims are judged")
     yield Text(
-        "Effects are treatment minus control, seed by seed (same prompts, same sampling seeds, same base model), with "
-        "Student's 95 % interval over seeds. Confirmed: the interval excludes 0 on the claimed side, so does p after "
-        "Holm, the effect is at least the registered minimum and every check holds. Refuted: the whole interval is "
-        "below the minimum. All else is inconclusive."
+        f"Effects are treatment minus control, seed by seed ({_shared(study)}), with Student's 95 % interval over "
+        "seeds. Confirmed: the interval excludes 0 on the claimed side, so does p after Holm, the effect is at least "
+        "the registered minimum and every check holds. Refuted: the whole interval is below the minimum. All else is "
+        "inconclusive."
     )
     yield Table(
         ["claim", "could the technique act?", "why this verdict"],
@@ -204,6 +204,13 @@ def page(study: Study, found: Found, references: Mapping[str, Any]) -> Iterator[
     yield Heading("What this cannot say")
     yield Text("\n".join(f"- {limit}" for limit in study.limits))
     yield Fold("Arms and runs", [_override_table(study), _run_table(study, found)])
+
+
+def _shared(study: Study) -> str:
+    """Say what runs of one seed have in common."""
+    shared = "same prompts, same sampling seeds, same base model"
+    apart = [name for name, arm in study.arms.items() if any(one.startswith("seed_offset=") for one in arm.overrides)]
+    return f"{shared}; of {', '.join(apart)} the same base model alone" if apart else shared
 
 
 def withdrawn_because(study: Study) -> str:
