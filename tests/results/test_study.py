@@ -228,7 +228,7 @@ def test_all_studies_share_one_budget(monkeypatch, capsys):
     assert everything.main(["--budget-min", "0"]) == 0 and not started
     assert everything.main(["--budget-min", "30"]) == 1
     command = ["-m", "recipes.search_r1.study", "--jobs", "2", "--budget-min", "30.0"]
-    assert started == [command, [*command[:2], "topk", *command[2:]]]
+    assert started == [command, *([*command[:2], part, *command[2:]] for part in ("conflicts", "topk"))]
     assert "python -m recipes.search_r1.study topk: 1 of 24 runs are missing" in capsys.readouterr().out
 
 
