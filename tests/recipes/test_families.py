@@ -63,6 +63,12 @@ def test_held_out_questions_are_not_trained_on(family):
     assert [one.prompt for one in family.splits()["test"]] == [one.prompt for one in splits["test"]]
 
 
+def test_an_answer_without_an_end_teaches_no_totals():
+    """Written 200 tokens long, totals in it would be most of those that carry loss, and wrong ones."""
+    for one in tallies.FAMILY.questions(50, "endless"):
+        assert not re.search(r"\d", one.endless)
+
+
 def test_shares_of_the_mixture_are_the_recipes():
     rng, recipe = (
         random.Random(3),
