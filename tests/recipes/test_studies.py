@@ -13,6 +13,7 @@ import yaml
 
 from core.config import examine
 from core.config.recipes import trainer_of
+from results.reporting import pages
 from results.reporting.run_reader import load_run, summarise
 from results.reporting.study import Records, load_study
 from results.reporting.study_report import judge, write_report
@@ -31,7 +32,12 @@ REGISTERED = {
     "search_r1/study": "2fd92b7dce1cee1bf30486f53f04b6295340b8c8c19d9a37d057c86f5d0ceec7",
     "search_r1/study_topk": "5dcf87f30a0ad96013beb0b5db449af5aca8db397534af6ab914d4195b57e383",
 }
+LOOKS = len(pages.COLOURS) * len(pages.DASHES)  # a curve's colour and dash
 named = pytest.mark.parametrize("path", STUDIES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+
+
+def test_no_two_arms_of_a_study_are_drawn_alike():
+    assert max(len(load_study(path).arms) for path in STUDIES if load_study(path).curve) <= LOOKS
 
 
 def test_the_files_are_those_that_were_registered():
