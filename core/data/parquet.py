@@ -162,7 +162,7 @@ class ExampleFile:
             wanted = np.arange(start, start + len(part))
             if numbers is not None:
                 wanted = numbers[np.searchsorted(numbers, start) : np.searchsorted(numbers, start + batch)]
-                part = part.take(wanted - start)
+                part = part.take(_indices(wanted - start))
             for number, raw in zip(wanted, part.to_pylist(), strict=True):
                 example = self._checked(raw, int(number), problems)
                 if example is not None:
@@ -195,6 +195,13 @@ class ExampleFile:
             images=images,
             agent_name=raw.get("agent_name") or None,
         )
+
+
+def _indices(numbers: np.ndarray) -> Any:
+    """Return the numbers as an arrow array. pa.array would import pandas first, which takes a second."""
+    import pyarrow as pa
+
+    return pa.Array.from_buffers(pa.int64(), len(numbers), [None, pa.py_buffer(numbers.astype(np.int64))])
 
 
 def sha256_of(path: str | Path) -> str:

@@ -69,7 +69,7 @@ class Runner:
         known = {key: record.wall_s for key, record in done.items() if record.wall_s}
         warm, forecast = len(known), self._forecast(missing, known)
         tasks = self._tasks(missing, known, started + self.budget_s)
-        for key, ended in run_all(tasks, self.study.entry, self.jobs, [*self.study.preload, __name__]):
+        for key, ended in run_all(tasks, self.study.entry, self.jobs, self.study.preload):
             record = self._record(*key, ended)
             self.records.write(record)
             missing.remove(key)

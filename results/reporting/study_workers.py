@@ -20,6 +20,9 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+# What every run imports beside what its study names: hydra and arrow, where a run first needs them.
+OF_EVERY_RUN = ("core.config.composition", "core.tracking.tracker", "pyarrow.compute", "pyarrow.parquet")
+
 
 @dataclass(frozen=True)
 class Task:
@@ -74,7 +77,7 @@ def run_all(
 
     A process is replaced after ``runs_each`` runs, and when a run took it along.
     """
-    multiprocessing.get_context("forkserver").set_forkserver_preload([*preload, __name__])
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*preload, *OF_EVERY_RUN, __name__])
     idle: list[tuple[_Worker, int]] = []  # with the runs that it has done
     busy: dict[Any, tuple[_Worker, int]] = {}
     left = iter(tasks)

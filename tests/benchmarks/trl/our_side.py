@@ -45,6 +45,7 @@ def main() -> None:
             "data.val_max_samples=1",
             f"actor_rollout_ref.model.path={args.model}",
             "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+            "actor_rollout_ref.model.use_remove_padding=True",
             f"actor_rollout_ref.rollout.n={args.n}",
             f"actor_rollout_ref.rollout.dtype={args.dtype}",
             "actor_rollout_ref.rollout.name=hf",
