@@ -47,6 +47,17 @@ def overflow(page) -> int:
     return page.evaluate("document.documentElement.scrollWidth - innerWidth")
 
 
+def cut_off(page) -> list[str]:
+    """Return the texts of pictures that reach beyond them by more than a pixel, and are not shown whole."""
+    return page.evaluate(
+        """[...document.querySelectorAll('svg text')].filter((one) => {
+             const text = one.getBoundingClientRect(), all = one.closest('svg').getBoundingClientRect();
+             return text.width && (text.left < all.left - 1 || text.right > all.right + 1 ||
+                                   text.top < all.top - 1 || text.bottom > all.bottom + 1);
+           }).map((one) => one.textContent)"""
+    )
+
+
 def pictures_without_text(page) -> list[str]:
     """Return the pictures that a reader who cannot see them learns nothing of."""
     return page.evaluate(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import runpy
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -101,3 +103,20 @@ def test_the_report_is_what_the_records_give(path, tmp_path):
     assert write_report(study, records, tmp_path).read_text() == committed.read_text()
     words = {verdict.word for verdict in judge(study, records.read(study)).values()}
     assert words <= {"confirmed", "refuted", "inconclusive", "not run"}
+
+
+@pytest.mark.parametrize(("part", "needs"), [("", True), ("topk", True), ("conflicts", False)])
+def test_a_study_that_names_what_prepares_it_needs_no_knowledge(monkeypatch, part, needs):
+    from recipes.search_r1 import knowledge_model
+    from results.reporting import study_runs
+
+    prepared, run = [], []
+    monkeypatch.setattr(knowledge_model, "prepare", lambda seed, **_: prepared.append(seed))
+    monkeypatch.setattr(study_runs, "main", lambda path, arguments: run.append((path.stem, list(arguments))) or 0)
+    monkeypatch.setattr(sys, "argv", ["study", *filter(None, [part]), "--jobs", "1"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("recipes.search_r1.study", run_name="__main__")
+    stem = "_".join(filter(None, ["study", part]))
+    seeds = load_study(ROOT / "recipes" / "search_r1" / f"{stem}.yaml").seeds
+    assert ended.value.code == 0 and run == [(stem, ["--jobs", "1"])]
+    assert prepared == (list(seeds) if needs else [])
