@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -29,6 +31,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 def run(rank: int, world: int, folder: Path, jobs: dict) -> None:
     """Does each of ``jobs`` (name -> (what, config, keyword arguments)); rank 0 writes ``<name>.pt``."""
+    faulthandler.enable()  # says where, should a rank ever die of a signal
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / f"store{world}"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
@@ -36,7 +39,11 @@ def run(rank: int, world: int, folder: Path, jobs: dict) -> None:
         found = globals()[what](rank, world, config, **options)
         if rank == 0:
             torch.save(found, folder / f"{name}.pt")
-    dist.destroy_process_group()
+    store.set(f"done{rank}", "")
+    store.wait([f"done{each}" for each in range(world)])
+    # No rank leaves while another still receives from it, and none through the interpreter's end: there a thread of
+    # gloo that lets a tensor go, or two stores that delete one file, now and then abort a rank whose work is done
+    os._exit(0)
 
 
 REFUSES_X = "{% if messages[-1].content == 'x' %}{{ raise_exception('no x') }}{% endif %}" + TEMPLATE
