@@ -78,7 +78,7 @@ def steps(config, batch, rank, world):
     return [share(step, rank, world, config) for step in steps_of(batch, actor, config.data.max_response_length)]
 
 
-def train(rank, world, config, batch, dtype="float64", updates=5, save=None, load=None, ref=False, file_size=None):
+def train(rank, world, config, batch, dtype="float64", updates=3, save=None, load=None, ref=False, file_size=None):
     """Metrics of each update, and the weights and log-probs at the end."""
     one = learner(config, dtype, ref=ref)
     if load:

@@ -68,7 +68,7 @@ def local(config, dtype=torch.float64, ref=False):
         return LocalWorkers(config, None, CPU, needs_ref=ref, needs_critic=True)
 
 
-def train_local(config, batch, updates=5, dtype=torch.float64, load=None, ref=False):
+def train_local(config, batch, updates=3, dtype=torch.float64, load=None, ref=False):
     one = local(config, dtype, ref)
     if load:
         one.load(load)

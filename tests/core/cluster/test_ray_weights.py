@@ -105,6 +105,7 @@ def test_every_weight_arrives_bucket_by_bucket(kind, request, monkeypatch):
     assert crossed < 1_000 * len(weights)
 
 
+@pytest.mark.slow  # a cluster of its own
 def test_the_engine_of_ranks_in_bfloat16_gets_what_they_round_to(model):
     workers = start(model, "actor_rollout_ref.rollout.dtype=bfloat16")
     try:
@@ -230,27 +231,24 @@ def test_a_bucket_that_is_too_small_names_the_key(beside):
         beside.weight_sync.limit = limit
 
 
-def test_an_engine_that_dies_in_mid_transfer_ends_the_sync_at_once(model):
-    workers = start(model, *APART)
-    try:
-        narrow(workers)
+def test_an_engine_that_dies_in_mid_transfer_ends_the_sync_at_once(apart):
+    """The last test of the two engines: one of them is no more."""
 
-        def plant(self):
-            load, seen = self.engine.load, []
+    def plant(self):
+        load, seen = self.engine.load, []
 
-            def last_words(bucket):
-                seen.append(bucket)
-                if len(seen) == 2:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                load(bucket)
+        def last_words(bucket):
+            seen.append(bucket)
+            if len(seen) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            load(bucket)
 
-            self.engine.load = last_words
+        self.engine.load = last_words
 
-        call(workers.watch.actors["engine 1"], plant)
-        with pytest.raises(WorkersLost, match="engine 1 died in phase update_weights"):
-            workers.sync_weights(1)
-    finally:
-        workers.close()
+    narrow(apart)
+    call(apart.watch.actors["engine 1"], plant)
+    with pytest.raises(WorkersLost, match="engine 1 died in phase update_weights"):
+        apart.sync_weights(10)
 
 
 def test_probes_of_wrong_weights_are_sent_twice_then_end_the_run(beside, monkeypatch):

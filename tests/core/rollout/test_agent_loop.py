@@ -435,6 +435,7 @@ def files(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow  # three runs; kills in the default tests are those of tests/faults
 def test_a_run_with_a_tool_is_resumed_to_the_bit(files, tmp_path):
     """Killed in the middle and resumed: weights and metrics of the uninterrupted run, tool calls among them."""
     make = trained(files, parrot(files))
