@@ -30,11 +30,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name, default in (("prompts", 32), ("n", 8), ("max-new", 64), ("steps", 5), ("micro", 64), ("threads", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--micro-tokens", type=int)
     parser.add_argument("--model", required=True)
     parser.add_argument("--rows", required=True)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     args = parser.parse_args()
     folder = tempfile.mkdtemp()
+    micro = f"ppo_micro_batch_size_per_gpu={args.micro}"
+    if args.micro_tokens is not None:
+        micro = f"ppo_max_token_len_per_gpu={args.micro_tokens}"  # micro-batches by tokens instead of by answers
     config = compose(
         "grpo",
         [
@@ -50,7 +54,7 @@ def main() -> None:
             f"actor_rollout_ref.rollout.dtype={args.dtype}",
             "actor_rollout_ref.rollout.name=hf",
             f"actor_rollout_ref.actor.ppo_mini_batch_size={args.prompts}",
-            f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={args.micro}",
+            f"actor_rollout_ref.actor.{micro}",
             f"actor_rollout_ref.actor.fsdp_config.dtype={args.dtype}",
             "actor_rollout_ref.actor.optim.lr=1e-5",
             f"custom_reward_function.path={Path(__file__).resolve()}",
