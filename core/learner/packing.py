@@ -2,10 +2,10 @@
 
 Packed sequences lie one after another without padding. Positions restart with each, and attention sees its own
 sequence alone. That goes through transformers' attention interface: on a GPU PyTorch's variable-length kernel (or
-flash-attn, where ``override_config.attn_implementation`` names it), elsewhere scaled-dot-product attention, sequence
-by sequence. A sequence-parallel group splits the packed tokens evenly. Attention alone reads more than a rank's own
-tokens, so there, and only there, tokens are exchanged for heads (Jacobs et al. 2023, arXiv:2309.14509). The exchange
-and its gradient are DTensor's.
+flash-attn, where ``override_config.attn_implementation`` names it), elsewhere scaled-dot-product attention, a call
+for each run of sequences of one length. A sequence-parallel group splits the packed tokens evenly. Attention alone
+reads more than a rank's own tokens, so there, and only there, tokens are exchanged for heads (Jacobs et al. 2023,
+arXiv:2309.14509). The exchange and its gradient are DTensor's.
 
 The plain pass repeats a group's prompt for each of its G answers. A shared prompt is read once, and the answers attend
 to its keys and values, through which gradients flow back. Prompts and answers lie in one pass, because sharded weights
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -213,7 +214,7 @@ def attend(
     if key_index is not None:
         key, value = (one.index_select(TOKENS, key_index) for one in (key, value))
     on_kernel = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
-    by_sequences = _varlen if on_kernel else _one_by_one
+    by_sequences = _varlen if on_kernel else _by_length
     ends = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
     out = by_sequences(query[0], key[0], value[0], ends, scaling, sliding_window)[None]
     if sequence_mesh is not None:
@@ -261,25 +262,29 @@ def _behind_prompts(
 Ends = tuple[Tensor, Tensor, int, int]  # of sequences among queries and keys, and the longest of each
 
 
-def _one_by_one(
+def _by_length(
     query: Tensor, key: Tensor, value: Tensor, ends: Ends, scale: float | None, window: int | None
 ) -> Tensor:
-    """Return [H, N, D] of query [H, N, D], key and value [K, N, D], by a kernel that every device has."""
+    """Return [H, N, D] of query [H, N, D], key and value [K, N, D], by a kernel that every device has.
+
+    Neighbours of the same length, as the answers of a group that were all cut off, are one batch of the kernel.
+    """
     options = {"enable_gqa": True} if len(query) != len(key) else {}
+    lengths = zip(*(one.diff().tolist() for one in ends[:2]), strict=True)
+    runs = [(count, total, len(list(same))) for (count, total), same in itertools.groupby(lengths)]
+    own, read = [count * alike for count, _, alike in runs], [total * alike for _, total, alike in runs]
+    parts = query.split(own, 1), key.split(read, 1), value.split(read, 1)
     out = []
-    lengths = [one.diff().tolist() for one in ends[:2]]
-    parts = query.split(lengths[0], 1), key.split(lengths[1], 1), value.split(lengths[1], 1)
-    for queries, keys, mine in zip(*parts, strict=True):
-        count, total, mask = queries.shape[1], keys.shape[1], None
+    for (count, total, alike), *of_run in zip(runs, *parts, strict=True):
+        mask = None
         if count < total or (window is not None and window < total):
             position = torch.arange(total, device=query.device)
             ahead = position[total - count :, None] - position
             mask = (ahead >= 0) & (ahead < (window or total))
-        three = queries[None], keys[None], mine[None]
-        out.append(
-            F.scaled_dot_product_attention(*three, attn_mask=mask, is_causal=mask is None, scale=scale, **options)
-        )
-    return torch.cat(out, dim=TOKENS)[0]
+        three = (part.unflatten(1, (alike, part.shape[1] // alike)).transpose(0, 1) for part in of_run)
+        found = F.scaled_dot_product_attention(*three, attn_mask=mask, is_causal=mask is None, scale=scale, **options)
+        out.append(found.transpose(0, 1).flatten(1, 2))
+    return torch.cat(out, dim=1)
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, ends: Ends, scale: float | None, window: int | None) -> Tensor:

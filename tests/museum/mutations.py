@@ -168,7 +168,7 @@ def log_probs_shifted(original, mask_BT):
     return mask_BT
 
 
-@replaces(packing, "_one_by_one")
+@replaces(packing, "_by_length")
 def packed_sequences_mixed(original, query, key, value, ends, *given):
     return original(query, key, value, (ends[0][[0, -1]], ends[1][[0, -1]], *ends[2:]), *given)
 

@@ -136,7 +136,7 @@ def _replaced(meter: Meter) -> Iterator[tuple[str, Any]]:
     yield "core.learner.learner.Passes.passes", real(learner.Passes.passes)
     yield "core.learner.learner.Stepper.step", step_of
     yield "core.learner.packing.Layout.read", real(packing.Layout.read)
-    yield "core.learner.packing._one_by_one", packing._varlen
+    yield "core.learner.packing._by_length", packing._varlen
     yield "core.learner.log_probs.logits_at_a_time", lambda device: GPU_LOGITS
     yield "core.learner.log_probs._chunks", _few_chunks(meter, log_probs._chunks)
     yield "torch.distributed.tensor._collective_utils.local_tensor_mode", lambda: True

@@ -137,16 +137,48 @@ def test_the_kernel_of_a_gpu_is_called_as_it_wants_to_be(monkeypatch):
     def kernel(q, k, v, starts_q, starts_k, longest_q, longest_k, *, scale, window_size, enable_gqa):
         calls.append((q.shape, k.shape, starts_q.dtype, longest_q, longest_k, scale, window_size, enable_gqa))
         ends = starts_q, starts_k, longest_q, longest_k
-        per_row = packing._one_by_one(*(one.transpose(0, 1) for one in (q, k, v)), ends, scale, None)
+        per_row = packing._by_length(*(one.transpose(0, 1) for one in (q, k, v)), ends, scale, None)
         return per_row.transpose(0, 1)
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
     ends = starts, starts, 5, 5
     found = packing._varlen(query, key, value, ends, 0.3, None)
-    torch.testing.assert_close(found, packing._one_by_one(query, key, value, ends, 0.3, None))
+    torch.testing.assert_close(found, packing._by_length(query, key, value, ends, 0.3, None))
     packing._varlen(query, key, value, ends, 0.3, 3)
     assert calls[0] == ((9, 4, 8), (9, 2, 8), torch.int32, 5, 5, 0.3, (-1, 0), True)
     assert calls[1][-2] == (2, 0)  # a window of 3 holds the token and two before it
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_sequences_of_one_length_are_read_together_as_each_alone(window, monkeypatch):
+    """Neighbours of as many queries and keys are one call; every sequence gets what it gets alone, gradients too."""
+    queries, keys = (3, 3, 3, 5, 3, 6, 6), (3, 3, 7, 9, 7, 6, 6)  # more keys than queries: a shared prompt's
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((4, sum(queries)), (2, sum(keys)), (2, sum(keys)))
+    query, key, value, grad = (
+        torch.randn(*size, 8, generator=generator, requires_grad=True) for size in (*sizes, sizes[0])
+    )
+    calls, kernel = [], packing.F.scaled_dot_product_attention
+
+    def counted(one, *others, **options):
+        calls.append(len(one))
+        return kernel(one, *others, **options)
+
+    monkeypatch.setattr(packing.F, "scaled_dot_product_attention", counted)
+    ends = [torch.tensor((0, *lengths)).cumsum(0) for lengths in (queries, keys)]
+    found = packing._by_length(query, key, value, (*ends, max(queries), max(keys)), 0.3, window)
+    assert calls == [2, 1, 1, 1, 2]
+    parts = query.split(queries, 1), key.split(keys, 1), value.split(keys, 1)
+    alone = []
+    for count, total, *three in zip(queries, keys, *parts, strict=True):
+        ends = torch.tensor([0, count]), torch.tensor([0, total]), count, total
+        alone.append(packing._by_length(*three, ends, 0.3, window))
+    expected = torch.cat(alone, 1)
+    assert torch.equal(found, expected)
+    for first, second in zip(
+        *(torch.autograd.grad(x, (query, key, value), grad) for x in (found, expected)), strict=True
+    ):
+        torch.testing.assert_close(first, second, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("heads, shared, ranks", [(8, 2, 4), (8, 1, 2), (12, 4, 6), (8, 8, 2), (14, 2, 7)])
@@ -178,7 +210,7 @@ def test_a_model_that_cannot_is_refused(monkeypatch):
         Policy(AutoModelForCausalLM.from_config(config), temperature=1.0, layout=PACKED)
     monkeypatch.setattr(
         packing,
-        "_one_by_one",
+        "_by_length",
         lambda q, k, v, *_: packing.F.scaled_dot_product_attention(
             q, *(one.repeat_interleave(2, 0) for one in (k, v)), is_causal=True
         ),
