@@ -33,6 +33,7 @@ from core.remote.cache import local_path
 from core.remote.urls import is_url
 
 Message = Mapping[str, Any]
+KEPT_FILES, KEPT_EXAMPLES = 8, 16384  # so many files of at most so many examples without pictures stay in memory
 MAKE_ONE = "write one with python -m data_preprocess.gsm8k, or give the right path"
 
 
@@ -134,7 +135,10 @@ class ExampleFile:
         self.prompt_key = prompt_key
         self.reward_fn_key = reward_fn_key
         self.image_key = image_key
-        self._table = _read_table(self.path, prompt_key, reward_fn_key, image_key)
+        here = Path(local_path(self.path, "data")).expanduser()
+        identity = _identity(here)  # from before the reading: a file that changes meanwhile is another one then
+        self._table = _read_table(self.path, here, prompt_key, reward_fn_key, image_key)
+        self._key = (self.path, identity, prompt_key, reward_fn_key, image_key)
 
     def __len__(self) -> int:
         return self._table.num_rows
@@ -155,8 +159,24 @@ class ExampleFile:
     def examples(self, problems: Problems, numbers: np.ndarray | None = None, batch: int = 1024) -> Iterator[Example]:
         """Yield the examples of these (increasing) numbers, or all, with a batch in memory at a time.
 
-        Those that break the schema are left out and added to ``problems``.
+        Those that break the schema are left out and added to ``problems``. A start reads its examples twice, and runs
+        that share a process read the same files: those of a small file are kept and shared, so change none of them.
         """
+        if (kept := _kept.get(self._key)) is not None:
+            yield from kept if numbers is None else (kept[number] for number in numbers)
+            return
+        small = len(self) <= KEPT_EXAMPLES and self.image_key not in self._table.column_names
+        found = []
+        for example in self._read(problems, numbers, batch):
+            if small:
+                found.append(example)
+            yield example
+        if len(found) == len(self):  # all were asked for, and none breaks the schema
+            while len(_kept) >= KEPT_FILES:
+                del _kept[next(iter(_kept))]
+            _kept[self._key] = found
+
+    def _read(self, problems: Problems, numbers: np.ndarray | None, batch: int) -> Iterator[Example]:
         for start in range(0, len(self), batch):
             part = self._table.slice(start, batch)
             wanted = np.arange(start, start + len(part))
@@ -197,6 +217,17 @@ class ExampleFile:
         )
 
 
+_kept: dict[tuple[Any, ...], list[Example]] = {}  # by file, the one that was kept first in front
+
+
+def _identity(path: Path) -> tuple[int, ...] | None:
+    """Return what changes when the file is written again; None where there is no file, which reading it reports."""
+    if not path.is_file():
+        return None
+    stat = path.stat()
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
 def _indices(numbers: np.ndarray) -> Any:
     """Return the numbers as an arrow array. pa.array would import pandas first, which takes a second."""
     import pyarrow as pa
@@ -210,11 +241,11 @@ def sha256_of(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _read_table(where: str, prompt_key: str, reward_fn_key: str, image_key: str) -> Any:
+def _read_table(where: str, path: Path, prompt_key: str, reward_fn_key: str, image_key: str) -> Any:
+    """Return the columns that examples need. ``path`` is where the file lies here, ``where`` how it was named."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    path = Path(local_path(where, "data")).expanduser()
     where = where if is_url(where) else str(path)
     if not path.is_file():
         found = "is a folder" if path.is_dir() else "does not exist"
