@@ -99,8 +99,8 @@ BUDGETS = {
     # layers that ranks share, their plans and rules (200), a reward model that ranks share (130),
     # a prompt that is read once within a pass (150),
     # SGLang: its server's process and requests (290), its engine (350), what the table of engines knows of it (60),
-    # MLPs and norms that are compiled (60)
-    ("core",): 27_460,
+    # MLPs and norms that are compiled (60), examples that are kept for the runs of a process (20)
+    ("core",): 27_480,
     # 960 more: help.py, a role for every key, references, names of other projects, odd values, URLs, shared layers,
     # what engines cannot promise, a reward model's pool
     ("core/config",): 3_410,

@@ -115,9 +115,6 @@ def _hash(value: Any) -> str:
     return hashlib.blake2b(_canonical(value).encode(), digest_size=8).hexdigest()
 
 
-Row = Example  # the name under which core.rewards imports it
-
-
 class ExampleFile:
     """The examples of one parquet file, a path or a URL.
 
@@ -136,8 +133,9 @@ class ExampleFile:
         self.reward_fn_key = reward_fn_key
         self.image_key = image_key
         here = Path(local_path(self.path, "data")).expanduser()
-        identity = _identity(here)  # from before the reading: a file that changes meanwhile is another one then
+        stat = here.stat() if here.is_file() else None  # before it is read: one that changes meanwhile is another file
         self._table = _read_table(self.path, here, prompt_key, reward_fn_key, image_key)
+        identity = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
         self._key = (self.path, identity, prompt_key, reward_fn_key, image_key)
 
     def __len__(self) -> int:
@@ -218,14 +216,6 @@ class ExampleFile:
 
 
 _kept: dict[tuple[Any, ...], list[Example]] = {}  # by file, the one that was kept first in front
-
-
-def _identity(path: Path) -> tuple[int, ...] | None:
-    """Return what changes when the file is written again; None where there is no file, which reading it reports."""
-    if not path.is_file():
-        return None
-    stat = path.stat()
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def _indices(numbers: np.ndarray) -> Any:

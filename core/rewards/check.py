@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from core.data.parquet import Problems, Row
+from core.data.parquet import Example, Problems
 from core.rewards.grader_pool import Pool, to_json
 from core.rewards.grading import Failure, InProcess, RewardManager, Scorers
 from core.types import Prompt
@@ -66,7 +66,7 @@ def check_rows(
     reward: RewardModelConfig,
     scorers: Scorers,
     manager: RewardManager,
-    rows: Iterable[Prompt | Row],
+    rows: Iterable[Prompt | Example],
     *,
     model_compares: bool = False,
 ) -> tuple[Problems, list[str]]:
@@ -79,7 +79,7 @@ def check_rows(
     libraries: dict[str, str] = {}  # -> the name of a scorer that calls it
     for_model = 0
     for row in rows:
-        where = row.where if isinstance(row, Row) else f"uid {row.uid}"
+        where = row.where if isinstance(row, Example) else f"uid {row.uid}"
         if row.style == MODEL_STYLE:
             for_model += 1
             if not reward.enable:

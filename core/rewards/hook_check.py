@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from core.data.parquet import Row
+from core.data.parquet import Example
 from core.rewards import RewardLayer
 from core.rewards.batch_calls import ModelScore
 from core.rewards.check import MODEL_STYLE
@@ -22,7 +22,7 @@ from reward_scores.score import Score
 
 
 def check_hooks(
-    rows: Sequence[Row],
+    rows: Sequence[Example],
     reward: RewardLayer,
     tokenizer: Any,
     shape_reward: Callable[[Score, Trajectory], Score],

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from core.config import registry
-from core.data.parquet import Row
+from core.data.parquet import Example
 from core.errors import InputError
 from core.rewards.batch_calls import Answer, BatchCalls, RewardModelCall
 from core.rewards.check import MODEL_STYLE, check_examples, check_rows, option_problems
@@ -110,7 +110,7 @@ class RewardLayer:
         value, parts = rule.value + self.config.weight * found.value, {**rule.parts, **found.parts}
         return dataclasses.replace(rule, value=value, parts=parts)
 
-    def check(self, rows: Iterable[Prompt | Row]) -> None:
+    def check(self, rows: Iterable[Prompt | Example]) -> None:
         """Check every row of the data, and grade the scorers' own examples where the answers will be graded.
 
         A judge then grades its canaries. Raises InputError with all problems.

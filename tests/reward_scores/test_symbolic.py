@@ -13,7 +13,7 @@ import pytest
 from sympy.parsing import sympy_parser
 
 from core.config.schema import CustomRewardFunctionConfig, RewardModelConfig
-from core.data.parquet import Row
+from core.data.parquet import Example
 from core.errors import InputError
 from core.rewards import RewardLayer
 from core.rewards.custom import CustomFunction
@@ -161,7 +161,7 @@ def make_layer():
 
 
 def row(source, ground_truth="42", **extra_info):
-    return Row("file", 0, source, "?", ground_truth, extra_info)
+    return Example("file", 0, source, "?", ground_truth, extra_info)
 
 
 def grade(layer, *jobs):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from core.config.schema import CustomRewardFunctionConfig, HealthConfig, JudgeConfig, RewardModelConfig
-from core.data.parquet import Row
+from core.data.parquet import Example
 from core.errors import InputError
 from core.rewards import RewardError, RewardLayer, judge_client, judge_verdict
 from core.rewards.batch_calls import Answer
@@ -514,7 +514,10 @@ def test_a_failure_leaves_the_group(make_layer, reply, status):
 
 
 def test_a_row_without_reference_is_refused_where_the_template_shows_one(make_layer, tmp_path):
-    rows = [Row("file", 0, "any/source", "?", None, {}, "model"), Row("file", 1, "any/source", "?", "4", {}, "model")]
+    rows = [
+        Example("file", 0, "any/source", "?", None, {}, "model"),
+        Example("file", 1, "any/source", "?", "4", {}, "model"),
+    ]
     (tmp_path / "t.txt").write_text("Is it polite? {response}")
     with serve() as server:
         with pytest.raises(
@@ -526,7 +529,7 @@ def test_a_row_without_reference_is_refused_where_the_template_shows_one(make_la
 
 
 def test_a_check_of_the_data_grades_the_canaries(make_layer):
-    rows = [Row("file", 1, "any/source", "?", "4", {}, "model")]
+    rows = [Example("file", 1, "any/source", "?", "4", {}, "model")]
     with serve("[[1]]") as server, pytest.raises(InputError, match="agrees with 50% of the canaries"):
         make_layer(server.url, judge={"canary_every": 8}).check(rows)
     assert len(server.requests) == 8

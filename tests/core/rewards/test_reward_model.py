@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from core.config import compose
 from core.config.schema import CustomRewardFunctionConfig, RewardModelConfig
-from core.data.parquet import Row
+from core.data.parquet import Example
 from core.errors import InputError
 from core.ray_trainer import RayPPOTrainer
 from core.rewards import RewardError, RewardLayer
@@ -206,7 +206,7 @@ def test_a_failure_of_the_judge_itself_is_no_score():
 
 
 def row(style, ground_truth="72", number=0):
-    return Row("file", number, "openai/gsm8k", "?", ground_truth, {}, style)
+    return Example("file", number, "openai/gsm8k", "?", ground_truth, {}, style)
 
 
 def test_styles_are_checked_against_the_configuration():
@@ -217,7 +217,7 @@ def test_styles_are_checked_against_the_configuration():
         layer(enable=False).check([row("rule"), row("model", number=1), row("model", number=2)])
     with pytest.raises(InputError, match="the model would score nothing; .*reward_model.weight"):
         layer().check([row("rule")])
-    layer().check([Row("file", 0, "unheard/of", "?", None, {}, "model")])  # no scorer is asked for
+    layer().check([Example("file", 0, "unheard/of", "?", None, {}, "model")])  # no scorer is asked for
 
 
 # --- the configuration ---

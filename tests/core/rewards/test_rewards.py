@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from core.config.schema import RewardModelConfig
-from core.data.parquet import Row
+from core.data.parquet import Example
 from core.errors import InputError
 from core.rewards import RewardError, RewardLayer
 from core.rewards.grading import as_score
@@ -188,7 +188,7 @@ def test_bad_options_are_all_reported_with_the_nearest_name():
 
 def test_check_passes_on_good_rows():
     rows = [
-        Row("file", 0, "openai/gsm8k", "?", "72", {}),
+        Example("file", 0, "openai/gsm8k", "?", "72", {}),
         prompt("lab/hops", "d"),
         prompt("lighteval/MATH", r"\frac{1}{2}"),
     ]
@@ -201,7 +201,7 @@ def test_check_reports_every_problem_at_once():
     rows = [
         prompt("openai/gsm8", "1"),
         *[prompt("openai/gsm8k", "1,000")] * 5,
-        Row("file", 6, "lighteval/MATH", "?", None, {}),
+        Example("file", 6, "lighteval/MATH", "?", None, {}),
     ]
     with pytest.raises(InputError) as caught:
         layer().check(rows)
