@@ -155,7 +155,7 @@ class ExampleFile:
         return example
 
     def examples(self, problems: Problems, numbers: np.ndarray | None = None, batch: int = 1024) -> Iterator[Example]:
-        """Yield the examples of these (increasing) numbers, or all, with a batch in memory at a time.
+        """Yield the examples of these (increasing) numbers, or all, a batch of a large file in memory at a time.
 
         Those that break the schema are left out and added to ``problems``. A start reads its examples twice, and runs
         that share a process read the same files: those of a small file are kept and shared, so change none of them.

@@ -4,7 +4,7 @@
 
 ``command`` is what somebody types: everything is imported anew. ``process`` is a study as it was before runs shared
 processes: forked from one that has imported the largest packages. ``shared`` is a study as it is, ``packed`` one whose
-registration says that sequences are packed, as a new one should. Seconds of a run are CPU seconds: on two cores that
+registration says that sequences are packed. Seconds of a run are CPU seconds: on two cores that
 nothing else uses, 7,200 of them pass an hour. ``shared`` and ``packed`` have more runs than the others (a study has 80
 or more), because the first run of each process pays what the later ones share. It writes
 results/benchmarks/small_runs.{json,md}.

@@ -1,8 +1,7 @@
 """TRL's GRPOTrainer on the shared workload; runs in TRL's own environment, prints one JSON line.
 
-Settings that were tried and kept for TRL: micro-batches of 64 (faster here than 32, 128 or 256) where all answers are
-equally long and of 16 where they are not, fused AdamW, no gradient checkpointing, no KL term (no reference pass), one
-update a step (no old-log-prob pass), logging off.
+Settings that were tried and kept for TRL: micro-batches as in compare.py, fused AdamW, no gradient checkpointing, no KL
+term (no reference pass), one update a step (no old-log-prob pass), logging off.
 """
 
 import argparse

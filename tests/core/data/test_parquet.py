@@ -63,9 +63,10 @@ def test_examples_of_a_small_file_are_read_once_until_it_changes(tmp_path, monke
     assert len(read) == 1 and [one is first[one.number] for one in again] == [True, True]
     rows_file(tmp_path / "a.parquet", 26)
     assert len(list(ExampleFile(path).examples(Problems()))) == 26 and len(read) == 2
-    # Another column as prompts is another reading, and so is a choice of a file that was never read whole.
-    list(ExampleFile(path, "data_source").examples(Problems()))
-    assert len(read) == 3
+    # Another column as prompts is another reading; a choice of a file that was never read whole is none to keep.
+    other = ExampleFile(path, "data_source")
+    assert len(list(other.examples(Problems(), np.array([3])))) == 1 and len(read) == 3
+    assert len(list(other.examples(Problems()))) == 26 and len(read) == 4
 
 
 def test_examples_of_a_file_with_problems_pictures_or_many_rows_are_read_each_time(tmp_path, monkeypatch):
