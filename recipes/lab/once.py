@@ -8,8 +8,18 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+
+@contextmanager
+def locked(root: Path) -> Iterator[None]:
+    """Hold the folder for this process; others that ask for it wait. A killed process holds nothing."""
+    root.mkdir(parents=True, exist_ok=True)
+    with open(root / ".lock", "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def built_once(root: Path, name: str, make: Callable[[Path], None]) -> Path:
@@ -17,10 +27,8 @@ def built_once(root: Path, name: str, make: Callable[[Path], None]) -> Path:
 
     Of several processes one makes it and the others wait for it; a killed one leaves nothing that counts.
     """
-    root.mkdir(parents=True, exist_ok=True)
     folder = root / name
-    with open(root / ".lock", "w", encoding="utf-8") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(root):
         if not folder.exists():
             partial = root / f"{name}.partial"
             shutil.rmtree(partial, ignore_errors=True)

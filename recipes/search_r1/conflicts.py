@@ -12,7 +12,6 @@ Everything is in ``outputs/lab/conflicts/``.
 from __future__ import annotations
 
 import argparse
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -65,11 +64,7 @@ def draw(seed: int | str, difficulty: int = DIFFICULTY) -> ChangedBase:
 
 def prepare(seeds: Iterable[int] = range(1, BASES + 1)) -> list[Path]:
     """Make what is missing: data, index, and for each of these seeds the base model ``base/seed-<n>/current``."""
-    from recipes.search_r1.index.build import build_index
-
-    knowledge.write(FOLDER, 1, test=TEST, draw=draw)
-    shutil.rmtree(FOLDER / "index", ignore_errors=True)
-    build_index(FOLDER / "corpus.jsonl", FOLDER / "index", ("bm25",))
+    knowledge_model.write_with_index(FOLDER, 1, test=TEST, draw=draw)
     code = (Path(module.__file__) for module in (knowledge, knowledge_model))
     rows = partial(knowledge_model.rows, draw=draw)
     tokenizer = build_tokenizer(knowledge.ALPHABET, WORDS)

@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recipes.lab.once import locked
 from recipes.lab.tokenizer import build_tokenizer
 from recipes.lab.warm_start import Row, WarmStart, as_row, build
 from recipes.search_r1 import knowledge
@@ -104,14 +106,28 @@ def rows(recipe: KnowledgeRecipe, tokenizer: Any, draw: Draw = knowledge.draw) -
     return searching, mixture
 
 
+def write_with_index(folder: Path, seed: int, **options: Any) -> None:
+    """Write the data of a seed (``knowledge.write``) and the BM25 index of its passages, one process at a time.
+
+    A finished index of the same passages is kept: runs may be reading it.
+    """
+    from recipes.search_r1.index.build import build_index
+    from recipes.search_r1.index.passages import RetrievalError
+
+    corpus, index = folder / "corpus.jsonl", folder / "index"
+    with locked(folder):
+        knowledge.write(folder, seed, **options)
+        try:
+            build_index(corpus, index)
+        except RetrievalError:  # it is of other passages
+            shutil.rmtree(index)
+            build_index(corpus, index)
+
+
 def prepare(seed: int, folder: Path = FOLDER, recipe: KnowledgeRecipe | None = None, models: str = "base") -> Path:
     """Make what is missing: knowledge and index of a seed, and the base model in ``models``. Returns its folder."""
-    from recipes.search_r1.index.build import build_index
-
-    recipe, own = recipe or KnowledgeRecipe(), folder / f"seed-{seed}"
-    if not (own / "index" / "index.json").exists():
-        knowledge.write(own, seed)
-        build_index(own / "corpus.jsonl", own / "index", ("bm25",))
+    recipe = recipe or KnowledgeRecipe()
+    write_with_index(folder / f"seed-{seed}", seed)
     tokenizer = build_tokenizer(knowledge.ALPHABET, knowledge.WORDS)
     here = Path(__file__).parent
     code = [here / "knowledge.py", here / "knowledge_model.py", here.parent / "lab" / "tokenizer.py"]

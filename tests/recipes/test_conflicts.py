@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 
 from core.config import compose
 from core.data.parquet import ExampleFile
+from core.tracking.run_manifest import ROOT
 from recipes.lab.tokenizer import build_tokenizer
 from recipes.lab.warm_start import IGNORED, as_row
 from recipes.search_r1 import conflicts, knowledge, knowledge_model, main_search_r1
+from recipes.search_r1.index.opening import make_retriever
+from recipes.search_r1.index.passages import RetrieverOptions
 from recipes.search_r1.search_loop import information, parse_action
 
 FACT = re.compile(r"the (\w+) of (\w+) is( now| still) (\w+)\.")
@@ -103,3 +109,23 @@ def test_the_studys_preset_pays_any_answer_a_little():
     config = compose("search_r1", ["preset=study_conflicts"], main_search_r1.HOOKS)
     assert config.reward_model.reward_kwargs["qa_em"]["format_score"] == pytest.approx(0.05)
     assert config.retriever.url is None and config.max_turns == 2
+
+
+def test_processes_that_prepare_at_once_leave_one_index_which_a_run_may_be_reading(tmp_path):
+    """It is made once; the next command keeps it, and one with other passages makes it anew."""
+    command = "from recipes.search_r1 import conflicts; conflicts.prepare(())"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    started = [subprocess.Popen([sys.executable, "-c", command], cwd=tmp_path, env=environment) for _ in range(3)]
+    assert [one.wait() for one in started] == [0, 0, 0]
+    folder = tmp_path / conflicts.FOLDER
+    index = folder / "index" / "bm25"
+    made = {path.name: path.stat().st_ino for path in index.iterdir()}
+    assert made
+    knowledge_model.write_with_index(folder, 1, test=conflicts.TEST, draw=conflicts.draw)
+    assert {path.name: path.stat().st_ino for path in index.iterdir()} == made
+    knowledge_model.write_with_index(folder, 1, test=conflicts.TEST, draw=lambda seed: conflicts.draw(seed, 1))
+    retriever = make_retriever(RetrieverOptions(index=folder / "index", mmap=False))
+    name, relation = next(iter(conflicts.draw(1).facts))
+    (found,) = retriever.retrieve([f"{relation} {name}"], 3)
+    about = [passage for passage in found if f"the {relation} of {name}" in passage.contents]
+    assert len(about) == 2  # of three that the former index held
