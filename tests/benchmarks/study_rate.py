@@ -23,7 +23,7 @@ from pathlib import Path
 
 import yaml
 
-from core.tracking.run_manifest import ROOT
+from tests.benchmarks.commits import export
 
 STUDY, BASE_MODEL = "recipes.dapo.study", "recipes.lab.countdown_model"
 WHOLE = 24  # steps of the study's runs
@@ -31,11 +31,9 @@ OUT = Path("results/benchmarks/study_rate")
 SIDES = ("before", "here")
 
 
-def export(commit: str, tree: Path, steps: int) -> None:
+def prepare(commit: str, tree: Path, steps: int) -> None:
     """Write a commit's files, with runs of ``steps``. Outside of git a study's command takes a file that was edited."""
-    tree.mkdir()
-    packed = subprocess.run(["git", "-C", ROOT, "archive", commit], check=True, capture_output=True).stdout
-    subprocess.run(["tar", "x", "-C", tree], input=packed, check=True)
+    export(commit, tree)
     path = tree / "recipes" / "dapo" / "study.yaml"
     study = yaml.safe_load(path.read_text("utf-8"))
     if steps != WHOLE:
@@ -65,7 +63,7 @@ def measure(before: str, steps: int, budget_min: float, repeats: int) -> list[di
     with tempfile.TemporaryDirectory() as folder:
         trees = {side: Path(folder) / side for side in SIDES}
         for side, commit in zip(SIDES, (before, "HEAD"), strict=True):
-            export(commit, trees[side], steps)
+            prepare(commit, trees[side], steps)
             command(trees[side], BASE_MODEL)
         for repeat in range(repeats):
             for side in SIDES[:: 1 if repeat % 2 == 0 else -1]:
