@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -28,8 +29,8 @@ import torch
 from core.tracking.run_manifest import hardware
 from results.reporting.pages import Curves, Line, Table, draw, markdown_table
 from tests.benchmarks.decode import model_3m
-from tests.benchmarks.step import ROOT, flops, our_side, prompt_length
-from tests.benchmarks.trl.compare import prepare
+from tests.benchmarks.step import ROOT, flops, prompt_length
+from tests.benchmarks.trl.compare import prepare, run
 
 PROMPTS, LEAST = 8, 64
 ANSWERS, TOKENS = (64, 128, 256, 512, 1024), (64, 256, 512, 1024, 2048)
@@ -69,11 +70,11 @@ def measure(steps: int, threads: int) -> dict[str, Any]:
             shape = {"prompts": PROMPTS, "n": answers // PROMPTS, "max-new": tokens}
             size = {"prompts": PROMPTS, "answers": answers, "new_tokens": tokens}
             timed = max(steps, LEAST_TOKENS // (answers * tokens))
-            options = {"steps": 1 + timed, "threads": threads, "dtype": "fp32", "micro-tokens": MICRO_TOKENS}
-            run = our_side(folder, **options, **shape)
+            options = {"steps": 1 + timed, "dtype": "fp32", "micro-tokens": MICRO_TOKENS, **shape}
+            found = run("ours", sys.executable, folder, "fixed", threads, **options)
             point = {"axis": axis, "answers": answers, "tokens": tokens, "cache_bytes": cache_bytes(length, **size)}
-            points.append({**point, "flops": sum(flops(length, **size).values()), **run})
-            print(axis, answers, tokens, f"{run['seconds']:.2f} s", flush=True)
+            points.append({**point, "flops": sum(flops(length, **size).values()), **found})
+            print(axis, answers, tokens, f"{found['seconds']:.2f} s", flush=True)
     rate = memory_rate(threads)
     return {"threads": threads, "hardware": hardware()["cpu"], "memory_bytes_per_second": rate, "points": points}
 

@@ -16,19 +16,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from core.tracking.run_manifest import hardware
 from tests.benchmarks.decode import PROMPTS, SAMPLES, model_3m
-from tests.benchmarks.trl.compare import prepare
+from tests.benchmarks.trl.compare import prepare, run
 
 ROOT = Path(__file__).resolve().parents[2]
 NEW_TOKENS = 64
@@ -62,16 +59,6 @@ def flops(
     return {"gen": once, "update_actor": 3 * once}
 
 
-def our_side(folder: Path, *, threads: int, **options: int | str) -> dict[str, Any]:
-    """Run ``trl/our_side.py`` in a process of its own, in a folder that ``prepare`` has filled."""
-    command = [sys.executable, str(ROOT / "tests/benchmarks/trl/our_side.py"), "--model", str(folder / "fixed")]
-    command += ["--rows", str(folder / "prompts.parquet"), "--threads", str(threads)]
-    command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, check=True)
-    return json.loads(done.stdout.strip().splitlines()[-1])
-
-
 def prompt_length(folder: Path) -> float:
     """Return the prompts' mean number of tokens: one a character."""
     prompts = (folder / "prompts.jsonl").read_text().splitlines()
@@ -83,17 +70,17 @@ def measure(args: argparse.Namespace) -> dict:
         folder = Path(temporary)
         prepare(folder)
         options = {"steps": args.steps, "dtype": args.dtype, "max-new": NEW_TOKENS}
-        run = our_side(folder, threads=args.threads, **options)
+        found = run("ours", sys.executable, folder, "fixed", args.threads, **options)
         work = flops(prompt_length(folder))
     peak = matmul_peak(args.threads, {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype])
-    phases = {name.removeprefix("timing_s/"): seconds for name, seconds in run["phases"].items()}
+    phases = {name.removeprefix("timing_s/"): seconds for name, seconds in found["phases"].items()}
     return {
         "dtype": args.dtype,
         "threads": args.threads,
         "hardware": hardware()["cpu"],
-        "seconds_per_step": run["seconds"],
-        "new_tokens_per_second": PROMPTS * SAMPLES * NEW_TOKENS / run["seconds"],
-        "peak_rss_mib": run["peak_rss_mib"],
+        "seconds_per_step": found["seconds"],
+        "new_tokens_per_second": PROMPTS * SAMPLES * NEW_TOKENS / found["seconds"],
+        "peak_rss_mib": found["peak_rss_mib"],
         "phases_s": phases,
         "matmul_peak_gflops": peak / 1e9,
         "mfu": {name: flop / phases[name] / peak for name, flop in work.items()},

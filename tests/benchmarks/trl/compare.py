@@ -9,9 +9,8 @@ the median of its steps after the first. The ratio of a repeat is TRL's seconds 
 Workload: prompts of about 30 tokens x 8 answers, one update a step, a Qwen2-shaped model of 3.2 M parameters,
 vocabulary 512. *fixed*: 32 prompts a step, every answer has 64 tokens. *tailed*: 8 prompts a step (with 32, TRL takes
 minutes a step here), the checkpoint ends an answer with probability 1/64 a token, at most 512: a geometric tail.
-Ours packs its sequences (``use_remove_padding``). Micro-batches: *fixed* 32 answers for ours (tried: 32, 64) and 64 for
-TRL (three runs each: 7.1 s with 64, 6.7 s with 32; 7.2 s with 16 once; 32 may be a few percent faster, so the ratio a
-few percent too high), *tailed* 64 for ours and 16 for TRL (tried: 8, 16, 64).
+Ours packs its sequences (``use_remove_padding``). Micro-batches: *fixed* 32 answers for both (tried: 32, 64 for ours;
+16, 32, 64 for TRL), *tailed* 64 for ours and 16 for TRL (tried: 8, 16, 64).
 Writes ``results/benchmarks/trl.json`` and ``trl.md``.
 """
 
@@ -37,7 +36,7 @@ from tests.tiny import tiny_tokenizer
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 MODES = {"fixed": (None, 64, 32), "tailed": (64, 512, 8)}  # mean length by the checkpoint, most new tokens, prompts
-MICRO = {"ours": {"fixed": 32, "tailed": 64}, "trl": {"fixed": 64, "tailed": 16}}  # answers a micro-batch
+MICRO = {"ours": {"fixed": 32, "tailed": 64}, "trl": {"fixed": 32, "tailed": 16}}  # answers a micro-batch
 GOALS = {("fixed", "fp32"): 1.7, ("tailed", "fp32"): 3.3}
 
 
@@ -61,15 +60,14 @@ def prepare(folder: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows), folder / "prompts.parquet")
 
 
-def run(side: str, python: str, folder: Path, mode: str, dtype: str, args: argparse.Namespace) -> dict:
+def run(side: str, python: str, folder: Path, mode: str, threads: int, **options: int | str) -> dict:
+    """Run one side in a process of its own, in a folder that ``prepare`` has filled, and return what it measured."""
     script, rows = {"trl": ("trl_side.py", "prompts.jsonl"), "ours": ("our_side.py", "prompts.parquet")}[side]
     command = [python, str(HERE / script), "--model", str(folder / mode), "--rows", str(folder / rows)]
-    _, longest, prompts = MODES[mode]
-    command += ["--max-new", str(longest), "--prompts", str(prompts), "--dtype", dtype, "--steps", str(args.steps)]
-    command += ["--micro", str(MICRO[side][mode]), "--threads", str(args.threads)]
+    command += [part for name, value in {**options, "threads": threads}.items() for part in (f"--{name}", str(value))]
     environment = {
         **os.environ,
-        "OMP_NUM_THREADS": str(args.threads),
+        "OMP_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
@@ -83,9 +81,12 @@ def run(side: str, python: str, folder: Path, mode: str, dtype: str, args: argpa
 def measure(folder: Path, mode: str, dtype: str, args: argparse.Namespace) -> dict:
     sides = [("ours", sys.executable), ("trl", args.trl_python)]
     runs = {"ours": [], "trl": []}
+    _, longest, prompts = MODES[mode]
+    options = {"max-new": longest, "prompts": prompts, "dtype": dtype, "steps": args.steps}
     for repeat in range(args.repeats):
         for side, python in sides if repeat % 2 else sides[::-1]:
-            runs[side].append(run(side, python, folder, mode, dtype, args))
+            micro = MICRO[side][mode]
+            runs[side].append(run(side, python, folder, mode, args.threads, micro=micro, **options))
         print(f"{mode} {dtype} {repeat + 1}/{args.repeats}: trl {runs['trl'][-1]['seconds']:.2f} s, "
               f"ours {runs['ours'][-1]['seconds']:.2f} s", flush=True)  # fmt: skip
     ratios = [t["seconds"] / o["seconds"] for t, o in zip(runs["trl"], runs["ours"], strict=True)]
