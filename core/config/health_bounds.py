@@ -8,7 +8,7 @@ from core.config.schema import FULL_PRECISION, Config
 def logp_diff(config: Config) -> float | None:
     """Return what rounding explains between engine and learner; no bound where more is expected and corrected.
 
-    Both lie below what costs accuracy on a lab task: gaps of up to 0.05 did not (results/dapo/study_dose.md).
+    On a lab task runs with a mean gap of up to 0.05 ended as high as those without (results/dapo/study_dose.md).
     """
     part, correction = config.actor_rollout_ref, config.algorithm.rollout_correction
     if config.trainer.max_staleness or correction.rollout_is is not None or correction.bypass_mode:
