@@ -28,6 +28,7 @@ REGISTERED = {
     "lab/study_tallies": "bd48051255ce1e5ca8ff0db55bf53b7aaeef876418dc238371c402f878fa8e86",
     "lab/study_variants": "4fc44443599cf3778a89b294dbc2ba315dd772764205b04b885009d2d6fdd148",
     "lab/study_trails": "48a0fd2b70afda5dd98d047b9765f9b25a75639178dc94c4db6b64baa920f8d8",
+    "dapo/study_course": "edb01f128ee7e0d217de4132ac74e39b63407df967991f44eb0d752a01c4183f",
     "dapo/study_edge": "98944b637b8c33cc6df480a6bbfd390fff2bb067e27c7d248fd892719c11d1f1",
     "dapo/study_dose": "5185ca77368e8181deba262e7bd4549d23db7fb02fe8c9aa7edad36d032dce06",
     "dapo/study": "1e2c34ee65ac2771b7714fc700a808576aeac25e097e13837247e37364c774c4",
