@@ -26,10 +26,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from core.tracking.run_manifest import ROOT
 from recipes.lab.trails import FAMILY
 from results.reporting.study_workers import Ended, Task, run_all
 
-ROOT = Path(__file__).resolve().parents[2]
 BEFORE = "ec4bb64"  # the first commit with the task, whose runs can still have a process each
 ENTRY = "recipes.grpo.main_grpo"
 PRELOAD = ("core.ray_trainer", "core.learner", "core.engines.hf", "transformers.models.qwen2.modeling_qwen2")
