@@ -17,7 +17,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from core import moved
 from core.errors import InputError
 from core.remote.urls import written_here
 from results.reporting import readme_tables
@@ -55,9 +54,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line names and return the exit status: 2 for bad input, 1 for tables out of date."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if any(word.partition("=")[0] == "--publish" for word in arguments):
-        return moved("results.report --publish")
     parser = _parser()
     args = parser.parse_args(arguments)
     if not (args.runs or args.index):

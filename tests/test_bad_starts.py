@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from core import MOVED, installation
+from core import installation
 
 ROOT = Path(__file__).resolve().parent.parent
 BARE = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
@@ -38,21 +38,6 @@ def one_line(done) -> str:
     assert done.returncode != 0 and done.stdout == "" and "Traceback" not in done.stderr, done.stderr
     (line,) = done.stderr.splitlines()
     return line
-
-
-# --- old commands ---
-
-
-@pytest.mark.parametrize("old", [old for old in MOVED if " " not in old])
-def test_an_old_command_needs_no_package_to_name_the_new_one(old):
-    done = start("-m", old, "any", "--thing")
-    assert one_line(done) == f"python -m {old} has moved: type python -m {MOVED[old]} with the same arguments"
-    assert done.returncode == 2
-
-
-def test_an_old_option_names_the_new_command():
-    done = start("-m", "results.report", "--publish", "run", python=(sys.executable,))
-    assert done.returncode == 2 and "has moved: type python -m results.publish " in one_line(done)
 
 
 # --- a Python without packages ---

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 
 import pytest
 
@@ -89,11 +88,3 @@ def test_a_planted_run_is_the_same_run_with_a_bug():
     typed = ["recipe=dapo", "family=trails", "trainer.seed=2", "data.val_files=x"]
     recipe, arguments, bug = planted_run.settings(typed)
     assert recipe == "dapo" and bug is None and arguments.count("data.val_files=x") == 1
-
-
-def test_the_table_is_what_the_records_give(tmp_path):
-    for study in CALIBRATED:
-        shutil.copytree(ROOT / "results" / study, tmp_path / study)
-    for suffix in (".md", ".json"):
-        written = discrimination.write(tmp_path).with_suffix(suffix)
-        assert written.read_text() == (ROOT / "results/lab/discrimination").with_suffix(suffix).read_text()

@@ -9,7 +9,7 @@ import pytest
 
 from core.errors import InputError
 from results import feasible
-from results.reporting import feasibility, readme_tables
+from results.reporting import feasibility
 from results.reporting.feasibility import nodes_of, read_script, repeats, scripts, verdict
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,15 +123,6 @@ def test_the_command_has_a_line_a_script(capsys):
     assert "64 GPUs" in large and "fits" in large and " h " in large and "never run" in large
     assert "  NO  " in rows["grpo/run_qwen2.5_0.5b_gsm8k_lora.sh"]
     assert "problem" not in "".join(rows.values()) and "Traceback" not in "".join(rows.values())
-
-
-def test_the_readmes_table_is_the_generated_one():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    block = feasibility.render_hardware(RESULTS)
-    assert len(block.splitlines()) <= 8
-    assert readme == readme_tables.with_block(readme, block, *readme_tables.HARDWARE)
-    for one in scripts():
-        assert f"`{one.name}`" in block or f"`{one.path.parent.name}/run_qwen2.5_" in block, one.name
 
 
 def test_make_knows_the_target():

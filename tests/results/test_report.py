@@ -354,14 +354,6 @@ def test_a_copy_may_have_another_name(runs, tmp_path, capsys):
     assert "is not a run folder" in capsys.readouterr().err
 
 
-def test_the_flag_that_published_names_the_command_that_does(runs, tmp_path, capsys):
-    for flag in (["--publish", str(runs / "grpo/lab_s1")], [f"--publish={runs / 'grpo/lab_s1'}"]):
-        assert report.main([*flag, "--results", str(tmp_path)]) == 2
-        said = capsys.readouterr().err
-        assert "results.report --publish has moved" in said and "python -m results.publish" in said
-    assert not list(tmp_path.iterdir())
-
-
 def test_nothing_of_the_machine_is_published(tmp_path, monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "node-17.cluster")
     monkeypatch.setattr(
@@ -498,15 +490,6 @@ def test_the_same_seed_again_is_not_another_draw(repository, runs):
     publish(runs / "grpo/lab_s2", results / "grpo" / "rerun")
     found = result_tables.experiments(result_tables.read_summaries(results))
     assert sorted((e.name, len(e.runs)) for e in found) == [("grpo/lab", 3), ("grpo/rerun", 1)]
-
-
-# --- this repository's results ---
-
-
-def test_the_committed_results_are_what_the_committed_runs_give():
-    assert result_tables.update(ROOT / "results", check=True) == 0
-    for path in sorted((ROOT / "results").glob("*/*/summary.json")):
-        assert json.loads(path.read_text()) == summarise(load_run(path.parent)), path
 
 
 def test_a_recorded_command_is_shown_as_the_script_that_was_typed():

@@ -32,6 +32,7 @@ def recorded_metrics() -> set[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, text", TEXTS, ids=[name for name, _ in TEXTS])
 def test_what_stands_for_a_name_exists(name, text):
     assert text.startswith("nothing") or "`" in text or text.startswith("no registry"), "says nothing of here"

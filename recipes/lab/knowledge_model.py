@@ -1,8 +1,0 @@
-"""This command has moved; it prints its new name (``core.MOVED`` lists all that have)."""
-
-import sys
-
-from core import moved
-
-if __name__ == "__main__":
-    sys.exit(moved("recipes.lab.knowledge_model"))
