@@ -19,6 +19,7 @@ from core.config import Config, convert, examine, recipes
 from core.data.parquet import Example, ExampleFile, Problems, sha256_of
 from core.errors import InputError
 from core.evaluation.answer_file import FORMAT, complete_answers, manifest_path, prompt_of, trajectory_of
+from core.evaluation.summary import refuse_unscored
 from core.rewards import RewardLayer
 from core.tracking import run_manifest
 from core.tracking.progress import progress
@@ -26,7 +27,6 @@ from core.tracking.tracker import json_line, write_atomic
 from core.tracking.validation import ValRecord
 from core.types import ScoredGroup
 from reward_scores import SCORERS, UnknownDataSource, scorer_for
-from reward_scores.score import Score
 
 SECTIONS = ("reward_model.", "custom_reward_function.")
 VAL_FILES = "data.val_files"
@@ -64,11 +64,13 @@ def score(source: Path, overrides: Sequence[str] = (), scorer: str | None = None
             asked = prompts
         layer.check(asked)
         trajectories = [trajectory_of(answer) for answer in answers]
-        scores = asyncio.run(_all(layer, asked, trajectories))
+        with progress("scores", len(asked), "answer") as scored:
+            scores = asyncio.run(layer.score_all(list(zip(asked, trajectories, strict=True)), scored))
     finally:
         layer.close()
     rated = zip(prompts, trajectories, scores, strict=True)
     records = [ValRecord.of(_group(list(one))) for _, one in groupby(rated, lambda each: each[0].ordinal)]
+    refuse_unscored(source, records, layer.failures.first)
     label = re.sub(r"[^\w.+=-]", "_", name or "+".join(names) + _variant(config, names))
     path = source.with_name(f"{source.stem}.scores-{label}.jsonl")
     told = {
@@ -81,17 +83,6 @@ def score(source: Path, overrides: Sequence[str] = (), scorer: str | None = None
     write_atomic(manifest_path(path), json.dumps(told, indent=1, ensure_ascii=False) + "\n")
     write_atomic(path, "".join(json_line(record.to_json()) for record in records))
     return Scored(path, records)
-
-
-async def _all(layer: RewardLayer, prompts: Sequence[Any], trajectories: Sequence[Any]) -> list[Score]:
-    with progress("scores", len(prompts), "answer") as scored:
-
-        async def one(prompt: Any, trajectory: Any) -> Score:
-            found = await layer.score(prompt, trajectory)
-            scored()
-            return found
-
-        return await asyncio.gather(*(one(*each) for each in zip(prompts, trajectories, strict=True)))
 
 
 def _group(rated: Sequence[tuple]) -> ScoredGroup:
