@@ -59,7 +59,7 @@ def is_share(values: Mapping[str, float]) -> bool:
     """Return whether a step's ``acc`` can be an accuracy: not where it is a score that leaves 0 to 1."""
     if ACC not in values or values[ACC] != values.get("critic/score/mean"):
         return True
-    return values["critic/score/min"] >= 0 and values["critic/score/max"] <= 1
+    return values.get("critic/score/min", 0) >= 0 and values.get("critic/score/max", 1) <= 1
 
 
 def is_validated(name: str) -> bool:

@@ -582,7 +582,7 @@ def test_throughput_is_a_gpus_share_as_verl_counts_it(arguments, ranks):
     trainer = SimpleNamespace(
         config=config,
         agent_loop=None,
-        reward=SimpleNamespace(usage=lambda _: {}),
+        reward=SimpleNamespace(usage=lambda _: {}, failures=SimpleNamespace(rate=lambda _: {})),
         stream=SimpleNamespace(epoch=lambda _: 0),
         workers=None,
         trace=TraceRecorder(config, None, total_steps=3),
