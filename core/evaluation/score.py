@@ -20,7 +20,7 @@ from core.data.parquet import Example, ExampleFile, Problems, sha256_of
 from core.errors import InputError
 from core.evaluation.answer_file import FORMAT, complete_answers, manifest_path, prompt_of, trajectory_of
 from core.evaluation.summary import refuse_unscored
-from core.rewards import RewardLayer
+from core.rewards import RewardError, RewardLayer
 from core.tracking import run_manifest
 from core.tracking.progress import progress
 from core.tracking.tracker import json_line, write_atomic
@@ -47,7 +47,8 @@ def score(source: Path, overrides: Sequence[str] = (), scorer: str | None = None
     rewards are those of the call that generated, under ``overrides``.
 
     Raises:
-        InputError: answers that are incomplete or of another data set, a data source without scorer, a wrong option.
+        InputError: answers that are incomplete or of another data set, a data source without scorer or on whose answers
+            it always failed, a wrong option.
     """
     manifest, answers = complete_answers(source)
     config, given = _configured(manifest, overrides)
@@ -66,6 +67,8 @@ def score(source: Path, overrides: Sequence[str] = (), scorer: str | None = None
         trajectories = [trajectory_of(answer) for answer in answers]
         with progress("scores", len(asked), "answer") as scored:
             scores = asyncio.run(layer.score_all(list(zip(asked, trajectories, strict=True)), scored))
+    except RewardError as error:  # on_error=raise, or a wrong number of results
+        raise InputError(f"{source}: {error}") from error
     finally:
         layer.close()
     rated = zip(prompts, trajectories, scores, strict=True)
