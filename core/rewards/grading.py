@@ -22,7 +22,7 @@ from reward_scores import Scorer, scorer_for
 from reward_scores.score import Score, ScoreStatus
 
 RETURN = "return a number, or a dict with the number under 'score'"
-LARGEST = 3.4e38  # rewards are float32
+LARGEST = 1e18  # rewards are float32, and so are the squares of a group's variance
 LONGEST_NOTE = 1_000  # characters of a part that is kept as text
 # What calls a user's function: these frames are no part of its traceback
 CALLERS = ("core/rewards/grading.py", "core/rewards/grader_process.py", "core/rewards/custom.py")
@@ -190,12 +190,12 @@ def _number(value: Any, name: Any = "score") -> float:
     number = _finite(value)
     if number is None:
         shown = f"{_shown(value)} as its {str(name)!r}"
-        raise ScoreError(f"the reward function returned {shown}; {RETURN}, finite in float32")
+        raise ScoreError(f"the reward function returned {shown}; {RETURN}, finite and at most {LARGEST:g}")
     return number
 
 
 def _finite(value: Any) -> float | None:
-    """Return a number as a float; None for anything else, and for one that float32 does not hold."""
+    """Return a number as a float; None for anything else, and for one that is not finite or too large."""
     try:
         scalar = value.item() if hasattr(value, "item") else value  # numpy and torch scalars
         number = float(scalar) if isinstance(scalar, numbers.Real | Decimal) else None

@@ -22,7 +22,7 @@ _CONSOLE = (
 
 _FAILED = {  # metric -> its label, shown where it is not 0
     "reward/failed_rate": "scorer failed on",
-    "reward/val_failed_rate": "in validation on",
+    "reward/val_failed_rate": "scorer failed in validation on",
 }
 
 

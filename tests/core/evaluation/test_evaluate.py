@@ -421,11 +421,11 @@ def test_where_every_answer_failed_there_is_no_report(files, copied, capsys):
 
 
 def test_a_report_of_scores_of_which_every_one_failed_is_refused(scores, capsys):
-    rows = [json.loads(line) for line in scores[0].read_text().splitlines()]
+    rows = [json.loads(line) for line in scores.read_text().splitlines()]
     for row in rows:
         row["crash"] = [1.0] * len(row["acc"])
-    scores[0].write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert evaluate.main(["report", str(scores[0])]) == 2
+    scores.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert evaluate.main(["report", str(scores)]) == 2
     assert "there is no accuracy to report" in capsys.readouterr().err
 
 

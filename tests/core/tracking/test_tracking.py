@@ -267,7 +267,8 @@ def test_the_console_shows_one_line_a_step(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("values", "shown", "hidden"),
     [
-        ({"reward/failed_rate": 0.125, "reward/val_failed_rate": 0.5}, ["failed on 12.5%", "in validation on 50.0%"], []),
+        ({"reward/failed_rate": 0.125}, ["| scorer failed on 12.5%"], []),
+        ({"reward/val_failed_rate": 0.5}, ["| scorer failed in validation on 50.0%"], []),
         ({"reward/failed_rate": 0.0}, [], ["failed"]),
         ({"critic/score/min": -1.0, "critic/score/mean": 0.2, "reward/acc/mean": 0.2}, ["reward 0.2"], ["acc"]),
         ({"critic/score/min": -1.0, "critic/score/mean": 0.2, "reward/acc/mean": 0.6}, ["acc 0.600"], []),

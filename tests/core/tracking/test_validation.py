@@ -35,14 +35,6 @@ def record(uid: str, acc: list[float], preds: list[str | None] | None = None, so
     [(1, 12.7062047), (2, 4.3026527), (3, 3.1824463), (4, 2.7764451), (5, 2.5705818), (10, 2.2281389)]
     + [(30, 2.0422725), (499, 1.9647294), (20_000, 1.9599640)],
 )
-def test_scores_outside_of_0_to_1_are_marked():
-    def metrics(*values):
-        return validation_metrics([ValRecord("q", "s", {"acc": values})])
-
-    assert metrics(1.0, -1.0)["val-aux/s/acc/min"] == -1.0 and metrics(0.0, 1.5)["val-aux/s/acc/max"] == 1.5
-    assert not [name for name in metrics(0.0, 1.0) if name.endswith(("/min", "/max"))]
-
-
 def test_student_quantiles_are_those_of_the_tables(df, quantile):
     assert t_quantile(df) == pytest.approx(quantile, abs=6e-8)
 
@@ -257,3 +249,11 @@ def test_a_record_needs_equally_many_samples():
         ValRecord("u", "s", {"acc": (1.0, 0.0), "reward": (1.0,)})
     with pytest.raises(ValueError, match="'u'.*acc"):
         ValRecord("u", "s", {"reward": (1.0,)})
+
+
+def test_scores_outside_of_0_to_1_are_marked():
+    def metrics(*values):
+        return validation_metrics([ValRecord("q", "s", {"acc": values})])
+
+    assert metrics(1.0, -1.0)["val-aux/s/acc/min"] == -1.0 and metrics(0.0, 1.5)["val-aux/s/acc/max"] == 1.5
+    assert not [name for name in metrics(0.0, 1.0) if name.endswith(("/min", "/max"))]
