@@ -26,7 +26,7 @@ LARGEST = 1e18  # rewards are float32, and so are the squares of a group's varia
 LONGEST_NOTE = 1_000  # characters of a part that is kept as text
 # What calls a user's function: these frames are no part of its traceback
 CALLERS = ("core/rewards/grading.py", "core/rewards/grader_process.py", "core/rewards/custom.py")
-CALLERS += ("core/rewards/managers.py", "reward_scores/score.py", "asyncio/")
+CALLERS += ("core/rewards/managers.py", "reward_scores/score.py", "/asyncio/")
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ async def as_result(grade: Grade, job: Job) -> Score | Failure:
         return result if isinstance(result, Failure) else as_score(result)
     except WorkersLost:  # of a pool that it uses: never the fault of an answer
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # sys.exit in a scorer must not end the run, which would look finished
         return Failure(ScoreStatus.CRASH, report(error))
 
 

@@ -169,6 +169,12 @@ def test_a_users_manager_that_always_fails_stops_too(write):
         )
 
 
+def test_a_function_that_exits_is_a_failure_and_ends_no_process(make_layer):
+    layer = make_layer(f"{HEAD}    return exit() if solution_str == 'bad' else 1.0\n")
+    score, other = asyncio.run(layer.score_all([asked("bad"), asked("good")]))
+    assert score.status.value == "crash" and other.value == 1.0
+
+
 # --- in a run ---
 
 
