@@ -58,9 +58,12 @@ def score_command(arguments: Sequence[str]) -> int:
         beside = args.answers.with_name(f"{args.answers.stem}.scores-{args.name or args.scorer or 'SCORER'}.jsonl")
         return _would("score", [args.answers], [beside])
     from core.evaluation.score import score
+    from core.tracking.validation import failed_share
 
     done = score(args.answers, args.overrides, args.scorer, args.name)
-    print(f"{done.path}: scores of {len(done.records)} questions")
+    failed = failed_share(done.records)
+    lost = f"; the scorer failed on {failed:.1%} of the answers, which count as not right" if failed else ""
+    print(f"{done.path}: scores of {len(done.records)} questions{lost}")
     return 0
 
 

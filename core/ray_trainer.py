@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -41,10 +41,19 @@ from core.rewards.hook_check import check_hooks
 from core.rollout.agent_loop import AgentLoop, Episode, Limits, ToolCalls, make_agent_loop
 from core.rollout.background import Background
 from core.rollout.barrier import make_repeatable
-from core.rollout.collect import Collected, CollectLimits, CollectState, collect, collect_ahead, fresh_enough
+from core.rollout.collect import (
+    Collected,
+    CollectLimits,
+    CollectState,
+    ScoreGroups,
+    collect,
+    collect_ahead,
+    fresh_enough,
+)
 from core.session import LoopState, Session, prepare_torch
 from core.tracking.capsules import CapsuleRecorder
 from core.tracking.generations import generation_rows, print_examples
+from core.tracking.health import FAILED
 from core.tracking.metrics import RAW_SCORE, data_metrics, throughput
 from core.tracking.profiling import profiled
 from core.tracking.progress import progress
@@ -52,7 +61,7 @@ from core.tracking.step_time import BusyClock
 from core.tracking.trace import TraceRecorder
 from core.tracking.tracker import dump_jsonl
 from core.tracking.validation import ValRecord, validation_metrics
-from core.types import Prompt, ScoredGroup, StepMetrics, TrainBatch, Trajectory
+from core.types import AnsweredGroup, Prompt, ScoredGroup, StepMetrics, TrainBatch, Trajectory
 from reward_scores.score import Score
 
 GREEDY = -1  # the sample index of a greedy baseline answer
@@ -108,6 +117,7 @@ class RayPPOTrainer:
         self.session = Session(config, LoopState(self.kl_controller, self.collect_state))
         self.needs = StepNeeds.of(config)
         self.train_sampling = sampling_params(config, rollout)
+        self.greedy_sampling = dataclasses.replace(self.train_sampling, temperature=0.0)
         self.val_sampling = sampling_params(config, rollout.val_kwargs)
         # Set by init_workers, or by fit for as long as it runs:
         self.tokenizer: Any = None
@@ -242,9 +252,12 @@ class RayPPOTrainer:
         """
         oldest, wanted = self.session.step - self.config.trainer.max_staleness, self.config.data.train_batch_size
 
-        async def roll_group(ordinal: int) -> ScoredGroup:
-            group = await self.roll_group(ordinal)
+        roll, score_groups = self.rolling()
+
+        async def roll_group(ordinal: int) -> ScoredGroup | AnsweredGroup:
+            group = await roll(ordinal)
             answered()
+            self.reward.failures.stop_if_all(wanted * self.config.actor_rollout_ref.rollout.n)
             return group
 
         with metrics.time("gen"), progress(f"step {metrics.step}, answers", wanted, "prompt") as answered:
@@ -254,11 +267,13 @@ class RayPPOTrainer:
                     self.keep_group,
                     fresh_enough(self.collect_state, oldest),
                     self.collect_limits(),
+                    score_groups=score_groups,
                     raise_on_exhausted=self.config.algorithm.filter_groups.on_exhausted == "raise",
                     stop_requested=lambda: self.session.stop.requested,
                     ahead=self.looks_ahead(metrics.step),
                 )
             )
+        self.reward.failures.stop_if_all()
         self.collect_state = self.collected.state
         metrics.add(self.collected.metrics)
         return self.collected.groups
@@ -281,7 +296,8 @@ class RayPPOTrainer:
         """
         work = None
         if self.looks_ahead(metrics.step):
-            work = collect_ahead(self.roll_group, self.keep_group, self.collected, self.collect_limits())
+            roll, score_groups = self.rolling()
+            work = collect_ahead(roll, self.keep_group, self.collected, self.collect_limits(), score_groups)
         else:  # which other groups were judged depends on timing, and must not reach a checkpoint
             self.collect_state = dataclasses.replace(self.collect_state, carried={})
         if work is not None and not self.workers.overlaps:
@@ -301,6 +317,10 @@ class RayPPOTrainer:
         finally:
             background.close()
 
+    def rolling(self) -> tuple[Callable[[int], Awaitable[Any]], ScoreGroups | None]:
+        """Return what answers a prompt's group and, for a reward function of lists, what scores groups afterwards."""
+        return (self.answer_group, self.score_groups) if self.reward.batched else (self.roll_group, None)
+
     async def roll_group(self, ordinal: int) -> ScoredGroup:
         """Generate, score and shape one group; each answer is scored while others still decode."""
         prompt, rollout = self.stream.prompt(ordinal), self.config.actor_rollout_ref.rollout
@@ -311,11 +331,44 @@ class RayPPOTrainer:
 
         rolls = [roll(index, self.train_sampling) for index in range(rollout.n)]
         if self.needs.baseline:
-            rolls.append(roll(GREEDY, dataclasses.replace(self.train_sampling, temperature=0.0)))
+            rolls.append(roll(GREEDY, self.greedy_sampling))
         trajectories, scores = zip(*await asyncio.gather(*rolls), strict=True)
         kill_point("rollout", self.session.step + 1)
         n = rollout.n
         return ScoredGroup(prompt, trajectories[:n], scores[:n], scores[n] if self.needs.baseline else None)
+
+    async def answer_group(self, ordinal: int) -> AnsweredGroup:
+        """Generate one group, which :meth:`score_groups` is to score."""
+        prompt, n = self.stream.prompt(ordinal), self.config.actor_rollout_ref.rollout.n
+        answers = [self.generate(prompt, index, self.train_sampling) for index in range(n)]
+        if self.needs.baseline:
+            answers.append(self.generate(prompt, GREEDY, self.greedy_sampling))
+        with self.clock.busy("decode"):
+            found = await asyncio.gather(*answers)
+        kill_point("rollout", self.session.step + 1)
+        return AnsweredGroup(prompt, tuple(found[:n]), *found[n:])
+
+    async def score_groups(self, groups: Sequence[AnsweredGroup]) -> list[ScoredGroup]:
+        """Score whole groups in one call and shape them. Greedy answers have a call of their own, as in verl."""
+        scored = await self.score_together(groups)
+        greedy = [AnsweredGroup(group.prompt, (group.greedy,)) for group in groups if group.greedy is not None]
+        baselines = [one.scores[0] for one in await self.score_together(greedy)] if greedy else [None] * len(groups)
+        shaped = []
+        for group, one, baseline in zip(groups, scored, baselines, strict=True):
+            scores = tuple(map(self.shape_reward, one.scores, one.trajectories))
+            baseline = baseline and self.shape_reward(baseline, group.greedy)
+            shaped.append(dataclasses.replace(one, scores=scores, baseline=baseline))
+        return shaped
+
+    async def score_together(self, groups: Sequence[AnsweredGroup]) -> list[ScoredGroup]:
+        """Return the groups with what the scorer gave; a reward function of lists gets all of them in one call."""
+        with self.clock.busy("reward"):
+            scores = await self.reward.score_all([(one.prompt, each) for one in groups for each in one.trajectories])
+        rest = map(_keeping_value, scores)
+        return [
+            ScoredGroup(one.prompt, one.trajectories, tuple(itertools.islice(rest, len(one.trajectories))))
+            for one in groups
+        ]
 
     async def play(self, prompt: Prompt, sample_index: int, sampling: SamplingParams, limits: Limits) -> Trajectory:
         """Play an episode of the agent loop to its end: what a recipe's ``generate`` calls with its own limits."""
@@ -332,7 +385,7 @@ class RayPPOTrainer:
             trajectory = await self.generate(prompt, index, sampling)
         with self.clock.busy("reward"):
             score = await self.reward.score(prompt, trajectory)
-        return trajectory, dataclasses.replace(score, parts={**score.parts, RAW_SCORE: score.value})
+        return trajectory, _keeping_value(score)
 
     def check_batch(self, groups_P: Sequence[ScoredGroup], batch: TrainBatch) -> None:
         """Check that the batch is what was sampled and scored. Raises BrokenInvariant."""
@@ -400,6 +453,7 @@ class RayPPOTrainer:
         if self.agent_loop is not None:
             metrics.add(self.agent_loop.metrics())
         metrics.add(self.reward.usage("perf/judge"))
+        metrics.add(self.reward.failures.rate(FAILED))
         seconds = metrics.values["timing_s/step"]
         metrics.add(
             {
@@ -433,20 +487,27 @@ class RayPPOTrainer:
         """Answer and score the validation prompts; nothing shapes or filters."""
         n = self.config.actor_rollout_ref.rollout.val_kwargs.n
 
-        async def group(prompt: Prompt) -> ScoredGroup:
-            rolls = (self.generate_and_score(prompt, index, self.val_sampling) for index in range(n))
-            trajectories, scores = zip(*await asyncio.gather(*rolls), strict=True)
+        async def group(prompt: Prompt) -> ScoredGroup | AnsweredGroup:
+            if self.reward.batched:
+                rolls = (self.generate(prompt, index, self.val_sampling) for index in range(n))
+                made = AnsweredGroup(prompt, tuple(await asyncio.gather(*rolls)))
+            else:
+                rolls = (self.generate_and_score(prompt, index, self.val_sampling) for index in range(n))
+                made = ScoredGroup(prompt, *zip(*await asyncio.gather(*rolls), strict=True))
             answered()
-            return ScoredGroup(prompt, trajectories, scores)
+            return made
 
         with progress("validation", len(self.val_prompts), "prompt") as answered:
-            return await asyncio.gather(*map(group, self.val_prompts))
+            groups = await asyncio.gather(*map(group, self.val_prompts))
+        return await self.score_together(groups) if self.reward.batched else groups
 
     def validate(self, metrics: StepMetrics) -> None:
         """Answer every validation prompt ``val_kwargs.n`` times; no hook that shapes or filters is called."""
         with metrics.time("testing"):
             groups = self.runner.run(self.evaluate())
+        self.reward.failures.stop_if_all()
         metrics.add(self.reward.usage("perf/val_judge"))
+        metrics.add(self.reward.failures.rate("reward/val_failed_rate"))
         self.clock.take()  # of validation, which is one part of the step
         records = [ValRecord.of(group) for group in groups]
         metrics.add(validation_metrics(records))
@@ -459,3 +520,8 @@ class RayPPOTrainer:
         print_examples(rows, self.config.reward_model.val_num_examine)
         if folder := self.config.trainer.validation_data_dir:
             dump_jsonl(folder, metrics.step, rows, "trainer.validation_data_dir")
+
+
+def _keeping_value(score: Score) -> Score:
+    """Return the score with the scorer's value as a part: shaping may change the value."""
+    return dataclasses.replace(score, parts={**score.parts, RAW_SCORE: score.value})

@@ -138,6 +138,7 @@ class Trajectory:
     turns: int = 1
     tool_calls: int = 0
     user_scores: tuple[float, ...] = ()  # what a simulated user gave the policy's turns, in their order
+    tool_rewards: tuple[float, ...] = ()  # what tools gave the policy's calls, where an agent loop keeps it
 
     def __post_init__(self) -> None:
         for name, dtype in (
@@ -196,6 +197,15 @@ class ScoredGroup:
     @property
     def tokens(self) -> int:
         return sum(len(trajectory.response_ids) for trajectory in self.trajectories)
+
+
+@dataclass(frozen=True, eq=False)
+class AnsweredGroup:
+    """A prompt with its trajectories, and a greedy one for a baseline, to be scored together with other groups."""
+
+    prompt: Prompt
+    trajectories: tuple[Trajectory, ...]
+    greedy: Trajectory | None = None
 
 
 @dataclass(frozen=True)

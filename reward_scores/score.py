@@ -33,6 +33,7 @@ class Score:
     status: ScoreStatus = ScoreStatus.OK
     masked: bool = False  # carries no loss and is left out of every denominator
     pred: str | None = None  # the answer that was read from the text; maj@k votes on it
+    notes: Mapping[str, str] = field(default_factory=dict)  # what explains and is no number; only samples show it
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.value):

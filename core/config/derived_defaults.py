@@ -93,7 +93,6 @@ def _derived(recipe: str) -> tuple[tuple[str, Callable[[Config], Any]], ...]:
         ("trainer.project_name", lambda config: f"rlrepro-{recipe}"),
         ("trainer.experiment_name", experiment_name),
         ("trainer.default_local_dir", lambda config: f"outputs/{recipe}/{config.trainer.experiment_name}"),
-        ("trainer.health.scorer_errors.bound", health_bounds.scorer_errors),
         ("reward_model.judge.cache_dir", _judge_folder),
     )
 

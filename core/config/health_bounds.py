@@ -15,8 +15,3 @@ def logp_diff(config: Config) -> float | None:
         return None
     full = {part.rollout.dtype, part.actor.fsdp_config.dtype} <= {*FULL_PRECISION}
     return 1e-4 if full else 0.02
-
-
-def scorer_errors(config: Config) -> float | None:
-    """Return the share of answers without a verdict: a judge's server that is sound has next to none."""
-    return 0.1 if config.reward_model.judged else None

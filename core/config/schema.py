@@ -382,11 +382,13 @@ class RewardModelConfig:
     # who grades: this process (naive), graders (prime, dapo), a function of lists (batch), or a class of module.path
     reward_manager: RewardManager = "naive"
     num_workers: limits.Count | None = None  # grading processes; None: one a core, at most 4
-    timeout_s: limits.Positive = 10.0  # seconds for an answer (batch: for a call) and for a program's tests together
+    timeout_s: limits.Positive = 10.0  # seconds for an answer (batch: a step's call) and for a program's tests together
     memory_limit_mb: limits.Count | None = 1024  # MiB that a grader may map; None: no limit
     num_examine: limits.Size = 0  # answers of each data source that a training step prints
     val_num_examine: limits.Size = 1  # answers of each data source that a validation prints
     reward_kwargs: Open = FrozenDict()  # scorer's name -> its options, as in {gsm8k: {method: flexible}}
+    # what a function of yours gets as solution_str: what the policy wrote, or the whole response with what tools wrote
+    solution_str: Literal["policy", "response"] = "policy"
     on_error: Literal["zero", "mask", "raise"] = "zero"  # what becomes of an answer whose scorer failed
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
     sandbox: SandboxConfig = SandboxConfig()
@@ -481,11 +483,10 @@ class HealthConfig:
     nonfinite: HealthBound = HealthBound(bound=3, action="stop")  # steps in a row that skipped an update
     entropy: HealthBound = HealthBound()  # least mean entropy, nats a token
     reward_drop: HealthBound = HealthBound()  # drop of the mean score below its best
-    reward_window: limits.Count = 10  # steps over which reward_drop averages
+    reward_window: limits.Count = 10  # steps over which reward_drop and scorer_errors average
     logp_diff: HealthBound = HealthBound()  # mean |engine - learner| of log-probs; None: by precision, off if corrected
     zero_variance: HealthBound = HealthBound()  # share of groups of equal scores
-    # share of answers with a timeout or a crash; None: 0.1 with a judge, off without
-    scorer_errors: HealthBound = HealthBound()
+    scorer_errors: HealthBound = HealthBound(bound=0.1)  # share of answers without a score, over reward_window
     judge_agreement: HealthBound = HealthBound(bound=0.75, action="stop")  # least share of canaries graded as known
 
 

@@ -119,6 +119,11 @@ class View:
         return registry.own_manager(self.reward.reward_manager, self.reward.source)
 
     @property
+    def users_function(self) -> bool:
+        """Whether code of the user's scores: a manager, or a function that is no recipe's."""
+        return self.own_manager or not (self.custom.path or "recipes.").startswith("recipes.")
+
+    @property
     def managers(self) -> str:
         """The reward managers here, for a message."""
         return ", ".join(registry.REWARD_MANAGERS)

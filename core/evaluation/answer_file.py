@@ -28,6 +28,7 @@ FIELDS = (
     *("uid", "ordinal", "sample", "data_source", "prompt", "response", "stop", "response_ids", "mask_runs"),
     *("segments", "turns", "tool_calls", "ground_truth", "extra_info", "style"),
 )
+GIVEN = ("user_scores", "tool_rewards")  # numbers that only some episodes have
 Key = tuple[int, int]  # ordinal of the question, number of the sample
 
 
@@ -44,8 +45,8 @@ def answer_line(prompt: Prompt, sample: int, trajectory: Trajectory, prompt_text
         [{"role": one.role, "text": one.text} for one in trajectory.segments],
         *(trajectory.turns, trajectory.tool_calls, prompt.ground_truth, prompt.extra_info, prompt.style),
     )
-    users = {"user_scores": list(trajectory.user_scores)} if trajectory.user_scores else {}
-    return json_line({**dict(zip(FIELDS, values, strict=True)), **users})
+    given = {name: list(getattr(trajectory, name)) for name in GIVEN if getattr(trajectory, name)}
+    return json_line({**dict(zip(FIELDS, values, strict=True)), **given})
 
 
 def prompt_of(answer: Mapping[str, Any]) -> Prompt:
@@ -69,7 +70,7 @@ def trajectory_of(answer: Mapping[str, Any]) -> Trajectory:
         seed=0,
         turns=answer["turns"],
         tool_calls=answer["tool_calls"],
-        user_scores=tuple(answer.get("user_scores", ())),  # only episodes with a user have them
+        **{name: tuple(answer.get(name, ())) for name in GIVEN},
     )
 
 

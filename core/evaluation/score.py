@@ -19,14 +19,14 @@ from core.config import Config, convert, examine, recipes
 from core.data.parquet import Example, ExampleFile, Problems, sha256_of
 from core.errors import InputError
 from core.evaluation.answer_file import FORMAT, complete_answers, manifest_path, prompt_of, trajectory_of
-from core.rewards import RewardLayer
+from core.evaluation.summary import refuse_unscored
+from core.rewards import RewardError, RewardLayer
 from core.tracking import run_manifest
 from core.tracking.progress import progress
 from core.tracking.tracker import json_line, write_atomic
 from core.tracking.validation import ValRecord
 from core.types import ScoredGroup
 from reward_scores import SCORERS, UnknownDataSource, scorer_for
-from reward_scores.score import Score
 
 SECTIONS = ("reward_model.", "custom_reward_function.")
 VAL_FILES = "data.val_files"
@@ -47,7 +47,8 @@ def score(source: Path, overrides: Sequence[str] = (), scorer: str | None = None
     rewards are those of the call that generated, under ``overrides``.
 
     Raises:
-        InputError: answers that are incomplete or of another data set, a data source without scorer, a wrong option.
+        InputError: answers that are incomplete or of another data set, a data source without scorer or on whose answers
+            it always failed, a wrong option.
     """
     manifest, answers = complete_answers(source)
     config, given = _configured(manifest, overrides)
@@ -64,11 +65,15 @@ def score(source: Path, overrides: Sequence[str] = (), scorer: str | None = None
             asked = prompts
         layer.check(asked)
         trajectories = [trajectory_of(answer) for answer in answers]
-        scores = asyncio.run(_all(layer, asked, trajectories))
+        with progress("scores", len(asked), "answer") as scored:
+            scores = asyncio.run(layer.score_all(list(zip(asked, trajectories, strict=True)), scored))
+    except RewardError as error:  # on_error=raise, or a wrong number of results
+        raise InputError(f"{source}: {error}") from error
     finally:
         layer.close()
     rated = zip(prompts, trajectories, scores, strict=True)
     records = [ValRecord.of(_group(list(one))) for _, one in groupby(rated, lambda each: each[0].ordinal)]
+    refuse_unscored(source, records, layer.failures.first)
     label = re.sub(r"[^\w.+=-]", "_", name or "+".join(names) + _variant(config, names))
     path = source.with_name(f"{source.stem}.scores-{label}.jsonl")
     told = {
@@ -81,17 +86,6 @@ def score(source: Path, overrides: Sequence[str] = (), scorer: str | None = None
     write_atomic(manifest_path(path), json.dumps(told, indent=1, ensure_ascii=False) + "\n")
     write_atomic(path, "".join(json_line(record.to_json()) for record in records))
     return Scored(path, records)
-
-
-async def _all(layer: RewardLayer, prompts: Sequence[Any], trajectories: Sequence[Any]) -> list[Score]:
-    with progress("scores", len(prompts), "answer") as scored:
-
-        async def one(prompt: Any, trajectory: Any) -> Score:
-            found = await layer.score(prompt, trajectory)
-            scored()
-            return found
-
-        return await asyncio.gather(*(one(*each) for each in zip(prompts, trajectories, strict=True)))
 
 
 def _group(rated: Sequence[tuple]) -> ScoredGroup:

@@ -17,7 +17,14 @@ from core.errors import InputError
 from core.evaluation.answer_file import read_manifest
 from core.tracking.confidence_intervals import Estimate
 from core.tracking.tracker import read_jsonl, write_atomic
-from core.tracking.validation import ValRecord, merge_by_question, validation_metrics, variable_estimates
+from core.tracking.validation import (
+    ValRecord,
+    are_shares,
+    failed_share,
+    merge_by_question,
+    validation_metrics,
+    variable_estimates,
+)
 
 MACRO = "macro average"
 
@@ -37,6 +44,9 @@ class Summary:
         first, *others = self.sources.values()
         shared = [metric for metric in first if all(metric in one for one in others)]
         return {metric: macro_average([one[metric] for one in self.sources.values()]) for metric in shared}
+
+    def of(self, source: str) -> list[ValRecord]:
+        return [record for record in self.records if record.data_source == source]
 
     @property
     def questions(self) -> frozenset[tuple[str, str]]:
@@ -88,6 +98,7 @@ def summary(path: Path, sizes: Sequence[int] | None = None) -> Summary:
         raise InputError(f"{path}: is damaged ({error}); score the answers again") from error
     if len(records) != manifest["questions"]:
         raise InputError(f"{path}: holds {len(records)} of {manifest['questions']} questions; score the answers again")
+    refuse_unscored(path, records)
     sources = {}
     for source, rows in merge_by_question(records).items():
         n = min(len(row.values["acc"]) for row in rows)
@@ -96,6 +107,17 @@ def summary(path: Path, sizes: Sequence[int] | None = None) -> Summary:
             raise InputError(f"--k={beyond[0]}: {rule} in {path}; lower it, or generate more (val_kwargs.n)")
         sources[source] = variable_estimates("acc", rows, n, sizes)
     return Summary(path, manifest, records, sources)
+
+
+def refuse_unscored(path: Path, records: Sequence[ValRecord], first: str = "") -> None:
+    """Raise InputError for a data source on whose answers the scorer always failed; ``first`` is a failure's report."""
+    shown = f". The first failure: {first}" if first else ""
+    for source in dict.fromkeys(record.data_source for record in records):
+        if failed_share(one for one in records if one.data_source == source) == 1:
+            raise InputError(
+                f"{path}: the scorer failed on every answer of data_source={source!r}, so that there is no accuracy to "
+                f"report; correct the reward function and score the answers again{shown}"
+            )
 
 
 def report(paths: Sequence[Path], sizes: Sequence[int] | None = None) -> str:
@@ -131,18 +153,24 @@ def table(summaries: Sequence[Summary]) -> str:
         step = one.manifest["model"].get("step")
         model = one.manifest["model"]["path"] if step is None else f"{one.manifest['model']['run']}, step {step}"
         for metric in dict.fromkeys(metric for found in one.sources.values() for metric in found):
-            cells = [_cell(one.sources[source].get(metric)) for source in sources]
-            cells += [_cell(one.macro.get(metric))] * several
+            cells = [_cell(one.sources[source].get(metric), one.of(source)) for source in sources]
+            cells += [_cell(one.macro.get(metric), one.records)] * several
             rows.append([model, one.manifest["scorer"], one.decoding, metric, *cells])
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _cell(estimate: Estimate | None) -> str:
+def _cell(estimate: Estimate | None, records: Sequence[ValRecord]) -> str:
     if estimate is None:
         return "none"
-    bounds = "" if estimate.low is None else f" [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"
-    return f"{100 * estimate.value:.1f}{bounds} (n={estimate.n})"
+    shares, failed = are_shares(value for record in records for value in record.values["acc"]), failed_share(records)
+
+    def shown(value: float) -> str:
+        return f"{100 * value:.1f}" if shares else f"score {value:.3f}"
+
+    bounds = "" if estimate.low is None else f" [{shown(estimate.low)}, {shown(estimate.high)}]"
+    counted = f"n={estimate.n}" + (f", the scorer failed on {failed:.1%}" if failed else "")
+    return f"{shown(estimate.value)}{bounds} ({counted})"
 
 
 def _plain(estimates: Mapping[str, Estimate]) -> dict[str, Any]:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import json
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from core.data.parquet import Example, Problems
 from core.rewards.grader_pool import Pool, to_json
-from core.rewards.grading import Failure, InProcess, RewardManager, Scorers
+from core.rewards.grading import Failure, InProcess, Job, RewardManager, Scorers
 from core.types import Prompt
 from reward_scores import SCORERS, Scorer, UnknownDataSource
 from reward_scores.score import Score
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from core.config.schema import RewardModelConfig
 
 log = logging.getLogger(__name__)
+
+Row = Prompt | Example
 
 MODEL_STYLE = "model"
 NO_MODEL = (
@@ -66,20 +70,20 @@ def check_rows(
     reward: RewardModelConfig,
     scorers: Scorers,
     manager: RewardManager,
-    rows: Iterable[Prompt | Example],
+    rows: Iterable[Row],
     *,
     model_compares: bool = False,
-) -> tuple[Problems, list[str]]:
-    """Check that every row can be scored. Return the problems, and one data source of each scorer in use.
+) -> tuple[Problems, dict[str, Row]]:
+    """Check that every row can be scored. Return the problems, and the first row of each data source with a scorer.
 
     The manager's pool learns which libraries the scorers call. With ``model_compares`` a judge reads ground truths.
     """
     problems = Problems(shown=3)  # rows named for one kind of problem; the rest is counted
-    used: dict[str, str] = {}  # a scorer's name -> a data source that it scores
+    first: dict[str, Row] = {}
     libraries: dict[str, str] = {}  # -> the name of a scorer that calls it
     for_model = 0
     for row in rows:
-        where = row.where if isinstance(row, Example) else f"uid {row.uid}"
+        where = where_of(row)
         if row.style == MODEL_STYLE:
             for_model += 1
             if not reward.enable:
@@ -98,7 +102,7 @@ def check_rows(
             except (TypeError, ValueError) as error:
                 problems.add(scorer.name, NOT_JSON, "convert what is not", where, str(error))
         libraries.update(dict.fromkeys(needed, scorer.name))
-        used.setdefault(scorer.name, row.data_source)
+        first.setdefault(row.data_source, row)
         if trouble := scorer.check_ground_truth(row.ground_truth, **scorers.options(scorer)):
             rule = f"{scorer.name} cannot grade it"
             problems.add("reward_model.ground_truth", rule, "correct it, or leave the row out", where, trouble)
@@ -113,7 +117,11 @@ def check_rows(
             ", ".join(sorted(set(libraries.values()))),
             manager.pool.timeout_s,
         )
-    return problems, list(used.values())
+    return problems, first
+
+
+def where_of(row: Row) -> str:
+    return row.where if isinstance(row, Example) else f"uid {row.uid}"
 
 
 def check_examples(problems: Problems, scorer: Scorer, grade: Callable[[str, Any], Score | Failure]) -> None:
@@ -126,3 +134,33 @@ def check_examples(problems: Problems, scorer: Scorer, grade: Callable[[str, Any
             problems.add(scorer.name, f"{what} {reason}", "correct the scorer's options or the example")
         elif result.acc != acc:
             problems.add(scorer.name, f"{what} got acc={result.acc}, not {acc}", "correct the scorer or the example")
+
+
+def trial_answers(scorer: Scorer, ground_truth: Any) -> tuple[str, ...]:
+    """Return answers of which a user's function should be able to grade one, right or wrong.
+
+    They are its module's ``EXAMPLES``, or the ground truth in the forms in which functions look for an answer, and the
+    empty answer.
+    """
+    if scorer.examples:
+        return tuple(response for response, _, _ in scorer.examples)
+    gold = ground_truth
+    while isinstance(gold, Mapping | list | tuple) and gold:
+        gold = next(iter(gold.values() if isinstance(gold, Mapping) else gold))
+    gold = "" if gold is None else str(gold)
+    usual = f"<think>\n{gold}\n</think>\n<answer>{gold}</answer> \\boxed{{{gold}}}\n#### {gold}"
+    return (gold, usual, json.dumps({"answer": gold}), "")
+
+
+def fails_on_all(key: str, row: Row, job: Job, failure: Failure) -> str:
+    """Return the problem of a function that failed on every answer that was tried, with its own report."""
+    *trace, last = failure.detail.strip().splitlines() or ["no reason is known"]
+    missing = re.fullmatch(r"KeyError: (.+)", last)
+    reason = f"the key {missing[1]} is missing ({last})" if missing else last
+    gold = f"{type(row.ground_truth).__name__} {row.ground_truth!r:.100}"
+    return (
+        f"{key}: failed on every answer tried for data_source={row.data_source!r} ({where_of(row)}): {reason}. "
+        f"The row's ground_truth is {gold}; extra_info has {', '.join(map(str, job.extra_info))}. Correct the function "
+        "or the data; if it is to fail on such answers, give its module EXAMPLES = ((answer, ground_truth, acc), ...)"
+        + "".join(f"\n{line}" for line in [*trace, last] if trace)
+    )

@@ -13,12 +13,18 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from core.config.registry import load_object
+from core.config.registry import load_module, load_object
 from core.errors import InputError
 from reward_scores.score import Scorer, any_ground_truth
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+OTHER = {ARGUMENTS: BATCH_ARGUMENTS, BATCH_ARGUMENTS: ARGUMENTS}
+MANAGER = {  # the arguments that the manager gives -> what to do about a function of the other kind
+    ARGUMENTS: "it takes lists (data_sources, solution_strs, ...); set reward_model.reward_manager=batch",
+    BATCH_ARGUMENTS: "it takes one answer, and reward_model.reward_manager=batch calls with lists; set naive or prime",
+}
+KEY = "custom_reward_function"
 
 
 class CustomFunction:
@@ -79,10 +85,33 @@ def users_code(key: str, what: str) -> Iterator[None]:
         raise InputError(f"{key}: {what} failed\n{traceback.format_exc(limit=-3).rstrip()}") from error
 
 
+def _found(where: str, name: str, arguments: tuple[str, ...]) -> Any:
+    """Return the object of a user's module; where it lacks the name, a function of the other kind is pointed out."""
+    try:
+        return load_object(f"{where}:{name}", f"{KEY}.path")
+    except InputError as error:
+        module = load_module(where, f"{KEY}.path={where}")
+        others = [
+            other
+            for other, one in vars(module).items()
+            if other.startswith(name) and callable(one) and _fits(one, OTHER[arguments], {})
+        ]
+        if not others or hasattr(module, name):
+            raise
+        raise InputError(f"{error}; for {others[0]} set {KEY}.name={others[0]}: {MANAGER[arguments]}") from error
+
+
+def _fits(function: Callable[..., Any], arguments: tuple[str, ...], kwargs: Mapping[str, Any]) -> bool:
+    with suppress(TypeError, ValueError):
+        inspect.signature(function).bind(**dict.fromkeys(arguments), **kwargs)
+        return True
+    return False
+
+
 def _load(where: str, name: str, kwargs: Mapping[str, Any], arguments: tuple[str, ...]) -> Callable[..., Any]:
-    key = "custom_reward_function"
+    key = KEY
     with users_code(f"{key}.path={where}", "importing it"):
-        function = load_object(f"{where}:{name}", f"{key}.path")
+        function = _found(where, name, arguments)
     if not callable(function):
         raise InputError(f"{key}.name={name}: {where} has it, but it is not a function")
     if taken := sorted(set(kwargs) & set(arguments)):
@@ -90,6 +119,8 @@ def _load(where: str, name: str, kwargs: Mapping[str, Any], arguments: tuple[str
     try:
         inspect.signature(function).bind(**dict.fromkeys(arguments), **kwargs)
     except TypeError as error:
+        if _fits(function, OTHER[arguments], kwargs):
+            raise InputError(f"{key}.name={name}: {MANAGER[arguments]}") from error
         call = f"{name}({', '.join([*arguments, *kwargs])})"
         raise InputError(
             f"{key}.name={name}: it is called by name as {call}, which its signature refuses: {error}; "

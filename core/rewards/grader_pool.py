@@ -21,7 +21,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from core.errors import WorkersLost
-from core.rewards.batch_calls import BatchCalls
 from core.rewards.grading import Failure, Job, Scorers
 from reward_scores.score import Score, ScoreStatus
 
@@ -46,8 +45,8 @@ class Pool:
     module imports shows at start). An asynchronous function runs in the grader's own event loop, one job at a time.
     Where somebody else kills the supervisor or a grader (``kill -9``, a lack of memory), its jobs are graded once more.
 
-    A batched function is called with all the jobs that wait, as soon as a grader is free; ``timeout_s`` is then the
-    time of a call. What a job holds must be JSON (:func:`to_json`). No process is started before the first job.
+    A batched function is called with the jobs of :meth:`run_together`; ``timeout_s`` is then the time of that call.
+    What a job holds must be JSON (:func:`to_json`). No process is started before the first job.
     """
 
     def __init__(
@@ -67,8 +66,6 @@ class Pool:
             "custom": scorers.custom and scorers.custom.settings,
         }
         self.preloaded: tuple[str, ...] = ()
-        batched = scorers.custom is not None and scorers.custom.batched
-        self._batches = BatchCalls(self._run_batch, self.num_workers) if batched else None
         self._supervisor: _Link | None = None
 
     def preload(self, libraries: Iterable[str]) -> None:
@@ -76,18 +73,10 @@ class Pool:
         self.preloaded = tuple(sorted({*self.preloaded, *libraries}))
 
     async def run(self, job: Job) -> Score | Failure:
-        if self._batches is not None:
-            return await self._batches(job)
         return (await self.run_together([job]))[0]
 
-    async def _run_batch(self, jobs: list[Job]) -> list[Score | Failure]:
-        results = await self.run_together(jobs)
-        if len(jobs) > 1 and isinstance(results[0], Failure):  # again one by one: a bad answer costs its own score only
-            results = [result for (result,) in await asyncio.gather(*(self.run_together([job]) for job in jobs))]
-        return results
-
     async def run_together(self, jobs: Sequence[Job]) -> list[Score | Failure]:
-        """Return the results of jobs that one grader gets at once and in the time of one; they fail together.
+        """Return the results of jobs that one grader gets at once, in the time of one: a batched function's one call.
 
         Raises WorkersLost where supervisor after supervisor dies: that is never the fault of an answer.
         """
@@ -190,12 +179,19 @@ class _Link:
 
 
 def _results(status: str, answer: bytes, count: int) -> list[Score | Failure]:
-    """Read what a grader wrote, with suspicion: its scorer may have written it."""
+    """Read what a grader wrote (:class:`core.rewards.grader_process._Grading`): its scorer may have written it."""
     try:
         value = json.loads(answer)
         if status != "graded":
             return [Failure(ScoreStatus(status), str(value))] * count
-        scores: list[Score | Failure] = [Score(**{**one, "status": ScoreStatus(one["status"])}) for one in value]
+        if isinstance(value, dict):
+            return [Failure(ScoreStatus.CRASH, f"{value['wrong']}\n", fatal=True)] * count
+        scores = [
+            Failure(ScoreStatus.CRASH, one)
+            if isinstance(one, str)
+            else Score(**{**one, "status": ScoreStatus(one["status"])})
+            for one in value
+        ]
         if len(scores) != count:
             raise ValueError(f"{len(scores)} scores for {count} jobs")
         return scores

@@ -22,8 +22,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from core.rewards.custom import CustomFunction
-from core.rewards.grading import Job, Scorers, as_score, as_scores
-from reward_scores.score import Score
+from core.rewards.grading import Failure, Job, ScoreError, Scorers, as_score, as_scores, report
 
 READY, STARTED, REPLY, LAST_REPLY = b"R", b"S", b"=", b"!"
 
@@ -90,7 +89,10 @@ def _serve(settings: Mapping[str, Any]) -> None:
 
 
 class _Grading:
-    """From a request (a JSON list of jobs) to its JSON: a list of scores, or a failure's text."""
+    """From a request (a JSON list of jobs) to its JSON: a list of scores or their failures' texts, or one text for all.
+
+    What a batched function returned in another number than the jobs is an object with the key ``wrong``.
+    """
 
     def __init__(self, settings: Mapping[str, Any]):
         self.runner = asyncio.Runner()  # of asynchronous functions: one event loop for the life of the grader
@@ -98,32 +100,36 @@ class _Grading:
         try:
             self.custom = CustomFunction(**settings["custom"]) if settings["custom"] else None
             self.scorers = Scorers(settings["reward_kwargs"], self.custom)
-        except BaseException:  # a user's module may fail in any way; every request is answered with the report
-            self.load_error = _detail()
+        except BaseException as error:  # a user's module may fail in any way; every request is answered with the report
+            self.load_error = _detail(error)
 
     def __call__(self, line: bytes) -> tuple[bytes, bool]:
         """Return the reply, and whether the process is fit for another request."""
         if self.load_error:
             return self.load_error, False
         try:
-            return json.dumps(list(map(vars, self._scores(json.loads(line))))).encode(), True
+            return json.dumps(self._results(json.loads(line))).encode(), True
         except BaseException as error:  # a scorer may fail in any way; that is a status
             # Unfit after sys.exit and the like, and after a lack of memory, which may have hit anything
-            return _detail(), isinstance(error, Exception) and not isinstance(error, MemoryError)
+            return _detail(error), isinstance(error, Exception) and not isinstance(error, MemoryError)
 
-    def _scores(self, jobs: list[dict[str, Any]]) -> list[Score]:
-        if self.custom is not None and self.custom.batched:
-            result = self.custom.call_batch(*([job[field] for job in jobs] for field in JOB_FIELDS))
-            return as_scores(self._finished(result), len(jobs))
-        return [as_score(self._finished(self.scorers(Job(**job)))) for job in jobs]
+    def _results(self, jobs: list[dict[str, Any]]) -> list[dict[str, Any] | str] | dict[str, str]:
+        if self.custom is None or not self.custom.batched:
+            return [vars(as_score(self._finished(self.scorers(Job(**job))))) for job in jobs]
+        result = self._finished(self.custom.call_batch(*([job[field] for job in jobs] for field in JOB_FIELDS)))
+        try:
+            scores = as_scores(result, len(jobs))
+        except ScoreError as error:
+            return {"wrong": str(error)}
+        return [one.detail[-LONGEST_DETAIL:] if isinstance(one, Failure) else vars(one) for one in scores]
 
     def _finished(self, result: Any) -> Any:
         # wait_for makes a coroutine of any awaitable
         return self.runner.run(asyncio.wait_for(result, None)) if inspect.isawaitable(result) else result
 
 
-def _detail() -> bytes:
-    return json.dumps(traceback.format_exc(limit=-20)[-LONGEST_DETAIL:]).encode()
+def _detail(error: BaseException) -> bytes:
+    return json.dumps(report(error)[-LONGEST_DETAIL:]).encode()
 
 
 def _has_children() -> bool:

@@ -8,16 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
+import numbers
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
 from typing import Any, Protocol
 
 from core.errors import WorkersLost
 from core.rewards.custom import CustomFunction
 from reward_scores import Scorer, scorer_for
 from reward_scores.score import Score, ScoreStatus
+
+RETURN = "return a number, or a dict with the number under 'score'"
+LARGEST = 1e18  # rewards are float32, and so are the squares of a group's variance
+LONGEST_NOTE = 1_000  # characters of a part that is kept as text
+# What calls a user's function: these frames are no part of its traceback
+CALLERS = ("core/rewards/grading.py", "core/rewards/grader_process.py", "core/rewards/custom.py")
+CALLERS += ("core/rewards/managers.py", "reward_scores/score.py", "/asyncio/")
 
 
 @dataclass(frozen=True)
@@ -32,10 +41,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason why an answer has no score."""
+    """The reason why an answer has no score. ``fatal``: no answer's fault, so that the run ends."""
 
     status: ScoreStatus
     detail: str
+    fatal: bool = False
+
+
+class ScoreError(ValueError):
+    """A reward function returned what is no score; the message holds what to return."""
 
 
 class Scorers:
@@ -75,15 +89,18 @@ class RewardManager(Protocol):
     def close(self) -> None: ...
 
 
-async def as_result(grade: Callable[[Job], Awaitable[Any]], job: Job) -> Score | Failure:
+Grade = Callable[[Job], Awaitable[Any]]
+
+
+async def as_result(grade: Grade, job: Job) -> Score | Failure:
     """Call code that may fail in any way, a scorer's or a user's, and read its result; what it raises is a crash."""
     try:
         result = await grade(job)
         return result if isinstance(result, Failure) else as_score(result)
     except WorkersLost:  # of a pool that it uses: never the fault of an answer
         raise
-    except Exception:
-        return Failure(ScoreStatus.CRASH, traceback.format_exc())
+    except (Exception, SystemExit) as error:  # sys.exit in a scorer must not end the run, which would look finished
+        return Failure(ScoreStatus.CRASH, report(error))
 
 
 class InProcess:
@@ -106,41 +123,92 @@ class InProcess:
             self.pool.close()
 
 
-def as_scores(result: Any, count: int) -> list[Score]:
-    """Read what a batched function returned: ``count`` results, each in a form that :func:`as_score` reads."""
-    if isinstance(result, Mapping | str) or not hasattr(result, "__len__") or len(result) != count:
-        had = f"{len(result)} results" if hasattr(result, "__len__") else type(result).__name__
-        raise ValueError(f"a batched reward function must return one result an answer: got {had} for {count} answers")
-    return [as_score(one) for one in result]
+def report(error: BaseException) -> str:
+    """Return the traceback of a user's code, without the frames that called it; of a ScoreError the message alone."""
+    if isinstance(error, ScoreError):
+        return f"ScoreError: {error}\n"
+    frames = error.__traceback__
+    while frames is not None and any(one in Path(frames.tb_frame.f_code.co_filename).as_posix() for one in CALLERS):
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__, limit=-20))
+
+
+def as_scores(result: Any, count: int) -> list[Score | Failure]:
+    """Read what a batched function returned: ``count`` results, each in a form that :func:`as_score` reads.
+
+    A result that is no score is its answer's Failure. Raises ScoreError for another number of results.
+    """
+    listed = hasattr(result, "__len__") and not isinstance(result, Mapping | str) and getattr(result, "shape", 1) != ()
+    if not listed or len(result) != count:
+        had = f"{len(result)} results" if listed else f"{_shown(result)} and no list"
+        raise ScoreError(f"a batched reward function must return one result an answer: got {had} for {count} answers")
+    return [_one(each) for each in result]
+
+
+def _one(result: Any) -> Score | Failure:
+    try:
+        return as_score(result)
+    except Exception as error:
+        return Failure(ScoreStatus.CRASH, report(error))
 
 
 def as_score(result: Any) -> Score:
     """Read a number, a dict with ``score``, or a :class:`Score`, as a Score.
 
-    Of a dict, ``pred`` is the answer that was read, other numbers (``acc`` among them) are parts, and texts are left
-    out. The status is OK where ``acc`` (the score itself, unless given) is above 0. Raises TypeError or ValueError for
-    anything else, non-finite numbers included.
+    Of a dict, ``pred`` is the answer that was read, other finite numbers (``acc`` among them) are parts, and anything
+    else is kept as text (``notes``). The status is OK where ``acc`` (the score itself, unless given) is above 0.
+    Raises ScoreError where ``score`` or ``acc`` is no finite number.
     """
     if isinstance(result, Score):
-        parts = {name: _number(part, name) for name, part in result.parts.items()}
-        return dataclasses.replace(result, value=_number(result.value), parts=parts)
+        parts, notes = _parts(result.parts)
+        return dataclasses.replace(result, value=_number(result.value), parts=parts, notes={**result.notes, **notes})
     given = result if isinstance(result, Mapping) else {"score": result}
     if "score" not in given:
-        raise ValueError(f"a reward function's dict needs the key 'score', it has {sorted(map(str, given))}")
+        has = ", ".join(map(repr, given)) or "nothing"
+        raise ScoreError(f"the reward function returned a dict without 'score' (it has {has}); {RETURN}")
     value, pred = _number(given["score"]), given.get("pred")
-    parts = {
-        str(name): _number(part, name)
-        for name, part in given.items()
-        if name not in ("score", "pred") and part is not None and not isinstance(part, str)
-    }
+    parts, notes = _parts({name: part for name, part in given.items() if name not in ("score", "pred")})
     status = ScoreStatus.OK if parts.get("acc", value) > 0 else ScoreStatus.WRONG
-    return Score(value, parts, status, pred=None if pred is None else str(pred))
+    return Score(value, parts, status, pred=None if pred is None else str(pred), notes=notes)
+
+
+def _parts(given: Mapping[Any, Any]) -> tuple[dict[str, float], dict[str, str]]:
+    """Return the parts that are finite numbers, and the others as texts. Raises ScoreError for ``acc`` among these."""
+    parts, notes = {}, {}
+    for name, part in given.items():
+        number = _finite(part)
+        if number is not None:
+            parts[str(name)] = number
+        elif name == "acc" and part is not None:
+            _number(part, name)
+        elif part is not None:
+            notes[str(name)] = str(part)[:LONGEST_NOTE]
+    return parts, notes
 
 
 def _number(value: Any, name: Any = "score") -> float:
-    scalar = value.item() if hasattr(value, "item") else value  # numpy and torch scalars
-    if not isinstance(scalar, (int, float)):
-        raise TypeError(f"a reward function's {name!r} must be a number, got {type(value).__name__}: {value!r:.200}")
-    if not math.isfinite(scalar):
-        raise ValueError(f"a reward function's {name!r} must be finite, got {scalar}")
-    return float(scalar)
+    number = _finite(value)
+    if number is None:
+        shown = f"{_shown(value)} as its {str(name)!r}"
+        raise ScoreError(f"the reward function returned {shown}; {RETURN}, finite and at most {LARGEST:g}")
+    return number
+
+
+def _finite(value: Any) -> float | None:
+    """Return a number as a float; None for anything else, and for one that is not finite or too large."""
+    try:
+        scalar = value.item() if hasattr(value, "item") else value  # numpy and torch scalars
+        number = float(scalar) if isinstance(scalar, numbers.Real | Decimal) else None
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # an array of several, an int beyond any float
+        return None
+    return number if number is not None and abs(number) <= LARGEST else None
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "None (is a return missing?)"
+    try:
+        text = f"{value!r:.100}"
+    except Exception:  # an int of more than 4,300 digits; a repr of the user's own
+        text = "without a repr"
+    return text if isinstance(value, float | int) else f"a {type(value).__name__} ({text})"

@@ -15,7 +15,6 @@ from core.data.parquet import Example
 from core.rewards import RewardLayer
 from core.rewards.batch_calls import ModelScore
 from core.rewards.check import MODEL_STYLE
-from core.rewards.grading import Failure
 from core.tracking.metrics import RAW_SCORE
 from core.types import Prompt, ScoredGroup, Stop, Trajectory
 from reward_scores.score import Score
@@ -30,24 +29,18 @@ def check_hooks(
 ) -> None:
     """Call both hooks with a group of one example answer for each data source of ``rows``.
 
-    The answer is the scorer's first example; for a function without any it is the empty answer, on the source's first
-    row: a function must return the same parts for every answer. A row for a reward model has that model's parts. What
-    cannot be graded is passed over. Raises what the hooks raise.
+    The answer is the scorer's first example; for a user's function one that it graded at start: a function must return
+    the same parts for every answer. A row for a reward model has that model's parts. Raises what the hooks raise.
     """
     for row in {row.data_source: row for row in reversed(rows)}.values():  # the first row of each source
-        answer, ground_truth, extra_info = "", row.ground_truth, row.extra_info
         if row.style == MODEL_STYLE:  # which need not have a scorer
-            score: Score | Failure = Score(0.0, ModelScore(0.0).parts)
+            answer, score = "", Score(0.0, ModelScore(0.0).parts)
         else:
-            if examples := reward.scorers.scorer(row.data_source).examples:
-                answer, ground_truth, extra_info = *examples[0][:2], None
-            score = reward.grade_example(row.data_source, answer, ground_truth, extra_info)
-        if isinstance(score, Failure):
-            continue
+            answer, score = reward.known_answer(row)
         ids = tokenizer.encode(answer, add_special_tokens=False) or [tokenizer.pad_token_id]
         length = len(ids)
         trajectory = Trajectory([0], ids, [True] * length, [0.0] * length, (), Stop.EOS, 0, 0)
         score = dataclasses.replace(score, parts={**score.parts, RAW_SCORE: score.value})
         shaped = shape_reward(score, trajectory)
-        prompt = Prompt(0, row.where, (0,), (), ground_truth, row.data_source)
+        prompt = Prompt(0, row.where, (0,), (), row.ground_truth, row.data_source)
         keep_group(ScoredGroup(prompt, (trajectory,) * 2, (shaped,) * 2))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,20 @@ from core.config import registry
 from core.data.parquet import Example
 from core.errors import InputError
 from core.rewards.batch_calls import Answer, BatchCalls, RewardModelCall
-from core.rewards.check import MODEL_STYLE, check_examples, check_rows, option_problems
+from core.rewards.check import (
+    MODEL_STYLE,
+    check_examples,
+    check_rows,
+    fails_on_all,
+    option_problems,
+    trial_answers,
+)
 from core.rewards.custom import CustomFunction
-from core.rewards.grading import Failure, InProcess, Job, RewardManager, Scorers
+from core.rewards.failures import Failures, RewardError, described
+from core.rewards.grading import Failure, Grade, InProcess, Job, RewardManager, Scorers
 from core.rewards.judge import Judge
 from core.rewards.managers import make_manager
-from core.types import Prompt, Trajectory
+from core.types import Prompt, Segment, Stop, Trajectory
 from reward_scores.score import Score, ScoreStatus
 
 if TYPE_CHECKING:
@@ -29,10 +37,6 @@ if TYPE_CHECKING:
 
 RUN_PROGRAMS = ("prime_code", "unit_tests")  # scorers that do
 TESTS_SHARE = 0.8  # of reward_model.timeout_s: a slow program is a wrong answer, not a failing scorer
-
-
-class RewardError(RuntimeError):
-    """A reward function failed on an answer and ``reward_model.on_error=raise``."""
 
 
 class RewardLayer:
@@ -61,35 +65,70 @@ class RewardLayer:
         self.manager: RewardManager = make_manager(reward, self.scorers)
         self.judge: Judge | None = Judge(reward.judge) if reward.judged else None
         self.judging: Any = self.judge  # the judge, or a barrier before it
-        self._examples: dict[tuple[str, str, str], Score | Failure] = {}
+        self.custom = function is not None or registry.own_manager(reward.reward_manager, reward.source)
+        self.batched = function is not None and function.batched  # it takes the answers of a step in one call
+        self.failures = Failures(reward.on_error)
+        self._known: dict[str, tuple[str, Score]] = {}  # data source -> an answer that was graded at start
 
     def attach(self, reward_model: RewardModelCall) -> None:
         """Use this reward model: the workers load it after the layer is made."""
         self._call_model = BatchCalls(reward_model)
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Score:
-        """Score what the policy wrote. A failing scorer raises RewardError only with ``on_error=raise``.
+        """Score an answer. A failing scorer raises RewardError only with ``on_error=raise``.
 
         For an example of style ``model`` the reward model scores; for another one the scorer, to whose value
         ``reward_model.weight`` times the model's number is added where that is not 0.
         """
+        return await self._score(prompt, trajectory, self.job(prompt, trajectory), self.manager.run)
+
+    async def score_all(
+        self, answers: Sequence[tuple[Prompt, Trajectory]], scored: Callable[[], Any] = lambda: None
+    ) -> list[Score]:
+        """Score answers as :meth:`score` does; a function of lists gets all of them in one call, in this order.
+
+        ``scored`` is called after each.
+        """
+        jobs, grade = [self.job(*one) for one in answers], self.manager.run
+        if self.batched:
+            ruled = [job for (prompt, _), job in zip(answers, jobs, strict=True) if not self._by_model(prompt)]
+            results = await self.manager.run_together(ruled) if ruled else []
+            found = dict(zip(map(id, ruled), results, strict=True))
+
+            async def grade(job: Job) -> Score | Failure:
+                return found[id(job)]
+
+        async def one(prompt: Prompt, trajectory: Trajectory, job: Job) -> Score:
+            score = await self._score(prompt, trajectory, job, grade)
+            scored()
+            return score
+
+        return list(await asyncio.gather(*(one(*each, job) for each, job in zip(answers, jobs, strict=True))))
+
+    def job(self, prompt: Prompt | Example, trajectory: Trajectory) -> Job:
+        """Return what a scorer gets: what the policy wrote, or the whole response for a function that asks for it."""
+        whole = self.config.solution_str == "response" and self.custom
+        text = "".join(one.text for one in trajectory.segments) if whole else trajectory.response_text
         extra_info = {**prompt.extra_info, **verl_facts(trajectory), "rollout": rollout_facts(trajectory)}
-        job = Job(prompt.data_source, trajectory.response_text, prompt.ground_truth, extra_info)
+        return Job(prompt.data_source, text, prompt.ground_truth, extra_info)
+
+    def _by_model(self, prompt: Prompt) -> bool:
+        return self.config.enable and prompt.style == MODEL_STYLE
+
+    async def _score(self, prompt: Prompt, trajectory: Trajectory, job: Job, grade: Grade) -> Score:
         if self.config.enable and (prompt.style == MODEL_STYLE or self.config.weight):
-            result = await self._with_model(prompt, trajectory, job)
+            result = await self._with_model(prompt, trajectory, job, grade)
         else:
-            result = await self.manager.run(job)
+            result = await grade(job)
+        self.failures.count(result, job, prompt.uid)
         if not isinstance(result, Failure):
             return result
-        if self.config.on_error == "raise":
-            raise RewardError(
-                f"scoring failed ({result.status.value}) on uid={prompt.uid!r}, data_source={job.data_source!r}, "
-                f"ground_truth={job.ground_truth!r:.300}, response (its end)={job.response[-1000:]!r}\n{result.detail}"
-                "reward_model.on_error=zero or =mask goes on without it"
-            )
+        if result.fatal or self.config.on_error == "raise":
+            way_out = "" if result.fatal else "reward_model.on_error=zero or =mask goes on without it"
+            raise RewardError(f"{described(result, job, prompt.uid)}\n{result.detail}{way_out}")
         return Score(0.0, {"acc": 0.0}, result.status, masked=self.config.on_error == "mask")
 
-    async def _with_model(self, prompt: Prompt, trajectory: Trajectory, job: Job) -> Score | Failure:
+    async def _with_model(self, prompt: Prompt, trajectory: Trajectory, job: Job, grade: Grade) -> Score | Failure:
         call = self._call_model if self.judging is None else self.judging.run
         if call is None:
             raise RuntimeError("reward_model.enable: the workers have not attached the model yet")
@@ -98,7 +137,7 @@ class RewardLayer:
         if prompt.style == MODEL_STYLE:
             rule, found = None, await call(answer)
         else:
-            rule, found = await asyncio.gather(self.manager.run(job), call(answer))
+            rule, found = await asyncio.gather(grade(job), call(answer))
         if isinstance(rule, Failure):
             return rule
         if found.error or not math.isfinite(found.value):
@@ -116,24 +155,46 @@ class RewardLayer:
         A judge then grades its canaries. Raises InputError with all problems.
         """
         compares = self.judge is not None and self.judge.template.reads_reference
-        problems, used = check_rows(self.config, self.scorers, self.manager, rows, model_compares=compares)
-        for data_source in used:
-            check_examples(problems, self.scorers.scorer(data_source), partial(self.grade_example, data_source))
+        problems, first = check_rows(self.config, self.scorers, self.manager, rows, model_compares=compares)
+        by_scorer: dict[str, Prompt | Example] = {}
+        for data_source, row in first.items():
+            by_scorer.setdefault(self.scorers.scorer(data_source).name, row)
+        for row in by_scorer.values():
+            check_examples(problems, self.scorers.scorer(row.data_source), partial(self.grade_example, row))
         problems.raise_if_any()
+        if failing := [problem for row in first.values() if self.custom and (problem := self._try(row))]:
+            raise InputError(failing)
         if self.judge is not None:
             self.judge.check(self._agreement)
 
-    def grade_example(
-        self, data_source: str, response: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
-    ) -> Score | Failure:
-        """Grade an answer that is known before the run; each is graded once, however many checks use its score."""
-        # A user's function may treat data sources differently; a built-in scorer does not know them
-        scored_by = data_source if self.scorers.custom else self.scorers.scorer(data_source).name
-        key = (scored_by, response, repr(ground_truth))
-        if key not in self._examples:
-            job = Job(data_source, response, ground_truth, extra_info or {})
-            self._examples[key] = asyncio.run(self.manager.run(job))
-        return self._examples[key]
+    def _try(self, row: Prompt | Example) -> str | None:
+        """Have a user's code grade answers to a row until one has a score; return the problem where none has."""
+        failed: list[Failure] = []
+        for answer in trial_answers(self.scorers.scorer(row.data_source), row.ground_truth):
+            found = self.grade_example(row, answer, row.ground_truth)
+            if not isinstance(found, Failure):
+                self._known[row.data_source] = (answer, found)
+                return None
+            failed.append(found)
+        custom = self.scorers.custom
+        key = f"custom_reward_function.path={custom.name}" if custom else "reward_model.reward_manager"
+        return fails_on_all(key, row, self.job(row, written("")), failed[0])
+
+    def known_answer(self, row: Prompt | Example) -> tuple[str, Score]:
+        """Return an answer and its score, to try hooks with: graded at the row's data source, or a scorer's example."""
+        if row.data_source not in self._known:
+            answer, ground_truth, _ = self.scorers.scorer(row.data_source).examples[0]
+            self._known[row.data_source] = (answer, self.grade_example(row, answer, ground_truth))
+        return self._known[row.data_source]
+
+    def grade_example(self, row: Prompt | Example, response: str, ground_truth: Any) -> Score | Failure:
+        """Grade an answer that is known before the run. A user's function has the row's ``extra_info`` beside it."""
+        job = dataclasses.replace(self.job(row, written(response)), ground_truth=ground_truth)
+        if not self.custom:  # a built-in scorer's examples are to no row
+            job = dataclasses.replace(job, extra_info={})
+        if self.batched:  # two, so that a function of lists which returns one result is found
+            return asyncio.run(self.manager.run_together([job, job]))[0]
+        return asyncio.run(self.manager.run(job))
 
     @property
     def in_process(self) -> bool:
@@ -167,15 +228,28 @@ def rollout_facts(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def verl_facts(trajectory: Trajectory) -> dict[str, int]:
+def verl_facts(trajectory: Trajectory) -> dict[str, Any]:
     """Return what verl puts into ``extra_info`` itself, for reward functions that were written for it.
 
     Its ``num_turns`` counts the prompt, the policy's turns and those in which a tool answered, so that one answer
-    has 2; ``extra_info["rollout"]["num_turns"]`` counts the policy's alone.
+    has 2; ``extra_info["rollout"]["num_turns"]`` counts the policy's alone. ``turn_scores`` are a simulated user's,
+    ``tool_rewards`` what an agent loop kept of its tools'; both are empty where nothing gives any.
     """
     written = [segment.role == "policy" for segment in trajectory.segments]
     answers = sum(not own and before for before, own in zip([True, *written], written, strict=False))
-    return {"num_turns": 1 + trajectory.turns + answers, "num_tool_calls": trajectory.tool_calls}
+    users = list(trajectory.user_scores)
+    return {
+        "num_turns": 1 + trajectory.turns + answers,
+        "num_tool_calls": trajectory.tool_calls,
+        "turn_scores": users,
+        "tool_rewards": list(trajectory.tool_rewards),
+        "rollout_reward_scores": {"user_turn_rewards": users} if users else {},
+    }
+
+
+def written(text: str) -> Trajectory:
+    """Return a trajectory of one turn that holds a text and stands for an answer at start."""
+    return Trajectory([0], [0], [True], [0.0], (Segment("policy", text),), Stop.EOS, 0, 0)
 
 
 def scorer_options(reward: RewardModelConfig) -> dict[str, dict[str, Any]]:

@@ -187,6 +187,7 @@ class Episode:
         self.prompt_ids = tuple(prompt.token_ids)
         self.turns = self.tool_calls = 0
         self.user_scores: list[float] = []  # what simulated users gave the policy's turns
+        self.tool_rewards: list[float] = []  # what tools gave the policy's calls: for a loop of yours to fill
         self.stop: Stop | None = None  # of the last turn; LENGTH once something did not fit
         self._engine, self._tokenizer, self._run_seed = engine, tokenizer, run_seed
         self._calls = calls or ToolCalls()
@@ -305,4 +306,5 @@ class Episode:
             turns=self.turns,
             tool_calls=self.tool_calls,
             user_scores=tuple(self.user_scores),
+            tool_rewards=tuple(self.tool_rewards),
         )

@@ -102,7 +102,8 @@ def make_repeatable(
     data, barriers = config.data, []
     in_flight = data.gen_batch_size or data.train_batch_size
     scores_decide = config.algorithm.filter_groups.enable or in_flight < data.train_batch_size
-    if scores_decide and not reward.in_process:
+    # A function of lists scores between rounds, when nothing decodes
+    if scores_decide and not (reward.in_process or reward.batched):
         reward.manager = barrier = Barrier(reward.manager)
         barriers.append(barrier.settled)
         if reward.judge is not None:

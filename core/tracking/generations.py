@@ -24,7 +24,9 @@ def generation_rows(step: int, groups: Sequence[ScoredGroup], tokenizer: Any) ->
             output = "".join(segment.text for segment in trajectory.segments)
             named = {"uid": prompt.uid, "data_source": prompt.data_source, "pred": score.pred}
             named |= {"stop": trajectory.stop.value, "input": text, "output": output, "gts": prompt.ground_truth}
-            rows.append({**score.parts, **named, "score": score.value, "step": step, "ordinal": prompt.ordinal})
+            rows.append(
+                {**score.notes, **score.parts, **named, "score": score.value, "step": step, "ordinal": prompt.ordinal}
+            )
     return rows
 
 

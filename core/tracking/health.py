@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from core.config.schema import HealthConfig
 
 Values = Mapping[str, float]
+FAILED = "reward/failed_rate"  # share of all answers of a step, dropped groups included, that have no score
 
 
 class UnhealthyRun(RuntimeError):
@@ -37,17 +38,19 @@ class Health:
     """The state of the checks between steps.
 
     ``lost_updates_in_row`` counts the steps since the last one without a skipped update, ``recent_scores`` holds the
-    mean scores of the last ``reward_window`` steps, ``best_score`` the largest mean over such a window.
+    mean scores of the last ``reward_window`` steps, ``best_score`` the largest mean over such a window,
+    ``recent_failures`` the shares of answers without a score of as many steps.
     """
 
     last_healthy_step: int = 0
     lost_updates_in_row: int = 0
     recent_scores: tuple[float, ...] = ()
     best_score: float | None = None
+    recent_failures: tuple[float, ...] = ()
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> Health:
-        return cls(**{**state, "recent_scores": tuple(state["recent_scores"])})
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in state.items()})
 
     def state_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -61,8 +64,15 @@ class Health:
         best = self.best_score
         if len(scores) == config.reward_window:
             best = max(statistics.fmean(scores), -float("inf") if best is None else best)
+        failures = self.recent_failures
+        if FAILED in values:
+            failures = (*failures, values[FAILED])[-config.reward_window :]
         now = dataclasses.replace(
-            self, lost_updates_in_row=self.lost_updates_in_row + 1 if lost else 0, recent_scores=scores, best_score=best
+            self,
+            lost_updates_in_row=self.lost_updates_in_row + 1 if lost else 0,
+            recent_scores=scores,
+            best_score=best,
+            recent_failures=failures,
         )
         crossings = []
         for name, check in CHECKS.items():
@@ -130,10 +140,10 @@ CHECKS: dict[str, Check] = {
         "they teach nothing: the data may be too easy or too hard",
     ),
     "scorer_errors": Check(
-        _sum_of("reward/timeout_rate", "reward/crash_rate"),
+        lambda health, _: statistics.fmean(health.recent_failures) if health.recent_failures else None,
         _above,
-        "the scorer failed on {:.1%} of the answers",
-        "see reward/timeout_rate and reward/crash_rate",
+        "the scorer failed on {:.1%} of the answers of the last steps",
+        "the first failure was printed; see reward/failed_rate, reward/timeout_rate and reward/crash_rate",
     ),
     "judge_agreement": Check(
         _sum_of("reward/judge_canary/mean"),

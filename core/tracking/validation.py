@@ -6,7 +6,8 @@ one question: a benchmark whose examples are repeated 32 times gives ``mean@32``
 
 **Names** are verl's: ``val-core/<source>/acc/{mean,pass,maj}@N`` with ``N`` samples a question, and in
 ``val-aux/`` the rest: ``std@N``, smaller ``k``, other variables, ``.../ci_low``, ``.../ci_high``,
-``<source>/num_questions``. Two estimators differ from verl's on purpose:
+``<source>/num_questions``, and ``acc/{min,max}`` where a scorer's ``acc`` leaves 0 to 1. Two estimators differ from
+verl's on purpose:
 
 * verl's ``best@k`` draws k of the N samples *with* replacement (a bootstrap on the global numpy generator),
   which underestimates: one right answer of two gives 0.75 at k=2, though both answers were drawn and one is
@@ -31,6 +32,7 @@ from core.tracking.confidence_intervals import Estimate, question_interval, t_in
 from core.types import ScoredGroup
 from reward_scores.score import ScoreStatus
 
+LOST = (ScoreStatus.TIMEOUT.value, ScoreStatus.CRASH.value)  # an answer of these has no score
 _FAILURES = (ScoreStatus.PARSE_ERROR, ScoreStatus.TIMEOUT, ScoreStatus.CRASH)
 
 
@@ -138,6 +140,18 @@ def variable_estimates(
     return out
 
 
+def are_shares(values: Iterable[float]) -> bool:
+    """Return whether the values can be shares of what is right; otherwise ``acc`` is a score, and no accuracy."""
+    return all(0 <= value <= 1 for value in values)
+
+
+def failed_share(records: Iterable[ValRecord]) -> float:
+    """Return the share of answers that the scorer failed on."""
+    answers = [record.values.get(name, ()) for record in records for name in LOST]
+    failed = sum(map(sum, answers))
+    return failed * len(LOST) / max(1, sum(map(len, answers)))
+
+
 def _source_metrics(source: str, rows: Sequence[ValRecord]) -> dict[str, float]:
     n = min(len(row.values["acc"]) for row in rows)
     out: dict[str, float] = {}
@@ -151,6 +165,9 @@ def _source_metrics(source: str, rows: Sequence[ValRecord]) -> dict[str, float]:
         if n > 1 and variable in ("acc", "reward"):
             spread = statistics.fmean(statistics.pstdev(row.values[variable]) for row in rows)
             out[f"val-aux/{source}/{variable}/std@{n}"] = spread
+    values = [value for row in rows for value in row.values["acc"]]
+    if not are_shares(values):
+        out[f"val-aux/{source}/acc/min"], out[f"val-aux/{source}/acc/max"] = min(values), max(values)
     out[f"val-aux/{source}/num_questions"] = float(len(rows))
     out[f"val-aux/{source}/num_samples"] = float(sum(len(row.values["acc"]) for row in rows))
     return out

@@ -161,6 +161,12 @@ class RecordedRun:
                     found.setdefault(source, []).append(Point(int(row["step"]), name, estimate))
         return found
 
+    @cached_property
+    def scored(self) -> frozenset[str]:
+        """The data sources whose ``acc`` is a score, below 0 or above 1 in some answer, and no accuracy."""
+        keys = {key for row in self.metrics for key in row if key.startswith("val-aux/") and key.endswith("/acc/min")}
+        return frozenset(key.removeprefix("val-aux/").removesuffix("/acc/min") for key in keys)
+
     def accuracy_at(self, step: int) -> dict[str, dict[str, float]]:
         """Return ``data_source -> uid -> accuracy`` at a validated step; {} where the records were not kept."""
         return accuracy_by_question(self.validation.get(step, ()))

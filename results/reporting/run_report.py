@@ -69,6 +69,8 @@ def learnt(runs: Sequence[RecordedRun], picture: Sequence[Curves], links: Sequen
         "Accuracy in percent at the last validation, with 95 % intervals: of one run over questions, of several seeds "
         "after their standard deviation (±) over seeds."
     )
+    if scored := sorted(frozenset().union(*(run.scored for run in runs))):
+        note += f" On {', '.join(scored)} they are hundredths of a score that leaves 0 to 1, and no accuracy."
     yield Text(note)
     yield Fold("Settings, and each run", [without_constants(table) for table in (whole, run_table(summaries))])
 

@@ -26,7 +26,8 @@ def _sparklines(run: RecordedRun) -> Iterator[str]:
             continue
         values = [point.estimate.value for point in means]
         steps = f"steps {means[0].step} to {means[-1].step}"
-        yield f"accuracy on {source}: {values[0]:.1%} {sparkline(values)} {values[-1]:.1%}, validations at {steps}"
+        what, form = ("score", ".3g") if source in run.scored else ("accuracy", ".1%")
+        yield f"{what} on {source}: {values[0]:{form}} {sparkline(values)} {values[-1]:{form}}, validations at {steps}"
 
 
 def _before_and_after(run: RecordedRun) -> Iterator[str]:

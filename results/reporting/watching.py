@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.checkpoint.store import LOCK
-from core.tracking.console import headline
+from core.tracking.console import headline, is_validated, validated_share
 from results.reporting.pages import sparkline
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ class RunState:
     health: str
     sample: Mapping[str, Any] | None
     changed: float
+    shares: bool = True  # ``accuracy`` is one, and no score that leaves 0 to 1
 
 
 class WatchedRun:
@@ -107,6 +108,7 @@ class WatchedRun:
         return RunState(
             *(name, state, why or str(manifest.get("stopped_because", "")), step, total, left, silent, numbers),
             *(_accuracy(rows), _health(rows), samples[-1] if samples else None, changed),
+            all(validated_share(row, key) for row in rows for key in row if is_validated(key)),
         )
 
 
@@ -149,7 +151,7 @@ def holds_lock(folder: Path) -> bool:
 
 def _accuracy(rows: Iterable[Mapping[str, Any]]) -> list[float]:
     """Return the mean accuracy over data sources at each validation."""
-    found = [[v for k, v in row.items() if k.startswith("val-core/") and "/acc/mean@" in k] for row in rows]
+    found = [[v for k, v in row.items() if is_validated(k)] for row in rows]
     return [statistics.fmean(values) for values in found if values]
 
 
@@ -240,7 +242,8 @@ def _table(states: Sequence[RunState], width: int) -> Table:
         line.append(Text(duration(one.seconds_left) if one.seconds_left is not None else ""))
         if wide:
             line.append(Text(" · ".join(f"{label} {value}" for label, value in one.numbers[:4])))
-        curve = f"{sparkline(one.accuracy)[-12:]} {one.accuracy[-1]:.1%}" if one.accuracy else ""
+        form = ".1%" if one.shares else ".3g"
+        curve = f"{sparkline(one.accuracy)[-12:]} {one.accuracy[-1]:{form}}" if one.accuracy else ""
         problem = one.why or one.health
         calm = "ok" if one.state in ("running", "finished") else ""
         line += [Text(curve), Text(problem, style="red") if problem else Text(calm, style="dim")]

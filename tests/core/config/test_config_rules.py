@@ -558,6 +558,12 @@ def test_no_rule_fires(recipe, overrides, hooks):
 WARNED = [
     ("grpo", [*SGLANG], (), "no answer depends on a seed"),
     ("grpo", [f"{ROLLOUT}.dtype=fp32"], (), "fsdp_config.dtype=bfloat16"),
+    (
+        "grpo",
+        ["custom_reward_function.path=mine.py", f"{ROLLOUT}.agent_loop=mine.py:Loop"],
+        (),
+        "gets what the policy wrote",
+    ),
     ("grpo", [*JUDGED, "reward_model.judge.votes=3"], (), "greedy votes differ by the marks"),
     ("grpo", [f"{ACTOR}.use_kl_loss=True", "algorithm.use_kl_in_reward=True"], (), "penalised twice"),
     ("grpo", [f"{ACTOR}.policy_loss.loss_mode=gspo"], (), "clip_ratio_low=3e-4"),
@@ -596,6 +602,7 @@ TRACED = ("global_profiler.tool=torch", "global_profiler.steps=[1]")
 NSYS = "global_profiler.global_tool_config.nsys.worker_nsight_options"
 UNWATCHED = (  # those with bounds of their own
     *("trainer.health.nonfinite.bound=null", "trainer.health.judge_agreement.bound=null"),
+    "trainer.health.scorer_errors.bound=null",
     f"{CORRECTION}.rollout_is=token",
 )
 SAPO = f"{ACTOR}.policy_loss.loss_mode=sapo"
@@ -681,7 +688,8 @@ IDLE = [
         "global_profiler.save_path",
     ),
     *(("ppo", [*UNWATCHED, f"trainer.health.{name}.action=stop"], f"trainer.health.{name}.action") for name in CHECKS),
-    ("ppo", ["trainer.health.reward_window=3"], "trainer.health.reward_window"),
+    ("ppo", [*UNWATCHED, "trainer.health.reward_window=3"], "trainer.health.reward_window"),
+    ("ppo", ["reward_model.solution_str=response"], "reward_model.solution_str"),
     ("ppo", ["trainer.trace.groups=3"], "trainer.trace.groups"),
     ("ppo", ["trainer.capsule_max_mb=3"], "trainer.capsule_max_mb"),
     ("ppo", [f"{ROLLOUT}.val_kwargs.temperature=0.6"], f"{ROLLOUT}.val_kwargs.temperature"),

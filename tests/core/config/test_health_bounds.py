@@ -24,8 +24,7 @@ def test_rounding_alone_is_expected_between_engine_and_learner(overrides, bound)
     assert health_bounds.logp_diff(config) == bound
 
 
-def test_a_scorer_may_fail_only_where_a_judge_is_asked():
-    assert health_bounds.scorer_errors(compose("grpo", ["preset=lab"])) is None
+def test_a_scorer_that_fails_on_a_tenth_of_the_answers_is_reported_by_default():
     judge = ["reward_model.enable=True", "reward_model.judge.url=http://127.0.0.1:9", "reward_model.judge.model=m"]
-    judge += ["reward_model.on_error=mask"]
-    assert health_bounds.scorer_errors(compose("grpo", ["preset=lab", *judge])) == 0.1
+    for overrides in ([], [*judge, "reward_model.on_error=mask"]):
+        assert compose("grpo", ["preset=lab", *overrides]).trainer.health.scorer_errors.bound == 0.1

@@ -386,6 +386,60 @@ def test_scores_are_those_of_any_variant_and_carry_its_name(files, copied, capsy
     assert told["scorer"] == "hops" and told["settings"]["trainer.seed"] == 1
 
 
+def failing(folder: Path, condition: str) -> str:
+    """Return the override for a function that grades the answers at start and then fails where the condition holds."""
+    (folder / "failing.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    length, index = extra_info['rollout']['response_length'], extra_info['index']\n"
+        f"    if length > 1 and ({condition}):\n        return {{'a': 1.0}}[extra_info['absent']]\n"
+        "    return 1.0 if len(solution_str) % 2 else -1.0\n"
+    )
+    return f"custom_reward_function.path={folder}/failing.py"
+
+
+def test_failures_stand_beside_an_accuracy_and_negative_scores_are_none(files, copied, capsys, caplog):
+    assert evaluate.main(["score", str(copied), failing(copied.parent, "index == 0")]) == 0
+    said = capsys.readouterr().out
+    scores = copied.with_name("shared.scores-failing.jsonl")
+    lost = [sum(json.loads(line)["crash"]) for line in scores.read_text().splitlines()]
+    assert 0 < sum(lost) <= 8 and f"the scorer failed on {sum(lost) / 52:.1%} of the answers" in said
+    assert "KeyError: 'absent'" in caplog.text and caplog.text.count("Traceback") == 1
+    assert evaluate.main(["report", str(scores)]) == 0
+    table = capsys.readouterr().out
+    assert f"the scorer failed on {lost[0] / 36:.1%}" in table and "score -0." in table
+
+
+def test_where_every_answer_failed_there_is_no_report(files, copied, capsys):
+    override = failing(copied.parent, "data_source == 'tests/digits'")
+    assert evaluate.main(["score", str(copied), override]) == 2
+    said = capsys.readouterr().err
+    assert "failed on every answer of data_source='tests/digits'" in said and "KeyError: 'absent'" in said
+    assert not list(copied.parent.glob("*.scores-*"))
+    (copied.parent / "broken.py").write_text("def compute_score(**given):\n    return given['extra_info']['absent']\n")
+    assert evaluate.main(["score", str(copied), f"custom_reward_function.path={copied.parent}/broken.py"]) == 2
+    assert "failed on every answer tried for data_source='tests/letters'" in capsys.readouterr().err
+
+
+def test_a_report_of_scores_of_which_every_one_failed_is_refused(scores, capsys):
+    rows = [json.loads(line) for line in scores.read_text().splitlines()]
+    for row in rows:
+        row["crash"] = [1.0] * len(row["acc"])
+    scores.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert evaluate.main(["report", str(scores)]) == 2
+    assert "there is no accuracy to report" in capsys.readouterr().err
+
+
+def test_a_function_of_lists_scores_all_answers_in_one_call(files, copied):
+    (copied.parent / "lists.py").write_text(
+        "def compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n"
+        "    return [{'score': 1.0, 'together': len(solution_strs)}] * len(solution_strs)\n"
+    )
+    lists = [f"custom_reward_function.path={copied.parent}/lists.py", "reward_model.reward_manager=batch"]
+    assert evaluate.main(["score", str(copied), *lists]) == 0
+    rows = map(json.loads, copied.with_name("shared.scores-lists.jsonl").read_text().splitlines())
+    assert all(row["together"] == [52.0] * 4 for row in rows)
+
+
 def test_a_wrong_data_set_is_refused(files, copied, capsys):
     none = "custom_reward_function.path=null"
     assert evaluate.main(["score", str(copied), none]) == 2

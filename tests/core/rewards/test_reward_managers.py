@@ -12,12 +12,12 @@ from core.config.schema import CustomRewardFunctionConfig, RewardModelConfig, Re
 from core.engines import SampleRequest, SamplingParams
 from core.engines.hf import HFEngine
 from core.errors import InputError
-from core.rewards import RewardLayer
+from core.rewards import RewardError, RewardLayer
 from core.rewards.grading import Job
 from core.rollout.barrier import Barrier
 from core.rollout.collect import CollectLimits, CollectState, collect
 from core.tracking.generations import print_examples
-from core.types import Prompt, ScoredGroup
+from core.types import Prompt, ScoredGroup, Segment, Stop, Trajectory
 from reward_scores.score import Score, ScoreStatus
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -58,44 +58,58 @@ LISTS = """
             os._exit(3)
         if "short" in solution_strs:
             return [1.0] * (len(solution_strs) - 1)
-        return [{"score": text == gold, "size": len(solution_strs)} for text, gold in zip(solution_strs, ground_truths)]
+        if "none" in solution_strs:
+            return None
+        return [
+            None if text == "bad" else {"score": text == gold, "size": len(solution_strs)}
+            for text, gold in zip(solution_strs, ground_truths)
+        ]
     async def later(**lists):
         await asyncio.sleep(0)
         return compute_score(**lists)
 """
 
 
-def test_batch_calls_with_lists_of_what_waits(make_layer, write):
-    scores = grade(make_layer(write(LISTS), reward_manager="batch"), ["a", "b", "a", "b"])
+def together(layer, responses):
+    jobs = [Job("tests/x", text, "b", {}) for text in responses]
+    return asyncio.run(layer.manager.run_together(jobs))
+
+
+def test_a_function_of_lists_gets_all_answers_in_one_call_in_their_order(make_layer, write):
+    scores = together(make_layer(write(LISTS), reward_manager="batch", num_workers=2), ["a", "b", "a", "b"])
     assert [score.value for score in scores] == [0.0, 1.0, 0.0, 1.0]
     assert [score.parts["size"] for score in scores] == [4.0] * 4
 
 
-def test_what_arrives_during_a_call_goes_into_the_next(make_layer, write):
-    layer = make_layer(
-        write(
-            LISTS.replace("def compute_score", "import time\n    def compute_score").replace(
-                '        if "bomb"', '        time.sleep(0.3)\n        if "bomb"'
-            )
-        ),
-        reward_manager="batch",
-    )
-
-    async def two_rounds():
-        first = asyncio.ensure_future(layer.manager.run(Job("tests/x", "b", "b", {})))
-        for _ in range(3):  # turns in which the first one leaves
-            await asyncio.sleep(0)
-        rest = [layer.manager.run(Job("tests/x", text, "b", {})) for text in "abb"]
-        return [await first, *await asyncio.gather(*rest)]
-
-    assert [score.parts["size"] for score in asyncio.run(two_rounds())] == [1, 3, 3, 3]
-
-
-@pytest.mark.parametrize("bad", ["bomb", "short"])
-def test_a_bad_answer_in_a_batch_costs_its_own_verdict_only(make_layer, write, bad):
-    results = grade(make_layer(write(LISTS), reward_manager="batch"), ["a", bad, "b"])
+def test_a_result_of_the_list_that_is_no_score_costs_its_own_answer_only(make_layer, write):
+    results = together(make_layer(write(LISTS), reward_manager="batch"), ["a", "bad", "b"])
     assert [result.status.value for result in results] == ["wrong", "crash", "ok"]
-    assert "0 results for 1 answers" in results[1].detail or "status 3" in results[1].detail
+    assert "returned None" in results[1].detail and results[2].parts["size"] == 3.0
+
+
+def test_a_call_that_fails_fails_for_all_its_answers(make_layer, write):
+    """A function that compares answers would grade others wrongly if it were called again without some of them."""
+    results = together(make_layer(write(LISTS), reward_manager="batch"), ["a", "bomb", "b"])
+    assert [result.status.value for result in results] == ["crash"] * 3 and "status 3" in results[0].detail
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"), [("short", "got 1 results for 2 answers"), ("none", "got None .* and no list for 2 answers")]
+)
+@pytest.mark.parametrize("on_error", ["zero", "mask"])
+def test_another_number_of_results_ends_the_run_whatever_on_error_is(make_layer, write, bad, says, on_error):
+    body = LISTS.replace("and not any(extra_infos)", "")
+    layer = make_layer(write(body), reward_manager="batch", on_error=on_error)
+    segments = (Segment("policy", bad),)
+    answer = Trajectory([1], [5], [True], [0.0], segments, Stop.EOS, 0, 0)
+    with pytest.raises(RewardError, match=f"(?s)one result an answer: {says}"):
+        asyncio.run(layer.score_all([(Prompt(0, "q", (1,), (), "b", "tests/x"), answer)] * 2))
+
+
+def test_another_number_of_results_is_found_at_start(make_layer, write):
+    layer = make_layer(write("def compute_score(**lists): return [1.0]"), reward_manager="batch")
+    with pytest.raises(InputError, match="failed on every answer tried.*got 1 results for 2 answers"):
+        layer.check([Prompt(0, "q", (1,), (), "b", "tests/x")])
 
 
 def test_an_asynchronous_batch_function(make_layer, write):
@@ -112,9 +126,9 @@ def test_an_asynchronous_batch_function(make_layer, write):
 
 def test_batch_wants_a_function_that_takes_lists(make_layer, write):
     one = write("def compute_score(data_source, solution_str, ground_truth, extra_info): return 1")
-    with pytest.raises(InputError, match="compute_score.data_sources, solution_strs, ground_truths, extra_infos"):
+    with pytest.raises(InputError, match="takes one answer"):
         make_layer(one, reward_manager="batch")
-    with pytest.raises(InputError, match="compute_score.data_source, solution_str"):
+    with pytest.raises(InputError, match="compute_score: it takes lists"):
         make_layer(write(LISTS, "lists.py"), reward_manager="prime")
 
 

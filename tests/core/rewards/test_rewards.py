@@ -127,7 +127,7 @@ def test_a_module_name_and_urls_work(write, monkeypatch, tmp_path):
 FAILING = {
     "raises": "raise KeyError('no such thing')",
     "nan": "return float('nan')",
-    "infinite part": "return {'score': 1, 'length': float('inf')}",
+    "infinite acc": "return {'score': 1, 'acc': float('inf')}",
     "no score": "return {'acc': 1}",
     "none": "return None",
     "text": "return '1'",

@@ -17,7 +17,7 @@ from core.tracking.health import CHECKS, Health, UnhealthyRun
 from results.reporting.run_reader import load_run, summarise
 from tests.core.scripted_run import configured, prepare, scripted
 
-QUIET = HealthConfig(nonfinite=HealthBound(), judge_agreement=HealthBound())
+QUIET = HealthConfig(nonfinite=HealthBound(), scorer_errors=HealthBound(), judge_agreement=HealthBound())
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +48,14 @@ PLANTED = {
     "scorer_errors": (["bound=0.9"], {"bad": (4, 5), "text": "x"}, flatten({})),
     "judge_agreement": (["bound=0.8"], {}, flatten({"reward/judge_canary/mean": 0.75})),
 }
+WINDOW = {"reward_drop": 2, "scorer_errors": 1}
 FIRST = {name: 5 if name == "nonfinite" else 4 for name in PLANTED}  # two steps in a row, one is enough elsewhere
 
 
 def overrides(name, action, *more):
     bound, _, _ = PLANTED[name]
     keys = [*bound, f"action={action}"]
-    rest = ["trainer.health.reward_window=2"] if name == "reward_drop" else []
+    rest = [f"trainer.health.reward_window={WINDOW[name]}"] if name in WINDOW else []
     return [*(f"trainer.health.{name}.{key}" for key in keys), *rest, "trainer.save_freq=2", *more]
 
 
@@ -149,8 +150,9 @@ def test_the_command_ends_with_a_line_and_status_one(folder, capsys):
         ("judge_agreement", {"reward/judge_canary/mean": 0.09}, True),
         ("judge_agreement", {"reward/judge_canary/mean": 0.1}, False),
         ("judge_agreement", {}, False),  # no canary was due
-        ("scorer_errors", {"reward/timeout_rate": 0.06, "reward/crash_rate": 0.05}, True),
-        ("scorer_errors", {"reward/timeout_rate": 0.05, "reward/crash_rate": 0.05, "reward/wrong_rate": 0.9}, False),
+        ("scorer_errors", {"reward/failed_rate": 0.11}, True),
+        ("scorer_errors", {"reward/failed_rate": 0.1, "reward/wrong_rate": 0.9}, False),
+        ("scorer_errors", {}, False),
     ],
 )
 def test_a_bound_is_crossed_beyond_it(name, values, crossed):
@@ -177,6 +179,19 @@ def test_a_reward_drop_is_measured_from_the_best_window():
     assert state.best_score == pytest.approx(0.9)
 
 
+def test_failures_of_a_scorer_count_over_a_window_that_a_checkpoint_keeps():
+    config = dataclasses.replace(QUIET, scorer_errors=HealthConfig().scorer_errors, reward_window=4)
+    state, steps = Health(), []
+    for step, share in enumerate([0.0, 0.1, 0.1, 0.2, 0.0, 0.2, 0.0, 0.0], start=1):
+        state, found = state.after(step, {"reward/failed_rate": share}, config)
+        state = Health.of_state(json.loads(json.dumps(state.state_dict())))
+        steps.append(bool(found))
+    # means over 4 steps: 0, .05, .067, .1, .1, .125, .1, .05
+    assert steps == [False, False, False, False, False, True, False, False]
+    old = {name: value for name, value in state.state_dict().items() if name != "recent_failures"}
+    assert Health.of_state(old).recent_failures == ()  # of a checkpoint that is older
+
+
 @pytest.mark.parametrize(
     "settings, bound",
     [
@@ -191,7 +206,6 @@ def test_the_mismatch_has_a_bound_by_precision_unless_it_is_weighed_for(settings
 
 
 def test_what_is_off_is_listed():
-    inert = examine(
-        "grpo", ["preset=lab", "trainer.health.entropy.action=stop", "trainer.health.reward_window=5"]
-    ).unused
+    off = ["trainer.health.scorer_errors.bound=null", "trainer.health.reward_window=5"]
+    inert = examine("grpo", ["preset=lab", "trainer.health.entropy.action=stop", *off]).unused
     assert set(inert) == {"trainer.health.entropy.action", "trainer.health.reward_window"}

@@ -264,6 +264,25 @@ def test_the_console_shows_one_line_a_step(tmp_path, capsys):
     assert "ci_low" not in line
 
 
+@pytest.mark.parametrize(
+    ("values", "shown", "hidden"),
+    [
+        ({"reward/failed_rate": 0.125}, ["| scorer failed on 12.5%"], []),
+        ({"reward/val_failed_rate": 0.5}, ["| scorer failed in validation on 50.0%"], []),
+        ({"reward/failed_rate": 0.0}, [], ["failed"]),
+        ({"critic/score/min": -1.0, "critic/score/mean": 0.2, "reward/acc/mean": 0.2}, ["reward 0.2"], ["acc"]),
+        ({"critic/score/min": -1.0, "critic/score/mean": 0.2, "reward/acc/mean": 0.6}, ["acc 0.600"], []),
+        ({"val-core/x/acc/mean@1": 0.2, "val-aux/x/acc/min": -1.0}, ["x/score/mean@1 0.200"], ["acc"]),
+    ],
+)  # fmt: skip
+def test_the_console_says_what_failed_and_calls_no_score_an_accuracy(tmp_path, capsys, values, shown, hidden):
+    tracker = Tracker(tmp_path, with_trainer(logger=("console",)))
+    tracker.log(metrics_of(3, **values))
+    tracker.close("finished")
+    line = capsys.readouterr().out
+    assert all(one in line for one in shown) and not any(one in line for one in hidden), line
+
+
 def test_a_terminal_gets_a_bar(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     tracker = Tracker(tmp_path, with_trainer(logger=("console",)))
@@ -582,7 +601,7 @@ def test_throughput_is_a_gpus_share_as_verl_counts_it(arguments, ranks):
     trainer = SimpleNamespace(
         config=config,
         agent_loop=None,
-        reward=SimpleNamespace(usage=lambda _: {}),
+        reward=SimpleNamespace(usage=lambda _: {}, failures=SimpleNamespace(rate=lambda _: {})),
         stream=SimpleNamespace(epoch=lambda _: 0),
         workers=None,
         trace=TraceRecorder(config, None, total_steps=3),

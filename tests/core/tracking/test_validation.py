@@ -249,3 +249,11 @@ def test_a_record_needs_equally_many_samples():
         ValRecord("u", "s", {"acc": (1.0, 0.0), "reward": (1.0,)})
     with pytest.raises(ValueError, match="'u'.*acc"):
         ValRecord("u", "s", {"reward": (1.0,)})
+
+
+def test_scores_outside_of_0_to_1_are_marked():
+    def metrics(*values):
+        return validation_metrics([ValRecord("q", "s", {"acc": values})])
+
+    assert metrics(1.0, -1.0)["val-aux/s/acc/min"] == -1.0 and metrics(0.0, 1.5)["val-aux/s/acc/max"] == 1.5
+    assert not [name for name in metrics(0.0, 1.0) if name.endswith(("/min", "/max"))]
