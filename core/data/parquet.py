@@ -242,7 +242,7 @@ def _read_table(where: str, path: Path, prompt_key: str, reward_fn_key: str, ima
         found = "is a folder" if path.is_dir() else "does not exist"
         raise InputError([f"{where}: the parquet file {found}; {MAKE_ONE}"])
     if what := damage(path):
-        raise InputError([f"{where}: {what}; {FIX}"])
+        raise InputError([f"{where}: not a readable parquet file ({what}); {FIX}"])
     try:
         file = pq.ParquetFile(path)  # not read_table, which takes a folder named a=b for a column
         names = file.schema_arrow.names
