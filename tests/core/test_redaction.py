@@ -145,6 +145,19 @@ def test_nothing_that_is_recorded_holds_a_secret_and_the_configuration_does(tmp_
     assert "method: flexible" in written and "401 for ***" in written
 
 
+def test_a_capsule_holds_no_secret():
+    from core.tracking.capsules import CapsuleRecorder
+    from core.types import StepMetrics
+
+    told = SimpleNamespace(state_dict=dict)
+    batch = SimpleNamespace(width=1, pad_id=0, device="cpu", stored={}, lengths=[])
+    begun = SimpleNamespace(step=1, known=(), batch=batch, kl=told, alignment={}, weights={})
+    recorder = CapsuleRecorder(examine("grpo", [*RUNNING]).config, object, 1)
+    recorder._device = lambda _: "cpu"
+    facts = recorder._facts(begun, told, StepMetrics(1))
+    assert SECRET not in str(facts) and HIDDEN in str(facts["config"])
+
+
 def test_no_message_dry_run_or_help_shows_a_secret(monkeypatch, capsys):
     from core.command_line import prepare
 

@@ -230,9 +230,14 @@ def test_a_restart_costs_retries_and_no_search_however_many_wait(waiting, away_s
 
 
 def test_waiting_for_a_turn_is_no_failure(make_client):
+    failed = set()
+
     def slow(handler, request):
         threading.Event().wait(0.05)
-        reply(handler, 200, answer_for(request))
+        (query,) = request["queries"]
+        first = int(query) % 2 and query not in failed
+        failed.add(query)
+        reply(handler, 503 if first else 200, answer_for(request))
 
     async def many(client):
         return await asyncio.gather(*(client.retrieve([str(number)], 1) for number in range(20)))
