@@ -36,6 +36,7 @@ from reward_scores.server_calls import LARGEST_REPLY, Patience, asked_seconds, a
 
 log = logging.getLogger(__name__)
 
+WARN_S = 60.0  # between two warnings of a server that is away: an overloaded one may fail and answer in turn
 FAILURES = ("connect", "timeout", "busy", "status", "reply")
 
 
@@ -95,6 +96,7 @@ class RetrievalClient:
         self._cache: Cache | None = None
         self._counts: Counter[str] = Counter()
         self._seconds: list[float] = []
+        self._warned, self._warned_at = False, -WARN_S  # of a server that is away, and when
         options = self.options
         self._patience = Patience(options.give_up_s, options.pause_s, options.longest_pause_s)
         self._loop = asyncio.new_event_loop()
@@ -252,8 +254,10 @@ class RetrievalClient:
                     spent_s += time.monotonic() - begun
                     pause = self._pause(request, failure, failures, begun, spent_s)
                 else:
-                    if away_s := self._patience.answered():
+                    away_s = self._patience.answered()
+                    if away_s and self._warned:
                         log.warning("%s: answers again after %.1f s", request.url, away_s)
+                        self._warned = False
                     return answer
             await asyncio.sleep(pause)
             spent_s += pause
@@ -295,7 +299,8 @@ class RetrievalClient:
                 f"attempts ({told}); last: {failure}. Is the server running (bash recipes/search_r1/run_retriever.sh)? "
                 "Where it takes longer to start, raise retriever.client.give_up_s"
             ) from failure
-        if first:  # once, and not for every search that waits
+        if first and time.monotonic() - self._warned_at > WARN_S:  # once, and not for every search that waits
+            self._warned, self._warned_at = True, time.monotonic()
             log.warning("%s: %s; searches are tried again for %g s", request.url, failure, self.options.give_up_s)
         self._counts["retries"] += 1
         return pause
