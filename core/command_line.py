@@ -103,12 +103,12 @@ def _notes(composed: Composed) -> None:
 
 
 def _unused(composed: Composed) -> list[str]:
-    return [f"{key}={show(value)}: {reason}" for key, (value, reason) in composed.unused.items()]
+    return [f"{key}={show(value, key)}: {reason}" for key, (value, reason) in composed.unused.items()]
 
 
 def _report(recipe: str, composed: Composed) -> str:
     changed = [
-        f"{key}={show(new)} (default {show(old)})"
+        f"{key}={show(new, key)} (default {show(old, key)})"
         for key, (old, new) in diff(resolve(recipes.schema_of(recipe)(), recipe), composed.config).items()
         if key not in composed.without_effect
     ]

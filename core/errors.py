@@ -4,15 +4,18 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from core.redaction import redacted_text
+
 
 class InputError(ValueError):
     """Input that cannot be used: one line a problem, each with key or file, value, rule and fix.
 
-    The launcher prints the lines as they are and exits with 2; every other exception keeps its traceback.
+    The launcher prints the lines as they are and exits with 2; every other exception keeps its traceback. Secrets that
+    a line quotes are hidden.
     """
 
     def __init__(self, problems: str | Sequence[str]):
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        self.problems = [redacted_text(each) for each in ([problems] if isinstance(problems, str) else problems)]
         super().__init__("\n".join(self.problems))
 
 

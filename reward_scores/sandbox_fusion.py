@@ -1,15 +1,18 @@
 """Test programs on a Sandbox Fusion server: one ``POST /run_code`` a test.
 
 Scores are those of verl's ``sandbox_fusion``: outputs are equal but for newlines at the end, and the tests behind one
-that did not compile count as not compiled. What the server could not do scores nothing under ``published``, with status
+that did not compile count as not compiled. A server that is away is tried again for ``give_up_s`` seconds: one that
+restarts costs no answer. What the server could not do scores nothing under ``published``, with status
 crash, and raises under ``robust``, so that ``reward_model.on_error`` decides.
 """
 
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import http.client
+import itertools
 import json
 import os
 import random
@@ -27,11 +30,14 @@ from typing import Any
 
 from reward_scores import unit_tests
 from reward_scores.score import Score, ScoreStatus, graded, no_answer
+from reward_scores.server_calls import LARGEST_REPLY, Patience, authorization
 
 METHODS = ("published", "robust")
 COUNTED = 10  # tests that a continuous score is made of
 ATTEMPTS = 3  # of a request that ends in 504
 RETRY_SECONDS = 1.0  # before the second attempt, twice that before the third
+LONGEST_SECONDS = 10.0  # between the tries of a server that is away
+AWAY = (429, 502, 503)  # statuses of a server that restarts or is overloaded
 SPARE_SECONDS = 10.0  # for the request itself, besides compiling and running
 THREADS = 16  # requests of one answer at a time
 PARTS = ("timeout", "error", "api_error")
@@ -63,6 +69,8 @@ class Server:
     max_concurrent: int = 64  # requests of this machine's scoring processes at a time
     memory_limit_mb: int = 1024
     timeout: float = 10.0  # seconds to compile, and to run
+    give_up_s: float = 120.0  # seconds for which a server that is away is tried again
+    api_key_env: str | None = None  # environment variable that holds the server's key
 
     def run(self, source: str, stdin: str | None) -> tuple[Any, str]:
         """Wait for a free place, and return the server's answer, or what went wrong."""
@@ -76,27 +84,51 @@ class Server:
             "files": {},
             "fetch_files": [],
         }
-        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        headers = {"Content-Type": "application/json", "Accept": "application/json", **authorization(self.api_key_env)}
         request = urllib.request.Request(self.url, json.dumps(payload).encode(), headers)
-        with place(self.url, self.max_concurrent):
-            return self._post(request)
+        patience, spent_s = _patience(self.url, self.give_up_s), 0.0
+        for tries in itertools.count(1):
+            with place(self.url, self.max_concurrent):
+                begun = time.monotonic()
+                answer, problem, away = self._post(request)
+            if not away:
+                patience.answered()
+                break
+            spent_s += time.monotonic() - begun
+            if (pause := patience.pause(begun, tries, spent_s)) is None:
+                problem += f" (try {tries}, give_up_s={self.give_up_s:g})"
+                break
+            time.sleep(pause)
+            spent_s += pause
+        return answer, problem and f"{self.url}: {problem}"
 
-    def _post(self, request: urllib.request.Request) -> tuple[Any, str]:
+    def _post(self, request: urllib.request.Request) -> tuple[Any, str, bool]:
+        """Return the server's answer, or what went wrong and whether the server was away."""
         problem = ""
         for attempt in range(ATTEMPTS):
             try:
                 with urllib.request.urlopen(request, timeout=2 * self.timeout + SPARE_SECONDS) as answer:
-                    return json.loads(answer.read()), ""
+                    text = answer.read(LARGEST_REPLY + 1)
+                if len(text) > LARGEST_REPLY:
+                    return None, f"the reply has more than {LARGEST_REPLY} bytes", False
+                return json.loads(text), "", False
             except urllib.error.HTTPError as error:
                 problem = f"HTTP status {error.code}"
                 if error.code != 504:
-                    break
+                    return None, problem, error.code in AWAY
                 if attempt + 1 < ATTEMPTS:
                     time.sleep(RETRY_SECONDS * (attempt + 1))
-            except (OSError, http.client.HTTPException, ValueError) as error:
-                problem = f"{type(error).__name__}: {error}"
-                break
-        return None, f"{self.url}: {problem}"
+            except (TimeoutError, ValueError, RecursionError) as error:  # it is there, and busy with the program
+                return None, f"{type(error).__name__}: {error}", False
+            except (OSError, http.client.HTTPException) as error:
+                return None, f"{type(error).__name__}: {error}", True
+        return None, problem, False
+
+
+@functools.cache
+def _patience(url: str, give_up_s: float) -> Patience:
+    """Return the retries to a server, which all answers that this process scores share."""
+    return Patience(give_up_s, RETRY_SECONDS, LONGEST_SECONDS)
 
 
 @contextmanager
@@ -139,6 +171,8 @@ def score(
     max_concurrent: int = 64,
     memory_limit_mb: int = 1024,
     timeout: float = 10.0,
+    give_up_s: float = 120.0,
+    api_key_env: str | None = None,
 ) -> Score:
     """Return the share of tests passed: of the first ten with ``continuous``. ``acc`` is 1 where all of them pass.
 
@@ -153,7 +187,8 @@ def score(
     tests = _tests(ground_truth, extra_info)
     if source is None or tests is None:
         return no_answer(**empty)
-    results, problems = check(Server(url, max_concurrent, memory_limit_mb, timeout), source, tests)
+    server = Server(url, max_concurrent, memory_limit_mb, timeout, give_up_s, api_key_env)
+    results, problems = check(server, source, tests)
     counted = [result for result, _ in (results[:COUNTED] if continuous else results)]
     if not counted:
         return graded(False, source, **empty)

@@ -84,10 +84,12 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serve(reply: Callable[[int, dict[str, Any]], Any] | str = "[[1]]", models: Any = (MODEL,)) -> Iterator[JudgeServer]:
+def serve(
+    reply: Callable[[int, dict[str, Any]], Any] | str = "[[1]]", models: Any = (MODEL,), port: int = 0
+) -> Iterator[JudgeServer]:
     """Yield a running server. ``models`` are the names that it lists, or a status."""
     told = JudgeServer(reply if callable(reply) else lambda *_: reply, models)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     server.told, server.daemon_threads = told, True
     told.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)

@@ -46,7 +46,7 @@ LAYERS = (
 # Packages that only these files import.
 IMPORTED_ONLY_BY = {
     **{"ray": "core/cluster/ray_*.py", "vllm": "core/engines/vllm*.py"},
-    **dict.fromkeys(("openai", "diskcache"), "core/rewards/judge_client.py"),
+    "openai": "core/rewards/judge_client.py",
 }
 
 MARKDOWN = [

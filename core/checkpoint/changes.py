@@ -13,6 +13,7 @@ from typing import Any
 from core.checkpoint.provenance import Provenance
 from core.config import roles
 from core.config.convert import brief, show
+from core.redaction import redacted
 
 SEED = "trainer.seed"  # has a refusal of its own, which no flag lifts
 MODELS = {"actor_rollout_ref.model.path": "actor", "critic.model.path": "critic"}
@@ -28,7 +29,7 @@ class Change:
     refused: bool = False  # another objective, other data or another base: not without trainer.resume_with_changes
 
     def __str__(self) -> str:
-        return f"{self.key} was {brief(show(self.there))}, is {brief(show(self.here))}"
+        return f"{self.key} was {brief(show(self.there, self.key))}, is {brief(show(self.here, self.key))}"
 
 
 def changes(saved: Provenance, run: Provenance) -> list[Change]:
@@ -40,6 +41,7 @@ def changes(saved: Provenance, run: Provenance) -> list[Change]:
 def _settings(saved: Provenance, run: Provenance) -> Iterator[Change]:
     schema = roles.schema_for(run.config)
     there, here = (roles.completed(each.config, schema) for each in (saved, run))
+    there = {key: redacted(value, key) for key, value in there.items()}  # checkpoints of before hold secrets
     keys = there.keys() | here.keys() | saved.contents.keys() | run.contents.keys()
     if "critic" not in {*saved.models, *run.models}:  # its keys follow the policy's, and nothing reads them
         keys = {key for key in keys if not key.startswith("critic.")}

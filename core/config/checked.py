@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from core.config.schema import Config
 from core.config.view import View
 from core.config.yaml_tables import CHANGED_DEFAULTS, ChangedDefault  # noqa: F401  (offered by core.config)
 from core.errors import InputError
+from core.redaction import login_in, redacted, without_hidden
 
 
 @dataclass(frozen=True)
@@ -46,24 +47,62 @@ def examine(
 
     schema = recipes.schema_of(recipe)
     layers = composition.read(overrides, schema)
-    layers.values[:0] = (base or {}).items()
+    layers.values[:0] = without_hidden(base or {}).items()
     tree = composition.tree(recipe, layers)
     refused = list(layers.problems)
     config = resolve(build(schema, tree, refused), recipe)
     view = View(config, layers.given, hooks, recipe)
     bad = {problem.key for problem in refused if isinstance(problem, convert.Problem)}
     unknown, departures = reference_rows.check(recipe, config)
-    lines = [*refused, *rules.problems(view, bad), *unknown]
+    lines = [*refused, *_logins(config), *rules.problems(view, bad), *unknown]
     without_effect = unused_keys.reasons(view, [*layers.given, *convert.all_keys(schema)])
     unused = {key: (value, without_effect[key]) for key, value in layers.given.items() if key in without_effect}
     return Composed(
         config=config,
         problems=tuple(dict.fromkeys(map(str, lines))),
-        warnings=(*rules.warnings(view), *departures),
+        warnings=(*rules.warnings(view), *departures, *_forgotten(base or {}, layers.given)),
         given=layers.given,
         unused={**layers.unused, **unused},
         without_effect=frozenset(without_effect),
     )
+
+
+def _logins(config: Config) -> Iterator[convert.Problem]:
+    """Yield the URLs that hold a login: a URL is a name, which is recorded, printed and compared."""
+    told = set()  # other keys follow one that names a model
+    for key, value in convert.flat(config).items():
+        for name, text in _texts(key, value):
+            if text not in told and (login := login_in(text)) is not None:
+                told.add(text)
+                yield convert.Problem(name, redacted(text), f"holds a login ({login}), and is recorded", _fix(key))
+
+
+def _forgotten(base: Mapping[str, Any], given: Collection[str]) -> Iterator[str]:
+    """Yield a line for each key of a recorded configuration whose secrets are not there, unless it is given anew."""
+    for key, value in base.items():
+        if without_hidden({key: value}) != {key: value} and not any(name.startswith(key) for name in given):
+            yield f"{key}: held a secret, which is not recorded; give it again where this command needs it"
+
+
+def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _texts(f"{key}.{name}", item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _texts(key, item)
+
+
+def _fix(key: str) -> str:
+    section = key.rpartition(".")[0]
+    if section in ("reward_model.judge", "reward_model.sandbox_fusion"):
+        return f"put the key into an environment variable, and its name into {section}.api_key_env"
+    if section.startswith("retriever"):
+        return "put the key into an environment variable, and its name into retriever.client={api_key_env: NAME}"
+    drivers = "s3: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+    return f"leave it out, and export the login that the driver reads ({drivers}), or copy the file and give its path"
 
 
 def compose(recipe: str, overrides: Sequence[str] = (), hooks: Collection[str] = ()) -> Config:
@@ -81,17 +120,19 @@ def compose(recipe: str, overrides: Sequence[str] = (), hooks: Collection[str] =
 
 
 def to_yaml(config: Config) -> str:
-    """Return the text of a run folder's ``config.yaml``: every key, in the order of the schema."""
-    return yaml.safe_dump(convert.as_tree(config), sort_keys=False, width=120)
+    """Return the text of a run folder's ``config.yaml``: every key, in the order of the schema, without secrets."""
+    return yaml.safe_dump(convert.as_recorded(config), sort_keys=False, width=120)
 
 
 def from_yaml(text: str) -> Config:
     """Return the configuration that :func:`to_yaml` wrote, in the schema that lacks fewest of its sections.
 
+    Secrets, which it does not hold, are left out.
+
     Raises:
         InputError: a key or a value is not the schema's.
     """
-    tree, problems = yaml.safe_load(text), []
+    tree, problems = without_hidden(yaml.safe_load(text)), []
     config = build(roles.schema_for(tree), tree, problems)
     if problems:
         raise InputError([str(problem) for problem in problems])

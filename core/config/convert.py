@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from core.config.frozen import freeze, thaw
 from core.config.limits import Limit, NumberOrText
 from core.config.schema import Config
+from core.redaction import redacted, redacted_text
 
 SEQUENCES = (list, tuple)
 MAPPING = "a mapping, as in {name: value}"
@@ -33,11 +34,17 @@ class Problem:
     fix: str = ""
 
     def __str__(self) -> str:
-        return one_line(f"{self.key}={brief(show(self.value))}: {self.rule}" + (f"; {self.fix}" if self.fix else ""))
+        told = f"{self.key}={brief(show(self.value, self.key))}: {redacted_text(self.rule)}"
+        return one_line(told + (f"; {self.fix}" if self.fix else ""))
 
 
-def show(value: Any) -> str:
-    """Return a value as one would type it on the command line, in one line."""
+def show(value: Any, key: str = "") -> str:
+    """Return the value of a key for a message: as one would type it, in one line, without secrets."""
+    return typed(redacted(thaw(value), key))
+
+
+def typed(value: Any) -> str:
+    """Return a value as one would type it on the command line, in one line. Only for what runs: it shows secrets."""
     value = thaw(value)
     if value is None or isinstance(value, bool | list | dict):
         return one_line(json.dumps(value, default=str, ensure_ascii=False))
@@ -45,7 +52,8 @@ def show(value: Any) -> str:
 
 
 def brief(text: str) -> str:
-    """Return what was typed for a message: in one line, and cut where it is longer than a screen's width."""
+    """Return what was typed for a message: in one line, cut where it is longer than a screen's width, no secrets."""
+    text = redacted_text(text)
     return one_line(text if len(text) <= 300 else f"{text[:200]}... ({len(text)} characters)")
 
 
@@ -102,8 +110,12 @@ def flat(config: Any) -> dict[str, Any]:
 
 
 def as_json(config: Any) -> dict[str, Any]:
-    """Return flat key -> value, of every key, as a JSON file would give it back."""
-    return json.loads(json.dumps({key: thaw(value) for key, value in flat(config).items()}, default=str))
+    """Return flat key -> value, of every key, as a JSON file would give it back, without secrets.
+
+    It is recorded, hashed and compared: a run with another secret is the same run.
+    """
+    shown = {key: redacted(thaw(value), key) for key, value in flat(config).items()}
+    return json.loads(json.dumps(shown, default=str))
 
 
 def replaced(config: Any, changes: Mapping[str, Any]) -> Any:
@@ -116,6 +128,11 @@ def replaced(config: Any, changes: Mapping[str, Any]) -> Any:
 def _replace(section: Any, path: list[str], value: Any) -> Any:
     name, rest = path[0], path[1:]
     return dataclasses.replace(section, **{name: _replace(getattr(section, name), rest, value) if rest else value})
+
+
+def as_recorded(config: Any) -> dict[str, Any]:
+    """Return a configuration as nested dicts and lists, without secrets: what a run writes, and sends to loggers."""
+    return redacted(as_tree(config))
 
 
 def as_tree(section: Any) -> dict[str, Any]:

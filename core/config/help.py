@@ -199,7 +199,9 @@ def _item(head: str, text: str, margin: str = "") -> list[str]:
 def _listed(found: Sequence[Entry], reasons: bool = False) -> list[str]:
     """Return the lines of these keys. A reason why a key does nothing is shown only where few are listed."""
     told = found if reasons else [replace(entry, unused="") for entry in found]
-    return [line for entry in told for line in _item(f"{entry.key}={convert.show(entry.default)}", entry.text)]
+    return [
+        line for entry in told for line in _item(f"{entry.key}={convert.show(entry.default, entry.key)}", entry.text)
+    ]
 
 
 def _usage(recipe: str) -> list[str]:

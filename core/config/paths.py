@@ -11,6 +11,7 @@ from core.config.convert import Problem
 from core.config.limits import is_plugin
 from core.config.schema import Config
 from core.remote.urls import driver_problem, is_url, unreadable
+from core.remote.whole_files import FIX, damage
 
 MODELS = ("actor_rollout_ref.model.path", "actor_rollout_ref.model.tokenizer_path", "critic.model.path")
 # The keys that may be URLs: what is read is copied first, what is written is checked when a run starts.
@@ -88,7 +89,7 @@ def _plugins(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def missing(config: Config, among: frozenset[str] | None = None) -> list[Problem]:
-    """Return the named paths that do not exist; only those of the keys in ``among``, where it is given.
+    """Return the named paths that do not exist or are not whole; only those of keys in ``among``, where it is given.
 
     Of a URL the driver has to be there. Where ``among`` is not given, so that a run begins, it is looked up too.
     """
@@ -101,6 +102,10 @@ def missing(config: Config, among: frozenset[str] | None = None) -> list[Problem
             continue
         elif not os.path.exists(_absolute(path)):
             found.append(Problem(key, path, f"does not exist (looked for {_absolute(path)})", _where_from(key)))
+        elif (key in MODELS or key.startswith(("data.", "reward_model.model."))) and (
+            what := damage(Path(_absolute(path)))
+        ):
+            found.append(Problem(key, path, what, FIX))
     return found
 
 
@@ -136,7 +141,7 @@ def checked_at_start(config: Config) -> list[str]:
     if config.reward_model.judged:
         judge = config.reward_model.judge
         lines.append(f"judge: {judge.url} has the model {judge.model} and agrees with the canaries")
-        lines.append("package: openai and diskcache can be imported (reward_model.judge.url)")
+        lines.append("package: openai can be imported (reward_model.judge.url)")
     if config.reward_model.loads_model:
         lines.append(
             f"reward model: {config.reward_model.model.path} is a classifier with one label; its chat template"

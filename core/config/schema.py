@@ -318,6 +318,8 @@ class SandboxFusionConfig:
     url: str | None = None  # address of a server, with /run_code; None: programs run in a sandbox on this machine
     max_concurrent: limits.Count = 64  # requests at a time
     memory_limit_mb: limits.Count = 1024  # MiB that a program may use there
+    give_up_s: limits.Positive = 120.0  # seconds for which a server that is away is tried again, also in graders
+    api_key_env: str | None = None  # environment variable that holds the server's key, if it needs one
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from core.data.images import PictureError, stored_bytes
 from core.errors import InputError
 from core.remote.cache import local_path
 from core.remote.urls import is_url
+from core.remote.whole_files import FIX, damage
 
 Message = Mapping[str, Any]
 KEPT_FILES, KEPT_EXAMPLES = 8, 16384  # so many files of at most so many examples without pictures stay in memory
@@ -240,6 +241,8 @@ def _read_table(where: str, path: Path, prompt_key: str, reward_fn_key: str, ima
     if not path.is_file():
         found = "is a folder" if path.is_dir() else "does not exist"
         raise InputError([f"{where}: the parquet file {found}; {MAKE_ONE}"])
+    if what := damage(path):
+        raise InputError([f"{where}: not a readable parquet file ({what}); {FIX}"])
     try:
         file = pq.ParquetFile(path)  # not read_table, which takes a folder named a=b for a column
         names = file.schema_arrow.names

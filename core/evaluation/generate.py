@@ -99,7 +99,7 @@ def request(
     if composed.problems:
         raise InputError(composed.problems)
     for key, (value, reason) in composed.unused.items():
-        print(f"no effect: {key}={convert.show(value)}: {reason}", file=sys.stderr)
+        print(f"no effect: {key}={convert.show(value, key)}: {reason}", file=sys.stderr)
     return GenerateCall(recipe, trainer or TRAINER, composed.config, source, out)
 
 

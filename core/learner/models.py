@@ -21,6 +21,7 @@ from core.errors import InputError
 from core.learner.log_probs import FP32Head
 from core.remote.cache import WEIGHTS, local_path
 from core.remote.urls import is_url
+from core.remote.whole_files import FIX, damage
 from core.types import PictureFormat
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ def resolve_path(path: str, key: str = "actor_rollout_ref.model.path", *, weight
     local = Path(local_path(path, key, without=() if weights else WEIGHTS)).expanduser()
     if not (local / "config.json").exists():
         raise InputError(f"{key}={path}: no config.json there; give a Hugging Face folder or a hub id (org/name)")
+    if what := damage(local, weights=weights or not is_url(path)):
+        raise InputError(f"{key}={path}: {what}; {FIX}")
     return str(local)
 
 
@@ -60,9 +63,11 @@ def readable(path: str, key: str = "actor_rollout_ref.model.path") -> Iterator[N
     Raises:
         InputError: the id is unknown or out of reach, or a file is missing or damaged.
     """
+    from safetensors import SafetensorError
+
     try:
         yield
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:200]
         fix = "give a Hugging Face folder, or a hub id that can be reached or is in the cache"
         raise InputError(f"{key}={path}: cannot be read ({reason}); {fix}") from error

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from core.errors import InputError
+from core.redaction import login_in, redacted
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -87,10 +88,13 @@ def place(url: str, key: str) -> Remote:
     """Return the file system and the path of a URL that ``key`` names.
 
     Raises:
-        InputError: its driver is not installed or cannot start; names the package.
+        InputError: it holds a login; or its driver is not installed or cannot start, which names the package.
     """
     import fsspec
 
+    if login := login_in(url):
+        fix = "leave it out, and export the login that the driver reads (s3: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)"
+        raise InputError(f"{key}={redacted(url)}: holds a login ({login}), and is recorded; {fix}")
     if found := driver_problem(url):
         raise InputError(f"{key}={url}: {'; '.join(found)}")
     with explained(url, key):

@@ -19,6 +19,7 @@ from core.checkpoint.run_state import decode
 from core.config import Config, roles
 from core.config.from_tree import build
 from core.errors import InputError
+from core.redaction import without_hidden
 from core.tracking.capsules import FACTS, FOLDER, FORMAT, PARTIAL, TENSORS, step_of
 from core.types import ScoredGroup, TrainBatch
 
@@ -43,7 +44,7 @@ class StoredStep:
     @functools.cached_property
     def config(self) -> Config:
         """Return the configuration of the step. Raises InputError for keys that this version of the code lacks."""
-        tree, problems = self.facts["config"], []
+        tree, problems = without_hidden(self.facts["config"]), []
         config = build(roles.schema_for(tree), tree, problems)
         if problems:
             named = ", ".join(problem.key for problem in problems[:3])

@@ -1,16 +1,16 @@
 """Sends a judge's requests to an OpenAI-compatible server and keeps every reply on disk, by the content of its request.
 
-* A server that is away, busy, slow or broken is sent a request again, with growing, jittered pauses, for ``give_up_s``.
-  What another try cannot change (other 4xx, a reply of another model) fails at once. A failure is a value, and never
+* A server that is away, busy, slow or broken is sent a request again, with growing, jittered pauses, for ``give_up_s``
+  (:mod:`reward_scores.server_calls`): one that restarts costs retries and no verdict, however many answers wait. What
+  another try cannot change (other 4xx, a reply of another model) fails at once. A failure is a value, and never
   a grade; the caller counts it.
 * Replies are kept as they came, nonsense included: at temperature 0 another try would give the same. A run that is
   repeated or resumed sends no request twice, and needs no server for what is kept.
 * Requests run on a thread of their own, so that they advance while the caller's event loop decodes or updates, and one
   client serves several event loops, one after the other.
 
-``openai`` makes the requests, without its own retries: they would neither be counted nor end at a deadline.
-``diskcache`` keeps the replies: several runs may share a folder. It evicts nothing here, and never unpickles: a folder
-of replies may come from somebody else.
+``openai`` makes the requests, without its own retries: they would neither be counted nor end at a deadline. Replies
+are kept by :mod:`core.remote.sqlite_store`, since a folder of them may come from somebody else.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import hashlib
 import json
 import logging
 import os
-import random
+import sqlite3
 import threading
 import time
 from collections import Counter
@@ -29,8 +29,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from core.errors import InputError
+from core.remote.sqlite_store import open_store
 from reward_scores.score import ScoreStatus
+from reward_scores.server_calls import LARGEST_REPLY, Patience, asked_seconds
 
 if TYPE_CHECKING:
     from core.config.schema import JudgeConfig
@@ -39,9 +40,9 @@ log = logging.getLogger(__name__)
 
 KEY = "reward_model.judge"
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 20.0  # the first pause before another try, doubled until the longest
-LONGEST_ASKED_S = 120.0  # of what a server may ask for by Retry-After
 PROBE_S = 20.0  # for the list of models, when a run starts
 PASSES = (408, 409, 425, 429)  # statuses below 500 that may pass
+FILE, TABLE = "replies.sqlite", "CREATE TABLE replies (key TEXT PRIMARY KEY, reply TEXT)"
 FAILURES = ("timeout", "connect", "busy", "status", "refused", "model", "nonsense")
 
 
@@ -53,6 +54,15 @@ class Reply:
     finish: str
     prompt_tokens: int
     completion_tokens: int
+
+    @classmethod
+    def from_json(cls, text: Any) -> Reply:
+        """Return the reply that a cache holds. Raises ValueError or TypeError where the text is none."""
+        reply = cls(**json.loads(text))
+        for name, kind in (("text", str), ("finish", str), ("prompt_tokens", int), ("completion_tokens", int)):
+            if not isinstance(getattr(reply, name), kind):
+                raise ValueError(f"{name} is {getattr(reply, name)!r:.40}")
+        return reply
 
 
 class JudgeFailure(Exception):
@@ -75,14 +85,14 @@ class JudgeClient:
 
         self.config = config
         self._counts: Counter[str] = Counter()
-        self._random = random.Random()  # pauses only; no result depends on it
+        self._patience = Patience(config.give_up_s, PAUSE_S, LONGEST_PAUSE_S)
         self._flights: dict[str, asyncio.Task[Reply]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="judge", daemon=True)
         self._thread.start()
         self._openai: Any = None
         self._turn: asyncio.Semaphore | None = None
-        self.cache = open_cache(config.cache_dir)
+        self.cache = ReplyCache(config.cache_dir)
 
     def start(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine on the client's thread; return its concurrent future."""
@@ -122,7 +132,7 @@ class JudgeClient:
         key = hashlib.sha256(json.dumps([body, occasion], sort_keys=True).encode()).hexdigest()
         if (kept := self.cache.get(key)) is not None:
             self.count("cached")
-            return Reply(**json.loads(kept))
+            return kept
         flight = self._flights.get(key)
         if flight is None:
             flight = self._flights[key] = asyncio.ensure_future(self._kept(key, body))
@@ -136,29 +146,30 @@ class JudgeClient:
 
     async def _kept(self, key: str, body: Mapping[str, Any]) -> Reply:
         reply = await self._asked(body)
-        self.cache.set(key, json.dumps(asdict(reply)))
+        self.cache.set(key, reply)
         self.count("prompt_tokens", reply.prompt_tokens)
         self.count("completion_tokens", reply.completion_tokens)
         return reply
 
     async def _asked(self, body: Mapping[str, Any]) -> Reply:
-        """Send a request until there is a reply.
-
-        No try begins after ``give_up_s``. Raises the last JudgeFailure then, or one that no other try would change.
-        """
-        begun, tries = time.monotonic(), 0
+        """Send a request until there is a reply. Raises JudgeFailure: the last one, or one that no try would change."""
+        tries, spent_s = 0, 0.0
         while True:
-            try:
-                async with self._limit():
-                    return await self._attempt(body)
-            except JudgeFailure as failure:
-                tries += 1
-                longest = min(LONGEST_PAUSE_S, PAUSE_S * 2 ** min(tries - 1, 30))
-                pause = max(failure.wait_s, longest * self._random.uniform(0.5, 1.0))
-                if not failure.passes or time.monotonic() - begun + pause >= self.config.give_up_s:
-                    raise JudgeFailure(failure.kind, f"{failure} (try {tries})") from failure
-                self.count("retries")
-                await asyncio.sleep(pause)
+            async with self._limit():
+                begun = time.monotonic()
+                try:
+                    reply = await self._attempt(body)
+                except JudgeFailure as failure:
+                    tries, spent_s = tries + 1, spent_s + time.monotonic() - begun
+                    pause = self._patience.pause(begun, tries, spent_s, failure.wait_s) if failure.passes else None
+                    if pause is None:
+                        raise JudgeFailure(failure.kind, f"{failure} (try {tries})") from failure
+                else:
+                    self._patience.answered()
+                    return reply
+            self.count("retries")
+            await asyncio.sleep(pause)
+            spent_s += pause
 
     async def _attempt(self, body: Mapping[str, Any]) -> Reply:
         import openai
@@ -214,12 +225,20 @@ class JudgeClient:
 
     def _client(self) -> Any:
         if self._openai is None:
+            import httpx
             import openai
+
+            from core.remote.replies import bounded
 
             # A server of one's own needs no key, and the library insists on one
             key = os.environ.get(self.config.api_key_env) or "none"
+            most = httpx.Limits(max_connections=self.config.max_concurrent)
             self._openai = openai.AsyncOpenAI(
-                base_url=self.config.url, api_key=key, max_retries=0, timeout=self.config.timeout_s
+                base_url=self.config.url,
+                api_key=key,
+                max_retries=0,
+                timeout=self.config.timeout_s,
+                http_client=httpx.AsyncClient(limits=most, follow_redirects=True, **bounded(LARGEST_REPLY)),
             )
         return self._openai
 
@@ -231,39 +250,45 @@ class JudgeClient:
         await asyncio.gather(*others, return_exceptions=True)
         if self._openai is not None:
             await self._openai.close()
-        self.cache.close()  # each thread has a connection of its own
 
 
 def _of_status(status: int, message: str, headers: Mapping[str, str]) -> JudgeFailure:
     what = f"status {status}: {message:.300}"
     if status in PASSES or status == 503:
-        return JudgeFailure("busy", what, _seconds(headers.get("retry-after")), passes=True)
+        return JudgeFailure("busy", what, asked_seconds(headers.get("retry-after")), passes=True)
     return JudgeFailure("status" if status >= 500 else "refused", what, passes=status >= 500)
 
 
-def _seconds(retry_after: str | None) -> float:
-    """Return ``Retry-After`` in seconds; a date or an unreadable value counts as none."""
-    try:
-        return min(LONGEST_ASKED_S, max(0.0, float(retry_after or 0)))
-    except ValueError:
-        return 0.0
+class ReplyCache:
+    """Replies by the hash of their request, in one file of a folder that several processes may share."""
 
+    def __init__(self, folder: str | Path):
+        self.path = Path(folder).expanduser() / FILE
+        self._store = open_store(self.path, TABLE, f"{KEY}.cache_dir")
+        self._warned = False
 
-def open_cache(folder: str | Path) -> Any:
-    """Return a mapping of texts in a folder that several processes may share. Raises InputError."""
-    import sqlite3
+    def __len__(self) -> int:
+        return self._store.execute("SELECT COUNT(*) FROM replies").fetchone()[0]
 
-    import diskcache
+    def get(self, key: str) -> Reply | None:
+        """Return the kept reply; None where there is none, or what is kept is none."""
+        try:
+            row = self._store.execute("SELECT reply FROM replies WHERE key=?", (key,)).fetchone()
+            return None if row is None else Reply.from_json(row[0])
+        except (sqlite3.Error, ValueError, TypeError) as error:
+            self._warn(f"a kept reply is damaged ({error}): it is requested again")
+            return None
 
-    class Texts(diskcache.Disk):
-        """Texts alone: a file that was made to be unpickled is refused."""
+    def set(self, key: str, reply: Reply) -> None:
+        try:
+            self._store.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (key, json.dumps(asdict(reply))))
+        except sqlite3.Error as error:  # the verdict is there all the same
+            self._warn(f"a reply cannot be kept ({error})")
 
-        def fetch(self, mode: int, filename: Any, value: Any, read: bool) -> Any:
-            if mode not in (diskcache.core.MODE_RAW, diskcache.core.MODE_TEXT):
-                raise ValueError(f"{KEY}.cache_dir={folder}: holds an entry that is no text; name another folder")
-            return super().fetch(mode, filename, value, read)
+    def _warn(self, what: str) -> None:
+        if not self._warned:
+            log.warning("%s: %s; more of this kind are not reported", self.path, what)
+        self._warned = True
 
-    try:  # by default a gigabyte is kept, and the oldest replies are dropped beyond it
-        return diskcache.Cache(str(Path(folder).expanduser()), disk=Texts, eviction_policy="none", cull_limit=0)
-    except (OSError, sqlite3.Error) as error:
-        raise InputError(f"{KEY}.cache_dir={folder}: cannot be opened ({error}); name a local folder") from error
+    def close(self) -> None:
+        self._store.close()

@@ -39,6 +39,8 @@ def naive(reward: RewardModelConfig, scorers: Scorers) -> InProcess:
 
 def pool(reward: RewardModelConfig, scorers: Scorers) -> Pool:
     limits = {name: getattr(reward, name) for name in ("num_workers", "timeout_s", "memory_limit_mb")}
+    if reward.sandbox_fusion.url:  # a server that restarts must not cost an answer: its time is not the scorer's
+        limits["timeout_s"] += reward.sandbox_fusion.give_up_s
     return Pool(scorers, **limits)
 
 

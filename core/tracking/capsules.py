@@ -297,7 +297,7 @@ class CapsuleRecorder:
             "step": begun.step,
             "total_steps": self.total_steps,
             "trainer": self.trainer,
-            "config": convert.as_tree(self.config),
+            "config": convert.as_recorded(self.config),
             "machine": {"cpu": cpu_kind(), "threads": torch.get_num_threads(), "device": self._device(begun)},
             "versions": package_versions(PACKAGES),
             "code": {name: git[name] for name in ("commit", "dirty")},

@@ -133,7 +133,7 @@ class WandbLogger:
             id=run.run_id,
             resume="allow",
             dir=str(run.run_dir),
-            config=convert.as_tree(run.config),
+            config=convert.as_recorded(run.config),
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -176,7 +176,7 @@ class MlflowLogger:
             return
         tags = {self.ID: run.run_id, "group": run.group, **run.tags}
         self._id = self._client.create_run(experiment, tags=tags, run_name=trainer.experiment_name).info.run_id
-        settings = [Param(key, str(value)[: self.CHARACTERS]) for key, value in convert.flat(run.config).items()]
+        settings = [Param(key, str(value)[: self.CHARACTERS]) for key, value in convert.as_json(run.config).items()]
         for first in range(0, len(settings), self.PARAMETERS):
             self._client.log_batch(self._id, params=settings[first : first + self.PARAMETERS])
 

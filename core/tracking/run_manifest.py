@@ -11,7 +11,6 @@ import functools
 import hashlib
 import os
 import platform
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -23,6 +22,7 @@ from typing import Any
 from core.checkpoint.provenance import Base, package_versions
 from core.config import Config, convert, derived_defaults, paths
 from core.data.parquet import sha256_of
+from core.redaction import redacted_command
 from core.remote.cache import local_path
 from core.remote.urls import is_url
 
@@ -59,7 +59,7 @@ def changed_keys(config: Config, recipe: str) -> dict[str, list[Any]]:
 
     A null that the configuration itself fills in from other keys is not a change.
     """
-    defaults, values = flatten(convert.as_tree(type(config)())), flatten(convert.as_tree(config))
+    defaults, values = flatten(convert.as_tree(type(config)())), flatten(convert.as_recorded(config))
     changed = {key: [defaults.get(key), value] for key, value in values.items() if defaults.get(key, ...) != value}
     return {key: pair for key, pair in changed.items() if pair[0] is not None or not filled_in(config, recipe, key)}
 
@@ -174,7 +174,7 @@ def session(resumed_from: int | None, changes: Mapping[str, list[Any]]) -> dict[
         "ended": None,
         "resumed_from_step": resumed_from,
         **({"changes": dict(changes)} if changes else {}),
-        "command": shlex.join(sys.orig_argv),
+        "command": redacted_command(sys.orig_argv),
         "git": git_state(),
         "packages": {"python": platform.python_version(), **package_versions(PACKAGES)},
         "hardware": hardware(),

@@ -37,6 +37,7 @@ from core.config import Config, convert, paths, registry, to_yaml
 from core.config.registry import load_object
 from core.data.images import thumbnails
 from core.errors import InputError
+from core.redaction import redacted_text
 from core.remote.urls import is_url
 from core.remote.writing import write_text
 from core.tracking import run_manifest
@@ -190,7 +191,7 @@ class Tracker:
         self._note_logger(name, reason)
 
     def _note_logger(self, name: str, reason: str) -> None:
-        self.manifest["sessions"][-1].setdefault("logger_failures", {})[name] = reason
+        self.manifest["sessions"][-1].setdefault("logger_failures", {})[name] = redacted_text(reason)
         self._write_manifest()
 
     def _open_manifest(self, recipe: str) -> None:
@@ -218,8 +219,8 @@ class Tracker:
         write_atomic(self.run_dir / "manifest.json", json.dumps(self.manifest, indent=1) + "\n")
 
     def note(self, name: str, value: Any) -> None:
-        """Add a fact about the run to its manifest, which is written when the run ends."""
-        self.manifest[name] = value
+        """Add a fact about the run to its manifest, which is written when the run ends, without secrets."""
+        self.manifest[name] = redacted_text(value) if isinstance(value, str) else value
 
     def progress(self, total: int) -> None:
         """Show a bar on a terminal (step, reward, length, time left) and ``step/total`` on the console.

@@ -2,10 +2,10 @@
 
 A search either gets its passages or raises :class:`RetrievalError`; a failure never looks like "nothing found".
 
-* A server that is away, busy, slow or broken is asked again, with growing, jittered pauses, for ``give_up_s``: one that
-  is killed and started again costs retries and no search. What can only be our own mistake (other 4xx) ends at once.
-* Where too large a share of the last ``window`` searches went wrong at first, the run stops (``max_error_rate``): a
-  server that works by luck makes a run slow and its times worthless.
+* A server that is away, busy, slow or broken is asked again, with growing, jittered pauses, for ``give_up_s``
+  (:mod:`reward_scores.server_calls`): one that is killed and started again costs retries and no search, however many
+  wait. A search that stays without an answer is an error. What can only be our own mistake (other 4xx) is one at once.
+* A reply is read up to ``largest_reply`` bytes, and its scores are numbers; any other reply is an error.
 * With ``cache_dir`` every answer is kept, by the fingerprint of the server's index; ``offline=True`` then repeats a
   run without a server.
 
@@ -18,10 +18,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import random
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +28,15 @@ from typing import Any
 
 import httpx
 
+from core.remote.replies import BadReply, bounded
 from recipes.search_r1.index.passages import QUERY_CHARS, Passage, RetrievalError
 from recipes.search_r1.retrieval_cache import Cache, stores
-from recipes.search_r1.wire import IDENTITY, from_wire
+from recipes.search_r1.wire import IDENTITY, from_wire, read_json
+from reward_scores.server_calls import LARGEST_REPLY, Patience, asked_seconds, authorization
 
 log = logging.getLogger(__name__)
 
+WARN_S = 60.0  # between two warnings of a server that is away: an overloaded one may fail and answer in turn
 FAILURES = ("connect", "timeout", "busy", "status", "reply")
 
 
@@ -45,11 +47,12 @@ class ClientOptions:
     Args:
         url: of ``/retrieve``; ``/health`` stands beside it.
         timeout_s: of one attempt.
-        give_up_s: of one search, retries and pauses included.
+        give_up_s: how long the server may be away, and how long the tries and pauses of one search may take.
         bad_replies: answers of one search that may be unreadable or of the wrong size before it fails.
         connections: requests at a time; others wait their turn.
         pause_s, longest_pause_s: the first pause before asking again, doubled until the longest.
-        max_error_rate: the largest share of the last ``window`` searches that may have failed at first.
+        largest_reply: bytes of a reply that are read; a larger one is unreadable.
+        api_key_env: the environment variable that holds the server's key, if it needs one.
         cache_dir: where answers are kept; None keeps none.
         offline: answer from the cache alone. ``identity`` chooses among several kept there.
     """
@@ -61,18 +64,17 @@ class ClientOptions:
     connections: int = 64
     pause_s: float = 0.1
     longest_pause_s: float = 5.0
-    max_error_rate: float = 0.5
-    window: int = 256
+    largest_reply: int = LARGEST_REPLY
+    api_key_env: str | None = None
     cache_dir: str | Path | None = None
     offline: bool = False
     identity: str | None = None
 
     def __post_init__(self) -> None:
-        if self.window < 2 * self.connections:
-            raise ValueError(
-                f"window={self.window}: must be at least twice connections={self.connections}, or one restart of the "
-                "server fills it; raise it"
-            )
+        for name in ("timeout_s", "give_up_s", "connections", "bad_replies", "largest_reply"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)}: must be above 0")
+        authorization(self.api_key_env)  # a missing key is known before a thread starts
         if self.offline and self.cache_dir is None:
             raise ValueError("offline=True: there is no cache_dir to answer from; give the one of the earlier run")
 
@@ -94,8 +96,9 @@ class RetrievalClient:
         self._cache: Cache | None = None
         self._counts: Counter[str] = Counter()
         self._seconds: list[float] = []
-        self._window: deque[bool] = deque(maxlen=self.options.window)
-        self._random = random.Random()  # pauses only; no result depends on it
+        self._warned, self._warned_at = False, -WARN_S  # of a server that is away, and when
+        options = self.options
+        self._patience = Patience(options.give_up_s, options.pause_s, options.longest_pause_s)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="retrieval-client", daemon=True)
         self._thread.start()
@@ -168,7 +171,9 @@ class RetrievalClient:
             max_connections=self.options.connections, max_keepalive_connections=self.options.connections
         )
         # trust_env=False: a proxy of the environment must not come between us and the loopback
-        return httpx.AsyncClient(limits=limits, timeout=self.options.timeout_s, trust_env=False)
+        arguments = bounded(self.options.largest_reply)
+        arguments["headers"] |= authorization(self.options.api_key_env)
+        return httpx.AsyncClient(limits=limits, timeout=self.options.timeout_s, trust_env=False, **arguments)
 
     async def _end(self) -> None:
         mine = asyncio.current_task()
@@ -212,8 +217,8 @@ class RetrievalClient:
         def read(answer: httpx.Response) -> list[list[Passage]]:
             self._same_index(answer)
             try:
-                return from_wire(answer.json(), len(queries), topk)
-            except (RetrievalError, ValueError) as error:
+                return from_wire(read_json(answer.content), len(queries), topk)
+            except RetrievalError as error:
                 raise _Again("reply", str(error)) from error
 
         headers = {"content-type": "application/json"}
@@ -226,9 +231,9 @@ class RetrievalClient:
 
         def read(answer: httpx.Response) -> dict[str, Any]:
             try:
-                health = answer.json()
+                health = read_json(answer.content)
                 identity = f"{health['corpus_hash']}-{health['fingerprint']}"
-            except (ValueError, KeyError, TypeError) as error:
+            except (RetrievalError, KeyError, TypeError) as error:
                 raise _Again("reply", f"not the health of a retrieval server: {error!r}") from error
             self._meet(identity)
             return health
@@ -237,64 +242,68 @@ class RetrievalClient:
 
     async def _asked(self, request: httpx.Request, read: Any) -> Any:
         """Return the answer as ``read`` parses it. Repeats the request until it can, or raises RetrievalError."""
-        deadline = time.monotonic() + self.options.give_up_s
         failures: Counter[str] = Counter()
+        spent_s = 0.0
         while True:
-            try:
-                async with self._turn:
-                    answer = read(await self._attempt(request, deadline))
-            except _Again as failure:
-                failures[failure.kind] += 1
-                await self._pause(request, failure, failures, deadline)
-                continue
-            self._window.append(bool(failures))
-            self._stop_if_unreliable(request)
-            return answer
+            async with self._turn:
+                begun = time.monotonic()
+                try:
+                    answer = read(await self._attempt(request, max(0.01, self.options.give_up_s - spent_s)))
+                except _Again as failure:
+                    failures[failure.kind] += 1
+                    spent_s += time.monotonic() - begun
+                    pause = self._pause(request, failure, failures, begun, spent_s)
+                else:
+                    away_s = self._patience.answered()
+                    if away_s and self._warned:
+                        log.warning("%s: answers again after %.1f s", request.url, away_s)
+                        self._warned = False
+                    return answer
+            await asyncio.sleep(pause)
+            spent_s += pause
 
-    async def _attempt(self, request: httpx.Request, deadline: float) -> httpx.Response:
+    async def _attempt(self, request: httpx.Request, left_s: float) -> httpx.Response:
         self._counts["attempts"] += 1
         # The whole attempt is bounded: httpx's own limit is that of each read, which a trickle of bytes would pass.
-        seconds = max(0.01, min(self.options.timeout_s, deadline - time.monotonic()))
+        seconds = min(self.options.timeout_s, left_s)
         try:
             async with asyncio.timeout(seconds):
                 answer = await self._http.send(request)
         except (TimeoutError, httpx.TimeoutException) as error:
             raise _Again("timeout", f"no answer in {seconds:.1f} s") from error
+        except BadReply as error:
+            raise _Again("reply", str(error)) from error
         except httpx.RequestError as error:
             raise _Again("connect", f"{type(error).__name__}: {error}") from error
         if answer.status_code in (429, 503):
-            raise _Again("busy", f"status {answer.status_code}", _seconds(answer.headers.get("retry-after")))
+            raise _Again("busy", f"status {answer.status_code}", asked_seconds(answer.headers.get("retry-after")))
         if answer.status_code >= 500:
             raise _Again("status", f"status {answer.status_code}: {answer.text[:200]}")
         if answer.status_code != 200:
             raise RetrievalError(f"{request.url}: status {answer.status_code}: {answer.text[:500]}")
         return answer
 
-    async def _pause(self, request: httpx.Request, failure: _Again, failures: Counter[str], deadline: float) -> None:
+    def _pause(
+        self, request: httpx.Request, failure: _Again, failures: Counter[str], begun: float, spent_s: float
+    ) -> float:
+        """Count a failed attempt and return the pause before the next one. Raises RetrievalError to give up."""
         self._counts[failure.kind] += 1
-        times = failures.total()
-        longest = min(self.options.longest_pause_s, self.options.pause_s * 2 ** min(times - 1, 30))
-        pause = max(failure.wait_s, longest) * self._random.uniform(0.5, 1.0)
         if failures["reply"] >= self.options.bad_replies:
             raise RetrievalError(f"{request.url}: {failure}, {failures['reply']} times; is it a retrieval server?")
-        if time.monotonic() + pause >= deadline:
+        first = not self._patience.away_s
+        pause = self._patience.pause(begun, failures.total(), spent_s, failure.wait_s)
+        if pause is None:
             told = ", ".join(f"{kind} {count}" for kind, count in failures.items())
             raise RetrievalError(
-                f"{request.url}: no answer within {self.options.give_up_s:g} s and {times} attempts ({told}); "
-                f"last: {failure}. Is the server running (bash recipes/search_r1/run_retriever.sh)?"
+                f"{request.url}: no answer within give_up_s={self.options.give_up_s:g} s and {failures.total()} "
+                f"attempts ({told}); last: {failure}. Is the server running (bash recipes/search_r1/run_retriever.sh)? "
+                "Where it takes longer to start, raise retriever.client.give_up_s"
             ) from failure
-        if times == 1:
-            log.warning("%s: %s; asking again", request.url, failure)
+        if first and time.monotonic() - self._warned_at > WARN_S:  # once, and not for every search that waits
+            self._warned, self._warned_at = True, time.monotonic()
+            log.warning("%s: %s; searches are tried again for %g s", request.url, failure, self.options.give_up_s)
         self._counts["retries"] += 1
-        await asyncio.sleep(pause)
-
-    def _stop_if_unreliable(self, request: httpx.Request) -> None:
-        share = sum(self._window) / self.options.window
-        if len(self._window) == self.options.window and share > self.options.max_error_rate:
-            raise RetrievalError(
-                f"{request.url}: {share:.0%} of the last {self.options.window} searches failed at first, more than "
-                f"max_error_rate={self.options.max_error_rate:g}; look at the server's log and its load"
-            )
+        return pause
 
     def _same_index(self, answer: httpx.Response) -> None:
         identity = answer.headers.get(IDENTITY)
@@ -324,11 +333,3 @@ def _only_store(folder: Path) -> str:
         names = ", ".join(found) or "none"
         raise RetrievalError(f"offline: {folder} must hold the answers of one index, it has {names}; give identity=")
     return found[0]
-
-
-def _seconds(retry_after: str | None) -> float:
-    """Return ``Retry-After`` in seconds; a date or an unreadable value counts as none."""
-    try:
-        return min(60.0, max(0.0, float(retry_after or 0)))
-    except ValueError:
-        return 0.0

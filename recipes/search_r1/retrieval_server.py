@@ -5,7 +5,8 @@
 ``POST /retrieve`` takes ``{"queries": [...], "topk": 3, "return_scores": true}`` and answers in the published format,
 ``{"result": [[{"document": {"id", "contents"}, "score"}]]}``; without scores the documents stand alone. ``GET /health``
 reports corpus, index and load. Requests that wait are searched together; when too many do, the answer is 503 with
-``Retry-After``. It listens on the loopback unless ``--host`` names another address; it has no passwords.
+``Retry-After``. It listens on the loopback unless ``--host`` names another address; it has no passwords. Half-sent
+requests time out, and the number of connections is bounded (:mod:`recipes.search_r1.connections`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from core.command_line import is_dry_run
+from recipes.search_r1.connections import IDLE_S, bounded_protocol, most_connections
 from recipes.search_r1.index.opening import make_retriever
 from recipes.search_r1.index.passages import BACKENDS, QUERY_CHARS, RetrievalError, Retriever, RetrieverOptions
 from recipes.search_r1.retrieval_batching import Batcher, Busy
@@ -150,7 +152,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     port = listening.getsockname()[1]
     log.info("%s over %d passages, http://%s:%d/retrieve", retriever.backend, len(retriever), args.host, port)
     print(port, flush=True)
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=60, backlog=2048)
+    most = most_connections(args.max_connections)
+    if most < args.max_connections:
+        log.warning("at most %d connections: the limit of open files (ulimit -n) allows no more", most)
+    config = uvicorn.Config(
+        app,
+        http=bounded_protocol(most),
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=int(IDLE_S),
+        backlog=2048,
+    )
     uvicorn.Server(config).run(sockets=[listening])
     return 0
 
@@ -174,7 +186,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _options(args: argparse.Namespace) -> RetrieverOptions:
-    own = ("host", "port", "topk", "max_batch", "max_waiting", "no_mmap", "no_check", "no_gpu", "index", "shards")
+    own = ("host", "port", "topk", "max_batch", "max_waiting", "max_connections", "index", "shards")
+    own += ("no_mmap", "no_check", "no_gpu")
     given = {name: value for name, value in vars(args).items() if name not in own and value is not None}
     given |= {"mmap": not args.no_mmap, "check_encoder": not args.no_check, "gpu": not args.no_gpu}
     return RetrieverOptions(args.index or "", shards=tuple(args.shards or ()), **given)
@@ -223,6 +236,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=4096,
         help="The queries in the queue before the answer is 503 (default %(default)s).",
     )
+    add("--max-connections", type=int, default=1024, help="The most connections at a time (default %(default)s).")
     add("--no-mmap", action="store_true", help="Read the index into memory.")
     add("--no-check", action="store_true", help="Leave out the comparison of encoder and index at start.")
     return parser.parse_args(argv)

@@ -25,6 +25,7 @@ import yaml
 from core.config import convert, recipes, roles
 from core.config.yaml_tables import LOADER
 from core.errors import InputError
+from core.redaction import redacted
 from core.remote.cache import local_path
 from core.tracking.confidence_intervals import Estimate
 from core.tracking.run_manifest import ROOT, flatten
@@ -212,7 +213,8 @@ def load_run(folder: str | Path) -> RecordedRun:
         samples = read_rows(folder / "samples.jsonl")
     except (ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         raise NotARun(f"{folder}: a file of the run is damaged: {error!r}") from error
-    return RecordedRun(folder, config, manifest, metrics, validation, samples)
+    # of runs that recorded secrets, as those of before did
+    return RecordedRun(folder, redacted(config), redacted(manifest), metrics, validation, samples)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -329,7 +331,9 @@ def group_name(names: Sequence[str]) -> str:
 
 
 def scrub(value: Any) -> Any:
-    """Return the data without host name and absolute paths: the repository's become relative, others keep their end."""
+    """Return the data without secrets, host name and absolute paths: the repository's become relative, others keep
+    their end."""
+    value = redacted(value)
     if isinstance(value, Mapping):
         return {key: scrub(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -20,6 +20,7 @@ from core.config.paths import run_folder
 from core.data.parquet import sha256_of
 from core.errors import InputError
 from core.planning.estimate import hooks_of
+from core.redaction import redacted_text
 from core.tracking.run_manifest import ROOT
 from results.reporting.evaluations import RECORD
 from results.reporting.feasibility import Script, read_script
@@ -50,7 +51,7 @@ class Stage:
 
     def __str__(self) -> str:
         state = "done" if self.done() else "to do" + (f", {self.cost}" if self.cost else "")
-        return f"  {self.name}: {state}\n    {self.command}"
+        return f"  {self.name}: {state}\n    {redacted_text(self.command)}"
 
 
 def stages(row: Row, seed: int, typed: Sequence[str], service: Service | None = None) -> Iterator[Stage]:
@@ -173,7 +174,7 @@ def evaluation_keys(script: Script) -> list[str]:
     recipe_default = convert.flat(compose(script.recipe, (), hooks_of(script.recipe)))
     own = convert.all_keys(recipes.schema_of(script.recipe)).keys() - convert.all_keys().keys()
     return [
-        f"{key}={convert.show(value)}"
+        f"{key}={convert.typed(value)}"
         for key, value in convert.flat(script.config).items()
         if value != recipe_default[key] and (key.startswith(EVALUATING) or key in own) and key not in TRAINING
     ]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -89,13 +94,91 @@ def test_a_gateway_timeout_is_tried_again(monkeypatch):
 
 
 def test_a_server_that_fails_is_no_silent_zero():
-    dead = {"url": "http://127.0.0.1:9/run_code"}
+    dead = {"url": "http://127.0.0.1:9/run_code", "give_up_s": 0.05}
     score = prime_code.score(fenced(ADD), SUM, sandbox_fusion=dead)
     assert (score.value, score.status, score.parts["api_error"]) == (0.0, ScoreStatus.CRASH, 1.0)
     with pytest.raises(FusionError, match="2 of 2 tests were not judged"):
         prime_code.score(fenced(ADD), SUM, {}, "robust", sandbox_fusion=dead)
     with pytest.raises(ValueError, match="url is not set"):
         sandbox_fusion.score(fenced(ADD), SUM)
+
+
+def test_a_server_that_restarts_costs_no_answer(monkeypatch):
+    monkeypatch.setattr(sandbox_fusion, "RETRY_SECONDS", 0.05)
+    one = {"inputs": ["\n"] * 4, "outputs": ["recited\n"] * 4}
+    server, port = PlainFusion(), PlainFusion.port()
+    url = f"http://127.0.0.1:{port}/run_code"
+    with ThreadPoolExecutor(4) as threads:
+        waiting = [threads.submit(check, Server(url, give_up_s=20.0), "", one) for _ in range(4)]
+        time.sleep(0.3)
+        assert not any(each.done() for each in waiting)
+        with server.on(port):
+            found = [each.result(timeout=20) for each in waiting]
+    assert found == [([(True, "success")] * 4, [])] * 4
+
+
+def test_a_server_that_stays_away_is_waited_for_once_and_not_for_every_answer():
+    dead = Server("http://127.0.0.1:9/away", give_up_s=0.3)
+    begun = time.monotonic()
+    for _ in range(20):
+        results, problems = check(dead, "", {"inputs": [""], "outputs": [""]})
+        assert results == [(-1, "api_error")] and "give_up_s=0.3" in problems[0]
+    assert time.monotonic() - begun < 3
+
+
+def test_the_reply_is_bounded_and_the_key_comes_from_the_environment(monkeypatch):
+    one = {"inputs": [""], "outputs": ["recited\n"]}
+    monkeypatch.setenv("FUSION_KEY", "abc")
+    server, port = PlainFusion(), PlainFusion.port()
+    with server.on(port):
+        asked = Server(f"http://127.0.0.1:{port}/run_code", api_key_env="FUSION_KEY")
+        assert check(asked, "", one) == ([(True, "success")], [])
+        assert server.keys == ["Bearer abc"]
+        monkeypatch.setattr(sandbox_fusion, "LARGEST_REPLY", 10)
+        assert "more than 10 bytes" in check(asked, "", one)[1][0]
+        monkeypatch.delenv("FUSION_KEY")
+        with pytest.raises(ValueError, match="api_key_env=FUSION_KEY: the variable is not set"):
+            check(asked, "", one)
+
+
+class PlainFusion:
+    """A server in a thread that recites one answer, on a port that is known before it listens."""
+
+    def __init__(self):
+        self.keys = []
+
+    @staticmethod
+    def port() -> int:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return probe.getsockname()[1]
+
+    @contextmanager
+    def on(self, port: int):
+        keys = self.keys
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                keys.append(self.headers["authorization"])
+                self.rfile.read(int(self.headers["Content-Length"]))
+                body = json.dumps(SUCCESS).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_):
+                """Quiet."""
+
+        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield
+        finally:
+            server.shutdown()
+            thread.join()
+            server.server_close()
 
 
 def test_as_many_requests_at_a_time_as_allowed(url):

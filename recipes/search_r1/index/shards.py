@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 import re
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any
 
 from recipes.search_r1.index.passages import Passage, RetrievalError, id_order
+from recipes.search_r1.wire import from_wire, read_json
 
 # Slices begin at multiples of the rows that faiss multiplies at once: other blocks could round a score otherwise.
 BLOCK = 1024
@@ -87,10 +88,7 @@ class ShardedRetriever:
 
 def _search(address: str, body: dict[str, Any]) -> list[list[Passage]]:
     reply = _request(f"{address}/retrieve", json.dumps(body).encode())
-    return [
-        [Passage(str(one["document"]["id"]), one["document"]["contents"], float(one["score"])) for one in found]
-        for found in reply["result"]
-    ]
+    return from_wire(reply, len(body["queries"]), body["topk"])
 
 
 def _health(address: str, wait_s: float) -> dict[str, Any]:
@@ -110,6 +108,6 @@ def _request(url: str, body: bytes | None = None) -> Any:
     try:
         request = urllib.request.Request(url, body, {"content-type": "application/json"})
         with DIRECT.open(request, timeout=TIMEOUT_S) as reply:
-            return json.loads(reply.read())
-    except (OSError, ValueError, urllib.error.HTTPError) as error:
+            return read_json(reply.read())
+    except (OSError, HTTPException, RetrievalError) as error:
         raise RetrievalError(f"shards: {url} does not answer ({error}); start that server again") from error

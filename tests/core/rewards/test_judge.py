@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
+import sqlite3
 import threading
+import time
 from types import SimpleNamespace
 
-import diskcache
 import numpy as np
 import pytest
 
@@ -329,21 +331,107 @@ def test_a_caller_that_is_cancelled_leaves_the_request_to_the_others(make):
         assert asyncio.run(two()).value == 1.0 and len(server.requests) == 1
 
 
-def test_kept_replies_are_texts_and_nothing_is_unpickled_or_evicted(make, tmp_path):
-    class Bomb:
-        def __reduce__(self):
-            return (print, ("unpickled",))
+def kept(folder):
+    return folder / "kept" / "replies.sqlite"
 
+
+def test_long_replies_are_kept_in_the_one_file_of_the_folder(make, tmp_path):
     with serve("[[1]]" + " " * 50_000) as server:
+        grade(make(server.url), "4")
+    assert {path.name.partition("-")[0] for path in (tmp_path / "kept").rglob("*")} == {"replies.sqlite"}
+    assert grade(make(NOBODY), "4")[0].value == 1.0
+
+
+def damage(tmp_path, how):
+    """Make a folder of kept replies that a run must not use: foreign, cut short, or pointing elsewhere."""
+    path, outside = kept(tmp_path), tmp_path / "outside.sqlite"
+    path.parent.mkdir()
+    if how == "text":
+        path.write_text("this is no database " * 500)
+    elif how == "a link":
+        outside.write_bytes(b"")
+        path.symlink_to(outside)
+    elif how == "a journal":
+        path.with_name(path.name + "-journal").write_bytes(b"\xd9\xd5\x05\xf9 \xa1c\xd7" + bytes(600))
+    elif how == "cut":
+        with sqlite3.connect(path) as db:
+            db.execute("CREATE TABLE replies (key TEXT PRIMARY KEY, reply TEXT)")
+            db.executemany("INSERT INTO replies VALUES (?, ?)", [(str(n), "x" * 3000) for n in range(50)])
+        db.close()
+        path.write_bytes(path.read_bytes()[:3000])
+    else:
+        with sqlite3.connect(path) as db:
+            db.execute("CREATE TABLE replies (key TEXT PRIMARY KEY, reply TEXT)")
+            db.execute("CREATE TRIGGER t AFTER INSERT ON replies BEGIN DELETE FROM replies; END")
+        db.close()
+    return path, outside
+
+
+@pytest.mark.parametrize("how", ["text", "a link", "a journal", "cut", "a trigger"])
+def test_a_foreign_or_damaged_cache_is_ignored_with_a_warning(make, tmp_path, caplog, how):
+    path, outside = damage(tmp_path, how)
+    before = path.read_bytes() if path.exists() else None
+    with serve() as server:
         judge = make(server.url)
-        grade(judge, "4")
-        assert judge.client.cache.eviction_policy == "none" and judge.client.cache.cull_limit == 0
-        (key,) = judge.client.cache
-        with diskcache.Cache(str(tmp_path / "kept")) as other:  # files beyond 32 kB are files of their own
-            assert json.loads(other[key])["text"].startswith("[[1]]")
-            other[key] = Bomb()
-        with pytest.raises(ValueError, match="holds an entry that is no text"):
-            grade(judge, "4")
+        assert grade(judge, "4", "4")[0].value == 1.0
+    assert "replies.sqlite is ignored" in caplog.text and "name another folder" in caplog.text
+    assert (path.read_bytes() if path.exists() else None) == before
+    assert not outside.exists() or outside.read_bytes() == b""
+
+
+@pytest.mark.parametrize("reply", ["[]", "{", '{"text": "[[1]]"}', '{"text": 7}', None, b"\x80\x04"])
+def test_a_kept_reply_that_is_none_is_requested_again(make, tmp_path, caplog, reply):
+    with serve() as server:
+        grade(make(server.url), "4")
+        with sqlite3.connect(kept(tmp_path)) as db:
+            db.execute("UPDATE replies SET reply=?", (reply,))
+        db.close()
+        assert grade(make(server.url), "4")[0].value == 1.0 and len(server.requests) == 2
+    assert "a kept reply is damaged" in caplog.text
+    assert grade(make(NOBODY), "4")[0].value == 1.0, "the new reply took its place"
+
+
+# --- a server that restarts ---
+
+
+def test_a_judge_that_restarts_costs_retries_and_no_verdict_however_many_wait(make):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    judge = make(f"http://127.0.0.1:{port}/v1", give_up_s=20.0, max_concurrent=16, max_failures=1)
+
+    async def everything():
+        asked = [asyncio.create_task(judge.run(Answer(CHAT, f"{n} 4", (), "4"))) for n in range(128)]
+        await asyncio.sleep(0.5)
+        with serve(port=port):
+            return await asyncio.gather(*asked)
+
+    found = asyncio.run(everything())
+    assert [one.value for one in found] == [1.0] * 128
+    spent = judge.usage("j")
+    assert spent["j_retries"] >= 16 and not any(value for name, value in spent.items() if "failures" in name)
+
+
+def test_waiting_for_a_turn_is_no_failure(make):
+    failed = set()
+
+    def once(number, body):
+        time.sleep(0.02)
+        answer = shown(body)[1]
+        first = int(answer.split()[0]) % 2 and answer not in failed
+        failed.add(answer)
+        return {"status": 503} if first else "[[1]]"
+
+    with serve(once) as server:  # the last answer waits longer than the server may be away
+        found = grade(make(server.url, max_concurrent=1, give_up_s=0.3), *(f"{n} 4" for n in range(20)))
+    assert [one.value for one in found] == [1.0] * 20
+
+
+def test_a_reply_without_end_is_left(make, monkeypatch):
+    monkeypatch.setattr(judge_client, "LARGEST_REPLY", 100_000)
+    with serve("[[1]]" + " " * 200_000) as server:
+        (found,) = grade(make(server.url, give_up_s=0.1), "4")
+    assert "more than 100000 bytes" in found.error
 
 
 # --- canaries ---

@@ -1,0 +1,248 @@
+"""Secrets: whatever form they are typed in, nothing that a run writes or prints holds them, and the run itself does."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from core.checkpoint.changes import changes
+from core.checkpoint.provenance import Provenance
+from core.config import convert, examine, from_yaml, recipes, to_yaml
+from core.errors import InputError
+from core.evaluation.generate import deciding
+from core.redaction import HIDDEN, is_secret, login_in, redacted, redacted_command, redacted_text, without_hidden
+from core.remote.urls import place
+from core.tracking.tracker import Tracker
+from results.publish import publish
+from results.reporting.run_reader import load_run
+from tests.core.synthetic import configured, make_run
+
+SECRET = "Xq7rStUvW"
+TYPED = (
+    f"reward_model.reward_kwargs={{mine:{{token:{SECRET}1,method:flexible}}}}",
+    f"+custom_reward_function.reward_kwargs.headers={{Authorization:'Bearer {SECRET}2'}}",
+    f"+custom_reward_function.reward_kwargs.api_key={SECRET}3",
+    f"+ray_kwargs.ray_init.runtime_env.env_vars.ANY_NAME={SECRET}4",
+    f"+reward_model.judge.extra={{user:{{password:{SECRET}5}}}}",
+    f"+custom_reward_function.reward_kwargs.base='http://jane:{SECRET}6@host/x'",
+)
+RUNNING = TYPED[:-1]  # the last one is refused
+
+
+SECRETS = """
+token hf_token reward_kwargs.token X-Api-Key Authorization openaiApiKey OPENAI_API_KEY db_password user_pwd secret auth
+aws_secret_access_key AWSAccessKeyId X-Amz-Signature X-Amz-Security-Token sig client_secret clientSecret passwd bearer
+a.env_vars.ANY runtime_env.env_vars.HF_HOME ssh_private_key credentials cookie account_key
+"""
+OTHERS = """
+eos_token pad_token max_tokens max_token_len token_level tokenizer_path api_key_env prompt_key password_file metric
+reward_fn_key author method rollout_token_veto_threshold token_count stop_token
+"""
+
+
+def test_names_of_secrets_and_of_other_things():
+    assert [key for key in SECRETS.split() if not is_secret(key)] == []
+    assert [key for key in OTHERS.split() if is_secret(key)] == []
+
+
+@pytest.mark.parametrize("recipe", recipes.names())
+def test_no_key_of_a_schema_is_hidden(recipe):
+    schema = recipes.schema_of(recipe)
+    assert [key for key in convert.all_keys(schema) if is_secret(key)] == []
+    assert convert.as_recorded(schema()) == convert.as_tree(schema())
+
+
+@pytest.mark.parametrize(
+    ("url", "login", "shown"),
+    [
+        ("http://jane:pw@host:80/run_code", "a user and a password", "http://***@host:80/run_code"),
+        ("https://sometoken@host/x", "a user or token", "https://***@host/x"),
+        ("http://jane:p@ss@host/x", "a user and a password", "http://***@host/x"),
+        ("http://jane:p/w@host/x", "a user and a password", "http://***@host/x"),
+        ("s3://KEY:SECRET@bucket/x.parquet", "a user and a password", "s3://***@bucket/x.parquet"),
+        ("jane:pw@host.org:80/run_code", "a user and a password", "***@host.org:80/run_code"),
+        ("https://h/x?X-Amz-Signature=ab&n=1", "the parameter X-Amz-Signature", "https://h/x?X-Amz-Signature=***&n=1"),
+        ("https://h/x?n=1&sig=ab", "the parameter sig", "https://h/x?n=1&sig=***"),
+        ("https://h/x?token=ab#y", "the parameter token", "https://h/x?token=***#y"),
+        ("http://h/x?n=1", None, "http://h/x?n=1"),
+        ("http://h:80/a@b", None, "http://h:80/a@b"),
+        ("sftp://jane@host/x", None, "sftp://jane@host/x"),
+        ("abfs://container@account.dfs.core.windows.net/x", None, "abfs://container@account.dfs.core.windows.net/x"),
+        ("hf://datasets/org/name@main/x", None, "hf://datasets/org/name@main/x"),
+        ("org/name", None, "org/name"),
+        ("mailto:jane@host.org", None, "mailto:jane@host.org"),
+    ],
+)
+def test_logins_in_urls(url, login, shown):
+    assert login_in(url) == login
+    assert redacted(url) == redacted(redacted(url)) == shown
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["a={m:{token:abc def,n:1}}"], "'a={m:{token:***,n:1}}'"),
+        (["--api-key", "abc", "--seed", "1"], "--api-key '***' --seed 1"),
+        (["--token=abc"], "'--token=***'"),
+        (["+r.env_vars.A=b"], "'+r.env_vars.A=***'"),
+        (["r={env_vars:{A:b,C:d},n:1}"], "'r={env_vars:{***},n:1}'"),
+        (["data.train_files=[s3://a:b@c/d]", "trainer.seed=1"], "'data.train_files=[s3://***@c/d]' trainer.seed=1"),
+        (["a.max_tokens=5", "b=[1,2]"], "a.max_tokens=5 'b=[1,2]'"),
+    ],
+)
+def test_commands(words, shown):
+    assert redacted_command(words) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("401 for https://a:b@h/x: no", "401 for https://***@h/x: no"),
+        ("Authorization: Bearer abcdef12 was refused", "Authorization: *** was refused"),
+        ("k={'token': 'a b', 'n': 3}: bad", "k={'token': '***', 'n': 3}: bad"),
+        ("hf_abcdefghijklmnopqrstuv is no id", "*** is no id"),
+        ("max_tokens: 5; tokenizer.json: cut", "max_tokens: 5; tokenizer.json: cut"),
+    ],
+)
+def test_texts(text, shown):
+    assert redacted_text(text) == shown
+
+
+def test_a_secret_that_was_hidden_and_one_of_the_environment_are_known_without_their_key(monkeypatch):
+    redacted({"token": "once-hidden-value"})
+    monkeypatch.setenv("SOME_API_KEY", "of-the-environment")
+    assert redacted_text("no once-hidden-value, of-the-environment") == "no ***, ***"
+    assert str(InputError("no once-hidden-value")) == "no ***"
+
+
+def shown(config):
+    return "".join(convert.show(value, key) for key, value in convert.flat(config).items())
+
+
+def test_nothing_that_is_recorded_holds_a_secret_and_the_configuration_does(tmp_path, monkeypatch):
+    import wandb
+
+    sent = {}
+    run = SimpleNamespace(log=lambda *a, **k: None, finish=lambda exit_code: None)
+    monkeypatch.setattr(wandb, "init", lambda **arguments: sent.update(arguments) or run)
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "recipes.grpo.main_grpo", *RUNNING])
+    composed = examine("grpo", [*RUNNING, "trainer.logger=[wandb]", "trainer.seed=1"])
+    config = replace(configured(), **{name: getattr(composed.config, name) for name in ("reward_model", "trainer")})
+    config = replace(config, custom_reward_function=composed.config.custom_reward_function)
+    config = replace(config, ray_kwargs=composed.config.ray_kwargs)
+    assert str(convert.as_tree(config)).count(SECRET) == 5, "the run has them"
+    tracker = Tracker(tmp_path / "grpo" / "run", config)
+    tracker.note("stopped_because", f"HTTPError: 401 for {SECRET}1")
+    tracker.close("failed")
+    written = "".join(path.read_text() for path in tracker.run_dir.rglob("*") if path.is_file())
+    for text in (written, str(sent), str(deciding(config)), str(convert.as_json(config)), shown(config)):
+        assert SECRET not in text
+    assert "method: flexible" in written and "401 for ***" in written
+
+
+def test_a_capsule_holds_no_secret():
+    from core.tracking.capsules import CapsuleRecorder
+    from core.types import StepMetrics
+
+    told = SimpleNamespace(state_dict=dict)
+    batch = SimpleNamespace(width=1, pad_id=0, device="cpu", stored={}, lengths=[])
+    begun = SimpleNamespace(step=1, known=(), batch=batch, kl=told, alignment={}, weights={})
+    recorder = CapsuleRecorder(examine("grpo", [*RUNNING]).config, object, 1)
+    recorder._device = lambda _: "cpu"
+    facts = recorder._facts(begun, told, StepMetrics(1))
+    assert SECRET not in str(facts) and HIDDEN in str(facts["config"])
+
+
+def test_no_message_dry_run_or_help_shows_a_secret(monkeypatch, capsys):
+    from core.command_line import prepare
+
+    for words in (["--help", "reward_kwargs"], [], ["bogus.key=1"]):
+        monkeypatch.setenv("DRY_RUN", "1")
+        with pytest.raises(SystemExit):
+            prepare("grpo", [*RUNNING, *words])
+    for line in (
+        *TYPED,
+        f"trainer.bogus={{password:{SECRET}}}",
+        f"+x.token={SECRET}",
+        f"reward_model.a={{token:{SECRET}",
+    ):
+        with pytest.raises(SystemExit):
+            prepare("grpo", [line])
+    out, err = capsys.readouterr()
+    assert SECRET not in out and SECRET not in err and HIDDEN in out and HIDDEN in err
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("reward_model.sandbox_fusion.url=http://u:p@h/run_code", "reward_model.sandbox_fusion.api_key_env"),
+        ("reward_model.judge.url=https://tok@h/v1", "reward_model.judge.api_key_env"),
+        ("trainer.default_local_dir=s3://k:s@bucket/run", "AWS_ACCESS_KEY_ID"),
+        ("data.train_files=['https://h/x.parquet?X-Amz-Signature=1']", "copy the file and give its path"),
+        ("actor_rollout_ref.model.path=https://u:p@h/model", "AWS_ACCESS_KEY_ID"),
+        ("+actor_rollout_ref.rollout.engine_kwargs.vllm={url: 'http://u:p@h'}", "export the login"),
+    ],
+)
+def test_a_login_in_a_url_is_refused_with_the_fix(override, fix):
+    lines = [line for line in examine("grpo", [override]).problems if "holds a login" in line]
+    assert len(lines) == 1 and fix in lines[0] and "***" in lines[0]
+
+
+def test_a_login_in_the_url_of_a_retriever_and_of_a_command_is_refused():
+    (line,) = [x for x in examine("search_r1", ["retriever.url=http://u:p@h/r"]).problems if "holds a login" in x]
+    assert "retriever.client={api_key_env: NAME}" in line
+    with pytest.raises(InputError, match=r"--run=s3://\*\*\*@b/run: holds a login"):
+        place("s3://k:s@b/run", "--run")
+
+
+def provenance(config):
+    return Provenance(models={}, seed=1, ranks=1, threads=1, config=config, versions={})
+
+
+def test_another_secret_is_the_same_run_and_old_checkpoints_do_not_leak():
+    key = "reward_model.reward_kwargs"
+    one, other = (
+        examine("grpo", [f"{key}={{mine:{{token:{value}}}}}"]).config for value in ("first-one", "second-one")
+    )
+    assert convert.as_json(one) == convert.as_json(other)
+    old = {**convert.as_json(one), key: {"mine": {"token": "first-one"}}}
+    assert changes(provenance(old), provenance(convert.as_json(other))) == []
+    another = convert.as_json(examine("grpo", [f"{key}={{mine:{{token:x,method:y}}}}"]).config)
+    (change,) = changes(provenance(old), provenance(another))
+    assert change.refused and "first-one" not in str(change) and "***" in str(change)
+
+
+def test_what_was_hidden_is_left_out_where_a_configuration_is_read_again():
+    config = examine("grpo", RUNNING).config
+    text = to_yaml(config)
+    assert SECRET not in text and HIDDEN in text
+    again = from_yaml(text)
+    assert HIDDEN not in str(convert.as_tree(again))
+    assert again.reward_model.reward_kwargs["mine"] == {"method": "flexible"}
+    base = {"reward_model.reward_kwargs": {"mine": {"token": HIDDEN, "method": "x"}}}
+    composed = examine("grpo", [], base=base)
+    assert composed.config.reward_model.reward_kwargs["mine"] == {"method": "x"}
+    assert any("held a secret, which is not recorded" in line for line in composed.warnings)
+    assert without_hidden({"a": [HIDDEN, 1]}) == {"a": [1]}
+
+
+def test_a_run_of_before_is_published_and_read_without_its_secrets(tmp_path):
+    run = make_run(tmp_path / "grpo" / "old-seed1", steps=2, test_every=1, questions=4)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["reward_model"]["reward_kwargs"] = {"mine": {"token": f"{SECRET}1"}}
+    config["reward_model"]["sandbox_fusion"]["url"] = f"http://jane:{SECRET}2@host/run_code"
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    manifest = json.loads((run / "manifest.json").read_text())
+    manifest["sessions"][0]["command"] = f"python -m x 'reward_model.reward_kwargs={{mine:{{token:{SECRET}3}}}}'"
+    manifest["changed_from_defaults"]["ray_kwargs.ray_init.runtime_env.env_vars.A"] = [None, f"{SECRET}4"]
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    loaded = load_run(run)
+    assert SECRET not in str(loaded.config) + str(loaded.manifest)
+    target = publish(run, tmp_path / "published" / "grpo" / "old-seed1")
+    for path in target.iterdir():
+        assert SECRET.encode() not in path.read_bytes(), path
