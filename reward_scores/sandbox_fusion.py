@@ -2,7 +2,9 @@
 
 Scores are those of verl's ``sandbox_fusion``: outputs are equal but for newlines at the end, and the tests behind one
 that did not compile count as not compiled. What the server could not do scores nothing under ``published``, with status
-crash, and raises under ``robust``, so that ``reward_model.on_error`` decides.
+crash, and raises under ``robust``, so that ``reward_model.on_error`` decides. A program that uses up the time of an
+answer, or prints more than is read here, is a failure of the program: the server is given less time than the answer
+has, so that it is the server that ends it.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import fcntl
 import hashlib
 import http.client
 import json
+import math
 import os
 import random
 import stat
@@ -34,7 +37,12 @@ ATTEMPTS = 3  # of a request that ends in 504
 RETRY_SECONDS = 1.0  # before the second attempt, twice that before the third
 SPARE_SECONDS = 10.0  # for the request itself, besides compiling and running
 THREADS = 16  # requests of one answer at a time
+SPARE_SHARE = 0.25  # of an answer's time, for the request besides the run, at most ANSWER_SPARE_S
+ANSWER_SPARE_S = 2.0
+LONGEST_REPLY = 1 << 26  # bytes; nearly all of a reply is what the program printed
 PARTS = ("timeout", "error", "api_error")
+TOO_LONG = {"status": "Failed", "run_result": {"status": "Error"}}  # in the server's words
+TOO_LATE = {"status": "Failed", "run_result": {"status": "TimeLimitExceeded"}}
 _KIND = {-1: "api_error", -2: "error", -3: "timeout", -4: "error"}
 # A function is called with an argument a line of the input, and prints its result as JSON.
 _CALLER = """
@@ -63,12 +71,24 @@ class Server:
     max_concurrent: int = 64  # requests of this machine's scoring processes at a time
     memory_limit_mb: int = 1024
     timeout: float = 10.0  # seconds to compile, and to run
+    end: float = math.inf  # of the answer's time, by time.monotonic()
+    spare: float = 0.0  # seconds before it by which the server must have ended a program
 
     def run(self, source: str, stdin: str | None) -> tuple[Any, str]:
         """Wait for a free place, and return the server's answer, or what went wrong."""
+        try:
+            with place(self.url, self.max_concurrent, self.end):
+                return self._run(source, stdin)
+        except TimeoutError as error:
+            return None, f"{self.url}: {error}"
+
+    def _run(self, source: str, stdin: str | None) -> tuple[Any, str]:
+        seconds = min(self.timeout, self.end - self.spare - time.monotonic())
+        if seconds <= 0:
+            return TOO_LATE, ""
         payload = {
-            "compile_timeout": self.timeout,
-            "run_timeout": self.timeout,
+            "compile_timeout": seconds,
+            "run_timeout": seconds,
             "code": source,
             "stdin": stdin,
             "memory_limit_MB": self.memory_limit_mb,
@@ -77,33 +97,34 @@ class Server:
             "fetch_files": [],
         }
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        request = urllib.request.Request(self.url, json.dumps(payload).encode(), headers)
-        with place(self.url, self.max_concurrent):
-            return self._post(request)
+        return self._post(urllib.request.Request(self.url, json.dumps(payload).encode(), headers))
 
     def _post(self, request: urllib.request.Request) -> tuple[Any, str]:
         problem = ""
         for attempt in range(ATTEMPTS):
+            left = self.end - time.monotonic()
             try:
-                with urllib.request.urlopen(request, timeout=2 * self.timeout + SPARE_SECONDS) as answer:
-                    return json.loads(answer.read()), ""
+                with urllib.request.urlopen(request, timeout=min(2 * self.timeout + SPARE_SECONDS, left)) as answer:
+                    text = answer.read(LONGEST_REPLY + 1)
+                    return (TOO_LONG if len(text) > LONGEST_REPLY else json.loads(text)), ""
             except urllib.error.HTTPError as error:
                 problem = f"HTTP status {error.code}"
-                if error.code != 504:
+                if error.code != 504 or left <= RETRY_SECONDS * (attempt + 1):
                     break
                 if attempt + 1 < ATTEMPTS:
                     time.sleep(RETRY_SECONDS * (attempt + 1))
-            except (OSError, http.client.HTTPException, ValueError) as error:
+            except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
                 problem = f"{type(error).__name__}: {error}"
                 break
         return None, f"{self.url}: {problem}"
 
 
 @contextmanager
-def place(url: str, count: int) -> Iterator[None]:
+def place(url: str, count: int, end: float = math.inf) -> Iterator[None]:
     """Hold one of a server's ``count`` places, over all processes of this machine that use this address.
 
-    A place is a lock on a file, so a process that is killed gives its place back.
+    A place is a lock on a file, so a process that is killed gives its place back. Raises TimeoutError where none is
+    free until ``end``.
     """
     folder = Path(tempfile.gettempdir()) / f"rlrepro-places-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -125,6 +146,8 @@ def place(url: str, count: int) -> Iterator[None]:
             finally:
                 os.close(file)
             return
+        if time.monotonic() + wait >= end:
+            raise TimeoutError(f"none of {count} places was free (reward_model.sandbox_fusion.max_concurrent)")
         time.sleep(wait)
         wait = min(wait * 2, 0.1)
 
@@ -139,8 +162,11 @@ def score(
     max_concurrent: int = 64,
     memory_limit_mb: int = 1024,
     timeout: float = 10.0,
+    total_timeout_s: float = math.inf,
 ) -> Score:
     """Return the share of tests passed: of the first ten with ``continuous``. ``acc`` is 1 where all of them pass.
+
+    ``total_timeout_s`` are the seconds of an answer; tests that have not run by then have failed.
 
     Raises FusionError under ``method="robust"`` where the server failed, ValueError without ``url``.
     """
@@ -153,7 +179,9 @@ def score(
     tests = _tests(ground_truth, extra_info)
     if source is None or tests is None:
         return no_answer(**empty)
-    results, problems = check(Server(url, max_concurrent, memory_limit_mb, timeout), source, tests)
+    end, spare = time.monotonic() + total_timeout_s, min(ANSWER_SPARE_S, SPARE_SHARE * total_timeout_s)
+    server = Server(url, max_concurrent, memory_limit_mb, timeout, end, spare)
+    results, problems = check(server, source, tests)
     counted = [result for result, _ in (results[:COUNTED] if continuous else results)]
     if not counted:
         return graded(False, source, **empty)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from core.rewards.judge import Judge
 from core.rewards.managers import make_manager
 from core.types import Prompt, Trajectory
 from reward_scores.score import Score, ScoreStatus
+from reward_scores.unit_tests import SandboxOptions
 
 if TYPE_CHECKING:
     from core.config.schema import Config, RewardModelConfig
@@ -120,8 +121,16 @@ class RewardLayer:
         for data_source in used:
             check_examples(problems, self.scorers.scorer(data_source), partial(self.grade_example, data_source))
         problems.raise_if_any()
+        self._say_isolation({self.scorers.scorer(data_source).name for data_source in used})
         if self.judge is not None:
             self.judge.check(self._agreement)
+
+    def _say_isolation(self, scorers: Collection[str]) -> None:
+        """Print what holds the programs of answers on this machine, where there are any."""
+        options = [self.scorers.reward_kwargs[name] for name in RUN_PROGRAMS if name in scorers]
+        local = [one["sandbox"] for one in options if not one.get("sandbox_fusion", {}).get("url")]
+        if local and not self.scorers.custom:
+            print(SandboxOptions(**local[0]).isolation().line, flush=True)
 
     def grade_example(
         self, data_source: str, response: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
@@ -181,12 +190,11 @@ def verl_facts(trajectory: Trajectory) -> dict[str, int]:
 def scorer_options(reward: RewardModelConfig) -> dict[str, dict[str, Any]]:
     """Return ``reward_model.reward_kwargs``, with where and within which limits the scorers run programs."""
     options = {name: dict(given or {}) for name, given in (reward.reward_kwargs or {}).items()}
-    sandbox = dataclasses.asdict(reward.sandbox)
+    sandbox, fusion = dataclasses.asdict(reward.sandbox), dataclasses.asdict(reward.sandbox_fusion)
     if reward.source != "register" or reward.reward_manager != "naive":  # naive has no deadline for an answer
-        sandbox["total_timeout_s"] = TESTS_SHARE * reward.timeout_s
+        sandbox["total_timeout_s"] = fusion["total_timeout_s"] = TESTS_SHARE * reward.timeout_s
     for name in RUN_PROGRAMS:
         options[name] = {"sandbox": sandbox, **options.get(name, {})}
     if reward.sandbox_fusion.url:
-        fusion = dataclasses.asdict(reward.sandbox_fusion)
         options["prime_code"] = {"sandbox_fusion": fusion, **options["prime_code"]}
     return options

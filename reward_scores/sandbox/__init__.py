@@ -73,6 +73,15 @@ class Isolation:
     def __str__(self) -> str:
         return f"{self.mode}{' with seccomp' if self.seccomp else ''}"
 
+    @property
+    def line(self) -> str:
+        """One line for a start: what holds programs, or that nothing does."""
+        if self.mode == "none":
+            held = f"with this user's rights, {'under seccomp alone' if self.seccomp else 'held by nothing'}"
+            return f"isolation: none; programs run {held}, since reward_model.sandbox.allow_unisolated=True"
+        better = f" (refused here: {'; '.join(self.refused)})" if self.refused else ""
+        return f"isolation: programs run in {self}{better}"
+
 
 @dataclass(frozen=True)
 class Ran:

@@ -62,7 +62,9 @@ class Clock:
     def poll(self, poll: select.poll) -> list[int]:
         """Return the ready descriptors; none once the time is over. Ends the process when its owner has gone."""
         while self.charge() > 0:
-            ready = [number for number, _ in poll.poll(1000 * min(_SLICE, self.left, max(0.0, self.end - time.monotonic())))]
+            ready = [
+                number for number, _ in poll.poll(1000 * min(_SLICE, self.left, max(0.0, self.end - time.monotonic())))
+            ]
             if OWNER in ready:
                 os._exit(0)
             if ready:

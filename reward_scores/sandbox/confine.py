@@ -1,6 +1,7 @@
 """Shut a process in by means of the kernel: namespaces, Landlock, resource limits (Linux, by ctypes).
 
-The filter of system calls is ``seccomp.py``. Run inside the sandbox's own processes. Every function raises OSError where the kernel refuses.
+The filter of system calls is ``seccomp.py``. Run inside the sandbox's own processes. Every function raises OSError
+where the kernel refuses.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import os
 import platform
 import resource
 import signal
-import struct
 import stat
+import struct
 import tempfile
 from typing import NoReturn
 

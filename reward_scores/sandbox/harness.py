@@ -57,7 +57,9 @@ class Process:
     Raises OSError where it cannot be made, and RuntimeError where it cannot be confined: ``work`` has not begun then.
     """
 
-    def __init__(self, box: dict[str, Any], seconds: float, end: float, descriptors: list[int], work: Callable[[], int]):
+    def __init__(
+        self, box: dict[str, Any], seconds: float, end: float, descriptors: list[int], work: Callable[[], int]
+    ):
         confined, says_so = os.pipe()
         try:
             self.pid = os.fork()

@@ -98,13 +98,14 @@ def of_all_users():
     return call(140, 141, os.PRIO_USER, 0) and call(141, 140, os.PRIO_USER, 0, 0)
 
 
-OTHER = PID != os.getpid()  # a first process of a namespace may have the prober's number
+OTHER = os.getpid() != PID  # a first process of a namespace may have the prober's number
 AFFINITY = (ctypes.c_ulong * 16)(*[2**64 - 1] * 16)
 ATTRIBUTES = struct.pack("IIQiIQQQ", 48, 0, 0, 0, 0, 0, 0, 0)  # sched_attr: the ordinary policy
+MQ = b"rlrepro-probe"
 VECTOR = struct.pack("QQ", ctypes.addressof(SCRATCH), 8)
 PERF = struct.pack("IIQ", 1, 112, 0).ljust(112, b"\0")  # perf_event_attr: the clock of a processor
 WAYS = {
-    "files outside": lambda: open(FILE).read() == "secret",
+    "files outside": lambda: os.read(os.open(FILE, os.O_RDONLY), 6) == b"secret",
     "files outside for writing": lambda: written(FILE, os.O_WRONLY),
     "lengths of files outside": lambda: os.truncate(FILE, 6) is None,
     "modes of files outside": lambda: os.chmod(FILE, 0o666) is None,
@@ -177,7 +178,7 @@ WAYS = {
     "shared memory": lambda: removed(LIBC.shmget(0, 4096, 0o1600), LIBC.shmctl, 0, None),
     "semaphores": lambda: removed(LIBC.semget(0, 1, 0o1600), LIBC.semctl, 0, 0),
     "message queues": lambda: removed(LIBC.msgget(0, 0o1600), LIBC.msgctl, 0, None),
-    "message queues with names": lambda: call(240, 180, b"rlrepro-probe", os.O_RDWR, 0o600, None),
+    "message queues with names": lambda: call(240, 180, MQ, 0o102, 0o600, None) and call(241, 181, MQ),
     "its parent's death": lambda: LIBC.prctl(1, 0, 0, 0, 0) == 0,
     "orphans": lambda: LIBC.prctl(36, 0, 0, 0, 0) == 0,
     "debuggers": lambda: LIBC.prctl(4, 1, 0, 0, 0) == 0,
