@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from core.checkpoint.manifest import check_index
 from core.data.images import PICTURE_KINDS
 from core.errors import InputError
 from core.learner.log_probs import FP32Head
@@ -42,6 +43,8 @@ def resolve_path(path: str, key: str = "actor_rollout_ref.model.path", *, weight
     local = Path(local_path(path, key, without=() if weights else WEIGHTS)).expanduser()
     if not (local / "config.json").exists():
         raise InputError(f"{key}={path}: no config.json there; give a Hugging Face folder or a hub id (org/name)")
+    for index in local.glob("*.index.json"):
+        check_index(index)
     return str(local)
 
 

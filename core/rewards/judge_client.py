@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.errors import InputError
+from core.file_names import inside
 from reward_scores.score import ScoreStatus
 
 if TYPE_CHECKING:
@@ -261,7 +262,13 @@ def open_cache(folder: str | Path) -> Any:
         def fetch(self, mode: int, filename: Any, value: Any, read: bool) -> Any:
             if mode not in (diskcache.core.MODE_RAW, diskcache.core.MODE_TEXT):
                 raise ValueError(f"{KEY}.cache_dir={folder}: holds an entry that is no text; name another folder")
+            if mode == diskcache.core.MODE_TEXT:
+                inside(Path(folder).expanduser(), filename, f"{KEY}.cache_dir={folder}")
             return super().fetch(mode, filename, value, read)
+
+        def remove(self, file_path: str) -> None:
+            inside(Path(folder).expanduser(), file_path, f"{KEY}.cache_dir={folder}")
+            super().remove(file_path)
 
     try:  # by default a gigabyte is kept, and the oldest replies are dropped beyond it
         return diskcache.Cache(str(Path(folder).expanduser()), disk=Texts, eviction_policy="none", cull_limit=0)
