@@ -26,7 +26,7 @@ CONSENT, CODE, PLUGIN, ARGUMENTS, DATA = "consent", "code", "plugin", "arguments
 # kind -> whether a value (of a mapping, the one of this name in it) names code
 NAMES_CODE: Mapping[str, Callable[[str, Any], bool]] = {
     CONSENT: lambda name, value: bool(value) and name in ("trust_remote_code", "allow_unisolated"),
-    CODE: lambda name, value: bool(value),
+    CODE: lambda name, value: value not in (None, ""),
     PLUGIN: lambda name, value: isinstance(value, str) and ":" in value,
     ARGUMENTS: lambda name, value: value is True or isinstance(value, str),
     DATA: lambda name, value: False,
@@ -47,7 +47,7 @@ def named(config: Config) -> dict[str, Any]:
     for key, value in convert.flat(config).items():
         # A key that the table lacks: a number or a choice among names cannot, anything else counts as naming code
         free = isinstance(value, str | Mapping | tuple) and not convert.is_choice(convert.all_keys(type(config))[key])
-        kind = table().get(key, CODE if free else DATA)
+        kind = table().get(key, ARGUMENTS if free else DATA)
         usual = dict(_values(key, convert.get(default, key)))
         for name, one in _values(key, value):
             if one != usual.get(name) and any(NAMES_CODE[kind](*item) for item in _items(name.rpartition(".")[2], one)):
