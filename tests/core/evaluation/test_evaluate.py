@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ import pytest
 
 from core import evaluate
 from core.config import compose, recipes
+from core.errors import InputError
 from core.evaluation import generate as generation
 from core.evaluation.answer_file import AnswerFile, answer_line, prompt_of, read_lines, trajectory_of
 from core.evaluation.summary import macro_average, report, summary
@@ -25,6 +27,7 @@ from core.ray_trainer import RayPPOTrainer
 from core.rewards.layer import rollout_facts
 from core.tracking.confidence_intervals import Estimate
 from core.types import Prompt, Segment, Stop, Trajectory
+from tests.checkpoints import RUN, CheckpointStore
 from tests.tiny import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -109,6 +112,47 @@ def run(files: Path, folder: Path, *overrides: str) -> Path:
     ]
     RayPPOTrainer(compose("grpo", keys(files, *settings, *overrides))).init_workers().fit()
     return folder
+
+
+# --- artefacts from somebody else ---
+
+
+def test_a_checkpoints_settings_name_no_code(tmp_path):
+    model = "actor_rollout_ref.model"
+    code = {f"{model}.trust_remote_code": True, f"{model}.external_lib": "evil", "ray_kwargs.ray_init": {"a": "b"}}
+    with CheckpointStore(tmp_path / "run").writing(1, dataclasses.replace(RUN, config=code)) as folder:
+        (folder / "actor").mkdir()
+        (folder / "actor" / "tokenizer_config.json").write_text("{}")
+    run, out = str(tmp_path / "run"), tmp_path / "a.jsonl"
+    asked = {"model": None, "run": run, "step": None}
+    with pytest.raises(InputError, match=rf"--run={run}: its settings name code .* append {model}.external_lib=evil"):
+        generation.request("grpo", [], out, **asked)
+    typed = [f"{model}.trust_remote_code=True", f"{model}.external_lib=evil", "ray_kwargs.ray_init.a=b"]
+    assert generation.request("grpo", typed, out, **asked).config.actor_rollout_ref.model.external_lib == "evil"
+    for left_out in range(3):
+        with pytest.raises(InputError, match="names? code"):
+            generation.request("grpo", [key for n, key in enumerate(typed) if n != left_out], out, **asked)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"config": {"custom_reward_function.path": "evil.py"}}, "append custom_reward_function.path=evil.py"),
+        ({"config": {"reward_model.module.path": "evil.py", "reward_model.reward_manager": "own"}}, "module.path"),
+        (
+            {"config": {"reward_model.sandbox.allow_unisolated": True}},
+            "append reward_model.sandbox.allow_unisolated=true",
+        ),
+        ({"recipe": "../../evil"}, "recipe=../../evil"),
+        ({"recipe": ["grpo"]}, "names no recipe"),
+        ({"config": 3}, "or no configuration"),
+    ],
+)
+def test_a_file_of_answers_names_no_code(change, told, tmp_path, capsys):
+    manifest = {"kind": "answers", "format": 1, "recipe": "grpo", "questions": 0, "samples": 1, "config": {}}
+    (tmp_path / "a.jsonl").write_text("")
+    (tmp_path / "a.manifest.json").write_text(json.dumps({**manifest, **change}))
+    assert told in refused(["score", str(tmp_path / "a.jsonl")], capsys)
 
 
 # --- a run's own numbers ---
