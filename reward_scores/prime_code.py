@@ -9,36 +9,22 @@ that server.
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from reward_scores import prime_source, unit_tests
 from reward_scores import sandbox_fusion as fusion
-from reward_scores import unit_tests
 from reward_scores.sandbox import Sandbox
 from reward_scores.score import Score, graded, no_answer
-from reward_scores.unit_tests import FAILURES, BadTests, SandboxOptions
+from reward_scores.unit_tests import FAILURES, BadTests, SandboxOptions, agrees
 
 METHODS = ("published", "robust")
 EXAMPLES = tuple(example for example in unit_tests.EXAMPLES if isinstance(example[1], str))
 COUNTED = 10  # tests that count once one fails
 ALL_SECONDS, ONE_SECONDS = 5.0, 10.0  # published limits of a test: in the run of all tests, and alone
-NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)  # what the parser raises
-_IMPORTED = (
-    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
-    *("itertools", "functools", "operator", "io", "sys", "json", "builtins", "typing"),
-)
-_HEAD = "\n".join(
-    [*(f"from {name} import *" for name in _IMPORTED), *(f"import {name}" for name in _IMPORTED[:-2])]
-    + ["sys.setrecursionlimit(6 * 10**5)", ""]
-)
-# As published, names bound to the streams before the call lead nowhere.
-_BEFORE = """import io as _io, sys as _sys
-_streams = _sys.stdin, _sys.stdout
-_sys.stdin, _sys.stdout = _io.StringIO(), _io.StringIO()
-"""
 _CALL = """
 def _run(text, run=code):
     import builtins
@@ -80,8 +66,6 @@ def score(
     if tests is None:
         return graded(False, None, **dict.fromkeys(FAILURES, 0.0))
     source = response.split("```python")[-1].split("```")[0]
-    if not _parses(as_function(source)) and not (tests.get("fn_name") and _parses(source)):
-        return no_answer(timeout=0.0, error=1.0)
     return _published(source, tests, continuous, SandboxOptions(**(sandbox or {})))
 
 
@@ -100,11 +84,14 @@ def published_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> 
 
 def _published(source: str, tests: dict[str, Any], continuous: bool, options: SandboxOptions) -> Score:
     end = options.total_timeout_s
-    with Sandbox(options.limits(), options.isolation()) as box:
-        found = _run_all(box, source, tests, min(end, ALL_SECONDS + 1))
+    with options.box() as box:
+        script = _script(box, source, bool(tests.get("fn_name")))
+        if script is None:
+            return no_answer(timeout=0.0, error=1.0)
+        found = _run_all(box, source, script, tests, min(end, ALL_SECONDS + 1))
         share = float(all(status == "passed" for status in found.values()))
         if not share and continuous:
-            found = _run_first(box, source, tests, {} if tests.get("fn_name") else found, end)
+            found = _run_first(box, script, tests, {} if tests.get("fn_name") else found, end)
             share = list(found.values()).count("passed") / max(len(found), 1)
     if not share and not continuous:
         raise UnboundLocalError("a test failed and prime_code has no score for it with continuous=False, as published")
@@ -113,75 +100,54 @@ def _published(source: str, tests: dict[str, Any], continuous: bool, options: Sa
     return graded(share == 1, source, share, **parts)
 
 
-def _run_all(box: Sandbox, source: str, tests: dict[str, Any], end: float) -> dict[int, str]:
+def _script(box: Sandbox, source: str, function: bool) -> str | None:
+    """Return the answer as a script, by Python's parser in the sandbox; None for what is no Python."""
+    box.load(Path(prime_source.__file__).read_text(encoding="utf-8"))
+    read = box.call("prepared", source, seconds=ALL_SECONDS)
+    if read.status != "ok":
+        return None
+    script, is_script, is_module = read.value
+    return script if is_script or (function and is_module) else None
+
+
+def _run_all(box: Sandbox, source: str, script: str, tests: dict[str, Any], end: float) -> dict[int, str]:
     """Run every test until one fails. Returns the tests' results by number."""
     found: dict[int, str] = {}
     function, inputs, outputs = tests.get("fn_name"), tests["inputs"], tests["outputs"]
     if function or not inputs:  # a script is loaded where it runs
-        loaded = box.load(_HEAD + source if function else as_function(source), ALL_SECONDS).status
+        loaded = box.load(prime_source.HEAD + source if function else script, ALL_SECONDS).status
         if loaded != "ok":
             return {0: "timeout" if loaded == "timeout" else "error"}
     for number, (given, wanted) in enumerate(zip(inputs, outputs, strict=False)):
-        seconds = min(ALL_SECONDS, end - box.charged)
+        seconds = min(ALL_SECONDS, end - box.charged, box.left)
         if seconds <= 0:
             found[number] = "timeout"
         elif function:
             name = f"Solution.{function}" if "class Solution" in source else function
             found[number] = _call(box, name, given, wanted, seconds)
         else:
-            found[number] = _run(box, source, given, wanted, seconds)
+            found[number] = _run(box, script, given, wanted, seconds)
         if found[number] != "passed":
             break
     return found
 
 
-def _run_first(box: Sandbox, source: str, tests: dict[str, Any], known: dict[int, str], end: float) -> dict[int, str]:
+def _run_first(box: Sandbox, script: str, tests: dict[str, Any], known: dict[int, str], end: float) -> dict[int, str]:
     """Run the first ten tests as scripts, with more time. Those that have ended already are not run again."""
     found = {number: status for number, status in known.items() if number < COUNTED and status != "timeout"}
     for number, (given, wanted) in enumerate(zip(tests["inputs"], tests["outputs"], strict=False)):
         if number < COUNTED and number not in found:
-            left = min(ONE_SECONDS, end - box.charged)
-            found[number] = _run(box, source, given, wanted, left) if left > 0 else "timeout"
+            left = min(ONE_SECONDS, end - box.charged, box.left)
+            found[number] = _run(box, script, given, wanted, left) if left > 0 else "timeout"
     return found
 
 
-def _run(box: Sandbox, source: str, given: Any, wanted: Any, seconds: float) -> str:
+def _run(box: Sandbox, script: str, given: Any, wanted: Any, seconds: float) -> str:
     given, wanted = ("\n".join(text) if isinstance(text, list) else str(text) for text in (given, wanted))
-    ran = box.run(as_function(source) + _CALL, given, seconds)
+    ran = box.run(script + _CALL, given, seconds)
     if ran.status != "ok":
         return "timeout" if ran.status == "timeout" else "error"
-    return "passed" if same_output(ran.stdout, wanted) else "wrong"
-
-
-def as_function(source: str) -> str:
-    """Return the script as published: in a function ``code`` behind many imports, its main guard taken away."""
-    lines, inside = [], False
-    for line in _without_guard(source).split("\n"):
-        imports = line.startswith(("from ", "import "))
-        if not imports and not inside:
-            lines += ["stdin = sys.stdin", "stdout = sys.stdout", "def code():"]
-            inside = True
-        lines.append(f"\t{line}" if inside else line)
-    return _BEFORE + _HEAD + "\n".join(lines) + "\n"
-
-
-def _without_guard(source: str) -> str:
-    try:
-        body = ast.parse(source).body
-        last = body[-1] if body else None
-        if isinstance(last, ast.If) and ast.unparse(last.test).strip() == "__name__ == '__main__'":
-            return f"{ast.unparse(body[:-1])}\n{ast.unparse(last.body)}"
-    except NO_PYTHON:
-        return source
-    return source
-
-
-def _parses(source: str) -> bool:
-    try:
-        ast.parse(source)
-    except NO_PYTHON:
-        return False
-    return True
+    return "passed" if agrees(same_output, ran.stdout, wanted) else "wrong"
 
 
 def _call(box: Sandbox, name: str, given: str, wanted: str, seconds: float) -> str:
@@ -194,7 +160,7 @@ def _call(box: Sandbox, name: str, given: str, wanted: str, seconds: float) -> s
     called = box.call(name, *arguments, seconds=seconds)
     if called.status != "ok":
         return "timeout" if called.status == "timeout" else "error"
-    return "passed" if same_value(called.value, goal) else "wrong"
+    return "passed" if agrees(same_value, called.value, goal) else "wrong"
 
 
 def _whole_keys(value: dict[str, Any]) -> dict[Any, Any]:

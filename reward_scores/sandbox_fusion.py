@@ -3,7 +3,9 @@
 Scores are those of verl's ``sandbox_fusion``: outputs are equal but for newlines at the end, and the tests behind one
 that did not compile count as not compiled. A server that is away is tried again for ``give_up_s`` seconds: one that
 restarts costs no answer. What the server could not do scores nothing under ``published``, with status
-crash, and raises under ``robust``, so that ``reward_model.on_error`` decides.
+crash, and raises under ``robust``, so that ``reward_model.on_error`` decides. A program that uses up the time of an
+answer, or prints more than is read here, is a failure of the program: the server is given less time than the answer
+has, so that it is the server that ends it.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import hashlib
 import http.client
 import itertools
 import json
+import math
 import os
 import random
 import stat
@@ -40,7 +43,11 @@ LONGEST_SECONDS = 10.0  # between the tries of a server that is away
 AWAY = (429, 502, 503)  # statuses of a server that restarts or is overloaded
 SPARE_SECONDS = 10.0  # for the request itself, besides compiling and running
 THREADS = 16  # requests of one answer at a time
+SPARE_SHARE = 0.25  # of an answer's time, for the request besides the run, at most ANSWER_SPARE_S
+ANSWER_SPARE_S = 2.0
 PARTS = ("timeout", "error", "api_error")
+TOO_LONG = {"status": "Failed", "run_result": {"status": "Error"}}  # in the server's words
+TOO_LATE = {"status": "Failed", "run_result": {"status": "TimeLimitExceeded"}}
 _KIND = {-1: "api_error", -2: "error", -3: "timeout", -4: "error"}
 # A function is called with an argument a line of the input, and prints its result as JSON.
 _CALLER = """
@@ -71,12 +78,38 @@ class Server:
     timeout: float = 10.0  # seconds to compile, and to run
     give_up_s: float = 120.0  # seconds for which a server that is away is tried again
     api_key_env: str | None = None  # environment variable that holds the server's key
+    end: float = math.inf  # of the answer's time, by time.monotonic()
+    spare: float = 0.0  # seconds before it by which the server must have ended a program
 
     def run(self, source: str, stdin: str | None) -> tuple[Any, str]:
-        """Wait for a free place, and return the server's answer, or what went wrong."""
+        """Return the server's answer, or what went wrong. A server that is away is tried again, without a place."""
+        patience, spent_s = _patience(self.url, self.give_up_s), 0.0
+        for tries in itertools.count(1):
+            try:
+                with place(self.url, self.max_concurrent, self.end):
+                    begun = time.monotonic()
+                    answer, problem, away = self._try(source, stdin)
+            except TimeoutError as error:
+                return None, f"{self.url}: {error}"
+            if not away:
+                patience.answered()
+                break
+            spent_s += time.monotonic() - begun
+            pause = patience.pause(begun, tries, spent_s)
+            if pause is None or time.monotonic() + pause >= self.end:
+                problem += f" (try {tries}, give_up_s={self.give_up_s:g})"
+                break
+            time.sleep(pause)
+            spent_s += pause
+        return answer, problem and f"{self.url}: {problem}"
+
+    def _try(self, source: str, stdin: str | None) -> tuple[Any, str, bool]:
+        seconds = min(self.timeout, self.end - self.spare - time.monotonic())
+        if seconds <= 0:
+            return TOO_LATE, "", False
         payload = {
-            "compile_timeout": self.timeout,
-            "run_timeout": self.timeout,
+            "compile_timeout": seconds,
+            "run_timeout": seconds,
             "code": source,
             "stdin": stdin,
             "memory_limit_MB": self.memory_limit_mb,
@@ -85,36 +118,20 @@ class Server:
             "fetch_files": [],
         }
         headers = {"Content-Type": "application/json", "Accept": "application/json", **authorization(self.api_key_env)}
-        request = urllib.request.Request(self.url, json.dumps(payload).encode(), headers)
-        patience, spent_s = _patience(self.url, self.give_up_s), 0.0
-        for tries in itertools.count(1):
-            with place(self.url, self.max_concurrent):
-                begun = time.monotonic()
-                answer, problem, away = self._post(request)
-            if not away:
-                patience.answered()
-                break
-            spent_s += time.monotonic() - begun
-            if (pause := patience.pause(begun, tries, spent_s)) is None:
-                problem += f" (try {tries}, give_up_s={self.give_up_s:g})"
-                break
-            time.sleep(pause)
-            spent_s += pause
-        return answer, problem and f"{self.url}: {problem}"
+        return self._post(urllib.request.Request(self.url, json.dumps(payload).encode(), headers))
 
     def _post(self, request: urllib.request.Request) -> tuple[Any, str, bool]:
         """Return the server's answer, or what went wrong and whether the server was away."""
         problem = ""
         for attempt in range(ATTEMPTS):
+            left = self.end - time.monotonic()
             try:
-                with urllib.request.urlopen(request, timeout=2 * self.timeout + SPARE_SECONDS) as answer:
+                with urllib.request.urlopen(request, timeout=min(2 * self.timeout + SPARE_SECONDS, left)) as answer:
                     text = answer.read(LARGEST_REPLY + 1)
-                if len(text) > LARGEST_REPLY:
-                    return None, f"the reply has more than {LARGEST_REPLY} bytes", False
-                return json.loads(text), "", False
+                return (TOO_LONG if len(text) > LARGEST_REPLY else json.loads(text)), "", False
             except urllib.error.HTTPError as error:
                 problem = f"HTTP status {error.code}"
-                if error.code != 504:
+                if error.code != 504 or left <= RETRY_SECONDS * (attempt + 1):
                     return None, problem, error.code in AWAY
                 if attempt + 1 < ATTEMPTS:
                     time.sleep(RETRY_SECONDS * (attempt + 1))
@@ -132,10 +149,11 @@ def _patience(url: str, give_up_s: float) -> Patience:
 
 
 @contextmanager
-def place(url: str, count: int) -> Iterator[None]:
+def place(url: str, count: int, end: float = math.inf) -> Iterator[None]:
     """Hold one of a server's ``count`` places, over all processes of this machine that use this address.
 
-    A place is a lock on a file, so a process that is killed gives its place back.
+    A place is a lock on a file, so a process that is killed gives its place back. Raises TimeoutError where none is
+    free until ``end``.
     """
     folder = Path(tempfile.gettempdir()) / f"rlrepro-places-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -157,6 +175,8 @@ def place(url: str, count: int) -> Iterator[None]:
             finally:
                 os.close(file)
             return
+        if time.monotonic() + wait >= end:
+            raise TimeoutError(f"none of {count} places was free (reward_model.sandbox_fusion.max_concurrent)")
         time.sleep(wait)
         wait = min(wait * 2, 0.1)
 
@@ -173,8 +193,11 @@ def score(
     timeout: float = 10.0,
     give_up_s: float = 120.0,
     api_key_env: str | None = None,
+    total_timeout_s: float = math.inf,
 ) -> Score:
     """Return the share of tests passed: of the first ten with ``continuous``. ``acc`` is 1 where all of them pass.
+
+    ``total_timeout_s`` are the seconds of an answer; tests that have not run by then have failed.
 
     Raises FusionError under ``method="robust"`` where the server failed, ValueError without ``url``.
     """
@@ -187,7 +210,8 @@ def score(
     tests = _tests(ground_truth, extra_info)
     if source is None or tests is None:
         return no_answer(**empty)
-    server = Server(url, max_concurrent, memory_limit_mb, timeout, give_up_s, api_key_env)
+    end, spare = time.monotonic() + total_timeout_s, min(ANSWER_SPARE_S, SPARE_SHARE * total_timeout_s)
+    server = Server(url, max_concurrent, memory_limit_mb, timeout, give_up_s, api_key_env, end, spare)
     results, problems = check(server, source, tests)
     counted = [result for result, _ in (results[:COUNTED] if continuous else results)]
     if not counted:

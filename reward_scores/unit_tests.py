@@ -11,7 +11,7 @@ import builtins
 import json
 import math
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,11 +60,14 @@ class SandboxOptions:
 
     allow_unisolated: bool = False
     timeout_s: float = 10.0  # of a test
-    total_timeout_s: float = 120.0  # of an answer; tests that have not run by then have failed
+    # of an answer, of processor time and on the wall; tests that have not run by then have failed
+    total_timeout_s: float = 120.0
     memory_limit_mb: int = 1024
 
-    def limits(self) -> Limits:
-        return Limits(seconds=self.timeout_s, memory_mb=self.memory_limit_mb)
+    def box(self) -> Sandbox:
+        """Return a sandbox for one answer."""
+        limits = Limits(seconds=self.timeout_s, memory_mb=self.memory_limit_mb)
+        return Sandbox(limits, self.isolation(), self.total_timeout_s)
 
     def isolation(self) -> Isolation:
         if self.allow_unisolated and isolation().mode == "none":
@@ -227,7 +230,7 @@ def _is_stored(name: ast.Name) -> bool:
 
 def run_tests(source: str, tests: Tests, options: SandboxOptions, stop_early: bool = False) -> Iterator[str]:
     """Yield each test's result: passed, wrong, error or timeout; fewer of them where ``stop_early``."""
-    with Sandbox(options.limits(), options.isolation()) as box:
+    with options.box() as box:
         if tests.asserts:
             seconds = min(options.timeout_s * len(tests), options.total_timeout_s)
             tested = box.judge(program(source, tests.prelude), tests.asserts, tests.names, tests.prelude, seconds)
@@ -236,7 +239,7 @@ def run_tests(source: str, tests: Tests, options: SandboxOptions, stop_early: bo
             return
         one = _run_call if tests.fn_name else _run_script
         for given, wanted in zip(tests.inputs, tests.outputs, strict=True):
-            left = min(options.timeout_s, options.total_timeout_s - box.charged)
+            left = min(options.timeout_s, options.total_timeout_s - box.charged, box.left)
             status = one(box, source, tests.fn_name, given, wanted, left) if left > 0 else "timeout"
             yield status
             if stop_early and status != "passed":
@@ -255,7 +258,7 @@ def _run_script(box: Sandbox, source: str, fn_name: None, given: str, wanted: st
     ran = box.run(source, given, seconds)
     if ran.status != "ok":
         return "timeout" if ran.status == "timeout" else "error"
-    return "passed" if same_output(ran.stdout, wanted) else "wrong"
+    return "passed" if agrees(same_output, ran.stdout, wanted) else "wrong"
 
 
 def _run_call(box: Sandbox, source: str, fn_name: str, given: str, wanted: str, seconds: float) -> str:
@@ -265,7 +268,7 @@ def _run_call(box: Sandbox, source: str, fn_name: str, given: str, wanted: str, 
         called = box.call(_callable_name(source, fn_name), *map(_json, given.split("\n")), seconds=seconds)
     if called.status != "ok":
         return "timeout" if called.status == "timeout" else "error"
-    return "passed" if same_value(called.value, _json(wanted)) else "wrong"
+    return "passed" if agrees(same_value, called.value, _json(wanted)) else "wrong"
 
 
 def _callable_name(source: str, fn_name: str) -> str:
@@ -273,6 +276,14 @@ def _callable_name(source: str, fn_name: str) -> str:
 
 
 # --- comparing
+
+
+def agrees(same: Callable[[Any, Any], bool], given: Any, wanted: Any) -> bool:
+    """Compare what a program gave; what cannot even be compared (a number too large to be a float) is not the same."""
+    try:
+        return same(given, wanted)
+    except (ArithmeticError, ValueError, TypeError, RecursionError, MemoryError):
+        return False
 
 
 def same_output(given: str, wanted: str) -> bool:

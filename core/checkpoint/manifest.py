@@ -21,6 +21,7 @@ from core.checkpoint.changes import Change, changes
 from core.checkpoint.provenance import ModelFingerprint, Provenance
 from core.config.frozen import FrozenDict
 from core.errors import InputError
+from core.file_names import inside, plain_name
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -131,32 +132,59 @@ def verify(folder: Path, *, hashes: bool = True) -> Checkpoint:
     body = _read_manifest(folder)
     for name, wanted in body["files"].items():
         try:
-            size = (folder / name).stat().st_size
+            size = inside(folder, name, folder / MANIFEST).stat().st_size
         except OSError as error:
             raise DamagedCheckpoint(f"{folder}: {name} is missing ({error.strerror})") from error
+        except InputError as error:
+            raise DamagedCheckpoint(str(error)) from error
         if size != wanted["bytes"]:
             raise DamagedCheckpoint(f"{folder}: {name} has {size} bytes, the manifest says {wanted['bytes']}")
     if hashes:
         for name, found in _hash_all(folder, body["files"]).items():
             if found != body["files"][name]["sha256"]:
                 raise DamagedCheckpoint(f"{folder}: {name} was altered: its SHA-256 is not the one in the manifest")
+        for name in body["files"]:
+            check_index(folder / name)
     saved = body["provenance"]
-    return Checkpoint(folder, body["step"], body["files"], Provenance.from_json(saved) if saved else None)
+    try:
+        return Checkpoint(folder, body["step"], body["files"], Provenance.from_json(saved) if saved else None)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DamagedCheckpoint(f"{folder}: {MANIFEST} is not a manifest ({type(error).__name__}: {error})") from error
+
+
+def check_index(path: Path) -> None:
+    """Check the names of files in an index of weights (``*.index.json``); any other file is none.
+
+    Raises DamagedCheckpoint: transformers would read, and an export copy, what they lead to.
+    """
+    if not path.name.endswith(".index.json"):
+        return
+    try:
+        names = json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
+        for name in names:
+            plain_name(name, path)
+    except InputError as error:
+        raise DamagedCheckpoint(str(error)) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{path}: is no index of weights ({type(error).__name__}: {error})") from error
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         body, digest = manifest["body"], manifest["sha256"]
+        shapes = [(int(one["bytes"]), str(one["sha256"])) for one in body["files"].values()]
+        if not isinstance(body["step"], int) or any(size < 0 for size, _ in shapes):
+            raise ValueError("step or sizes are no numbers")
     except OSError as error:
         raise DamagedCheckpoint(f"{folder}: no readable {MANIFEST} ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{folder}: {MANIFEST} is not a manifest ({type(error).__name__}: {error})") from error
     if digest != _digest(body):
         raise DamagedCheckpoint(f"{folder}: {MANIFEST} was altered: its own SHA-256 does not match")
-    if body["format"] != FORMAT:
+    if body.get("format") != FORMAT:
         raise InputError(
-            f"{folder} has format {body['format']}, this code reads {FORMAT}: resume with the code that wrote it"
+            f"{folder} has format {body.get('format')}, this code reads {FORMAT}: resume with the code that wrote it"
         )
     named = NAME.fullmatch(folder.name)
     if named and int(named[1]) != body["step"]:

@@ -20,6 +20,7 @@ from core.checkpoint.kill_points import kill_point
 from core.checkpoint.manifest import MANIFEST, NAME, DamagedCheckpoint, verify
 from core.checkpoint.store import LOCK, TRACKER, CheckpointStore
 from core.errors import InputError
+from core.file_names import inside
 from core.remote.cache import listing
 from core.remote.urls import Remote, explained, place
 from core.remote.writing import check_writable, put_file, tried
@@ -84,7 +85,7 @@ class RemoteRun:
         except FileNotFoundError:
             return
         for name in names:
-            target = self.store.root / name
+            target = inside(self.store.root, name, self.url)
             target.parent.mkdir(parents=True, exist_ok=True)
             for beside in BESIDE if name.endswith(DATABASE) else ():  # of another state of the database
                 target.with_name(target.name + beside).unlink(missing_ok=True)
@@ -97,7 +98,7 @@ class RemoteRun:
         log.info("fetching %s/global_step_%d to %s", self.url, step, final)
         partial = final.with_name(f".tmp-{final.name}-{os.getpid()}")
         for name in listing(Remote(fs, source)):
-            target = partial / name
+            target = inside(partial, name, self.url)
             target.parent.mkdir(parents=True, exist_ok=True)
             fs.get_file(f"{source}/{name}", str(target))
         self.store.adopt(partial, step)

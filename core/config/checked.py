@@ -41,13 +41,14 @@ def examine(
 ) -> Composed:
     """Compose and check without raising. ``hooks`` names the hooks that the recipe's trainer overrides.
 
-    ``base`` holds values by flat key that lie over the recipe's and below the overrides: those of a run, say.
+    ``base`` holds values by flat key that lie over the recipe's and below the overrides: those of a run, say. They are
+    taken as they are: a ``${...}`` in them could read the environment.
     """
     from core.config import composition  # Hydra: half a second that reading a saved configuration need not pay
 
     schema = recipes.schema_of(recipe)
     layers = composition.read(overrides, schema)
-    layers.values[:0] = without_hidden(base or {}).items()
+    layers.values[:0] = composition.literal(without_hidden(base or {})).items()
     tree = composition.tree(recipe, layers)
     refused = list(layers.problems)
     config = resolve(build(schema, tree, refused), recipe)

@@ -179,6 +179,11 @@ def parse(hint: Any, value: Any) -> Any:
     return _SCALARS[hint](value)
 
 
+def is_choice(hint: Any) -> bool:
+    """Return whether a key's values are fixed: one of some names, or none."""
+    return all(get_origin(part) is Literal for part in _alternatives(hint) if part is not type(None))
+
+
 def _alternatives(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 

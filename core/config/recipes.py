@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,8 @@ def names() -> list[str]:
 
 def folder(recipe: str) -> Path:
     """Return the folder of a recipe's configuration files, which need not exist."""
+    if not re.fullmatch(r"[\w-]+", recipe):  # a manifest may name one, and no path leads from it to code
+        return RECIPES / "-" / "config"
     places = (place / recipe / "config" for place in (RECIPES, *(Path(p).absolute() / "recipes" for p in sys.path)))
     return next((each for each in places if (each / f"{recipe}.yaml").exists()), RECIPES / recipe / "config")
 
@@ -59,7 +62,7 @@ def trainer_of(recipe: str) -> tuple[str | None, tuple[str, ...]]:
     They are the arguments of ``launch.main(...)`` in ``main_<recipe>.py``, which is read and not run. Raises InputError
     where they are not written as texts there, or as names of texts.
     """
-    path = folder(recipe).with_name(f"main_{recipe}.py")
+    path = folder(recipe).parent / f"main_{recipe}.py"
     if not path.exists():
         raise InputError(f"recipe={recipe}: has no main_{recipe}.py; choose one of {', '.join(names())}")
     tree = ast.parse(path.read_text(encoding="utf-8"))

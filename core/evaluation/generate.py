@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from core.config import Config, convert, examine, recipes, registry
+from core.config import Config, code_keys, convert, examine, recipes, registry
 from core.data.stream import load_val_prompts
 from core.errors import InputError
 from core.evaluation.answer_file import FORMAT, AnswerFile, answer_line
@@ -38,6 +38,8 @@ DECIDING = (
     *(f"actor_rollout_ref.rollout.{name}" for name in ("name", "dtype", "ignore_eos", "engine_kwargs", "agent_loop")),
     *("actor_rollout_ref.rollout.val_kwargs.", "actor_rollout_ref.rollout.multi_turn.", "trainer.seed"),
 )
+# Sections of which nothing is loaded here: answers are neither scored nor trained on
+UNREAD = ("custom_reward_function.", "reward_model.", "algorithm.", "actor_rollout_ref.actor.", "critic.")
 ADDRESS = ".url"  # a server may move between two calls
 
 
@@ -98,6 +100,8 @@ def request(
     composed = examine(recipe, overrides, hooks, source.settings)
     if composed.problems:
         raise InputError(composed.problems)
+    if run is not None:
+        code_keys.refuse(f"--run={run}", composed.config, recipe, overrides, UNREAD)
     for key, (value, reason) in composed.unused.items():
         print(f"no effect: {key}={convert.show(value, key)}: {reason}", file=sys.stderr)
     return GenerateCall(recipe, trainer or TRAINER, composed.config, source, out)

@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from core.config import Config, convert, examine, recipes
+from core.config import Config, code_keys, convert, examine, recipes
 from core.data.parquet import Example, ExampleFile, Problems, sha256_of
 from core.errors import InputError
 from core.evaluation.answer_file import FORMAT, complete_answers, manifest_path, prompt_of, trajectory_of
@@ -51,7 +51,7 @@ def score(source: Path, overrides: Sequence[str] = (), scorer: str | None = None
             it always failed, a wrong option.
     """
     manifest, answers = complete_answers(source)
-    config, given = _configured(manifest, overrides)
+    config, given = _configured(source, manifest, overrides)
     if VAL_FILES in given:
         check_data(source, answers, config)
     names = _scorer_names(source, answers, scorer, config)
@@ -93,9 +93,13 @@ def _group(rated: Sequence[tuple]) -> ScoredGroup:
     return ScoredGroup(prompts[0], trajectories, scores)
 
 
-def _configured(manifest: Mapping[str, Any], overrides: Sequence[str]) -> tuple[Config, Mapping[str, Any]]:
+def _configured(
+    source: Path, manifest: Mapping[str, Any], overrides: Sequence[str]
+) -> tuple[Config, Mapping[str, Any]]:
     """Return the configuration, and what the overrides set."""
-    recipe = manifest["recipe"]
+    recipe = manifest.get("recipe")
+    if not isinstance(recipe, str) or not isinstance(manifest.get("config"), Mapping):
+        raise InputError(f"{manifest_path(source)}: names no recipe, or no configuration; restore it from a copy")
     composed = examine(recipe, overrides, recipes.trainer_of(recipe)[1], manifest["config"])
     problems = list(composed.problems)
     for key in composed.given:
@@ -105,7 +109,13 @@ def _configured(manifest: Mapping[str, Any], overrides: Sequence[str]) -> tuple[
         problems.append("reward_model.enable=True: no model is loaded here; set it to False, or validate in a run")
     if problems:
         raise InputError(problems)
+    code_keys.refuse(str(manifest_path(source)), composed.config, recipe, overrides, _unread(composed.config))
     return composed.config, composed.given
+
+
+def _unread(config: Config) -> tuple[str, ...]:
+    """Return the keys of which nothing is loaded here: all sections but those of rewards."""
+    return tuple(key for key in convert.flat(config) if not key.startswith(SECTIONS))
 
 
 def _scorer_names(source: Path, answers: Sequence[Mapping[str, Any]], scorer: str | None, config: Config) -> list[str]:

@@ -22,6 +22,7 @@ from typing import Any
 from core.checkpoint.manifest import Checkpoint, verify
 from core.checkpoint.store import CheckpointStore, fetched
 from core.errors import InputError
+from core.file_names import inside
 from core.remote.urls import written_here
 
 log = logging.getLogger(__name__)
@@ -210,7 +211,7 @@ def export(
         if dtype is None and not (actor / ADAPTERS).exists():
             for name in found.files:
                 if name.startswith("actor/") and not name.endswith(TRAINING_STATE):
-                    target = unfinished / name.removeprefix("actor/")
+                    target = inside(unfinished, name.removeprefix("actor/"), found.folder)
                     target.parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(found.folder / name, target)
         else:

@@ -168,7 +168,10 @@ def merge_saved(
     from core.checkpoint.provenance import base_of
     from core.learner.models import auto_class, resolve_path
 
-    path = resolve_path(path or PeftConfig.from_pretrained(folder).base_model_name_or_path, "--base")
+    config = PeftConfig.from_pretrained(folder)
+    if config.peft_type != "LORA" or getattr(config, "megatron_config", None):  # with it peft imports megatron_core
+        raise InputError(f"{folder}: its adapter_config.json is none that a run here writes, and may name code to run")
+    path = resolve_path(path or config.base_model_name_or_path, "--base")
     found = base_of(path)
     if saved is not None and saved.sha256 != found.sha256:
         raise InputError(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from core.checkpoint.manifest import check_index
 from core.data.images import PICTURE_KINDS
 from core.errors import InputError
 from core.learner.log_probs import FP32Head
@@ -45,6 +46,8 @@ def resolve_path(path: str, key: str = "actor_rollout_ref.model.path", *, weight
         raise InputError(f"{key}={path}: no config.json there; give a Hugging Face folder or a hub id (org/name)")
     if what := damage(local, weights=weights or not is_url(path)):
         raise InputError(f"{key}={path}: {what}; {FIX}")
+    for index in local.glob("*.index.json"):
+        check_index(index)
     return str(local)
 
 

@@ -5,7 +5,9 @@ The folder around them, and what else a checkpoint holds, is the business of ``c
 
 from __future__ import annotations
 
+import io
 import logging
+import pickle
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +18,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -23,10 +27,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from core.checkpoint.manifest import fsync, sha256_of
+from core.checkpoint.manifest import DamagedCheckpoint, fsync, sha256_of
 from core.checkpoint.provenance import Base, ModelFingerprint, base_of
 from core.checkpoint.run_state import load_tensors
 from core.config.frozen import FrozenDict
+from core.file_names import inside
 from core.learner.hf_export import export_hf, full_disk_as_oserror, load_weights
 from core.learner.learner import Actor, Critic
 from core.learner.lora import add_adapters, has_adapters, load_adapters, save_adapters, trained_weights
@@ -135,12 +140,62 @@ def save_optimizer(state: Mapping[str, Any], folder: Path, group: dist.ProcessGr
     return {path.name: on_disk(path) for path in folder.glob(f"__{dist.get_rank()}_*")}
 
 
+class PlainReader(dcp.FileSystemReader):
+    """A reader of a sharded checkpoint that builds its description of known classes alone: pickles can run code."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = self._get_metadata_path(kwargs.get("rank"))
+        try:
+            with self.fs.create_stream(path, "rb") as file:
+                found = _PlainUnpickler(file).load()
+        except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, TypeError, ValueError, KeyError) as error:
+            raise DamagedCheckpoint(f"{path}: is no description of a sharded optimizer ({error})") from error
+        if not isinstance(found, Metadata):
+            raise DamagedCheckpoint(f"{path}: is no description of a sharded optimizer")
+        found.storage_meta = found.storage_meta or StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        for one in found.storage_data.values():
+            inside(Path(self.path), one.relative_path, path)
+        return found
+
+
+class PlainPlanner(dcp.DefaultLoadPlanner):
+    """A planner that reads numbers and texts as tensors are read, with ``weights_only``."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        plain = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), plain)  # raises for anything else
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    DESCRIBED = (
+        *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+        *("TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta"),
+    )
+    OTHERS = (
+        *(("torch.distributed.checkpoint.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")),
+        *(("torch", name) for name in ("Size", "device")),
+        *(("torch.serialization", "_get_layout"), ("collections", "OrderedDict")),
+        *(("pathlib", name) for name in ("PosixPath", "PurePosixPath", "Path")),
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        described = module == Metadata.__module__ and name in self.DESCRIBED
+        a_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if described or a_type or (module, name) in self.OTHERS:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of one")
+
+
 def load_sharded_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     """Load what :func:`save_optimizer` wrote, on these ranks or, without a process group, in this process."""
     state = {"optimizer": get_optimizer_state_dict(module, optimizer)}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+        reader, planner = PlainReader(folder), PlainPlanner()
+        dcp.load(state, storage_reader=reader, planner=planner, no_dist=not dist.is_initialized())
     set_optimizer_state_dict(module, optimizer, state["optimizer"])
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import InputError
+from core.file_names import inside, plain_name
 from core.remote.urls import Remote, explained, is_url, name_of, place
 
 VARIABLE = "RLREPRO_CACHE"
@@ -84,11 +85,11 @@ def listing(source: Remote, without: tuple[str, ...] = ()) -> dict[str, dict[str
         return {"": info}
     found = {}
     for full, info in sorted(fs.find(path, detail=True).items()):
-        name = full[len(path) :].lstrip("/")
-        if ".." in name.split("/"):
-            raise InputError(f"{full}: a name that leads out of its folder; rename it")
-        if name and not name.endswith("/") and not any(fnmatch(name, each) for each in without):
-            found[name] = info
+        if full.endswith("/") or full == path:  # markers of folders in object stores
+            continue
+        name = full.removeprefix(f"{path}/") if full.startswith(f"{path}/") else f"../{full}"
+        if not any(fnmatch(name, each) for each in without):
+            found[plain_name(name, path)] = info
     return found
 
 
@@ -114,13 +115,13 @@ def _is_complete(entry: Path) -> bool:
     try:
         sealed = json.loads(entry.with_suffix(".json").read_text(encoding="utf-8"))["files"]
         for name, (size, changed, digest) in sealed.items():
-            stat = (entry / name).stat()
+            stat = inside(entry, name, entry.with_suffix(".json")).stat()
             if stat.st_size != size or (stat.st_mtime_ns != changed and _sha256(entry / name) != digest):
                 log.warning("%s was damaged after it was copied: copied again", entry / name)
                 return False
     except FileNotFoundError:
         return False
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError, InputError):
         log.warning("%s is damaged: copied again", entry.with_suffix(".json"))
         return False
     return True
@@ -145,7 +146,7 @@ def _copy(url: str, key: str, source: Remote, files: Mapping[str, Mapping[str, A
 
         def copy(name: str) -> tuple[str, list[Any]]:
             relative = "/".join(filter(None, (name_of(url), name)))
-            into = partial / relative
+            into = inside(partial, relative, url)
             into.parent.mkdir(parents=True, exist_ok=True)
             with explained(url, key):
                 digest = _fetch(source.fs, "/".join(filter(None, (source.path, name))), into, bar)

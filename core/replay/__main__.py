@@ -4,7 +4,9 @@
     python -m core.replay RUN --step 12 --phase advantages     compares one phase
     python -m core.replay RUN --step 12 --with actor_rollout_ref.actor.clip_ratio=0.1
 
-A RUN is a run folder that was trained with ``trainer.capsule_steps=[12]``. The exit status is 0 where the step repeats,
+A RUN is a run folder that was trained with ``trainer.capsule_steps=[12]``. Code that is not this repository's is named
+on the command line, whatever the capsule names: ``--trainer my.py:Trainer algorithm.adv_estimator=my.py:f``. The exit
+status is 0 where the step repeats,
 1 where something differs and 2 for bad input.
 """
 
@@ -30,17 +32,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--phase", choices=PHASES, action="append", help="Compare this phase alone (may be repeated).")
     told = "Print the metrics with another objective on the same batch (may be repeated)."
     parser.add_argument("--with", dest="changes", metavar="key=value", action="append", help=told)
-    args = parser.parse_args(arguments)
+    told = "A key whose value is code, as the run had it: the capsule's own word is not taken for it."
+    parser.add_argument("code", nargs="*", metavar="key=value", help=told)
+    told = "The trainer of a recipe of your own, as package.module:class or path/file.py:class."
+    parser.add_argument("--trainer", metavar="module:class", help=told)
+    args = parser.parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     try:
         if args.changes and args.phase:
             raise InputError(f"--phase={args.phase[0]}: compares with the record, and --with does not; leave one out")
         from core.replay.replay_report import replay, what_if  # imports torch
 
+        code = {"code": args.code, "trainer": args.trainer}
         if args.changes:
-            print(what_if(args.run, args.step, args.changes))
+            print(what_if(args.run, args.step, args.changes, **code))
             return 0
-        done = replay(args.run, args.step, args.phase or PHASES)
+        done = replay(args.run, args.step, args.phase or PHASES, **code)
     except (InputError, OSError) as error:
         print(f"core.replay: {error}", file=sys.stderr)
         return 2

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shlex
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.config import Config, convert, examine, recipes, roles
+from core.config import Config, code_keys, convert, examine, recipes, roles
 from core.config.unknown_keys import unknown_key
 from core.errors import InputError
+from core.launch import TRAINER as LAUNCHED
 from core.replay import PHASES
 from core.replay.differences import Closeness, Difference
 from core.replay.phases import (
@@ -50,27 +53,58 @@ class Replay:
         return "\n".join([*lines, *([f"  and {len(others) - SHOWN} more"] if len(others) > SHOWN else [])])
 
 
-def replay(run: Path, step: int | None = None, phases: Collection[str] = PHASES) -> Replay:
-    """Compute a step that was kept again and compare.
+def replay(
+    run: Path,
+    step: int | None = None,
+    phases: Collection[str] = PHASES,
+    *,
+    code: Sequence[str] = (),
+    trainer: str | None = None,
+) -> Replay:
+    """Compute a step that was kept again and compare. ``code`` and ``trainer`` are the code that was named for it.
 
-    Raises InputError for what cannot be replayed: see :func:`core.replay.stored_step.find` and ``read``.
+    Raises InputError for what cannot be replayed: see :func:`core.replay.stored_step.find` and ``read``, and for code
+    that the capsule alone names.
     """
-    stored = read(find(run, step))
+    stored = _trusted(read(find(run, step)), code, trainer)
     chosen = tuple(name for name in PHASES if name in phases)
     rule = Closeness.of(stored)
     trainer = rebuilt(stored, stored.config, weights=not {*chosen} <= {*WITHOUT_WEIGHTS})
     return Replay(stored, chosen, rule, tuple(differences(trainer, stored, chosen, rule)))
 
 
+# What a replay loads nothing of: answers are there, and scored
+UNREAD = ("custom_reward_function.", "reward_model.", "actor_rollout_ref.rollout.", "trainer.logger", "ray_kwargs.")
+
+
+def _trusted(stored: StoredStep, code: Sequence[str], trainer: str | None) -> StoredStep:
+    """Return the step with the trainer to make, once all the code that it names was named by the caller as well."""
+    config, recipe = stored.config, recipe_of(stored.config)
+    if strange := [key for key in examine(recipe, code).given if key not in code_keys.named(config)]:
+        raise InputError(f"{strange[0]}: names no code of this capsule; --with tries another value of a key")
+    code_keys.refuse(str(stored.folder), config, recipe, code, UNREAD)
+    known = {LAUNCHED, *(recipes.trainer_of(name)[0] for name in recipes.names())}
+    recorded = stored.facts["trainer"]
+    if trainer is None and recorded not in known:
+        raise InputError(
+            f"{stored.folder}: its trainer is {ascii(recorded)[:200]}, which is no recipe's here. The capsule may come "
+            "from anybody, and code is named on the command line alone. If you trust that code, append "
+            f"--trainer {shlex.quote(str(recorded))}"
+        )
+    return dataclasses.replace(stored, facts={**stored.facts, "trainer": trainer or recorded})
+
+
 # ---------------------------------------------------------------- what if
 
 
-def what_if(run: Path, step: int | None, changes: Sequence[str]) -> str:
+def what_if(
+    run: Path, step: int | None, changes: Sequence[str], *, code: Sequence[str] = (), trainer: str | None = None
+) -> str:
     """Return a table of metrics of the step as it was, and with other keys of the objective, on the same batch.
 
     Both columns are computed now, all phases one after the other. Raises InputError for a key that cannot be tried.
     """
-    stored = read(find(run, step))
+    stored = _trusted(read(find(run, step)), code, trainer)
     config = changed(stored, changes)
     as_it_was, with_changes = _metrics(stored, stored.config), _metrics(stored, config)
     names = [*as_it_was, *(name for name in with_changes if name not in as_it_was)]

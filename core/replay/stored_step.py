@@ -14,14 +14,17 @@ from typing import Any
 
 from torch import Tensor
 
-from core.checkpoint.manifest import sha256_of
+from core.checkpoint.manifest import NAME, sha256_of
 from core.checkpoint.run_state import decode
 from core.config import Config, roles
 from core.config.from_tree import build
 from core.errors import InputError
+from core.file_names import FIX, inside
 from core.redaction import without_hidden
 from core.tracking.capsules import FACTS, FOLDER, FORMAT, PARTIAL, TENSORS, step_of
 from core.types import ScoredGroup, TrainBatch
+
+MODELS = ("actor", "critic", "ref")
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ def read(folder: Path) -> StoredStep:
     path = folder / FACTS
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
-        version, hashes = facts["format"], facts["files"]
+        version, hashes = facts["format"], dict(facts["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         rule = f"cannot be read as a capsule ({type(error).__name__}: {error})"
         raise InputError(f"{path}: {rule}; copy it anew, or let the run keep the step again") from error
@@ -124,10 +127,22 @@ def read(folder: Path) -> StoredStep:
             f"commit {facts.get('code', {}).get('commit')}"
         )
     for name, wanted in hashes.items():
-        file = folder / name
+        file = inside(folder, name, path)
         if not file.is_file() or sha256_of(file) != wanted:
             if not file.is_file():
                 raise InputError(f"{file}: is missing; copy the capsule anew, or let the run keep the step again")
             raise InputError(f"{file}: was altered or cut short; copy the capsule anew, or keep the step again")
+    _check_weights(facts, path)
     tensors = {name: value.clone() for name, value in load_file(folder / TENSORS).items()}  # aligned as torch does
     return StoredStep(folder, facts, tensors)
+
+
+def _check_weights(facts: Mapping[str, Any], path: Path) -> None:
+    """Check where a capsule has its weights: in folders of these names, or in a checkpoint of its run."""
+    kept, checkpoint = facts["weights"]["kept"], facts["weights"]["checkpoint"]
+    for name in kept:
+        if name not in MODELS:
+            raise InputError(f"{path}: weights.kept={ascii(name)[:200]}: must be one of {', '.join(MODELS)}; {FIX}")
+        inside(path.parent, name, path)
+    if checkpoint is not None and not (isinstance(checkpoint, str) and NAME.fullmatch(checkpoint)):
+        raise InputError(f"{path}: weights.checkpoint={ascii(checkpoint)[:200]}: names no global_step_N; {FIX}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from core.rewards.judge import Judge
 from core.rewards.managers import make_manager
 from core.types import Prompt, Segment, Stop, Trajectory
 from reward_scores.score import Score, ScoreStatus
+from reward_scores.unit_tests import SandboxOptions
 
 if TYPE_CHECKING:
     from core.config.schema import Config, RewardModelConfig
@@ -164,8 +165,16 @@ class RewardLayer:
         problems.raise_if_any()
         if failing := [problem for row in first.values() if self.custom and (problem := self._try(row))]:
             raise InputError(failing)
+        self._say_isolation({self.scorers.scorer(data_source).name for data_source in first})
         if self.judge is not None:
             self.judge.check(self._agreement)
+
+    def _say_isolation(self, scorers: Collection[str]) -> None:
+        """Print what holds the programs of answers on this machine, where there are any."""
+        options = [self.scorers.reward_kwargs[name] for name in RUN_PROGRAMS if name in scorers]
+        local = [one["sandbox"] for one in options if not one.get("sandbox_fusion", {}).get("url")]
+        if local and not self.scorers.custom:
+            print(SandboxOptions(**local[0]).isolation().line, flush=True)
 
     def _try(self, row: Prompt | Example) -> str | None:
         """Have a user's code grade answers to a row until one has a score; return the problem where none has."""
@@ -255,12 +264,11 @@ def written(text: str) -> Trajectory:
 def scorer_options(reward: RewardModelConfig) -> dict[str, dict[str, Any]]:
     """Return ``reward_model.reward_kwargs``, with where and within which limits the scorers run programs."""
     options = {name: dict(given or {}) for name, given in (reward.reward_kwargs or {}).items()}
-    sandbox = dataclasses.asdict(reward.sandbox)
+    sandbox, fusion = dataclasses.asdict(reward.sandbox), dataclasses.asdict(reward.sandbox_fusion)
     if reward.source != "register" or reward.reward_manager != "naive":  # naive has no deadline for an answer
-        sandbox["total_timeout_s"] = TESTS_SHARE * reward.timeout_s
+        sandbox["total_timeout_s"] = fusion["total_timeout_s"] = TESTS_SHARE * reward.timeout_s
     for name in RUN_PROGRAMS:
         options[name] = {"sandbox": sandbox, **options.get(name, {})}
     if reward.sandbox_fusion.url:
-        fusion = dataclasses.asdict(reward.sandbox_fusion)
         options["prime_code"] = {"sandbox_fusion": fusion, **options["prime_code"]}
     return options

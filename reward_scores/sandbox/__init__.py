@@ -6,14 +6,19 @@ processes or files but the standard library, in an empty folder in memory, with 
 a program is expected to print or return is never sent there, except to the judge, which the program cannot reach.
 
 How it is shut in is found out by trying (:func:`isolation`): namespaces (with root's right to make them, or a user
-namespace), else Landlock and seccomp. What remains possible: using up its time and memory, seeing which files exist
-(Landlock only), knowing its inputs, and with a bug in the kernel everything.
+namespace), else Landlock, and with either a filter of system calls (seccomp). What remains possible: using up its time
+and memory, seeing which files exist (Landlock only), knowing its inputs, and with a bug in the kernel everything.
+
+Whatever a program does is its own outcome: it fails, or its time is over. SandboxError means that the sandbox's own
+processes failed, which a program can neither reach nor hold up.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
+import math
 import os
 import select
 import signal
@@ -22,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -68,6 +73,15 @@ class Isolation:
     def __str__(self) -> str:
         return f"{self.mode}{' with seccomp' if self.seccomp else ''}"
 
+    @property
+    def line(self) -> str:
+        """One line for a start: what holds programs, or that nothing does."""
+        if self.mode == "none":
+            held = f"with this user's rights, {'under seccomp alone' if self.seccomp else 'held by nothing'}"
+            return f"isolation: none; programs run {held}, since reward_model.sandbox.allow_unisolated=True"
+        better = f" (refused here: {'; '.join(self.refused)})" if self.refused else ""
+        return f"isolation: programs run in {self}{better}"
+
 
 @dataclass(frozen=True)
 class Ran:
@@ -108,12 +122,16 @@ class Opaque:
 class Sandbox:
     """One sandbox, to be used in a ``with`` statement. Not for several threads.
 
-    ``how`` is by default the best that :func:`isolation` finds. Raises SandboxUnavailable where there is none, and
-    SandboxError where the sandbox fails. ``charged`` counts the seconds that programs took.
+    ``how`` is by default the best that :func:`isolation` finds. ``seconds`` are its life, on the wall: what a program
+    has not done by then ends with status timeout. Raises SandboxUnavailable where there is no isolation, and
+    SandboxError where the sandbox fails, which includes a start that takes half of its life. ``charged`` counts the
+    seconds that programs took.
     """
 
-    def __init__(self, limits: Limits | None = None, how: Isolation | None = None):
+    def __init__(self, limits: Limits | None = None, how: Isolation | None = None, seconds: float = math.inf):
         self.limits = limits or Limits()
+        begun = time.monotonic()
+        self.end = begun + seconds
         how = how or required_isolation()
         command = [os.path.realpath(sys.executable), "-s", "-S", "-X", "utf8", str(_HARNESS)]
         self._process = subprocess.Popen(
@@ -126,7 +144,7 @@ class Sandbox:
             start_new_session=True,
         )
         self.charged = 0.0
-        self._deadline = time.monotonic() + START_SECONDS
+        self._deadline = begun + min(START_SECONDS, seconds / 2)
         try:
             self._send(
                 {
@@ -147,6 +165,11 @@ class Sandbox:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    @property
+    def left(self) -> float:
+        """Seconds of its life that are left."""
+        return self.end - time.monotonic()
 
     def close(self) -> None:
         """End the sandbox: its first process ends with the pipe of requests, and all others end with it."""
@@ -206,8 +229,9 @@ class Sandbox:
 
     def _begin(self, what: str, seconds: float | None, **request: Any) -> None:
         seconds = self.limits.seconds if seconds is None else seconds
-        self._deadline = time.monotonic() + PATIENCE * seconds + GRACE_SECONDS
-        self._send({"do": what, "seconds": seconds, **request})
+        end = min(time.monotonic() + PATIENCE * seconds, self.end)
+        self._deadline = end + GRACE_SECONDS
+        self._send({"do": what, "seconds": seconds, "end": end, **request})
 
     def _send(self, message: Any) -> None:
         data = plain.dumps(message)
@@ -241,15 +265,18 @@ class Sandbox:
         return "it was closed"
 
 
-def _called(answer: list[Any]) -> Called:
+def _called(reply: list[str]) -> Called:
+    """Read the harness's word on a call: that the program sent a line, which may be anything, or that it did not."""
+    status, line = reply
+    if status != "sent":
+        return Called(status)
     try:
-        status, *rest = answer
-        if status == "ok":
+        word, *rest = plain.loads_foreign(line.encode("latin-1"))
+        if word == "ok":
             return Called("ok", plain.decode(rest[0], Opaque))
-    except (plain.NotPlain, ValueError, LookupError, TypeError) as error:
+        return Called("raised", detail=": ".join(str(part)[:500] for part in rest))
+    except (ValueError, LookupError, TypeError, MemoryError) as error:  # NotPlain among them
         return Called("ended", detail=f"it sent no value: {error}")
-    known = status in ("raised", "timeout", "ended")
-    return Called(status if known else "ended", detail=": ".join(str(part)[:500] for part in rest if part))
 
 
 def _refuse(value: Any) -> int:
@@ -264,12 +291,11 @@ def isolation() -> Isolation:
     """Return the best way to shut a program in on this machine. Each is tried with a program that tries to get out."""
     refused = []
     for mode in MODES:
-        for seccomp in (True, False) if mode != "landlock" else (True,):
-            how = Isolation(mode, seccomp, tuple(refused))
-            problem = probe(how)
-            if not problem:
-                return how
-            refused.append(f"{how}: {problem}")
+        how = Isolation(mode, True, tuple(refused))
+        problem = probe(how)
+        if not problem:
+            return how
+        refused.append(f"{how}: {problem}")
     return Isolation("none", False, tuple(refused))
 
 
@@ -291,38 +317,40 @@ def unisolated() -> Isolation:
     return Isolation("none", not probe(Isolation("none", True), escapes=False))
 
 
-_PROBE = """
-import os, socket
-def tried(what):
-    try:
-        return bool(what())
-    except OSError:
-        return False
-print(
-    "outside" if tried(lambda: open({secret!r}).read()) else "",
-    "network" if tried(lambda: not socket.create_connection(("127.0.0.1", {port}), 1).close()) else "",
-    "process" if tried(lambda: not os.kill({pid}, 0)) else "",
-    "environment" if os.environ else "",
-    "end",
-)
-"""
-
-
 def probe(how: Isolation, escapes: bool = True) -> str:
-    """Return why a program is not shut in this way, or an empty text. ``escapes`` False: only whether it runs."""
-    with tempfile.NamedTemporaryFile("w") as secret, socket.create_server(("127.0.0.1", 0)) as server:
-        secret.write("secret")
-        secret.flush()
-        source = _PROBE.format(secret=secret.name, port=server.getsockname()[1], pid=os.getpid())
+    """Return why a program is not shut in this way, or an empty text. ``escapes`` False: only whether it runs.
+
+    A program in the sandbox tries every way out of ``probe.py`` on a file, sockets and a process made for it here.
+    """
+    script = Path(__file__).with_name("probe.py").read_text(encoding="utf-8")
+    with targets() as given, contextlib.suppress(FileNotFoundError):
         try:
             with Sandbox(Limits(), how) as box:
-                ran = box.run(source)
+                ran = box.run(script, json.dumps(given))
         except (SandboxError, OSError) as error:
             return str(error)
-    words = ran.stdout.split()
-    if words[-1:] != ["end"]:
+    *reached, last = ran.stdout.split("\n")[:-1] or [""]
+    if last != "end":
         return f"the probe failed ({ran.status}): {ran.stderr.strip()[-300:]}"
-    return f"a program reaches {', '.join(words[:-1])}" if escapes and len(words) > 1 else ""
+    return f"a program reaches {', '.join(reached)}" if escapes and reached else ""
+
+
+@contextlib.contextmanager
+def targets() -> Iterator[dict[str, Any]]:
+    """Make what a probe tries to reach: a file with a secret, sockets by port, path and name, and a process."""
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        file, path, name = f"{folder}/secret", f"{folder}/socket", f"rlrepro-{os.getpid()}-{os.urandom(8).hex()}"
+        Path(file).write_text("secret", encoding="utf-8")
+        os.chmod(folder, 0o755)  # other users' programs may look: what keeps them out must be the sandbox
+        os.chmod(file, 0o666)
+        tcp = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        for address in (path, f"\0{name}"):
+            server = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+            server.bind(address)
+        os.chmod(path, 0o666)
+        port = tcp.getsockname()[1]
+        yield {"file": file, "port": port, "path": path, "name": name, "pid": os.getpid()}
 
 
 __all__ = [

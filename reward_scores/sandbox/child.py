@@ -183,7 +183,7 @@ class Link:
         if not line.endswith(b"\n"):
             raise ProgramFailed("it ended, or sent too much")
         try:
-            answer = plain.loads(line)
+            answer = plain.loads_foreign(line)
             if answer[0] == "ok":
                 return plain.decode(answer[1], lambda number: Remote(self, number))
             name, text = str(answer[1]), str(answer[2])

@@ -5,6 +5,7 @@ Limits of memory, files and processes are ``confine.py``.
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import time
@@ -23,11 +24,14 @@ class Clock:
     While they use no processor, that is time on the wall; while they do, it is the processor's time, since they may
     have to share it, but no less than a share of the wall's. A wait of this process that took much longer than asked
     for, so that the machine was held up, counts as a short one.
+
+    Whatever they do, their time is over at ``end`` (of :func:`time.monotonic`): an answer's grader has a deadline too,
+    beyond which nothing would be known about the answer.
     """
 
-    def __init__(self, seconds: float, pids: Sequence[int]):
+    def __init__(self, seconds: float, pids: Sequence[int], end: float = math.inf):
         self.seconds = self.left = seconds
-        self.pids = pids
+        self.pids, self.end = pids, end
         self.last, self.busy, self.window = time.monotonic(), self._processor_time(), 0.0
 
     def charge(self) -> float:
@@ -38,6 +42,8 @@ class Clock:
         self.window += passed
         if self.window >= _WINDOW or self.left <= 0:
             self._settle()
+        if now >= self.end:
+            self.left = 0.0
         return self.left
 
     def _settle(self) -> None:
@@ -56,7 +62,9 @@ class Clock:
     def poll(self, poll: select.poll) -> list[int]:
         """Return the ready descriptors; none once the time is over. Ends the process when its owner has gone."""
         while self.charge() > 0:
-            ready = [number for number, _ in poll.poll(1000 * min(_SLICE, self.left))]
+            ready = [
+                number for number, _ in poll.poll(1000 * min(_SLICE, self.left, max(0.0, self.end - time.monotonic())))
+            ]
             if OWNER in ready:
                 os._exit(0)
             if ready:

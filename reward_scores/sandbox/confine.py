@@ -1,18 +1,23 @@
-"""Shut a process in by means of the kernel: namespaces, Landlock, seccomp, resource limits (Linux, by ctypes).
+"""Shut a process in by means of the kernel: namespaces, Landlock, resource limits (Linux, by ctypes).
 
-Run inside the sandbox's own processes. Every function raises OSError where the kernel refuses.
+The filter of system calls is ``seccomp.py``. Run inside the sandbox's own processes. Every function raises OSError
+where the kernel refuses.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
 import resource
 import signal
+import stat
 import struct
 import tempfile
 from typing import NoReturn
+
+import seccomp
 
 MODES = ("namespaces", "user_namespaces", "landlock", "none")
 
@@ -21,34 +26,13 @@ _NEW_NS, _NEW_UTS, _NEW_IPC, _NEW_USER, _NEW_PID, _NEW_NET = (1 << bit for bit i
 _RDONLY, _NOSUID, _NODEV, _NOEXEC, _REMOUNT, _BIND, _REC, _PRIVATE = (1 << b for b in (0, 1, 2, 3, 5, 12, 14, 18))
 _KEPT_FLAGS = {1: _RDONLY, 2: _NOSUID, 4: _NODEV, 8: _NOEXEC, 1024: 1 << 10, 2048: 1 << 11, 4096: 1 << 21}  # statvfs
 _DETACH = 2
-_PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _PR_SET_DUMPABLE = 1, 24, 38, 22, 4
+_PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_SET_DUMPABLE = 1, 24, 38, 4
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 _MOUNT_POINTS = ("/mnt", "/media", "/srv", "/opt", "/tmp")
 _FIRST_UID = 0x40000000  # of the users that programs run as where the sandbox starts as root; one a sandbox
 
-_ARCHITECTURE = {"x86_64": 0, "aarch64": 1}.get(platform.machine())
-_AUDIT_ARCH = (0xC000003E, 0xC00000B7)
-# name: (x86_64, aarch64); -1 where there is none
-_DENIED = {
-    **{"socket": (41, 198), "execve": (59, 221), "execveat": (322, 281), "fork": (57, -1), "vfork": (58, -1)},
-    **{"ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272)},
-    **{"mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "setns": (308, 268)},
-    **{"unshare": (272, 97), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430)},
-    **{"fsconfig": (431, 431), "fsmount": (432, 432), "mount_setattr": (442, 442), "quotactl": (179, 60)},
-    **{"bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "fanotify_init": (300, 262)},
-    **{"io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427)},
-    **{"add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "personality": (135, 92)},
-    **{"open_by_handle_at": (304, 265), "name_to_handle_at": (303, 264), "syslog": (103, 116), "acct": (163, 89)},
-    **{"init_module": (175, 105), "finit_module": (313, 273), "kexec_load": (246, 104), "reboot": (169, 142)},
-    **{"swapon": (167, 224), "settimeofday": (164, 170), "clock_settime": (227, 112)},
-    **{"memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "semget": (64, 190)},
-    **{"msgget": (68, 186), "mq_open": (240, 180), "tkill": (200, 130), "pidfd_open": (434, 434)},
-    **{"pidfd_send_signal": (424, 424), "pidfd_getfd": (438, 438), "rt_sigqueueinfo": (129, 138)},
-    **{"rt_tgsigqueueinfo": (297, 240), "process_madvise": (440, 440), "sched_setscheduler": (144, 119)},
-}
-_CLONE, _CLONE3, _KILL, _TGKILL, _PRCTL, _PRLIMIT = (56, 220), (435, 435), (62, 129), (234, 131), (157, 167), (302, 261)
-_PIVOT_ROOT, _CAPSET, _SECCOMP_FILTER, _CLONE_THREAD = (155, 41), (126, 91), 2, 0x10000
+_PIVOT_ROOT, _CAPSET = (155, 41), (126, 91)
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 
@@ -81,9 +65,9 @@ def die_with_parent() -> None:
 
 
 def _require_architecture() -> int:
-    if _ARCHITECTURE is None:
+    if seccomp.ARCHITECTURE is None:
         raise OSError(38, f"no system call numbers for {platform.machine()}")
-    return _ARCHITECTURE
+    return seccomp.ARCHITECTURE
 
 
 # --- namespaces
@@ -148,9 +132,34 @@ def _show(path: str, target: str) -> None:
     _mount(None, target, None, _REMOUNT | _BIND | _RDONLY | _NOSUID | nodev | kept)
 
 
-def program_uid(mode: str) -> int:
-    """Return the user that programs run as. In namespaces made by root it is this sandbox's alone."""
-    return _FIRST_UID + os.getpid() if mode == "namespaces" and os.geteuid() == 0 else os.geteuid()
+def program_uid(mode: str, paths: list[str]) -> int:
+    """Return the user that programs run as. Where the sandbox starts as root it is this sandbox's alone.
+
+    Under Landlock that user needs rights to the standard library, which namespaces show to it in any case.
+    """
+    alone = mode == "namespaces" or (mode == "landlock" and all(map(_open_to_all, paths)))
+    return _FIRST_UID + os.getpid() if alone and os.geteuid() == 0 else os.geteuid()
+
+
+def _open_to_all(path: str) -> bool:
+    """Return whether any user may read the file or folder, as far as the folders on the way decide."""
+    path = os.path.realpath(path)
+    while path != os.path.dirname(path):
+        wanted = stat.S_IXOTH if os.path.isdir(path) else stat.S_IROTH
+        if not os.stat(path).st_mode & wanted:
+            return False
+        path = os.path.dirname(path)
+    return True
+
+
+def tasks(uid: int) -> int:
+    """Return how many threads a user has, which count against the limit of each of its processes."""
+    found = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended
+            status = os.stat(f"/proc/{name}/task")
+            found += status.st_nlink - 2 if status.st_uid == uid else 0
+    return found
 
 
 def drop_privileges(uid: int) -> None:
@@ -197,45 +206,11 @@ def enter_vanished_folder() -> None:
     os.rmdir(folder)
 
 
-# --- seccomp
-
-
-def seccomp(pid: int) -> None:
-    """Forbid new processes (not threads), programs, sockets, debugging, mounts, shared memory, signals to others."""
-    arch = _require_architecture()
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    program = b"".join(struct.pack("HBBI", *step) for step in _filter(arch, pid))
-    buffer = ctypes.create_string_buffer(program, len(program))
-    header = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer))
-    _prctl(_PR_SET_SECCOMP, _SECCOMP_FILTER, ctypes.c_char_p(header))
-
-
-def _filter(arch: int, pid: int) -> list[tuple[int, int, int, int]]:
-    load, equal, at_least, any_bit, end = 0x20, 0x15, 0x35, 0x45, 0x06
-    allow, refuse, absent, kill = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
-    answer, first_argument = (lambda what: (end, 0, 0, what)), (load, 0, 0, 16)
-    steps = [(load, 0, 0, 4), (equal, 1, 0, _AUDIT_ARCH[arch]), answer(kill), (load, 0, 0, 0)]
-    if arch == 0:
-        steps += [(at_least, 0, 1, 0x40000000), answer(refuse)]  # x32 numbers
-    for number in (numbers[arch] for numbers in _DENIED.values() if numbers[arch] >= 0):
-        steps += [(equal, 0, 1, number), answer(refuse)]
-    steps += [(equal, 0, 1, _CLONE3[arch]), answer(absent)]  # its flags cannot be seen: the C library takes clone
-    for number, test in (
-        (_CLONE[arch], (any_bit, 1, 0, _CLONE_THREAD)),
-        (_KILL[arch], (equal, 1, 0, pid)),
-        (_TGKILL[arch], (equal, 1, 0, pid)),
-        (_PRLIMIT[arch], (equal, 1, 0, 0)),
-        (_PRCTL[arch], (equal, 0, 1, _PR_SET_PDEATHSIG)),
-    ):
-        steps += [(equal, 0, 4, number), first_argument, test, answer(refuse), answer(allow)]
-    return [*steps, answer(allow)]
-
-
 # --- limits
 
 
-def limit(memory_bytes: int, cpu_seconds: int, file_bytes: int, threads: int | None) -> None:
-    """Set resource limits of this process; ``threads`` is None where the user's other processes would count."""
+def limit(memory_bytes: int, cpu_seconds: int, file_bytes: int, threads: int) -> None:
+    """Set resource limits of this process; ``threads`` are those of all processes of its user."""
     stack = min(112 << 20, memory_bytes)  # a larger one would grow into what lies below it
     wanted = {
         resource.RLIMIT_AS: memory_bytes,
@@ -244,7 +219,7 @@ def limit(memory_bytes: int, cpu_seconds: int, file_bytes: int, threads: int | N
         resource.RLIMIT_STACK: stack,
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0,
-        **({} if threads is None else {resource.RLIMIT_NPROC: threads}),
+        resource.RLIMIT_NPROC: threads,
     }
     for name, value in wanted.items():
         hard = resource.getrlimit(name)[1]

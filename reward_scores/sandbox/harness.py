@@ -19,11 +19,13 @@ from typing import Any, NoReturn
 import child
 import confine
 import plain
+import seccomp
 from clock import Clock
 
 _CONTROL_IN, _CONTROL_OUT = 0, 1
 _CHUNK = 1 << 16
 _FILES = 256  # above every descriptor in use
+_OTHERS = 1000  # threads that the user's other processes may begin meanwhile
 
 
 def read_message() -> Any:
@@ -50,14 +52,30 @@ def send(message: Any) -> None:
 
 
 class Process:
-    """A confined child. Its descriptors 0, 1, 2, ... are ``descriptors``; it has no others."""
+    """A confined child. Its descriptors 0, 1, 2, ... are ``descriptors``; it has no others.
 
-    def __init__(self, box: dict[str, Any], seconds: float, descriptors: list[int], work: Callable[[], int]):
-        self.pid = os.fork()
-        if self.pid == 0:
-            _become(box, seconds, descriptors, work)
+    Raises OSError where it cannot be made, and RuntimeError where it cannot be confined: ``work`` has not begun then.
+    """
+
+    def __init__(
+        self, box: dict[str, Any], seconds: float, end: float, descriptors: list[int], work: Callable[[], int]
+    ):
+        confined, says_so = os.pipe()
+        try:
+            self.pid = os.fork()
+            if self.pid == 0:
+                _become(box, seconds, descriptors, says_so, work)
+        finally:
+            os.close(says_so)
+            if getattr(self, "pid", None) is None:
+                os.close(confined)
+        ready = os.read(confined, 1)
+        os.close(confined)
         self.ended = os.pidfd_open(self.pid)
-        self.clock = Clock(seconds, (self.pid,))
+        if not ready:
+            self.stop()
+            raise RuntimeError("a process could not be confined")
+        self.clock = Clock(seconds, (self.pid,), end)
 
     def stop(self) -> int:
         """Kill it, and in a pid namespace all it left. Returns its wait status."""
@@ -70,18 +88,23 @@ class Process:
         return os.waitpid(self.pid, 0)[1]
 
 
-def _become(box: dict[str, Any], seconds: float, descriptors: list[int], work: Callable[[], int]) -> NoReturn:
+def _become(
+    box: dict[str, Any], seconds: float, descriptors: list[int], says_so: int, work: Callable[[], int]
+) -> NoReturn:
     code = 1
     try:
         os.setsid()
         confine.die_with_parent()
-        high = [os.dup2(number, _FILES // 2 + place) for place, number in enumerate(descriptors)]
+        high = [os.dup2(number, _FILES // 2 + place) for place, number in enumerate([*descriptors, says_so])]
         for place, number in enumerate(high):
             os.dup2(number, place)
         os.closerange(len(high), _FILES)
         confine.limit(box["memory_bytes"], int(seconds) + 2, box["file_bytes"], box["threads"])
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         if box["seccomp"]:
-            confine.seccomp(os.getpid())
+            seccomp.install(os.getpid(), changes=box["mode"] != "landlock")
+        os.write(len(descriptors), b".")
+        os.close(len(descriptors))
         code = work()
     finally:
         confine.leave(code)
@@ -107,17 +130,17 @@ class Harness:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)
         with contextlib.suppress(OSError):  # where nothing can be written there is no folder to list
-            for name in os.listdir("."):
-                _remove(name)
+            _empty_folder()
 
     # --- scripts
 
-    def do_run(self, source: str, stdin: str, seconds: float, output_bytes: int) -> dict[str, Any]:
+    def do_run(self, source: str, stdin: str, seconds: float, end: float, output_bytes: int) -> dict[str, Any]:
         """Run a script; see :class:`reward_scores.sandbox.Ran` for the answer."""
+        self._stop_server()
         pipes = [os.pipe() for _ in range(3)]
         ours = [pipes[0][1], pipes[1][0], pipes[2][0]]
         theirs = [pipes[0][0], pipes[1][1], pipes[2][1]]
-        process = Process(self.box, seconds, theirs, lambda: child.become_program(source))
+        process = Process(self.box, seconds, end, theirs, lambda: child.become_program(source))
         for number in theirs:
             os.close(number)
         talk = _Talk(process, ours, stdin.encode("utf-8", "surrogateescape"), output_bytes)
@@ -139,49 +162,57 @@ class Harness:
 
     # --- functions
 
-    def do_load(self, source: str, seconds: float) -> list[Any]:
+    def do_load(self, source: str, seconds: float, end: float) -> list[str]:
         self._stop_server()
         to_program, from_us = os.pipe()
         to_us, from_program = os.pipe()
-        process = self._start_server(source, seconds, to_program, from_program)
+        process = self._start_server(source, seconds, end, to_program, from_program)
         os.close(to_program)
         os.close(from_program)
+        os.set_blocking(from_us, False)
         self.server = process, from_us, to_us
-        return self._answer_of_server(seconds)
+        return self._exchanged(b"", seconds, end)
 
-    def do_ask(self, request: Any, seconds: float) -> list[Any]:
-        if self.server is None:
-            return ["ended", ""]
-        try:
-            os.write(self.server[1], plain.dumps(request) + b"\n")
-        except OSError:
-            self._stop_server()
-            return ["ended", ""]
-        return self._answer_of_server(seconds)
+    def do_ask(self, request: Any, seconds: float, end: float) -> list[str]:
+        return self._exchanged(plain.dumps(request) + b"\n", seconds, end) if self.server else ["ended", ""]
 
-    def _start_server(self, source: str, seconds: float, requests: int, answers: int) -> Process:
+    def _start_server(self, source: str, seconds: float, end: float, requests: int, answers: int) -> Process:
         def work() -> int:
             child.silence()
             child.Server(source, os.fdopen(3, "rb"), os.fdopen(4, "wb")).run()
             return 0
 
-        return Process(self.box, seconds, [requests, requests, requests, requests, answers], work)
+        return Process(self.box, seconds, end, [requests, requests, requests, requests, answers], work)
 
-    def _answer_of_server(self, seconds: float) -> list[Any]:
-        process, _, answers = self.server
-        clock, data = Clock(seconds, (process.pid,)), bytearray()
-        while not data.endswith(b"\n"):
-            ready = _wait(answers, clock)
-            self.charged = clock.used()
-            piece = os.read(answers, _CHUNK) if ready else b""
-            data += piece
-            if not piece or len(data) > plain.MAX_BYTES:
-                self._stop_server()
-                return ["ended" if ready else "timeout", ""]
-        try:
-            return plain.loads(bytes(data))
-        except plain.NotPlain:
-            return ["ended", "it sent no value"]
+    def _exchanged(self, request: bytes, seconds: float, end: float) -> list[str]:
+        """Send the program a request and return ``sent`` and its line, which is not read here, or why there is none.
+
+        It may read as slowly as it likes, or never: nothing here waits for it but the clock.
+        """
+        process, to_program, answers = self.server
+        clock, rest, data = Clock(seconds, (process.pid,), end), memoryview(request), bytearray()
+        poll = _poll_of(answers)
+        if rest:
+            poll.register(to_program, select.POLLOUT)
+        why = ""
+        while not why and (rest or not data.endswith(b"\n")):
+            ready = clock.poll(poll)
+            why = "" if ready else "timeout"
+            if to_program in ready:
+                rest = _written(to_program, rest)
+                if not rest:
+                    poll.unregister(to_program)
+            if answers in ready:
+                piece = os.read(answers, _CHUNK)
+                data += piece
+                # An answer to half a question is none; what follows it would be taken for the next one
+                if not piece or len(data) > plain.MAX_BYTES or (rest and data.endswith(b"\n")):
+                    why = "ended"
+        self.charged = clock.used()
+        if why or data.count(b"\n") > 1:
+            self._stop_server()
+            return [why or "ended", ""]
+        return ["sent", data.decode("latin-1")]
 
     def _stop_server(self) -> None:
         if self.server:
@@ -193,12 +224,13 @@ class Harness:
 
     # --- assertions
 
-    def do_judge(self, source: str, seconds: float) -> list[list[str]]:
+    def do_judge(self, source: str, seconds: float, end: float) -> list[list[str]]:
         """Load the program, then request the tests, so that they do not exist where it runs."""
+        self._stop_server()
         to_program, from_judge = os.pipe()
         to_judge, from_program = os.pipe()
         results, reports = os.pipe()
-        program = self._start_server(source, seconds, to_program, from_program)
+        program = self._start_server(source, seconds, end, to_program, from_program)
         os.close(to_program)
         os.close(from_program)
         send("tests")
@@ -216,10 +248,16 @@ class Harness:
             judge.run(tests["prelude"], tests["tests"], tests["names"])
             return 0
 
-        judge = Process(self.box, seconds, [to_judge, to_judge, to_judge, from_judge, to_judge, reports], work)
+        descriptors = [to_judge, to_judge, to_judge, from_judge, to_judge, reports]
+        try:
+            judge = Process(self.box, seconds, end, descriptors, work)
+        except OSError:  # the program may have taken all threads or memory; the tests then find that it has ended
+            os.kill(program.pid, signal.SIGKILL)
+            os.waitid(os.P_PID, program.pid, os.WEXITED | os.WNOWAIT)
+            judge = Process(self.box, seconds, end, descriptors, work)
         for number in (from_judge, to_judge, reports):
             os.close(number)
-        clock = Clock(seconds, (judge.pid, program.pid))
+        clock = Clock(seconds, (judge.pid, program.pid), end)
         found = _read_reports(results, len(tests["tests"]), clock)
         self.charged = clock.used()
         judge.stop()
@@ -229,9 +267,9 @@ class Harness:
 
 
 def _read_reports(descriptor: int, count: int, clock: Clock) -> list[list[str]]:
-    data, why = b"", "ended"
+    data, why, poll = b"", "ended", _poll_of(descriptor)
     while data.count(b"\n") < count:
-        if not _wait(descriptor, clock):
+        if not clock.poll(poll):
             why = "timeout"
             break
         piece = os.read(descriptor, _CHUNK)
@@ -242,22 +280,34 @@ def _read_reports(descriptor: int, count: int, clock: Clock) -> list[list[str]]:
     return found + [[why, ""]] * (count - len(found))
 
 
-def _remove(path: str) -> None:
-    if os.path.isdir(path) and not os.path.islink(path):
-        os.chmod(path, 0o700)
-        for name in os.listdir(path):
-            _remove(f"{path}/{name}")
-        os.rmdir(path)
-    else:
-        os.unlink(path)
+def _empty_folder() -> None:
+    """Remove all in the working folder, step by step: a path may be longer than the kernel takes."""
+    for name in os.listdir("."):
+        if os.path.isdir(name) and not os.path.islink(name):
+            os.chmod(name, 0o700)
+            os.chdir(name)
+            _empty_folder()
+            os.chdir("..")
+            os.rmdir(name)
+        else:
+            os.unlink(name)
 
 
-def _wait(descriptor: int, clock: Clock) -> bool:
-    """Return whether the descriptor can be read in time."""
+def _poll_of(descriptor: int) -> select.poll:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     poll.register(_CONTROL_IN, 0)  # hang-up only
-    return bool(clock.poll(poll))
+    return poll
+
+
+def _written(descriptor: int, rest: memoryview) -> memoryview:
+    """Write what the pipe takes now and return what is left, of a pipe that nobody reads any more nothing."""
+    try:
+        return rest[os.write(descriptor, rest[:_CHUNK]) :]
+    except BlockingIOError:
+        return rest
+    except OSError:
+        return rest[:0]
 
 
 class _Talk:
@@ -302,12 +352,7 @@ class _Talk:
                 continue
 
     def _write(self) -> bool:
-        try:
-            self.stdin = self.stdin[os.write(self.input, self.stdin[:_CHUNK]) :] if self.stdin else self.stdin
-        except BlockingIOError:
-            return True
-        except OSError:  # it reads no more
-            return False
+        self.stdin = _written(self.input, self.stdin)
         return bool(self.stdin)
 
     def _read(self, number: int) -> int | None:
@@ -321,26 +366,31 @@ class _Talk:
 
 
 def main() -> None:
+    # No signal that a program could have sent here does anything; its own processes take signals again
+    signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
     box = read_message()
     sys.path[:] = [os.path.realpath(path) for path in sys.path[1:]]
     confine.die_with_parent()
     mode = box["mode"]
-    paths, uid = confine.readable(sys.path), confine.program_uid(mode)
+    paths = confine.readable(sys.path)
+    uid = confine.program_uid(mode, paths)
     if mode in ("namespaces", "user_namespaces"):
         confine.unshare(mode == "user_namespaces")
     pid = os.fork()
     if pid:
         _supervise(pid)
     confine.die_with_parent()
+    if uid == os.geteuid() and mode != "user_namespaces":  # other processes of the user count: these are room for some
+        box["threads"] += confine.tasks(uid) + _OTHERS
     if mode in ("namespaces", "user_namespaces"):
         confine.enter_root(paths, box["file_bytes"], uid)
-        confine.drop_privileges(uid)
-        confine.die_with_parent()  # a change of user forgets it
     else:
         confine.enter_vanished_folder()
-        box["threads"] = None
         if mode == "landlock":
             confine.landlock(paths)
+    if mode != "none":
+        confine.drop_privileges(uid)
+        confine.die_with_parent()  # a change of user forgets it
     os.environ.clear()
     send("ready")
     Harness(box).serve()

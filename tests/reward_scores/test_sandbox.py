@@ -392,8 +392,91 @@ def test_without_isolation_no_program_runs(monkeypatch):
 
 
 def test_a_probe_sees_what_is_open():
-    assert "outside" in sandbox.probe(Isolation("none", False))
+    """Each way is open to a program that nothing holds, or that Landlock alone holds: the probe is no empty one."""
+    everything = sandbox.probe(Isolation("none", False))
+    for way in (
+        "files outside",
+        "network",
+        "signals",
+        "signals by descriptor",
+        "priorities",
+        "processors",
+        "schedulers",
+    ):
+        assert way in everything.removeprefix("a program reaches ").split(", ")
+    assert everything.count(",") > 50
     assert sandbox.probe(Isolation("none", False), escapes=False) == ""
+    alone = sandbox.probe(Isolation("landlock", False)).removeprefix("a program reaches ").split(", ")
+    if len(alone) > 1:  # where there is Landlock
+        for way in (
+            "owners of sockets",
+            "owners of sockets by structure",
+            "signals of sockets",
+            "signals at input",
+            "its parent's priority",
+            "datagrams to a socket's path",
+            "modes of files outside",
+            "times of files outside",
+        ):
+            assert way in alone
+
+
+@pytest.mark.parametrize("arch", [0, 1])
+def test_the_filter_of_system_calls(monkeypatch, arch):
+    """The instructions, run here: a call is allowed by its number and arguments, and no other one is."""
+    monkeypatch.syspath_prepend(str(Path(sandbox.__file__).parent))
+    import seccomp
+
+    allow, refuse, absent, kill = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
+    calls = {**seccomp.ALLOWED, **seccomp.CHANGES, **{name: numbers for name, numbers, _ in seccomp.limited(7, True)}}
+    for side in zip(*calls.values(), strict=True):
+        known = [number for number in side if number >= 0]
+        assert len(known) == len(set(known))
+
+    def answer(name, *arguments, changes=False, machine=seccomp._AUDIT_ARCH[arch]):
+        number = calls[name][arch] if name in calls else name
+        words = [number, machine, 0, 0, *(part for one in arguments for part in (one & 0xFFFFFFFF, one >> 32))]
+        return filtered(seccomp._filter(arch, 7, changes), words + [0] * 16)
+
+    assert answer("read") == allow and answer("read", machine=0x40000003) == kill
+    assert answer("chmod" if arch == 0 else "fchmodat") == absent
+    assert answer("chmod" if arch == 0 else "fchmodat", changes=True) == allow
+    assert answer(9999) == answer(0x40000000 + calls["read"][arch]) == answer("clone3") == absent
+    thread = 0x3D0F00
+    assert answer("clone", thread) == allow
+    assert answer("clone", 17) == answer("clone", thread | 0x10000000) == refuse
+    assert answer("kill", 7) == answer("kill", 7 | 1 << 32) == answer("tgkill", 7, 9, 2) == allow  # an int is 32 bits
+    assert answer("kill", 1) == answer("kill", 0) == answer("kill", 2**64 - 1) == answer("tgkill", 1, 1) == refuse
+    assert answer("fcntl", 3, 4, 0x800) == answer("fcntl", 3, 2, 1) == allow
+    assert answer("fcntl", 3, 4, 0x2800) == answer("fcntl", 3, 8, 1) == answer("fcntl", 3, 10) == refuse
+    assert answer("fcntl", 3, 6) == refuse and answer("fcntl", 3, 6, changes=True) == allow
+    assert answer("ioctl", 0, 0x5401) == allow
+    assert {answer("ioctl", 0, one) for one in (0x5412, 0x5452, 0x8901, 0x8902)} == {refuse}
+    assert answer("prctl", 15) == allow and {answer("prctl", one) for one in (1, 4, 22, 36, 62)} == {refuse}
+    assert answer("socketpair", 1, 0x80801) == allow
+    assert answer("socketpair", 1, 2) == answer("socketpair", 1, 5) == answer("socketpair", 2, 1) == refuse
+    assert answer("sendto", 3, 1, 1, 0, 0) == allow
+    assert answer("sendto", 3, 1, 1, 0, 0x1000) == answer("sendto", 3, 1, 1, 0, 1 << 40) == refuse
+    assert answer("prlimit64", 0, 7) == allow and answer("prlimit64", 8, 7) == refuse
+
+
+def filtered(program, words):
+    """Run a filter, as the kernel would, on a call given as 32-bit words: number, machine, address, arguments."""
+    at, value = 0, 0
+    while True:
+        code, if_true, if_false, operand = program[at]
+        at += 1
+        if code == 0x20:
+            value = words[operand // 4]
+        elif code == 0x54:
+            value &= operand
+        elif code == 0x15:
+            at += if_true if value == operand else if_false
+        elif code == 0x05:
+            at += operand
+        else:
+            assert code == 0x06
+            return operand
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -63,6 +63,21 @@ def test_what_the_server_is_sent(url):
     }
 
 
+def test_a_program_that_uses_up_its_answers_time_is_wrong(url, monkeypatch):
+    begun, options = time.monotonic(), {"url": url, "total_timeout_s": 1.5, "max_concurrent": 1}
+    slow = sandbox_fusion.score(fenced("import time\ntime.sleep(99)"), SUM, method="robust", **options)
+    assert (slow.status, slow.value, slow.parts["timeout"]) == (ScoreStatus.WRONG, 0.0, 1.0)
+    assert time.monotonic() - begun < 5 and read_log(url)["last"]["run_timeout"] < 1.5
+    monkeypatch.setattr(sandbox_fusion, "LONGEST_REPLY", 10_000)
+    long = sandbox_fusion.score(fenced("print('x' * 20000)"), SUM, method="robust", url=url)
+    assert (long.status, long.parts["error"]) == (ScoreStatus.WRONG, 1.0)
+
+
+def test_a_server_without_a_free_place_is_no_score(url):
+    with place(url, 1), pytest.raises(FusionError, match="none of 1 places was free"):
+        sandbox_fusion.score(fenced(ADD), SUM, method="robust", url=url, max_concurrent=1, total_timeout_s=0.2)
+
+
 def test_functions_are_called_on_the_server(url):
     tests = {"fn_name": "add", "inputs": ["1\n2", '"a"\n"b"', "[1]\n[2]"], "outputs": ["3", "ab", "[1, 2]"]}
     for source in ("def add(a, b): return a + b", "class Solution:\n    def add(self, a, b): return a + b"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ import pytest
 
 from core import evaluate
 from core.config import compose, recipes
+from core.errors import InputError
 from core.evaluation import generate as generation
 from core.evaluation.answer_file import AnswerFile, answer_line, prompt_of, read_lines, trajectory_of
 from core.evaluation.summary import macro_average, report, summary
@@ -25,6 +27,7 @@ from core.ray_trainer import RayPPOTrainer
 from core.rewards.layer import rollout_facts
 from core.tracking.confidence_intervals import Estimate
 from core.types import Prompt, Segment, Stop, Trajectory
+from tests.checkpoints import RUN, CheckpointStore
 from tests.tiny import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -77,6 +80,10 @@ def keys(files: Path, *overrides: str) -> list[str]:
     return [*(f"{key}={value}" for key, value in settings.items()), *overrides]
 
 
+def own(files: Path) -> str:
+    return f"custom_reward_function.path={files / 'reward.py'}"
+
+
 def generate(files: Path, out: Path, *overrides: str, model: str = "model") -> int:
     arguments = keys(files, *overrides)
     return evaluate.main(["generate", "grpo", *arguments, "--model", str(files / model), "--out", str(out)])
@@ -107,6 +114,47 @@ def run(files: Path, folder: Path, *overrides: str) -> Path:
     return folder
 
 
+# --- artefacts from somebody else ---
+
+
+def test_a_checkpoints_settings_name_no_code(tmp_path):
+    model = "actor_rollout_ref.model"
+    code = {f"{model}.trust_remote_code": True, f"{model}.external_lib": "evil", "ray_kwargs.ray_init": {"a": "b"}}
+    with CheckpointStore(tmp_path / "run").writing(1, dataclasses.replace(RUN, config=code)) as folder:
+        (folder / "actor").mkdir()
+        (folder / "actor" / "tokenizer_config.json").write_text("{}")
+    run, out = str(tmp_path / "run"), tmp_path / "a.jsonl"
+    asked = {"model": None, "run": run, "step": None}
+    with pytest.raises(InputError, match=rf"--run={run}: its settings name code .* append {model}.external_lib=evil"):
+        generation.request("grpo", [], out, **asked)
+    typed = [f"{model}.trust_remote_code=True", f"{model}.external_lib=evil", "ray_kwargs.ray_init.a=b"]
+    assert generation.request("grpo", typed, out, **asked).config.actor_rollout_ref.model.external_lib == "evil"
+    for left_out in range(3):
+        with pytest.raises(InputError, match="names? code"):
+            generation.request("grpo", [key for n, key in enumerate(typed) if n != left_out], out, **asked)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"config": {"custom_reward_function.path": "evil.py"}}, "append custom_reward_function.path=evil.py"),
+        ({"config": {"reward_model.module.path": "evil.py", "reward_model.reward_manager": "own"}}, "module.path"),
+        (
+            {"config": {"reward_model.sandbox.allow_unisolated": True}},
+            "append reward_model.sandbox.allow_unisolated=true",
+        ),
+        ({"recipe": "../../evil"}, "recipe=../../evil"),
+        ({"recipe": ["grpo"]}, "names no recipe"),
+        ({"config": 3}, "or no configuration"),
+    ],
+)
+def test_a_file_of_answers_names_no_code(change, told, tmp_path, capsys):
+    manifest = {"kind": "answers", "format": 1, "recipe": "grpo", "questions": 0, "samples": 1, "config": {}}
+    (tmp_path / "a.jsonl").write_text("")
+    (tmp_path / "a.manifest.json").write_text(json.dumps({**manifest, **change}))
+    assert told in refused(["score", str(tmp_path / "a.jsonl")], capsys)
+
+
 # --- a run's own numbers ---
 
 
@@ -128,7 +176,8 @@ def test_an_evaluation_of_a_checkpoint_is_the_runs_validation(overrides, files, 
     monkeypatch.setattr("core.learner.learner.Actor.__init__", learner)
     out = tmp_path / "answers.jsonl"
     assert evaluate.main(["generate", "grpo", "--run", str(folder), "--step", "1", "--out", str(out)]) == 0
-    assert evaluate.main(["score", str(out)]) == 0
+    assert "custom_reward_function.path" in refused(["score", str(out)], capsys)  # a file of answers names no code
+    assert evaluate.main(["score", str(out), own(files)]) == 0
     scores = tmp_path / "answers.scores-reward.jsonl"
     assert scores.read_text() == (folder / "validation" / "1.jsonl").read_text()
     assert scores.read_text() != (folder / "validation" / "2.jsonl").read_text()  # the step decides
@@ -371,7 +420,7 @@ def test_two_processes_do_not_write_one_file(files, copied, capsys):
 
 
 def test_scores_are_those_of_any_variant_and_carry_its_name(files, copied, capsys):
-    assert evaluate.main(["score", str(copied), "+custom_reward_function.reward_kwargs.modulus=3"]) == 0
+    assert evaluate.main(["score", str(copied), own(files), "+custom_reward_function.reward_kwargs.modulus=3"]) == 0
     three = [json.loads(line) for line in (copied.parent / "shared.scores-reward-modulus=3.jsonl").open()]
     assert len(three) == 13 and set(three[0]) > {"uid", "data_source", "acc", "reward", "pred", "length"}
     rows = read_lines(copied).answers()
@@ -446,18 +495,18 @@ def test_a_wrong_data_set_is_refused(files, copied, capsys):
     said = capsys.readouterr().err
     assert "no scorer for data_source='tests/letters'" in said and "data_source='tests/digits'" in said
     assert "--scorer=hopps: unknown" in refused(["score", str(copied), none, "--scorer", "hopps"], capsys)
-    assert "leave one out" in refused(["score", str(copied), "--scorer", "hops"], capsys)
+    assert "leave one out" in refused(["score", str(copied), own(files), "--scorer", "hops"], capsys)
     assert "decides answers" in refused(["score", str(copied), "trainer.seed=3"], capsys)
-    own = f"data.val_files=[{files}/letters.parquet,{files}/digits.parquet]"
-    assert evaluate.main(["score", str(copied), own]) == 0
+    both = f"data.val_files=[{files}/letters.parquet,{files}/digits.parquet]"
+    assert evaluate.main(["score", str(copied), own(files), both]) == 0
     (copied.parent / "shared.scores-reward.jsonl").unlink()
     one = f"data.val_files=[{files}/letters.parquet]"
-    assert "4 questions are not those of" in (line := refused(["score", str(copied), one], capsys))
+    assert "4 questions are not those of" in (line := refused(["score", str(copied), own(files), one], capsys))
     assert "no such question is there (uid tests/digits/test/0)" in line
     rows = [example("tests/letters", index, "b" if index == 3 else "a") for index in range(9)]
     pq.write_table(pa.Table.from_pylist(rows), copied.parent / "changed.parquet")
     changed = f"data.val_files=[{copied.parent}/changed.parquet,{files}/digits.parquet]"
-    line = refused(["score", str(copied), changed], capsys)
+    line = refused(["score", str(copied), own(files), changed], capsys)
     assert "1 questions" in line and "another ground truth is there (uid tests/letters/test/3)" in line
     assert not list(copied.parent.glob("*.scores-*.jsonl"))
 
@@ -489,8 +538,8 @@ def test_an_episode_comes_back_with_its_mask_and_segments():
 
 
 @pytest.fixture
-def scores(copied) -> Path:
-    assert evaluate.main(["score", str(copied)]) == 0
+def scores(files, copied) -> Path:
+    assert evaluate.main(["score", str(copied), own(files)]) == 0
     return copied.parent / "shared.scores-reward.jsonl"
 
 
@@ -521,7 +570,7 @@ def test_reports_that_cannot_be_made(files, scores, tmp_path, capsys):
     assert "--k=5: must lie between 1 and the 4 samples" in refused(["report", str(scores), "--k", "2", "5"], capsys)
     assert "is not a file of scores" in refused(["report", str(scores.parent / "shared.jsonl")], capsys)
     assert generate(files, tmp_path / "few.jsonl", f"data.val_files=[{files}/letters.parquet]") == 0
-    assert evaluate.main(["score", str(tmp_path / "few.jsonl")]) == 0
+    assert evaluate.main(["score", str(tmp_path / "few.jsonl"), own(files)]) == 0
     capsys.readouterr()
     line = refused(["report", str(scores), str(tmp_path / "few.scores-reward.jsonl")], capsys)
     assert "4 questions are in it or in" in line and "of 13 and 9" in line
@@ -530,8 +579,8 @@ def test_reports_that_cannot_be_made(files, scores, tmp_path, capsys):
     assert "holds 12 of 13 questions" in refused(["report", str(scores)], capsys)
 
 
-def test_two_scorers_stand_in_one_table(scores, copied):
-    assert evaluate.main(["score", str(copied), "--name", "again"]) == 0
+def test_two_scorers_stand_in_one_table(files, scores, copied):
+    assert evaluate.main(["score", str(copied), own(files), "--name", "again"]) == 0
     other = copied.parent / "shared.scores-again.jsonl"
     rows = report([scores, other]).splitlines()[2:]
     assert {row.split(" | ")[1] for row in rows} == {"reward", "again"} and len(rows) == 8

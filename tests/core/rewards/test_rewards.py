@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 import textwrap
@@ -54,6 +55,32 @@ def test_the_data_source_picks_the_scorer():
 def test_only_what_the_policy_wrote_is_judged():
     found = trajectory("let me look", ("tool", "#### 72"), " no idea")
     assert grade(layer(), prompt(), found).status is ScoreStatus.PARSE_ERROR
+
+
+def test_a_start_says_which_isolation_holds(monkeypatch, capsys):
+    from reward_scores import sandbox, unit_tests
+
+    row = prompt("apps", {"inputs": ["1"], "outputs": ["1"]})
+    for mode, refused, said in (
+        ("namespaces", (), "isolation: programs run in namespaces with seccomp\n"),
+        ("landlock", ("namespaces: no",), "programs run in landlock with seccomp (refused here: namespaces: no)\n"),
+    ):
+        how = sandbox.Isolation(mode, True, refused)
+        if problem := sandbox.probe(how):
+            pytest.skip(problem)
+        for module in (sandbox, unit_tests):
+            monkeypatch.setattr(module, "isolation", lambda how=how: how)
+        with contextlib.closing(layer()) as rewards:
+            rewards.check([row])
+        assert said in capsys.readouterr().out
+    for module in (sandbox, unit_tests):
+        monkeypatch.setattr(module, "isolation", lambda: sandbox.Isolation("none", False))
+    with contextlib.closing(layer(reward_kwargs={"prime_code": {"sandbox": {"allow_unisolated": True}}})) as rewards:
+        rewards.check([row])
+    assert "isolation: none; programs run with this user's rights" in capsys.readouterr().out
+    with contextlib.closing(layer()) as rewards:
+        rewards.check([prompt()])  # nothing there runs programs
+    assert capsys.readouterr().out == ""
 
 
 def test_options_are_given_by_scorer_name():

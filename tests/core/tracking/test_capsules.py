@@ -234,6 +234,35 @@ def test_a_capsule_of_another_version_is_refused(kept, tmp_path, change, told):
     assert told in refused(replay, folder)
 
 
+def test_a_capsule_names_no_code(kept, tmp_path):
+    """Its description has no hash, and may come from anybody: what it names runs where the caller names it, too."""
+    folder, trainer = copied(find(kept, 1), tmp_path / "step_000001"), f"{tmp_path}/evil.py:Trainer"
+    (tmp_path / "evil.py").write_text(
+        "from pathlib import Path\nPath(__file__).with_name('ran').touch()\n"
+        "from core.ray_trainer import RayPPOTrainer as Trainer\nfrom core.algorithm.advantages import grpo as f\n"
+    )
+    facts = json.loads((folder / "capsule.json").read_text())
+    said, estimator = f"algorithm.adv_estimator={tmp_path}/evil.py:f", f"{tmp_path}/evil.py:f"
+    for told, change in (
+        (f"--trainer {trainer}", lambda: facts.update(trainer=trainer)),
+        (said, lambda: facts["config"]["algorithm"].update(adv_estimator=estimator)),
+    ):
+        change()
+        (folder / "capsule.json").write_text(json.dumps(facts))
+        assert told in refused(replay, folder) and told in refused(what_if, folder, 1, [f"{ACTOR}.clip_ratio=0.1"])
+        assert not (tmp_path / "ran").exists()
+    facts["config"]["actor_rollout_ref"]["model"].update(external_lib="evil", trust_remote_code=True)
+    (folder / "capsule.json").write_text(json.dumps(facts))
+    line = refused(replay, folder)
+    assert "actor_rollout_ref.model.external_lib=evil actor_rollout_ref.model.trust_remote_code=true" in line
+    assert "names no code of this capsule" in refused(lambda: replay(folder, code=["trainer.seed=3"]))
+    assert not (tmp_path / "ran").exists()
+    facts["config"]["actor_rollout_ref"]["model"].update(external_lib=None, trust_remote_code=False)
+    (folder / "capsule.json").write_text(json.dumps(facts))
+    assert command.main([str(folder), "--phase", "advantages", "--trainer", trainer, said]) == 0
+    assert (tmp_path / "ran").exists()
+
+
 def test_what_was_recorded_otherwise_is_named_with_its_place(kept, tmp_path, capsys):
     """Recorded tensors are changed instead of the code: the comparison is the same."""
     folder = copied(find(kept, 2), tmp_path / "step_000002")

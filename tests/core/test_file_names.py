@@ -1,0 +1,221 @@
+"""Artefacts from somebody else: the names of files that they list, and what they hold in place of numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+from types import SimpleNamespace
+
+import pytest
+
+from core.checkpoint import manifest
+from core.checkpoint.manifest import MANIFEST, DamagedCheckpoint, check_index, verify
+from core.errors import InputError
+from core.file_names import inside, plain_name
+from core.learner.hf_export import export
+from core.remote.cache import listing
+from core.remote.urls import Remote
+from core.replay.stored_step import read
+from core.tracking.capsules import FACTS, FORMAT
+from tests.checkpoints import CheckpointStore, write
+
+HOSTILE = {
+    "above": "actor/../../escaped",
+    "above first": "../escaped",
+    "above alone": "..",
+    "itself": "actor/./escaped",
+    "absolute": "/tmp/escaped",
+    "absolute behind the prefix": "actor//tmp/escaped",
+    "empty": "",
+    "empty end": "actor/",
+    "NUL": "actor/escaped\0.json",
+    "backslash": "actor\\..\\escaped",
+    "backslash within": "actor/..\\escaped",
+    "drive": "C:/escaped",
+    "drive alone": "C:escaped",
+    "line break": "actor/es\ncaped",
+    "escape": "actor/\x1b[2Jescaped",
+    "half a pair": "actor/\ud800",
+    "right to left": "actor/\u202eescaped",
+    "no text": 3,
+    "nothing": None,
+    "a list": ["actor", "x"],
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE)
+def test_a_name_that_leads_out_of_its_folder_is_refused(name, tmp_path):
+    for check in (lambda: plain_name(name, "MANIFEST"), lambda: inside(tmp_path, name, "MANIFEST")):
+        with pytest.raises(InputError, match=r"MANIFEST: the file name .* leads out of its folder, or is no name"):
+            check()
+
+
+@pytest.mark.parametrize("name", ["a", "a/b.json", "actor/__0_0.distcp", "..a", "a..b/.c", "é/中", "a b", "~x", "-x"])
+def test_ordinary_names_are_names(name, tmp_path):
+    assert inside(tmp_path, name, "") == tmp_path / name
+
+
+def test_a_part_that_is_a_link_or_a_pipe_is_refused(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "folder" / "link").symlink_to(tmp_path / "outside")
+    (tmp_path / "folder" / "dangling").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "folder" / "pipe")
+    for name in ("link", "link/new", "dangling", "dangling/x", "pipe"):
+        with pytest.raises(InputError, match="is a link, or no ordinary file"):
+            inside(tmp_path / "folder", name, "")
+    (tmp_path / "way").symlink_to(tmp_path / "folder")  # the folder itself may be one: who names it chose it
+    assert inside(tmp_path / "way", "x", "") == tmp_path / "way" / "x"
+
+
+def altered(folder, change):
+    """Rewrite a checkpoint's manifest, with a hash that is right."""
+    body = json.loads((folder / MANIFEST).read_text())["body"]
+    change(body)
+    (folder / MANIFEST).write_text(json.dumps({"sha256": manifest._digest(body), "body": body}))
+
+
+def entry(data=b"owned"):
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+@pytest.mark.parametrize("name", [name for name in HOSTILE.values() if isinstance(name, str)])
+def test_a_hostile_checkpoint_writes_and_reads_nothing_outside(name, tmp_path):
+    folder = write(CheckpointStore(tmp_path / "run"), 1)
+    before = (tmp_path / "escaped", tmp_path / "run" / "escaped")
+    for path in before:  # so that the file is there, with the hash that the manifest gives
+        path.write_bytes(b"owned")
+    altered(folder, lambda body: body["files"].update({name: entry()}))
+    for hashes in (True, False):
+        with pytest.raises(DamagedCheckpoint, match="leads out of its folder"):
+            verify(folder, hashes=hashes)
+    for source in (folder, tmp_path / "run"):
+        with pytest.raises(InputError, match="leads out of its folder"):
+            export(source, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["escaped", "run"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_link_in_a_checkpoint_is_refused(tmp_path):
+    folder = write(CheckpointStore(tmp_path / "run"), 1)
+    (tmp_path / "secret").write_bytes(b"owned")
+    (folder / "actor" / "config.json").symlink_to(tmp_path / "secret")
+    altered(folder, lambda body: body["files"].update({"actor/config.json": entry()}))
+    with pytest.raises(DamagedCheckpoint, match="is a link"):
+        verify(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda body: body.update(files=["actor/x"]),
+        lambda body: body.update(files={"driver.json": 3}),
+        lambda body: body.update(files={"driver.json": {"bytes": "many", "sha256": ""}}),
+        lambda body: body.update(step="1"),
+        lambda body: body.pop("step"),
+        lambda body: body["provenance"].update(models=3),
+        lambda body: body["provenance"].update(more=3),
+    ],
+)
+def test_a_manifest_of_another_form_is_a_damaged_checkpoint(change, tmp_path):
+    folder = write(CheckpointStore(tmp_path / "run"), 1)
+    altered(folder, change)
+    with pytest.raises(DamagedCheckpoint, match="is not a manifest"):
+        verify(folder)
+
+
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/passwd", "a/../../b", 3])
+def test_an_index_of_weights_names_files_beside_it(name, tmp_path):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": name}}))
+    with pytest.raises(DamagedCheckpoint, match="leads out of its folder"):
+        check_index(index)
+    (tmp_path / "config.json").write_text("{}")
+    from core.learner.models import resolve_path
+
+    with pytest.raises(InputError, match="leads out of its folder"):
+        resolve_path(str(tmp_path))
+    index.write_text(json.dumps({"weight_map": {"w": "model-00001-of-00002.safetensors"}}))
+    assert resolve_path(str(tmp_path)) == str(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../escaped", "/etc/passwd", "a/../../../escaped", "groups\\..", ""])
+def test_a_capsule_lists_files_of_its_own(name, tmp_path):
+    facts = {"format": FORMAT, "files": {name: "0"}, "weights": {"kept": [], "checkpoint": None}}
+    (tmp_path / FACTS).write_text(json.dumps(facts))
+    with pytest.raises(InputError, match="leads out of its folder"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ({"kept": ["../other"], "checkpoint": None}, "must be one of actor, critic, ref"),
+        ({"kept": ["/etc"], "checkpoint": None}, "must be one of actor, critic, ref"),
+        ({"kept": [], "checkpoint": "../../other/global_step_1"}, "names no global_step_N"),
+        ({"kept": [], "checkpoint": "/other/global_step_1"}, "names no global_step_N"),
+    ],
+)
+def test_a_capsule_has_its_weights_beside_it(weights, said, tmp_path):
+    (tmp_path / FACTS).write_text(json.dumps({"format": FORMAT, "files": {}, "weights": weights}))
+    with pytest.raises(InputError, match=said):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["bucket/run/../../escaped", "bucket/run//etc/passwd", "other/file", "bucket/run/a\\b"]
+)
+def test_a_remote_listing_names_files_below_its_folder(name):
+    fs = SimpleNamespace(
+        invalidate_cache=lambda: None, info=lambda path: {"type": "directory"}, find=lambda path, detail: {name: {}}
+    )
+    with pytest.raises(InputError, match="leads out of its folder"):
+        listing(Remote(fs, "bucket/run"))
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd"])
+def test_a_foreign_cache_of_replies_reads_and_deletes_inside_of_its_folder(name, tmp_path):
+    from core.rewards.judge_client import open_cache
+
+    (tmp_path / "secret").write_text("secret")
+    cache = open_cache(tmp_path / "cache")
+    cache.set("key", "x" * 100_000)  # long enough for a file
+    cache._sql("UPDATE Cache SET filename = ?", (name,))
+    for touch in (lambda: cache.get("key"), lambda: cache.delete("key")):
+        with pytest.raises(InputError, match="leads out of its folder"):
+            touch()
+    cache.close()
+    assert (tmp_path / "secret").read_text() == "secret"
+
+
+class Payload:
+    def __reduce__(self):
+        return os.mkdir, (os.environ["RLREPRO_TEST_PAYLOAD"],)
+
+
+def test_a_sharded_optimizer_runs_no_code(tmp_path, monkeypatch):
+    """Its description is a pickle, and so are its numbers; torch reads both as they come."""
+    import io
+
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from core.learner.saving import PlainPlanner, PlainReader
+
+    monkeypatch.setenv("RLREPRO_TEST_PAYLOAD", str(tmp_path / "payload"))
+    state = {"optimizer": {"lr": 0.5, "betas": (0.9, 0.99), "on": True, "w": torch.arange(3.0), "name": "adamw"}}
+    dcp.save(state, checkpoint_id=tmp_path / "good", no_dist=True)
+    wanted = {"optimizer": {"lr": 0.0, "betas": (), "on": False, "w": torch.zeros(3), "name": ""}}
+    dcp.load(wanted, storage_reader=PlainReader(tmp_path / "good"), planner=PlainPlanner(), no_dist=True)
+    assert wanted["optimizer"].pop("w").equal(state["optimizer"].pop("w")) and wanted == state
+    (tmp_path / "good" / ".metadata").write_bytes(pickle.dumps(Payload()))
+    with pytest.raises(DamagedCheckpoint, match="names posix.mkdir"):
+        PlainReader(tmp_path / "good").read_metadata()
+    item, data = SimpleNamespace(dest_index=SimpleNamespace(fqn="x")), io.BytesIO()
+    torch.save(Payload(), data)
+    data.seek(0)
+    with pytest.raises(pickle.UnpicklingError):
+        PlainPlanner().load_bytes(item, data)
+    assert not (tmp_path / "payload").exists()

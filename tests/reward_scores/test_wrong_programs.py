@@ -1,0 +1,203 @@
+"""Programs that would rather have no score than a bad one: whatever they do, they are wrong, and in time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import pytest
+
+from core.config import compose
+from core.rewards.grader_pool import Pool
+from core.rewards.grading import Job, Scorers
+from core.rewards.layer import scorer_options
+from reward_scores import prime_code, unit_tests
+from reward_scores.sandbox import plain
+from reward_scores.score import ScoreStatus
+
+WALL = 0.6  # seconds of an answer, far below the time limit of a test
+SANDBOX = {"timeout_s": 20.0, "total_timeout_s": WALL, "memory_limit_mb": 256}
+LONG = "x" * 400_000  # more than a pipe takes
+
+
+def wrong(source, tests, scorer=unit_tests, **options):
+    """Check that the answer is wrong, within the time that an answer has."""
+    begun = time.monotonic()
+    score = scorer.score(f"```python\n{source}\n```", tests, sandbox=SANDBOX, **options)
+    assert (score.value, score.acc, score.masked) == (0.0, 0.0, False), score
+    assert score.status in (ScoreStatus.WRONG, ScoreStatus.PARSE_ERROR), score
+    assert time.monotonic() - begun < WALL + 4, "it held up its grader"
+
+
+SIGNAL = """
+import fcntl, os, signal, socket
+def to_first(number):
+    for pid in (1, os.getppid()):
+        for send in (lambda: os.kill(pid, number), lambda: signal.pidfd_send_signal(os.pidfd_open(pid), number)):
+            try: send()
+            except Exception: pass
+        try:
+            a, b = socket.socketpair()
+            fcntl.fcntl(a, fcntl.F_SETOWN, pid)
+            fcntl.fcntl(a, 10, number)
+            fcntl.fcntl(a, fcntl.F_SETFL, fcntl.fcntl(a, fcntl.F_GETFL) | os.O_ASYNC)
+            b.send(b'x')
+        except Exception: pass
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGIO, signal.SIGUSR1, signal.SIGSTOP, signal.SIGKILL):
+    to_first(number)
+"""
+POLL = "import time\nwhile True:\n    for _ in range(2000): pass\n    time.sleep(0.005)"
+ANYWHERE = {  # as a script, when it is loaded, and in a call
+    "signals to the first process": SIGNAL,
+    "a loop that polls": POLL,
+    "sleep": "import time\ntime.sleep(99)",
+    "stopped": "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)",
+    "hard exit": "import os\nos._exit(0)",
+    "exit in a thread": "import os, threading\nt = threading.Thread(target=os._exit, args=(0,))\nt.start()\nt.join()",
+    "no descriptors": "import os, time\nos.closerange(0, 64)\ntime.sleep(99)",
+    "killed": "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)",
+    "all memory": "x = []\nwhile True: x.append(bytearray(1 << 22))",
+    "all threads": (
+        "import threading, time\nwhile True:\n"
+        "    try: threading.Thread(target=time.sleep, args=(99,), daemon=True).start()\n    except RuntimeError: pass"
+    ),
+    "garbage to every descriptor": (
+        "import os\nfor n in range(64):\n    try: os.write(n, b'\\xff[[[\\n\\n{}\\n' * 9)\n    except OSError: pass"
+    ),
+    "a flood": (
+        "import os\nwhile True:\n    for n in (1, 4):\n"
+        "        try: os.write(n, b'x' * 65536)\n        except OSError: pass"
+    ),
+    "crash": "import ctypes\nctypes.string_at(0)",
+    "files": (
+        "import os\nfor n in range(9**9):\n"
+        "    try: os.makedirs('y' * 250); os.chdir('y' * 250)\n    except OSError: break"
+    ),
+}
+CALLED = {  # values that are hard to carry, to read, or to compare
+    "deep": "x = []\nfor _ in range(WHAT): x = [x]\nreturn x",
+    "numbers beyond a float": "return 10 ** 400",
+    "keys beyond a text": "return {10 ** 5000: 1}",
+    "many objects": "return [[] for _ in range(10 ** 6)]",
+    "broken characters": "return '\\ud800' * 9",
+    "no number": "return float('nan')",
+    "too long": "return 'x' * (1 << 25)",
+}
+DEPTHS = (198, 480, 989)
+FN = {"fn_name": "f", "inputs": [json.dumps(LONG), "1"], "outputs": ["1.5", '{"1": 1}']}
+
+
+def indented(source):
+    return "def f(x=None):\n" + "\n".join(f"    {line}" for line in source.split("\n")) + "\n    return 7"
+
+
+@pytest.mark.parametrize("source", [POLL, "import time\ntime.sleep(99)"])
+def test_a_wrong_program_is_over_before_its_graders_deadline(source):
+    """What a grader's deadline ends has status timeout, which ``reward_model.on_error=mask`` takes out of the loss."""
+    reward = compose("grpo", ["reward_model.reward_manager=prime", "reward_model.timeout_s=2"]).reward_model
+    pool = Pool(Scorers(scorer_options(reward)), num_workers=1, timeout_s=reward.timeout_s)
+    tests = {"inputs": ["1"] * 3, "outputs": ["1"] * 3}
+    try:
+        score = asyncio.run(pool.run(Job("apps", f"```python\n{source}\n```", tests, {})))
+    finally:
+        pool.close()
+    assert (score.status, score.value) == (ScoreStatus.WRONG, 0.0), score
+
+
+@pytest.mark.parametrize("source", ANYWHERE.values(), ids=ANYWHERE)
+def test_a_script_that_evades_its_grader_is_wrong(source):
+    wrong(source, {"inputs": [LONG], "outputs": ["3"]})
+
+
+@pytest.mark.parametrize("source", ANYWHERE.values(), ids=ANYWHERE)
+def test_a_module_that_evades_its_grader_is_wrong(source):
+    wrong(source, FN)
+    wrong(source, {"test_list": ["assert f(2) == 4"]})
+
+
+@pytest.mark.parametrize("source", ANYWHERE.values(), ids=ANYWHERE)
+def test_a_function_that_evades_its_grader_is_wrong(source):
+    wrong(indented(source), FN)
+    wrong(indented(source), {"test_list": [f"assert f({LONG!r}) == 4"]})
+
+
+@pytest.mark.parametrize("source", CALLED.values(), ids=CALLED)
+def test_a_value_that_cannot_be_graded_is_wrong(source):
+    for depth in DEPTHS if "WHAT" in source else (0,):
+        program = indented(source.replace("WHAT", str(depth)))
+        wrong(program, FN)
+        wrong(program, {"fn_name": "f", "inputs": ["1"], "outputs": ["1.5"]}, prime_code, method="published")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import time, os\nos.close(3)\ntime.sleep(99)",  # nothing is read, and the pipe is closed
+        "import time\ntime.sleep(99)",  # nor this one
+        "import os\nos.write(4, b'[\"ok\", null]\\n' * 3)\ndef f(x): return 1",  # answers before it is asked
+        "import os\nos.write(4, b'[' * 989 + b']' * 989 + b'\\n')",
+        "import os\nos.write(4, b'\"' + b'[' * 989 + b'\\n')",
+        "import os\nos.write(4, b'[\"ok\"]\\n')",
+        "import os\nos.write(4, b'{\"ok\": 1}\\n')",
+        'import os\nos.write(4, b\'["ok", ["d", 1]]\\n\')',
+    ],
+)
+def test_what_is_on_the_channel_is_no_score(source):
+    wrong(source, FN)
+    wrong(source, {"test_list": ["assert f(2) == 4"]})
+
+
+@pytest.mark.parametrize(
+    "source", ["x = " + "-" * 200_000 + "1", "[" * 100_000, "a" + ".b" * 100_000, "(" * 99 + "{" * 99]
+)
+def test_a_text_that_the_parser_cannot_take_is_wrong(source):
+    wrong(source, {"inputs": ["1\n"], "outputs": ["3"]}, prime_code, method="published")
+
+
+def test_the_wall_is_the_harness_own(monkeypatch):
+    from reward_scores import sandbox
+
+    monkeypatch.setattr(sandbox, "START_SECONDS", 30.0)
+    with sandbox.Sandbox(sandbox.Limits(seconds=30), seconds=1.0) as box:
+        begun = time.monotonic()
+        assert box.run(POLL).status == "timeout" and 0.5 < time.monotonic() - begun < 3
+        assert box.left <= 0
+        assert box.run("print(1)").status == "timeout"  # nothing of its life is left
+
+
+def test_a_slow_start_is_no_verdict():
+    from reward_scores import sandbox
+
+    with pytest.raises(sandbox.SandboxError, match="did not answer in time"):
+        sandbox.Sandbox(seconds=0.001)
+
+
+HASH = 2**61 - 1  # of integers
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        ["d", *([["i", hex(n * HASH)], 1] for n in range(30000))],
+        ["s", *(["i", hex(n * HASH)] for n in range(30000))],
+        ["z", *(["c", -1000003 * n, n] for n in range(30000))],
+        ["d", *([["t", ["i", hex(n * HASH)]], 1] for n in range(30000))],
+        ["l", *(["s", *(["i", hex(n * HASH)] for n in range(500))] for _ in range(60))],
+    ],
+)
+def test_keys_that_collide_do_not_hold_up_the_grader(message):
+    begun = time.monotonic()
+    with pytest.raises(plain.NotPlain, match="more than 1000 keys"):
+        plain.decode(message, lambda number: number)
+    assert time.monotonic() - begun < 1
+    assert len(plain.decode(["d", *([n, n] for n in range(30000))], int)) == 30000
+
+
+def test_depth_is_counted_outside_of_texts():
+    assert plain.loads_foreign(b'["[[[[", {"a": "\\\\"}, "\\"[["]') == ["[[[[", {"a": "\\"}, '"[[']
+    deep = b"[" * plain.MAX_DEPTH + b"]" * plain.MAX_DEPTH
+    assert plain.loads_foreign(deep)
+    for bad in (b"[" + deep + b"]", b"[" * 10**6, b'"' + b"[" * 10**6):
+        with pytest.raises(plain.NotPlain):
+            plain.loads_foreign(bad)
