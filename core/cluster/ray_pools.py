@@ -26,6 +26,7 @@ from core.cluster.processes import EngineProcess, LearnerProcess, RewardModelPro
 from core.cluster.ray_engine import RayEngine, RayRewardModel
 from core.cluster.ray_placement import DRIVER_CPUS, device_of, parts_of, reserve
 from core.cluster.ray_watch import Watch
+from core.cluster.signals import kept_from_children
 from core.config import registry
 from core.config.frozen import thaw
 from core.config.paths import run_folder
@@ -86,7 +87,8 @@ def connect(config: Config, device: torch.device) -> None:
             given = {name: str(value) for name, value in environment.get("env_vars", {}).items()}
             environment["env_vars"] = {**ours, **given}
     try:
-        ray.init(**{"logging_level": logging.WARNING, **options})
+        with kept_from_children():
+            ray.init(**{"logging_level": logging.WARNING, **options})
     except (ConnectionError, ValueError, TypeError) as error:  # no such cluster, or an argument it does not take
         unsaid = isinstance(error, ConnectionError) and "RAY_AUTH_MODE" not in os.environ
         raise InputError(f"ray_kwargs.ray_init={options}: {error}{TOKEN_HINT if unsaid else ''}") from error

@@ -131,7 +131,11 @@ def save_optimizer(state: Mapping[str, Any], folder: Path, group: dist.ProcessGr
     Any number of ranks can read it. ``group`` has all ranks and no other traffic: training goes on meanwhile.
     Returns file -> SHA-256 of the files of this rank.
     """
-    dcp.save({"optimizer": state}, checkpoint_id=folder, process_group=group)
+    try:
+        dcp.save({"optimizer": state}, checkpoint_id=folder, process_group=group)
+    except dcp.api.CheckpointException as error:  # no Exception, and the disk's reason is inside
+        reasons = [reason for reason, _ in error.failures.values()]
+        raise next((one for one in reasons if isinstance(one, OSError)), RuntimeError(str(error))) from error
     return {path.name: on_disk(path) for path in folder.glob(f"__{dist.get_rank()}_*")}
 
 

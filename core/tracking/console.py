@@ -8,6 +8,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from core.config.convert import printable
+
 # label on the console, names of the metric (the first that the step has), format
 _CONSOLE = (
     ("reward", ("critic/rewards/mean", "critic/score/mean"), ".3f"),
@@ -27,7 +29,7 @@ class ConsoleLogger:
         self.total: int | None = None
 
     def write(self, line: str) -> None:
-        tqdm.write(line)
+        tqdm.write(printable(line))
         sys.stdout.flush()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
