@@ -7,9 +7,11 @@ beside the ranks and alternate with them on their GPUs (or, on the CPU, on the n
 
 from __future__ import annotations
 
+import builtins
 import logging
 import os
-from collections.abc import Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +58,40 @@ def rank_name(rank: int) -> str:
 # One thread is held by the lifeline, one answers, and a learner's third writes checkpoints.
 LEARNER = actor_class(LearnerProcess, 3)
 ENGINE, REWARD_MODEL = (actor_class(body, 2) for body in (EngineProcess, RewardModelProcess))
+
+
+def code_of_here() -> tuple[str, str]:
+    """Return where this process has core from, and a hash of the files of core and reward_scores there.
+
+    It is sent to other processes by value, and so imports what it needs itself.
+    """
+    import hashlib
+    from pathlib import Path
+
+    import core
+
+    package, digest = Path(core.__file__).resolve().parent, hashlib.sha256()
+    for name in ("core", "reward_scores"):
+        for path in sorted((package.parent / name).rglob("*.py")):
+            digest.update(str(path.relative_to(package.parent)).encode() + path.read_bytes())
+    return str(package), digest.hexdigest()
+
+
+def check_code(actors: Mapping[str, Any], wait: Callable[[dict[str, ray.ObjectRef]], list[Any]]) -> None:
+    """Check that the actors run the code of this process: a clone's environment may have another checkout installed.
+
+    ``wait`` returns the results of calls. Raises InputError, which names both folders.
+    """
+    by_value = types.FunctionType(code_of_here.__code__, {"__builtins__": builtins})
+    calls = {name: actor.__ray_call__.remote(lambda _: by_value()) for name, actor in actors.items()}
+    here, digest = code_of_here()
+    for name, (there, other) in zip(calls, wait(calls), strict=True):
+        if other != digest:
+            what = f"{there} has other files there" if there == here else f"it has core from {there}"
+            raise InputError(
+                f"core={here}: {name} runs other code than this process, {what}; install this checkout where Ray's "
+                "processes start (pip install -e .), or set PYTHONPATH to it"
+            )
 
 
 def connect(config: Config, device: torch.device) -> None:
@@ -158,6 +194,7 @@ class RayProcesses:
             self.learners.append(LEARNER.options(**place).remote(cores, parts[node]))
             self.watch.add(rank_name(rank), self.learners[-1])
         engines = self._make_engines(parts) if self.config.needs_engine else []
+        check_code(self.watch.actors, lambda calls: self.watch.wait("start", calls))
         # Alone on its GPU vLLM measures its cache correctly; kv_cache_memory_bytes would skip that and the utilization.
         self.watch.call("load", "start", dict.fromkeys(engines, (not self.learners,)))
         self.engine = RayEngine(self.watch, engines)

@@ -208,18 +208,17 @@ def test_a_page_loads_nothing_and_says_so(runs, tmp_path):
     """Pictures of questions are a file of the run, which may be anybody's."""
     folder = tmp_path / "grpo" / "run"
     shutil.copytree(runs / "grpo" / "lab_s1", folder)
-    rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
-    kept = {}
-    for row in rows:
-        remote = ["http://evil.example/a.png", "//evil.example/b", "file:///etc/passwd", 7]
-        kept.setdefault(row["data_source"], {})[row["uid"]] = [*remote[:3], "data:image/png;base64,AA=="]
+    row = {"uid": "q", "data_source": "lab", "input": "a", "output": "b", "gts": "c", "score": 0.0}
+    (folder / "samples.jsonl").write_text("".join(json.dumps({**row, "step": step}) + "\n" for step in (0, 20)))
+    remote = ["http://evil.example/a.png", "//evil.example/b", "file:///etc/passwd"]
+    kept = {"lab": {"q": [*remote, "data:image/png;base64,AA=="]}}
     (folder / "pictures.json").write_text(json.dumps(kept))
     _, text = build(folder.parent, tmp_path / "out", "run")
     assert "data:image/png" in text and "evil" not in text and "passwd" not in text
     assert POLICY in text and text.index(POLICY) < text.index("<style")
-    for kept in ("[]", '{"lab/hops": 7}', '{"lab/hops": {"q1": [7]}}'):
+    for kept in ("[]", '{"lab": 7}', '{"lab": {"q": [7]}}'):
         (folder / "pictures.json").write_text(kept)
-        build(folder.parent, tmp_path / "out", "run")
+        assert load_run(folder).pictures() == {}
 
 
 def test_every_template_of_a_page_has_the_policy():
@@ -366,7 +365,9 @@ MALFORMED = {
     ("config.yaml", "an object"): "a: !!python/object/apply:os.system [ls]",
     ("config.yaml", "aliases"): BOMB,
     ("config.yaml", "an endless alias"): "a: &a [*a]",
-    ("config.yaml", "merged aliases"): "a: &a {b: 1}\n" + "".join(f"m{i}: {{<<: [*a, *a]}}\n" for i in range(40_000)),
+    ("config.yaml", "merged aliases"): "m0: &m0 {b: 1}\n"
+    + "".join(f"m{i + 1}: &m{i + 1} {{<<: [*m{i}, *m{i}]}}\n" for i in range(40)),
+    ("config.yaml", "a large file"): f"a: {'x' * 2_000_000}\n",
     ("config.yaml", "nested too deep"): "- " * 3000 + "1",
     ("config.yaml", "no text"): b"\xff\xfe\x00",
     ("manifest.json", "no run"): without("run"),
@@ -386,15 +387,16 @@ MALFORMED = {
     ("samples.jsonl", "no step"): '{"input": "a", "output": "b", "score": 1}\n',
     ("samples.jsonl", "a score that is text"): '{"step": 1, "input": "a", "output": "b", "score": "1"}\n',
     ("samples.jsonl", "a list"): "[1]\n",
-    ("validation", "a file"): "x",
     ("validation/0.jsonl", "no question"): '{"acc": [1]}\n',
     ("validation/0.jsonl", "text"): '{"uid": "a", "data_source": "b", "acc": ["right"]}\n',
     ("validation/0.jsonl", "a number"): '{"uid": "a", "data_source": "b", "acc": 1}\n',
 }
 
 
-@pytest.mark.parametrize(("file", "what"), [pair for pair in MALFORMED if pair[1] != "a file"])
-def test_a_malformed_run_is_one_line_and_the_others_are_reported(file, what, runs, tmp_path, capsys):
+@pytest.mark.parametrize(("file", "what"), MALFORMED)
+def test_a_malformed_run_is_one_line_and_the_others_are_reported(file, what, runs, tmp_path, capsys, monkeypatch):
+    reported = []
+    monkeypatch.setattr(report, "write_report", lambda runs, out, *_: reported.extend(runs) or out)
     folder, content = tmp_path / "bad", MALFORMED[file, what]
     shutil.copytree(runs / "grpo" / "lab_s1", folder)
     path = folder / file
@@ -407,18 +409,16 @@ def test_a_malformed_run_is_one_line_and_the_others_are_reported(file, what, run
     assert report.main([str(folder), str(runs / "grpo" / "lab_s2"), "--out", str(tmp_path / "out")]) == 2
     out, err = capsys.readouterr()
     assert err.count("\n") == 1 and err.startswith("error: ") and str(folder / file.partition("/")[0]) in err
-    assert "report: " in out and "lab_s2" in (tmp_path / "out" / "report.md").read_text()
+    assert "report: " in out and [run.folder.name for run in reported] == ["lab_s2"]
 
 
 def test_what_nobody_foresaw_in_a_run_is_its_own_fault_alone(runs, tmp_path, capsys, monkeypatch):
-    real = run_reader.summarise
-
-    def strange(run):
-        if run.folder.name == "lab_s1":
+    def strange(runs, out, *_):
+        if any(run.folder.name == "lab_s1" for run in runs):
             raise ZeroDivisionError("a run like no other")
-        return real(run)
+        return out
 
-    monkeypatch.setattr(run_reader, "summarise", strange)
+    monkeypatch.setattr(report, "write_report", strange)
     names = [str(runs / "grpo" / name) for name in ("lab_s1", "lab_s2")]
     assert report.main([*names, "--out", str(tmp_path / "out")]) == 2
     out, err = capsys.readouterr()
