@@ -5,6 +5,7 @@ The folder around them, and what else a checkpoint holds, is the business of ``c
 
 from __future__ import annotations
 
+import errno
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
@@ -134,9 +135,18 @@ def save_optimizer(state: Mapping[str, Any], folder: Path, group: dist.ProcessGr
     try:
         dcp.save({"optimizer": state}, checkpoint_id=folder, process_group=group)
     except dcp.api.CheckpointException as error:  # no Exception, and the disk's reason is inside
-        reasons = [reason for reason, _ in error.failures.values()]
-        raise next((one for one in reasons if isinstance(one, OSError)), RuntimeError(str(error))) from error
+        raise _disk_error([reason for reason, _ in error.failures.values()], folder) from error
     return {path.name: on_disk(path) for path in folder.glob(f"__{dist.get_rank()}_*")}
+
+
+def _disk_error(reasons: Sequence[BaseException], folder: Path) -> Exception:
+    """Return the OSError among what ranks raised, or one for what torch's writer of zip files makes of it."""
+    if (found := next((one for one in reasons if isinstance(one, OSError)), None)) is not None:
+        return found
+    text = str(reasons[0]).strip()
+    if "unexpected pos" in text:  # it wrote fewer bytes than it was given, and keeps the reason to itself
+        return OSError(errno.EIO, f"a file was cut short, as on a full disk ({text})", str(folder))
+    return RuntimeError(text)
 
 
 def load_sharded_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:

@@ -138,9 +138,14 @@ class Outputs:
 
 @contextmanager
 def kept() -> Iterator[Outputs]:
-    """Keep stdout and stderr writable while entered, whatever becomes of what they lead to."""
+    """Keep stdout and stderr writable while entered, whatever becomes of what they lead to.
+
+    After an error they stay: its traceback is printed on them.
+    """
     outputs = Outputs()
     try:
         yield outputs
-    finally:
+    except SystemExit:
         outputs.restore()
+        raise
+    outputs.restore()

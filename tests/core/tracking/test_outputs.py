@@ -97,6 +97,20 @@ def test_a_reader_that_goes_away_in_the_middle_loses_nothing_after_that(tmp_path
     assert "line 1999 ä" in log.read_text()
 
 
+def test_the_traceback_of_what_ends_the_process_is_in_the_log_too(tmp_path):
+    log = tmp_path / "output.log"
+    code = """
+import sys
+from pathlib import Path
+from core.tracking import outputs
+with outputs.kept() as streams:
+    streams.log_to(Path(sys.argv[1]))
+    raise ValueError("the end")
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(log)], cwd=ROOT, stderr=gone(tmp_path), timeout=60)
+    assert done.returncode == 1 and log.read_text().endswith("ValueError: the end\n")
+
+
 def test_streams_that_were_closed_before_the_start_are_in_the_log(tmp_path):
     log = tmp_path / "output.log"
     command = f'{sys.executable} -c "$PRINTS" {log} >&- 2>&-'
