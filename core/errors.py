@@ -1,8 +1,11 @@
 """The errors that callers tell apart: bad input, a broken invariant, a lost process, memory that did not suffice."""
 
+import errno
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from core.redaction import redacted_text
 
@@ -17,6 +20,43 @@ class InputError(ValueError):
     def __init__(self, problems: str | Sequence[str]):
         self.problems = [redacted_text(each) for each in ([problems] if isinstance(problems, str) else problems)]
         super().__init__("\n".join(self.problems))
+
+
+class WriteFailed(InputError):
+    """A file could not be written: the disk is full, or refuses it. Another try may succeed once there is room."""
+
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}  # what no traceback explains better than a line
+
+
+def unwritten(error: OSError, path: str | os.PathLike[str], what: str) -> str:
+    """Return the file, what was being written to it, why it could not be, and the space that is free there."""
+    return f"{path}: {what} could not be written ({error.strerror or error}; {free_space(Path(path))})"
+
+
+def write_failed(error: OSError, path: str | os.PathLike[str], what: str) -> WriteFailed:
+    """Return what to raise in place of an OSError: what :func:`unwritten` returns, and what to do."""
+    return WriteFailed(
+        f"{unwritten(error, path, what)}; make room there, or set another trainer.default_local_dir, and repeat the "
+        "command: a run continues from its last checkpoint"
+    )
+
+
+def free_space(path: Path) -> str:
+    """Return the space that is free where a path is or would be, in words."""
+    there = next((one for one in (path.absolute(), *path.absolute().parents) if one.exists()), Path("/"))
+    found = os.statvfs(there)
+    room = f"{found.f_bavail * found.f_frsize / 2**30:.1f} GiB free"
+    return f"{room}, but no file more" if found.f_files and not found.f_favail else room
+
+
+@contextmanager
+def writing(path: str | os.PathLike[str], what: str) -> Iterator[None]:
+    """Raise WriteFailed where the block cannot write ``what`` to ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise write_failed(error, path, what) from error
 
 
 class BrokenInvariant(RuntimeError):

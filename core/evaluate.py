@@ -18,8 +18,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from core.command_line import is_dry_run
+from core.config.convert import printable
 from core.errors import InputError, OutOfMemory, WorkersLost
 from core.remote.urls import written_here
+from core.tracking import outputs
 
 INTERRUPTED = 130
 
@@ -76,7 +78,7 @@ def report_command(arguments: Sequence[str]) -> int:
 
     if is_dry_run():
         return _would("report", args.scores, [report_path(path) for path in args.scores])
-    print(report(args.scores, args.k))
+    print(printable(report(args.scores, args.k)))
     return 0
 
 
@@ -114,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return COMMANDS[command](rest)
     except (InputError, OSError) as error:
-        print(f"core.evaluate: {error}", file=sys.stderr)
+        print(printable(f"core.evaluate: {error}"), file=sys.stderr)
         return 2
     except (WorkersLost, OutOfMemory) as error:
         print(f"core.evaluate: {error}\nThe answers so far are kept; the same command goes on", file=sys.stderr)
@@ -125,4 +127,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with outputs.kept():
+        ended = main()
+    sys.exit(ended)

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 from core.cluster.address import cluster_address
 from core.cluster.restarts import work
-from core.cluster.signals import EXIT_STATUS
+from core.cluster.signals import ENDED_BY_SIGNAL
 from core.command_line import prepare
+from core.config.paths import run_folder
 from core.errors import InputError
+from core.tracking import outputs
 
 if TYPE_CHECKING:
     from core.config.schema import Config
@@ -26,10 +28,12 @@ def main(recipe: str, *, trainer: str = TRAINER, hooks: Collection[str] = ()) ->
     neither torch nor a model. ``hooks`` names the hooks that the class overrides. Exits with 2 where the input is at
     fault, with 1 where a process was lost and ``trainer.max_restarts`` allows no other try.
     """
-    config = prepare(recipe, sys.argv[1:], hooks)
-    if apart(config):
-        raise SystemExit(_apart(trainer, config))
-    work(trainer, config)
+    with outputs.kept() as streams:
+        config = prepare(recipe, sys.argv[1:], hooks)
+        streams.log_to(run_folder(config) / outputs.LOG)
+        if apart(config):
+            raise SystemExit(_apart(trainer, config))
+        work(trainer, config)
 
 
 def apart(config: Config) -> bool:
@@ -48,7 +52,7 @@ def _apart(trainer: str, config: Config) -> int:
     try:
         place_driver = ray_backend("ray_driver").place_driver
         status = oversee(lambda config, restarts: place_driver(trainer, config, restarts), config)
-        if status == EXIT_STATUS:  # of a second Ctrl-C: nobody waits for a Ray of our own to shut down tidily
+        if status > ENDED_BY_SIGNAL:  # of a second Ctrl-C: nobody waits for a Ray of our own to shut down tidily
             sys.stdout.flush()
             os._exit(status)
         return status

@@ -59,7 +59,6 @@ from core.tracking.profiling import profiled
 from core.tracking.progress import progress
 from core.tracking.step_time import BusyClock
 from core.tracking.trace import TraceRecorder
-from core.tracking.tracker import dump_jsonl
 from core.tracking.validation import ValRecord, validation_metrics
 from core.types import AnsweredGroup, Prompt, ScoredGroup, StepMetrics, TrainBatch, Trajectory
 from reward_scores.score import Score
@@ -467,7 +466,7 @@ class RayPPOTrainer:
             rows = generation_rows(step, groups_P, self.tokenizer)
             print_examples(rows, self.config.reward_model.num_examine)
             if trainer.rollout_data_dir:
-                dump_jsonl(trainer.rollout_data_dir, step, rows, "trainer.rollout_data_dir")
+                self.session.tracker.dump(trainer.rollout_data_dir, step, rows, "trainer.rollout_data_dir")
         state = LoopState(self.kl_controller, self.collect_state)
         if self.session.is_due(trainer.test_freq, step, state):
             self.validate(metrics)
@@ -519,7 +518,7 @@ class RayPPOTrainer:
         self.session.tracker.log_samples(metrics.step, rows, self.val_prompts)
         print_examples(rows, self.config.reward_model.val_num_examine)
         if folder := self.config.trainer.validation_data_dir:
-            dump_jsonl(folder, metrics.step, rows, "trainer.validation_data_dir")
+            self.session.tracker.dump(folder, metrics.step, rows, "trainer.validation_data_dir")
 
 
 def _keeping_value(score: Score) -> Score:

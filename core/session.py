@@ -33,7 +33,7 @@ from core.cluster.workers import Workers
 from core.config import convert
 from core.config.paths import run_folder
 from core.data.stream import PromptStream
-from core.errors import InputError, memory_phase
+from core.errors import InputError, WriteFailed, memory_phase, writing
 from core.learner.saving import planned_fingerprints
 from core.planning.memory_knobs import naming_knobs
 from core.remote.urls import is_url
@@ -42,7 +42,7 @@ from core.rollout.collect import CollectState, StopRequested
 from core.tracking import run_manifest, step_time
 from core.tracking.health import Crossing, Health, UnhealthyRun
 from core.tracking.run_manifest import RunFacts
-from core.tracking.tracker import Tracker, read_jsonl
+from core.tracking.tracker import Tracker, mend_run_folder, rows_with_steps
 from core.types import StepMetrics, TrainBatch
 
 if TYPE_CHECKING:
@@ -130,6 +130,9 @@ class Session:
             self.models = planned_fingerprints(self.config, critic=critic, known=checkpoint.provenance.bases)
         if checkpoint is not None:
             self._check(checkpoint)
+            if not trainer.val_only:
+                with writing(self.run_dir, "what is intact of the run's records"):
+                    mend_run_folder(self.run_dir)
             own = checkpoint.folder.parent == self.store.root
             if self.remote is not None and own and not trainer.val_only and self.remote.newest < checkpoint.step:
                 self.remote.send(checkpoint.step)  # a run that was killed before it had sent it
@@ -157,7 +160,7 @@ class Session:
         workers.load(checkpoint.folder)
         saved = run_state.DriverState.load(checkpoint.folder)
         if not self.config.trainer.max_staleness:  # else the step's line has what was judged ahead
-            lines = read_jsonl(self.run_dir / "metrics.jsonl")
+            lines, _ = rows_with_steps(self.run_dir / "metrics.jsonl")
             recorded = [one.get("collect/next_ordinal") for one in lines if one["step"] == saved.step]
             invariants.resume_goes_on(recorded[-1] if recorded else None, saved.next_ordinal, saved.step)
         self.step = self.writer.saved_step = saved.step
@@ -217,10 +220,8 @@ class Session:
                     self.tracker.note("stopped_because", str(error))
                     raise
                 except StopRequested:
+                    self._save_and_say()
                     status = "stopped"
-                    self.save()
-                    self.writer.finish()
-                    log.warning("stopped after step %d of %d; the same command goes on", self.step, self.total_steps)
                 except Exception as error:
                     self.tracker.note("stopped_because", f"{type(error).__name__}: {error}")
                     raise
@@ -259,7 +260,7 @@ class Session:
         The line is on disk before the checkpoint that it belongs to. Raises UnhealthyRun.
         """
         self.step, self.state = metrics.step, state
-        self.writer.raise_failure()
+        self.writer.look()
         crossings = self._check_health(metrics)
         self._add_up_times(metrics)
         self.tracker.log(metrics)
@@ -296,6 +297,20 @@ class Session:
         start = time.perf_counter()
         self.writer.begin(self.step, self.provenance(), self._copied)
         self.saving_s += time.perf_counter() - start
+
+    def _save_and_say(self) -> None:
+        """Save what a requested stop leaves, and print how to continue. Raises WriteFailed."""
+        cause = f" ({self.stop.cause})" if self.stop.cause else ""
+        try:
+            self.save()
+            self.writer.finish()
+        except WriteFailed as error:
+            self.tracker.note("stopped_because", str(error))
+            raise
+        how = "the same command continues"
+        if self.step and self.config.trainer.resume_mode != "auto":
+            how += " with trainer.resume_mode=auto"
+        log.warning("stopped after step %d of %d%s; %s", self.step, self.total_steps, cause, how)
 
     def _copied(self) -> Callable[[Path], Mapping[str, str]]:
         """Copy the state of the run and return what writes it into a folder."""
@@ -336,16 +351,22 @@ class Session:
         stopping = [crossing for crossing in crossings if crossing.action == "stop"]
         if not stopping:
             return
-        self.save()
-        self.writer.finish()
+        saved = f"saved in {self.store.folder(self.step)}"
+        try:
+            self.save()
+            self.writer.finish()
+        except WriteFailed as error:  # must not hide why the run stops
+            saved = f"not saved ({error})"
         if any(crossing.check == "nonfinite" for crossing in stopping):
             path = self.run_dir / f"nonfinite_step_{self.step}.pt"
-            run_state.save_tensors(path, {"lengths": batch.lengths, **batch.stored})
+            tensors = {"lengths": batch.lengths, **batch.stored}
+            if not self.tracker.records.attempt(path.name, path, lambda: run_state.save_tensors(path, tensors)):
+                path.unlink(missing_ok=True)
         last = self.health.last_healthy_step
         sound = max((step for step in self.store.steps() if step <= last), default=None)
         back = "no checkpoint is that old" if sound is None else f"go back to it with {self._resume_from(sound)}"
         raise UnhealthyRun(
-            f"stopped after step {self.step}, saved in {self.store.folder(self.step)}: "
+            f"stopped after step {self.step}, {saved}: "
             f"{'; '.join(crossing.text for crossing in stopping)}. The last healthy step is {last}: {back}. "
             "The same command goes on from here and stops again unless the bound is raised"
         )

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from core.config.convert import printable
 from core.data.dataset import ChatError, Encoder
 from core.data.parquet import Example, ExampleFile, Problems, sha256_of
 from core.errors import InputError
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             findings = inspect(path, encoder, args.prompt_key, args.reward_fn_key, args.any_source)
             lines = findings.problems.lines()
             print(f"{path}\n  sha256        {sha256_of(path)}")
-            print("\n".join(_report(findings, args.max_prompt_length)))
+            print(printable("\n".join(_report(findings, args.max_prompt_length))))
         except InputError as error:
             findings, lines = Findings(), error.problems
             print(path)
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if shared:
                 print(f"  note          {shared} prompts are also in {other}")
         seen[path] = set(findings.prompts)
-        print("\n".join(f"  problem       {line}" for line in lines) or "  problems      none")
+        print(printable("\n".join(f"  problem       {line}" for line in lines)) or "  problems      none")
         bad += bool(lines)
     return 1 if bad else 0
 

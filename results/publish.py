@@ -23,6 +23,7 @@ from pathlib import Path
 
 import yaml
 
+from core.config.yaml_tables import read_foreign_yaml
 from core.errors import InputError
 from core.tracking.validation import ValRecord, merge_by_question
 from results.reporting.answers import published_samples
@@ -47,7 +48,7 @@ def publish(folder: str | Path, target: str | Path) -> Path:
     # the copy is known by the name it is given
     manifest = {**run.manifest, "recipe": target.parent.name, "run": target.name}
     (target / "manifest.json").write_text(json.dumps(scrub(manifest), indent=1) + "\n", encoding="utf-8")
-    config = yaml.safe_load((run.folder / "config.yaml").read_text(encoding="utf-8"))
+    config = read_foreign_yaml((run.folder / "config.yaml").read_text(encoding="utf-8"))
     (target / "config.yaml").write_text(yaml.safe_dump(scrub(config), sort_keys=False), encoding="utf-8")
     _write_csv(target / "metrics.csv", run)
     for name in ("validation.jsonl", "samples.jsonl"):  # what an earlier copy may have left

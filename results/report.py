@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from core.config.convert import printable
 from core.errors import InputError
 from core.remote.urls import written_here
 from results.reporting import readme_tables
@@ -58,15 +60,54 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if not (args.runs or args.index):
         parser.error("name a run folder, or use --index")
+    bad: list[str] = []
     try:
         if args.runs:
-            runs = [_load(run_copy(name), args.accuracy) for name in args.runs]
-            path = write_report(runs, args.out or _default_folder(runs), args.baseline, args.x)
-            print(f"{headline(runs)}\nreport: {path}")
-        return readme_tables.update(args.results, check=args.check) if args.index else 0
+            _report(args, bad)
+        status = readme_tables.update(args.results, check=args.check) if args.index else 0
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        bad.append(str(error))
+    for problem in bad:
+        print(printable(f"error: {problem}"), file=sys.stderr)
+    return 2 if bad else status
+
+
+def _report(args: argparse.Namespace, bad: list[str]) -> None:
+    """Report the runs that can be; what is wrong with the others is added to ``bad``. Raises InputError."""
+    runs: list[RecordedRun] = []
+    for name in args.runs:
+        try:
+            runs.append(_load(run_copy(name), args.accuracy))
+        except InputError as error:
+            bad.append(str(error))
+    try:
+        found = _written(runs, args)
+    except InputError:
+        raise
+    except Exception as error:  # of a run in which nobody foresaw what is wrong: it is looked for
+        sound = [run for run in runs if _can_be_shown(run, args, bad)]
+        if len(sound) == len(runs):
+            raise error
+        found = _written(sound, args)
+    print(found, end="")
+
+
+def _written(runs: Sequence[RecordedRun], args: argparse.Namespace) -> str:
+    """Write the report, and return what is printed of it."""
+    if not runs:
+        return ""
+    path = write_report(runs, args.out or _default_folder(runs), args.baseline, args.x)
+    return printable(f"{headline(runs)}\nreport: {path}\n")
+
+
+def _can_be_shown(run: RecordedRun, args: argparse.Namespace, bad: list[str]) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            write_report([run], Path(folder), None, args.x)
+        except Exception as error:
+            bad.append(f"{run.folder}: cannot be shown ({type(error).__name__}: {str(error)[:300]})")
+            return False
+    return True
 
 
 def _load(path: Path, accuracy: str | None) -> RecordedRun:

@@ -14,6 +14,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from core.config.convert import printable
 from core.errors import InputError
 from core.remote.urls import written_here
 from results.reporting.run_reader import run_copy
@@ -41,9 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise InputError(f"{len(args.runs)} runs: name one, or two to see side by side")
         path, said = write_trace([run_copy(run) for run in args.runs], args.out, args.steps)
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         return 2
-    print(f"{said}\npage: {path}")
+    print(printable(f"{said}\npage: {path}"))
     return 0
 
 

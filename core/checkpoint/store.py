@@ -38,7 +38,7 @@ from core.checkpoint.kill_points import kill_point
 from core.checkpoint.manifest import NAME, Checkpoint, DamagedCheckpoint, fsync, seal, verify, write_durably
 from core.checkpoint.provenance import Provenance
 from core.config.frozen import FrozenDict
-from core.errors import InputError
+from core.errors import InputError, WriteFailed, free_space
 from core.remote.cache import local_path
 from core.remote.urls import is_url, name_of
 
@@ -190,7 +190,7 @@ class CheckpointStore:
             hashes: file in the folder -> SHA-256, as far as writers have computed it when the block ends.
 
         Raises:
-            InputError: the disk is full, or not writable; whatever the block raises passes through.
+            WriteFailed: the disk is full, or not writable; whatever the block raises passes through.
         """
         self.claim()
         folder = self.root / f".tmp-global_step_{step}-{os.getpid()}"
@@ -208,9 +208,8 @@ class CheckpointStore:
                 raise
             complete = self.complete_steps()
             intact = f"{self.folder(complete[-1])} is intact" if complete else "there is no earlier one"
-            free = shutil.disk_usage(self.root).free / 2**30
-            raise InputError(
-                f"the checkpoint of step {step} could not be written to {self.root}: {error} ({free:.1f} GiB free "
+            raise WriteFailed(
+                f"the checkpoint of step {step} could not be written to {self.root}: {error} ({free_space(self.root)} "
                 f"there); {intact}. Make room, or set another trainer.default_local_dir or a lower "
                 "trainer.max_actor_ckpt_to_keep (one more is needed while writing), and resume"
             ) from error

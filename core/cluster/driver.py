@@ -10,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import signal
 import sys
 import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -100,8 +102,9 @@ class DriverProcess:
         with self.news:
             self.pieces.append((stream, text))
             self.written += 1
-            self.log.write(text)
-            self.log.flush()
+            with suppress(OSError):  # a full disk; the shell has it all the same
+                self.log.write(text)
+                self.log.flush()
             self.news.notify_all()
 
     def _work(self, trainer: str) -> None:
@@ -158,7 +161,8 @@ def oversee(place: Callable[[Config, int], tuple[Driver, bool]], config: Config)
     """Show the loop to its end, restarting it from its checkpoint where its process dies. Return the exit status.
 
     ``place(config, restarts)`` starts the loop, or finds the one that works on the run folder already (then True).
-    A second signal ends the loop's process, or the wait for a place for it, within a second.
+    A second signal ends the loop's process, or the wait for a place for it, within a second. A terminal that closes
+    (SIGHUP) ends this shell alone: the loop goes on, and the same command joins it.
     """
     news, limit = News((), 0, 0, False, None), config.trainer.max_restarts
     seen: list[int] = []  # signals
@@ -170,12 +174,12 @@ def oversee(place: Callable[[Config, int], tuple[Driver, bool]], config: Config)
         if len(seen) > 1 and driver is None:  # the cluster may be full for minutes
             raise KeyboardInterrupt
 
-    with signals.handling(note):
+    with signals.handling(note, [number for number in signals.SIGNALS if number != signal.SIGHUP]):
         while True:
             try:
                 driver, joined = place(config, news.restarts)
             except KeyboardInterrupt:
-                return signals.EXIT_STATUS
+                return signals.ENDED_BY_SIGNAL + seen[-1]
             if joined and not _same_run(driver, config):
                 return 2
             news = dataclasses.replace(news, seen=0)
@@ -186,7 +190,7 @@ def oversee(place: Callable[[Config, int], tuple[Driver, bool]], config: Config)
                         print(text, end="", file=sys.stdout if number == 1 else sys.stderr, flush=True)
                     if len(seen) > 1:
                         driver.kill()
-                        return signals.EXIT_STATUS
+                        return signals.ENDED_BY_SIGNAL + seen[-1]
                     if seen:
                         driver.interrupt()
                 return news.status

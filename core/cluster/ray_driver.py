@@ -11,10 +11,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from core.cluster.driver import WAIT_S, DriverProcess, News
 from core.cluster.ray_placement import DRIVER_CPUS, device_of, node_for_driver
-from core.cluster.ray_pools import actor_class, connect
+from core.cluster.ray_pools import actor_class, check_code, connect
 from core.cluster.ray_watch import ASIDE, GRACE_S
 from core.config.paths import run_folder
-from core.errors import WorkersLost
+from core.errors import InputError, WorkersLost
 
 if TYPE_CHECKING:
     from core.config.schema import Config
@@ -67,5 +67,10 @@ def place_driver(trainer: str, config: Config, restarts: int) -> tuple[RayDriver
     # Soft: where the node dies meanwhile, the loop starts on another and reports what is missing.
     beside = NodeAffinitySchedulingStrategy(node_for_driver(config, device_of(config, device)), soft=True)
     driver = RayDriver(DRIVER.options(scheduling_strategy=beside, **options).remote())
+    try:
+        check_code({"the process of the run's loop": driver.actor}, lambda calls: ray.get([*calls.values()]))
+    except InputError:
+        driver.kill()
+        raise
     driver.call("start", trainer, config, restarts)
     return driver, False

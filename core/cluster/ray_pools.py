@@ -7,9 +7,11 @@ beside the ranks and alternate with them on their GPUs (or, on the CPU, on the n
 
 from __future__ import annotations
 
+import builtins
 import logging
 import os
-from collections.abc import Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,7 @@ from core.cluster.processes import EngineProcess, LearnerProcess, RewardModelPro
 from core.cluster.ray_engine import RayEngine, RayRewardModel
 from core.cluster.ray_placement import DRIVER_CPUS, device_of, parts_of, reserve
 from core.cluster.ray_watch import Watch
+from core.cluster.signals import kept_from_children
 from core.config import registry
 from core.config.frozen import thaw
 from core.config.paths import run_folder
@@ -57,6 +60,40 @@ LEARNER = actor_class(LearnerProcess, 3)
 ENGINE, REWARD_MODEL = (actor_class(body, 2) for body in (EngineProcess, RewardModelProcess))
 
 
+def code_of_here() -> tuple[str, str]:
+    """Return where this process has core from, and a hash of the files of core and reward_scores there.
+
+    It is sent to other processes by value, and so imports what it needs itself.
+    """
+    import hashlib
+    from pathlib import Path
+
+    import core
+
+    package, digest = Path(core.__file__).resolve().parent, hashlib.sha256()
+    for name in ("core", "reward_scores"):
+        for path in sorted((package.parent / name).rglob("*.py")):
+            digest.update(str(path.relative_to(package.parent)).encode() + path.read_bytes())
+    return str(package), digest.hexdigest()
+
+
+def check_code(actors: Mapping[str, Any], wait: Callable[[dict[str, ray.ObjectRef]], list[Any]]) -> None:
+    """Check that the actors run the code of this process: a clone's environment may have another checkout installed.
+
+    ``wait`` returns the results of calls. Raises InputError, which names both folders.
+    """
+    by_value = types.FunctionType(code_of_here.__code__, {"__builtins__": builtins})
+    calls = {name: actor.__ray_call__.remote(lambda _: by_value()) for name, actor in actors.items()}
+    here, digest = code_of_here()
+    for name, (there, other) in zip(calls, wait(calls), strict=True):
+        if other != digest:
+            what = f"{there} has other files there" if there == here else f"it has core from {there}"
+            raise InputError(
+                f"core={here}: {name} runs other code than this process, {what}; install this checkout where Ray's "
+                "processes start (pip install -e .), or set PYTHONPATH to it"
+            )
+
+
 def connect(config: Config, device: torch.device) -> None:
     """Connect to the cluster that ``ray_kwargs.ray_init.address`` or RAY_ADDRESS names, or start a local Ray.
 
@@ -86,7 +123,8 @@ def connect(config: Config, device: torch.device) -> None:
             given = {name: str(value) for name, value in environment.get("env_vars", {}).items()}
             environment["env_vars"] = {**ours, **given}
     try:
-        ray.init(**{"logging_level": logging.WARNING, **options})
+        with kept_from_children():
+            ray.init(**{"logging_level": logging.WARNING, **options})
     except (ConnectionError, ValueError, TypeError) as error:  # no such cluster, or an argument it does not take
         unsaid = isinstance(error, ConnectionError) and "RAY_AUTH_MODE" not in os.environ
         raise InputError(f"ray_kwargs.ray_init={options}: {error}{TOKEN_HINT if unsaid else ''}") from error
@@ -156,6 +194,7 @@ class RayProcesses:
             self.learners.append(LEARNER.options(**place).remote(cores, parts[node]))
             self.watch.add(rank_name(rank), self.learners[-1])
         engines = self._make_engines(parts) if self.config.needs_engine else []
+        check_code(self.watch.actors, lambda calls: self.watch.wait("start", calls))
         # Alone on its GPU vLLM measures its cache correctly; kv_cache_memory_bytes would skip that and the utilization.
         self.watch.call("load", "start", dict.fromkeys(engines, (not self.learners,)))
         self.engine = RayEngine(self.watch, engines)

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from core.config import convert
-from core.errors import InputError, OutOfMemory, WorkersLost
+from core.config.convert import printable
+from core.errors import FULL, InputError, OutOfMemory, WorkersLost, WriteFailed, write_failed
 from core.tracking.health import UnhealthyRun
 
 if TYPE_CHECKING:
@@ -19,9 +20,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("core")
 
 
+class PrintableFormatter(logging.Formatter):
+    """Lines of a log may quote a model's text, whose control characters reach no terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
 def work(trainer: str, config: Config, restarts: int = 0, began: Callable[[Any, int], None] = lambda *_: None) -> None:
     """Train in this process and print the outcome. ``began(run, restarts)`` receives the trainer of each attempt."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter("%(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     log.setLevel(logging.INFO)
     module, _, name = trainer.partition(":")
     run = train(getattr(importlib.import_module(module), name), config, restarts, began)
@@ -39,13 +49,26 @@ def train(trainer: Callable[[Config], Any], config: Config, restarts: int, began
             run.fit()
             return run
         except UnhealthyRun as error:
-            print(error, file=sys.stderr)
+            print(printable(str(error)), file=sys.stderr)
             raise SystemExit(1) from error
         except OutOfMemory as error:  # not restarted: it would end in the same way
             trace = run.session.run_dir / "out_of_memory.txt"
-            trace.parent.mkdir(parents=True, exist_ok=True)
-            trace.write_text(traceback.format_exc(), encoding="utf-8")
-            print(f"{error}; the traceback is in {trace}", file=sys.stderr)
+            try:
+                trace.parent.mkdir(parents=True, exist_ok=True)
+                trace.write_text(traceback.format_exc(), encoding="utf-8")
+                where = f"the traceback is in {trace}"
+            except OSError:
+                where = traceback.format_exc()
+            print(f"{error}; {where}", file=sys.stderr)
+            raise SystemExit(1) from error
+        except InputError as error:  # a disk that is full is no fault of the input
+            print(printable(str(error)), file=sys.stderr)
+            raise SystemExit(1 if isinstance(error, WriteFailed) else 2) from error
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            traceback.print_exc()
+            print(write_failed(error, error.filename or run.session.run_dir, "a file"), file=sys.stderr)
             raise SystemExit(1) from error
         except WorkersLost as error:
             if restarts >= limit or run.session.stop.requested:
@@ -62,5 +85,5 @@ def _init_workers(run: Any) -> None:
     try:
         run.init_workers()
     except InputError as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(2) from None
+        print(printable(str(error)), file=sys.stderr)
+        raise SystemExit(1 if isinstance(error, WriteFailed) else 2) from None

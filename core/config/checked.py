@@ -13,7 +13,11 @@ from core.config.derived_defaults import resolve
 from core.config.from_tree import build
 from core.config.schema import Config
 from core.config.view import View
-from core.config.yaml_tables import CHANGED_DEFAULTS, ChangedDefault  # noqa: F401  (offered by core.config)
+from core.config.yaml_tables import (  # noqa: F401  (some are offered by core.config)
+    CHANGED_DEFAULTS,
+    ChangedDefault,
+    read_foreign_yaml,
+)
 from core.errors import InputError
 from core.redaction import login_in, redacted, without_hidden
 
@@ -133,7 +137,11 @@ def from_yaml(text: str) -> Config:
     Raises:
         InputError: a key or a value is not the schema's.
     """
-    tree, problems = without_hidden(yaml.safe_load(text)), []
+    problems: list[Any] = []
+    try:
+        tree = without_hidden(read_foreign_yaml(text))
+    except ValueError as error:
+        raise InputError(f"config.yaml: {error}") from error
     config = build(roles.schema_for(tree), tree, problems)
     if problems:
         raise InputError([str(problem) for problem in problems])

@@ -249,7 +249,7 @@ def _word(model: Any) -> str:
     """Return a model's name as part of a folder's name; of a path its last part, of an unusable value nothing."""
     if not isinstance(model, str) or "${" in model:
         return ""
-    return re.sub(r"[^\w.-]+", "_", model.rstrip("/").rpartition("/")[2]).strip(".~")
+    return re.sub(r"[^\w.-]+", "_", model.rstrip("/").rpartition("/")[2]).strip(".~-")
 
 
 def _at(tree: Mapping[str, Any], key: str) -> Any:

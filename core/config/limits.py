@@ -37,6 +37,20 @@ def is_plugin(value: str) -> bool:
     return ":" in value
 
 
+def _is_name(value: str) -> bool:
+    plain = value == value.strip() and value.isprintable() and not {*"/\\"} & {*value}
+    return plain and value[:1] not in ("", ".", "-") and len(value.encode(errors="replace")) <= 200
+
+
+# Part of a path and of commands, in services' pages and in the title of a report
+Name = Annotated[
+    str,
+    Limit(
+        "a name of at most 200 bytes without /, \\, line breaks, and spaces around it, that does not begin with a dot "
+        "or a dash (a run folder elsewhere is trainer.default_local_dir's to name)",
+        _is_name,
+    ),
+]
 Count = Annotated[int, Limit("at least 1", lambda v: v >= 1)]
 Size = Annotated[int, Limit("at least 0", lambda v: v >= 0)]
 OffOrCount = Annotated[int, Limit("-1 (off) or at least 1", lambda v: v == -1 or v >= 1)]

@@ -522,8 +522,8 @@ class TrainerConfig:
     critic_warmup: limits.Size = 0  # steps in which only the critic trains
     balance_batch: bool = True  # give ranks about equal numbers of tokens
     max_staleness: limits.Size = 0  # steps a sample may be old; 1: the next collection overlaps the update
-    project_name: str | None = None  # project at a logger's service; None: rlrepro-<recipe>
-    experiment_name: str | None = None  # name of the run; None: <model>-seed<seed>, see core/config/README.md
+    project_name: limits.Name | None = None  # project at a logger's service; None: rlrepro-<recipe>
+    experiment_name: limits.Name | None = None  # name of the run; None: <model>-seed<seed>, see core/config/README.md
     reference: str | None = None  # id of the row of results/references.yaml that the run is to reproduce; None: none
     default_local_dir: str | None = None  # run folder, or a URL; None: outputs/<recipe>/<experiment_name>
     # where metrics go besides metrics.jsonl in the run folder; one that fails three times in a row is switched off

@@ -5,6 +5,7 @@ The folder around them, and what else a checkpoint holds, is the business of ``c
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import pickle
@@ -136,7 +137,10 @@ def save_optimizer(state: Mapping[str, Any], folder: Path, group: dist.ProcessGr
     Any number of ranks can read it. ``group`` has all ranks and no other traffic: training goes on meanwhile.
     Returns file -> SHA-256 of the files of this rank.
     """
-    dcp.save({"optimizer": state}, checkpoint_id=folder, process_group=group)
+    try:
+        dcp.save({"optimizer": state}, checkpoint_id=folder, process_group=group)
+    except dcp.api.CheckpointException as error:  # no Exception, and the disk's reason is inside
+        raise _disk_error([reason for reason, _ in error.failures.values()], folder) from error
     return {path.name: on_disk(path) for path in folder.glob(f"__{dist.get_rank()}_*")}
 
 
@@ -187,6 +191,16 @@ class _PlainUnpickler(pickle.Unpickler):
         if described or a_type or (module, name) in self.OTHERS:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of one")
+
+
+def _disk_error(reasons: Sequence[BaseException], folder: Path) -> Exception:
+    """Return the OSError among what ranks raised, or one for what torch's writer of zip files makes of it."""
+    if (found := next((one for one in reasons if isinstance(one, OSError)), None)) is not None:
+        return found
+    text = str(reasons[0]).strip()
+    if "unexpected pos" in text:  # it wrote fewer bytes than it was given, and keeps the reason to itself
+        return OSError(errno.EIO, f"a file was cut short, as on a full disk ({text})", str(folder))
+    return RuntimeError(text)
 
 
 def load_sharded_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from core.errors import InputError
+from core.errors import InputError, WriteFailed
 from core.redaction import login_in, redacted
 
 if TYPE_CHECKING:
@@ -110,20 +110,22 @@ def explained(url: str, key: str, what: str = "read") -> Iterator[None]:
     """Turn what a driver raises into one line. Each driver has errors of its own, so all of them are caught.
 
     Raises:
-        InputError: the place does not exist, gives no rights to ``what`` is done, or cannot be reached.
+        InputError: the place does not exist, gives no rights to ``what`` is done, or cannot be reached; WriteFailed
+            where it was to be written, for another try may succeed.
     """
+    failed = WriteFailed if what == "write" else InputError
     try:
         yield
     except InputError:
         raise
     except FileNotFoundError as error:
-        raise InputError(f"{key}={url}: does not exist; give another URL, or put it there first") from error
+        raise failed(f"{key}={url}: does not exist; give another URL, or put it there first") from error
     except PermissionError as error:
         fix = "give its login rights to, in the environment that the driver reads, or another URL"
-        raise InputError(f"{key}={url}: no rights to {what} there ({brief(error)}); {fix}") from error
+        raise failed(f"{key}={url}: no rights to {what} there ({brief(error)}); {fix}") from error
     except Exception as error:
         fix = "check the URL, the network and the login in the environment"
-        raise InputError(f"{key}={url}: cannot be {_DONE[what]} ({brief(error)}); {fix}") from error
+        raise failed(f"{key}={url}: cannot be {_DONE[what]} ({brief(error)}); {fix}") from error
 
 
 _DONE = {"read": "read", "write": "written"}

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from core.config.convert import printable
 from core.errors import InputError
 from core.replay import PHASES
 
@@ -45,13 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         code = {"code": args.code, "trainer": args.trainer}
         if args.changes:
-            print(what_if(args.run, args.step, args.changes, **code))
+            print(printable(what_if(args.run, args.step, args.changes, **code)))
             return 0
         done = replay(args.run, args.step, args.phase or PHASES, **code)
     except (InputError, OSError) as error:
-        print(f"core.replay: {error}", file=sys.stderr)
+        print(printable(f"core.replay: {error}"), file=sys.stderr)
         return 2
-    print(done)
+    print(printable(str(done)))
     return 1 if done.found else 0
 
 

@@ -57,8 +57,9 @@ def folder_of(run_dir: Path, step: int) -> Path:
 
 
 def step_of(path: Path) -> int:
-    """Return the step of a capsule's folder, complete or not."""
-    return int(path.name.split(".")[0].removeprefix("step_"))
+    """Return the step of a capsule's folder, complete or not; -1 for a folder of another name."""
+    number = path.name.split(".")[0].removeprefix("step_")
+    return int(number) if number.isdecimal() else -1
 
 
 def drop_capsules_after(run_dir: Path, step: int) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from core.config.convert import printable
+
 ACC = "reward/acc/mean"
 # label on the console, names of the metric (the first that the step has), format
 _CONSOLE = (
@@ -33,7 +35,7 @@ class ConsoleLogger:
         self.total: int | None = None
 
     def write(self, line: str) -> None:
-        tqdm.write(line)
+        tqdm.write(printable(line))
         sys.stdout.flush()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

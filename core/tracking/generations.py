@@ -9,6 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from core.config.convert import printable
 from core.data.images import collapse
 from core.types import ScoredGroup
 
@@ -36,7 +37,7 @@ def print_examples(rows: Iterable[Mapping[str, Any]], count: int) -> None:
     for row in rows if count else ():
         seen[row["data_source"]] += 1
         if seen[row["data_source"]] <= count:
-            # above the bar of the run, where it has one
-            tqdm.write(f"[prompt] {row['input']}\n[response] {row['output']}\n[ground_truth] {row['gts']}")
+            shown = f"[prompt] {row['input']}\n[response] {row['output']}\n[ground_truth] {row['gts']}"
+            tqdm.write(printable(shown))  # above the bar of the run, where it has one
             tqdm.write(f"[score] {row['score']:g}")
             sys.stdout.flush()

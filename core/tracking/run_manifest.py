@@ -7,10 +7,14 @@ the installed metadata, GPUs from ``nvidia-smi``.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import json
+import logging
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -26,6 +30,8 @@ from core.redaction import redacted_command
 from core.remote.cache import local_path
 from core.remote.urls import is_url
 
+log = logging.getLogger(__name__)
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
     *("torch", "transformers", "tokenizers", "numpy", "pyarrow", "hydra-core", "omegaconf", "datasets", "ray", "vllm"),
@@ -35,6 +41,59 @@ PACKAGES = (
 
 def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+# --- the file ---
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return a run's manifest.
+
+    Raises:
+        ValueError: it is damaged: no JSON, or without what every manifest has.
+    """
+    try:
+        manifest = json.loads(path.read_bytes().decode())
+        texts = [manifest[name] for name in ("run", "recipe", "run_id", "status")]
+        whole = all(isinstance(text, str) for text in texts) and isinstance(manifest["sessions"], list)
+        whole = whole and all("command" in session for session in manifest["sessions"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    if not whole:
+        raise ValueError("a field of another type")
+    return manifest
+
+
+def mend(path: Path) -> None:
+    """Set a damaged manifest aside, with a warning. Raises OSError."""
+    if not path.exists():
+        return
+    try:
+        read(path)
+    except ValueError as error:
+        aside = path.with_name(f"{path.name}.damaged")
+        os.replace(path, aside)
+        text = "%s is damaged (%s) and set aside as %s; it is written anew, without what earlier sessions recorded"
+        log.warning(text, path, error, aside.name)
+
+
+def rebuilt(path: Path) -> dict[str, Any]:
+    """Return what a new manifest says of one that was lost. The run's id is read from what is left of that, if it can
+    be: under it a logger's service knows the run."""
+    aside = path.with_name(f"{path.name}.damaged")
+    known = re.search(rb'"run_id": "([0-9a-f]{8})"', aside.read_bytes()) if aside.exists() else None
+    about = {"rebuilt": f"{now()}: manifest.json was damaged or missing; earlier sessions are not recorded"}
+    return {**about, "run_id": known[1].decode()} if known else about
+
+
+def put_status(path: Path, status: str) -> None:
+    """Write the status into the file as it stands, which needs no room on a full disk."""
+    was = b'"status": "running"'
+    put = f'"status":"{status}"'.encode().ljust(len(was))
+    with contextlib.suppress(OSError), open(path, "r+b") as file:
+        if (start := file.read().find(was)) >= 0 and len(put) == len(was):
+            file.seek(start)
+            file.write(put)
 
 
 # --- configuration as plain data ---

@@ -14,6 +14,7 @@ What it costs is ``perf/trace_cpu_s`` of a recorded step: CPU seconds in the dri
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -30,6 +31,7 @@ import numpy as np
 from core.checkpoint.manifest import fsync
 from core.config.paths import run_folder
 from core.data.images import SHOWN, thumbnails
+from core.tracking.records import Records
 from core.types import ScoredGroup, StepMetrics, TrainBatch, Trajectory
 
 if TYPE_CHECKING:
@@ -69,6 +71,7 @@ class TraceRecorder:
         self.texts: dict[int, str | dict[str, str]] = {}  # of the tokens seen so far
         self.dropped: dict[int, ScoredGroup] = {}  # the lowest ordinals, which do not depend on timing
         self.cpu_s = self.step_s = 0.0
+        self.records = Records()
         self.warned = False
 
     def is_due(self, step: int) -> bool:
@@ -110,11 +113,17 @@ class TraceRecorder:
         start = time.thread_time()
         chosen = self._chosen(groups, dropped, batch, _gap(batch, workers))
         traced = workers.traced([row for one in chosen for row in one.rows or ()])
-        size = self._write(metrics.step, chosen, batch, traced.rows)
+        size, path = 0, self.folder / f"step_{metrics.step:06d}.npz"
+
+        def write() -> None:
+            nonlocal size
+            size = self._write(metrics.step, chosen, batch, traced.rows)
+
+        kept = self.records.attempt(FOLDER, path, write)
         spent = time.thread_time() - start + traced.cpu_s
         self.cpu_s += spent
         self._warn()
-        return {"perf/trace_cpu_s": spent, "perf/trace_mb": size / 2**20}
+        return {"perf/trace_cpu_s": spent, "perf/trace_mb": size / 2**20, **({} if kept else {"perf/trace_dropped": 1})}
 
     def _warn(self) -> None:
         """Warn once where recording takes more than its share, of at least a minute of steps."""
@@ -164,14 +173,12 @@ class TraceRecorder:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step_{step:06d}.npz"
         partial = path.with_name(path.name + PARTIAL)
-        with open(partial, "wb") as file:
-            with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-                archive.writestr("meta.json", json.dumps(meta, ensure_ascii=False, default=str))
-                for name, value in arrays.items():
-                    with archive.open(f"{name}.npy", "w", force_zip64=True) as part:
-                        np.lib.format.write_array(part, value, allow_pickle=False)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            _write_archive(partial, meta, arrays)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            raise
         size = partial.stat().st_size
         if size > room / 2:  # the first step's record stays, so no other may have more than half
             partial.unlink()
@@ -275,6 +282,18 @@ class TraceRecorder:
         return [self.texts[one] for one in ids]
 
 
+def _write_archive(path: Path, meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+    """Write the description and the arrays into one file, on disk when this returns. Raises OSError."""
+    with open(path, "wb") as file:
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+            archive.writestr("meta.json", json.dumps(meta, ensure_ascii=False, default=str).encode(errors="replace"))
+            for name, value in arrays.items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as part:
+                    np.lib.format.write_array(part, value, allow_pickle=False)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def shown(text: str, name: str | None) -> str | dict[str, str]:
     """Return a token's text, or ``{"bytes": hexadecimal}`` for one that is no valid UTF-8 alone."""
     if name is None:
@@ -343,8 +362,9 @@ def _surprise(trajectory: Trajectory) -> float:
 
 
 def step_of(path: Path) -> int:
-    """Return the step of a record's file, complete or not."""
-    return int(path.name.split(".")[0].removeprefix("step_"))
+    """Return the step of a record's file, complete or not; -1 for a file of another name."""
+    number = path.name.split(".")[0].removeprefix("step_")
+    return int(number) if number.isdecimal() else -1
 
 
 def make_room(folder: Path, room: int, besides: Path) -> None:

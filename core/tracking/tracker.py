@@ -20,13 +20,16 @@ the validation names of :mod:`core.tracking.validation`. Not verl's: ``reward/<p
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import secrets
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +39,7 @@ from core.checkpoint.manifest import fsync, write_durably
 from core.config import Config, convert, paths, registry, to_yaml
 from core.config.registry import load_object
 from core.data.images import thumbnails
-from core.errors import InputError
+from core.errors import InputError, writing
 from core.redaction import redacted_text
 from core.remote.urls import is_url
 from core.remote.writing import write_text
@@ -44,10 +47,13 @@ from core.tracking import run_manifest
 from core.tracking.capsules import drop_capsules_after
 from core.tracking.console import ConsoleLogger, headline
 from core.tracking.loggers import Guarded, LoggedRun, Logger, Row
+from core.tracking.records import Records
 from core.tracking.run_manifest import RunFacts
 from core.tracking.trace import drop_traces_after
 from core.tracking.validation import ValRecord
 from core.types import Prompt, StepMetrics
+
+log = logging.getLogger(__name__)
 
 ENDINGS = ("finished", "stopped", "failed")
 PICTURES = "pictures.json"  # data_source -> uid -> thumbnails of the questions in samples.jsonl
@@ -62,6 +68,7 @@ RUN_FILES = (
     "trace",
     "capsules",
 )
+STALE = "stays as it is"  # what a manifest does that cannot be written
 KEPT_SAMPLES = 50  # generations of each data source that samples.jsonl keeps of a validation, at the least
 
 
@@ -69,15 +76,59 @@ KEPT_SAMPLES = 50  # generations of each data source that samples.jsonl keeps of
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replace the file as a whole: a reader, also after a kill here, finds the old text or the new one."""
+    """Replace the file as a whole: a reader, also after a kill here, finds the old text or the new one.
+
+    Raises OSError, and leaves nothing of the new text.
+    """
     partial = path.with_name(path.name + ".partial")
-    write_durably(partial, text)
-    os.replace(partial, path)
+    try:
+        write_durably(partial, text)
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
     fsync(path.parent)
 
 
 def json_line(row: Row) -> str:
-    return json.dumps(row, ensure_ascii=False, default=str) + "\n"
+    """Return a row as a line. Half a surrogate pair, which no file can hold, is written as an escape."""
+    line = json.dumps(row, ensure_ascii=False, default=str) + "\n"
+    try:
+        line.encode()
+    except UnicodeEncodeError:
+        line = json.dumps(row, default=str) + "\n"
+    return line
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """A line that is no row: its number from 1, its bytes, and why."""
+
+    number: int
+    line: bytes
+    why: str
+
+
+def split_jsonl(path: Path, needs: Callable[[Any], Any] = lambda row: row) -> tuple[list[Any], list[BadLine]]:
+    """Return the rows of a file and the lines that are damaged. No file has neither.
+
+    An incomplete last line, of a process killed in writing it, is neither. ``needs`` raises KeyError, TypeError or
+    ValueError for a row that is none.
+    """
+    # Not splitlines: it also splits at U+2028 and the like, which JSON leaves as they are inside an answer.
+    lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    rows, damaged = [], []
+    for number, line in enumerate(lines, 1):
+        try:
+            if line:
+                row = json.loads(line.decode())
+                needs(row)
+                rows.append(row)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            if number < len(lines):
+                damaged.append(BadLine(number, line, f"{type(error).__name__}: {error}"))
+    return rows, damaged
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -86,18 +137,38 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: a line before the last one is damaged.
     """
-    # Not splitlines: it also splits at U+2028 and the like, which JSON leaves as they are inside an answer.
-    lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n") if path.exists() else []
-    lines = lines if lines != [""] else []
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number == len(lines):
-                break
-            raise ValueError(f"{path}, line {number} of {len(lines)}: not JSON ({error})") from error
+    rows, damaged = split_jsonl(path)
+    if damaged:
+        raise ValueError(f"{path}, line {damaged[0].number}: not JSON ({damaged[0].why})")
     return rows
+
+
+def rows_with_steps(path: Path) -> tuple[list[dict[str, Any]], list[BadLine]]:
+    """Return the rows of metrics.jsonl or samples.jsonl, and its damaged lines: those that are no row of a step."""
+
+    def needs(row: Any) -> None:
+        if type(row) is not dict or type(row["step"]) is not int:
+            raise ValueError("no mapping with the number of a step")
+
+    return split_jsonl(path, needs)
+
+
+def mend_run_folder(run_dir: Path) -> None:
+    """Set what is damaged of the run's records aside, with a warning: a run resumes from its checkpoint, not from them.
+
+    Call it before models load. Raises OSError.
+    """
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        rows, damaged = rows_with_steps(run_dir / name)
+        if damaged:
+            aside = run_dir / f"{name}.damaged"
+            with open(aside, "ab") as file:
+                file.writelines(bad.line + b"\n" for bad in damaged)
+            write_atomic(run_dir / name, "".join(map(json_line, rows)))
+            numbers = ", ".join(str(bad.number) for bad in damaged[:5]) + ", ..." * (len(damaged) > 5)
+            text = "%s: %d damaged lines (line %s; %s) are set aside in %s; the run resumes without them"
+            log.warning(text, run_dir / name, len(damaged), numbers, damaged[0].why, aside.name)
+    run_manifest.mend(run_dir / "manifest.json")
 
 
 def dump_jsonl(folder: str | Path, step: int, rows: Iterable[Row], key: str = "folder") -> None:
@@ -129,8 +200,11 @@ class Tracker:
     ``resume_step=k`` goes on after step k. Create it once threads are set and data files are known: both are recorded.
     ``recipe`` is by default the name of the folder that holds the run's.
 
+    What is damaged of a run to resume is set aside. Later a record that cannot be written is dropped with a warning; a
+    line of metrics waits for the next step.
+
     Raises:
-        ValueError: a file of the run to resume is damaged.
+        WriteFailed: the folder cannot be written.
         ImportError: the package of a logger is not installed.
         InputError: a logger of a new run could not begin, or its class is not where ``trainer.logger`` says.
     """
@@ -145,15 +219,18 @@ class Tracker:
     ) -> None:
         self.facts = facts or RunFacts()
         self.run_dir, self.config, self.resume_step = Path(run_dir), config, resume_step
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        if resume_step is None:
-            _set_aside(self.run_dir)
-        else:
-            _drop_after(self.run_dir, resume_step)
-        self._last_step = max((row["step"] for row in read_jsonl(self.run_dir / "metrics.jsonl")), default=-1)
-        self._open_manifest(recipe or self.run_dir.resolve().parent.name)
-        write_atomic(self.run_dir / "config.yaml", to_yaml(config))
-        (self.run_dir / "metrics.jsonl").touch()  # a run that ends before its first step has one too
+        self.records = Records()
+        self._unwritten: list[Row] = []  # lines of metrics that the disk has not taken yet
+        with writing(self.run_dir, "the run folder"):
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            if resume_step is None:
+                _set_aside(self.run_dir)
+            else:
+                _drop_after(self.run_dir, resume_step)
+            self._last_step = max((row["step"] for row in read_jsonl(self.run_dir / "metrics.jsonl")), default=-1)
+            self._open_manifest(recipe or self.run_dir.resolve().parent.name)
+            write_atomic(self.run_dir / "config.yaml", to_yaml(config))
+            (self.run_dir / "metrics.jsonl").touch()  # a run that ends before its first step has one too
         self._console = ConsoleLogger() if "console" in config.trainer.logger else None
         self._loggers: list[Logger] = [self._console] if self._console else []
         self._bar: Any = None
@@ -192,13 +269,15 @@ class Tracker:
 
     def _note_logger(self, name: str, reason: str) -> None:
         self.manifest["sessions"][-1].setdefault("logger_failures", {})[name] = redacted_text(reason)
-        self._write_manifest()
+        self._keep_manifest()
 
     def _open_manifest(self, recipe: str) -> None:
         path, name = self.run_dir / "manifest.json", self.run_dir.resolve().name
         manifest = {"run": name, "recipe": recipe, "run_id": secrets.token_hex(4), "sessions": []}
         if path.exists():
-            manifest = json.loads(path.read_text(encoding="utf-8"))
+            manifest = run_manifest.read(path)
+        elif self.resume_step is not None:
+            manifest |= run_manifest.rebuilt(path)
         values = convert.flat(self.config).items()
         data_files = dict.fromkeys(path for key, path in paths.named(self.config) if key.startswith("data."))
         manifest["status"] = "running"
@@ -218,6 +297,9 @@ class Tracker:
     def _write_manifest(self) -> None:
         write_atomic(self.run_dir / "manifest.json", json.dumps(self.manifest, indent=1) + "\n")
 
+    def _keep_manifest(self) -> bool:
+        return self.records.attempt("manifest.json", self.run_dir / "manifest.json", self._write_manifest, STALE)
+
     def note(self, name: str, value: Any) -> None:
         """Add a fact about the run to its manifest, which is written when the run ends, without secrets."""
         self.manifest[name] = redacted_text(value) if isinstance(value, str) else value
@@ -228,7 +310,7 @@ class Tracker:
         ``total`` also goes into the manifest, from which a report knows that a run ended early.
         """
         self.manifest["total_steps"] = total
-        self._write_manifest()
+        self._keep_manifest()
         if self._console:
             self._console.total = total
         if sys.stderr.isatty():
@@ -238,7 +320,10 @@ class Tracker:
         """Write the step's line to disk, then pass it to the loggers. Steps must rise."""
         if metrics.step <= self._last_step:
             raise ValueError(f"step {metrics.step} logged after {self._last_step}: a step is logged once, in order")
-        _append(self.run_dir / "metrics.jsonl", [{"step": metrics.step, **metrics.values}])
+        path = self.run_dir / "metrics.jsonl"
+        self._unwritten.append({"step": metrics.step, **metrics.values})
+        if self.records.attempt(path.name, path, lambda: _append(path, self._unwritten), "waits for the next step"):
+            self._unwritten.clear()
         self._last_step = metrics.step
         for logger in self._loggers:
             logger.log(metrics.step, metrics.values)
@@ -249,7 +334,12 @@ class Tracker:
 
     def log_validation(self, step: int, records: Iterable[ValRecord]) -> None:
         """Keep each question's scores, for intervals and paired comparisons. A repeated step is replaced."""
-        dump_jsonl(self.run_dir / "validation", step, (record.to_json() for record in records))
+        self.dump(self.run_dir / "validation", step, [record.to_json() for record in records])
+
+    def dump(self, folder: str | Path, step: int, rows: Sequence[Row], key: str = "folder") -> None:
+        """Write the rows with :func:`dump_jsonl`, where that is possible."""
+        path = f"{folder}/{step}.jsonl"
+        self.records.attempt(Path(folder).name, path, lambda: dump_jsonl(folder, step, rows, key))
 
     def log_samples(self, step: int, rows: Sequence[Row], prompts: Iterable[Prompt] = ()) -> None:
         """Keep a few of these generations for the report; trainer.log_val_generations of them go to the loggers.
@@ -262,8 +352,9 @@ class Tracker:
         for row in rows:
             by_source.setdefault(row.get("data_source"), []).append(row)
         kept = [row for same in by_source.values() for row in spread_out(same, max(wanted, KEPT_SAMPLES))]
-        _append(self.run_dir / "samples.jsonl", [{**row, "step": step} for row in kept])
-        self._keep_pictures(kept, prompts)
+        path, rows_kept = self.run_dir / "samples.jsonl", [{**row, "step": step} for row in kept]
+        self.records.attempt(path.name, path, lambda: _append(path, rows_kept))
+        self.records.attempt(PICTURES, self.run_dir / PICTURES, lambda: self._keep_pictures(kept, prompts))
         if wanted:
             for logger in self._loggers:
                 logger.samples(step, spread_out(rows, wanted))
@@ -273,7 +364,7 @@ class Tracker:
         path = self.run_dir / PICTURES
         found = {(prompt.data_source, prompt.uid): prompt.pictures for prompt in prompts if prompt.pictures}
         wanted = dict.fromkeys((row["data_source"], row["uid"]) for row in rows) if found else {}
-        known = json.loads(path.read_text(encoding="utf-8")) if wanted and path.exists() else {}
+        known = _read_pictures(path) if wanted else {}
         new = [key for key in wanted if key in found and key[1] not in known.get(key[0], {})]
         for source, uid in new:
             known.setdefault(source, {})[uid] = thumbnails(found[source, uid])
@@ -288,7 +379,13 @@ class Tracker:
             return
         self.manifest["status"] = status
         self.manifest["sessions"][-1]["ended"] = run_manifest.now()
-        self._write_manifest()
+        if self._unwritten:  # a last try
+            path = self.run_dir / "metrics.jsonl"
+            self.records.attempt(path.name, path, lambda: _append(path, self._unwritten), "is lost")
+        if self.records.dropped:
+            self.manifest["sessions"][-1]["records_dropped"] = dict(self.records.dropped)
+        if not self._keep_manifest():
+            run_manifest.put_status(self.run_dir / "manifest.json", status)
         if self._bar is not None:
             self._bar.close()
         for logger in self._loggers:
@@ -296,17 +393,37 @@ class Tracker:
 
 
 def _append(path: Path, rows: Iterable[Row]) -> None:
-    with open(path, "a", encoding="utf-8") as file:
-        file.writelines(map(json_line, rows))
-        file.flush()
-        os.fsync(file.fileno())
+    """Add the rows to the file, on disk when this returns. Raises OSError, and leaves no part of a line then."""
+    data = memoryview("".join(map(json_line, rows)).encode())
+    with open(path, "ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            while data:
+                data = data[file.write(data) :]
+            os.fsync(file.fileno())
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.truncate(size)
+            raise
+
+
+def _read_pictures(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the thumbnails that are kept; none of a damaged file, which the next ones replace."""
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+        return known if all(isinstance(value, dict) for value in known.values()) else {}
+    except FileNotFoundError:
+        return {}
+    except (ValueError, AttributeError) as error:
+        log.warning("%s is damaged (%s): written anew", path, error)
+        return {}
 
 
 def _set_aside(run_dir: Path) -> None:
     """Move what an earlier run left to ``previous/<n>/``; a new start neither mixes with it nor deletes it."""
     left = [run_dir / name for name in RUN_FILES if (run_dir / name).exists()]
     if left:
-        taken = [int(path.name) for path in (run_dir / "previous").glob("[0-9]*")]
+        taken = [int(path.name) for path in (run_dir / "previous").glob("[0-9]*") if path.name.isdecimal()]
         target = run_dir / "previous" / str(max(taken, default=0) + 1)
         target.mkdir(parents=True)
         for path in left:
@@ -315,12 +432,13 @@ def _set_aside(run_dir: Path) -> None:
 
 def _drop_after(run_dir: Path, step: int) -> None:
     """Remove what later steps wrote before the run went back to its checkpoint of ``step``."""
+    mend_run_folder(run_dir)
     for name in ("metrics.jsonl", "samples.jsonl"):
         if (run_dir / name).exists():
             kept = [json_line(row) for row in read_jsonl(run_dir / name) if row["step"] <= step]
             write_atomic(run_dir / name, "".join(kept))
     for path in (run_dir / "validation").glob("*.jsonl"):
-        if int(path.stem) > step:
+        if path.stem.isdecimal() and int(path.stem) > step:
             path.unlink()
     drop_traces_after(run_dir, step)
     drop_capsules_after(run_dir, step)

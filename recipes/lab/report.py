@@ -9,6 +9,7 @@ import argparse
 import sys
 
 from core.config import examine
+from core.config.convert import printable
 from core.config.paths import run_folder
 from results.reporting.run_reader import NotARun, load_run
 from results.reporting.run_report import headline, write_report
@@ -25,7 +26,7 @@ def main(recipe: str, arguments: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     page = write_report(runs, run_dir)
-    print("\n".join(["", *closing_lines(runs[0]), f"{headline(runs)}; report: {page}"]))
+    print("\n".join(["", *closing_lines(runs[0]), printable(f"{headline(runs)}; report: {page}")]))
     return 0
 
 

@@ -113,10 +113,11 @@ def take_tour(*overrides: str) -> Tour:
 def main() -> None:
     options = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
     argparse.ArgumentParser(prog="python -m recipes.lab.tour", **options).parse_args()
+    from core.config.convert import printable
     from recipes.lab.prepare import prepare
 
     prepare()
-    print("\n".join(take_tour().lines()))
+    print(printable("\n".join(take_tour().lines())))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from core.command_line import is_dry_run
 from core.config import compose
+from core.config.convert import printable
 from core.errors import InputError
 from recipes.search_r1 import main_search_r1
 
@@ -78,7 +79,7 @@ def main(argv: list[str]) -> int:
     try:
         config = compose("search_r1", args.overrides, main_search_r1.HOOKS)
         if not is_dry_run():
-            print(show(answer(args.question, config, args.prompt)))
+            print(printable(show(answer(args.question, config, args.prompt))))
     except InputError as error:
         print(error, file=sys.stderr)
         return 2

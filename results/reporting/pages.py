@@ -203,6 +203,7 @@ def draw_effects(effects: Effects, index: int, ground: str = "none") -> str:
 def _style(index: int, ground: str) -> dict[str, Any]:
     return {
         "svg.fonttype": "none",
+        "text.parse_math": False,  # a run may be named a$b
         "svg.hashsalt": f"panel{index}",
         "font.family": "sans-serif",
         "font.size": 9,
@@ -274,8 +275,13 @@ def sparkline(values: Sequence[float]) -> str:
 # --- Markdown ---
 
 
+def inert(text: str) -> str:
+    """Return text as Markdown in which no HTML acts and no picture is loaded, whoever wrote it."""
+    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", str(text)).replace("![", "!\\[")
+
+
 def markdown_cell(text: str) -> str:
-    return str(text).replace("\\", "\\\\").replace("|", "\\|").replace("\n", "<br>")
+    return inert(text).replace("\\", "\\\\").replace("|", "\\|").replace("\n", "<br>")
 
 
 def markdown_table(table: Table) -> str:
@@ -285,19 +291,20 @@ def markdown_table(table: Table) -> str:
 
 def markdown(title: str, blocks: Sequence[Block]) -> str:
     """Return the page as Markdown; a curve becomes its first and last value and a sparkline."""
-    return "\n\n".join([f"# {title}", *map(_markdown, blocks)]) + "\n"
+    return "\n\n".join([f"# {inert(title)}", *map(_markdown, blocks)]) + "\n"
 
 
 def _markdown(block: Block) -> str:
     match block:
         case Heading(text, level):
-            return "#" * level + f" {text}"
+            return "#" * level + f" {inert(text)}"
         case Text(text, strong):
+            text = inert(text)
             return "\n\n".join(f"**{line}**" for line in text.splitlines()) if strong else text
         case Table(header, rows, prose=True):  # a model's text, which must not act as markup
             return markdown_table(Table(header, [[escape(cell, quote=False) for cell in row] for row in rows]))
         case Table():
-            return markdown_table(block) + (f"\n\n{block.caption}" if block.caption else "")
+            return markdown_table(block) + (f"\n\n{inert(block.caption)}" if block.caption else "")
         case Gallery(curves):
             rows = [
                 [panel.title, line.label, f"{line.values[0]:.4g}", f"{line.values[-1]:.4g}", sparkline(line.values)]
@@ -309,11 +316,11 @@ def _markdown(block: Block) -> str:
         case Effects(title, bars, groups, x):
             shown = [(bar, f"{bar.value:+.1f}", f"{bar.low:+.1f} to {bar.high:+.1f}") for bar in bars]
             rows = [[bar.label, value, interval, groups[bar.group]] for bar, value, interval in shown]
-            return f"{title}: {x}.\n\n" + markdown_table(Table(["", "effect", "interval", ""], rows))
+            return f"{inert(title)}: {inert(x)}.\n\n" + markdown_table(Table(["", "effect", "interval", ""], rows))
         case Link(text, file):
-            return f"[{text}]({file})"
+            return f"[{inert(text)}]({inert(file)})"
         case Fold(title, inner):
-            return "\n\n".join([f"### {title}", *map(_markdown, inner)])
+            return "\n\n".join([f"### {inert(title)}", *map(_markdown, inner)])
 
 
 # --- HTML ---
@@ -362,9 +369,12 @@ def _prose(text: str) -> Markup:
 
 
 def write_pages(folder: Path, name: str, title: str, blocks: Sequence[Block]) -> tuple[Path, Path]:
-    """Write ``name.md`` and ``name.html`` into the folder and return their paths."""
+    """Write ``name.md`` and ``name.html`` into the folder and return their paths.
+
+    Half a surrogate pair, which no file can hold, is written as an escape.
+    """
     paths = folder / f"{name}.md", folder / f"{name}.html"
     folder.mkdir(parents=True, exist_ok=True)
     for path, text in zip(paths, (markdown(title, blocks), html(title, blocks)), strict=True):
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
     return paths

@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from core.config.reference_rows import MODEL, Departure, departures, unknown
+from core.config.yaml_tables import read_foreign_yaml
 from core.errors import InputError
 from core.planning.estimate import DEFAULT_GPU, Plan
 from core.planning.model_shapes import gpu
@@ -93,7 +94,7 @@ def named_runs(results: Path, summaries: Sequence[Summary], references: Mapping[
         if summary["reference"] not in known:
             problems.append(f"{folder}: {unknown(summary['reference'], list(known))}")
             continue
-        config = flatten(yaml.safe_load((results / folder / "config.yaml").read_text(encoding="utf-8")))
+        config = flatten(read_foreign_yaml((results / folder / "config.yaml").read_text(encoding="utf-8")))
         row = known[summary["reference"]]
         differing = departures(row, summary["recipe"], config)
         reasons = [str(one) for one in differing if one.why is None]

@@ -10,26 +10,26 @@ import csv
 import gzip
 import hashlib
 import json
+import math
 import re
 import socket
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 from core.config import convert, recipes, roles
-from core.config.yaml_tables import LOADER
+from core.config.yaml_tables import read_foreign_yaml
 from core.errors import InputError
 from core.redaction import redacted
 from core.remote.cache import local_path
+from core.tracking import run_manifest
 from core.tracking.confidence_intervals import Estimate
 from core.tracking.run_manifest import ROOT, flatten
-from core.tracking.tracker import PICTURES, read_jsonl
+from core.tracking.tracker import PICTURES, read_jsonl, rows_with_steps
 from core.tracking.validation import ValRecord
 from results.reporting.comparison import Paired, accuracy_by_question, paired_comparison
 
@@ -47,6 +47,7 @@ _RUN_KEYS = {
 }
 
 
+THUMBNAIL = "data:image/"  # how a picture of a question begins; a page loads nothing from elsewhere
 NOT_RECORDED = "not recorded"
 
 
@@ -93,9 +94,13 @@ class RecordedRun:
     def pictures(self) -> Mapping[str, Mapping[str, Sequence[str]]]:
         """Return ``data_source -> uid -> thumbnails`` of questions whose answers were kept; none of a damaged file."""
         try:
-            return json.loads((self.folder / PICTURES).read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # most runs are about text alone, and a published copy has none
-            return {}
+            found = json.loads((self.folder / PICTURES).read_text(encoding="utf-8"))
+            return {
+                source: {uid: [one for one in each if one.startswith(THUMBNAIL)] for uid, each in of_source.items()}
+                for source, of_source in found.items()
+            }
+        except (OSError, ValueError, AttributeError, TypeError):
+            return {}  # most runs are about text alone, and a published copy has none
 
     @property
     def seconds(self) -> float:
@@ -198,23 +203,79 @@ def load_run(folder: str | Path) -> RecordedRun:
     """Read a run folder or its published copy.
 
     Raises:
-        NotARun: a file is missing or damaged.
+        NotARun: a file is missing or damaged; it is named.
     """
     folder = Path(folder)
     published = (folder / "metrics.csv").exists()
     needed = ["config.yaml", "manifest.json", "metrics.csv" if published else "metrics.jsonl"]
     if missing := [name for name in needed if not (folder / name).exists()]:
         raise NotARun(f"{folder} is not a run folder: it has no {', '.join(missing)}")
+    return RecordedRun(
+        folder,
+        config=redacted(_part(folder / "config.yaml", _read_config)),  # earlier runs recorded secrets
+        manifest=redacted(_part(folder / "manifest.json", _read_manifest)),
+        metrics=_part(folder / needed[2], _read_csv if published else _read_metrics),
+        validation=_part(folder / "validation", lambda path: _read_validation(path.parent)),
+        samples=_part(folder / "samples.jsonl", _read_samples),
+    )
+
+
+def _part(path: Path, read: Callable[[Path], Item]) -> Item:
+    """Return what ``read`` makes of a file. Raises NotARun, which names it, where the file is not what it should be."""
     try:
-        config = flatten(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        metrics = _read_csv(folder / "metrics.csv") if published else read_jsonl(folder / "metrics.jsonl")
-        validation = _read_validation(folder)
-        samples = read_rows(folder / "samples.jsonl")
-    except (ValueError, KeyError, TypeError, yaml.YAMLError) as error:
-        raise NotARun(f"{folder}: a file of the run is damaged: {error!r}") from error
-    # of runs that recorded secrets, as those of before did
-    return RecordedRun(folder, redacted(config), redacted(manifest), metrics, validation, samples)
+        return read(path)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, csv.Error) as error:
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise NotARun(f"{path}: damaged, so that the run cannot be shown ({why})") from error
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    return flatten(_mapping(read_foreign_yaml(path.read_text(encoding="utf-8")), "a configuration"))
+
+
+def _mapping(value: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{type(value).__name__} where {what} should be")
+    return value
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    manifest = run_manifest.read(path)
+    total = manifest.get("total_steps")
+    if not manifest["sessions"] or not isinstance(total, int | None):
+        raise ValueError("no sessions, or total_steps is no number")
+    for session in manifest["sessions"]:
+        hardware, git = _mapping(session["hardware"], "the hardware"), _mapping(session["git"], "the state of git")
+        text = (session["command"], *hardware["gpus"], git["commit"] or "")
+        if not all(isinstance(one, str) for one in text) or "dirty" not in git:
+            raise ValueError("a field of a session has another type")
+    return manifest
+
+
+def _read_metrics(path: Path) -> list[dict[str, float]]:
+    rows, damaged = rows_with_steps(path)
+    for bad in damaged:
+        raise ValueError(f"line {bad.number} is no row of metrics: {bad.why}")
+    for row in rows:
+        _check_numbers(row.items(), f"step {row['step']}")
+    return rows
+
+
+def _check_numbers(values: Iterable[tuple[str, Any]], where: str) -> None:
+    for name, value in values:
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"{where}, {name}: {value!r:.60} is no finite number")
+
+
+def _read_samples(path: Path) -> list[dict[str, Any]]:
+    rows = read_rows(path)
+    for row in rows:
+        if type(_mapping(row, "a row")["step"]) is not int or not isinstance(row.get("uid", ""), str):
+            raise ValueError("step or uid of a row has another type")
+        _check_numbers([("score", row["score"])], f"step {row['step']}")
+        if not {"input", "output"} <= row.keys():
+            raise ValueError(f"a row of step {row['step']} has no input or no output")
+    return rows
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -234,7 +295,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def settings_of(folder: Path) -> RecordedRun:
     """Return a published run's configuration and manifest, without what it measured."""
-    config = yaml.load((folder / "config.yaml").read_text(encoding="utf-8"), LOADER)
+    config = read_foreign_yaml((folder / "config.yaml").read_text(encoding="utf-8"))
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     return RecordedRun(folder, flatten(config), manifest, (), {}, ())
 
@@ -242,16 +303,23 @@ def settings_of(folder: Path) -> RecordedRun:
 def _read_csv(path: Path) -> list[dict[str, float]]:
     with open(path, newline="", encoding="utf-8") as file:
         rows = [{k: float(v) for k, v in row.items() if v != ""} for row in csv.DictReader(file)]
+    for number, row in enumerate(rows, 2):
+        _check_numbers(row.items(), f"line {number}")
     return [{**row, "step": int(row["step"])} for row in rows]
 
 
 def _read_validation(folder: Path) -> dict[int, list[ValRecord]]:
     rows = [(row["step"], row) for row in read_rows(folder / "validation.jsonl")]
-    for path in sorted((folder / "validation").glob("*.jsonl")):
+    for path in sorted(one for one in (folder / "validation").glob("*.jsonl") if one.stem.isdecimal()):
         rows += [(int(path.stem), row) for row in read_jsonl(path)]
     by_step: dict[int, list[ValRecord]] = {}
     for step, row in sorted(rows, key=lambda pair: pair[0]):
-        by_step.setdefault(step, []).append(ValRecord.from_json(row))
+        record = ValRecord.from_json(row)
+        if not isinstance(record.uid, str) or not isinstance(record.data_source, str):
+            raise ValueError(f"step {step}: uid or data_source is no text")
+        for name, values in record.values.items():
+            _check_numbers(((name, value) for value in values), f"step {step}, question {record.uid}")
+        by_step.setdefault(step, []).append(record)
     return by_step
 
 

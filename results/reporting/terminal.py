@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from core.config.convert import printable
 from results.reporting.pages import sparkline
 from results.reporting.run_reader import RecordedRun
 
@@ -16,7 +17,7 @@ WIDTH = 100  # characters of a question or an answer
 
 def closing_lines(run: RecordedRun) -> list[str]:
     """Return a line for each data source's accuracy, and three of a question whose answer changed most."""
-    return [*_sparklines(run), *_before_and_after(run)]
+    return [printable(line) for line in (*_sparklines(run), *_before_and_after(run))]
 
 
 def _sparklines(run: RecordedRun) -> Iterator[str]:

@@ -108,7 +108,7 @@ def has_traces(run: Path) -> bool:
 
 def trace_files(run: Path) -> list[Path]:
     """Return the complete records of a run, in the order of steps."""
-    return sorted((run / FOLDER).glob("step_*.npz"))
+    return sorted(path for path in (run / FOLDER).glob("step_*.npz") if step_of(path) >= 0)
 
 
 def read_step(path: Path) -> TracedStep:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import statistics
 import struct
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.checkpoint.store import LOCK
+from core.config.convert import one_line
 from core.tracking.console import headline, is_validated, validated_share
 from results.reporting.pages import sparkline
 
@@ -55,9 +57,10 @@ class Followed:
                     added = file.read(size - self.offset)
                 whole = added.rfind(b"\n") + 1  # the last line may be half written
                 self.offset += whole
-                for line in added[:whole].splitlines():
-                    with contextlib.suppress(ValueError):
-                        self.rows.append(json.loads(line))
+                for line in added[:whole].split(b"\n"):
+                    with contextlib.suppress(ValueError, RecursionError):
+                        if isinstance(row := json.loads(line), dict):
+                            self.rows.append(row)
         return self.rows
 
 
@@ -89,14 +92,22 @@ class WatchedRun:
         self.samples = Followed(folder / "samples.jsonl")
 
     def look(self, now: float) -> RunState:
-        """Return the run's state; a manifest that cannot be read makes it unreadable, never an exception."""
+        """Return the run's state; what cannot be read makes it unreadable, never an exception."""
         name = f"{self.folder.parent.name}/{self.folder.name}"
         try:
+            return self._look(name, now)
+        except Exception as error:  # whatever the matter is with one run, the others are watched on
+            why = f"{type(error).__name__}: {error}"
+            return RunState(name, "unreadable", why, 0, None, None, 0.0, (), (), "", None, 0.0)
+
+    def _look(self, name: str, now: float) -> RunState:
+        try:
             manifest = json.loads((self.folder / "manifest.json").read_text(encoding="utf-8"))
-            status, total = manifest["status"], manifest.get("total_steps")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            return RunState(name, "unreadable", f"manifest.json: {error}", 0, None, None, 0.0, (), (), "", None, 0.0)
-        rows, samples = self.metrics.read(), self.samples.read()
+            status, total = str(manifest["status"]), manifest.get("total_steps")
+            total = total if type(total) is int else None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"manifest.json: {error}") from error
+        rows, samples = [*map(_numbers, self.metrics.read())], self.samples.read()
         last = rows[-1] if rows else {}
         seconds = _step_seconds(rows)
         changed = _last_change(self.folder)
@@ -110,6 +121,11 @@ class WatchedRun:
             *(_accuracy(rows), _health(rows), samples[-1] if samples else None, changed),
             all(validated_share(row, key) for row in rows for key in row if is_validated(key)),
         )
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return what is a number in a line of metrics: a damaged value is left out, and the line counts."""
+    return {k: v for k, v in row.items() if type(v) in (int, float) and math.isfinite(v)}
 
 
 def _step_seconds(rows: Iterable[Mapping[str, Any]]) -> float:
@@ -160,9 +176,8 @@ def _health(rows: Sequence[Mapping[str, Any]]) -> str:
     last = rows[-1] if rows else {}
     said = []
     if crossed := int(last.get("health/crossed_bounds", 0)):
-        said.append(
-            f"{crossed} bound{'s' * (crossed > 1)} crossed, healthy until step {last['health/last_healthy_step']:.0f}"
-        )
+        healthy = last.get("health/last_healthy_step", 0)
+        said.append(f"{crossed} bound{'s' * (crossed > 1)} crossed, healthy until step {healthy:.0f}")
     if any(row.get("actor/skipped_updates") for row in list(rows)[-3:]):
         said.append("updates skipped: gradients are not finite")
     return "; ".join(said)
@@ -238,13 +253,13 @@ def _table(states: Sequence[RunState], width: int) -> Table:
     for one in states:
         share = one.step / one.total if one.total else 0.0
         steps = f"{bar(share)} {one.step}/{one.total}" if one.total else str(one.step)
-        line = [Text(one.name), Text(one.state, style=COLOURS.get(one.state, "")), Text(steps)]
+        line = [Text(one_line(one.name)), Text(one.state, style=COLOURS.get(one.state, "")), Text(steps)]
         line.append(Text(duration(one.seconds_left) if one.seconds_left is not None else ""))
         if wide:
             line.append(Text(" · ".join(f"{label} {value}" for label, value in one.numbers[:4])))
         form = ".1%" if one.shares else ".3g"
         curve = f"{sparkline(one.accuracy)[-12:]} {one.accuracy[-1]:{form}}" if one.accuracy else ""
-        problem = one.why or one.health
+        problem = one_line(one.why or one.health)
         calm = "ok" if one.state in ("running", "finished") else ""
         line += [Text(curve), Text(problem, style="red") if problem else Text(calm, style="dim")]
         table.add_row(*line)
@@ -262,10 +277,11 @@ def _sample(one: RunState, width: int) -> list[Any]:
     from rich.text import Text
 
     made = one.sample
-    lines = [Text(f"\nlast answer of {one.name}, step {made.get('step')}, score {made.get('score')}", style="bold")]
+    head = one_line(f"last answer of {one.name}, step {made.get('step')}, score {made.get('score')}")
+    lines = [Text(f"\n{head}", style="bold")]
     for label, key in (("question", "input"), ("answer", "output"), ("expected", "gts")):
         text = " ".join(str(made.get(key, "")).split())
-        shown = "".join(character if character.isprintable() else "·" for character in text)
+        shown = one_line(text)
         room = max(20, width - 12)
         lines.append(Text(f"{label:>9}  {shown if len(shown) <= room else '…' + shown[1 - room :]}", no_wrap=True))
     return lines

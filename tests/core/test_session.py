@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from core.checkpoint.background_writer import BackgroundWriter
 from core.checkpoint.store import CheckpointStore
-from core.errors import InputError
+from core.cluster.restarts import train
+from core.errors import WriteFailed
 from core.session import Session
 from tests.core import scripted_run
 from tests.core.scripted_run import ScriptedSnapshot, configured, prepare, scripted
@@ -77,28 +79,109 @@ def test_one_checkpoint_is_complete_before_the_next_begins(tmp_path, monkeypatch
     assert seen == [[], [1], [1, 2], [1, 2, 3]]
 
 
-def test_a_write_that_fails_ends_the_run_and_leaves_the_one_before(tmp_path, monkeypatch):
-    writes = Writes(monkeypatch)
-    failed = threading.Event()
-
+def full_at(writes: Writes, *steps: int) -> None:
     def fill_the_disk(version):
-        if version == 2:
-            failed.set()
+        if version in steps:
             raise OSError(errno.ENOSPC, "No space left on device")
 
     writes.before = fill_the_disk
-    run = start(tmp_path, "trainer.total_training_steps=9")
-    with pytest.raises(InputError, match="the checkpoint of step 2 could not be written.*global_step_1 is intact"):
-        run.fit()
-    assert failed.is_set() and run.session.saved_step == 1 and run.session.step < 5
-    assert CheckpointStore(run.session.run_dir).steps() == [1]
+
+
+def test_a_write_that_fails_is_tried_again_at_the_next_save(tmp_path, monkeypatch, caplog):
+    full_at(Writes(monkeypatch), 2, 3)
+    run = start(tmp_path, "trainer.total_training_steps=5")
+    run.fit()
+    assert run.session.saved_step == 5 and CheckpointStore(run.session.run_dir).steps() == [1, 4, 5]
     assert not list(run.session.run_dir.glob(".tmp-global*"))
-    assert json.loads((run.session.run_dir / "manifest.json").read_text())["status"] == "failed"
+    for step in (2, 3):
+        text = f"the checkpoint of step {step} could not be written to {run.session.run_dir}: [Errno 28]"
+        assert caplog.text.count(text) == 1
+    assert "GiB free" in caplog.text and "global_step_1 is intact" in caplog.text
+    assert "Training goes on, and the next checkpoint is another try" in caplog.text
+
+
+def test_a_last_write_that_fails_is_an_error_and_the_run_can_go_on(tmp_path, monkeypatch):
+    writes = Writes(monkeypatch)
+    full_at(writes, 2, 3)
+    run = start(tmp_path, "trainer.total_training_steps=3")
+    with pytest.raises(WriteFailed, match="the checkpoint of step 3 could not be written.*global_step_1 is intact"):
+        run.fit()
+    manifest = json.loads((run.session.run_dir / "manifest.json").read_text())
+    assert manifest["status"] == "failed" and "step 3 could not be written" in manifest["stopped_because"]
     again = start(tmp_path, "trainer.total_training_steps=4")
     writes.before = lambda version: None
     assert again.session.step == 1
     again.fit()
     assert again.session.saved_step == 4
+
+
+def test_a_stop_whose_save_fails_is_no_success(tmp_path, monkeypatch):
+    full_at(Writes(monkeypatch), 2)
+    run = start(tmp_path, "trainer.total_training_steps=9", "trainer.save_freq=-1")
+    complete = run.session.complete_step
+
+    def completed(metrics, *rest):
+        complete(metrics, *rest)
+        if metrics.step == 2:
+            run.session.stop.request()
+
+    monkeypatch.setattr(run.session, "complete_step", completed)
+    with pytest.raises(WriteFailed, match="step 2 could not be written"):
+        run.fit()
+    assert json.loads((run.session.run_dir / "manifest.json").read_text())["status"] == "failed"
+
+
+def test_a_step_whose_write_failed_may_be_tried_again(tmp_path):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    writer = BackgroundWriter(CheckpointStore(tmp_path))
+    writer.begin(1, None, lambda: lambda folder: (_ for _ in ()).throw(full))
+    with pytest.raises(WriteFailed):
+        writer.finish()
+    assert writer.begun_step is None and writer.saved_step is None
+    writer.begin(1, None, lambda: lambda folder: {})
+    writer.finish()
+    assert writer.saved_step == 1
+
+
+def test_a_failed_last_write_ends_the_command_with_a_line_and_1(tmp_path, monkeypatch, capsys):
+    full_at(Writes(monkeypatch), 1)
+    run = start(tmp_path, "trainer.total_training_steps=1")
+    with pytest.raises(SystemExit) as ended:
+        train(lambda _: run, run.config, 0, lambda *_: None)
+    assert ended.value.code == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "the checkpoint of step 1 could not be written" in last and "GiB free" in last and "Make room" in last
+
+
+@pytest.mark.parametrize("kind", ["metrics.jsonl", "samples.jsonl", "manifest.json"])
+def test_a_damaged_record_is_mended_before_a_model_loads(kind, tmp_path, monkeypatch, caplog):
+    start(tmp_path, "trainer.total_training_steps=2", "trainer.val_before_train=True").fit()
+    path = tmp_path / "run" / kind
+    before = path.read_bytes()
+    path.write_bytes(b"\xff broken\n" + (before if kind != "manifest" else b""))
+    run = scripted()(configured(tmp_path, "run", "trainer.save_freq=1", "trainer.total_training_steps=3"), respond)
+    make = run.make_workers
+
+    def loads(device):
+        assert path.with_name(f"{path.name}.damaged").exists(), "it was mended before"
+        return make(device)
+
+    monkeypatch.setattr(run, "make_workers", loads)
+    run.init_workers().fit()
+    assert run.session.step == 3 and CheckpointStore(tmp_path / "run").steps() == [1, 2, 3]
+    assert f"{path.name}" in caplog.text and "set aside" in caplog.text
+    metrics = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert metrics == [0, 1, 2, 3]
+
+
+def test_a_full_trace_folder_ends_no_training(tmp_path, caplog):
+    """The folder is a file: nothing can be written in it."""
+    run = start(tmp_path, "trainer.total_training_steps=2", "trainer.trace.freq=1")
+    run.trace.folder = tmp_path / "model" / "config.json"
+    run.fit()
+    assert run.session.step == 2 and caplog.text.count("trace could not be written") == 1
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["perf/trace_dropped"] for line in lines] == [1, 1]
 
 
 def test_what_was_begun_is_completed_when_the_loop_fails(tmp_path, monkeypatch):

@@ -201,6 +201,51 @@ def test_generated_text_cannot_act_as_markup(tmp_path):
     assert "&lt;script&gt;alert(1)&lt;/script&gt;<br>\\| x" in md
 
 
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+
+
+def test_a_page_loads_nothing_and_says_so(runs, tmp_path):
+    """Pictures of questions are a file of the run, which may be anybody's."""
+    folder = tmp_path / "grpo" / "run"
+    shutil.copytree(runs / "grpo" / "lab_s1", folder)
+    row = {"uid": "q", "data_source": "lab", "input": "a", "output": "b", "gts": "c", "score": 0.0}
+    (folder / "samples.jsonl").write_text("".join(json.dumps({**row, "step": step}) + "\n" for step in (0, 20)))
+    remote = ["http://evil.example/a.png", "//evil.example/b", "file:///etc/passwd"]
+    kept = {"lab": {"q": [*remote, "data:image/png;base64,AA=="]}}
+    (folder / "pictures.json").write_text(json.dumps(kept))
+    _, text = build(folder.parent, tmp_path / "out", "run")
+    assert "data:image/png" in text and "evil" not in text and "passwd" not in text
+    assert POLICY in text and text.index(POLICY) < text.index("<style")
+    for kept in ("[]", '{"lab": 7}', '{"lab": {"q": [7]}}'):
+        (folder / "pictures.json").write_text(kept)
+        assert load_run(folder).pictures() == {}
+
+
+def test_every_template_of_a_page_has_the_policy():
+    templates = [*(ROOT / "results").rglob("*.jinja"), *(ROOT / "results").rglob("*.html")]
+    assert len(templates) > 2 and [str(one) for one in templates if POLICY not in one.read_text()] == []
+
+
+@pytest.mark.parametrize("name", ["a$b", "$\\frac{", "$x$ ^_{", "<script>alert(1)</script>", "![x](http://evil/x.png)"])
+def test_a_runs_name_is_text(name, tmp_path):
+    folder = make_run(tmp_path / "grpo" / "run", steps=3, questions=5)
+    other = make_run(tmp_path / "grpo" / "other", steps=3, questions=5)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["sessions"][-1]["command"] = manifest["stopped_because"] = f"python {name}"
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "run": name}))
+    assert report.main([str(folder), str(other), "--out", str(tmp_path / "out")]) == 0
+    md, text = ((tmp_path / "out" / f"report.{end}").read_text() for end in ("md", "html"))
+    assert "<script>alert" not in md + text and "![" not in md
+    assert name.startswith("<") or "!" in name or name in md.replace("\\\\", "\\")
+
+
+def test_half_a_surrogate_pair_does_not_end_a_report(tmp_path):
+    folder = make_run(tmp_path / "grpo" / "run", steps=1, test_every=1, questions=5)
+    row = {"input": "a\ud800", "output": "b", "gts": "c", "score": 0.0, "step": 0}
+    (folder / "samples.jsonl").write_text(json.dumps(row) + "\n")
+    assert "a\\ud800" in build(folder.parent, tmp_path / "out", "run")[0]
+
+
 def test_sampled_decoding_is_spelled_out():
     how = {"n": 4, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "do_sample": True}
     config = configured({f"actor_rollout_ref.rollout.val_kwargs.{name}": value for name, value in how.items()})
@@ -296,6 +341,88 @@ def test_bad_folders_end_in_one_line(tmp_path, capsys):
     assert "damaged" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         report.main([])
+
+
+def without(*keys: str):
+    def change(text: str) -> str:
+        tree = json.loads(text)
+        part = tree
+        for key in keys[:-1]:
+            part = part[int(key) if key.isdecimal() else key]
+        del part[keys[-1]]
+        return json.dumps(tree)
+
+    return change
+
+
+BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"{one}: &{one} [{', '.join([f'*{before}'] * 9)}]\n" for before, one in zip("abcdefgh", "bcdefghi", strict=True)
+)
+MALFORMED = {
+    ("config.yaml", "a list"): "- 1\n- 2\n",
+    ("config.yaml", "empty"): "",
+    ("config.yaml", "no YAML"): "a: [",
+    ("config.yaml", "an object"): "a: !!python/object/apply:os.system [ls]",
+    ("config.yaml", "aliases"): BOMB,
+    ("config.yaml", "an endless alias"): "a: &a [*a]",
+    ("config.yaml", "merged aliases"): "m0: &m0 {b: 1}\n"
+    + "".join(f"m{i + 1}: &m{i + 1} {{<<: [*m{i}, *m{i}]}}\n" for i in range(40)),
+    ("config.yaml", "a large file"): f"a: {'x' * 2_000_000}\n",
+    ("config.yaml", "nested too deep"): "- " * 3000 + "1",
+    ("config.yaml", "no text"): b"\xff\xfe\x00",
+    ("manifest.json", "no run"): without("run"),
+    ("manifest.json", "no sessions"): without("sessions"),
+    ("manifest.json", "no hardware"): without("sessions", "0", "hardware"),
+    ("manifest.json", "no git"): without("sessions", "0", "git"),
+    ("manifest.json", "empty sessions"): lambda text: json.dumps({**json.loads(text), "sessions": []}),
+    ("manifest.json", "a name that is none"): lambda text: json.dumps({**json.loads(text), "run": ["a"]}),
+    ("manifest.json", "steps that are text"): lambda text: json.dumps({**json.loads(text), "total_steps": "9"}),
+    ("manifest.json", "nested too deep"): "[" * 100_000,
+    ("metrics.jsonl", "a number"): "7\n",
+    ("metrics.jsonl", "no step"): '{"critic/score/mean": 1}\n',
+    ("metrics.jsonl", "text"): '{"step": 1, "critic/score/mean": "high"}\n',
+    ("metrics.jsonl", "not finite"): '{"step": 1, "critic/score/mean": NaN}\n',
+    ("metrics.jsonl", "no text"): b'{"step": 1, "\xff": 1}\n{"step": 2}\n',
+    ("metrics.jsonl", "a folder"): None,
+    ("samples.jsonl", "no step"): '{"input": "a", "output": "b", "score": 1}\n',
+    ("samples.jsonl", "a score that is text"): '{"step": 1, "input": "a", "output": "b", "score": "1"}\n',
+    ("samples.jsonl", "a list"): "[1]\n",
+    ("validation/0.jsonl", "no question"): '{"acc": [1]}\n',
+    ("validation/0.jsonl", "text"): '{"uid": "a", "data_source": "b", "acc": ["right"]}\n',
+    ("validation/0.jsonl", "a number"): '{"uid": "a", "data_source": "b", "acc": 1}\n',
+}
+
+
+@pytest.mark.parametrize(("file", "what"), MALFORMED)
+def test_a_malformed_run_is_one_line_and_the_others_are_reported(file, what, runs, tmp_path, capsys, monkeypatch):
+    reported = []
+    monkeypatch.setattr(report, "write_report", lambda runs, out, *_: reported.extend(runs) or out)
+    folder, content = tmp_path / "bad", MALFORMED[file, what]
+    shutil.copytree(runs / "grpo" / "lab_s1", folder)
+    path = folder / file
+    if content is None:
+        path.unlink()
+        path.mkdir()
+    else:
+        content = content(path.read_text()) if callable(content) else content
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    assert report.main([str(folder), str(runs / "grpo" / "lab_s2"), "--out", str(tmp_path / "out")]) == 2
+    out, err = capsys.readouterr()
+    assert err.count("\n") == 1 and err.startswith("error: ") and str(folder / file.partition("/")[0]) in err
+    assert "report: " in out and [run.folder.name for run in reported] == ["lab_s2"]
+
+
+def test_what_nobody_foresaw_in_a_run_is_its_own_fault_alone(runs, tmp_path, capsys, monkeypatch):
+    def strange(runs, out, *_):
+        if any(run.folder.name == "lab_s1" for run in runs):
+            raise ZeroDivisionError("a run like no other")
+        return out
+
+    monkeypatch.setattr(report, "write_report", strange)
+    names = [str(runs / "grpo" / name) for name in ("lab_s1", "lab_s2")]
+    assert report.main([*names, "--out", str(tmp_path / "out")]) == 2
+    out, err = capsys.readouterr()
+    assert err == f"error: {names[0]}: cannot be shown (ZeroDivisionError: a run like no other)\n" and "report: " in out
 
 
 # --- the command, from elsewhere ---

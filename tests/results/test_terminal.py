@@ -45,6 +45,14 @@ def test_a_finished_run_shows_its_curve_and_the_question_whose_score_rose_most(f
     assert after.startswith("    step 9: 777") and "[…]" in after and after.endswith("score 1") and len(after) < 140
 
 
+def test_no_answer_acts_on_the_terminal(folder):
+    evil = "\x1b]52;c;aGk=\x07\x1b[2J\u202e\x9b2J"
+    rows = [sample(0, f"a{evil}", evil, 0.0), sample(9, f"a{evil}", f"7{evil}", 1.0)]
+    (folder / "samples.jsonl").write_text("\n".join(rows) + "\n")
+    text = "\n".join(closing_lines(load_run(folder)))
+    assert "\\x1b]52" in text and "\\u202e" in text and all(c.isprintable() or c == "\n" for c in text)
+
+
 def test_a_run_without_samples_shows_no_question(folder):
     (folder / "samples.jsonl").unlink(missing_ok=True)
     assert [line.split(":")[0] for line in closing_lines(load_run(folder))] == ["accuracy on lab/hops"]

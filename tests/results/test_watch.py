@@ -55,7 +55,7 @@ def test_progress_time_left_numbers_and_the_last_answer_are_on_one_screen(tmp_pa
         and "50.0%" in text
         and "reward 0.500" in text
     )
-    assert "last answer of grpo/a, step 5, score 1.0" in text and "it is ·[2J7" in text and "\x1b" not in text
+    assert "last answer of grpo/a, step 5, score 1.0" in text and "it is \\x1b[2J7" in text and "\x1b" not in text
     assert text.rstrip().splitlines()[-1].endswith("expected  7")
 
 
@@ -143,6 +143,46 @@ def test_what_cannot_be_read_is_shown_as_such(tmp_path):
     states = {one.name: one for one in Watch([tmp_path]).look(NOW)}
     assert states["a/bad"].state == "unreadable" and "manifest.json" in states["a/bad"].why and "a/none" not in states
     assert find_runs([tmp_path / "a" / "good"]) == [tmp_path / "a" / "good"]
+
+
+BAD_ROWS = (
+    "7",
+    "[1]",
+    '{"step": "five"}',
+    '{"step": NaN}',
+    '{"step": null, "critic/rewards/mean": "high"}',
+    '{"critic/rewards/mean": []}',
+    '{"step": 6, "val-core/lab/acc/mean@1": "all", "timing_s/whole": {}}',
+    '{"step": 6, "val-core/lab/acc/mean@1": NaN}',
+    '{"step": 6, "health/crossed_bounds": 2}',
+    "[" * 100_000,
+)
+
+
+@pytest.mark.parametrize("row", BAD_ROWS, ids=lambda row: row[:40])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
+def test_one_bad_row_ends_no_watch(row, name, tmp_path):
+    make(tmp_path / "a" / "good")
+    with open(make(tmp_path / "a" / "bad") / name, "a") as file:
+        file.write(row + "\n")
+    text = text_of(Watch([tmp_path]).look(NOW))
+    assert "a/good" in text and "a/bad" in text
+
+
+@pytest.mark.parametrize("manifest", ['{"status": ["running"]}', '{"status": "running", "total_steps": "many"}', "[]"])
+def test_one_bad_manifest_ends_no_watch(manifest, tmp_path):
+    make(tmp_path / "a" / "good")
+    (make(tmp_path / "a" / "bad") / "manifest.json").write_text(manifest)
+    text = text_of(Watch([tmp_path]).look(NOW))
+    assert "a/good" in text and "a/bad" in text
+
+
+def test_no_text_of_a_run_acts_on_the_terminal(tmp_path):
+    evil = "\x1b]52;c;aGk=\x07\x1b[2J\u202e\r\x9b2J"
+    run = make(tmp_path / "a" / f"b{evil}", status="failed", stopped_because=f"the scorer said {evil}")
+    (run / "samples.jsonl").write_text(json.dumps({"step": evil, "input": evil, "output": evil, "gts": evil}) + "\n")
+    text = text_of(Watch([tmp_path]).look(NOW))
+    assert not {*evil} & {*text} & {"\x1b", "\x07", "\x9b", "\u202e", "\r"} and "\\x1b]52" in text
 
 
 def test_looking_changes_nothing(tmp_path):

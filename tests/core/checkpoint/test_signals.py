@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from core.cluster.signals import EXIT_STATUS, GracefulStop
+from core.cluster.signals import GracefulStop, kept_from_children
 from tests.checkpoints import ROOT
 
 LOOP = """
@@ -41,7 +41,7 @@ def start(tmp_path, seconds: float) -> subprocess.Popen:
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_the_first_signal_finishes_the_step_and_saves(number, tmp_path):
     process = start(tmp_path, 0.3)
     process.send_signal(number)
@@ -49,20 +49,58 @@ def test_the_first_signal_finishes_the_step_and_saves(number, tmp_path):
     assert process.returncode == 0
     assert out == "step 1 ends\ncleaned up\n"
     assert f"{number.name}: finishing this step" in err and "Traceback" not in err
+    assert "the same command continues" in err
     assert (tmp_path / "global_step_1" / "x").read_text() == "1"
 
 
-def test_the_second_signal_stops_at_once(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGUSR1, 138), (signal.SIGTERM, 143)]
+)
+def test_the_second_signal_stops_at_once(number, status, tmp_path):
     process = start(tmp_path, 60)
     process.send_signal(signal.SIGINT)
     assert "finishing this step" in process.stderr.readline() + process.stderr.readline()
     before = time.monotonic()
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = process.communicate(timeout=30)
     assert time.monotonic() - before < 5
-    assert process.returncode == EXIT_STATUS == 130
-    assert out == "" and "SIGINT again: stopping at once" in err and "Traceback" not in err
+    assert process.returncode == status
+    assert out == "" and f"{number.name} again: stopping at once" in err and "Traceback" not in err
     assert not (tmp_path / "global_step_1").exists()
+
+
+def test_a_terminal_that_closed_reads_no_notice_and_the_step_is_saved(tmp_path):
+    """The notice is written into a pipe that nobody reads any more."""
+    process = start(tmp_path, 0.3)
+    process.stderr.close()
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(30) == 0
+    assert (tmp_path / "global_step_1" / "x").read_text() == "1"
+
+
+def test_nohup_is_respected():
+    code = """
+import os, signal
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+from core.cluster.signals import GracefulStop
+with GracefulStop() as stop:
+    os.kill(os.getpid(), signal.SIGHUP)
+    print(stop.requested)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
+
+
+def test_what_a_group_is_sent_does_not_reach_children_that_the_step_needs():
+    """A terminal that closes signals every process of the group, Ray's too."""
+    with kept_from_children():
+        child = subprocess.Popen([sys.executable, "-c", "print('there', flush=True); input()"], stdin=-1, stdout=-1)
+    assert child.stdout.readline() == b"there\n"
+    for number in (signal.SIGHUP, signal.SIGUSR1):
+        child.send_signal(number)
+    child.communicate(b"end\n", timeout=30)
+    assert child.returncode == 0
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {signal.SIGHUP, signal.SIGUSR1}
 
 
 def test_the_previous_handlers_come_back():

@@ -11,7 +11,6 @@ import pytest
 
 from core import launch
 from core.cluster.driver import DriverProcess, News, oversee
-from core.cluster.signals import EXIT_STATUS
 from core.config import compose, convert
 from core.errors import WorkersLost
 
@@ -83,7 +82,7 @@ def test_ctrl_c_is_handed_on_once_and_the_second_one_kills():
     assert oversee(lambda *_: (patient, False), config()) == 0
     assert patient.interrupts >= 1 and not patient.killed
     hasty = Loop(press, press, news(status=0))
-    assert oversee(lambda *_: (hasty, False), config()) == EXIT_STATUS and hasty.killed
+    assert oversee(lambda *_: (hasty, False), config()) == 128 + signal.SIGINT and hasty.killed
     doomed = Loop(press, WorkersLost("gone"))
     assert oversee(lambda *_: (doomed, False), config(trainer__max_restarts=5)) == 1
     assert signal.getsignal(signal.SIGINT) == before
@@ -101,11 +100,11 @@ def test_ctrl_c_twice_ends_the_wait_for_a_place():
         os.kill(os.getpid(), signal.SIGINT)
         return patient, False
 
-    assert oversee(full, config()) == EXIT_STATUS
+    assert oversee(full, config()) == 128 + signal.SIGINT
     patient = Loop(news(), news(status=0))
     assert oversee(found, config()) == 0 and patient.interrupts >= 1
     places = iter([lambda: (Loop(WorkersLost("gone")), False), lambda: full(None, 0)])
-    assert oversee(lambda *_: next(places)(), config(trainer__max_restarts=1)) == EXIT_STATUS
+    assert oversee(lambda *_: next(places)(), config(trainer__max_restarts=1)) == 128 + signal.SIGINT
 
 
 def test_a_run_that_goes_on_is_joined_but_not_with_other_settings(capsys):

@@ -16,6 +16,7 @@ import yaml
 
 from core.config import CHANGED_DEFAULTS, Config, compose, convert, diff, examine, from_yaml, recipes, schema, to_yaml
 from core.config.derived_defaults import resolve
+from core.config.yaml_tables import read_foreign_yaml
 from core.errors import InputError
 from core.tracking.health import CHECKS
 
@@ -330,3 +331,39 @@ def test_a_second_composition_is_cheap():
     start = time.process_time()
     compose("grpo")
     assert time.process_time() - start < 1.0
+
+
+@pytest.mark.parametrize("key", ["trainer.experiment_name", "trainer.project_name"])
+@pytest.mark.parametrize(
+    "name",
+    ["../../etc", "/etc", "a/b", "a\\\\b", ".", "..", ".hidden", "-rf", "''", "' a'", '"a\\nb"', "\x1b[2J", "a" * 300],
+)
+def test_a_name_is_one_part_of_a_path(key, name):
+    with pytest.raises(InputError) as raised:
+        compose("grpo", [f"{key}={name}"])
+    (problem,) = raised.value.problems
+    assert problem.startswith(f"{key}=") and "a name of at most 200 bytes without /" in problem
+
+
+@pytest.mark.parametrize("name", ["a", "7", "qwen2.5_7b-seed1", "'a b'", "a$b", "a:b", "实验", "~a", "null"])
+def test_other_names_are_kept(name):
+    compose("grpo", [f"trainer.experiment_name={name}", f"trainer.project_name={name}"])
+
+
+ALIASES = "a: &a [1, 1]\n" + "".join(
+    f"{chr(98 + i)}: &{chr(98 + i)} [*{chr(97 + i)}, *{chr(97 + i)}]\n" for i in range(24)
+)
+
+
+@pytest.mark.parametrize(
+    "text", [ALIASES, "a: &a [*a]", "a: [", "- " * 5000 + "1", "a: !!python/name:os.system", f"a: {'x' * 2**21}"]
+)
+def test_yaml_of_others_is_read_within_limits(text):
+    with pytest.raises(InputError, match=r"config.yaml: "):
+        from_yaml(text)
+
+
+def test_aliases_of_an_ordinary_file_are_read():
+    text = to_yaml(Config())
+    anchored = text.replace("data:", "data: &data", 1) + "data_again: *data\n"
+    assert read_foreign_yaml(anchored)["data_again"] == yaml.safe_load(text)["data"]

@@ -16,6 +16,7 @@ from core.rewards import RewardError, RewardLayer
 from core.rewards.grading import Job
 from core.rollout.barrier import Barrier
 from core.rollout.collect import CollectLimits, CollectState, collect
+from core.tracking.console import ConsoleLogger
 from core.tracking.generations import print_examples
 from core.types import Prompt, ScoredGroup, Segment, Stop, Trajectory
 from reward_scores.score import Score, ScoreStatus
@@ -324,3 +325,17 @@ def test_printed_answers_are_the_first_of_each_source(capsys):
     print_examples(rows, 0)
     print_examples([], 3)
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("field", ["input", "output", "gts"])
+def test_no_answer_acts_on_the_terminal(field, capsys):
+    """Write to the clipboard, clear the screen, turn the text round, overwrite the line, ring, half a character."""
+    evil = "\x1b]52;c;aGk=\x07\x1b[2J\u202egnp\u2066\rover\x08\x9b2J\ud800"
+    row = {"data_source": "a", "input": "q", "output": "o", "gts": "g", "score": 0.5, field: f"two\nlines\t{evil}é中"}
+    print_examples([row], 1)
+    text = capsys.readouterr().out
+    assert all(c.isprintable() or c in "\n\t" for c in text)
+    assert "two\nlines\t\\x1b]52;c;aGk=\\x07\\x1b[2J\\u202egnp\\u2066\\rover" in text and "\\ud800é中" in text
+    ConsoleLogger().samples(1, [row])
+    ConsoleLogger().log(1, {f"val-core/{evil}/acc/mean@1": 1.0})
+    assert all(c.isprintable() or c in "\n\t" for c in capsys.readouterr().out)

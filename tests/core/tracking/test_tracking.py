@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import resource
 import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +20,7 @@ import yaml
 
 from core.config import Config, compose, convert, examine, from_yaml, paths
 from core.data.images import SHOWN, thumbnail
-from core.errors import InputError
+from core.errors import InputError, WriteFailed
 from core.tracking import run_manifest
 from core.tracking import tracker as tracking
 from core.tracking.capsules import CapsuleRecorder
@@ -110,12 +112,129 @@ def test_later_validations_are_dropped_on_resume(tmp_path):
     assert read_jsonl(tmp_path / "metrics.jsonl")[-1]["step"] == 7
 
 
-def test_a_damaged_line_in_the_middle_is_an_error(tmp_path):
+DAMAGE = {
+    "cut": b'{"step": 1, "critic/sc',
+    "no JSON": b"\x00\x00\x00\x00",
+    "a flipped bit": b'{"step": 1, "critic/score/mean": \xb00.1}',
+    "two lines in one": b'{"step": 1}{"step": 2}',
+    "no mapping": b"[1, 2]",
+    "a number": b"7",
+    "no step": b'{"critic/score/mean": 0.1}',
+    "a step that is text": b'{"step": "1"}',
+    "nested too deep": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_line_is_set_aside_on_resume(kind, name, tmp_path, caplog):
     make_run(tmp_path, steps=3, questions=5)
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    (tmp_path / "metrics.jsonl").write_text("\n".join([lines[0], lines[1][:20], *lines[2:]]) + "\n")
-    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2 of 4: not JSON"):
-        Tracker(tmp_path, configured(), resume_step=2)
+    path = tmp_path / name
+    lines = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join([lines[0], DAMAGE[kind], *lines[1:]]) + b"\n")
+    Tracker(tmp_path, configured(), resume_step=3).close("stopped")
+    assert path.read_bytes().splitlines() == lines
+    assert (tmp_path / f"{name}.damaged").read_bytes() == DAMAGE[kind] + b"\n"
+    assert f"{name}: 1 damaged lines (line 2; " in caplog.text
+    caplog.clear()
+    Tracker(tmp_path, configured(), resume_step=3).close("stopped")
+    assert caplog.text == "", "it is said once"
+
+
+def test_a_reader_names_the_damaged_line(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(b'{"a": 1}\n{"a": \n{"a": 2}\n{"a"')
+    with pytest.raises(ValueError, match=r"rows.jsonl, line 2: not JSON"):
+        read_jsonl(tmp_path / "rows.jsonl")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", "\x00" * 50, '{"run": 1}', '{"run_id": "0badcafe", "sessions": {}'], ids=repr
+)
+def test_a_damaged_manifest_is_written_anew_on_resume(text, tmp_path, caplog):
+    make_run(tmp_path, steps=3, questions=5)
+    (tmp_path / "manifest.json").write_text(text)
+    Tracker(tmp_path, configured(), resume_step=3, recipe="grpo").close("finished")
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["status"] == "finished" and manifest["recipe"] == "grpo" and "damaged" in manifest["rebuilt"]
+    assert [one["resumed_from_step"] for one in manifest["sessions"]] == [3]
+    assert (tmp_path / "manifest.json.damaged").read_text() == text
+    assert "manifest.json is damaged" in caplog.text and "written anew" in caplog.text
+    if "0badcafe" in text:
+        assert manifest["run_id"] == "0badcafe", "a logger's service knows the run by it"
+
+
+def test_files_of_other_names_do_not_block_a_resume(tmp_path):
+    make_run(tmp_path, steps=3, questions=5)
+    for name in ("validation/notes.jsonl", "trace/step_old.npz", "capsules/step_mine/x", "previous/1a/x"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("a person's own")
+    Tracker(tmp_path, configured(), resume_step=2).close("stopped")
+    assert (tmp_path / "validation" / "notes.jsonl").exists()
+    Tracker(tmp_path, configured()).close("stopped")
+    assert (tmp_path / "previous" / "1" / "trace" / "step_old.npz").exists()
+
+
+def test_half_a_surrogate_pair_is_kept_as_an_escape(tmp_path):
+    tracker = Tracker(tmp_path, configured())
+    rows = [{**row, "output": "a\ud800b"} for row in sample_rows(1)]
+    tracker.log_samples(1, rows)
+    assert {row["output"] for row in read_jsonl(tmp_path / "samples.jsonl")} == {"a\ud800b"}
+    tracker.close("finished")
+
+
+# --- a disk that takes nothing ---
+
+
+@contextmanager
+def full_disk(limit: int = 0):
+    """No file may grow beyond ``limit`` bytes: a write fails with EFBIG, of which the system writes what fits."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_costs_records_and_no_line_of_metrics(tmp_path, caplog):
+    tracker = Tracker(tmp_path, configured())
+    tracker.log(metrics_of(1))
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with full_disk(len(before) + 7):
+        for step in (2, 3):
+            tracker.log(metrics_of(step))
+            tracker.log_samples(step, sample_rows(step))
+            tracker.log_validation(step, records(step, 1, 5))
+            tracker.dump(tmp_path / "answers", step, sample_rows(step))
+        assert (tmp_path / "metrics.jsonl").read_bytes() == before, "no part of a line"
+    assert caplog.text.count("File too large") == 4, "each is said once"
+    assert "samples.jsonl could not be written (File too large; " in caplog.text and "GiB free" in caplog.text
+    assert not list(tmp_path.rglob("*.partial")) and not list((tmp_path / "answers").iterdir())
+    tracker.log(metrics_of(4))
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert "metrics.jsonl can be written again" in caplog.text
+    tracker.close("finished")
+    dropped = json.loads((tmp_path / "manifest.json").read_text())["sessions"][-1]["records_dropped"]
+    assert dropped == {"metrics.jsonl": 2, "samples.jsonl": 2, "validation": 2, "answers": 2}
+
+
+@pytest.mark.parametrize("status", ["failed", "stopped", "finished"])
+def test_the_status_is_written_on_a_full_disk(status, tmp_path):
+    tracker = Tracker(tmp_path, configured())
+    size = (tmp_path / "manifest.json").stat().st_size
+    with full_disk(size):
+        tracker.note("stopped_because", "x" * 100)
+        tracker.close(status)
+    assert json.loads((tmp_path / "manifest.json").read_text())["status"] == status
+    assert (tmp_path / "manifest.json").stat().st_size == size
+
+
+def test_a_run_folder_that_cannot_be_written_is_one_line(tmp_path):
+    with full_disk(10), pytest.raises(WriteFailed) as raised:
+        Tracker(tmp_path, configured())
+    text = str(raised.value)
+    assert str(tmp_path) in text and "File too large" in text and "GiB free" in text and "make room" in text
+    assert "\n" not in text
 
 
 def test_a_gap_is_said(tmp_path, capsys):

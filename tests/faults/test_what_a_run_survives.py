@@ -1,0 +1,120 @@
+"""A real run whose terminal closes, whose output nobody reads, whose scheduler warns and whose disk is full."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import resource
+import signal
+import subprocess
+import termios
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from core.checkpoint.store import CheckpointStore
+from tests.checkpoints import ROOT
+from tests.faults.kill_and_resume import _compare_checkpoints, read_lines, run_uninterrupted
+from tests.faults.tiny_run import command, prepare
+
+STEPS = 6
+SLOWLY = ("custom_reward_function.name=slowly", "trainer.save_freq=100", "reward_model.reward_manager=prime")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    prepare(folder)
+    return folder
+
+
+@contextmanager
+def started(arguments: list[str], **streams):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(arguments, cwd=ROOT, env=environment, start_new_session=True, **streams)
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def until_step(process: subprocess.Popen, run: Path, step: int, terminal: int | None = None) -> None:
+    shown = b""
+    while process.poll() is None and (not (lines := read_lines(run / "metrics.jsonl")) or _last(lines) < step):
+        time.sleep(0.01)
+        if terminal is not None:  # what is not read stops its writer
+            with suppress(BlockingIOError):
+                shown += os.read(terminal, 2**16)
+    assert process.poll() is None, shown.decode() or (run / "output.log").read_text()
+
+
+def _last(lines: list[str]) -> int:
+    return int(json.loads(lines[-1])["step"])
+
+
+def status(run: Path) -> str:
+    return json.loads((run / "manifest.json").read_text())["status"]
+
+
+def test_a_closed_terminal_a_warning_and_a_damaged_line_leave_no_trace_in_the_weights(files, tmp_path):
+    factory, run = command(files, "grpo", STEPS, *SLOWLY), tmp_path / "run"
+    ours, theirs = os.openpty()
+    # The terminal of its session, so that the system signals its group when it closes
+    owns = lambda: fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)  # noqa: E731
+    with started(factory(run), stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=owns) as process:
+        os.close(theirs)
+        os.set_blocking(ours, False)
+        until_step(process, run, 1, ours)
+        os.close(ours)
+        assert process.wait(200) == 0, (run / "output.log").read_text()
+    log = (run / "output.log").read_text()
+    assert "(SIGHUP); the same command continues" in log and "stdout cannot be written" in log
+    first = CheckpointStore(run).latest().step
+    assert 1 <= first < STEPS and status(run) == "stopped"
+
+    reads, writes = os.pipe()
+    os.close(reads)
+    with started(factory(run), stdout=writes, stderr=os.open("/dev/full", os.O_WRONLY)) as process:
+        os.close(writes)
+        until_step(process, run, first + 1)
+        os.killpg(process.pid, signal.SIGUSR1)  # as SLURM does: all processes of the group
+        assert process.wait(200) == 0, (run / "output.log").read_text()
+    assert "(SIGUSR1); the same command continues" in (run / "output.log").read_text()
+    second = CheckpointStore(run).latest().step
+    assert first < second < STEPS and status(run) == "stopped"
+
+    lines = (run / "metrics.jsonl").read_bytes().split(b"\n")
+    (run / "metrics.jsonl").write_bytes(b"\n".join([lines[0], b"\xff" + lines[1][:30], *lines[2:]]))
+    (run / "manifest.json").write_text("{")
+    run_uninterrupted(factory, run)
+    assert status(run) == "finished" and (run / "metrics.jsonl.damaged").exists()
+    assert [int(json.loads(line)["step"]) for line in read_lines(run / "metrics.jsonl")] == [0, 2, 3, 4, 5, 6]
+    rates = [json.loads(line)["reward/crash_rate"] for line in read_lines(run / "metrics.jsonl")[1:]]
+    assert rates == [0.0] * (STEPS - 1), "graders outlive what their group is sent"
+    whole = run_uninterrupted(command(files, "grpo", STEPS, *SLOWLY), tmp_path / "whole").folder
+    assert list(_compare_checkpoints(whole, run)) == []
+
+
+def test_a_full_disk_ends_in_one_line_with_1_and_the_status_failed(files, tmp_path):
+    """No file may grow beyond 20 kB: records can be written, weights cannot."""
+    run = tmp_path / "run"
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+    options = ("trainer.save_freq=1", "trainer.logger=[console]", f"trainer.rollout_data_dir={tmp_path / 'answers'}")
+    arguments = command(files, "grpo", 2, *options)(run)
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=300, preexec_fn=limited)
+    assert done.returncode == 1, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert "the checkpoint of step 2 could not be written" in last and str(run) in last, done.stderr
+    assert "File too large" in last and "GiB free" in last and "Make room" in last
+    assert "Traceback" not in done.stderr
+    assert "Training goes on" in done.stderr, "after step 1"
+    assert status(run) == "failed" and len(read_lines(run / "metrics.jsonl")) == 3
+    assert [path.name for path in run.iterdir() if path.is_dir()] == ["validation"]
