@@ -44,14 +44,17 @@ def answer_line(prompt: Prompt, sample: int, trajectory: Trajectory, prompt_text
         [{"role": one.role, "text": one.text} for one in trajectory.segments],
         *(trajectory.turns, trajectory.tool_calls, prompt.ground_truth, prompt.extra_info, prompt.style),
     )
-    users = {"user_scores": list(trajectory.user_scores)} if trajectory.user_scores else {}
-    return json_line({**dict(zip(FIELDS, values, strict=True)), **users})
+    some = {"user_scores": list(trajectory.user_scores), "opened_tag": prompt.opened_tag}  # not every answer has them
+    return json_line(
+        {**dict(zip(FIELDS, values, strict=True)), **{name: value for name, value in some.items() if value}}
+    )
 
 
 def prompt_of(answer: Mapping[str, Any]) -> Prompt:
     """Return the question of a line: what a scorer reads of it, without its ids."""
     names = ("uid", "ground_truth", "data_source", "extra_info", "style")
-    return Prompt(answer["ordinal"], token_ids=(), messages=(), **{name: answer[name] for name in names})
+    given = {name: answer[name] for name in names}
+    return Prompt(answer["ordinal"], token_ids=(), messages=(), **given, opened_tag=answer.get("opened_tag"))
 
 
 def trajectory_of(answer: Mapping[str, Any]) -> Trajectory:

@@ -40,6 +40,7 @@ NO_REFERENCE = (
     "reward_model.judge.template shows a reference, and there is none",
     "fill it, or take {reference} out of the template",
 )
+GOLD_REMARK = ("a gold answer is graded in a special way", "look whether it is the answer that was meant")
 NOT_JSON = "its graders receive ground_truth and extra_info as JSON"
 
 
@@ -77,7 +78,7 @@ def check_rows(
     problems = Problems(shown=3)  # rows named for one kind of problem; the rest is counted
     used: dict[str, str] = {}  # a scorer's name -> a data source that it scores
     libraries: dict[str, str] = {}  # -> the name of a scorer that calls it
-    for_model = 0
+    for_model, remarks = 0, Problems(shown=3)
     for row in rows:
         where = row.where if isinstance(row, Example) else f"uid {row.uid}"
         if row.style == MODEL_STYLE:
@@ -99,9 +100,14 @@ def check_rows(
                 problems.add(scorer.name, NOT_JSON, "convert what is not", where, str(error))
         libraries.update(dict.fromkeys(needed, scorer.name))
         used.setdefault(scorer.name, row.data_source)
-        if trouble := scorer.check_ground_truth(row.ground_truth, **scorers.options(scorer)):
+        options = scorers.options(scorer)
+        if trouble := scorer.problem(row.ground_truth, **options):
             rule = f"{scorer.name} cannot grade it"
             problems.add("reward_model.ground_truth", rule, "correct it, or leave the row out", where, trouble)
+        elif remark := scorer.note_ground_truth(row.ground_truth, **options):
+            remarks.add("reward_model.ground_truth", *GOLD_REMARK, where, remark)
+    for line in remarks.lines():
+        log.warning(line)
     if reward.enable and not for_model and not reward.weight:
         problems.add(*IDLE_MODEL)
     if isinstance(manager, Pool | InProcess):

@@ -73,7 +73,11 @@ class RewardLayer:
         For an example of style ``model`` the reward model scores; for another one the scorer, to whose value
         ``reward_model.weight`` times the model's number is added where that is not 0.
         """
-        extra_info = {**prompt.extra_info, **verl_facts(trajectory), "rollout": rollout_facts(trajectory)}
+        extra_info = {
+            **prompt.extra_info,
+            **verl_facts(trajectory),
+            "rollout": rollout_facts(trajectory, prompt.opened_tag),
+        }
         job = Job(prompt.data_source, trajectory.response_text, prompt.ground_truth, extra_info)
         if self.config.enable and (prompt.style == MODEL_STYLE or self.config.weight):
             result = await self._with_model(prompt, trajectory, job)
@@ -151,15 +155,17 @@ class RewardLayer:
             self.judge.close()
 
 
-def rollout_facts(trajectory: Trajectory) -> dict[str, Any]:
+def rollout_facts(trajectory: Trajectory, opened_tag: str | None = None) -> dict[str, Any]:
     """Return ``extra_info["rollout"]``: how the response came about.
 
+    ``opened_tag`` is the tag that the prompt's end opened, such as ``<think>``: the response begins inside it.
     ``user_scores`` are what a simulated user gave the policy's turns. ``segments`` is the role-tagged text: a scorer's
     ``response`` is the policy's part of it only.
     """
     return {
         "num_turns": trajectory.turns,
         "num_tool_calls": trajectory.tool_calls,
+        "opened_tag": opened_tag,
         "user_scores": list(trajectory.user_scores),
         "response_length": len(trajectory.response_ids),
         "truncated": trajectory.truncated,
