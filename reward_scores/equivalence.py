@@ -29,7 +29,7 @@ _UNIT = re.compile(
 )
 _PERCENT = re.compile(r"\s*(?:\\?%|\\(?:text|mbox|mathrm|textrm)\{\s*(?:per ?cent|\\?%)\s*\}|(?<=\d) per ?cent\b)")
 _WORDS = re.compile(r"\\(?:text|mbox|mathrm|textrm|textbf|mathbf|operatorname)\{([^{}]*)\}")
-_MATRIX = re.compile(r"\\begin\{([pbvBV]?(?:small)?matrix|array)\}(?:\{[lcr| ]*\})?(.*)\\end\{\1\}")
+_MATRIX = re.compile(r"[(\[]?\\begin\{([pbvBV]?(?:small)?matrix|array)\}(?:\{[lcr| ]*\})?(.*)\\end\{\1\}[)\]]?")
 # What stands for the answer in front of "=": x, x_1, \theta, area, f(x), f^{-1}(x), \angle ABC, \text{Area}, (x,y)
 _LABEL = re.compile(
     r"(?:\\angle\s*)?(?:\\?[a-zA-Z]\w{0,6}(?:_\{\w+\})?'*(?:\^\{-1\})?(?:\s?\([a-zA-Z]\))?"
@@ -90,11 +90,12 @@ def normal(answer: str) -> str:
 def is_decided_here(one: str, other: str) -> bool:
     """Return whether no library may decide otherwise, because it does not know what one of the two holds.
 
-    That is a percent sign, digits that go on, inequalities joined by "and", and an equation against a value.
+    That is a percent sign, digits that go on, inequalities joined by "and", an equation against a value, and a set
+    against a tuple.
     """
-    sides = (one, other)
-    unknown = any("%" in side or "\\ldots" in side or (_parts(side) or ("",))[0] == "and" for side in sides)
-    return unknown or ("=" in _operators(one)) != ("=" in _operators(other))
+    kinds = {(_parts(side) or ("",))[0] for side in (one, other)}
+    unknown = any("%" in side or "\\ldots" in side for side in (one, other)) or "and" in kinds
+    return unknown or ("{" in kinds and not kinds.isdisjoint("([")) or _is_equation(one) != _is_equation(other)
 
 
 def _same(one: str, other: str, depth: int) -> bool:
@@ -170,10 +171,12 @@ def _parts(text: str) -> Parts | None:
         return (("and" if "and" in text else "union") if ranges else "", found, "")
     if text[:1] in _OPEN and text[-1:] in _CLOSE and text[:1]:
         elements = _split(text[1:-1])
-        if elements is not None and (len(elements) > 1 or text[0] == "{"):
-            return text[0], elements, text[-1]
-        return None
+        if elements is not None:
+            return (text[0], elements, text[-1]) if len(elements) > 1 or text[0] == "{" else None
     elements = _split(text)
+    if elements is not None and len(elements) == 1 and "\\pm" in text:
+        signs = (("+", "-"), ("-", "+"))
+        elements = [text.replace("\\pm", plus).replace("\\mp", minus) for plus, minus in signs]
     separators = elements is not None and _without_separators(text) == text
     return ("", elements, "") if separators and len(elements) > 1 else None
 
@@ -239,6 +242,10 @@ def _operators(text: str) -> str:
     return "" if not operators else "=" if operators == {"="} else "<"
 
 
+def _is_equation(text: str) -> bool:
+    return _operators(text) == "="
+
+
 def _same_relations(one: tuple[str, Parts | None, str], other: tuple[str, Parts | None, str], depth: int) -> bool:
     """Compare two answers of which one at least is an equation or inequality."""
     (text, parts, kind), (text_too, parts_too, kind_too) = one, other
@@ -246,6 +253,7 @@ def _same_relations(one: tuple[str, Parts | None, str], other: tuple[str, Parts 
         return _same_equations(_relation(text)[0], _relation(text_too)[0], depth)
     if "=" in (kind, kind_too):
         sides, bare = (_relation(text)[0], text_too) if kind else (_relation(text_too)[0], text)
+        sides = sides[::-1] if _LABEL.fullmatch(sides[-1]) else sides
         values = sides[1:] if _LABEL.fullmatch(sides[0]) else sides
         alike = all(_same(value, values[-1], depth + 1) for value in values[:-1])
         return not (kind and kind_too) and alike and _same(values[-1], bare, depth + 1)

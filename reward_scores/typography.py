@@ -86,7 +86,8 @@ def _plain(char: str) -> str:
         return ""
     kind, *codes = unicodedata.decomposition(char).split() or [""]
     if not kind.startswith("<"):  # a letter with its accent, and what has no simpler form
-        return char
+        digit = unicodedata.digit(char, None)
+        return char if digit is None else f" {digit} "  # white on a black circle
     parts = "".join(chr(int(code, 16)) for code in codes)
     if kind == "<fraction>" and not parts.endswith(_FRACTION_SLASH):
         return "\\frac{{{}}}{{{}}}".format(*parts.split(_FRACTION_SLASH))

@@ -19,7 +19,7 @@ CHARACTERS = [
     ("2\u00bd", "2\\frac{1}{2}"),
     ("2\u00b9\u2044\u2082", "2\\frac{1}{2}"),
     ("1\u20442", "\\frac{1}{2}"),
-    ("\u2460", " 1 "),
+    ("\u2460\u2777", " 1  2 "),
     ("\uff11\u0663\U0001d7cf", "131"),
     ("\u22123 \u20133 \u20143 \u20103 \u20113 \u20123 \ufe633 \uff0d3", "-3 -3 -3 -3 -3 -3 -3 -3"),
     ("1\u00a0234\u00a0567 1\u2009000 1\u202f000,5 1\u2019000 1\u066c000", "1234567 1000 1000,5 1000 1000"),
@@ -75,6 +75,8 @@ SAME = [
     ("f(x)=2x+1", "y=2x+1"),
     ("\\theta=30^\\circ", "30"),
     ("(x,y)=(1,2)", "(1,2)"),
+    ("5=x", "5"),
+    ("x=\u00b12", "-2, 2"),
     # inequalities, intervals, unions, sets, matrices
     ("x<3", "(-\\infty,3)"),
     ("3>x", "x<3"),
@@ -86,6 +88,8 @@ SAME = [
     ("(3,\\infty)\\cup(-\\infty,1)", "(-\\infty,1)\\cup(3,\\infty)"),
     ("x<1\\text{ or }x>3", "(-\\infty,1)\\cup(3,\\infty)"),
     ("2, 1", "\\{1,2\\}"),
+    ("(1,2),(3,4)", "(3,4),(1,2)"),
+    ("\\left(\\begin{array}{c}1\\\\2\\end{array}\\right)", "\\begin{pmatrix}1\\\\2\\end{pmatrix}"),
     ("x=1\\text{ or }x=2", "2,1"),
     ("\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}", "\\begin{bmatrix}1&2\\\\3&\\frac{8}{2}\\end{bmatrix}"),
 ]
@@ -125,6 +129,7 @@ DIFFERENT = [
     ("x<1\\text{ or }x>3", "x<1\\text{ and }x>3"),
     ("(-\\infty,1)\\cup(3,\\infty)", "(-\\infty,1)\\cup[3,\\infty)"),
     ("(1,2)", "(2,1)"),
+    ("(1,2)", "\\{2,1\\}"),
     ("\\begin{pmatrix}1&2&3&4\\end{pmatrix}", "\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}"),
 ]
 
