@@ -285,6 +285,7 @@ def test_a_gold_that_normalises_to_nothing_is_compared_as_written(gold):
     assert qa_em.check_ground_truth(truth) is None and "compared as it is written" in qa_em.note_ground_truth(truth)
     assert qa_em.note_ground_truth({"target": ["Paris"]}) is None
     assert qa_em_format.is_retrieved(["any passage"], [gold]) is False
+    assert qa_em.score("<answer></answer>", {"target": ["x", ""]}).acc == 0.0
     # as published, and refused at start
     assert qa_em.score("<answer>x</answer>", truth, {}, "subem").acc == 1.0
     assert qa_em.check_ground_truth(truth, "subem")
