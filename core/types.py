@@ -106,6 +106,7 @@ class Prompt:
     style: str = "rule"  # "model": the reward model scores the answers, any other: a scorer
     pictures: tuple[Picture, ...] = ()  # in the order of their placeholders in ``token_ids``
     agent_name: str | None = None  # the agent loop that plays its episodes; None: the configured one
+    opened_tag: str | None = None  # a tag such as <think> that the prompt's end opens and the policy has to close
 
 
 @dataclass(frozen=True)

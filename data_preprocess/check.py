@@ -19,6 +19,7 @@ from core.config.convert import printable
 from core.data.dataset import ChatError, Encoder
 from core.data.parquet import Example, ExampleFile, Problems, sha256_of
 from core.errors import InputError
+from core.rewards.check import GOLD_REMARK
 
 
 @dataclass
@@ -34,6 +35,7 @@ class Findings:
     contents: dict[str, set[str]] = field(default_factory=dict)  # prompt hash -> content hashes
     names: dict[str, set[str]] = field(default_factory=dict)  # name -> content hashes
     problems: Problems = field(default_factory=Problems)
+    remarks: Problems = field(default_factory=lambda: Problems(shown=3))  # on ground truths that can be graded
 
 
 def inspect(
@@ -56,7 +58,7 @@ def inspect(
             findings.names.setdefault(row.name, set()).add(row.content_hash)
         if encoder is not None:
             _count_tokens(row, encoder, findings)
-        _check_answer(row, any_source, findings.problems)
+        _check_answer(row, any_source, findings)
     return findings
 
 
@@ -134,25 +136,27 @@ def _count_tokens(row: Example, encoder: Encoder, findings: Findings) -> None:
         findings.problems.add(row.file, "the chat template refuses a prompt", fix, row.number, str(error))
 
 
-def _check_answer(row: Example, any_source: bool, problems: Problems) -> None:
+def _check_answer(row: Example, any_source: bool, findings: Findings) -> None:
     """Collect problems of the ground truth: its own, and those that the scorer of its data source reports."""
     from reward_scores import UnknownDataSource, scorer_for
 
-    gold = row.ground_truth
+    gold, problems = row.ground_truth, findings.problems
     if gold is not None and not (gold.strip() if isinstance(gold, str) else gold or gold in (0, False)):
         problems.add(row.file, "the ground truth is empty", "fill it or leave the row out", row.number)
         return
     if any_source:
         return
     try:
-        complaint = scorer_for(row.data_source).check_ground_truth(gold)
+        scorer = scorer_for(row.data_source)
     except UnknownDataSource as error:
         fix = "correct the name, or check with --any_source if a custom reward function scores it"
         problems.add(row.file, str(error), fix, row.number)
         return
-    if complaint:
-        fix = "correct the row or leave it out"
-        problems.add(row.file, f"the scorer of {row.data_source} cannot grade a row", fix, row.number, complaint)
+    if complaint := scorer.problem(gold):
+        rule = f"reward_model.ground_truth: the scorer of {row.data_source} cannot grade a row"
+        problems.add(row.file, rule, "correct the row or leave it out", row.number, complaint)
+    elif remark := scorer.note_ground_truth(gold):
+        findings.remarks.add("reward_model.ground_truth", *GOLD_REMARK, row.number, remark)
 
 
 def _report(findings: Findings, limit: int | None) -> list[str]:
@@ -173,7 +177,8 @@ def _report(findings: Findings, limit: int | None) -> list[str]:
         (disputed, f"{disputed} prompts have more than one ground truth or data source"),
         (reused, f"{reused} names (source/split/index) stand for different questions"),
     )
-    return lines + [f"  note          {text}" for count, text in notes if count]
+    lines += [f"  note          {text}" for count, text in notes if count]
+    return lines + [f"  note          {text}" for text in findings.remarks.lines()]
 
 
 def _counted(counter: Counter[str]) -> str:

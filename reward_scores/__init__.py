@@ -23,13 +23,14 @@ from reward_scores import (
     qa_em_format,
     unit_tests,
 )
-from reward_scores.score import Scorer, any_ground_truth, no_libraries
+from reward_scores.score import Scorer, any_ground_truth, no_libraries, no_note
 
 
 def _scorer(module: ModuleType) -> Scorer:
     check = getattr(module, "check_ground_truth", any_ground_truth)
     libraries = getattr(module, "libraries", no_libraries)
-    return Scorer(module.__name__.rpartition(".")[2], module.score, module.EXAMPLES, check, libraries)
+    note = getattr(module, "note_ground_truth", no_note)
+    return Scorer(module.__name__.rpartition(".")[2], module.score, module.EXAMPLES, check, libraries, note)
 
 
 _MATH, _DAPO, _PRIME, _QA = _scorer(math_reward), _scorer(math_dapo), _scorer(prime_math), _scorer(qa_em)

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from reward_scores.arithmetic import CannotEvaluate, evaluate
-from reward_scores.score import Score, graded, no_answer
-from reward_scores.tags import between
+from reward_scores.score import Score, as_text, graded, no_answer, plain
+from reward_scores.tags import between, opened_tag
 
 _GOLD = {"target": 9, "numbers": [1, 2, 3]}
 EXAMPLES = (
@@ -33,12 +33,29 @@ def score(
     format_score: float = 0.1,
     correct_score: float = 1.0,
 ) -> Score:
-    """Grade the response; ``ground_truth`` holds ``target`` and ``numbers``."""
-    equation = extract(PROMPT_END + response)
+    """Grade the response; ``ground_truth`` holds ``target`` and ``numbers``, as numbers or as texts of them."""
+    equation = extract(PROMPT_END + opened_tag(extra_info, "answer") + response)
     if equation is None:
         return no_answer()
-    right = uses_numbers(equation, ground_truth["numbers"]) and reaches(equation, ground_truth["target"])
+    target, numbers = read_ground_truth(ground_truth)
+    right = uses_numbers(equation, numbers) and reaches(equation, target)
     return graded(right, equation, correct_score if right else format_score)
+
+
+def read_ground_truth(ground_truth: Any) -> tuple[float, list[int]]:
+    """Return the target and the numbers. Raises ValueError, with the field, for what no equation could reach or use."""
+    if not isinstance(ground_truth, Mapping) or not {"target", "numbers"} <= set(ground_truth):
+        raise ValueError(f"must hold target and numbers, got {ground_truth!r:.200}")
+    target, numbers = as_text(ground_truth["target"]), plain(ground_truth["numbers"])
+    if not isinstance(target, str) or not re.fullmatch(r"\s*[+-]?\d{1,300}(\.\d+)?([eE][+-]?\d\d?)?\s*", target):
+        raise ValueError(f"target must be a number, got {ground_truth['target']!r:.200}")
+    if not isinstance(numbers, list | tuple):
+        raise ValueError(f"numbers must be a list of whole numbers, got {numbers!r:.200}")
+    texts = [as_text(number) for number in numbers]
+    for at, text in enumerate(texts):
+        if not isinstance(text, str) or not re.fullmatch(r"\s*\d{1,4000}\s*", text):
+            raise ValueError(f"numbers[{at}] must be a whole number that is not negative, got {numbers[at]!r:.200}")
+    return float(target) if re.search(r"[.eE]", target) else int(target), list(map(int, texts))
 
 
 def extract(text: str) -> str | None:
@@ -69,8 +86,8 @@ def reaches(equation: str, target: float) -> bool:
 
 
 def check_ground_truth(ground_truth: Any, format_score: float = 0.1, correct_score: float = 1.0) -> str | None:
-    if not isinstance(ground_truth, Mapping) or not {"target", "numbers"} <= set(ground_truth):
-        return f"must hold target and numbers, got {ground_truth!r:.200}"
-    if len(ground_truth["numbers"]) == 0:
-        return "has no numbers"
-    return None
+    try:
+        _, numbers = read_ground_truth(ground_truth)
+    except ValueError as error:
+        return str(error)
+    return None if numbers else "numbers is empty"

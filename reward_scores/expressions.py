@@ -42,15 +42,63 @@ class NotAnExpression(ValueError):
 def same_value(one: str, other: str) -> bool:
     """Return whether two formulas have the same value, for all values of their one-letter names."""
     try:
-        sides = [tokens(one), tokens(other)]
-        letters = sorted({text for side in sides for text in side if len(text) == 1 and text.isalpha()})
-        for point in range(len(_POINTS) if letters else 1):
-            one_value, other_value = (read(side, Values(_environment(letters, point))) for side in sides)
-            if not _agree(one_value, other_value, POINT_TOLERANCE if letters else TOLERANCE):
-                return False
-        return True
+        pairs, tolerance = _values(one, other)
+        return all(_agree(first, second, tolerance) for first, second in pairs)
     except (NotAnExpression, ArithmeticError, ValueError):
         return False
+
+
+def ratio(one: str, other: str) -> complex | None:
+    """Return the number other than 0 that makes ``one`` of ``other`` for all values of their names; None without one.
+
+    Two equations, or inequalities, that are so related on one side of 0 are the same.
+    """
+    try:
+        pairs, tolerance = _values(one, other)
+        found = [complex(first / second) for first, second in pairs]
+    except (NotAnExpression, ArithmeticError, ValueError):
+        return None
+    alike = len(found) > 1 and all(found[0] != 0 and _agree(found[0], value, tolerance) for value in found)
+    return found[0] if alike else None
+
+
+def number(text: str) -> Value | None:
+    """Return the value of a formula without names; None for anything else."""
+    try:
+        return read(tokens(text), Values({}))
+    except (NotAnExpression, ArithmeticError, ValueError, KeyError):
+        return None
+
+
+def _values(one: str, other: str) -> tuple[list[tuple[Value, Value]], float]:
+    """Return the values of two formulas at each point, at one where neither has a name, and the tolerance there.
+
+    Formulas of sums, products and whole powers are computed exactly at fractions: a term of 1e-20 counts.
+    """
+    sides = [tokens(one), tokens(other)]
+    letters = sorted({text for side in sides for text in side if len(text) == 1 and text.isalpha()})
+    if not letters:
+        return [_at(sides, {})], TOLERANCE
+    try:
+        exact = [_at(sides, _fractions(letters, point)) for point in range(len(_POINTS))]
+        if all(isinstance(value, Fraction) for pair in exact for value in pair):
+            return exact, 0.0
+    except (NotAnExpression, ArithmeticError):
+        pass  # too large to be exact, or not defined for a real number
+    return [_at(sides, _environment(letters, point)) for point in range(len(_POINTS))], POINT_TOLERANCE
+
+
+def _at(sides: Sequence[Sequence[str]], letters: Mapping[str, Value]) -> tuple[Value, Value]:
+    one, other = (read(side, Values(letters)) for side in sides)
+    return one, other
+
+
+def _fractions(letters: Sequence[str], point: int) -> dict[str, Value]:
+    """Return points of both signs, which tell ``sqrt(x^2)`` from ``x`` where both are fractions."""
+    return {
+        name: Fraction((-1) ** (at + point) * (19 + 10 * at + 6 * point), 7 + 4 * at + 11 * point)
+        for at, name in enumerate(letters)
+    }
 
 
 def _environment(letters: list[str], point: int) -> dict[str, complex]:
@@ -108,6 +156,10 @@ def read(found: Sequence[str], algebra: Algebra) -> Any:
     return value
 
 
+def _is_number(token: str) -> bool:
+    return token[:1].isdigit() or token[:1] == "."
+
+
 class _Reader:
     """A recursive descent over ``sum > product > sign > power > factorial > atom``; adjacent factors are multiplied."""
 
@@ -133,7 +185,9 @@ class _Reader:
     def product(self, depth: int) -> Any:
         value = self.sign(depth)
         while self.peek() and self.peek() not in ("+", "-", ")"):
-            operator = self.take() if self.peek() in ("*", "/") else "*"
+            operator = self.take() if self.peek() in ("*", "/") else ""
+            if not operator and _is_number(self.peek()) and _is_number(self.tokens[self.at - 1]):
+                raise NotAnExpression("two numbers side by side")  # 1 000 and 2 1/2 are no products
             factor = self.sign(depth)
             value = value / factor if operator == "/" else value * factor
         return value
@@ -179,7 +233,7 @@ class _Reader:
             return self.algebra.call(token, self.atom(depth + 1)) if depth < MAX_DEPTH else self.sum(MAX_DEPTH + 1)
         if token.isalpha():
             return self.algebra.name(token)
-        if token[:1].isdigit() or token[:1] == ".":
+        if _is_number(token):
             return self.algebra.number(token)
         raise NotAnExpression(f"{token or 'the end'!r} is out of place")
 
@@ -187,7 +241,7 @@ class _Reader:
 class Values:
     """The algebra of numbers: exact where there is no root, and refused where too large to compute."""
 
-    def __init__(self, letters: Mapping[str, complex]):
+    def __init__(self, letters: Mapping[str, Value]):
         self.letters = {**_CONSTANTS, **letters}
 
     def number(self, token: str) -> Fraction:

@@ -13,8 +13,9 @@ from reward_scores.equivalence import equivalent
 from reward_scores.latex import last_box
 from reward_scores.math_reward import last_closed_box
 from reward_scores.prm800k import grade_answer
-from reward_scores.score import Score, as_text, graded, no_answer
+from reward_scores.score import Score, as_text, graded, no_answer, text_problem
 from reward_scores.symbolic import MATH_VERIFY, SYMPY, math_verify_equal
+from reward_scores.tags import opened_tag
 
 METHODS = {"published": SYMPY, "robust": None, "math_verify": MATH_VERIFY}  # and the library that may not end
 _EQUAL = {"published": grade_answer, "robust": equivalent, "math_verify": math_verify_equal}
@@ -33,10 +34,10 @@ def score(
     format_score: float = 0.1,
     method: str = "published",
 ) -> Score:
-    """Return ``(1 - format_score) * acc + format_score * format``."""
+    """Return ``(1 - format_score) * acc + format_score * format``. A ``<think>`` that the prompt opened counts."""
     if method not in METHODS:
         raise ValueError(f"geo3k method={method!r}: must be one of {', '.join(METHODS)}")
-    form = float(is_well_formed(response))
+    form = float(is_well_formed(opened_tag(extra_info, "think") + response))
     box = last_box(response, "\\boxed{") if method == "published" else last_closed_box(response)
     if box is None:
         return no_answer(format_score * form, format=form)
@@ -52,9 +53,9 @@ def is_well_formed(text: str) -> bool:
 
 
 def check_ground_truth(ground_truth: Any, format_score: float = 0.1, method: str = "published") -> str | None:
-    ground_truth = ground_truth if method == "published" else as_text(ground_truth)
-    if isinstance(ground_truth, str) and ground_truth.strip():
-        return None
+    problem = text_problem(ground_truth, numbers=method != "published")
+    if problem or as_text(ground_truth).strip():
+        return problem
     return f"must be a string that is not empty, got {ground_truth!r:.200}"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from reward_scores.score import Score, graded, no_answer
+from reward_scores.score import Score, as_text, graded, no_answer
 
 EXAMPLES = (
     ("abcd#d", "d", 1.0),
@@ -27,10 +27,11 @@ def score(response: str, ground_truth: str, extra_info: Mapping[str, Any] | None
     chain = float(bool(path.strip()))
     if not mark or not answer:
         return no_answer(chain=chain)
-    return graded(answer == ground_truth, answer, chain=chain)
+    return graded(answer == as_text(ground_truth), answer, chain=chain)
 
 
 def check_ground_truth(ground_truth: Any) -> str | None:
-    if isinstance(ground_truth, str) and len(ground_truth) == 1 and ground_truth.isalnum():
+    text = as_text(ground_truth)
+    if isinstance(text, str) and len(text) == 1 and text.isalnum():
         return None
     return f"must be one letter or digit, got {ground_truth!r}"

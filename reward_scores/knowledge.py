@@ -11,6 +11,7 @@ from typing import Any
 
 from reward_scores import qa_em
 from reward_scores.qa_em import check_ground_truth as check_ground_truth
+from reward_scores.qa_em import note_ground_truth as note_ground_truth
 from reward_scores.score import Score
 
 EXAMPLES = (

@@ -12,11 +12,12 @@ MAX_CHARS = 2000
 MAX_DEPTH = 50
 _BRACE = re.compile(r"[{}]")
 _TOKEN = re.compile(r"\\[a-zA-Z]+\s*|\\.|[{}$~]|[^\\{}$~]+", re.DOTALL)
-_GREEK = """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho varsigma sigma tau
+_NAMES = """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho varsigma sigma tau
 upsilon phi chi psi omega"""
+GREEK = {name: ord("\u03b1") + at for at, name in enumerate(_NAMES.split())}
 _FUNCTIONS = "sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan ln log exp min max gcd"
 _SYMBOLS = {
-    **{name: chr(ord("\u03b1") + at) for at, name in enumerate(_GREEK.split())},
+    **{name: chr(code) for name, code in GREEK.items()},
     "pi": "pi",
     "infty": "inf",
     "cup": "U",

@@ -14,7 +14,7 @@ from typing import Any
 
 from reward_scores.equivalence import cleaned, equivalent
 from reward_scores.latex import last_box
-from reward_scores.score import Score, as_text, graded, no_answer
+from reward_scores.score import Score, as_text, graded, no_answer, text_problem
 from reward_scores.symbolic import MATH_VERIFY, math_verify_equal
 
 PUBLISHED = ("fallback", "minerva_only", "strict_box")
@@ -113,10 +113,11 @@ def normalize_final_answer(answer: str) -> str:
 
 
 def check_ground_truth(ground_truth: Any, method: str = "fallback") -> str | None:
-    ground_truth = ground_truth if method in PUBLISHED else as_text(ground_truth)
-    if not isinstance(ground_truth, str):
-        return f"must be a string, got {ground_truth!r:.200}"
-    normal = normalize_final_answer(ground_truth) if method in PUBLISHED else cleaned(ground_truth)
+    problem = text_problem(ground_truth, numbers=method not in PUBLISHED)
+    if problem:
+        return problem
+    text = as_text(ground_truth)
+    normal = normalize_final_answer(text) if method in PUBLISHED else cleaned(text)
     if not normal or normal == INVALID:
         return f"{ground_truth!r:.200} normalises to {normal!r}, which no answer may match"
     return None

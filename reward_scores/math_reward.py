@@ -13,7 +13,7 @@ from typing import Any
 
 from reward_scores.equivalence import cleaned, equivalent
 from reward_scores.latex import closing_brace
-from reward_scores.score import Score, as_text, graded, no_answer
+from reward_scores.score import Score, as_text, graded, no_answer, text_problem
 from reward_scores.symbolic import MATH_VERIFY, math_verify_equal
 
 MAX_BOXES = 20  # from the end, that are looked at for a closed one
@@ -172,11 +172,11 @@ def _slash_to_fraction(text: str) -> str:
 
 
 def check_ground_truth(ground_truth: Any, method: str = "published") -> str | None:
-    if method != "published":
-        ground_truth = as_text(ground_truth)
-    if not isinstance(ground_truth, str):
-        return f"must be a string, got {ground_truth!r:.200}"
-    if not (normalised(ground_truth) if method == "published" else cleaned(ground_truth)):
+    problem = text_problem(ground_truth, numbers=method != "published")
+    if problem:
+        return problem
+    text = as_text(ground_truth)
+    if not (normalised(text) if method == "published" else cleaned(text)):
         return f"{ground_truth!r:.200} normalises to nothing, which an empty box would match"
     return None
 

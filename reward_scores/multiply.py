@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from reward_scores.score import Score, graded, no_answer
-from reward_scores.tags import between
+from reward_scores.score import Score, as_text, graded, no_answer
+from reward_scores.tags import between, opened_tag
 
 EXAMPLES = (
     ("<think>3 * 4</think><answer> 12 </answer>", "12", 1.0),
@@ -26,10 +26,10 @@ def score(
     correct_score: float = 1.0,
 ) -> Score:
     """Grade the response by the last ``<answer>``, which must be a whole number on one line."""
-    answer = extract(PROMPT_END + response)
+    answer = extract(PROMPT_END + opened_tag(extra_info, "answer") + response)
     if answer is None:
         return no_answer()
-    right = int(answer) == int(ground_truth)
+    right = int(answer) == int(as_text(ground_truth))
     return graded(right, str(int(answer)), correct_score if right else format_score)
 
 
@@ -43,5 +43,5 @@ def extract(text: str) -> str | None:
 
 
 def check_ground_truth(ground_truth: Any, format_score: float = 0.1, correct_score: float = 1.0) -> str | None:
-    whole = re.fullmatch(r"\s*[+-]?\d{1,4000}\s*", str(ground_truth))
+    whole = re.fullmatch(r"\s*[+-]?\d{1,4000}\s*", str(as_text(ground_truth)))
     return None if whole else f"must be a whole number, got {ground_truth!r:.200}"

@@ -18,7 +18,7 @@ from typing import Any
 from reward_scores import prime_source, unit_tests
 from reward_scores import sandbox_fusion as fusion
 from reward_scores.sandbox import Sandbox
-from reward_scores.score import Score, graded, no_answer
+from reward_scores.score import Score, graded, no_answer, plain
 from reward_scores.unit_tests import FAILURES, BadTests, SandboxOptions, agrees
 
 METHODS = ("published", "robust")
@@ -77,9 +77,10 @@ def published_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> 
             given = json.loads(given)
         except ValueError:
             return None
-    given = unit_tests.as_columns(given)
-    known = isinstance(given, Mapping) and "inputs" in given and "outputs" in given
-    return {**given, "inputs": list(given["inputs"]), "outputs": list(given["outputs"])} if known else None
+    given = unit_tests.as_columns(plain(given))
+    if not (isinstance(given, Mapping) and "inputs" in given and "outputs" in given):
+        return None
+    return {**given, **{name: list(unit_tests.texts(plain(given[name]), name)) for name in ("inputs", "outputs")}}
 
 
 def _published(source: str, tests: dict[str, Any], continuous: bool, options: SandboxOptions) -> Score:

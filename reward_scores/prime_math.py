@@ -18,7 +18,7 @@ from reward_scores.equivalence import cleaned, equivalent
 from reward_scores.latex import closing_brace
 from reward_scores.math_reward import last_closed_box
 from reward_scores.prm800k import grade_answer
-from reward_scores.score import Score, graded, no_answer
+from reward_scores.score import Score, as_text, graded, no_answer, plain, text_problem
 from reward_scores.symbolic import MATH_VERIFY, SYMPY, math_verify_equal
 
 METHODS = {"published": SYMPY, "robust": None, "math_verify": MATH_VERIFY}  # and the library that may not end
@@ -46,7 +46,7 @@ def score(
     box = last_closed_box(response) if method != "published" else None
     if box is not None:
         found, answer = True, box
-    right = _EQUAL[method](answer, str(ground_truth))
+    right = _EQUAL[method](answer, str(plain(ground_truth) if method == "published" else as_text(ground_truth)))
     if not right and not found:
         return no_answer()
     return graded(right, cleaned(answer))
@@ -160,8 +160,9 @@ def _number(text: str) -> float | None:
 
 
 def check_ground_truth(ground_truth: Any, method: str = "published") -> str | None:
-    if isinstance(ground_truth, (str, int, float)) and cleaned(str(ground_truth)):
-        return None
+    problem = text_problem(ground_truth)
+    if problem or cleaned(as_text(ground_truth)):
+        return problem
     return f"must be a string that is not empty, got {ground_truth!r:.200}"
 
 

@@ -28,7 +28,7 @@ def grade_answer(given: str | None, gold: str) -> bool:
         return True
     gold, given = normalize(gold), normalize(given)
     if gold == given:
-        return True
+        return gold != ""  # of cm and inch, nothing is left of both
     if not given or not gold:
         return False
     golds, givens = split_tuple(gold), split_tuple(given)

@@ -2,9 +2,11 @@
 
 ``em`` and ``subem`` are verl's ``search_r1_like_qa_em``, on the response alone; with ``min_answers=2`` and
 ``max_tags=None`` they are Search-R1's ``qa_em``, which reads prompt and response and relies on the example in the
-prompt (on the response alone that is ``max_tags=None``). ``f1`` is SQuAD's.
-The published variants have no guard for a gold answer that normalises to nothing (``the``): with ``subem`` it is
-part of every answer. ``robust`` is ``em`` in which such a gold never matches.
+prompt (on the response alone that is ``max_tags=None``). ``f1`` is SQuAD's. ``robust`` is ``em`` without the limit.
+
+A gold answer that normalises to nothing (``A+``, ``#``) is compared as it is written, in lower case, so that an empty
+answer is never right. There the published functions differ: to them every answer of articles and punctuation is right,
+and so is an empty one. With ``subem``, as published, such a gold is part of every other answer.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reward_scores.score import Score, graded, no_answer
-from reward_scores.tags import between
+from reward_scores.score import MISSING, Score, as_text, graded, no_answer, plain
+from reward_scores.tags import between, opened_tag
 
 METHODS = ("em", "subem", "f1", "robust")
 EXAMPLES = (
@@ -49,16 +51,16 @@ def score(
     """
     if method not in METHODS:
         raise ValueError(f"qa_em method={method!r}: must be one of {', '.join(METHODS)}")
-    answer = extract(response, min_answers)
+    answer = extract(opened_tag(extra_info, "answer") + response, min_answers)
     if answer is None:
         return no_answer()
-    said, golds = normalize_answer(answer), [_normal_gold(gold) for gold in targets(ground_truth)]
+    said, golds = normalize_answer(answer), targets(ground_truth)
+    right = any(is_gold(said, answer, gold) for gold in golds)
     if method == "f1":
-        best = max((_overlap(said, gold) for gold in golds), default=0.0)
-        return graded(said in golds, said, best * correct_score, f1=best)
-    if method == "robust":
-        golds = [gold for gold in golds if gold]
-    right = any(gold in said for gold in golds) if method == "subem" else said in golds
+        best = 1.0 if right else max((_overlap(said, _normal_gold(gold)) for gold in golds), default=0.0)
+        return graded(right, said, best * correct_score, f1=best)
+    if method == "subem" and said:
+        right = any(_normal_gold(gold) in said for gold in golds)
     if not right:
         return graded(False, said, format_score)
     tags = max(response.count("<answer>"), response.count("</answer>"))
@@ -67,8 +69,21 @@ def score(
 
 
 def targets(ground_truth: Any) -> Sequence[str]:
-    golds = ground_truth["target"]
-    return [golds] if isinstance(golds, str) else [str(gold) for gold in golds]
+    """Return the gold answers; a number is its text."""
+    return [str(as_text(gold)) for gold in _listed(ground_truth["target"])]
+
+
+def _listed(target: Any) -> Sequence[Any]:
+    golds = plain(target)
+    return golds if isinstance(golds, list | tuple) else [golds]
+
+
+def is_gold(said: str, answer: str, gold: str) -> bool:
+    """Return whether an answer, in normal form ``said``, is gold; as written where nothing is left of the gold one."""
+    wanted = _normal_gold(gold)
+    if wanted:
+        return said == wanted
+    return " ".join(answer.lower().split()) == " ".join(gold.lower().split()) != ""
 
 
 def extract(text: str, min_answers: int = 1) -> str | None:
@@ -98,10 +113,27 @@ def _overlap(said: str, gold: str) -> float:
 def check_ground_truth(ground_truth: Any, method: str = "em", **options: Any) -> str | None:
     if not isinstance(ground_truth, Mapping) or "target" not in ground_truth:
         return f"must hold target, got {ground_truth!r:.200}"
-    golds = [] if ground_truth["target"] is None else targets(ground_truth)
-    if len(golds) == 0:
+    golds = _listed(ground_truth["target"])
+    for at, gold in enumerate(golds):
+        if not isinstance(as_text(gold), str):
+            field = "target" if gold is ground_truth["target"] else f"target[{at}]"
+            return f"{field} must be a text or a number, got {gold!r:.200}"
+    if not any(gold.strip() for gold in targets(ground_truth)):
         return "target holds no gold answer"
-    empty = [gold for gold in golds if not normalize_answer(gold)]
+    empty = _nothing(ground_truth)
     if empty and method == "subem":
         return f"{empty!r:.200} normalises to nothing, which is part of every answer; use another method"
     return None
+
+
+def note_ground_truth(ground_truth: Any, **options: Any) -> str | None:
+    """Return a remark on gold answers that normalise to nothing, or look like a missing value."""
+    empty = _nothing(ground_truth)
+    if empty:
+        return f"target {empty!r:.200} normalises to nothing and is compared as it is written"
+    missing = [gold for gold in targets(ground_truth) if gold.strip().casefold() in MISSING]
+    return f"target {missing!r:.200} is how a missing value looks as text" if missing else None
+
+
+def _nothing(ground_truth: Any) -> list[str]:
+    return [gold for gold in targets(ground_truth) if not _normal_gold(gold)]

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from reward_scores.qa_em import check_ground_truth as check_ground_truth
-from reward_scores.qa_em import extract, normalize_answer, targets
+from reward_scores.qa_em import extract, is_gold, normalize_answer, targets
+from reward_scores.qa_em import note_ground_truth as note_ground_truth
 from reward_scores.score import Score, graded, no_answer
-from reward_scores.tags import between
+from reward_scores.tags import between, opened_tag
 
 _SEARCHED = "<think>t</think><search>q</search><information>Paris is big</information><think>u</think>"
 EXAMPLES = (
@@ -48,14 +49,17 @@ def score(
     retrieval_score: float = 0.0,
     correct_score: float = 1.0,
 ) -> Score:
-    """Grade a response; ``extra_info["rollout"]["segments"]`` is the episode, where there is one."""
+    """Grade a response; ``extra_info["rollout"]["segments"]`` is the episode, where there is one.
+
+    A ``<think>`` that the prompt opened is part of the structure.
+    """
     segments = (extra_info or {}).get("rollout", {}).get("segments", ())
     episode = "".join(segment["text"] for segment in segments) or response
     retrieved = [segment["text"] for segment in segments if segment["role"] != "policy"]
     return judge(
-        structure_problem(PROMPT_END + episode) is None,
+        structure_problem(PROMPT_END + opened_tag(extra_info, "think") + episode) is None,
         is_retrieved(retrieved if segments else blocks(response), targets(ground_truth)),
-        extract(response),
+        extract(opened_tag(extra_info, "answer") + response),
         targets(ground_truth),
         (structure_format_score, final_format_score, retrieval_score, correct_score),
     )
@@ -68,7 +72,7 @@ def judge(
     structure, final, retrieval, correct = rewards
     pred = None if answer is None else normalize_answer(answer)
     parts = {"format": float(valid), "retrieved": float(retrieved)}
-    if pred is not None and pred in map(normalize_answer, golds):
+    if pred is not None and any(is_gold(pred, answer, gold) for gold in golds):
         return graded(True, pred, correct if valid else correct - structure, **parts)
     value = structure + (retrieval if retrieved else 0.0) if valid else (0.0 if pred is None else final)
     return no_answer(value, **parts) if pred is None else graded(False, pred, value, **parts)
@@ -102,6 +106,7 @@ def blocks(text: str) -> list[str]:
 
 
 def is_retrieved(passages: list[str], golds: Any) -> bool:
-    """Return whether a gold answer stands in a passage, after normalising."""
+    """Return whether a gold answer stands in a passage, after normalising; one of nothing stands in none."""
     found = [normalize_answer(passage) for passage in passages]
-    return any(normalize_answer(gold) in passage for gold in golds for passage in found)
+    wanted = [normal for gold in golds if (normal := normalize_answer(gold))]
+    return any(normal in passage for normal in wanted for passage in found)

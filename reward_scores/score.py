@@ -8,10 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from enum import Enum
 from typing import Any
+
+# How pandas and JSON write a value that is missing, where it was turned into text
+MISSING = ("nan", "none", "null", "<na>", "nat")
+_LIST_AS_TEXT = re.compile(r"""\[\s*(["']).*\1\s*\]""", re.DOTALL)
 
 
 class ScoreStatus(str, Enum):
@@ -65,15 +71,38 @@ def no_answer(value: float = 0.0, **parts: float) -> Score:
     return Score(float(value), {"acc": 0.0, **parts}, ScoreStatus.PARSE_ERROR)
 
 
+def plain(value: Any) -> Any:
+    """Return numpy's arrays and scalars as Python's lists and numbers; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def as_text(ground_truth: Any) -> Any:
-    """Return a number as the text of it, for scorers that compare texts; anything else as it is."""
-    if isinstance(ground_truth, bool) or not isinstance(ground_truth, (int, float)):
-        return ground_truth
-    whole = isinstance(ground_truth, float) and ground_truth.is_integer()
-    return str(int(ground_truth) if whole else ground_truth)
+    """Return a finite number as the text of it, for scorers that compare texts; anything else as it is."""
+    value = plain(ground_truth)
+    if isinstance(value, bool) or not isinstance(value, (int, float, Decimal)):
+        return value
+    if not isinstance(value, int) and not math.isfinite(value):
+        return value
+    return str(int(value) if value == int(value) else value)
+
+
+def text_problem(ground_truth: Any, numbers: bool = True) -> str | None:
+    """Return what is wrong with a ground truth that must be one text, or with ``numbers`` a number."""
+    text = as_text(ground_truth) if numbers else ground_truth
+    if not isinstance(text, str):
+        return f"must be a string, got {ground_truth!r:.200}"
+    if text.strip().casefold() in MISSING:
+        return f"reads {text!r}, which is how a missing value looks as text"
+    if _LIST_AS_TEXT.fullmatch(text.strip()):
+        return f"is a list that was written as text, {text!r:.200}: write the answer itself"
+    return None
 
 
 def any_ground_truth(ground_truth: Any, **options: Any) -> str | None:
+    return None
+
+
+def no_note(ground_truth: Any, **options: Any) -> str | None:
     return None
 
 
@@ -89,9 +118,10 @@ class Scorer:
         name: the key of its options in ``reward_model.reward_kwargs``.
         score: ``score(response, ground_truth, extra_info, **options) -> Score``; pure.
         examples: answers that it must grade as stated, graded when a run starts.
-        check_ground_truth: ``(ground_truth, **options) -> problem or None``.
+        check_ground_truth: ``(ground_truth, **options) -> problem or None``; called by :meth:`problem`.
         libraries: ``(**options) -> what is called on``: libraries whose work may not end, each as the function
             (``module:name``) that imports and warms it. With any, answers are graded in processes that can be killed.
+        note_ground_truth: ``(ground_truth, **options) -> remark or None``, on one that is graded in a special way.
     """
 
     name: str
@@ -99,6 +129,14 @@ class Scorer:
     examples: tuple[Example, ...]
     check_ground_truth: Callable[..., str | None] = any_ground_truth
     libraries: Callable[..., tuple[str, ...]] = no_libraries
+    note_ground_truth: Callable[..., str | None] = no_note
+
+    def problem(self, ground_truth: Any, **options: Any) -> str | None:
+        """Return why no answer could be right for a ground truth; None where one could. A check that fails is a why."""
+        try:
+            return self.check_ground_truth(ground_truth, **options)
+        except Exception as error:
+            return f"the check of ground truths failed on it ({type(error).__name__}: {error})"
 
     def __call__(
         self, response: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None, **options: Any

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reward_scores.sandbox import Isolation, Limits, Sandbox, isolation, required_isolation, unisolated
-from reward_scores.score import Score, graded, no_answer
+from reward_scores.score import Score, as_text, graded, no_answer, plain
 
 TOLERANCE = 1e-6  # of numbers that are not integers
 PYTHON = ("python", "python3", "py")
@@ -128,10 +128,10 @@ def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -
             given = json.loads(given)
         except ValueError as error:
             raise BadTests(f"tests that are no JSON ({error}): {given[:100]!r}") from error
-    given = as_columns(given)
+    given = as_columns(plain(given))
     if not isinstance(given, Mapping):
         raise BadTests(f"tests must be a mapping, a list of {{input, output}} or their JSON, got {given!r:.100}")
-    present = {name: value for name, value in given.items() if _given(value)}
+    present = {name: value for name, value in zip(given, map(plain, given.values()), strict=True) if _given(value)}
     if "inputs" in present:
         return _input_tests(present)
     if "test" in present and "entry_point" in present:
@@ -139,7 +139,8 @@ def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -
         return _assertions([f"{source}\n\ncheck({entry})"], present.get("prompt", ""), (entry,))
     if "test_list" in present:
         setup = str(present.get("test_setup_code", ""))
-        asserts = [*present["test_list"], *present.get("challenge_test_list", ())]
+        lists = {name: present.get(name, []) for name in ("test_list", "challenge_test_list")}
+        asserts = [test for name, tests in lists.items() for test in texts(tests, name)]
         return _assertions([f"{setup}\n{test}" for test in asserts], "", ())
     raise BadTests(
         f"tests need inputs and outputs, test and entry_point, or test_list; got {', '.join(map(str, given))}"
@@ -170,10 +171,12 @@ def _given(value: Any) -> bool:
 
 
 def _input_tests(given: Mapping[str, Any]) -> Tests:
-    inputs, outputs = list(given["inputs"]), list(given.get("outputs", ()))
+    inputs, outputs = texts(given["inputs"], "inputs"), texts(given.get("outputs", []), "outputs")
     if len(inputs) != len(outputs):
         raise BadTests(f"{len(inputs)} inputs and {len(outputs)} outputs")
-    tests = Tests(_lines(inputs), _lines(outputs), given.get("fn_name"))
+    if not isinstance(given.get("fn_name"), str | None):
+        raise BadTests(f"fn_name must be the name of a function, got {given['fn_name']!r:.100}")
+    tests = Tests(inputs, outputs, given.get("fn_name"))
     if tests.fn_name:
         for text in (*tests.inputs, *tests.outputs):
             for line in text.split("\n") if text in tests.inputs else (text,):
@@ -181,8 +184,22 @@ def _input_tests(given: Mapping[str, Any]) -> Tests:
     return tests
 
 
-def _lines(texts: Sequence[Any]) -> tuple[str, ...]:
-    return tuple(text if isinstance(text, str) else "\n".join(map(str, text)) for text in texts)
+def texts(values: Any, field: str) -> tuple[str, ...]:
+    """Return each value as text: a number as its text, a list as lines. Raises BadTests, with the field, for others."""
+    if not isinstance(values, list | tuple):
+        raise BadTests(f"{field} must be a list of texts, got {values!r:.100}")
+    return tuple(_text(plain(value), f"{field}[{at}]") for at, value in enumerate(values))
+
+
+def _text(value: Any, field: str) -> str:
+    if isinstance(value, list | tuple):
+        return "\n".join(str(line) if isinstance(line, list | tuple) else _text(line, field) for line in value)
+    text = as_text(value)
+    if not isinstance(text, str):
+        raise BadTests(f"{field} must be a text, a number, or a list of lines, got {value!r:.100}")
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        raise BadTests(f"{field} holds half of a surrogate pair, which no program can read: {text!r:.100}")
+    return text
 
 
 def _json(text: str) -> Any:

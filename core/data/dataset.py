@@ -7,6 +7,7 @@ decided in ``core/data/stream.py``.
 from __future__ import annotations
 
 import logging
+import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ NO_TEMPLATE = (
     "the tokenizer has no chat template, and the data holds chats; set actor_rollout_ref.model.custom_chat_template, "
     "take an instruct model's tokenizer, or write the prompts as plain strings"
 )
+_OPENED_AT_THE_END = re.compile(r"<([a-zA-Z][\w-]*)>\s*\Z")
+_OPENED_AT_THE_START = re.compile(r"\s*<([a-zA-Z][\w-]*)>")
+TAG_TOKENS = 16  # from the end of a prompt, in which a tag that it opens is looked for
 
 
 class ChatError(ValueError):
@@ -102,6 +106,19 @@ class Encoder:
         format = pictures[0].format if pictures else self.pictures
         (ids,) = self.encode([prompt if format is None else shown(prompt, len(pictures), format)])
         return expand(ids, pictures)
+
+    def opened_tag(self, prompt: str | Sequence[Message], ids: Sequence[int]) -> str | None:
+        """Return the tag, such as ``<think>``, that a prompt opens for the policy to close; None without one.
+
+        A template or a plain string opens one by ending with it, a begun answer by beginning with it.
+        """
+        found = _OPENED_AT_THE_END.search(self.tokenizer.decode(list(ids[-TAG_TOKENS:])))
+        if found is None and not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
+            begun = prompt[-1].get("content") or ""
+            found = _OPENED_AT_THE_START.match(begun)
+            if found is not None and f"</{found[1]}>" in begun:
+                return None
+        return f"<{found[1]}>" if found else None
 
     def render(self, chat: Sequence[Message]) -> str:
         """Return the chat as one string, ready for tokens to follow."""
@@ -223,6 +240,7 @@ class PromptFiles:
             style=example.style,
             pictures=pictures,
             agent_name=example.agent_name,
+            opened_tag=self.encoder.opened_tag(example.prompt, ids),
         )
 
     def agent_names(self) -> set[str]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -301,6 +302,8 @@ def _prompt_finding(value: Any, key: str) -> Finding | None:
                 "make content a string, with <image> for a picture",
                 kind,
             )
+    if isinstance(value, str) and re.match(r'\s*\[\s*\{\s*"(?:role|content)"\s*:', value):
+        return f"{key} must not be a chat that was written as text", "store it as a list of messages", value[:60]
     texts = [value] if isinstance(value, str) else [message.get("content") or "" for message in value or ()]
     if not "".join(texts).strip():
         return f"{key} must not be empty", "fill it or leave the row out", ""

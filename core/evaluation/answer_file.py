@@ -46,13 +46,16 @@ def answer_line(prompt: Prompt, sample: int, trajectory: Trajectory, prompt_text
         *(trajectory.turns, trajectory.tool_calls, prompt.ground_truth, prompt.extra_info, prompt.style),
     )
     given = {name: list(getattr(trajectory, name)) for name in GIVEN if getattr(trajectory, name)}
+    if prompt.opened_tag:
+        given["opened_tag"] = prompt.opened_tag
     return json_line({**dict(zip(FIELDS, values, strict=True)), **given})
 
 
 def prompt_of(answer: Mapping[str, Any]) -> Prompt:
     """Return the question of a line: what a scorer reads of it, without its ids."""
     names = ("uid", "ground_truth", "data_source", "extra_info", "style")
-    return Prompt(answer["ordinal"], token_ids=(), messages=(), **{name: answer[name] for name in names})
+    given = {name: answer[name] for name in names}
+    return Prompt(answer["ordinal"], token_ids=(), messages=(), **given, opened_tag=answer.get("opened_tag"))
 
 
 def trajectory_of(answer: Mapping[str, Any]) -> Trajectory:

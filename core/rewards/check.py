@@ -44,6 +44,7 @@ NO_REFERENCE = (
     "reward_model.judge.template shows a reference, and there is none",
     "fill it, or take {reference} out of the template",
 )
+GOLD_REMARK = ("a gold answer is graded in a special way", "look whether it is the answer that was meant")
 NOT_JSON = "its graders receive ground_truth and extra_info as JSON"
 
 
@@ -81,7 +82,7 @@ def check_rows(
     problems = Problems(shown=3)  # rows named for one kind of problem; the rest is counted
     first: dict[str, Row] = {}
     libraries: dict[str, str] = {}  # -> the name of a scorer that calls it
-    for_model = 0
+    for_model, remarks = 0, Problems(shown=3)
     for row in rows:
         where = where_of(row)
         if row.style == MODEL_STYLE:
@@ -103,9 +104,14 @@ def check_rows(
                 problems.add(scorer.name, NOT_JSON, "convert what is not", where, str(error))
         libraries.update(dict.fromkeys(needed, scorer.name))
         first.setdefault(row.data_source, row)
-        if trouble := scorer.check_ground_truth(row.ground_truth, **scorers.options(scorer)):
+        options = scorers.options(scorer)
+        if trouble := scorer.problem(row.ground_truth, **options):
             rule = f"{scorer.name} cannot grade it"
             problems.add("reward_model.ground_truth", rule, "correct it, or leave the row out", where, trouble)
+        elif remark := scorer.note_ground_truth(row.ground_truth, **options):
+            remarks.add("reward_model.ground_truth", *GOLD_REMARK, where, remark)
+    for line in remarks.lines():
+        log.warning(line)
     if reward.enable and not for_model and not reward.weight:
         problems.add(*IDLE_MODEL)
     if isinstance(manager, Pool | InProcess):

@@ -110,7 +110,8 @@ class RewardLayer:
         """Return what a scorer gets: what the policy wrote, or the whole response for a function that asks for it."""
         whole = self.config.solution_str == "response" and self.custom
         text = "".join(one.text for one in trajectory.segments) if whole else trajectory.response_text
-        extra_info = {**prompt.extra_info, **verl_facts(trajectory), "rollout": rollout_facts(trajectory)}
+        opened = prompt.opened_tag if isinstance(prompt, Prompt) else None
+        extra_info = {**prompt.extra_info, **verl_facts(trajectory), "rollout": rollout_facts(trajectory, opened)}
         return Job(prompt.data_source, text, prompt.ground_truth, extra_info)
 
     def _by_model(self, prompt: Prompt) -> bool:
@@ -221,15 +222,17 @@ class RewardLayer:
             self.judge.close()
 
 
-def rollout_facts(trajectory: Trajectory) -> dict[str, Any]:
+def rollout_facts(trajectory: Trajectory, opened_tag: str | None = None) -> dict[str, Any]:
     """Return ``extra_info["rollout"]``: how the response came about.
 
+    ``opened_tag`` is the tag that the prompt's end opened, such as ``<think>``: the response begins inside it.
     ``user_scores`` are what a simulated user gave the policy's turns. ``segments`` is the role-tagged text: a scorer's
     ``response`` is the policy's part of it only.
     """
     return {
         "num_turns": trajectory.turns,
         "num_tool_calls": trajectory.tool_calls,
+        "opened_tag": opened_tag,
         "user_scores": list(trajectory.user_scores),
         "response_length": len(trajectory.response_ids),
         "truncated": trajectory.truncated,

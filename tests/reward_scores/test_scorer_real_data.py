@@ -107,7 +107,8 @@ def test_qa_golds(capsys):
             response = f"<think>hm</think> <answer>{gold}</answer>"
             if not form:
                 nothing.append(gold)
-                assert qa_em.score(response, truth, {}, "robust").acc == 0.0
+                assert qa_em.score(response, truth, {}, "robust").acc == 1.0
+                assert qa_em.score("<answer></answer>", {"target": [gold]}, {}, "robust").acc == 0.0
                 continue
             for method in qa_em.METHODS if gold is golds[0] else ("em",):
                 assert qa_em.score(response, truth, {}, method).acc == 1.0, (method, gold)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+from decimal import Decimal
+from functools import partial
+
+import numpy as np
 import pytest
 
 from reward_scores import (
@@ -11,6 +16,7 @@ from reward_scores import (
     geo3k,
     gsm8k,
     hops,
+    knowledge,
     math_dapo,
     math_reward,
     multiply,
@@ -22,7 +28,7 @@ from reward_scores import (
 from reward_scores.arithmetic import CannotEvaluate, evaluate
 from reward_scores.equivalence import equivalent
 from reward_scores.expressions import same_value
-from reward_scores.score import ScoreStatus
+from reward_scores.score import Scorer, ScoreStatus
 
 ALL = list({scorer.name: scorer for scorer in SCORERS.values()}.values())
 VARIANTS = [
@@ -263,11 +269,31 @@ def test_qa_f1_and_robust():
     part = qa_em.score("<answer>Barack Hussein Obama</answer>", gold, {}, "f1")
     assert part.value == pytest.approx(0.8) and part.acc == 0.0 and part.parts["f1"] == part.value
     assert qa_em.score("<answer>the Obama</answer>", gold, {}, "f1").value == 1.0
-    for method, value in (("em", 1.0), ("subem", 1.0), ("f1", 0.0), ("robust", 0.0)):
-        assert qa_em.score("<answer>the</answer>", {"target": ["A"]}, {}, method).value == value
     assert qa_em.score("<answer>x</answer>", {"target": ["the"]}, {}, "subem").value == 1.0
     assert qa_em.check_ground_truth({"target": ["the", "x"]}, "subem") is not None
     assert qa_em.check_ground_truth({"target": ["the", "x"]}, "em") is None
+
+
+@pytest.mark.parametrize("gold", ["A", "The The", "+", "#", "A+", "..."])
+def test_a_gold_that_normalises_to_nothing_is_compared_as_written(gold):
+    truth = {"target": [gold]}
+    scores = [partial(qa_em.score, method=method) for method in qa_em.METHODS] + [qa_em_format.score, knowledge.score]
+    for score in scores:
+        for answer in ("", " ", "the", "!!!", "an a"):
+            assert score(f"<answer>{answer}</answer>", truth, {}).acc == 0.0, (score, answer)
+        assert score(f"<answer> {gold.lower()} </answer>", truth, {}).acc == 1.0, score
+    assert qa_em.check_ground_truth(truth) is None and "compared as it is written" in qa_em.note_ground_truth(truth)
+    assert qa_em.note_ground_truth({"target": ["Paris"]}) is None
+    assert qa_em_format.is_retrieved(["any passage"], [gold]) is False
+    assert qa_em.score("<answer></answer>", {"target": ["x", ""]}).acc == 0.0
+    # as published, and refused at start
+    assert qa_em.score("<answer>x</answer>", truth, {}, "subem").acc == 1.0
+    assert qa_em.check_ground_truth(truth, "subem")
+
+
+def test_nothing_is_left_of_two_units():
+    assert prime_math.score("\\boxed{inch}", "cm").acc == 0.0 and prime_math.score("\\boxed{cm}", "cm").acc == 1.0
+    assert prime_math.score("\\boxed{}", "degree").acc == 0.0
 
 
 def test_what_was_retrieved_cannot_be_taken_for_an_answer():
@@ -340,7 +366,7 @@ def test_expressions():
 
 
 GOOD_AND_BAD_GOLDS = [
-    (hops, "a", ["", "ab", 3, None, "?"]),
+    (hops, "a", ["", "ab", 33, True, None, "?"]),
     (gsm8k, "-12.5", ["1,000", "twelve", None, "", 72]),
     (math_reward, "\\frac12", ["", None, 3, "\\!"]),
     (math_dapo, "34", ["", None, 34, "\\text{s}", "[INVALID]"]),
@@ -379,3 +405,81 @@ def test_a_number_as_ground_truth_is_text_and_no_error(gold, source, method, res
     # The published rules compare texts: a run under them refuses a number at its start, by name
     assert (scorer.check_ground_truth(gold, method=method) is None) == (method in ("robust", "math_verify"))
     assert scorer.check_ground_truth(True, method=method) and scorer.check_ground_truth(None, method=method)
+
+
+@pytest.mark.parametrize(
+    ("target", "answer"),
+    [
+        (1984, "1984"),
+        (1984.0, "1984"),
+        ([1984.0, "x"], "1984"),
+        (2.5, "2.5"),
+        (Decimal("7"), "7"),
+        (np.array(["Paris"]), "paris"),
+        (np.int64(7), "7"),
+        (("Paris",), "Paris"),
+    ],
+)
+def test_a_number_in_a_target_is_read_as_its_text(target, answer):
+    for scorer in (scorer_for("nq"), scorer_for("qa_em_format"), scorer_for("lab/knowledge")):
+        assert scorer.problem({"target": target}) is None
+        assert scorer(f"<answer>{answer}</answer>", {"target": target}).acc == 1.0
+        assert scorer("<answer>None</answer>", {"target": target}).acc == 0.0
+
+
+@pytest.mark.parametrize("target", [None, True, float("nan"), b"a", {"a": 1}, ["a"], {"a"}, float("inf")])
+def test_what_is_no_text_in_a_target_is_named_with_its_field(target):
+    check = scorer_for("nq").problem
+    if target != ["a"]:
+        assert check({"target": target}).startswith("target must be a text or a number, got ")
+    assert check({"target": ["b", target]}).startswith("target[1] must be a text or a number, got ")
+    assert check({"target": [" "]}) == check({"target": []}) == "target holds no gold answer"
+
+
+def test_countdown_reads_numbers_and_names_the_field_of_what_is_none():
+    gold = {"target": "5", "numbers": np.array(["2", "3"])}
+    assert countdown.check_ground_truth(gold) is None
+    assert countdown.score("<answer>2+3</answer>", gold).acc == 1.0
+    assert countdown.score("<answer>2+3</answer>", {"target": 5.0, "numbers": [2.0, 3.0]}).acc == 1.0
+    for wrong, field in (
+        ({"target": None, "numbers": [2]}, "target must be a number, got None"),
+        ({"target": "five", "numbers": [2]}, "target must be a number, got 'five'"),
+        ({"target": 5, "numbers": "[2, 3]"}, "numbers must be a list of whole numbers, got '[2, 3]'"),
+        ({"target": 5, "numbers": None}, "numbers must be a list of whole numbers, got None"),
+        ({"target": 5, "numbers": [2, None]}, "numbers[1] must be a whole number that is not negative, got None"),
+        ({"target": 5, "numbers": [2, 2.5]}, "numbers[1] must be a whole number that is not negative, got 2.5"),
+        ({"target": 5, "numbers": [True]}, "numbers[0] must be a whole number that is not negative, got True"),
+    ):
+        assert countdown.check_ground_truth(wrong) == field
+
+
+@pytest.mark.parametrize(
+    "gold", ["nan", "None", " null ", '["34"]', "['34']", True, float("nan"), b"34", ["34"], {"a": "34"}]
+)
+def test_no_mathematics_scorer_takes_what_no_answer_equals(gold):
+    for source in ("openai/gsm8k", "lighteval/MATH", "math_dapo", "numina_olympiads", "hiyouga/geometry3k"):
+        scorer = scorer_for(source)
+        for method in ("robust", inspect.signature(scorer.score).parameters["method"].default):
+            assert scorer.problem(gold, method=method), (source, method)
+
+
+def test_tests_of_programs_are_texts():
+    for source in ("codecontests", "openai/openai_humaneval"):
+        check = scorer_for(source).problem
+        assert check({"inputs": [1, ["a", 2]], "outputs": np.array([1, 2])}) is None
+        assert check({"inputs": ["1"], "outputs": [None]}).startswith("outputs[0] must be a text, a number, or")
+        assert check({"inputs": ["1"], "outputs": 5}) == "outputs must be a list of texts, got 5"
+        assert "surrogate" in check({"inputs": ["\ud800"], "outputs": ["1"]})
+        assert (
+            check({"inputs": ["1"], "outputs": ["1"], "fn_name": 5}) == "fn_name must be the name of a function, got 5"
+        )
+
+
+def test_a_check_that_fails_is_a_problem_and_no_traceback():
+    def check(ground_truth):
+        return ground_truth["answer"]
+
+    scorer = Scorer("mine", gsm8k.score, (), check)
+    assert scorer.problem("5") == (
+        "the check of ground truths failed on it (TypeError: string indices must be integers, not 'str')"
+    )

@@ -124,11 +124,12 @@ def test_what_calls_a_library_declares_it():
     def refuse(*_, **__):
         raise LookupError
 
-    answers = {PRIME: ("\\boxed{b+a}", "a+b"), GEO: ("<think>t</think>\\boxed{b+a}", "a+b")}
-    for source, scorer in SCORERS.items():
-        methods = getattr(inspect.getmodule(scorer.score), "METHODS", ())
+    for scorer in SCORERS.values():
+        source, methods = scorer.name, getattr(inspect.getmodule(scorer.score), "METHODS", ())
         for method in methods if "\\boxed" in str(scorer.examples) else ():
-            response, gold = answers.get(source, ("\\boxed{b+a}", "a+b"))
+            # What equivalence.py knows by itself does not reach math-verify
+            answer, gold = ("\\sin^2 x+\\cos^2 x", "1") if method == "math_verify" else ("b+a", "a+b")
+            response = f"<think>t</think>\\boxed{{{answer}}}"
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(symbolic, "_verify", refuse)
                 patch.setattr(symbolic, "read", refuse)

@@ -154,6 +154,8 @@ def test_wrong_types_and_pictures(tmp_path):
     parts = [{"role": "user", "content": [{"type": "image"}]}]
     _, lines = problems_of(tmp_path / "b.parquet", plain_row(0, prompt=parts))
     assert "images and videos are not supported" in lines[0]
+    _, lines = problems_of(tmp_path / "c.parquet", plain_row(0, text='[{"role": "user", "content": "q"}]'))
+    assert "prompt must not be a chat that was written as text in 1 row (0: " in lines[0]
 
 
 def test_many_problems_are_ten_and_a_count(tmp_path):

@@ -219,6 +219,11 @@ def test_a_template_s_refusal_and_a_prompt_without_tokens_are_problems(tmp_path)
     refused(lambda: stream(file, **silent), "a prompt has no tokens in 3 rows (0, 1, 2)")
 
 
+def test_a_prompt_knows_the_tag_that_it_opens(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", [plain_row(0, text="Q: 1+1? <think>"), plain_row(1)])
+    assert {stream([path], shuffle=False).prompt(n).opened_tag for n in range(2)} == {"<think>", None}
+
+
 def test_a_uid_names_a_question_wherever_it_is_loaded(three, tmp_path):
     alone, together = stream(three[1], shuffle=False), stream(three, shuffle=False)
     assert alone.prompt(2).uid == together.prompt(9).uid == "b/train/2"

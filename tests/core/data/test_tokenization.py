@@ -53,6 +53,28 @@ def test_a_begun_answer_is_continued():
     assert encoded(begun) == "<bos>user: 1+1?\n<bos>assistant: I think"
 
 
+THINKS = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<think>\n{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "template", "tag"),
+    [
+        ([USER], THINKS, "<think>"),
+        ([USER], THINKS.replace("<think>", "<think>\n\n</think>\n"), None),
+        ([USER], None, None),
+        ([{"role": "user", "content": "reason in <think>"}], None, None),
+        ([USER, {"role": "assistant", "content": "<think>"}], None, "<think>"),
+        ([USER, {"role": "assistant", "content": "<think>\nOkay, "}], None, "<think>"),
+        ([USER, {"role": "assistant", "content": "<think>no</think> So"}], None, None),
+        ("Q: 1+1?\nA: Let me see.\n<think>", None, "<think>"),
+        ("Answer in <answer> tags: 1+1?", None, None),
+    ],
+)
+def test_a_tag_that_the_prompts_end_opens_is_known(prompt, template, tag):
+    encoder = Encoder(tiny_tokenizer(), {"chat_template": template} if template else {})
+    assert encoder.opened_tag(prompt, encoder.encode([prompt])[0]) == tag
+
+
 def test_template_arguments_reach_the_template():
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if thinking %}<think>{% endif %}"
     assert encoded([USER], chat_template=template, thinking=True) == "1+1?<think>"

@@ -525,13 +525,14 @@ def test_an_episode_comes_back_with_its_mask_and_segments():
     trajectory = Trajectory(
         np.array([3]), np.arange(7), np.array(mask), np.zeros(7), segments, Stop.EOS, 2, 5, turns=2, tool_calls=1
     )
-    prompt = Prompt(-1, "u", (3,), (), {"target": ["x"]}, "nq", {"index": 1}, "rule")
+    prompt = Prompt(-1, "u", (3,), (), {"target": ["x"]}, "nq", {"index": 1}, "rule", opened_tag="<think>")
     row = json.loads(answer_line(prompt, 0, trajectory, "text"))
     back = trajectory_of(row)
     assert row["mask_runs"] == [0, 2, 3, 1, 1] and row["response"] == "asksay"
     assert back.response_mask.tolist() == mask and back.response_ids.tolist() == list(range(7))
     assert rollout_facts(back) == rollout_facts(trajectory) and back.response_text == "asksay"
     assert prompt_of(row).ground_truth == {"target": ["x"]} and prompt_of(row).uid == "u"
+    assert prompt_of(row).opened_tag == "<think>"
 
 
 # --- reports ---

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import subprocess
 import sys
 import textwrap
@@ -81,6 +82,21 @@ def test_a_start_says_which_isolation_holds(monkeypatch, capsys):
     with contextlib.closing(layer()) as rewards:
         rewards.check([prompt()])  # nothing there runs programs
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("source", "gold", "policy", "acc"),
+    [
+        ("hiyouga/geometry3k", "48", "AB = CD\n</think> \\boxed{48}", 1.0),
+        ("qa_em_format", {"target": "Paris"}, "hm</think><answer>Paris</answer>", 1.0),
+    ],
+)
+def test_a_tag_that_the_prompt_opened_counts_for_the_format(source, gold, policy, acc):
+    for opened, form in (("<think>", 1.0), (None, 0.0), ("<answer>", 0.0)):
+        begun = dataclasses.replace(prompt(source, gold), opened_tag=opened)
+        score = grade(layer(), begun, trajectory(policy))
+        assert score.parts["format"] == form
+    assert grade(layer(), begun, trajectory("Paris</answer>")).acc == (source == "qa_em_format")
 
 
 def test_options_are_given_by_scorer_name():
@@ -237,6 +253,33 @@ def test_check_reports_every_problem_at_once():
     assert "data_source='openai/gsm8'; nearest: openai/gsm8k" in unknown
     assert "in 5 rows" in commas and "and 2 more" in commas and "uid row-7" in commas
     assert "row 6" in missing and "None" in missing
+
+
+def test_check_names_the_field_of_an_odd_ground_truth_and_warns_of_one_that_is_graded_as_written(caplog):
+    odd = [
+        Example("file", 3, "nq", "?", {"target": ["x", None]}, {}),
+        Example("file", 4, "countdown", "?", {"target": 3, "numbers": "1 2"}, {}),
+    ]
+    with pytest.raises(InputError) as caught:
+        layer().check(odd)
+    null, text = caught.value.problems
+    assert "file row 3: target[1] must be a text or a number, got None" in null
+    assert "file row 4: numbers must be a list of whole numbers, got '1 2'" in text
+    layer().check(
+        [Example("file", 5, "nq", "?", {"target": 1984}, {}), Example("file", 6, "nq", "?", {"target": "A+"}, {})]
+    )
+    assert "in 1 row (file row 6: target ['A+'] normalises to nothing" in caplog.text and "row 5" not in caplog.text
+
+
+def test_a_users_check_that_raises_is_a_problem_of_the_row(write):
+    path = write("""
+        def check_ground_truth(ground_truth):
+            return None if ground_truth["answer"] else "is empty"
+        def compute_score(data_source, solution_str, ground_truth, extra_info):
+            return 1.0
+    """)
+    with pytest.raises(InputError, match="uid row-7: the check of ground truths failed on it .TypeError: "):
+        layer(path).check([prompt(ground_truth="5")])
 
 
 def test_check_grades_the_examples_with_the_configured_options(write):
