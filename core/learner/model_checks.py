@@ -21,9 +21,9 @@ from core.learner.packing import ATTENTION, Layout, Reading, SharedPrompts
 
 log = logging.getLogger(__name__)
 
-# In shares of hidden states. In float32 readings of one text differ by 1e-6, and where a GPU multiplies in TF32 by 1e-4.
-# The factor is for small samples: on SmolLM2-135M in bf16 sharing differs by 0.3 of what rounding costs, and one position
-# too many, or a prompt's token that is not seen, by 10 to 15 times as much.
+# In shares of hidden states. In float32 readings of one text differ by 1e-6, where a GPU multiplies in TF32 by 1e-4.
+# The factor is for small samples: on SmolLM2-135M in bf16 sharing differs by 0.3 of what rounding costs, and one
+# position too many, or a prompt's token that is not seen, by 10 to 15 times as much.
 LEAST_DIFFERENCE, ROUNDINGS = 1e-3, 3
 
 
