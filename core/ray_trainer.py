@@ -34,7 +34,7 @@ from core.engines import SampleRequest, SamplingParams, sampling_params
 from core.engines.stepped import SteppedEngine
 from core.learner.batching import make_batch, token_rewards
 from core.learner.learner import multiplier
-from core.learner.models import load_picture_format, load_tokenizer
+from core.learner.models import check_lengths, load_picture_format, load_tokenizer
 from core.planning.memory_knobs import naming_knobs
 from core.rewards import RewardLayer
 from core.rewards.hook_check import check_hooks
@@ -132,6 +132,7 @@ class RayPPOTrainer:
         config = self.config
         self.session.fetch()
         self.load_data()
+        check_lengths(config, self.longest())
         names = self.stream.files.agent_names() | {one.agent_name for one in self.val_prompts if one.agent_name}
         self.agent_loop = make_agent_loop(config, self.tokenizer, names, self._examples())
         checkpoint = self.session.open(self.stream, critic=self.needs.critic)
@@ -165,6 +166,19 @@ class RayPPOTrainer:
         check_hooks(
             self.stream.files.sample_examples(1), self.reward, self.tokenizer, self.shape_reward, self.keep_group
         )
+
+    def longest(self) -> dict[str, tuple[int, int]]:
+        """Return, by the key of their files, the tokens of the longest prompt and those that may follow it."""
+        found = {"data.train_files": self.room(self.stream.files.longest)}
+        if self.val_prompts:
+            found["data.val_files"] = self.room(max(len(prompt.token_ids) for prompt in self.val_prompts))
+        return found
+
+    def room(self, prompt: int) -> tuple[int, int]:
+        """Return the tokens of a prompt as the policy reads it, of so many in the data, and of what may follow it."""
+        data, multi_turn = self.config.data, self.config.actor_rollout_ref.rollout.multi_turn
+        told = multi_turn.tool_config_path is not None  # the tools' schemas come into the prompt, up to the limit
+        return max(prompt, data.max_prompt_length if told else 0), data.max_response_length
 
     def _examples(self) -> Iterator[Example | Prompt]:
         """Return all that the run may draw, then the validation prompts."""

@@ -64,7 +64,7 @@ class ModelConfig:
         "~/models/deepseek-llm-7b-chat"  # model to start from: hub id (org/name), folder (/... ./... ~/...) or URL
     )
     tokenizer_path: str | None = None  # hub id or folder of the tokenizer; None: path
-    custom_chat_template: str | None = None  # chat template as text; None: the tokenizer's own
+    custom_chat_template: str | None = None  # chat template, or the file that has it; None: the tokenizer's own
     external_lib: str | None = None  # modules to import before the model loads, separated by commas
     trust_remote_code: bool = False  # run Python code that comes with the model
     override_config: Open = FrozenDict()  # fields of the model's own configuration
