@@ -55,6 +55,7 @@ from core.tracking.validation import ValRecord, validation_metrics
 from core.types import Prompt, ScoredGroup, StepMetrics, TrainBatch, Trajectory
 from reward_scores.score import Score
 
+OPENING_PROMPTS, OPENING = 8, 256  # prompts and tokens: enough for a mean, one short pass
 GREEDY = -1  # the sample index of a greedy baseline answer
 
 
@@ -180,6 +181,12 @@ class RayPPOTrainer:
         told = multi_turn.tool_config_path is not None  # the tools' schemas come into the prompt, up to the limit
         return max(prompt, data.max_prompt_length if told else 0), data.max_response_length
 
+    def opening_text(self) -> list[int]:
+        """Return the tokens of the first prompts that have no pictures, one after another: text as the run has it."""
+        most = min(OPENING, sum(self.longest()["data.train_files"]))
+        prompts = (self.stream.prompt(ordinal) for ordinal in range(min(OPENING_PROMPTS, len(self.stream))))
+        return [token for prompt in prompts if not prompt.pictures for token in prompt.token_ids][:most]
+
     def _examples(self) -> Iterator[Example | Prompt]:
         """Return all that the run may draw, then the validation prompts."""
         return itertools.chain(self.stream.files.examples(), self.val_prompts)
@@ -193,6 +200,7 @@ class RayPPOTrainer:
     def fit(self) -> None:
         """Train to the last step. Each turn of the loop makes one policy version."""
         with self.session.running(self.workers, self.agent_loop, self.reward) as self.runner:
+            self.session.bound_mismatch(lambda: self.workers.rounding_cost(self.opening_text()))
             self.workers.sync_weights(self.session.step)
             self.validate_before_training()
             for metrics in self.session.steps():

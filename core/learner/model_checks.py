@@ -82,7 +82,8 @@ def rounded_otherwise(module: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def rounding_cost(policy: CheckedPolicy, token_ids: Sequence[int]) -> float:
     """Return how far, in nats a token, two passes lie apart that differ by rounding alone, on average over a text."""
-    ids = torch.tensor([token_ids], device=policy.device)
+    text = token_ids if len(token_ids) > 1 else range(4)  # prompts of pictures alone leave none
+    ids = torch.tensor([[*text]], device=policy.device)
     real, place = torch.ones_like(ids, dtype=torch.bool), torch.arange(ids.shape[1], device=ids.device)[None]
     reading = Layout(policy.layout.packed).read(ids, real, place > 0)
     plain = policy.read(reading)[0]
