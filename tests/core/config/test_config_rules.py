@@ -557,7 +557,7 @@ def test_no_rule_fires(recipe, overrides, hooks):
 
 WARNED = [
     ("grpo", [*SGLANG], (), "no answer depends on a seed"),
-    ("grpo", [f"{ROLLOUT}.dtype=fp32"], (), "fsdp_config.dtype=bfloat16"),
+    ("grpo", [f"{ROLLOUT}.dtype=fp32", f"{ACTOR}.fsdp_config.dtype=bfloat16"], (), "fsdp_config.dtype=bfloat16"),
     ("grpo", [*JUDGED, "reward_model.judge.votes=3"], (), "greedy votes differ by the marks"),
     ("grpo", [f"{ACTOR}.use_kl_loss=True", "algorithm.use_kl_in_reward=True"], (), "penalised twice"),
     ("grpo", [f"{ACTOR}.policy_loss.loss_mode=gspo"], (), "clip_ratio_low=3e-4"),
