@@ -34,7 +34,7 @@ from core.engines import SampleRequest, SamplingParams, sampling_params
 from core.engines.stepped import SteppedEngine
 from core.learner.batching import make_batch, token_rewards
 from core.learner.learner import multiplier
-from core.learner.models import load_picture_format, load_tokenizer
+from core.learner.models import check_lengths, load_picture_format, load_tokenizer
 from core.planning.memory_knobs import naming_knobs
 from core.rewards import RewardLayer
 from core.rewards.hook_check import check_hooks
@@ -63,6 +63,7 @@ from core.tracking.validation import ValRecord, validation_metrics
 from core.types import AnsweredGroup, Prompt, ScoredGroup, StepMetrics, TrainBatch, Trajectory
 from reward_scores.score import Score
 
+OPENING_PROMPTS, OPENING = 8, 256  # prompts and tokens: enough for a mean, one short pass
 GREEDY = -1  # the sample index of a greedy baseline answer
 
 
@@ -141,6 +142,7 @@ class RayPPOTrainer:
         config = self.config
         self.session.fetch()
         self.load_data()
+        check_lengths(config, self.longest())
         names = self.stream.files.agent_names() | {one.agent_name for one in self.val_prompts if one.agent_name}
         self.agent_loop = make_agent_loop(config, self.tokenizer, names, self._examples())
         checkpoint = self.session.open(self.stream, critic=self.needs.critic)
@@ -175,6 +177,25 @@ class RayPPOTrainer:
             self.stream.files.sample_examples(1), self.reward, self.tokenizer, self.shape_reward, self.keep_group
         )
 
+    def longest(self) -> dict[str, tuple[int, int]]:
+        """Return, by the key of their files, the tokens of the longest prompt and those that may follow it."""
+        found = {"data.train_files": self.room(self.stream.files.longest)}
+        if self.val_prompts:
+            found["data.val_files"] = self.room(max(len(prompt.token_ids) for prompt in self.val_prompts))
+        return found
+
+    def room(self, prompt: int) -> tuple[int, int]:
+        """Return the tokens of a prompt as the policy reads it, of so many in the data, and of what may follow it."""
+        data, multi_turn = self.config.data, self.config.actor_rollout_ref.rollout.multi_turn
+        told = multi_turn.tool_config_path is not None  # the tools' schemas come into the prompt, up to the limit
+        return max(prompt, data.max_prompt_length if told else 0), data.max_response_length
+
+    def opening_text(self) -> list[int]:
+        """Return the tokens of the first prompts that have no pictures, one after another: text as the run has it."""
+        most = min(OPENING, sum(self.longest()["data.train_files"]))
+        prompts = (self.stream.prompt(ordinal) for ordinal in range(min(OPENING_PROMPTS, len(self.stream))))
+        return [token for prompt in prompts if not prompt.pictures for token in prompt.token_ids][:most]
+
     def _examples(self) -> Iterator[Example | Prompt]:
         """Return all that the run may draw, then the validation prompts."""
         return itertools.chain(self.stream.files.examples(), self.val_prompts)
@@ -188,6 +209,7 @@ class RayPPOTrainer:
     def fit(self) -> None:
         """Train to the last step. Each turn of the loop makes one policy version."""
         with self.session.running(self.workers, self.agent_loop, self.reward) as self.runner:
+            self.session.bound_mismatch(lambda: self.workers.rounding_cost(self.opening_text()))
             self.workers.sync_weights(self.session.step)
             self.validate_before_training()
             for metrics in self.session.steps():

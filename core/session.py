@@ -7,6 +7,7 @@ what it needs of the loop arrives as arguments, and it never calls back.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import time
@@ -30,7 +31,7 @@ from core.checkpoint.store import CheckpointStore, resolve_resume
 from core.checkpoint.written_through import RemoteRun
 from core.cluster.signals import GracefulStop
 from core.cluster.workers import Workers
-from core.config import convert
+from core.config import convert, health_bounds
 from core.config.paths import run_folder
 from core.data.stream import PromptStream
 from core.errors import InputError, WriteFailed, memory_phase, writing
@@ -40,7 +41,7 @@ from core.remote.urls import is_url
 from core.remote.writing import check_writable
 from core.rollout.collect import CollectState, StopRequested
 from core.tracking import run_manifest, step_time
-from core.tracking.health import Crossing, Health, UnhealthyRun
+from core.tracking.health import Crossing, Health, Repeats, UnhealthyRun
 from core.tracking.run_manifest import RunFacts
 from core.tracking.tracker import Tracker, mend_run_folder, rows_with_steps
 from core.types import StepMetrics, TrainBatch
@@ -72,7 +73,7 @@ class Session:
         self.run_dir = run_folder(config)
         self.store = CheckpointStore(self.run_dir, keep=config.trainer.max_actor_ckpt_to_keep)
         self.stop = GracefulStop()
-        self.health = Health()
+        self.health, self.repeats = Health(), Repeats()
         self.step = self.total_steps = 0
         self.ordinals: float = float("inf")  # that the epochs hold, where they decide when the run ends
         url = config.trainer.default_local_dir
@@ -226,6 +227,8 @@ class Session:
                     self.tracker.note("stopped_because", f"{type(error).__name__}: {error}")
                     raise
         finally:
+            for name, count in self.repeats.counts.items():
+                log.warning("trainer.health.%s.bound was crossed in %d more steps, not warned of again", name, count)
             self.writer.close()
             self.tracker.close(status)
             if self.remote is not None and not only_validates:
@@ -343,8 +346,26 @@ class Session:
         metrics.add({"health/crossed_bounds": len(crossings), "health/last_healthy_step": last})
         self.tracker.note("last_healthy_step", last)
         for crossing in crossings:
-            log.warning("step %d: %s (last healthy step %d)", self.step, crossing.text, last)
+            if self.repeats.is_news(crossing.check, crossing.value) or crossing.action == "stop":
+                log.warning("step %d: %s (last healthy step %d)", self.step, crossing.text, last)
         return crossings
+
+    def bound_mismatch(self, rounding_cost: Callable[[], float]) -> None:
+        """Bound the distance between engine and learner by what rounding costs on this model, in nats a token.
+
+        Only where ``trainer.health.logp_diff`` is left to that, and once a run: a resumed one keeps its bound.
+        """
+        if not health_bounds.follows_rounding(self.config) or self.health.logp_diff_bound is not None:
+            return
+        cost = rounding_cost()
+        self.health = dataclasses.replace(self.health, logp_diff_bound=health_bounds.of_rounding(cost))
+        log.info(
+            "rounding costs %.2g nats a token on this model in the learner's precision: trainer.health.logp_diff warns "
+            "above %.2g; in float32 (actor_rollout_ref.rollout.dtype, actor_rollout_ref.actor.fsdp_config.dtype) "
+            "engine and learner agree",
+            cost,
+            self.health.logp_diff_bound,
+        )
 
     def _stop_if_unhealthy(self, crossings: Iterable[Crossing], batch: TrainBatch) -> None:
         """Save and raise UnhealthyRun where a bound with ``action=stop`` was crossed."""

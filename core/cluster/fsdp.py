@@ -40,6 +40,7 @@ from core.engines.weight_buckets import Packer, Staging, Weight
 from core.learner.hf_export import export_hf, load_weights, weight_files, write_index
 from core.learner.learner import Actor, BasePolicy, Critic, Policy, Ranks, pass_size
 from core.learner.lora import add_adapters, has_adapters, load_adapters, merged_weights, trained_weights
+from core.learner.model_checks import rounding_cost
 from core.learner.models import compute_dtype, load_classifier, load_critic, load_policy, load_tokenizer
 from core.learner.packing import Layout
 from core.learner.saving import (
@@ -385,6 +386,13 @@ class LearnerRank:
             found = probe_log_probs(self.actor)
             reshard(self.actor.module)
         return ids, found
+
+    def rounding_cost(self, token_ids: Sequence[int]) -> float:
+        """Return what rounding costs the policy on a text, in nats a token."""
+        with self.at_work("actor"):
+            found = rounding_cost(self.actor, token_ids)
+            reshard(self.actor.module)
+        return found
 
     def weights(self, dtype: torch.dtype) -> list[Weight]:
         """Return the policy's weights without their values, as an engine of this number format gets them."""

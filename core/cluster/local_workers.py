@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from core.engines.factory import make_engine
 from core.learner.batching import steps_of
 from core.learner.learner import Actor, BasePolicy, Critic, Policy, pass_size
 from core.learner.lora import add_adapters, has_adapters, merged_weights, trained_weights
+from core.learner.model_checks import rounding_cost
 from core.learner.models import compute_dtype, load_critic, load_policy
 from core.learner.packing import Layout
 from core.learner.saving import fingerprints, host_copy, load_model, load_optimizer, save_model
@@ -27,6 +28,7 @@ from core.learner.traced_tokens import TracedRows
 from core.learner.vision import freeze_vision_tower
 from core.learner.weight_probe import compare_probe, probe_ids, probe_log_probs
 from core.rewards.reward_model import RewardModel
+from core.tracking.health import Repeats
 from core.tracking.profiling import Profile
 from core.types import TrainBatch
 
@@ -111,6 +113,7 @@ class LocalWorkers:
         self.trained = {"actor": self.actor, **({"critic": self.critic} if self.critic else {})}
         self.reward_model = RewardModel(config.reward_model, device).score if config.reward_model.loads_model else None
         self.profile: Profile | None = None
+        self.probing = {"bf16": not self.full_precision, "is_news": Repeats().is_news}
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, ...]:
         self.engine.sleep()
@@ -143,7 +146,11 @@ class LocalWorkers:
         self.engine.update_weights(merged_weights(self.actor.module), version)
         expected = probe_log_probs(self.actor)
         found = self.engine.probe(probe_ids(self.actor.module.config.get_text_config().vocab_size))
-        return {"rollout_corr/probe_diff": compare_probe(expected, found, bf16=not self.full_precision)}
+        return {"rollout_corr/probe_diff": compare_probe(expected, found, **self.probing)}
+
+    def rounding_cost(self, token_ids: Sequence[int]) -> float:
+        self.engine.sleep()
+        return rounding_cost(self.actor, token_ids)
 
     @property
     def threads(self) -> int:

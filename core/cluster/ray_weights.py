@@ -17,6 +17,7 @@ from core.engines.weight_buckets import Checksum, Proof, merged
 from core.errors import WorkersLost
 from core.learner.models import compute_dtype
 from core.learner.weight_probe import WeightSyncError, compare_probe
+from core.tracking.health import Repeats
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class WeightSync:
         self.broadcasts = not part.hybrid_engine
         self.dtype = compute_dtype(part.rollout.dtype) or torch.float32
         self.limit = part.rollout.update_weights_bucket_megabytes * 2**20
+        self.is_news = Repeats().is_news
         self.joined = False  # whether rank 0 and the engines are in a group
 
     def run(self, version: int, *, bf16: bool) -> dict[str, float]:
@@ -53,7 +55,8 @@ class WeightSync:
         self._transfer(version)
         ids, expected = self.watch.call("probe", "call", {rank_name(r): ("probe",) for r in self._all()})[0]
         found = self.processes.engine.probes(ids)
-        return {"rollout_corr/probe_diff": max(compare_probe(expected, one, bf16=bf16) for one in found)}
+        checked = (compare_probe(expected, one, bf16=bf16, is_news=self.is_news) for one in found)
+        return {"rollout_corr/probe_diff": max(checked)}
 
     def _transfer(self, version: int) -> None:
         """Gather, hand over and load one bucket after the other, and compare what was received."""

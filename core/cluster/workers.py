@@ -7,7 +7,7 @@ The trainer knows the :class:`Workers` protocol alone. ``local_workers`` has the
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Protocol
@@ -72,6 +72,9 @@ class Workers(Protocol):
 
     def sync_weights(self, version: int) -> dict[str, float]:
         """Hand the learner's weights to the engine, in memory, and prove by a probe that they arrived."""
+
+    def rounding_cost(self, token_ids: Sequence[int]) -> float:
+        """Return how far two of the policy's passes over a text lie apart that differ by rounding, in nats a token."""
 
     def fingerprints(self, known: Mapping[str, Base] = FrozenDict()) -> dict[str, ModelFingerprint]:
         """Return architecture, shapes and base of each model: what a checkpoint must agree on to be loaded.

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from core.config import convert, recipes, reference_rows, roles, rules, unused_keys
+from core.config import chat_template, convert, recipes, reference_rows, roles, rules, unused_keys
 from core.config.derived_defaults import resolve
 from core.config.from_tree import build
 from core.config.schema import Config
@@ -55,7 +55,8 @@ def examine(
     layers.values[:0] = composition.literal(without_hidden(base or {})).items()
     tree = composition.tree(recipe, layers)
     refused = list(layers.problems)
-    config = resolve(build(schema, tree, refused), recipe)
+    config = chat_template.with_text(resolve(build(schema, tree, refused), recipe))
+    refused += chat_template.problems(config)
     view = View(config, layers.given, hooks, recipe)
     bad = {problem.key for problem in refused if isinstance(problem, convert.Problem)}
     unknown, departures = reference_rows.check(recipe, config)

@@ -172,9 +172,10 @@ def _leaves(key: str, value: Any, sections: Collection[str]) -> Iterator[tuple[s
 
 
 def _set(key: str, value: Any, layers: Layers) -> None:
-    if (reason := verl_keys.without_effect(key, value)) is not None:
+    sections = convert.sections(layers.schema)
+    if (reason := verl_keys.without_effect(key, value, sections)) is not None:
         layers.unused[key] = (value, reason)
-    elif key in convert.sections(layers.schema):
+    elif key in sections:
         layers.problems.append(Problem(key, value, "is a section of the configuration", "set one of its keys"))
     elif not convert.known(key, layers.schema) or verl_keys.advice(key) and key not in convert.all_keys(layers.schema):
         layers.problems.append(unknown_key(key, value, layers.schema))

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from core.config import convert, registry
+from core.config import chat_template, convert, registry
 from core.config.convert import Problem
 from core.config.limits import is_plugin
 from core.config.schema import Config
@@ -52,6 +52,8 @@ def named(config: Config) -> Iterator[tuple[str, str]]:
     if config.reward_model.loads_model:
         models["reward_model.model.path"] = config.reward_model.model.path
     yield from ((key, path) for key, path in models.items() if path and (is_local(path) or is_url(path)))
+    if model.custom_chat_template is not None and chat_template.names_file(model.custom_chat_template):
+        yield chat_template.KEY, model.custom_chat_template.strip()
     custom = (config.custom_reward_function.path or "").removeprefix("file://")
     if custom.endswith(".py"):
         yield "custom_reward_function.path", custom
@@ -127,6 +129,8 @@ def _absolute(path: str) -> str:
 def _where_from(key: str) -> str:
     if key.startswith("data."):
         return "give parquet files; data_preprocess/ makes those of the public data sets"
+    if key == chat_template.KEY:
+        return chat_template.FIX
     return "give another path, a hub id (org/name) or a URL" if ".model." in key else "give another path"
 
 

@@ -64,7 +64,7 @@ class ModelConfig:
         "~/models/deepseek-llm-7b-chat"  # model to start from: hub id (org/name), folder (/... ./... ~/...) or URL
     )
     tokenizer_path: str | None = None  # hub id or folder of the tokenizer; None: path
-    custom_chat_template: str | None = None  # chat template as text; None: the tokenizer's own
+    custom_chat_template: str | None = None  # chat template, or the file that has it; None: the tokenizer's own
     external_lib: str | None = None  # modules to import before the model loads, separated by commas
     trust_remote_code: bool = False  # run Python code that comes with the model
     override_config: Open = FrozenDict()  # fields of the model's own configuration
@@ -92,7 +92,9 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class FSDPConfig:
-    dtype: DType = "bfloat16"  # number format of the passes; weights and reductions are float32
+    # number format of the passes, whose weights and reductions are float32; None: the policy's, which in one process
+    # with the hf engine is the engine's or float32, so that both agree, and bfloat16 elsewhere
+    dtype: DType | None = None
     param_offload: bool = False  # keep weights in host memory outside of the phases that need them
     optimizer_offload: bool = False  # keep the optimizer's state in host memory outside of updates
     # keep all of it in host memory always (FSDP2's CPU offload): weights come layer by layer, the CPU takes the steps
@@ -214,7 +216,8 @@ class RolloutConfig:
     top_k: limits.OffOrCount = -1  # the likeliest so many tokens are sampled from; -1: all
     ignore_eos: bool = False  # go on to max_response_length beyond the end of an answer, for measuring speed
     val_kwargs: ValKwargs = ValKwargs()
-    dtype: DType = "bfloat16"  # number format of the engine
+    # number format of the engine; None: the learner's or float32 in one process with the hf engine, else bfloat16
+    dtype: DType | None = None
     tensor_model_parallel_size: limits.Count = 2  # GPUs that share each layer of one engine
     gpu_memory_utilization: limits.PositiveShare = 0.5  # share of a GPU's memory for the engine: weights and KV cache
     enforce_eager: bool = False  # run without CUDA graphs
@@ -329,7 +332,7 @@ class RewardModelModelConfig:
     input_tokenizer: str | None = "policy"
     external_lib: str | None = None  # modules to import before the model loads; None: the policy's
     trust_remote_code: bool = False  # run Python code that comes with the model
-    fsdp_config: FSDPConfig = FSDPConfig()
+    fsdp_config: FSDPConfig = FSDPConfig(dtype="bfloat16")
 
 
 @dataclass(frozen=True)
@@ -486,7 +489,9 @@ class HealthConfig:
     entropy: HealthBound = HealthBound()  # least mean entropy, nats a token
     reward_drop: HealthBound = HealthBound()  # drop of the mean score below its best
     reward_window: limits.Count = 10  # steps over which reward_drop and scorer_errors average
-    logp_diff: HealthBound = HealthBound()  # mean |engine - learner| of log-probs; None: by precision, off if corrected
+    # mean |engine - learner| of log-probs; None: 1e-4 in float32, else by what rounding costs on the model, which is
+    # measured at start; off where the difference is corrected
+    logp_diff: HealthBound = HealthBound()
     zero_variance: HealthBound = HealthBound()  # share of groups of equal scores
     scorer_errors: HealthBound = HealthBound(bound=0.1)  # share of answers without a score, over reward_window
     judge_agreement: HealthBound = HealthBound(bound=0.75, action="stop")  # least share of canaries graded as known

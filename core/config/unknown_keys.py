@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from core.config import peer_names, recipes, verl_keys
-from core.config.convert import Problem, all_keys, hints
+from core.config.convert import Problem, all_keys, hints, sections
 from core.config.schema import Config
 
 NOTHING_NEAR = "no known key is close to it; the command with --help WORD lists the keys that have to do with a word"
@@ -13,8 +13,14 @@ NOTHING_NEAR = "no known key is close to it; the command with --help WORD lists 
 
 def unknown_key(key: str, value: Any, schema: type[Config]) -> Problem:
     """Return the problem with a key that the schema lacks, with what to do instead."""
-    advice = verl_keys.advice(key)
-    if advice is not None:
+    of_schema = sections(schema)
+    if advice := verl_keys.advice(key, of_schema):
+        return Problem(key, value, advice.rule, advice.fix)
+    if meant := verl_keys.beside(key, all_keys(schema), of_schema):
+        told = verl_keys.advice(meant, of_schema)
+        more = f", which {told.rule}: {told.fix}" if told else ""
+        return Problem(key, value, "unknown key", f"the nearest known key is {meant}{more}")
+    if advice := verl_keys.advice(key):
         return Problem(key, value, advice.rule, advice.fix)
     for recipe, module in recipes.extended():
         if key.partition(".")[0] in hints(module.SCHEMA).keys() - hints(schema).keys():

@@ -9,7 +9,7 @@ nothing: ``algorithm.use_pf_ppo=False``.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -35,37 +35,50 @@ def table(name: str) -> Mapping[str, Any]:
     return read_table(NO_EFFECT) if name == "no_effect" else read_table(TABLES)[name]
 
 
-def _lookup(name: str, key: str) -> tuple[str, Any] | None:
+def _lookup(name: str, key: str, named: Collection[str] | None = None) -> tuple[str, Any] | None:
+    """Return the entry of a key and the pattern that leads to it; only those that name it, if given the ``sections``.
+
+    An entry names a key in full, or with ``*`` for a section of the schema: ``*.checkpoint.save_contents``.
+    """
     entries = table(name)
     if key in entries:
         return key, entries[key]
-    return next(((pattern, found) for pattern, found in entries.items() if fnmatchcase(key, pattern)), None)
+    if named is None:
+        return next(((pattern, found) for pattern, found in entries.items() if fnmatchcase(key, pattern)), None)
+    patterns = (f"*{key[len(section) :]}" for section in named if key.startswith(f"{section}."))
+    return next(((pattern, entries[pattern]) for pattern in patterns if pattern in entries), None)
 
 
-def _unsupported(key: str) -> Advice | None:
-    found = _lookup("unsupported", key)
+def _unsupported(key: str, named: Collection[str] | None = None) -> Advice | None:
+    found = _lookup("unsupported", key, named)
     if found is None:
         return None
     rule, fix, harmless = (found[1].get(part, ()) for part in ("rule", "fix", "harmless"))
     return Advice(rule, fix.replace("{key}", key), tuple(harmless))
 
 
-def advice(key: str) -> Advice | None:
-    """Return what to report of a key that is renamed or unsupported; None for one that no table has."""
-    if found := _lookup("renamed", key):
+def advice(key: str, named: Collection[str] | None = None) -> Advice | None:
+    """Return what to report of a key that is renamed or unsupported; None for one that no table has.
+
+    With ``named``, the sections of the schema, only of a key that a table names, not of one that fits a pattern.
+    """
+    if found := _lookup("renamed", key, named):
         pattern, target = found
         if pattern.endswith("*"):
             target = target[:-1] + key[len(pattern) - 1 :]
         return Advice("is not the name here", f"use {target}")
-    return _unsupported(key)
+    return _unsupported(key, named)
 
 
-def without_effect(key: str, value: Any) -> str | None:
-    """Return why the key may stand there at this value and does nothing, or None."""
-    unsupported = _unsupported(key)
+def without_effect(key: str, value: Any, sections: Collection[str]) -> str | None:
+    """Return why the key may stand there at this value and does nothing, or None.
+
+    Nothing that is merely like a known key is accepted: a table has to name it. ``sections`` are those of the schema.
+    """
+    unsupported = _unsupported(key, sections)
     if unsupported and any(value == one and type(value) is type(one) for one in unsupported.harmless):
         return "asks for nothing that is not done anyway"
-    if advice(key) is None and (found := _lookup("no_effect", key)):
+    if advice(key, sections) is None and (found := _lookup("no_effect", key, sections)):
         return found[1]
     return None
 
@@ -74,6 +87,25 @@ def hint(key: str) -> str | None:
     """Return what to do about a value that the key's type refuses, where there is more to it than the default."""
     found = _lookup("hints", key)
     return found[1] if found else None
+
+
+def beside(key: str, known: Iterable[str], sections: Collection[str]) -> str | None:
+    """Return the key of the same section that was probably meant: one of the schema's, or one that a table names."""
+    section, _, name = key.rpartition(".")
+    depth = key.count(".")
+    named = [one for one in (*known, *_named(sections)) if one.count(".") == depth and one.startswith(f"{section}.")]
+    likeness = {one: _alike(_last(one), name, 0.7) for one in named}
+    best = max(likeness, key=lambda one: likeness[one], default=None)
+    return best if best is not None and likeness[best] > 0.7 else None
+
+
+def _named(sections: Collection[str]) -> Iterator[str]:
+    """Yield every key that a table names, at each section that its ``*`` stands for."""
+    for pattern in (key for name in ("renamed", "unsupported", "no_effect") for key in table(name)):
+        if "*" not in pattern:
+            yield pattern
+        elif "*" not in pattern.removeprefix("*."):
+            yield from (f"{section}{pattern[1:]}" for section in sections)
 
 
 def nearest(key: str, known: Iterable[str]) -> str | None:

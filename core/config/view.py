@@ -13,7 +13,7 @@ from dataclasses import is_dataclass
 from types import CodeType
 from typing import Any
 
-from core.config import convert, correction_bounds, registry, schema
+from core.config import convert, correction_bounds, health_bounds, registry, schema
 from core.config.paths import is_local
 from core.config.schema import Config
 from core.remote.urls import is_url
@@ -168,6 +168,11 @@ class View:
         except ValueError:
             return False
         return True
+
+    @property
+    def follows_rounding(self) -> bool:
+        """Whether the bound between engine and learner is measured when the run starts."""
+        return health_bounds.follows_rounding(self.config)
 
     # --- sizes ---
 

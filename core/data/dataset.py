@@ -243,6 +243,11 @@ class PromptFiles:
             opened_tag=self.encoder.opened_tag(example.prompt, ids),
         )
 
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest prompt that can be drawn, as it is cut."""
+        return min(self.limit, max((int(one.length.max()) for one in self.measured.values() if len(one)), default=0))
+
     def agent_names(self) -> set[str]:
         """Return the agent loops that the files' examples name."""
         return set().union(*(file.agent_names() for file in self.files.values()))

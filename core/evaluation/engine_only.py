@@ -15,7 +15,7 @@ from core.config.registry import load_object
 from core.engines import RolloutEngine
 from core.engines.factory import make_engine
 from core.engines.stepped import SteppedEngine
-from core.learner.models import load_tokenizer
+from core.learner.models import check_lengths, load_tokenizer
 from core.planning.memory_knobs import naming_knobs
 from core.rollout.agent_loop import make_agent_loop
 from core.session import prepare_torch
@@ -45,6 +45,9 @@ def answering(
     """
     run = load_object(trainer)(config)
     run.tokenizer = tokenizer or load_tokenizer(config.actor_rollout_ref.model)
+    if prompts:
+        longest = {"data.val_files": run.room(max(len(prompt.token_ids) for prompt in prompts))}
+        check_lengths(config, longest)
     names = {prompt.agent_name for prompt in prompts if prompt.agent_name}
     run.agent_loop = make_agent_loop(config, run.tokenizer, names, prompts)
     with ExitStack() as owned:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from core.checkpoint.manifest import check_index
+from core.config import chat_template
 from core.data.images import PICTURE_KINDS
 from core.errors import InputError
 from core.learner.log_probs import FP32Head
@@ -26,7 +28,7 @@ from core.remote.whole_files import FIX, damage
 from core.types import PictureFormat
 
 if TYPE_CHECKING:
-    from core.config.schema import ModelConfig, RewardModelModelConfig
+    from core.config.schema import Config, ModelConfig, RewardModelModelConfig
 
 
 log = logging.getLogger(__name__)
@@ -93,8 +95,11 @@ def load_tokenizer(model: ModelConfig) -> Any:
             )
         tokenizer.pad_token = tokenizer.eos_token
         log.info("the tokenizer has no pad token: %r is used", tokenizer.pad_token)
-    if model.custom_chat_template is not None:
-        tokenizer.chat_template = model.custom_chat_template
+    if (template := model.custom_chat_template) is not None:
+        if chat_template.names_file(template):
+            rule = "cannot be read as a text file on this machine"
+            raise InputError(f"{chat_template.KEY}={template}: {rule}; {chat_template.FIX}")
+        tokenizer.chat_template = template
     return tokenizer
 
 
@@ -145,6 +150,45 @@ def load_image_processor(path: str) -> Any:
         return Qwen2VLImageProcessorPil.from_pretrained(path)
 
 
+def check_lengths(config: Config, longest: Mapping[str, tuple[int, int]]) -> None:
+    """Check that the model has positions for the longest sequence that each key's files may lead to.
+
+    ``longest`` maps a key to the tokens of its longest prompt and those that may follow it. An engine would refuse such
+    a prompt when it comes, in the middle of the run. Raises InputError.
+    """
+    model, data = config.actor_rollout_ref.model, config.data
+    text = _model_config(model, resolve_path(model.path, weights=False)).get_text_config()
+    positions = getattr(text, "max_position_embeddings", None) or sys.maxsize
+    given = f"data.max_prompt_length={data.max_prompt_length}, data.max_response_length={data.max_response_length}"
+    fix = (
+        f"lower them to at most {positions} together, with data.filter_overlong_prompts=True to leave longer prompts "
+        "out, or take a model of more positions"
+    )
+    problems = [
+        f"{given}: the longest prompt of {key} has {prompt} tokens and {more} may follow, and {model.path} has "
+        f"max_position_embeddings={positions}; {fix}"
+        for key, (prompt, more) in longest.items()
+        if prompt + more > positions
+    ]
+    if problems:
+        raise InputError(problems)
+
+
+def _model_config(model: ModelConfig, path: str) -> Any:
+    """Return transformers' configuration of a model, with ``override_config``. Raises InputError for unknown fields."""
+    import transformers
+
+    with readable(path):
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    for name, value in model.override_config.items():
+        if not hasattr(config, name):
+            raise InputError(
+                f"actor_rollout_ref.model.override_config.{name}: {type(config).__name__} has no such field"
+            )
+        setattr(config, name, value)
+    return config
+
+
 def load_policy(model: ModelConfig, dtype: torch.dtype = torch.float32, *, on_meta: bool = False) -> nn.Module:
     """Load the language model, which may read pictures, with dropout off: a ratio between two passes must be the
     policies' alone.
@@ -184,18 +228,9 @@ def auto_class(config: Any, auto: str = AUTO) -> Any:
 
 
 def _load(auto: str, model: ModelConfig, dtype: torch.dtype, on_meta: bool, **head: Any) -> nn.Module:
-    import transformers
-
     _import_external(model)
     path = resolve_path(model.path, weights=not on_meta)
-    with readable(path):
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-    for name, value in model.override_config.items():
-        if not hasattr(config, name):
-            raise InputError(
-                f"actor_rollout_ref.model.override_config.{name}: {type(config).__name__} has no such field"
-            )
-        setattr(config, name, value)
+    config = _model_config(model, path)
     for name, value in head.items():
         setattr(config, name, value)
     options = {"dtype": dtype, "trust_remote_code": model.trust_remote_code}

@@ -6,6 +6,7 @@ What a model is checked for when it is loaded stands in ``core.learner.model_che
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -36,9 +37,11 @@ def probe_log_probs(policy: Policy) -> np.ndarray:
     return log_probs.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
 
 
-def compare_probe(learner: np.ndarray, engine: np.ndarray, *, bf16: bool) -> float:
+def compare_probe(
+    learner: np.ndarray, engine: np.ndarray, *, bf16: bool, is_news: Callable[[str, float], bool]
+) -> float:
     """Return the largest difference of the two, [N] each. Raises WeightSyncError where more than one token in
-    ten is beyond the bound of the precision; a few that are beyond it are outliers and are logged.
+    ten is beyond the bound of the precision; a few that are beyond it are outliers and are logged where that is news.
 
     Rounding grows with the number that is rounded: the tokens are random ones, whose log-probs may be -50. A wrong
     weight moves nearly all of them.
@@ -55,5 +58,6 @@ def compare_probe(learner: np.ndarray, engine: np.ndarray, *, bf16: bool) -> flo
     )
     if beyond.mean() > OUTLIERS or not np.isfinite(difference).all():
         raise WeightSyncError(f"{found}: some of its weights are stale")
-    log.warning("%s: too few for a stale weight", found)
+    if is_news("probe_diff", float(difference[worst])):
+        log.warning("%s: too few for a stale weight", found)
     return float(difference.max())

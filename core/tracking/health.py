@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,11 +27,30 @@ class UnhealthyRun(RuntimeError):
 
 @dataclass(frozen=True)
 class Crossing:
-    """A bound that a step crossed."""
+    """A bound that a step crossed, and the number that did."""
 
     check: str
     action: str
     text: str
+    value: float
+
+
+class Repeats:
+    """What was warned of: a warning that would come at every step comes once, and again when its number has doubled
+    or halved; the others are counted."""
+
+    def __init__(self) -> None:
+        self.warned: dict[str, float] = {}
+        self.counts: Counter[str] = Counter()  # of those that were not repeated
+
+    def is_news(self, name: str, value: float) -> bool:
+        """Return whether to warn of ``name`` with this number, and remember or count it."""
+        last = self.warned.get(name)
+        if last is not None and abs(last) / 2 < abs(value) < 2 * abs(last):
+            self.counts[name] += 1
+            return False
+        self.warned[name] = value
+        return True
 
 
 @dataclass(frozen=True)
@@ -39,7 +59,8 @@ class Health:
 
     ``lost_updates_in_row`` counts the steps since the last one without a skipped update, ``recent_scores`` holds the
     mean scores of the last ``reward_window`` steps, ``best_score`` the largest mean over such a window,
-    ``recent_failures`` the shares of answers without a score of as many steps.
+    ``recent_failures`` the shares of answers without a score of as many steps. ``logp_diff_bound`` follows from what
+    rounding costs on the model, where the configuration leaves the bound to that.
     """
 
     last_healthy_step: int = 0
@@ -47,6 +68,7 @@ class Health:
     recent_scores: tuple[float, ...] = ()
     best_score: float | None = None
     recent_failures: tuple[float, ...] = ()
+    logp_diff_bound: float | None = None
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> Health:
@@ -74,12 +96,13 @@ class Health:
             best_score=best,
             recent_failures=failures,
         )
-        crossings = []
+        crossings, measured = [], {"logp_diff": self.logp_diff_bound}
         for name, check in CHECKS.items():
             limit, value = getattr(config, name), check.measure(now, values)
-            if limit.bound is not None and value is not None and check.beyond(value, limit.bound):
-                text = f"{check.finding.format(value)} (trainer.health.{name}.bound={limit.bound:g}): {check.advice}"
-                crossings.append(Crossing(name, limit.action, text))
+            bound = measured.get(name) if limit.bound is None else limit.bound
+            if bound is not None and value is not None and check.beyond(value, bound):
+                text = f"{check.finding.format(value)} (trainer.health.{name}.bound={bound:g}): {check.advice}"
+                crossings.append(Crossing(name, limit.action, text, value))
         return (now if crossings else dataclasses.replace(now, last_healthy_step=step)), crossings
 
     def reward_drop(self) -> float | None:

@@ -21,6 +21,9 @@ class SearchR1Trainer(RayPPOTrainer):
         ``data.max_response_length`` is a turn's, and prompt and episode together have ``data.max_prompt_length`` tokens
         and one turn more.
         """
-        data = self.config.data
-        whole = data.max_prompt_length + data.max_response_length - len(prompt.token_ids)
-        return await self.play(prompt, sample_index, sampling, Limits(whole, data.max_response_length))
+        _, whole = self.room(len(prompt.token_ids))
+        return await self.play(prompt, sample_index, sampling, Limits(whole, self.config.data.max_response_length))
+
+    def room(self, prompt: int) -> tuple[int, int]:
+        """Return the tokens of a prompt and of the episode behind it."""
+        return prompt, self.config.data.max_prompt_length + self.config.data.max_response_length - prompt

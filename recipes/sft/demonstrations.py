@@ -179,6 +179,11 @@ class DemonstrationFiles:
         """Return a file's ``index``-th demonstration that can be drawn."""
         return self.measured[path][index]
 
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest demonstration that can be drawn."""
+        return max((len(one) for path in self.measured.values() for one in path), default=0)
+
     def agent_names(self) -> set[str]:
         """Return no name: demonstrations are written already, no agent loop plays them."""
         return set()

@@ -33,6 +33,10 @@ class SFTTrainer(RayPPOTrainer):
         self.reward = RewardLayer(self.config)
         self.reward.check(self.val_prompts)
 
+    def longest(self) -> dict[str, tuple[int, int]]:
+        """Return the tokens of the longest demonstration, which nothing follows, and of the longest question."""
+        return {**super().longest(), "data.train_files": (self.stream.files.longest, 0)}
+
     def fit(self) -> None:
         """Train to the last step. Each turn of the loop is a batch of demonstrations."""
         with self.session.running(self.workers, self.agent_loop, self.reward) as self.runner:

@@ -240,7 +240,7 @@ def test_rag_puts_the_questions_own_passages_before_the_one_turn():
 
 def test_the_trainer_overrides_generate_and_nothing_else():
     own = {name for name in vars(SearchR1Trainer) if not name.startswith("__")}
-    assert own == {"generate"} == set(main_search_r1.HOOKS)
+    assert own - {"room"} == {"generate"} == set(main_search_r1.HOOKS)  # room is how long its episodes are
     assert issubclass(SearchR1Trainer, RayPPOTrainer)
 
 

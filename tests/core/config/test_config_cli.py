@@ -8,6 +8,7 @@ from core.command_line import prepare
 from core.config import Config, paths
 
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model.path"
+TEMPLATE, CHAT = "actor_rollout_ref.model.custom_chat_template", "{% for m in messages %}{{ m.content }}\n{% endfor %}"
 
 
 @pytest.fixture
@@ -97,6 +98,9 @@ def test_typed_arguments_win_over_the_scripts(data):
     [
         (MODEL, "/no/such/model"),
         (MODEL, "~/no-such-model"),
+        (TEMPLATE, "/no/such/chat.jinja"),
+        (TEMPLATE, "chat.jinja"),
+        (TEMPLATE, "~/templates/chat"),
         ("actor_rollout_ref.model.tokenizer_path", "./no"),
         ("critic.model.path", "./no"),
         ("custom_reward_function.path", "no.py"),
@@ -169,3 +173,33 @@ def test_what_is_checked_at_start_names_packages_logins_and_functions(data):
     ):
         assert said in lines
     assert "console can be" not in lines
+
+
+def test_a_file_of_a_chat_template_is_read(data, here, capsys):
+    (here / "chat.jinja").write_text(CHAT)
+    for value in ("chat.jinja", "./chat.jinja", str(here / "chat.jinja"), f"'{CHAT}'".replace("\n", "\\n")):
+        found = prepare("ppo", [*data, f"{TEMPLATE}={value}"]).actor_rollout_ref.model.custom_chat_template
+        assert found.replace("\\n", "\n") == CHAT
+
+
+@pytest.mark.parametrize(
+    "text, rule",
+    [
+        ("Answer the question.", "has no variable: every prompt would be this text"),
+        ("", "has no variable"),
+        ("{{ bos_token }}Answer:", "does not read messages: every prompt would be the same"),
+        ('{"chat_template": "{{ messages[0].content }}"}', "is JSON and no template"),
+    ],
+)
+def test_a_template_that_ignores_the_chat_is_refused(data, here, capsys, text, rule):
+    (here / "chat.jinja").write_text(text)
+    out = ends(2, "ppo", [*data, f"{TEMPLATE}=chat.jinja"], capsys=capsys)
+    assert rule in out.err and out.err.startswith(f"{TEMPLATE}=") and len(out.err.splitlines()) == 1
+
+
+def test_a_path_as_an_argument_of_the_template_is_refused(data, capsys):
+    key = "data.apply_chat_template_kwargs.chat_template"
+    out = ends(2, "ppo", [*data, f"{key}=./chat.jinja"], capsys=capsys)
+    assert (
+        out.err == f"{key}=./chat.jinja: is a path, and every prompt would be this text; use {TEMPLATE}=./chat.jinja\n"
+    )

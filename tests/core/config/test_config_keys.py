@@ -205,8 +205,47 @@ def test_a_key_whose_purpose_is_met_otherwise_is_accepted_and_listed(override, r
 
 
 def test_a_harmless_value_is_harmless_by_type_too():
-    assert verl_keys.without_effect("actor_rollout_ref.model.enable_activation_offload", 0) is None
-    assert verl_keys.without_effect("actor_rollout_ref.model.lora_adapter_path", False) is None
+    sections = convert.sections()
+    assert verl_keys.without_effect("actor_rollout_ref.model.enable_activation_offload", 0, sections) is None
+    assert verl_keys.without_effect("actor_rollout_ref.model.lora_adapter_path", False, sections) is None
+
+
+@pytest.mark.parametrize(
+    "override, said",
+    [
+        (f"{ROLLOUT}.agent.num_worker=8", f"the nearest known key is {ROLLOUT}.agent.num_workers"),
+        (f"{ROLLOUT}.agent.default_agent_lop=tool_agent", f"{ROLLOUT}.agent.default_agent_loop, which is not the name"),
+        (f"{ROLLOUT}.agent.custom_async_server.path=a.py", "engines are those of actor_rollout_ref.rollout.name"),
+        (f"{ROLLOUT}.agent.custom_async_server={{path: a.py}}", f"{ROLLOUT}.agent_loop=path/file.py:Class"),
+        (f"{ROLLOUT}.agent.activate_agent=True", "agent_loop=tool_agent"),
+        (f"{ROLLOUT}.agent.max_turns=9", f"use {ROLLOUT}.multi_turn.max_assistant_turns"),
+        (f"{ROLLOUT}.agent.anything=1", f"{ROLLOUT}.agent_loop=path/file.py:Class"),
+        (f"{ACTOR}.policy_loss.anything=0.1", "write the loss as a function"),
+        (f"{ACTOR}.policy_loss.clip_cov_ration=0.0002", f"the nearest known key is {ACTOR}.policy_loss.clip_cov_ratio"),
+        (f"{ACTOR}.policy_loss.tau_neg=1.05", f"use {ACTOR}.tau_neg"),
+        (f"{ACTOR}.profiler.enabled=True", f"the nearest known key is {ACTOR}.profiler.enable"),
+        (f"{ACTOR}.fsdp_config.wrap_policy.anything=0", "unknown key"),
+        ("actor_rollout_ref.model.fused_kernel_options.backend=triton", "unknown key"),
+        ("nobody.entropy_checkpointing=True", "unknown key"),
+        ("data.custom_cls.anything=null", "write parquet rows"),
+        (f"{ROLLOUT}.skip_anything=False", "is not supported"),
+        ("reward.num_worker=8", "reward.num_workers, which is not the name here: use reward_model.num_workers"),
+    ],
+)
+def test_no_key_is_swallowed(override, said):
+    composed = examine("ppo", [override])
+    (line,) = composed.problems
+    assert said in line and not composed.unused
+
+
+def test_only_keys_that_are_named_are_accepted_without_effect():
+    accepted = [*verl_keys.table("no_effect")]
+    accepted += [key for key, entry in verl_keys.table("unsupported").items() if set(entry) >= {"harmless"}]
+    bare = [key.removeprefix("*.") for key in accepted]
+    siblings = [f"{key[:-1]}anything" for key in accepted if key.endswith("*")]
+    sections = convert.sections()
+    assert [key for key in bare if "*" in key and not key.endswith("*")] == ["*lora.enable"]
+    assert not [key for key in siblings if any(verl_keys.without_effect(key, one, sections) for one in (None, False))]
 
 
 @pytest.mark.parametrize(

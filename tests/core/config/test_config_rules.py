@@ -557,7 +557,7 @@ def test_no_rule_fires(recipe, overrides, hooks):
 
 WARNED = [
     ("grpo", [*SGLANG], (), "no answer depends on a seed"),
-    ("grpo", [f"{ROLLOUT}.dtype=fp32"], (), "fsdp_config.dtype=bfloat16"),
+    ("grpo", [f"{ROLLOUT}.dtype=fp32", f"{ACTOR}.fsdp_config.dtype=bfloat16"], (), "fsdp_config.dtype=bfloat16"),
     (
         "grpo",
         ["custom_reward_function.path=mine.py", f"{ROLLOUT}.agent_loop=mine.py:Loop"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.config import compose, health_bounds
+from core.config import compose, convert, examine, health_bounds
 
 FULL = ["actor_rollout_ref.rollout.dtype=float32", "actor_rollout_ref.actor.fsdp_config.dtype=float32"]
 HALF = ["actor_rollout_ref.rollout.dtype=bfloat16"]
@@ -14,14 +14,58 @@ HALF = ["actor_rollout_ref.rollout.dtype=bfloat16"]
     ("overrides", "bound"),
     [
         (FULL, 1e-4),
-        ([*FULL, *HALF], 0.02),
+        ([*FULL, *HALF], None),
         ([*FULL, "algorithm.rollout_correction.bypass_mode=True"], None),
         ([*FULL, "algorithm.rollout_correction.rollout_is=token"], None),
     ],
 )
 def test_rounding_alone_is_expected_between_engine_and_learner(overrides, bound):
     config = compose("grpo", ["preset=lab", *overrides])
-    assert health_bounds.logp_diff(config) == bound
+    assert health_bounds.logp_diff(config) == bound == config.trainer.health.logp_diff.bound
+
+
+@pytest.mark.parametrize(
+    ("overrides", "measured"),
+    [
+        (FULL, False),
+        ([*FULL, *HALF], True),
+        ([*FULL, *HALF, "trainer.health.logp_diff.bound=0.3"], False),
+        ([*FULL, *HALF, "algorithm.rollout_correction.rollout_is=token"], False),
+        ([*FULL, *HALF, "trainer.max_staleness=1"], False),
+    ],
+)
+def test_in_lower_precision_the_bound_follows_what_it_costs(overrides, measured):
+    """And ``action`` has an effect then."""
+    composed = examine("grpo", ["preset=lab", *overrides, "trainer.health.logp_diff.action=stop"])
+    assert health_bounds.follows_rounding(composed.config) == measured
+    unused = "trainer.health.logp_diff.action" in composed.unused
+    assert unused == (not measured and composed.config.trainer.health.logp_diff.bound is None)
+
+
+def test_the_bound_is_twice_what_rounding_costs_but_no_difference_that_costs_accuracy():
+    assert [health_bounds.of_rounding(cost) for cost in (0.001, 0.032, 0.3, float("nan"))] == [0.02, 0.064, 0.1, 0.02]
+
+
+LOCAL = ["actor_rollout_ref.rollout.name=hf", "trainer.backend=local"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "engine", "learner"),
+    [
+        (LOCAL, "float32", "float32"),
+        ([*LOCAL, *HALF], "bfloat16", "bfloat16"),
+        ([*LOCAL, "actor_rollout_ref.actor.fsdp_config.dtype=bf16"], "bf16", "bf16"),
+        ([*LOCAL, *HALF, FULL[1]], "bfloat16", "float32"),
+        (["actor_rollout_ref.rollout.name=vllm", "trainer.backend=local"], "bfloat16", "bfloat16"),
+        (["actor_rollout_ref.rollout.name=hf", "trainer.backend=ray"], "bfloat16", "bfloat16"),
+    ],
+)
+def test_engine_and_learner_compute_alike_by_default(overrides, engine, learner):
+    config = examine("ppo", overrides).config
+    assert config.actor_rollout_ref.rollout.dtype == engine
+    for key in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic.model"):
+        assert convert.get(config, f"{key}.fsdp_config.dtype") == learner
+    assert config.reward_model.model.fsdp_config.dtype == "bfloat16"
 
 
 def test_a_scorer_that_fails_on_a_tenth_of_the_answers_is_reported_by_default():

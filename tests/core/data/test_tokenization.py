@@ -1,8 +1,10 @@
 import pytest
 
+from core.config.schema import ModelConfig
 from core.data.dataset import ChatError, Encoder, truncate
 from core.errors import InputError
-from tests.tiny import tiny_tokenizer
+from core.learner.models import load_tokenizer
+from tests.tiny import tiny_config, tiny_tokenizer
 
 USER = {"role": "user", "content": "1+1?"}
 SYSTEM = {"role": "system", "content": "be brief"}
@@ -125,3 +127,10 @@ def test_a_refused_chat_gives_the_template_s_reason():
     template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ChatError, match="roles must alternate"):
         encoded([USER, USER], chat_template=template)
+
+
+def test_a_path_never_becomes_the_template(tmp_path):
+    tiny_tokenizer().save_pretrained(tmp_path)
+    tiny_config().save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="custom_chat_template=/no/chat.jinja: cannot be read as a text file"):
+        load_tokenizer(ModelConfig(path=str(tmp_path), custom_chat_template="/no/chat.jinja"))

@@ -217,6 +217,8 @@ def test_a_model_that_cannot_is_refused(monkeypatch):
     )
     with pytest.raises(InputError, match="reads packed sequences otherwise"):
         policy(PACKED)  # attention over all rows at once
+    with pytest.raises(InputError, match="reads packed sequences otherwise"):
+        Policy(model(dtype=torch.float32), temperature=0.7, layout=PACKED, compute_dtype=torch.bfloat16)
 
 
 def test_the_saved_configuration_does_not_name_this_attention(tmp_path):

@@ -1,5 +1,6 @@
 """Computing a group's prompt once gives what the plain pass gives: log-probs, entropies and gradients."""
 
+import copy
 import logging
 
 import numpy as np
@@ -10,14 +11,16 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from core.algorithm.losses import Means
+from core.engines.hf import HFEngine
 from core.learner import learner, packing
 from core.learner.batching import make_batch
 from core.learner.learner import PADDED, Critic, MicroBatchSize, Passes, Policy, Ranks, read_tokens
+from core.learner.model_checks import rounding_cost
 from core.learner.packing import ATTENTION, Layout, SharedPrompts, can_keep_keys, can_share
 from core.types import Prompt, ScoredGroup, Stop, Trajectory
 from reward_scores.score import Score
 from tests.core.learner.test_learner import actor_config, gradient
-from tests.tiny import VOCAB_SIZE, tiny_config, tiny_model
+from tests.tiny import VOCAB_SIZE, tiny_config, tiny_model, tiny_tokenizer
 
 PAD = 0
 PACKED = Layout(packed=True)
@@ -234,6 +237,51 @@ def test_a_model_that_reads_shared_prompts_otherwise_repeats_them(monkeypatch, c
     assert reader.shared_prompts(batch) is None
     size = MicroBatchSize(max_sequences=100)
     torch.testing.assert_close(reader.log_probs(batch, size), expected.log_probs(batch, size), rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def real_width():
+    """The width and depth of a small published model, whose bf16 passes differ by more than float32's bound."""
+    shape = {"hidden_size": 576, "intermediate_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9}
+    return tiny_model("llama", **shape, num_key_value_heads=3, initializer_range=0.04)
+
+
+@pytest.mark.parametrize("layout", [PADDED, PACKED], ids=["padded", "packed"])
+@pytest.mark.parametrize("bf16_weights", [False, True], ids=["autocast", "weights"])
+def test_bf16_of_real_width_shares_prompts_unless_sharing_is_broken(real_width, monkeypatch, layout, bf16_weights):
+    """The bound is the precision's that computes, which under autocast is not that of the hidden states."""
+    model = copy.deepcopy(real_width).bfloat16() if bf16_weights else real_width
+    precision = {"compute_dtype": None if bf16_weights else torch.bfloat16}
+    attention = packing.attend
+
+    def off(by):
+        def kernel(*args, shared_prompts=None, key_index=None, **options):
+            out, nothing = attention(*args, shared_prompts=shared_prompts, key_index=key_index, **options)
+            if shared_prompts is None and key_index is None:
+                return out, nothing
+            noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
+            return (out * (1 + by * noise)).to(out.dtype), nothing
+
+        return kernel
+
+    for by, shares in ((2**-9, True), (0.5, False)):  # another kernel's rounding, and one that computes other numbers
+        monkeypatch.setitem(packing.AttentionInterface._global_mapping, ATTENTION, off(by))
+        assert Passes(copy.deepcopy(model), ranks=Ranks(), layout=layout, **precision).shares == shares
+
+
+def test_what_rounding_costs_bounds_how_far_an_engine_in_bf16_is_from_the_learner(real_width):
+    ids = tuple(torch.randint(4, VOCAB_SIZE, (24,), generator=torch.Generator().manual_seed(0)).tolist())
+    engine = HFEngine(real_width, tiny_tokenizer(), dtype=torch.bfloat16)
+    costs, distances = [], []
+    for dtype in (None, torch.bfloat16):
+        policy = Policy(copy.deepcopy(real_width), temperature=1.0, compute_dtype=dtype)
+        costs.append(rounding_cost(policy, ids))
+        everything = torch.ones(1, 24, dtype=torch.bool)
+        reading = PADDED.read(torch.tensor([ids]), everything, everything & (torch.arange(24) > 0))
+        with torch.no_grad():
+            distances.append(float(np.abs(policy.read(reading)[0].numpy() - engine.probe(ids)).mean()))
+    assert costs[0] < 1e-4 and costs[1] > 0.01  # float32, bf16
+    assert 0.5 * costs[1] < distances[1] < 2 * costs[1] and rounding_cost(policy, ids) == costs[1]
 
 
 def test_windows_and_attention_from_inside_are_not_shared(caplog):

@@ -125,7 +125,7 @@ def test_weights_are_gathered_once_and_sent_again_to_engines_elsewhere():
         assert plan.seconds["weight sync"] == pytest.approx(size / 4e9)
     away = planned("actor_rollout_ref.hybrid_engine=False")
     assert away.seconds["weight sync"] == pytest.approx(2 * size / 4e9)
-    alone = Plan(compose("grpo", [MODEL]), gpu("H100"))
+    alone = Plan(compose("grpo", [MODEL, "actor_rollout_ref.rollout.dtype=bfloat16"]), gpu("H100"))
     assert alone.seconds["weight sync"] == pytest.approx(size / 3.35e12)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from core.checkpoint.run_state import DriverState
 from core.cluster.restarts import train
-from core.config import examine
+from core.config import convert, examine
 from core.config.schema import HealthBound, HealthConfig
 from core.tracking.health import CHECKS, Health, UnhealthyRun
 from results.reporting.run_reader import load_run, summarise
@@ -99,6 +99,36 @@ def test_a_warning_goes_on_and_names_step_and_bound(name, folder, caplog):
     assert crossed[FIRST[name]] == 1 and crossed[FIRST[name] - 1] == 0
     recovers = name != "reward_drop"  # its window still holds step 5
     assert run.session.health.last_healthy_step == (6 if recovers else 3)
+
+
+def test_what_comes_at_every_step_is_said_once_again_when_it_doubles_and_counted(folder, caplog):
+    sizes = [0.03, 0.04, 0.03, 0.07, 0.06, 0.05]
+    report = lambda step: {"rollout_corr/logp_diff_mean": sizes[step - 1]}  # noqa: E731
+    config = configured(folder, "often", "trainer.health.logp_diff.bound=0.02")
+    with caplog.at_level(logging.WARNING, logger="core"):
+        run = scripted()(config, answers(), report=report).init_workers()
+        run.fit()
+    said = [text for text in map(logging.LogRecord.getMessage, caplog.records) if "logp_diff" in text]
+    assert [text.partition(":")[0] for text in said[:-1]] == ["step 1", "step 4"]
+    assert said[-1] == "trainer.health.logp_diff.bound was crossed in 4 more steps, not warned of again"
+    assert [row["health/crossed_bounds"] for row in load_run(run.session.run_dir).metrics] == [1.0] * 6
+
+
+def test_a_bound_that_follows_rounding_is_measured_once_a_run_and_printed(folder, caplog):
+    """A resumed run keeps it."""
+    report = lambda step: {"rollout_corr/logp_diff_mean": 0.05 if step < 4 else 0.07}  # noqa: E731
+    config = configured(folder, "measured", "actor_rollout_ref.rollout.dtype=bf16", "trainer.save_freq=1", steps=3)
+    costs = iter([0.03])
+    with caplog.at_level(logging.INFO, logger="core"):
+        for steps in (3, 5):
+            config = convert.replaced(config, {"trainer.total_training_steps": steps})
+            run = scripted()(config, answers(), report=report).init_workers()
+            run.workers.rounding_cost = lambda text: next(costs) if len(text) > 20 else 0.0
+            run.fit()
+    assert run.session.health.logp_diff_bound == pytest.approx(0.06)
+    said = [record.getMessage() for record in caplog.records if "logp_diff" in record.getMessage()]
+    assert said[0].startswith("rounding costs 0.03 nats a token on this model") and "warns above 0.06" in said[0]
+    assert [text.partition(":")[0] for text in said[1:2]] == ["step 4"] and len(said) == 3
 
 
 def test_a_run_within_its_bounds_says_nothing(folder, caplog):
@@ -196,7 +226,7 @@ def test_failures_of_a_scorer_count_over_a_window_that_a_checkpoint_keeps():
     "settings, bound",
     [
         (["actor_rollout_ref.rollout.dtype=fp32", "actor_rollout_ref.actor.fsdp_config.dtype=fp32"], 1e-4),
-        (["actor_rollout_ref.rollout.dtype=bf16", "actor_rollout_ref.actor.fsdp_config.dtype=fp32"], 0.02),
+        (["actor_rollout_ref.rollout.dtype=bf16", "actor_rollout_ref.actor.fsdp_config.dtype=fp32"], None),
         (["algorithm.rollout_correction.rollout_is=token"], None),
         (["algorithm.rollout_correction.rollout_is=token", "trainer.health.logp_diff.bound=0.3"], 0.3),
     ],
