@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from core.algorithm import advantages, invariants
@@ -29,7 +30,8 @@ from core.config import registry
 from core.config.schema import Config
 from core.data.parquet import Example
 from core.data.sampler import sampling_seed
-from core.data.stream import PromptStream, load_val_prompts
+from core.data.stream import PromptStream, agent_names, load_val_prompts
+from core.data.vocabulary import known_ids
 from core.engines import SampleRequest, SamplingParams, sampling_params
 from core.engines.stepped import SteppedEngine
 from core.learner.batching import make_batch, token_rewards
@@ -38,14 +40,14 @@ from core.learner.models import load_picture_format, load_tokenizer
 from core.planning.memory_knobs import naming_knobs
 from core.rewards import RewardLayer
 from core.rewards.hook_check import check_hooks
-from core.rollout.agent_loop import AgentLoop, Episode, Limits, ToolCalls, make_agent_loop
+from core.rollout.agent_loop import AgentLoop, Episode, Limits, ToolCalls, check_examples, make_agent_loop
 from core.rollout.background import Background
 from core.rollout.barrier import make_repeatable
 from core.rollout.collect import Collected, CollectLimits, CollectState, collect, collect_ahead, fresh_enough
 from core.session import LoopState, Session, prepare_torch
 from core.tracking.capsules import CapsuleRecorder
 from core.tracking.generations import generation_rows, print_examples
-from core.tracking.metrics import RAW_SCORE, data_metrics, throughput
+from core.tracking.metrics import RAW_SCORE, data_metrics, throughput, unknown_ids
 from core.tracking.profiling import profiled
 from core.tracking.progress import progress
 from core.tracking.step_time import BusyClock
@@ -111,6 +113,7 @@ class RayPPOTrainer:
         self.val_sampling = sampling_params(config, rollout.val_kwargs)
         # Set by init_workers, or by fit for as long as it runs:
         self.tokenizer: Any = None
+        self.known: np.ndarray | None = None  # ids of the tokenizer
         self.stream: PromptStream | None = None
         self.val_prompts: Sequence[Prompt] = ()
         self.reward: RewardLayer | None = None
@@ -132,8 +135,6 @@ class RayPPOTrainer:
         config = self.config
         self.session.fetch()
         self.load_data()
-        names = self.stream.files.agent_names() | {one.agent_name for one in self.val_prompts if one.agent_name}
-        self.agent_loop = make_agent_loop(config, self.tokenizer, names, self._examples())
         checkpoint = self.session.open(self.stream, critic=self.needs.critic)
         self.trace = TraceRecorder(config, self.tokenizer, self.session.total_steps)
         self.keep_group = self.trace.judging(self.keep_group)
@@ -158,8 +159,12 @@ class RayPPOTrainer:
         config = self.config
         self.tokenizer = load_tokenizer(config.actor_rollout_ref.model)
         pictures = load_picture_format(config.actor_rollout_ref.model, self.tokenizer)
-        self.stream = PromptStream(config.data, self.tokenizer, config.trainer.seed, pictures=pictures)
-        self.val_prompts = load_val_prompts(config.data, self.tokenizer, pictures)
+        self.known = known_ids(self.tokenizer)
+        self.agent_loop = make_agent_loop(config, self.tokenizer, agent_names(config.data))
+        word = self.agent_loop and self.agent_loop.worded  # lengths count the tools that a prompt tells of
+        self.stream = PromptStream(config.data, self.tokenizer, config.trainer.seed, pictures=pictures, word=word)
+        self.val_prompts = load_val_prompts(config.data, self.tokenizer, pictures, word)
+        check_examples(self.agent_loop, self._examples())
         self.reward = RewardLayer(config)
         self.reward.check(self._examples())
         check_hooks(
@@ -395,6 +400,7 @@ class RayPPOTrainer:
         if oldest < step - 1 - trainer.max_staleness:
             raise RuntimeError(f"step {step} trained on samples of policy {oldest}, older than max_staleness allows")
         metrics.add(data_metrics(groups_P, batch))
+        metrics.add({"rollout/unknown_ids": unknown_ids(groups_P, self.known)})
         metrics.add(self.trace.record(groups_P, batch, metrics, self.workers))
         metrics.add(self.capsules.record(batch, self.kl_controller, metrics, self.workers))
         if self.agent_loop is not None:

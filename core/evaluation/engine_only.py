@@ -5,7 +5,7 @@ What answers a prompt is the trainer's own ``generate``, so that an evaluation p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,13 +17,12 @@ from core.engines.factory import make_engine
 from core.engines.stepped import SteppedEngine
 from core.learner.models import load_tokenizer
 from core.planning.memory_knobs import naming_knobs
-from core.rollout.agent_loop import make_agent_loop
+from core.rollout.agent_loop import AgentLoop, make_agent_loop
 from core.session import prepare_torch
 
 if TYPE_CHECKING:
     from core.config.schema import Config
     from core.ray_trainer import RayPPOTrainer
-    from core.types import Prompt
 
 
 @dataclass(frozen=True)
@@ -35,18 +34,17 @@ class EngineOnly:
 
 @contextmanager
 def answering(
-    config: Config, trainer: str, tokenizer: Any = None, prompts: Sequence[Prompt] = ()
+    config: Config, trainer: str, tokenizer: Any = None, agent_loop: AgentLoop | None = None
 ) -> Iterator[RayPPOTrainer]:
     """Yield the trainer ``module:class`` whose ``generate`` answers with the weights of the configuration's model.
 
-    ``prompts`` are those that it may be given; their agent loops are made here and check them. ``trainer.backend``
+    ``agent_loop`` plays the episodes of its prompts; without one the configured loop is made here. ``trainer.backend``
     places the engine in this process or, several of them, in actors of a cluster. Raises InputError for a model, a
-    tokenizer or an engine that cannot be had, and for prompts that their loop refuses.
+    tokenizer, an agent loop or an engine that cannot be had.
     """
     run = load_object(trainer)(config)
     run.tokenizer = tokenizer or load_tokenizer(config.actor_rollout_ref.model)
-    names = {prompt.agent_name for prompt in prompts if prompt.agent_name}
-    run.agent_loop = make_agent_loop(config, run.tokenizer, names, prompts)
+    run.agent_loop = agent_loop or make_agent_loop(config, run.tokenizer)
     with ExitStack() as owned:
         if run.agent_loop is not None:
             owned.callback(run.agent_loop.close)

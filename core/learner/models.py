@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -195,6 +195,8 @@ def _load(auto: str, model: ModelConfig, dtype: torch.dtype, on_meta: bool, **he
         if on_meta:
             with torch.device("meta"):
                 module = auto_class(config, auto).from_config(config, **options)
+            with suppress(OSError):  # not every model has one; it names all ids that end a response
+                module.generation_config = transformers.GenerationConfig.from_pretrained(path)
         else:
             module = auto_class(config, auto).from_pretrained(path, config=config, **options)
     if getattr(config, "vision_config", None) is not None:

@@ -179,10 +179,6 @@ class DemonstrationFiles:
         """Return a file's ``index``-th demonstration that can be drawn."""
         return self.measured[path][index]
 
-    def agent_names(self) -> set[str]:
-        """Return no name: demonstrations are written already, no agent loop plays them."""
-        return set()
-
     def examples(self) -> Iterator[Example]:
         """Yield nothing: what is scored and played are the questions of the validation."""
         yield from ()
