@@ -300,7 +300,8 @@ class PythonSandbox(Tool):
         if ran.status == "ok":
             return ran.stdout
         last = (ran.stderr.strip().splitlines() or [""])[-1]
-        raise ToolError({"timeout": "it took too long", "output": "it printed too much"}.get(ran.status, last))
+        reasons = {"timeout": "it took too long", "output": "it printed too much"}
+        raise ToolError(reasons.get(ran.status) or last or "it ended early and printed no reason")
 
 
 COME_ALONG: Mapping[str, type[Tool]] = {tool.schema["function"]["name"]: tool for tool in (Calculator, PythonSandbox)}
