@@ -22,6 +22,7 @@ from core.cluster.address import address_problem
 from core.config import Composed, Config, diff, examine, paths, recipes, registry
 from core.config.convert import show
 from core.config.derived_defaults import resolve
+from core.data.template_check import dry_problems
 from core.planning.estimate import DEFAULT_GPU
 from core.planning.first_lines import first_lines, gpu_here, plan_lines, small
 from core.planning.model_rules import model_problems
@@ -40,6 +41,7 @@ def prepare(recipe: str, argv: Sequence[str], hooks: Collection[str] = ()) -> Co
     dry = is_dry_run()
     problems = [*composed.problems, *_outside(composed, _typed_keys(recipe, argv) if dry else None)]
     problems += [] if composed.problems else model_problems(composed.config)
+    problems += [] if problems else dry_problems(composed.config)
     if problems:
         _refuse(problems)
     if dry:

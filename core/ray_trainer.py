@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from core.algorithm import advantages, invariants
@@ -29,7 +30,8 @@ from core.config import registry
 from core.config.schema import Config
 from core.data.parquet import Example
 from core.data.sampler import sampling_seed
-from core.data.stream import PromptStream, load_val_prompts
+from core.data.stream import PromptStream, agent_names, load_val_prompts
+from core.data.vocabulary import known_ids
 from core.engines import SampleRequest, SamplingParams, sampling_params
 from core.engines.stepped import SteppedEngine
 from core.learner.batching import make_batch, token_rewards
@@ -38,7 +40,7 @@ from core.learner.models import check_lengths, load_picture_format, load_tokeniz
 from core.planning.memory_knobs import naming_knobs
 from core.rewards import RewardLayer
 from core.rewards.hook_check import check_hooks
-from core.rollout.agent_loop import AgentLoop, Episode, Limits, ToolCalls, make_agent_loop
+from core.rollout.agent_loop import AgentLoop, Episode, Limits, ToolCalls, check_examples, make_agent_loop
 from core.rollout.background import Background
 from core.rollout.barrier import make_repeatable
 from core.rollout.collect import (
@@ -54,7 +56,7 @@ from core.session import LoopState, Session, prepare_torch
 from core.tracking.capsules import CapsuleRecorder
 from core.tracking.generations import generation_rows, print_examples
 from core.tracking.health import FAILED
-from core.tracking.metrics import RAW_SCORE, data_metrics, throughput
+from core.tracking.metrics import RAW_SCORE, data_metrics, throughput, unknown_ids
 from core.tracking.profiling import profiled
 from core.tracking.progress import progress
 from core.tracking.step_time import BusyClock
@@ -121,6 +123,7 @@ class RayPPOTrainer:
         self.val_sampling = sampling_params(config, rollout.val_kwargs)
         # Set by init_workers, or by fit for as long as it runs:
         self.tokenizer: Any = None
+        self.known: np.ndarray | None = None  # ids of the tokenizer
         self.stream: PromptStream | None = None
         self.val_prompts: Sequence[Prompt] = ()
         self.reward: RewardLayer | None = None
@@ -143,8 +146,6 @@ class RayPPOTrainer:
         self.session.fetch()
         self.load_data()
         check_lengths(config, self.longest())
-        names = self.stream.files.agent_names() | {one.agent_name for one in self.val_prompts if one.agent_name}
-        self.agent_loop = make_agent_loop(config, self.tokenizer, names, self._examples())
         checkpoint = self.session.open(self.stream, critic=self.needs.critic)
         self.trace = TraceRecorder(config, self.tokenizer, self.session.total_steps)
         self.keep_group = self.trace.judging(self.keep_group)
@@ -169,8 +170,12 @@ class RayPPOTrainer:
         config = self.config
         self.tokenizer = load_tokenizer(config.actor_rollout_ref.model)
         pictures = load_picture_format(config.actor_rollout_ref.model, self.tokenizer)
-        self.stream = PromptStream(config.data, self.tokenizer, config.trainer.seed, pictures=pictures)
-        self.val_prompts = load_val_prompts(config.data, self.tokenizer, pictures)
+        self.known = known_ids(self.tokenizer)
+        self.agent_loop = make_agent_loop(config, self.tokenizer, agent_names(config.data))
+        word = self.agent_loop and self.agent_loop.worded  # lengths count the tools that a prompt tells of
+        self.stream = PromptStream(config.data, self.tokenizer, config.trainer.seed, pictures=pictures, word=word)
+        self.val_prompts = load_val_prompts(config.data, self.tokenizer, pictures, word)
+        check_examples(self.agent_loop, self._examples())
         self.reward = RewardLayer(config)
         self.reward.check(self._examples())
         check_hooks(
@@ -185,10 +190,8 @@ class RayPPOTrainer:
         return found
 
     def room(self, prompt: int) -> tuple[int, int]:
-        """Return the tokens of a prompt as the policy reads it, of so many in the data, and of what may follow it."""
-        data, multi_turn = self.config.data, self.config.actor_rollout_ref.rollout.multi_turn
-        told = multi_turn.tool_config_path is not None  # the tools' schemas come into the prompt, up to the limit
-        return max(prompt, data.max_prompt_length if told else 0), data.max_response_length
+        """Return the tokens of a prompt as the policy reads it, tools included, and of what may follow it."""
+        return prompt, self.config.data.max_response_length
 
     def opening_text(self) -> list[int]:
         """Return the tokens of the first prompts that have no pictures, one after another: text as the run has it."""
@@ -469,6 +472,7 @@ class RayPPOTrainer:
         if oldest < step - 1 - trainer.max_staleness:
             raise RuntimeError(f"step {step} trained on samples of policy {oldest}, older than max_staleness allows")
         metrics.add(data_metrics(groups_P, batch))
+        metrics.add({"rollout/unknown_ids": unknown_ids(groups_P, self.known)})
         metrics.add(self.trace.record(groups_P, batch, metrics, self.workers))
         metrics.add(self.capsules.record(batch, self.kl_controller, metrics, self.workers))
         if self.agent_loop is not None:

@@ -42,7 +42,11 @@ def evaluate(text: str) -> Number:
         raise CannotEvaluate(f"longer than {MAX_CHARS} characters")
     try:
         return _value(ast.parse(text, mode="eval").body)
-    except (SyntaxError, ArithmeticError, TypeError, RecursionError, MemoryError, ValueError) as error:
+    except CannotEvaluate:
+        raise
+    except (
+        Exception
+    ) as error:  # of a parser that text can bring to its limits: RecursionError, MemoryError, SystemError
         raise CannotEvaluate(str(error)) from error
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -240,7 +241,8 @@ class LearnerRank:
     """This rank's part of policy, reference and critic, for the phases of a step on the rank's share of a batch.
 
     Rank 0 reads the weights and broadcasts them, so no other process ever holds a whole model. All ranks call the
-    same methods in the same order. ``master_dtype`` is float32 except in tests.
+    same methods in the same order. ``known`` are the tokenizer's ids (:func:`core.data.vocabulary.known_ids`).
+    ``master_dtype`` is float32 except in tests.
     """
 
     def __init__(
@@ -250,6 +252,7 @@ class LearnerRank:
         *,
         needs_ref: bool,
         needs_critic: bool,
+        known: np.ndarray | None = None,
         master_dtype: torch.dtype = torch.float32,
     ):
         self.config, self.device, self.lead = config, device, dist.get_rank() == 0
@@ -269,7 +272,7 @@ class LearnerRank:
             return add_adapters(module, critic.model, config.trainer.seed)
 
         source = policy(on_meta=False) if self.lead else None
-        shared = {"temperature": part.rollout.temperature or 1.0, "device": device}
+        shared = {"temperature": part.rollout.temperature or 1.0, "device": device, "known": known}
         compiled = {"compiled": part.actor.use_torch_compile}
         of_actor, of_ref = (compiled | self.split(part.model, one) for one in (part.actor, part.ref))
         layer_size = part.actor.tensor_model_parallel_size

@@ -15,6 +15,7 @@ from core.checkpoint.provenance import Base, ModelFingerprint
 from core.checkpoint.run_state import save_tensors
 from core.config import registry
 from core.config.frozen import FrozenDict
+from core.data.vocabulary import known_ids
 from core.engines import NoEngine, RolloutEngine
 from core.engines.factory import make_engine
 from core.learner.batching import steps_of
@@ -89,6 +90,7 @@ class LocalWorkers:
             "compute_dtype": compute_dtype(actor.fsdp_config.dtype),
             "layout": Layout(packed=model.use_remove_padding),
             "compiled": actor.use_torch_compile,
+            "known": known_ids(tokenizer),
         }
         policy = load_policy(model).to(device)
         self.engine: RolloutEngine = NoEngine()

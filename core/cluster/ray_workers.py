@@ -22,6 +22,7 @@ from core.cluster.ray_pools import RayProcesses, rank_name
 from core.cluster.ray_watch import ASIDE, Watch
 from core.cluster.ray_weights import WeightSync
 from core.config.frozen import FrozenDict
+from core.data.vocabulary import known_ids
 from core.learner.batching import busy_sequences, rank_shares, steps_of
 from core.learner.learner import CRITIC_READS, PASS_READS, actor_reads, only_advantages_train
 from core.learner.models import compute_dtype
@@ -52,7 +53,7 @@ class RayWorkers(RayProcesses):
     """The phases over the learner ranks and engines of a cluster. Checkpoints need a folder that all nodes see."""
 
     def __init__(self, config: Config, tokenizer: Any, device: torch.device, **learner: Any):
-        super().__init__(config, tokenizer, device, **learner)
+        super().__init__(config, tokenizer, device, known=known_ids(tokenizer), **learner)
         self.weight_sync = WeightSync(self)
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, ...]:

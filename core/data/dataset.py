@@ -9,13 +9,15 @@ from __future__ import annotations
 import logging
 import re
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
+from core.data.chat_frames import ChatError, dropped_roles, rendered, template_of
 from core.data.images import PictureError, expand, read_picture, shown
 from core.data.parquet import Example, ExampleFile, Message, Problems
 from core.errors import InputError
@@ -31,8 +33,20 @@ _OPENED_AT_THE_START = re.compile(r"\s*<([a-zA-Z][\w-]*)>")
 TAG_TOKENS = 16  # from the end of a prompt, in which a tag that it opens is looked for
 
 
-class ChatError(ValueError):
-    """The chat template refuses a chat."""
+@dataclass(frozen=True)
+class Worded:
+    """A prompt as the policy reads it: the example's, or what an agent loop makes of it to tell of tools.
+
+    ``arguments`` are for the chat template, beside the configuration's. Loops word equal prompts alike where ``tools``,
+    the names of those that it tells of, are equal.
+    """
+
+    prompt: str | Sequence[Message]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[str, ...] = ()
+
+
+Word = Callable[[Example], Worded]
 
 
 def truncate(ids: Sequence[int], limit: int, mode: str) -> list[int]:
@@ -67,19 +81,20 @@ class Encoder:
     ):
         self.tokenizer, self.pictures = tokenizer, pictures
         self.template_kwargs = dict(template_kwargs or {})
+        self._written_roles: set[str] = set()  # whose text the template is known to write
         clash = [name for name in OWNED if name in self.template_kwargs]
         if clash:
             raise InputError([f"data.apply_chat_template_kwargs: {', '.join(clash)} cannot be set here; leave it out"])
 
-    def encode(self, prompts: Sequence[str | Sequence[Message]]) -> list[list[int]]:
-        """Return the ids of each prompt, neither cut nor padded.
+    def encode(self, prompts: Sequence[str | Sequence[Message]], **arguments: Any) -> list[list[int]]:
+        """Return the ids of each prompt, neither cut nor padded. ``arguments`` are the chat template's.
 
         Raises ChatError where the template refuses a chat, InputError where there is no template.
         """
         ids: list[list[int]] = [[] for _ in prompts]
         for plain in (False, True):
             indices = [index for index, prompt in enumerate(prompts) if isinstance(prompt, str) == plain]
-            texts = [prompts[index] if plain else self.render(prompts[index]) for index in indices]
+            texts = [prompts[index] if plain else self.render(prompts[index], **arguments) for index in indices]
             # A template writes its special tokens itself: none are added to a chat.
             found = self.tokenizer(texts, add_special_tokens=plain)["input_ids"] if texts else []
             for index, value in zip(indices, found, strict=True):
@@ -88,23 +103,31 @@ class Encoder:
                 ids[index] = value[:-1] if ends else value
         return ids
 
-    def encode_example(self, example: Example, *, decode: bool = False) -> tuple[list[int], tuple[Picture, ...]]:
+    def encode_example(
+        self, example: Example, worded: Worded | None = None, *, decode: bool = False
+    ) -> tuple[list[int], tuple[Picture, ...]]:
         """Return the ids of an example's prompt, one for each token of its pictures, and the pictures.
 
-        ``decode`` tries all of each picture and not its size alone. Raises PictureError and what :meth:`encode` raises.
+        ``worded`` is the prompt as an agent loop words it. ``decode`` tries all of each picture and not its size
+        alone. Raises PictureError and what :meth:`encode` raises.
         """
+        worded = worded or Worded(example.prompt)
         if self.pictures is None:
             if example.images:
                 fix = "train a model that reads pictures, or leave the column out (data.image_key)"
                 raise PictureError("an example has pictures, and the model reads text alone", fix)
-            return self.encode([example.prompt])[0], ()
+            return self.encode_with(worded, ()), ()
         found = tuple(read_picture(data, self.pictures, decode=decode) for data in example.images)
-        return self.encode_with(example.prompt, found), found
+        return self.encode_with(worded, found), found
 
-    def encode_with(self, prompt: str | Sequence[Message], pictures: tuple[Picture, ...]) -> list[int]:
-        """Return the ids of a prompt, one for each token of its pictures. Raises what :meth:`encode_example` raises."""
-        format = pictures[0].format if pictures else self.pictures
-        (ids,) = self.encode([prompt if format is None else shown(prompt, len(pictures), format)])
+    def encode_with(self, worded: Worded, pictures: tuple[Picture, ...]) -> list[int]:
+        """Return the ids of a prompt, one for each token of its pictures. Raises what :meth:`encode_example` raises.
+
+        What measures prompts and what plays episodes both call it, so that they count the same tokens.
+        """
+        format, prompt = pictures[0].format if pictures else self.pictures, worded.prompt
+        prompt = prompt if format is None else shown(prompt, len(pictures), format)
+        (ids,) = self.encode([prompt], **worded.arguments)
         return expand(ids, pictures)
 
     def opened_tag(self, prompt: str | Sequence[Message], ids: Sequence[int]) -> str | None:
@@ -120,24 +143,35 @@ class Encoder:
                 return None
         return f"<{found[1]}>" if found else None
 
-    def render(self, chat: Sequence[Message]) -> str:
+    def dropped_role(self, worded: Worded) -> str | None:
+        """Return a role of the chat whose text the template leaves out, without a word; None where there is none."""
+        roles = set() if isinstance(worded.prompt, str) else {message["role"] for message in worded.prompt}
+        if roles <= self._written_roles:
+            return None
+        try:
+            if not self.render(worded.prompt, **worded.arguments):  # no text at all is another message
+                return None
+            dropped = dropped_roles(self.render, worded.prompt, **worded.arguments)
+        except (ChatError, InputError):  # which encoding reports
+            return None
+        self._written_roles |= roles - set(dropped)
+        return dropped[0] if dropped else None
+
+    def render(self, chat: Sequence[Message], **arguments: Any) -> str:
         """Return the chat as one string, ready for tokens to follow."""
         if not (self.template_kwargs.get("chat_template") or getattr(self.tokenizer, "chat_template", None)):
             raise InputError([NO_TEMPLATE])
-        from jinja2 import TemplateError
-
         prefilled = chat[-1]["role"] == "assistant"
         options = {"add_generation_prompt": not prefilled, "continue_final_message": prefilled, **self.template_kwargs}
-        try:
-            return self.tokenizer.apply_chat_template([dict(message) for message in chat], tokenize=False, **options)
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
-            raise ChatError(str(error)) from error
+        return rendered(template_of(self.tokenizer, options), chat, **arguments)
 
 
 log = logging.getLogger(__name__)
 MEASURED_TOGETHER = 512  # examples; the tokenizer spreads a batch over the cores
 CHAT_FIX = "mend the roles, or set another chat template"
 CUT_FIX = "set data.filter_overlong_prompts=True or data.truncation=error, or raise the limit"
+# (prompt, tools that it tells of) -> tokens, so that copies are tokenised once
+Lengths = dict[tuple[str, tuple[str, ...]], "int | Unreadable"]
 # (sizes of the files) -> the numbers of the examples to take of each one
 Choose = Callable[[Sequence[int]], Sequence[np.ndarray]]
 
@@ -169,10 +203,11 @@ class Measured:
     name: np.ndarray
     source: np.ndarray
     sources: tuple[str, ...]
+    told: str = ""  # what their lengths count beside the data's own text, for messages
 
     def where(self, mask: np.ndarray) -> Measured:
         arrays = (self.number, self.length, self.content, self.name, self.source)
-        return Measured(*(values[mask] for values in arrays), self.sources)
+        return Measured(*(values[mask] for values in arrays), self.sources, self.told)
 
     def __len__(self) -> int:
         return len(self.number)
@@ -184,14 +219,16 @@ class PromptFiles:
     An example's ``uid`` is the name that the data gives the question, ``source/split/index``, so that runs whose
     prompts are worded differently can still be paired. Where the data gives none, it is a hash of source, prompt
     and ground truth; where the loaded files give one name to different questions, the hash is added to the name.
-    Copies of an example share their uid.
+    Copies of an example share their uid. ``word`` gives an example's prompt as its agent loop words it: lengths are
+    those of prompts with their tools.
     """
 
-    def __init__(self, config: Any, tokenizer: Any, pictures: PictureFormat | None = None):
+    def __init__(self, config: Any, tokenizer: Any, pictures: PictureFormat | None = None, word: Word | None = None):
         self.config = config
         self.limited_by = "max_prompt_length" if config.max_start_length is None else "max_start_length"
         self.limit: int = getattr(config, self.limited_by)  # tokens of a prompt
         self.encoder = Encoder(tokenizer, config.apply_chat_template_kwargs, pictures)
+        self.word = word or (lambda example: Worded(example.prompt))
         self.files: dict[str, ExampleFile] = {}
         self.measured: dict[str, Measured] = {}  # of the examples that can be drawn
         self._left_out: dict[str, int] = {}
@@ -209,12 +246,12 @@ class PromptFiles:
         if errors:
             raise InputError(errors)
         problems = Problems()
-        lengths: dict[str, int | Unreadable] = {}  # by prompt, so that copies are tokenised once
+        lengths: Lengths = {}
         sizes = [len(file) for file in self.files.values()]
         cuts = not self.config.filter_overlong_prompts and self.config.truncation != "error"
         uncut = self.limit if cuts else float("inf")
         for file, numbers in zip(self.files.values(), choose(sizes) if choose else [None] * len(sizes), strict=True):
-            self._keep(file, _measure(file, numbers, self.encoder, lengths, problems, uncut), problems)
+            self._keep(file, _measure(file, numbers, self.encoder, self.word, lengths, problems, uncut), problems)
         problems.raise_if_any()
         self._ambiguous = _ambiguous_names(list(self.measured.values()))
         for line in self.counts():
@@ -248,10 +285,6 @@ class PromptFiles:
         """The tokens of the longest prompt that can be drawn, as it is cut."""
         return min(self.limit, max((int(one.length.max()) for one in self.measured.values() if len(one)), default=0))
 
-    def agent_names(self) -> set[str]:
-        """Return the agent loops that the files' examples name."""
-        return set().union(*(file.agent_names() for file in self.files.values()))
-
     def examples(self) -> Iterator[Example]:
         """Yield every example that can be drawn, file by file."""
         for path, measured in self.measured.items():
@@ -281,7 +314,7 @@ class PromptFiles:
             if cut:
                 parts.append(f"{cut} cut to {limit} tokens (data.truncation={self.config.truncation})")
             longest = int(measured.length.max()) if len(measured) else 0
-            lines.append(f"{path}: {', '.join(parts)}, longest prompt {longest} tokens")
+            lines.append(f"{path}: {', '.join(parts)}, longest prompt{measured.told} {longest} tokens")
         return lines
 
     def _keep(self, file: ExampleFile, measured: Measured, problems: Problems) -> None:
@@ -290,7 +323,7 @@ class PromptFiles:
         fits = measured.length <= limit
         self.measured[file.path] = measured
         self._left_out[file.path] = 0
-        too_long = f"a prompt is longer than data.{self.limited_by}={limit} tokens"
+        too_long = f"a prompt{measured.told} is longer than data.{self.limited_by}={limit} tokens"
         if not self.config.filter_overlong_prompts:
             if self.config.truncation == "error":
                 fix = "raise it, or set data.filter_overlong_prompts=True or data.truncation=left|right|middle"
@@ -298,7 +331,7 @@ class PromptFiles:
                     problems.add(file.path, too_long, fix, int(number), f"{length} tokens")
         elif len(measured) and not fits.any():
             shortest = int(measured.length.min())
-            rule = f"all {len(measured)} prompts are longer than data.{self.limited_by}={limit} tokens"
+            rule = f"all {len(measured)} prompts{measured.told} are longer than data.{self.limited_by}={limit} tokens"
             problems.add(file.path, rule, f"raise it: the shortest has {shortest}")
         else:
             self._left_out[file.path] = int((~fits).sum())
@@ -309,7 +342,8 @@ def _measure(
     file: ExampleFile,
     numbers: np.ndarray | None,
     encoder: Encoder,
-    lengths: dict[str, int | Unreadable],
+    word: Word,
+    lengths: Lengths,
     problems: Problems,
     uncut: float,
 ) -> Measured:
@@ -317,11 +351,14 @@ def _measure(
     signed = {key: array("q") for key in ("number", "length", "source")}
     hashed = {key: array("Q") for key in ("content", "name")}
     sources: dict[str, int] = {}
+    told = False
     examples = file.examples(problems, numbers)
     while batch := list(islice(examples, MEASURED_TOGETHER)):
-        _add_lengths(batch, encoder, lengths)
-        for example in batch:
-            length = lengths[example.prompt_hash]
+        worded = [word(example) for example in batch]
+        _add_lengths(batch, worded, encoder, lengths)
+        told |= any(one.tools for one in worded)
+        for example, one in zip(batch, worded, strict=True):
+            length = lengths[example.prompt_hash, one.tools]
             if isinstance(length, Unreadable):
                 problems.add(file.path, length.rule, length.fix, example.number, length.value)
             elif length == 0:
@@ -337,22 +374,38 @@ def _measure(
                 hashed["name"].append(int(example.name_hash, 16))
     columns = {key: np.array(values, dtype=np.int64) for key, values in signed.items()}
     columns |= {key: np.array(values, dtype=np.uint64) for key, values in hashed.items()}
-    return Measured(sources=tuple(sources), **columns)
+    return Measured(sources=tuple(sources), told=" with its tools' schemas" if told else "", **columns)
 
 
-def _add_lengths(examples: list[Example], encoder: Encoder, lengths: dict[str, int | Unreadable]) -> None:
+def _add_lengths(examples: list[Example], worded: list[Worded], encoder: Encoder, lengths: Lengths) -> None:
     """Add the length of every new prompt, or why it has none."""
-    new = {example.prompt_hash: example for example in examples if example.prompt_hash not in lengths}
+    new: dict[tuple[str, ...], dict[str, tuple[Example, Worded]]] = defaultdict(dict)  # by what they tell of
+    for example, one in zip(examples, worded, strict=True):
+        key = (example.prompt_hash, one.tools)
+        if key not in lengths and (role := encoder.dropped_role(one)):
+            lengths[key] = Unreadable("the chat template leaves out the text of a message", CHAT_FIX, f"role {role}")
+        elif key not in lengths:
+            new[one.tools][example.prompt_hash] = example, one
+    for tools, found in new.items():
+        _add_alike(tools, found, encoder, lengths)
+
+
+def _add_alike(
+    tools: tuple[str, ...], found: Mapping[str, tuple[Example, Worded]], encoder: Encoder, lengths: Lengths
+) -> None:
+    """Add the lengths of prompts that tell of the same tools, in one call where none is refused or has pictures."""
+    keys = [(key, tools) for key in found]
     try:
-        if encoder.pictures is None and not any(example.images for example in new.values()):
-            prompts = [example.prompt for example in new.values()]
-            lengths.update(zip(new, map(len, encoder.encode(prompts)), strict=True))
+        if encoder.pictures is None and not any(example.images for example, _ in found.values()):
+            pairs = list(found.values())
+            prompts, arguments = [one.prompt for _, one in pairs], pairs[0][1].arguments
+            lengths.update(zip(keys, map(len, encoder.encode(prompts, **arguments)), strict=True))
             return
     except ChatError:
         pass  # the one that is refused is found below
-    for key, example in new.items():
+    for key, (example, one) in zip(keys, found.values(), strict=True):
         try:
-            lengths[key] = len(encoder.encode_example(example, decode=True)[0])
+            lengths[key] = len(encoder.encode_example(example, one, decode=True)[0])
         except ChatError as error:
             lengths[key] = Unreadable("the chat template refuses a prompt", CHAT_FIX, str(error))
         except PictureError as error:

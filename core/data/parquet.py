@@ -143,12 +143,6 @@ class ExampleFile:
     def __len__(self) -> int:
         return self._table.num_rows
 
-    def agent_names(self) -> set[str]:
-        """Return the agent loops that its examples name."""
-        if "agent_name" not in self._table.column_names:
-            return set()
-        return {name for name in self._table["agent_name"].unique().to_pylist() if isinstance(name, str) and name}
-
     def example(self, number: int) -> Example:
         """Return the example of this number. Raises InputError where it breaks the schema."""
         problems = Problems()
@@ -225,6 +219,22 @@ def _indices(numbers: np.ndarray) -> Any:
     import pyarrow as pa
 
     return pa.Array.from_buffers(pa.int64(), len(numbers), [None, pa.py_buffer(numbers.astype(np.int64))])
+
+
+def named_loops(path: str) -> set[str]:
+    """Return the agent loops that a file's examples name; none where it cannot be read."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        here = Path(local_path(path, "data")).expanduser()
+        file = pq.ParquetFile(here)
+        if "agent_name" not in file.schema_arrow.names:
+            return set()
+        column = file.read(columns=["agent_name"])["agent_name"]
+        return {name for name in column.unique().to_pylist() if isinstance(name, str) and name}
+    except (InputError, pa.ArrowException, OSError):
+        return set()
 
 
 def sha256_of(path: str | Path) -> str:

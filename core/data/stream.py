@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from core.data.dataset import Choose, PromptFiles
+from core.data.dataset import Choose, PromptFiles, Word
+from core.data.parquet import named_loops
 from core.data.sampler import Order, Stage, apportion, permutation
 from core.errors import InputError
 from core.types import PictureFormat, Prompt
@@ -44,18 +45,25 @@ class PromptStream:
 
     ``files`` load and hold what an ordinal draws: prompts, or what a recipe trains on in their place
     (``recipes/sft/demonstrations.py``). ``pictures`` is how the model reads those of prompts, None for a model of text
-    alone.
+    alone; ``word`` gives a prompt as its agent loop words it.
 
     Raises InputError: every problem of every file, one line a rule; or no example has a picture for a model that reads
     them.
     """
 
     def __init__(
-        self, config: Any, tokenizer: Any, seed: int, files: Any = None, *, pictures: PictureFormat | None = None
+        self,
+        config: Any,
+        tokenizer: Any,
+        seed: int,
+        files: Any = None,
+        *,
+        pictures: PictureFormat | None = None,
+        word: Word | None = None,
     ):
         self.seed = int(seed if config.seed is None else config.seed)
         stages = _stages(config)
-        self.files = PromptFiles(config, tokenizer, pictures) if files is None else files
+        self.files = PromptFiles(config, tokenizer, pictures, word) if files is None else files
         self.files.load((path for stage in stages for path in stage.files), _training_choice(config, self.seed))
         if pictures is not None and not any(example.images for example in self.files.examples()):
             rule = "no example of the training files has a picture, and the model reads pictures"
@@ -94,7 +102,9 @@ class PromptStream:
         return files, Stage(sizes, stage.weights, stage.prompts)
 
 
-def load_val_prompts(config: Any, tokenizer: Any, pictures: PictureFormat | None = None) -> list[Prompt]:
+def load_val_prompts(
+    config: Any, tokenizer: Any, pictures: PictureFormat | None = None, word: Word | None = None
+) -> list[Prompt]:
     """Return the validation prompts, file by file.
 
     ``data.val_max_samples`` keeps that many examples of **each** file, so that a small benchmark beside a large one
@@ -113,7 +123,7 @@ def load_val_prompts(config: Any, tokenizer: Any, pictures: PictureFormat | None
         return [np.sort(permutation(size, seed, SUBSET, size)[:most]) for size in sizes]
 
     paths = _paths(config.val_files, "data.val_files")
-    files = PromptFiles(config, tokenizer, pictures)
+    files = PromptFiles(config, tokenizer, pictures, word)
     files.load(paths, choose if most is not None and most > 0 else None)
     prompts, start = [], 0
     for path in dict.fromkeys(paths):
@@ -123,6 +133,19 @@ def load_val_prompts(config: Any, tokenizer: Any, pictures: PictureFormat | None
     if config.validation_shuffle:
         return [prompts[index] for index in permutation(len(prompts), seed, VALIDATION)]
     return prompts
+
+
+def agent_names(config: Any, *, training: bool = True) -> set[str]:
+    """Return the agent loops that the files of the ``data`` section name, before their examples are read.
+
+    A file that cannot be read names none: loading it reports that.
+    """
+    files = [config.val_files]
+    if training:
+        stages = config.curriculum
+        files += [config.train_files] if stages is None else [_given(stage).get("files") for stage in stages]
+    paths = (path for each in files for path in ((each,) if isinstance(each, str) else each or ()))
+    return set().union(*(named_loops(str(path)) for path in dict.fromkeys(paths)))
 
 
 def _training_choice(config: Any, seed: int) -> Choose | None:
@@ -155,8 +178,12 @@ def _stages(config: Any) -> list[StageFiles]:
     return stages
 
 
+def _given(stage: Any) -> Mapping[str, Any]:
+    return stage if isinstance(stage, Mapping) else vars(stage)
+
+
 def _stage(entry: Any, key: str, last: bool) -> StageFiles:
-    given = entry if isinstance(entry, Mapping) else vars(entry)
+    given = _given(entry)
     unknown = sorted(set(given) - {"files", "prompts", "weights"})
     if unknown:
         raise InputError([f"{key}: unknown {', '.join(unknown)}; a stage has files, prompts and weights"])

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
+from core.data.vocabulary import known_ids, unknown_among
 from core.engines import SampleRequest
 from core.engines.kv_cache import ATTENTION, Decode, Prefill, SharedPromptCache
 from core.engines.sampling import RowSettings, draw, eos_ids, perturbed, uniforms
@@ -59,9 +60,12 @@ class DecodeBatch:
     where it has pictures: a picture takes fewer positions than tokens.
     """
 
-    def __init__(self, model: Any, limits: BatchLimits, cache: SharedPromptCache, logits_noise: float = 0.0):
+    def __init__(
+        self, model: Any, limits: BatchLimits, cache: SharedPromptCache, unknown: np.ndarray, logits_noise: float = 0.0
+    ):
         self.model, self.limits, self.cache, self.logits_noise = model, limits, cache, logits_noise
         self.device = cache.device
+        self.unknown = torch.from_numpy(unknown).to(self.device)  # ids that are never drawn
         self.own_attention = model.config._attn_implementation == ATTENTION
         # What was computed in all: prompt tokens ahead of decoding (without padding), and the rows of all steps.
         self.prefill_tokens = self.row_steps = 0
@@ -152,6 +156,8 @@ class DecodeBatch:
         position_N = self.length.astype(np.uint64)
         if self.logits_noise:
             logits_NV = perturbed(logits_NV, self.settings, self.seed, position_N, self.logits_noise)
+        if len(self.unknown):
+            logits_NV = logits_NV.index_fill(1, self.unknown, -math.inf)
         uniform_N = torch.from_numpy(uniforms(self.seed, position_N)).to(self.device)
         token_N, logprob_N = draw(logits_NV, self.settings, uniform_N)
         self.token = token_N.cpu().numpy()
@@ -304,7 +310,8 @@ class HFEngine(SteppedEngine):
         super().__init__(tokenizer, eos_ids(tokenizer, self.model), vocab_size, max_length)
         cache = cache_for(self.model, self.device)
         self.limits = BatchLimits(max_batch_rows, max_prefill_tokens, int(cache_gib * 2**30 / cache.bytes_per_token))
-        self.batch = DecodeBatch(self.model, self.limits, cache, logits_noise)
+        unknown = unknown_among(known_ids(tokenizer), len(self.model.get_output_embeddings().weight))
+        self.batch = DecodeBatch(self.model, self.limits, cache, unknown, logits_noise)
 
     def _check(self, request: SampleRequest) -> None:
         super()._check(request)

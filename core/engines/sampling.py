@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from core.data.vocabulary import end_ids
 from core.engines import SamplingParams
 from core.types import Stop
 
@@ -263,8 +264,5 @@ class StopRule:
 
 
 def eos_ids(tokenizer: Any, model: Any = None) -> frozenset[int]:
-    """Return the tokenizer's end-of-sequence id and those of the model's generation config, which may be several."""
-    generation = getattr(model, "generation_config", None)
-    named = (getattr(tokenizer, "eos_token_id", None), getattr(generation, "eos_token_id", None))
-    lists = (ids if isinstance(ids, (list, tuple)) else [ids] for ids in named)
-    return frozenset(int(i) for ids in lists for i in ids if i is not None)
+    """Return the ids that end a response: :func:`core.data.vocabulary.end_ids` of the model's generation config."""
+    return end_ids(tokenizer, getattr(model, "generation_config", None))

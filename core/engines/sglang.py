@@ -35,6 +35,7 @@ from torch import nn
 
 from core.config.frozen import thaw
 from core.config.schema import FULL_PRECISION
+from core.data.vocabulary import known_ids, unknown_among
 from core.engines import SampleRequest
 from core.engines.sampling import eos_ids
 from core.engines.sglang_server import KEY, OWN, ResponsePart, SGLangServer, launch, problems, python_of
@@ -57,6 +58,7 @@ FIXED = {
 SPARE = 8  # positions that SGLang keeps free behind prompt and response
 CPU_CACHE_TOKENS = 1 << 18  # the most that a CPU's cache holds; SGLang's own default is a share of the machine's memory
 WAIT_S = 0.005  # the caller's event loop stands still so long where no token has come
+NEVER = -1e9  # JSON has no infinity
 CLOSE_S = 10.0  # for a server that goes on to forget this engine
 JOIN_S = 300.0  # for the server to join the update group
 
@@ -86,6 +88,8 @@ class SGLangEngine(SteppedEngine):
         if max_length < _positions(skeleton):
             self.length_key = "actor_rollout_ref.rollout.max_model_len"
         super().__init__(tokenizer, eos_ids(tokenizer, skeleton), config.vocab_size, max_length)
+        unknown = unknown_among(known_ids(tokenizer), self.vocab_size).tolist()
+        self.never = {str(one): NEVER for one in unknown}  # added to the logits before the log-probs are taken
         self.ends = self.eos | eos_ids(config)  # what ends a response of the server's own accord
         self.name = uuid.uuid4().hex[:8]  # of this engine, among those that a server has met
         self._numbers = count()
@@ -122,6 +126,8 @@ class SGLangEngine(SteppedEngine):
         # All that a model's generation_config could set is set here.
         params: dict[str, Any] = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
         params |= {"min_p": 0.0, "temperature": sampling.temperature, "max_new_tokens": sampling.max_tokens}
+        if self.never:
+            params["logit_bias"] = self.never
         params |= {"ignore_eos": streams or not ids, "stop_token_ids": ids}  # the former would ignore the latter too
         body = {"rid": name, "input_ids": list(row.request.prompt_ids), "return_logprob": True, "stream": streams}
         top_k = sampling.top_k if 0 < sampling.top_k < self.vocab_size else self.vocab_size

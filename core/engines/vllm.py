@@ -26,6 +26,7 @@ from torch import nn
 from core.config.frozen import thaw
 from core.config.schema import FULL_PRECISION
 from core.data.sampler import derive_seed
+from core.data.vocabulary import known_ids, unknown_among
 from core.engines import SampleRequest
 from core.engines.sampling import eos_ids
 from core.engines.stepped import Row, SteppedEngine
@@ -49,7 +50,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from core.engines import vllm_pictures
-from core.engines.vllm_receiver import BACKEND, WeightProof
+from core.engines.vllm_receiver import BACKEND, UNKNOWN, UnknownIds, WeightProof
 
 DEVICE = current_platform.device_type  # what this build of vLLM computes on: "cpu" or "cuda"
 CPU_CACHE_BYTES = 1 << 30  # of keys and values; vLLM's own default is a share of the machine's memory
@@ -63,6 +64,7 @@ FIXED = {
     "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
     "seed": 0,
 }
+UNKNOWN_IDS = f"{UnknownIds.__module__}:{UnknownIds.__qualname__}"
 KEPT_VARIABLES = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
 ATTENTION_KEY = "attn_implementation"  # the learner's; vLLM has its own kernels
 LEAST_LENGTH = 64  # of prompt and response: the probe's text is a prompt too
@@ -91,6 +93,10 @@ class VLLMEngine(SteppedEngine):
             raise InputError(f"{key}={options['tensor_parallel_size']}: {rule}; set it to 1, or install torchvision")
         if self.sees:
             options |= vllm_pictures.prepare(skeleton.config, skeleton.image_processor)
+        unknown = unknown_among(known_ids(tokenizer), skeleton.config.get_text_config().vocab_size)
+        if len(unknown):
+            options["logits_processors"] = [*options.get("logits_processors", ()), UNKNOWN_IDS]
+            options["additional_config"] = {**options.get("additional_config", {}), UNKNOWN: unknown.tolist()}
         with _process_kept():
             self.llm = LLMEngine.from_engine_args(EngineArgs(**options))
         model = self.llm.model_config

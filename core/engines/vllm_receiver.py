@@ -1,7 +1,7 @@
-"""The receiving end of a weight update inside each of vLLM's processes, behind vLLM's own weight-transfer interface.
+"""What runs inside each of vLLM's processes: the receiving end of a weight update, and the mask of unknown ids.
 
 vLLM imports this file in its processes because :class:`WeightProof` is their extension; importing it registers the
-back end "buckets".
+back end "buckets" of vLLM's own weight-transfer interface.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -16,6 +17,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.v1.sample.logits_processor import LogitsProcessor
 
 from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof, release, weights_checksum
 
@@ -23,6 +25,23 @@ if TYPE_CHECKING:
     from torch import nn
 
 BACKEND = "buckets"
+UNKNOWN = "unknown_ids"  # of vLLM's additional_config
+
+
+class UnknownIds(LogitsProcessor):
+    """Never samples an id that the tokenizer does not know; log-probs are of the ids that are left."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
+        self.ids = torch.tensor(vllm_config.additional_config[UNKNOWN], dtype=torch.int64, device=device)
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: Any) -> None:
+        """Do nothing: all requests have the same ids."""
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.index_fill_(1, self.ids, -torch.inf)
 
 
 @dataclass

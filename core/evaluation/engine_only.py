@@ -17,7 +17,7 @@ from core.engines.factory import make_engine
 from core.engines.stepped import SteppedEngine
 from core.learner.models import check_lengths, load_tokenizer
 from core.planning.memory_knobs import naming_knobs
-from core.rollout.agent_loop import make_agent_loop
+from core.rollout.agent_loop import AgentLoop, make_agent_loop
 from core.session import prepare_torch
 
 if TYPE_CHECKING:
@@ -35,21 +35,25 @@ class EngineOnly:
 
 @contextmanager
 def answering(
-    config: Config, trainer: str, tokenizer: Any = None, prompts: Sequence[Prompt] = ()
+    config: Config,
+    trainer: str,
+    tokenizer: Any = None,
+    agent_loop: AgentLoop | None = None,
+    prompts: Sequence[Prompt] = (),
 ) -> Iterator[RayPPOTrainer]:
     """Yield the trainer ``module:class`` whose ``generate`` answers with the weights of the configuration's model.
 
-    ``prompts`` are those that it may be given; their agent loops are made here and check them. ``trainer.backend``
-    places the engine in this process or, several of them, in actors of a cluster. Raises InputError for a model, a
-    tokenizer or an engine that cannot be had, and for prompts that their loop refuses.
+    ``agent_loop`` plays the episodes of its prompts; without one the configured loop is made here.
+    ``prompts`` have to fit into the model's positions. ``trainer.backend`` places the engine in this process or,
+    several of them, in actors of a cluster. Raises InputError for a model, a tokenizer, an agent loop or an engine that
+    cannot be had.
     """
     run = load_object(trainer)(config)
     run.tokenizer = tokenizer or load_tokenizer(config.actor_rollout_ref.model)
     if prompts:
         longest = {"data.val_files": run.room(max(len(prompt.token_ids) for prompt in prompts))}
         check_lengths(config, longest)
-    names = {prompt.agent_name for prompt in prompts if prompt.agent_name}
-    run.agent_loop = make_agent_loop(config, run.tokenizer, names, prompts)
+    run.agent_loop = agent_loop or make_agent_loop(config, run.tokenizer)
     with ExitStack() as owned:
         if run.agent_loop is not None:
             owned.callback(run.agent_loop.close)

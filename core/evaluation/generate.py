@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.config import Config, code_keys, convert, examine, recipes, registry
-from core.data.stream import load_val_prompts
+from core.data.stream import agent_names, load_val_prompts
 from core.errors import InputError
 from core.evaluation.answer_file import FORMAT, AnswerFile, answer_line
 from core.evaluation.model_source import PATH, TOKENIZER_PATH, ModelSource, of_model, of_run
@@ -113,10 +113,13 @@ def generate(asked: GenerateCall) -> bool:
     Raises InputError before a model loads for data, settings and files that do not go together.
     """
     from core.learner.models import load_picture_format, load_tokenizer
+    from core.rollout.agent_loop import check_examples, make_agent_loop
 
     config, model = asked.config, asked.config.actor_rollout_ref.model
     tokenizer = load_tokenizer(model)
-    prompts = load_val_prompts(config.data, tokenizer, load_picture_format(model, tokenizer))
+    loop = make_agent_loop(config, tokenizer, agent_names(config.data, training=False))
+    prompts = load_val_prompts(config.data, tokenizer, load_picture_format(model, tokenizer), word=loop and loop.worded)
+    check_examples(loop, prompts)
     if not prompts:
         raise InputError("data.val_files=[]: there are no questions; give parquet files")
     _check_json(prompts)
@@ -130,7 +133,7 @@ def generate(asked: GenerateCall) -> bool:
 
         with asked.source.loadable(asked.out.parent) as path:
             loaded = convert.replaced(config, {PATH: path})
-            with answering(loaded, asked.trainer, tokenizer, prompts) as run:
+            with answering(loaded, asked.trainer, tokenizer, loop, prompts) as run:
                 asyncio.run(answer(run, prompts, file, batch_of(config)))
         return True
     finally:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +23,7 @@ from core.algorithm.kl import kl_penalty
 from core.algorithm.losses import Means, policy_loss, value_loss
 from core.algorithm.rollout_correction import add_mismatch
 from core.config import registry
+from core.data.vocabulary import unknown_among
 from core.learner.batching import micro_batches, split_idle
 from core.learner.compiled import compile_parts
 from core.learner.log_probs import FP32Head, token_log_probs_and_entropy
@@ -82,6 +84,7 @@ class Ranks:
 ALONE, PADDED = Ranks(), Layout()
 
 
+NEVER = -1e9  # as a logit: no probability, and 0 * log 0 is 0 in an entropy, as it would not be with an infinity
 PASS_READS = ("input_ids", "response_mask", "group")  # what a pass for log-probs or values reads of a batch
 CRITIC_READS = (*PASS_READS, "loss_weight", "returns", "values")
 
@@ -107,6 +110,7 @@ def read_tokens(
     reading: Reading,
     *,
     temperature: float,
+    unknown: Tensor | None = None,
     shared: SharedPrompts | None = None,
     pictures_B: Sequence[tuple[Picture, ...]] = (),
     tower: bool = False,
@@ -114,6 +118,7 @@ def read_tokens(
 ) -> tuple[Tensor, ...]:
     """Return [M] each: log-prob and entropy of each token that ``reading`` predicts, by a causal language model.
 
+    ``unknown`` ids, which the tokenizer does not know, have no probability: no engine samples them.
     ``shared`` prompts are read in a pass of their own, with ``pictures_B``; without them ``reading`` has all. ``tower``
     is :func:`run_body`'s, ``options`` are those of :func:`token_log_probs_and_entropy`.
     """
@@ -127,6 +132,9 @@ def read_tokens(
     head = module.get_output_embeddings()
     # Where ranks share layers it is a DTensor, and each of them reads all of it.
     weight, bias = (one.full_tensor() if hasattr(one, "full_tensor") else one for one in (head.weight, head.bias))
+    if unknown is not None:
+        zeros = weight.new_zeros(len(weight), dtype=torch.float32) if bias is None else bias
+        bias = zeros.index_fill(0, unknown, NEVER)
     return token_log_probs_and_entropy(
         hidden_MH,
         weight,
@@ -192,9 +200,12 @@ class Passes:
 class Policy(Passes):
     """A causal language model that is read through its log-probs. ``passes`` are the arguments of :class:`Passes`."""
 
-    def __init__(self, module: nn.Module, *, temperature: float, **passes: Any):
+    def __init__(self, module: nn.Module, *, temperature: float, known: np.ndarray | None = None, **passes: Any):
         super().__init__(module, **passes)
         self.temperature = temperature
+        head = module.get_output_embeddings()
+        unknown = unknown_among(known, head.weight.shape[0] if head is not None else 0)
+        self.unknown = torch.from_numpy(unknown).to(self.device) if len(unknown) else None
         check_head(self)
         check_packing(self)
         self.ranks.reshard(module)
@@ -215,7 +226,8 @@ class Policy(Passes):
     def read(self, reading: Reading, **options: Any) -> tuple[Tensor, ...]:
         """Return :func:`read_tokens` of this policy; ``options`` are the rest of its arguments."""
         with self.precision():
-            return self.ranks.inside(self.module, read_tokens, reading, temperature=self.temperature, **options)
+            given = {"temperature": self.temperature, "unknown": self.unknown}
+            return self.ranks.inside(self.module, read_tokens, reading, **given, **options)
 
     @torch.no_grad()
     def log_probs(self, batch: TrainBatch, size: MicroBatchSize, *, squares: bool = False) -> tuple[Tensor, ...]:

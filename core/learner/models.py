@@ -10,7 +10,7 @@ import importlib
 import logging
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -228,6 +228,8 @@ def auto_class(config: Any, auto: str = AUTO) -> Any:
 
 
 def _load(auto: str, model: ModelConfig, dtype: torch.dtype, on_meta: bool, **head: Any) -> nn.Module:
+    import transformers
+
     _import_external(model)
     path = resolve_path(model.path, weights=not on_meta)
     config = _model_config(model, path)
@@ -238,6 +240,8 @@ def _load(auto: str, model: ModelConfig, dtype: torch.dtype, on_meta: bool, **he
         if on_meta:
             with torch.device("meta"):
                 module = auto_class(config, auto).from_config(config, **options)
+            with suppress(OSError):  # not every model has one; it names all ids that end a response
+                module.generation_config = transformers.GenerationConfig.from_pretrained(path)
         else:
             module = auto_class(config, auto).from_pretrained(path, config=config, **options)
     if getattr(config, "vision_config", None) is not None:

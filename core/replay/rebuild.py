@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,12 +16,14 @@ from core.cluster.local_workers import LocalWorkers
 from core.config import Config, convert
 from core.config.registry import load_object
 from core.errors import InputError
+from core.learner.models import load_tokenizer
 from core.learner.saving import load_model, load_optimizer_tensors
 from core.replay.stored_step import StoredStep
 from core.session import prepare_torch
 from core.tracking.capsules import ALIGNED, OPTIMIZER, model_tensors, sha256_of_tensor, state_of
 
 if TYPE_CHECKING:
+    from core.config.schema import ModelConfig
     from core.ray_trainer import RayPPOTrainer
 
 POLICY, CRITIC = "actor_rollout_ref.model.path", "critic.model.path"
@@ -39,7 +41,7 @@ def rebuilt(stored: StoredStep, config: Config, *, weights: bool) -> RayPPOTrain
     """
     own = {"trainer.cpu_threads": stored.facts["machine"]["threads"], "trainer.device": device_of(stored)}
     own |= {"reward_model.enable": False, **_paths(stored)}
-    config = convert.replaced(config, own)
+    given, config = config, convert.replaced(config, own)
     run = load_object(stored.facts["trainer"])(config)
     run.session.total_steps, run.session.step = stored.facts["total_steps"], stored.step - 1
     run.kl_controller = run.kl_controller.with_state(stored.facts["kl_controller"]["before"])
@@ -48,10 +50,19 @@ def rebuilt(stored: StoredStep, config: Config, *, weights: bool) -> RayPPOTrain
         _check_models(run, stored)
         checkpoint = _checkpoint(stored)
         needs = {"needs_ref": run.needs.ref, "needs_critic": run.needs.critic}
-        run.workers = LocalWorkers(config, None, device, needs_engine=False, **needs)
+        tokenizer = _tokenizer(given.actor_rollout_ref.model)
+        run.workers = LocalWorkers(config, tokenizer, device, needs_engine=False, **needs)
         _load(run.workers, stored, checkpoint)
         _align(run.workers, stored.facts["alignment"])
     return run
+
+
+def _tokenizer(model: ModelConfig) -> Any:
+    """Return the policy's tokenizer, whose unknown ids have no probability; None where the model's folder is gone."""
+    try:
+        return load_tokenizer(model)
+    except InputError:
+        return None
 
 
 def _paths(stored: StoredStep) -> dict[str, str]:

@@ -35,8 +35,10 @@ import numpy as np
 
 from core.config import registry
 from core.config.registry import chosen
+from core.data.dataset import Worded
 from core.data.parquet import Example, Problems
 from core.data.sampler import sampling_seed
+from core.data.vocabulary import writable
 from core.engines import RolloutEngine, SampleRequest, SamplingParams
 from core.errors import InputError
 from core.rollout.barrier import ToolCalls
@@ -66,6 +68,10 @@ class AgentLoop:
         """Return what is wrong with an example of the data for this loop, or None. Every one passes before a start."""
         return None
 
+    def worded(self, example: Example | Prompt) -> Worded:
+        """Return the prompt as the policy will read it: what data is measured and left out by."""
+        return Worded(example.prompt if isinstance(example, Example) else example.messages)
+
     def metrics(self) -> Mapping[str, float]:
         """Numbers of the episodes since the last call, under full names (``agent/...``), logged with each step."""
         return {}
@@ -86,6 +92,10 @@ class SingleTurn(AgentLoop):
         await episode.turn()
 
 
+UNWORDED = SingleTurn(None, None)  # stands for a loop that is missing, which the check of every example reports
+NO_LOOP = "names an agent loop that there is not"
+
+
 class LoopsByName(AgentLoop):
     """The loops of a run whose data names them; None stands for that of examples that name none."""
 
@@ -97,7 +107,12 @@ class LoopsByName(AgentLoop):
         await self.loops[episode.prompt.agent_name].run(episode)
 
     def check(self, example: Example | Prompt) -> str | None:
+        if example.agent_name not in self.loops:
+            return NO_LOOP
         return self.loops[example.agent_name].check(example)
+
+    def worded(self, example: Example | Prompt) -> Worded:
+        return self.loops.get(example.agent_name, UNWORDED).worded(example)
 
     def metrics(self) -> Mapping[str, float]:
         return {name: value for loop in self.different for name, value in loop.metrics().items()}
@@ -112,10 +127,10 @@ def make_agent_loop(
 ) -> AgentLoop | None:
     """Make the configured loop and those that the data names, or return None where each trajectory is one turn.
 
-    ``names`` are those of the column ``agent_name``, ``examples`` all that the run may draw. Raises InputError for a
-    path or a name that leads to no loop, and with all examples that their loop refuses.
+    ``names`` are those of the column ``agent_name``, ``examples`` are checked as :func:`check_examples` does. Raises
+    InputError for a path or a name that leads to no loop, and with all examples that their loop refuses.
     """
-    spec, problems = config.actor_rollout_ref.rollout.loop, Problems(shown=3)
+    spec = config.actor_rollout_ref.rollout.loop
     if spec is None and not names:
         return None
     made = {spec: _made(spec or registry.SINGLE_TURN, config, tokenizer)}
@@ -124,25 +139,34 @@ def make_agent_loop(
         same = [loop for loop in made.values() if type(loop) is chosen(name, registry.AGENT_LOOPS, KEY)]
         made[name] = same[0] if same else _made(name, config, tokenizer)
     loops = {None: made[spec], **{name: made[name] for name in names if name in made}}
-    unknown = f"names an agent loop that is not among {', '.join(known)}"
-    fix = f"correct the column agent_name, or name the loop's module: {KEY}=path/file.py:name"
-    for example in examples:
+    loop = LoopsByName(loops) if names else loops[None]
+    check_examples(loop, examples)
+    return loop
+
+
+def check_examples(loop: AgentLoop | None, examples: Iterable[Example | Prompt]) -> None:
+    """Check all examples that a run may draw. Raises InputError, and closes the loop, where it refuses any."""
+    problems = Problems(shown=3)
+    for example in examples if loop is not None else ():
+        trouble = loop.check(example)
         where = example.where if isinstance(example, Example) else f"uid {example.uid}"
-        if example.agent_name not in loops:
-            problems.add("agent_name", unknown, fix, where, repr(example.agent_name))
-        elif trouble := loops[example.agent_name].check(example):
+        if trouble is NO_LOOP:
+            known = ", ".join({**registry.AGENT_LOOPS, **registry.registered(KEY)})
+            fix = f"correct the column agent_name, or name the loop's module: {KEY}=path/file.py:name"
+            rule = f"names an agent loop that is not among {known}"
+            problems.add("agent_name", rule, fix, where, repr(example.agent_name))
+        elif trouble:
             problems.add(KEY, "an example does not suit its loop", "correct the data", where, trouble)
     try:
         problems.raise_if_any()
     except InputError:
-        LoopsByName(loops).close()
+        loop.close()
         raise
-    return LoopsByName(loops) if names else loops[None]
 
 
 def _made(spec: str, config: Config, tokenizer: Any) -> AgentLoop:
     made = chosen(spec, registry.AGENT_LOOPS, KEY)(config, tokenizer)
-    lacks = [name for name in ("run", "check", "metrics", "close") if not callable(getattr(made, name, None))]
+    lacks = [name for name in ("run", "check", "worded", "metrics", "close") if not callable(getattr(made, name, None))]
     if lacks:
         raise InputError(f"{KEY}={spec}: has no {' and no '.join(lacks)}(); extend core.rollout.agent_loop.AgentLoop")
     return made
@@ -260,8 +284,11 @@ class Episode:
         return await self._calls(bounded)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of text that is not the policy's. What looks like a special token in it is text and stays text."""
-        return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        """Ids of text that is not the policy's. What looks like a special token in it is text and stays text.
+
+        Whatever the text holds has ids: what no tokenizer takes is replaced (:func:`core.data.vocabulary.writable`).
+        """
+        return self._tokenizer.encode(writable(text), add_special_tokens=False, split_special_tokens=True)
 
     def add(self, text: str, role: str = "tool") -> bool:
         """Append text that the policy did not write. See :meth:`add_ids`."""
@@ -277,7 +304,7 @@ class Episode:
         if len(ids) >= self.left:
             self.cut_short()
             return False
-        self._append(list(ids), False, [0.0] * len(ids), Segment(role, text))
+        self._append(list(ids), False, [0.0] * len(ids), Segment(role, writable(text)))
         return True
 
     def cut_short(self) -> None:

@@ -26,11 +26,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from core.data.chat_frames import Frame, reply_frame, template_of
 from core.data.dataset import Encoder
+from core.data.template_check import ANSWERED, OBSERVATION
+from core.data.vocabulary import end_ids, first_token, template_ends, whole_tokens
 from core.rollout.agent_loop import Episode
 from core.types import Stop
 
-MARK = "\x00answer\x00"  # stands for an answer while the template writes what is around it
 Piece = tuple[str, bool]  # text, and whether it is an answer's: what looks like a special token in one is text
 Message = Mapping[str, Any]
 
@@ -47,29 +49,47 @@ class Call:
 class Chat:
     """What the chat template writes behind the policy's turn."""
 
-    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any]):
+    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any], schemas: Sequence[Mapping[str, Any]] = ()):
         self.tokenizer = tokenizer
         self.encoder = Encoder(tokenizer, template_kwargs)
-        self.has_template = bool(getattr(tokenizer, "chat_template", None))
+        self.has_template = bool(template_kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None))
+        self.whole_tokens = whole_tokens(tokenizer)
+        self.ends, self.own_ends = end_ids(tokenizer), template_ends(tokenizer, template_kwargs)
+        kwargs = {**self.encoder.template_kwargs, **({"tools": list(schemas)} if schemas else {})}
+        self.template = template_of(
+            tokenizer, kwargs
+        )  # with tools: some tokenizers have a template of its own for them
+        self._frames: dict[tuple[str, int, str], Frame] = {}
+
+    def frame(self, role: str, count: int, before: str = "") -> Frame:
+        """Return what stands around replies of a role. Raises ChatError where the template has no use for it."""
+        key = (role, count, before)
+        if key not in self._frames:
+            self._frames[key] = reply_frame(self.template, *key)
+        return self._frames[key]
 
     def messages(self, role: str, texts: Sequence[str], episode: Episode, before: str = "") -> list[Piece]:
         """Return messages of a role, each ``before`` and a text, and the beginning of the policy's next turn.
 
-        Raises ValueError where the template does not write that role.
+        Raises ChatError where the template does not write that role.
         """
-        asked = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
-        replies = [{"role": role, "content": before + MARK} for _ in texts]
-        after = self.encoder.render([*asked, *replies]).partition(MARK)[2]
-        eos = self.tokenizer.eos_token
-        if episode.last_token == self.tokenizer.eos_token_id and after.startswith(eos):
-            after = after[len(eos) :]  # the policy has written it already
-        frames = after.split(MARK)
-        if len(frames) != len(texts) + 1:
-            raise ValueError(f"the chat template does not write messages of role {role!r}; use another one, or a loop")
-        pieces = [(frames[0], False)]
-        for text, frame in zip(texts, frames[1:], strict=True):
-            pieces += [(text, True), (frame, False)]
+        frame = self.frame(role, len(texts), before)
+        pieces = [(self._goes_on(frame.pieces[0], episode), False)]
+        for text, behind in zip(texts, frame.pieces[1:], strict=True):
+            pieces += [(frame.written(text), True), (behind, False)]
         return pieces
+
+    def _goes_on(self, first: str, episode: Episode) -> str:
+        """Return a frame's beginning without an end of the turn that the policy has written already.
+
+        The policy may have ended its turn with that token, or with another one that ends turns.
+        """
+        begins = first.lstrip()
+        end = first_token(begins, self.whole_tokens)
+        written = end is not None and episode.last_token == self.whole_tokens[end]
+        if written or (end in self.own_ends and (episode.last_token in self.ends or episode.stop is Stop.EOS)):
+            return begins[len(end) :]
+        return first
 
 
 @dataclass(frozen=True)
@@ -113,14 +133,14 @@ def tell_hermes(
 def frame_hermes(chat: Chat, answers: Sequence[str], episode: Episode) -> list[Piece]:
     """Return messages of role ``tool``; without a template, the answers between ``<tool_response>`` tags."""
     if chat.has_template:
-        return chat.messages("tool", answers, episode)
+        role, before = ANSWERED["hermes"]
+        return chat.messages(role, answers, episode, before)
     tags = ("<tool_response>", False), ("</tool_response>", False)
     return [piece for text in answers for piece in (tags[0], (text, True), tags[1])]
 
 
 # --- react ---
 
-OBSERVATION = "Observation:"
 ACTION = re.compile(r"^[ \t]*Action:[ \t]*(.*?)[ \t]*$", re.MULTILINE)
 NEXT = r"^[ \t]*(?:Thought|Action|Action Input|Observation|Final Answer):"
 INPUT = re.compile(rf"^[ \t]*Action Input:(.*?)(?={NEXT}|\Z)", re.MULTILINE | re.DOTALL)
@@ -175,7 +195,8 @@ def frame_react(chat: Chat, answers: Sequence[str], episode: Episode) -> list[Pi
     if episode.stop is Stop.STOP_STRING:
         return [(" ", False), (answers[0], True), ("\n", False)]
     if chat.has_template:
-        return chat.messages("user", answers, episode, before=f"{OBSERVATION} ")
+        role, before = ANSWERED["react"]
+        return chat.messages(role, answers, episode, before)
     return [(f"\n{OBSERVATION} ", False), (answers[0], True), ("\n", False)]
 
 

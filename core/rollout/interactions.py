@@ -15,8 +15,10 @@ the user's turns reach the scorer in ``extra_info["rollout"]["user_scores"]``. A
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +40,11 @@ class UserTurn:
 class Interaction:
     """A simulated user. One object serves all episodes of a run, many at a time: what is an episode's is in its state.
 
-    ``config`` is the file's. Raises ValueError for what it cannot mean.
+    ``config`` is the file's. Raises ValueError for what it cannot mean. ``runs_apart`` is that of
+    :class:`core.rollout.tools.Tool`: False where no method ever blocks.
     """
+
+    runs_apart = True
 
     def __init__(self, config: Mapping[str, Any]):
         if config:
@@ -52,7 +57,8 @@ class Interaction:
     async def generate_response(self, state: Any, messages: Sequence[Mapping[str, Any]]) -> UserTurn:
         """Return the user's reply. ``messages`` are the prompt's and all since, of roles assistant, tool and user.
 
-        A function of its arguments, if a run is to be replayed. What it raises ends the run.
+        A function of its arguments, if a run is to be replayed. Where it raises, or returns what is no UserTurn, the
+        policy reads an error in its place, and ``agent/user_failures`` counts it.
         """
         raise NotImplementedError
 
@@ -61,6 +67,17 @@ class Interaction:
 
     def close(self) -> None:
         """Let go of what the object holds."""
+
+
+def reply_problem(reply: Any) -> str | None:
+    """Return what is wrong with what a user's ``generate_response`` returned, or None."""
+    if not isinstance(reply, UserTurn):
+        return f"the user returned {type(reply).__name__}, not a UserTurn"
+    if not isinstance(reply.score, Real) or not math.isfinite(reply.score):
+        return "the user returned a score that is no finite number"
+    if not (reply.over or isinstance(reply.text, str)):
+        return f"the user returned {type(reply.text).__name__}, not text"
+    return None
 
 
 def load_interactions(path: str | Path) -> dict[str, Interaction]:

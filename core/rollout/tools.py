@@ -48,9 +48,15 @@ class ToolError(Exception):
 
 
 class Tool:
-    """A tool. ``schema`` is what the policy is told of it; one object serves all episodes."""
+    """A tool. ``schema`` is what the policy is told of it; one object serves all episodes.
+
+    ``runs_apart``: calls run on an event loop of their own, so that one that blocks meets its deadline
+    (:mod:`core.rollout.outside_code`). A class whose calls never block says False: they then answer between two steps
+    of the engine, and a run with an engine in this process repeats to the bit.
+    """
 
     schema: Mapping[str, Any] = {}
+    runs_apart = True
 
     def __init__(self, config: Mapping[str, Any]):
         """``config`` is the file's. Raises ValueError for what it cannot mean."""
@@ -60,8 +66,9 @@ class Tool:
     async def call(self, arguments: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
         """Return the answer for the policy. ``arguments`` fit the schema; ``facts`` are the row's ``create_kwargs``.
 
-        A function of its arguments, if a run is to be replayed. Raises ToolError for a call that makes no sense;
-        anything else that it raises ends the run.
+        A function of its arguments, if a run is to be replayed. Raises ToolError for a call that makes no sense.
+        Anything else that it raises, and what is no text, is answered with an error and counted
+        (``agent/failed_calls``).
         """
         raise NotImplementedError
 
@@ -122,7 +129,7 @@ def made_by_name(
             if name in found:
                 raise ValueError(f"a second {noun} named {name!r}")
             found[name] = make()
-        except (InputError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        except Exception as error:  # the class of an entry may be a user's
             problems.append(f"{where}[{number}]: {_said(error)}")
     if problems:
         raise InputError("\n".join(problems))
@@ -141,7 +148,10 @@ def _spec(entry: Any) -> ToolSpec:
         raise ValueError(f"timeout_s={timeout_s!r} must be a number of seconds")
     if timeout_s is not None and not 0 < timeout_s < math.inf:
         raise ValueError(f"timeout_s={timeout_s!r} must be above 0; leave it out for multi_turn.tool_timeout_s")
-    tool = load_class(entry["class_name"])(_options(entry.get("config")))
+    kind = load_class(entry["class_name"])
+    tool = kind(_options(entry.get("config")))
+    if not isinstance(tool, Tool):
+        raise ValueError(f"{entry['class_name']} does not extend core.rollout.tools.Tool, whose call() is awaited")
     schema = entry.get("tool_schema") or tool.schema
     function = schema["function"]
     parameters = function.get("parameters") or {"type": "object"}
@@ -198,12 +208,17 @@ def _of_function(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _said(error: Exception) -> str:
-    return f"lacks {error}" if isinstance(error, KeyError) else str(error)
+    if isinstance(error, KeyError):
+        return f"lacks {error}"
+    plain = isinstance(error, (InputError, ValueError, TypeError, RuntimeError))
+    return str(error) if plain else f"{type(error).__name__}: {error}"
 
 
 def chosen(tools: Mapping[str, ToolSpec], extra_info: Mapping[str, Any]) -> dict[str, ToolSpec]:
     """Return the tools of an example. Raises ValueError where it names one that the file does not have."""
     names: Sequence[str] | None = extra_info.get("tool_selection")
+    if isinstance(names, str) or not isinstance(extra_info.get("tools_kwargs") or {}, Mapping):
+        raise ValueError("extra_info.tool_selection must be a list of names, and tools_kwargs a struct")
     if names is None and extra_info.get("need_tools_kwargs"):
         # parquet gives every row every field of a struct: those without a value are not the row's
         names = [name for name, value in (extra_info.get("tools_kwargs") or {}).items() if value is not None]
@@ -238,6 +253,7 @@ def _function(name: str, description: str, **parameters: str) -> Mapping[str, An
 class Calculator(Tool):
     """Arithmetic on numbers, without ``eval``."""
 
+    runs_apart = False  # a thousand characters of bounded powers take no time
     schema = _function(
         "calculator",
         "Computes an arithmetic expression of numbers, + - * / // ** and parentheses.",
@@ -249,9 +265,9 @@ class Calculator(Tool):
 
         try:
             value = evaluate(arguments["expression"])
-        except CannotEvaluate as error:
+            return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+        except (CannotEvaluate, ValueError) as error:  # the latter for a number of more than 4,300 digits
             raise ToolError(f"cannot compute that: {error}") from error
-        return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 class PythonSandbox(Tool):
@@ -261,6 +277,7 @@ class PythonSandbox(Tool):
     where this machine cannot isolate a program.
     """
 
+    runs_apart = False  # it waits in a thread, and the sandbox has a deadline of its own
     schema = _function(
         "python", "Runs a Python script in an empty sandbox and returns what it prints.", code="the script"
     )
@@ -283,7 +300,8 @@ class PythonSandbox(Tool):
         if ran.status == "ok":
             return ran.stdout
         last = (ran.stderr.strip().splitlines() or [""])[-1]
-        raise ToolError({"timeout": "it took too long", "output": "it printed too much"}.get(ran.status, last))
+        reasons = {"timeout": "it took too long", "output": "it printed too much"}
+        raise ToolError(reasons.get(ran.status) or last or "it ended early and printed no reason")
 
 
 COME_ALONG: Mapping[str, type[Tool]] = {tool.schema["function"]["name"]: tool for tool in (Calculator, PythonSandbox)}

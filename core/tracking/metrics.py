@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
+from core.data.vocabulary import count_unknown
 from core.types import ScoredGroup, TrainBatch
 from reward_scores.score import Score, ScoreStatus
 
@@ -50,6 +51,11 @@ def data_metrics(groups: Sequence[ScoredGroup], batch: TrainBatch) -> dict[str, 
     if "values" in batch.stored:
         metrics["critic/vf_explained_var"] = explained_variance(batch.flat("values"), batch.flat("returns"), written)
     return metrics
+
+
+def unknown_ids(groups: Sequence[ScoredGroup], known: np.ndarray | None) -> int:
+    """Count the tokens of the policy that are not among its tokenizer's ids, ``known``: engines never sample others."""
+    return sum(count_unknown(known, t.response_ids[t.response_mask]) for group in groups for t in group.trajectories)
 
 
 def throughput(values: Mapping[str, float], ranks: int) -> float:

@@ -50,6 +50,8 @@ class Riddle:
 class Thinker(Interaction):
     """The user who thinks of the letter ``secret`` of an episode's facts, and leaves after the last guess."""
 
+    runs_apart = False
+
     async def generate_response(self, state: Any, messages: Sequence[Mapping[str, Any]]) -> UserTurn:
         guess = messages[-1]["content"].strip().removeprefix("#")
         made = sum(one["role"] == "assistant" for one in messages)

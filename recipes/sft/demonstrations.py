@@ -184,10 +184,6 @@ class DemonstrationFiles:
         """The tokens of the longest demonstration that can be drawn."""
         return max((len(one) for path in self.measured.values() for one in path), default=0)
 
-    def agent_names(self) -> set[str]:
-        """Return no name: demonstrations are written already, no agent loop plays them."""
-        return set()
-
     def examples(self) -> Iterator[Example]:
         """Yield nothing: what is scored and played are the questions of the validation."""
         yield from ()

@@ -8,10 +8,11 @@ only where a validation needs them.
 from __future__ import annotations
 
 from core.checkpoint.kill_points import kill_point
-from core.data.stream import PromptStream, load_val_prompts
+from core.data.stream import PromptStream, agent_names, load_val_prompts
 from core.learner.models import load_tokenizer
 from core.ray_trainer import RayPPOTrainer
 from core.rewards import RewardLayer
+from core.rollout.agent_loop import check_examples, make_agent_loop
 from core.rollout.collect import CollectState, StopRequested
 from core.session import LoopState
 from core.tracking.metrics import throughput
@@ -29,7 +30,9 @@ class SFTTrainer(RayPPOTrainer):
         self.tokenizer = load_tokenizer(model)
         files = DemonstrationFiles(data, self.tokenizer, end_ids(self.tokenizer, model))
         self.stream = PromptStream(data, self.tokenizer, self.config.trainer.seed, files)
-        self.val_prompts = load_val_prompts(data, self.tokenizer)
+        self.agent_loop = make_agent_loop(self.config, self.tokenizer, agent_names(data, training=False))
+        self.val_prompts = load_val_prompts(data, self.tokenizer, word=self.agent_loop and self.agent_loop.worded)
+        check_examples(self.agent_loop, self.val_prompts)
         self.reward = RewardLayer(self.config)
         self.reward.check(self.val_prompts)
 

@@ -60,5 +60,5 @@ def test_answers_for_an_evaluation_have_to_fit(folder):
     long = configured(folder, "run", "data.max_response_length=57")
     path, prompts = "core.ray_trainer:RayPPOTrainer", trainer.val_prompts
     refused = pytest.raises(InputError, match="data.val_files has 200 tokens and 57 may follow")
-    with refused, answering(long, path, trainer.tokenizer, prompts):
+    with refused, answering(long, path, trainer.tokenizer, prompts=prompts):
         pass

@@ -448,6 +448,8 @@ def test_mean_pooling_leaves_padding_out_and_prefixes_count(tiny_bert):
     first = make_encoder(EncoderSettings(str(tiny_bert / "encoder"), pooling="cls")).encode(texts, "query: ")
     assert np.abs(first - together).max() > 1e-3
     assert encoder.encode([], "").shape == (0, 16)
+    torn = encoder.encode(["half \ud83d", "half \ufffd"], "query: ")
+    assert (torn[0] == torn[1]).all()
 
 
 def test_a_sentence_transformers_folder_says_its_settings(tmp_path):

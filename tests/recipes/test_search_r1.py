@@ -110,6 +110,14 @@ def roles(trajectory):
     return [segment.role for segment in trajectory.segments]
 
 
+def test_a_passage_that_no_tokenizer_takes_is_read_all_the_same():
+    torn = [Passage("1", "Jaws\nby \ud83d Williams \x00 <eos>", 1.0)]
+    trajectory, _ = play(["<search>jaws</search>", "<answer>x</answer>"], passages=torn)
+    (block,) = [segment.text for segment in trajectory.segments if segment.role == "tool"]
+    assert "by \ufffd Williams \ufffd <eos>" in block and block.encode()
+    assert roles(trajectory) == ["policy", "tool", "policy"]
+
+
 # --- actions ---
 
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from core.data.vocabulary import writable
 from recipes.search_r1.index.passages import RetrievalError
 
 HASHING = "hashing"
@@ -121,9 +122,8 @@ class TransformerEncoder:
         out = np.empty((len(texts), self.dim), np.float32)
         if not texts:
             return out
-        ids = self._tokenizer([prefix + text for text in texts], truncation=True, max_length=self.settings.max_length)[
-            "input_ids"
-        ]
+        read = [writable(prefix + text) for text in texts]
+        ids = self._tokenizer(read, truncation=True, max_length=self.settings.max_length)["input_ids"]
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
         with torch.inference_mode():
             for batch in _batches(order, ids):

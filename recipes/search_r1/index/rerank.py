@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from core.data.vocabulary import writable
 from recipes.search_r1.index.passages import Passage, RetrievalError, Retriever, fingerprint
 
 Rate = Callable[[Sequence[tuple[str, str]]], Sequence[float]]  # (query, contents) pairs -> relevance
@@ -57,8 +58,8 @@ def cross_encoder(model: str, device: str = "cpu") -> Rate:
             for start in range(0, len(pairs), BATCH):
                 queries, texts = zip(*pairs[start : start + BATCH], strict=True)
                 batch = tokenizer(
-                    list(queries),
-                    list(texts),
+                    list(map(writable, queries)),
+                    list(map(writable, texts)),
                     truncation="longest_first",
                     max_length=MAX_LENGTH,
                     padding=True,

@@ -87,9 +87,9 @@ def written(tokens, why="length", total=None, version="default", **meta):
 
 
 @contextmanager
-def engine_on(generate):
+def engine_on(generate, **options):
     with scripted(generate) as (url, seen), torch.device("meta"):
-        skeleton = tiny_model()
+        skeleton = tiny_model(**options)
         server = SGLangServer(url, 5.0)
         engine = SGLangEngine(tiny_tokenizer(), skeleton, server, device=CPU, max_length=256, max_rows=4)
         try:
@@ -116,6 +116,13 @@ def test_a_request_says_all_that_a_server_could_add():
     assert cut["return_sampling_mask"] and cut["sampling_logprobs_mode"] == "selected"
     assert (cut["sampling_params"]["top_k"], cut["sampling_params"]["top_p"]) == (VOCAB_SIZE, 0.5)
     assert "top_k" not in body_of(top_k=5000)["sampling_params"]
+
+
+def test_ids_that_the_tokenizer_does_not_know_are_ruled_out():
+    with engine_on(lambda _: written([5]), vocab_size=VOCAB_SIZE + 2) as (engine, seen):
+        sample_all(engine, [ask(max_tokens=1)])
+    body = next(body for path, body in seen if path == "/generate")
+    assert body["sampling_params"]["logit_bias"] == {str(VOCAB_SIZE): -1e9, str(VOCAB_SIZE + 1): -1e9}
 
 
 def test_log_probs_are_those_of_the_truncated_distribution():

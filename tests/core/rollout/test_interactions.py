@@ -110,11 +110,12 @@ def test_a_user_without_room_or_time_ends_the_episode_as_truncated(tmp_path):
     assert len(ENDED) == 2
 
 
-def test_what_is_no_reply_ends_the_run_and_its_state_is_let_go(tmp_path):
+def test_what_is_no_reply_is_answered_with_an_error_and_its_state_is_let_go(tmp_path):
     ENDED.clear()
-    with pytest.raises(ValueError, match="must return a UserTurn with a finite score"):
-        played(tmp_path, ["nonsense"])
-    assert len(ENDED) == 1
+    trajectory, loop = played(tmp_path, ["nonsense", "4"])
+    assert "error: the user returned tuple, not a UserTurn" in trajectory.segments[1].text
+    assert trajectory.turns == 2 and trajectory.user_scores == (1.0,)
+    assert loop.metrics()["agent/user_failures"] == 1 and len(ENDED) == 1
 
 
 def test_scores_survive_a_file_of_answers(tmp_path):

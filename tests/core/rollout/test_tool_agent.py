@@ -295,6 +295,7 @@ def test_no_more_calls_are_made_than_an_episode_has(tmp_path):
         "agent/invalid_calls": 0.5,
         "agent/refused_calls": 0.0,
         "agent/timeout_calls": 0.0,
+        "agent/failed_calls": 0.0,
     }
 
 

@@ -1,0 +1,100 @@
+"""Chat templates in the form of public models', each with its end of a sequence and the tokens that it writes whole.
+
+They are written anew, as short as they can be with the same frames, roles and refusals.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from tests.tiny import tiny_tokenizer
+
+CHATML = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'tool' %}"
+    "{% if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
+    "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+GEMMA = (
+    "<bos>{% for m in messages %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n"
+    "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+PHI3 = (
+    "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant') %}"
+    "<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+)
+GLM4 = (
+    "[gMASK]{% for m in messages %}"
+    "{% if m.role == 'tool' %}<|observation|>\n{{ m.content }}{% else %}<|{{ m.role }}|>\n{{ m.content }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+LLAMA3 = (
+    "<bos>{% for m in messages %}"
+    "{% if m.role == 'tool' %}<|start_header_id|>ipython<|end_header_id|>\n\n{{ m.content | tojson }}<|eot_id|>"
+    "{% else %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+MISTRAL = (
+    "<bos>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% elif m.role == 'tool' %}[TOOL_RESULTS] {{ m.content }}[/TOOL_RESULTS]"
+    "{% elif m.role == 'assistant' %} {{ m.content }} {{ eos_token }}{% else %}{{ raise_exception('Only user!') }}"
+    "{% endif %}{% endfor %}"
+)
+GPT_OSS = (
+    "<|start|>system<|message|>You are.<|end|>{% for m in messages %}"
+    "{% if m.role == 'tool' %}{{ raise_exception('a tool message follows a call') }}"
+    "{% elif m.role == 'assistant' and loop.last and not add_generation_prompt %}"
+    "<|start|>assistant<|message|>{{ m.content }}<|return|>"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+PLAIN = (
+    "{% for m in messages %}\n<|im_start|>{{ m.role }}: {{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}A{% endif %}"
+)
+LAST_ONLY = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if loop.last %}{{ eos_token }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+class Family(NamedTuple):
+    """A template with its ``eos`` and the other tokens that it writes whole; ``ends`` are those that end a turn."""
+
+    template: str
+    eos: str
+    tokens: tuple[str, ...]
+    ends: frozenset[str]
+
+
+def family(template: str, eos: str, tokens: str, ends: str) -> Family:
+    return Family(template, eos, tuple(tokens.split()), frozenset(ends.split()))
+
+
+FAMILIES = {
+    "chatml": family(CHATML, "<|im_end|>", "<|im_start|> <tool_response> </tool_response>", "<|im_end|>"),
+    "base with chatml": family(CHATML, "<|endoftext|>", "<|im_start|> <|im_end|>", "<|im_end|>"),
+    "gemma": family(GEMMA, "<eos>", "<start_of_turn> <end_of_turn>", "<end_of_turn>"),
+    "phi3": family(PHI3, "<|endoftext|>", "<|end|> <|user|> <|assistant|> <|system|>", "<|end|>"),
+    "glm4": family(GLM4, "<|endoftext|>", "[gMASK] <|user|> <|assistant|> <|observation|>", ""),
+    "llama3": family(LLAMA3, "<|eot_id|>", "<|start_header_id|> <|end_header_id|>", "<|eot_id|>"),
+    "mistral": family(MISTRAL, "</s>", "[INST] [/INST] [TOOL_RESULTS] [/TOOL_RESULTS]", "</s>"),
+    "gpt-oss": family(GPT_OSS, "<|return|>", "<|start|> <|message|> <|end|>", "<|return|> <|end|>"),
+    "plain": family(PLAIN, "<eos>", "<|im_start|>", ""),
+    "end of the last alone": family(LAST_ONLY, "<eos>", "<|im_start|>", "<eos>"),
+}
+
+
+def tokenizer_of(name: str) -> Any:
+    """Return the tiny tokenizer with a family's template and tokens."""
+    made, one = tiny_tokenizer(), FAMILIES[name]
+    made.chat_template = one.template
+    made.add_special_tokens({"eos_token": one.eos, "additional_special_tokens": list(one.tokens)})
+    return made
