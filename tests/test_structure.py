@@ -40,7 +40,7 @@ LAYERS = (
     ("learner", "tracking"),
     ("algorithm", "checkpoint", "data", "planning"),
     ("config",),
-    ("types", "errors", "remote", "installation", "__init__"),
+    ("types", "errors", "remote", "redaction", "file_names", "installation", "__init__"),
 )
 
 # Packages that only these files import.
