@@ -180,12 +180,14 @@ class RewardLayer:
     def _try(self, row: Prompt | Example) -> str | None:
         """Have a user's code grade answers to a row until one has a score; return the problem where none has."""
         failed: list[Failure] = []
-        for answer in trial_answers(self.scorers.scorer(row.data_source), row.ground_truth):
-            found = self.grade_example(row, answer, row.ground_truth)
-            if not isinstance(found, Failure):
-                self._known[row.data_source] = (answer, found)
-                return None
-            failed.append(found)
+        answers = trial_answers(self.scorers.scorer(row.data_source), row.ground_truth)
+        # A function of lists may compare answers: all of them in one call, and where that fails each of them twice
+        for together in [answers, *((one, one) for one in answers)] if self.batched else [(one,) for one in answers]:
+            for answer, found in zip(together, self._grade(row, together, row.ground_truth), strict=True):
+                if not isinstance(found, Failure):
+                    self._known[row.data_source] = (answer, found)
+                    return None
+                failed.append(found)
         custom = self.scorers.custom
         key = f"custom_reward_function.path={custom.name}" if custom else "reward_model.reward_manager"
         return fails_on_all(key, row, self.job(row, written("")), failed[0])
@@ -198,13 +200,17 @@ class RewardLayer:
         return self._known[row.data_source]
 
     def grade_example(self, row: Prompt | Example, response: str, ground_truth: Any) -> Score | Failure:
-        """Grade an answer that is known before the run. A user's function has the row's ``extra_info`` beside it."""
-        job = dataclasses.replace(self.job(row, written(response)), ground_truth=ground_truth)
+        """Grade an answer that is known before the run."""
+        return self._grade(row, [response], ground_truth)[0]
+
+    def _grade(self, row: Prompt | Example, responses: Sequence[str], ground_truth: Any) -> list[Score | Failure]:
+        """Grade texts, in one call of a function of lists. A user's function has the row's ``extra_info`` beside it."""
+        jobs = [dataclasses.replace(self.job(row, written(one)), ground_truth=ground_truth) for one in responses]
         if not self.custom:  # a built-in scorer's examples are to no row
-            job = dataclasses.replace(job, extra_info={})
-        if self.batched:  # two, so that a function of lists which returns one result is found
-            return asyncio.run(self.manager.run_together([job, job]))[0]
-        return asyncio.run(self.manager.run(job))
+            jobs = [dataclasses.replace(job, extra_info={}) for job in jobs]
+        if self.batched:
+            return asyncio.run(self.manager.run_together(jobs))
+        return [asyncio.run(self.manager.run(job)) for job in jobs]
 
     @property
     def in_process(self) -> bool:

@@ -95,7 +95,7 @@ def test_greedy_answers_of_a_baseline_have_a_call_of_their_own(trained):
 
 
 def test_too_few_results_never_train(trained):
-    with pytest.raises(Exception, match="one result an answer: got 1 results for 2 answers"):
+    with pytest.raises(Exception, match="one result an answer: got . results for . answers"):
         trained(cut=1, steps=1)
 
 

@@ -109,8 +109,20 @@ def test_another_number_of_results_ends_the_run_whatever_on_error_is(make_layer,
 
 def test_another_number_of_results_is_found_at_start(make_layer, write):
     layer = make_layer(write("def compute_score(**lists): return [1.0]"), reward_manager="batch")
-    with pytest.raises(InputError, match="failed on every answer tried.*got 1 results for 2 answers"):
+    with pytest.raises(InputError, match="failed on every answer tried.*got 1 results for 4 answers"):
         layer.check([Prompt(0, "q", (1,), (), "b", "tests/x")])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "s = statistics.stdev(map(len, solution_strs)); return [1 / s] * len(solution_strs)",  # not of equal ones
+        "return [float(t) for t in solution_strs]",  # not with the empty answer
+    ],
+)
+def test_a_function_of_lists_that_grades_some_answers_starts(make_layer, write, body):
+    head = "import statistics\ndef compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n    "
+    make_layer(write(head + body), reward_manager="batch").check([Prompt(0, "q", (1,), (), "7", "tests/x")])
 
 
 def test_an_asynchronous_batch_function(make_layer, write):
