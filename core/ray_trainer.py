@@ -34,7 +34,7 @@ from core.engines import SampleRequest, SamplingParams, sampling_params
 from core.engines.stepped import SteppedEngine
 from core.learner.batching import make_batch, token_rewards
 from core.learner.learner import multiplier
-from core.learner.models import load_picture_format, load_tokenizer
+from core.learner.models import check_files, load_picture_format, load_tokenizer
 from core.planning.memory_knobs import naming_knobs
 from core.rewards import RewardLayer
 from core.rewards.hook_check import check_hooks
@@ -156,6 +156,7 @@ class RayPPOTrainer:
     def load_data(self) -> None:
         """Load tokenizer, prompts and scorers, and check them and the hooks with each other."""
         config = self.config
+        check_files(config)
         self.tokenizer = load_tokenizer(config.actor_rollout_ref.model)
         pictures = load_picture_format(config.actor_rollout_ref.model, self.tokenizer)
         self.stream = PromptStream(config.data, self.tokenizer, config.trainer.seed, pictures=pictures)

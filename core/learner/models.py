@@ -25,7 +25,7 @@ from core.remote.whole_files import FIX, damage
 from core.types import PictureFormat
 
 if TYPE_CHECKING:
-    from core.config.schema import ModelConfig, RewardModelModelConfig
+    from core.config.schema import Config, ModelConfig, RewardModelModelConfig
 
 
 log = logging.getLogger(__name__)
@@ -46,6 +46,15 @@ def resolve_path(path: str, key: str = "actor_rollout_ref.model.path", *, weight
     if what := damage(local, weights=weights or not is_url(path)):
         raise InputError(f"{key}={path}: {what}; {FIX}")
     return str(local)
+
+
+def check_files(config: Config) -> None:
+    """Check that the files of every model of a run are whole, before the first of them loads. Raises InputError."""
+    from core.config import paths
+
+    for key, path in paths.named(config):
+        if key in (*paths.MODELS, "reward_model.model.path"):
+            resolve_path(path, key, weights=False)
 
 
 def located(path: str) -> str:

@@ -292,7 +292,7 @@ BROKEN = [
     ),
     (
         *("ppo", [JUDGE, "reward_model.judge.url=https://me:pw@x.org/v1", MODEL_THERE, MASK], ()),
-        *("reward_model.judge.url=https://me:pw@x.org/v1", "reward_model.judge.api_key_env"),
+        *("reward_model.judge.url=https://***@x.org/v1", "reward_model.judge.api_key_env"),
     ),
     ("ppo", [JUDGE, URL, MASK], (), "reward_model.judge.model=null", "as the server lists it"),
     (
