@@ -36,7 +36,7 @@ from core.engines import SampleRequest, SamplingParams, sampling_params
 from core.engines.stepped import SteppedEngine
 from core.learner.batching import make_batch, token_rewards
 from core.learner.learner import multiplier
-from core.learner.models import check_lengths, load_picture_format, load_tokenizer
+from core.learner.models import check_files, check_lengths, load_picture_format, load_tokenizer
 from core.planning.memory_knobs import naming_knobs
 from core.rewards import RewardLayer
 from core.rewards.hook_check import check_hooks
@@ -168,6 +168,7 @@ class RayPPOTrainer:
     def load_data(self) -> None:
         """Load tokenizer, prompts and scorers, and check them and the hooks with each other."""
         config = self.config
+        check_files(config)
         self.tokenizer = load_tokenizer(config.actor_rollout_ref.model)
         pictures = load_picture_format(config.actor_rollout_ref.model, self.tokenizer)
         self.known = known_ids(self.tokenizer)

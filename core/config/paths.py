@@ -11,7 +11,6 @@ from core.config.convert import Problem
 from core.config.limits import is_plugin
 from core.config.schema import Config
 from core.remote.urls import driver_problem, is_url, unreadable
-from core.remote.whole_files import FIX, damage
 
 MODELS = ("actor_rollout_ref.model.path", "actor_rollout_ref.model.tokenizer_path", "critic.model.path")
 # The keys that may be URLs: what is read is copied first, what is written is checked when a run starts.
@@ -91,7 +90,7 @@ def _plugins(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def missing(config: Config, among: frozenset[str] | None = None) -> list[Problem]:
-    """Return the named paths that do not exist or are not whole; only those of keys in ``among``, where it is given.
+    """Return the named paths that do not exist; only those of the keys in ``among``, where it is given.
 
     Of a URL the driver has to be there. Where ``among`` is not given, so that a run begins, it is looked up too.
     """
@@ -104,10 +103,6 @@ def missing(config: Config, among: frozenset[str] | None = None) -> list[Problem
             continue
         elif not os.path.exists(_absolute(path)):
             found.append(Problem(key, path, f"does not exist (looked for {_absolute(path)})", _where_from(key)))
-        elif (key in MODELS or key.startswith(("data.", "reward_model.model."))) and (
-            what := damage(Path(_absolute(path)))
-        ):
-            found.append(Problem(key, path, what, FIX))
     return found
 
 

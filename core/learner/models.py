@@ -53,6 +53,15 @@ def resolve_path(path: str, key: str = "actor_rollout_ref.model.path", *, weight
     return str(local)
 
 
+def check_files(config: Config) -> None:
+    """Check that the files of every model of a run are whole, before the first of them loads. Raises InputError."""
+    from core.config import paths
+
+    for key, path in paths.named(config):
+        if key in (*paths.MODELS, "reward_model.model.path"):
+            resolve_path(path, key, weights=False)
+
+
 def located(path: str) -> str:
     """Return a hub id or URL as it is, and where a local path leads to now, whatever a link points to later."""
     if is_url(path):

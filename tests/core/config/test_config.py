@@ -31,6 +31,7 @@ ADDED = {
     *(f"reward_model.{name}" for name in ("source", "module.path", "module.name", "num_workers", "timeout_s")),
     *(f"reward_model.{name}" for name in ("memory_limit_mb", "num_examine", "val_num_examine")),
     *(f"reward_model.sandbox.{name}" for name in ("allow_unisolated", "timeout_s", "memory_limit_mb")),
+    *(f"reward_model.sandbox_fusion.{name}" for name in ("give_up_s", "api_key_env")),
     *("algorithm.filter_groups.on_exhausted", "trainer.backend", "trainer.cpu_threads", "trainer.seed"),
     *("trainer.max_staleness", "trainer.health.reward_window", "trainer.reference"),
     *(f"trainer.health.{name}.{part}" for name in CHECKS for part in ("bound", "action")),
@@ -279,6 +280,8 @@ def test_published_configurations_are_read_also_where_they_hold_another_recipes_
         assert written["actor_rollout_ref"]["model"].pop("fp32_lm_head") is False
         assert written["actor_rollout_ref"]["rollout"].pop("update_weights_bucket_megabytes") == 2048
         assert written["actor_rollout_ref"]["rollout"]["multi_turn"].pop("interaction_config_path") is None
+        fusion = written["reward_model"]["sandbox_fusion"]
+        assert (fusion.pop("give_up_s"), fusion.pop("api_key_env")) == (120.0, None)
         assert written["reward_model"].pop("judge") == yaml.safe_load(to_yaml(Config()))["reward_model"]["judge"]
         pool = [written["reward_model"].pop(key) for key in ("enable_resource_pool", "nnodes", "n_gpus_per_node")]
         assert pool == [False, 0, 0]

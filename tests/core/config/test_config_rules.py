@@ -290,6 +290,10 @@ BROKEN = [
         *("ppo", [JUDGE, "reward_model.judge.url=localhost:8000/v1", MODEL_THERE, MASK], ()),
         *("reward_model.judge.url=localhost:8000/v1", "must begin with http"),
     ),
+    (
+        *("ppo", [JUDGE, "reward_model.judge.url=https://me:pw@x.org/v1", MODEL_THERE, MASK], ()),
+        *("reward_model.judge.url=https://***@x.org/v1", "reward_model.judge.api_key_env"),
+    ),
     ("ppo", [JUDGE, URL, MASK], (), "reward_model.judge.model=null", "as the server lists it"),
     (
         *("ppo", [*JUDGED, "reward_model.judge.cache_dir=s3://b/kept"], ()),

@@ -12,10 +12,11 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from core.config import compose, paths
+from core.config import compose
 from core.data.parquet import ExampleFile
 from core.errors import InputError
 from core.learner.models import readable, resolve_path
+from core.ray_trainer import RayPPOTrainer
 from core.remote.whole_files import damage
 
 
@@ -116,25 +117,20 @@ def test_cut_parquet_is_named_where_it_is_read(tmp_path, size):
     pq.write_table(pa.table({"prompt": ["a"] * 50}), path)
     assert damage(path) is None
     cut(path, size)
-    with pytest.raises(
-        InputError, match=r"not a readable parquet file \(train.parquet is .*bytes.*; download it again"
-    ):
+    with pytest.raises(InputError, match=r"not a readable parquet file \(train.parquet is .*bytes.*; download"):
         ExampleFile(str(path))
 
 
-def test_a_start_names_all_of_them_before_anything_loads(model, tmp_path):
-    other, data = tmp_path / "critic", tmp_path / "train.parquet"
-    shutil.copytree(model, other)
-    for path in (model, other):
-        cut(path / "model.safetensors", -1)
-    data.write_bytes(b"PAR1 and no more")
-    config = compose(
-        "ppo",
-        [f"actor_rollout_ref.model.path={model}", f"critic.model.path={other}", f"data.train_files={data}"],
-    )
-    lines = [str(problem) for problem in paths.missing(config)]
-    keys = ("actor_rollout_ref.model.path=", "critic.model.path=", "data.train_files=")
-    assert all(any(line.startswith(key) and "is cut short" in line for line in lines) for key in keys), lines
+@pytest.mark.parametrize("key", ["actor_rollout_ref.model.path", "critic.model.path", "reward_model.model.path"])
+def test_the_files_of_every_model_are_looked_at_before_the_first_loads(model, tmp_path, key):
+    cut_model = tmp_path / "cut"
+    shutil.copytree(model, cut_model)
+    cut(cut_model / "model.safetensors", -1)
+    models = {"actor_rollout_ref.model.path": model, "critic.model.path": model, "reward_model.model.path": model}
+    changes = [f"{name}={cut_model if name == key else path}" for name, path in models.items()]
+    config = compose("ppo", [*changes, "reward_model.enable=True", "reward_model.weight=1"])
+    with pytest.raises(InputError, match=f"{key}={cut_model}: model.safetensors is cut short"):
+        RayPPOTrainer(config).load_data()
 
 
 def test_an_error_of_safetensors_names_the_model(model):

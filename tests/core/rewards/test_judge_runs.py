@@ -13,6 +13,7 @@ from core.errors import InputError
 from core.ray_trainer import RayPPOTrainer
 from core.rewards import judge_client
 from core.rewards.judge import JudgeLost
+from core.rewards.judge_client import ReplyCache
 from core.rollout.barrier import Barrier
 from core.tracking.health import UnhealthyRun
 from tests.core.rewards.test_judge import NOBODY, shown
@@ -103,7 +104,9 @@ def test_replies_go_with_a_run_folder_at_a_url(folder, tmp_path, monkeypatch):
             run = scripted()(config(folder, "x", url, "trainer.save_freq=1", *at_url), answer).init_workers()
             if machine == "one":
                 run.fit()
-            assert len(run.reward.judge.client.cache) > len(CANARIES)
+            kept = ReplyCache(run.reward.judge.client.cache.path.parent)
+            assert len(kept) > len(CANARIES)
+            kept.close()
             run.reward.close()
     assert run.session.step == 3
 
