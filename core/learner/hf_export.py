@@ -159,6 +159,8 @@ def load_weights(model: Any, folder: Path) -> None:
 
     from core.learner.models import quiet
 
+    if (folder / ADAPTERS).exists():  # transformers would load the base that they name, from wherever they name it
+        raise InputError(f"{folder} holds weights of another model: adapters, and this run has none")
     widest = functools.reduce(torch.promote_types, {value.dtype for value in model.parameters()})
     with quiet():
         try:

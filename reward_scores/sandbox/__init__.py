@@ -350,7 +350,11 @@ def targets() -> Iterator[dict[str, Any]]:
             server.bind(address)
         os.chmod(path, 0o666)
         port = tcp.getsockname()[1]
-        yield {"file": file, "port": port, "path": path, "name": name, "pid": os.getpid()}
+        sleeps = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", "input()"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        stack.callback(sleeps.communicate, b"\n")
+        yield {"file": file, "port": port, "path": path, "name": name, "pid": sleeps.pid}
 
 
 __all__ = [

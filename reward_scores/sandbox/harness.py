@@ -115,6 +115,9 @@ class Harness:
         self.box = box
         self.server: tuple[Process, int, int] | None = None
         self.charged = 0.0  # seconds, for the request being served
+        self.folder: int | None = None  # that programs work in; where they can write nothing it cannot be listed
+        with contextlib.suppress(OSError):
+            self.folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def serve(self) -> NoReturn:
         while True:
@@ -129,8 +132,11 @@ class Harness:
         if os.getpid() == 1:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)
-        with contextlib.suppress(OSError):  # where nothing can be written there is no folder to list
-            _empty_folder()
+        with contextlib.suppress(OSError):
+            if self.folder is not None:
+                os.fchmod(self.folder, 0o700)  # a program may have taken away the right to enter it
+                os.fchdir(self.folder)
+                _empty_folder()
 
     # --- scripts
 

@@ -1,8 +1,8 @@
 """Try every way out of a sandbox, each on what the prober made for it, and print the names of those that are open.
 
 It runs as a program in the sandbox (``reward_scores.sandbox.probe``), which may be none, so nothing here does harm:
-what is changed is set to the value that it has, and a signal is only asked for. A way that a sandbox claims to close
-and that is not here is not claimed: ``isolated`` means that all of these were refused.
+the process that it tries to reach is one that sleeps for this purpose, and what else is changed is set to what it is.
+A sandbox claims no more than this: ``isolated`` means that all of these were refused.
 """
 
 import ctypes
@@ -86,23 +86,25 @@ def asynchronous():
     return fcntl.fcntl(ours, fcntl.F_SETFL, fcntl.fcntl(ours, fcntl.F_GETFL) | 0x2000) is not None
 
 
-def niceness():
-    return os.getpriority(os.PRIO_PROCESS, PID)
+def niceness(pid):
+    return os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, pid)) is None
+
+
+def memory(x86_64, aarch64):
+    """Return whether the memory of the process could be reached: at address 0, where nothing is."""
+    return call(
+        x86_64, aarch64, PID, struct.pack("QQ", ctypes.addressof(SCRATCH), 8), 1, bytes(8) + b"\x08" + bytes(7), 1, 0
+    ) or (ctypes.get_errno() == 14)
 
 
 def written(path, flags):
     return closed(os.open(path, flags))
 
 
-def of_all_users():
-    return call(140, 141, os.PRIO_USER, 0) and call(141, 140, os.PRIO_USER, 0, 0)
-
-
 OTHER = os.getpid() != PID  # a first process of a namespace may have the prober's number
 AFFINITY = (ctypes.c_ulong * 16)(*[2**64 - 1] * 16)
 ATTRIBUTES = struct.pack("IIQiIQQQ", 48, 0, 0, 0, 0, 0, 0, 0)  # sched_attr: the ordinary policy
 MQ = b"rlrepro-probe"
-VECTOR = struct.pack("QQ", ctypes.addressof(SCRATCH), 8)
 PERF = struct.pack("IIQ", 1, 112, 0).ljust(112, b"\0")  # perf_event_attr: the clock of a processor
 WAYS = {
     "files outside": lambda: os.read(os.open(FILE, os.O_RDONLY), 6) == b"secret",
@@ -147,9 +149,9 @@ WAYS = {
     "signals at input": asynchronous,
     "signals at input by ioctl": lambda: owned_by_ioctl(0x5452),
     "signals of folders": lambda: closed(fcntl.fcntl(os.open("/", os.O_RDONLY), 1026, 0)),
-    "priorities": lambda: os.setpriority(os.PRIO_PROCESS, PID, niceness()) is None,
-    "priorities of all": of_all_users,
-    "its parent's priority": lambda: os.setpriority(os.PRIO_PROCESS, os.getppid(), 0) is None,
+    "priorities": lambda: os.setpriority(os.PRIO_PROCESS, PID, 1) is None,
+    "its parent's priority": lambda: niceness(os.getppid()),
+    "its own priority": lambda: os.nice(0) is not None,
     "processors": lambda: call(203, 122, PID, 128, AFFINITY),
     "schedulers": lambda: call(144, 119, PID, 0, struct.pack("i", 0)),
     "parameters of schedulers": lambda: call(142, 118, PID, struct.pack("i", 0)),
@@ -157,10 +159,10 @@ WAYS = {
     "priorities of disks": lambda: call(251, 30, 1, PID, 0),
     "limits": lambda: OTHER and call(302, 261, PID, 7, None, SCRATCH),
     "memory pages": lambda: OTHER and (call(256, 238, PID, 0, None, None) or call(279, 239, PID, 0, None, None)),
-    "core groups of schedulers": lambda: LIBC.prctl(62, 1, PID, 0, 0) == 0,
+    "core groups of schedulers": lambda: LIBC.prctl(62, 0, PID, 0, SCRATCH) == 0,
     "memory by debugging": lambda: LIBC.ptrace(0x4206, PID, None, None) == 0,
-    "memory for reading": lambda: call(310, 270, PID, VECTOR, 1, VECTOR, 1, 0),
-    "memory for writing": lambda: call(311, 271, PID, VECTOR, 1, VECTOR, 1, 0),
+    "memory for reading": lambda: memory(310, 270),
+    "memory for writing": lambda: memory(311, 271),
     "comparisons of processes": lambda: call(312, 272, PID, PID, 0, 0, 0),
     "counters of processes": lambda: call(298, 241, PERF, PID, -1, -1, 0),
     "programs in the kernel": lambda: call(321, 280, 0, SCRATCH, 72),

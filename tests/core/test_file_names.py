@@ -190,6 +190,14 @@ def test_a_foreign_cache_of_replies_reads_and_deletes_inside_of_its_folder(name,
     assert (tmp_path / "secret").read_text() == "secret"
 
 
+def test_adapters_beside_whole_weights_are_not_followed(tmp_path):
+    from core.learner.hf_export import load_weights
+
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "/elsewhere"}')
+    with pytest.raises(InputError, match="adapters, and this run has none"):
+        load_weights(SimpleNamespace(), tmp_path)
+
+
 class Payload:
     def __reduce__(self):
         return os.mkdir, (os.environ["RLREPRO_TEST_PAYLOAD"],)

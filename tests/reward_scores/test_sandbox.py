@@ -200,7 +200,11 @@ def test_the_same_program_prints_the_same(how):
 
 
 def test_a_program_leaves_nothing_to_the_next(box):
-    left = "import os\nos.makedirs('a/b')\nopen('a/b/c', 'w').write('x')\nos.symlink('/', 'd')\nos.chmod('a/b', 0)"
+    left = (
+        "import os\nos.makedirs('a/b')\nopen('a/b/c', 'w').write('x')\nos.symlink('/', 'd')\nos.chmod('a/b', 0)\n"
+        "for _ in range(30):\n    os.mkdir('y' * 250)\n    os.chdir('y' * 250)\n"  # longer than a path may be
+        "os.chdir('/box')\nos.chmod('.', 0)"
+    )
     box.run(left)
     assert box.run("import os\nprint(os.listdir('.'))").stdout in ("[]\n", "")  # Landlock: it cannot even look
 
