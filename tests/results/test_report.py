@@ -26,6 +26,7 @@ from results.publish import publish
 from results.reporting import readme_tables as result_tables
 from results.reporting import run_reader
 from results.reporting.comparison import accuracy_by_question, paired_comparison, seed_interval
+from results.reporting.pages import Bar, Curves, Effects, Line, draw, draw_effects
 from results.reporting.run_reader import load_run, outcomes, scrub, summarise
 from tests.core.synthetic import configured, make_run, records
 
@@ -226,7 +227,15 @@ def test_every_template_of_a_page_has_the_policy():
     assert len(templates) > 2 and [str(one) for one in templates if POLICY not in one.read_text()] == []
 
 
-@pytest.mark.parametrize("name", ["a$b", "$\\frac{", "$x$ ^_{", "<script>alert(1)</script>", "![x](http://evil/x.png)"])
+@pytest.mark.parametrize("text", ["a$b", "$\\frac{$", "$^_$ a", "\\$", "$x$"])
+def test_a_curves_label_is_text(text):
+    lines = [Line(text, [1, 2], [0.1, 0.2]), Line(f"{text} too", [1, 2], [0.2, 0.1], group=1)]
+    svg, _ = draw(Curves(text, lines, x=text), 0)
+    assert svg.count(f">{text}<") == 2 and f">{text} too<" in svg
+    assert text in draw_effects(Effects("title", [Bar(text, 1, 0, 2)], [text], text), 1)
+
+
+@pytest.mark.parametrize("name", ["a$\\frac{$b", "<script>alert(1)</script>", "![x](http://evil/x.png)"])
 def test_a_runs_name_is_text(name, tmp_path):
     folder = make_run(tmp_path / "grpo" / "run", steps=3, questions=5)
     other = make_run(tmp_path / "grpo" / "other", steps=3, questions=5)
