@@ -135,6 +135,8 @@ def test_a_sync_reaches_the_engine_and_one_that_does_not_is_noticed(pair, monkey
     ranks, alone, _ = pair
     assert ranks.sync_weights(4)["rollout_corr/probe_diff"] < 1e-5
     assert ranks.engine.policy_version == 4
+    assert ranks.rounding_cost(range(4, 34)) == pytest.approx(alone.rounding_cost(range(4, 34)), rel=0.5)
+    ranks.sync_weights(4)  # engines that were put to sleep are woken
     alone.sync_weights(4)
     requests = [ask((50 + i // 4, 60), seed=i, max_tokens=9) for i in range(16)]
     for found, expected in zip(sample_all(ranks.engine, requests), sample_all(alone.engine, requests), strict=True):
