@@ -61,6 +61,7 @@ class ScriptedEngine:
         max_concurrency: int | None = None,
     ):
         self.tokenizer = IdsAsText() if tokenizer is None else tokenizer
+        self.eos = eos_ids(self.tokenizer)
         self.respond = respond
         self.latency = latency or (lambda request, tokens: float(tokens))
         self.max_concurrency = max_concurrency
@@ -97,7 +98,7 @@ class ScriptedEngine:
 
     def _response(self, request: SampleRequest) -> tuple[list[int], Stop]:
         script = self.respond(request)
-        eos = eos_ids(self.tokenizer)
+        eos = self.eos
         if isinstance(script, str):
             script = [*self.tokenizer.encode(script, add_special_tokens=False), *sorted(eos)]
         rule, ids = StopRule(request.sampling, eos, self.tokenizer), []

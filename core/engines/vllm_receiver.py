@@ -18,6 +18,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as RunnerLogitsProcessor
 
 from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof, release, weights_checksum
 
@@ -28,10 +29,14 @@ BACKEND = "buckets"
 UNKNOWN = "unknown_ids"  # of vLLM's additional_config
 
 
-class UnknownIds(LogitsProcessor):
-    """Never samples an id that the tokenizer does not know; log-probs are of the ids that are left."""
+class UnknownIds(LogitsProcessor, RunnerLogitsProcessor):
+    """Never samples an id that the tokenizer does not know; log-probs are of the ids that are left.
 
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
+    It has the interfaces of both of vLLM's model runners: the second one, on GPUs, asks for a class of its own.
+    """
+
+    def __init__(self, vllm_config: Any, where: Any, is_pin_memory: bool = False):
+        device = getattr(where, "device", where)  # the second runner gives the state of its requests
         self.ids = torch.tensor(vllm_config.additional_config[UNKNOWN], dtype=torch.int64, device=device)
 
     def is_argmax_invariant(self) -> bool:
@@ -40,7 +45,7 @@ class UnknownIds(LogitsProcessor):
     def update_state(self, batch_update: Any) -> None:
         """Do nothing: all requests have the same ids."""
 
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+    def apply(self, logits: torch.Tensor, context: Any = None) -> torch.Tensor:
         return logits.index_fill_(1, self.ids, -torch.inf)
 
 

@@ -127,6 +127,8 @@ def generate(asked: GenerateCall) -> bool:
     file = AnswerFile(asked.out, _manifest(asked, prompts), [(p.ordinal, i) for p in prompts for i in samples])
     try:
         if file.complete:
+            if loop is not None:
+                loop.close()
             return False
         # Imported once there is work: torch, transformers and the engine
         from core.evaluation.engine_only import answering

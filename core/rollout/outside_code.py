@@ -20,7 +20,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 GRACE_S = 2.0  # for a loop to show that it is not blocked, after a call on it ran out of time
-SHOWN = 200  # characters of an error's text
+SHOWN, TRACE = 200, 4000  # characters of an error's text, and of a traceback
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,10 @@ async def guarded(call: Callable[[], Any], *passes: type[Exception]) -> Any:
     except BaseException as error:
         if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
             raise
-        return Failed(described(error), traceback.format_exc(limit=-8))
+        trace = traceback.format_exc(limit=-8)
+        return Failed(
+            described(error), trace if len(trace) <= TRACE else f"{trace[: TRACE // 2]}...{trace[-TRACE // 2 :]}"
+        )
 
 
 def described(error: BaseException) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from core.data.chat_frames import ChatError, rendered
 from core.data.dataset import Worded, truncate
 from core.data.parquet import Example
 from core.data.template_check import template_problems, uses_of_template
@@ -67,7 +68,10 @@ class ToolAgentLoop(AgentLoop):
         self.traced: set[str] = set()  # tools and users whose first failure was logged
         if self.users and not self.chat.has_template:
             raise InputError(f"{USERS}={users}: {NO_TEMPLATE}")
-        self.check_template()
+        try:
+            self.check_template()
+        except ChatError as error:
+            raise InputError(f"{KEY}={tools}: the chat template refuses the tools' schemas: {error}") from error
 
     def check_template(self) -> None:
         """Render what episodes will add. Raises InputError for a template that has no use for it."""
@@ -77,7 +81,7 @@ class ToolAgentLoop(AgentLoop):
         if problems := template_problems(self.config, self.chat.template, uses):
             raise InputError(problems)
         if self.tools and self.format.tell is tell_hermes:
-            shown = self.chat.template([{"role": "user", "content": "."}])
+            shown = rendered(self.chat.template, [{"role": "user", "content": "."}])
             if untold := [name for name in self.tools if name not in shown]:
                 log.warning(
                     "the chat template does not write the schemas of tools (%s): the policy knows them only if the "
@@ -92,7 +96,7 @@ class ToolAgentLoop(AgentLoop):
         if user is None:
             return await self.take_turns(tools, episode, None)
         person, facts = user
-        state = await self.called(person, partial(person.start, facts), episode.wait)
+        state = await self.called(person, partial(person.start, copy.deepcopy(facts)), episode.wait)
 
         async def respond(messages: Sequence[Mapping[str, Any]]) -> Any:
             if isinstance(state, Failed):
@@ -105,16 +109,16 @@ class ToolAgentLoop(AgentLoop):
             if not isinstance(state, Failed):
                 ended = await self.called(person, partial(person.finalize, state), episode.wait)
                 if isinstance(ended, Failed):
-                    self.note(type(person).__name__, ended, "user_failures")
+                    self.note("the user", ended, "user_failures")
 
     async def called(
         self, owner: Tool | Interaction, call: Callable[[], Any], wait: Wait, s: float | None = None
     ) -> Any:
-        """Return what a tool's or user's method returned, or Failed; a ToolError comes through."""
-        timeout_s = s or self.options.tool_timeout_s
+        """Return what a tool's or user's method returned, or Failed; a tool's ToolError comes through."""
+        timeout_s, passes = s or self.options.tool_timeout_s, (ToolError,) if isinstance(owner, Tool) else ()
         run = self.apart.run if owner.runs_apart else guarded
         try:
-            return await wait(partial(run, call, ToolError), timeout_s)
+            return await wait(partial(run, call, *passes), timeout_s)
         except TimeoutError:
             return TimedOut(f"no answer in {timeout_s:g} s")
 

@@ -51,6 +51,7 @@ RAISES = {
     "deep": deep,
     "odd": lambda: raises(Odd()),
     "surrogate": lambda: raises(ValueError("\ud800")),
+    "long": lambda: raises(ValueError("x" * 100_000)),
 }
 RETURNS = {
     "none": None,
@@ -263,13 +264,15 @@ class User(Interaction):
         what = state["reply"]
         if what == "block":
             time.sleep(3)
-        return RAISES[what]() if what in RAISES else REPLIES[what]
+        found = {**RAISES, **REFUSED}.get(what)
+        return found() if found else REPLIES[what]
 
     async def finalize(self, state):
         if state.get("end"):
             RAISES[state["end"]]()
 
 
+REFUSED = {"refused": lambda: raises(ToolError("of a tool alone"))}
 REPLIES = {
     "none": None,
     "tuple": (False, "text", 0.0, {}),
@@ -292,7 +295,7 @@ def told(folder, *options, turns=("3", "4"), **facts):
 
 
 @pytest.mark.parametrize(
-    "reply", ["none", "tuple", "score", "score_text", "score_none", "text", "bytes", "exit", "deep"]
+    "reply", ["none", "tuple", "score", "score_text", "score_none", "text", "bytes", "exit", "deep", "refused"]
 )
 def test_what_is_no_reply_is_an_error_that_the_policy_reads(tmp_path, reply):
     trajectory, metrics = told(tmp_path, reply=reply)
