@@ -30,7 +30,7 @@ from core.checkpoint.store import CheckpointStore, resolve_resume
 from core.checkpoint.written_through import RemoteRun
 from core.cluster.signals import GracefulStop
 from core.cluster.workers import Workers
-from core.config import convert
+from core.config import convert, health_bounds
 from core.config.paths import run_folder
 from core.data.stream import PromptStream
 from core.errors import InputError, memory_phase
@@ -323,7 +323,8 @@ class Session:
 
     def _check_health(self, metrics: StepMetrics) -> list[Crossing]:
         """Compare the step with ``trainer.health`` and warn of every bound that it crossed."""
-        self.health, crossings = self.health.after(self.step, metrics.values, self.config.trainer.health)
+        exact = health_bounds.EXACT if health_bounds.exact(self.config) else None
+        self.health, crossings = self.health.after(self.step, metrics.values, self.config.trainer.health, exact=exact)
         last = self.health.last_healthy_step
         metrics.add({"health/crossed_bounds": len(crossings), "health/last_healthy_step": last})
         self.tracker.note("last_healthy_step", last)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from core.config.schema import FULL_PRECISION, Config
 
+EXACT = 1e-4  # mean nats a token that float32 explains
+
 
 def logp_diff(config: Config) -> float | None:
     """Return what rounding explains between engine and learner; no bound where more is expected and corrected.
@@ -14,7 +16,16 @@ def logp_diff(config: Config) -> float | None:
     if config.trainer.max_staleness or correction.rollout_is is not None or correction.bypass_mode:
         return None
     full = {part.rollout.dtype, part.actor.fsdp_config.dtype} <= {*FULL_PRECISION}
-    return 1e-4 if full else 0.02
+    return EXACT if full else 0.02
+
+
+def exact(config: Config) -> bool:
+    """Return whether engine and learner must agree to rounding: the same policy in float32, its whole distribution."""
+    part, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
+    full = {rollout.dtype, part.actor.fsdp_config.dtype} <= {*FULL_PRECISION}
+    whole = rollout.do_sample and rollout.top_p == 1 and rollout.top_k < 0
+    noise = (rollout.engine_kwargs.get("hf") or {}).get("logits_noise")
+    return bool(full and whole and not noise and not config.trainer.max_staleness)
 
 
 def scorer_errors(config: Config) -> float | None:

@@ -483,6 +483,7 @@ class HealthConfig:
     reward_drop: HealthBound = HealthBound()  # drop of the mean score below its best
     reward_window: limits.Count = 10  # steps over which reward_drop averages
     logp_diff: HealthBound = HealthBound()  # mean |engine - learner| of log-probs; None: by precision, off if corrected
+    surprise: HealthBound = HealthBound(bound=6)  # standard errors between entropy and -log p of sampled tokens
     zero_variance: HealthBound = HealthBound()  # share of groups of equal scores
     # share of answers with a timeout or a crash; None: 0.1 with a judge, off without
     scorer_errors: HealthBound = HealthBound()

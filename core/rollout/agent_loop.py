@@ -66,6 +66,9 @@ class AgentLoop:
         """Return what is wrong with an example of the data for this loop, or None. Every one passes before a start."""
         return None
 
+    def check_played(self, trajectories: Sequence[Trajectory]) -> None:
+        """Check the trajectories that a step is about to train on. Raises BrokenInvariant."""
+
     def metrics(self) -> Mapping[str, float]:
         """Numbers of the episodes since the last call, under full names (``agent/...``), logged with each step."""
         return {}
@@ -98,6 +101,10 @@ class LoopsByName(AgentLoop):
 
     def check(self, example: Example | Prompt) -> str | None:
         return self.loops[example.agent_name].check(example)
+
+    def check_played(self, trajectories: Sequence[Trajectory]) -> None:
+        for loop in self.different:
+            loop.check_played(trajectories)
 
     def metrics(self) -> Mapping[str, float]:
         return {name: value for loop in self.different for name, value in loop.metrics().items()}
@@ -142,7 +149,9 @@ def make_agent_loop(
 
 def _made(spec: str, config: Config, tokenizer: Any) -> AgentLoop:
     made = chosen(spec, registry.AGENT_LOOPS, KEY)(config, tokenizer)
-    lacks = [name for name in ("run", "check", "metrics", "close") if not callable(getattr(made, name, None))]
+    lacks = [
+        name for name in ("run", "check", "check_played", "metrics", "close") if not callable(getattr(made, name, None))
+    ]
     if lacks:
         raise InputError(f"{KEY}={spec}: has no {' and no '.join(lacks)}(); extend core.rollout.agent_loop.AgentLoop")
     return made
