@@ -265,6 +265,8 @@ class RayPPOTrainer:
             )
         self.collect_state = self.collected.state
         metrics.add(self.collected.metrics)
+        invariants.ordinals_go_on([group.prompt.ordinal for group in self.collected.groups], self.session.trained)
+        self.session.trained = self.collected.groups[-1].prompt.ordinal + 1
         if self.config.algorithm.filter_groups.enable:
             use_checks.kept_groups_differ(self.collected.groups, self.config.algorithm.filter_groups.metric)
         return self.collected.groups
@@ -348,6 +350,7 @@ class RayPPOTrainer:
         invariants.batch_is_its_groups(groups_P, batch)
         self.sampled.check(groups_P)
         use_checks.samples_are_independent(groups_P, greedy=self.train_sampling.temperature == 0)
+        use_checks.scores_are_of_their_answers(groups_P, self.reward.grade_again, RAW_SCORE)
         if self.agent_loop is None:
             untouched = type(self).generate is RayPPOTrainer.generate
             use_checks.prompts_are_their_groups(groups_P, untouched=untouched)

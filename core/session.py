@@ -75,6 +75,7 @@ class Session:
         self.health = Health()
         self.step = self.total_steps = 0
         self.ordinals: float = float("inf")  # that the epochs hold, where they decide when the run ends
+        self.trained = 0  # ordinals below it are, by the metrics of the run
         url = config.trainer.default_local_dir
         self.remote = RemoteRun(url, self.store) if is_url(url) else None
         self.writer = BackgroundWriter(self.store, self.remote)
@@ -160,6 +161,7 @@ class Session:
             lines = read_jsonl(self.run_dir / "metrics.jsonl")
             recorded = [one.get("collect/next_ordinal") for one in lines if one["step"] == saved.step]
             invariants.resume_goes_on(recorded[-1] if recorded else None, saved.next_ordinal, saved.step)
+            self.trained = int(recorded[-1] or 0) if recorded else 0
         self.step = self.writer.saved_step = saved.step
         self.health = Health.of_state(saved.values["health"])
         collect = CollectState(saved.next_ordinal, saved.values["keep_rate"], saved.carried)

@@ -291,6 +291,13 @@ def rate_is_positive(rate: float, base: float, step: int) -> None:
 
 
 @counted
+def ordinals_go_on(ordinals: Sequence[int], trained: int) -> None:
+    """Check that a step trains on later prompts than those ``trained``: below it all ordinals are done."""
+    found = f"a step begins with example {min(ordinals, default=trained)}, and those below {trained} are trained"
+    require(min(ordinals, default=trained) >= trained, "gen", found, "each example is drawn once: look at what resumes")
+
+
+@counted
 def resume_goes_on(recorded: float | None, next_ordinal: int, step: int) -> None:
     """Check that a run is resumed at the example after the last one that its metrics recorded."""
     require(

@@ -9,7 +9,7 @@ invariants: identities, no false alarm in a sound run, BrokenInvariant otherwise
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from core.algorithm import invariants
 from core.algorithm.invariants import LEAST_NORM, LEAST_RATE, counted
 from core.types import Stop
+from reward_scores.score import ScoreStatus
 
 if TYPE_CHECKING:
     from core.config.schema import ActorConfig, OptimConfig
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from core.types import ScoredGroup, TrainBatch, Trajectory
 
 SAMPLED = 1024  # numbers of each weight that a checksum covers, evenly spread
+GRADED_AGAIN = 4  # answers of a step
 PLACES = np.arange(1, 2 * SAMPLED + 2)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SURPRISE_ROOM = 0.02  # nats a token by which entropy and -log p may differ without a fault
@@ -159,6 +161,26 @@ def prompts_are_their_groups(groups: Sequence[ScoredGroup], *, untouched: bool) 
 
 
 @counted
+def scores_are_of_their_answers(groups: Sequence[ScoredGroup], grade: Callable[..., float | None], part: str) -> None:
+    """Grade some answers of a step again, directly, and compare with ``part`` of their scores, which is the scorer's.
+
+    The text is put together here from the policy's own segments. A scorer is pure, so another score means that it was
+    given another text, another ground truth, or that the score was kept for another answer.
+    """
+    for group in groups[:: max(1, len(groups) // GRADED_AGAIN)][:GRADED_AGAIN]:
+        place = group.prompt.ordinal % len(group)
+        one, score = group.trajectories[place], group.scores[place]
+        if part not in score.parts or score.status in (ScoreStatus.TIMEOUT, ScoreStatus.CRASH):
+            continue
+        text = "".join(segment.text for segment in one.segments if segment.role == "policy")
+        value = grade(group.prompt, one, text)
+        same = value is None or math.isclose(value, score.parts[part], rel_tol=1e-6, abs_tol=1e-9)
+        found = f"an answer to uid={group.prompt.uid!r} has the score {score.parts[part]:g}, graded again {value}"
+        remedy = "a scorer reads what the policy wrote to this prompt, and a failure of it is no score"
+        invariants.require(same, "reward", found, remedy)
+
+
+@counted
 def kept_groups_differ(groups: Sequence[ScoredGroup], metric: str) -> None:
     """Check that each group which dynamic sampling kept has different values of the metric that it names."""
     for group in groups:
@@ -167,6 +189,15 @@ def kept_groups_differ(groups: Sequence[ScoredGroup], metric: str) -> None:
         found = f"a kept group (uid={group.prompt.uid!r}) has {metric}={values[:1]} in all of its answers"
         remedy = "algorithm.filter_groups.metric names what the filter must compare: look at the hook keep_group"
         invariants.require(not same, "gen", found, remedy)
+
+
+@counted
+def answer_is_of_its_query(query: str, shown: str, again: Sequence[str]) -> None:
+    """Check that what a tool showed begins like an answer that the query finds ``again``, as far as it goes."""
+    same = not shown or not again or any(shown[: len(one)] == one[: len(shown)] for one in again)
+    found = f"the answer shown for the query {query[:80]!r} ({shown[:60]!r}) is not one that it finds"
+    remedy = "an answer was kept or passed on under another query: look at caches and batches of searches"
+    invariants.require(same, "gen", found, remedy)
 
 
 # -- from one phase to the next ----------------------------------------------------------------------
@@ -207,6 +238,20 @@ def groups_share_prompts(batch: TrainBatch) -> None:
 
 
 # -- gradients and optimizer -------------------------------------------------------------------------
+
+
+@counted
+def old_log_probs_are_current(log_prob: Tensor, old: Tensor, mask: Tensor, *, full: bool) -> None:
+    """Check before a weight has moved that the old log-probs, [B, T], are those of the pass that trains, on average.
+
+    ``full`` is float32; in bf16 another micro-batch rounds otherwise.
+    """
+    if not bool(mask.any()):
+        return
+    gap = float((log_prob.detach() - old)[mask].abs().mean())
+    found = f"before the first optimizer step the old log-probs differ by {gap:.3g} from those of the pass that trains"
+    remedy = "both must be of the same weights, temperature and mode (no dropout)"
+    invariants.require(not gap > (1e-3 if full else 0.1), "update_actor", found, remedy)
 
 
 def watch_policy_gradient(

@@ -170,9 +170,7 @@ class Passes:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.compute_dtype)
 
-    def passes(
-        self, size: MicroBatchSize, batch: TrainBatch, reads: Sequence[str] = PASS_READS
-    ) -> list[tuple[Tensor, TrainBatch]]:
+    def passes(self, size: MicroBatchSize, batch: TrainBatch) -> list[tuple[Tensor, TrainBatch]]:
         """Return the rank's micro-batches with the indices of their sequences, as many on every rank.
 
         A sharded model needs all ranks in every pass, so a rank with fewer adds empty ones.
@@ -181,8 +179,6 @@ class Passes:
         pieces = list(
             micro_batches(batch, max_sequences=size.max_sequences, max_tokens=tokens, packed=self.layout.packed)
         )
-        for _, piece in pieces:
-            use_checks.unchanged(piece, "learner", reads)
         missing = self.ranks.most(len(pieces)) - len(pieces)
         return pieces + missing * [(torch.empty(0, dtype=torch.int64), batch.blank_row())]
 
@@ -229,6 +225,7 @@ class Policy(Passes):
         dtype = torch.promote_types(next(self.module.parameters()).dtype, torch.float32)
         found = tuple(torch.zeros(batch.shape, dtype=dtype) for _ in range(3 if squares else 2))
         for index, micro in self.passes(size, batch):
+            use_checks.unchanged(micro, "log_probs", PASS_READS)
             values = self.token_stats(micro.to(self.device), squares=squares)
             if len(index):
                 for whole, value in zip(found, values, strict=True):
@@ -355,7 +352,7 @@ class Actor(Policy):
         """Add the gradients of one optimizer step, micro-batch by micro-batch."""
         busy, idle = split_idle(batch, only_advantages_train=only_advantages_train(self.config))
         indices = []
-        for index, micro in self.passes(self.size, busy, actor_reads(self.config, busy)):
+        for index, micro in self.passes(self.size, busy):
             self.objective(micro.to(self.device), means).backward()
             indices.append(index)
         use_checks.rows_are_used_once(indices, len(busy))
@@ -378,10 +375,13 @@ class Actor(Policy):
     def objective(self, micro: TrainBatch, means: Means) -> Tensor:
         """Return the micro-batch's partial sum of the loss: policy gradient - entropy bonus + KL."""
         config, mask, weight = self.config, micro.response_mask, micro.need("loss_weight")
+        use_checks.unchanged(micro, "update_actor", actor_reads(config, micro))
         log_prob, entropy = self.token_stats(micro, entropy_grad=config.entropy_coeff != 0)
         old = micro.old_log_probs
         if old is None:
             old = micro.rollout_log_probs if self.bypass else log_prob.detach()
+        if micro.old_log_probs is not None and self.stepper.number == 0:
+            use_checks.old_log_probs_are_current(log_prob, old, mask, full=self.compute_dtype is None)
         use_checks.watch_policy_gradient(log_prob, entropy, old, micro, config)
         apart = () if micro.selected is None else (micro.selected,)
         loss_BT, stats = self.policy_loss(log_prob, old, micro.need("advantages"), mask, config, *apart)
@@ -426,6 +426,7 @@ class Critic(Passes):
         """Return :meth:`token_values` of the whole batch, [B, T], without gradients."""
         out = torch.zeros(batch.shape)
         for index, micro in self.passes(self.size, batch):
+            use_checks.unchanged(micro, "values", PASS_READS)
             values = self.token_values(micro.to(self.device))
             if len(index):
                 out[index, : micro.width] = values.cpu().float()
@@ -439,13 +440,14 @@ class Critic(Passes):
         """Add the gradients of one optimizer step, micro-batch by micro-batch."""
         busy, _ = split_idle(batch, only_advantages_train=False)
         indices = []
-        for index, micro in self.passes(self.size, busy, CRITIC_READS):
+        for index, micro in self.passes(self.size, busy):
             self.objective(micro.to(self.device), means).backward()
             indices.append(index)
         use_checks.rows_are_used_once(indices, len(busy))
 
     def objective(self, micro: TrainBatch, means: Means) -> Tensor:
         """Return the micro-batch's partial sum of the clipped value loss."""
+        use_checks.unchanged(micro, "update_critic", CRITIC_READS)
         values = self.token_values(micro)
         use_checks.watch_value_gradient(values, micro, self.config.cliprange_value)
         loss_BT, stats = value_loss(

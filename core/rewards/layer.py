@@ -18,7 +18,7 @@ from core.errors import InputError
 from core.rewards.batch_calls import Answer, BatchCalls, RewardModelCall
 from core.rewards.check import MODEL_STYLE, check_examples, check_rows, option_problems
 from core.rewards.custom import CustomFunction
-from core.rewards.grading import Failure, InProcess, Job, RewardManager, Scorers
+from core.rewards.grading import Failure, InProcess, Job, RewardManager, Scorers, as_score
 from core.rewards.judge import Judge
 from core.rewards.managers import make_manager
 from core.types import Prompt, Trajectory
@@ -88,6 +88,20 @@ class RewardLayer:
                 "reward_model.on_error=zero or =mask goes on without it"
             )
         return Score(0.0, {"acc": 0.0}, result.status, masked=self.config.on_error == "mask")
+
+    def grade_again(self, prompt: Prompt, trajectory: Trajectory, response: str) -> float | None:
+        """Return what the scorer gives a response, past the manager and all that keeps scores.
+
+        None where that is not the whole score (a reward model), would run a user's function or a program a second time,
+        or may not end.
+        """
+        scorers, source = self.scorers, prompt.data_source
+        if self.config.enable or scorers.custom or prompt.style == MODEL_STYLE or scorers.libraries(source):
+            return None
+        if scorers.scorer(source).name in RUN_PROGRAMS:
+            return None
+        facts = {**prompt.extra_info, **verl_facts(trajectory), "rollout": rollout_facts(trajectory)}
+        return as_score(scorers(Job(source, response, prompt.ground_truth, facts))).value
 
     async def _with_model(self, prompt: Prompt, trajectory: Trajectory, job: Job) -> Score | Failure:
         call = self._call_model if self.judging is None else self.judging.run

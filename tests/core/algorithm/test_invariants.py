@@ -174,6 +174,9 @@ def test_kl_reference_and_resume():
     invariants.reference_stays(old, old + 1e-6, mask)
     with broken("phase ref: the policy was updated"):
         invariants.reference_stays(old, old.clone(), mask)
+    invariants.ordinals_go_on([64, 65], 64)
+    with broken("a step begins with example 0, and those below 64 are trained"):
+        invariants.ordinals_go_on([0, 65], 64)
     invariants.resume_goes_on(None, 0, 2)
     invariants.resume_goes_on(64.0, 64, 2)
     with broken("step 2 ended before example 64, and the checkpoint goes on with 0"):

@@ -66,10 +66,16 @@ def test_the_learners_passes_check_what_they_read():
     actor, batch = Actor(tiny_model(), ActorConfig(), temperature=1.0), sealed_batch()
     (step,) = optimizer_steps(batch, prompts=2, scale_factor=1)
     actor.accumulate(step, Means())
-    with broken("phase learner: advantages of row"):
+    with broken("phase update_actor: advantages of row"):
         actor.accumulate(step.adding(advantages=step.flat("advantages").flip(0)), Means())
-    with broken("phase learner: loss_weight of row"):
-        actor.accumulate(step.adding(loss_weight=step.flat("loss_weight") / 2), Means())
+    with broken("phase update_actor: loss_weight of row"):
+        actor.objective(step.adding(loss_weight=step.flat("loss_weight") / 2), Means())
+    log_prob, _ = actor.log_probs(batch, actor.size)
+    actor.objective(step.adding(old_log_probs=log_prob), Means())
+    with broken("the old log-probs differ by 0.1 from those of the pass that trains"):
+        actor.objective(step.adding(old_log_probs=log_prob + 0.1), Means())
+    with broken("phase log_probs: input_ids of row"):
+        actor.log_probs(batch.adding(input_ids=batch.flat("input_ids").flip(0)), actor.size)
 
 
 def test_rows_of_a_group_begin_with_one_prompt():
@@ -182,6 +188,22 @@ def test_groups_have_their_prompts_and_differ_in_the_metric_that_the_filter_name
     use_checks.kept_groups_differ([kept], "seq_reward")  # no part
     with broken(r"a kept group \(uid='q0'\) has acc=\[1.0\] in all of its answers"):
         use_checks.kept_groups_differ([kept], "acc")
+
+
+def test_scores_are_those_of_the_policys_own_text():
+    groups, read = made_groups(), []
+    scores = tuple(dataclasses.replace(score, parts={"score": score.value}) for score in groups[1].scores)
+    group = dataclasses.replace(groups[1], scores=scores)
+
+    def grade(prompt, trajectory, text):
+        read.append(text)
+        return 2.0
+
+    use_checks.scores_are_of_their_answers([group], grade, "score")  # of ordinal 1: its second answer
+    assert read == ["abab" + "c"]
+    use_checks.scores_are_of_their_answers([group], lambda *_: None, "score")
+    with broken("phase reward: an answer to uid='q1' has the score 2, graded again 0.5"):
+        use_checks.scores_are_of_their_answers([group], lambda *_: 0.5, "score")
 
 
 # -- gradients and optimizer -------------------------------------------------------------------------
