@@ -9,8 +9,7 @@ What is measured goes into ``results/museum.json``, the page ``results/museum.md
 What is recorded is not measured again, so that the command goes on where it was stopped; ``--forget`` begins anew.
 ``--twins`` runs the second placements; where a run reports nothing, the minute of ``make check`` of a change in the
 mutated module is tried, then the bug's test. ``--only BUG ...`` measures some bugs. ``--clean N`` runs N seeds of each
-lab without a bug: every line that such a run
-reports is a false alarm.
+lab without a bug: every line that such a run reports is a false alarm.
 """
 
 from __future__ import annotations
@@ -182,8 +181,8 @@ def page(record: Mapping[str, Any]) -> str:
         f"{len(BUGS)} bugs, each planted in this repository by mutations of a few lines (`tests/museum/`), in two",
         "placements: where a check was written for it, and one phase later or with the settings of published scripts",
         "(bf16, a learning rate of 1e-6, one optimizer step a batch). Trainers of language models really had the first",
-        f"{len(BUGS) - blind}; the last {blind} are of kinds that somebody who did not write this repository planted in",
-        "it. The page is generated: `python -m tests.museum.report`.",
+        f"{len(BUGS) - blind}; the last {blind} are of kinds that somebody who did not write this repository planted",
+        "here. The page is generated: `python -m tests.museum.report`.",
         "",
         f"- **By a run of three steps, not told which bug is in it: {both.count('the run')} of {len(both)}.**",
         f"- First placements ({len(first)}): {counted(first)}.",
