@@ -380,7 +380,7 @@ class Actor(Policy):
         old = micro.old_log_probs
         if old is None:
             old = micro.rollout_log_probs if self.bypass else log_prob.detach()
-        if micro.old_log_probs is not None and self.stepper.number == 0:
+        if "old_log_probs" in micro.seals and self.stepper.number == 0:  # of the phase before, not a test's own
             use_checks.old_log_probs_are_current(log_prob, old, mask, full=self.compute_dtype is None)
         use_checks.watch_policy_gradient(log_prob, entropy, old, micro, config)
         apart = () if micro.selected is None else (micro.selected,)

@@ -98,10 +98,11 @@ class RewardLayer:
         scorers, source = self.scorers, prompt.data_source
         if self.config.enable or scorers.custom or prompt.style == MODEL_STYLE or scorers.libraries(source):
             return None
-        if scorers.scorer(source).name in RUN_PROGRAMS:
+        scorer = scorers.scorer(source)
+        if scorer.name in RUN_PROGRAMS:
             return None
         facts = {**prompt.extra_info, **verl_facts(trajectory), "rollout": rollout_facts(trajectory)}
-        return as_score(scorers(Job(source, response, prompt.ground_truth, facts))).value
+        return as_score(scorer(response, prompt.ground_truth, facts, **scorers.options(scorer))).value
 
     async def _with_model(self, prompt: Prompt, trajectory: Trajectory, job: Job) -> Score | Failure:
         call = self._call_model if self.judging is None else self.judging.run

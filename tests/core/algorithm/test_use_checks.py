@@ -71,9 +71,11 @@ def test_the_learners_passes_check_what_they_read():
     with broken("phase update_actor: loss_weight of row"):
         actor.objective(step.adding(loss_weight=step.flat("loss_weight") / 2), Means())
     log_prob, _ = actor.log_probs(batch, actor.size)
-    actor.objective(step.adding(old_log_probs=log_prob), Means())
+    actor.objective(step.adding(old_log_probs=log_prob).sealed("old_log_probs"), Means())
+    stale = step.adding(old_log_probs=log_prob + 0.1)
+    actor.objective(stale, Means())  # of no phase: a caller's own
     with broken("the old log-probs differ by 0.1 from those of the pass that trains"):
-        actor.objective(step.adding(old_log_probs=log_prob + 0.1), Means())
+        actor.objective(stale.sealed("old_log_probs"), Means())
     with broken("phase log_probs: input_ids of row"):
         actor.log_probs(batch.adding(input_ids=batch.flat("input_ids").flip(0)), actor.size)
 
