@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from core.algorithm import advantages, invariants
+from core.algorithm import advantages, invariants, use_checks
 from core.algorithm.kl import KLController, kl_in_reward
 from core.algorithm.losses import Means
 from core.algorithm.rollout_correction import MISMATCH_READS, add_mismatch, correct
@@ -27,7 +27,7 @@ from core.checkpoint.kill_points import kill_point
 from core.cluster.local_workers import LocalWorkers
 from core.cluster.workers import Workers, ray_backend
 from core.config import registry
-from core.config.schema import Config
+from core.config.schema import Config, OptimConfig
 from core.data.parquet import Example
 from core.data.sampler import sampling_seed
 from core.data.stream import PromptStream, agent_names, load_val_prompts
@@ -35,7 +35,7 @@ from core.data.vocabulary import known_ids
 from core.engines import SampleRequest, SamplingParams, sampling_params
 from core.engines.stepped import SteppedEngine
 from core.learner.batching import make_batch, token_rewards
-from core.learner.learner import multiplier
+from core.learner.learner import multiplier, warmup_steps
 from core.learner.models import check_files, check_lengths, load_picture_format, load_tokenizer
 from core.planning.memory_knobs import naming_knobs
 from core.rewards import RewardLayer
@@ -136,6 +136,7 @@ class RayPPOTrainer:
         self.runner: asyncio.Runner | None = None
         self.collected: Collected | None = None
         self.updated = False  # the policy, in this process
+        self.sampled = use_checks.SampledTurns()
 
     def init_workers(self) -> RayPPOTrainer:
         """Check the data, the scorers, the hooks and the checkpoint, then load the models and resume.
@@ -243,7 +244,7 @@ class RayPPOTrainer:
             return await self.play(prompt, sample_index, sampling, Limits(length, turn=length))
         seed = sampling_seed(self.config.trainer.seed, prompt.ordinal, sample_index)
         request = SampleRequest(prompt.token_ids, sampling, seed, pictures=prompt.pictures)
-        return await self.workers.engine.sample(request)
+        return await use_checks.WatchedEngine(self.workers.engine, self.sampled).sample(request)
 
     def shape_reward(self, score: Score, trajectory: Trajectory) -> Score:
         """Return the score that trains; validation never calls it. Base: the scorer's."""
@@ -256,6 +257,9 @@ class RayPPOTrainer:
     def compute_advantages(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
         """Set ``advantages`` and ``returns`` by ``algorithm.adv_estimator``, after a KL penalty in the reward."""
         algorithm = self.config.algorithm
+        use_checks.unchanged(batch, "adv")
+        if self.agent_loop is None:
+            use_checks.groups_share_prompts(batch)
         batch = batch.adding(token_level_rewards=token_rewards(batch))
         invariants.rewards_are_on_policy_tokens(batch)
         if algorithm.use_kl_in_reward:
@@ -263,10 +267,10 @@ class RayPPOTrainer:
                 batch.token_level_rewards, batch, self.kl_controller, algorithm.kl_penalty
             )
             metrics.add(penalty)
-            batch = batch.adding(reward=rewards_BT.sum(dim=1), token_level_rewards=rewards_BT)
+            batch = batch.adding(reward=rewards_BT.sum(dim=1), token_level_rewards=rewards_BT).sealed("reward")
         found = advantages.estimate(batch, algorithm)
         invariants.advantages_follow(found.adding(token_level_rewards=batch.flat("token_level_rewards")), algorithm)
-        return found
+        return use_checks.sealed(found, "advantages", "returns")
 
     # -- phases ----------------------------------------------------------------------------------
 
@@ -301,6 +305,10 @@ class RayPPOTrainer:
         self.reward.failures.stop_if_all()
         self.collect_state = self.collected.state
         metrics.add(self.collected.metrics)
+        invariants.ordinals_go_on([group.prompt.ordinal for group in self.collected.groups], self.session.trained)
+        self.session.trained = self.collected.groups[-1].prompt.ordinal + 1
+        if self.config.algorithm.filter_groups.enable:
+            use_checks.kept_groups_differ(self.collected.groups, self.config.algorithm.filter_groups.metric)
         return self.collected.groups
 
     def collect_limits(self) -> CollectLimits:
@@ -397,7 +405,8 @@ class RayPPOTrainer:
 
     async def play(self, prompt: Prompt, sample_index: int, sampling: SamplingParams, limits: Limits) -> Trajectory:
         """Play an episode of the agent loop to its end: what a recipe's ``generate`` calls with its own limits."""
-        parts = {"engine": self.workers.engine, "tokenizer": self.tokenizer, "calls": self.tool_calls}
+        engine = use_checks.WatchedEngine(self.workers.engine, self.sampled)
+        parts = {"engine": engine, "tokenizer": self.tokenizer, "calls": self.tool_calls}
         episode = Episode(prompt, sample_index, sampling, limits, run_seed=self.config.trainer.seed, **parts)
         await self.agent_loop.run(episode)
         return episode.trajectory()
@@ -417,6 +426,14 @@ class RayPPOTrainer:
         invariants.prompts_begin_once(groups_P, self.tokenizer)
         invariants.text_is_the_policys(groups_P, self.tokenizer)
         invariants.batch_is_its_groups(groups_P, batch)
+        self.sampled.check(groups_P)
+        use_checks.samples_are_independent(groups_P, greedy=self.train_sampling.temperature == 0)
+        use_checks.scores_are_of_their_answers(groups_P, self.reward.grade_again, RAW_SCORE)
+        if self.agent_loop is None:
+            untouched = type(self).generate is RayPPOTrainer.generate
+            use_checks.prompts_are_their_groups(groups_P, untouched=untouched)
+        else:
+            self.agent_loop.check_played([t for group in groups_P for t in group.trajectories])
 
     def compute_log_probs(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
         """Set ``old_log_probs``, ``ref_log_prob`` and ``values``, each only where something reads it.
@@ -428,23 +445,25 @@ class RayPPOTrainer:
             with metrics.time("old_log_prob"):
                 log_prob, entropy, *squares = self.workers.compute_log_probs(batch)
             batch = batch.adding(old_log_probs=log_prob, sum_pi_squared=squares[0] if squares else None)
+            batch = use_checks.sealed(batch, "old_log_probs", "sum_pi_squared")
             means, mismatch = Means(), Means()
             measured = batch.adding(entropy=entropy).only((*MISMATCH_READS, "entropy"))
             for piece in measured.pieces(by_length=True):
                 means.tokens({"entropy": piece.entropy}, piece.response_mask)
-                add_mismatch(mismatch, piece.old_log_probs, piece)
+                add_mismatch(mismatch, piece.old_log_probs, piece, piece.entropy)
             metrics.add({**means.result("actor"), **mismatch.result("rollout_corr")})
             batch, corrected = correct(batch, self.config.algorithm.rollout_correction)
             metrics.add(corrected)
         if self.needs.ref:
             with metrics.time("ref"):
                 batch = batch.adding(ref_log_prob=self.workers.compute_ref_log_prob(batch))
+                batch = use_checks.sealed(batch, "ref_log_prob")
             if self.updated and "old_log_probs" in batch.stored:
                 fields = ("old_log_probs", "ref_log_prob", "response_mask")
                 invariants.reference_stays(*map(batch.flat, fields))
         if self.needs.critic:
             with metrics.time("values"):
-                batch = batch.adding(values=self.workers.compute_values(batch))
+                batch = use_checks.sealed(batch.adding(values=self.workers.compute_values(batch)), "values")
         return batch
 
     def update(self, batch: TrainBatch, metrics: StepMetrics) -> None:
@@ -453,7 +472,9 @@ class RayPPOTrainer:
         if self.needs.critic:
             rate = multiplier(config.critic.optim, step - 1, self.session.total_steps)
             with metrics.time("update_critic"):
-                metrics.add(self.workers.update_critic(batch, rate))
+                found = self.workers.update_critic(batch, rate)
+            self.check_rate(found, "critic", config.critic.optim, step)
+            metrics.add(found)
         kill_point("update", step)
         if step > config.trainer.critic_warmup:
             optim = config.actor_rollout_ref.actor.optim
@@ -461,10 +482,29 @@ class RayPPOTrainer:
             invariants.rate_is_positive(rate, optim.lr, step)
             with metrics.time("update_actor"):
                 found = self.workers.update_actor(batch, rate)
+            self.check_rate(found, "actor", optim, step)
             metrics.add(found)
-            moved = found.get("actor/grad_norm", 0) >= invariants.LEAST_NORM and not found.get("actor/skipped_updates")
-            self.updated |= moved and rate * optim.lr >= invariants.LEAST_RATE
+            self.updated |= use_checks.moved_enough(found, "actor")
+        self.measure_surprise(batch, metrics)
         kill_point("sync", step)
+
+    def check_rate(self, found: Mapping[str, float], name: str, optim: OptimConfig, step: int) -> None:
+        """Check the learning rate that the optimizer had, where it took a step. Raises BrokenInvariant."""
+        if f"{name}/lr" in found and not found.get(f"{name}/skipped_updates"):
+            total = self.session.total_steps
+            use_checks.rate_is_scheduled(found[f"{name}/lr"], optim, warmup_steps(optim, total), step, total)
+
+    def measure_surprise(self, batch: TrainBatch, metrics: StepMetrics) -> None:
+        """Add ``rollout_corr/surprise_z``: how far entropy and -log p of the samples are apart, in standard errors.
+
+        It has no meaning where the engine cuts off part of the distribution, or where answers were chosen by their
+        scores (dropped groups).
+        """
+        sampling = self.train_sampling
+        whole = sampling.temperature > 0 and sampling.top_p == 1 and sampling.top_k < 0
+        if whole and not metrics.values.get("collect/prompts_dropped") and self.needs.state_masking:
+            z = use_checks.surprise_z(metrics.values, int(batch.flat("response_mask").sum()))
+            metrics.add({} if z is None else {"rollout_corr/surprise_z": z})
 
     def complete_step(self, groups_P: Sequence[ScoredGroup], batch: TrainBatch, metrics: StepMetrics) -> None:
         """Measure the step, validate where due, and hand it to the session, which records and saves it."""
@@ -472,6 +512,7 @@ class RayPPOTrainer:
         oldest = min(t.policy_version for group in groups_P for t in group.trajectories)
         if oldest < step - 1 - trainer.max_staleness:
             raise RuntimeError(f"step {step} trained on samples of policy {oldest}, older than max_staleness allows")
+        self.sampled.forget(step - trainer.max_staleness)
         metrics.add(data_metrics(groups_P, batch))
         metrics.add({"rollout/unknown_ids": unknown_ids(groups_P, self.known)})
         metrics.add(self.trace.record(groups_P, batch, metrics, self.workers))

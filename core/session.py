@@ -76,6 +76,7 @@ class Session:
         self.health, self.repeats = Health(), Repeats()
         self.step = self.total_steps = 0
         self.ordinals: float = float("inf")  # that the epochs hold, where they decide when the run ends
+        self.trained = 0  # ordinals below it are, by the metrics of the run
         url = config.trainer.default_local_dir
         self.remote = RemoteRun(url, self.store) if is_url(url) else None
         self.writer = BackgroundWriter(self.store, self.remote)
@@ -164,6 +165,7 @@ class Session:
             lines, _ = rows_with_steps(self.run_dir / "metrics.jsonl")
             recorded = [one.get("collect/next_ordinal") for one in lines if one["step"] == saved.step]
             invariants.resume_goes_on(recorded[-1] if recorded else None, saved.next_ordinal, saved.step)
+            self.trained = int(recorded[-1] or 0) if recorded else 0
         self.step = self.writer.saved_step = saved.step
         self.health = Health.of_state(saved.values["health"])
         collect = CollectState(saved.next_ordinal, saved.values["keep_rate"], saved.carried)
@@ -341,7 +343,8 @@ class Session:
 
     def _check_health(self, metrics: StepMetrics) -> list[Crossing]:
         """Compare the step with ``trainer.health`` and warn of every bound that it crossed."""
-        self.health, crossings = self.health.after(self.step, metrics.values, self.config.trainer.health)
+        exact = health_bounds.EXACT if health_bounds.exact(self.config) else None
+        self.health, crossings = self.health.after(self.step, metrics.values, self.config.trainer.health, exact=exact)
         last = self.health.last_healthy_step
         metrics.add({"health/crossed_bounds": len(crossings), "health/last_healthy_step": last})
         self.tracker.note("last_healthy_step", last)

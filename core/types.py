@@ -274,6 +274,7 @@ class TrainBatch:
     stored: Mapping[str, Tensor]  # [N] or [B] of each field that is set
     pad_id: int = 0
     pictures: Mapping[int, tuple[Picture, ...]] = field(default_factory=dict)  # of each group's prompt, once a group
+    seals: Mapping[str, np.ndarray] = field(default_factory=dict)  # [B] uint64 of each sealed field, see sealed()
 
     input_ids = BatchField("BT", "make_batch")
     response_mask = BatchField("BT", "make_batch")
@@ -359,10 +360,50 @@ class TrainBatch:
             stored[name] = value.int() if name == "input_ids" else value
         return dataclasses.replace(self, stored=stored)
 
+    def sealed(self, *names: str) -> TrainBatch:
+        """Return the batch with a checksum of each row of these fields, by the phase that set them.
+
+        The checksums travel with the rows, so that whoever reads a field later can check that it is what was set. A
+        field that is not set is left out.
+        """
+        return dataclasses.replace(self, seals={**self.seals, **self._row_sums([n for n in names if n in self.stored])})
+
+    def broken_seal(self, names: Collection[str] | None = None) -> tuple[str, int] | None:
+        """Return a sealed field (of ``names``) and the number of its first row that has changed since, or None."""
+        sealed = [n for n in self.seals if n in self.stored and (names is None or n in names)]
+        for name, found in self._row_sums(sealed).items():
+            wanted = self.seals[name]
+            if not np.array_equal(found, wanted):
+                return name, int(np.argmax(found != wanted))
+        return None
+
+    def _row_sums(self, names: Collection[str]) -> dict[str, np.ndarray]:
+        """Return [B] uint64 each: the bits of a field in each row, weighted by their place in it; 0 of zeros alone."""
+        values = {name: np.ascontiguousarray(self.stored[name].detach().cpu().numpy()) for name in names}
+        bits = {name: value.view(f"u{value.dtype.itemsize}") for name, value in values.items()}
+        flat = [name for name in names if BATCH_FIELDS[name].axes == "BT"]
+        found = {
+            name: np.zeros(len(self), np.uint64) if name in flat else bits[name].astype(np.uint64) for name in names
+        }
+        lengths = self.lengths.cpu().numpy()
+        ends = np.cumsum(lengths)
+        rows = max(1, PIECE_SLOTS // max(1, int(lengths.max(initial=1))))  # at a time: products take 16 bytes a token
+        for first in range(0, len(lengths) if flat else 0, rows):
+            some = np.flatnonzero(lengths[first : first + rows]) + first
+            if not len(some):
+                continue
+            start, end = ends[some[0]] - lengths[some[0]], ends[some[-1]]
+            starts = ends[some] - lengths[some] - start
+            place = (np.arange(1, end - start + 1) - np.repeat(starts, lengths[some])).astype(np.uint64)
+            for name in flat:
+                found[name][some] = np.add.reduceat(bits[name][start:end] * place, starts)
+        return found
+
     def only(self, names: Collection[str]) -> TrainBatch:
         """Return a batch that has no other fields than these: what a process reads, and is sent."""
         kept = {*names, "group"} if self.pictures else names
-        return dataclasses.replace(self, stored={name: v for name, v in self.stored.items() if name in kept})
+        stored, seals = ({n: v for n, v in some.items() if n in kept} for some in (self.stored, self.seals))
+        return dataclasses.replace(self, stored=stored, seals=seals)
 
     def pictures_of_rows(self) -> list[tuple[Picture, ...]]:
         """Return the pictures of each row's prompt."""
@@ -390,7 +431,9 @@ class TrainBatch:
             parts = [value[span] for span in spans]
             return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else value[:0]
 
-        return self._map(chosen, self.lengths[rows])
+        index = rows if isinstance(rows, slice) else rows.cpu().numpy()
+        seals = {name: value[index] for name, value in self.seals.items()}
+        return dataclasses.replace(self._map(chosen, self.lengths[rows]), seals=seals)
 
     def spans(self, rows: Tensor) -> list[slice]:
         """Return where the tokens of each of these rows are in a flat field."""
@@ -445,7 +488,8 @@ class TrainBatch:
     def blank_row(self) -> TrainBatch:
         """One row of two tokens that nobody wrote and that weigh nothing, with the fields of this batch."""
         blank = self._map(lambda value, axes: value.new_zeros(2 if axes == "BT" else 1), self.lengths.new_full((1,), 2))
-        return dataclasses.replace(blank.cut(2), pictures={})
+        seals = {name: np.zeros(1, np.uint64) for name in self.seals}
+        return dataclasses.replace(blank.cut(2), pictures={}, seals=seals)
 
     def to(self, device: Any) -> TrainBatch:
         lengths = self.lengths.to(device, non_blocking=True)

@@ -3,35 +3,87 @@
     python -m tests.check [--seconds N] [--since COMMIT]
 
 A change is what git shows since COMMIT (default: since the last commit, or since the one before where nothing is
-uncommitted). Its tests are the test files that it touches, then those that import a touched module by name, then those
-in the folder that mirrors the module's, and last the ones that hold the structure and the configuration. What does not
-fit into the time is counted as not run.
+uncommitted). Its tests are the test files that it touches, then the two that compute whole steps and compare them with
+what was published (most planted bugs that no other test of the minute found failed there), then those that import a
+touched module by name, then those in the folder that mirrors the module's, and last the ones that hold the structure
+and the configuration. What does not fit into the time is counted as not run; so is a test that takes a quarter of it,
+unless it is of the first two kinds: one slow test must not take the place of fifty.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 ALWAYS = ("tests/test_structure.py", "tests/core/config/test_config.py", "tests/core/algorithm")
+FIRST = ("tests/recipes/test_from_scratch.py", "tests/core/replay/test_published_capsules.py")
 SECONDS = 60
 
 
 class Minute:
-    """A pytest plugin that ends the session when its time is over; every test that did not run is counted."""
+    """A pytest plugin that ends the session when its time is over; every test that did not run is counted.
 
-    def __init__(self, seconds: float) -> None:
-        self.ends, self.left = time.monotonic() + seconds, 0
+    A test that takes more than a quarter of the time is given up, unless its file is ``unbounded``: a signal, which a
+    timer sends to the main thread, skips it.
+    """
+
+    clock = staticmethod(time.monotonic)
+
+    def __init__(self, seconds: float, unbounded: Collection[str] = ()) -> None:
+        self.ends, self.left, self.slow = self.clock() + seconds, 0, 0
+        self.longest, self.unbounded = seconds / 4, tuple(unbounded)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[None]:
+        """Give up a test whose fixtures take too long."""
+        with self._bounded(item):
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        """Give up a test that takes too long."""
+        with self._bounded(item):
+            return (yield)
+
+    @contextmanager
+    def _bounded(self, item: pytest.Item) -> Iterator[None]:
+        if item.nodeid.startswith(self.unbounded or ("\0",)):
+            yield
+            return
+        running = [True]
+
+        def give_up(*_: object) -> None:
+            if running:
+                self.slow += 1
+                pytest.skip(f"takes more than {self.longest:g} s")
+
+        before = signal.signal(signal.SIGUSR2, give_up)
+        main = threading.main_thread().ident
+        timer = threading.Timer(self.longest, lambda: signal.pthread_kill(main, signal.SIGUSR2))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            running.clear()
+            timer.cancel()
+            timer.join()  # a signal that was sent just now still finds its handler
+            signal.signal(signal.SIGUSR2, before)
 
     def pytest_runtest_protocol(self, item: object, nextitem: object) -> bool | None:
         """Skip over a test, without a report, where no time is left."""
-        if time.monotonic() < self.ends:
+        if self.clock() < self.ends:
             return None
         self.left += 1
         return True
@@ -59,6 +111,7 @@ def select_tests(changed: Sequence[str]) -> list[str]:
 def _candidates(changed: Sequence[str]) -> Iterator[str]:
     every = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py"))
     yield from (path for path in every if path in changed)
+    yield from FIRST
     modules = {path.removesuffix(".py").replace("/", ".") for path in changed if path.endswith(".py")}
     yield from (path for path in every if modules & imported(ROOT / path))
     folders = {f"tests/{Path(path).parent.as_posix()}" for path in changed if path.endswith((".py", ".yaml"))}
@@ -83,14 +136,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="no test begins after this time (default: 60)")
     parser.add_argument("--since", metavar="COMMIT", help="what counts as changed (default: since the last commit)")
     args = parser.parse_args(arguments)
-    import pytest
-
     changed = changed_files(args.since)
-    minute, files = Minute(args.seconds), select_tests(changed)
+    minute, files = Minute(args.seconds, [*changed, *FIRST]), select_tests(changed)
     print(f"{len(changed)} files changed, {len(files)} files of tests, {args.seconds:g} s", flush=True)
     status = pytest.main(["-p", "no:cacheprovider", "--no-header", "-x", *files], plugins=[minute])
     if minute.left:
         print(f"{minute.left} tests were not run: the time was over. make test runs all of them.")
+    if minute.slow:
+        print(f"{minute.slow} tests were given up after {minute.longest:g} s each. make test runs all of them.")
     return int(status)
 
 

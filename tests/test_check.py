@@ -13,7 +13,7 @@ from tests.check import ROOT, Minute, changed_files, imported, select_tests
 
 def test_a_changed_module_gets_the_tests_that_import_it_before_those_of_its_folder():
     files = select_tests(["core/algorithm/kl.py"])
-    assert "core.algorithm.kl" in imported(ROOT / files[0])
+    assert "core.algorithm.kl" in imported(ROOT / files[len(check.FIRST)])
     assert files.index("tests/core/algorithm/test_kl.py") < files.index("tests/core/algorithm/test_schedules.py")
     assert "tests/test_structure.py" in files and len(files) == len(set(files))
 
@@ -38,6 +38,32 @@ def test_what_the_time_does_not_allow_is_counted_and_not_reported_as_passed(tmp_
             env={"PYTHONPATH": str(ROOT), "PATH": ""},
         )
         assert f"left {left}" in done.stdout and said in done.stdout, done.stdout
+
+
+def test_the_two_files_that_compute_whole_steps_always_run_and_early():
+    files = select_tests(["core/engines/stepped.py", "tests/core/engines/test_engines.py"])
+    assert files[:3] == ["tests/core/engines/test_engines.py", *check.FIRST]
+    assert set(check.FIRST) <= set(select_tests(["README.md"]))
+
+
+def test_one_slow_test_is_given_up_and_does_not_eat_the_minute(tmp_path):
+    slow = "import time, pytest\ndef test_slow(): time.sleep(9)\ndef test_two(): pass\n"
+    slow += "@pytest.fixture(scope='module')\ndef late(): time.sleep(9)\ndef test_late(late): pass\n"
+    (tmp_path / "test_slow.py").write_text(slow)
+    (tmp_path / "test_changed.py").write_text("import time\ndef test_slow(): time.sleep(0.6)\n")
+    program = (
+        "import pytest; from tests.check import Minute; minute = Minute(60, ['test_changed.py']); minute.longest = 0.5;"
+        "status = pytest.main(['-p', 'no:cacheprovider', 'test_slow.py', 'test_changed.py'], plugins=[minute]);"
+        "print('gave up', minute.slow, 'status', int(status))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+    )
+    assert "2 passed, 2 skipped" in done.stdout and "gave up 2 status 0" in done.stdout, done.stdout + done.stderr
 
 
 def test_the_clock_starts_with_the_plugin():

@@ -47,7 +47,7 @@ def counted(check: Callable[..., Any]) -> Callable[..., Any]:
     return timed
 
 
-def _require(holds: Any, phase: str, found: str, remedy: str) -> None:
+def require(holds: Any, phase: str, found: str, remedy: str) -> None:
     if not holds:
         raise BrokenInvariant(f"invariant broken in phase {phase}: {found}; {remedy}")
 
@@ -64,7 +64,7 @@ def turns_end_as_reported(turns: Iterable[tuple[np.ndarray, frozenset[int]]]) ->
     for ids, eos in turns:
         if not (len(ids) and ids.item(-1) in eos):
             found = f"an answer stopped at the end of its sequence, and its last tokens are {ids[-3:].tolist()}"
-            _require(False, "gen", found, "the tokens must be those that were sampled, never their text encoded again")
+            require(False, "gen", found, "the tokens must be those that were sampled, never their text encoded again")
 
 
 @counted
@@ -78,7 +78,7 @@ def prompts_begin_once(groups: Sequence[ScoredGroup], tokenizer: Any) -> None:
         ids = group.prompt.token_ids
         twice = len(ids) > 2 and ids[0] == ids[1] and ids[0] in special and not group.prompt.pictures
         found = f"the prompt of uid={group.prompt.uid!r} begins with token {ids[0]} twice" if twice else ""
-        _require(not twice, "gen", found, "take it out of the chat template, or out of what the tokenizer adds")
+        require(not twice, "gen", found, "take it out of the chat template, or out of what the tokenizer adds")
 
 
 @counted
@@ -92,25 +92,27 @@ def batch_is_its_groups(groups: Sequence[ScoredGroup], batch: TrainBatch) -> Non
     counts = _sums(wrote, np.array([len(t.response_ids) for t in trajectories]))
     found = _sums(mask, batch.lengths.numpy())
     row = int(np.argmax(found != counts))
-    _require(
+    require(
         (found == counts).all(),
         "batch",
         f"the mask of row {row} has {found[row]:g} tokens, and the policy wrote {counts[row]:g}",
         remedy,
     )
-    for name, wanted in (("input_ids", "response_ids"), ("rollout_log_probs", "logprobs")):
-        sampled = np.concatenate([getattr(t, wanted) for t in trajectories])[wrote]
-        same = np.array_equal(batch.flat(name).numpy()[mask], sampled)
-        _require(same, "batch", f"{name} of the policy's tokens are not those of the engine", remedy)
+    sampled = np.concatenate([t.logprobs for t in trajectories])[wrote]
+    same = np.array_equal(batch.flat("rollout_log_probs").numpy()[mask], sampled)
+    require(same, "batch", "rollout_log_probs of the policy's tokens are not those of the engine", remedy)
+    whole = np.concatenate([ids for t in trajectories for ids in (t.prompt_ids, t.response_ids)])
+    same = np.array_equal(batch.flat("input_ids").numpy(), whole)
+    require(same, "batch", "input_ids are not the prompts and responses that were sampled", remedy)
     values = np.array([score.value for score in scores], np.float32)
     same = np.array_equal(batch.flat("reward").numpy(), values)
-    _require(same, "batch", "rewards are not the scores of their rows", remedy)
+    require(same, "batch", "rewards are not the scores of their rows", remedy)
     of_group = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
     same = np.array_equal(batch.flat("group").numpy(), of_group)
-    _require(same, "batch", "rows are counted to groups of other prompts than their own", remedy)
+    require(same, "batch", "rows are counted to groups of other prompts than their own", remedy)
     live = np.repeat([not score.masked for score in scores], batch.lengths.numpy())
     same = np.array_equal(batch.flat("loss_mask").numpy(), batch.flat("response_mask").numpy() & live)
-    _require(same, "batch", "the loss mask is not the policy's tokens of the answers that count", remedy)
+    require(same, "batch", "the loss mask is not the policy's tokens of the answers that count", remedy)
 
 
 @counted
@@ -121,7 +123,7 @@ def text_is_the_policys(groups: Sequence[ScoredGroup], tokenizer: Any) -> None:
     written = tokenizer.decode(one.response_ids[one.response_mask].tolist(), skip_special_tokens=True)
     same = _letters(scored) == _letters(written) or "\ufffd" in scored + written  # half a character at a seam
     remedy = "a scorer must not read what a tool wrote, and a mask must not hold it"
-    _require(same, "reward", f"the scorer read {scored[-200:]!r}, and the policy wrote {written[-200:]!r}", remedy)
+    require(same, "reward", f"the scorer read {scored[-200:]!r}, and the policy wrote {written[-200:]!r}", remedy)
 
 
 def _letters(text: str) -> str:
@@ -143,12 +145,12 @@ def rewards_are_on_policy_tokens(batch: TrainBatch) -> None:
     """Check that the rewards of a batch stand on tokens that the policy wrote, and add up to those of its rows."""
     mask, rewards = batch.flat("response_mask").numpy(), batch.flat("token_level_rewards").numpy()
     remedy = "a reward there reaches no token that trains; put it on the last token that the policy wrote"
-    _require(not rewards[~mask].any(), "adv", "a reward stands on a token that the policy did not write", remedy)
+    require(not rewards[~mask].any(), "adv", "a reward stands on a token that the policy did not write", remedy)
     rows = _sums(mask, batch.lengths.numpy()) > 0
     wanted = batch.flat("reward").numpy()[rows].sum(dtype=np.float64)
     total = rewards.sum(dtype=np.float64)
     same = abs(total - wanted) <= 1e-4 * (1 + abs(wanted))
-    _require(same, "adv", f"token rewards add up to {total:g}, and the rows' to {wanted:g}", remedy)
+    require(same, "adv", f"token rewards add up to {total:g}, and the rows' to {wanted:g}", remedy)
 
 
 @counted
@@ -185,13 +187,13 @@ def _groups_hold(batch: TrainBatch, *, bounded: bool) -> None:
     scale = 1e-3 * (1e-6 + np.abs(mine[whole[group]]).max(initial=0))
     remedy = "an answer must be compared with those to the same prompt: look at the estimator"
     sums = np.abs(np.bincount(group, mine)[whole]).max(initial=0)
-    _require(sums <= scale * size.max(), "adv", f"advantages of a group add up to {sums:.3g} instead of 0", remedy)
+    require(sums <= scale * size.max(), "adv", f"advantages of a group add up to {sums:.3g} instead of 0", remedy)
     wrong = (mine * distance < -scale * (1e-6 + np.abs(distance).max())) & whole[group]
     text = f"row {np.argmax(wrong)} has an advantage of the other sign than its reward's distance from the group's mean"
-    _require(not wrong.any(), "adv", text, remedy)
+    require(not wrong.any(), "adv", text, remedy)
     most = (size[group] - 1) / np.sqrt(size[group])  # of n numbers divided by their standard deviation
     beyond = bounded and (np.abs(mine) > 1.01 * most + 1e-3)[whole[group]].any()
-    _require(not beyond, "adv", "an advantage is larger than any that its group's size allows", remedy)
+    require(not beyond, "adv", "an advantage is larger than any that its group's size allows", remedy)
 
 
 def _gae_holds(batch: TrainBatch, gamma: float, lam: float) -> None:
@@ -207,7 +209,7 @@ def _gae_holds(batch: TrainBatch, gamma: float, lam: float) -> None:
     gap = np.abs(returns - reward - gamma * np.where(goes_on, after, 0)).max(initial=0)
     room = 1e-4 * (1 + np.abs(returns).max(initial=0) + np.abs(value).max(initial=0))
     remedy = "GAE steps from one token of the policy to the next one: look at the estimator and at the mask"
-    _require(gap <= room, "adv", f"returns differ by {gap:.3g} from what follows from rewards and values", remedy)
+    require(gap <= room, "adv", f"returns differ by {gap:.3g} from what follows from rewards and values", remedy)
 
 
 # -- updates -----------------------------------------------------------------------------------------
@@ -215,39 +217,28 @@ def _gae_holds(batch: TrainBatch, gamma: float, lam: float) -> None:
 
 @counted
 def weights_are_a_mean(step: TrainBatch, mode: str) -> None:
-    """Check that the loss weights of an optimizer step sum to one where the loss is a mean."""
+    """Check that an optimizer step weighs the tokens that carry loss alone, and that a mean's weights sum to one."""
+    carries = step.flat("loss_mask") != 0
+    left = int((carries != (step.flat("loss_weight") != 0)).sum())
+    found = f"{left} tokens have a loss weight and carry no loss, or carry loss and have no weight"
+    require(not left, "update", found, "an answer's end of the sequence carries loss like its other tokens")
     if mode not in SUM_TO_ONE or not bool(step.flat("loss_mask").any()):
         return
     total = float(step.flat("loss_weight").sum(dtype=torch.float64))
     remedy = "the mean must be over the tokens that carry loss, and over no others"
-    _require(abs(total - 1) < 1e-3, "update", f"with loss_agg_mode={mode} the weights sum to {total:.4g}", remedy)
-
-
-@counted
-def weights_of_rows(batch: TrainBatch) -> np.ndarray:
-    """Return the sum of each row's loss weights, [B] float64."""
-    return _sums(batch.flat("loss_weight").numpy(), batch.lengths.numpy())
-
-
-@counted
-def rows_keep_their_weights(whole_B: np.ndarray, index: Tensor, micro: TrainBatch) -> None:
-    """Check that the rows ``index`` of an optimizer step have their loss weights in a micro-batch, too."""
-    found, wanted = weights_of_rows.__wrapped__(micro), whole_B[index.numpy()]
-    wanted = wanted if len(index) else np.zeros(len(micro))  # what makes the ranks' passes equally many
-    _require(
-        np.allclose(found, wanted, rtol=1e-3, atol=1e-12),
-        "update_actor",
-        f"loss weights of a micro-batch sum to {found.sum():.4g}, those of its rows to {wanted.sum():.4g}",
-        "a micro-batch must not be normalised by itself: its weights were computed over the whole step",
-    )
+    require(abs(total - 1) < 1e-3, "update", f"with loss_agg_mode={mode} the weights sum to {total:.4g}", remedy)
 
 
 @counted
 def gradients_are_cleared(parameters: Iterable[Tensor]) -> None:
-    """Check that an optimizer step begins without gradients of an earlier one."""
+    """Check that an optimizer step begins without gradients of an earlier one, on weights that small steps can move."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     remedy = "clear them after each optimizer step"
-    left = any(parameter.grad is not None for parameter in parameters)
-    _require(not left, "update", "gradients of an earlier optimizer step are left", remedy)
+    left = any(parameter.grad is not None for parameter in trained)
+    require(not left, "update", "gradients of an earlier optimizer step are left", remedy)
+    short = {parameter.dtype for parameter in trained if parameter.dtype.itemsize < 4}
+    found = f"the optimizer steps on weights in {', '.join(map(str, short))}"
+    require(not short, "update", found, "their rounding swallows a learning rate of 1e-6: masters must be float32")
 
 
 @counted
@@ -259,24 +250,13 @@ def ratio_moves(log_ratio: float | None, tokens: float, rate: float, norm: float
     """
     frozen = log_ratio == 0 and tokens >= 100 and rate >= LEAST_RATE and norm >= LEAST_NORM
     remedy = "the old log-probs must be those of before the first step; clipping does nothing otherwise"
-    _require(not frozen, "update_actor", "the weights have moved, and the ratio is exactly 1 at every token", remedy)
-
-
-@counted
-def first_step_moves(before: Tensor, after: Tensor, gradient: Tensor, rate: float) -> None:
-    """Check that Adam's first step moved what has a gradient: by the learning rate, whatever the gradient's size."""
-    told = (gradient.abs() > 1e-7) & (before.abs() * 2**-21 < rate)
-    count = int(told.sum())
-    moved = float((before != after)[told].double().mean()) if count >= 10 else 1.0
-    remedy = "does the optimizer hold the model's parameters, and are they float32?"
-    _require(moved > 0.5, "update", f"the first optimizer step moved {moved:.0%} of the weights it should have", remedy)
+    require(not frozen, "update_actor", "the weights have moved, and the ratio is exactly 1 at every token", remedy)
 
 
 @counted
 def watched(parameters: Iterable[Tensor]) -> Tensor | None:
-    """Return the parameter that :func:`first_step_moves` looks at: the last float32 one that has a gradient."""
-    found = [p for p in parameters if p.grad is not None and p.dtype == torch.float32]
-    return found[-1] if found else None
+    """Return the parameter that is looked at for all of them: the last float32 one that has a gradient."""
+    return next((p for p in reversed([*parameters]) if p.grad is not None and p.dtype == torch.float32), None)
 
 
 @counted
@@ -291,7 +271,7 @@ def kl_is_a_distance(kl: float, kind: str) -> None:
     """Check that the mean estimate of the KL to the reference is not negative, for estimators that cannot be."""
     negative = kind.removesuffix("+") in NEVER_NEGATIVE and kl < -1e-5
     remedy = "with this sign it drives the policy away from the reference: look at the estimate"
-    _require(not negative, "update_actor", f"kl_loss_type={kind} gave a mean KL of {kl:.3g}", remedy)
+    require(not negative, "update_actor", f"kl_loss_type={kind} gave a mean KL of {kl:.3g}", remedy)
 
 
 @counted
@@ -300,20 +280,27 @@ def reference_stays(old: Tensor, reference: Tensor, mask: Tensor) -> None:
     frozen = int(mask.sum()) >= 100 and bool((old == reference)[mask].all())
     found = "the policy was updated, and its log-probs are those of the reference at every token, to the bit"
     remedy = "the reference must keep the weights of before training; it seems to share the policy's"
-    _require(not frozen, "ref", found, remedy)
+    require(not frozen, "ref", found, remedy)
 
 
 @counted
 def rate_is_positive(rate: float, base: float, step: int) -> None:
     """Check that a run does not begin with a learning rate of 0 that nobody asked for."""
     remedy = "look at optim.lr_scheduler_type and the warm-up; optim.lr=0 itself is allowed"
-    _require(step != 1 or base == 0 or rate > 0, "update", "the schedule gives step 1 a learning rate of 0", remedy)
+    require(step != 1 or base == 0 or rate > 0, "update", "the schedule gives step 1 a learning rate of 0", remedy)
+
+
+@counted
+def ordinals_go_on(ordinals: Sequence[int], trained: int) -> None:
+    """Check that a step trains on later prompts than those ``trained``: below it all ordinals are done."""
+    found = f"a step begins with example {min(ordinals, default=trained)}, and those below {trained} are trained"
+    require(min(ordinals, default=trained) >= trained, "gen", found, "each example is drawn once: look at what resumes")
 
 
 @counted
 def resume_goes_on(recorded: float | None, next_ordinal: int, step: int) -> None:
     """Check that a run is resumed at the example after the last one that its metrics recorded."""
-    _require(
+    require(
         recorded is None or recorded == next_ordinal,
         "resume",
         f"step {step} ended before example {recorded:g}, and the checkpoint goes on with {next_ordinal}"

@@ -118,7 +118,7 @@ def correct(batch: TrainBatch, config: RolloutCorrectionConfig) -> tuple[TrainBa
         if config.rollout_is_batch_normalize:
             metrics["rollout_is_batch_norm_factor"] = factor = normalising_factor(applied, mask, config.rollout_is)
             applied = applied / factor
-        batch = batch.adding(rollout_is_weights=applied.masked_fill(others, 1.0).float())
+        batch = batch.adding(rollout_is_weights=applied.masked_fill(others, 1.0).float()).sealed("rollout_is_weights")
     kept = mask
     if config.rollout_rs is not None:
         wanted = criteria(config.rollout_rs, config.rollout_rs_threshold, config.rollout_rs_threshold_lower)
@@ -130,7 +130,8 @@ def correct(batch: TrainBatch, config: RolloutCorrectionConfig) -> tuple[TrainBa
         kept = kept & ~vetoed[:, None]
         metrics["rollout_is_veto_fraction"] = float(vetoed.double().mean())
     kept = kept | (others & kept.any(-1, keepdim=True))
-    return batch.adding(loss_mask=batch.loss_mask & kept), {f"rollout_corr/{k}": v for k, v in metrics.items()}
+    corrected = batch.adding(loss_mask=batch.loss_mask & kept).sealed("loss_mask")
+    return corrected, {f"rollout_corr/{k}": v for k, v in metrics.items()}
 
 
 # -- metrics, under verl's names --------------------------------------------------------------------------------------
@@ -210,14 +211,18 @@ def _means_of_sequences(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
     return masked_mean(values_BT, mask_BT, dim=-1)[mask_BT.any(-1)]
 
 
-def add_mismatch(means: Means, log_prob_BT: Tensor, batch: TrainBatch) -> None:
+def add_mismatch(means: Means, log_prob_BT: Tensor, batch: TrainBatch, entropy_BT: Tensor | None = None) -> None:
     """Measure how far the engine's log-probs are from the learner's (verl's ``rollout_corr/*``), corrected or not.
 
     ``kl`` and ``k3_kl`` estimate KL(engine, learner) on the engine's own samples (Schulman's k1 and k3), per token.
     ``*_ppl`` are means over sequences of ``exp(-mean log p)``; ``chi2_*`` is ``mean w^2 - 1``, per token or sequence.
-    Sequences are complete in a micro-batch, so the parts of ``means`` add up.
+    Sequences are complete in a micro-batch, so the parts of ``means`` add up. ``surprise_gap`` is the mean of entropy
+    + log p of the sampled tokens, whose expectation is 0 for samples of the whole distribution.
     """
     mask = sampled(batch)
+    if entropy_BT is not None:
+        surprise = entropy_BT.detach().double() + log_prob_BT.detach().double()
+        means.tokens({"surprise_gap": surprise, "surprise_gap_square": surprise.square()}, mask)
     d = log_ratio(log_prob_BT, batch.rollout_log_probs, mask)
     bounded = d.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     of_tokens = {

@@ -33,6 +33,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from core.algorithm import use_checks
 from core.algorithm.losses import Means
 from core.checkpoint.provenance import Base, ModelFingerprint
 from core.config import registry
@@ -294,6 +295,7 @@ class LearnerRank:
             self.critic = Critic(module, critic, device=device, **of_critic)
         self.trained = {"actor": self.actor, **({"critic": self.critic} if self.critic else {})}
         self.parts = {**self.trained, **({"ref": self.ref} if self.ref else {})}
+        self.frozen = use_checks.FrozenReference(self.ref) if self.ref is not None else None
         self.fsdp = {"actor": part.actor.fsdp_config, "critic": critic.model.fsdp_config, "ref": part.ref.fsdp_config}
         if part.model.lora_rank:
             self.fsdp["ref"] = part.actor.fsdp_config  # the policy without its adapters
@@ -361,6 +363,7 @@ class LearnerRank:
 
     def compute_ref_log_prob(self, batch: TrainBatch) -> tuple[Tensor]:
         with self.at_work("ref"):
+            self.frozen.check(self.ref, self.actor)
             found = self.ref.log_probs(batch, pass_size(self.config.actor_rollout_ref.ref))[:1]
             reshard(self.ref.module)
         return found

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from core.algorithm import use_checks
 from core.checkpoint.provenance import Base, ModelFingerprint
 from core.checkpoint.run_state import save_tensors
 from core.config import registry
@@ -27,7 +28,7 @@ from core.learner.packing import Layout
 from core.learner.saving import fingerprints, host_copy, load_model, load_optimizer, save_model
 from core.learner.traced_tokens import TracedRows
 from core.learner.vision import freeze_vision_tower
-from core.learner.weight_probe import compare_probe, probe_ids, probe_log_probs
+from core.learner.weight_probe import compare_probe, compare_weights, probe_ids, probe_log_probs
 from core.rewards.reward_model import RewardModel
 from core.tracking.health import Repeats
 from core.tracking.profiling import Profile
@@ -105,6 +106,9 @@ class LocalWorkers:
         self.actor = Actor(add_adapters(policy, model, config.trainer.seed), actor, bypass=bypass, **passes)
         if needs_ref and model.lora_rank:
             self.ref = BasePolicy(policy, **passes)
+        self.frozen = use_checks.FrozenReference(self.ref) if self.ref is not None else None
+        self.sent: Mapping[str, int] = {}  # checksums of the weights that the engine has
+        self.no_kl = False  # in the last update of the policy
         if needs_critic:
             critic = load_critic(config.critic.model, seed=config.trainer.seed).to(device)
             critic = add_adapters(critic, config.critic.model, config.trainer.seed)
@@ -125,6 +129,7 @@ class LocalWorkers:
 
     def compute_ref_log_prob(self, batch: TrainBatch) -> Tensor:
         self.engine.sleep()
+        self.frozen.check(self.ref, self.actor)
         return batch.flattened(self.ref.log_probs(batch, pass_size(self.config.actor_rollout_ref.ref))[0])
 
     def compute_values(self, batch: TrainBatch) -> Tensor:
@@ -134,7 +139,9 @@ class LocalWorkers:
     def update_actor(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
         self.engine.sleep()
         actor, length = self.config.actor_rollout_ref.actor, self.config.data.max_response_length
-        return self.actor.update(steps_of(batch, actor, length, actor.policy_loss.loss_mode), lr_multiplier)
+        found = self.actor.update(steps_of(batch, actor, length, actor.policy_loss.loss_mode), lr_multiplier)
+        self.no_kl = use_checks.no_kl(found, self.no_kl, self.actor, self.ref)
+        return found
 
     def traced(self, rows: Collection[int] | None) -> TracedRows:
         return self.actor.traced.of(rows)
@@ -145,7 +152,13 @@ class LocalWorkers:
         return self.critic.update(steps, lr_multiplier)
 
     def sync_weights(self, version: int) -> dict[str, float]:
-        self.engine.update_weights(merged_weights(self.actor.module), version)
+        held = getattr(self.engine, "weight_sums", dict)  # of an engine that has them under the learner's names
+        use_checks.weights_stayed(self.sent, held(), "the engine", "update_weights")
+        sent = use_checks.SentWeights(merged_weights(self.actor.module), getattr(self.engine, "weights_dtype", None))
+        proofs = self.engine.update_weights(sent, version) or ()  # an engine of a test's own has none
+        for proof in proofs:
+            compare_weights(sent.sums, proof.sums)
+            self.sent = proof.sums
         expected = probe_log_probs(self.actor)
         found = self.engine.probe(probe_ids(self.actor.module.config.get_text_config().vocab_size))
         return {"rollout_corr/probe_diff": compare_probe(expected, found, **self.probing)}

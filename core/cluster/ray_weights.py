@@ -16,7 +16,7 @@ from core.cluster.ray_pools import RayProcesses, rank_name
 from core.engines.weight_buckets import Checksum, Proof, merged
 from core.errors import WorkersLost
 from core.learner.models import compute_dtype
-from core.learner.weight_probe import WeightSyncError, compare_probe
+from core.learner.weight_probe import WeightSyncError, compare_probe, compare_weights
 from core.tracking.health import Repeats
 
 log = logging.getLogger(__name__)
@@ -66,15 +66,19 @@ class WeightSync:
         options = [(self.dtype, self.limit, self._stages(rank), self.broadcasts) for rank in self._all()]
         weights = self._ranks("begin_sync", options)[0]
         engine.begin_update(weights)
-        sent = []
+        sent: list[Checksum] = []
+        sums: dict[str, int] = {}
         while None not in (buckets := self._ranks("next_bucket")):
             bucket = merged(buckets)
             sender = {rank_name(0): self.processes.learners[0].broadcast.remote()} if self.broadcasts else {}
             engine.load(bucket, sender)
             sent.append(bucket.checksum)
+            sums |= bucket.sums
         proofs = engine.end_update(version)
         self._ranks("end_sync")
         compare_received(sent, proofs)
+        for proof in proofs:
+            compare_weights(sums, proof.sums)
 
     def _all(self) -> range:
         return range(self.processes.ranks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from core.config.schema import FULL_PRECISION, Config
 
+EXACT = 1e-4  # mean nats a token that float32 explains
 # Nats a token. On a lab task a mean gap of 0.04 cost nothing and one of 0.13 some accuracy
 # (results/dapo/study_course.md): a precision that costs more than 0.05 is worth a warning whatever explains it.
 LEAST, MOST = 0.02, 0.1
@@ -17,7 +18,15 @@ def logp_diff(config: Config) -> float | None:
 
     None, no bound, where more is expected and corrected; and where :func:`follows_rounding`.
     """
-    return 1e-4 if _agrees(config) and _full_precision(config) else None
+    return EXACT if _agrees(config) and _full_precision(config) else None
+
+
+def exact(config: Config) -> bool:
+    """Return whether engine and learner must agree to rounding: the same policy in float32, its whole distribution."""
+    rollout = config.actor_rollout_ref.rollout
+    whole = rollout.do_sample and rollout.top_p == 1 and rollout.top_k < 0
+    noise = (rollout.engine_kwargs.get("hf") or {}).get("logits_noise")
+    return bool(_full_precision(config) and whole and not noise and not config.trainer.max_staleness)
 
 
 def follows_rounding(config: Config) -> bool:

@@ -492,6 +492,7 @@ class HealthConfig:
     # mean |engine - learner| of log-probs; None: 1e-4 in float32, else by what rounding costs on the model, which is
     # measured at start; off where the difference is corrected
     logp_diff: HealthBound = HealthBound()
+    surprise: HealthBound = HealthBound(bound=6)  # standard errors between entropy and -log p of sampled tokens
     zero_variance: HealthBound = HealthBound()  # share of groups of equal scores
     scorer_errors: HealthBound = HealthBound(bound=0.1)  # share of answers without a score, over reward_window
     judge_agreement: HealthBound = HealthBound(bound=0.75, action="stop")  # least share of canaries graded as known

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
+from core.algorithm import use_checks
 from core.data.vocabulary import known_ids, unknown_among
 from core.engines import SampleRequest
 from core.engines.kv_cache import ATTENTION, Decode, Prefill, SharedPromptCache
@@ -69,6 +70,7 @@ class DecodeBatch:
         self.own_attention = model.config._attn_implementation == ATTENTION
         # What was computed in all: prompt tokens ahead of decoding (without padding), and the rows of all steps.
         self.prefill_tokens = self.row_steps = 0
+        self.version = self.checked = 0  # of the weights; of those whose prompt store was compared
         self.clear()
 
     def clear(self) -> None:
@@ -77,6 +79,9 @@ class DecodeBatch:
         self.prompt, self.length = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self.token, self.seed = np.zeros(0, np.int64), np.zeros(0, np.uint64)
         self.prefix, self.ahead = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self.filled: list[
+            tuple[SeenPrompt, int]
+        ] = []  # what stands at each place of the prompt store, of which weights
         self.settings: RowSettings | None = None
         self.cache.free()
 
@@ -116,6 +121,8 @@ class DecodeBatch:
             self.ahead = np.concatenate([self.ahead, np.zeros(len(fresh), np.int64)])
             self._reserve("prompts", len(self.prompts), int(self.prefix.max()), int(self.prefix.max()))
             self._prefill(used)
+            self.filled += [(prompt, self.version) for prompt in fresh]
+        self._check_prompts()
 
     def _prefill(self, begin: int) -> None:
         """Fill the prompt store from place ``begin`` on; the prompts there are sorted by length."""
@@ -145,6 +152,28 @@ class DecodeBatch:
                 )
             self.prefill_tokens += int(self.prefix[begin:end].sum())
             begin = end
+
+    def _check_prompts(self) -> None:
+        """Check that rows continue stored prompts that are theirs, computed by the weights of now.
+
+        Once for each version of the weights the keys of a prompt are computed again and compared.
+        """
+        wanted = [(SeenPrompt.of(row), self.version) for row in self.rows]
+        use_checks.stored_prompts_are_current(wanted, [self.filled[place] for place in self.prompt])
+        if self.checked == self.version:
+            return
+        self.checked = self.version
+        place = int(np.argmin(np.where(self.prefix > 0, self.prefix, np.iinfo(np.int64).max)))
+        count, prompt = int(self.prefix[place]), self.prompts[place]
+        if count == 0 or prompt.pictures:
+            return
+        again = DynamicCache(config=self.model.config)
+        self.model.base_model(
+            input_ids=torch.tensor([prompt.ids[:-1]], device=self.device), past_key_values=again, use_cache=True
+        )
+        for layer in (0, len(again.layers) - 1):
+            stored = self.cache.layers[layer].stores["prompts"][0][place, :, :count]
+            use_checks.stored_keys_are_current(stored, again.layers[layer].keys[0])
 
     @torch.inference_mode()
     def step(self) -> list[Row]:
@@ -232,8 +261,9 @@ class DecodeBatch:
         self.prefix[holes], self.ahead[holes] = self.prefix[movers], self.ahead[movers]
         for hole, mover in zip(holes, movers, strict=True):
             self.prompts[hole] = self.prompts[mover]
+            self.filled[hole] = self.filled[mover]
             self.prompt[self.prompt == mover] = hole
-        del self.prompts[left:]
+        del self.prompts[left:], self.filled[left:]
         self.prefix, self.ahead = self.prefix[:left], self.ahead[:left]
 
 
@@ -360,7 +390,17 @@ class HFEngine(SteppedEngine):
 
     def _finish(self) -> list[Proof]:
         release()
-        return [Proof(tuple(self._received), weights_checksum(self.model.named_parameters()))]
+        self.batch.version += 1
+        return [Proof(tuple(self._received), weights_checksum(self.model.named_parameters()), self.weight_sums())]
+
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        """Return the number format of its weights."""
+        return self.model.dtype
+
+    def weight_sums(self) -> dict[str, int]:
+        """Return checksums of the weights that it computes with, by name."""
+        return use_checks.weight_sums(self.model.named_parameters())
 
     @torch.inference_mode()
     def probe(self, token_ids: tuple[int, ...]) -> np.ndarray:

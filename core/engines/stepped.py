@@ -205,13 +205,13 @@ class SteppedEngine(ABC):
         for row, turn in turns:
             row.future.set_result(turn)
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> list[Proof]:
         """Replace all weights. Each must come, under one of its names where it has several (tied embeddings); two
-        names of one weight must agree. Nothing is changed where anything is wrong."""
+        names of one weight must agree. Nothing is changed where anything is wrong. Returns what ``end_update`` does."""
         weights, values = held_weights(self._model(), named_tensors)
         self.begin_update(weights)
         self.load(Bucket(tuple(weights), tensors=tuple(values)))
-        self.end_update(version)
+        return self.end_update(version)
 
     def begin_update(self, weights: Sequence[Weight]) -> None:
         """Prepare for new weights; raise ValueError, and change nothing, where they do not fit."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from core.algorithm.use_checks import weight_sums
 from core.errors import InputError
 
 ALIGNMENT = 16  # bytes; a weight may be viewed in its own number format wherever it begins
@@ -53,10 +54,14 @@ class Weight:
 
 @dataclass(frozen=True)
 class Proof:
-    """What one device of an engine has after an update: checksums of the buckets as received, and of its weights."""
+    """What one device of an engine has after an update: checksums of the buckets as received, and of its weights.
+
+    ``sums`` are those of each weight by name, where the engine has the learner's names.
+    """
 
     received: tuple[Checksum | None, ...]
     weights: Checksum
+    sums: Mapping[str, int] = field(default_factory=dict)
 
 
 class Location(Protocol):
@@ -70,13 +75,15 @@ class Location(Protocol):
 class Bucket:
     """Some weights and where their bytes are, by node or GPU (:func:`place_key`).
 
-    ``tensors`` has the weights themselves where learner and engine are one process; then there is no checksum.
+    ``tensors`` has the weights themselves where learner and engine are one process; then there is no checksum. ``sums``
+    are checksums of each weight by each of its names.
     """
 
     weights: tuple[Weight, ...]
     checksum: Checksum | None = None
     places: Mapping[str, Location] | None = None
     tensors: tuple[Tensor, ...] = ()
+    sums: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -271,6 +278,7 @@ class Packer:
         Raises InputError where the next weight is larger than a bucket: the update would end before its time.
         """
         packed: list[Weight] = []
+        sums: dict[str, int] = {}
         used = 0
         while self._left and used + self._left[-1].room <= self.limit:
             weight = self._left.pop()
@@ -279,6 +287,7 @@ class Packer:
                 data = whole.contiguous().reshape(-1).view(torch.uint8)
                 self.staging.data[used : used + weight.size].copy_(data)
                 self.staging.data[used + weight.size : used + weight.room].zero_()
+                sums |= dict.fromkeys(weight.names, *weight_sums([("", whole)]).values())
             del whole
             packed.append(weight)
             used += weight.room
@@ -290,7 +299,7 @@ class Packer:
             return Bucket(tuple(packed))
         self._used = used
         found = checksum(self.staging.data[:used])  # waits for the copies
-        return Bucket(tuple(packed), found, {self.staging.key: self.staging.place})
+        return Bucket(tuple(packed), found, {self.staging.key: self.staging.place}, sums=sums)
 
     def broadcast(self) -> None:
         """Send the bucket that was returned last, from rank 0, to whoever opens it."""
@@ -319,4 +328,4 @@ def merged(buckets: Iterable[Bucket]) -> Bucket:
     if len({bucket.checksum for bucket in staged}) != 1 or len({bucket.weights for bucket in buckets}) != 1:
         raise RuntimeError("learner ranks gathered different weights; run again, and report it if it happens twice")
     places = {key: place for bucket in staged for key, place in bucket.places.items()}
-    return Bucket(staged[0].weights, staged[0].checksum, places)
+    return Bucket(staged[0].weights, staged[0].checksum, places, sums=staged[0].sums)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from core.algorithm import invariants
+from core.algorithm import invariants, use_checks
 from core.algorithm.kl import kl_penalty
 from core.algorithm.losses import Means, policy_loss, value_loss
 from core.algorithm.rollout_correction import add_mismatch
@@ -27,7 +27,7 @@ from core.data.vocabulary import unknown_among
 from core.learner.batching import micro_batches, split_idle
 from core.learner.compiled import compile_parts
 from core.learner.log_probs import FP32Head, token_log_probs_and_entropy
-from core.learner.lora import base_only
+from core.learner.lora import base_only, layers
 from core.learner.model_checks import check_head, check_packing, shares_alike
 from core.learner.packing import Layout, Reading, SharedPrompts, can_keep_keys, can_share, hidden_before_tokens
 from core.learner.traced_tokens import TracedTokens, clipped_how
@@ -200,6 +200,8 @@ class Passes:
 class Policy(Passes):
     """A causal language model that is read through its log-probs. ``passes`` are the arguments of :class:`Passes`."""
 
+    without_adapters = False  # its passes leave the adapters out that train
+
     def __init__(self, module: nn.Module, *, temperature: float, known: np.ndarray | None = None, **passes: Any):
         super().__init__(module, **passes)
         self.temperature = temperature
@@ -235,6 +237,7 @@ class Policy(Passes):
         dtype = torch.promote_types(next(self.module.parameters()).dtype, torch.float32)
         found = tuple(torch.zeros(batch.shape, dtype=dtype) for _ in range(3 if squares else 2))
         for index, micro in self.passes(size, batch):
+            use_checks.unchanged(micro, "log_probs", PASS_READS)
             values = self.token_stats(micro.to(self.device), squares=squares)
             if len(index):
                 for whole, value in zip(found, values, strict=True):
@@ -245,8 +248,11 @@ class Policy(Passes):
 class BasePolicy(Policy):
     """The policy as it was before training: the reference where adapters train and the base stays."""
 
+    without_adapters = True
+
     def token_stats(self, batch: TrainBatch, **options: bool) -> tuple[Tensor, ...]:
         with base_only(self.module):
+            use_checks.adapters_are_off(layers(self.module).values())
             return super().token_stats(batch, **options)
 
 
@@ -258,6 +264,7 @@ class Stepper:
         self.base_lr, self.grad_clip = config.optim.lr, config.grad_clip
         self.number = 0  # of the step under way, in its update
         self.norms: list[float] = []  # of the gradients, of each step of the last update
+        self.rates: list[float] = []  # learning rates that the optimizer had, in each step of the last update
         self.optimizer = torch.optim.AdamW(
             [parameter for parameter in self.module.parameters() if parameter.requires_grad],
             lr=self.base_lr,
@@ -268,18 +275,22 @@ class Stepper:
 
     def step(self, lr_multiplier: float) -> tuple[float, bool]:
         """Clip, step and clear the gradients. Return the norm before clipping and whether it stepped."""
+        one, first = invariants.watched(self.module.parameters()), not self.optimizer.state
+        raw = None if one is None else invariants.sample(one.grad)
         norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.grad_clip)
         norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # sharded: of all ranks
         finite = math.isfinite(norm)
         if finite:
+            rate = self.base_lr * lr_multiplier
             for group in self.optimizer.param_groups:
-                group["lr"] = self.base_lr * lr_multiplier
-            one = None if self.optimizer.state else invariants.watched(self.module.parameters())
+                group["lr"] = rate
             before = None if one is None else invariants.sample(one)
             self.optimizer.step()
+            self.rates += [group["lr"] for group in self.optimizer.param_groups]
             if one is not None:
-                seen = (invariants.sample(value) for value in (one, one.grad))
-                invariants.first_step_moves(before, *seen, self.base_lr * lr_multiplier)
+                after, gradient = invariants.sample(one), invariants.sample(one.grad)
+                use_checks.gradients_are_clipped(raw, gradient, norm, self.grad_clip)
+                use_checks.step_is_adams(before, after, gradient, self.optimizer.param_groups[0], rate, first=first)
         self.optimizer.zero_grad(set_to_none=True)
         return norm, finite
 
@@ -296,7 +307,7 @@ class Stepper:
 
         ``losses`` are partial sums of ``accumulate``: each counts once a step, however many parts and ranks add to it.
         """
-        means, skipped, self.norms = Means(), 0, []
+        means, skipped, self.norms, self.rates = Means(), 0, [], []
         rate = self.base_lr * lr_multiplier
         for number, batch in enumerate(steps):
             self.number, one = number, Means()
@@ -313,8 +324,10 @@ class Stepper:
             if stepped:  # the numbers of a skipped step are no numbers
                 one.value("grad_norm", norm)
                 means.merge(one)
+        use_checks.rates_are_used(self.rates, rate)
         metrics = self.ranks.total(means).result(name)
-        return {**metrics, f"{name}/lr": rate, f"{name}/skipped_updates": skipped}
+        used = self.rates[-1] if self.rates else rate  # read from the optimizer: what was used, not what was asked for
+        return {**metrics, f"{name}/lr": used, f"{name}/skipped_updates": skipped}
 
 
 class Actor(Policy):
@@ -350,33 +363,38 @@ class Actor(Policy):
     def accumulate(self, batch: TrainBatch, means: Means) -> None:
         """Add the gradients of one optimizer step, micro-batch by micro-batch."""
         busy, idle = split_idle(batch, only_advantages_train=only_advantages_train(self.config))
-        weight_B = invariants.weights_of_rows(busy)
+        indices = []
         for index, micro in self.passes(self.size, busy):
-            invariants.rows_keep_their_weights(weight_B, index, micro)
             self.objective(micro.to(self.device), means).backward()
+            indices.append(index)
+        use_checks.rows_are_used_once(indices, len(busy))
         if batch.old_log_probs is None and self.ranks.most(len(idle)):
             # Nothing trains on them, but the metrics are of every sequence.
             log_prob, entropy = self.log_probs(idle, self.size)
             self.traced.keep(idle, log_prob, entropy=entropy, loss_weight=idle.loss_weight)
             if len(idle):
                 means.tokens({"entropy": entropy}, idle.response_mask)
-                self.measure(log_prob, idle)
+                self.measure(log_prob, entropy, idle)
 
-    def measure(self, log_prob_BT: Tensor, batch: TrainBatch) -> None:
+    def measure(self, log_prob_BT: Tensor, entropy_BT: Tensor, batch: TrainBatch) -> None:
         """Add the difference between engine and learner, which means something only before a weight has moved.
 
         What no engine wrote (demonstrations) has no log-probs to compare with.
         """
         if self.stepper.number == 0 and "rollout_log_probs" in batch.stored:
-            add_mismatch(self.mismatch, log_prob_BT, batch)
+            add_mismatch(self.mismatch, log_prob_BT, batch, entropy_BT)
 
     def objective(self, micro: TrainBatch, means: Means) -> Tensor:
         """Return the micro-batch's partial sum of the loss: policy gradient - entropy bonus + KL."""
         config, mask, weight = self.config, micro.response_mask, micro.need("loss_weight")
+        use_checks.unchanged(micro, "update_actor", actor_reads(config, micro))
         log_prob, entropy = self.token_stats(micro, entropy_grad=config.entropy_coeff != 0)
         old = micro.old_log_probs
         if old is None:
             old = micro.rollout_log_probs if self.bypass else log_prob.detach()
+        if "old_log_probs" in micro.seals and self.stepper.number == 0:  # of the phase before, not a test's own
+            use_checks.old_log_probs_are_current(log_prob, old, mask, full=self.compute_dtype is None)
+        use_checks.watch_policy_gradient(log_prob, entropy, old, micro, config)
         apart = () if micro.selected is None else (micro.selected,)
         loss_BT, stats = self.policy_loss(log_prob, old, micro.need("advantages"), mask, config, *apart)
         clip = clipped_how(stats)
@@ -393,7 +411,7 @@ class Actor(Policy):
             means.value("kl_loss", float(kl_loss.detach()), counts=False)
         if micro.old_log_probs is None:  # the pass that would have measured these was skipped
             stats = {**stats, "entropy": entropy}
-            self.measure(log_prob, micro)
+            self.measure(log_prob, entropy, micro)
         means.tokens(stats, mask)
         return loss
 
@@ -420,6 +438,7 @@ class Critic(Passes):
         """Return :meth:`token_values` of the whole batch, [B, T], without gradients."""
         out = torch.zeros(batch.shape)
         for index, micro in self.passes(self.size, batch):
+            use_checks.unchanged(micro, "values", PASS_READS)
             values = self.token_values(micro.to(self.device))
             if len(index):
                 out[index, : micro.width] = values.cpu().float()
@@ -432,12 +451,17 @@ class Critic(Passes):
     def accumulate(self, batch: TrainBatch, means: Means) -> None:
         """Add the gradients of one optimizer step, micro-batch by micro-batch."""
         busy, _ = split_idle(batch, only_advantages_train=False)
-        for _, micro in self.passes(self.size, busy):
+        indices = []
+        for index, micro in self.passes(self.size, busy):
             self.objective(micro.to(self.device), means).backward()
+            indices.append(index)
+        use_checks.rows_are_used_once(indices, len(busy))
 
     def objective(self, micro: TrainBatch, means: Means) -> Tensor:
         """Return the micro-batch's partial sum of the clipped value loss."""
+        use_checks.unchanged(micro, "update_critic", CRITIC_READS)
         values = self.token_values(micro)
+        use_checks.watch_value_gradient(values, micro, self.config.cliprange_value)
         loss_BT, stats = value_loss(
             values, micro.need("returns"), micro.need("values"), self.config.cliprange_value, micro.response_mask
         )

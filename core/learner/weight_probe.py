@@ -6,7 +6,7 @@ What a model is checked for when it is loaded stands in ``core.learner.model_che
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -35,6 +35,15 @@ def probe_log_probs(policy: Policy) -> np.ndarray:
         logits = policy.module(input_ids=torch.tensor([ids], device=policy.device), use_cache=False).logits
     log_probs = logits[0, :-1].float().log_softmax(-1).cpu()
     return log_probs.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
+
+
+def compare_weights(sent: Mapping[str, int], held: Mapping[str, int]) -> None:
+    """Compare checksums of an engine's weights, by name, with those that the learner sent. Raises WeightSyncError."""
+    if wrong := [name for name, value in held.items() if sent.get(name) != value]:
+        raise WeightSyncError(
+            f"after the weight sync {len(wrong)} of {len(held)} weights of the engine are not those that the learner "
+            f"sent ({', '.join(wrong[:3])}): some of its weights are stale or were rounded"
+        )
 
 
 def compare_probe(

@@ -46,7 +46,7 @@ def planted(bug: str | None) -> Iterator[None]:
     if bug is None:
         yield
         return
-    with mock.patch("core.algorithm.invariants._require"), importlib.import_module(MUSEUM).planted(bug):
+    with mock.patch("core.algorithm.invariants.require"), importlib.import_module(MUSEUM).planted(bug):
         yield
 
 

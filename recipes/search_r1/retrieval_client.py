@@ -112,6 +112,17 @@ class RetrievalClient:
             return []
         return await asyncio.wrap_future(self._on_thread(self._retrieve(list(queries), topk)))
 
+    def search_again(self, queries: list[str], topk: int) -> list[list[Passage]]:
+        """Return what the server finds now, without the cache and outside of the counts. Raises RetrievalError."""
+
+        async def search() -> list[list[Passage]]:
+            before = self._counts["attempts"]
+            found = await self._searched([self._sendable(query) for query in queries], topk)
+            self._counts["attempts"] = before
+            return found
+
+        return self._on_thread(search()).result()
+
     async def health(self) -> dict[str, Any]:
         """Return ``GET /health``, waiting at most ``give_up_s`` for a server to start. Raises RetrievalError."""
         return await asyncio.wrap_future(self._on_thread(self._health()))

@@ -33,6 +33,19 @@ SEARCH = (
 )
 
 
+PUBLISHED = (  # the settings of published scripts, which hide what float32 and a large step show
+    "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16",
+    "actor_rollout_ref.rollout.dtype=bfloat16",
+    "actor_rollout_ref.actor.optim.lr=1e-6",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+)
+
+
+def overrides_of(keys: Sequence[str]) -> list[str]:
+    """Return the keys with ``published`` written out."""
+    return [one for key in keys for one in (PUBLISHED if key == "published" else (key,))]
+
+
 @dataclass(frozen=True)
 class Lab:
     """A laptop run: the recipe, its preset, its trainer and hooks, and what replaces the retrieval server."""
@@ -107,7 +120,7 @@ def run(
     shutil.rmtree(folder, ignore_errors=True)
     arguments = [
         *(f"preset={lab.preset}", *SHARED, *lab.overrides, f"trainer.seed={seed}"),
-        *(f"trainer.default_local_dir={folder}", *overrides),
+        *(f"trainer.default_local_dir={folder}", *overrides_of(overrides)),
     ]
     sessions = [STEPS] if resumed_after is None else [resumed_after, STEPS]
     for steps in sessions:

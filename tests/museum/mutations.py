@@ -23,16 +23,33 @@ import yaml
 from core.algorithm import advantages, kl, losses
 from core.checkpoint.run_state import DriverState
 from core.cluster import local_workers
+from core.data import sampler
 from core.data.dataset import Encoder
 from core.engines import hf, sampling, stepped
-from core.learner import batching, learner, packing
-from core.rewards import grading
+from core.learner import batching, learner, log_probs, lora, packing
+from core.ray_trainer import RayPPOTrainer
+from core.rewards import grading, layer
 from core.rollout.agent_loop import Episode
+from core.session import Session
+from core.tracking.trace import TraceRecorder
 from core.types import Stop, TrainBatch, Trajectory
+from recipes.dapo import dapo_ray_trainer
+from recipes.search_r1 import search_loop
 from reward_scores.score import Score
 
 BUGS: list[dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "bugs.yaml").read_text(encoding="utf-8"))
 MUTATIONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {}  # bug -> what it replaces, and by what
+
+
+def twin_of(bug: dict[str, Any]) -> dict[str, Any]:
+    """Return a bug's second placement as a bug: what is not said of it is the first one's."""
+    inherited = {name: bug[name] for name in ("id", "lab", "test")}
+    return {**inherited, "mutation": bug["id"], **bug["twin"]}
+
+
+def names() -> set[str]:
+    """Return the names of all mutations that ``bugs.yaml`` asks for."""
+    return {bug["id"] for bug in BUGS} | {twin_of(bug)["mutation"] for bug in BUGS}
 
 
 @contextmanager
@@ -289,3 +306,227 @@ def learning_rate_zero(original, *given):
 @replaces(DriverState, "load")
 def resume_repeats_data(original, cls, folder):
     return dataclasses.replace(original(cls, folder), next_ordinal=0)
+
+
+# -- second placements: the same bugs behind the place where a value is checked --------------------
+
+
+@replaces(RayPPOTrainer, "generate")
+async def tokens_encoded_again_later(original, self, *given):
+    t = await original(self, *given)
+    again = self.tokenizer.encode(t.response_text, add_special_tokens=False)
+    logprobs = [*t.logprobs, *[0.0] * len(again)][: len(again)]
+    return dataclasses.replace(t, response_ids=again, response_mask=[True] * len(again), logprobs=logprobs)
+
+
+@replaces(RayPPOTrainer, "generate")
+async def engine_raw_log_probs_later(original, self, *given):
+    t = await original(self, *given)
+    return dataclasses.replace(t, logprobs=t.logprobs * self.train_sampling.temperature)
+
+
+@replaces(learner, "read_tokens")
+def learner_without_temperature_later(original, *given, temperature, **named):
+    return original(*given, temperature=1.0 if torch.is_grad_enabled() else temperature, **named)
+
+
+@replaces(TraceRecorder, "marked")
+def groups_mixed_later(original, self, batch, step):
+    batch = original(self, batch, step)
+    return batch.adding(group=torch.arange(len(batch)) % (int(batch.group.max()) + 1))
+
+
+@replaces(TraceRecorder, "marked")
+def tool_tokens_trained_later(original, self, batch, step):
+    batch = original(self, batch, step)
+    first = torch.cat([batch.flat("response_mask")[span].int().cumsum(0) > 0 for span in spans_of(batch)])
+    return batch.adding(response_mask=first, loss_mask=first)
+
+
+@replaces(TraceRecorder, "marked")
+def rewards_of_others_later(original, self, batch, step):
+    batch = original(self, batch, step)
+    return batch.adding(reward=batch.reward[batch.lengths.argsort(stable=True)])
+
+
+def spans_of(batch):
+    return batch.spans(torch.arange(len(batch)))
+
+
+@replaces(local_workers.LocalWorkers, "update_critic")
+def tool_tokens_in_gae_later(original, self, batch, rate):
+    decay, returns = self.config.algorithm.lam, batch.flat("returns").clone()
+    for span in spans_of(batch):
+        mask = batch.flat("response_mask")[span]
+        ahead = (~mask).flip(0).cumsum(0).flip(0)  # tokens of tools (and of the prompt) that are still to come
+        returns[span] = torch.where(mask, returns[span] * decay**ahead, 0)
+    return original(self, batch.adding(returns=returns), rate)
+
+
+@replaces(learner.Actor, "objective")
+def loss_by_micro_batch_later(original, self, micro, means):
+    weight = micro.flat("loss_weight")
+    return original(self, micro.adding(loss_weight=weight / weight.sum().clamp(min=1e-20)), means)
+
+
+@replaces(Session, "attach")
+def resume_repeats_data_later(original, self, *given):
+    state = original(self, *given)
+    return dataclasses.replace(state, collect=dataclasses.replace(state.collect, next_ordinal=0))
+
+
+@replaces(learner.Actor, "objective")
+def dropout_in_training_later(original, self, micro, means):
+    for part in self.module.modules():
+        if hasattr(part, "attention_dropout"):
+            part.attention_dropout = 0.1
+    self.module.train()
+    try:
+        return original(self, micro, means)
+    finally:
+        self.module.eval()
+
+
+@replaces(hf.HFEngine, "_admit")
+def engine_rounds_weights_later(original, self):
+    for parameter in self.model.parameters():
+        parameter.data.copy_(parameter.data.bfloat16())
+    original(self)
+
+
+@replaces(hf.HFEngine, "load")
+def one_weight_missing_later(original, self, bucket):
+    weight = [p for name, p in self.model.named_parameters() if "norm" in name][-1]
+    before = weight.detach().clone()
+    original(self, bucket)
+    weight.data.copy_(before)
+
+
+@replaces(stepped, "one_turn")
+def eos_not_trained_later(original, request, ids, logprobs, stop, *given):
+    turn = original(request, ids, logprobs, stop, *given)
+    if stop is not Stop.EOS:
+        return turn
+    logprobs = [*turn.logprobs[:-1], 0.0]
+    return dataclasses.replace(turn, response_mask=[*turn.response_mask[:-1], False], logprobs=logprobs)
+
+
+@replaces(advantages, "estimate")
+def reward_after_the_end_later(original, batch, config):
+    rewards = batch.flat("token_level_rewards")
+    return original(batch.adding(token_level_rewards=rewards.roll(-1)), config)
+
+
+@replaces(local_workers.LocalWorkers, "update_actor")
+def advantages_over_batch_later(original, self, batch, rate):
+    reward = batch.reward.repeat_interleave(batch.lengths)
+    over = (reward - batch.reward.mean()) / batch.reward.std().clamp(min=1e-6)
+    return original(self, batch.adding(advantages=torch.where(batch.flat("response_mask"), over, 0)), rate)
+
+
+@replaces(grading, "as_result")
+async def failed_grader_is_zero_later(original, grade, job):
+    count = vars(grading).setdefault("graded_for_the_museum", [0])
+    count[0] += 1
+    if count[0] <= 30:  # the examples of the start
+        return await original(grade, job)
+    return Score(0.0, {"acc": 0.0})
+
+
+@replaces(kl, "kl_penalty")
+def kl_sign_later(original, *given):
+    value = original(*given)
+    return 2 * value.detach() - value
+
+
+@replaces(learner.Stepper, "step")
+def learning_rate_zero_later(original, self, rate):
+    return original(self, rate / 10)
+
+
+@replaces(layer, "Job")
+def tool_text_scored_later(original, source, response, ground_truth, extra_info):
+    segments = extra_info.get("rollout", {}).get("segments", ())
+    whole = "".join(segment["text"] for segment in segments) or response
+    return original(source, whole, ground_truth, extra_info)
+
+
+# -- kinds that were planted blind -----------------------------------------------------------------
+
+
+@replaces(local_workers.LocalWorkers, "update_critic")
+def returns_shifted(original, self, batch, rate):
+    return original(self, batch.adding(returns=batch.flat("returns").roll(1)), rate)
+
+
+@replaces(learner, "value_loss")
+def returns_shifted_later(original, values, returns, *given):
+    return original(values, returns.roll(1, dims=1), *given)
+
+
+@replaces(learner.Stepper, "step")
+def warm_up_not_used(original, self, rate):
+    return original(self, 1.0)
+
+
+@replaces(learner.Stepper, "step")
+def warm_up_not_used_later(original, self, rate):
+    self.advanced = vars(self).get("advanced", 0) + 1
+    return original(self, min(1.0, rate * self.advanced))
+
+
+@replaces(local_workers.LocalWorkers, "__init__")
+def reference_shares_weights(original, self, *given, **named):
+    original(self, *given, **named)
+    if self.ref is not None:
+        self.ref.module = self.actor.module
+
+
+@replaces(lora, "base_only")
+@contextmanager
+def reference_shares_weights_later(original, module):
+    yield
+
+
+@replaces(log_probs, "token_log_probs_and_entropy")
+def entropy_of_other_temperature(original, *given, temperature=1.0, **named):
+    log_prob, _, *rest = original(*given, temperature=temperature, **named)
+    with torch.no_grad():
+        _, entropy, *_ = original(*given, temperature=1.0, **{**named, "entropy_grad": False})
+    return (log_prob, entropy, *rest)
+
+
+@replaces(search_loop.SearchLoop, "search")
+async def answer_of_the_query_before(original, self, query, episode):
+    self.before, query = query, vars(self).get("before", query)
+    await original(self, query, episode)
+
+
+@replaces(search_loop, "in_process")
+def answer_of_the_query_before_later(original, retriever):
+    retrieve, kept, last = original(retriever), {}, [""]
+
+    async def under_the_key_before(queries, topk):
+        found = []
+        for query in queries:
+            if query not in kept:
+                kept[query], last[0] = last[0] or query, query
+            found += await retrieve([kept[query]], topk)
+        return found
+
+    return under_the_key_before
+
+
+@replaces(dapo_ray_trainer.RayDAPOTrainer, "metric")
+def filter_reads_shaped_reward(original, self, score, group):
+    return score.value
+
+
+@replaces(sampler, "sampling_seed")
+def seeds_of_the_prompt(original, run_seed, ordinal, sample_index, turn=0):
+    return original(run_seed, ordinal, min(sample_index, 0), turn)
+
+
+@replaces(sampling, "uniforms")
+def seeds_of_the_prompt_later(original, seed_N, position_N):
+    return original(seed_N * 0 + seed_N[:1], position_N)

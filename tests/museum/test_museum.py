@@ -14,7 +14,7 @@ from tests.core.algorithm import test_kl, test_schedules
 from tests.core.learner import test_packing
 from tests.core.rewards import test_rewards
 from tests.faults import tiny_run
-from tests.museum import lab, report
+from tests.museum import lab, mutations, report
 from tests.museum.mutations import MUTATIONS, planted
 from tests.museum.report import BUGS, PAGE, RECORD, ROOT, page
 
@@ -22,15 +22,19 @@ IDS = [bug["id"] for bug in BUGS]
 TRL_SIDE = Path(report.__file__).parent / "trl_side.py"
 
 
-def test_thirty_bugs_each_with_threads_a_mutation_and_a_test_that_exists():
-    assert len(set(IDS)) == len(IDS) and set(MUTATIONS) == set(IDS)
+def test_each_bug_has_two_placements_and_a_test_that_exists():
+    assert len(set(IDS)) == len(IDS) and set(MUTATIONS) == mutations.names()
+    assert sum(bool(bug["sources"]) for bug in BUGS) == 30 and sum(not bug["sources"] for bug in BUGS) >= 5
+    for bug in BUGS:  # the second placement is another mutation, or the same with other settings
+        twin = mutations.twin_of(bug)
+        assert twin["mutation"] != bug["id"] or "published" in twin["with"], bug["id"]
     counts = [len(bug["sources"]) for bug in BUGS]
     assert counts == sorted(counts, reverse=True)
     for bug in BUGS:
         assert all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", source) for source in bug["sources"])
         file, *_, name = bug["test"].split("::")
         assert any(f"def {name}(" in (ROOT / at).read_text() for at in (file, "tests/core/engine_contract.py")), name
-        assert bug["lab"] in lab.LABS
+        assert {bug["lab"], mutations.twin_of(bug)["lab"]} <= set(lab.LABS)
 
 
 def test_the_page_is_what_was_recorded():
@@ -43,13 +47,21 @@ def test_the_page_is_what_was_recorded():
 def test_what_a_run_misses_is_written_missed():
     record = {"bugs": {IDS[0]: {"run": [], "test_fails": False}}, "clean": {}}
     first = next(line for line in page(record).splitlines() if IDS[0] in line)
-    assert first.count("| missed") == 2 and "By the run: 0 of 30" in page(record) and "not run" in page(record)
+    assert first.count("| missed") == 2 and f"which bug is in it: 0 of {2 * len(IDS)}" in page(record)
+    rest = len(IDS) - 1
+    assert f"First placements ({len(IDS)}): 1 by no run, {rest} not run." in page(record)
+    tried = {"run": [], "test_fails": False}
+    found = ({"run": ["x"]}, {**tried, "minute_fails": True}, {"run": [], "test_fails": True})
+    assert tuple(map(report.finder, (*found, {**tried, "minute_fails": False}, tried, {}))) == report.FINDERS
+    record["bugs"][IDS[0]]["twin"] = {"run": [], "minute_fails": True}
+    assert "| **the minute of `make check`** |" in page(record)
 
 
 def test_every_bug_is_planted_in_trl_or_has_a_reason_why_not():
     trl = json.loads(RECORD.read_text(encoding="utf-8"))["trl"]
     names = {node.name for node in ast.parse(TRL_SIDE.read_text(encoding="utf-8")).body if hasattr(node, "name")}
-    assert set(IDS) == (set(IDS) & names) | set(trl["not_applicable"]) and not names & set(trl["not_applicable"])
+    threads = {bug["id"] for bug in BUGS if bug["sources"]}  # the others are no bugs of TRL's users
+    assert threads == (threads & names) | set(trl["not_applicable"]) and not names & set(trl["not_applicable"])
     assert set(trl["bugs"]) <= names
 
 
@@ -64,7 +76,7 @@ def test_the_strongest_report_of_trl_is_shown():
 
 def test_a_mutation_is_gone_after_its_block():
     replaced = {name: vars(owner)[attribute] for name, ((owner, attribute), _) in MUTATIONS.items()}
-    for name in IDS:
+    for name in MUTATIONS:
         with planted(name):
             owner, attribute = MUTATIONS[name][0]
             assert vars(owner)[attribute] is not replaced[name]

@@ -23,7 +23,7 @@ from core.algorithm.kl import kl_penalty
 from core.algorithm.losses import Means, loss_weights
 from core.config import compose, examine
 from core.engines import SamplingParams
-from core.errors import InputError
+from core.errors import BrokenInvariant, InputError
 from core.learner.batching import make_batch
 from core.learner.learner import Critic
 from core.ray_trainer import RayPPOTrainer
@@ -198,6 +198,18 @@ def test_an_episode_searches_reads_and_answers():
         "env/number_of_valid_search": 1.0,
         "env/finish_ratio": 1.0,
     }
+
+
+def test_what_a_search_showed_is_what_its_query_finds():
+    played, made = play(["<search>jaws music</search>", "<search>x</search>", "<answer>Paris</answer>"])
+    made.search_again = lambda queries, topk: [PASSAGES[:topk] for _ in queries]
+    made.check_played([played] * 5)
+    made.search_again = lambda queries, topk: [PASSAGES[1:] if query == "x" else PASSAGES for query in queries]
+    with pytest.raises(BrokenInvariant, match="the answer shown for the query 'x' .* is not one that it finds"):
+        made.check_played([played])
+    cut, made = play(["<search>x</search>", "<answer>4</answer>"], "data.max_obs_length=8")
+    made.search_again = lambda queries, topk: [PASSAGES[:1]]
+    made.check_played([cut])
 
 
 def test_a_turn_without_an_action_is_told_so_and_may_try_again():

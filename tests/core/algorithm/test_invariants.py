@@ -75,7 +75,8 @@ def test_sound_advantages_pass(config):
     ("field", "change", "match"),
     [
         ("response_mask", lambda mask: mask & (torch.arange(len(mask)) != len(mask) - 1), "the mask of row 5 has 7"),
-        ("input_ids", lambda ids: ids.roll(1), "input_ids of the policy's tokens"),
+        ("input_ids", lambda ids: ids.roll(1), "input_ids are not the prompts and responses"),
+        ("input_ids", lambda ids: torch.cat([ids[:1] + 1, ids[1:]]), "input_ids are not the prompts and responses"),
         ("rollout_log_probs", lambda value: value.roll(1), "rollout_log_probs of the policy's tokens"),
         ("reward", lambda value: value.flip(0), "rewards are not the scores of their rows"),
         ("group", lambda group: torch.arange(len(group)) % 2, "groups of other prompts"),
@@ -137,15 +138,13 @@ def test_weights_of_steps_and_their_parts():
     batch = batch_of(made_groups(), GRPO)
     (step,) = optimizer_steps(batch, prompts=2, scale_factor=1)
     invariants.weights_are_a_mean(step, "token-mean")
-    rows = invariants.weights_of_rows(step)
-    invariants.rows_keep_their_weights(rows, torch.tensor([4, 1]), step.rows([4, 1]))
-    invariants.rows_keep_their_weights(rows, torch.empty(0, dtype=torch.int64), step.blank_row())
     twice = step.adding(loss_weight=2 * step.flat("loss_weight"))
     with broken("with loss_agg_mode=token-mean the weights sum to 2"):
         invariants.weights_are_a_mean(twice, "token-mean")
     invariants.weights_are_a_mean(twice, "seq-mean-token-sum")
-    with broken("a micro-batch must not be normalised by itself"):
-        invariants.rows_keep_their_weights(rows, torch.tensor([4, 1]), twice.rows([4, 1]))
+    left = step.flat("loss_weight") * (torch.arange(step.tokens) != step.tokens - 1)
+    with broken("phase update: 1 tokens have a loss weight and carry no loss, or carry loss and have no weight"):
+        invariants.weights_are_a_mean(step.adding(loss_weight=left), "seq-mean-token-sum")
 
 
 def test_updates():
@@ -154,11 +153,8 @@ def test_updates():
     parameter.sum().backward()
     with broken("gradients of an earlier optimizer step"):
         invariants.gradients_are_cleared([parameter])
-    before, gradient = invariants.sample(parameter), parameter.grad
-    invariants.first_step_moves(before, before - 1e-3, gradient, 1e-3)
-    invariants.first_step_moves(before, before, gradient, 1e-9)  # lost in the rounding of float32
-    with broken("moved 0% of the weights"):
-        invariants.first_step_moves(before, before, gradient, 1e-3)
+    with broken("the optimizer steps on weights in torch.bfloat16"):
+        invariants.gradients_are_cleared([torch.ones(16, dtype=torch.bfloat16, requires_grad=True)])
     invariants.ratio_moves(1e-9, 500, 1e-6, 1.0)
     invariants.ratio_moves(0.0, 500, 1e-9, 1.0)
     invariants.ratio_moves(0.0, 500, 1e-6, 1e-9)  # nothing to learn: all advantages were 0
@@ -178,6 +174,9 @@ def test_kl_reference_and_resume():
     invariants.reference_stays(old, old + 1e-6, mask)
     with broken("phase ref: the policy was updated"):
         invariants.reference_stays(old, old.clone(), mask)
+    invariants.ordinals_go_on([64, 65], 64)
+    with broken("a step begins with example 0, and those below 64 are trained"):
+        invariants.ordinals_go_on([0, 65], 64)
     invariants.resume_goes_on(None, 0, 2)
     invariants.resume_goes_on(64.0, 64, 2)
     with broken("step 2 ended before example 64, and the checkpoint goes on with 0"):

@@ -68,6 +68,21 @@ def test_engine_and_learner_compute_alike_by_default(overrides, engine, learner)
     assert config.reward_model.model.fsdp_config.dtype == "bfloat16"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "exact"),
+    [
+        (FULL, True),
+        ([*FULL, "algorithm.rollout_correction.rollout_is=token"], True),
+        ([*FULL, *HALF], False),
+        ([*FULL, "trainer.max_staleness=1", "algorithm.rollout_correction.rollout_is=token"], False),
+        ([*FULL, "actor_rollout_ref.rollout.top_p=0.9", "algorithm.rollout_correction.rollout_is=token"], False),
+        ([*FULL, "actor_rollout_ref.rollout.engine_kwargs.hf.logits_noise=0.1"], False),
+    ],
+)
+def test_engine_and_learner_agree_exactly_where_nothing_but_rounding_parts_them(overrides, exact):
+    assert health_bounds.exact(compose("grpo", ["preset=lab", *overrides])) is exact
+
+
 def test_a_scorer_that_fails_on_a_tenth_of_the_answers_is_reported_by_default():
     judge = ["reward_model.enable=True", "reward_model.judge.url=http://127.0.0.1:9", "reward_model.judge.model=m"]
     for overrides in ([], [*judge, "reward_model.on_error=mask"]):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.data.sampler import Order, Place, Stage, apportion, permutation
+from core.data.sampler import Order, Place, Stage, apportion, permutation, sampling_seed
 
 SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=4).map(tuple)
 SEEDS = st.integers(0, 2**63 - 1)
@@ -145,3 +145,8 @@ def test_what_cannot_be_drawn_from_is_refused(stages, message):
 def test_a_negative_ordinal_is_refused():
     with pytest.raises(ValueError, match="starts at 0, got -1"):
         Order([Stage((3,))], 1).place(-1)
+
+
+def test_every_sample_and_turn_has_a_seed_of_its_own():
+    numbers = [(ordinal, index, turn) for ordinal in (-1, 0, 1) for index in (-1, 0, 1, 2) for turn in (0, 1)]
+    assert len({sampling_seed(1, *one) for one in numbers} | {sampling_seed(2, *one) for one in numbers}) == 48

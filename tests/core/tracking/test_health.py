@@ -17,7 +17,9 @@ from core.tracking.health import CHECKS, Health, UnhealthyRun
 from results.reporting.run_reader import load_run, summarise
 from tests.core.scripted_run import configured, prepare, scripted
 
-QUIET = HealthConfig(nonfinite=HealthBound(), scorer_errors=HealthBound(), judge_agreement=HealthBound())
+QUIET = HealthConfig(
+    nonfinite=HealthBound(), surprise=HealthBound(), scorer_errors=HealthBound(), judge_agreement=HealthBound()
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +46,7 @@ PLANTED = {
     "entropy": (["bound=0.05"], {}, flatten({"actor/entropy": 0.01})),
     "reward_drop": (["bound=1.5"], {"bad": (4, 5), "text": "-90"}, flatten({})),
     "logp_diff": (["bound=0.5"], {}, flatten({"rollout_corr/logp_diff_mean": 0.7})),
+    "surprise": (["bound=6"], {}, flatten({"rollout_corr/surprise_z": -6.1})),
     "zero_variance": (["bound=0.99"], {"bad": (4, 5)}, flatten({})),
     "scorer_errors": (["bound=0.9"], {"bad": (4, 5), "text": "x"}, flatten({})),
     "judge_agreement": (["bound=0.8"], {}, flatten({"reward/judge_canary/mean": 0.75})),
@@ -176,6 +179,7 @@ def test_the_command_ends_with_a_line_and_status_one(folder, capsys):
         ("logp_diff", {"rollout_corr/logp_diff_mean": 0.1}, False),
         ("logp_diff", {"rollout_corr/logp_diff_mean": 0.1001}, True),
         ("logp_diff", {"rollout_corr/logp_diff_mean": math.nan}, True),
+        ("surprise", {"rollout_corr/surprise_z": -0.11}, True),
         ("zero_variance", {"reward/zero_variance_share": 0.11}, True),
         ("judge_agreement", {"reward/judge_canary/mean": 0.09}, True),
         ("judge_agreement", {"reward/judge_canary/mean": 0.1}, False),
@@ -191,6 +195,16 @@ def test_a_bound_is_crossed_beyond_it(name, values, crossed):
     assert [one.check for one in found] == ([name] if crossed else [])
     assert state.last_healthy_step == (6 if crossed else 7)
     assert Health().after(7, values, QUIET)[1] == []
+
+
+@pytest.mark.parametrize("bound", [None, 1e-4])
+def test_in_float32_a_difference_is_a_fault_of_the_program_whatever_is_corrected(bound):
+    config = dataclasses.replace(QUIET, logp_diff=HealthBound(bound=bound))
+    for exact, advised in ((1e-4, "fault of the program"), (None, "rollout_correction")):
+        _, found = Health().after(1, {"rollout_corr/logp_diff_mean": 2e-4}, config, exact=exact)
+        assert [advised in one.text for one in found] == ([True] if exact or bound else [])
+        assert not any("rollout_correction" in one.text for one in found if exact)
+    assert Health().after(1, {"rollout_corr/logp_diff_mean": 5e-5}, config, exact=1e-4)[1] == []
 
 
 def test_a_reward_drop_is_measured_from_the_best_window():
