@@ -20,8 +20,8 @@ from typing import NoReturn
 
 from core.cluster.address import address_problem
 from core.config import Composed, Config, diff, examine, paths, recipes, registry
-from core.config.convert import show
 from core.config.derived_defaults import resolve
+from core.config.problem import show
 from core.data.template_check import dry_problems
 from core.planning.estimate import DEFAULT_GPU
 from core.planning.first_lines import first_lines, gpu_here, plan_lines, small

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from core.command_line import is_dry_run
-from core.config.convert import printable
 from core.errors import InputError, OutOfMemory, WorkersLost
+from core.printable import printable
 from core.remote.urls import written_here
 from core.tracking import outputs
 

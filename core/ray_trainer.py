@@ -27,7 +27,8 @@ from core.checkpoint.kill_points import kill_point
 from core.cluster.local_workers import LocalWorkers
 from core.cluster.workers import Workers, ray_backend
 from core.config import registry
-from core.config.schema import Config, OptimConfig
+from core.config.schema import Config
+from core.config.sections.optim import OptimConfig
 from core.data.parquet import Example
 from core.data.sampler import sampling_seed
 from core.data.stream import PromptStream, agent_names, load_val_prompts

@@ -47,7 +47,8 @@ from core.tracking.tracker import Tracker, mend_run_folder, rows_with_steps
 from core.types import StepMetrics, TrainBatch
 
 if TYPE_CHECKING:
-    from core.config.schema import Config, TrainerConfig
+    from core.config.schema import Config
+    from core.config.sections.trainer import TrainerConfig
 
 log = logging.getLogger(__name__)
 

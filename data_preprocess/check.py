@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from core.config.convert import printable
 from core.data.dataset import ChatError, Encoder
 from core.data.parquet import Example, ExampleFile, Problems, sha256_of
 from core.errors import InputError
+from core.printable import printable
 from core.rewards.check import GOLD_REMARK
 
 

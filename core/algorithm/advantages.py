@@ -24,7 +24,7 @@ from core.config import registry
 from core.config.registry import chosen
 
 if TYPE_CHECKING:
-    from core.config.schema import AlgorithmConfig
+    from core.config.sections.algorithm import AlgorithmConfig
     from core.types import TrainBatch
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from core.config.schema import PolicyLossConfig
+    from core.config.sections.actor import PolicyLossConfig
 
 
 def covariances(log_prob_N: Tensor, advantages_N: Tensor, carries_N: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 from core.errors import BrokenInvariant
 
 if TYPE_CHECKING:
-    from core.config.schema import AlgorithmConfig
+    from core.config.sections.algorithm import AlgorithmConfig
     from core.types import ScoredGroup, TrainBatch, Trajectory
 
 SPENT = {"cpu_s": 0.0}

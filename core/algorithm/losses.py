@@ -25,7 +25,7 @@ from core.config import registry
 from core.config.registry import chosen
 
 if TYPE_CHECKING:
-    from core.config.schema import ActorConfig
+    from core.config.sections.actor import ActorConfig
 
 LOG_RATIO_BOUND = 20.0  # exp(20) is 5e8: beyond it a float32 ratio has no digits left
 SAME_POLICY = 1e-4  # a float32 log-ratio below it may be rounding: its sign would depend on the micro-batch

@@ -29,7 +29,7 @@ from core.config.correction_bounds import Bounds, Criterion, criteria, weight_bo
 from core.types import TrainBatch
 
 if TYPE_CHECKING:
-    from core.config.schema import RolloutCorrectionConfig
+    from core.config.sections.rollout_correction import RolloutCorrectionConfig
 
 MISMATCH_READS = ("response_mask", "sampled_mask", "old_log_probs", "rollout_log_probs")  # by add_mismatch
 PERPLEXITY_BOUND = 80.0  # nats: a metric must be finite

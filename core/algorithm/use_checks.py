@@ -23,7 +23,8 @@ from core.types import Stop
 from reward_scores.score import ScoreStatus
 
 if TYPE_CHECKING:
-    from core.config.schema import ActorConfig, OptimConfig
+    from core.config.sections.actor import ActorConfig
+    from core.config.sections.optim import OptimConfig
     from core.engines import RolloutEngine, SampleRequest
     from core.types import ScoredGroup, TrainBatch, Trajectory
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from core.checkpoint.provenance import Provenance
 from core.config import roles
-from core.config.convert import brief, show
+from core.config.problem import brief, show
 from core.redaction import redacted
 
 SEED = "trainer.seed"  # has a refusal of its own, which no flag lifts

@@ -43,7 +43,7 @@ from core.remote.cache import local_path
 from core.remote.urls import is_url, name_of
 
 if TYPE_CHECKING:
-    from core.config.schema import TrainerConfig
+    from core.config.sections.trainer import TrainerConfig
 
 TRACKER = "latest_checkpointed_iteration.txt"
 LOCK = ".writer.lock"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from core.config.convert import Problem
+from core.config.problem import Problem
 
 if TYPE_CHECKING:
     from core.config.schema import Config

@@ -63,7 +63,11 @@ from core.rewards.reward_model import RewardModel
 from core.types import TrainBatch
 
 if TYPE_CHECKING:
-    from core.config.schema import Config, CriticModelConfig, FSDPConfig, ModelConfig, RewardModelConfig, Sharing
+    from core.config.schema import Config
+    from core.config.sections.actor import Sharing
+    from core.config.sections.critic import CriticModelConfig
+    from core.config.sections.model import FSDPConfig, ModelConfig
+    from core.config.sections.reward import RewardModelConfig
 
 # Models return views (a slice of the logits); nothing here works in place on them.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from core.config import convert
-from core.config.convert import printable
 from core.errors import FULL, InputError, OutOfMemory, WorkersLost, WriteFailed, write_failed
+from core.printable import printable
 from core.tracking.health import UnhealthyRun
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 
 from core.config import convert
-from core.config.convert import Problem
+from core.config.problem import Problem
 from core.config.schema import Config
 
 KEY = "actor_rollout_ref.model.custom_chat_template"

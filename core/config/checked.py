@@ -8,10 +8,11 @@ from typing import Any
 
 import yaml
 
-from core.config import chat_template, convert, recipes, reference_rows, roles, rules, unused_keys
+from core.config import chat_template, convert, recipes, reference_rows, roles, rules
 from core.config.derived_defaults import resolve
-from core.config.from_tree import build
+from core.config.problem import Problem
 from core.config.schema import Config
+from core.config.unknown_keys import validated
 from core.config.view import View
 from core.config.yaml_tables import (  # noqa: F401  (some are offered by core.config)
     CHANGED_DEFAULTS,
@@ -55,13 +56,13 @@ def examine(
     layers.values[:0] = composition.literal(without_hidden(base or {})).items()
     tree = composition.tree(recipe, layers)
     refused = list(layers.problems)
-    config = chat_template.with_text(resolve(build(schema, tree, refused), recipe))
+    config = chat_template.with_text(resolve(validated(schema, tree, refused), recipe))
     refused += chat_template.problems(config)
     view = View(config, layers.given, hooks, recipe)
-    bad = {problem.key for problem in refused if isinstance(problem, convert.Problem)}
+    bad = {one.key for one in refused if isinstance(one, Problem)}
     unknown, departures = reference_rows.check(recipe, config)
     lines = [*refused, *_logins(config), *rules.problems(view, bad), *unknown]
-    without_effect = unused_keys.reasons(view, [*layers.given, *convert.all_keys(schema)])
+    without_effect = rules.reasons(view, [*layers.given, *convert.all_keys(schema)])
     unused = {key: (value, without_effect[key]) for key, value in layers.given.items() if key in without_effect}
     return Composed(
         config=config,
@@ -73,14 +74,14 @@ def examine(
     )
 
 
-def _logins(config: Config) -> Iterator[convert.Problem]:
+def _logins(config: Config) -> Iterator[Problem]:
     """Yield the URLs that hold a login: a URL is a name, which is recorded, printed and compared."""
     told = set()  # other keys follow one that names a model
     for key, value in convert.flat(config).items():
         for name, text in _texts(key, value):
             if text not in told and (login := login_in(text)) is not None:
                 told.add(text)
-                yield convert.Problem(name, redacted(text), f"holds a login ({login}), and is recorded", _fix(key))
+                yield Problem(name, redacted(text), f"holds a login ({login}), and is recorded", _fix(key))
 
 
 def _forgotten(base: Mapping[str, Any], given: Collection[str]) -> Iterator[str]:
@@ -143,7 +144,7 @@ def from_yaml(text: str) -> Config:
         tree = without_hidden(read_foreign_yaml(text))
     except ValueError as error:
         raise InputError(f"config.yaml: {error}") from error
-    config = build(roles.schema_for(tree), tree, problems)
+    config = validated(roles.schema_for(tree), tree, problems)
     if problems:
         raise InputError([str(problem) for problem in problems])
     return config

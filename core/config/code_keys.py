@@ -16,7 +16,9 @@ from typing import Any
 from core.config import convert, recipes, roles
 from core.config.checked import examine
 from core.config.frozen import thaw
+from core.config.problem import show
 from core.config.schema import Config
+from core.config.section import is_choice
 from core.config.yaml_tables import read_table
 from core.errors import InputError
 
@@ -46,7 +48,7 @@ def named(config: Config) -> dict[str, Any]:
     found, default = {}, type(config)()
     for key, value in convert.flat(config).items():
         # A key that the table lacks: a number or a choice among names cannot, anything else counts as naming code
-        free = isinstance(value, str | Mapping | tuple) and not convert.is_choice(convert.all_keys(type(config))[key])
+        free = isinstance(value, str | Mapping | tuple) and not is_choice(convert.all_keys(type(config))[key])
         kind = table().get(key, ARGUMENTS if free else DATA)
         usual = dict(_values(key, convert.get(default, key)))
         for name, one in _values(key, value):
@@ -94,7 +96,7 @@ def refuse(
             allowed = named(examine(recipe, texts).config)
             found = {key: value for key, value in found.items() if key not in allowed or allowed[key] != value}
     if found:
-        append = " ".join(shlex.quote(f"{key}={convert.show(value)}") for key, value in found.items())
+        append = " ".join(shlex.quote(f"{key}={show(value)}") for key, value in found.items())
         raise InputError(
             f"{artefact}: its settings name code that would run here: {', '.join(found)}. They may come from anybody, "
             f"and code is named on the command line alone. If you trust that code, append {append}"

@@ -25,7 +25,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from core.config import convert, peer_names, recipes, verl_keys
-from core.config.convert import Problem, brief
+from core.config.problem import Problem, brief, show
 from core.config.schema import Config
 from core.config.unknown_keys import unknown_key
 
@@ -136,7 +136,7 @@ def _sort(override: Override, value: Any, layers: Layers) -> None:
     elif override.is_delete():
         _delete(text, key, layers)
     elif key == PRESET:
-        layers.presets.append(convert.show(value))
+        layers.presets.append(show(value))
     else:
         for leaf, item in _leaves(key, value, convert.sections(layers.schema)):
             _set(leaf, item, layers)
@@ -280,7 +280,7 @@ def _put(composed: dict[str, Any], key: str, value: Any, problems: list[Problem 
         node = node[parent]
         if not isinstance(node, dict):
             above = ".".join(parents[:depth])
-            rule = f"is a key of {above}, and {above}={convert.show(node)} has no keys"
+            rule = f"is a key of {above}, and {above}={show(node)} has no keys"
             problems.append(Problem(key, value, rule, "leave one of them out"))
             return
     node[name] = _merged(node.get(name), value)

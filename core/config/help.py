@@ -15,16 +15,17 @@ import re
 import shutil
 import textwrap
 import tokenize
-import types
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
-from core.config import composition, convert, peer_names, recipes, unused_keys, verl_keys
+from core.config import composition, convert, peer_names, recipes, rules, verl_keys
 from core.config.derived_defaults import resolve
-from core.config.from_tree import build
 from core.config.limits import Limit, NumberOrText
+from core.config.problem import show
+from core.config.section import MAPPING, Open, is_section, optional
+from core.config.unknown_keys import validated
 from core.config.view import View
 
 WIDEST = 120  # columns, also where the terminal is wider
@@ -45,7 +46,7 @@ class Entry:
     @property
     def text(self) -> str:
         """What stands below the key: the comment, the values it admits, what null becomes, why it does nothing."""
-        null = f"null is {convert.show(self.resolved)} here" if self.default != self.resolved else ""
+        null = f"null is {show(self.resolved)} here" if self.default != self.resolved else ""
         parts = [self.comment, self.type, null, f"does nothing here: {self.unused}" if self.unused else ""]
         return " ".join(f"{part[0].upper()}{part[1:]}." for part in parts if part)
 
@@ -55,8 +56,8 @@ class Entry:
 
 @functools.cache
 def field_comments(section: type) -> dict[str, str]:
-    """Return field name -> the comment beside or above it, of one dataclass and those it inherits from."""
-    inherited = [field_comments(base) for base in section.__bases__ if is_dataclass(base)]
+    """Return field name -> the comment beside or above it, of one section and those it inherits from."""
+    inherited = [field_comments(base) for base in section.__bases__ if is_section(base)]
     found = {name: text for base in inherited for name, text in base.items()}
     path = Path(inspect.getfile(section))
     comments, tree = _comments(path)
@@ -88,27 +89,30 @@ def _comments(path: Path) -> tuple[dict[int, tuple[str, bool]], ast.Module]:
 
 def type_text(hint: Any) -> str:
     """Return what values a type admits, in words."""
+    alone, none_too = optional(hint)
+    if none_too:
+        return f"{type_text(alone)}, or null"
     origin, parts = get_origin(hint), get_args(hint)
+    if hint is Open:
+        return MAPPING
+    if hint in NAMES:
+        return NAMES[hint]
     if origin is Annotated:
         rules = [limit.rule for limit in parts[1:] if isinstance(limit, Limit)]
-        base = type_text(parts[0])
+        base = "a number or text" if parts[0] is object else type_text(parts[0])
         return ", ".join([base, *rules]) if parts[0] is not str else ", ".join(rules) or base
-    if origin in (Union, types.UnionType):
-        return f"{', '.join(type_text(part) for part in parts if part is not type(None))}, or null"
     if origin is Literal:
         return f"one of {', '.join(parts)}"
-    if origin is tuple:
-        return "a list of texts" if parts[0] is str else f"a list, each entry {type_text(parts[0])}"
-    return NAMES.get(hint, convert.MAPPING)
+    return "a list of texts" if parts[0] is str else f"a list, each entry {type_text(parts[0])}"
 
 
 def entries(recipe: str, overrides: Sequence[str] = (), hooks: Collection[str] = ()) -> list[Entry]:
     """Return every key of the recipe, with its default under these overrides."""
     schema = recipes.schema_of(recipe)
     layers = composition.read(overrides, schema)
-    plain = build(schema, composition.tree(recipe, layers), [])
+    plain = validated(schema, composition.tree(recipe, layers), [])
     config = resolve(plain, recipe)
-    reasons = unused_keys.reasons(View(config, layers.given, hooks, recipe), convert.all_keys(schema))
+    reasons = rules.reasons(View(config, layers.given, hooks, recipe), convert.all_keys(schema))
     sections = {"": schema, **convert.sections(schema)}
     found = []
     for key, hint in convert.all_keys(schema).items():
@@ -199,9 +203,7 @@ def _item(head: str, text: str, margin: str = "") -> list[str]:
 def _listed(found: Sequence[Entry], reasons: bool = False) -> list[str]:
     """Return the lines of these keys. A reason why a key does nothing is shown only where few are listed."""
     told = found if reasons else [replace(entry, unused="") for entry in found]
-    return [
-        line for entry in told for line in _item(f"{entry.key}={convert.show(entry.default, entry.key)}", entry.text)
-    ]
+    return [line for entry in told for line in _item(f"{entry.key}={show(entry.default, entry.key)}", entry.text)]
 
 
 def _usage(recipe: str) -> list[str]:

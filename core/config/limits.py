@@ -1,11 +1,15 @@
-"""What a key's type leaves open: bounds, and names that a user can extend. Read by ``core/config/convert.py``."""
+"""What a key's type leaves open: bounds, and names that a user can extend. pydantic validates, ``--help`` shows."""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, NewType
+from typing import Annotated, Any
+
+from pydantic import GetCoreSchemaHandler, PlainValidator
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from core.config import correction_bounds
 
@@ -18,6 +22,14 @@ class Limit:
 
     rule: str
     holds: Callable[[Any], bool]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._checked, handler(source))
+
+    def _checked(self, value: Any) -> Any:
+        if not self.holds(value):
+            raise PydanticCustomError("limit", "{rule}", {"rule": self.rule})
+        return value
 
 
 def names(*known: str) -> Limit:
@@ -64,7 +76,17 @@ AboveOne = Annotated[float, Limit("above 1", lambda v: v > 1)]
 Betas = Annotated[
     tuple[float, ...], Limit("two numbers in [0, 1)", lambda v: len(v) == 2 and all(0 <= b < 1 for b in v))
 ]
-NumberOrText = NewType("NumberOrText", object)  # a float, or text that is read later
+
+
+def _number_or_text(value: Any) -> Any:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
+        return float(value)
+    raise PydanticCustomError("limit", "{rule}", {"rule": "a number or text"})
+
+
+NumberOrText = Annotated[object, PlainValidator(_number_or_text)]  # a float, or text that is read later
 WeightBounds = Annotated[
     NumberOrText,
     Limit(

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from core.config import chat_template, convert, registry
-from core.config.convert import Problem
 from core.config.limits import is_plugin
+from core.config.problem import Problem
 from core.config.schema import Config
 from core.remote.urls import driver_problem, is_url, unreadable
 

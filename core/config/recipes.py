@@ -1,10 +1,10 @@
 """What recipes' folders add to the configuration: presets, keys of their own, rules on these.
 
-``recipes/<recipe>/config/`` holds ``<recipe>.yaml`` and presets; it may hold ``rules.yaml``, ``unused_keys.yaml`` and
-``key_roles.yaml``, in the form of the files of those names here. A user's own recipe may also lie in a folder
-``recipes/`` elsewhere on Python's path. ``recipes/<recipe>/config_schema.py`` may define ``SCHEMA``, a subclass of
-:class:`Config` with the recipe's own keys, and ``PAPER``, the name that messages give it. Files are found by the
-recipe's name; core imports no recipe.
+``recipes/<recipe>/config/`` holds ``<recipe>.yaml`` and presets; it may hold ``key_roles.yaml``, in the form of the
+file of that name here. A user's own recipe may also lie in a folder ``recipes/`` elsewhere on Python's path.
+``recipes/<recipe>/config_schema.py`` may define ``SCHEMA``, a subclass of :class:`Config` with the recipe's own keys,
+and ``PAPER``, the name that messages give it; ``recipes/<recipe>/config_rules.py`` may define ``rules``, a
+:class:`core.config.rulebook.RuleBook`. Files are found by the recipe's name; core imports no recipe.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from core.config.rulebook import RuleBook
 from core.config.schema import Config
 from core.config.yaml_tables import read_table
 from core.errors import InputError
@@ -40,7 +41,7 @@ def folder(recipe: str) -> Path:
 
 
 def table(recipe: str, name: str) -> Any:
-    """Return what the recipe's own file of rules or unused keys holds, or None where it has none."""
+    """Return what the recipe's own file of this name holds, or None where it has none."""
     path = folder(recipe) / name
     return read_table(path) if path.exists() else None
 
@@ -49,6 +50,12 @@ def schema_of(recipe: str) -> type[Config]:
     """Return the class of a recipe's configurations: :class:`Config`, or the recipe's subclass of it."""
     module = _module(recipe)
     return Config if module is None else module.SCHEMA
+
+
+def rules_of(recipe: str) -> RuleBook | None:
+    """Return the rules of a recipe's own, or None where it has none."""
+    module = _module(recipe, "config_rules")
+    return None if module is None else module.rules
 
 
 def extended() -> Iterator[tuple[str, ModuleType]]:
@@ -88,6 +95,6 @@ def trainer_of(recipe: str) -> tuple[str | None, tuple[str, ...]]:
 
 
 @functools.cache
-def _module(recipe: str) -> ModuleType | None:
-    exists = folder(recipe).with_name("config_schema.py").exists()
-    return importlib.import_module(f"recipes.{recipe}.config_schema") if exists else None
+def _module(recipe: str, name: str = "config_schema") -> ModuleType | None:
+    exists = folder(recipe).with_name(f"{name}.py").exists()
+    return importlib.import_module(f"recipes.{recipe}.{name}") if exists else None

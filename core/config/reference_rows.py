@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from core.config import convert
-from core.config.convert import Problem
+from core.config.problem import Problem, show
 from core.config.schema import Config
 from core.config.yaml_tables import read_table
 
@@ -32,7 +32,7 @@ class Departure:
     why: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.key} is {convert.show(self.here)} here, {convert.show(self.there)} there"
+        return f"{self.key} is {show(self.here)} here, {show(self.there)} there"
 
 
 def rows(path: Path = TABLE) -> dict[str, Mapping[str, Any]]:
@@ -75,4 +75,4 @@ def check(recipe: str, config: Config, path: Path = TABLE) -> tuple[list[Problem
 
 def _plain(value: Any) -> str:
     """Return one text for equal values: 1 and 1.0, a tuple and a list."""
-    return convert.show(float(value) if isinstance(value, int) and not isinstance(value, bool) else value)
+    return show(float(value) if isinstance(value, int) and not isinstance(value, bool) else value)

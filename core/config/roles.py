@@ -14,8 +14,10 @@ from typing import Any
 
 from core.config import convert, recipes
 from core.config.derived_defaults import resolve
-from core.config.from_tree import build
+from core.config.problem import Problem
 from core.config.schema import Config
+from core.config.section import hints
+from core.config.unknown_keys import validated
 from core.config.yaml_tables import read_table
 
 FILE = "key_roles.yaml"
@@ -56,8 +58,8 @@ def completed(values: Mapping[str, Any], schema: type[Config], recipe: str = "")
     where it has the default of the recipe that has it, as are Search-R1's keys, which every recipe had once. So two
     versions' records of the same settings are equal.
     """
-    problems: list[convert.Problem] = []
-    config = resolve(build(schema, _nested(values), problems), recipe)
+    problems: list[Problem] = []
+    config = resolve(validated(schema, _nested(values), problems), recipe)
     found, others = convert.as_json(config), _defaults()
     for problem in problems:
         for key, value in _leaves(problem.key, problem.value, others):
@@ -70,7 +72,7 @@ def schema_for(values: Mapping[str, Any]) -> type[Config]:
     """Return the schema that lacks fewest of the sections of a nested or flat configuration."""
     names = {key.partition(".")[0] for key in values}
     schemas = [Config, *(module.SCHEMA for _, module in recipes.extended())]
-    return min(schemas, key=lambda one: len(names - convert.hints(one).keys()))
+    return min(schemas, key=lambda one: len(names - hints(one).keys()))
 
 
 @functools.cache

@@ -1,12 +1,14 @@
-"""What is said of a key that the schema lacks: renamed, unsupported, of another recipe or project, or misspelt."""
+"""What is said of a key that the schema lacks, or whose value it refuses, with what to do instead."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from core.config import peer_names, recipes, verl_keys
-from core.config.convert import Problem, all_keys, hints, sections
+from core.config.convert import all_keys, get, sections
+from core.config.problem import Problem, show
 from core.config.schema import Config
+from core.config.section import MAPPING, build, hints
 
 NOTHING_NEAR = "no known key is close to it; the command with --help WORD lists the keys that have to do with a word"
 
@@ -30,3 +32,17 @@ def unknown_key(key: str, value: Any, schema: type[Config]) -> Problem:
     if (told := peer_names.advice(key)) and not (near or "").endswith(f".{key}"):
         return Problem(key, value, *told)
     return Problem(key, value, "unknown key", f"the nearest known key is {near}" if near else NOTHING_NEAR)
+
+
+def validated(schema: type[Config], tree: Any, problems: list[Problem]) -> Config:
+    """Return the typed configuration of a tree. What is wrong goes to ``problems``, and its key keeps the default."""
+    config, refused = build(schema, tree)
+    for key, value, rule in refused:
+        if not rule:
+            problems.append(unknown_key(key, value, schema))
+        elif rule == MAPPING and key not in all_keys(schema):
+            problems.append(Problem(key, value, "is a section of the configuration", "set one of its keys"))
+        else:
+            fix = verl_keys.hint(key) or f"the default is {show(get(config, key))}"
+            problems.append(Problem(key, value, f"must be {rule}", fix))
+    return config

@@ -1,21 +1,20 @@
-"""What rules and conditions read: the resolved configuration under short names, and what it was made of.
+"""What rules read: the resolved configuration under short names, and what it was made of.
 
-The conditions of ``rules.yaml`` and ``unused_keys.yaml`` are Python expressions over the names here: a section's short
-name, or an attribute of :class:`View`. They are part of the program; nothing that a user writes is evaluated.
+A rule is a function of a :class:`View`: ``c.actor.clip_ratio``, ``c.data_ranks``.
 """
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import is_dataclass
-from types import CodeType
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from core.config import convert, correction_bounds, health_bounds, registry, schema
+from core.config import convert, correction_bounds, health_bounds, registry
 from core.config.paths import is_local
+from core.config.rulebook import RefusedValue
 from core.config.schema import Config
+from core.config.section import FULL_PRECISION, Section
 from core.remote.urls import is_url
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -44,48 +43,41 @@ SHORT = {
 }
 
 
-BUILTINS = {"__builtins__": {"len": len, "max": max}}  # all that a condition can call besides a view's methods
+class Watched:
+    """A section whose refused values cannot be read, so that no rule judges the default that stands for one."""
 
-
-@functools.cache
-def _compiled(condition: str) -> CodeType:
-    return compile(condition, condition, "eval")
-
-
-class Section:
-    """A section that notes which keys were read, so that a rule about a key of the wrong type can be passed over."""
-
-    def __init__(self, section: Any, prefix: str, seen: set[str]):
-        self._section, self._prefix, self._seen = section, prefix, seen
+    def __init__(self, section: Any, prefix: str, refused: set[str]):
+        self._section, self._prefix, self._refused = section, prefix, refused
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._section, name)
-        if is_dataclass(value):
-            return Section(value, f"{self._prefix}{name}.", self._seen)
-        self._seen.add(self._prefix + name)
+        if isinstance(value, Section):
+            return Watched(value, f"{self._prefix}{name}.", self._refused)
+        if self._prefix + name in self._refused:
+            raise RefusedValue(self._prefix + name)
         return value
 
 
 class View:
     """``view.actor.clip_ratio``; ``given`` are the keys that an override set, ``hooks`` what the recipe overrides."""
 
-    FULL_PRECISION = schema.FULL_PRECISION
+    FULL_PRECISION = FULL_PRECISION
     HF_OPTIONS = ("cache_gib", "logits_noise", "max_batch_rows", "max_prefill_tokens")  # core.engines.hf.HFEngine
 
     def __init__(self, config: Config, given: Collection[str] = (), hooks: Collection[str] = (), recipe: str = ""):
         self.given, self.hooks, self.recipe = frozenset(given), frozenset(hooks), recipe
-        self.config, self.seen = config, set[str]()
+        self.config, self._refused = config, set[str]()
         for name, key in SHORT.items():
-            setattr(self, name, Section(convert.get(config, key), f"{key}.", self.seen))
+            setattr(self, name, Watched(convert.get(config, key), f"{key}.", self._refused))
 
-    def __getitem__(self, name: str) -> Any:  # for str.format_map and eval
-        if name not in vars(self) and not hasattr(type(self), name):
-            raise KeyError(name)
-        return getattr(self, name)
-
-    def holds(self, condition: str) -> bool:
-        """Return whether a condition of ``rules.yaml`` or ``unused_keys.yaml`` holds in this configuration."""
-        return bool(eval(_compiled(condition), BUILTINS, self))
+    @contextmanager
+    def refusing(self, keys: Collection[str]) -> Iterator[None]:
+        """Within the block, reading one of these keys raises RefusedValue."""
+        self._refused.update(keys)
+        try:
+            yield
+        finally:
+            self._refused.clear()
 
     def gives(self, key: str) -> bool:
         """Return whether an override set the key, or one inside it."""

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from core.config import registry
 from core.config.frozen import thaw
 from core.config.paths import is_local
-from core.config.schema import Config, ModelConfig
+from core.config.schema import Config
+from core.config.sections.model import ModelConfig
 from core.data.chat_frames import ChatError, Message, Render, reply_frame
 
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"

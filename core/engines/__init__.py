@@ -18,7 +18,8 @@ from core.types import Picture, Trajectory
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from core.config.schema import Config, RolloutConfig, ValKwargs
+    from core.config.schema import Config
+    from core.config.sections.rollout import RolloutConfig, ValKwargs
     from core.engines.weight_buckets import Bucket, Proof, Weight
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from core.config import registry
 from core.config.registry import load_object
-from core.config.schema import FULL_PRECISION
+from core.config.section import FULL_PRECISION
 from core.engines import RolloutEngine
 from core.errors import InputError
 

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from core.config.frozen import thaw
-from core.config.schema import FULL_PRECISION
+from core.config.section import FULL_PRECISION
 from core.data.sampler import derive_seed
 from core.data.vocabulary import known_ids, unknown_among
 from core.engines import SampleRequest
@@ -35,7 +35,8 @@ from core.errors import InputError, WorkersLost
 from core.learner.models import resolve_path
 
 if TYPE_CHECKING:
-    from core.config.schema import Config, ModelConfig
+    from core.config.schema import Config
+    from core.config.sections.model import ModelConfig
     from core.types import Picture
 
 # Read when vllm is imported: the engine core in this process, its log quiet, threads as the caller set them.

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.config import Config, code_keys, convert, examine, recipes, registry
+from core.config.problem import show
 from core.data.stream import agent_names, load_val_prompts
 from core.errors import InputError
 from core.evaluation.answer_file import FORMAT, AnswerFile, answer_line
@@ -103,7 +104,7 @@ def request(
     if run is not None:
         code_keys.refuse(f"--run={run}", composed.config, recipe, overrides, UNREAD)
     for key, (value, reason) in composed.unused.items():
-        print(f"no effect: {key}={convert.show(value, key)}: {reason}", file=sys.stderr)
+        print(f"no effect: {key}={show(value, key)}: {reason}", file=sys.stderr)
     return GenerateCall(recipe, trainer or TRAINER, composed.config, source, out)
 
 

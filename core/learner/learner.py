@@ -35,7 +35,10 @@ from core.learner.vision import Sight, run_body
 from core.types import Picture, TrainBatch
 
 if TYPE_CHECKING:
-    from core.config.schema import ActorConfig, CriticConfig, OptimConfig, RefConfig, RolloutConfig
+    from core.config.sections.actor import ActorConfig, RefConfig
+    from core.config.sections.critic import CriticConfig
+    from core.config.sections.optim import OptimConfig
+    from core.config.sections.rollout import RolloutConfig
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from core.errors import InputError
 
 if TYPE_CHECKING:
     from core.checkpoint.provenance import Base
-    from core.config.schema import CriticModelConfig, ModelConfig
+    from core.config.sections.critic import CriticModelConfig
+    from core.config.sections.model import ModelConfig
 
 ADAPTER = "default"  # peft's name of the one adapter there is
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's files

@@ -28,7 +28,9 @@ from core.remote.whole_files import FIX, damage
 from core.types import PictureFormat
 
 if TYPE_CHECKING:
-    from core.config.schema import Config, ModelConfig, RewardModelModelConfig
+    from core.config.schema import Config
+    from core.config.sections.model import ModelConfig
+    from core.config.sections.reward_model import RewardModelModelConfig
 
 
 log = logging.getLogger(__name__)
@@ -339,6 +341,6 @@ def _prepared(module: nn.Module, model: ModelConfig) -> nn.Module:
 
 def compute_dtype(name: str) -> torch.dtype | None:
     """Return the autocast dtype, or None for none: masters and reductions stay float32."""
-    from core.config.schema import FULL_PRECISION
+    from core.config.section import FULL_PRECISION
 
     return None if name in FULL_PRECISION else torch.bfloat16

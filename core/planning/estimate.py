@@ -36,6 +36,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from core.config import compose, examine, registry, schema
+from core.config.sections.actor import Sharing
 from core.errors import InputError
 from core.planning.head_chunk import CPU_LOGITS, head_logits
 from core.planning.memory_knobs import knobs, log_prob_tokens, pass_tokens, update_knobs
@@ -273,7 +274,7 @@ class Plan:
                 what = f"optimizer ({'8 B of adapters' if rank and role == 'policy' else '8 B'} {of}"
                 yield State(role, what, moments / ranks, () if away else at_work)
 
-    def _on_rank(self, part: schema.Sharing) -> tuple[Shape, int]:
+    def _on_rank(self, part: Sharing) -> tuple[Shape, int]:
         """Return the model as a rank has it, and the ranks that share its state."""
         if not self.sharded or part.tensor_model_parallel_size == 1:
             return self.shape, self.ranks

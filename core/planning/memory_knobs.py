@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from core.config import registry, schema
+from core.config.sections.actor import ActorConfig
+from core.config.sections.critic import CriticConfig
 from core.errors import OutOfMemory, out_of_memory
 
 DOCUMENT = "TROUBLESHOOTING.md"
 ENGINE_PHASES = ("gen", "gen_ahead", "wait_ahead", "generate", "testing", "probe")
-Learner = schema.ActorConfig | schema.CriticConfig
+Learner = ActorConfig | CriticConfig
 
 
 def pass_tokens(config: schema.Config, part: Learner) -> tuple[int, int]:

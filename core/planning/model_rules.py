@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from math import gcd
 
-from core.config.convert import Problem
+from core.config.problem import Problem
 from core.config.registry import ENGINES
-from core.config.schema import Config, Sharing
+from core.config.schema import Config
+from core.config.sections.actor import Sharing
 from core.data.images import PICTURE_KINDS
 from core.errors import InputError
 from core.planning.model_shapes import MODELS, Shape, config_file, read_config, shape_of

@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core.config import schema
+from core.config.sections.actor import Sharing
 from core.planning.model_shapes import Gpu, Shape, width
 from core.planning.published import questions_of
 
@@ -144,7 +145,7 @@ def _learner_seconds(load: Load) -> dict[str, float]:
     config, actor, shape = load.config, load.config.actor_rollout_ref.actor, load.shape
     tokens = config.data.train_batch_size * config.actor_rollout_ref.rollout.n * load.sequence
 
-    def pass_seconds(part: schema.Sharing) -> float:
+    def pass_seconds(part: Sharing) -> float:
         """Return how long all tokens take forward. Ranks that share a layer repeat what no layer has, the head."""
         ranks = part.tensor_model_parallel_size if load.config.trainer.backend == "ray" else 1
         work = tokens * ranks * forward_flops(shape.split(ranks), load.sequence)

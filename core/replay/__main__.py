@@ -18,8 +18,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from core.config.convert import printable
 from core.errors import InputError
+from core.printable import printable
 from core.replay import PHASES
 
 

@@ -23,7 +23,7 @@ from core.session import prepare_torch
 from core.tracking.capsules import ALIGNED, OPTIMIZER, model_tensors, sha256_of_tensor, state_of
 
 if TYPE_CHECKING:
-    from core.config.schema import ModelConfig
+    from core.config.sections.model import ModelConfig
     from core.ray_trainer import RayPPOTrainer
 
 POLICY, CRITIC = "actor_rollout_ref.model.path", "critic.model.path"

@@ -17,7 +17,7 @@ from torch import Tensor
 from core.checkpoint.manifest import NAME, sha256_of
 from core.checkpoint.run_state import decode
 from core.config import Config, roles
-from core.config.from_tree import build
+from core.config.unknown_keys import validated
 from core.errors import InputError
 from core.file_names import FIX, inside
 from core.redaction import without_hidden
@@ -48,7 +48,7 @@ class StoredStep:
     def config(self) -> Config:
         """Return the configuration of the step. Raises InputError for keys that this version of the code lacks."""
         tree, problems = without_hidden(self.facts["config"]), []
-        config = build(roles.schema_for(tree), tree, problems)
+        config = validated(roles.schema_for(tree), tree, problems)
         if problems:
             named = ", ".join(problem.key for problem in problems[:3])
             rule = f"it is of another version of this code, which has other keys ({named})"

@@ -21,7 +21,7 @@ from reward_scores import SCORERS, Scorer, UnknownDataSource
 from reward_scores.score import Score
 
 if TYPE_CHECKING:
-    from core.config.schema import RewardModelConfig
+    from core.config.sections.reward import RewardModelConfig
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from core.rewards.judge_prompt import CANARIES, TEMPLATE, Canary, Case, Template
 from core.rewards.judge_verdict import NoVerdict, VerdictRule
 
 if TYPE_CHECKING:
-    from core.config.schema import JudgeConfig
+    from core.config.sections.judge import JudgeConfig
 
 log = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from reward_scores.score import ScoreStatus
 from reward_scores.server_calls import LARGEST_REPLY, Patience, asked_seconds
 
 if TYPE_CHECKING:
-    from core.config.schema import JudgeConfig
+    from core.config.sections.judge import JudgeConfig
 
 log = logging.getLogger(__name__)
 

@@ -34,7 +34,8 @@ from reward_scores.score import Score, ScoreStatus
 from reward_scores.unit_tests import SandboxOptions
 
 if TYPE_CHECKING:
-    from core.config.schema import Config, RewardModelConfig
+    from core.config.schema import Config
+    from core.config.sections.reward import RewardModelConfig
 
 RUN_PROGRAMS = ("prime_code", "unit_tests")  # scorers that do
 TESTS_SHARE = 0.8  # of reward_model.timeout_s: a slow program is a wrong answer, not a failing scorer

@@ -17,7 +17,7 @@ from core.rewards.grading import Failure, InProcess, Job, RewardManager, Scorers
 from reward_scores.score import Score
 
 if TYPE_CHECKING:
-    from core.config.schema import RewardModelConfig
+    from core.config.sections.reward import RewardModelConfig
 
 
 class UsersOwn:

@@ -21,7 +21,7 @@ from core.learner.models import load_classifier, load_reward_tokenizer
 from core.rewards.batch_calls import Answer, ModelScore
 
 if TYPE_CHECKING:
-    from core.config.schema import RewardModelConfig
+    from core.config.sections.reward import RewardModelConfig
 
 
 class RewardModel:

@@ -9,8 +9,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from core.config.convert import printable
 from core.data.images import collapse
+from core.printable import printable
 from core.types import ScoredGroup
 
 

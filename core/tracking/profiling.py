@@ -16,7 +16,8 @@ from core.config.frozen import thaw
 from core.config.paths import run_folder
 
 if TYPE_CHECKING:
-    from core.config.schema import Config, GlobalProfilerConfig
+    from core.config.schema import Config
+    from core.config.sections.trainer import GlobalProfilerConfig
 
 
 class Profile:

@@ -268,7 +268,7 @@ def train(recipe: FiguresRecipe, tokenizer: Any, format: PictureFormat, losses: 
 
 def build(root: Path, recipe: FiguresRecipe | None = None) -> Path:
     """Return the folder of the trained model, ``root/<digest>``, to which ``root/current`` then points."""
-    from core.config.schema import ModelConfig
+    from core.config.sections.model import ModelConfig
     from core.learner.models import load_picture_format
 
     recipe, tokenizer = recipe or FiguresRecipe(), build_tokenizer(ALPHABET, MARKS)

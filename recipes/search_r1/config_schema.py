@@ -6,19 +6,17 @@ and runs are planned by them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from core.config import limits
 from core.config.frozen import FrozenDict
-from core.config.schema import Config, Open
+from core.config.schema import Config
+from core.config.section import Open, Section
 
 PAPER = "Search-R1"
 PASSAGES, VECTOR = 21_015_324, 768  # of the published corpus, and the numbers of an E5-base vector
 ENCODER, QUERY = 85e6, 20  # parameters of E5-base that multiply a token, and tokens of a query: a guess
 
 
-@dataclass(frozen=True)
-class RetrieverConfig:
+class RetrieverConfig(Section):
     """What answers a search."""
 
     url: str | None = (
@@ -30,7 +28,6 @@ class RetrieverConfig:
     local: Open = FrozenDict()  # where there is none: fields of RetrieverOptions, recipes/search_r1/index/passages.py
 
 
-@dataclass(frozen=True)
 class SearchR1Config(Config):
     """The core's configuration with Search-R1's keys."""
 

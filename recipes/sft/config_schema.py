@@ -6,14 +6,12 @@ Their names are those of verl's SFT trainers. A demonstration's length is bounde
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from core.config.schema import Config, DataConfig
+from core.config.schema import Config
+from core.config.sections.data import DataConfig
 
 PAPER = "supervised fine-tuning"
 
 
-@dataclass(frozen=True)
 class DemonstrationConfig(DataConfig):
     """The core's section ``data``, with the columns of demonstrations."""
 
@@ -23,7 +21,6 @@ class DemonstrationConfig(DataConfig):
     response_key: str = "response"
 
 
-@dataclass(frozen=True)
 class SFTConfig(Config):
     """The core's configuration with the keys of supervised fine-tuning."""
 

@@ -35,7 +35,7 @@ from core.remote.cache import local_path
 from core.types import TrainBatch
 
 if TYPE_CHECKING:
-    from core.config.schema import ModelConfig
+    from core.config.sections.model import ModelConfig
     from recipes.sft.config_schema import DemonstrationConfig
 
 log = logging.getLogger(__name__)

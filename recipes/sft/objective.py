@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from core.config.schema import ActorConfig
+    from core.config.sections.actor import ActorConfig
 
 
 def likelihood(

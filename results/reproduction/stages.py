@@ -17,6 +17,7 @@ from typing import Any
 
 from core.config import compose, convert, recipes
 from core.config.paths import run_folder
+from core.config.problem import typed
 from core.data.parquet import sha256_of
 from core.errors import InputError
 from core.planning.estimate import hooks_of
@@ -174,7 +175,7 @@ def evaluation_keys(script: Script) -> list[str]:
     recipe_default = convert.flat(compose(script.recipe, (), hooks_of(script.recipe)))
     own = convert.all_keys(recipes.schema_of(script.recipe)).keys() - convert.all_keys().keys()
     return [
-        f"{key}={convert.typed(value)}"
+        f"{key}={typed(value)}"
         for key, value in convert.flat(script.config).items()
         if value != recipe_default[key] and (key.startswith(EVALUATING) or key in own) and key not in TRAINING
     ]

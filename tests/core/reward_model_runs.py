@@ -11,7 +11,9 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig
 
 from core.config import compose
-from core.config.schema import FSDPConfig, RewardModelConfig, RewardModelModelConfig
+from core.config.sections.model import FSDPConfig
+from core.config.sections.reward import RewardModelConfig
+from core.config.sections.reward_model import RewardModelModelConfig
 from core.rewards.batch_calls import Answer
 from tests.core.ray_cluster import write_model
 from tests.tiny import tiny_config, tiny_tokenizer

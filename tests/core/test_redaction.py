@@ -13,6 +13,7 @@ import yaml
 from core.checkpoint.changes import changes
 from core.checkpoint.provenance import Provenance
 from core.config import convert, examine, from_yaml, recipes, to_yaml
+from core.config.problem import show
 from core.errors import InputError
 from core.evaluation.generate import deciding
 from core.redaction import HIDDEN, is_secret, login_in, redacted, redacted_command, redacted_text, without_hidden
@@ -121,7 +122,7 @@ def test_a_secret_that_was_hidden_and_one_of_the_environment_are_known_without_t
 
 
 def shown(config):
-    return "".join(convert.show(value, key) for key, value in convert.flat(config).items())
+    return "".join(show(value, key) for key, value in convert.flat(config).items())
 
 
 def test_nothing_that_is_recorded_holds_a_secret_and_the_configuration_does(tmp_path, monkeypatch):

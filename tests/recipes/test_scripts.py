@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from core.config import compose, composition, convert, examine, recipes
+from core.config.frozen import thaw
 from core.planning.estimate import hooks_of
 from results.reporting.feasibility import read_script
 
@@ -162,7 +163,7 @@ def test_a_recipe_file_says_only_what_differs():
         tree.pop("defaults", None)
         for key, value in _leaves(tree):
             assert convert.known(key, recipes.schema_of(recipe)), f"{recipe}.yaml: {key}"
-            assert plain is None or convert.thaw(plain.get(key, "unset")) != value, (
+            assert plain is None or thaw(plain.get(key, "unset")) != value, (
                 f"{recipe}.yaml repeats the default of {key}"
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -14,7 +15,9 @@ import yaml
 
 from core.command_line import prepare
 from core.config import compose, convert, examine, recipes
+from core.config.frozen import thaw
 from core.config.reference_rows import check, departures
+from core.config.section import build
 from core.planning.estimate import hooks_of
 from core.tracking.tracker import Tracker
 from core.tracking.validation import validation_metrics
@@ -314,8 +317,11 @@ def test_a_rows_settings_are_keys_of_its_recipe_with_values_that_they_take(row):
     keys = [one for one in row["departures"] if "key" in one]
     assert {one["key"] for one in keys} <= row["settings"].keys() and all(one["why"] for one in row["departures"])
     for key, value in [*row["settings"].items(), *((one["key"], one["here"]) for one in keys)]:
-        parsed = convert.parse(convert.all_keys(schema)[key], value)
-        assert convert.thaw(parsed) == value and type(parsed) is type(value) or isinstance(value, float), key
+        tree = functools.reduce(lambda inner, name: {name: inner}, reversed(key.split(".")), value)
+        config, refused = build(schema, tree)
+        assert not refused, refused
+        parsed = convert.get(config, key)
+        assert thaw(parsed) == value and type(parsed) is type(value) or isinstance(value, float), key
 
 
 TRAINING = [row for row in COMMANDS if "eval.sh" not in row["command"]]

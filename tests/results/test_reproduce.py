@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -74,8 +73,8 @@ def test_rows_are_those_of_the_references_and_every_one_that_can_be_repeated_has
             assert (f"trainer.reference={row.name}" in train.command) == row.named
             own = script_of(train.command).config
             names = ("experiment_name", "reference", "seed", "default_local_dir")
-            same = dataclasses.replace(own.trainer, **{name: getattr(script.config.trainer, name) for name in names})
-            assert dataclasses.replace(own, trainer=same) == script.config  # this row's command, and no other's
+            same = own.trainer.replace(**{name: getattr(script.config.trainer, name) for name in names})
+            assert own.replace(trainer=same) == script.config  # this row's command, and no other's
             assert not any(stage.done() for stage in found)
 
 

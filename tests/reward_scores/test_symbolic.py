@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from sympy.parsing import sympy_parser
 
-from core.config.schema import CustomRewardFunctionConfig, RewardModelConfig
+from core.config.sections.reward import CustomRewardFunctionConfig, RewardModelConfig
 from core.data.parquet import Example
 from core.errors import InputError
 from core.rewards import RewardLayer

@@ -7,7 +7,7 @@ import torch
 from core import types
 from core.algorithm import advantages
 from core.config import registry
-from core.config.schema import AlgorithmConfig
+from core.config.sections.algorithm import AlgorithmConfig
 from core.learner.batching import make_batch, token_rewards
 from core.types import Prompt, ScoredGroup, Stop, Trajectory
 from reward_scores.score import Score, ScoreStatus

@@ -10,7 +10,7 @@ import torch
 from core.algorithm.covariance import clip_cov_tokens, covariances, kl_cov_tokens
 from core.algorithm.losses import policy_loss
 from core.config import registry
-from core.config.schema import ActorConfig, PolicyLossConfig
+from core.config.sections.actor import ActorConfig, PolicyLossConfig
 
 ALL = torch.ones(4).bool()
 

@@ -10,7 +10,7 @@ import torch
 
 from core.algorithm import invariants
 from core.algorithm.advantages import estimate
-from core.config.schema import AlgorithmConfig
+from core.config.sections.algorithm import AlgorithmConfig
 from core.errors import BrokenInvariant
 from core.learner.batching import make_batch, optimizer_steps, token_rewards
 from core.types import Prompt, ScoredGroup, Segment, Stop, Trajectory
@@ -64,7 +64,7 @@ def test_sound_values_pass():
     invariants.turns_end_as_reported([(ids, frozenset([TOKENIZER.eos_token_id]))])
 
 
-@pytest.mark.parametrize("config", [GRPO, GAE, dataclasses.replace(GRPO, norm_adv_by_std_in_grpo=False)])
+@pytest.mark.parametrize("config", [GRPO, GAE, GRPO.replace(norm_adv_by_std_in_grpo=False)])
 def test_sound_advantages_pass(config):
     batch = batch_of(made_groups(), config)
     invariants.rewards_are_on_policy_tokens(batch)

@@ -16,7 +16,7 @@ from core.algorithm import rollout_correction as rc
 from core.algorithm.losses import Means
 from core.config import compose, examine
 from core.config.correction_bounds import Bounds, criteria, weight_bounds
-from core.config.schema import RolloutCorrectionConfig
+from core.config.sections.rollout_correction import RolloutCorrectionConfig
 from core.learner.batching import optimizer_steps
 from core.learner.learner import Actor
 from core.ray_trainer import StepNeeds

@@ -13,7 +13,8 @@ import torch
 
 from core.algorithm import use_checks
 from core.algorithm.losses import Means, policy_loss, value_loss
-from core.config.schema import ActorConfig, OptimConfig, PolicyLossConfig
+from core.config.sections.actor import ActorConfig, PolicyLossConfig
+from core.config.sections.optim import OptimConfig
 from core.engines import SampleRequest, SamplingParams
 from core.learner.batching import optimizer_steps, steps_of
 from core.learner.learner import Actor, BasePolicy, Policy, multiplier, warmup_steps

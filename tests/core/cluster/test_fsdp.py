@@ -17,7 +17,7 @@ from core.checkpoint.provenance import base_of
 from core.cluster import local_workers
 from core.cluster.fsdp import LearnerRank
 from core.cluster.local_workers import LocalWorkers
-from core.config.schema import FSDPConfig
+from core.config.sections.model import FSDPConfig
 from core.learner.batching import optimizer_steps, rank_shares
 from core.learner.lora import merged_weights
 from core.learner.models import load_critic, load_policy

@@ -7,15 +7,16 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from core.config import convert, examine, rules, unused_keys
+from core.config import convert, examine, rules
 from core.config.recipes import schema_of
 from core.config.view import View
 from core.tracking.health import CHECKS
 
 RECIPES = ("ppo", "dapo", "search_r1")  # that have rules or unused keys of their own, and one that has none
-RULES = {rule for recipe in RECIPES for rule in rules.table("problems", recipe)}
-WARNINGS = {rule for recipe in RECIPES for rule in rules.table("warnings", recipe)}
-UNUSED = {entry for recipe in RECIPES for entry in unused_keys.table(recipe)}
+BOOKS = [book for recipe in RECIPES for book in rules.books(recipe)]
+RULES = {rule for book in BOOKS for rule in book.problems}
+WARNINGS = {rule for book in BOOKS for rule in book.warnings}
+UNUSED = {rule for book in BOOKS for rule in book.unused_keys}
 
 
 @functools.cache
@@ -499,8 +500,8 @@ def test_every_rule_is_tried():
     for recipe, overrides, hooks, *_ in BROKEN:
         composed = examined(recipe, overrides, hooks)
         view = View(composed.config, composed.given, hooks, recipe)
-        tried |= {rule for rule in rules.table("problems", recipe) if rule.check(view, ()) is not None}
-    assert [rule.key for rule in RULES if rule not in tried] == []
+        tried |= {rule for book in rules.books(recipe) for rule in book.problems if list(rule(view))}
+    assert [rule.__name__ for rule in RULES - tried] == []
 
 
 FINE = [
@@ -803,15 +804,23 @@ def test_every_entry_is_tried():
     for recipe, overrides, key in IDLE:
         composed = examined(recipe, overrides, SEARCHES if recipe == "search_r1" else ())
         view = View(composed.config, composed.given, (), recipe)
-        tried.add(next(entry for entry in unused_keys.table(recipe) if entry.fits(key) and view.holds(entry.when)))
-    assert [entry.keys for entry in UNUSED - tried] == []
+        known = (rule for book in rules.books(recipe) for rule in book.unused_keys)
+        tried.add(next(rule for rule in known if any(fits(key, patterns) for patterns, _ in rule(view))))
+    assert [rule.__name__ for rule in UNUSED - tried] == []
+
+
+def fits(key, patterns):
+    return any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def test_patterns_of_unused_keys_match_keys():
     known = list(convert.all_keys(schema_of("search_r1")))
-    for entry in UNUSED:
-        for pattern in entry.keys:
-            assert any(fnmatchcase(key, pattern) for key in known) or "_kwargs." in pattern, pattern
+    for recipe, overrides, _ in IDLE:
+        composed = examined(recipe, overrides, SEARCHES if recipe == "search_r1" else ())
+        view = View(composed.config, composed.given, (), recipe)
+        for rule in (rule for book in rules.books(recipe) for rule in book.unused_keys):
+            for pattern in (pattern for patterns, _ in rule(view) for pattern in patterns):
+                assert any(fnmatchcase(key, pattern) for key in known) or "_kwargs." in pattern, pattern
 
 
 def test_a_key_with_effect_is_not_listed():

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 
 from core.command_line import prepare
 from core.config import convert, help, recipes
+from core.config.section import Section
 
 
 def asked(capsys, *arguments: str, recipe: str = "grpo") -> tuple[int, str, str]:
@@ -17,8 +16,7 @@ def asked(capsys, *arguments: str, recipe: str = "grpo") -> tuple[int, str, str]
     return (end.value.code, *capsys.readouterr())
 
 
-@dataclass(frozen=True)
-class Inner:
+class Inner(Section):
     # stands above
     # in two lines
     first: int = 1
@@ -29,7 +27,6 @@ class Inner:
     third: str = "# no comment"
 
 
-@dataclass(frozen=True)
 class Outer(Inner):
     fourth: int = 2  # of its own
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from core.config import composition, convert, examine, help, peer_names, recipes
-from core.config.from_tree import build
+from core.config.unknown_keys import validated
 
 ROOT = Path(__file__).resolve().parents[3]
 TABLES = list(peer_names.tables())
@@ -45,7 +45,7 @@ def test_what_stands_for_a_name_exists(name, text):
             assert convert.known(key, SCHEMA), key
             if value:
                 layers = composition.read([one], SCHEMA)
-                build(SCHEMA, composition.tree("grpo", layers), layers.problems)
+                validated(SCHEMA, composition.tree("grpo", layers), layers.problems)
                 assert not layers.problems, one
     for word, path in re.findall(r"`(\w+)` of `([\w/]+\.py)`", text):
         assert re.search(rf"\b{word}\b", (ROOT / path).read_text(encoding="utf-8")), f"{path} has no {word}"

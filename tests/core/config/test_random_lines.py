@@ -21,6 +21,7 @@ import pytest
 from core.command_line import prepare
 from core.config import Config, composition, convert, examine, recipes
 from core.config.frozen import thaw
+from core.config.problem import one_line
 from core.planning.model_shapes import shape_of
 
 HOOKS = {"ppo": (), "grpo": (), "dapo": ("shape_reward", "keep_group"), "search_r1": ("generate",)}
@@ -241,9 +242,9 @@ def names_what_was_typed(line: str, texts: list[str], schema: type) -> bool:
         return True
     key, is_one, rest = line.partition("=")
     keys = {*convert.all_keys(schema), *convert.sections(schema), "preset"}
-    typed = convert.one_line("\n".join([*texts, *("".join(text.split()) for text in texts)])).lower()
+    typed = one_line("\n".join([*texts, *("".join(text.split()) for text in texts)])).lower()
     typed += "none" * ("null" in typed)  # a mapping's key may be null, too
-    named = key in keys or all(convert.one_line(part).lower() in typed for part in key.split("."))  # true is True
+    named = key in keys or all(one_line(part).lower() in typed for part in key.split("."))  # true is True
     return bool(is_one) and ": " in rest and named
 
 

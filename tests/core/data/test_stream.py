@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from core.config.frozen import FrozenDict
-from core.config.schema import DataConfig
+from core.config.sections.data import DataConfig
 from core.data.stream import PromptStream, load_val_prompts
 from core.errors import InputError
 from core.types import Prompt

@@ -1,6 +1,6 @@
 import pytest
 
-from core.config.schema import ModelConfig
+from core.config.sections.model import ModelConfig
 from core.data.dataset import ChatError, Encoder, truncate
 from core.errors import InputError
 from core.learner.models import load_tokenizer

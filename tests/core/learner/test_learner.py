@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Gemma2Config
 
 from core.algorithm.losses import Means
-from core.config.schema import PolicyLossConfig
+from core.config.sections.actor import PolicyLossConfig
 from core.errors import InputError
 from core.learner.batching import make_batch, optimizer_steps, steps_of
 from core.learner.learner import Actor, Critic, MicroBatchSize, Policy, only_advantages_train

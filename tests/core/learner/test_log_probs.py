@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from core.config.schema import ModelConfig
+from core.config.sections.model import ModelConfig
 from core.errors import InputError
 from core.learner.learner import read_tokens
 from core.learner.log_probs import FP32Head, token_log_probs_and_entropy

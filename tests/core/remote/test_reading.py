@@ -12,7 +12,7 @@ import torch
 from core.checkpoint.provenance import base_of
 from core.checkpoint.store import CheckpointStore
 from core.config import compose, examine, paths
-from core.config.schema import ModelConfig
+from core.config.sections.model import ModelConfig
 from core.data.parquet import ExampleFile, sha256_of
 from core.errors import InputError
 from core.evaluation.model_source import of_model, of_run

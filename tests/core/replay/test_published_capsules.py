@@ -116,7 +116,7 @@ def other_temperature(patch):
 
 def no_division_by_std(patch):
     def change(estimate, batch, config):
-        return estimate(batch, dataclasses.replace(config, norm_adv_by_std_in_grpo=False))
+        return estimate(batch, config.replace(norm_adv_by_std_in_grpo=False))
 
     wrapped(patch, core.ray_trainer.advantages, "estimate", change)
 
@@ -153,7 +153,7 @@ def other_loss(patch, change):
 
 def symmetric_clip(patch):
     def change(loss, log_prob, old, adv, mask, config):
-        return loss(log_prob, old, adv, mask, dataclasses.replace(config, clip_ratio_low=0.1, clip_ratio_high=0.1))
+        return loss(log_prob, old, adv, mask, config.replace(clip_ratio_low=0.1, clip_ratio_high=0.1))
 
     other_loss(patch, change)
 

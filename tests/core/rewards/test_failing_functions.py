@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from core.config import examine
-from core.config.schema import RewardModelConfig
+from core.config.sections.reward import RewardModelConfig
 from core.data.parquet import Example
 from core.errors import InputError
 from core.rewards import RewardError, RewardLayer

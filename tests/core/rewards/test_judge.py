@@ -14,7 +14,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from core.config.schema import CustomRewardFunctionConfig, HealthConfig, JudgeConfig, RewardModelConfig
+from core.config.sections.health import HealthConfig
+from core.config.sections.judge import JudgeConfig
+from core.config.sections.reward import CustomRewardFunctionConfig, RewardModelConfig
 from core.data.parquet import Example
 from core.errors import InputError
 from core.rewards import RewardError, RewardLayer, judge_client, judge_verdict

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from core.config import examine
-from core.config.schema import CustomRewardFunctionConfig, RewardModelConfig, RewardModuleConfig
+from core.config.sections.reward import CustomRewardFunctionConfig, RewardModelConfig, RewardModuleConfig
 from core.engines import SampleRequest, SamplingParams
 from core.engines.hf import HFEngine
 from core.errors import InputError

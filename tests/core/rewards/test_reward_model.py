@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from core.config import compose
-from core.config.schema import CustomRewardFunctionConfig, RewardModelConfig
+from core.config.sections.reward import CustomRewardFunctionConfig, RewardModelConfig
 from core.data.parquet import Example
 from core.errors import InputError
 from core.ray_trainer import RayPPOTrainer

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from core.config.schema import CustomRewardFunctionConfig, RewardModelConfig
+from core.config.sections.reward import CustomRewardFunctionConfig, RewardModelConfig
 from core.errors import InputError, WorkersLost
 from core.rewards import RewardError, RewardLayer
 from core.rewards.custom import CustomFunction

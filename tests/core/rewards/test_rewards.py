@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from core.config.schema import RewardModelConfig
+from core.config.sections.reward import RewardModelConfig
 from core.data.parquet import Example
 from core.errors import InputError
 from core.rewards import RewardError, RewardLayer

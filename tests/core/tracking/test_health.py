@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import math
@@ -12,7 +11,7 @@ import pytest
 from core.checkpoint.run_state import DriverState
 from core.cluster.restarts import train
 from core.config import convert, examine
-from core.config.schema import HealthBound, HealthConfig
+from core.config.sections.health import HealthBound, HealthConfig
 from core.tracking.health import CHECKS, Health, UnhealthyRun
 from results.reporting.run_reader import load_run, summarise
 from tests.core.scripted_run import configured, prepare, scripted
@@ -190,7 +189,7 @@ def test_the_command_ends_with_a_line_and_status_one(folder, capsys):
     ],
 )
 def test_a_bound_is_crossed_beyond_it(name, values, crossed):
-    config = dataclasses.replace(QUIET, **{name: HealthBound(bound=0.1)})
+    config = QUIET.replace(**{name: HealthBound(bound=0.1)})
     state, found = Health(last_healthy_step=6).after(7, values, config)
     assert [one.check for one in found] == ([name] if crossed else [])
     assert state.last_healthy_step == (6 if crossed else 7)
@@ -199,7 +198,7 @@ def test_a_bound_is_crossed_beyond_it(name, values, crossed):
 
 @pytest.mark.parametrize("bound", [None, 1e-4])
 def test_in_float32_a_difference_is_a_fault_of_the_program_whatever_is_corrected(bound):
-    config = dataclasses.replace(QUIET, logp_diff=HealthBound(bound=bound))
+    config = QUIET.replace(logp_diff=HealthBound(bound=bound))
     for exact, advised in ((1e-4, "fault of the program"), (None, "rollout_correction")):
         _, found = Health().after(1, {"rollout_corr/logp_diff_mean": 2e-4}, config, exact=exact)
         assert [advised in one.text for one in found] == ([True] if exact or bound else [])
@@ -208,7 +207,7 @@ def test_in_float32_a_difference_is_a_fault_of_the_program_whatever_is_corrected
 
 
 def test_a_reward_drop_is_measured_from_the_best_window():
-    config = dataclasses.replace(QUIET, reward_drop=HealthBound(bound=0.4), reward_window=3)
+    config = QUIET.replace(reward_drop=HealthBound(bound=0.4), reward_window=3)
     state, steps = Health(), []
     for step, score in enumerate([9.0, 0.0, 0.3, 0.6, 0.9, 0.9, 0.9, 0.3, 0.3], start=1):
         state, found = state.after(step, {"critic/score/mean": score}, config)
@@ -224,7 +223,7 @@ def test_a_reward_drop_is_measured_from_the_best_window():
 
 
 def test_failures_of_a_scorer_count_over_a_window_that_a_checkpoint_keeps():
-    config = dataclasses.replace(QUIET, scorer_errors=HealthConfig().scorer_errors, reward_window=4)
+    config = QUIET.replace(scorer_errors=HealthConfig().scorer_errors, reward_window=4)
     state, steps = Health(), []
     for step, share in enumerate([0.0, 0.1, 0.1, 0.2, 0.0, 0.2, 0.0, 0.0], start=1):
         state, found = state.after(step, {"reward/failed_rate": share}, config)

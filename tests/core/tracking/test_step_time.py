@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.config import compose, examine
-from core.config.schema import GlobalProfilerConfig
+from core.config.sections.trainer import GlobalProfilerConfig
 from core.ray_trainer import RayPPOTrainer
 from core.tracking import profiling, step_time
 from core.tracking.step_time import PARTS, REST, BusyClock, parts

@@ -1,0 +1,146 @@
+"""The section ``algorithm`` with its rules."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from core.config import limits
+from core.config.rulebook import Broken, RuleBook, Unused
+from core.config.section import AdvEstimator, KLKind, Section
+from core.config.sections.rollout_correction import RolloutCorrectionConfig
+
+if TYPE_CHECKING:
+    from core.config.view import View
+
+
+class KLCtrlConfig(Section):
+    # a coefficient that stays, or one that moves so that the KL comes near target_kl
+    type: Literal["fixed", "adaptive"] = "fixed"
+    kl_coef: limits.NonNegative = 0.001  # coefficient of the KL in the reward
+    horizon: float = 10000  # sequences over which the adaptive coefficient moves
+    target_kl: float = 0.1  # the KL that the adaptive coefficient aims at
+
+
+class FilterGroupsConfig(Section):
+    enable: bool = False  # draw more prompts in place of those whose answers all score the same
+    metric: str | None = None  # part of the score that has to differ; None: acc
+    max_num_gen_batches: limits.Size = 10  # most prompts drawn for one step, in units of gen_batch_size
+    on_exhausted: Literal["train", "raise"] = "train"  # at that limit: train on the groups there are, or end the run
+
+
+class AlgorithmConfig(Section):
+    adv_estimator: AdvEstimator = "gae"  # advantage estimator
+    gamma: limits.Share = 1.0  # discount a token
+    lam: limits.Share = 1.0  # lambda of generalised advantage estimation
+    norm_adv_by_std_in_grpo: bool = True  # divide by the group's standard deviation; False is Dr. GRPO
+    use_kl_in_reward: bool = False  # take the KL to the reference policy off the reward
+    kl_penalty: KLKind = "kl"  # estimator of the KL in the reward
+    kl_ctrl: KLCtrlConfig = KLCtrlConfig()
+    filter_groups: FilterGroupsConfig = FilterGroupsConfig()
+    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+
+
+rules = RuleBook()
+
+
+@rules.problem
+def groups_and_their_filter(c: View) -> Broken:
+    if c.filters.enable and "keep_group" not in c.hooks:
+        yield (
+            "algorithm.filter_groups.enable",
+            f"recipe {c.recipe} keeps every group: its trainer has no keep_group; use the recipe whose trainer "
+            "does: python -m recipes.dapo.main_dapo",
+        )
+    if c.rollout.n == 1 and c.estimator.groups:
+        yield (
+            "actor_rollout_ref.rollout.n",
+            f"algorithm.adv_estimator={c.algorithm.adv_estimator} compares the answers to a prompt, so it needs "
+            f"at least 2; set actor_rollout_ref.rollout.n=5, say, or use {c.ungrouped}",
+        )
+    if c.rollout.n == 1 and c.filters.enable and not c.estimator.groups:
+        yield (
+            "actor_rollout_ref.rollout.n",
+            "algorithm.filter_groups.enable=True drops groups of equal answers, and one answer equals itself; "
+            "set actor_rollout_ref.rollout.n=16, say, or algorithm.filter_groups.enable=False",
+        )
+    if c.filters.enable and c.data.gen_batch_size < c.data.train_batch_size:
+        yield (
+            "data.gen_batch_size",
+            f"must be at least data.train_batch_size={c.data.train_batch_size} where groups are filtered; raise "
+            "it (three times the training batch is usual), or leave it out",
+        )
+    if c.filters.enable and c.filters.max_num_gen_batches == 0:
+        yield (
+            "algorithm.filter_groups.max_num_gen_batches",
+            "must be at least 1: collecting for a step is bounded; set 10, say; at the bound the step trains on "
+            "the groups there are",
+        )
+    if c.filters.enable and c.filters.metric == "seq_final_reward" and c.algorithm.use_kl_in_reward:
+        yield (
+            "algorithm.filter_groups.metric",
+            "holds the KL penalty, which is known only after the groups are collected; use acc, score or "
+            "seq_reward, or algorithm.use_kl_in_reward=False",
+        )
+
+
+@rules.problem
+def the_kl_controller(c: View) -> Broken:
+    if c.kl.type == "adaptive" and c.kl.horizon <= 0:
+        yield (
+            "algorithm.kl_ctrl.horizon",
+            "must be above 0 with algorithm.kl_ctrl.type=adaptive; the default is 10000 sequences",
+        )
+    if c.kl.type == "adaptive" and c.kl.target_kl <= 0:
+        yield (
+            "algorithm.kl_ctrl.target_kl",
+            "must be above 0 with algorithm.kl_ctrl.type=adaptive; the default is 0.1",
+        )
+    if c.kl.type == "adaptive" and c.kl.kl_coef == 0 and c.algorithm.use_kl_in_reward:
+        yield (
+            "algorithm.kl_ctrl.kl_coef",
+            "is multiplied by the adaptive controller, so it stays 0; set 0.001, say, or "
+            "algorithm.use_kl_in_reward=False",
+        )
+
+
+@rules.problem
+def the_estimator(c: View) -> Broken:
+    if c.estimator.squares and c.correction.bypass_mode:
+        yield (
+            "algorithm.adv_estimator",
+            f"{c.algorithm.adv_estimator} reads the learner's distributions, and bypass_mode makes no pass for "
+            "them; set algorithm.rollout_correction.bypass_mode=False",
+        )
+    if not c.estimator.penalties and (c.algorithm.use_kl_in_reward or c.buffer.enable):
+        yield (
+            "algorithm.adv_estimator",
+            f"{c.algorithm.adv_estimator} divides by the group's mean reward, which a penalty in the reward makes "
+            "something else; switch algorithm.use_kl_in_reward and reward_model.overlong_buffer.enable off; "
+            "use_kl_loss has the KL in the loss",
+        )
+
+
+@rules.unused
+def keys_of_other_objectives(c: View) -> Unused:
+    if not c.algorithm.use_kl_in_reward:
+        yield (("algorithm.kl_ctrl.*", "algorithm.kl_penalty"), "algorithm.use_kl_in_reward is off")
+    if c.kl.type == "fixed":
+        yield (("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"), "algorithm.kl_ctrl.type is fixed")
+    if "gamma" not in c.estimator.reads:
+        yield (("algorithm.gamma",), f"{c.algorithm.adv_estimator} does not discount")
+    if "lam" not in c.estimator.reads:
+        yield (("algorithm.lam",), f"only {c.readers_of_lam} has it")
+    if "norm_adv_by_std_in_grpo" not in c.estimator.reads:
+        yield (
+            ("algorithm.norm_adv_by_std_in_grpo",),
+            f"{c.algorithm.adv_estimator} does not divide by the group's standard deviation",
+        )
+    if not c.filters.enable:
+        yield (
+            (
+                "algorithm.filter_groups.metric",
+                "algorithm.filter_groups.max_num_gen_batches",
+                "algorithm.filter_groups.on_exhausted",
+            ),
+            "algorithm.filter_groups.enable is off",
+        )

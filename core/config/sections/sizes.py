@@ -1,0 +1,245 @@
+"""Sizes that have to divide or hold each other: batches, optimizer steps, micro-batches, ranks, sequences."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from core.config.rulebook import Broken, RuleBook, Unused
+
+if TYPE_CHECKING:
+    from core.config.view import View
+
+
+rules = RuleBook()
+
+
+@rules.problem
+def batches_are_whole(c: View) -> Broken:
+    if c.data.train_batch_size % c.actor.ppo_mini_batch_size:
+        yield (
+            "data.train_batch_size",
+            f"must be a multiple of actor_rollout_ref.actor.ppo_mini_batch_size={c.actor.ppo_mini_batch_size}; "
+            f"change one of them; actor_rollout_ref.actor.ppo_mini_batch_size={c.data.train_batch_size} is one "
+            "update a batch",
+        )
+    if (
+        c.critic.enable
+        and c.critic.ppo_mini_batch_size != c.actor.ppo_mini_batch_size
+        and c.data.train_batch_size % c.critic.ppo_mini_batch_size
+    ):
+        yield (
+            "data.train_batch_size",
+            f"must be a multiple of critic.ppo_mini_batch_size={c.critic.ppo_mini_batch_size}; change one of "
+            "them; left out, the critic's follows the actor's",
+        )
+    if c.data.train_batch_size * c.rollout.n % c.data_ranks:
+        yield (
+            "data.train_batch_size",
+            f"times actor_rollout_ref.rollout.n={c.rollout.n} must be a multiple of the {c.data_ranks} ranks that "
+            "share it (trainer.nnodes * trainer.n_gpus_per_node / ulysses_sequence_parallel_size / "
+            "tensor_model_parallel_size); change one of them; trainer.backend=local without these keys runs one "
+            "rank",
+        )
+    if (
+        c.data.train_batch_size * c.rollout.n % c.data_ranks == 0
+        and c.actor.ppo_mini_batch_size * c.rollout.n % c.data_ranks
+    ):
+        yield (
+            "actor_rollout_ref.actor.ppo_mini_batch_size",
+            f"times actor_rollout_ref.rollout.n={c.rollout.n} must be a multiple of the {c.data_ranks} ranks that "
+            "share it; change one of them",
+        )
+
+
+@rules.problem
+def ranks_share_evenly(c: View) -> Broken:
+    for section, part, runs in (
+        ("actor_rollout_ref.actor", c.actor, True),
+        (
+            "actor_rollout_ref.ref",
+            c.ref,
+            c.needs_ref and c.ref.ulysses_sequence_parallel_size != c.actor.ulysses_sequence_parallel_size,
+        ),
+        ("critic", c.critic, c.critic.enable),
+    ):
+        if runs and c.cluster and c.ranks % part.ulysses_sequence_parallel_size:
+            yield (
+                f"{section}.ulysses_sequence_parallel_size",
+                f"must divide the {c.ranks} ranks (trainer.nnodes * trainer.n_gpus_per_node); change one of them",
+            )
+    for section, part, adapters, models, runs in (
+        ("actor_rollout_ref.actor", c.actor, c.model, "actor_rollout_ref.model", True),
+        (
+            "actor_rollout_ref.ref",
+            c.ref,
+            c.model,
+            "actor_rollout_ref.model",
+            c.needs_ref and c.ref.tensor_model_parallel_size != c.actor.tensor_model_parallel_size,
+        ),
+        ("critic", c.critic, c.critic_model, "critic.model", c.critic.enable),
+    ):
+        if (
+            runs
+            and c.cluster
+            and (c.ranks % part.ulysses_sequence_parallel_size == 0)
+            and c.ranks % (part.ulysses_sequence_parallel_size * part.tensor_model_parallel_size)
+        ):
+            yield (
+                f"{section}.tensor_model_parallel_size",
+                f"times {section}.ulysses_sequence_parallel_size={part.ulysses_sequence_parallel_size} must divide "
+                f"the {c.ranks} ranks (trainer.nnodes * trainer.n_gpus_per_node); change one of them",
+            )
+        if runs and c.cluster and part.tensor_model_parallel_size > 1 and adapters.lora_rank:
+            yield (
+                f"{section}.tensor_model_parallel_size",
+                f"does not split adapters, and {models}.lora_rank={adapters.lora_rank}; set it to 1, or "
+                f"{models}.lora_rank=0",
+            )
+    for section, part, runs in (
+        ("actor_rollout_ref.actor", c.actor, True),
+        ("critic", c.critic, c.critic.enable),
+    ):
+        if runs and c.cluster and part.use_torch_compile and part.tensor_model_parallel_size > 1:
+            yield (
+                f"{section}.use_torch_compile",
+                "does not compile layers that ranks share, and "
+                f"tensor_model_parallel_size={part.tensor_model_parallel_size}; set it to False, or "
+                f"{section}.tensor_model_parallel_size=1",
+            )
+    for fsdp, of, part, runs in (
+        ("actor_rollout_ref.actor.fsdp_config", c.actor.fsdp_config, c.actor, True),
+        ("actor_rollout_ref.ref.fsdp_config", c.ref.fsdp_config, c.ref, c.needs_ref),
+        ("critic.model.fsdp_config", c.critic_model.fsdp_config, c.critic, c.critic.enable),
+    ):
+        if runs and c.cluster and of.fsdp_size > 0 and of.fsdp_size % part.tensor_model_parallel_size:
+            yield (
+                f"{fsdp}.fsdp_size",
+                "counts the ranks of a copy, a multiple of "
+                f"tensor_model_parallel_size={part.tensor_model_parallel_size}; change one of them",
+            )
+    for section, part, model, models in (
+        ("actor_rollout_ref.actor", c.actor, c.model, "actor_rollout_ref.model"),
+        ("critic", c.critic, c.critic_model, "critic.model"),
+    ):
+        if c.cluster and part.ulysses_sequence_parallel_size > 1 and not model.use_remove_padding:
+            yield (
+                f"{section}.ulysses_sequence_parallel_size",
+                f"splits packed sequences, and {models}.use_remove_padding=False; set "
+                f"{models}.use_remove_padding=True, or ulysses_sequence_parallel_size=1",
+            )
+    if (
+        "tensor_model_parallel_size" in c.engine.reads
+        and c.config.needs_engine
+        and c.cluster
+        and c.engine_gpus % c.rollout.tensor_model_parallel_size
+    ):
+        yield (
+            "actor_rollout_ref.rollout.tensor_model_parallel_size",
+            f"must divide the {c.engine_gpus} GPUs of a node that engines compute on; change one of them; a model "
+            "that fits one GPU needs 1",
+        )
+
+
+@rules.problem
+def passes_hold_sequences(c: View) -> Broken:
+    for section, part, runs in (
+        ("actor_rollout_ref.actor", c.actor, True),
+        ("critic", c.critic, c.critic.enable),
+    ):
+        if runs and c.uneven(part.ppo_mini_batch_size, part.ppo_micro_batch_size_per_gpu, part.use_dynamic_bsz):
+            yield (
+                f"{section}.ppo_micro_batch_size_per_gpu",
+                "must divide the trajectories of an optimizer step on a rank "
+                f"(ppo_mini_batch_size={part.ppo_mini_batch_size} * n={c.rollout.n} / {c.data_ranks} ranks); choose a "
+                f"divisor, or {section}.use_dynamic_bsz=True",
+            )
+    for section, part, micro, dynamic, budget, runs, first, parallel in (
+        (
+            "actor_rollout_ref.actor",
+            c.actor,
+            "ppo_micro_batch_size_per_gpu",
+            "use_dynamic_bsz",
+            "ppo_max_token_len_per_gpu",
+            True,
+            True,
+            c.actor,
+        ),
+        (
+            "actor_rollout_ref.rollout",
+            c.rollout,
+            "log_prob_micro_batch_size_per_gpu",
+            "log_prob_use_dynamic_bsz",
+            "log_prob_max_token_len_per_gpu",
+            True,
+            c.actor.ppo_micro_batch_size_per_gpu or c.actor.use_dynamic_bsz,
+            c.actor,
+        ),
+        (
+            "actor_rollout_ref.ref",
+            c.ref,
+            "log_prob_micro_batch_size_per_gpu",
+            "log_prob_use_dynamic_bsz",
+            "log_prob_max_token_len_per_gpu",
+            c.needs_ref,
+            c.actor.ppo_micro_batch_size_per_gpu or c.actor.use_dynamic_bsz,
+            c.ref,
+        ),
+        (
+            "critic",
+            c.critic,
+            "ppo_micro_batch_size_per_gpu",
+            "use_dynamic_bsz",
+            "ppo_max_token_len_per_gpu",
+            c.critic.enable,
+            c.actor.ppo_micro_batch_size_per_gpu or c.actor.use_dynamic_bsz,
+            c.critic,
+        ),
+    ):
+        if runs and getattr(part, dynamic) is False and (getattr(part, micro) is None) and first:
+            yield (
+                f"{section}.{micro}",
+                f"is needed with {section}.{dynamic}=False; give a number of trajectories a pass, or leave {dynamic} "
+                "out: passes are then packed by tokens",
+            )
+        if (
+            runs
+            and getattr(part, dynamic)
+            and (getattr(part, budget) * parallel.ulysses_sequence_parallel_size < c.longest)
+        ):
+            yield (
+                f"{section}.{budget}",
+                f"must hold a sequence of max_prompt_length + max_response_length = {c.longest} tokens (times "
+                f"ulysses_sequence_parallel_size); raise it to {c.longest}, or shorten the sequences",
+            )
+
+
+@rules.unused
+def sizes_of_the_other_kind_of_pass(c: View) -> Unused:
+    for section, part, micro, dynamic, budget in (
+        (
+            "actor_rollout_ref.actor",
+            c.actor,
+            "ppo_micro_batch_size_per_gpu",
+            "use_dynamic_bsz",
+            "ppo_max_token_len_per_gpu",
+        ),
+        (
+            "actor_rollout_ref.rollout",
+            c.rollout,
+            "log_prob_micro_batch_size_per_gpu",
+            "log_prob_use_dynamic_bsz",
+            "log_prob_max_token_len_per_gpu",
+        ),
+        (
+            "actor_rollout_ref.ref",
+            c.ref,
+            "log_prob_micro_batch_size_per_gpu",
+            "log_prob_use_dynamic_bsz",
+            "log_prob_max_token_len_per_gpu",
+        ),
+        ("critic", c.critic, "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz", "ppo_max_token_len_per_gpu"),
+    ):
+        if getattr(part, dynamic):
+            yield ((f"{section}.{micro}",), f"{dynamic} packs passes by tokens")
+        if not getattr(part, dynamic):
+            yield ((f"{section}.{budget}",), f"{dynamic} is off")
