@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import inspect
 from fnmatch import fnmatchcase
 
 import pytest
@@ -14,9 +16,25 @@ from core.tracking.health import CHECKS
 
 RECIPES = ("ppo", "dapo", "search_r1")  # that have rules or unused keys of their own, and one that has none
 BOOKS = [book for recipe in RECIPES for book in rules.books(recipe)]
-RULES = {rule for book in BOOKS for rule in book.problems}
-WARNINGS = {rule for book in BOOKS for rule in book.warnings}
-UNUSED = {rule for book in BOOKS for rule in book.unused_keys}
+
+
+def statements(kind):
+    """Every yield of the rules of a kind: its rule's name and its line."""
+    found = set()
+    for rule in (rule for book in BOOKS for rule in getattr(book, kind)):
+        lines, first = inspect.getsourcelines(rule)
+        tree = ast.parse("".join(lines))
+        found |= {(rule.__name__, first + node.lineno - 1) for node in ast.walk(tree) if isinstance(node, ast.Yield)}
+    return found
+
+
+def reached(kind, composed, recipe, hooks=()):
+    """The yields that a configuration reaches, with what each yields."""
+    view = View(composed.config, composed.given, hooks, recipe)
+    for rule in (rule for book in rules.books(recipe) for rule in getattr(book, kind)):
+        generator = rule(view)
+        for yielded in generator:
+            yield (rule.__name__, generator.gi_frame.f_lineno), yielded
 
 
 @functools.cache
@@ -499,9 +517,8 @@ def test_every_rule_is_tried():
     tried = set()
     for recipe, overrides, hooks, *_ in BROKEN:
         composed = examined(recipe, overrides, hooks)
-        view = View(composed.config, composed.given, hooks, recipe)
-        tried |= {rule for book in rules.books(recipe) for rule in book.problems if list(rule(view))}
-    assert [rule.__name__ for rule in RULES - tried] == []
+        tried |= {where for where, _ in reached("problems", composed, recipe, hooks)}
+    assert statements("problems") - tried == set()
 
 
 FINE = [
@@ -594,7 +611,10 @@ def test_a_warning_is_no_problem(recipe, overrides, hooks, says):
 
 
 def test_every_warning_is_tried():
-    assert len(WARNED) == len(WARNINGS)
+    tried = set()
+    for recipe, overrides, hooks, _ in WARNED:
+        tried |= {where for where, _ in reached("warnings", examined(recipe, overrides, hooks), recipe, hooks)}
+    assert statements("warnings") - tried == set()
 
 
 # --- keys without effect ---
@@ -803,10 +823,9 @@ def test_every_entry_is_tried():
     tried = set()
     for recipe, overrides, key in IDLE:
         composed = examined(recipe, overrides, SEARCHES if recipe == "search_r1" else ())
-        view = View(composed.config, composed.given, (), recipe)
-        known = (rule for book in rules.books(recipe) for rule in book.unused_keys)
-        tried.add(next(rule for rule in known if any(fits(key, patterns) for patterns, _ in rule(view))))
-    assert [rule.__name__ for rule in UNUSED - tried] == []
+        here = reached("unused_keys", composed, recipe)
+        tried.add(next(where for where, (patterns, _) in here if fits(key, patterns)))
+    assert statements("unused_keys") - tried == set()
 
 
 def fits(key, patterns):
@@ -817,9 +836,8 @@ def test_patterns_of_unused_keys_match_keys():
     known = list(convert.all_keys(schema_of("search_r1")))
     for recipe, overrides, _ in IDLE:
         composed = examined(recipe, overrides, SEARCHES if recipe == "search_r1" else ())
-        view = View(composed.config, composed.given, (), recipe)
-        for rule in (rule for book in rules.books(recipe) for rule in book.unused_keys):
-            for pattern in (pattern for patterns, _ in rule(view) for pattern in patterns):
+        for _, (patterns, _) in reached("unused_keys", composed, recipe):
+            for pattern in patterns:
                 assert any(fnmatchcase(key, pattern) for key in known) or "_kwargs." in pattern, pattern
 
 
