@@ -23,10 +23,10 @@ from core.config import Composed, Config, diff, examine, paths, recipes, registr
 from core.config.derived_defaults import resolve
 from core.config.problem import show
 from core.data.template_check import dry_problems
-from core.planning.estimate import DEFAULT_GPU
-from core.planning.first_lines import first_lines, gpu_here, plan_lines, small
-from core.planning.model_rules import model_problems
-from core.planning.model_shapes import gpu
+from core.extensions.planning.estimate import DEFAULT_GPU
+from core.extensions.planning.first_lines import first_lines, gpu_here, plan_lines, small
+from core.extensions.planning.model_rules import model_problems
+from core.extensions.planning.model_shapes import gpu
 
 HELP = {"-h", "--help"}
 

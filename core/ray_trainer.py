@@ -35,10 +35,12 @@ from core.data.stream import PromptStream, agent_names, load_val_prompts
 from core.data.vocabulary import known_ids
 from core.engines import SampleRequest, SamplingParams, sampling_params
 from core.engines.stepped import SteppedEngine
+from core.extensions.capsules.capsule_recorder import CapsuleRecorder
+from core.extensions.planning.memory_knobs import naming_knobs
+from core.extensions.trace.trace_recorder import TraceRecorder
 from core.learner.batching import make_batch, token_rewards
 from core.learner.learner import multiplier, warmup_steps
 from core.learner.models import check_files, check_lengths, load_picture_format, load_tokenizer
-from core.planning.memory_knobs import naming_knobs
 from core.rewards import RewardLayer
 from core.rewards.hook_check import check_hooks
 from core.rollout.agent_loop import AgentLoop, Episode, Limits, ToolCalls, check_examples, make_agent_loop
@@ -54,14 +56,12 @@ from core.rollout.collect import (
     fresh_enough,
 )
 from core.session import LoopState, Session, prepare_torch
-from core.tracking.capsules import CapsuleRecorder
 from core.tracking.generations import generation_rows, print_examples
 from core.tracking.health import FAILED
 from core.tracking.metrics import RAW_SCORE, data_metrics, throughput, unknown_ids
 from core.tracking.profiling import profiled
 from core.tracking.progress import progress
 from core.tracking.step_time import BusyClock
-from core.tracking.trace import TraceRecorder
 from core.tracking.validation import ValRecord, validation_metrics
 from core.types import AnsweredGroup, Prompt, ScoredGroup, StepMetrics, TrainBatch, Trajectory
 from reward_scores.score import Score

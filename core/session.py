@@ -28,17 +28,17 @@ from core.checkpoint.kill_points import kill_point
 from core.checkpoint.manifest import Checkpoint
 from core.checkpoint.provenance import ModelFingerprint, Provenance
 from core.checkpoint.store import CheckpointStore, resolve_resume
-from core.checkpoint.written_through import RemoteRun
 from core.cluster.signals import GracefulStop
 from core.cluster.workers import Workers
 from core.config import convert, health_bounds
 from core.config.paths import run_folder
 from core.data.stream import PromptStream
 from core.errors import InputError, WriteFailed, memory_phase, writing
+from core.extensions.planning.memory_knobs import naming_knobs
+from core.extensions.remote.urls import is_url
+from core.extensions.remote.writing import check_writable
+from core.extensions.remote.written_through import RemoteRun
 from core.learner.saving import planned_fingerprints
-from core.planning.memory_knobs import naming_knobs
-from core.remote.urls import is_url
-from core.remote.writing import check_writable
 from core.rollout.collect import CollectState, StopRequested
 from core.tracking import run_manifest, step_time
 from core.tracking.health import Crossing, Health, Repeats, UnhealthyRun

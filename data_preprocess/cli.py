@@ -16,7 +16,7 @@ from typing import Any
 
 from core.command_line import is_dry_run
 from core.errors import InputError
-from core.remote.urls import written_here
+from core.extensions.remote.urls import written_here
 from data_preprocess.schema import write_rows
 
 SPLITS = ("train", "test")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import InputError
-from core.remote.urls import written_here
+from core.extensions.remote.urls import written_here
 from data_preprocess.cli import Example, read_file
 from data_preprocess.schema import make_row
 from data_preprocess.search_r1_prompts import PROMPTS, SEARCH_PROMPT

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from core.errors import InputError
+from core.extensions.remote.urls import written_here
 from core.printable import printable
-from core.remote.urls import written_here
 from results.reporting import readme_tables
 from results.reporting.foreign_logs import read_foreign
 from results.reporting.run_reader import RecordedRun, group_name, group_runs, load_run, run_copy

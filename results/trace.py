@@ -15,8 +15,8 @@ import sys
 from collections.abc import Sequence
 
 from core.errors import InputError
+from core.extensions.remote.urls import written_here
 from core.printable import printable
-from core.remote.urls import written_here
 from results.reporting.run_reader import run_copy
 from results.reporting.trace_page import PAGE, write_trace
 

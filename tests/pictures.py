@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedToke
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from core.config.sections.model import ModelConfig
-from core.data.images import read_picture
+from core.extensions.vision.images import read_picture
 from core.types import Picture, PictureFormat
 from tests.tiny import VOCAB_SIZE, tiny_tokenizer
 

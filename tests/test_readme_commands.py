@@ -22,7 +22,7 @@ import yaml
 
 from core.config import convert, examine
 from core.config.roles import FILES, OBJECTIVE, role_of
-from core.planning.estimate import hooks_of
+from core.extensions.planning.estimate import hooks_of
 from data_preprocess.gsm8k import row
 from data_preprocess.schema import write_rows
 from results.reporting.feasibility import PRINT_WORDS

@@ -40,13 +40,13 @@ LAYERS = (
     ("learner", "tracking"),
     ("algorithm", "checkpoint", "data", "planning"),
     ("config",),
-    ("types", "errors", "remote", "redaction", "file_names", "installation", "__init__"),
+    ("types", "errors", "remote", "redaction", "printable", "whole_files", "file_names", "installation", "__init__"),
 )
 
 # Packages that only these files import.
 IMPORTED_ONLY_BY = {
     **{"ray": "core/cluster/ray_*.py", "vllm": "core/engines/vllm*.py"},
-    "openai": "core/rewards/judge_client.py",
+    "openai": "core/extensions/judge/judge_client.py",
 }
 
 MARKDOWN = [

@@ -6,7 +6,7 @@ weights of :func:`loss_weights`, which are computed once an optimizer step over 
 add up to the whole, however the sequences are split into micro-batches and ranks.
 
 A loss whose entry in the table ``selects`` gets one more argument, ``selected_BT``: the tokens that it treats apart,
-chosen by :mod:`core.algorithm.covariance` among all of the optimizer step, before it was split.
+chosen by :mod:`core.extensions.variants.covariance` among all of the optimizer step, before it was split.
 
 ``stats`` are detached ``[B, T]`` tensors, to be averaged over the response tokens. Losses and stats are 0 outside the
 mask, also where the inputs are NaN there.

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from core.checkpoint.provenance import Provenance
 from core.checkpoint.store import CheckpointStore
-from core.checkpoint.written_through import RemoteRun
 from core.errors import WriteFailed, memory_phase
+from core.extensions.remote.written_through import RemoteRun
 
 # Puts files into a folder and returns file -> SHA-256 of those that it hashed and put on disk.
 Fill = Callable[[Path], Mapping[str, str]]

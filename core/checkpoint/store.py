@@ -39,8 +39,8 @@ from core.checkpoint.manifest import NAME, Checkpoint, DamagedCheckpoint, fsync,
 from core.checkpoint.provenance import Provenance
 from core.config.frozen import FrozenDict
 from core.errors import InputError, WriteFailed, free_space
-from core.remote.cache import local_path
-from core.remote.urls import is_url, name_of
+from core.extensions.remote.cache import local_path
+from core.extensions.remote.urls import is_url, name_of
 
 if TYPE_CHECKING:
     from core.config.sections.trainer import TrainerConfig
@@ -280,7 +280,7 @@ def fetched(path: str | os.PathLike[str], key: str) -> Path:
 
     Raises:
         InputError: the URL names no ``global_step_N``, for whose sake a whole run would be copied; or as
-            :func:`core.remote.cache.local_path` does. It names ``key``.
+            :func:`core.extensions.remote.cache.local_path` does. It names ``key``.
     """
     if is_url(path) and not NAME.fullmatch(name_of(str(path))):
         raise InputError(f"{key}={path}: names no checkpoint; give the URL of a global_step_N")

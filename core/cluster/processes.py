@@ -31,7 +31,7 @@ from core.types import TrainBatch
 if TYPE_CHECKING:
     from core.cluster.fsdp import LearnerRank
     from core.config.schema import Config
-    from core.rewards.reward_model import RewardModel
+    from core.extensions.judge.reward_model import RewardModel
 
 
 class Process:
@@ -268,7 +268,7 @@ class RewardModelProcess(Process):
     def join(self, rank: int, address: tuple[str, int], config: Config, device: torch.device) -> None:
         """Load the model, or this rank's part of it."""
         from core.cluster.fsdp import shared_reward_model
-        from core.rewards.reward_model import RewardModel
+        from core.extensions.judge.reward_model import RewardModel
 
         if (ranks := config.reward_model.ranks) == 1:
             self.model = RewardModel(config.reward_model, device)

@@ -33,7 +33,7 @@ from core.config import registry
 from core.config.frozen import thaw
 from core.config.paths import run_folder
 from core.errors import InputError
-from core.learner.tensor_parallel import check_layers
+from core.extensions.tensor_parallel.split_layers import check_layers
 from core.tracking.profiling import runtime_env
 from core.tracking.run_manifest import ROOT
 

@@ -10,7 +10,7 @@ from core.config import chat_template, convert, registry
 from core.config.limits import is_plugin
 from core.config.problem import Problem
 from core.config.schema import Config
-from core.remote.urls import driver_problem, is_url, unreadable
+from core.extensions.remote.urls import driver_problem, is_url, unreadable
 
 MODELS = ("actor_rollout_ref.model.path", "actor_rollout_ref.model.tokenizer_path", "critic.model.path")
 # The keys that may be URLs: what is read is copied first, what is written is checked when a run starts.

@@ -89,12 +89,12 @@ POLICY_LOSSES = {  # actor_rollout_ref.actor.policy_loss.loss_mode
     "cispo": LossEntry("core.algorithm.losses:cispo", reads=_CLIP),
     "clip_cov": LossEntry(
         "core.algorithm.losses:clip_cov",
-        selects="core.algorithm.covariance:clip_cov_tokens",
+        selects="core.extensions.variants.covariance:clip_cov_tokens",
         reads=(*_CLIP, *(f"policy_loss.clip_cov_{name}" for name in ("ratio", "lb", "ub"))),
     ),
     "kl_cov": LossEntry(
         "core.algorithm.losses:kl_cov",
-        selects="core.algorithm.covariance:kl_cov_tokens",
+        selects="core.extensions.variants.covariance:kl_cov_tokens",
         moves_without_advantage=True,
         reads=("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef"),
     ),
@@ -126,7 +126,7 @@ ENGINES = {  # actor_rollout_ref.rollout.name
     "vllm": EngineEntry("core.engines.factory:vllm_engine", package="vllm", reads=_SERVING),
     "sglang": EngineEntry(
         "core.engines.factory:sglang_engine",
-        problems="core.engines.sglang_server:problems",
+        problems="core.extensions.sglang.sglang_server:problems",
         seeded=False,
         top_p_within_top_k=False,
         reads_pictures=False,
@@ -183,9 +183,9 @@ class AgentLoopEntry:
 SINGLE_TURN, TOOL_AGENT = "single_turn_agent", "tool_agent"  # verl's names; multi_turn.enable=True means the second
 AGENT_LOOPS = {  # actor_rollout_ref.rollout.agent_loop, and the column agent_name of the data
     SINGLE_TURN: AgentLoopEntry("core.rollout.agent_loop:SingleTurn"),
-    TOOL_AGENT: AgentLoopEntry("core.rollout.tool_agent:ToolAgentLoop"),
+    TOOL_AGENT: AgentLoopEntry("core.extensions.tools.tool_agent:ToolAgentLoop"),
 }
-# actor_rollout_ref.rollout.multi_turn.format; what each does is in core.rollout.call_formats.FORMATS
+# actor_rollout_ref.rollout.multi_turn.format; what each does is in core.extensions.tools.call_formats.FORMATS
 CALL_FORMATS = ("hermes", "react")
 RAY_INIT = (  # ray_kwargs.ray_init: the arguments of ray.init in Ray 2.60, which a dry run does not import
     *("address", "num_cpus", "num_gpus", "resources", "labels", "object_store_memory", "local_mode"),

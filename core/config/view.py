@@ -15,7 +15,7 @@ from core.config.paths import is_local
 from core.config.rulebook import RefusedValue
 from core.config.schema import Config
 from core.config.section import FULL_PRECISION, Section
-from core.remote.urls import is_url
+from core.extensions.remote.urls import is_url
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 

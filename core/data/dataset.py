@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from core.data.chat_frames import ChatError, dropped_roles, rendered, template_of
-from core.data.images import PictureError, expand, read_picture, shown
 from core.data.parquet import Example, ExampleFile, Message, Problems
 from core.errors import InputError
+from core.extensions.vision.images import PictureError, expand, read_picture, shown
 from core.types import Picture, PictureFormat, Prompt
 
 OWNED = ("tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length")

@@ -28,11 +28,11 @@ from typing import Any
 
 import numpy as np
 
-from core.data.images import PictureError, stored_bytes
 from core.errors import InputError
-from core.remote.cache import local_path
-from core.remote.urls import is_url
-from core.remote.whole_files import FIX, damage
+from core.extensions.remote.cache import local_path
+from core.extensions.remote.urls import is_url
+from core.extensions.vision.images import PictureError, stored_bytes
+from core.whole_files import FIX, damage
 
 Message = Mapping[str, Any]
 KEPT_FILES, KEPT_EXAMPLES = 8, 16384  # so many files of at most so many examples without pictures stay in memory

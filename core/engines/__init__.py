@@ -1,8 +1,8 @@
 """The rollout engine contract: token ids in, token ids out, one request a sample, asynchronous.
 
 ``core/engines/hf.py`` (transformers, in process), ``tests/scripted_engine.py`` (tests) and
-``core/engines/vllm.py`` satisfy it; one test suite holds for all of them. ``core/engines/sglang.py`` keeps it but for
-the promises that its head names. Only ``core/engines/factory.py`` has their names.
+``core/engines/vllm.py`` satisfy it; one test suite holds for all of them. ``core/extensions/sglang`` implements it
+except for the limitations in its docstring.
 """
 
 from __future__ import annotations

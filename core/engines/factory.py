@@ -29,7 +29,7 @@ def make_engine(config: Config, model: Model | None, tokenizer: Any, device: tor
     of ``actor_rollout_ref.model.path``, in its own number format, and may sample at once. Options beyond verl's are
     ``rollout.engine_kwargs.hf.*``, the keyword arguments of :class:`core.engines.hf.HFEngine`, and
     ``rollout.engine_kwargs.vllm.*``, vLLM's engine arguments, and ``rollout.engine_kwargs.sglang.*``, the arguments of
-    SGLang's server beside ``python`` and ``url`` (:mod:`core.engines.sglang_server`).
+    SGLang's server beside ``python`` and ``url`` (:mod:`core.extensions.sglang.sglang_server`).
     Raises InputError for an engine that cannot be had.
     """
     name = config.actor_rollout_ref.rollout.name
@@ -74,7 +74,7 @@ def vllm_engine(config: Config, model: Model | None, tokenizer: Any, device: tor
 
 
 def sglang_engine(config: Config, model: Model | None, tokenizer: Any, device: torch.device) -> RolloutEngine:
-    from core.engines import sglang
+    from core.extensions.sglang import sglang_engine as sglang
     from core.learner.models import load_policy
 
     skeleton = load_policy(config.actor_rollout_ref.model, on_meta=True)

@@ -25,7 +25,7 @@ from core.engines.kv_cache import ATTENTION, Decode, Prefill, SharedPromptCache
 from core.engines.sampling import RowSettings, draw, eos_ids, perturbed, uniforms
 from core.engines.stepped import Row, SteppedEngine
 from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof, Weight, release, weights_checksum
-from core.learner.vision import Sight, follows, run_body
+from core.extensions.vision.model_inputs import Sight, follows, run_body
 from core.types import Picture
 
 COLUMN_BLOCK = 64  # columns of responses are allocated in multiples of this

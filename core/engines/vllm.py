@@ -1,7 +1,7 @@
 """vLLM behind the engine contract: its core in this process, stepped by our loop.
 
 Only this file, :mod:`core.engines.vllm_receiver`, the other end of a weight update, and
-:mod:`core.engines.vllm_pictures` import vllm.
+:mod:`core.extensions.vision.vllm_pictures` import vllm.
 
 vLLM holds no tokenizer here and decides no stop string: ids go in, ids and log-probs come out, and
 ``core.engines.stepped`` decides what ended a response, as for every engine. Samples of a prompt share its whole
@@ -50,8 +50,8 @@ from vllm.config import WeightTransferConfig
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
-from core.engines import vllm_pictures
 from core.engines.vllm_receiver import BACKEND, UNKNOWN, UnknownIds, WeightProof
+from core.extensions.vision import vllm_pictures
 
 DEVICE = current_platform.device_type  # what this build of vLLM computes on: "cpu" or "cuda"
 CPU_CACHE_BYTES = 1 << 30  # of keys and values; vLLM's own default is a share of the machine's memory

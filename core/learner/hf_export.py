@@ -22,8 +22,8 @@ from typing import Any
 from core.checkpoint.manifest import Checkpoint, verify
 from core.checkpoint.store import CheckpointStore, fetched
 from core.errors import InputError
+from core.extensions.remote.urls import written_here
 from core.file_names import inside
-from core.remote.urls import written_here
 
 log = logging.getLogger(__name__)
 

@@ -19,13 +19,13 @@ from torch import nn
 
 from core.checkpoint.manifest import check_index
 from core.config import chat_template
-from core.data.images import PICTURE_KINDS
 from core.errors import InputError
+from core.extensions.remote.cache import WEIGHTS, local_path
+from core.extensions.remote.urls import is_url
+from core.extensions.vision.images import PICTURE_KINDS
 from core.learner.log_probs import FP32Head
-from core.remote.cache import WEIGHTS, local_path
-from core.remote.urls import is_url
-from core.remote.whole_files import FIX, damage
 from core.types import PictureFormat
+from core.whole_files import FIX, damage
 
 if TYPE_CHECKING:
     from core.config.schema import Config

@@ -32,7 +32,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from core.errors import InputError
-from core.learner.vision import Sight, follows, run_body
+from core.extensions.vision.model_inputs import Sight, follows, run_body
 from core.types import Picture
 
 ATTENTION = "packed_rows"  # the name under which transformers finds attend

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if args.changes and args.phase:
             raise InputError(f"--phase={args.phase[0]}: compares with the record, and --with does not; leave one out")
-        from core.replay.replay_report import replay, what_if  # imports torch
+        from core.extensions.capsules.replay_report import replay, what_if  # imports torch
 
         code = {"code": args.code, "trainer": args.trainer}
         if args.changes:

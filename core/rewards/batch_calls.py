@@ -1,6 +1,6 @@
 """Joining single items into calls of a function that takes many, and what a reward model is called with.
 
-The model itself is :mod:`core.rewards.reward_model`; where it runs is decided by
+The model itself is :mod:`core.extensions.judge.reward_model`; where it runs is decided by
 :attr:`core.cluster.workers.Workers.reward_model`. Nothing here imports torch.
 """
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from core.config import registry
 from core.data.parquet import Example
 from core.errors import InputError
+from core.extensions.judge.judge import Judge
 from core.rewards.batch_calls import Answer, BatchCalls, RewardModelCall
 from core.rewards.check import (
     MODEL_STYLE,
@@ -27,7 +28,6 @@ from core.rewards.check import (
 from core.rewards.custom import CustomFunction
 from core.rewards.failures import Failures, RewardError, described
 from core.rewards.grading import Failure, Grade, InProcess, Job, RewardManager, Scorers, as_score
-from core.rewards.judge import Judge
 from core.rewards.managers import make_manager
 from core.types import Prompt, Segment, Stop, Trajectory
 from reward_scores.score import Score, ScoreStatus

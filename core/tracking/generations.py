@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from core.data.images import collapse
+from core.extensions.vision.images import collapse
 from core.printable import printable
 from core.types import ScoredGroup
 

@@ -38,18 +38,18 @@ from tqdm import tqdm
 from core.checkpoint.manifest import fsync, write_durably
 from core.config import Config, convert, paths, registry, to_yaml
 from core.config.registry import load_object
-from core.data.images import thumbnails
 from core.errors import InputError, writing
+from core.extensions.capsules.capsule_recorder import drop_capsules_after
+from core.extensions.remote.urls import is_url
+from core.extensions.remote.writing import write_text
+from core.extensions.trace.trace_recorder import drop_traces_after
+from core.extensions.vision.images import thumbnails
 from core.redaction import redacted_text
-from core.remote.urls import is_url
-from core.remote.writing import write_text
 from core.tracking import run_manifest
-from core.tracking.capsules import drop_capsules_after
 from core.tracking.console import ConsoleLogger, headline
 from core.tracking.loggers import Guarded, LoggedRun, Logger, Row
 from core.tracking.records import Records
 from core.tracking.run_manifest import RunFacts
-from core.tracking.trace import drop_traces_after
 from core.tracking.validation import ValRecord
 from core.types import Prompt, StepMetrics
 

@@ -224,7 +224,7 @@ def answer_loss(model: PreTrainedModel, seen: tuple[Tensor, list[tuple[Picture, 
     """Return the mean next-token loss of the answers, nats a token; ``seen`` are ids and pictures of each sequence."""
     import torch.nn.functional as F
 
-    from core.learner.vision import Sight, run_body
+    from core.extensions.vision.model_inputs import Sight, run_body
 
     ids_BT, pictures_B = seen
     written_BT = labels_BT[:, 1:] != warm_start.IGNORED
@@ -234,7 +234,7 @@ def answer_loss(model: PreTrainedModel, seen: tuple[Tensor, list[tuple[Picture, 
 
 def train(recipe: FiguresRecipe, tokenizer: Any, format: PictureFormat, losses: list[float]) -> PreTrainedModel:
     """Train a model and append each step's loss. Raises BaseModelError where it did not learn to look."""
-    from core.data.images import expand, read_picture, shown
+    from core.extensions.vision.images import expand, read_picture, shown
 
     rng, model = random.Random(recipe.seed), new_model(recipe, tokenizer)
     drawn = list(figures(recipe.examples, f"figures warm start {recipe.seed}"))

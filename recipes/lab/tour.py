@@ -29,7 +29,11 @@ SETTINGS = (
 # are listed apart.
 INSTRUMENTS = (
     *("core/tracking/step_time.py", "core/tracking/progress.py"),
-    *("core/tracking/trace.py", "core/learner/traced_tokens.py", "core/tracking/capsules.py"),
+    *(
+        "core/extensions/trace/trace_recorder.py",
+        "core/extensions/trace/traced_tokens.py",
+        "core/extensions/capsules/capsule_recorder.py",
+    ),
     *("core/checkpoint/kill_points.py", "core/errors.py", "core/algorithm/invariants.py"),
 )
 TRAINER, SESSION = "core/ray_trainer.py", "core/session.py"

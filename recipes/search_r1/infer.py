@@ -51,7 +51,7 @@ def answer(question: str, config: SearchR1Config, template: str | None = None) -
     """Load the model into an engine and play the episode."""
     import asyncio
 
-    from core.evaluation.engine_only import answering
+    from core.extensions.evaluation.engine_only import answering
 
     with answering(config, main_search_r1.TRAINER) as run:
         prompt = prompt_of(question, config, run.tokenizer, template)

@@ -30,8 +30,8 @@ from core.data.dataset import CHAT_FIX, ChatError, Choose, Encoder
 from core.data.parquet import Example, Problems
 from core.engines.sampling import eos_ids
 from core.errors import InputError
+from core.extensions.remote.cache import local_path
 from core.learner.models import resolve_path
-from core.remote.cache import local_path
 from core.types import TrainBatch
 
 if TYPE_CHECKING:

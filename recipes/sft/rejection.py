@@ -26,9 +26,9 @@ from core.config import examine, recipes
 from core.data.parquet import sha256_of
 from core.data.sampler import permutation
 from core.errors import InputError
-from core.evaluation.answer_file import FORMAT, complete_answers, manifest_path, read_manifest, trajectory_of
-from core.evaluation.generate import digest_of
-from core.remote.urls import written_here
+from core.extensions.evaluation.answer_file import FORMAT, complete_answers, manifest_path, read_manifest, trajectory_of
+from core.extensions.evaluation.generate import digest_of
+from core.extensions.remote.urls import written_here
 from core.tracking import run_manifest
 from core.tracking.tracker import write_atomic
 from core.tracking.validation import ValRecord

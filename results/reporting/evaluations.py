@@ -16,8 +16,8 @@ from typing import Any
 from core.config.reference_rows import KEY, unknown
 from core.data.parquet import sha256_of
 from core.errors import InputError
-from core.evaluation.answer_file import complete_answers, read_manifest
-from core.evaluation.summary import Summary, summary
+from core.extensions.evaluation.answer_file import complete_answers, read_manifest
+from core.extensions.evaluation.summary import Summary, summary
 from core.tracking.confidence_intervals import Estimate
 from results.reporting.numbers import percent
 from results.reporting.pages import Table

@@ -23,8 +23,8 @@ import yaml
 from core.config.reference_rows import MODEL, Departure, departures, unknown
 from core.config.yaml_tables import read_foreign_yaml
 from core.errors import InputError
-from core.planning.estimate import DEFAULT_GPU, Plan
-from core.planning.model_shapes import gpu
+from core.extensions.planning.estimate import DEFAULT_GPU, Plan
+from core.extensions.planning.model_shapes import gpu
 from core.tracking.confidence_intervals import Estimate
 from core.tracking.run_manifest import ROOT, flatten
 from results.reporting.comparison import seed_interval

@@ -1,7 +1,7 @@
 """Reading what ``trainer.trace`` recorded: steps, groups and trajectories with their tokens. Imports no torch.
 
 A step that cannot be read is left out and named in a note; nothing is guessed. The recorder, and the format, are in
-:mod:`core.tracking.trace`.
+:mod:`core.extensions.trace.trace_recorder`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from core.errors import InputError
-from core.tracking.trace import FOLDER, FORMAT, PARTIAL, step_of
+from core.extensions.trace.trace_recorder import FOLDER, FORMAT, PARTIAL, step_of
 
 HOW = "record some with trainer.trace.freq=20 (every 20 steps, the first and the last), or trainer.trace.steps=[1,2]"
 DAMAGED = (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile)

@@ -20,7 +20,7 @@ from core.config.paths import run_folder
 from core.config.problem import typed
 from core.data.parquet import sha256_of
 from core.errors import InputError
-from core.planning.estimate import hooks_of
+from core.extensions.planning.estimate import hooks_of
 from core.redaction import redacted_text
 from core.tracking.run_manifest import ROOT
 from results.reporting.evaluations import RECORD

@@ -24,7 +24,7 @@ from core.learner.learner import only_advantages_train
 from core.learner.lora import merged_weights, trained_weights
 from core.learner.packing import SharedPrompts
 from core.rewards.batch_calls import Answer
-from tests.core.reward_model_runs import TEMPLATE, answers
+from tests.core.extensions.judge.reward_model_runs import TEMPLATE, answers
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 

@@ -13,12 +13,12 @@ import pytest
 from core.checkpoint import manifest
 from core.checkpoint.manifest import MANIFEST, DamagedCheckpoint, check_index, verify
 from core.errors import InputError
+from core.extensions.capsules.capsule_recorder import FACTS, FORMAT
+from core.extensions.capsules.stored_step import read
+from core.extensions.remote.cache import listing
+from core.extensions.remote.urls import Remote
 from core.file_names import inside, plain_name
 from core.learner.hf_export import export
-from core.remote.cache import listing
-from core.remote.urls import Remote
-from core.replay.stored_step import read
-from core.tracking.capsules import FACTS, FORMAT
 from tests.checkpoints import CheckpointStore, write
 
 HOSTILE = {
@@ -177,7 +177,7 @@ def test_a_remote_listing_names_files_below_its_folder(name):
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd"])
 def test_a_foreign_cache_of_replies_reads_and_deletes_inside_of_its_folder(name, tmp_path):
-    from core.rewards.judge_client import open_cache
+    from core.extensions.judge.judge_client import open_cache
 
     (tmp_path / "secret").write_text("secret")
     cache = open_cache(tmp_path / "cache")

@@ -15,9 +15,9 @@ from core.checkpoint.provenance import Provenance
 from core.config import convert, examine, from_yaml, recipes, to_yaml
 from core.config.problem import show
 from core.errors import InputError
-from core.evaluation.generate import deciding
+from core.extensions.evaluation.generate import deciding
+from core.extensions.remote.urls import place
 from core.redaction import HIDDEN, is_secret, login_in, redacted, redacted_command, redacted_text, without_hidden
-from core.remote.urls import place
 from core.tracking.tracker import Tracker
 from results.publish import publish
 from results.reporting.run_reader import load_run
@@ -147,7 +147,7 @@ def test_nothing_that_is_recorded_holds_a_secret_and_the_configuration_does(tmp_
 
 
 def test_a_capsule_holds_no_secret():
-    from core.tracking.capsules import CapsuleRecorder
+    from core.extensions.capsules.capsule_recorder import CapsuleRecorder
     from core.types import StepMetrics
 
     told = SimpleNamespace(state_dict=dict)

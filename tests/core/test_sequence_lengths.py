@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from core.errors import InputError
-from core.evaluation.engine_only import answering
+from core.extensions.evaluation.engine_only import answering
 from core.learner.models import check_lengths
 from core.ray_trainer import RayPPOTrainer
 from recipes.search_r1.search_r1_ray_trainer import SearchR1Trainer

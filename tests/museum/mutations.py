@@ -26,12 +26,12 @@ from core.cluster import local_workers
 from core.data import sampler
 from core.data.dataset import Encoder
 from core.engines import hf, sampling, stepped
+from core.extensions.trace.trace_recorder import TraceRecorder
 from core.learner import batching, learner, log_probs, lora, packing
 from core.ray_trainer import RayPPOTrainer
 from core.rewards import grading, layer
 from core.rollout.agent_loop import Episode
 from core.session import Session
-from core.tracking.trace import TraceRecorder
 from core.types import Stop, TrainBatch, Trajectory
 from recipes.dapo import dapo_ray_trainer
 from recipes.search_r1 import search_loop

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from core.config import compose
-from core.data.images import read_picture
+from core.extensions.vision.images import read_picture
 from core.ray_trainer import RayPPOTrainer
 from recipes.lab import figures
 from recipes.lab.figures import Figure

@@ -13,7 +13,7 @@ import yaml
 
 from core.config import compose, composition, convert, examine, recipes
 from core.config.frozen import thaw
-from core.planning.estimate import hooks_of
+from core.extensions.planning.estimate import hooks_of
 from results.reporting.feasibility import read_script
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,7 +18,7 @@ from core.config import compose, convert, examine, recipes
 from core.config.frozen import thaw
 from core.config.reference_rows import check, departures
 from core.config.section import build
-from core.planning.estimate import hooks_of
+from core.extensions.planning.estimate import hooks_of
 from core.tracking.tracker import Tracker
 from core.tracking.validation import validation_metrics
 from core.types import StepMetrics

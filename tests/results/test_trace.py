@@ -15,9 +15,9 @@ import pytest
 import torch
 from PIL import Image
 
-from core.data.images import THUMBNAIL, pixels, read_picture, thumbnail
 from core.errors import InputError
-from core.tracking.trace import FORMAT
+from core.extensions.trace.trace_recorder import FORMAT
+from core.extensions.vision.images import THUMBNAIL, pixels, read_picture, thumbnail
 from core.types import Stop
 from results import report, trace
 from results.reporting import trace_page

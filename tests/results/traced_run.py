@@ -17,9 +17,9 @@ import torch
 from core.algorithm.advantages import estimate
 from core.algorithm.losses import vanilla
 from core.config import Config
+from core.extensions.trace.trace_recorder import TraceRecorder, _byte_of
+from core.extensions.trace.traced_tokens import TracedTokens, clipped_how
 from core.learner.batching import make_batch, optimizer_steps, token_rewards
-from core.learner.traced_tokens import TracedTokens, clipped_how
-from core.tracking.trace import TraceRecorder, _byte_of
 from core.types import Picture, Prompt, ScoredGroup, Segment, StepMetrics, Stop, TrainBatch, Trajectory
 from reward_scores.score import graded
 from tests.core.synthetic import configured, make_run

@@ -22,11 +22,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from core.cluster import fsdp
 from core.config import Config, compose
+from core.extensions.planning.estimate import hooks_of
+from core.extensions.planning.model_shapes import Shape
 from core.learner import learner, log_probs, packing
 from core.learner.batching import optimizer_steps
-from core.planning.estimate import hooks_of
-from core.planning.head_chunk import GPU_LOGITS
-from core.planning.model_shapes import Shape
+from core.learner.head_chunk import GPU_LOGITS
 from core.types import TrainBatch
 from results.reporting.feasibility import Script
 from tests.scale.meter import GPU, HOST, Meter

@@ -19,7 +19,7 @@ class JudgeConfig(Section):
     url: str | None = None  # OpenAI-compatible server, as http://localhost:8000/v1; None: reward_model.model scores
     model: str | None = None  # name of the model there
     api_key_env: str = "OPENAI_API_KEY"  # environment variable that holds the server's key, if it needs one
-    # file of what the judge reads, with {question}, {response}, {reference}; None: core/rewards/judge_template.txt
+    # file of what the judge reads, with {question}, {response}, {reference}; None: judge_template.txt of the extension
     template: str | None = None
     # regular expression whose one group is the number; None: [[number]], or json_schema
     pattern: str | None = None
@@ -37,7 +37,7 @@ class JudgeConfig(Section):
     give_up_s: limits.Positive = 600.0  # seconds in which a request that failed is tried again, with growing pauses
     max_failures: limits.Count = 100  # answers in a row without a verdict, after which the run ends
     cache_dir: str | None = None  # folder of kept replies; None: judge in the run folder
-    # file of answers of known grade, as JSON lines; None: core/rewards/judge_canaries.jsonl
+    # file of answers of known grade, as JSON lines; None: judge_canaries.jsonl of the extension
     canaries: str | None = None
     canary_every: limits.Size = 32  # a canary is graded beside one answer of so many; 0: none is
     prompt_price: limits.NonNegative = 0.0  # price of a million tokens that the judge reads, in any currency

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class MultiTurnConfig(Section):
-    """The tool agent of core/rollout/tool_agent.py. Limits are those of an episode."""
+    """The tool agent of core/extensions/tools/tool_agent.py. Limits are those of an episode."""
 
     enable: bool = False  # trajectories are episodes in which the policy calls tools
     max_assistant_turns: limits.Count | None = (  # turns of the policy; None: until the response is full
@@ -22,8 +22,10 @@ class MultiTurnConfig(Section):
     max_user_turns: limits.Count | None = None  # turns in which tools or a user answer; None: no limit of its own
     max_tool_calls: limits.Count | None = None  # tool calls of an episode; None: no limit of its own
     max_parallel_calls: limits.Count = 1  # calls of one turn; those beyond are not made
-    tool_config_path: str | None = None  # YAML file with the tools, see core/rollout/tools.py
-    interaction_config_path: str | None = None  # YAML file with simulated users, see core/rollout/interactions.py
+    tool_config_path: str | None = None  # YAML file with the tools, see core/extensions/tools/tools.py
+    interaction_config_path: str | None = (
+        None  # YAML file with simulated users, see core/extensions/tools/interactions.py
+    )
     tool_timeout_s: limits.Positive = 30.0  # seconds a tool call or a user's turn may take; a tool may have its own
     max_tool_response_length: limits.Count = 256  # characters of a tool's answer that are kept
     # the part of a tool's answer that is kept, as verl has it
@@ -43,7 +45,7 @@ def the_tool_agent(c: View) -> Broken:
         yield (
             "actor_rollout_ref.rollout.multi_turn.tool_config_path",
             "or interaction_config_path is needed by the tool agent (multi_turn.enable=True or "
-            "agent_loop=tool_agent); name a YAML file with tools (core/rollout/tools.py says what it holds)",
+            "agent_loop=tool_agent); name a YAML file with tools (core/extensions/tools/tools.py says what it holds)",
         )
     if c.rollout.multi_turn.repeatable and not c.engine.seeded and c.config.needs_engine:
         yield (

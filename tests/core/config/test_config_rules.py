@@ -623,7 +623,8 @@ TRACED = ("global_profiler.tool=torch", "global_profiler.steps=[1]")
 NSYS = "global_profiler.global_tool_config.nsys.worker_nsight_options"
 UNWATCHED = (  # those with bounds of their own
     *("trainer.health.nonfinite.bound=null", "trainer.health.judge_agreement.bound=null"),
-    "trainer.health.scorer_errors.bound=null", "trainer.health.surprise.bound=null",
+    "trainer.health.scorer_errors.bound=null",
+    "trainer.health.surprise.bound=null",
     f"{CORRECTION}.rollout_is=token",
 )
 SAPO = f"{ACTOR}.policy_loss.loss_mode=sapo"

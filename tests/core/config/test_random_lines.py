@@ -22,7 +22,7 @@ from core.command_line import prepare
 from core.config import Config, composition, convert, examine, recipes
 from core.config.frozen import thaw
 from core.config.problem import one_line
-from core.planning.model_shapes import shape_of
+from core.extensions.planning.model_shapes import shape_of
 
 HOOKS = {"ppo": (), "grpo": (), "dapo": ("shape_reward", "keep_group"), "search_r1": ("generate",)}
 LINES = 250  # a recipe

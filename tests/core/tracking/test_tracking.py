@@ -19,15 +19,15 @@ import torch
 import yaml
 
 from core.config import Config, compose, convert, examine, from_yaml, paths
-from core.data.images import SHOWN, thumbnail
 from core.errors import InputError, WriteFailed
+from core.extensions.capsules.capsule_recorder import CapsuleRecorder
+from core.extensions.trace.trace_recorder import TraceRecorder
+from core.extensions.vision.images import SHOWN, thumbnail
 from core.tracking import run_manifest
 from core.tracking import tracker as tracking
-from core.tracking.capsules import CapsuleRecorder
 from core.tracking.generations import generation_rows
 from core.tracking.loggers import LoggedRun
 from core.tracking.metrics import throughput
-from core.tracking.trace import TraceRecorder
 from core.tracking.tracker import Tracker, dump_jsonl, read_jsonl, spread_out
 from core.types import Prompt, ScoredGroup, Segment, StepMetrics, Stop, TrainBatch, Trajectory
 from reward_scores.score import Score

@@ -1,0 +1,384 @@
+"""The recorder of steps that can be computed again (``trainer.capsule_steps``): a capsule holds all that a step needs.
+
+A capsule is the folder ``<run>/capsules/step_<n>``: what the step began from (groups, weights, optimizers, the KL
+controller) and what each phase made of it. ``capsule.json`` describes it and has the hash of every other file; tensors
+are safetensors. It appears as a whole, by one rename, or not at all. :mod:`core.replay` reads it and computes the
+step again; how answers came about is not in it, since engines and scorers are its beginning.
+
+Of the weights after the update a capsule keeps checksums of pieces and one number of each piece: that tells which
+tensor differs and where, at a hundredth of the size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import platform
+import shutil
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from core.checkpoint.manifest import fsync, sha256_of, write_durably
+from core.checkpoint.provenance import package_versions
+from core.checkpoint.run_state import StateEncoder
+from core.config import convert
+from core.config.paths import run_folder
+from core.errors import InputError
+from core.extensions.trace.trace_recorder import TRACED
+from core.tracking.run_manifest import git_state
+from core.types import ScoredGroup, StepMetrics, TrainBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from core.algorithm.kl import KLController
+    from core.config.schema import Config
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+FOLDER, PARTIAL, OLD = "capsules", ".partial", ".old"
+FACTS, TENSORS, OPTIMIZER = "capsule.json", "step.safetensors", "optimizer.safetensors"
+PACKAGES = ("torch", "transformers", "numpy")  # whose version decides how a step is rounded
+PIECES = 64  # of a tensor after the update, each with a checksum and its first number
+UPDATED = ("loss_weight", *(name for name in TRACED if name != "loss_weight"))  # of the update, as it is computed
+UNREPEATED = ("timing_s/", "perf/", "rollout_corr/probe_diff")  # metrics of time, and of the engine
+
+
+def folder_of(run_dir: Path, step: int) -> Path:
+    return run_dir / FOLDER / f"step_{step:06d}"
+
+
+def step_of(path: Path) -> int:
+    """Return the step of a capsule's folder, complete or not; -1 for a folder of another name."""
+    number = path.name.split(".")[0].removeprefix("step_")
+    return int(number) if number.isdecimal() else -1
+
+
+def drop_capsules_after(run_dir: Path, step: int) -> None:
+    """Remove the capsules of later steps, which a resumed run repeats, and what a kill left half written."""
+    for path in (run_dir / FOLDER).glob("step_*"):
+        if step_of(path) > step or path.name.endswith((PARTIAL, OLD)):
+            shutil.rmtree(path)
+
+
+def cpu_kind() -> str:
+    """Return what decides how a CPU rounds: its model, and the instructions that torch has chosen for it."""
+    import torch
+
+    info = Path("/proc/cpuinfo")  # on Linux alone
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    values = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    named = values.get("model name") or platform.processor() or platform.machine()
+    numbers = [f"{name} {values[name]}" for name in ("cpu family", "model") if name in values]
+    return ", ".join([named, *numbers, torch.backends.cpu.get_cpu_capability()])
+
+
+# ---------------------------------------------------------------- tensors of models
+
+
+def model_tensors(weights: Mapping[str, Mapping[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield model/tensor and the tensor; of a model the moments of its optimizer come first, as they are computed."""
+    for name, tensors in weights.items():
+        yield from (
+            (f"{name}/{one}", value) for one, value in sorted(tensors.items(), key=lambda pair: _order(pair[0]))
+        )
+
+
+def _order(name: str) -> bool:
+    return "/" not in name  # sorted() is stable: moments in the order of the parameters, then the weights
+
+
+def state_of(workers: Any) -> dict[str, dict[str, Tensor]]:
+    """Return model -> tensors, not copied: weights by name, moments as ``optimizer/parameter/moment``."""
+    from core.learner.saving import optimizer_tensors
+
+    found = {}
+    for name, part in workers.trained.items():
+        moments = optimizer_tensors(part.module, part.stepper.optimizer.state_dict())
+        found[name] = {**{f"optimizer/{one}": value for one, value in moments.items()}, **part.module.state_dict()}
+    if workers.ref is not None:
+        found["ref"] = dict(workers.ref.module.state_dict())
+    return found
+
+
+ALIGNED = 64  # bytes, to which torch aligns what it allocates itself
+
+
+def alignment_of(workers: Any) -> dict[str, int]:
+    """Return model/weight -> its address modulo 64 bytes, where that is not 0.
+
+    Weights that are read from a file lie as they lay there, and a product with a vector is rounded accordingly: the
+    values of a critic differed in the last bit where its head was not aligned as in the run.
+    """
+    models = {**workers.trained, **({"ref": workers.ref} if workers.ref is not None else {})}
+    named = ((f"{model}/{name}", one) for model, part in models.items() for name, one in part.module.named_parameters())
+    return {name: one.data_ptr() % ALIGNED for name, one in named if one.data_ptr() % ALIGNED}
+
+
+def sha256_of_tensor(tensor: Tensor) -> str:
+    return hashlib.sha256(_bytes(tensor)).hexdigest()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    import torch
+
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+
+
+def pieces(count: int) -> list[int]:
+    """Return where the pieces of a tensor of so many numbers begin."""
+    return [index * count // min(count, PIECES) for index in range(min(count, PIECES))]
+
+
+def digest(tensor: Tensor) -> dict[str, Tensor]:
+    """Return the first number and the CRC-32 of each piece of a tensor: ``sample`` and ``crc``, [pieces]."""
+    import torch
+
+    starts, data, size = pieces(tensor.numel()), _bytes(tensor), tensor.element_size()
+    ends = [*starts[1:], tensor.numel()][: len(starts)]
+    sums = [zlib.crc32(data[start * size : end * size]) for start, end in zip(starts, ends, strict=True)]
+    sample = tensor.detach().reshape(-1)[starts].float().cpu()
+    return {"sample": sample, "crc": torch.tensor(sums, dtype=torch.int64)}
+
+
+# ---------------------------------------------------------------- what was computed
+
+
+def made(before: TrainBatch, after: TrainBatch) -> dict[str, Tensor]:
+    """Return the fields that a phase set, or set anew; a phase takes none away."""
+    import torch
+
+    def same(name: str, value: Tensor) -> bool:
+        old = before.stored.get(name)
+        return old is value or (old is not None and old.dtype == value.dtype and torch.equal(old, value))
+
+    return {name: value for name, value in after.stored.items() if not same(name, value)}
+
+
+def update_tensors(batch: TrainBatch, workers: Any) -> dict[str, Tensor]:
+    """Return what the policy's update computed of its tokens: ``rows`` and ``counts`` [R], and each field, [tokens].
+
+    Rows are in the order in which they were computed; those that could not move a weight may be absent.
+    ``<model>_norms`` are the norms of the gradients, [optimizer steps].
+    """
+    import torch
+
+    rows = workers.traced(range(len(batch))).rows
+    names = [name for name in UPDATED if any(name in values for values in rows.values())]
+    counts = [len(values["log_prob"]) for values in rows.values()]
+    found = {"rows": torch.tensor([*rows], dtype=torch.int64), "counts": torch.tensor(counts, dtype=torch.int64)}
+    for name in names:
+        parts = [
+            values.get(name, np.full(n, np.nan, np.float32)) for values, n in zip(rows.values(), counts, strict=True)
+        ]
+        found[name] = torch.from_numpy(np.concatenate(parts))
+    for name, part in workers.trained.items():
+        found[f"{name}_norms"] = torch.tensor(part.stepper.norms, dtype=torch.float64)
+    return found
+
+
+@dataclass
+class Begun:
+    """A step whose capsule is being filled."""
+
+    step: int
+    groups: Sequence[ScoredGroup]
+    batch: TrainBatch  # after the last phase that was kept
+    kl: KLController
+    weights: Mapping[str, Mapping[str, Tensor]]  # copies, from before the update
+    alignment: Mapping[str, int]
+    known: frozenset[str]  # metrics from before the first phase
+    seconds: float = 0.0
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+
+class CapsuleRecorder:
+    """Keeps the steps that ``trainer.capsule_steps`` names. Off, it does nothing.
+
+    :meth:`begin`, :meth:`between` and :meth:`record` are called in every step. What fails here never ends the run.
+    """
+
+    def __init__(self, config: Config, trainer: type, total_steps: int):
+        self.config, self.total_steps = config, total_steps
+        self.trainer = f"{trainer.__module__}:{trainer.__qualname__}"
+        self.run_dir = run_folder(config)
+        self.steps = frozenset(config.trainer.capsule_steps or ())
+        self.begun: Begun | None = None
+
+    def begin(
+        self, metrics: StepMetrics, groups: Sequence[ScoredGroup], batch: TrainBatch, kl: KLController, workers: Any
+    ) -> TrainBatch:
+        """Copy the weights where the step is to be kept, and return the batch with its rows numbered for the update."""
+        self.begun = None
+        if metrics.step not in self.steps:
+            return batch
+        from core.extensions.trace.traced_tokens import numbered
+        from core.learner.saving import host_copy
+
+        start = time.perf_counter()
+        batch = numbered(batch)
+        weights = {name: host_copy(tensors) for name, tensors in state_of(workers).items()}
+        known, alignment = frozenset(metrics.values), alignment_of(workers)
+        self.begun = Begun(metrics.step, groups, batch, kl, weights, alignment, known)
+        self.begun.tensors |= {f"batch/{name}": value for name, value in batch.stored.items()}
+        self.begun.tensors["lengths"] = batch.lengths
+        self.begun.seconds = time.perf_counter() - start
+        return batch
+
+    def between(self, phase: str, batch: TrainBatch) -> None:
+        """Keep what a phase made of the batch."""
+        if self.begun is not None:
+            found = made(self.begun.batch, batch)
+            self.begun.tensors |= {f"{phase}/{name}": value for name, value in found.items()}
+            self.begun.batch = batch
+
+    def record(self, batch: TrainBatch, kl: KLController, metrics: StepMetrics, workers: Any) -> dict[str, float]:
+        """Write the capsule of the step, if there is to be one, and return what it cost, as metrics."""
+        begun, self.begun = self.begun, None
+        if begun is None:
+            return {}
+        start = time.perf_counter()
+        begun.tensors |= {f"update/{name}": value for name, value in update_tensors(batch, workers).items()}
+        for name, value in model_tensors(state_of(workers)):
+            if not name.startswith("ref/"):
+                begun.tensors |= {f"after/{name}/{part}": one for part, one in digest(value).items()}
+        size = 0
+        try:
+            size = self._write(begun, kl, metrics, workers)
+        except (InputError, OSError) as error:
+            log.warning("the capsule of step %d is not kept: %s", begun.step, error)
+        seconds = begun.seconds + time.perf_counter() - start
+        return {"perf/capsule_s": seconds, "perf/capsule_mb": size / 2**20}
+
+    # -- the folder ------------------------------------------------------------------------------
+
+    def _write(self, begun: Begun, kl: KLController, metrics: StepMetrics, workers: Any) -> int:
+        """Write the folder under another name and rename it. Return its bytes, or 0 where it is too large."""
+        encoder = StateEncoder()
+        groups = [encoder.encode(group, f"groups[{index}]") for index, group in enumerate(begun.groups)]
+        facts = {**self._facts(begun, kl, metrics), "groups": groups}
+        tensors = begun.tensors | _buffers(encoder)
+        room = self.config.trainer.capsule_max_mb * 2**20 / len(self.steps)
+        small = sum(value.nbytes for value in tensors.values()) + len(json.dumps(facts, default=str))
+        if small > room:
+            needed = f"it takes {small / 2**20:.2f} MB without weights, and {room / 2**20:.2f} are its share"
+            log.warning("step %d is not kept: %s; raise trainer.capsule_max_mb", begun.step, needed)
+            return 0
+        kept = self._kept_weights(begun, room - small)
+        facts["weights"] = self._where(begun.step, kept)
+        final = folder_of(self.run_dir, begun.step)
+        partial = final.with_name(final.name + PARTIAL)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            _save(tensors, partial / TENSORS)
+            for name in kept:
+                self._save_model(name, begun.weights[name], workers, partial / name)
+            return _publish(partial, final, facts)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+    def _facts(self, begun: Begun, kl: KLController, metrics: StepMetrics) -> dict[str, Any]:
+        import torch
+
+        new = {name: value for name, value in metrics.values.items() if name not in begun.known}
+        git = git_state()
+        return {
+            "format": FORMAT,
+            "step": begun.step,
+            "total_steps": self.total_steps,
+            "trainer": self.trainer,
+            "config": convert.as_recorded(self.config),
+            "machine": {"cpu": cpu_kind(), "threads": torch.get_num_threads(), "device": self._device(begun)},
+            "versions": package_versions(PACKAGES),
+            "code": {name: git[name] for name in ("commit", "dirty")},
+            "batch": {"width": begun.batch.width, "pad_id": begun.batch.pad_id},
+            "kl_controller": {"before": begun.kl.state_dict(), "after": kl.state_dict()},
+            "metrics": {name: value for name, value in new.items() if not name.startswith(UNREPEATED)},
+            "alignment": dict(begun.alignment),
+            "before": {name: sha256_of_tensor(value) for name, value in model_tensors(begun.weights)},
+        }
+
+    def _device(self, begun: Begun) -> str:
+        import torch
+
+        return self.config.trainer.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+    def _kept_weights(self, begun: Begun, room: float) -> list[str]:
+        """Return the models whose weights go in: all, or none where they do not fit."""
+        names = [name for name in begun.weights if name != "ref" or not _same_weights(begun.weights)]
+        size = sum(value.nbytes for name in names for value in begun.weights[name].values())
+        return names if size <= room else []
+
+    def _where(self, step: int, kept: Sequence[str]) -> dict[str, Any]:
+        """Return where the weights from before the step are: in the capsule, in the base models or in a checkpoint."""
+        if kept or step == 1:
+            return {"kept": list(kept), "checkpoint": None}
+        freq = self.config.trainer.save_freq
+        if freq < 1 or (step - 1) % freq:
+            log.warning(
+                "step %d: its weights do not fit into trainer.capsule_max_mb, and step %d has no checkpoint: only "
+                "phases that need no weights can be computed again; raise it, or set trainer.save_freq",
+                step,
+                step - 1,
+            )
+            return {"kept": [], "checkpoint": None}
+        return {"kept": [], "checkpoint": f"global_step_{step - 1}"}
+
+    def _save_model(self, name: str, tensors: Mapping[str, Tensor], workers: Any, folder: Path) -> None:
+        from core.learner.saving import save_model
+
+        module = workers.ref.module if name == "ref" else workers.trained[name].module
+        save_model(module, None, folder, {one: value for one, value in tensors.items() if "/" not in one})
+        moments = {one.removeprefix("optimizer/"): value for one, value in tensors.items() if "/" in one}
+        if moments:
+            _save(moments, folder / OPTIMIZER)
+
+
+def _same_weights(weights: Mapping[str, Mapping[str, Tensor]]) -> bool:
+    """Return whether the reference is still the policy, as in the first step."""
+    import torch
+
+    return "ref" in weights and all(torch.equal(value, weights["actor"][one]) for one, value in weights["ref"].items())
+
+
+def _buffers(encoder: StateEncoder) -> dict[str, Tensor]:
+    import torch
+
+    return {f"groups/{name}": torch.from_numpy(value) for name, value in encoder.buffers().items()}
+
+
+def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    from core.learner.hf_export import full_disk_as_oserror
+
+    with full_disk_as_oserror(path):
+        save_file({name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}, path)
+
+
+def _publish(partial: Path, final: Path, facts: Mapping[str, Any]) -> int:
+    """Describe and hash what was written, put it on disk and give it its name. Return its bytes."""
+    files = sorted(path for path in partial.rglob("*") if path.is_file())
+    hashes = {str(path.relative_to(partial)): sha256_of(path) for path in files}
+    write_durably(partial / FACTS, json.dumps({**facts, "files": hashes}))
+    for path in [*partial.rglob("*"), partial]:
+        fsync(path)
+    old = final.with_name(final.name + OLD)
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        final.rename(old)
+    partial.rename(final)
+    fsync(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+    return sum(path.stat().st_size for path in final.rglob("*") if path.is_file())

@@ -1,0 +1,261 @@
+"""The phases of a step that was kept, computed again by the trainer's own methods, each from its recorded beginning.
+
+A phase that begins from what was recorded shows its own faults only: with a wrong mask the phase ``batch`` differs, and
+the phases after it, which begin from the recorded mask, do not.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from core.extensions.capsules.capsule_recorder import UNREPEATED, UPDATED, made, model_tensors, state_of, update_tensors
+from core.extensions.capsules.differences import (
+    TOLERANCE,
+    Closeness,
+    Difference,
+    Where,
+    compare,
+    compare_metrics,
+    compare_pieces,
+)
+from core.extensions.capsules.stored_step import StoredStep
+from core.extensions.trace.traced_tokens import numbered
+from core.learner.batching import make_batch, steps_of
+from core.replay import PHASES
+from core.tracking.metrics import data_metrics
+from core.types import BATCH_FIELDS, StepMetrics, TrainBatch
+
+if TYPE_CHECKING:
+    from core.ray_trainer import RayPPOTrainer
+
+WITHOUT_WEIGHTS = ("batch", "advantages")
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a phase made: the batch after it, and metrics in the order in which they were computed."""
+
+    batch: TrainBatch
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def batch_phase(run: RayPPOTrainer, stored: StoredStep) -> Made:
+    """Return the batch of the step's groups."""
+    batch = make_batch(stored.groups, stored.facts["batch"]["pad_id"], run.needs.state_masking)
+    return Made(numbered(batch))
+
+
+def log_probs_phase(run: RayPPOTrainer, stored: StoredStep, batch: TrainBatch) -> Made:
+    """Compute old log-probs, those of the reference, values and importance weights."""
+    metrics = StepMetrics(stored.step)
+    return Made(run.compute_log_probs(batch, metrics), repeatable(metrics))
+
+
+def advantages_phase(run: RayPPOTrainer, stored: StoredStep, batch: TrainBatch) -> Made:
+    """Compute advantages and returns, and the metrics of the step's data."""
+    metrics = StepMetrics(stored.step)
+    after = run.compute_advantages(batch, metrics)
+    metrics.add(data_metrics(stored.groups, after))
+    return Made(after, repeatable(metrics))
+
+
+def update_phase(run: RayPPOTrainer, stored: StoredStep, batch: TrainBatch) -> Made:
+    """Take the optimizer steps; the trainer's workers then have the weights after the step."""
+    metrics = StepMetrics(stored.step)
+    run.update(batch, metrics)
+    return Made(batch, repeatable(metrics))
+
+
+def repeatable(metrics: StepMetrics) -> dict[str, float]:
+    """Return the metrics that do not measure time."""
+    return {name: value for name, value in metrics.values.items() if not name.startswith(UNREPEATED)}
+
+
+def differences(run: RayPPOTrainer, stored: StoredStep, phases: Iterable[str], rule: Closeness) -> Iterator[Difference]:
+    """Compute the phases again and yield what is not as recorded, in the order in which it is computed."""
+    computed: set[str] = set()
+    if "batch" in phases:
+        yield from _fields(
+            "batch", TrainBatch(stored.tensors["lengths"], 0, {}), batch_phase(run, stored), stored, rule
+        )
+    if "log_probs" in phases:
+        before = stored.batch()
+        found = log_probs_phase(run, stored, before)
+        computed |= found.metrics.keys()
+        yield from _fields("log_probs", before, found, stored, rule)
+    if "advantages" in phases:
+        before = stored.batch("log_probs")
+        found = advantages_phase(run, stored, before)
+        computed |= found.metrics.keys()
+        yield from _fields("advantages", before, found, stored, rule)
+        after = {f"kl_controller/{name}": value for name, value in run.kl_controller.state_dict().items()}
+        kept = {f"kl_controller/{name}": value for name, value in stored.facts["kl_controller"]["after"].items()}
+        yield from compare_metrics("advantages", kept, after, rule)
+    if "update" in phases:
+        found = update_phase(run, stored, stored.batch("log_probs", "advantages"))
+        computed |= found.metrics.keys()
+        yield from _update(run, found, stored, rule)
+    if {*PHASES} <= {*phases}:
+        for name in sorted(stored.facts["metrics"].keys() - computed):
+            yield Difference("step", name, "was recorded, and is not computed now")
+
+
+def _fields(phase: str, before: TrainBatch, found: Made, stored: StoredStep, rule: Closeness) -> Iterator[Difference]:
+    """Yield the fields of a batch that a phase made otherwise, then its metrics."""
+    recorded = stored.of(phase)
+    replayed = dict(found.batch.stored) if phase == "batch" else made(before, found.batch)
+    if phase == "batch":
+        one = compare(phase, "lengths", before.lengths, found.batch.lengths, rule, lambda at: f"of trajectory {at}")
+        if one is not None:  # no token has its place
+            yield one
+            return
+    for name in BATCH_FIELDS:
+        if name not in recorded and name not in replayed:
+            continue
+        # A field that a phase left as it was on one side alone is compared with what it was.
+        there, here = recorded.get(name, before.stored.get(name)), replayed.get(name, before.stored.get(name))
+        one = compare(phase, name, there, here, rule, place(found.batch, name, stored))
+        if one is not None:
+            yield one
+    yield from compare_metrics(phase, stored.facts["metrics"], dict(found.metrics), rule)
+
+
+def place(batch: TrainBatch, name: str, stored: StoredStep) -> Where:
+    """Return what names the place of a flat index in a field of the batch."""
+    groups = [index for index, group in enumerate(stored.groups) for _ in range(len(group))]
+    ends = batch.lengths.cumsum(0)
+
+    def where(at: int) -> str:
+        if BATCH_FIELDS[name].axes == "B":
+            return f"of trajectory {at} (group {groups[at]})"
+        row = int(torch.searchsorted(ends, at, right=True))
+        token = at - int(ends[row] - batch.lengths[row])
+        return f"at token {token} of trajectory {row} (group {groups[row]})"
+
+    return where
+
+
+# ---------------------------------------------------------------- the update
+
+
+def _update(run: RayPPOTrainer, found: Made, stored: StoredStep, rule: Closeness) -> Iterator[Difference]:
+    """Yield what the update made otherwise: rates, tokens before any weight moved, gradients, the rest.
+
+    So a loss that is right for each token and added up wrongly shows in the norm of a gradient, and not in what it did
+    to later tokens.
+    """
+    recorded, replayed = stored.of("update"), update_tensors(found.batch, run.workers)
+    by_row = _rows(recorded), _rows(replayed)
+    first = _first_rows(run, found.batch)
+    rates = {name: value for name, value in found.metrics.items() if name.endswith("/lr")}
+    others = {name: value for name, value in found.metrics.items() if name not in rates}
+    yield from compare_metrics("update", stored.facts["metrics"], rates, rule)
+    yield from _norms("critic", recorded, replayed, rule)  # the critic is updated first
+    yield from _tokens(*by_row, lambda row: row in first, stored, rule)
+    yield from _norms("actor", recorded, replayed, rule)
+    yield from compare_metrics("update", stored.facts["metrics"], others, rule)
+    yield from _tokens(*by_row, lambda row: row not in first, stored, rule)
+    yield from _state(run, stored, rule)
+
+
+def _norms(
+    model: str, recorded: Mapping[str, Tensor], replayed: Mapping[str, Tensor], rule: Closeness
+) -> Iterator[Difference]:
+    pair = (of.get(f"{model}_norms", torch.zeros(0, dtype=torch.float64)) for of in (recorded, replayed))
+    one = compare("update", f"{model}/gradient norm", *pair, rule, lambda at: f"of optimizer step {at}")
+    if one is not None:
+        yield one
+
+
+def _first_rows(run: RayPPOTrainer, batch: TrainBatch) -> set[int]:
+    """Return the rows of the policy's first optimizer step, if no later epoch has replaced what it computed."""
+    actor, length = run.config.actor_rollout_ref.actor, run.config.data.max_response_length
+    if actor.ppo_epochs > 1:
+        return set()
+    steps = steps_of(batch, actor, length, actor.policy_loss.loss_mode)
+    return {int(number) - 1 for step in itertools.islice(steps, 1) for number in step.flat("trace_row")}
+
+
+def _rows(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+    """Return row -> field -> its policy tokens, in the order in which rows were computed."""
+    found, start = {}, 0
+    for row, count in zip(tensors["rows"].tolist(), tensors["counts"].tolist(), strict=True):
+        found[row] = {name: tensors[name][start : start + count] for name in UPDATED if name in tensors}
+        start += count
+    return found
+
+
+def _tokens(recorded: dict, replayed: dict, chosen, stored: StoredStep, rule: Closeness) -> Iterator[Difference]:
+    """Yield the first difference of each field over the chosen rows, the field that is computed first before others."""
+    rows = [row for row in [*recorded, *(row for row in replayed if row not in recorded)] if chosen(row)]
+    for row in rows:
+        if (row in recorded) != (row in replayed):
+            text = "is trained on now, and was not" if row in replayed else "was trained on, and is not now"
+            yield Difference("update", f"trajectory {row}", text)
+            return
+    for name in UPDATED:
+        there, here = ([of[row][name] for row in rows if name in of[row]] for of in (recorded, replayed))
+        if not there and not here:
+            continue
+        starts = [0, *itertools.accumulate(len(recorded[row]["log_prob"]) for row in rows)]
+
+        def where(at: int, starts: list[int] = starts) -> str:
+            index = next(i for i, end in enumerate(starts[1:]) if at < end)
+            row = rows[index]
+            return f"at the policy's token {at - starts[index]} of trajectory {row}"
+
+        one = compare("update", f"actor/{name}", *(torch.cat(of) if of else None for of in (there, here)), rule, where)
+        if one is not None:
+            yield one
+
+
+def _state(run: RayPPOTrainer, stored: StoredStep, rule: Closeness) -> Iterator[Difference]:
+    """Yield the moments and weights that differ after the update."""
+    recorded: dict[str, dict[str, Tensor]] = {}
+    for name, value in stored.of("after").items():
+        tensor, _, part = name.rpartition("/")
+        recorded.setdefault(tensor, {})[part] = value
+    largest: dict[tuple[str, str], float] = defaultdict(float)  # of each moment, in each model
+    for name, kept in recorded.items():
+        largest[kind(name)] = max(largest[kind(name)], float(kept["sample"].abs().max()))
+    now = {name: value for name, value in model_tensors(state_of(run.workers)) if not name.startswith("ref/")}
+    in_order = sorted([*now, *(name for name in recorded if name not in now)], key=lambda name: name[0] != "c")
+    for name in in_order:  # the critic is updated first
+        if name not in recorded or name not in now:
+            text = "is there now, and was not recorded" if name in now else "was recorded, and is not there now"
+            yield Difference("update", name, text)
+            continue
+        one = compare_pieces("update", name, recorded[name], now[name], rule, _scale(name, run, recorded, largest))
+        if one is not None:
+            yield one
+
+
+def _scale(
+    name: str,
+    run: RayPPOTrainer,
+    recorded: Mapping[str, Mapping[str, Tensor]],
+    largest: Mapping[tuple[str, str], float],
+) -> Tensor:
+    """Return what the tolerance of a tensor's sampled numbers is relative to, as :class:`Closeness` says."""
+    model, part = kind(name)
+    if "/optimizer/" in name:  # an error of a gradient counts twice in its square
+        return torch.tensor(largest[model, part] * (2 if part == "exp_avg_sq" else 1))
+    plain = recorded[name]["sample"].abs().clamp(min=1)
+    moment = recorded.get(f"{model}/optimizer/{name.partition('/')[2]}/exp_avg")
+    if moment is None:
+        return plain
+    trained = run.config.critic if model == "critic" else run.config.actor_rollout_ref.actor
+    still = moment["sample"].abs() <= TOLERANCE * largest[model, "exp_avg"]
+    return torch.where(still, 2 * trained.optim.lr / TOLERANCE, plain)
+
+
+def kind(name: str) -> tuple[str, str]:
+    """Return the model of a tensor, and which of an optimizer's moments it is."""
+    return name.partition("/")[0], name.rpartition("/")[2]

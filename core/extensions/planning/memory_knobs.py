@@ -1,0 +1,109 @@
+"""What to turn where memory does not suffice, by phase. A plan before a run and the error of a run name the same keys.
+
+These are memory knobs: they split or move what is computed and cannot change the result, up to rounding. Where none
+is left, the advice says so. How much a phase needs is the business of :mod:`core.extensions.planning.estimate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from core.config import registry, schema
+from core.config.sections.actor import ActorConfig
+from core.config.sections.critic import CriticConfig
+from core.errors import OutOfMemory, out_of_memory
+
+DOCUMENT = "TROUBLESHOOTING.md"
+ENGINE_PHASES = ("gen", "gen_ahead", "wait_ahead", "generate", "testing", "probe")
+Learner = ActorConfig | CriticConfig
+
+
+def pass_tokens(config: schema.Config, part: Learner) -> tuple[int, int]:
+    """Return the tokens in one pass of an update on one rank, and a rank's share of the longest sequence."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    share = -(-longest // part.ulysses_sequence_parallel_size)
+    if part.use_dynamic_bsz:
+        return max(share, part.ppo_max_token_len_per_gpu), share
+    return share * (part.ppo_micro_batch_size_per_gpu or 1), share
+
+
+def log_prob_tokens(config: schema.Config) -> int:
+    """Return the tokens in one log-prob pass of the policy on one rank."""
+    longest, rollout = config.data.max_prompt_length + config.data.max_response_length, config.actor_rollout_ref.rollout
+    share = -(-longest // config.actor_rollout_ref.actor.ulysses_sequence_parallel_size)
+    if rollout.log_prob_use_dynamic_bsz:
+        return max(share, rollout.log_prob_max_token_len_per_gpu)
+    return share * (rollout.log_prob_micro_batch_size_per_gpu or 1)
+
+
+def update_knobs(config: schema.Config, role: str) -> list[str]:
+    """Return what lowers the activations of an update. ``role`` is policy or critic."""
+    actor, critic = config.actor_rollout_ref, config.critic
+    prefix, key, part, model = ("actor_rollout_ref", "actor_rollout_ref.actor", actor.actor, actor.model)
+    if role == "critic":
+        prefix, key, part, model = "critic", "critic", critic, critic.model
+    knobs, (tokens, share) = _pass_knobs(key, "ppo_", part.use_dynamic_bsz, part), pass_tokens(config, part)
+    if part.use_dynamic_bsz:
+        knobs = [f"{knob}, at the least to {share}" for knob in knobs if tokens > share]
+    if not model.enable_gradient_checkpointing:
+        knobs.append(f"set {prefix}.model.enable_gradient_checkpointing=True")
+    return knobs
+
+
+def _pass_knobs(key: str, prefix: str, dynamic: bool, part: object) -> list[str]:
+    """Return how to make a section's passes smaller; nothing where a pass is one sequence already."""
+    name = f"{prefix}{'max_token_len' if dynamic else 'micro_batch_size'}_per_gpu"
+    value = getattr(part, name)
+    return [f"lower {key}.{name} ({value})"] if dynamic or (value or 1) > 1 else []
+
+
+def _engine_knobs(config: schema.Config) -> list[str]:
+    rollout, names = config.actor_rollout_ref.rollout, ["max_num_seqs", "max_num_batched_tokens"]
+    if "gpu_memory_utilization" in registry.ENGINES[rollout.name].reads:
+        names.insert(0, "gpu_memory_utilization")
+    return [f"lower actor_rollout_ref.rollout.{name} ({getattr(rollout, name)})" for name in names]
+
+
+def _offload_knobs(config: schema.Config, *names: str) -> list[str]:
+    fsdp = config.actor_rollout_ref.actor.fsdp_config
+    if config.trainer.backend != "ray" or fsdp.offload_policy:
+        return []
+    return [f"set actor_rollout_ref.actor.fsdp_config.{name}=True" for name in names if not getattr(fsdp, name)]
+
+
+def knobs(config: schema.Config, phase: str) -> list[str]:
+    """Return what to turn where ``phase`` ran out of memory, the likeliest remedy first."""
+    rollout, ref = config.actor_rollout_ref.rollout, config.actor_rollout_ref.ref
+    if phase in ENGINE_PHASES:
+        return _engine_knobs(config)
+    if phase == "old_log_prob":
+        return _pass_knobs("actor_rollout_ref.rollout", "log_prob_", rollout.log_prob_use_dynamic_bsz, rollout)
+    if phase == "ref":
+        return _pass_knobs("actor_rollout_ref.ref", "log_prob_", ref.log_prob_use_dynamic_bsz, ref)
+    if phase == "values":
+        return _pass_knobs("critic", "ppo_", config.critic.use_dynamic_bsz, config.critic)
+    if phase in ("update_actor", "update_critic"):
+        knobs_of_passes = update_knobs(config, "critic" if phase == "update_critic" else "policy")
+        return [*knobs_of_passes, *_offload_knobs(config, "offload_policy")]
+    if phase == "reward_model":
+        model = config.reward_model
+        name = "forward_max_token_len_per_gpu" if model.use_dynamic_bsz else "micro_batch_size_per_gpu"
+        return [f"lower reward_model.{name} ({getattr(model, name)})"]
+    utilization = [knob for knob in _engine_knobs(config) if "gpu_memory_utilization" in knob]
+    # sync, load, sleep: weights and optimizer beside the engine
+    return [*utilization, *_offload_knobs(config, "optimizer_offload", "param_offload")]
+
+
+@contextmanager
+def naming_knobs(config: schema.Config, phase: str) -> Iterator[None]:
+    """Raise OutOfMemory with the knobs of its phase, of ``phase`` where none is named, if an allocation fails."""
+    try:
+        yield
+    except Exception as error:
+        full = error if isinstance(error, OutOfMemory) else out_of_memory(error, phase)
+        if full is None:
+            raise
+        turn = knobs(config, full.phase)
+        remedy = " or ".join(turn) + "; memory knobs cannot change the result" if turn else "no key lowers it further"
+        raise OutOfMemory(f"{full}: {remedy} ({DOCUMENT} has more)", full.phase) from error

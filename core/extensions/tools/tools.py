@@ -1,0 +1,309 @@
+"""Tools that a policy may call: what one is, the YAML file that lists them, and two that come along.
+
+The file is verl's::
+
+    tools:
+      - class_name: core.extensions.tools.tools:Calculator        # or path/to/file.py:Class
+        config: {}                               # for the class; verl's "type: native" may stand there
+        timeout_s: 5                             # optional: seconds of a call, in place of multi_turn.tool_timeout_s
+        tool_schema:                             # optional: in place of the class's own
+          type: function
+          function: {name: calculator, description: ..., parameters: {...}}     # parameters: JSON schema
+
+A plain list is accepted too, with entries in the form of a function's schema. ``class_name`` then names the class that
+carries the calls out; the tools that come along, ``calculator`` and ``python``, need none::
+
+    - name: calculator
+      timeout_s: 5
+      description: Computes an expression.
+      parameters: {expression: {type: string}}   # a JSON schema, or argument -> schema, all of them required
+
+A row of the data may choose among them, ``extra_info.tool_selection: [calculator]``, and give a tool facts of its own,
+``extra_info.tools_kwargs: {calculator: {create_kwargs: {...}}}``. Without either it has all of them; with
+``need_tools_kwargs: true`` and no selection, those that ``tools_kwargs`` names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError
+
+from core.config.registry import load_object
+from core.errors import InputError
+
+KEY = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
+Made = TypeVar("Made")  # of an entry of a YAML list: a tool, a user
+
+
+class ToolError(Exception):
+    """A call that the tool refuses; the text goes back to the policy."""
+
+
+class Tool:
+    """A tool. ``schema`` is what the policy is told of it; one object serves all episodes.
+
+    ``runs_apart``: calls run on an event loop of their own, so that one that blocks meets its deadline
+    (:mod:`core.rollout.outside_code`). A class whose calls never block says False: they then answer between two steps
+    of the engine, and a run with an engine in this process repeats to the bit.
+    """
+
+    schema: Mapping[str, Any] = {}
+    runs_apart = True
+
+    def __init__(self, config: Mapping[str, Any]):
+        """``config`` is the file's. Raises ValueError for what it cannot mean."""
+        if config:
+            raise ValueError(f"{type(self).__name__} has no option {', '.join(map(repr, config))}")
+
+    async def call(self, arguments: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+        """Return the answer for the policy. ``arguments`` fit the schema; ``facts`` are the row's ``create_kwargs``.
+
+        A function of its arguments, if a run is to be replayed. Raises ToolError for a call that makes no sense.
+        Anything else that it raises, and what is no text, is answered with an error and counted
+        (``agent/failed_calls``).
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Lets go of what it holds."""
+
+
+@dataclass(frozen=True)
+class ToolSpec:
+    """A tool of the file: its name and schema, and a check of arguments."""
+
+    name: str
+    schema: Mapping[str, Any]
+    tool: Tool
+    validator: Draft202012Validator
+    timeout_s: float | None = None  # of a call; None: multi_turn.tool_timeout_s
+
+    def problem(self, arguments: Any) -> str | None:
+        """Return what is wrong with the arguments of a call, or None where they fit."""
+        found = sorted(self.validator.iter_errors(arguments), key=lambda error: len(error.message))
+        return found[0].message[:200] if found else None
+
+
+def load_tools(path: str | Path) -> dict[str, ToolSpec]:
+    """Name -> tool, in the file's order. Raises InputError with every problem of the file."""
+    where, listed = f"{KEY}={path}", read_yaml(path, KEY)
+    entries = listed.get("tools") if isinstance(listed, Mapping) else listed
+    if not isinstance(entries, list) or not entries:
+        raise InputError(f"{where}: must hold a list of tools, or one under 'tools'; see core/extensions/tools")
+
+    def named(entry: Any) -> tuple[str, Callable[[], ToolSpec]]:
+        spec = _spec(entry)
+        return spec.name, lambda: spec
+
+    return made_by_name(entries, f"{where}: tools", "tool", named)
+
+
+def read_yaml(path: str | Path, key: str) -> Any:
+    """Return what a YAML file holds. Raises InputError where it cannot be read."""
+    try:
+        return yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise InputError(f"{key}={path}: cannot be read ({error})") from error
+
+
+def made_by_name(
+    entries: Sequence[Any], where: str, noun: str, named: Callable[[Any], tuple[str, Callable[[], Made]]]
+) -> dict[str, Made]:
+    """Return name -> what is made of each entry, in their order; ``named`` gives an entry's name and what makes it.
+
+    Raises InputError with every problem.
+    """
+    found: dict[str, Made] = {}
+    problems = []
+    for number, entry in enumerate(entries):
+        try:
+            name, make = named(entry)
+            if name in found:
+                raise ValueError(f"a second {noun} named {name!r}")
+            found[name] = make()
+        except Exception as error:  # the class of an entry may be a user's
+            problems.append(f"{where}[{number}]: {_said(error)}")
+    if problems:
+        raise InputError("\n".join(problems))
+    return found
+
+
+def _spec(entry: Any) -> ToolSpec:
+    if isinstance(entry, Mapping) and ("name" in entry or "function" in entry):
+        entry = _of_function(entry)
+    if not isinstance(entry, Mapping) or not entry.keys() <= {"class_name", "config", "tool_schema", "timeout_s"}:
+        raise ValueError(
+            "must hold class_name, and may hold config, tool_schema and timeout_s; or name, description, parameters"
+        )
+    timeout_s = entry.get("timeout_s")
+    if timeout_s is not None and (isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float)):
+        raise ValueError(f"timeout_s={timeout_s!r} must be a number of seconds")
+    if timeout_s is not None and not 0 < timeout_s < math.inf:
+        raise ValueError(f"timeout_s={timeout_s!r} must be above 0; leave it out for multi_turn.tool_timeout_s")
+    kind = load_class(entry["class_name"])
+    tool = kind(_options(entry.get("config")))
+    if not isinstance(tool, Tool):
+        raise ValueError(
+            f"{entry['class_name']} does not extend core.extensions.tools.tools.Tool, whose call() is awaited"
+        )
+    schema = entry.get("tool_schema") or tool.schema
+    function = schema["function"]
+    parameters = function.get("parameters") or {"type": "object"}
+    try:
+        Draft202012Validator.check_schema(parameters)
+    except SchemaError as error:
+        raise ValueError(f"parameters is no JSON schema: {error.message}") from error
+    return ToolSpec(str(function["name"]), schema, tool, Draft202012Validator(parameters), timeout_s)
+
+
+def load_class(where: str) -> Any:
+    """Return the class ``module:Class``, ``file.py:Class`` or, as verl spells it, ``module.Class``."""
+    return load_object(where if ":" in where else ":".join(where.rsplit(".", 1)), "class_name")
+
+
+def _options(config: Any) -> dict[str, Any]:
+    """Return a class's own options: verl's files say beside them that a tool is ``native``, as all are here."""
+    options = dict(config or {})
+    if (kind := options.pop("type", "native")) != "native":
+        raise ValueError(f"config.type={kind!r} is not supported; write a class that calls it, type: native")
+    return options
+
+
+def _of_function(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an entry that begins with the schema of a function in the form that begins with a class."""
+    function = dict(entry.get("function") or entry)
+    kept = {key: entry[key] for key in ("class_name", "config", "timeout_s") if key in entry}
+    for key in (*kept, "type"):
+        function.pop(key, None)
+    name, parameters = function["name"], function.get("parameters") or {}
+    if unknown := function.keys() - {"name", "description", "parameters", "strict"}:
+        raise ValueError(
+            f"{name!r} has {', '.join(sorted(unknown))}; it may have description, parameters, class_name, config, "
+            "timeout_s"
+        )
+    if not isinstance(parameters, Mapping):
+        raise ValueError(f"{name!r}: parameters must be a JSON schema, or a mapping of arguments to theirs")
+    if parameters and "properties" not in parameters and not isinstance(parameters.get("type"), str):
+        parameters = {"type": "object", "properties": dict(parameters), "required": list(parameters)}
+    if "class_name" not in kept:
+        if name not in COME_ALONG:
+            known = ", ".join(COME_ALONG)
+            raise ValueError(
+                f"{name!r} is carried out by nothing here: add class_name: path/to/file.py:Class ({known} need none)"
+            )
+        tool = COME_ALONG[name]
+        kept["class_name"] = f"{tool.__module__}:{tool.__name__}"
+        arguments = tool.schema["function"]["parameters"]["properties"]
+        if parameters and parameters.get("properties", {}).keys() != arguments.keys():
+            raise ValueError(f"{name!r} takes the argument {', '.join(arguments)}, and parameters has others")
+        function.setdefault("description", tool.schema["function"]["description"])
+        parameters = parameters or tool.schema["function"]["parameters"]
+    return {**kept, "tool_schema": {"type": "function", "function": {**function, "parameters": parameters}}}
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"lacks {error}"
+    plain = isinstance(error, (InputError, ValueError, TypeError, RuntimeError))
+    return str(error) if plain else f"{type(error).__name__}: {error}"
+
+
+def chosen(tools: Mapping[str, ToolSpec], extra_info: Mapping[str, Any]) -> dict[str, ToolSpec]:
+    """Return the tools of an example. Raises ValueError where it names one that the file does not have."""
+    names: Sequence[str] | None = extra_info.get("tool_selection")
+    if isinstance(names, str) or not isinstance(extra_info.get("tools_kwargs") or {}, Mapping):
+        raise ValueError("extra_info.tool_selection must be a list of names, and tools_kwargs a struct")
+    if names is None and extra_info.get("need_tools_kwargs"):
+        # parquet gives every row every field of a struct: those without a value are not the row's
+        names = [name for name, value in (extra_info.get("tools_kwargs") or {}).items() if value is not None]
+    if names is None:
+        return dict(tools)
+    unknown = [name for name in names if name not in tools]
+    if unknown:
+        raise ValueError(f"extra_info asks for {', '.join(unknown)}; {KEY} has {', '.join(tools)}")
+    return {name: tools[name] for name in names}
+
+
+def facts_for(name: str, extra_info: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an example's ``create_kwargs`` of a tool."""
+    return ((extra_info.get("tools_kwargs") or {}).get(name) or {}).get("create_kwargs") or {}
+
+
+def _function(name: str, description: str, **parameters: str) -> Mapping[str, Any]:
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": description,
+            "parameters": {
+                "type": "object",
+                "properties": {key: {"type": "string", "description": text} for key, text in parameters.items()},
+                "required": list(parameters),
+            },
+        },
+    }
+
+
+class Calculator(Tool):
+    """Arithmetic on numbers, without ``eval``."""
+
+    runs_apart = False  # a thousand characters of bounded powers take no time
+    schema = _function(
+        "calculator",
+        "Computes an arithmetic expression of numbers, + - * / // ** and parentheses.",
+        expression="for example (3 + 4) * 12",
+    )
+
+    async def call(self, arguments: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+        from reward_scores.arithmetic import CannotEvaluate, evaluate
+
+        try:
+            value = evaluate(arguments["expression"])
+            return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+        except (CannotEvaluate, ValueError) as error:  # the latter for a number of more than 4,300 digits
+            raise ToolError(f"cannot compute that: {error}") from error
+
+
+class PythonSandbox(Tool):
+    """Runs a script where it can harm nothing (:mod:`reward_scores.sandbox`) and returns what it printed.
+
+    ``config``: ``seconds`` of processor time and ``memory_mb`` of a script. Raises SandboxUnavailable, when made,
+    where this machine cannot isolate a program.
+    """
+
+    runs_apart = False  # it waits in a thread, and the sandbox has a deadline of its own
+    schema = _function(
+        "python", "Runs a Python script in an empty sandbox and returns what it prints.", code="the script"
+    )
+
+    def __init__(self, config: Mapping[str, Any]):
+        from reward_scores.sandbox import Limits, required_isolation
+
+        super().__init__({name: value for name, value in config.items() if name not in ("seconds", "memory_mb")})
+        self.how = required_isolation()
+        self.limits = Limits(seconds=float(config.get("seconds", 5)), memory_mb=int(config.get("memory_mb", 512)))
+
+    async def call(self, arguments: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+        return await asyncio.to_thread(self._run, arguments["code"])
+
+    def _run(self, code: str) -> str:
+        from reward_scores.sandbox import Sandbox
+
+        with Sandbox(self.limits, self.how) as box:
+            ran = box.run(code)
+        if ran.status == "ok":
+            return ran.stdout
+        last = (ran.stderr.strip().splitlines() or [""])[-1]
+        reasons = {"timeout": "it took too long", "output": "it printed too much"}
+        raise ToolError(reasons.get(ran.status) or last or "it ended early and printed no reason")
+
+
+COME_ALONG: Mapping[str, type[Tool]] = {tool.schema["function"]["name"]: tool for tool in (Calculator, PythonSandbox)}

@@ -1,0 +1,385 @@
+"""The recorder of tokens (``trainer.trace``): what a few groups of some steps were, token by token, as they trained.
+
+A recorded step is ``<run>/trace/step_<n>.npz``: one zip archive of ``meta.json`` and of flat arrays. It appears as a
+whole or not at all. Reading it is :mod:`results.reporting.trace_reader`'s work, which needs neither torch nor a
+tokenizer: the texts of the tokens are recorded too. Everything is taken from where training reads it, the batch's
+tensors, and beside it from the trajectories, so that a fault between the two can be seen.
+
+Which groups: some whose questions recur (the lowest hashes of their names, so that other steps and other runs record
+the same questions where they can), the one of the lowest mean score, the one of the largest difference between engine
+and learner, and the first one that ``keep_group`` dropped.
+
+What it costs is ``perf/trace_cpu_s`` of a recorded step: CPU seconds in the driver, and those of the busiest rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import time
+import zipfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from core.checkpoint.manifest import fsync
+from core.config.paths import run_folder
+from core.extensions.vision.images import SHOWN, thumbnails
+from core.tracking.records import Records
+from core.types import ScoredGroup, StepMetrics, TrainBatch, Trajectory
+
+if TYPE_CHECKING:
+    from core.config.schema import Config
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+FOLDER, PARTIAL = "trace", ".partial"
+SHARE = 0.02  # of a step's time, in CPU seconds: more is a warning
+# Fields of the batch that are recorded where they are set, with the precision they are kept in. Differences of two
+# log-probs are read at 1e-6, which half precision does not have.
+FIELDS = {
+    **{"response_mask": np.bool_, "loss_mask": np.bool_, "rollout_log_probs": np.float32, "old_log_probs": np.float32},
+    **{"ref_log_prob": np.float32, "values": np.float32, "returns": np.float32, "advantages": np.float32},
+    **{"rollout_is_weights": np.float32},
+}
+TRACED = ("log_prob", "ratio", "entropy", "clip", "loss", "loss_weight")  # of the update, at policy tokens
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A group to record: why it was chosen, and its rows in the batch; a dropped group has none."""
+
+    group: ScoredGroup
+    why: str
+    rows: range | None
+
+
+class TraceRecorder:
+    """Decides which steps and groups are recorded, and writes them. Off, it does nothing."""
+
+    def __init__(self, config: Config, tokenizer: Any, total_steps: int):
+        self.config, self.options, self.tokenizer = config, config.trainer.trace, tokenizer
+        self.folder, self.total_steps = run_folder(config) / FOLDER, total_steps
+        self.enabled = self.options.freq > 0 or bool(self.options.steps)
+        self.texts: dict[int, str | dict[str, str]] = {}  # of the tokens seen so far
+        self.dropped: dict[int, ScoredGroup] = {}  # the lowest ordinals, which do not depend on timing
+        self.cpu_s = self.step_s = 0.0
+        self.records = Records()
+        self.warned = False
+
+    def is_due(self, step: int) -> bool:
+        freq = self.options.freq
+        regular = freq > 0 and (step % freq == 0 or step in (1, self.total_steps))
+        return regular or step in (self.options.steps or ())
+
+    def judging(self, keep_group: Callable[[ScoredGroup], bool]) -> Callable[[ScoredGroup], bool]:
+        """Return ``keep_group`` that remembers the first group it drops, or the same function where nothing records."""
+
+        def judged(group: ScoredGroup) -> bool:
+            kept = keep_group(group)
+            if not kept:
+                self.dropped[group.prompt.ordinal] = group
+                while len(self.dropped) > 2:  # the next step's may be judged while this one trains
+                    del self.dropped[max(self.dropped)]
+            return kept
+
+        return judged if self.enabled else keep_group
+
+    def marked(self, batch: TrainBatch, step: int) -> TrainBatch:
+        """Return the batch with its rows numbered where the step is to be recorded: the update then keeps values."""
+        if not self.is_due(step):
+            return batch
+        from core.extensions.trace.traced_tokens import numbered
+
+        return numbered(batch)
+
+    def record(
+        self, groups: Sequence[ScoredGroup], batch: TrainBatch, metrics: StepMetrics, workers: Any
+    ) -> dict[str, float]:
+        """Write the step where it is due and return what that cost, as metrics."""
+        last = groups[-1].prompt.ordinal
+        dropped = [group for ordinal, group in sorted(self.dropped.items()) if ordinal < last]
+        self.dropped = {ordinal: group for ordinal, group in self.dropped.items() if ordinal > last}
+        self.step_s += metrics.values.get("timing_s/step", 0.0)
+        if not self.is_due(metrics.step):
+            return {}
+        start = time.thread_time()
+        chosen = self._chosen(groups, dropped, batch, _gap(batch, workers))
+        traced = workers.traced([row for one in chosen for row in one.rows or ()])
+        size, path = 0, self.folder / f"step_{metrics.step:06d}.npz"
+
+        def write() -> None:
+            nonlocal size
+            size = self._write(metrics.step, chosen, batch, traced.rows)
+
+        kept = self.records.attempt(FOLDER, path, write)
+        spent = time.thread_time() - start + traced.cpu_s
+        self.cpu_s += spent
+        self._warn()
+        return {"perf/trace_cpu_s": spent, "perf/trace_mb": size / 2**20, **({} if kept else {"perf/trace_dropped": 1})}
+
+    def _warn(self) -> None:
+        """Warn once where recording takes more than its share, of at least a minute of steps."""
+        if not self.warned and self.step_s > 60 and self.cpu_s > SHARE * self.step_s:
+            self.warned = True
+            taken = f"{self.cpu_s / self.step_s:.1%} of the steps' time"
+            log.warning("trainer.trace takes %s; raise trainer.trace.freq or lower trainer.trace.groups", taken)
+
+    def _chosen(
+        self,
+        groups: Sequence[ScoredGroup],
+        dropped: Sequence[ScoredGroup],
+        batch: TrainBatch,
+        gap: tuple[float, int] | None,
+    ) -> list[Chosen]:
+        """Return the groups to record, the worst first. A group is recorded once, with its first reason."""
+        worst = min(range(len(groups)), key=lambda i: sum(score.value for score in groups[i].scores) / len(groups[i]))
+        found = {worst: "worst"}
+        if gap is not None and gap[0] > 0:
+            found.setdefault(int(batch.flat("group")[gap[1]]), "strangest")
+        else:  # the answer that the engine itself found least likely
+            found.setdefault(
+                min(range(len(groups)), key=lambda i: min(map(_surprise, groups[i].trajectories))), "strangest"
+            )
+        by_hash = sorted(range(len(groups)), key=lambda i: _hash(groups[i]))
+        for index in by_hash[: self.options.groups]:
+            found.setdefault(index, "question")
+        starts = np.concatenate([[0], np.cumsum([len(group) for group in groups])])
+        chosen = [Chosen(groups[i], why, range(starts[i], starts[i + 1])) for i, why in found.items()]
+        return chosen + [Chosen(group, "dropped", None) for group in dropped[:1]]
+
+    # -- the file --------------------------------------------------------------------------------
+
+    def _write(self, step: int, chosen: list[Chosen], batch: TrainBatch, traced: Mapping[int, Any]) -> int:
+        """Write the step's file and return its bytes: 0 where one group alone is too much for ``max_mb``."""
+        room = int(self.options.max_mb * 2**20)
+        while chosen:
+            written = self._replace(step, *self._content(step, chosen, batch, traced), room)
+            if written:
+                return written
+            chosen = chosen[:-1]
+        log.warning("step %d is not recorded: its worst group alone is over trainer.trace.max_mb", step)
+        return 0
+
+    def _replace(self, step: int, meta: dict[str, Any], arrays: Mapping[str, np.ndarray], room: int) -> int:
+        """Write the archive under another name, make room, and rename it. Return its bytes, or 0 if it is too large."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"step_{step:06d}.npz"
+        partial = path.with_name(path.name + PARTIAL)
+        try:
+            _write_archive(partial, meta, arrays)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            raise
+        size = partial.stat().st_size
+        if size > room / 2:  # the first step's record stays, so no other may have more than half
+            partial.unlink()
+            return 0
+        make_room(self.folder, room - size, besides=path)
+        os.replace(partial, path)
+        fsync(self.folder)
+        return size
+
+    def _content(
+        self, step: int, chosen: Sequence[Chosen], batch: TrainBatch, traced: Mapping[int, Any]
+    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """Return what is recorded of the groups: the description, and arrays over all their tokens."""
+        kept = [row for one in chosen for row in one.rows or ()]
+        rows = batch.only(("response_mask", "input_ids", *FIELDS)).rows(kept)
+        others = [t for one in chosen if one.rows is None for t in one.group.trajectories]
+        of_others = [len(t.prompt_ids) + len(t.response_ids) for t in others]
+        more, policy = sum(of_others), rows.flat("response_mask").bool().numpy()
+
+        def padded(value: np.ndarray, fill: Any = 0) -> np.ndarray:
+            return np.concatenate([value, np.full(more, fill, value.dtype)])
+
+        trajectories = [t for one in chosen for t in one.group.trajectories]
+        arrays = {
+            "lengths": np.array([*rows.lengths.tolist(), *of_others], np.int32),
+            "prompts": np.array([len(t.prompt_ids) for t in trajectories], np.int32),
+            "ids": np.concatenate(
+                [rows.flat("input_ids").numpy(), *(x for t in others for x in (t.prompt_ids, t.response_ids))]
+            ),
+            "sampled": _flat(trajectories, "response_mask", np.bool_),
+            "engine": _flat(trajectories, "logprobs", np.float32),
+        }
+        for name, dtype in FIELDS.items():
+            if name in rows.stored:
+                fill = 0 if dtype is np.bool_ else np.nan
+                arrays[name] = padded(rows.flat(name).numpy().astype(dtype), fill)
+        arrays |= {name: padded(value, np.nan) for name, value in _of_update(kept, rows, policy, traced).items()}
+        ids = np.unique(arrays["ids"]).tolist()
+        meta = {
+            "format": FORMAT,
+            "step": step,
+            "recipe": self.folder.parent.parent.name,
+            "run": self.folder.parent.name,
+            "temperature": self.config.actor_rollout_ref.rollout.temperature,
+            "clip": _clip_bounds(self.config),
+            "eos": self.tokenizer.eos_token_id,
+            "tokens": dict(zip(map(str, ids), self._texts(ids), strict=True)),
+            "groups": [self._described(one, step, batch) for one in chosen],
+        }
+        return meta, arrays
+
+    def _described(self, one: Chosen, step: int, batch: TrainBatch) -> dict[str, Any]:
+        prompt, rows = one.group.prompt, one.rows
+        reward, counted = batch.flat("reward"), batch.flat("in_group_stats")
+        described = []
+        for index, (t, score) in enumerate(zip(one.group.trajectories, one.group.scores, strict=True)):
+            described.append(
+                {
+                    "stop": t.stop.value,
+                    "turns": t.turns,
+                    "tool_calls": t.tool_calls,
+                    "version": t.policy_version,
+                    "score": score.value,
+                    "parts": dict(score.parts),
+                    "status": score.status.value,
+                    "masked": score.masked,
+                    "pred": score.pred,
+                    "reward": None if rows is None else float(reward[rows[index]]),
+                    "counted": None if rows is None else bool(counted[rows[index]]),
+                    "roles": [[segment.role, len(segment.text)] for segment in t.segments],
+                }
+            )
+        return {
+            "uid": prompt.uid,
+            "ordinal": prompt.ordinal,
+            "data_source": prompt.data_source,
+            "question": prompt.messages[-1].get("content", "") if prompt.messages else "",
+            "ground_truth": prompt.ground_truth,
+            "pictures": thumbnails(prompt.pictures),
+            "more_pictures": len(prompt.pictures[SHOWN:]),
+            "chosen": one.why,
+            "dropped": None if rows is not None else self._why_dropped(one.group),
+            "trajectories": described,
+        }
+
+    def _why_dropped(self, group: ScoredGroup) -> str:
+        """Return what can be said of a group that ``keep_group`` refused: it returns no reason."""
+        alike = [name for name in group.scores[0].parts if len({s.parts.get(name) for s in group.scores}) == 1]
+        metric = self.config.algorithm.filter_groups.metric
+        if self.config.algorithm.filter_groups.enable and metric in alike:
+            return f"all {len(group)} answers have {metric} = {group.scores[0].parts[metric]:g}"
+        return f"keep_group refused it; alike in all answers: {', '.join(alike) or 'nothing'}"
+
+    def _texts(self, ids: Sequence[int]) -> list[str | dict[str, str]]:
+        """Return the text of each id, or its bytes where they are no text alone; each is decoded once in a run."""
+        new = [one for one in ids if one not in self.texts]
+        if new:
+            names = self.tokenizer.convert_ids_to_tokens(new)
+            alone = self.tokenizer.batch_decode([[one] for one in new], clean_up_tokenization_spaces=False)
+            self.texts |= {one: shown(text, name) for one, text, name in zip(new, alone, names, strict=True)}
+        return [self.texts[one] for one in ids]
+
+
+def _write_archive(path: Path, meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+    """Write the description and the arrays into one file, on disk when this returns. Raises OSError."""
+    with open(path, "wb") as file:
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+            archive.writestr("meta.json", json.dumps(meta, ensure_ascii=False, default=str).encode(errors="replace"))
+            for name, value in arrays.items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as part:
+                    np.lib.format.write_array(part, value, allow_pickle=False)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def shown(text: str, name: str | None) -> str | dict[str, str]:
+    """Return a token's text, or ``{"bytes": hexadecimal}`` for one that is no valid UTF-8 alone."""
+    if name is None:
+        return {"bytes": "", "name": "no such token"}
+    if "\ufffd" not in text:
+        return f" {text}" if name.startswith("▁") and not text.startswith(" ") else text
+    if name.startswith("<0x") and name.endswith(">"):
+        return {"bytes": name[3:-1].lower()}
+    known = _byte_of()
+    if all(character in known for character in name):
+        return {"bytes": bytes(known[character] for character in name).hex()}
+    return {"bytes": "", "name": name}
+
+
+def _byte_of() -> dict[str, int]:
+    """Return the byte that each character of a byte-level vocabulary stands for (GPT-2's table)."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    odd = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(odd)}
+
+
+def _gap(batch: TrainBatch, workers: Any) -> tuple[float, int] | None:
+    """Return the largest |log-prob of engine less learner| of the step, before its update, and the row that has it."""
+    if batch.old_log_probs is None:  # the update's own pass is the only one
+        return workers.traced(None).strangest
+    name = "response_mask" if batch.sampled_mask is None else "sampled_mask"
+    gap = (batch.flat("old_log_probs") - batch.flat("rollout_log_probs")).abs() * batch.flat(name)
+    place = int(gap.argmax())
+    return float(gap[place]), int(np.searchsorted(batch.lengths.cumsum(0).numpy(), place, "right"))
+
+
+def _flat(trajectories: Iterable[Trajectory], name: str, dtype: type) -> np.ndarray:
+    """Return a field of the responses over all tokens, 0 at the prompts: what the engine and the loop recorded."""
+    parts = [part for t in trajectories for part in (np.zeros(len(t.prompt_ids), dtype), getattr(t, name))]
+    return np.concatenate(parts).astype(dtype)
+
+
+def _of_update(
+    rows: Sequence[int], batch: TrainBatch, policy_N: np.ndarray, traced: Mapping[int, Any]
+) -> dict[str, Any]:
+    """Return what the update computed over all tokens of these rows, NaN where it computed nothing."""
+    names = [name for name in TRACED if any(name in values for values in traced.values())]
+    found = {name: np.full(batch.tokens, np.nan, np.float32) for name in names}
+    end = 0
+    for row, length in zip(rows, batch.lengths.tolist(), strict=True):
+        span, end = slice(end, end + length), end + length
+        for name, value in traced.get(row, {}).items():
+            found[name][span][policy_N[span]] = value
+    return found
+
+
+def _clip_bounds(config: Config) -> list[float]:
+    actor = config.actor_rollout_ref.actor
+    low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
+    high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
+    return [1 - low, 1 + high]
+
+
+def _hash(group: ScoredGroup) -> str:
+    return hashlib.sha256(group.prompt.uid.encode()).hexdigest()
+
+
+def _surprise(trajectory: Trajectory) -> float:
+    """Return the mean log-prob that the engine gave what it wrote."""
+    return float(trajectory.logprobs.sum() / max(1, trajectory.response_mask.sum()))
+
+
+def step_of(path: Path) -> int:
+    """Return the step of a record's file, complete or not; -1 for a file of another name."""
+    number = path.name.split(".")[0].removeprefix("step_")
+    return int(number) if number.isdecimal() else -1
+
+
+def make_room(folder: Path, room: int, besides: Path) -> None:
+    """Remove the oldest records but the first until the others, without ``besides``, fit into ``room`` bytes."""
+    paths = sorted(path for path in folder.glob("step_*.npz") if path != besides)
+    sizes = {path: path.stat().st_size for path in paths}
+    for path in paths[1:]:
+        if sum(sizes.values()) <= room:
+            return
+        path.unlink()
+        del sizes[path]
+
+
+def drop_traces_after(run_dir: Path, step: int) -> None:
+    """Remove the records of later steps, which a resumed run repeats, and what a kill left half written."""
+    for path in (run_dir / FOLDER).glob("step_*.npz*"):
+        if step_of(path) > step or path.name.endswith(PARTIAL):
+            path.unlink()
