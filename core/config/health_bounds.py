@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from core.config.names import FULL_PRECISION
 from core.config.schema import Config
-from core.config.section import FULL_PRECISION
 
 EXACT = 1e-4  # mean nats a token that float32 explains
 # Nats a token. On a lab task a mean gap of 0.04 cost nothing and one of 0.13 some accuracy

@@ -1,4 +1,4 @@
-"""The base class of the configuration's sections, and the types that several of them share.
+"""The base class of the configuration's sections.
 
 A section is a pydantic model: frozen, strict, without unknown keys, without NaN. What YAML and the command line write
 in another form than the type (``1e3`` for a count, one text for a list of one) is brought into it before validation.
@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError, ValidationInfo, field_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from core.config import limits, registry
+from core.config import limits
 from core.config.frozen import FrozenDict, freeze
 
 MAPPING = "a mapping, as in {name: value}"
@@ -33,16 +33,6 @@ def _mapping(value: Any) -> FrozenDict:
 
 
 Open = Annotated[Mapping[str, Any], PlainValidator(_mapping)]  # keys that are another library's, or the user's own
-AdvEstimator = Annotated[str, limits.names(*registry.ESTIMATORS)]
-LossMode = Annotated[str, limits.names(*registry.POLICY_LOSSES)]
-AgentLoop = Annotated[str, limits.names(*registry.AGENT_LOOPS)]
-EngineName = Literal[*registry.ENGINES]
-RewardManager = Annotated[str, limits.registered_names(*registry.REWARD_MANAGERS)]
-LossAggMode = Literal[*registry.LOSS_AGG_MODES]
-KLKind = Literal[*registry.KL_KINDS]
-DType = Literal["bfloat16", "bf16", "float32", "fp32"]
-FULL_PRECISION = ("float32", "fp32")
-Logger = Annotated[str, limits.names(*registry.LOGGERS)]
 
 
 class Section(BaseModel):

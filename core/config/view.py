@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from core.config import convert, correction_bounds, health_bounds, registry
+from core.config.names import FULL_PRECISION
 from core.config.paths import is_local
 from core.config.rulebook import RefusedValue
 from core.config.schema import Config
-from core.config.section import FULL_PRECISION, Section
+from core.config.section import Section
 from core.extensions.remote.urls import is_url
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")

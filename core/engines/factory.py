@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from core.config import registry
+from core.config.names import FULL_PRECISION
 from core.config.registry import load_object
-from core.config.section import FULL_PRECISION
 from core.engines import RolloutEngine
 from core.errors import InputError
 

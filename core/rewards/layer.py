@@ -289,7 +289,7 @@ def written(text: str) -> Trajectory:
 def scorer_options(reward: RewardModelConfig) -> dict[str, dict[str, Any]]:
     """Return ``reward_model.reward_kwargs``, with where and within which limits the scorers run programs."""
     options = {name: dict(given or {}) for name, given in (reward.reward_kwargs or {}).items()}
-    sandbox, fusion = dataclasses.asdict(reward.sandbox), dataclasses.asdict(reward.sandbox_fusion)
+    sandbox, fusion = reward.sandbox.model_dump(), reward.sandbox_fusion.model_dump()
     if reward.source != "register" or reward.reward_manager != "naive":  # naive has no deadline for an answer
         sandbox["total_timeout_s"] = fusion["total_timeout_s"] = TESTS_SHARE * reward.timeout_s
     for name in RUN_PROGRAMS:

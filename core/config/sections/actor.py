@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from core.config import limits
+from core.config.names import KLKind, LossAggMode, LossMode
 from core.config.rulebook import Broken, RuleBook, Unused
-from core.config.section import KLKind, LossAggMode, LossMode, Section
+from core.config.section import Section
 from core.config.sections.model import FSDPConfig
 from core.config.sections.optim import OptimConfig
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from core.config import limits
+from core.config.names import AdvEstimator, KLKind
 from core.config.rulebook import Broken, RuleBook, Unused
-from core.config.section import AdvEstimator, KLKind, Section
+from core.config.section import Section
 from core.config.sections.rollout_correction import RolloutCorrectionConfig
 
 if TYPE_CHECKING:

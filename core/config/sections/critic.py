@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from core.config import limits
+from core.config.names import LossAggMode
 from core.config.rulebook import Broken, RuleBook, Unused
-from core.config.section import LossAggMode, Open, Section
+from core.config.section import Open, Section
 from core.config.sections.actor import Sharing
 from core.config.sections.model import FSDPConfig
 from core.config.sections.optim import OptimConfig

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from core.config import limits
 from core.config.frozen import FrozenDict
+from core.config.names import DType
 from core.config.rulebook import Broken, RuleBook, Unused
-from core.config.section import DType, Open, Section
+from core.config.section import Open, Section
 
 if TYPE_CHECKING:
     from core.config.view import View

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Literal
 
 from core.config import limits
 from core.config.frozen import FrozenDict
+from core.config.names import RewardManager
 from core.config.rulebook import Broken, RuleBook, Unused
-from core.config.section import Open, RewardManager, Section
+from core.config.section import Open, Section
 from core.config.sections.judge import JudgeConfig
 from core.config.sections.reward_model import RewardModelModelConfig
 

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from core.config import limits, registry
 from core.config.frozen import FrozenDict
+from core.config.names import AgentLoop, DType, EngineName
 from core.config.rulebook import Broken, RuleBook, Unused
-from core.config.section import AgentLoop, DType, EngineName, Open, Section
+from core.config.section import Open, Section
 from core.config.sections.multi_turn import MultiTurnConfig
 
 if TYPE_CHECKING:

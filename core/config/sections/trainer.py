@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Literal
 
 from core.config import limits
 from core.config.frozen import FrozenDict
+from core.config.names import Logger
 from core.config.rulebook import Broken, RuleBook, Unused
-from core.config.section import Logger, Open, Section
+from core.config.section import Open, Section
 from core.config.sections.health import HealthConfig
 from core.config.sections.trace import TraceConfig
 

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import nn
 
 from core.config.frozen import thaw
-from core.config.section import FULL_PRECISION
+from core.config.names import FULL_PRECISION
 from core.data.vocabulary import known_ids, unknown_among
 from core.engines import SampleRequest
 from core.engines.sampling import eos_ids
