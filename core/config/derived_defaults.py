@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-from core.config import convert, health_bounds, registry
+from core.config import convert, extensions, health_bounds, registry
 from core.config.paths import run_folder
 from core.config.schema import Config
 from core.config.sections.actor import ActorConfig
@@ -124,7 +124,8 @@ def resolve(config: Config, recipe: str) -> Config:
     training examples only, so that runs of different seeds answer the same validation questions; the other two are
     the machine's.
     """
-    for key, value in _derived(recipe):
+    added = (pair for extension in extensions.found() for pair in extension.derived)
+    for key, value in (*_derived(recipe), *added):
         if convert.get(config, key) is None:
             config = convert.replaced(config, {key: value(config)})
     return config

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core.config.names import FULL_PRECISION
+from core.config.limits import FULL_PRECISION
 from core.config.schema import Config
 
 EXACT = 1e-4  # mean nats a token that float32 explains

@@ -13,6 +13,4 @@ EngineName = Literal[*registry.ENGINES]
 RewardManager = Annotated[str, limits.registered_names(*registry.REWARD_MANAGERS)]
 LossAggMode = Literal[*registry.LOSS_AGG_MODES]
 KLKind = Literal[*registry.KL_KINDS]
-DType = Literal["bfloat16", "bf16", "float32", "fp32"]
-FULL_PRECISION = ("float32", "fp32")
 Logger = Annotated[str, limits.names(*registry.LOGGERS)]

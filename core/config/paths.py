@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from core.config import chat_template, convert, registry
+from core.config import chat_template, convert, extensions, registry
 from core.config.limits import is_plugin
 from core.config.problem import Problem
 from core.config.schema import Config
@@ -63,9 +63,8 @@ def named(config: Config) -> Iterator[tuple[str, str]]:
         judge = config.reward_model.judge
         files = {"template": judge.template, "json_schema": judge.json_schema, "canaries": judge.canaries}
         yield from ((f"reward_model.judge.{name}", path) for name, path in files.items() if path)
-    for name in ("tool_config_path", "interaction_config_path"):
-        if path := getattr(config.actor_rollout_ref.rollout.multi_turn, name):
-            yield f"actor_rollout_ref.rollout.multi_turn.{name}", path
+    for extension in extensions.found():
+        yield from extension.files(config)
     yield from _plugins(config)
     if config.trainer.resume_mode == "resume_path" and config.trainer.resume_from_path:
         yield "trainer.resume_from_path", config.trainer.resume_from_path
@@ -159,6 +158,7 @@ def checked_at_start(config: Config) -> list[str]:
             lines.append(f"devices: {rollout.nnodes} x {rollout.n_gpus_per_node} more for the engines")
     else:
         lines.append(f"device: {trainer.device or 'cuda if there is one, else cpu'}, and its memory")
+    lines += [line for extension in extensions.found() for line in extension.checked_at_start(config)]
     loggers = {name: registry.logger(name) for name in trainer.logger}
     lines += [f"package: {name} can be imported (trainer.logger)" for name, entry in loggers.items() if entry.function]
     lines += [f"login: {name}, {entry.login}" for name, entry in loggers.items() if entry.login]

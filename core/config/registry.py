@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from core.config import extensions
 from core.errors import InputError
 
 
@@ -117,22 +118,13 @@ class EngineEntry:
     reads: Collection[str] = ()  # keys of the section rollout
 
 
-_SERVING = (  # keys of the section rollout that a serving engine reads
+SERVING = (  # keys of the section rollout that a serving engine reads
     *("tensor_model_parallel_size", "gpu_memory_utilization", "enforce_eager", "free_cache_engine"),
     *("max_model_len", "enable_chunked_prefill", "enable_prefix_caching"),
 )
 ENGINES = {  # actor_rollout_ref.rollout.name
     "hf": EngineEntry("core.engines.factory:hf_engine"),
-    "vllm": EngineEntry("core.engines.factory:vllm_engine", package="vllm", reads=_SERVING),
-    "sglang": EngineEntry(
-        "core.engines.factory:sglang_engine",
-        problems="core.extensions.sglang.sglang_server:problems",
-        seeded=False,
-        top_p_within_top_k=False,
-        reads_pictures=False,
-        one_receiver=True,
-        reads=_SERVING,
-    ),
+    "vllm": EngineEntry("core.engines.factory:vllm_engine", package="vllm", reads=SERVING),
 }
 
 
@@ -180,13 +172,10 @@ class AgentLoopEntry:
     function: str
 
 
-SINGLE_TURN, TOOL_AGENT = "single_turn_agent", "tool_agent"  # verl's names; multi_turn.enable=True means the second
+SINGLE_TURN = "single_turn_agent"  # verl's name
 AGENT_LOOPS = {  # actor_rollout_ref.rollout.agent_loop, and the column agent_name of the data
     SINGLE_TURN: AgentLoopEntry("core.rollout.agent_loop:SingleTurn"),
-    TOOL_AGENT: AgentLoopEntry("core.extensions.tools.tool_agent:ToolAgentLoop"),
 }
-# actor_rollout_ref.rollout.multi_turn.format; what each does is in core.extensions.tools.call_formats.FORMATS
-CALL_FORMATS = ("hermes", "react")
 RAY_INIT = (  # ray_kwargs.ray_init: the arguments of ray.init in Ray 2.60, which a dry run does not import
     *("address", "num_cpus", "num_gpus", "resources", "labels", "object_store_memory", "local_mode"),
     *("ignore_reinit_error", "include_dashboard", "dashboard_host", "dashboard_port", "job_config"),
@@ -203,6 +192,15 @@ LOSS_AGG_MODES = (
     *("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
     "prompt-mean-token-mean",  # not in verl
 )
+
+
+for _name, _table in (
+    ("estimators", ESTIMATORS),
+    ("policy_losses", POLICY_LOSSES),
+    ("engines", ENGINES),
+    ("agent_loops", AGENT_LOOPS),
+):
+    _table.update(extensions.entries(_name))  # what a run of the papers' recipes does not need
 
 
 def estimator(name: str) -> EstimatorEntry:

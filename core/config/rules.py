@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from core.config import recipes, registry, rulebook
+from core.config import extensions, recipes, registry, rulebook
 from core.config.problem import Problem
 from core.config.rulebook import RuleBook, Unused
 from core.config.sections import (
@@ -22,7 +22,6 @@ from core.config.sections import (
     rollout,
     rollout_correction,
     sizes,
-    trace,
     trainer,
 )
 from core.config.view import View
@@ -30,7 +29,7 @@ from core.config.view import View
 # In the order of reports; of several reasons why a key does nothing the first is given.
 _SECTIONS = (
     *(data, model, actor, critic, optim, sizes, rollout, multi_turn, algorithm, rollout_correction),
-    *(reward, reward_model, judge, trainer, health, trace),
+    *(reward, reward_model, judge, trainer, health),
 )
 engines = RuleBook()
 
@@ -47,7 +46,8 @@ def settings_of_other_engines(c: View) -> Unused:
 def books(recipe: str) -> list[RuleBook]:
     """Return the books of a recipe's rules, in the order of reports."""
     own = recipes.rules_of(recipe)
-    return [engines, *(section.rules for section in _SECTIONS), *([own] if own else [])]
+    added = (extension.rules for extension in extensions.found())
+    return [engines, *(section.rules for section in _SECTIONS), *added, *([own] if own else [])]
 
 
 def problems(view: View, bad: Collection[str] = ()) -> list[Problem]:

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from core.config import convert, correction_bounds, health_bounds, registry
-from core.config.names import FULL_PRECISION
+from core.config import convert, correction_bounds, extensions, health_bounds, registry
+from core.config.limits import FULL_PRECISION
 from core.config.paths import is_local
 from core.config.rulebook import RefusedValue
 from core.config.schema import Config
@@ -68,7 +68,8 @@ class View:
     def __init__(self, config: Config, given: Collection[str] = (), hooks: Collection[str] = (), recipe: str = ""):
         self.given, self.hooks, self.recipe = frozenset(given), frozenset(hooks), recipe
         self.config, self._refused = config, set[str]()
-        for name, key in SHORT.items():
+        added = (extension.view for extension in extensions.found())
+        for name, key in [*SHORT.items(), *(pair for view in added for pair in view.items())]:
             setattr(self, name, Watched(convert.get(config, key), f"{key}.", self._refused))
 
     @contextmanager

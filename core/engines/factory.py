@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from core.config import registry
-from core.config.names import FULL_PRECISION
+from core.config.limits import FULL_PRECISION
 from core.config.registry import load_object
 from core.engines import RolloutEngine
 from core.errors import InputError
@@ -28,8 +28,7 @@ def make_engine(config: Config, model: Model | None, tokenizer: Any, device: tor
     ``update_weights`` before it samples. Without ``model``, where nothing learns, the engine itself reads the weights
     of ``actor_rollout_ref.model.path``, in its own number format, and may sample at once. Options beyond verl's are
     ``rollout.engine_kwargs.hf.*``, the keyword arguments of :class:`core.engines.hf.HFEngine`, and
-    ``rollout.engine_kwargs.vllm.*``, vLLM's engine arguments, and ``rollout.engine_kwargs.sglang.*``, the arguments of
-    SGLang's server beside ``python`` and ``url`` (:mod:`core.extensions.sglang.sglang_server`).
+    ``rollout.engine_kwargs.vllm.*``, vLLM's engine arguments; an engine of an extension has its own.
     Raises InputError for an engine that cannot be had.
     """
     name = config.actor_rollout_ref.rollout.name
@@ -71,11 +70,3 @@ def vllm_engine(config: Config, model: Model | None, tokenizer: Any, device: tor
     if model is None:  # and nothing else needs the GPU in its turn
         arguments |= {"load_format": "auto", "enable_sleep_mode": False}
     return vllm.VLLMEngine(tokenizer, skeleton, **arguments)
-
-
-def sglang_engine(config: Config, model: Model | None, tokenizer: Any, device: torch.device) -> RolloutEngine:
-    from core.extensions.sglang import sglang_engine as sglang
-    from core.learner.models import load_policy
-
-    skeleton = load_policy(config.actor_rollout_ref.model, on_meta=True)
-    return sglang.engine_of(config, skeleton, tokenizer, device, reads_weights=model is None)

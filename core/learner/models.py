@@ -341,6 +341,6 @@ def _prepared(module: nn.Module, model: ModelConfig) -> nn.Module:
 
 def compute_dtype(name: str) -> torch.dtype | None:
     """Return the autocast dtype, or None for none: masters and reductions stay float32."""
-    from core.config.names import FULL_PRECISION
+    from core.config.limits import FULL_PRECISION
 
     return None if name in FULL_PRECISION else torch.bfloat16

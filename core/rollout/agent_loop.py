@@ -137,7 +137,7 @@ def make_agent_loop(
     ``names`` are those of the column ``agent_name``, ``examples`` are checked as :func:`check_examples` does. Raises
     InputError for a path or a name that leads to no loop, and with all examples that their loop refuses.
     """
-    spec = config.actor_rollout_ref.rollout.loop
+    spec = config.actor_rollout_ref.rollout.agent_loop
     if spec is None and not names:
         return None
     made = {spec: _made(spec or registry.SINGLE_TURN, config, tokenizer)}

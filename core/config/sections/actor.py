@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from core.config import limits
+from core.config.extensions import extended
 from core.config.names import KLKind, LossAggMode, LossMode
 from core.config.rulebook import Broken, RuleBook, Unused
 from core.config.section import Section
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from core.config.view import View
 
 
+@extended("actor_rollout_ref.actor.policy_loss")
 class PolicyLossConfig(Section):
     loss_mode: LossMode = "vanilla"  # policy loss
     clip_cov_ratio: limits.PositiveShare = 0.0002  # of clip_cov: share of an optimizer step's tokens that are dropped
@@ -33,6 +35,7 @@ class Sharing:
         return self.ulysses_sequence_parallel_size * self.tensor_model_parallel_size
 
 
+@extended("actor_rollout_ref.actor")
 class ActorConfig(Sharing, Section):
     strategy: Literal["fsdp", "fsdp2"] = "fsdp"  # both mean PyTorch's FSDP2
     ppo_mini_batch_size: limits.Count = 256  # prompts an optimizer step

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from core.config import limits
 from core.config.frozen import FrozenDict
-from core.config.names import DType
+from core.config.limits import DType
 from core.config.rulebook import Broken, RuleBook, Unused
 from core.config.section import Open, Section
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from core.config import limits, registry
+from core.config import limits
 from core.config.frozen import FrozenDict
-from core.config.names import AgentLoop, DType, EngineName
+from core.config.limits import DType
+from core.config.names import AgentLoop, EngineName
 from core.config.rulebook import Broken, RuleBook, Unused
 from core.config.section import Open, Section
 from core.config.sections.multi_turn import MultiTurnConfig
@@ -61,22 +62,12 @@ class RolloutConfig(Section):
     # of old log-probs: tokens in one pass; None: the actor's
     log_prob_max_token_len_per_gpu: limits.Count | None = None
 
-    @property
-    def loop(self) -> str | None:
-        """The agent loop's name or path; None where neither key sets one, and each trajectory is one turn."""
-        return self.agent_loop or (registry.TOOL_AGENT if self.multi_turn.enable else None)
-
 
 rules = RuleBook()
 
 
 @rules.problem
 def who_plays_episodes(c: View) -> Broken:
-    if c.rollout.agent_loop not in (None, "tool_agent") and c.rollout.multi_turn.enable:
-        yield (
-            "actor_rollout_ref.rollout.agent_loop",
-            "and multi_turn.enable=True, which is the tool agent, both say how an episode goes; leave one out",
-        )
     if "generate" in c.hooks and c.rollout.agent_loop is None:
         yield (
             "actor_rollout_ref.rollout.agent_loop",

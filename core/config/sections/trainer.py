@@ -5,17 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from core.config import limits
+from core.config.extensions import extended
 from core.config.frozen import FrozenDict
 from core.config.names import Logger
 from core.config.rulebook import Broken, RuleBook, Unused
 from core.config.section import Open, Section
 from core.config.sections.health import HealthConfig
-from core.config.sections.trace import TraceConfig
 
 if TYPE_CHECKING:
     from core.config.view import View
 
 
+@extended("trainer")
 class TrainerConfig(Section):
     # one process, or learner ranks and engines on the GPUs of one or more nodes (ray)
     backend: Literal["local", "ray"] = "local"
@@ -52,10 +53,6 @@ class TrainerConfig(Section):
     # checkpoint to resume from (a folder or URL global_step_N), with resume_mode=resume_path
     resume_from_path: str | None = None
     resume_with_changes: bool = False  # resume also with another base, other data or another objective; recorded
-    trace: TraceConfig = TraceConfig()
-    # steps of which all is kept that python -m core.replay needs to compute them again; null: none
-    capsule_steps: tuple[limits.Count, ...] | None = None
-    capsule_max_mb: limits.Positive = 256  # disk of a run's capsules; weights beyond it stay in checkpoints
     health: HealthConfig = HealthConfig()
 
 

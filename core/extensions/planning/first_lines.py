@@ -105,10 +105,10 @@ def _trajectories(config: Config) -> str:
     if not config.generates:
         return f"{prompts:,} demonstration{'s' * (prompts > 1)}"
     episode = f", episodes of at most {config.turns} turns" if config.turns > 1 else ""
-    if rollout.loop == registry.TOOL_AGENT:
+    if rollout.agent_loop == "tool_agent":
         turns = rollout.multi_turn.max_assistant_turns
         episode = f", episodes with tools{f' of at most {turns} turns' if turns else ''}"
-    elif rollout.loop not in (None, registry.SINGLE_TURN) and not episode:
+    elif rollout.agent_loop not in (None, registry.SINGLE_TURN) and not episode:
         episode = f", episodes of {rollout.agent_loop}"
     words = f"{prompts:,} prompt{'s' * (prompts > 1)} x {answers:,} answer{'s' * (answers > 1)}"
     text = f"{words} = {prompts * answers:,} trajectories{episode}"

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from core.config.names import FULL_PRECISION
+from core.config.limits import FULL_PRECISION
 from core.errors import InputError
 
 SOURCE = Path(__file__).with_suffix(".yaml")

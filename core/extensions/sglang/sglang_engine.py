@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import nn
 
 from core.config.frozen import thaw
-from core.config.names import FULL_PRECISION
+from core.config.limits import FULL_PRECISION
 from core.data.vocabulary import known_ids, unknown_among
 from core.engines import SampleRequest
 from core.engines.sampling import eos_ids
@@ -361,3 +361,11 @@ def server_arguments(
         "sampling_mask_max_tokens": skeleton.config.get_text_config().vocab_size,  # top_p alone may keep them all
     }
     return arguments | {name: value for name, value in given.items() if name not in OWN}
+
+
+def make(config: Config, model: Any, tokenizer: Any, device: torch.device) -> SGLangEngine:
+    """Make the engine. ``rollout.engine_kwargs.sglang.*`` are the arguments of its server, ``python`` and ``url``."""
+    from core.learner.models import load_policy
+
+    skeleton = load_policy(config.actor_rollout_ref.model, on_meta=True)
+    return engine_of(config, skeleton, tokenizer, device, reads_weights=model is None)

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from core.config import compose, registry
+from core.config import compose
 from core.engines import SamplingParams
 from core.errors import InputError
 from core.extensions.tools.call_formats import FORMATS, Call, parse_hermes, parse_react
@@ -237,7 +237,7 @@ ACT = 'Thought: so\nAction: calculator\nAction Input: {"expression": "1 + 1"}\n'
 
 
 def test_the_formats_are_those_of_the_configuration():
-    assert tuple(FORMATS) == registry.CALL_FORMATS
+    assert tuple(FORMATS) == ("hermes", "react")
 
 
 def test_an_action_is_read_from_the_text():

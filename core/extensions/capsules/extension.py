@@ -1,10 +1,11 @@
-"""The section ``trainer.trace``, and the rules on recorded steps."""
+"""Steps that can be computed again: ``trainer.capsule_steps``."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from core.config import limits
+from core.config.extensions import Extension
 from core.config.rulebook import Broken, RuleBook, Unused
 from core.config.section import Section
 
@@ -12,15 +13,10 @@ if TYPE_CHECKING:
     from core.config.view import View
 
 
-class TraceConfig(Section):
-    """What is recorded of every token of some steps, for ``python -m results.trace``."""
-
-    freq: limits.OffOrCount = -1  # record every so many steps, the first and the last one too; -1: steps alone
-    steps: tuple[limits.Count, ...] | None = None  # record these steps as well
-    # groups of a recorded step, questions that recur where possible; the worst, the strangest and the first dropped one
-    # are recorded beside them
-    groups: limits.Count = 2
-    max_mb: limits.Positive = 256  # disk of a run's records; older ones make room, the first one stays
+class CapsuleKeys(Section):
+    # steps of which all is kept that python -m core.replay needs to compute them again; null: none
+    capsule_steps: tuple[limits.Count, ...] | None = None
+    capsule_max_mb: limits.Positive = 256  # disk of a run's capsules; weights beyond it stay in checkpoints
 
 
 rules = RuleBook()
@@ -51,11 +47,9 @@ def capsules(c: View) -> Broken:
 
 
 @rules.unused
-def nothing_is_recorded(c: View) -> Unused:
-    if c.trainer.trace.freq == -1 and not c.trainer.trace.steps:
-        yield (
-            ("trainer.trace.groups", "trainer.trace.max_mb"),
-            "neither trainer.trace.freq nor trainer.trace.steps is set",
-        )
+def no_capsules(c: View) -> Unused:
     if not c.trainer.capsule_steps:
-        yield (("trainer.capsule_max_mb",), "trainer.capsule_steps names no step")
+        yield ("trainer.capsule_max_mb",), "trainer.capsule_steps names no step"
+
+
+EXTENSION = Extension(name="capsules", keys={"trainer": CapsuleKeys}, rules=rules)

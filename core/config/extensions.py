@@ -1,0 +1,85 @@
+"""What a folder of ``core/extensions`` adds to the kernel. The kernel finds the folders and imports none by name.
+
+``core/extensions/<name>/extension.py`` declares ``EXTENSION``, an :class:`Extension`: keys of the configuration, rules
+on them, entries of tables, and functions by their paths (``module:name``), which are imported when a configuration
+requires them. The declaration itself imports nothing heavy. A folder that is deleted takes all of it along.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from core.config.rulebook import RuleBook
+from core.config.section import Section
+from core.config.yaml_tables import read_table
+
+if TYPE_CHECKING:
+    from core.config.schema import Config
+
+PACKAGE = "core.extensions"
+
+
+@dataclass(frozen=True)
+class Extension:
+    """Everything that one extension adds.
+
+    keys: section of the configuration ("trainer", "actor_rollout_ref.rollout") -> a class with the keys that it adds.
+    view: short name in rules -> section, as in ``core/config/view.py``.
+    derived: key -> what a null value of it stands for.
+    tables: name of a table in ``core/config/registry.py`` -> the entries that it adds.
+    files: of a configuration, (key, path) of the files that its keys name and that must exist.
+    checked_at_start: of a configuration, lines on what only a start can check.
+    functions: moment -> "module:name" of a function that the kernel calls then, where a configuration asks for it.
+    """
+
+    name: str
+    keys: Mapping[str, type[Section]] = field(default_factory=dict)
+    rules: RuleBook = field(default_factory=RuleBook)
+    view: Mapping[str, str] = field(default_factory=dict)
+    derived: tuple[tuple[str, Callable[[Config], Any]], ...] = ()
+    tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    files: Callable[[Config], Iterable[tuple[str, str]]] = lambda config: ()
+    checked_at_start: Callable[[Config], Iterable[str]] = lambda config: ()
+    functions: Mapping[str, str] = field(default_factory=dict)
+
+
+@functools.cache
+def found() -> tuple[Extension, ...]:
+    """Return the extensions that are there, by name."""
+    package = importlib.import_module(PACKAGE)
+    names = sorted(one.name for one in pkgutil.iter_modules(package.__path__) if one.ispkg)
+    modules = (importlib.import_module(f"{PACKAGE}.{name}.extension") for name in names)
+    return tuple(module.EXTENSION for module in modules)
+
+
+def entries(table: str) -> dict[str, Any]:
+    """Return the entries that extensions add to a table of ``core/config/registry.py``."""
+    return {name: entry for one in found() for name, entry in one.tables.get(table, {}).items()}
+
+
+def functions(moment: str) -> list[str]:
+    """Return the paths of the functions that extensions have for a moment."""
+    return [one.functions[moment] for one in found() if moment in one.functions]
+
+
+def extended(section: str) -> Callable[[type[Section]], Any]:
+    """Return a decorator that adds the keys of extensions to the class of a section."""
+
+    def extend(base: type[Section]) -> type[Section]:
+        added = tuple(one.keys[section] for one in found() if section in one.keys)
+        names = {"__module__": base.__module__, "__doc__": base.__doc__}
+        return type(base.__name__, (*added, base), names) if added else base
+
+    return extend
+
+
+def tables(name: str) -> list[Any]:
+    """Return what the extensions' files of this name hold, ``key_roles.yaml`` say."""
+    folders = (Path(importlib.import_module(f"{PACKAGE}.{one.name}").__file__).parent for one in found())
+    return [read_table(folder / name) for folder in folders if (folder / name).exists()]

@@ -1,0 +1,43 @@
+"""Records of tokens: ``trainer.trace``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from core.config import limits
+from core.config.extensions import Extension
+from core.config.rulebook import RuleBook, Unused
+from core.config.section import Section
+
+if TYPE_CHECKING:
+    from core.config.view import View
+
+
+class TraceConfig(Section):
+    """What is recorded of every token of some steps, for ``python -m results.trace``."""
+
+    freq: limits.OffOrCount = -1  # record every so many steps, the first and the last one too; -1: steps alone
+    steps: tuple[limits.Count, ...] | None = None  # record these steps as well
+    # groups of a recorded step, questions that recur where possible; the worst, the strangest and the first dropped one
+    # are recorded beside them
+    groups: limits.Count = 2
+    max_mb: limits.Positive = 256  # disk of a run's records; older ones make room, the first one stays
+
+
+class TraceKeys(Section):
+    trace: TraceConfig = TraceConfig()
+
+
+rules = RuleBook()
+
+
+@rules.unused
+def nothing_is_recorded(c: View) -> Unused:
+    if c.trainer.trace.freq == -1 and not c.trainer.trace.steps:
+        yield (
+            ("trainer.trace.groups", "trainer.trace.max_mb"),
+            "neither trainer.trace.freq nor trainer.trace.steps is set",
+        )
+
+
+EXTENSION = Extension(name="trace", keys={"trainer": TraceKeys}, rules=rules)
