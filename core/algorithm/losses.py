@@ -6,7 +6,7 @@ weights of :func:`loss_weights`, which are computed once an optimizer step over 
 add up to the whole, however the sequences are split into micro-batches and ranks.
 
 A loss whose entry in the table ``selects`` gets one more argument, ``selected_BT``: the tokens that it treats apart,
-chosen by :mod:`core.extensions.variants.covariance` among all of the optimizer step, before it was split.
+chosen among all of the optimizer step, before it was split.
 
 ``stats`` are detached ``[B, T]`` tensors, to be averaged over the response tokens. Losses and stats are 0 outside the
 mask, also where the inputs are NaN there.
@@ -28,29 +28,28 @@ if TYPE_CHECKING:
     from core.config.sections.actor import ActorConfig
 
 LOG_RATIO_BOUND = 20.0  # exp(20) is 5e8: beyond it a float32 ratio has no digits left
-SAME_POLICY = 1e-4  # a float32 log-ratio below it may be rounding: its sign would depend on the micro-batch
 Stats = dict[str, Tensor]
 PolicyLoss = Callable[..., tuple[Tensor, Stats]]
 
 
 def clipped(ratio_BT: Tensor, config: ActorConfig) -> Tensor:
     """Clamp the ratio to ``[1 - low, 1 + high]``; a bound that is not given is ``clip_ratio``."""
-    low, high = _bounds(config)
+    low, high = clip_bounds(config)
     return ratio_BT.clamp(1 - low, 1 + high)
 
 
-def _bounds(config: ActorConfig) -> tuple[float, float]:
+def clip_bounds(config: ActorConfig) -> tuple[float, float]:
     low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
     return low, config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
 
 
-def _inside(mask_BT: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+def inside_mask(mask_BT: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Set the tensors to 0 outside the mask, before anything is computed: gradients there are 0, never NaN."""
     outside = ~mask_BT.bool()
     return tuple(tensor.masked_fill(outside, 0) for tensor in tensors)
 
 
-def _stats(mask_BT: Tensor, **stats: Tensor) -> Stats:
+def token_stats(mask_BT: Tensor, **stats: Tensor) -> Stats:
     return {name: value.detach().float().masked_fill(~mask_BT.bool(), 0) for name, value in stats.items()}
 
 
@@ -71,199 +70,20 @@ def vanilla(
     """
     if config.clip_ratio_c <= 1:
         raise ValueError(f"actor.clip_ratio_c={config.clip_ratio_c}: the dual clip's bound on the ratio must be > 1")
-    logp, old, adv = _inside(response_mask_BT, log_prob_BT, old_log_prob_BT, advantages_BT)
+    logp, old, adv = inside_mask(response_mask_BT, log_prob_BT, old_log_prob_BT, advantages_BT)
     log_ratio = (logp - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = log_ratio.exp()
     plain, bounded = -adv * ratio, -adv * clipped(ratio, config)
     surrogate, floor = torch.maximum(plain, bounded), -adv * config.clip_ratio_c
     negative = adv < 0
     loss = torch.where(negative, torch.minimum(surrogate, floor), surrogate)
-    return loss, _stats(
+    return loss, token_stats(
         response_mask_BT,
         pg_clipfrac=bounded > plain,
         pg_clipfrac_high=(bounded > plain) & ~negative,
         pg_clipfrac_lower=(surrogate > floor) & negative,
         ppo_kl=-log_ratio,
     )
-
-
-def gspo(
-    log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor, config: ActorConfig
-) -> tuple[Tensor, Stats]:
-    """Use a sequence-level ratio with a token-level gradient: GSPO-token (arXiv:2507.18071, eq. 13 and 14).
-
-    ``s = exp(mean over the sequence's tokens of log r)`` is clipped as in PPO; its gradient flows through each
-    token's log-prob. Its paper averages per sequence first (``aggregation`` in the table).
-
-    Shapes:
-        all tensors  [B, T]
-        stats        pg_clipfrac, pg_clipfrac_lower (always 0), ppo_kl  [B, T]
-    """
-    logp, old, adv = _inside(response_mask_BT, log_prob_BT, old_log_prob_BT, advantages_BT)
-    log_ratio = logp - old
-    sequence = log_ratio.detach().sum(-1) / response_mask_BT.bool().sum(-1).clamp(min=1)
-    ratio = (logp - logp.detach() + sequence[:, None]).clamp(max=10.0).exp()
-    plain, bounded = -adv * ratio, -adv * clipped(ratio, config)
-    clips, never = bounded > plain, torch.zeros_like(plain)
-    stats = _stats(response_mask_BT, pg_clipfrac=clips, pg_clipfrac_lower=never, ppo_kl=-log_ratio)
-    return torch.maximum(plain, bounded), stats
-
-
-def sapo(
-    log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor, config: ActorConfig
-) -> tuple[Tensor, Stats]:
-    """Use a soft gate in place of the clip (SAPO, arXiv:2511.20347).
-
-    ``-A * 4 / tau * sigmoid(tau (r - 1))``, tau by the sign of A. Averaged per sequence.
-
-    Shapes:
-        all tensors  [B, T]
-        stats        pg_clipfrac, pg_clipfrac_lower (both always 0), ppo_kl  [B, T]
-    """
-    logp, old, adv = _inside(response_mask_BT, log_prob_BT, old_log_prob_BT, advantages_BT)
-    log_ratio = (logp - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    tau = torch.full_like(adv, config.tau_neg).masked_fill(adv > 0, config.tau_pos)
-    loss = -adv * torch.sigmoid(tau * (log_ratio.exp() - 1)) * (4.0 / tau)
-    never = torch.zeros_like(loss)
-    return loss, _stats(response_mask_BT, pg_clipfrac=never, pg_clipfrac_lower=never, ppo_kl=-log_ratio)
-
-
-def gpg(
-    log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor, config: ActorConfig
-) -> tuple[Tensor, Stats]:
-    """Return the plain policy gradient ``-A log p`` of GPG (arXiv:2504.02546), which is REINFORCE's.
-
-    Shapes:
-        all tensors  [B, T]
-        stats        ppo_kl  [B, T]
-    """
-    logp, old, adv = _inside(response_mask_BT, log_prob_BT, old_log_prob_BT, advantages_BT)
-    return -adv * logp, _stats(response_mask_BT, ppo_kl=old - logp)
-
-
-def cispo(
-    log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor, config: ActorConfig
-) -> tuple[Tensor, Stats]:
-    """Clip the importance weight, not the gradient: CISPO (arXiv:2506.13585, eq. 4 and 5).
-
-    ``-stop_gradient(clip(r, 1 - low, 1 + high)) A log p``: every token keeps a gradient.
-
-    Shapes:
-        all tensors  [B, T]
-        stats        pg_clipfrac, pg_clipfrac_lower (always 0), ppo_kl  [B, T]
-    """
-    logp, old, adv = _inside(response_mask_BT, log_prob_BT, old_log_prob_BT, advantages_BT)
-    log_ratio = (logp - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    ratio = log_ratio.detach().exp()
-    weight = clipped(ratio, config)
-    clips, never = weight != ratio, torch.zeros_like(ratio)
-    stats = _stats(response_mask_BT, pg_clipfrac=clips, pg_clipfrac_lower=never, ppo_kl=-log_ratio)
-    return -weight * adv * logp, stats
-
-
-def clip_cov(
-    log_prob_BT: Tensor,
-    old_log_prob_BT: Tensor,
-    advantages_BT: Tensor,
-    response_mask_BT: Tensor,
-    config: ActorConfig,
-    selected_BT: Tensor,
-) -> tuple[Tensor, Stats]:
-    """Return PPO's clipped surrogate without dual clip, and 0 for the selected tokens: Clip-Cov (arXiv:2505.22617).
-
-    A selected token loses its gradient and keeps its place in the denominators.
-
-    Shapes:
-        all tensors  [B, T]
-        stats        pg_clipfrac (by the bounds), cov_selected, pg_clipfrac_lower (always 0), ppo_kl  [B, T]
-    """
-    logp, old, adv = _inside(response_mask_BT, log_prob_BT, old_log_prob_BT, advantages_BT)
-    log_ratio = (logp - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    ratio = log_ratio.exp()
-    plain, bounded = -adv * ratio, -adv * clipped(ratio, config)
-    clips, never = bounded > plain, torch.zeros_like(plain)
-    stats = {"pg_clipfrac": clips, "cov_selected": selected_BT, "pg_clipfrac_lower": never, "ppo_kl": -log_ratio}
-    return torch.maximum(plain, bounded).masked_fill(selected_BT, 0), _stats(response_mask_BT, **stats)
-
-
-def kl_cov(
-    log_prob_BT: Tensor,
-    old_log_prob_BT: Tensor,
-    advantages_BT: Tensor,
-    response_mask_BT: Tensor,
-    config: ActorConfig,
-    selected_BT: Tensor,
-) -> tuple[Tensor, Stats]:
-    """Return ``-A r``, and ``ppo_kl_coef |log r|`` more for the selected tokens: KL-Cov (arXiv:2505.22617).
-
-    Nothing is clipped. Where the policy is still the old one ``|log r|`` has no gradient: with one optimizer step a
-    rollout this is the plain policy gradient. Published, the sign of a rounding error is its gradient there; here
-    ``|log r|`` below 1e-4 is 0. In bf16 rounding is larger, and decides still.
-
-    Shapes:
-        all tensors  [B, T]
-        stats        cov_selected, pg_clipfrac, pg_clipfrac_lower (both always 0), ppo_kl (here ``|log r|``)  [B, T]
-    """
-    logp, old, adv = _inside(response_mask_BT, log_prob_BT, old_log_prob_BT, advantages_BT)
-    log_ratio = (logp - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    distance = log_ratio.abs()
-    held = selected_BT & (distance > SAME_POLICY)
-    loss = -adv * log_ratio.exp() + config.policy_loss.ppo_kl_coef * distance.masked_fill(~held, 0)
-    never = torch.zeros_like(loss)
-    stats = {"cov_selected": selected_BT, "pg_clipfrac": never, "pg_clipfrac_lower": never, "ppo_kl": distance}
-    return loss, _stats(response_mask_BT, **stats)
-
-
-def dppo_tv(
-    log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor, config: ActorConfig
-) -> tuple[Tensor, Stats]:
-    """Drop tokens whose probability has moved too far in the advantage's direction: DPPO, Binary-TV.
-
-    ``-stop_gradient(min(r, c) M) A log p``. M is 0 where A > 0 and ``p - p_old > high``, and where A <= 0 and
-    ``p - p_old < -low``: the total variation of "this token or another one". The bounds are ``clip_ratio_low`` and
-    ``clip_ratio_high``, c is ``clip_ratio_c``, as in verl's loss of this name. Source: arXiv:2602.04879, in the form of
-    verl's implementation; the paper's text was read in excerpts alone, and c is verl's.
-
-    Shapes:
-        all tensors  [B, T]
-        stats        pg_clipfrac (dropped), pg_clipfrac_lower (the weight is c), ppo_kl  [B, T]
-    """
-    logp, old, adv = _inside(response_mask_BT, log_prob_BT, old_log_prob_BT, advantages_BT)
-    low, high = _bounds(config)
-    moved = logp.detach().exp() - old.exp()
-    return _masked_gradient(logp, old, adv, torch.where(adv > 0, moved > high, moved < -low), response_mask_BT, config)
-
-
-def dppo_kl(
-    log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor, config: ActorConfig
-) -> tuple[Tensor, Stats]:
-    """Drop tokens as :func:`dppo_tv`, by the binary KL from the old policy in place of the total variation.
-
-    ``p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))``; M is 0 where it exceeds ``high`` and p has risen
-    under A > 0, or exceeds ``low`` and p has fallen under A <= 0. Source: as :func:`dppo_tv`, Binary-KL.
-
-    Shapes:
-        all tensors  [B, T]
-        stats        pg_clipfrac (dropped), pg_clipfrac_lower (the weight is c), ppo_kl  [B, T]
-    """
-    logp, old, adv = _inside(response_mask_BT, log_prob_BT, old_log_prob_BT, advantages_BT)
-    low, high = _bounds(config)
-    now = logp.detach()
-    # log(1 - p) by expm1; the floor of 1e-8 (verl's, too) is for p = 1, where it would be infinite.
-    other, old_other = ((-torch.expm1(one)).clamp(min=1e-8) for one in (now, old))
-    divergence = old.exp() * (old - now) + old_other * (old_other / other).log()
-    far = torch.where(adv > 0, (divergence > high) & (now > old), (divergence > low) & (now < old))
-    return _masked_gradient(logp, old, adv, far, response_mask_BT, config)
-
-
-def _masked_gradient(
-    logp: Tensor, old: Tensor, adv: Tensor, dropped: Tensor, mask_BT: Tensor, config: ActorConfig
-) -> tuple[Tensor, Stats]:
-    log_ratio = (logp - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    ratio = log_ratio.detach().exp()
-    truncated = (ratio > config.clip_ratio_c) & ~dropped
-    stats = _stats(mask_BT, pg_clipfrac=dropped, pg_clipfrac_lower=truncated, ppo_kl=-log_ratio)
-    return -ratio.clamp(max=config.clip_ratio_c).masked_fill(dropped, 0) * adv * logp, stats
 
 
 def policy_loss(name: str) -> PolicyLoss:
@@ -287,10 +107,10 @@ def value_loss(
         all tensors  [B, T]
         stats        vf_clipfrac  [B, T]
     """
-    values, returns, old = _inside(response_mask_BT, values_BT, returns_BT, old_values_BT)
+    values, returns, old = inside_mask(response_mask_BT, values_BT, returns_BT, old_values_BT)
     near = torch.clamp(values, old - cliprange_value, old + cliprange_value)
     plain, bounded = (values - returns).square(), (near - returns).square()
-    return 0.5 * torch.maximum(plain, bounded), _stats(response_mask_BT, vf_clipfrac=bounded > plain)
+    return 0.5 * torch.maximum(plain, bounded), token_stats(response_mask_BT, vf_clipfrac=bounded > plain)
 
 
 def loss_weights(

@@ -39,26 +39,11 @@ class EstimatorEntry:
     reads: Collection[str] = ()  # keys of the section algorithm
 
 
-ESTIMATORS = {  # algorithm.adv_estimator
+ESTIMATORS = {
     "gae": EstimatorEntry("core.algorithm.advantages:gae", critic=True, reads=("gamma", "lam")),
     "grpo": EstimatorEntry(
         "core.algorithm.advantages:grpo", groups=True, by_group=True, reads=("norm_adv_by_std_in_grpo",)
     ),
-    "grpo_passk": EstimatorEntry(
-        "core.algorithm.advantages:grpo_passk", groups=True, by_group=True, reads=("norm_adv_by_std_in_grpo",)
-    ),
-    "rloo": EstimatorEntry("core.algorithm.advantages:rloo", groups=True, by_group=True),
-    "remax": EstimatorEntry("core.algorithm.advantages:remax", greedy_baseline=True, by_group=True),
-    "reinforce_plus_plus": EstimatorEntry("core.algorithm.advantages:reinforce_plus_plus", reads=("gamma",)),
-    "reinforce_plus_plus_baseline": EstimatorEntry(
-        "core.algorithm.advantages:reinforce_plus_plus_baseline", groups=True
-    ),
-    "opo": EstimatorEntry("core.algorithm.advantages:opo", groups=True, by_group=True),
-    "gpg": EstimatorEntry("core.algorithm.advantages:gpg", groups=True),
-    "optimal_token_baseline": EstimatorEntry(
-        "core.algorithm.advantages:optimal_token_baseline", groups=True, by_group=True, squares=True
-    ),
-    "maxrl": EstimatorEntry("core.algorithm.advantages:maxrl", groups=True, by_group=True, penalties=False),
 }
 
 
@@ -78,29 +63,9 @@ class LossEntry:
     reads: Collection[str] = ()  # keys of the section actor
 
 
-_CLIP = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
-POLICY_LOSSES = {  # actor_rollout_ref.actor.policy_loss.loss_mode
-    "vanilla": LossEntry("core.algorithm.losses:vanilla", reads=(*_CLIP, "clip_ratio_c")),
-    "gspo": LossEntry(
-        "core.algorithm.losses:gspo", aggregation="seq-mean-token-mean", sequence_ratio=True, reads=_CLIP
-    ),
-    "sapo": LossEntry("core.algorithm.losses:sapo", aggregation="seq-mean-token-mean", reads=("tau_pos", "tau_neg")),
-    "gpg": LossEntry("core.algorithm.losses:gpg", has_ratio=False),
-    "reinforce": LossEntry("core.algorithm.losses:gpg", has_ratio=False),
-    "cispo": LossEntry("core.algorithm.losses:cispo", reads=_CLIP),
-    "clip_cov": LossEntry(
-        "core.algorithm.losses:clip_cov",
-        selects="core.extensions.variants.covariance:clip_cov_tokens",
-        reads=(*_CLIP, *(f"policy_loss.clip_cov_{name}" for name in ("ratio", "lb", "ub"))),
-    ),
-    "kl_cov": LossEntry(
-        "core.algorithm.losses:kl_cov",
-        selects="core.extensions.variants.covariance:kl_cov_tokens",
-        moves_without_advantage=True,
-        reads=("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef"),
-    ),
-    "dppo_tv": LossEntry("core.algorithm.losses:dppo_tv", divergence=0.15, reads=(*_CLIP, "clip_ratio_c")),
-    "dppo_kl": LossEntry("core.algorithm.losses:dppo_kl", divergence=0.05, reads=(*_CLIP, "clip_ratio_c")),
+CLIP = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+POLICY_LOSSES = {
+    "vanilla": LossEntry("core.algorithm.losses:vanilla", reads=(*CLIP, "clip_ratio_c")),
 }
 
 

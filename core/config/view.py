@@ -139,11 +139,6 @@ class View:
         return registry.readers(registry.ESTIMATORS, "lam")
 
     @property
-    def readers_of_tau(self) -> str:
-        """The policy losses that read ``tau_pos`` and ``tau_neg``, for a message."""
-        return registry.readers(registry.POLICY_LOSSES, "tau_pos")
-
-    @property
     def needs_ref(self) -> bool:
         """Whether the objective holds a KL to the reference policy."""
         return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from core.config import registry
 from core.config.frozen import thaw
 from core.config.paths import is_local
 from core.config.schema import Config
@@ -72,7 +71,7 @@ def dry_problems(config: Config) -> list[str]:
     """Return what a dry run can know: the problems of a template in a folder of this machine, or in a key."""
     options = config.actor_rollout_ref.rollout.multi_turn
     tools, users = options.tool_config_path is not None, options.interaction_config_path is not None
-    if config.actor_rollout_ref.rollout.loop != registry.TOOL_AGENT or not (tools or users):
+    if config.actor_rollout_ref.rollout.agent_loop != "tool_agent" or not (tools or users):
         return []
     kwargs = {**thaw(config.data.apply_chat_template_kwargs), **({"tools": [A_TOOL]} if tools else {})}
     template, names = _template(config.actor_rollout_ref.model, tools=tools)

@@ -19,11 +19,6 @@ if TYPE_CHECKING:
 @extended("actor_rollout_ref.actor.policy_loss")
 class PolicyLossConfig(Section):
     loss_mode: LossMode = "vanilla"  # policy loss
-    clip_cov_ratio: limits.PositiveShare = 0.0002  # of clip_cov: share of an optimizer step's tokens that are dropped
-    clip_cov_lb: float = 1.0  # of clip_cov: they are drawn from those whose covariance is above this
-    clip_cov_ub: float = 5.0  # of clip_cov: and below this
-    kl_cov_ratio: limits.PositiveShare = 0.0002  # of kl_cov: share of an optimizer step's tokens that are held back
-    ppo_kl_coef: limits.NonNegative = 0.1  # of kl_cov: coefficient of the distance to the old policy on those tokens
 
 
 class Sharing:
@@ -59,8 +54,6 @@ class ActorConfig(Sharing, Section):
     kl_loss_coef: limits.NonNegative = 0.001  # coefficient of the KL in the loss
     kl_loss_type: KLKind = "low_var_kl"  # estimator of the KL in the loss
     grad_clip: limits.Positive = 1.0  # largest norm of the gradient of an update
-    tau_pos: limits.Positive = 1.0  # of sapo: temperature where the advantage is positive
-    tau_neg: limits.Positive = 1.05  # of sapo: temperature where the advantage is negative
     overlong_filtering: bool = False  # truncated answers carry no loss
     state_masking: bool = True  # tokens that tools wrote carry no loss; False is Search-R1's ablation
     ulysses_sequence_parallel_size: limits.Count = 1  # ranks that share each sequence; use_remove_padding is needed
@@ -93,12 +86,6 @@ def the_loss(c: View) -> Broken:
             f"recipe {c.recipe} does not mask truncated answers: its trainer has no shape_reward; use the recipe "
             "whose trainer does: python -m recipes.dapo.main_dapo",
         )
-    if c.actor.policy_loss.clip_cov_lb >= c.actor.policy_loss.clip_cov_ub:
-        yield (
-            "actor_rollout_ref.actor.policy_loss.clip_cov_lb",
-            f"leaves no covariance below clip_cov_ub={c.actor.policy_loss.clip_cov_ub}: clip_cov would drop no "
-            "token; verl's are clip_cov_lb=1.0 and clip_cov_ub=5.0",
-        )
     if c.gives("actor_rollout_ref.actor.loss_agg_mode") and c.loss.aggregation not in (None, c.actor.loss_agg_mode):
         yield (
             "actor_rollout_ref.actor.loss_agg_mode",
@@ -107,44 +94,12 @@ def the_loss(c: View) -> Broken:
 
 
 @rules.warning
-def bounds_and_baselines_of_losses(c: View) -> Broken:
+def the_kl_is_penalised_twice(c: View) -> Broken:
     if c.actor.use_kl_loss and c.algorithm.use_kl_in_reward:
         yield (
             "actor_rollout_ref.actor.use_kl_loss",
             "the KL to the reference is penalised twice, in the loss and in the reward; switch one off, unless "
             "that is meant",
-        )
-    if c.loss.sequence_ratio and c.actor.clip_ratio_high > 0.05:
-        yield (
-            "actor_rollout_ref.actor.policy_loss.loss_mode",
-            f"{c.actor.policy_loss.loss_mode} clips the ratio of a whole sequence, and "
-            f"clip_ratio_high={c.actor.clip_ratio_high} is never reached; the paper's bounds are "
-            "clip_ratio_low=3e-4, clip_ratio_high=4e-4",
-        )
-    if c.loss.divergence is not None and max(c.actor.clip_ratio_low, c.actor.clip_ratio_high) > 2 * c.loss.divergence:
-        yield (
-            "actor_rollout_ref.actor.policy_loss.loss_mode",
-            f"the bounds of {c.actor.policy_loss.loss_mode} are divergences: "
-            f"clip_ratio_low={c.actor.clip_ratio_low}, clip_ratio_high={c.actor.clip_ratio_high} drop few tokens; "
-            f"the published bound is clip_ratio={c.loss.divergence}",
-        )
-    if (
-        c.actor.policy_loss.loss_mode == "kl_cov"
-        and c.actor.ppo_epochs == 1
-        and c.actor.ppo_mini_batch_size == c.data.train_batch_size
-    ):
-        yield (
-            "actor_rollout_ref.actor.policy_loss.loss_mode",
-            "with one optimizer step a rollout the policy is the old one, the distance of kl_cov has no "
-            "gradient, and this is the plain policy gradient; a smaller "
-            "actor_rollout_ref.actor.ppo_mini_batch_size, or ppo_epochs above 1",
-        )
-    if c.loss.divergence is not None and (not c.gives("actor_rollout_ref.actor.clip_ratio_c")):
-        yield (
-            "actor_rollout_ref.actor.clip_ratio_c",
-            f"{c.actor.policy_loss.loss_mode} truncates importance weights at "
-            f"clip_ratio_c={c.actor.clip_ratio_c}, which holds back the rare tokens that it is meant to free; the "
-            "published runs have clip_ratio_c=10000",
         )
 
 
@@ -175,15 +130,6 @@ def keys_of_other_losses(c: View) -> Unused:
         yield (("actor_rollout_ref.actor.clip_ratio_c",), f"{c.actor.policy_loss.loss_mode} has no dual clip")
     if "clip_ratio" not in c.loss.reads:
         yield (("actor_rollout_ref.actor.clip_ratio*",), f"{c.actor.policy_loss.loss_mode} does not clip")
-    if "policy_loss.clip_cov_lb" not in c.loss.reads:
-        yield (("actor_rollout_ref.actor.policy_loss.clip_cov_*",), "only clip_cov has it")
-    if "policy_loss.ppo_kl_coef" not in c.loss.reads:
-        yield (
-            ("actor_rollout_ref.actor.policy_loss.kl_cov_ratio", "actor_rollout_ref.actor.policy_loss.ppo_kl_coef"),
-            "only kl_cov has it",
-        )
-    if "tau_pos" not in c.loss.reads:
-        yield (("actor_rollout_ref.actor.tau_*",), f"only {c.readers_of_tau} has it")
     if c.loss.aggregation is not None:
         yield (
             ("actor_rollout_ref.actor.loss_agg_mode",),

@@ -139,7 +139,7 @@ def what_a_function_reads(c: View) -> Broken:
     if (
         c.users_function
         and (not c.gives("reward_model.solution_str"))
-        and (c.rollout.loop not in (None, "single_turn_agent") or c.rollout.multi_turn.tool_config_path)
+        and (c.rollout.agent_loop not in (None, "single_turn_agent") or c.rollout.multi_turn.tool_config_path)
     ):
         yield (
             "reward_model.solution_str",

@@ -461,7 +461,7 @@ def test_an_estimator_of_the_user_s_own(tmp_path):
     estimator = estimator_of(f"{path}:halved")
     inputs = make_inputs(0)
     assert torch.equal(estimator(inputs)[0], 0.5 * inputs.token_level_rewards)
-    assert estimator_of("core.algorithm.advantages:rloo") is ESTIMATORS["rloo"]
+    assert estimator_of("core.algorithm.advantages:grpo") is ESTIMATORS["grpo"]
     assert estimator_of("rloo") is ESTIMATORS["rloo"]
 
 

@@ -15,7 +15,7 @@ from core.algorithm.losses import (
     policy_loss,
     value_loss,
 )
-from core.config import registry, schema
+from core.config import names, registry
 from core.config.registry import LOSS_AGG_MODES, POLICY_LOSSES
 from core.errors import InputError
 from tests import reference
@@ -229,7 +229,7 @@ def test_losses_that_fix_their_aggregation():
 
 
 def test_the_configuration_knows_these_modes():
-    assert get_args(schema.LossAggMode) == LOSS_AGG_MODES
+    assert get_args(names.LossAggMode) == LOSS_AGG_MODES
 
 
 # -- the value loss ---------------------------------------------------------------------------------------------------
