@@ -40,7 +40,7 @@ LAYERS = (
     ("learner", "tracking"),
     ("algorithm", "checkpoint", "data"),
     ("config",),
-    ("types", "errors", "remote", "redaction", "printable", "whole_files", "file_names", "installation", "__init__"),
+    ("types", "errors", "redaction", "printable", "whole_files", "file_names", "installation", "__init__"),
 )
 # Commands at the top of core that belong to an extension.
 COMMANDS = ("plan", "evaluate", "replay")
