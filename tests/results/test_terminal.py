@@ -12,6 +12,7 @@ from core.tracking import progress as progress_module
 from core.tracking.progress import progress
 from results.reporting.run_reader import load_run
 from results.reporting.terminal import closing_lines
+from results.reporting.watching import WatchedRun
 from tests.core.synthetic import configured, make_run
 
 
@@ -56,6 +57,17 @@ def test_no_answer_acts_on_the_terminal(folder):
 def test_a_run_without_samples_shows_no_question(folder):
     (folder / "samples.jsonl").unlink(missing_ok=True)
     assert [line.split(":")[0] for line in closing_lines(load_run(folder))] == ["accuracy on lab/hops"]
+
+
+def test_a_score_that_can_be_negative_is_no_accuracy(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if "val-core/lab/hops/acc/mean@1" in line:
+            line |= {"val-core/lab/hops/acc/mean@1": -1.0, "val-aux/lab/hops/acc/min": -1.0}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    curve = closing_lines(load_run(folder))[0]
+    assert curve.startswith("score on lab/hops: -1 ") and "%" not in curve
+    assert not WatchedRun(folder).look(time.time()).shares
 
 
 class Terminal(io.StringIO):
