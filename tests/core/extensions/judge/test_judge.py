@@ -335,13 +335,13 @@ def test_a_caller_that_is_cancelled_leaves_the_request_to_the_others(make):
 
 
 def kept(folder):
-    return folder / "kept" / "replies.sqlite"
+    return folder / "kept" / "replies.db"
 
 
 def test_long_replies_are_kept_in_the_one_file_of_the_folder(make, tmp_path):
     with serve("[[1]]" + " " * 50_000) as server:
         grade(make(server.url), "4")
-    assert {path.name.partition("-")[0] for path in (tmp_path / "kept").rglob("*")} == {"replies.sqlite"}
+    assert {path.name.partition("-")[0] for path in (tmp_path / "kept").rglob("*")} == {"replies.db"}
     assert grade(make(NOBODY), "4")[0].value == 1.0
 
 
@@ -377,7 +377,7 @@ def test_a_foreign_or_damaged_cache_is_ignored_with_a_warning(make, tmp_path, ca
     with serve() as server:
         judge = make(server.url)
         assert grade(judge, "4", "4")[0].value == 1.0
-    assert "replies.sqlite is ignored" in caplog.text and "name another folder" in caplog.text
+    assert "replies.db is ignored" in caplog.text and "name another folder" in caplog.text
     assert (path.read_bytes() if path.exists() else None) == before
     assert not outside.exists() or outside.read_bytes() == b""
 
