@@ -170,9 +170,7 @@ def merge_saved(
 
     config = PeftConfig.from_pretrained(folder)
     if config.peft_type != "LORA" or getattr(config, "megatron_config", None):  # with it peft imports megatron_core
-        raise InputError(
-            f"{folder}: its adapter_config.json is none that a run here writes, and may name code to run"
-        )
+        raise InputError(f"{folder}: its adapter_config.json is none that a run here writes, and may name code to run")
     path = resolve_path(path or config.base_model_name_or_path, "--base")
     found = base_of(path)
     if saved is not None and saved.sha256 != found.sha256:
