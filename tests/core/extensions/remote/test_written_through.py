@@ -14,7 +14,7 @@ import pytest
 from core.checkpoint.kill_points import VARIABLE
 from core.checkpoint.store import TRACKER, CheckpointStore
 from core.config import compose, paths
-from core.errors import InputError
+from core.errors import InputError, WriteFailed
 from core.extensions.remote import writing, written_through
 from core.extensions.remote.written_through import RemoteRun
 from tests.core.extensions.remote.places import fresh
@@ -251,24 +251,41 @@ def test_steps_go_on_while_a_checkpoint_is_sent_and_its_manifest_is_last(memory,
     assert order.index("global_step_2/manifest.json") < order.index("global_step_4/driver.json")
 
 
-def test_a_checkpoint_that_cannot_be_sent_ends_the_run_and_is_complete_here(memory, tmp_path, monkeypatch):
+def full_at(monkeypatch, *steps: int) -> None:
     def full(url, key, file, target):
-        if "global_step_2/" in target:
+        if any(f"global_step_{step}/" in target for step in steps):
             raise OSError("quota exceeded")
         put(url, key, file, target)
 
     put = writing.put_file
     monkeypatch.setattr(written_through, "put_file", full)
+
+
+def test_a_checkpoint_that_cannot_be_sent_is_complete_here_and_the_next_one_is_sent(
+    memory, tmp_path, monkeypatch, caplog
+):
+    full_at(monkeypatch, 2)
+    monkeypatch.chdir(tmp_path)
+    run = trainer(prepare(tmp_path / "files"), 4).init_workers()
+    run.fit()
+    assert run.session.store.steps() == [2, 4] and run.session.remote.steps() == [4]
+    assert f"trainer.default_local_dir={URL}: cannot be written (OSError: quota exceeded" in caplog.text
+    assert "Training goes on, and the next checkpoint is another try" in caplog.text
+
+
+def test_a_last_checkpoint_that_cannot_be_sent_ends_the_run_and_is_complete_here(memory, tmp_path, monkeypatch):
+    put = writing.put_file
+    full_at(monkeypatch, 2)
     monkeypatch.chdir(tmp_path)
     files = prepare(tmp_path / "files")
-    run = trainer(files, 6).init_workers()
+    run = trainer(files, 2).init_workers()
     with pytest.raises(
-        InputError, match=f"^trainer.default_local_dir={URL}: cannot be written .OSError: quota exceeded"
+        WriteFailed, match=f"^trainer.default_local_dir={URL}: cannot be written .OSError: quota exceeded"
     ):
         run.fit()
     assert run.session.store.latest().step == 2 and not run.session.remote.steps()
     monkeypatch.setattr(written_through, "put_file", put)
-    again = trainer(files, 6).init_workers()
+    again = trainer(files, 4).init_workers()
     assert again.session.step == 2 and again.session.remote.steps() == [2]
 
 
