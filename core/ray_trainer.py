@@ -266,6 +266,7 @@ class RayPPOTrainer:
             )
         self.collect_state = self.collected.state
         metrics.add(self.collected.metrics)
+        metrics.add({"rollout/unknown_ids": unknown_ids(self.collected.groups, self.known)})
         return self.collected.groups
 
     def collect_limits(self) -> CollectLimits:
@@ -400,7 +401,6 @@ class RayPPOTrainer:
         if oldest < step - 1 - trainer.max_staleness:
             raise RuntimeError(f"step {step} trained on samples of policy {oldest}, older than max_staleness allows")
         metrics.add(data_metrics(groups_P, batch))
-        metrics.add({"rollout/unknown_ids": unknown_ids(groups_P, self.known)})
         metrics.add(self.trace.record(groups_P, batch, metrics, self.workers))
         metrics.add(self.capsules.record(batch, self.kl_controller, metrics, self.workers))
         if self.agent_loop is not None:
