@@ -306,6 +306,7 @@ class RayPPOTrainer:
         self.reward.failures.stop_if_all()
         self.collect_state = self.collected.state
         metrics.add(self.collected.metrics)
+        metrics.add({"rollout/unknown_ids": unknown_ids(self.collected.groups, self.known)})
         invariants.ordinals_go_on([group.prompt.ordinal for group in self.collected.groups], self.session.trained)
         self.session.trained = self.collected.groups[-1].prompt.ordinal + 1
         if self.config.algorithm.filter_groups.enable:
@@ -515,7 +516,6 @@ class RayPPOTrainer:
             raise RuntimeError(f"step {step} trained on samples of policy {oldest}, older than max_staleness allows")
         self.sampled.forget(step - trainer.max_staleness)
         metrics.add(data_metrics(groups_P, batch))
-        metrics.add({"rollout/unknown_ids": unknown_ids(groups_P, self.known)})
         metrics.add(self.trace.record(groups_P, batch, metrics, self.workers))
         metrics.add(self.capsules.record(batch, self.kl_controller, metrics, self.workers))
         if self.agent_loop is not None:
