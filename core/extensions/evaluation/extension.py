@@ -1,4 +1,4 @@
-"""See the README of core for what this folder holds."""
+"""Answers, their scores and a report, without training: ``python -m core.evaluate``. It adds no key."""
 
 from core.config.extensions import Extension
 

@@ -1,4 +1,4 @@
-"""See the README of core for what this folder holds."""
+"""A judge behind a URL and a reward model: ``reward_model.enable``. Its keys still stand in the kernel."""
 
 from core.config.extensions import Extension
 

@@ -1,4 +1,4 @@
-"""See the README of core for what this folder holds."""
+"""Memory, time and disk of a run before it starts: ``python -m core.plan`` and ``DRY_RUN=1``. It adds no key."""
 
 from core.config.extensions import Extension
 

@@ -1,4 +1,4 @@
-"""See the README of core for what this folder holds."""
+"""Files behind URLs of fsspec (``s3://``, ``hdfs://``), copied once a node. It adds no key."""
 
 from core.config.extensions import Extension
 

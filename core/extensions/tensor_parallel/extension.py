@@ -1,4 +1,4 @@
-"""See the README of core for what this folder holds."""
+"""Layers that ranks share: ``tensor_model_parallel_size`` of a learner. Its rules still stand in the kernel."""
 
 from core.config.extensions import Extension
 

@@ -1,4 +1,4 @@
-"""See the README of core for what this folder holds."""
+"""Pictures in prompts, learner and engines: a column ``images``. Its rules still stand in the kernel."""
 
 from core.config.extensions import Extension
 
