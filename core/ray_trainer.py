@@ -35,9 +35,6 @@ from core.data.stream import PromptStream, agent_names, load_val_prompts
 from core.data.vocabulary import known_ids
 from core.engines import SampleRequest, SamplingParams, sampling_params
 from core.engines.stepped import SteppedEngine
-from core.extensions.capsules.capsule_recorder import CapsuleRecorder
-from core.extensions.planning.memory_knobs import naming_knobs
-from core.extensions.trace.trace_recorder import TraceRecorder
 from core.learner.batching import make_batch, token_rewards
 from core.learner.learner import multiplier, warmup_steps
 from core.learner.models import check_files, check_lengths, load_picture_format, load_tokenizer
@@ -58,9 +55,11 @@ from core.rollout.collect import (
 from core.session import LoopState, Session, prepare_torch
 from core.tracking.generations import generation_rows, print_examples
 from core.tracking.health import FAILED
+from core.tracking.memory_knobs import naming_knobs
 from core.tracking.metrics import RAW_SCORE, data_metrics, throughput, unknown_ids
 from core.tracking.profiling import profiled
 from core.tracking.progress import progress
+from core.tracking.recorders import Moment, RecordedRun, Recorders
 from core.tracking.step_time import BusyClock
 from core.tracking.validation import ValRecord, validation_metrics
 from core.types import AnsweredGroup, Prompt, ScoredGroup, StepMetrics, TrainBatch, Trajectory
@@ -131,8 +130,7 @@ class RayPPOTrainer:
         self.agent_loop: AgentLoop | None = None  # None where a trajectory is one turn
         self.tool_calls = ToolCalls()
         self.workers: Workers | None = None
-        self.trace: TraceRecorder | None = None
-        self.capsules: CapsuleRecorder | None = None
+        self.recorders = Recorders()
         self.clock = BusyClock("decode", "reward")
         self.runner: asyncio.Runner | None = None
         self.collected: Collected | None = None
@@ -149,9 +147,7 @@ class RayPPOTrainer:
         self.load_data()
         check_lengths(config, self.longest())
         checkpoint = self.session.open(self.stream, critic=self.needs.critic)
-        self.trace = TraceRecorder(config, self.tokenizer, self.session.total_steps)
-        self.keep_group = self.trace.judging(self.keep_group)
-        self.capsules = CapsuleRecorder(config, type(self), self.session.total_steps)
+        self.recorders = Recorders.of(RecordedRun(config, self.tokenizer, type(self), self.session.total_steps))
         with naming_knobs(config, "load"):
             self.workers = self.make_workers(prepare_torch(config.trainer))
         try:
@@ -224,13 +220,12 @@ class RayPPOTrainer:
                     with self.collecting_ahead(metrics):
                         batch = make_batch(groups_P, self.tokenizer.pad_token_id, self.needs.state_masking)
                         self.check_batch(groups_P, batch)
-                        batch = self.trace.marked(batch, metrics.step)
-                        batch = self.capsules.begin(metrics, groups_P, batch, self.kl_controller, self.workers)
+                        batch = self.recorders.begin(batch, Moment(groups_P, metrics, self.kl_controller, self.workers))
                         batch = self.compute_log_probs(batch, metrics)
-                        self.capsules.between("log_probs", batch)
+                        self.recorders.between("log_probs", batch)
                         with metrics.time("adv"):
                             batch = self.compute_advantages(batch, metrics)
-                        self.capsules.between("advantages", batch)
+                        self.recorders.between("advantages", batch)
                         self.update(batch, metrics)
                     with metrics.time("update_weights"):
                         metrics.add(self.workers.sync_weights(metrics.step))
@@ -294,7 +289,7 @@ class RayPPOTrainer:
             self.collected = self.runner.run(
                 collect(
                     roll_group,
-                    self.keep_group,
+                    self.recorders.judging(self.keep_group),
                     fresh_enough(self.collect_state, oldest),
                     self.collect_limits(),
                     score_groups=score_groups,
@@ -332,7 +327,8 @@ class RayPPOTrainer:
         work = None
         if self.looks_ahead(metrics.step):
             roll, score_groups = self.rolling()
-            work = collect_ahead(roll, self.keep_group, self.collected, self.collect_limits(), score_groups)
+            keep = self.recorders.judging(self.keep_group)
+            work = collect_ahead(roll, keep, self.collected, self.collect_limits(), score_groups)
         else:  # which other groups were judged depends on timing, and must not reach a checkpoint
             self.collect_state = dataclasses.replace(self.collect_state, carried={})
         if work is not None and not self.workers.overlaps:
@@ -516,8 +512,7 @@ class RayPPOTrainer:
             raise RuntimeError(f"step {step} trained on samples of policy {oldest}, older than max_staleness allows")
         self.sampled.forget(step - trainer.max_staleness)
         metrics.add(data_metrics(groups_P, batch))
-        metrics.add(self.trace.record(groups_P, batch, metrics, self.workers))
-        metrics.add(self.capsules.record(batch, self.kl_controller, metrics, self.workers))
+        metrics.add(self.recorders.record(batch, Moment(groups_P, metrics, self.kl_controller, self.workers)))
         if self.agent_loop is not None:
             metrics.add(self.agent_loop.metrics())
         metrics.add(self.reward.usage("perf/judge"))

@@ -34,7 +34,6 @@ from core.config import convert, health_bounds
 from core.config.paths import run_folder
 from core.data.stream import PromptStream
 from core.errors import InputError, WriteFailed, memory_phase, writing
-from core.extensions.planning.memory_knobs import naming_knobs
 from core.extensions.remote.urls import is_url
 from core.extensions.remote.writing import check_writable
 from core.extensions.remote.written_through import RemoteRun
@@ -42,6 +41,7 @@ from core.learner.saving import planned_fingerprints
 from core.rollout.collect import CollectState, StopRequested
 from core.tracking import run_manifest, step_time
 from core.tracking.health import Crossing, Health, Repeats, UnhealthyRun
+from core.tracking.memory_knobs import naming_knobs
 from core.tracking.run_manifest import RunFacts
 from core.tracking.tracker import Tracker, mend_run_folder, rows_with_steps
 from core.types import StepMetrics, TrainBatch

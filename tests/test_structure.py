@@ -46,17 +46,16 @@ LAYERS = (
 COMMANDS = ("plan", "evaluate", "replay")
 # Imports of extensions by the kernel that are still to be cut; none is added.
 STILL_IMPORTED = {
-    "cluster": {"judge", "tensor_parallel", "trace", "vision"},
+    "cluster": {"judge", "tensor_parallel", "vision"},
     "checkpoint": {"remote"},
     "command_line": {"planning"},
     "config": {"remote"},
     "data": {"remote", "vision"},
     "engines": {"vision"},
-    "learner": {"remote", "trace", "vision"},
-    "ray_trainer": {"capsules", "planning", "trace"},
+    "learner": {"remote", "vision"},
     "rewards": {"judge"},
-    "session": {"planning", "remote"},
-    "tracking": {"capsules", "remote", "trace", "vision"},
+    "session": {"remote"},
+    "tracking": {"remote", "vision"},
 }
 
 # Packages that only these files import.

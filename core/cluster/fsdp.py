@@ -41,7 +41,6 @@ from core.config.frozen import FrozenDict
 from core.engines.weight_buckets import Packer, Staging, Weight
 from core.extensions.judge.reward_model import RewardModel
 from core.extensions.tensor_parallel.split_layers import split_layers
-from core.extensions.trace.traced_tokens import TracedRows
 from core.extensions.vision.model_inputs import freeze_vision_tower
 from core.learner.hf_export import export_hf, load_weights, weight_files, write_index
 from core.learner.learner import Actor, BasePolicy, Critic, Policy, Ranks, pass_size
@@ -59,6 +58,7 @@ from core.learner.saving import (
     save_model,
     save_optimizer,
 )
+from core.learner.traced_tokens import TracedRows
 from core.learner.weight_probe import probe_ids, probe_log_probs
 from core.types import TrainBatch
 

@@ -20,7 +20,6 @@ from core.data.vocabulary import known_ids
 from core.engines import NoEngine, RolloutEngine
 from core.engines.factory import make_engine
 from core.extensions.judge.reward_model import RewardModel
-from core.extensions.trace.traced_tokens import TracedRows
 from core.extensions.vision.model_inputs import freeze_vision_tower
 from core.learner.batching import steps_of
 from core.learner.learner import Actor, BasePolicy, Critic, Policy, pass_size
@@ -29,6 +28,7 @@ from core.learner.model_checks import rounding_cost
 from core.learner.models import compute_dtype, load_critic, load_policy
 from core.learner.packing import Layout
 from core.learner.saving import fingerprints, host_copy, load_model, load_optimizer, save_model
+from core.learner.traced_tokens import TracedRows
 from core.learner.weight_probe import compare_probe, compare_weights, probe_ids, probe_log_probs
 from core.tracking.health import Repeats
 from core.tracking.profiling import Profile

@@ -23,10 +23,10 @@ from core.cluster.ray_watch import ASIDE, Watch
 from core.cluster.ray_weights import WeightSync
 from core.config.frozen import FrozenDict
 from core.data.vocabulary import known_ids
-from core.extensions.trace.traced_tokens import TracedRows
 from core.learner.batching import busy_sequences, rank_shares, steps_of
 from core.learner.learner import CRITIC_READS, PASS_READS, actor_reads, only_advantages_train
 from core.learner.models import compute_dtype
+from core.learner.traced_tokens import TracedRows
 from core.types import TrainBatch
 
 if TYPE_CHECKING:

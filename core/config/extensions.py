@@ -35,7 +35,8 @@ class Extension:
     tables: name of a table in ``core/config/registry.py`` -> the entries that it adds.
     files: of a configuration, (key, path) of the files that its keys name and that must exist.
     checked_at_start: of a configuration, lines on what only a start can check.
-    functions: moment -> "module:name" of a function that the kernel calls then, where a configuration asks for it.
+    functions: name -> "module:name" of a function that the kernel calls by this name (:func:`functions`).
+    used: whether a configuration asks for the functions.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Extension:
     files: Callable[[Config], Iterable[tuple[str, str]]] = lambda config: ()
     checked_at_start: Callable[[Config], Iterable[str]] = lambda config: ()
     functions: Mapping[str, str] = field(default_factory=dict)
+    used: Callable[[Config], bool] = lambda config: True
 
 
 @functools.cache
@@ -63,9 +65,9 @@ def entries(table: str) -> dict[str, Any]:
     return {name: entry for one in found() for name, entry in one.tables.get(table, {}).items()}
 
 
-def functions(moment: str) -> list[str]:
-    """Return the paths of the functions that extensions have for a moment."""
-    return [one.functions[moment] for one in found() if moment in one.functions]
+def functions(name: str, config: Config | None = None) -> list[str]:
+    """Return the paths of the functions that extensions have under a name; of those that ``config`` asks for."""
+    return [one.functions[name] for one in found() if name in one.functions and (config is None or one.used(config))]
 
 
 def extended(section: str) -> Callable[[type[Section]], Any]:

@@ -24,7 +24,6 @@ from core.algorithm.losses import Means, policy_loss, value_loss
 from core.algorithm.rollout_correction import add_mismatch
 from core.config import registry
 from core.data.vocabulary import unknown_among
-from core.extensions.trace.traced_tokens import TracedTokens, clipped_how
 from core.extensions.vision.model_inputs import Sight, run_body
 from core.learner.batching import micro_batches, split_idle
 from core.learner.compiled import compile_parts
@@ -32,6 +31,7 @@ from core.learner.log_probs import FP32Head, token_log_probs_and_entropy
 from core.learner.lora import base_only, layers
 from core.learner.model_checks import check_head, check_packing, shares_alike
 from core.learner.packing import Layout, Reading, SharedPrompts, can_keep_keys, can_share, hidden_before_tokens
+from core.learner.traced_tokens import TracedTokens, clipped_how
 from core.types import Picture, TrainBatch
 
 if TYPE_CHECKING:

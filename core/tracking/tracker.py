@@ -39,13 +39,11 @@ from core.checkpoint.manifest import fsync, write_durably
 from core.config import Config, convert, paths, registry, to_yaml
 from core.config.registry import load_object
 from core.errors import InputError, writing
-from core.extensions.capsules.capsule_recorder import drop_capsules_after
 from core.extensions.remote.urls import is_url
 from core.extensions.remote.writing import write_text
-from core.extensions.trace.trace_recorder import drop_traces_after
 from core.extensions.vision.images import thumbnails
 from core.redaction import redacted_text
-from core.tracking import run_manifest
+from core.tracking import recorders, run_manifest
 from core.tracking.console import ConsoleLogger, headline
 from core.tracking.loggers import Guarded, LoggedRun, Logger, Row
 from core.tracking.records import Records
@@ -440,5 +438,4 @@ def _drop_after(run_dir: Path, step: int) -> None:
     for path in (run_dir / "validation").glob("*.jsonl"):
         if path.stem.isdecimal() and int(path.stem) > step:
             path.unlink()
-    drop_traces_after(run_dir, step)
-    drop_capsules_after(run_dir, step)
+    recorders.drop_after(run_dir, step)

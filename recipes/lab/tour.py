@@ -31,7 +31,7 @@ INSTRUMENTS = (
     *("core/tracking/step_time.py", "core/tracking/progress.py"),
     *(
         "core/extensions/trace/trace_recorder.py",
-        "core/extensions/trace/traced_tokens.py",
+        "core/learner/traced_tokens.py",
         "core/extensions/capsules/capsule_recorder.py",
     ),
     *("core/checkpoint/kill_points.py", "core/errors.py", "core/algorithm/invariants.py"),

@@ -20,9 +20,9 @@ from core.config import Config, compose, examine
 from core.errors import InputError
 from core.extensions.planning.estimate import Plan, advice, hooks_of
 from core.extensions.planning.first_lines import duration, small
-from core.extensions.planning.memory_knobs import pass_tokens
 from core.extensions.planning.model_rules import model_problems
 from core.extensions.planning.model_shapes import gpu
+from core.tracking.memory_knobs import pass_tokens
 from core.tracking.run_manifest import ROOT
 from results.reporting.pages import Table, markdown_table
 from results.reporting.run_reader import comparable, settings_of

@@ -17,8 +17,8 @@ import torch
 
 from core.config import compose
 from core.engines import SampleRequest
-from core.extensions.trace.traced_tokens import TracedRows
 from core.learner.saving import planned_fingerprints
+from core.learner.traced_tokens import TracedRows
 from core.ray_trainer import RayPPOTrainer
 from core.types import TrainBatch
 from tests.scripted_engine import ScriptedEngine

@@ -26,12 +26,12 @@ from core.cluster import local_workers
 from core.data import sampler
 from core.data.dataset import Encoder
 from core.engines import hf, sampling, stepped
-from core.extensions.trace.trace_recorder import TraceRecorder
 from core.learner import batching, learner, log_probs, lora, packing
 from core.ray_trainer import RayPPOTrainer
 from core.rewards import grading, layer
 from core.rollout.agent_loop import Episode
 from core.session import Session
+from core.tracking.recorders import Recorders
 from core.types import Stop, TrainBatch, Trajectory
 from recipes.dapo import dapo_ray_trainer
 from recipes.search_r1 import search_loop
@@ -330,22 +330,22 @@ def learner_without_temperature_later(original, *given, temperature, **named):
     return original(*given, temperature=1.0 if torch.is_grad_enabled() else temperature, **named)
 
 
-@replaces(TraceRecorder, "marked")
-def groups_mixed_later(original, self, batch, step):
-    batch = original(self, batch, step)
+@replaces(Recorders, "begin")
+def groups_mixed_later(original, self, batch, now):
+    batch = original(self, batch, now)
     return batch.adding(group=torch.arange(len(batch)) % (int(batch.group.max()) + 1))
 
 
-@replaces(TraceRecorder, "marked")
-def tool_tokens_trained_later(original, self, batch, step):
-    batch = original(self, batch, step)
+@replaces(Recorders, "begin")
+def tool_tokens_trained_later(original, self, batch, now):
+    batch = original(self, batch, now)
     first = torch.cat([batch.flat("response_mask")[span].int().cumsum(0) > 0 for span in spans_of(batch)])
     return batch.adding(response_mask=first, loss_mask=first)
 
 
-@replaces(TraceRecorder, "marked")
-def rewards_of_others_later(original, self, batch, step):
-    batch = original(self, batch, step)
+@replaces(Recorders, "begin")
+def rewards_of_others_later(original, self, batch, now):
+    batch = original(self, batch, now)
     return batch.adding(reward=batch.reward[batch.lengths.argsort(stable=True)])
 
 

@@ -18,8 +18,9 @@ from core.algorithm.advantages import estimate
 from core.algorithm.losses import vanilla
 from core.config import Config
 from core.extensions.trace.trace_recorder import TraceRecorder, _byte_of
-from core.extensions.trace.traced_tokens import TracedTokens, clipped_how
 from core.learner.batching import make_batch, optimizer_steps, token_rewards
+from core.learner.traced_tokens import TracedTokens, clipped_how
+from core.tracking.recorders import Moment
 from core.types import Picture, Prompt, ScoredGroup, Segment, StepMetrics, Stop, TrainBatch, Trajectory
 from reward_scores.score import graded
 from tests.core.synthetic import configured, make_run
@@ -124,9 +125,9 @@ def record(
     rng = torch.Generator().manual_seed(seed + step)
     recorder = recorder or TraceRecorder(config, ByteTokenizer(), 4)
     if drop is not None:
-        recorder.judging(lambda group: False)(drop)
+        recorder.judged(drop, False)
     groups = passing("groups", list(groups or made_groups(step, seed)))
-    batch = passing("batch", recorder.marked(make_batch(groups, PAD), step))
+    batch = passing("batch", recorder.begin(make_batch(groups, PAD), Moment((), StepMetrics(step), None, None)))
     noise = 1e-6 * torch.randn(batch.tokens, generator=rng)
     old = passing("old", (batch.flat("rollout_log_probs") + noise) * batch.flat("response_mask"))
     batch = batch.adding(token_level_rewards=token_rewards(batch), old_log_probs=None if single else old)
@@ -140,7 +141,7 @@ def record(
         update(passing("weights", one), old, traced, config, passing, rng)
     metrics = StepMetrics(step)
     metrics.add({"timing_s/step": 1.0})
-    recorder.metrics = recorder.record(groups, batch, metrics, Workers(traced))
+    recorder.metrics = recorder.record(batch, Moment(groups, metrics, None, Workers(traced)))
     return recorder
 
 

@@ -28,10 +28,10 @@ import torch
 from core.cluster.fsdp import LearnerRank
 from core.config.schema import Config
 from core.extensions.planning.estimate import Plan
-from core.extensions.planning.memory_knobs import log_prob_tokens, pass_tokens
 from core.extensions.planning.model_shapes import gpu, width
 from core.extensions.planning.step_seconds import forward_flops
 from core.learner.models import compute_dtype
+from core.tracking.memory_knobs import log_prob_tokens, pass_tokens
 from core.tracking.run_manifest import git_state, hardware
 from results.reporting.feasibility import Script, read_script
 from tests.scale.fake_learner import APART, config_of, fake_rank, first_step, full_batch

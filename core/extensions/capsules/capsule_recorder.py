@@ -31,7 +31,7 @@ from core.checkpoint.run_state import StateEncoder
 from core.config import convert
 from core.config.paths import run_folder
 from core.errors import InputError
-from core.extensions.trace.trace_recorder import TRACED
+from core.tracking.recorders import TRACED, Moment, RecordedRun, Recorder
 from core.tracking.run_manifest import git_state
 from core.types import ScoredGroup, StepMetrics, TrainBatch
 
@@ -60,6 +60,10 @@ def step_of(path: Path) -> int:
     """Return the step of a capsule's folder, complete or not; -1 for a folder of another name."""
     number = path.name.split(".")[0].removeprefix("step_")
     return int(number) if number.isdecimal() else -1
+
+
+def recorder(run: RecordedRun) -> CapsuleRecorder:
+    return CapsuleRecorder(run.config, run.trainer, run.total_steps)
 
 
 def drop_capsules_after(run_dir: Path, step: int) -> None:
@@ -201,8 +205,8 @@ class Begun:
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
 
-class CapsuleRecorder:
-    """Keeps the steps that ``trainer.capsule_steps`` names. Off, it does nothing.
+class CapsuleRecorder(Recorder):
+    """Keeps the steps that ``trainer.capsule_steps`` names.
 
     :meth:`begin`, :meth:`between` and :meth:`record` are called in every step. What fails here never ends the run.
     """
@@ -214,21 +218,20 @@ class CapsuleRecorder:
         self.steps = frozenset(config.trainer.capsule_steps or ())
         self.begun: Begun | None = None
 
-    def begin(
-        self, metrics: StepMetrics, groups: Sequence[ScoredGroup], batch: TrainBatch, kl: KLController, workers: Any
-    ) -> TrainBatch:
+    def begin(self, batch: TrainBatch, now: Moment) -> TrainBatch:
         """Copy the weights where the step is to be kept, and return the batch with its rows numbered for the update."""
+        metrics, workers = now.metrics, now.workers
         self.begun = None
         if metrics.step not in self.steps:
             return batch
-        from core.extensions.trace.traced_tokens import numbered
         from core.learner.saving import host_copy
+        from core.learner.traced_tokens import numbered
 
         start = time.perf_counter()
         batch = numbered(batch)
         weights = {name: host_copy(tensors) for name, tensors in state_of(workers).items()}
         known, alignment = frozenset(metrics.values), alignment_of(workers)
-        self.begun = Begun(metrics.step, groups, batch, kl, weights, alignment, known)
+        self.begun = Begun(metrics.step, now.groups, batch, now.kl, weights, alignment, known)
         self.begun.tensors |= {f"batch/{name}": value for name, value in batch.stored.items()}
         self.begun.tensors["lengths"] = batch.lengths
         self.begun.seconds = time.perf_counter() - start
@@ -241,8 +244,9 @@ class CapsuleRecorder:
             self.begun.tensors |= {f"{phase}/{name}": value for name, value in found.items()}
             self.begun.batch = batch
 
-    def record(self, batch: TrainBatch, kl: KLController, metrics: StepMetrics, workers: Any) -> dict[str, float]:
+    def record(self, batch: TrainBatch, now: Moment) -> dict[str, float]:
         """Write the capsule of the step, if there is to be one, and return what it cost, as metrics."""
+        workers = now.workers
         begun, self.begun = self.begun, None
         if begun is None:
             return {}
@@ -253,7 +257,7 @@ class CapsuleRecorder:
                 begun.tensors |= {f"after/{name}/{part}": one for part, one in digest(value).items()}
         size = 0
         try:
-            size = self._write(begun, kl, metrics, workers)
+            size = self._write(begun, now.kl, now.metrics, workers)
         except (InputError, OSError) as error:
             log.warning("the capsule of step %d is not kept: %s", begun.step, error)
         seconds = begun.seconds + time.perf_counter() - start

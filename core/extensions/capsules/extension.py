@@ -10,6 +10,7 @@ from core.config.rulebook import Broken, RuleBook, Unused
 from core.config.section import Section
 
 if TYPE_CHECKING:
+    from core.config.schema import Config
     from core.config.view import View
 
 
@@ -20,6 +21,10 @@ class CapsuleKeys(Section):
 
 
 rules = RuleBook()
+
+
+def used(config: Config) -> bool:
+    return bool(config.trainer.capsule_steps)
 
 
 @rules.problem
@@ -52,4 +57,11 @@ def no_capsules(c: View) -> Unused:
         yield ("trainer.capsule_max_mb",), "trainer.capsule_steps names no step"
 
 
-EXTENSION = Extension(name="capsules", keys={"trainer": CapsuleKeys}, rules=rules)
+HERE = "core.extensions.capsules.capsule_recorder"
+EXTENSION = Extension(
+    name="capsules",
+    keys={"trainer": CapsuleKeys},
+    rules=rules,
+    used=used,
+    functions={"recorder": f"{HERE}:recorder", "drop_after": f"{HERE}:drop_capsules_after"},
+)

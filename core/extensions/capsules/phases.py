@@ -26,8 +26,8 @@ from core.extensions.capsules.differences import (
     compare_pieces,
 )
 from core.extensions.capsules.stored_step import StoredStep
-from core.extensions.trace.traced_tokens import numbered
 from core.learner.batching import make_batch, steps_of
+from core.learner.traced_tokens import numbered
 from core.replay import PHASES
 from core.tracking.metrics import data_metrics
 from core.types import BATCH_FIELDS, StepMetrics, TrainBatch

@@ -15,10 +15,10 @@ from core.config.registry import load_object
 from core.engines import RolloutEngine
 from core.engines.factory import make_engine
 from core.engines.stepped import SteppedEngine
-from core.extensions.planning.memory_knobs import naming_knobs
 from core.learner.models import check_lengths, load_tokenizer
 from core.rollout.agent_loop import AgentLoop, make_agent_loop
 from core.session import prepare_torch
+from core.tracking.memory_knobs import naming_knobs
 
 if TYPE_CHECKING:
     from core.config.schema import Config

@@ -38,7 +38,6 @@ from pathlib import Path
 from core.config import compose, examine, registry, schema
 from core.config.sections.actor import Sharing
 from core.errors import InputError
-from core.extensions.planning.memory_knobs import knobs, log_prob_tokens, pass_tokens, update_knobs
 from core.extensions.planning.model_rules import model_problems
 from core.extensions.planning.model_shapes import TABLE, Gpu, Shape, gpu, shape_of, width
 from core.extensions.planning.published import lengths_of, questions_of, step_errors
@@ -51,9 +50,10 @@ from core.extensions.planning.step_seconds import (
     writing_seconds,
 )
 from core.learner.head_chunk import CPU_LOGITS, head_logits
+from core.tracking.memory_knobs import knobs, log_prob_tokens, pass_tokens, update_knobs
 
 USABLE = 0.95  # of a GPU's memory; the rest is the allocator's and the libraries'
-MEASURED = Path(__file__).parents[2] / "results/benchmarks/plan_memory.json"  # of tests.benchmarks.plan_memory
+MEASURED = Path(__file__).parents[3] / "results/benchmarks/plan_memory.json"  # of tests.benchmarks.plan_memory
 PHASES = ("generate", "log-probs", "update", "critic update")
 ALWAYS = ("always",)
 UPDATES = {"policy": ("update",), "critic": ("critic update",)}  # of a role that trains

@@ -10,6 +10,7 @@ from core.config.rulebook import RuleBook, Unused
 from core.config.section import Section
 
 if TYPE_CHECKING:
+    from core.config.schema import Config
     from core.config.view import View
 
 
@@ -31,6 +32,10 @@ class TraceKeys(Section):
 rules = RuleBook()
 
 
+def used(config: Config) -> bool:
+    return config.trainer.trace.freq > 0 or bool(config.trainer.trace.steps)
+
+
 @rules.unused
 def nothing_is_recorded(c: View) -> Unused:
     if c.trainer.trace.freq == -1 and not c.trainer.trace.steps:
@@ -40,4 +45,11 @@ def nothing_is_recorded(c: View) -> Unused:
         )
 
 
-EXTENSION = Extension(name="trace", keys={"trainer": TraceKeys}, rules=rules)
+HERE = "core.extensions.trace.trace_recorder"
+EXTENSION = Extension(
+    name="trace",
+    keys={"trainer": TraceKeys},
+    rules=rules,
+    used=used,
+    functions={"recorder": f"{HERE}:recorder", "drop_after": f"{HERE}:drop_traces_after"},
+)

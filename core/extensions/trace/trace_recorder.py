@@ -21,7 +21,7 @@ import logging
 import os
 import time
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,8 +31,9 @@ import numpy as np
 from core.checkpoint.manifest import fsync
 from core.config.paths import run_folder
 from core.extensions.vision.images import SHOWN, thumbnails
+from core.tracking.recorders import TRACED, Moment, RecordedRun, Recorder
 from core.tracking.records import Records
-from core.types import ScoredGroup, StepMetrics, TrainBatch, Trajectory
+from core.types import ScoredGroup, TrainBatch, Trajectory
 
 if TYPE_CHECKING:
     from core.config.schema import Config
@@ -49,7 +50,6 @@ FIELDS = {
     **{"ref_log_prob": np.float32, "values": np.float32, "returns": np.float32, "advantages": np.float32},
     **{"rollout_is_weights": np.float32},
 }
-TRACED = ("log_prob", "ratio", "entropy", "clip", "loss", "loss_weight")  # of the update, at policy tokens
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,12 @@ class Chosen:
     rows: range | None
 
 
-class TraceRecorder:
-    """Decides which steps and groups are recorded, and writes them. Off, it does nothing."""
+class TraceRecorder(Recorder):
+    """Decides which steps and groups are recorded, and writes them."""
 
     def __init__(self, config: Config, tokenizer: Any, total_steps: int):
         self.config, self.options, self.tokenizer = config, config.trainer.trace, tokenizer
         self.folder, self.total_steps = run_folder(config) / FOLDER, total_steps
-        self.enabled = self.options.freq > 0 or bool(self.options.steps)
         self.texts: dict[int, str | dict[str, str]] = {}  # of the tokens seen so far
         self.dropped: dict[int, ScoredGroup] = {}  # the lowest ordinals, which do not depend on timing
         self.cpu_s = self.step_s = 0.0
@@ -79,31 +78,24 @@ class TraceRecorder:
         regular = freq > 0 and (step % freq == 0 or step in (1, self.total_steps))
         return regular or step in (self.options.steps or ())
 
-    def judging(self, keep_group: Callable[[ScoredGroup], bool]) -> Callable[[ScoredGroup], bool]:
-        """Return ``keep_group`` that remembers the first group it drops, or the same function where nothing records."""
+    def judged(self, group: ScoredGroup, kept: bool) -> None:
+        """Remember the first groups that ``keep_group`` drops."""
+        if not kept:
+            self.dropped[group.prompt.ordinal] = group
+            while len(self.dropped) > 2:  # the next step's may be judged while this one trains
+                del self.dropped[max(self.dropped)]
 
-        def judged(group: ScoredGroup) -> bool:
-            kept = keep_group(group)
-            if not kept:
-                self.dropped[group.prompt.ordinal] = group
-                while len(self.dropped) > 2:  # the next step's may be judged while this one trains
-                    del self.dropped[max(self.dropped)]
-            return kept
-
-        return judged if self.enabled else keep_group
-
-    def marked(self, batch: TrainBatch, step: int) -> TrainBatch:
+    def begin(self, batch: TrainBatch, now: Moment) -> TrainBatch:
         """Return the batch with its rows numbered where the step is to be recorded: the update then keeps values."""
-        if not self.is_due(step):
+        if not self.is_due(now.metrics.step):
             return batch
-        from core.extensions.trace.traced_tokens import numbered
+        from core.learner.traced_tokens import numbered
 
         return numbered(batch)
 
-    def record(
-        self, groups: Sequence[ScoredGroup], batch: TrainBatch, metrics: StepMetrics, workers: Any
-    ) -> dict[str, float]:
+    def record(self, batch: TrainBatch, now: Moment) -> dict[str, float]:
         """Write the step where it is due and return what that cost, as metrics."""
+        groups, metrics, workers = now.groups, now.metrics, now.workers
         last = groups[-1].prompt.ordinal
         dropped = [group for ordinal, group in sorted(self.dropped.items()) if ordinal < last]
         self.dropped = {ordinal: group for ordinal, group in self.dropped.items() if ordinal > last}
@@ -376,6 +368,10 @@ def make_room(folder: Path, room: int, besides: Path) -> None:
             return
         path.unlink()
         del sizes[path]
+
+
+def recorder(run: RecordedRun) -> TraceRecorder:
+    return TraceRecorder(run.config, run.tokenizer, run.total_steps)
 
 
 def drop_traces_after(run_dir: Path, step: int) -> None:

@@ -18,9 +18,9 @@ from core.cluster.restarts import work
 from core.config import compose, convert
 from core.engines.hf import HFEngine
 from core.errors import OutOfMemory, out_of_memory
-from core.extensions.planning.memory_knobs import ENGINE_PHASES, knobs
 from core.learner.learner import Actor, Critic, Policy
 from core.ray_trainer import RayPPOTrainer
+from core.tracking.memory_knobs import ENGINE_PHASES, knobs
 from tests.core.engine_contract import ask
 from tests.core.ray_cluster import cluster_config, local_ray, write_model
 from tests.faults.tiny_run import command, prepare

@@ -20,14 +20,13 @@ import yaml
 
 from core.config import Config, compose, convert, examine, from_yaml, paths
 from core.errors import InputError, WriteFailed
-from core.extensions.capsules.capsule_recorder import CapsuleRecorder
-from core.extensions.trace.trace_recorder import TraceRecorder
 from core.extensions.vision.images import SHOWN, thumbnail
 from core.tracking import run_manifest
 from core.tracking import tracker as tracking
 from core.tracking.generations import generation_rows
 from core.tracking.loggers import LoggedRun
 from core.tracking.metrics import throughput
+from core.tracking.recorders import Recorders
 from core.tracking.tracker import Tracker, dump_jsonl, read_jsonl, spread_out
 from core.types import Prompt, ScoredGroup, Segment, StepMetrics, Stop, TrainBatch, Trajectory
 from reward_scores.score import Score
@@ -723,8 +722,8 @@ def test_throughput_is_a_gpus_share_as_verl_counts_it(arguments, ranks):
         reward=SimpleNamespace(usage=lambda _: {}, failures=SimpleNamespace(rate=lambda _: {})),
         stream=SimpleNamespace(epoch=lambda _: 0),
         workers=None,
-        trace=TraceRecorder(config, None, total_steps=3),
-        capsules=CapsuleRecorder(config, RayPPOTrainer, total_steps=3),
+        recorders=Recorders(),
+        sampled=SimpleNamespace(forget=lambda step: None),
         session=SimpleNamespace(
             is_due=lambda *_: False, complete_step=lambda metrics, *_: ended.append(metrics.values["perf/throughput"])
         ),

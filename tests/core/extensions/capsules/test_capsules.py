@@ -19,6 +19,7 @@ from core.extensions.capsules.replay_report import changed, replay, what_if
 from core.extensions.capsules.stored_step import find, read
 from core.ray_trainer import RayPPOTrainer
 from core.replay import __main__ as command
+from core.tracking.recorders import RecordedRun, Recorders
 from core.types import StepMetrics
 from tests.checkpoints import flip_bit
 from tests.core import scripted_run
@@ -186,6 +187,7 @@ def test_a_run_that_goes_on_drops_what_it_repeats(kept, tmp_path):
 def test_a_kill_while_a_capsule_is_written_leaves_a_readable_run(kept, files, tmp_path, moment, monkeypatch):
     config = scripted_run.configured(files, str(tmp_path / "run"), *KL, "trainer.capsule_steps=[1,2]", steps=2)
     run = RayPPOTrainer(config).init_workers()
+    (recorder,) = run.recorders.each
     copied(kept / "capsules/step_000001", tmp_path / "run/capsules/step_000001")
     stored = read(find(kept, 2))
     tensors = {name: value for name, value in stored.tensors.items() if not name.startswith("groups/")}
@@ -197,7 +199,7 @@ def test_a_kill_while_a_capsule_is_written_leaves_a_readable_run(kept, files, tm
         points = {"the second file": (capsules, "_publish"), "the description": (capsules, "write_durably")}
         owner, name = points.get(moment, (Path, "rename"))
         setattr(owner, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        run.capsules._write(begun, run.kl_controller, StepMetrics(2), run.workers)
+        recorder._write(begun, run.kl_controller, StepMetrics(2), run.workers)
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     assert [path.name for path in sorted((tmp_path / "run/capsules").iterdir())] == [
@@ -206,7 +208,7 @@ def test_a_kill_while_a_capsule_is_written_leaves_a_readable_run(kept, files, tm
     ]
     assert "--step=2: its capsule is half written" in refused(find, tmp_path / "run", 2)
     assert "Kept: 1" in refused(find, tmp_path / "run", 2) and find(tmp_path / "run", 1)
-    run.capsules._write(begun, run.kl_controller, StepMetrics(2), run.workers)
+    recorder._write(begun, run.kl_controller, StepMetrics(2), run.workers)
     assert read(find(tmp_path / "run", 2)).step == 2
 
 
@@ -328,9 +330,8 @@ def test_exit_codes(kept, capsys):
     assert "core.replay: --phase=batch: compares with the record" in capsys.readouterr().err
 
 
-def test_the_recorder_does_nothing_where_no_step_is_named(files):
-    config = scripted_run.configured(files, "off")
-    recorder, marker = CapsuleRecorder(config, RayPPOTrainer, 2), object()
-    assert recorder.begin(StepMetrics(1), (), marker, None, None) is marker
-    recorder.between("log_probs", None)
-    assert recorder.record(None, None, StepMetrics(1), None) == {}
+def test_a_run_that_names_no_step_has_no_recorder(files):
+    run = RecordedRun(scripted_run.configured(files, "off"), None, RayPPOTrainer, 2)
+    assert Recorders.of(run).each == ()
+    named = RecordedRun(scripted_run.configured(files, "on", "trainer.capsule_steps=[1]"), None, RayPPOTrainer, 2)
+    assert [type(one) for one in Recorders.of(named).each] == [CapsuleRecorder]

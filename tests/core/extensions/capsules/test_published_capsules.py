@@ -21,7 +21,7 @@ from core.extensions.capsules.replay_report import replay
 from core.extensions.capsules.stored_step import read
 from core.learner.learner import Actor, Stepper
 
-CAPSULES = Path(__file__).resolve().parents[3] / "results/capsules"
+CAPSULES = Path(__file__).resolve().parents[4] / "results/capsules"
 PUBLISHED = sorted(CAPSULES.glob("*/step_*"))
 MB = 2**20
 

@@ -30,7 +30,7 @@ from core.types import Prompt, Segment, Stop, Trajectory
 from tests.checkpoints import RUN, CheckpointStore
 from tests.tiny import tiny_model, tiny_tokenizer
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info, modulus=2):
     acc = float(sum(map(ord, solution_str)) % modulus == 0)

@@ -180,7 +180,7 @@ def test_a_checkpoint_at_a_url_is_exported_and_evaluated_and_a_run_is_not(files,
 
 
 def test_a_run_at_a_url_is_reported_and_published_without_its_checkpoints(tmp_path, copies, capsys):
-    run = Path(__file__).resolve().parents[3] / "results" / "grpo" / "lab-seed1"
+    run = Path(__file__).resolve().parents[4] / "results" / "grpo" / "lab-seed1"
     url = put(run, f"{ROOT}/grpo/lab-seed1")
     fsspec.filesystem("memory").pipe_file("/bucket/grpo/lab-seed1/global_step_2/model", b"large")
     assert report([url, "--out", str(tmp_path / "report")]) == 0 and (tmp_path / "report" / "report.md").exists()

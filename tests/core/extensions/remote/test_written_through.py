@@ -356,7 +356,7 @@ def test_a_killed_run_goes_on_from_its_url_with_the_folder_here_gone(moment, tmp
 
     prepare_files(tmp_path / "files")
     factory = command(tmp_path / "files", "grpo", 4, "actor_rollout_ref.actor.use_kl_loss=False")
-    root, env = Path(__file__).resolve().parents[3], {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    root, env = Path(__file__).resolve().parents[4], {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     env["PYTHONPATH"] = str(root)
 
     def start(machine: str, url: str, **extra: str) -> int:
@@ -387,7 +387,7 @@ def test_a_run_over_ray_reads_from_urls_and_writes_to_them(tmp_path):
     urls = [f"data.train_files={at}/files/train.parquet", f"actor_rollout_ref.model.path={at}/files/model"]
     urls += [f"trainer.rollout_data_dir={at}/dump", "trainer.trace.freq=1", "trainer.backend=ray"]
     start = command(tmp_path / "files", "grpo", 2, "actor_rollout_ref.actor.use_kl_loss=False", *urls)
-    root = Path(__file__).resolve().parents[3]
+    root = Path(__file__).resolve().parents[4]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(root), "RLREPRO_CACHE": str(tmp_path / "cache")}
     (tmp_path / "here").mkdir()
     done = subprocess.run(

@@ -13,6 +13,7 @@ import torch
 from core.config import compose
 from core.extensions.trace.trace_recorder import FOLDER, TraceRecorder, make_room, shown
 from core.ray_trainer import RayPPOTrainer
+from core.tracking.recorders import RecordedRun, Recorders
 from core.tracking.tracker import Tracker
 from core.types import TrainBatch
 from results.reporting.run_reader import load_run
@@ -50,8 +51,8 @@ def files(run):
 def test_off_nothing_is_recorded_and_nothing_is_in_the_way(folder):
     run = fit(configured(folder, "off", steps=2))
     assert not (run / FOLDER).exists()
-    recorder = TraceRecorder(resolved(), None, 4)
-    assert recorder.judging(len) is len and recorder.marked("batch", 1) == "batch"
+    recorders = Recorders.of(RecordedRun(resolved(), None, RayPPOTrainer, 4))
+    assert recorders.each == () and recorders.begin("batch", None) == "batch"
 
 
 def test_every_so_many_steps_the_first_the_last_and_those_that_are_named(folder):
@@ -187,7 +188,7 @@ def test_recording_every_step_of_a_lab_takes_at_most_two_percent(tmp_path, monke
     """CPU seconds inside the recorder over seconds of the steps, as the run itself measures them."""
     from recipes.lab import sums
 
-    root = Path(__file__).resolve().parents[3]
+    root = Path(__file__).resolve().parents[4]
     monkeypatch.chdir(tmp_path)
     sums.prepare()
     tools = f"actor_rollout_ref.rollout.multi_turn.tool_config_path={root / 'recipes/lab/tools.yaml'}"

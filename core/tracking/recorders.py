@@ -1,0 +1,102 @@
+"""What keeps a step beside training it. ``fit`` calls recorders at named moments; the kernel knows none by name.
+
+Extensions declare theirs as ``functions["recorder"]``; a run has those that its configuration asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from core.config import extensions, registry
+from core.types import ScoredGroup, StepMetrics, TrainBatch
+
+if TYPE_CHECKING:
+    from core.algorithm.kl import KLController
+    from core.config.schema import Config
+
+TRACED = ("log_prob", "ratio", "entropy", "clip", "loss", "loss_weight")  # what an update keeps of numbered rows
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """What a recorder is made of."""
+
+    config: Config
+    tokenizer: Any
+    trainer: type  # the recipe's
+    total_steps: int
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A step as a recorder finds it: with its groups, its metrics so far, the models and the KL controller."""
+
+    groups: Sequence[ScoredGroup]
+    metrics: StepMetrics
+    kl: KLController
+    workers: Any
+
+
+class Recorder:
+    """Base of a recorder: it keeps nothing. What it returns may number rows, and never changes what they hold."""
+
+    def judged(self, group: ScoredGroup, kept: bool) -> None:
+        """See a group of which ``keep_group`` was asked; groups come in any order."""
+
+    def begin(self, batch: TrainBatch, now: Moment) -> TrainBatch:
+        """Begin the step, before its first phase, and return its batch."""
+        return batch
+
+    def between(self, phase: str, batch: TrainBatch) -> None:
+        """See what a phase made of the batch."""
+
+    def record(self, batch: TrainBatch, now: Moment) -> dict[str, float]:
+        """Keep the step after its update and return what that cost, as metrics."""
+        return {}
+
+
+class Recorders(Recorder):
+    """The recorders of a run, each called in turn."""
+
+    def __init__(self, each: Sequence[Recorder] = ()):
+        self.each = tuple(each)
+
+    @classmethod
+    def of(cls, run: RecordedRun) -> Recorders:
+        """Return those that the run's configuration asks for."""
+        return cls([registry.load_object(path)(run) for path in extensions.functions("recorder", run.config)])
+
+    def judging(self, keep_group: Callable[[ScoredGroup], bool]) -> Callable[[ScoredGroup], bool]:
+        """Return ``keep_group`` that tells the recorders what it says."""
+
+        def judged(group: ScoredGroup) -> bool:
+            kept = keep_group(group)
+            self.judged(group, kept)
+            return kept
+
+        return judged
+
+    def judged(self, group: ScoredGroup, kept: bool) -> None:
+        for one in self.each:
+            one.judged(group, kept)
+
+    def begin(self, batch: TrainBatch, now: Moment) -> TrainBatch:
+        for one in self.each:
+            batch = one.begin(batch, now)
+        return batch
+
+    def between(self, phase: str, batch: TrainBatch) -> None:
+        for one in self.each:
+            one.between(phase, batch)
+
+    def record(self, batch: TrainBatch, now: Moment) -> dict[str, float]:
+        return {name: value for one in self.each for name, value in one.record(batch, now).items()}
+
+
+def drop_after(run_dir: Path, step: int) -> None:
+    """Remove what recorders kept of later steps, which a resumed run repeats, whatever it records itself."""
+    for path in extensions.functions("drop_after"):
+        registry.load_object(path)(run_dir, step)
