@@ -46,14 +46,13 @@ LAYERS = (
 COMMANDS = ("plan", "evaluate", "replay")
 # Imports of extensions by the kernel that are still to be cut; none is added.
 STILL_IMPORTED = {
-    "cluster": {"judge", "tensor_parallel", "vision"},
+    "cluster": {"vision"},
     "checkpoint": {"remote"},
     "command_line": {"planning"},
     "config": {"remote"},
     "data": {"remote", "vision"},
     "engines": {"vision"},
     "learner": {"remote", "vision"},
-    "rewards": {"judge"},
     "session": {"remote"},
     "tracking": {"remote", "vision"},
 }

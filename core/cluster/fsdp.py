@@ -36,17 +36,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from core.algorithm import use_checks
 from core.algorithm.losses import Means
 from core.checkpoint.provenance import Base, ModelFingerprint
-from core.config import registry
+from core.config import extensions, registry
 from core.config.frozen import FrozenDict
 from core.engines.weight_buckets import Packer, Staging, Weight
-from core.extensions.judge.reward_model import RewardModel
-from core.extensions.tensor_parallel.split_layers import split_layers
 from core.extensions.vision.model_inputs import freeze_vision_tower
 from core.learner.hf_export import export_hf, load_weights, weight_files, write_index
 from core.learner.learner import Actor, BasePolicy, Critic, Policy, Ranks, pass_size
 from core.learner.lora import add_adapters, has_adapters, load_adapters, merged_weights, trained_weights
 from core.learner.model_checks import rounding_cost
-from core.learner.models import compute_dtype, load_classifier, load_critic, load_policy, load_tokenizer
+from core.learner.models import compute_dtype, load_critic, load_policy, load_tokenizer
 from core.learner.packing import Layout
 from core.learner.saving import (
     OPTIMIZER,
@@ -67,7 +65,6 @@ if TYPE_CHECKING:
     from core.config.sections.actor import Sharing
     from core.config.sections.critic import CriticModelConfig
     from core.config.sections.model import FSDPConfig, ModelConfig
-    from core.config.sections.reward import RewardModelConfig
 
 # Models return views (a slice of the logits); nothing here works in place on them.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -124,7 +121,7 @@ def shard(module: nn.Module, config: FSDPConfig, device: torch.device, layer_siz
     dtype = compute_dtype(config.dtype)
     mesh = make_mesh(device, config.fsdp_size, layer_size)
     if layer_size > 1:
-        split_layers(module, mesh["tensor"])
+        extensions.function("split_layers")(module, mesh["tensor"])
         mesh = mesh[mesh.mesh_dim_names[:-1]]
     options: dict[str, Any] = {"mesh": mesh}
     if dtype is not None:
@@ -217,16 +214,6 @@ def gathered(value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     part = value.detach().to_local().to(device, dtype)
     options = {"run_check": False, "shape": value.shape, "stride": value.stride()}
     return DTensor.from_local(part, value.device_mesh, value.placements, **options).full_tensor()
-
-
-def shared_reward_model(config: RewardModelConfig, device: torch.device) -> RewardModel:
-    """Return this rank's part of a reward model; rank 0 reads the weights. Raises InputError."""
-    source = load_classifier(config.model)[0] if dist.get_rank() == 0 else None
-    module, by_token = load_classifier(config.model, on_meta=True)
-    shard(module, config.model.fsdp_config, device)
-    module.to_empty(device="cpu" if config.model.fsdp_config.offload_policy else device)
-    fill(module, source, device)
-    return RewardModel(config, device, (module, by_token), ProcessRanks())
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from core.algorithm import use_checks
 from core.checkpoint.provenance import Base, ModelFingerprint
 from core.checkpoint.run_state import save_tensors
-from core.config import registry
+from core.config import extensions, registry
 from core.config.frozen import FrozenDict
 from core.data.vocabulary import known_ids
 from core.engines import NoEngine, RolloutEngine
 from core.engines.factory import make_engine
-from core.extensions.judge.reward_model import RewardModel
 from core.extensions.vision.model_inputs import freeze_vision_tower
 from core.learner.batching import steps_of
 from core.learner.learner import Actor, BasePolicy, Critic, Policy, pass_size
@@ -117,7 +116,9 @@ class LocalWorkers:
             compiled = config.critic.use_torch_compile
             self.critic = Critic(critic, config.critic, compute_dtype=dtype, layout=layout, compiled=compiled)
         self.trained = {"actor": self.actor, **({"critic": self.critic} if self.critic else {})}
-        self.reward_model = RewardModel(config.reward_model, device).score if config.reward_model.loads_model else None
+        self.reward_model = None
+        if config.reward_model.loads_model:
+            self.reward_model = extensions.function("reward_model")(config.reward_model, device).score
         self.profile: Profile | None = None
         self.probing = {"bf16": not self.full_precision, "is_news": Repeats().is_news}
 

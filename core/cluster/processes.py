@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from core.cluster.driver import stand_where_the_shell_stood
+from core.config import extensions
 from core.engines import RolloutEngine, SampleRequest
 from core.engines.factory import make_engine
 from core.engines.weight_buckets import GROUP, Bucket, Packer, Proof, Staging, Weight, staged_size
@@ -31,7 +32,6 @@ from core.types import TrainBatch
 if TYPE_CHECKING:
     from core.cluster.fsdp import LearnerRank
     from core.config.schema import Config
-    from core.extensions.judge.reward_model import RewardModel
 
 
 class Process:
@@ -263,18 +263,15 @@ class RewardModelProcess(Process):
 
     def __init__(self, cores: int | None, parts: int = 1):
         super().__init__(cores, parts)
-        self.model: RewardModel | None = None
+        self.model: Any = None  # of core/extensions/judge
 
     def join(self, rank: int, address: tuple[str, int], config: Config, device: torch.device) -> None:
         """Load the model, or this rank's part of it."""
-        from core.cluster.fsdp import shared_reward_model
-        from core.extensions.judge.reward_model import RewardModel
-
         if (ranks := config.reward_model.ranks) == 1:
-            self.model = RewardModel(config.reward_model, device)
+            self.model = extensions.function("reward_model")(config.reward_model, device)
             return
         self.meet(rank, ranks, address, config, device)
-        self.model = shared_reward_model(config.reward_model, device)
+        self.model = extensions.function("shared_reward_model")(config.reward_model, device)
 
     def score(self, answers: Sequence[Answer]) -> list[ModelScore]:
         return self.model.score(answers)

@@ -29,11 +29,10 @@ from core.cluster.ray_engine import RayEngine, RayRewardModel
 from core.cluster.ray_placement import DRIVER_CPUS, device_of, parts_of, reserve
 from core.cluster.ray_watch import Watch
 from core.cluster.signals import kept_from_children
-from core.config import registry
+from core.config import extensions, registry
 from core.config.frozen import thaw
 from core.config.paths import run_folder
 from core.errors import InputError
-from core.extensions.tensor_parallel.split_layers import check_layers
 from core.tracking.profiling import runtime_env
 from core.tracking.run_manifest import ROOT
 
@@ -160,7 +159,7 @@ class RayProcesses:
         self.reward_groups: list[Any] = []  # of the reward model's own pool
         self.owns_ray = not ray.is_initialized()
         if learners:
-            check_layers(config, critic=config.critic.enable)
+            _check_layers(config)
         try:
             if self.owns_ray:
                 connect(config, device)
@@ -300,3 +299,10 @@ class RayProcesses:
         self.groups, self.engine_groups, self.reward_groups = [], [], []
         if self.owns_ray:
             ray.shutdown()
+
+
+def _check_layers(config: Config) -> None:
+    """Check, on models without weights, that ranks can share layers where the configuration asks for it."""
+    parts = (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic)
+    if any(part.tensor_model_parallel_size > 1 for part in parts):
+        extensions.function("check_layers")(config, critic=config.critic.enable)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from core.config.rulebook import RuleBook
 from core.config.section import Section
 from core.config.yaml_tables import read_table
+from core.errors import InputError
 
 if TYPE_CHECKING:
     from core.config.schema import Config
@@ -68,6 +69,14 @@ def entries(table: str) -> dict[str, Any]:
 def functions(name: str, config: Config | None = None) -> list[str]:
     """Return the paths of the functions that extensions have under a name; of those that ``config`` asks for."""
     return [one.functions[name] for one in found() if name in one.functions and (config is None or one.used(config))]
+
+
+def function(name: str) -> Any:
+    """Import and return the function that one extension has under a name. Raises InputError where none has it."""
+    if not (paths := functions(name)):
+        raise InputError(f"core/extensions: no folder there has {name}, which this configuration asks for; restore it")
+    module, _, attribute = paths[0].partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def extended(section: str) -> Callable[[type[Section]], Any]:

@@ -12,10 +12,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from core.config import registry
+from core.config import extensions, registry
 from core.data.parquet import Example
 from core.errors import InputError
-from core.extensions.judge.judge import Judge
 from core.rewards.batch_calls import Answer, BatchCalls, RewardModelCall
 from core.rewards.check import (
     MODEL_STYLE,
@@ -65,7 +64,7 @@ class RewardLayer:
         self._call_model: BatchCalls | None = None
         self.scorers = Scorers(scorer_options(reward), function)
         self.manager: RewardManager = make_manager(reward, self.scorers)
-        self.judge: Judge | None = Judge(reward.judge) if reward.judged else None
+        self.judge: Any = extensions.function("judge")(reward.judge) if reward.judged else None
         self.judging: Any = self.judge  # the judge, or a barrier before it
         self.custom = function is not None or registry.own_manager(reward.reward_manager, reward.source)
         self.batched = function is not None and function.batched  # it takes the answers of a step in one call

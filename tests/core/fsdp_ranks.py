@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from core.algorithm.losses import Means
-from core.cluster.fsdp import LearnerRank, gather, shared_reward_model
+from core.cluster.fsdp import LearnerRank, gather
+from core.extensions.judge.shared_reward_model import shared_reward_model
 from core.learner.batching import busy_sequences, rank_shares, steps_of
 from core.learner.hf_export import FILE_SIZE
 from core.learner.learner import only_advantages_train

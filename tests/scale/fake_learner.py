@@ -24,6 +24,7 @@ from core.cluster import fsdp
 from core.config import Config, compose
 from core.extensions.planning.estimate import hooks_of
 from core.extensions.planning.model_shapes import Shape
+from core.extensions.tensor_parallel.split_layers import split_layers
 from core.learner import learner, log_probs, packing
 from core.learner.batching import optimizer_steps
 from core.learner.head_chunk import GPU_LOGITS
@@ -122,7 +123,7 @@ def _replaced(meter: Meter) -> Iterator[tuple[str, Any]]:
     yield "core.cluster.fsdp.load_policy", load
     yield "core.cluster.fsdp.add_adapters", lambda module, *_: module and real(add_adapters)(module, *_)
     yield "core.cluster.fsdp.fill", lambda *_, **__: None
-    yield "core.cluster.fsdp.split_layers", real(fsdp.split_layers)
+    yield "core.extensions.tensor_parallel.split_layers.split_layers", real(split_layers)
     yield "core.cluster.fsdp.copy", SimpleNamespace(deepcopy=real(copy.deepcopy))
     yield "core.cluster.fsdp.init_device_mesh", real(fsdp.init_device_mesh)
     yield "core.cluster.fsdp.ProcessRanks", RanksAlone

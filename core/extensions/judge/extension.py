@@ -2,4 +2,12 @@
 
 from core.config.extensions import Extension
 
-EXTENSION = Extension(name="judge")
+HERE = "core.extensions.judge"
+EXTENSION = Extension(
+    name="judge",
+    functions={
+        "judge": f"{HERE}.judge:Judge",
+        "reward_model": f"{HERE}.reward_model:RewardModel",
+        "shared_reward_model": f"{HERE}.shared_reward_model:shared_reward_model",
+    },
+)

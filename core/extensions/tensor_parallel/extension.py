@@ -2,4 +2,8 @@
 
 from core.config.extensions import Extension
 
-EXTENSION = Extension(name="tensor_parallel")
+HERE = "core.extensions.tensor_parallel.split_layers"
+EXTENSION = Extension(
+    name="tensor_parallel",
+    functions={"split_layers": f"{HERE}:split_layers", "check_layers": f"{HERE}:check_layers"},
+)

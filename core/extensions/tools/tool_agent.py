@@ -27,6 +27,7 @@ from core.extensions.tools.call_formats import FORMATS, Call, Chat, Piece, tell_
 from core.extensions.tools.interactions import KEY as USERS
 from core.extensions.tools.interactions import Interaction, UserTurn, chosen_user, load_interactions, reply_problem
 from core.extensions.tools.tools import KEY, Tool, ToolError, ToolSpec, chosen, facts_for, load_tools
+from core.printable import printable
 from core.rollout.agent_loop import AgentLoop, Episode
 from core.rollout.outside_code import ApartLoop, Failed, described, guarded
 from core.types import Prompt
@@ -127,7 +128,8 @@ class ToolAgentLoop(AgentLoop):
         self.counts[count] += 1
         if name not in self.traced:
             self.traced.add(name)
-            log.warning("%s failed: %s; further failures are counted alone\n%s", name, failed.reason, failed.trace)
+            reason, trace = printable(failed.reason), printable(failed.trace)
+            log.warning("%s failed: %s; further failures are counted alone\n%s", name, reason, trace)
 
     async def take_turns(self, tools: Mapping[str, ToolSpec], episode: Episode, respond: Respond | None) -> None:
         """Alternate with the policy: tools answer a turn with calls, the user, where there is one, any other."""

@@ -119,7 +119,11 @@ def run(files: Path, folder: Path, *overrides: str) -> Path:
 
 def test_a_checkpoints_settings_name_no_code(tmp_path):
     model = "actor_rollout_ref.model"
-    code = {f"{model}.trust_remote_code": True, f"{model}.external_lib": "evil", "ray_kwargs.ray_init": {"a": "b"}}
+    code = {
+        f"{model}.trust_remote_code": True,
+        f"{model}.external_lib": "evil",
+        "ray_kwargs.ray_init": {"namespace": "b"},
+    }
     with CheckpointStore(tmp_path / "run").writing(1, dataclasses.replace(RUN, config=code)) as folder:
         (folder / "actor").mkdir()
         (folder / "actor" / "tokenizer_config.json").write_text("{}")
@@ -127,7 +131,7 @@ def test_a_checkpoints_settings_name_no_code(tmp_path):
     asked = {"model": None, "run": run, "step": None}
     with pytest.raises(InputError, match=rf"--run={run}: its settings name code .* append {model}.external_lib=evil"):
         generation.request("grpo", [], out, **asked)
-    typed = [f"{model}.trust_remote_code=True", f"{model}.external_lib=evil", "ray_kwargs.ray_init.a=b"]
+    typed = [f"{model}.trust_remote_code=True", f"{model}.external_lib=evil", "ray_kwargs.ray_init.namespace=b"]
     assert generation.request("grpo", typed, out, **asked).config.actor_rollout_ref.model.external_lib == "evil"
     for left_out in range(3):
         with pytest.raises(InputError, match="names? code"):

@@ -41,7 +41,7 @@ def write_classifier(folder, kind="token", arch="qwen2", template=TEMPLATE, **co
 
 def settings(folder, *, input_tokenizer="policy", fsdp=None, **given):
     sharding = FSDPConfig(**{"dtype": "float32", **(fsdp or {})})
-    model = RewardModelModelConfig(str(folder), input_tokenizer, fsdp_config=sharding)
+    model = RewardModelModelConfig(path=str(folder), input_tokenizer=input_tokenizer, fsdp_config=sharding)
     filled = {"max_length": 200, "use_dynamic_bsz": True, "forward_max_token_len_per_gpu": 400, **given}
     return RewardModelConfig(enable=True, model=model, **filled)
 

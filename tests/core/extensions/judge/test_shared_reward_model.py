@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from core.cluster import fsdp
+from core.extensions.judge import shared_reward_model as shared
 from core.extensions.judge.reward_model import RewardModel
 from tests.core import fsdp_ranks
 from tests.core.extensions.judge.reward_model_runs import answers, settings, write_classifier
@@ -48,13 +48,15 @@ def test_scores_are_those_of_one_process(found, name):
 
 def test_only_the_first_rank_reads_weights(tmp_path, monkeypatch):
     read = []
-    load = fsdp.load_classifier
-    monkeypatch.setattr(fsdp, "load_classifier", lambda *a, **k: read.append(k.get("on_meta", False)) or load(*a, **k))
-    monkeypatch.setattr(fsdp, "shard", lambda module, *_: module)
-    monkeypatch.setattr(fsdp, "fill", lambda *_: None)
+    load = shared.load_classifier
+    monkeypatch.setattr(
+        shared, "load_classifier", lambda *a, **k: read.append(k.get("on_meta", False)) or load(*a, **k)
+    )
+    monkeypatch.setattr(shared, "shard", lambda module, *_: module)
+    monkeypatch.setattr(shared, "fill", lambda *_: None)
     config = settings(write_classifier(tmp_path))
     for rank, expected in ((0, [False, True]), (1, [True])):
-        monkeypatch.setattr(fsdp.dist, "get_rank", lambda rank=rank: rank)
-        fsdp.shared_reward_model(config, torch.device("cpu"))
+        monkeypatch.setattr(shared.dist, "get_rank", lambda rank=rank: rank)
+        shared.shared_reward_model(config, torch.device("cpu"))
         assert read == expected
         read.clear()

@@ -105,6 +105,7 @@ def test_what_a_tool_raises_or_returns_is_an_error_for_the_policy(tmp_path, capl
     if what in RETURNS:
         assert f"it returned {type(RETURNS[what]).__name__}, not text" in text
     assert "the tool 'any' failed" in caplog.text and (what in RETURNS or "Traceback" in caplog.text)
+    caplog.text.encode()  # a log on disk takes it
 
 
 @pytest.mark.parametrize(
