@@ -24,7 +24,6 @@ from reward_scores.score import ScoreStatus
 
 if TYPE_CHECKING:
     from core.config.schema import ActorConfig, OptimConfig
-    from core.engines import RolloutEngine, SampleRequest
     from core.types import ScoredGroup, TrainBatch, Trajectory
 
 SAMPLED = 1024  # numbers of each weight that a checksum covers, evenly spread
@@ -41,9 +40,9 @@ class SampledTurns:
     """What the engine returned to which requests, by episode, until a step has trained on it."""
 
     def __init__(self) -> None:
-        self.turns: dict[int, list[tuple[SampleRequest, Trajectory]]] = {}
+        self.turns: dict[int, list[tuple[Any, Trajectory]]] = {}
 
-    def add(self, request: SampleRequest, turn: Trajectory) -> None:
+    def add(self, request: Any, turn: Trajectory) -> None:
         """Keep a turn until :meth:`forget`."""
         episode = request.seed if request.episode is None else request.episode
         if request.seed == episode:  # the first turn, perhaps of an episode that was begun before and given up
@@ -68,10 +67,10 @@ class SampledTurns:
 class WatchedEngine:
     """An engine as an episode sees it: what it returns is kept, to be checked before a step trains on it."""
 
-    def __init__(self, engine: RolloutEngine, sampled: SampledTurns):
+    def __init__(self, engine: Any, sampled: SampledTurns):
         self.engine, self.sampled = engine, sampled
 
-    async def sample(self, request: SampleRequest) -> Trajectory:
+    async def sample(self, request: Any) -> Trajectory:
         """Return the engine's trajectory."""
         turn = await self.engine.sample(request)
         self.sampled.add(request, turn)
@@ -79,7 +78,7 @@ class WatchedEngine:
 
 
 @counted
-def turns_are_of_their_requests(pairs: Sequence[tuple[SampleRequest, Trajectory]]) -> None:
+def turns_are_of_their_requests(pairs: Sequence[tuple[Any, Trajectory]]) -> None:
     """Check that turns follow the prompts of their requests, keep their limits, and are all the policy's."""
     remedy = "look at the engine: requests, answers and masks must not be mixed up"
     prompts: dict[int, bytes] = {}  # by the identity of the tuple, which the answers to a prompt share
