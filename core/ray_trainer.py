@@ -219,7 +219,7 @@ class RayPPOTrainer:
                     groups_P = self.collect(metrics)
                     with self.collecting_ahead(metrics):
                         batch = make_batch(groups_P, self.tokenizer.pad_token_id, self.needs.state_masking)
-                        self.check_batch(groups_P, batch)
+                        batch = self.check_batch(groups_P, batch)
                         batch = self.recorders.begin(batch, Moment(groups_P, metrics, self.kl_controller, self.workers))
                         batch = self.compute_log_probs(batch, metrics)
                         self.recorders.between("log_probs", batch)
@@ -419,8 +419,8 @@ class RayPPOTrainer:
             score = await self.reward.score(prompt, trajectory)
         return trajectory, _keeping_value(score)
 
-    def check_batch(self, groups_P: Sequence[ScoredGroup], batch: TrainBatch) -> None:
-        """Check that the batch is what was sampled and scored. Raises BrokenInvariant."""
+    def check_batch(self, groups_P: Sequence[ScoredGroup], batch: TrainBatch) -> TrainBatch:
+        """Check that the batch is what was sampled and scored, and seal it. Raises BrokenInvariant."""
         invariants.prompts_begin_once(groups_P, self.tokenizer)
         invariants.text_is_the_policys(groups_P, self.tokenizer)
         invariants.batch_is_its_groups(groups_P, batch)
@@ -432,6 +432,7 @@ class RayPPOTrainer:
             use_checks.prompts_are_their_groups(groups_P, untouched=untouched)
         else:
             self.agent_loop.check_played([t for group in groups_P for t in group.trajectories])
+        return use_checks.sealed(batch, *batch.stored)
 
     def compute_log_probs(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
         """Set ``old_log_probs``, ``ref_log_prob`` and ``values``, each only where something reads it.

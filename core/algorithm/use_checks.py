@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 SAMPLED = 1024  # numbers of each weight that a checksum covers, evenly spread
 GRADED_AGAIN = 4  # answers of a step
-PLACES = np.arange(1, 2 * SAMPLED + 2)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SURPRISE_ROOM = 0.02  # nats a token by which entropy and -log p may differ without a fault
 
@@ -413,13 +412,26 @@ def weight_sums(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None =
 
     ``dtype`` is the number format that it is compared in; None: its own.
     """
-    sums = {}
-    for name, value in named:
-        flat = _local(value).detach().reshape(-1)
-        some = flat[:: max(1, len(flat) // SAMPLED)]
-        some = some.to(dtype) if dtype is not None and some.is_floating_point() else some
-        bits = some.contiguous().view(BITS[some.element_size()]).cpu().numpy()
-        sums[name] = int(np.dot(bits.astype(np.int64), PLACES[: len(bits)]))
+    return _sums_of({name: _some_of(value, dtype) for name, value in named})
+
+
+def _some_of(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    flat = _local(value).detach().reshape(-1)
+    some = flat[:: max(1, len(flat) // SAMPLED)]
+    some = some.to(dtype) if dtype is not None and some.is_floating_point() else some
+    return some.contiguous().view(BITS[some.element_size()])
+
+
+def _sums_of(bits: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the sum of each tensor's bits, weighted by their places; all of a width at once."""
+    sums: dict[str, int] = {}
+    for width in {one.dtype for one in bits.values()}:
+        names = [name for name, one in bits.items() if one.dtype == width and len(one)]
+        lengths = np.array([len(bits[name]) for name in names], np.int64)
+        starts = np.cumsum(lengths) - lengths
+        values = torch.cat([bits[name] for name in names]).cpu().numpy().astype(np.int64) if names else np.zeros(0)
+        place = np.arange(1, len(values) + 1) - np.repeat(starts, lengths)
+        sums |= dict(zip(names, np.add.reduceat(values * place, starts).tolist() if names else (), strict=True))
     return sums
 
 
@@ -432,12 +444,16 @@ class SentWeights:
     """Weights on their way to an engine in this process; ``sums`` has their checksums as the engine must have them."""
 
     def __init__(self, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None):
-        self.named, self.dtype, self.sums = named, dtype, {}
+        self.named, self.dtype, self.sent = named, dtype, {}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, value in self.named:
-            self.sums |= weight_sums([(name, value)], self.dtype)
+            self.sent[name] = _some_of(value, self.dtype).clone()
             yield name, value
+
+    @property
+    def sums(self) -> dict[str, int]:
+        return counted(_sums_of)(self.sent)
 
 
 @counted

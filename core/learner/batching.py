@@ -62,7 +62,7 @@ def make_batch(groups: Sequence[ScoredGroup], pad_id: int, state_masking: bool =
         baseline = torch.tensor([g.baseline.value for g in groups], dtype=torch.float32).repeat_interleave(sizes)
     pictures = {number: group.prompt.pictures for number, group in enumerate(groups) if group.prompt.pictures}
     batch = TrainBatch(torch.from_numpy(lengths), int(lengths.max()), {}, pad_id, pictures)
-    batch = batch.adding(
+    return batch.adding(
         input_ids=input_ids,
         response_mask=response_mask,
         loss_mask=response_mask & live.repeat_interleave(batch.lengths),
@@ -73,7 +73,6 @@ def make_batch(groups: Sequence[ScoredGroup], pad_id: int, state_masking: bool =
         sampled_mask=None if state_masking else sampled,
         baseline=baseline,
     )
-    return use_checks.sealed(batch, *batch.stored)
 
 
 def token_rewards(batch: TrainBatch) -> Tensor:
@@ -113,7 +112,7 @@ def steps_of(
     reads, rows = (before, "advantages", "loss_weight"), 0
     for step in steps:
         invariants.weights_are_a_mean(step, mode)
-        rows += len(step)
+        rows, step = rows + len(step), use_checks.sealed(step, "loss_weight")
         yield step.adding(selected=select(*map(step.flat, reads), part.policy_loss)) if select else step
     use_checks.all_rows_are_used(rows, len(batch), part.ppo_epochs)
 
@@ -143,8 +142,7 @@ def optimizer_steps(
             carries = step.flat("loss_mask")
             weight = token_weights(step.count(carries.bool()), agg_mode, scale_factor=scale_factor, group_B=step.group)
             weight = weight if carries.dtype == torch.float64 else weight.float()
-            step = step.adding(loss_weight=weight.repeat_interleave(step.lengths) * carries)
-            yield use_checks.sealed(step, "loss_weight")
+            yield step.adding(loss_weight=weight.repeat_interleave(step.lengths) * carries)
 
 
 def busy_sequences(batch: TrainBatch, *, only_advantages_train: bool) -> Tensor:

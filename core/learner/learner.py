@@ -264,12 +264,13 @@ class Stepper:
 
     def __init__(self, trained: Passes, config: ActorConfig | CriticConfig):
         self.module, self.ranks = trained.module, trained.ranks
+        self.trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         self.base_lr, self.grad_clip = config.optim.lr, config.grad_clip
         self.number = 0  # of the step under way, in its update
         self.norms: list[float] = []  # of the gradients, of each step of the last update
         self.rates: list[float] = []  # learning rates that the optimizer had, in each step of the last update
         self.optimizer = torch.optim.AdamW(
-            [parameter for parameter in self.module.parameters() if parameter.requires_grad],
+            self.trained,
             lr=self.base_lr,
             betas=tuple(config.optim.betas),
             weight_decay=config.optim.weight_decay,
@@ -278,7 +279,7 @@ class Stepper:
 
     def step(self, lr_multiplier: float) -> tuple[float, bool]:
         """Clip, step and clear the gradients. Return the norm before clipping and whether it stepped."""
-        one, first = invariants.watched(self.module.parameters()), not self.optimizer.state
+        one, first = invariants.watched(self.trained), not self.optimizer.state
         raw = None if one is None else invariants.sample(one.grad)
         norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.grad_clip)
         norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # sharded: of all ranks
@@ -314,7 +315,7 @@ class Stepper:
         rate = self.base_lr * lr_multiplier
         for number, batch in enumerate(steps):
             self.number, one = number, Means()
-            invariants.gradients_are_cleared(self.module.parameters())
+            invariants.gradients_are_cleared(self.trained)
             for loss in losses:
                 one.value(loss, 0.0, counts=self.ranks.lead)
             accumulate(batch, one)

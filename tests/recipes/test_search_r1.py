@@ -202,6 +202,7 @@ def test_an_episode_searches_reads_and_answers():
 
 def test_what_a_search_showed_is_what_its_query_finds():
     played, made = play(["<search>jaws music</search>", "<search>x</search>", "<answer>Paris</answer>"])
+    assert made.retrieve.queries == ["jaws music", "x"]
     made.search_again = lambda queries, topk: [PASSAGES[:topk] for _ in queries]
     made.check_played([played] * 5)
     made.search_again = lambda queries, topk: [PASSAGES[1:] if query == "x" else PASSAGES for query in queries]

@@ -26,7 +26,7 @@ from tests.tiny import tiny_model
 
 def sealed_batch():
     batch = batch_of(made_groups(), GAE)
-    return use_checks.sealed(batch, "advantages", "returns", "values")
+    return use_checks.sealed(batch, *batch.stored)
 
 
 # -- seals -------------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ def test_a_field_that_is_changed_after_its_phase_is_found_where_it_is_read(name,
 
 def test_the_learners_passes_check_what_they_read():
     actor, batch = Actor(tiny_model(), ActorConfig(), temperature=1.0), sealed_batch()
-    (step,) = optimizer_steps(batch, prompts=2, scale_factor=1)
+    (step,) = steps_of(batch, ActorConfig(), 8)
     actor.accumulate(step, Means())
     with broken("phase update_actor: advantages of row"):
         actor.accumulate(step.adding(advantages=step.flat("advantages").flip(0)), Means())
