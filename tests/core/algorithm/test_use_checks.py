@@ -96,7 +96,7 @@ def test_every_row_is_in_one_micro_batch_and_in_each_epoch():
     for indices in ([torch.tensor([2, 0])], [torch.tensor([2, 0]), torch.tensor([1, 0])]):
         with broken(f"hold {sum(map(len, indices))} rows, "):
             use_checks.rows_are_used_once(indices, 3)
-    part = dataclasses.replace(ActorConfig(), ppo_mini_batch_size=1, ppo_epochs=2)
+    part = ActorConfig(ppo_mini_batch_size=1, ppo_epochs=2)
     assert len(list(steps_of(batch_of(made_groups(), GRPO), part, 8))) == 4
     with broken("the optimizer steps of 2 epochs have 6 rows, the batch has 6"):
         use_checks.all_rows_are_used(6, 6, 2)
