@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -133,9 +132,9 @@ def test_nothing_that_is_recorded_holds_a_secret_and_the_configuration_does(tmp_
     monkeypatch.setattr(wandb, "init", lambda **arguments: sent.update(arguments) or run)
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "recipes.grpo.main_grpo", *RUNNING])
     composed = examine("grpo", [*RUNNING, "trainer.logger=[wandb]", "trainer.seed=1"])
-    config = replace(configured(), **{name: getattr(composed.config, name) for name in ("reward_model", "trainer")})
-    config = replace(config, custom_reward_function=composed.config.custom_reward_function)
-    config = replace(config, ray_kwargs=composed.config.ray_kwargs)
+    config = configured().replace(**{name: getattr(composed.config, name) for name in ("reward_model", "trainer")})
+    config = config.replace(custom_reward_function=composed.config.custom_reward_function)
+    config = config.replace(ray_kwargs=composed.config.ray_kwargs)
     assert str(convert.as_tree(config)).count(SECRET) == 5, "the run has them"
     tracker = Tracker(tmp_path / "grpo" / "run", config)
     tracker.note("stopped_because", f"HTTPError: 401 for {SECRET}1")
