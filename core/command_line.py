@@ -19,10 +19,9 @@ from importlib.util import find_spec
 from typing import NoReturn
 
 from core.cluster.address import address_problem
-from core.config import Composed, Config, diff, examine, paths, recipes, registry
+from core.config import Composed, Config, diff, examine, extensions, paths, recipes, registry
 from core.config.derived_defaults import resolve
 from core.config.problem import show
-from core.data.template_check import dry_problems
 from core.extensions.planning.estimate import DEFAULT_GPU
 from core.extensions.planning.first_lines import first_lines, gpu_here, plan_lines, small
 from core.extensions.planning.model_rules import model_problems
@@ -41,7 +40,7 @@ def prepare(recipe: str, argv: Sequence[str], hooks: Collection[str] = ()) -> Co
     dry = is_dry_run()
     problems = [*composed.problems, *_outside(composed, _typed_keys(recipe, argv) if dry else None)]
     problems += [] if composed.problems else model_problems(composed.config)
-    problems += [] if problems else dry_problems(composed.config)
+    problems += [] if problems else _extensions_problems(composed.config)
     if problems:
         _refuse(problems)
     if dry:
@@ -71,6 +70,11 @@ def _outside(composed: Composed, typed: frozenset[str] | None) -> list[str]:
     if typed is None:
         lines += [*_without_engine(composed.config), *_without_cluster(composed.config)]
     return lines
+
+
+def _extensions_problems(config: Config) -> list[str]:
+    checks = map(registry.load_object, extensions.functions("problems_before_start", config))
+    return [line for check in checks for line in check(config)]
 
 
 def _without_cluster(config: Config) -> list[str]:

@@ -55,6 +55,7 @@ class Extension:
 @functools.cache
 def found() -> tuple[Extension, ...]:
     """Return the extensions that are there, by name."""
+    importlib.import_module("core.config.registry")  # it reads this too, and declarations import its entries
     package = importlib.import_module(PACKAGE)
     names = sorted(one.name for one in pkgutil.iter_modules(package.__path__) if one.ispkg)
     modules = (importlib.import_module(f"{PACKAGE}.{name}.extension") for name in names)

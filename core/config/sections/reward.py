@@ -139,7 +139,10 @@ def what_a_function_reads(c: View) -> Broken:
     if (
         c.users_function
         and (not c.gives("reward_model.solution_str"))
-        and (c.rollout.agent_loop not in (None, "single_turn_agent") or c.rollout.multi_turn.tool_config_path)
+        and (
+            c.rollout.agent_loop not in (None, "single_turn_agent")
+            or getattr(c.rollout.multi_turn, "tool_config_path", None)  # rows may name the tool agent
+        )
     ):
         yield (
             "reward_model.solution_str",

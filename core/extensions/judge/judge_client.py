@@ -42,7 +42,7 @@ KEY = "reward_model.judge"
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 20.0  # the first pause before another try, doubled until the longest
 PROBE_S = 20.0  # for the list of models, when a run starts
 PASSES = (408, 409, 425, 429)  # statuses below 500 that may pass
-# .db: core/checkpoint/written_through.py sends such files as databases
+# .db: core/extensions/remote/written_through.py sends such files as databases
 FILE, TABLE = "replies.db", "CREATE TABLE replies (key TEXT PRIMARY KEY, reply TEXT)"
 FAILURES = ("timeout", "connect", "busy", "status", "refused", "model", "nonsense")
 

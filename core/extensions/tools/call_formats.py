@@ -28,8 +28,8 @@ from typing import Any
 
 from core.data.chat_frames import Frame, reply_frame, template_of
 from core.data.dataset import Encoder
-from core.data.template_check import ANSWERED, OBSERVATION
 from core.data.vocabulary import end_ids, first_token, template_ends, whole_tokens
+from core.extensions.tools.template_check import ANSWERED, OBSERVATION
 from core.rollout.agent_loop import Episode
 from core.types import Stop
 

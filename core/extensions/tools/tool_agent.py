@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 from core.data.chat_frames import ChatError, rendered
 from core.data.dataset import Worded, truncate
 from core.data.parquet import Example
-from core.data.template_check import template_problems, uses_of_template
 from core.data.vocabulary import writable
 from core.errors import InputError
 from core.extensions.tools.call_formats import FORMATS, Call, Chat, Piece, tell_hermes
 from core.extensions.tools.interactions import KEY as USERS
 from core.extensions.tools.interactions import Interaction, UserTurn, chosen_user, load_interactions, reply_problem
+from core.extensions.tools.template_check import template_problems, uses_of_template
 from core.extensions.tools.tools import KEY, Tool, ToolError, ToolSpec, chosen, facts_for, load_tools
 from core.printable import printable
 from core.rollout.agent_loop import AgentLoop, Episode

@@ -160,8 +160,8 @@ def test_a_template_without_use_for_a_turn_is_refused_at_the_start_and_by_a_dry_
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_dry_run_renders_as_transformers_does(name):
-    from core.data import template_check
     from core.data.chat_frames import rendered, template_of
+    from core.extensions.tools import template_check
 
     words = tiny_tokenizer()
     words.chat_template = FAMILIES[name].template
@@ -172,7 +172,7 @@ def test_a_dry_run_renders_as_transformers_does(name):
 
 
 def test_a_tokenizer_with_a_template_of_its_own_for_tools_is_read(tmp_path):
-    from core.data import template_check
+    from core.extensions.tools import template_check
 
     named = [{"name": "default", "template": NO_TOOL}, {"name": "tool_use", "template": TEMPLATE}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named, "eos_token": {"content": "x"}}))

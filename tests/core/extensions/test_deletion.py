@@ -1,0 +1,72 @@
+"""An extension that is deleted takes only what it adds along: a copy without it still composes, trains and resumes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.test_structure import STILL_IMPORTED
+
+ROOT = Path(__file__).resolve().parents[3]
+PARTS = ("core", "recipes", "reward_scores", "results", "tests")  # tests for their tiny models
+EXTENSIONS = {path.parent.name for path in (ROOT / "core/extensions").glob("*/extension.py")}
+DELETABLE = sorted(EXTENSIONS - set().union(*STILL_IMPORTED.values()))
+PAPERS = ("ppo", "grpo", "dapo", "search_r1")
+PROGRAM = f"""
+import sys
+from pathlib import Path
+from core.config import compose
+from core.ray_trainer import RayPPOTrainer
+from tests.core import scripted_run
+for recipe in {PAPERS}:
+    compose(recipe, [], {{"dapo": ("keep_group", "shape_reward")}}.get(recipe, ()))
+folder = scripted_run.prepare(Path(sys.argv[1]))
+for steps in (2, 3):
+    run = RayPPOTrainer(scripted_run.configured(folder, "run", "trainer.save_freq=1", steps=steps)).init_workers()
+    run.fit()
+print("trained", run.session.step)
+"""
+
+
+def without(folder: Path, names: list[str]) -> Path:
+    """Return a copy of the repository's code without these extensions."""
+    for part in PARTS:
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "*.html", "*.jsonl"))
+    for name in names:
+        shutil.rmtree(folder / "core" / "extensions" / name)
+    return folder
+
+
+def trained(code: Path, folder: Path) -> subprocess.CompletedProcess:
+    folder.mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(code), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", PROGRAM, str(folder)]
+    return subprocess.run(command, cwd=code, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_the_kernel_trains_without_any_extension_that_can_be_deleted(tmp_path):
+    done = trained(without(tmp_path / "code", DELETABLE), tmp_path / "run")
+    assert done.returncode == 0 and "trained 3" in done.stdout, done.stderr[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DELETABLE)
+def test_the_kernel_trains_without_one(tmp_path, name):
+    done = trained(without(tmp_path / "code", [name]), tmp_path / "run")
+    assert done.returncode == 0 and "trained 3" in done.stdout, done.stderr[-2000:]
+
+
+def test_a_key_of_a_deleted_extension_is_unknown_and_its_function_is_missed_by_name(tmp_path):
+    code = without(tmp_path / "code", ["trace", "judge"])
+    asked = "from core.config import examine; print(examine('grpo', ['trainer.trace.freq=1']).problems)"
+    missed = "from core.config import extensions; extensions.function('judge')"
+    told = [
+        subprocess.run([sys.executable, "-c", line], cwd=code, capture_output=True, text=True, timeout=120)
+        for line in (asked, missed)
+    ]
+    assert "trainer.trace" in told[0].stdout and "judge" in told[1].stderr.splitlines()[-1]
