@@ -32,6 +32,7 @@ OF_TEXT = {
     *("pad", "eos", "bos", "unk", "sep", "cls", "mask", "image", "video", "audio", "stop", "start", "end", "begin"),
     *("think", "special", "additional", "max", "min", "num", "per", "new", "len", "next", "first", "last"),
 }
+FOLDERS = {"PWD", "OLDPWD"}  # variables of every shell: here pwd is no password
 OF_URLS = {"key", "code"}  # parameters of a URL that hold a secret, beside those that are secrets anywhere
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
@@ -186,4 +187,5 @@ def _hidden(value: Any) -> str:
 
 
 def _of_environment() -> set[str]:
-    return {value for name, value in os.environ.items() if len(value) >= 8 and is_secret(name)}
+    known = ((name, value) for name, value in os.environ.items() if name not in FOLDERS)
+    return {value for name, value in known if len(value) >= 8 and is_secret(name)}

@@ -117,6 +117,12 @@ def test_a_secret_that_was_hidden_and_one_of_the_environment_are_known_without_t
     redacted({"token": "once-hidden-value"})
     monkeypatch.setenv("SOME_API_KEY", "of-the-environment")
     assert redacted_text("no once-hidden-value, of-the-environment") == "no ***, ***"
+
+
+def test_the_folder_of_a_shell_is_no_secret(monkeypatch):
+    monkeypatch.setenv("PWD", "/home/somebody/rlrepro")
+    monkeypatch.setenv("OLDPWD", "/home/somebody")
+    assert redacted_text("looked for /home/somebody/rlrepro/a.parquet") == "looked for /home/somebody/rlrepro/a.parquet"
     assert str(InputError("no once-hidden-value")) == "no ***"
 
 
