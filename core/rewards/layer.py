@@ -137,7 +137,7 @@ class RewardLayer:
         or may not end.
         """
         scorers, source = self.scorers, prompt.data_source
-        if self.config.enable or scorers.custom or prompt.style == MODEL_STYLE or scorers.libraries(source):
+        if self.config.enable or self.custom or prompt.style == MODEL_STYLE or scorers.libraries(source):
             return None
         scorer = scorers.scorer(source)
         if scorer.name in RUN_PROGRAMS:

@@ -30,12 +30,14 @@ for word in "$@"; do [[ "$word" != trainer.reference=* ]] || folder="outputs/sea
 sets=""
 for set in nq triviaqa popqa hotpotqa 2wikimultihopqa musique bamboogle; do sets+="${sets:+,}'$test/$set.parquet'"; done
 sampled=actor_rollout_ref.rollout.val_kwargs
+own=() # a scorer of one's own is code, which only a command line names
+for word in "$@"; do [[ "$word" != custom_reward_function.* ]] || own+=("$word"); done
 
 generate() { # NAME key=value ...
     local out="$folder/$1.jsonl"
     shift
     "$python" -m core.evaluate generate search_r1 --model "$model" --out "$out" data.val_files="[$sets]" "$@"
-    "$python" -m core.evaluate score "$out" --name exact_match
+    "$python" -m core.evaluate score "$out" --name exact_match ${own[@]+"${own[@]}"}
 }
 
 generate greedy "$@"

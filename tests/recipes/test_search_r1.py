@@ -559,7 +559,8 @@ def test_an_evaluation_plays_the_episodes_of_a_validation(files, tmp_path, capsy
     answers = [json.loads(line) for line in out.read_text().splitlines()]
     assert all("<information>Doc 1(Title: " in "".join(s["text"] for s in one["segments"]) for one in answers)
     assert all("<information>" not in one["response"] and one["mask_runs"][0] == 0 for one in answers)
-    assert evaluate.main(["score", str(out), "--name", "exact_match"]) == 0
+    own = f"custom_reward_function.path={files}/reward.py"  # the settings beside the answers name no code
+    assert evaluate.main(["score", str(out), "--name", "exact_match", own]) == 0
     validation = tmp_path / "eval" / "val_only_step_0" / "validation" / "0.jsonl"
     assert (tmp_path / "answers.scores-exact_match.jsonl").read_text() == validation.read_text()
     assert evaluate.main(["report", str(tmp_path / "answers.scores-exact_match.jsonl")]) == 0

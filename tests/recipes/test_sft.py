@@ -354,7 +354,8 @@ def scores(files, questions) -> Path:
     typed = [one for one in settings(files) if "model.path" not in one]
     typed = [*typed, *answering(files, questions), "data.max_response_length=64", "data.max_prompt_length=64"]
     assert evaluate.main(["generate", "sft", *typed, "--model", str(files / "model"), "--out", str(out)]) == 0
-    assert evaluate.main(["score", str(out), "--name", "parity"]) == 0
+    own = f"custom_reward_function.path={files / 'reward.py'}"  # the settings beside the answers name no code
+    assert evaluate.main(["score", str(out), "--name", "parity", own]) == 0
     return files / "answers.scores-parity.jsonl"
 
 

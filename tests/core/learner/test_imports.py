@@ -6,11 +6,11 @@ import sys
 from tests.checkpoints import ROOT
 
 
-def test_importing_the_learner_loads_at_most_thirty_modules_of_core_and_nothing_that_grades():
+def test_importing_the_learner_loads_neither_the_schema_nor_what_grades_decodes_or_records():
     code = "import sys, core.learner.learner; print(*(m for m in sys.modules if m.partition('.')[0] == 'core'))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = done.stdout.split()
-    assert "core.learner.learner" in loaded and len(loaded) <= 30, loaded
+    assert "core.learner.learner" in loaded
     above = (
         "core.config.checked",
         "core.config.schema",

@@ -160,7 +160,7 @@ def test_a_users_manager_that_always_fails_stops_too(write):
             async def run(self, job): return job.extra_info["absent"]
             def close(self): pass
     """)
-    module = SimpleNamespace(path=path, name="Mine")
+    module = {"path": path, "name": "Mine"}
     reward = RewardModelConfig(source="importlib", module=module)
     none = SimpleNamespace(path=None, name=None, reward_kwargs=None)
     with pytest.raises(InputError, match="absent"):

@@ -170,7 +170,7 @@ OWN = """
 
 def test_a_users_own_manager(make_layer, write):
     path = write("def compute_score(solution_str, ground_truth, **rest): return solution_str == ground_truth", "f.py")
-    layer = make_layer(path, source="importlib", module=RewardModuleConfig(write(OWN), "Halved"))
+    layer = make_layer(path, source="importlib", module=RewardModuleConfig(path=write(OWN), name="Halved"))
     half, given, raised = grade(layer, ["b", "dict", "raise"])
     assert (half.value, given.value, given.acc) == (0.5, 0.25, 1.0)
     assert raised.status is ScoreStatus.CRASH and "KeyError: 'mine'" in raised.detail
@@ -189,7 +189,7 @@ def test_a_users_own_manager(make_layer, write):
 )
 def test_a_users_manager_that_cannot_work(make_layer, write, name, says):
     with pytest.raises(InputError, match=f"(?s)reward_model.module.*{says}"):
-        make_layer(source="importlib", module=RewardModuleConfig(write(OWN), name))
+        make_layer(source="importlib", module=RewardModuleConfig(path=write(OWN), name=name))
 
 
 REGISTERED = """
@@ -207,13 +207,14 @@ REGISTERED = """
 
 
 def test_a_users_manager_by_the_name_that_a_decorator_gives_it(make_layer, write):
-    own = RewardModuleConfig(write(REGISTERED.format(name="quarter")))
+    own = RewardModuleConfig(path=write(REGISTERED.format(name="quarter")))
     layer = make_layer(reward_manager="quarter", module=own)
     assert grade(layer, ["b"])[0].value == 0.25 and not layer.in_process
     with pytest.raises(InputError, match='(?s)reward_manager=third: .*it has .*quarter.*@register."third"'):
         make_layer(reward_manager="third", module=own)
     with pytest.raises(InputError, match="registers 'naive', a name of core.config.registry"):
-        make_layer(reward_manager="mine", module=RewardModuleConfig(write(REGISTERED.format(name="naive"), "taken.py")))
+        taken = RewardModuleConfig(path=write(REGISTERED.format(name="naive"), "taken.py"))
+        make_layer(reward_manager="mine", module=taken)
 
 
 def test_a_registered_name_passes_the_configuration_with_its_module_alone(write):

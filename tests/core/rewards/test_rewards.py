@@ -24,7 +24,8 @@ from reward_scores.score import Score, ScoreStatus
 
 
 def layer(path=None, name="compute_score", kwargs=None, on_error="zero", manager="naive", reward_kwargs=None):
-    reward = RewardModelConfig(on_error=on_error, reward_manager=manager, reward_kwargs=reward_kwargs, num_workers=1)
+    options = {"reward_kwargs": reward_kwargs or {}, "num_workers": 1}
+    reward = RewardModelConfig(on_error=on_error, reward_manager=manager, **options)
     custom = SimpleNamespace(path=path, name=name, reward_kwargs=kwargs)
     return RewardLayer(SimpleNamespace(reward_model=reward, custom_reward_function=custom))
 
