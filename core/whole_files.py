@@ -10,6 +10,9 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from core.errors import InputError
+from core.file_names import RULE, plain_name
+
 POINTER = b"version https://git-lfs.github.com/spec/"
 LARGEST_HEADER = 100_000_000  # bytes, as safetensors itself bounds it
 # Of a model's folder, beside its weights and its tokenizer; other files are not read, or say nothing of their length.
@@ -94,13 +97,18 @@ def _json(file: Path, size: int) -> str | None:
 
 
 def _parts(index: Path) -> str | None:
-    """Return which file of a model in parts is missing."""
+    """Return which file of a model in parts is missing; a name that leads elsewhere is not looked for."""
     names = json.loads(index.read_bytes())
     names = names.get("weight_map") if isinstance(names, dict) else None
     if not isinstance(names, dict):
         return "names no files (weight_map)"
-    absent = sorted({str(name) for name in names.values() if not (index.parent / str(name)).is_file()})
-    of = len({*map(str, names.values())})
+    for name in names.values():
+        try:
+            plain_name(name, index)
+        except InputError:
+            return f"lists the file name {ascii(name)[:200]}, which {RULE}"
+    absent = sorted({name for name in names.values() if not (index.parent / name).is_file()})
+    of = len({*names.values()})
     return f"names {of} files, of which {len(absent)} are not there ({', '.join(absent[:3])})" if absent else None
 
 

@@ -11,7 +11,12 @@ import pytest
 from tests.test_structure import PYTHON, module_of
 
 # Started by other processes with what they need on stdin or in the environment; nobody types them.
-NOT_TYPED = {"core.rewards.grader_supervisor", "reward_scores.sandbox.harness", "recipes.lab.planted_run"}
+NOT_TYPED = {
+    "core.rewards.grader_supervisor",
+    "reward_scores.sandbox.harness",
+    "reward_scores.sandbox.probe",
+    "recipes.lab.planted_run",
+}
 COMMANDS = sorted(
     {
         module_of(path).removesuffix(".__main__")

@@ -78,7 +78,7 @@ def test_verls_file_logger(tmp_path):
     text = "".join(json.dumps(row) + "\n" for row in rows)
     run = read_foreign(log(tmp_path, "metrics.jsonl", text + '{"step": 3, "da'))
     assert run.series("actor/entropy") == ([1], [0.5]) and list(run.points()) == ["openai/gsm8k"]
-    with pytest.raises(InputError, match="line 1 of 2: not JSON"):
+    with pytest.raises(InputError, match=r"bad\.jsonl, line 1: not JSON"):
         read_foreign(log(tmp_path, "bad.jsonl", '{"step": 1, "da\n' + text.splitlines()[0]))
     with pytest.raises(InputError, match="line 2: must be verl's"):
         read_foreign(log(tmp_path, "other.jsonl", text.splitlines()[0] + '\n{"global_step": 2}\n'))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -40,13 +39,12 @@ def test_every_key_that_can_hold_text_has_a_kind():
 
 
 def test_a_key_without_a_kind_counts_as_code(monkeypatch):
-    @dataclasses.dataclass(frozen=True)
     class Later(Config):
         hook: str | None = None
         depth: int = 3
         kind: Literal["a", "b"] = "a"
 
-    assert code_keys.named(dataclasses.replace(Later(), hook="x.py:f", depth=5, kind="b")) == {"hook": "x.py:f"}
+    assert code_keys.named(Later().replace(hook="x.py:f", depth=5, kind="b")) == {"hook": "x.py:f"}
 
 
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
@@ -99,9 +97,12 @@ def test_what_an_artefact_hides_in_another_key_is_text(monkeypatch):
     monkeypatch.setenv("SECRET", "token")
     hidden = {"trainer.project_name": "evil.py:f", "algorithm.adv_estimator": "${trainer.project_name}"}
     assert "evil.py:f" not in str(code_keys.named(examine("grpo", (), (), hidden).config))
-    told = {"trainer.project_name": "${oc.env:SECRET}", "trainer.experiment_name": "a\\${oc.env:SECRET}"}
-    trainer = examine("grpo", (), (), told).config.trainer
-    assert (trainer.project_name, trainer.experiment_name) == tuple(told.values())
+    told = {"trainer.project_name": "${oc.env:SECRET}", "data.prompt_key": "a\\${oc.env:SECRET}"}
+    config = examine("grpo", (), (), told).config
+    assert (config.trainer.project_name, config.data.prompt_key) == tuple(told.values())
+    name = {"trainer.experiment_name": told["data.prompt_key"]}  # part of a path: refused as given, not as resolved
+    (problem,) = examine("grpo", (), (), name).problems
+    assert problem.startswith("trainer.experiment_name=a\\${oc.env:SECRET}: must be a name")
 
 
 def test_what_is_no_code_passes():
