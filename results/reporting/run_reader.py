@@ -128,14 +128,19 @@ class RecordedRun:
         """A hash of what makes the experiment: runs that share it differ in their seeds only.
 
         Keys that another version has or lacks count as their defaults, so seeds of several versions are one experiment.
+        Keys of a critic or a reference policy that the run does not have count as nothing: their defaults changed.
         """
         schema = recipes.schema_of(self.manifest["recipe"])
         values, defaults = roles.completed(self.config, schema, self.manifest["recipe"]), convert.as_json(schema())
         for key, default in defaults.items():
             if values[key] == scrub(default):  # a published copy has lost the folder of a default path
                 values[key] = default
+        absent = () if values["critic.enable"] else ("critic.",)
+        if not (values["algorithm.use_kl_in_reward"] or values["actor_rollout_ref.actor.use_kl_loss"]):
+            absent += ("actor_rollout_ref.ref.",)
+        decisive = {key: value for key, value in values.items() if not key.startswith(absent)}
         return self._hash(
-            {k: v for k, v in values.items() if roles.role_of(k) != roles.BOOKKEEPING and k != "trainer.cpu_threads"}
+            {k: v for k, v in decisive.items() if roles.role_of(k) != roles.BOOKKEEPING and k != "trainer.cpu_threads"}
         )
 
     def _hash(self, values: Mapping[str, Any]) -> str:

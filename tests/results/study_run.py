@@ -21,7 +21,8 @@ def main(overrides: list[str]) -> None:
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(f"trainer: {{seed: {seed}}}\n")
     git = {"commit": "0123456789abcdef", "dirty": False}
-    manifest = {"recipe": "toy", "run": folder.name, "status": "finished", "sessions": [{"git": git}]}
+    session = {"command": "python -m toy", "git": git, "hardware": {"gpus": []}}
+    manifest = {"recipe": "toy", "run": folder.name, "run_id": "0a1b2c3d", "status": "finished", "sessions": [session]}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(os.environ["OMP_NUM_THREADS"], given["trainer.cpu_threads"], *sys.orig_argv[1:3])

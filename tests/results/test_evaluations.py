@@ -19,6 +19,7 @@ from core.tracking.confidence_intervals import Estimate
 from results import publish, report
 from results.reporting.evaluations import read_evaluations
 from results.reporting.numbers import percent
+from results.reporting.pages import markdown_cell
 from results.reporting.readme_tables import render
 from results.reporting.references import named_evaluations, read_references, reference_table, set_table
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -192,7 +193,7 @@ def test_another_evaluation_is_listed_with_the_reason_and_fills_nothing(scores, 
     with_row(results, row(**changes))
     assert line_of(results)[6] == ""
     text = render(results).split("### Runs that name a row and differ")[1]
-    assert f"| [grpo/released-tiny](grpo/released-tiny/) | {ID} | {reason} |" in text
+    assert f"| [grpo/released-tiny](grpo/released-tiny/) | {ID} | {markdown_cell(reason)} |" in text
 
 
 def test_another_scorer_keeps_it_out(folder, results):

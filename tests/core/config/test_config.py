@@ -47,7 +47,7 @@ ADDED = {
     *("trainer.heartbeat_timeout_s", "ray_kwargs.driver_actor"),
     *(f"actor_rollout_ref.rollout.{name}" for name in ("nnodes", "n_gpus_per_node")),  # of later versions
     *(f"trainer.trace.{name}" for name in ("freq", "steps", "groups", "max_mb")),
-    *("trainer.capsule_steps", "trainer.capsule_max_mb", "critic.use_torch_compile"),
+    *("trainer.capsule_steps", "trainer.capsule_max_mb", "critic.use_torch_compile", "reward_model.solution_str"),
 }
 
 
@@ -287,7 +287,9 @@ def test_published_configurations_are_read_also_where_they_hold_another_recipes_
         assert written["reward_model"].pop("judge") == yaml.safe_load(to_yaml(Config()))["reward_model"]["judge"]
         pool = [written["reward_model"].pop(key) for key in ("enable_resource_pool", "nnodes", "n_gpus_per_node")]
         assert pool == [False, 0, 0]
+        assert written["reward_model"].pop("solution_str") == "policy"
         assert written["trainer"]["health"].pop("judge_agreement") == {"bound": 0.75, "action": "stop"}
+        assert written["trainer"]["health"].pop("surprise") == {"bound": 6.0, "action": "warn"}
         assert written["trainer"].pop("trace")["freq"] == -1
         assert written["data"].pop("image_key") == "images"
         assert written["actor_rollout_ref"]["actor"].pop("freeze_vision_tower") is False
