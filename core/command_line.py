@@ -15,7 +15,6 @@ import io
 import os
 import sys
 from collections.abc import Collection, Sequence
-from importlib.util import find_spec
 from typing import NoReturn
 
 from core.cluster.address import address_problem
@@ -26,6 +25,7 @@ from core.extensions.planning.estimate import DEFAULT_GPU
 from core.extensions.planning.first_lines import first_lines, gpu_here, plan_lines, small
 from core.extensions.planning.model_rules import model_problems
 from core.extensions.planning.model_shapes import gpu
+from core.requirements_check import missing_for_run
 
 HELP = {"-h", "--help"}
 
@@ -68,7 +68,7 @@ def _outside(composed: Composed, typed: frozenset[str] | None) -> list[str]:
     absent = map(str, paths.missing(composed.config, typed))
     lines = [line for line in absent if not line.startswith(refused)]
     if typed is None:
-        lines += [*_without_engine(composed.config), *_without_cluster(composed.config)]
+        lines += [*_missing_for_run(composed.config), *_without_cluster(composed.config)]
     return lines
 
 
@@ -82,17 +82,12 @@ def _without_cluster(config: Config) -> list[str]:
     return [str(problem)] if problem else []
 
 
-def _without_engine(config: Config) -> list[str]:
-    key, name = "actor_rollout_ref.rollout.name", config.actor_rollout_ref.rollout.name
-    entry = registry.ENGINES[name]
-    package = entry.package
-    if not config.needs_engine:
-        return []
-    if entry.problems:
-        return registry.load_object(entry.problems)(config)
-    if package is None or find_spec(package):
-        return []
-    return [f"{key}={name}: {package} is not installed; make setup installs it where it can, or use {key}=hf"]
+def _missing_for_run(config: Config) -> list[str]:
+    engine = registry.ENGINES[config.actor_rollout_ref.rollout.name]
+    lines = missing_for_run(config, engine.package if config.needs_engine else None)
+    if config.needs_engine and engine.problems:
+        lines += registry.load_object(engine.problems)(config)
+    return lines
 
 
 def _refuse(problems: Sequence[str]) -> NoReturn:

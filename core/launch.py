@@ -37,8 +37,10 @@ def main(recipe: str, *, trainer: str = TRAINER, hooks: Collection[str] = ()) ->
 
 
 def apart(config: Config) -> bool:
-    """Whether the loop gets a process of its own (:mod:`core.cluster.driver`): on a cluster, unless the key says
-    otherwise."""
+    """Return whether the loop gets a process of its own (:mod:`core.cluster.detached_driver`).
+
+    On a cluster it does, unless ``ray_kwargs.driver_actor`` is set to False.
+    """
     wanted = config.ray_kwargs.driver_actor
     if wanted is None:
         wanted = cluster_address(config) is not None
@@ -46,7 +48,7 @@ def apart(config: Config) -> bool:
 
 
 def _apart(trainer: str, config: Config) -> int:
-    from core.cluster.driver import oversee
+    from core.cluster.detached_driver import oversee
     from core.cluster.workers import ray_backend
 
     try:

@@ -34,7 +34,7 @@ from core.data.sampler import sampling_seed
 from core.data.stream import PromptStream, agent_names, load_val_prompts
 from core.data.vocabulary import known_ids
 from core.engines import SampleRequest, SamplingParams, sampling_params
-from core.engines.stepped import SteppedEngine
+from core.engines.in_process_engine import InProcessEngine
 from core.learner.batching import make_batch, token_rewards
 from core.learner.learner import multiplier, warmup_steps
 from core.learner.models import check_files, check_lengths, load_picture_format, load_tokenizer
@@ -159,7 +159,7 @@ class RayPPOTrainer:
             self.workers.close()
             raise
         make_repeatable(config, self.workers.engine, self.reward, self.tool_calls, episodes=self.agent_loop is not None)
-        if self.reward.in_process and isinstance(self.workers.engine, SteppedEngine):
+        if self.reward.in_process and isinstance(self.workers.engine, InProcessEngine):
             self.clock = BusyClock("reward", "decode")  # scoring here holds up an engine in this process
         return self
 

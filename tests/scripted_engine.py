@@ -18,8 +18,8 @@ import numpy as np
 
 from core.data.sampler import derive_seed
 from core.engines import SampleRequest
+from core.engines.in_process_engine import one_turn
 from core.engines.sampling import StopRule, eos_ids
-from core.engines.stepped import one_turn
 from core.types import Stop, Trajectory
 
 if TYPE_CHECKING:

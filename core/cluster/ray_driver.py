@@ -1,4 +1,4 @@
-"""The loop of a run as a Ray actor (:class:`core.cluster.driver.DriverProcess`), and how a shell finds or makes it."""
+"""The loop of a run as a Ray actor, and how a shell finds or starts it (:mod:`core.cluster.detached_driver`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from core.cluster.driver import WAIT_S, DriverProcess, News
+from core.cluster.detached_driver import WAIT_S, DriverProcess, News
 from core.cluster.ray_placement import DRIVER_CPUS, device_of, node_for_driver
 from core.cluster.ray_pools import actor_class, check_code, connect
 from core.cluster.ray_watch import ASIDE, GRACE_S
@@ -24,7 +24,7 @@ NAMESPACE = "rlrepro"
 
 
 class RayDriver:
-    """A run's loop in an actor: :class:`core.cluster.driver.Driver`."""
+    """A run's loop in an actor: :class:`core.cluster.detached_driver.Driver`."""
 
     def __init__(self, actor: Any):
         self.actor = actor

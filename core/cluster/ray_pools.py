@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from core.checkpoint.store import LOCK
 from core.cluster.address import address_problem, cluster_address
-from core.cluster.driver import FOLDER
+from core.cluster.detached_driver import FOLDER
 from core.cluster.processes import EngineProcess, LearnerProcess, RewardModelProcess
 from core.cluster.ray_engine import RayEngine, RayRewardModel
 from core.cluster.ray_placement import DRIVER_CPUS, device_of, parts_of, reserve

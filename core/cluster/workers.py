@@ -17,7 +17,6 @@ from torch import Tensor
 from core.checkpoint.provenance import Base, ModelFingerprint
 from core.config.frozen import FrozenDict
 from core.engines import RolloutEngine
-from core.errors import InputError
 from core.learner.traced_tokens import TracedRows
 from core.rewards.batch_calls import RewardModelCall
 from core.types import TrainBatch
@@ -98,10 +97,5 @@ class Workers(Protocol):
 
 
 def ray_backend(name: str = "ray_workers") -> ModuleType:
-    """Return a module of ``trainer.backend=ray``. Raises InputError where ray is not installed."""
-    try:
-        return importlib.import_module(f"core.cluster.{name}")
-    except ModuleNotFoundError as error:
-        if error.name != "ray":
-            raise
-        raise InputError("trainer.backend=ray: ray is not installed; pip install 'ray>=2.60'") from error
+    """Return a module of ``trainer.backend=ray``: ray is imported only where that backend runs."""
+    return importlib.import_module(f"core.cluster.{name}")

@@ -52,14 +52,9 @@ def hf_engine(config: Config, model: Model | None, tokenizer: Any, device: torch
 
 
 def vllm_engine(config: Config, model: Model | None, tokenizer: Any, device: torch.device) -> RolloutEngine:
+    from core.engines import vllm
     from core.learner.models import load_policy
 
-    try:
-        from core.engines import vllm
-    except ModuleNotFoundError as error:
-        if error.name != "vllm":
-            raise
-        raise InputError("actor_rollout_ref.rollout.name=vllm: vLLM is not installed; use rollout.name=hf") from error
     if device.type != vllm.DEVICE:
         raise InputError(
             f"actor_rollout_ref.rollout.name=vllm: the installed vLLM computes on {vllm.DEVICE}, the run is on "

@@ -21,9 +21,9 @@ from transformers.cache_utils import DynamicCache
 from core.algorithm import use_checks
 from core.data.vocabulary import known_ids, unknown_among
 from core.engines import SampleRequest
+from core.engines.in_process_engine import InProcessEngine, Row
 from core.engines.kv_cache import ATTENTION, Decode, Prefill, SharedPromptCache
 from core.engines.sampling import RowSettings, draw, eos_ids, perturbed, uniforms
-from core.engines.stepped import Row, SteppedEngine
 from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof, Weight, release, weights_checksum
 from core.extensions.vision.model_inputs import Sight, follows, run_body
 from core.types import Picture
@@ -307,7 +307,7 @@ def cache_for(model: Any, device: torch.device) -> SharedPromptCache:
     return SharedPromptCache(shapes, seen.layers[0].keys.dtype, device)
 
 
-class HFEngine(SteppedEngine):
+class HFEngine(InProcessEngine):
     """Satisfies :class:`core.engines.RolloutEngine` for any causal language model of transformers.
 
     ``model`` is copied, unless ``adopt`` hands it over. ``dtype`` (of the weights) and ``device`` default to the

@@ -4,8 +4,9 @@ Only this file, :mod:`core.engines.vllm_receiver`, the other end of a weight upd
 :mod:`core.extensions.vision.vllm_pictures` import vllm.
 
 vLLM holds no tokenizer here and decides no stop string: ids go in, ids and log-probs come out, and
-``core.engines.stepped`` decides what ended a response, as for every engine. Samples of a prompt share its whole
-blocks by prefix caching. With tensor parallelism vLLM starts a process for each GPU; else all of it is in this one.
+``core.engines.in_process_engine`` decides what ended a response, as for every engine. Samples of a prompt share its
+whole blocks by prefix caching. With tensor parallelism vLLM starts a process for each GPU; else all of it is in this
+one.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from core.config.limits import FULL_PRECISION
 from core.data.sampler import derive_seed
 from core.data.vocabulary import known_ids, unknown_among
 from core.engines import SampleRequest
+from core.engines.in_process_engine import InProcessEngine, Row
 from core.engines.sampling import eos_ids
-from core.engines.stepped import Row, SteppedEngine
 from core.engines.weight_buckets import Bucket, Proof, Weight
 from core.errors import InputError, WorkersLost
 from core.learner.models import resolve_path
@@ -71,7 +72,7 @@ ATTENTION_KEY = "attn_implementation"  # the learner's; vLLM has its own kernels
 LEAST_LENGTH = 64  # of prompt and response: the probe's text is a prompt too
 
 
-class VLLMEngine(SteppedEngine):
+class VLLMEngine(InProcessEngine):
     """Satisfies :class:`core.engines.RolloutEngine` once the first weights have come: before, they are random.
 
     ``skeleton`` is the model without weights (on the meta device): what names and shapes an update must have.

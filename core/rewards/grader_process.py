@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from core.rewards.custom import CustomFunction
+from core.rewards.custom_reward import CustomFunction
 from core.rewards.grading import Failure, Job, ScoreError, Scorers, as_score, as_scores, report
 from core.tracking.outputs import VARIABLE, Outputs
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from core.errors import WorkersLost
-from core.rewards.custom import CustomFunction
+from core.rewards.custom_reward import CustomFunction
 from reward_scores import Scorer, scorer_for
 from reward_scores.score import Score, ScoreStatus
 
@@ -25,7 +25,7 @@ RETURN = "return a number, or a dict with the number under 'score'"
 LARGEST = 1e18  # rewards are float32, and so are the squares of a group's variance
 LONGEST_NOTE = 1_000  # characters of a part that is kept as text
 # What calls a user's function: these frames are no part of its traceback
-CALLERS = ("core/rewards/grading.py", "core/rewards/grader_process.py", "core/rewards/custom.py")
+CALLERS = ("core/rewards/grading.py", "core/rewards/grader_process.py", "core/rewards/custom_reward.py")
 CALLERS += ("core/rewards/managers.py", "reward_scores/score.py", "/asyncio/")
 
 

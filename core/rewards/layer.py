@@ -24,7 +24,7 @@ from core.rewards.check import (
     option_problems,
     trial_answers,
 )
-from core.rewards.custom import CustomFunction
+from core.rewards.custom_reward import CustomFunction
 from core.rewards.failures import Failures, RewardError, described
 from core.rewards.grading import Failure, Grade, InProcess, Job, RewardManager, Scorers, as_score
 from core.rewards.managers import make_manager

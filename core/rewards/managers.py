@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from core.config import registry
 from core.config.registry import load_module, load_object
 from core.errors import InputError
-from core.rewards.custom import users_code, without_scheme
+from core.rewards.custom_reward import users_code, without_scheme
 from core.rewards.grader_pool import Pool
 from core.rewards.grading import Failure, InProcess, Job, RewardManager, Scorers, as_result
 from reward_scores.score import Score

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-from core.engines.stepped import SteppedEngine
+from core.engines.in_process_engine import InProcessEngine
 
 if TYPE_CHECKING:
     from core.config.schema import Config
@@ -97,7 +97,7 @@ def make_repeatable(
 ) -> None:
     """Have an engine in this process await scores where they decide what is begun next, and tools where
     ``multi_turn.repeatable`` is set. Other engines are left alone."""
-    if not isinstance(engine, SteppedEngine):
+    if not isinstance(engine, InProcessEngine):
         return
     data, barriers = config.data, []
     in_flight = data.gen_batch_size or data.train_batch_size

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.rewards.custom import CustomFunction
+from core.rewards.custom_reward import CustomFunction
 from core.rewards.grader_pool import Pool, cores
 from core.rewards.grader_supervisor import TAKE_S
 from core.rewards.grading import InProcess, Job, RewardManager, Scorers

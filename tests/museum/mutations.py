@@ -25,7 +25,7 @@ from core.checkpoint.run_state import DriverState
 from core.cluster import local_workers
 from core.data import sampler
 from core.data.dataset import Encoder
-from core.engines import hf, sampling, stepped
+from core.engines import hf, in_process_engine, sampling
 from core.learner import batching, learner, log_probs, lora, packing
 from core.ray_trainer import RayPPOTrainer
 from core.rewards import grading, layer
@@ -99,7 +99,7 @@ def replaces(owner: Any, name: str) -> Callable[[Callable], Callable]:
 # -- engine and weights ----------------------------------------------------------------------------
 
 
-@replaces(stepped, "one_turn")
+@replaces(in_process_engine, "one_turn")
 def tokens_encoded_again(original, request, ids, logprobs, stop, version, tokenizer):
     again = tokenizer.encode(tokenizer.decode(list(ids), skip_special_tokens=True), add_special_tokens=False)
     logprobs = [*logprobs, *[0.0] * len(again)][: len(again)]
@@ -402,7 +402,7 @@ def one_weight_missing_later(original, self, bucket):
     weight.data.copy_(before)
 
 
-@replaces(stepped, "one_turn")
+@replaces(in_process_engine, "one_turn")
 def eos_not_trained_later(original, request, ids, logprobs, stop, *given):
     turn = original(request, ids, logprobs, stop, *given)
     if stop is not Stop.EOS:

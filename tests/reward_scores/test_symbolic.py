@@ -16,7 +16,7 @@ from core.config.sections.reward import CustomRewardFunctionConfig, RewardModelC
 from core.data.parquet import Example
 from core.errors import InputError
 from core.rewards import RewardLayer
-from core.rewards.custom import CustomFunction
+from core.rewards.custom_reward import CustomFunction
 from core.rewards.grader_pool import Pool
 from core.rewards.grading import InProcess, Job, Scorers
 from reward_scores import SCORERS, geo3k, math_dapo, math_reward, prime_math, symbolic

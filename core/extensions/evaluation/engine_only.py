@@ -14,7 +14,7 @@ from core.cluster.workers import ray_backend
 from core.config.registry import load_object
 from core.engines import RolloutEngine
 from core.engines.factory import make_engine
-from core.engines.stepped import SteppedEngine
+from core.engines.in_process_engine import InProcessEngine
 from core.learner.models import check_lengths, load_tokenizer
 from core.rollout.agent_loop import AgentLoop, make_agent_loop
 from core.session import prepare_torch
@@ -67,7 +67,7 @@ def answering(
                 engine = make_engine(config, None, run.tokenizer, device)
                 owned.callback(engine.close)
         repeatable = config.actor_rollout_ref.rollout.multi_turn.repeatable
-        if run.agent_loop is not None and repeatable and isinstance(engine, SteppedEngine):
+        if run.agent_loop is not None and repeatable and isinstance(engine, InProcessEngine):
             engine.before_step = run.tool_calls.add_barrier()
         run.workers = EngineOnly(engine)
         yield run

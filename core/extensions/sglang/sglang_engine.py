@@ -1,6 +1,7 @@
 """SGLang behind the engine contract: a server beside this process, reached by its HTTP surface alone.
 
-Ids go in, ids and log-probs come out, and ``core.engines.stepped`` decides what ended a response, as for every engine.
+Ids go in, ids and log-probs come out, and ``core.engines.in_process_engine`` decides what ended a response, as for
+every engine.
 Weights travel by the server's update group: this process is its rank 0 and broadcasts over gloo, through host memory,
 what it received; the server's processes are the other ranks. The engine is tested with SGLang 0.5.23 on a CPU.
 
@@ -37,8 +38,8 @@ from core.config.frozen import thaw
 from core.config.limits import FULL_PRECISION
 from core.data.vocabulary import known_ids, unknown_among
 from core.engines import SampleRequest
+from core.engines.in_process_engine import InProcessEngine, Row
 from core.engines.sampling import eos_ids
-from core.engines.stepped import Row, SteppedEngine
 from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof, Weight, release
 from core.errors import InputError
 from core.extensions.sglang.sglang_server import KEY, OWN, ResponsePart, SGLangServer, launch, problems, python_of
@@ -63,7 +64,7 @@ CLOSE_S = 10.0  # for a server that goes on to forget this engine
 JOIN_S = 300.0  # for the server to join the update group
 
 
-class SGLangEngine(SteppedEngine):
+class SGLangEngine(InProcessEngine):
     """Satisfies :class:`core.engines.RolloutEngine`, but for what the module's head names.
 
     ``skeleton`` is the model without weights (on the meta device). At most ``max_rows`` requests are with the server

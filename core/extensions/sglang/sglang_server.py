@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.errors import InputError, WorkersLost
-from core.installation import ROOT
+from core.requirements_check import ROOT
 
 if TYPE_CHECKING:
     from core.config.schema import Config

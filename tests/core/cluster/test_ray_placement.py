@@ -16,7 +16,7 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import remove_placement_group
 
 from core.cluster import ray_driver, ray_placement, ray_pools
-from core.cluster.driver import oversee
+from core.cluster.detached_driver import oversee
 from core.cluster.processes import LearnerProcess
 from core.cluster.ray_placement import bundle, make_pool, node_of, parts_of
 from core.config import compose

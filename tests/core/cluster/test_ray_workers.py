@@ -16,7 +16,7 @@ import torch
 
 from core.checkpoint.store import CheckpointStore
 from core.cluster import local_workers
-from core.cluster.driver import FOLDER
+from core.cluster.detached_driver import FOLDER
 from core.cluster.local_workers import LocalWorkers
 from core.cluster.processes import EngineProcess, LearnerProcess
 from core.cluster.ray_engine import RayEngine

@@ -139,16 +139,24 @@ def test_the_files_of_a_curriculum_are_paths(data, capsys):
 
 
 def test_what_this_version_cannot_start_is_one_line(data, capsys, monkeypatch):
-    monkeypatch.setattr("core.command_line.find_spec", lambda name: None)
+    monkeypatch.setattr("core.requirements_check.find_spec", lambda name: None)
     cluster = ["trainer.backend=ray", "actor_rollout_ref.rollout.name=vllm"]
     lines = ends(2, "ppo", [*data, *cluster], capsys=capsys).err.splitlines()
     assert lines == [
         "actor_rollout_ref.rollout.name=vllm: vllm is not installed; make setup installs it where it can, or use "
         "actor_rollout_ref.rollout.name=hf",
+        "trainer.backend=ray: ray is not installed; pip install 'ray>=2.60,<3', or use local",
     ]
     monkeypatch.setenv("DRY_RUN", "1")
     text = ends(0, "ppo", [*data, *cluster], capsys=capsys).out
     assert "vllm is installed" in text and "ray can be imported" in text
+
+
+def test_a_device_that_is_not_here_is_refused(data, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (line,) = ends(2, "ppo", [*data, "trainer.device=cuda", "trainer.backend=local"], capsys=capsys).err.splitlines()
+    assert line.startswith("trainer.device=cuda: PyTorch ") and "finds no GPU on this machine; use cpu" in line
+    prepare("ppo", [*data, "trainer.device=cuda", "trainer.backend=ray"])  # the cluster's machines may have them
 
 
 def test_help_lists_every_key(here, capsys):

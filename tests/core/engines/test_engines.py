@@ -405,7 +405,7 @@ def made(**options):
     return make_engine(SimpleNamespace(actor_rollout_ref=part), tiny_model, tiny_tokenizer(), torch.device("cpu"))
 
 
-def test_make_engine_follows_the_configuration(monkeypatch):
+def test_make_engine_follows_the_configuration():
     engine = made(engine_kwargs={"hf": {"cache_gib": 0.5}})
     assert isinstance(engine, HFEngine)
     assert engine.limits.rows == 9 and engine.limits.prefill_tokens == 512
@@ -413,11 +413,6 @@ def test_make_engine_follows_the_configuration(monkeypatch):
     assert made(dtype="bfloat16").model.dtype == torch.bfloat16
     with pytest.raises(InputError, match="rollout.name=tgi"):
         made(name="tgi")
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    monkeypatch.delitem(sys.modules, "core.engines.vllm", raising=False)
-    monkeypatch.delattr("core.engines.vllm", raising=False)
-    with pytest.raises(InputError, match="not installed; use rollout.name=hf"):
-        made(name="vllm")
 
 
 def test_the_contract_module_imports_no_torch():

@@ -11,7 +11,6 @@ import time
 import pytest
 import torch
 
-from core.engines.stepped import check_weights, held_weights
 from core.engines.weight_buckets import (
     ALIGNMENT,
     SUMMED,
@@ -27,6 +26,7 @@ from core.engines.weight_buckets import (
     staged_size,
     weights_checksum,
 )
+from core.engines.weight_check import check_weights, held_weights
 from core.errors import InputError
 from tests.tiny import tiny_model
 

@@ -18,7 +18,7 @@ import pytest
 from core.config.sections.reward import CustomRewardFunctionConfig, RewardModelConfig
 from core.errors import InputError, WorkersLost
 from core.rewards import RewardError, RewardLayer
-from core.rewards.custom import CustomFunction
+from core.rewards.custom_reward import CustomFunction
 from core.rewards.grader_pool import Pool
 from core.rewards.grading import Failure, InProcess, Job, Scorers
 from core.types import Prompt, Segment, Stop, Trajectory
@@ -188,7 +188,7 @@ def test_a_module_that_does_not_load_in_a_worker_says_so(make_pool, write):
 
 DRIVER = """
     import asyncio, sys, os
-    from core.rewards.custom import CustomFunction
+    from core.rewards.custom_reward import CustomFunction
     from core.rewards.grading import Scorers
     from core.rewards.grader_pool import Pool
     from tests.pools import BOMBS, job

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from core.cluster.local_workers import LocalWorkers
-from core.engines.stepped import held_weights
 from core.engines.weight_buckets import Bucket
+from core.engines.weight_check import held_weights
 from core.errors import InputError
 from core.extensions.sglang.sglang_engine import SGLangEngine
 from core.learner.weight_probe import WeightSyncError

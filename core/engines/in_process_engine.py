@@ -20,6 +20,7 @@ from core.algorithm import invariants
 from core.engines import SampleRequest
 from core.engines.sampling import StopRule
 from core.engines.weight_buckets import Bucket, Proof, Weight
+from core.engines.weight_check import check_weights, held_weights
 from core.errors import BrokenInvariant
 from core.types import Segment, Stop, Trajectory
 
@@ -64,7 +65,7 @@ class Row:
         return self.stop is not None
 
 
-class SteppedEngine(ABC):
+class InProcessEngine(ABC):
     """:class:`core.engines.RolloutEngine` without the computing, which the abstract methods and ``probe`` do.
 
     Rows are in ``_waiting``, then in :meth:`_running`.
@@ -247,57 +248,3 @@ class SteppedEngine(ABC):
 
 def _awaited(rows: list[Row]) -> list[Row]:
     return [row for row in rows if not row.future.done()]
-
-
-def held_weights(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[Weight], list[Tensor]]:
-    """Return the weights of this process and their values. Names that share a weight in ``model`` are one weight.
-
-    Raises ValueError where two names of one weight come with different values.
-    """
-    given = dict(named_tensors)
-    weights, values, problems = [], [], []
-    for names in [*weight_names(model), *((name,) for name in given.keys() - model.state_dict().keys())]:
-        found = [given[name] for name in names if name in given]
-        if not found:
-            continue
-        first = found[0]
-        if any(first.shape != x.shape or not (first.data_ptr() == x.data_ptr() or first.equal(x)) for x in found[1:]):
-            problems.append(f"{' = '.join(names)}: one weight in the engine, but given with different values")
-        weights.append(Weight(tuple(name for name in names if name in given), tuple(first.shape), first.dtype))
-        values.append(first)
-    _refuse(problems)
-    return weights, values
-
-
-def weight_names(model: nn.Module) -> list[tuple[str, ...]]:
-    """Return the names of each weight, those of ``state_dict``; names that share a weight stand together."""
-    names_of: dict[int, list[str]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        names_of.setdefault(id(tensor), []).append(name)
-    return [tuple(names) for names in names_of.values()]
-
-
-def check_weights(model: nn.Module, weights: Iterable[Weight]) -> None:
-    """Check that the weights are all that ``model`` has, which may be on the meta device.
-
-    Raises ValueError with all that is wrong.
-    """
-    own = model.state_dict(keep_vars=True)
-    given = {name: weight for weight in weights for name in weight.names}
-    problems = [f"{name}: unknown" for name in given if name not in own]
-    for name, weight in given.items():
-        if name in own and weight.shape != tuple(own[name].shape):
-            problems.append(f"{name}: shape {weight.shape}, the engine's is {tuple(own[name].shape)}")
-    for names in weight_names(model):
-        senders = {given[name].names for name in names if name in given}
-        if not senders:
-            problems.append(f"{' = '.join(names)}: missing")
-        elif len(senders) > 1:
-            problems.append(f"{' = '.join(names)}: one weight in the engine, but several of the learner")
-    _refuse(problems)
-
-
-def _refuse(problems: list[str]) -> None:
-    if problems:
-        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
-        raise ValueError(f"update_weights: {len(problems)} weights do not fit, none was changed: {shown}")

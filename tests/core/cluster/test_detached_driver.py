@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from core import launch
-from core.cluster.driver import DriverProcess, News, oversee
+from core.cluster.detached_driver import DriverProcess, News, oversee
 from core.config import compose, convert
 from core.errors import WorkersLost
 
@@ -145,8 +145,8 @@ class Trainer:
 def process(monkeypatch, tmp_path):
     """A loop's process, but in this one; its exit is an event."""
     gone = threading.Event()
-    monkeypatch.setattr("core.cluster.driver.os._exit", lambda _: gone.set())
-    monkeypatch.setattr("core.cluster.driver.WAIT_S", 0.01)
+    monkeypatch.setattr("core.cluster.detached_driver.os._exit", lambda _: gone.set())
+    monkeypatch.setattr("core.cluster.detached_driver.WAIT_S", 0.01)
     monkeypatch.setattr(sys, "stdout", sys.stdout)
     monkeypatch.setattr(sys, "stderr", sys.stderr)
     made = DriverProcess()
