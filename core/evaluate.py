@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from core.command_line import is_dry_run
+from core.config.locations import written_here
 from core.errors import InputError, OutOfMemory, WorkersLost
-from core.extensions.remote.urls import written_here
 from core.printable import printable
 from core.tracking import outputs
 

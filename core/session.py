@@ -31,12 +31,10 @@ from core.checkpoint.store import CheckpointStore, resolve_resume
 from core.cluster.signals import GracefulStop
 from core.cluster.workers import Workers
 from core.config import convert, health_bounds
+from core.config.locations import check_writable, remote_run
 from core.config.paths import run_folder
 from core.data.stream import PromptStream
 from core.errors import InputError, WriteFailed, memory_phase, writing
-from core.extensions.remote.urls import is_url
-from core.extensions.remote.writing import check_writable
-from core.extensions.remote.written_through import RemoteRun
 from core.learner.saving import planned_fingerprints
 from core.rollout.collect import CollectState, StopRequested
 from core.tracking import run_manifest, step_time
@@ -78,9 +76,8 @@ class Session:
         self.step = self.total_steps = 0
         self.ordinals: float = float("inf")  # that the epochs hold, where they decide when the run ends
         self.trained = 0  # ordinals below it are, by the metrics of the run
-        url = config.trainer.default_local_dir
-        self.remote = RemoteRun(url, self.store) if is_url(url) else None
-        self.writer = BackgroundWriter(self.store, self.remote)
+        self.remote = remote_run(config.trainer.default_local_dir, self.store)
+        self.writer = BackgroundWriter(self.store, self.remote and self.remote.send)
         self.workers: Workers | None = None
         self.models: Mapping[str, ModelFingerprint] = {}
         self.contents: Mapping[str, list[str]] = {}
@@ -101,10 +98,8 @@ class Session:
         Before anything opens a file of the run folder, a judge's replies among them. Raises InputError.
         """
         trainer = self.config.trainer
-        dumps = {f"trainer.{name}": getattr(trainer, name) for name in ("rollout_data_dir", "validation_data_dir")}
-        for key, url in dumps.items():
-            if url and is_url(url):
-                check_writable(url, key)
+        for name in ("rollout_data_dir", "validation_data_dir"):
+            check_writable(getattr(trainer, name) or "", f"trainer.{name}")
         if self.remote is not None:
             if not trainer.val_only:
                 self.store.claim()

@@ -18,8 +18,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from core.config.locations import written_here
 from core.errors import InputError
-from core.extensions.remote.urls import written_here
 from core.printable import printable
 from results.reporting import readme_tables
 from results.reporting.foreign_logs import read_foreign

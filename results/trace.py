@@ -14,8 +14,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from core.config.locations import written_here
 from core.errors import InputError
-from core.extensions.remote.urls import written_here
 from core.printable import printable
 from results.reporting.run_reader import run_copy
 from results.reporting.trace_page import PAGE, write_trace

@@ -40,21 +40,18 @@ LAYERS = (
     ("learner", "tracking"),
     ("algorithm", "checkpoint", "data"),
     ("config",),
-    ("types", "errors", "redaction", "printable", "whole_files", "file_names", "requirements_check", "__init__"),
+    ("types", "errors", "redaction", "printable", "files", "requirements_check", "__init__"),
 )
 # Commands at the top of core that belong to an extension.
 COMMANDS = ("plan", "evaluate", "replay")
 # Imports of extensions by the kernel that are still to be cut; none is added.
 STILL_IMPORTED = {
     "cluster": {"vision"},
-    "checkpoint": {"remote"},
     "command_line": {"planning"},
-    "config": {"remote"},
-    "data": {"remote", "vision"},
+    "data": {"vision"},
     "engines": {"vision"},
-    "learner": {"remote", "vision"},
-    "session": {"remote"},
-    "tracking": {"remote", "vision"},
+    "learner": {"vision"},
+    "tracking": {"vision"},
 }
 
 # Packages that only these files import.

@@ -10,7 +10,6 @@ from pathlib import Path
 from core.checkpoint.provenance import Provenance
 from core.checkpoint.store import CheckpointStore
 from core.errors import WriteFailed, memory_phase
-from core.extensions.remote.written_through import RemoteRun
 
 # Puts files into a folder and returns file -> SHA-256 of those that it hashed and put on disk.
 Fill = Callable[[Path], Mapping[str, str]]
@@ -19,13 +18,13 @@ log = logging.getLogger(__name__)
 
 
 class BackgroundWriter:
-    """Writes checkpoints of ``store``, and sends them to ``remote`` where the run folder is a URL.
+    """Writes checkpoints of ``store``, and calls ``send`` with the step of each that is complete.
 
     ``saved_step`` is the newest complete one: of a resumed run, where it began.
     """
 
-    def __init__(self, store: CheckpointStore, remote: RemoteRun | None = None):
-        self.store, self.remote = store, remote
+    def __init__(self, store: CheckpointStore, send: Callable[[int], None] | None = None):
+        self.store, self._send = store, send
         self.saved_step: int | None = None
         self.begun_step: int | None = None
         self._writing: Future[None] | None = None
@@ -45,8 +44,8 @@ class BackgroundWriter:
         hashes: dict[str, str] = {}
         with memory_phase("save_checkpoint"), self.store.writing(step, provenance, hashes) as folder:
             hashes.update(fill(folder))
-        if self.remote is not None:
-            self.remote.send(step)
+        if self._send is not None:
+            self._send(step)
 
     def look(self) -> None:
         """Warn where a writing that has ended could not write, and raise what else it raised. Does not wait."""

@@ -21,7 +21,7 @@ from core.checkpoint.changes import Change, changes
 from core.checkpoint.provenance import ModelFingerprint, Provenance
 from core.config.frozen import FrozenDict
 from core.errors import InputError
-from core.file_names import inside, plain_name
+from core.files.file_names import inside, plain_name
 
 FORMAT = 2
 MANIFEST = "manifest.json"

@@ -38,9 +38,8 @@ from core.checkpoint.kill_points import kill_point
 from core.checkpoint.manifest import NAME, Checkpoint, DamagedCheckpoint, fsync, seal, verify, write_durably
 from core.checkpoint.provenance import Provenance
 from core.config.frozen import FrozenDict
+from core.config.locations import is_url, local_path, name_of
 from core.errors import InputError, WriteFailed, free_space
-from core.extensions.remote.cache import local_path
-from core.extensions.remote.urls import is_url, name_of
 
 if TYPE_CHECKING:
     from core.config.sections.trainer import TrainerConfig
@@ -280,11 +279,11 @@ def fetched(path: str | os.PathLike[str], key: str) -> Path:
 
     Raises:
         InputError: the URL names no ``global_step_N``, for whose sake a whole run would be copied; or as
-            :func:`core.extensions.remote.cache.local_path` does. It names ``key``.
+            :func:`core.config.locations.local_path` does. It names ``key``.
     """
     if is_url(path) and not NAME.fullmatch(name_of(str(path))):
         raise InputError(f"{key}={path}: names no checkpoint; give the URL of a global_step_N")
-    return Path(local_path(str(path), key))
+    return Path(local_path(path, key))
 
 
 def resolve_resume(trainer: TrainerConfig, store: CheckpointStore) -> Checkpoint | None:

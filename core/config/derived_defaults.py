@@ -7,10 +7,10 @@ from importlib.util import find_spec
 from typing import Any
 
 from core.config import convert, extensions, health_bounds, registry
+from core.config.locations import is_url
 from core.config.paths import run_folder
 from core.config.schema import Config
 from core.config.sections.actor import ActorConfig
-from core.extensions.remote.urls import is_url
 
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from core.config import chat_template, convert, extensions, registry
 from core.config.limits import is_plugin
+from core.config.locations import is_url, url_problem
 from core.config.problem import Problem
 from core.config.schema import Config
-from core.extensions.remote.urls import driver_problem, is_url, unreadable
 
 MODELS = ("actor_rollout_ref.model.path", "actor_rollout_ref.model.tokenizer_path", "critic.model.path")
 # The keys that may be URLs: what is read is copied first, what is written is checked when a run starts.
@@ -108,11 +108,8 @@ def missing(config: Config, among: frozenset[str] | None = None) -> list[Problem
 def _url_problems(key: str, url: str, look: bool) -> Iterator[Problem]:
     if key not in COPIED and key not in WRITTEN:
         yield Problem(key, url, "is read from this machine alone", "copy the file here and give its path")
-    elif problem := driver_problem(url):
+    elif problem := url_problem(url, key, look=look and key in COPIED):
         yield Problem(key, url, *problem)
-    elif look and key in COPIED and (line := unreadable(url, key)):
-        rule, _, fix = line.removeprefix(f"{key}={url}: ").rpartition("; ")
-        yield Problem(key, url, rule, fix)
 
 
 def _absolute(path: str) -> str:

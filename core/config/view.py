@@ -12,11 +12,11 @@ from typing import Any
 
 from core.config import convert, correction_bounds, extensions, health_bounds, registry
 from core.config.limits import FULL_PRECISION
+from core.config.locations import is_url
 from core.config.paths import is_local
 from core.config.rulebook import RefusedValue
 from core.config.schema import Config
 from core.config.section import Section
-from core.extensions.remote.urls import is_url
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 

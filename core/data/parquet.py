@@ -28,11 +28,10 @@ from typing import Any
 
 import numpy as np
 
+from core.config.locations import is_url, local_path
 from core.errors import InputError
-from core.extensions.remote.cache import local_path
-from core.extensions.remote.urls import is_url
 from core.extensions.vision.images import PictureError, stored_bytes
-from core.whole_files import FIX, damage
+from core.files.whole_files import FIX, damage
 
 Message = Mapping[str, Any]
 KEPT_FILES, KEPT_EXAMPLES = 8, 16384  # so many files of at most so many examples without pictures stay in memory

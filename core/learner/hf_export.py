@@ -21,9 +21,9 @@ from typing import Any
 
 from core.checkpoint.manifest import Checkpoint, verify
 from core.checkpoint.store import CheckpointStore, fetched
+from core.config.locations import written_here
 from core.errors import InputError
-from core.extensions.remote.urls import written_here
-from core.file_names import inside
+from core.files.file_names import inside
 
 log = logging.getLogger(__name__)
 

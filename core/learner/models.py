@@ -19,13 +19,12 @@ from torch import nn
 
 from core.checkpoint.manifest import check_index
 from core.config import chat_template
+from core.config.locations import is_url, local_path
 from core.errors import InputError
-from core.extensions.remote.cache import WEIGHTS, local_path
-from core.extensions.remote.urls import is_url
 from core.extensions.vision.images import PICTURE_KINDS
+from core.files.whole_files import FIX, damage
 from core.learner.log_probs import FP32Head
 from core.types import PictureFormat
-from core.whole_files import FIX, damage
 
 if TYPE_CHECKING:
     from core.config.schema import Config
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
+# Who needs a tokenizer or a model's shape leaves these out of the copy of a URL.
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf", "*.distcp")
 
 
 def resolve_path(path: str, key: str = "actor_rollout_ref.model.path", *, weights: bool = True) -> str:
@@ -45,7 +46,7 @@ def resolve_path(path: str, key: str = "actor_rollout_ref.model.path", *, weight
 
     if not (is_local(path) or is_url(path)):
         return path
-    local = Path(local_path(path, key, without=() if weights else WEIGHTS)).expanduser()
+    local = Path(local_path(path, key, without=() if weights else WEIGHT_FILES)).expanduser()
     if not (local / "config.json").exists():
         raise InputError(f"{key}={path}: no config.json there; give a Hugging Face folder or a hub id (org/name)")
     if what := damage(local, weights=weights or not is_url(path)):

@@ -32,7 +32,7 @@ from core.checkpoint.manifest import DamagedCheckpoint, fsync, sha256_of
 from core.checkpoint.provenance import Base, ModelFingerprint, base_of
 from core.checkpoint.run_state import load_tensors
 from core.config.frozen import FrozenDict
-from core.file_names import inside
+from core.files.file_names import inside
 from core.learner.hf_export import export_hf, full_disk_as_oserror, load_weights
 from core.learner.learner import Actor, Critic
 from core.learner.lora import add_adapters, has_adapters, load_adapters, save_adapters, trained_weights

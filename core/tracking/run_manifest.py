@@ -25,9 +25,8 @@ from typing import Any
 
 from core.checkpoint.provenance import Base, package_versions
 from core.config import Config, convert, derived_defaults, paths
+from core.config.locations import is_url, local_path
 from core.data.parquet import sha256_of
-from core.extensions.remote.cache import local_path
-from core.extensions.remote.urls import is_url
 from core.redaction import redacted_command
 
 log = logging.getLogger(__name__)

@@ -37,10 +37,9 @@ from tqdm import tqdm
 
 from core.checkpoint.manifest import fsync, write_durably
 from core.config import Config, convert, paths, registry, to_yaml
+from core.config.locations import is_url, write_remote_text
 from core.config.registry import load_object
 from core.errors import InputError, writing
-from core.extensions.remote.urls import is_url
-from core.extensions.remote.writing import write_text
 from core.extensions.vision.images import thumbnails
 from core.redaction import redacted_text
 from core.tracking import recorders, run_manifest
@@ -176,7 +175,7 @@ def dump_jsonl(folder: str | Path, step: int, rows: Iterable[Row], key: str = "f
     """
     name, text = f"{step}.jsonl", "".join(map(json_line, rows))
     if is_url(folder):
-        return write_text(str(folder), key, name, text)
+        return write_remote_text(str(folder), key, name, text)
     path = Path(folder) / name
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, text)

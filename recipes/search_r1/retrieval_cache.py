@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from core.extensions.remote.sqlite_store import open_store
+from core.files.sqlite_store import open_store
 from recipes.search_r1.index.passages import Passage, RetrievalError
 from recipes.search_r1.wire import from_kept
 

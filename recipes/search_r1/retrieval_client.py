@@ -28,7 +28,7 @@ from typing import Any
 
 import httpx
 
-from core.extensions.remote.replies import BadReply, bounded
+from core.rewards.http_replies import BadReply, bounded
 from recipes.search_r1.index.passages import QUERY_CHARS, Passage, RetrievalError
 from recipes.search_r1.retrieval_cache import Cache, stores
 from recipes.search_r1.wire import IDENTITY, from_wire, read_json

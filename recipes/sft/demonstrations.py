@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from core.config.locations import local_path
 from core.data.dataset import CHAT_FIX, ChatError, Choose, Encoder
 from core.data.parquet import Example, Problems
 from core.engines.sampling import eos_ids
 from core.errors import InputError
-from core.extensions.remote.cache import local_path
 from core.learner.models import resolve_path
 from core.types import TrainBatch
 

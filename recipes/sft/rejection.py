@@ -23,12 +23,12 @@ from typing import Any
 
 from core.command_line import is_dry_run
 from core.config import examine, recipes
+from core.config.locations import written_here
 from core.data.parquet import sha256_of
 from core.data.sampler import permutation
 from core.errors import InputError
 from core.extensions.evaluation.answer_file import FORMAT, complete_answers, manifest_path, read_manifest, trajectory_of
 from core.extensions.evaluation.generate import digest_of
-from core.extensions.remote.urls import written_here
 from core.tracking import run_manifest
 from core.tracking.tracker import write_atomic
 from core.tracking.validation import ValRecord

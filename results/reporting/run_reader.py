@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from core.config import convert, recipes, roles
+from core.config.locations import local_path
 from core.config.yaml_tables import read_foreign_yaml
 from core.errors import InputError
-from core.extensions.remote.cache import local_path
 from core.redaction import redacted
 from core.tracking import run_manifest
 from core.tracking.confidence_intervals import Estimate

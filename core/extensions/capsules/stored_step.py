@@ -20,7 +20,7 @@ from core.config import Config, roles
 from core.config.unknown_keys import validated
 from core.errors import InputError
 from core.extensions.capsules.capsule_recorder import FACTS, FOLDER, FORMAT, PARTIAL, TENSORS, step_of
-from core.file_names import FIX, inside
+from core.files.file_names import FIX, inside
 from core.redaction import without_hidden
 from core.types import ScoredGroup, TrainBatch
 

@@ -15,9 +15,9 @@ from core.checkpoint.manifest import NAME, Checkpoint
 from core.checkpoint.provenance import base_of
 from core.checkpoint.store import fetched
 from core.config import convert, recipes
+from core.config.locations import is_url, name_of
 from core.config.paths import is_local
 from core.errors import InputError
-from core.extensions.remote.urls import is_url, name_of
 from core.learner.hf_export import ADAPTERS, export, find_checkpoint
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")

@@ -10,7 +10,7 @@
   client serves several event loops, one after the other.
 
 ``openai`` makes the requests, without its own retries: they would neither be counted nor end at a deadline. Replies
-are kept by :mod:`core.extensions.remote.sqlite_store`, since a folder of them may come from somebody else.
+are kept by :mod:`core.files.sqlite_store`, since a folder of them may come from somebody else.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from core.extensions.remote.sqlite_store import open_store
+from core.files.sqlite_store import open_store
 from reward_scores.score import ScoreStatus
 from reward_scores.server_calls import LARGEST_REPLY, Patience, asked_seconds
 
@@ -229,7 +229,7 @@ class JudgeClient:
             import httpx
             import openai
 
-            from core.extensions.remote.replies import bounded
+            from core.rewards.http_replies import bounded
 
             # A server of one's own needs no key, and the library insists on one
             key = os.environ.get(self.config.api_key_env) or "none"

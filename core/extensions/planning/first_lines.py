@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from core.config import registry
+from core.config.locations import is_url
 from core.config.paths import is_local, run_folder
 from core.config.schema import Config
 from core.errors import InputError
 from core.extensions.planning.estimate import DEFAULT_GPU, Plan, lines
 from core.extensions.planning.model_shapes import TABLE, Gpu, gpu, shape_of
-from core.extensions.remote.urls import is_url
 
 QUERY = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")  # GPUs without torch
 SMALL = 1e8  # parameters; a model with fewer is a lab's

@@ -24,13 +24,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from core.config.locations import name_of
 from core.errors import InputError
-from core.extensions.remote.urls import Remote, explained, is_url, name_of, place
-from core.file_names import inside, plain_name
+from core.extensions.remote.urls import Remote, explained, place
+from core.files.file_names import inside, plain_name
 
 VARIABLE = "RLREPRO_CACHE"
-# Files that hold weights: who needs a tokenizer or a model's shape leaves them out, and fails early where it must.
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf", "*.distcp")
 MARKS = ("ETag", "etag", "md5Hash", "generation", "mtime", "LastModified", "last_modified", "created")
 BLOCK = 1 << 24  # bytes
 COPIERS = 8  # files at a time: one stream of an object store is slower than a network card
@@ -38,17 +37,13 @@ COPIERS = 8  # files at a time: one stream of an object store is slower than a n
 log = logging.getLogger(__name__)
 
 
-def local_path(path: str, key: str = "", *, without: tuple[str, ...] = ()) -> str:
-    """Return a path as it is, and for a URL that of its copy on this node, made first if need be.
-
-    Every call in a process returns the same copy, whatever changes at the URL meanwhile. Of a folder, files whose names
-    match ``without`` are left out.
+def local_copy(url: str, key: str, without: tuple[str, ...] = ()) -> str:
+    """Return the path of a URL's copy on this node, made first if need be (:func:`core.config.locations.local_path`).
 
     Raises:
         InputError: as :func:`core.extensions.remote.urls.place` and ``explained`` do, or the disk has no room.
     """
-    path = str(path)
-    return _copied(path.rstrip("/"), key or "URL", without) if is_url(path) else path
+    return _copied(url.rstrip("/"), key, without)
 
 
 @functools.cache

@@ -8,12 +8,9 @@ read that either.
 
 from __future__ import annotations
 
-import re
-from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from core.errors import InputError, WriteFailed
@@ -22,7 +19,6 @@ from core.redaction import login_in, redacted
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)  # S3:// is no folder either: no driver has that name
 # Protocol -> (module that has to be there, what to install): what fsspec itself brings needs nothing.
 DRIVERS = {
     **dict.fromkeys(("s3", "s3a"), ("s3fs", "s3fs")),
@@ -44,26 +40,6 @@ class Remote(NamedTuple):
 
     fs: AbstractFileSystem
     path: str
-
-
-def is_url(text: str) -> bool:
-    """Return whether a text is a URL, and neither a path nor a hub id."""
-    return URL.match(str(text)) is not None
-
-
-def name_of(url: str) -> str:
-    """Return the last part of a URL: the name of the file or folder."""
-    return url.rstrip("/").rpartition("/")[2]
-
-
-def written_here(text: str) -> Path:
-    """Return the path of a command's output, as argparse's ``type``.
-
-    Raises ArgumentTypeError for a URL: pathlib would make a folder named ``s3:`` of it.
-    """
-    if is_url(text):
-        raise ArgumentTypeError(f"{text}: this is written to this machine alone; give a path, and copy it afterwards")
-    return Path(text)
 
 
 def makes_folders(url: str) -> bool:
@@ -136,13 +112,19 @@ def brief(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def unreadable(url: str, key: str) -> str | None:
-    """Return the line that says why a URL cannot be read, None where it can. Looks at the place, reads nothing."""
+def url_problem(url: str, key: str, look: bool) -> tuple[str, str] | None:
+    """Return which rule a URL breaks and what to do; None where none.
+
+    Its driver has to be there. With ``look`` the place is looked up too, and nothing is read.
+    """
+    if (problem := driver_problem(url)) or not look:
+        return problem
     try:
         fs, path = place(url, key)
         with explained(url, key):
             fs.invalidate_cache()
             fs.info(path)
     except InputError as error:
-        return str(error)
+        rule, _, fix = str(error).removeprefix(f"{key}={url}: ").rpartition("; ")
+        return rule, fix
     return None

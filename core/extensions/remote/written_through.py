@@ -23,7 +23,7 @@ from core.errors import InputError
 from core.extensions.remote.cache import listing
 from core.extensions.remote.urls import Remote, explained, place
 from core.extensions.remote.writing import check_writable, put_file, tried
-from core.file_names import inside
+from core.files.file_names import inside
 
 KEY = "trainer.default_local_dir"
 NOT_SENT = ("global_step_", ".tmp-", ".old-", ".trash-", "damaged-", LOCK)  # beginnings of names in a run folder

@@ -70,3 +70,17 @@ def test_a_key_of_a_deleted_extension_is_unknown_and_its_function_is_missed_by_n
         for line in (asked, missed)
     ]
     assert "trainer.trace" in told[0].stdout and "judge" in told[1].stderr.splitlines()[-1]
+
+
+def test_a_url_without_the_extension_that_reads_it_is_a_problem_with_a_fix(tmp_path):
+    code = without(tmp_path / "code", ["remote"])
+    program = (
+        "from core.config import examine, locations, paths\n"
+        "config = examine('grpo', ['data.train_files=s3://bucket/train.parquet']).config\n"
+        "print(*paths.missing(config), sep='\\n')\n"
+        "locations.local_path('s3://bucket/model', 'actor_rollout_ref.model.path')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=code, capture_output=True, text=True, timeout=120)
+    rule = "is a URL, and the extension that reads and writes those is not there; give a path on this machine"
+    assert f"data.train_files=s3://bucket/train.parquet: {rule}" in done.stdout, done.stderr[-2000:]
+    assert f"actor_rollout_ref.model.path=s3://bucket/model: {rule}" in done.stderr.splitlines()[-1]

@@ -9,9 +9,10 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from core.config.locations import local_path
 from core.errors import InputError
 from core.extensions.remote import cache, urls
-from core.extensions.remote.cache import local_path
+from core.learner.models import WEIGHT_FILES
 from tests.core.extensions.remote.places import fresh, put
 
 
@@ -69,7 +70,7 @@ def test_a_file_is_copied_as_a_file(root, tmp_path):
 
 def test_without_weights_the_rest_is_copied(root, tmp_path):
     url = put(made(tmp_path), f"{root}/model")
-    assert contents(local_path(url, without=cache.WEIGHTS)).keys() == {"config.json", "part/more.txt"}
+    assert contents(local_path(url, without=WEIGHT_FILES)).keys() == {"config.json", "part/more.txt"}
     assert contents(local_path(url)).keys() == {"config.json", "part/more.txt", "model.safetensors"}
 
 
@@ -165,7 +166,7 @@ def test_another_process_that_copies_is_waited_for(tmp_path, copies):
     found = Path(local_path(url))
     entry = found.parent
     entry.with_suffix(".json").unlink()
-    program = f"from core.extensions.remote.cache import local_path; print(local_path({url!r}))"
+    program = f"from core.config.locations import local_path; print(local_path({url!r}))"
     with open(entry.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         other = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
@@ -228,5 +229,5 @@ def test_a_place_without_rights_is_one_line(tmp_path, copies, monkeypatch):
         raise PermissionError(13, "Access Denied")
 
     monkeypatch.setattr(type(fsspec.filesystem("memory")), "info", denied)
-    line = urls.unreadable("memory://bucket/model", "actor_rollout_ref.model.path")
-    assert line.startswith("actor_rollout_ref.model.path=memory://bucket/model: no rights to read there")
+    rule, fix = urls.url_problem("memory://bucket/model", "actor_rollout_ref.model.path", True)
+    assert rule.startswith("no rights to read there") and fix.startswith("give its login rights")

@@ -11,7 +11,7 @@ import torch
 
 from core.checkpoint.provenance import base_of
 from core.checkpoint.store import CheckpointStore
-from core.config import compose, examine, paths
+from core.config import compose, examine, locations, paths
 from core.config.sections.model import ModelConfig
 from core.data.parquet import ExampleFile, sha256_of
 from core.errors import InputError
@@ -194,7 +194,7 @@ def test_the_output_of_a_command_is_a_path(capsys):
     with pytest.raises(SystemExit):
         export(["run", "s3://bucket/out"])
     assert "s3://bucket/out: this is written to this machine alone; give a path" in capsys.readouterr().err
-    assert urls.written_here("a/b") == Path("a/b")
+    assert locations.written_here("a/b") == Path("a/b")
 
 
 def test_a_protocol_in_capitals_is_no_folder(monkeypatch):

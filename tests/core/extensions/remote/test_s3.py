@@ -10,8 +10,8 @@ import fsspec
 import pytest
 
 from core.config import paths
+from core.config.locations import local_path
 from core.extensions.remote import written_through
-from core.extensions.remote.cache import local_path
 from tests.core.extensions.remote import places
 from tests.core.scripted_run import configured, prepare, scripted
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from core.errors import InputError
-from core.file_names import RULE, plain_name
+from core.files.file_names import RULE, plain_name
 
 POINTER = b"version https://git-lfs.github.com/spec/"
 LARGEST_HEADER = 100_000_000  # bytes, as safetensors itself bounds it

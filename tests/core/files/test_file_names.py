@@ -18,9 +18,9 @@ from core.extensions.capsules.capsule_recorder import FACTS, FORMAT
 from core.extensions.capsules.stored_step import read
 from core.extensions.judge.judge_client import FILE, Reply, ReplyCache
 from core.extensions.remote.cache import listing
-from core.extensions.remote.sqlite_store import BESIDE
 from core.extensions.remote.urls import Remote
-from core.file_names import inside, plain_name
+from core.files.file_names import inside, plain_name
+from core.files.sqlite_store import BESIDE
 from core.learner.hf_export import export
 from tests.checkpoints import CheckpointStore, write
 
