@@ -2,6 +2,7 @@
 # make check       a minute of tests for a change          make test        lints and runs the tests (.ci/run runs this)
 # make test-slow   runs the tests that take minutes        make test-gpu    runs those that need a GPU
 # make bench       measures speed and memory               make report      writes the tables of results/ again
+# make verified    repeats published lab runs, and notes in results/verified.yaml which came out the same
 # make format      formats the code                        make constraints records the versions of this environment
 # make clean       removes .venv and outputs
 # make studies BUDGET_MIN=30    runs what is missing of all studies, for so many minutes, and lists what is left
@@ -19,7 +20,7 @@ N ?= 8
 BUDGET_MIN ?= inf
 export PYTHON TORCH_INDEX_URL VLLM
 
-.PHONY: setup lab check test test-slow test-gpu bench lint format report studies feasible constraints clean
+.PHONY: setup lab check test test-slow verified test-gpu bench lint format report studies feasible constraints clean
 
 setup: $(STAMP)
 
@@ -40,6 +41,10 @@ test: setup lint
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not cluster" -n 2 --dist loadfile
 	$(BIN)/python -m pytest -m cluster
+
+verified: setup
+	RECORD_VERIFIED=1 $(BIN)/python -m pytest -m slow tests/recipes/test_lab.py -k published_lab_run_repeats
+	$(BIN)/python -m results.report --index
 
 test-gpu: setup
 	$(BIN)/python -m pytest -m gpu tests/gpu

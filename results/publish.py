@@ -28,7 +28,7 @@ from core.errors import InputError
 from core.tracking.validation import ValRecord, merge_by_question
 from results.reporting.answers import published_samples
 from results.reporting.evaluations import RECORD, SCORES, record_of
-from results.reporting.references import read_references
+from results.reporting.reference_logs import read_references
 from results.reporting.run_reader import NotARun, RecordedRun, load_run, run_copy, scrub, summarise
 from results.reporting.x_axis import with_totals
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from core.tracking import step_time
 from results.reporting.pages import Block, Curves, Gallery, Heading, Line, Text
+from results.reporting.reference_logs import published_curve
 from results.reporting.run_reader import RecordedRun, group_name
 from results.reporting.x_axis import AXES, positions
 
@@ -58,7 +59,10 @@ def panels(groups: Sequence[Group], x: str = "step") -> list[Curves]:
         InputError: a run does not record the axis ``x``.
     """
     at = {id(run): positions(run, x) for group in groups for run in group}
-    found = [_accuracy_panel(groups, at), *(_metric_panel(groups, at, *panel) for panel in PANELS)]
+    accuracy = _accuracy_panel(groups, at)
+    if accuracy and x == "step":  # a published curve has no tokens and no hours
+        accuracy = replace(accuracy, lines=[*_published_lines(groups), *accuracy.lines])
+    found = [accuracy, *(_metric_panel(groups, at, *panel) for panel in PANELS)]
     found = [panel and replace(panel, x=AXES[x].label) for panel in found]
     found += [_phase_panel(groups, group) for group in groups]
     return [panel for panel in found if panel]
@@ -147,6 +151,18 @@ def _accuracy_panel(groups: Sequence[Group], places: Places) -> Curves | None:
             lines += _with_mean(same, [places[id(run)] for run in group])
     note = "held-out, 95 % interval" if all(len(g) == 1 for g in groups) else "held-out, mean over seeds"
     return Curves("Validation accuracy", lines, note=note) if lines else None
+
+
+def _published_lines(groups: Sequence[Group]) -> list[Line]:
+    """Return what the authors' logs have of the rows that the runs name; drawn first, so under the runs' own lines."""
+    names = dict.fromkeys(run.config.get("trainer.reference") for group in groups for run in group)
+    drawn = [(name, curve) for name in names if name is not None and (curve := published_curve(name))]
+    return [
+        Line(
+            f"published, {name}", [step for step, _ in curve], [value / 100 for _, value in curve], len(groups) + at, 1
+        )
+        for at, (name, curve) in enumerate(drawn)
+    ]
 
 
 def _accuracy_line(run: RecordedRun, source: str, label: str, group: int, variant: int, interval: bool) -> Line:

@@ -38,7 +38,9 @@ def evidence(
 
     ``evaluated`` tells whose model an evaluation is of; it has no seeds.
     """
-    by = next((one["by"] for one in verified if one["experiment"] == name), None)
+    repeated = next((one for one in verified if one["experiment"] == name), None)
     commits = ", ".join(dict.fromkeys(run["commit"] for run in runs))
     seeds = f"{evaluated or f'{len(runs)} seed' + 's' * (len(runs) > 1)}, {commits}"
-    return f"measured ({seeds})" if by is None else f"verified by {by} ({seeds})"
+    if repeated is None:
+        return f"measured ({seeds})"
+    return f"verified by {repeated['by']}, {repeated['run']} on {repeated['date']} at {repeated['commit']} ({seeds})"

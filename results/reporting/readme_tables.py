@@ -20,12 +20,12 @@ from results.reporting.feasibility import Summary, read_summaries, render_hardwa
 from results.reporting.learning_curve import learning_curve
 from results.reporting.numbers import change, evidence, percent
 from results.reporting.pages import Table, markdown_table, sparkline
+from results.reporting.reference_logs import log_table, read_references, replication_table
 from results.reporting.references import (
     closed_table,
     differing_table,
     named_evaluations,
     named_runs,
-    read_references,
     reference_table,
     remarks,
     set_table,
@@ -206,6 +206,13 @@ def render(results: Path) -> str:
         *(_section("### Runs that name a row and differ", differing_table(named))),
         *(_section("### Not to be reproduced from what was published", closed_table(references))),
         "\n".join(remarks(references)),
+        "### Where others read their numbers",
+        "A reported number is one validation of one run. Its interval is the noise of one question set of that size "
+        "(Wilson; of several answers a question an upper bound), and does not hold what another seed would change. "
+        "Where the source's own log ends elsewhere than its table, the row has the log's last value. Curves that could "
+        "be read whole are in `references/curves/`; a report of a run that names such a row draws them under its own.",
+        markdown_table(log_table(references)),
+        *(_section("### Repeated by others", replication_table(references))),
         "Source tags:",
         tags,
     ]

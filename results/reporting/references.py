@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from core.config.reference_rows import MODEL, Departure, departures, unknown
 from core.config.yaml_tables import read_foreign_yaml
 from core.errors import InputError
@@ -32,14 +30,11 @@ from results.reporting.evaluations import read_evaluations
 from results.reporting.feasibility import Summary, read_script
 from results.reporting.numbers import evidence, percent
 from results.reporting.pages import Table
+from results.reporting.reference_logs import reported, sources
 from results.reporting.run_reader import by_experiment, group_name, with_bases
 from reward_scores import UnknownDataSource, scorer_for
 
 Row = Mapping[str, Any]
-
-
-def read_references(results: Path) -> Mapping[str, Any]:
-    return yaml.safe_load((results / "references.yaml").read_text(encoding="utf-8"))
 
 
 # --- which runs stand beside a row ---
@@ -73,10 +68,6 @@ class NamedRun:
             return Estimate(mean, None, None, n)
         half = math.hypot(*((one.high - one.low) / 2 for one in found)) / len(found)
         return Estimate(mean, mean - half, mean + half, n)
-
-
-def sources(row: Row) -> list[str]:
-    return row["data_source"].split(", ")
 
 
 def named_runs(results: Path, summaries: Sequence[Summary], references: Mapping[str, Any]) -> list[NamedRun]:
@@ -241,7 +232,7 @@ def planned(row: Row) -> str:
 def _known(row: Row) -> list[str]:
     found = sources(row)
     where = found[0] if len(found) == 1 else f"mean of {len(found)} data sets"
-    return [row["id"], row["method"], row["model"], where, f"{row['value']:.1f}", f"{row['source']} [{row['tag']}]"]
+    return [row["id"], row["method"], row["model"], where, percent(reported(row)), f"{row['source']} [{row['tag']}]"]
 
 
 def reference_table(references: Mapping[str, Any], runs: Sequence[NamedRun]) -> Table:
@@ -276,10 +267,10 @@ def set_table(references: Mapping[str, Any], runs: Sequence[NamedRun]) -> Table:
     rows = []
     for row in references["references"]:
         for each in measured(row, runs) if "values" in row else ():
-            for source, reported in row["values"].items():
+            for source, there in row["values"].items():
                 here = each.accuracy(source)
-                cells = [row["id"], each.name, source, f"{reported:.1f}", percent(here)]
-                rows.append([*cells, f"{100 * here.value - reported:+.1f}"])
+                cells = [row["id"], each.name, source, percent(reported(row, source)), percent(here)]
+                rows.append([*cells, f"{100 * here.value - there:+.1f}"])
     return Table(["row", "runs", "data set", "reported", "here", "difference"], rows)
 
 

@@ -30,7 +30,7 @@ from results.reporting.pages import (
     without_constants,
     write_pages,
 )
-from results.reporting.references import read_references
+from results.reporting.reference_logs import read_references
 from results.reporting.study import Check, Claim, Metric, Record, Records, Study, Sweep
 
 ALPHA = 0.05

@@ -13,7 +13,8 @@ import yaml
 
 from core.errors import InputError
 from core.tracking.run_manifest import ROOT
-from results.reporting.references import planned, read_references
+from results.reporting.reference_logs import read_references
+from results.reporting.references import planned
 
 LAB = "lab-repeated"
 SPECIAL = ("released", "lab")  # in the place of a table

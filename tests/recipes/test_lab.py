@@ -23,6 +23,7 @@ from recipes.lab import base_model, hops, prepare, report
 from recipes.lab.base_model import BaseModelError, BaseRecipe, build
 from recipes.lab.tokenizer import build_tokenizer
 from reward_scores.hops import check_ground_truth, score
+from tests.verified import record_verified
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = BaseRecipe(
@@ -457,3 +458,4 @@ def test_a_published_lab_run_repeats(recipe, tmp_path_factory):
     script = ROOT / "recipes" / recipe / "run_lab.sh"
     subprocess.run(["bash", str(script), "trainer.cpu_threads=1", "trainer.seed=1"], cwd=folder, check=True)
     check_repeats(folder / "outputs" / recipe / "lab-seed1", ROOT / "results" / recipe / "lab-seed1")
+    record_verified(f"{recipe}/lab", "lab-seed1", "tests/recipes/test_lab.py::test_a_published_lab_run_repeats")

@@ -21,7 +21,8 @@ from results.reporting.evaluations import read_evaluations
 from results.reporting.numbers import percent
 from results.reporting.pages import markdown_cell
 from results.reporting.readme_tables import render
-from results.reporting.references import named_evaluations, read_references, reference_table, set_table
+from results.reporting.reference_logs import read_references
+from results.reporting.references import named_evaluations, reference_table, set_table
 from tests.tiny import tiny_model, tiny_tokenizer
 
 ID = "grpo-deepseek7b-gsm8k"  # of this repository, so that generate accepts it; what it holds here stands below
@@ -104,7 +105,7 @@ def results(tmp_path) -> Path:
 
 
 def with_row(results: Path, *rows: dict) -> Path:
-    table = {"tags": {"R": "read"}, "verified": [], "references": list(rows)}
+    table = {"tags": {"R": "read"}, "references": list(rows)}
     (results / "references.yaml").write_text(yaml.safe_dump(table))
     return results
 

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -25,8 +26,18 @@ from core.types import StepMetrics
 from results import report
 from results.publish import publish
 from results.reporting import references
+from results.reporting.curves import panels
 from results.reporting.feasibility import read_script, read_summaries
-from results.reporting.references import differing_table, named_runs, read_references, reference_table, set_table
+from results.reporting.reference_logs import (
+    log_table,
+    published_curve,
+    read_references,
+    replication_table,
+    reported,
+    sources,
+)
+from results.reporting.references import differing_table, named_runs, reference_table, set_table
+from results.reporting.run_reader import load_run
 from results.reproduction.rows import read_tables
 from results.reproduction.stages import paths
 from tests.core.synthetic import configured, make_run, records
@@ -70,7 +81,7 @@ CLOSED = {**{k: v for k, v in ROW.items() if k != "command"}, "id": "closed", "n
 def results(tmp_path) -> Path:
     folder = tmp_path / "results"
     folder.mkdir()
-    table = {"tags": {"R": "read"}, "verified": [], "references": [ROW, OTHER, SETS, CLOSED]}
+    table = {"tags": {"R": "read"}, "references": [ROW, OTHER, SETS, CLOSED]}
     (folder / "references.yaml").write_text(yaml.safe_dump(table))
     return folder
 
@@ -192,8 +203,8 @@ def test_several_sets_have_a_line_each_and_their_mean(results):
     known = read_references(results)
     sets = set_table(known, named_runs(results, read_summaries(results), known)).rows
     assert [(row[2], row[3], row[5]) for row in sets] == [
-        ("a", "60.0", f"{100 * found['a']['value'] - 60:+.1f}"),
-        ("b", "40.0", f"{100 * found['b']['value'] - 40:+.1f}"),
+        ("a", "60.0 [38.7, 78.1]", f"{100 * found['a']['value'] - 60:+.1f}"),
+        ("b", "40.0 [30.0, 51.0]", f"{100 * found['b']['value'] - 40:+.1f}"),
     ]
 
 
@@ -216,13 +227,15 @@ def test_the_page_has_each_evidence_and_one_seed_apart(results):
             reference=None,
             changes={"trainer.seed": seed, "data.train_batch_size": 8},
         )
-    known = read_references(results)
-    known = {**known, "verified": [{"experiment": "grpo/three", "by": "tests/x.py::test_x"}]}
-    (results / "references.yaml").write_text(yaml.safe_dump(known))
+    repeated = {"run": "three-seed1", "by": "tests/x.py::test_x", "date": "2026-01-02", "commit": "abc"}
+    (results / "verified.yaml").write_text(yaml.safe_dump([{"experiment": "grpo/three", **repeated}]))
     assert report.main(["--index", "--results", str(results)]) == 0
     text = (results / "README.md").read_text()
     several, single = text.split("## Experiments of one seed")[0], text.split("## Experiments of one seed")[1]
-    assert "| grpo/three |" in several and "verified by tests/x.py::test_x (3 seeds, " in several
+    assert (
+        "| grpo/three |" in several
+        and "verified by tests/x.py::test_x, three-seed1 on 2026-01-02 at abc (3 seeds, " in several
+    )
     assert "| grpo/one |" in single.split("## Runs")[0] and "grpo/one" not in several
     assert (
         "| measured (1 seed, " in single
@@ -305,10 +318,10 @@ def test_a_row_has_its_source_and_either_a_command_with_settings_or_the_reason_f
     closed = "not_reproducible" in row
     assert closed != ("command" in row) and closed != ("settings" in row)
     if "values" in row:
-        assert list(row["values"]) == references.sources(row) == list(row["questions"])
+        assert list(row["values"]) == sources(row) == list(row["questions"])
         assert abs(sum(row["values"].values()) / len(row["values"]) - row["value"]) < 0.11 or "note" in row
     else:
-        assert len(references.sources(row)) == 1
+        assert len(sources(row)) == 1
 
 
 @named(COMMANDS)
@@ -330,7 +343,7 @@ TRAINING = [row for row in COMMANDS if "eval.sh" not in row["command"]]
 @named(TRAINING)
 def test_the_command_of_a_row_dry_runs_with_the_rows_settings(row, capsys, monkeypatch):
     monkeypatch.setenv("DRY_RUN", "1")
-    words = row["command"].split()
+    words = shlex.split(row["command"])
     assert words[0] == "bash" and "$" not in row["command"]
     script = read_script(ROOT / words[1], words[2:])
     assert script.config.trainer.reference == row["id"]
@@ -349,7 +362,7 @@ def test_the_commands_of_rows_write_to_different_folders():
 
 
 def _words(row) -> list[str]:
-    return row["command"].split()
+    return shlex.split(row["command"])
 
 
 EVALUATED = [row for row in COMMANDS if row not in TRAINING]
@@ -396,6 +409,66 @@ def test_the_numbers_by_set_are_those_of_the_papers_tables():
 def test_what_is_verified_names_an_experiment_and_what_repeated_it():
     runs = {f"{run['recipe']}/{run['run']}" for run in read_summaries(ROOT / "results")}
     for one in KNOWN["verified"]:
-        assert any(run.startswith(one["experiment"]) for run in runs)
+        assert f"{one['experiment'].partition('/')[0]}/{one['run']}" in runs
         file, _, test = one["by"].partition("::")
-        assert file in runs or f"def {test}(" in (ROOT / file).read_text()
+        assert f"def {test}(" in (ROOT / file).read_text()
+
+
+# --- what the sources of rows hold ---
+
+
+@named(ROWS)
+def test_a_row_has_the_last_value_of_its_log_and_the_curve_agrees(row):
+    log, curve = row.get("log"), dict(published_curve(row["id"]))
+    if log:
+        assert log["last"]["value"] == row["value"]
+    if "quoted" in row:
+        assert row["quoted"]["value"] != row["value"] and log
+    if curve:
+        last, highest = log["last"], log["highest"]
+        assert max(curve) == last["step"] and curve[last["step"]] == last["value"]
+        assert max(curve.values()) == highest["value"] == curve[highest["step"]]
+        assert len(curve) == log["validations"] and log.get("first", last)["value"] in curve.values()
+        assert "quoted" not in row or (row["quoted"]["step"] == "none") == (
+            row["quoted"]["value"] not in curve.values()
+        )
+
+
+def test_four_curves_are_there_and_each_is_of_a_row():
+    files = {path.stem for path in (ROOT / "results/references/curves").iterdir()}
+    assert len(files) == 4 and files <= {row["id"] for row in ROWS}
+
+
+def test_the_noise_of_a_question_set_is_wilsons_and_of_several_sets_adds_up():
+    one = reported({"value": 50.0, "questions": 100})
+    assert (one.low, one.high) == pytest.approx((0.4038, 0.5962), abs=1e-4)
+    sets = {"value": 50.0, "values": {"a": 50.0, "b": 50.0}, "questions": {"a": 100, "b": 100}}
+    both = reported(sets)
+    assert both.high - both.value == pytest.approx((one.high - one.low) / 2 / 2**0.5)
+    assert reported({"value": 50.0}).low is None and reported(sets, "b") == one
+
+
+def test_the_tables_of_logs_and_of_repetitions_have_every_row():
+    lines = {row[0]: row for row in log_table(KNOWN).rows}
+    assert list(lines) == [row["id"] for row in ROWS]
+    assert lines["ppo-0.5b-gsm8k"][1:7] == [
+        "56.9 [54.2, 59.5]", "1319 (1312 in its log)", "435", "56.7 (step 379)", "56.9 (step 435)", "57.9 (step 349)",
+    ]  # fmt: skip
+    assert lines["grpo-deepseek7b-gsm8k"][4] == "71.4 (in no validation of its log)"
+    assert lines["dapo-32b-full"][3:7] == ["not stated", "the same", "not read", "not read"]
+    repeated = replication_table(KNOWN).rows
+    assert len(repeated) == len(KNOWN["replications"]) and all(one[7].endswith("[R]") for one in repeated)
+    assert ["search_r1-7b-instruct-grpo", "nq", "42.9", "51.6 (when is not stated)", "+8.7"] in [
+        r[:5] for r in repeated
+    ]
+
+
+def test_a_report_draws_the_published_curve_under_the_runs_that_name_the_row(tmp_path):
+    config = configured({"trainer.reference": "ppo-deepseek7b-gsm8k"})
+    run = load_run(make_run(tmp_path / "outputs/ppo/run", config, questions=20))
+    first, *own = panels([[run]])[0].lines
+    assert first.label == "published, ppo-deepseek7b-gsm8k" and len(first.steps) == 112
+    assert (first.steps[-1], first.values[-1]) == (1120, pytest.approx(0.701)) and own
+    assert all("published" not in line.label for line in panels([[run]], "trajectories")[0].lines)
+    plain = load_run(make_run(tmp_path / "outputs/ppo/plain", configured({}), questions=20))
+    assert all("published" not in line.label for line in panels([[plain]])[0].lines)
