@@ -37,7 +37,7 @@ from core.engines import SampleRequest, SamplingParams, sampling_params
 from core.engines.in_process_engine import InProcessEngine
 from core.learner.batching import make_batch, token_rewards
 from core.learner.learner import multiplier, warmup_steps
-from core.learner.models import check_files, check_lengths, load_picture_format, load_tokenizer
+from core.learner.models import check_files, check_lengths, load_modality, load_tokenizer
 from core.rewards import RewardLayer
 from core.rewards.hook_check import check_hooks
 from core.rollout.agent_loop import AgentLoop, Episode, Limits, ToolCalls, check_examples, make_agent_loop
@@ -168,12 +168,12 @@ class RayPPOTrainer:
         config = self.config
         check_files(config)
         self.tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-        pictures = load_picture_format(config.actor_rollout_ref.model, self.tokenizer)
+        modality = load_modality(config.actor_rollout_ref.model, self.tokenizer)
         self.known = known_ids(self.tokenizer)
         self.agent_loop = make_agent_loop(config, self.tokenizer, agent_names(config.data))
         word = self.agent_loop and self.agent_loop.worded  # lengths count the tools that a prompt tells of
-        self.stream = PromptStream(config.data, self.tokenizer, config.trainer.seed, pictures=pictures, word=word)
-        self.val_prompts = load_val_prompts(config.data, self.tokenizer, pictures, word)
+        self.stream = PromptStream(config.data, self.tokenizer, config.trainer.seed, modality=modality, word=word)
+        self.val_prompts = load_val_prompts(config.data, self.tokenizer, modality, word)
         check_examples(self.agent_loop, self._examples())
         self.reward = RewardLayer(config)
         self.reward.check(self._examples())
@@ -193,10 +193,10 @@ class RayPPOTrainer:
         return prompt, self.config.data.max_response_length
 
     def opening_text(self) -> list[int]:
-        """Return the tokens of the first prompts that have no pictures, one after another: text as the run has it."""
+        """Return the tokens of the first prompts that have no media, one after another: text as the run has it."""
         most = min(OPENING, sum(self.longest()["data.train_files"]))
         prompts = (self.stream.prompt(ordinal) for ordinal in range(min(OPENING_PROMPTS, len(self.stream))))
-        return [token for prompt in prompts if not prompt.pictures for token in prompt.token_ids][:most]
+        return [token for prompt in prompts if not prompt.media for token in prompt.token_ids][:most]
 
     def _examples(self) -> Iterator[Example | Prompt]:
         """Return all that the run may draw, then the validation prompts."""
@@ -239,7 +239,7 @@ class RayPPOTrainer:
             length = self.config.data.max_response_length
             return await self.play(prompt, sample_index, sampling, Limits(length, turn=length))
         seed = sampling_seed(self.config.trainer.seed, prompt.ordinal, sample_index)
-        request = SampleRequest(prompt.token_ids, sampling, seed, pictures=prompt.pictures)
+        request = SampleRequest(prompt.token_ids, sampling, seed, media=prompt.media)
         return await use_checks.WatchedEngine(self.workers.engine, self.sampled).sample(request)
 
     def shape_reward(self, score: Score, trajectory: Trajectory) -> Score:

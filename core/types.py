@@ -17,11 +17,11 @@ import dataclasses
 import math
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -42,49 +42,28 @@ class Stop(str, Enum):
     ABORT = "abort"  # given up before it ended; never trained on
 
 
-@dataclass(frozen=True)
-class PictureFormat:
-    """How a model reads pictures, from its configuration and that of its image processor.
+class Media(Protocol):
+    """What a prompt holds beside its text, pictures say: hashable, and equal where the files are.
 
-    A picture is cut into squares of ``patch`` pixels, of which ``merge`` by ``merge`` become one token; ``frames``
-    copies of it make up the time axis that these models have. Its sides are multiples of ``patch * merge``, its pixels
-    between ``least`` and ``most``. ``mark`` stands for a picture in the text of a prompt; its token ``token_id`` is
-    repeated for each of the picture's tokens.
+    Only the modality of the model (``core/modality.py``) looks inside.
     """
 
-    token: str
-    token_id: int
-    mark: str
-    patch: int
-    merge: int
-    frames: int
-    least: int
-    most: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    def __len__(self) -> int: ...
 
+    def mark(self, prompt: Any) -> Any:
+        """Return a prompt, a text or a chat, with the model's mark in each place of a medium. Raises MediaError."""
 
-@dataclass(frozen=True)
-class Picture:
-    """A picture of a prompt: the file's bytes as the data has them, and the size in pixels at which it is read.
+    def expand(self, ids: Sequence[int]) -> list[int]:
+        """Return the ids of a marked prompt with an id for each token of each medium. Raises MediaError."""
 
-    It travels as it is stored, a tenth of its pixels or less, and is decoded where a model reads it.
-    """
+    def collapse(self, ids: Sequence[int]) -> list[int]:
+        """Return expanded ids with one id for each medium again, as a reader sees them."""
 
-    data: bytes = field(repr=False)
-    height: int
-    width: int
-    format: PictureFormat = field(repr=False)
+    def thumbnails(self) -> list[str]:
+        """Return the first media, small, as data URIs for a page."""
 
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        """Return its patches along time, height and width."""
-        return 1, self.height // self.format.patch, self.width // self.format.patch
-
-    @property
-    def tokens(self) -> int:
-        """Count the placeholders that stand for it in a prompt."""
-        return math.prod(self.grid) // self.format.merge**2
+    def files(self) -> Iterable[bytes]:
+        """Return the files as the data has them."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +83,7 @@ class Prompt:
     data_source: str
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     style: str = "rule"  # "model": the reward model scores the answers, any other: a scorer
-    pictures: tuple[Picture, ...] = ()  # in the order of their placeholders in ``token_ids``
+    media: Media | None = None  # in the order of their placeholders in ``token_ids``
     agent_name: str | None = None  # the agent loop that plays its episodes; None: the configured one
     opened_tag: str | None = None  # a tag such as <think> that the prompt's end opens and the policy has to close
 
@@ -273,7 +252,7 @@ class TrainBatch:
     width: int  # T: at least the longest sequence
     stored: Mapping[str, Tensor]  # [N] or [B] of each field that is set
     pad_id: int = 0
-    pictures: Mapping[int, tuple[Picture, ...]] = field(default_factory=dict)  # of each group's prompt, once a group
+    media: Mapping[int, Media] = field(default_factory=dict)  # of each group's prompt, once a group
     seals: Mapping[str, np.ndarray] = field(default_factory=dict)  # [B] uint64 of each sealed field, see sealed()
 
     input_ids = BatchField("BT", "make_batch")
@@ -401,13 +380,13 @@ class TrainBatch:
 
     def only(self, names: Collection[str]) -> TrainBatch:
         """Return a batch that has no other fields than these: what a process reads, and is sent."""
-        kept = {*names, "group"} if self.pictures else names
+        kept = {*names, "group"} if self.media else names
         stored, seals = ({n: v for n, v in some.items() if n in kept} for some in (self.stored, self.seals))
         return dataclasses.replace(self, stored=stored, seals=seals)
 
-    def pictures_of_rows(self) -> list[tuple[Picture, ...]]:
-        """Return the pictures of each row's prompt."""
-        return [self.pictures.get(group, ()) for group in self.flat("group").tolist()]
+    def media_of_rows(self) -> list[Media | None]:
+        """Return the media of each row's prompt; an empty list where no row has any."""
+        return [self.media.get(group) for group in self.flat("group").tolist()] if self.media else []
 
     def rows(self, index: Any) -> TrainBatch:
         """Return the rows of ``index`` (a slice, a list or a tensor of numbers), with every field that is set.
@@ -489,7 +468,7 @@ class TrainBatch:
         """One row of two tokens that nobody wrote and that weigh nothing, with the fields of this batch."""
         blank = self._map(lambda value, axes: value.new_zeros(2 if axes == "BT" else 1), self.lengths.new_full((1,), 2))
         seals = {name: np.zeros(1, np.uint64) for name in self.seals}
-        return dataclasses.replace(blank.cut(2), pictures={}, seals=seals)
+        return dataclasses.replace(blank.cut(2), media={}, seals=seals)
 
     def to(self, device: Any) -> TrainBatch:
         lengths = self.lengths.to(device, non_blocking=True)
@@ -501,9 +480,9 @@ class TrainBatch:
 
     def __getstate__(self) -> dict[str, Any]:
         stored = {name: value.cpu().numpy() for name, value in self.stored.items()}
-        here = set(stored["group"].tolist()) if self.pictures else ()
-        pictures = {group: value for group, value in self.pictures.items() if group in here}
-        return {**vars(self), "lengths": self.lengths.cpu().numpy(), "stored": stored, "pictures": pictures}
+        here = set(stored["group"].tolist()) if self.media else ()
+        media = {group: value for group, value in self.media.items() if group in here}
+        return {**vars(self), "lengths": self.lengths.cpu().numpy(), "stored": stored, "media": media}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         import torch

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedToke
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from core.config.sections.model import ModelConfig
-from core.extensions.vision.images import read_picture
-from core.types import Picture, PictureFormat
+from core.extensions.vision.images import Picture, PictureFormat, Pictures, read_picture
+from core.extensions.vision.picture_modality import PictureModality
 from tests.tiny import VOCAB_SIZE, tiny_tokenizer
 
 KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -107,6 +107,15 @@ def png(seed: int = 0, width: int = 70, height: int = 56, mode: str = "RGB", for
 
 def picture(seed: int = 0, kind: str = "qwen2_5_vl", **size: int) -> Picture:
     return read_picture(png(seed, **size), picture_format(kind))
+
+
+def pictures(*each: Picture, kind: str = "qwen2_5_vl") -> Pictures:
+    """The pictures of a prompt."""
+    return Pictures(each, each[0].format if each else picture_format(kind))
+
+
+def modality(kind: str = "qwen2_5_vl") -> PictureModality:
+    return PictureModality(picture_format(kind))
 
 
 def model_config(folder: Path, **options: Any) -> ModelConfig:

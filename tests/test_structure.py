@@ -38,7 +38,7 @@ LAYERS = (
     ("cluster", "rollout"),
     ("engines", "rewards"),
     ("learner", "tracking"),
-    ("algorithm", "checkpoint", "data"),
+    ("algorithm", "checkpoint", "data", "modality"),
     ("config",),
     ("types", "errors", "redaction", "printable", "files", "requirements_check", "__init__"),
 )
@@ -46,12 +46,7 @@ LAYERS = (
 COMMANDS = ("plan", "evaluate", "replay")
 # Imports of extensions by the kernel that are still to be cut; none is added.
 STILL_IMPORTED = {
-    "cluster": {"vision"},
     "command_line": {"planning"},
-    "data": {"vision"},
-    "engines": {"vision"},
-    "learner": {"vision"},
-    "tracking": {"vision"},
 }
 
 # Packages that only these files import.

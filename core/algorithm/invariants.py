@@ -71,12 +71,12 @@ def turns_end_as_reported(turns: Iterable[tuple[np.ndarray, frozenset[int]]]) ->
 def prompts_begin_once(groups: Sequence[ScoredGroup], tokenizer: Any) -> None:
     """Check that no prompt begins with the same special token twice: template and tokenizer then both wrote it.
 
-    A picture may come first, which is many tokens of one kind.
+    Media may come first: many tokens of one kind.
     """
     special = frozenset(tokenizer.all_special_ids)
     for group in groups:
         ids = group.prompt.token_ids
-        twice = len(ids) > 2 and ids[0] == ids[1] and ids[0] in special and not group.prompt.pictures
+        twice = len(ids) > 2 and ids[0] == ids[1] and ids[0] in special and not group.prompt.media
         found = f"the prompt of uid={group.prompt.uid!r} begins with token {ids[0]} twice" if twice else ""
         require(not twice, "gen", found, "take it out of the chat template, or out of what the tokenizer adds")
 

@@ -531,7 +531,7 @@ def weights_apart(one: nn.Module, other: nn.Module, dtype: torch.dtype | None) -
 
 @counted
 def stored_prompts_are_current(wanted: Sequence[Any], stored: Sequence[Any]) -> None:
-    """Check that rows continue the stored prompts that are theirs: the same ids and pictures, the weights of now."""
+    """Check that rows continue the stored prompts that are theirs: the same ids and media, the weights of now."""
     remedy = "keys and values of prompts must be computed again after each sync of weights"
     same = all(one == other for one, other in zip(wanted, stored, strict=True))
     invariants.require(same, "gen", "a row decodes behind stored keys of another prompt or of other weights", remedy)

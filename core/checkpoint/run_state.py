@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from core.config import registry
 from core.data.sampler import derive_seed
 from core.errors import InputError
-from core.types import Dropped, Picture, PictureFormat, Prompt, ScoredGroup, Segment, Stop, Trajectory
+from core.types import Dropped, Prompt, ScoredGroup, Segment, Stop, Trajectory
 from reward_scores.score import Score, ScoreStatus
 
 # ---------------------------------------------------------------- tensors
@@ -148,7 +149,7 @@ class DriverState:
 
 TAG = "is"  # {"is": type name, "of": content}: anything that JSON has no type for
 
-CARRIED = (Prompt, Picture, PictureFormat, Segment, Trajectory, Score, ScoredGroup, Dropped)
+CARRIED = (Prompt, Segment, Trajectory, Score, ScoredGroup, Dropped)
 _DATACLASSES = {cls.__name__: cls for cls in CARRIED}
 _ENUMS = {cls.__name__: cls for cls in (Stop, ScoreStatus)}
 # What an example may hold beyond JSON: type name -> (type, to text, from text)
@@ -159,6 +160,12 @@ _AS_TEXT = {
     "time": (datetime.time, datetime.time.isoformat, datetime.time.fromisoformat),
     "Decimal": (decimal.Decimal, str, decimal.Decimal),
 }
+
+
+def _dataclass(name: str) -> type | None:
+    """Return the dataclass of this name that a checkpoint may hold, one of an extension's included."""
+    path = registry.CARRIED.get(name)
+    return registry.load_object(path) if path else _DATACLASSES.get(name)
 
 
 class StateEncoder:
@@ -190,7 +197,7 @@ class StateEncoder:
         name = kind.__name__
         if kind is tuple:
             return [self.encode(item, f"{where}[{index}]") for index, item in enumerate(value)]
-        if _DATACLASSES.get(name) is kind:
+        if _dataclass(name) is kind:
             items = [(item.name, getattr(value, item.name)) for item in dataclasses.fields(value)]
             return {key: self.encode(item, f"{where}.{key}") for key, item in items}
         if _ENUMS.get(name) is kind:
@@ -220,8 +227,8 @@ def decode(value: Any, buffers: Mapping[str, np.ndarray]) -> Any:
         return {decode(key, buffers): decode(item, buffers) for key, item in content}
     if name == "tuple":
         return tuple(decode(item, buffers) for item in content)
-    if name in _DATACLASSES:
-        return _DATACLASSES[name](**{key: decode(item, buffers) for key, item in content.items()})
+    if (kind := _dataclass(name)) is not None:
+        return kind(**{key: decode(item, buffers) for key, item in content.items()})
     if name in _ENUMS:
         return _ENUMS[name](content)
     if name in _AS_TEXT:

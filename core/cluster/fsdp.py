@@ -39,12 +39,11 @@ from core.checkpoint.provenance import Base, ModelFingerprint
 from core.config import extensions, registry
 from core.config.frozen import FrozenDict
 from core.engines.weight_buckets import Packer, Staging, Weight
-from core.extensions.vision.model_inputs import freeze_vision_tower
 from core.learner.hf_export import export_hf, load_weights, weight_files, write_index
 from core.learner.learner import Actor, BasePolicy, Critic, Policy, Ranks, pass_size
 from core.learner.lora import add_adapters, has_adapters, load_adapters, merged_weights, trained_weights
 from core.learner.model_checks import rounding_cost
-from core.learner.models import compute_dtype, load_critic, load_policy, load_tokenizer
+from core.learner.models import compute_dtype, freeze_parts, load_critic, load_policy, load_tokenizer
 from core.learner.packing import Layout
 from core.learner.saving import (
     OPTIMIZER,
@@ -254,9 +253,7 @@ class LearnerRank:
         part, critic = config.actor_rollout_ref, config.critic
 
         def policy(on_meta: bool) -> nn.Module:
-            module = load_policy(part.model, master_dtype, on_meta=on_meta)
-            if part.actor.freeze_vision_tower:
-                freeze_vision_tower(module)
+            module = freeze_parts(load_policy(part.model, master_dtype, on_meta=on_meta), config)
             return add_adapters(module, part.model, config.trainer.seed)
 
         def value_model(on_meta: bool) -> nn.Module:

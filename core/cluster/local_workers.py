@@ -19,12 +19,11 @@ from core.config.frozen import FrozenDict
 from core.data.vocabulary import known_ids
 from core.engines import NoEngine, RolloutEngine
 from core.engines.factory import make_engine
-from core.extensions.vision.model_inputs import freeze_vision_tower
 from core.learner.batching import steps_of
 from core.learner.learner import Actor, BasePolicy, Critic, Policy, pass_size
 from core.learner.lora import add_adapters, has_adapters, merged_weights, trained_weights
 from core.learner.model_checks import rounding_cost
-from core.learner.models import compute_dtype, load_critic, load_policy
+from core.learner.models import compute_dtype, freeze_parts, load_critic, load_policy
 from core.learner.packing import Layout
 from core.learner.saving import fingerprints, host_copy, load_model, load_optimizer, save_model
 from core.learner.traced_tokens import TracedRows
@@ -100,8 +99,7 @@ class LocalWorkers:
         if needs_ref and not model.lora_rank:
             self.ref = Policy(copy.deepcopy(policy).requires_grad_(False), **passes)
         bypass = config.algorithm.rollout_correction.bypass_mode
-        if actor.freeze_vision_tower:
-            freeze_vision_tower(policy)
+        freeze_parts(policy, config)
         self.actor = Actor(add_adapters(policy, model, config.trainer.seed), actor, bypass=bypass, **passes)
         if needs_ref and model.lora_rank:
             self.ref = BasePolicy(policy, **passes)

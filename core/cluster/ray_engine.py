@@ -39,8 +39,8 @@ class _Awaited:
 
 
 def _prompt(one: _Awaited) -> tuple[Any, ...]:
-    """Return what a sample continues: equal ids with other pictures are another prompt."""
-    return one.request.prompt_ids, one.request.pictures
+    """Return what a sample continues: equal ids with other media are another prompt."""
+    return one.request.prompt_ids, one.request.media
 
 
 class RayEngine:

@@ -78,7 +78,7 @@ class EngineEntry:
     problems: str | None = None  # "module:function": of a configuration, what else the engine lacks at a start
     seeded: bool = True  # a request's seed decides its answer; without that nothing sampled can be drawn again
     top_p_within_top_k: bool = True  # with both set, top_p counts what top_k left
-    reads_pictures: bool = True
+    reads_media: bool = True  # pictures of prompts
     one_receiver: bool = False  # one process receives the weights also where several GPUs share each layer
     reads: Collection[str] = ()  # keys of the section rollout
 
@@ -141,6 +141,9 @@ SINGLE_TURN = "single_turn_agent"  # verl's name
 AGENT_LOOPS = {  # actor_rollout_ref.rollout.agent_loop, and the column agent_name of the data
     SINGLE_TURN: AgentLoopEntry("core.rollout.agent_loop:SingleTurn"),
 }
+MODALITIES: dict[str, str] = {}  # model_type -> "module:class" of core.modality.Modality, of models that read media
+MEDIA_COLUMNS: dict[str, str] = {}  # key of the section data that names a column of media -> how a cell's part is read
+CARRIED: dict[str, str] = {}  # name -> "module:class" of a dataclass in media, which a checkpoint may hold
 RAY_INIT = (  # ray_kwargs.ray_init: the arguments of ray.init in Ray 2.60, which a dry run does not import
     *("address", "num_cpus", "num_gpus", "resources", "labels", "object_store_memory", "local_mode"),
     *("ignore_reinit_error", "include_dashboard", "dashboard_host", "dashboard_port", "job_config"),
@@ -164,6 +167,9 @@ for _name, _table in (
     ("policy_losses", POLICY_LOSSES),
     ("engines", ENGINES),
     ("agent_loops", AGENT_LOOPS),
+    ("modalities", MODALITIES),
+    ("media_columns", MEDIA_COLUMNS),
+    ("carried", CARRIED),
 ):
     _table.update(extensions.entries(_name))  # what a run of the papers' recipes does not need
 

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from core.data.chat_frames import ChatError, dropped_roles, rendered, template_of
-from core.data.parquet import Example, ExampleFile, Message, Problems
+from core.data.parquet import Example, ExampleFile, Message, Problems, media_columns
 from core.errors import InputError
-from core.extensions.vision.images import PictureError, expand, read_picture, shown
-from core.types import Picture, PictureFormat, Prompt
+from core.modality import TEXT, MediaError, Modality
+from core.types import Media, Prompt
 
 OWNED = ("tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length")
 NO_TEMPLATE = (
@@ -70,16 +70,16 @@ class Encoder:
     policy goes on with that message instead (a prefilled beginning such as ``<think>``). A plain string is encoded
     as it is, with the special tokens that the tokenizer adds by default (BOS, where it has one).
 
-    ``pictures`` is how the model reads pictures; a model of text alone reads none.
+    ``modality`` is how the model reads prompts.
     """
 
     def __init__(
         self,
         tokenizer: Any,
         template_kwargs: Mapping[str, Any] | None = None,
-        pictures: PictureFormat | None = None,
+        modality: Modality = TEXT,
     ):
-        self.tokenizer, self.pictures = tokenizer, pictures
+        self.tokenizer, self.modality = tokenizer, modality
         self.template_kwargs = dict(template_kwargs or {})
         self._written_roles: set[str] = set()  # whose text the template is known to write
         clash = [name for name in OWNED if name in self.template_kwargs]
@@ -105,30 +105,23 @@ class Encoder:
 
     def encode_example(
         self, example: Example, worded: Worded | None = None, *, decode: bool = False
-    ) -> tuple[list[int], tuple[Picture, ...]]:
-        """Return the ids of an example's prompt, one for each token of its pictures, and the pictures.
+    ) -> tuple[list[int], Media | None]:
+        """Return the ids of an example's prompt, one for each token of its media, and the media if it has any.
 
-        ``worded`` is the prompt as an agent loop words it. ``decode`` tries all of each picture and not its size
-        alone. Raises PictureError and what :meth:`encode` raises.
+        ``worded`` is the prompt as an agent loop words it. ``decode`` tries all of each file and not its size alone.
+        Raises MediaError and what :meth:`encode` raises.
         """
-        worded = worded or Worded(example.prompt)
-        if self.pictures is None:
-            if example.images:
-                fix = "train a model that reads pictures, or leave the column out (data.image_key)"
-                raise PictureError("an example has pictures, and the model reads text alone", fix)
-            return self.encode_with(worded, ()), ()
-        found = tuple(read_picture(data, self.pictures, decode=decode) for data in example.images)
-        return self.encode_with(worded, found), found
+        media = self.modality.read_media(example.media, decode=decode)
+        return self.encode_with(worded or Worded(example.prompt), media), media or None
 
-    def encode_with(self, worded: Worded, pictures: tuple[Picture, ...]) -> list[int]:
-        """Return the ids of a prompt, one for each token of its pictures. Raises what :meth:`encode_example` raises.
+    def encode_with(self, worded: Worded, media: Media | None) -> list[int]:
+        """Return the ids of a prompt, one for each token of its media. Raises what :meth:`encode_example` raises.
 
         What measures prompts and what plays episodes both call it, so that they count the same tokens.
         """
-        format, prompt = pictures[0].format if pictures else self.pictures, worded.prompt
-        prompt = prompt if format is None else shown(prompt, len(pictures), format)
+        prompt = worded.prompt if media is None else media.mark(worded.prompt)
         (ids,) = self.encode([prompt], **worded.arguments)
-        return expand(ids, pictures)
+        return ids if media is None else media.expand(ids)
 
     def opened_tag(self, prompt: str | Sequence[Message], ids: Sequence[int]) -> str | None:
         """Return the tag, such as ``<think>``, that a prompt opens for the policy to close; None without one.
@@ -223,11 +216,11 @@ class PromptFiles:
     those of prompts with their tools.
     """
 
-    def __init__(self, config: Any, tokenizer: Any, pictures: PictureFormat | None = None, word: Word | None = None):
+    def __init__(self, config: Any, tokenizer: Any, modality: Modality = TEXT, word: Word | None = None):
         self.config = config
         self.limited_by = "max_prompt_length" if config.max_start_length is None else "max_start_length"
         self.limit: int = getattr(config, self.limited_by)  # tokens of a prompt
-        self.encoder = Encoder(tokenizer, config.apply_chat_template_kwargs, pictures)
+        self.encoder = Encoder(tokenizer, config.apply_chat_template_kwargs, modality)
         self.word = word or (lambda example: Worded(example.prompt))
         self.files: dict[str, ExampleFile] = {}
         self.measured: dict[str, Measured] = {}  # of the examples that can be drawn
@@ -239,8 +232,8 @@ class PromptFiles:
         errors: list[str] = []
         for path in dict.fromkeys(paths):
             try:
-                keys = (self.config.prompt_key, self.config.reward_fn_key, self.config.image_key)
-                self.files[path] = ExampleFile(path, *keys)
+                keys = (self.config.prompt_key, self.config.reward_fn_key)
+                self.files[path] = ExampleFile(path, *keys, media_columns(self.config))
             except InputError as error:
                 errors += error.problems
         if errors:
@@ -260,7 +253,7 @@ class PromptFiles:
     def prompt(self, path: str, index: int, ordinal: int) -> Prompt:
         """Return the prompt of a file's ``index``-th example that can be drawn."""
         example = self.files[path].example(int(self.measured[path].number[index]))
-        ids, pictures = self.encoder.encode_example(example)
+        ids, media = self.encoder.encode_example(example)
         # A plain string stands in messages as what it is to a reader: the user's words.
         chat = ({"role": "user", "content": example.prompt},) if isinstance(example.prompt, str) else example.prompt
         uid = example.name or example.content_hash
@@ -275,7 +268,7 @@ class PromptFiles:
             data_source=example.data_source,
             extra_info=example.extra_info,
             style=example.style,
-            pictures=pictures,
+            media=media,
             agent_name=example.agent_name,
             opened_tag=self.encoder.opened_tag(example.prompt, ids),
         )
@@ -347,7 +340,7 @@ def _measure(
     problems: Problems,
     uncut: float,
 ) -> Measured:
-    """Measure a file's examples. Prompts with pictures must not be cut: longer ones than ``uncut`` are problems."""
+    """Measure a file's examples. Prompts with media must not be cut: longer ones than ``uncut`` are problems."""
     signed = {key: array("q") for key in ("number", "length", "source")}
     hashed = {key: array("Q") for key in ("content", "name")}
     sources: dict[str, int] = {}
@@ -363,8 +356,8 @@ def _measure(
                 problems.add(file.path, length.rule, length.fix, example.number, length.value)
             elif length == 0:
                 problems.add(file.path, "a prompt has no tokens", "leave the row out", example.number)
-            elif example.images and length > uncut:
-                rule = "a prompt with pictures is longer than the limit of tokens, and data.truncation would cut it"
+            elif example.media and length > uncut:
+                rule = "a prompt with media is longer than the limit of tokens, and data.truncation would cut it"
                 problems.add(file.path, rule, CUT_FIX, example.number, f"{length} of {uncut} tokens")
             else:
                 signed["number"].append(example.number)
@@ -393,10 +386,10 @@ def _add_lengths(examples: list[Example], worded: list[Worded], encoder: Encoder
 def _add_alike(
     tools: tuple[str, ...], found: Mapping[str, tuple[Example, Worded]], encoder: Encoder, lengths: Lengths
 ) -> None:
-    """Add the lengths of prompts that tell of the same tools, in one call where none is refused or has pictures."""
+    """Add the lengths of prompts that tell of the same tools, in one call where none is refused or has media."""
     keys = [(key, tools) for key in found]
     try:
-        if encoder.pictures is None and not any(example.images for example, _ in found.values()):
+        if not encoder.modality.reads_media and not any(example.media for example, _ in found.values()):
             pairs = list(found.values())
             prompts, arguments = [one.prompt for _, one in pairs], pairs[0][1].arguments
             lengths.update(zip(keys, map(len, encoder.encode(prompts, **arguments)), strict=True))
@@ -408,7 +401,7 @@ def _add_alike(
             lengths[key] = len(encoder.encode_example(example, one, decode=True)[0])
         except ChatError as error:
             lengths[key] = Unreadable("the chat template refuses a prompt", CHAT_FIX, str(error))
-        except PictureError as error:
+        except MediaError as error:
             lengths[key] = Unreadable(error.rule, error.fix, error.value)
 
 

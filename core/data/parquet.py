@@ -5,7 +5,7 @@ data_source    which scorer scores the answer (the column that ``data.reward_fn_
 prompt         a chat as a list of ``{role, content}``, or a plain string (``data.prompt_key``)
 reward_model   ``{style: "rule" | "model", ground_truth: anything}``; a rule needs its ground truth
 extra_info     optional: ``split`` and ``index`` name the question, the rest is for the scorer
-images         optional: a picture for each ``<image>`` of the prompt (``data.image_key``), as ``{bytes, path}``
+images         optional: media of the prompt, read by the extension that has the column (``registry.MEDIA_COLUMNS``)
 agent_name     optional: the agent loop that plays the example's episodes, in place of the configured one
 ability        optional, not read
 =============  ==========================================================================================
@@ -28,13 +28,15 @@ from typing import Any
 
 import numpy as np
 
+from core.config import registry
 from core.config.locations import is_url, local_path
+from core.config.sections.data import DataConfig
 from core.errors import InputError
-from core.extensions.vision.images import PictureError, stored_bytes
 from core.files.whole_files import FIX, damage
+from core.modality import MediaError
 
 Message = Mapping[str, Any]
-KEPT_FILES, KEPT_EXAMPLES = 8, 16384  # so many files of at most so many examples without pictures stay in memory
+KEPT_FILES, KEPT_EXAMPLES = 8, 16384  # so many files of at most so many examples without media stay in memory
 MAKE_ONE = "write one with python -m data_preprocess.gsm8k, or give the right path"
 
 
@@ -76,7 +78,7 @@ class Example:
     ground_truth: Any
     extra_info: Mapping[str, Any]
     style: str = "rule"
-    images: tuple[bytes, ...] = ()  # the files of its pictures
+    media: tuple[bytes, ...] = ()  # files, pictures say
     agent_name: str | None = None
 
     @property
@@ -93,9 +95,9 @@ class Example:
 
     @cached_property
     def prompt_hash(self) -> str:
-        """A hash of 16 hexadecimal digits; equal prompts with equal pictures share them."""
-        if self.images:
-            return _hash([self.prompt, *(hashlib.blake2b(data, digest_size=8).hexdigest() for data in self.images)])
+        """A hash of 16 hexadecimal digits; equal prompts with equal media share them."""
+        if self.media:
+            return _hash([self.prompt, *(hashlib.blake2b(data, digest_size=8).hexdigest() for data in self.media)])
         return _hash(self.prompt)
 
     @cached_property
@@ -116,8 +118,13 @@ def _hash(value: Any) -> str:
     return hashlib.blake2b(_canonical(value).encode(), digest_size=8).hexdigest()
 
 
+def media_columns(data: Any) -> dict[str, str]:
+    """Return column -> the key that names it, of the columns with media; ``data`` is the section of that name."""
+    return {getattr(data, key): key for key in registry.MEDIA_COLUMNS}
+
+
 class ExampleFile:
-    """The examples of one parquet file, a path or a URL.
+    """The examples of one parquet file, a path or a URL. ``media`` are its :func:`media_columns`, by default the usual.
 
     Raises InputError when it is missing, empty, not parquet, or lacks a column.
     """
@@ -127,17 +134,22 @@ class ExampleFile:
         path: str | Path,
         prompt_key: str = "prompt",
         reward_fn_key: str = "data_source",
-        image_key: str = "images",
+        media: Mapping[str, str] | None = None,
     ):
         self.path = str(path)
         self.prompt_key = prompt_key
         self.reward_fn_key = reward_fn_key
-        self.image_key = image_key
+        media = media_columns(DataConfig()) if media is None else media
         here = Path(local_path(self.path, "data")).expanduser()
         stat = here.stat() if here.is_file() else None  # before it is read: one that changes meanwhile is another file
-        self._table = _read_table(self.path, here, prompt_key, reward_fn_key, image_key)
+        self._table = _read_table(self.path, here, prompt_key, reward_fn_key, media)
+        self._media = {  # column -> what reads an entry of its lists
+            column: registry.load_object(registry.MEDIA_COLUMNS[key])
+            for column, key in media.items()
+            if column in self._table.column_names
+        }
         identity = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
-        self._key = (self.path, identity, prompt_key, reward_fn_key, image_key)
+        self._key = (self.path, identity, prompt_key, reward_fn_key, *media)
 
     def __len__(self) -> int:
         return self._table.num_rows
@@ -158,7 +170,7 @@ class ExampleFile:
         if (kept := _kept.get(self._key)) is not None:
             yield from kept if numbers is None else (kept[number] for number in numbers)
             return
-        small = len(self) <= KEPT_EXAMPLES and self.image_key not in self._table.column_names
+        small = len(self) <= KEPT_EXAMPLES and not self._media
         found = []
         for example in self._read(problems, numbers, batch):
             if small:
@@ -183,10 +195,11 @@ class ExampleFile:
 
     def _checked(self, raw: Mapping[str, Any], number: int, problems: Problems) -> Example | None:
         bad = list(_findings(raw, self.prompt_key, self.reward_fn_key))
-        images: tuple[bytes, ...] = ()
+        media: list[bytes] = []
         try:
-            images = tuple(map(stored_bytes, raw.get(self.image_key) or ()))
-        except PictureError as error:
+            for column, stored_bytes in self._media.items():
+                media += map(stored_bytes, raw[column] or ())
+        except MediaError as error:
             bad.append((error.rule, error.fix, error.value))
         for rule, fix, value in bad:
             problems.add(self.path, rule, fix, number, value)
@@ -205,7 +218,7 @@ class ExampleFile:
             ground_truth=raw["reward_model"].get("ground_truth"),
             extra_info=raw.get("extra_info") or {},
             style=raw["reward_model"].get("style") or "rule",
-            images=images,
+            media=tuple(media),
             agent_name=raw.get("agent_name") or None,
         )
 
@@ -242,7 +255,7 @@ def sha256_of(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _read_table(where: str, path: Path, prompt_key: str, reward_fn_key: str, image_key: str) -> Any:
+def _read_table(where: str, path: Path, prompt_key: str, reward_fn_key: str, media: Mapping[str, str]) -> Any:
     """Return the columns that examples need. ``path`` is where the file lies here, ``where`` how it was named."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -261,14 +274,16 @@ def _read_table(where: str, path: Path, prompt_key: str, reward_fn_key: str, ima
         if missing:
             has = ", ".join(names) or "no column"
             raise InputError([f"{where}: no column {', '.join(missing)}; it has {has}: rename a column or set the key"])
-        optional = [name for name in ("extra_info", image_key, "agent_name") if name in names]
+        optional = [name for name in ("extra_info", *media, "agent_name") if name in names]
         table = file.read(columns=[*wanted, *optional])
     except (pa.ArrowInvalid, OSError) as error:
         raise InputError([f"{where}: not a readable parquet file ({error}); {MAKE_ONE}"]) from error
-    if image_key in optional and table[image_key].null_count == table.num_rows:
-        table = table.drop_columns([image_key])
-    elif image_key in optional and not (pa.types.is_list(t := table[image_key].type) or pa.types.is_large_list(t)):
-        raise InputError([f"{where}: column {image_key!r} (data.image_key) holds {t}; it must hold lists of pictures"])
+    for column in media.keys() & set(optional):
+        kind = table[column].type
+        if table[column].null_count == table.num_rows:
+            table = table.drop_columns([column])
+        elif not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+            raise InputError([f"{where}: column {column!r} (data.{media[column]}) holds {kind}; it must hold lists"])
     if table.num_rows == 0:
         raise InputError([f"{where}: the parquet file has no rows; {MAKE_ONE}"])
     return table

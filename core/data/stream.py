@@ -17,7 +17,8 @@ from core.data.dataset import Choose, PromptFiles, Word
 from core.data.parquet import named_loops
 from core.data.sampler import Order, Stage, apportion, permutation
 from core.errors import InputError
-from core.types import PictureFormat, Prompt
+from core.modality import TEXT, Modality
+from core.types import Prompt
 
 SUBSET, VALIDATION = -2, -3  # keep these permutations apart from those of the order
 
@@ -44,10 +45,10 @@ class PromptStream:
     ``data.train_max_samples`` keeps that many examples of all files together, a seeded choice if ``data.shuffle``.
 
     ``files`` load and hold what an ordinal draws: prompts, or what a recipe trains on in their place
-    (``recipes/sft/demonstrations.py``). ``pictures`` is how the model reads those of prompts, None for a model of text
-    alone; ``word`` gives a prompt as its agent loop words it.
+    (``recipes/sft/demonstrations.py``). ``modality`` is how the model reads prompts; ``word`` gives a prompt as its
+    agent loop words it.
 
-    Raises InputError: every problem of every file, one line a rule; or no example has a picture for a model that reads
+    Raises InputError: every problem of every file, one line a rule; or no example has media for a model that reads
     them.
     """
 
@@ -58,17 +59,15 @@ class PromptStream:
         seed: int,
         files: Any = None,
         *,
-        pictures: PictureFormat | None = None,
+        modality: Modality = TEXT,
         word: Word | None = None,
     ):
         self.seed = int(seed if config.seed is None else config.seed)
         stages = _stages(config)
-        self.files = PromptFiles(config, tokenizer, pictures, word) if files is None else files
+        self.files = PromptFiles(config, tokenizer, modality, word) if files is None else files
         self.files.load((path for stage in stages for path in stage.files), _training_choice(config, self.seed))
-        if pictures is not None and not any(example.images for example in self.files.examples()):
-            rule = "no example of the training files has a picture, and the model reads pictures"
-            fix = "name their column, or train a model of text alone"
-            raise InputError([f"data.image_key={config.image_key}: {rule}; {fix}"])
+        if modality.reads_media:
+            modality.check_examples(self.files.examples(), config)
         self._paths, sized = zip(*map(self._sized, stages), strict=True)
         self._order = Order(sized, self.seed, bool(config.shuffle))
 
@@ -102,9 +101,7 @@ class PromptStream:
         return files, Stage(sizes, stage.weights, stage.prompts)
 
 
-def load_val_prompts(
-    config: Any, tokenizer: Any, pictures: PictureFormat | None = None, word: Word | None = None
-) -> list[Prompt]:
+def load_val_prompts(config: Any, tokenizer: Any, modality: Modality = TEXT, word: Word | None = None) -> list[Prompt]:
     """Return the validation prompts, file by file.
 
     ``data.val_max_samples`` keeps that many examples of **each** file, so that a small benchmark beside a large one
@@ -123,7 +120,7 @@ def load_val_prompts(
         return [np.sort(permutation(size, seed, SUBSET, size)[:most]) for size in sizes]
 
     paths = _paths(config.val_files, "data.val_files")
-    files = PromptFiles(config, tokenizer, pictures, word)
+    files = PromptFiles(config, tokenizer, modality, word)
     files.load(paths, choose if most is not None and most > 0 else None)
     prompts, start = [], 0
     for path in dict.fromkeys(paths):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from core.types import Picture, Trajectory
+from core.types import Media, Trajectory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,7 +65,7 @@ class SampleRequest:
     sampling: SamplingParams
     seed: int
     episode: int | None = None
-    pictures: tuple[Picture, ...] = ()  # in the order of their placeholders in ``prompt_ids``, one a token of theirs
+    media: Media | None = None  # in the order of their placeholders in ``prompt_ids``, one a token of theirs
 
 
 class RolloutEngine(Protocol):
@@ -76,7 +76,7 @@ class RolloutEngine(Protocol):
     async def sample(self, request: SampleRequest) -> Trajectory:
         """Return a one-turn trajectory. ``logprobs`` are those of the sampled tokens under the distribution that
         was sampled from: after temperature, top-k and top-p (temperature 1 for greedy). Requests with equal
-        ``prompt_ids`` and ``pictures`` in flight together share one prefill (vLLM: but for what follows the last whole
+        ``prompt_ids`` and ``media`` in flight together share one prefill (vLLM: but for what follows the last whole
         block). Cancelling the awaiting task aborts the request and frees its place."""
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:

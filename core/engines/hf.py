@@ -10,7 +10,6 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,8 +24,8 @@ from core.engines.in_process_engine import InProcessEngine, Row
 from core.engines.kv_cache import ATTENTION, Decode, Prefill, SharedPromptCache
 from core.engines.sampling import RowSettings, draw, eos_ids, perturbed, uniforms
 from core.engines.weight_buckets import GROUP, Bucket, Checksum, Proof, Weight, release, weights_checksum
-from core.extensions.vision.model_inputs import Sight, follows, run_body
-from core.types import Picture
+from core.modality import modality_of
+from core.types import Media
 
 COLUMN_BLOCK = 64  # columns of responses are allocated in multiples of this
 
@@ -41,14 +40,14 @@ class BatchLimits:
 
 
 class SeenPrompt(NamedTuple):
-    """What a response follows: equal ids with other pictures are another prompt."""
+    """What a response follows: equal ids with other media are another prompt."""
 
     ids: tuple[int, ...]
-    pictures: tuple[Picture, ...]
+    media: Media | None
 
     @classmethod
     def of(cls, row: Row) -> SeenPrompt:
-        return cls(row.request.prompt_ids, row.request.pictures)
+        return cls(row.request.prompt_ids, row.request.media)
 
 
 class DecodeBatch:
@@ -58,14 +57,14 @@ class DecodeBatch:
     Arrays run along with them. Of a row: ``prompt`` is the place of its prompt, ``length`` counts the stored tokens
     of its response, ``token`` is its next input, ``seed`` its sampling seed. Of a prompt: ``prefix`` counts its
     stored tokens, all but the last one; positions behind it are ``ahead`` of the count of tokens, by less than nothing
-    where it has pictures: a picture takes fewer positions than tokens.
+    where it has media: a picture takes fewer positions than tokens.
     """
 
     def __init__(
         self, model: Any, limits: BatchLimits, cache: SharedPromptCache, unknown: np.ndarray, logits_noise: float = 0.0
     ):
         self.model, self.limits, self.cache, self.logits_noise = model, limits, cache, logits_noise
-        self.device = cache.device
+        self.modality, self.device = modality_of(model.config), cache.device
         self.unknown = torch.from_numpy(unknown).to(self.device)  # ids that are never drawn
         self.own_attention = model.config._attn_implementation == ATTENTION
         # What was computed in all: prompt tokens ahead of decoding (without padding), and the rows of all steps.
@@ -137,15 +136,15 @@ class DecodeBatch:
             prompts = self.prompts[begin:end]
             ids = [prompt.ids[:-1] + prompt.ids[:1] * (width + 1 - len(prompt.ids)) for prompt in prompts]
             input_ids = torch.tensor(ids, device=self.device)
-            body, pictures = self.model.base_model, [prompt.pictures for prompt in prompts]
-            if any(pictures):
-                sight = Sight.of(self.model, input_ids, pictures)
-                body = partial(run_body, self.model, sight=sight)
+            media = self.modality.inputs(self.model, input_ids, [prompt.media for prompt in prompts])
+            if media is not None:
                 last_P = torch.from_numpy(self.prefix[begin:end] - 1).to(self.device)
-                self.ahead[begin:end] = follows(sight.position, last_P).cpu().numpy()
+                self.ahead[begin:end] = media.position_offset(last_P).cpu().numpy()
             with self.cache.forward(Prefill(begin), own_attention=self.own_attention):
-                body(
-                    input_ids=input_ids,
+                self.modality.run_body(
+                    self.model,
+                    input_ids,
+                    media,
                     position_ids=torch.arange(width, device=self.device)[None],
                     past_key_values=self.cache,
                     use_cache=True,
@@ -165,7 +164,7 @@ class DecodeBatch:
         self.checked = self.version
         place = int(np.argmin(np.where(self.prefix > 0, self.prefix, np.iinfo(np.int64).max)))
         count, prompt = int(self.prefix[place]), self.prompts[place]
-        if count == 0 or prompt.pictures:
+        if count == 0 or prompt.media:
             return
         again = DynamicCache(config=self.model.config)
         self.model.base_model(

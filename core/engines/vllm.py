@@ -1,7 +1,6 @@
 """vLLM behind the engine contract: its core in this process, stepped by our loop.
 
-Only this file, :mod:`core.engines.vllm_receiver`, the other end of a weight update, and
-:mod:`core.extensions.vision.vllm_pictures` import vllm.
+In the kernel only this file and :mod:`core.engines.vllm_receiver`, the other end of a weight update, import vllm.
 
 vLLM holds no tokenizer here and decides no stop string: ids go in, ids and log-probs come out, and
 ``core.engines.in_process_engine`` decides what ended a response, as for every engine. Samples of a prompt share its
@@ -16,7 +15,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -34,11 +32,12 @@ from core.engines.sampling import eos_ids
 from core.engines.weight_buckets import Bucket, Proof, Weight
 from core.errors import InputError, WorkersLost
 from core.learner.models import resolve_path
+from core.modality import modality_of
 
 if TYPE_CHECKING:
     from core.config.schema import Config
     from core.config.sections.model import ModelConfig
-    from core.types import Picture
+    from core.types import Media
 
 # Read when vllm is imported: the engine core in this process, its log quiet, threads as the caller set them.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -48,11 +47,11 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.config import WeightTransferConfig
+from vllm.inputs.engine import tokens_input
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from core.engines.vllm_receiver import BACKEND, UNKNOWN, UnknownIds, WeightProof
-from core.extensions.vision import vllm_pictures
 
 DEVICE = current_platform.device_type  # what this build of vLLM computes on: "cpu" or "cuda"
 CPU_CACHE_BYTES = 1 << 30  # of keys and values; vLLM's own default is a share of the machine's memory
@@ -84,17 +83,13 @@ class VLLMEngine(InProcessEngine):
     def __init__(self, tokenizer: Any, skeleton: nn.Module, **options: Any):
         self.skeleton = skeleton
         # Without this vLLM would look for a Ray of its own inside a Ray actor.
-        executor = "mp" if options.get("tensor_parallel_size", 1) > 1 else "uni"
+        processes = options.get("tensor_parallel_size", 1)
+        executor = "mp" if processes > 1 else "uni"
         options = {**FIXED, "distributed_executor_backend": executor, **options}
         if DEVICE == "cpu":
             options |= _on_cpu(options)
-        self.sees = hasattr(skeleton, "image_processor")
-        if self.sees and executor == "mp" and find_spec("torchvision") is None:
-            key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
-            rule = "vLLM's own processes read the configuration of pictures with torchvision, which is not installed"
-            raise InputError(f"{key}={options['tensor_parallel_size']}: {rule}; set it to 1, or install torchvision")
-        if self.sees:
-            options |= vllm_pictures.prepare(skeleton.config, skeleton.image_processor)
+        self.modality = modality_of(skeleton.config)
+        options |= self.modality.vllm_arguments(skeleton, processes)
         unknown = unknown_among(known_ids(tokenizer), skeleton.config.get_text_config().vocab_size)
         if len(unknown):
             options["logits_processors"] = [*options.get("logits_processors", ()), UNKNOWN_IDS]
@@ -126,7 +121,7 @@ class VLLMEngine(InProcessEngine):
             self._submit(
                 name,
                 row.request.prompt_ids,
-                row.request.pictures,
+                row.request.media,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
@@ -139,9 +134,10 @@ class VLLMEngine(InProcessEngine):
                 output_kind=RequestOutputKind.DELTA if rule.strings else RequestOutputKind.FINAL_ONLY,
             )
 
-    def _submit(self, name: str, token_ids: tuple[int, ...], pictures: tuple[Picture, ...], **params: Any) -> None:
+    def _submit(self, name: str, token_ids: tuple[int, ...], media: Media | None, **params: Any) -> None:
         sampling = SamplingParams(flat_logprobs=True, detokenize=False, **params)
-        self.llm.add_request(name, vllm_pictures.engine_input(token_ids, pictures), sampling)
+        prompt = self.modality.vllm_prompt(token_ids, media) if media else tokens_input(list(token_ids))
+        self.llm.add_request(name, prompt, sampling)
 
     def _advance(self) -> list[Row]:
         with self._whole():
@@ -200,7 +196,7 @@ class VLLMEngine(InProcessEngine):
             self.asleep = False
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not release the keys and values of the former weights")
-        if self.sees:
+        if self.modality.reads_media:
             self.llm.reset_encoder_cache()
         return proofs
 
@@ -216,7 +212,7 @@ class VLLMEngine(InProcessEngine):
             return np.zeros(0, np.float32)
         name = next(self._names)
         whole = RequestOutputKind.FINAL_ONLY
-        self._submit(name, token_ids, (), max_tokens=1, temperature=0, prompt_logprobs=0, output_kind=whole)
+        self._submit(name, token_ids, None, max_tokens=1, temperature=0, prompt_logprobs=0, output_kind=whole)
         own: list[Any] = []
         while not own:
             with self._whole():

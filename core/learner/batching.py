@@ -60,8 +60,8 @@ def make_batch(groups: Sequence[ScoredGroup], pad_id: int, state_masking: bool =
     baseline = None
     if all(group.baseline is not None for group in groups):
         baseline = torch.tensor([g.baseline.value for g in groups], dtype=torch.float32).repeat_interleave(sizes)
-    pictures = {number: group.prompt.pictures for number, group in enumerate(groups) if group.prompt.pictures}
-    batch = TrainBatch(torch.from_numpy(lengths), int(lengths.max()), {}, pad_id, pictures)
+    media = {number: group.prompt.media for number, group in enumerate(groups) if group.prompt.media}
+    batch = TrainBatch(torch.from_numpy(lengths), int(lengths.max()), {}, pad_id, media)
     return batch.adding(
         input_ids=input_ids,
         response_mask=response_mask,

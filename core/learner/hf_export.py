@@ -24,6 +24,7 @@ from core.checkpoint.store import CheckpointStore, fetched
 from core.config.locations import written_here
 from core.errors import InputError
 from core.files.file_names import inside
+from core.modality import modality_of
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ def export_hf(model: Any, tokenizer: Any, folder: Path, *, state_dict: Any = Non
         finally:
             if config is not None:
                 model.generation_config = config
-        if (processor := getattr(model, "image_processor", None)) is not None:
+        if (processor := getattr(model, "processor", None)) is not None:
             processor.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
@@ -230,7 +231,7 @@ def _convert_model(found: Checkpoint, out: Path, dtype: str | None, base: str | 
     from transformers import AutoConfig, AutoTokenizer
 
     from core.learner.lora import merge_saved
-    from core.learner.models import auto_class, load_image_processor, quiet
+    from core.learner.models import auto_class, quiet
 
     actor = found.path("actor")
     wanted = getattr(torch, dtype or "float32", None)
@@ -243,8 +244,7 @@ def _convert_model(found: Checkpoint, out: Path, dtype: str | None, base: str | 
         else:
             auto = auto_class(AutoConfig.from_pretrained(actor, trust_remote_code=trust_remote_code))
             model = auto.from_pretrained(actor, dtype=wanted, trust_remote_code=trust_remote_code)
-        if getattr(model.config, "vision_config", None) is not None:
-            model.image_processor = load_image_processor(str(actor))
+        modality_of(model.config).load_processor(model, str(actor))
         tokenizer = AutoTokenizer.from_pretrained(actor, trust_remote_code=trust_remote_code)
     export_hf(model, tokenizer, out)
 

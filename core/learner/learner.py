@@ -11,7 +11,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from core.algorithm.losses import Means, policy_loss, value_loss
 from core.algorithm.rollout_correction import add_mismatch
 from core.config import registry
 from core.data.vocabulary import unknown_among
-from core.extensions.vision.model_inputs import Sight, run_body
 from core.learner.batching import micro_batches, split_idle
 from core.learner.compiled import compile_parts
 from core.learner.log_probs import FP32Head, token_log_probs_and_entropy
@@ -32,7 +30,8 @@ from core.learner.lora import base_only, layers
 from core.learner.model_checks import check_head, check_packing, shares_alike
 from core.learner.packing import Layout, Reading, SharedPrompts, can_keep_keys, can_share, hidden_before_tokens
 from core.learner.traced_tokens import TracedTokens, clipped_how
-from core.types import Picture, TrainBatch
+from core.modality import TEXT, Modality, modality_of
+from core.types import Media, TrainBatch
 
 if TYPE_CHECKING:
     from core.config.sections.actor import ActorConfig, RefConfig
@@ -115,23 +114,23 @@ def read_tokens(
     temperature: float,
     unknown: Tensor | None = None,
     shared: SharedPrompts | None = None,
-    pictures_B: Sequence[tuple[Picture, ...]] = (),
-    tower: bool = False,
+    media_B: Sequence[Media | None] = (),
+    modality: Modality = TEXT,
+    every_part: bool = False,
     **options: bool,
 ) -> tuple[Tensor, ...]:
     """Return [M] each: log-prob and entropy of each token that ``reading`` predicts, by a causal language model.
 
     ``unknown`` ids, which the tokenizer does not know, have no probability: no engine samples them.
-    ``shared`` prompts are read in a pass of their own, with ``pictures_B``; without them ``reading`` has all. ``tower``
-    is :func:`run_body`'s, ``options`` are those of :func:`token_log_probs_and_entropy`.
+    ``shared`` prompts are read in a pass of their own, with ``media_B``; without them ``reading`` has all.
+    ``every_part`` is :meth:`Modality.run_body`'s, ``options`` are those of :func:`token_log_probs_and_entropy`.
     """
     if shared is None:
-        sees = tower or reading.sight is not None
-        body = partial(run_body, module, sight=reading.sight, tower=tower) if sees else module.base_model
-        read = body(input_ids=reading.input_ids, use_cache=False, **reading.inputs)
+        inputs = {"use_cache": False, **reading.inputs}
+        read = modality.run_body(module, reading.input_ids, reading.media, every_part=every_part, **inputs)
         hidden_MH = read.last_hidden_state[reading.asked]
     else:
-        hidden_MH = hidden_before_tokens(module, reading.input_ids, reading.mask_BT, shared, pictures_B)
+        hidden_MH = hidden_before_tokens(module, reading.input_ids, reading.mask_BT, shared, media_B, modality)
     head = module.get_output_embeddings()
     # Where ranks share layers it is a DTensor, and each of them reads all of it.
     weight, bias = (one.full_tensor() if hasattr(one, "full_tensor") else one for one in (head.weight, head.bias))
@@ -163,7 +162,7 @@ class Passes:
         compiled: bool = False,
     ):
         self.module, self.compute_dtype = module, compute_dtype
-        self.ranks, self.layout = ranks, layout
+        self.ranks, self.layout, self.modality = ranks, layout, modality_of(module.config)
         self.computes_on = device  # None: where the parameters are
         self.one_pass = ranks is not ALONE or layout.packed  # shared prompts are in the pass of their answers
         layout.prepare(module, shares=self.one_pass)
@@ -195,7 +194,7 @@ class Passes:
 
     def shared_prompts(self, batch: TrainBatch) -> SharedPrompts | None:
         """Return the prompts that a pass over the micro-batch reads once; None where it reads all sequences whole."""
-        if not self.shares or not (self.one_pass or can_keep_keys(self.module)) or (self.one_pass and batch.pictures):
+        if not self.shares or not (self.one_pass or can_keep_keys(self.module)) or (self.one_pass and batch.media):
             return None
         return SharedPrompts.of(batch.input_ids, batch.response_mask, batch.group, packed=self.layout.packed)
 
@@ -220,18 +219,18 @@ class Policy(Passes):
 
         ``options`` are those of :func:`token_log_probs_and_entropy`: ``squares`` adds a third result.
         """
-        ids, pictures = batch.input_ids, batch.pictures_of_rows() if batch.pictures else ()
+        ids, media_B = batch.input_ids, batch.media_of_rows()
         shared = self.shared_prompts(batch)
         within, before = (shared, None) if self.one_pass else (None, shared)
-        sight = Sight.of(self.module, ids, pictures) if pictures and shared is None else None
-        reading = self.layout.read(ids, batch.attention_mask, batch.response_mask, sight, within)
-        seen = {"pictures_B": pictures, "tower": self.ranks is not ALONE and hasattr(self.module.base_model, "visual")}
-        return tuple(map(reading.spread, self.read(reading, shared=before, **seen, **options)))
+        media = self.modality.inputs(self.module, ids, media_B) if shared is None else None
+        reading = self.layout.read(ids, batch.attention_mask, batch.response_mask, media, within)
+        return tuple(map(reading.spread, self.read(reading, shared=before, media_B=media_B, **options)))
 
     def read(self, reading: Reading, **options: Any) -> tuple[Tensor, ...]:
         """Return :func:`read_tokens` of this policy; ``options`` are the rest of its arguments."""
         with self.precision():
-            given = {"temperature": self.temperature, "unknown": self.unknown}
+            given = {"temperature": self.temperature, "unknown": self.unknown, "modality": self.modality}
+            given |= {"every_part": self.ranks is not ALONE}
             return self.ranks.inside(self.module, read_tokens, reading, **given, **options)
 
     @torch.no_grad()

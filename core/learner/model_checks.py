@@ -33,6 +33,7 @@ class CheckedPolicy(Protocol):
     module: nn.Module
     layout: Layout
     ranks: Any
+    modality: Any
     device: torch.device
 
     def precision(self) -> Any: ...
@@ -82,7 +83,7 @@ def rounded_otherwise(module: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def rounding_cost(policy: CheckedPolicy, token_ids: Sequence[int]) -> float:
     """Return how far, in nats a token, two passes lie apart that differ by rounding alone, on average over a text."""
-    text = token_ids if len(token_ids) > 1 else range(4)  # prompts of pictures alone leave none
+    text = token_ids if len(token_ids) > 1 else range(4)  # prompts with media alone leave none
     ids = torch.tensor([[*text]], device=policy.device)
     real, place = torch.ones_like(ids, dtype=torch.bool), torch.arange(ids.shape[1], device=ids.device)[None]
     reading = Layout(policy.layout.packed).read(ids, real, place > 0)
@@ -134,10 +135,10 @@ def check_packing(policy: CheckedPolicy) -> None:
 def shares_alike(passes: CheckedPolicy) -> bool:
     """Return whether answers behind a prompt that they share within a pass are read as whole sequences are.
 
-    False of models with a vision tower, whose positions are not places. A difference of numbers is logged.
+    False of models that read media, whose positions are not places. A difference of numbers is logged.
     """
     module = passes.module
-    if module.config._attn_implementation != ATTENTION or hasattr(module.base_model, "visual"):
+    if module.config._attn_implementation != ATTENTION or passes.modality.reads_media:
         return False
     place = torch.arange(12, device=passes.device).view(2, 6)
     ids = torch.where(place % 6 < 4, place % 6, place) % module.config.get_text_config().vocab_size

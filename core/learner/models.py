@@ -18,13 +18,12 @@ import torch
 from torch import nn
 
 from core.checkpoint.manifest import check_index
-from core.config import chat_template
+from core.config import chat_template, extensions, registry
 from core.config.locations import is_url, local_path
 from core.errors import InputError
-from core.extensions.vision.images import PICTURE_KINDS
 from core.files.whole_files import FIX, damage
 from core.learner.log_probs import FP32Head
-from core.types import PictureFormat
+from core.modality import TEXT, Modality, modality_of
 
 if TYPE_CHECKING:
     from core.config.schema import Config
@@ -115,51 +114,19 @@ def load_tokenizer(model: ModelConfig) -> Any:
     return tokenizer
 
 
-def load_picture_format(model: ModelConfig, tokenizer: Any) -> PictureFormat | None:
-    """Return how the model reads pictures; None for a model of text alone.
-
-    Raises InputError for a model that reads pictures in a way that is not known here, and where the folder lacks the
-    configuration of its image processor or the tokenizer its placeholder.
-    """
+def load_modality(model: ModelConfig, tokenizer: Any) -> Modality:
+    """Return how the model reads prompts. Raises InputError for a model that reads media in an unknown way."""
     import transformers
 
     path = resolve_path(model.path, weights=False)
     with readable(path):
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-    if getattr(config, "vision_config", None) is None:
-        return None
-    key = f"actor_rollout_ref.model.path={model.path}"
-    if config.model_type not in PICTURE_KINDS:
-        known = ", ".join(PICTURE_KINDS)
-        raise InputError(f"{key}: its model_type {config.model_type} reads pictures in its own way; known are {known}")
-    processor = load_image_processor(path)
-    names = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
-    tokens = tokenizer.convert_ids_to_tokens([getattr(config, name) for name in names])
-    ids = tokenizer("".join(map(str, tokens)), add_special_tokens=False)["input_ids"]
-    if ids != [getattr(config, name) for name in names]:
-        raise InputError(
-            f"{key}: the tokenizer lacks the placeholder of pictures ({', '.join(names)}); take the model's"
-        )
-    return PictureFormat(
-        token=tokens[1],
-        token_id=config.image_token_id,
-        mark="".join(tokens),
-        patch=processor.patch_size,
-        merge=processor.merge_size,
-        frames=processor.temporal_patch_size,
-        least=processor.size["shortest_edge"],
-        most=processor.size["longest_edge"],
-        mean=tuple(processor.image_mean),
-        std=tuple(processor.image_std),
-    )
-
-
-def load_image_processor(path: str) -> Any:
-    """Load the image processor's configuration. Its Pillow form, which needs no torchvision."""
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-    with readable(path):
-        return Qwen2VLImageProcessorPil.from_pretrained(path)
+    modality = modality_of(config)
+    if getattr(config, "vision_config", None) is not None and not modality.reads_media:
+        known = ", ".join(registry.MODALITIES) or "none"
+        rule = f"its model_type {config.model_type} reads pictures in its own way; known are {known}"
+        raise InputError(f"actor_rollout_ref.model.path={model.path}: {rule}")
+    return modality.configured(config, path, tokenizer)
 
 
 def check_lengths(config: Config, longest: Mapping[str, tuple[int, int]]) -> None:
@@ -202,12 +169,12 @@ def _model_config(model: ModelConfig, path: str) -> Any:
 
 
 def load_policy(model: ModelConfig, dtype: torch.dtype = torch.float32, *, on_meta: bool = False) -> nn.Module:
-    """Load the language model, which may read pictures, with dropout off: a ratio between two passes must be the
+    """Load the language model, which may read media, with dropout off: a ratio between two passes must be the
     policies' alone.
 
     ``on_meta`` builds it without reading or allocating a weight.
     """
-    module = _load(AUTO, model, dtype, on_meta)
+    module = _load(TEXT.auto_class, model, dtype, on_meta)
     if model.fp32_lm_head:
         head = module.get_output_embeddings()
         if type(head) is not nn.Linear:
@@ -228,15 +195,18 @@ def load_critic(
         return _load("AutoModelForTokenClassification", model, dtype, on_meta, num_labels=1, classifier_dropout=0.0)
 
 
-AUTO = "AutoModelForCausalLM"
-
-
-def auto_class(config: Any, auto: str = AUTO) -> Any:
-    """Return transformers' class that loads a language model of this configuration, with its vision tower if any."""
+def auto_class(config: Any, auto: str = TEXT.auto_class) -> Any:
+    """Return transformers' class that loads a language model of this configuration, with the parts that read media."""
     import transformers
 
-    sees = auto == AUTO and getattr(config, "vision_config", None) is not None
-    return getattr(transformers, "AutoModelForImageTextToText" if sees else auto)
+    return getattr(transformers, modality_of(config).auto_class if auto == TEXT.auto_class else auto)
+
+
+def freeze_parts(module: nn.Module, config: Config) -> nn.Module:
+    """Freeze the parts of the policy that keys of extensions exclude from training."""
+    for path in extensions.functions("freeze", config):
+        registry.load_object(path)(module)
+    return module
 
 
 def _load(auto: str, model: ModelConfig, dtype: torch.dtype, on_meta: bool, **head: Any) -> nn.Module:
@@ -256,8 +226,7 @@ def _load(auto: str, model: ModelConfig, dtype: torch.dtype, on_meta: bool, **he
                 module.generation_config = transformers.GenerationConfig.from_pretrained(path)
         else:
             module = auto_class(config, auto).from_pretrained(path, config=config, **options)
-    if getattr(config, "vision_config", None) is not None:
-        module.image_processor = load_image_processor(path)  # checkpoints and exports hold its configuration too
+    modality_of(config).load_processor(module, path)
     return _prepared(module, model)
 
 

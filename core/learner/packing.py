@@ -32,8 +32,8 @@ from transformers.cache_utils import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from core.errors import InputError
-from core.extensions.vision.model_inputs import Sight, follows, run_body
-from core.types import Picture
+from core.modality import TEXT, MediaInputs, Modality
+from core.types import Media
 
 ATTENTION = "packed_rows"  # the name under which transformers finds attend
 HEADS, TOKENS = 1, 2  # axes of the queries, keys and values that attend gets
@@ -58,7 +58,7 @@ class Reading:
     inputs: Mapping[str, Any] = field(default_factory=dict)  # more arguments of the model
     asked_N: Tensor | None = None
     mesh: DeviceMesh | None = None
-    sight: Sight | None = None  # pictures of the sequences
+    media: MediaInputs | None = None  # of the sequences
 
     def spread(self, values_M: Tensor) -> Tensor:
         """Return [B, T]: the values of all ranks at their tokens, 0 elsewhere; differentiable.
@@ -111,17 +111,17 @@ class Layout:
         input_ids_BT: Tensor,
         attention_mask_BT: Tensor,
         response_mask_BT: Tensor,
-        sight: Sight | None = None,
+        media: MediaInputs | None = None,
         shared: SharedPrompts | None = None,
     ) -> Reading:
-        """Return the pass over these sequences, which are padded on the right. ``sight`` are their pictures.
+        """Return the pass over these sequences, which are padded on the right. ``media`` are theirs.
 
         Padded ones need no attention mask: attention is causal, so no real token can see the padding. Prompts that
         are ``shared`` stand before the answers, once.
         """
         labels, key_index = input_ids_BT[response_mask_BT], None
         if shared is None and not self.packed:
-            return Reading(input_ids_BT, before(response_mask_BT), labels, response_mask_BT, sight=sight)
+            return Reading(input_ids_BT, before(response_mask_BT), labels, response_mask_BT, media=media)
         if shared is None:
             positions_BT = torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device).expand(input_ids_BT.shape)
             ids, position, wrote = (
@@ -147,8 +147,8 @@ class Layout:
             inputs["key_index"] = key_index
         if self.mesh is None:
             inputs |= {"position_ids": position[None]}
-            seen = sight and sight.packed(attention_mask_BT)
-            return Reading(ids[None], wrote[None], labels, response_mask_BT, inputs, sight=seen)
+            media = media and media.packed(attention_mask_BT)
+            return Reading(ids[None], wrote[None], labels, response_mask_BT, inputs, media=media)
         size, rank = len(ids) // self.ranks, self.mesh.get_local_rank()
         part = slice(rank * size, (rank + 1) * size)
         inputs |= {"position_ids": position[None, part], "sequence_mesh": self.mesh}
@@ -200,7 +200,7 @@ def attend(
     """
     if shared_prompts is not None:
         return _behind_prompts(module, query, key, value, shared_prompts, scaling=scaling, **others), None
-    if cu_seq_lens_q is None:  # the vision tower too: it gets its pictures one by one
+    if cu_seq_lens_q is None:  # a vision tower too: it gets its pictures one by one
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
     odd = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
     if odd:
@@ -364,10 +364,6 @@ class SharedPrompts:
         """Return the largest of ``length_B``."""
         return int(self.length_B.max())
 
-    def ahead(self, sight: Sight) -> Tensor:
-        """Return [B]: by how much an answer's positions differ from its tokens' places; ``sight`` is the prompts'."""
-        return follows(sight.position, self.prefix_B[self.first_P] - 1)[self.place_B]
-
     def answers(self, input_ids_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return [B, length] each: ids behind the prefixes, their positions, whether the mask has the next token."""
         last = input_ids_BT.shape[1] - 1
@@ -454,23 +450,24 @@ def hidden_before_tokens(
     input_ids_BT: Tensor,
     mask_BT: Tensor,
     shared: SharedPrompts,
-    pictures_B: Sequence[tuple[Picture, ...]] = (),
+    media_B: Sequence[Media | None] = (),
+    modality: Modality = TEXT,
 ) -> Tensor:
     """Return [N, H]: for each token of the mask, sequence by sequence, the hidden state at the position before it."""
     prompt_ids_PT = input_ids_BT[shared.first_P, : shared.width]  # padding stands behind a prompt: it is not seen
     prompts = DynamicCache()
-    sight = (
-        Sight.of(module, prompt_ids_PT, [pictures_B[row] for row in shared.first_P.tolist()]) if pictures_B else None
-    )
-    run_body(module, prompt_ids_PT, sight, past_key_values=prompts, use_cache=True)
+    media = modality.inputs(module, prompt_ids_PT, [media_B[row] for row in shared.first_P.tolist()] if media_B else ())
+    modality.run_body(module, prompt_ids_PT, media, past_key_values=prompts, use_cache=True)
     ids_BA, position_BA, written_BA = shared.answers(input_ids_BT, mask_BT)
+    if media is not None:
+        position_BA = position_BA + media.position_offset(shared.prefix_B[shared.first_P] - 1)[shared.place_B, None]
     seen = shared.attention
     if module.config._attn_implementation == "eager":  # it adds its mask to the scores
         zeros = torch.zeros(seen.shape, dtype=module.dtype, device=seen.device)
         seen = zeros.masked_fill_(~seen, torch.finfo(zeros.dtype).min)
     hidden_BAH = module.base_model(
         input_ids=ids_BA,
-        position_ids=position_BA if sight is None else position_BA + shared.ahead(sight)[:, None],
+        position_ids=position_BA,
         attention_mask=seen,
         past_key_values=DynamicCache(
             [(one.keys[shared.place_B], one.values[shared.place_B]) for one in prompts.layers]

@@ -268,7 +268,7 @@ class Episode:
         sampling = dataclasses.replace(self.sampling, max_tokens=room, stop=(*self.sampling.stop, *stop))
         seed = sampling_seed(self._run_seed, self.prompt.ordinal, self.sample_index, self.turns)
         ids = (*self.prompt_ids, *self._ids)
-        request = SampleRequest(ids, sampling, seed, episode=self.seed, pictures=self.prompt.pictures)
+        request = SampleRequest(ids, sampling, seed, episode=self.seed, media=self.prompt.media)
         wrote = await self._engine.sample(request)
         text = wrote.response_text
         self._append(wrote.response_ids.tolist(), True, wrote.logprobs.tolist(), Segment("policy", text))

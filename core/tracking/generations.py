@@ -9,7 +9,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from core.extensions.vision.images import collapse
 from core.printable import printable
 from core.types import ScoredGroup
 
@@ -20,7 +19,7 @@ def generation_rows(step: int, groups: Sequence[ScoredGroup], tokenizer: Any) ->
     for group in groups:
         prompt = group.prompt
         # one placeholder a picture: a reader sees the picture, or none of its tokens
-        text = tokenizer.decode(collapse(prompt.token_ids, prompt.pictures) if prompt.pictures else prompt.token_ids)
+        text = tokenizer.decode(prompt.media.collapse(prompt.token_ids) if prompt.media else prompt.token_ids)
         for trajectory, score in zip(group.trajectories, group.scores, strict=True):
             output = "".join(segment.text for segment in trajectory.segments)
             named = {"uid": prompt.uid, "data_source": prompt.data_source, "pred": score.pred}

@@ -36,11 +36,10 @@ from typing import Any
 from tqdm import tqdm
 
 from core.checkpoint.manifest import fsync, write_durably
-from core.config import Config, convert, paths, registry, to_yaml
+from core.config import Config, convert, extensions, paths, registry, to_yaml
 from core.config.locations import is_url, write_remote_text
 from core.config.registry import load_object
 from core.errors import InputError, writing
-from core.extensions.vision.images import thumbnails
 from core.redaction import redacted_text
 from core.tracking import recorders, run_manifest
 from core.tracking.console import ConsoleLogger, headline
@@ -342,7 +341,7 @@ class Tracker:
         """Keep a few of these generations for the report; trainer.log_val_generations of them go to the loggers.
 
         ``rows`` are those of :func:`core.tracking.generations.generation_rows`, ``prompts`` the questions, of whose
-        pictures the report shows thumbnails.
+        media the report shows thumbnails.
         """
         wanted = self.config.trainer.log_val_generations
         by_source: dict[Any, list[Row]] = {}
@@ -351,22 +350,14 @@ class Tracker:
         kept = [row for same in by_source.values() for row in spread_out(same, max(wanted, KEPT_SAMPLES))]
         path, rows_kept = self.run_dir / "samples.jsonl", [{**row, "step": step} for row in kept]
         self.records.attempt(path.name, path, lambda: _append(path, rows_kept))
-        self.records.attempt(PICTURES, self.run_dir / PICTURES, lambda: self._keep_pictures(kept, prompts))
+        media = {(prompt.data_source, prompt.uid): prompt.media for prompt in prompts if prompt.media}
+        of_kept = ((row.get("data_source"), row.get("uid")) for row in kept)
+        if shown := {question: media[question] for question in of_kept if question in media}:
+            keep, file = extensions.function("keep_thumbnails"), self.run_dir / PICTURES
+            self.records.attempt(PICTURES, file, lambda: keep(file, shown))
         if wanted:
             for logger in self._loggers:
                 logger.samples(step, spread_out(rows, wanted))
-
-    def _keep_pictures(self, rows: Sequence[Row], prompts: Iterable[Prompt]) -> None:
-        """Add the thumbnails of these questions to those of earlier validations, which mostly have the same ones."""
-        path = self.run_dir / PICTURES
-        found = {(prompt.data_source, prompt.uid): prompt.pictures for prompt in prompts if prompt.pictures}
-        wanted = dict.fromkeys((row["data_source"], row["uid"]) for row in rows) if found else {}
-        known = _read_pictures(path) if wanted else {}
-        new = [key for key in wanted if key in found and key[1] not in known.get(key[0], {})]
-        for source, uid in new:
-            known.setdefault(source, {})[uid] = thumbnails(found[source, uid])
-        if new:
-            write_atomic(path, json.dumps(known) + "\n")
 
     def close(self, status: str) -> None:
         """End the run: ``finished``, ``stopped`` (by the user) or ``failed``. A second call changes nothing."""
@@ -402,18 +393,6 @@ def _append(path: Path, rows: Iterable[Row]) -> None:
             with contextlib.suppress(OSError):
                 file.truncate(size)
             raise
-
-
-def _read_pictures(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the thumbnails that are kept; none of a damaged file, which the next ones replace."""
-    try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-        return known if all(isinstance(value, dict) for value in known.values()) else {}
-    except FileNotFoundError:
-        return {}
-    except (ValueError, AttributeError) as error:
-        log.warning("%s is damaged (%s): written anew", path, error)
-        return {}
 
 
 def _set_aside(run_dir: Path) -> None:

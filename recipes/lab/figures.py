@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from core.types import Picture, PictureFormat
+    from core.extensions.vision.images import PictureFormat, Pictures
 
 DATA_SOURCE = "lab/figures"
 FOLDER = Path("outputs/lab/figures")
@@ -220,28 +220,28 @@ def answers(recipe: FiguresRecipe, drawn: Sequence[Figure], looks: float, rng: r
     ]
 
 
-def answer_loss(model: PreTrainedModel, seen: tuple[Tensor, list[tuple[Picture, ...]]], labels_BT: Tensor) -> Tensor:
+def answer_loss(model: PreTrainedModel, seen: tuple[Tensor, list[Pictures]], labels_BT: Tensor) -> Tensor:
     """Return the mean next-token loss of the answers, nats a token; ``seen`` are ids and pictures of each sequence."""
     import torch.nn.functional as F
 
-    from core.extensions.vision.model_inputs import Sight, run_body
+    from core.extensions.vision.model_inputs import PictureInputs, run_with_pictures
 
     ids_BT, pictures_B = seen
     written_BT = labels_BT[:, 1:] != warm_start.IGNORED
-    body = run_body(model, ids_BT, Sight.of(model, ids_BT, pictures_B), use_cache=False)
+    body = run_with_pictures(model, ids_BT, PictureInputs.of(model, ids_BT, pictures_B), use_cache=False)
     return F.cross_entropy(model.lm_head(body.last_hidden_state[:, :-1][written_BT]), labels_BT[:, 1:][written_BT])
 
 
 def train(recipe: FiguresRecipe, tokenizer: Any, format: PictureFormat, losses: list[float]) -> PreTrainedModel:
     """Train a model and append each step's loss. Raises BaseModelError where it did not learn to look."""
-    from core.extensions.vision.images import expand, read_picture, shown
+    from core.extensions.vision.images import Pictures, read_picture
 
     rng, model = random.Random(recipe.seed), new_model(recipe, tokenizer)
     drawn = list(figures(recipe.examples, f"figures warm start {recipe.seed}"))
-    pictures = [read_picture(one.drawn(), format) for one in drawn]
+    pictures = [Pictures((read_picture(one.drawn(), format),), format) for one in drawn]
     prompts = [
-        expand(tokenizer(shown(one.prompt, 1, format), add_special_tokens=False)["input_ids"], [picture])
-        for one, picture in zip(drawn, pictures, strict=True)
+        media.expand(tokenizer(media.mark(one.prompt), add_special_tokens=False)["input_ids"])
+        for one, media in zip(drawn, pictures, strict=True)
     ]
 
     def batches() -> Iterator[Any]:
@@ -254,7 +254,7 @@ def train(recipe: FiguresRecipe, tokenizer: Any, format: PictureFormat, losses: 
                 written = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
                 rows.append(([*prompts[number], *written], [warm_start.IGNORED] * len(prompts[number]) + written))
             ids_BT, labels_BT = warm_start.padded(rows, tokenizer.pad_token_id)
-            yield (ids_BT, [(pictures[number],) for number in chosen]), labels_BT
+            yield (ids_BT, [pictures[number] for number in chosen]), labels_BT
 
     for loss in warm_start.fitted(model, recipe, batches(), answer_loss):
         losses.append(loss)
@@ -269,7 +269,7 @@ def train(recipe: FiguresRecipe, tokenizer: Any, format: PictureFormat, losses: 
 def build(root: Path, recipe: FiguresRecipe | None = None) -> Path:
     """Return the folder of the trained model, ``root/<digest>``, to which ``root/current`` then points."""
     from core.config.sections.model import ModelConfig
-    from core.learner.models import load_picture_format
+    from core.learner.models import load_modality
 
     recipe, tokenizer = recipe or FiguresRecipe(), build_tokenizer(ALPHABET, MARKS)
 
@@ -277,7 +277,7 @@ def build(root: Path, recipe: FiguresRecipe | None = None) -> Path:
         started, processor = time.perf_counter(), new_processor()
         processor.save_pretrained(folder)
         new_model(recipe, tokenizer).config.save_pretrained(folder)
-        format = load_picture_format(ModelConfig(path=str(folder.resolve())), tokenizer)
+        format = load_modality(ModelConfig(path=str(folder.resolve())), tokenizer).format
 
         def attempt(one: FiguresRecipe) -> None:
             losses: list[float] = []

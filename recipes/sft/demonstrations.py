@@ -28,7 +28,7 @@ import torch
 
 from core.config.locations import local_path
 from core.data.dataset import CHAT_FIX, ChatError, Choose, Encoder
-from core.data.parquet import Example, Problems
+from core.data.parquet import Example, Problems, media_columns
 from core.engines.sampling import eos_ids
 from core.errors import InputError
 from core.learner.models import resolve_path
@@ -282,9 +282,10 @@ def _read(path: str, config: DemonstrationConfig) -> Any:
             keys = f"data.messages_key={config.messages_key}, data.response_key={config.response_key}"
             has = ", ".join(sorted(names)) or "no column"
             raise InputError(f"{path}: has neither chats nor answers ({keys}), only {has}; name the column by its key")
-        if config.image_key in names and file.read(columns=[config.image_key])[0].null_count < file.metadata.num_rows:
-            rule = f"column {config.image_key!r} (data.image_key) holds pictures, and fine-tuning reads text alone"
-            raise InputError(f"{path}: {rule}; leave the column out, or name another one")
+        for column, key in media_columns(config).items():
+            if column in names and file.read(columns=[column])[0].null_count < file.metadata.num_rows:
+                rule = f"column {column!r} (data.{key}) holds media, and fine-tuning reads text alone"
+                raise InputError(f"{path}: {rule}; leave the column out, or name another one")
         table = file.read(columns=columns)
     except (pa.ArrowInvalid, OSError) as error:
         raise InputError(f"{path}: not a readable parquet file ({error}); {make}") from error

@@ -19,7 +19,7 @@ from core.extensions.vision.images import pixels
 from data_preprocess import geo3k, geo3k_multiturn_w_tool
 from data_preprocess.schema import write_rows
 from reward_scores.geo3k import score
-from tests.pictures import picture_format, png, vision_tokenizer
+from tests.pictures import modality, png, vision_tokenizer
 from tests.row_files import data_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +28,7 @@ SAMPLE = Path(os.environ.get("DATA_DIR", "")) / "geometry3k_sample"
 
 def stream_of(path: Path) -> PromptStream:
     config = data_config(train_files=[str(path)], max_prompt_length=4096)
-    return PromptStream(config, vision_tokenizer(), 1, pictures=picture_format())
+    return PromptStream(config, vision_tokenizer(), 1, modality=modality())
 
 
 def test_a_row_has_the_prompt_of_verls_script(tmp_path):
@@ -45,7 +45,7 @@ def test_a_row_has_the_prompt_of_verls_script(tmp_path):
     write_rows(tmp_path / "train.parquet", rows)
     stream = stream_of(tmp_path / "train.parquet")
     blue = next(p for p in (stream.prompt(i) for i in range(2)) if "Find y" in p.messages[0]["content"])
-    assert (pixels(blue.pictures[0]) == [0, 0, 255]).all()
+    assert (pixels(blue.media.pictures[0]) == [0, 0, 255]).all()
 
 
 def test_with_tools_a_row_has_the_same_question_behind_a_system_message():
@@ -77,7 +77,7 @@ def test_real_figures_are_read_and_their_answers_scored(tmp_path, script):
     assert len({prompt.uid for prompt in prompts}) == len(examples) == 10
     with_tools = script is geo3k_multiturn_w_tool
     for prompt in prompts:
-        (one,) = prompt.pictures
+        (one,) = prompt.media.pictures
         assert prompt.token_ids.count(101) == one.tokens > 4
         assert pixels(one).std() > 5  # lines on paper
         assert score(f"<think>r</think> \\boxed{{{prompt.ground_truth}}}", prompt.ground_truth).value == 1

@@ -21,7 +21,7 @@ from core.extensions.trace.trace_recorder import TraceRecorder, _byte_of
 from core.learner.batching import make_batch, optimizer_steps, token_rewards
 from core.learner.traced_tokens import TracedTokens, clipped_how
 from core.tracking.recorders import Moment
-from core.types import Picture, Prompt, ScoredGroup, Segment, StepMetrics, Stop, TrainBatch, Trajectory
+from core.types import Media, Prompt, ScoredGroup, Segment, StepMetrics, Stop, TrainBatch, Trajectory
 from reward_scores.score import graded
 from tests.core.synthetic import configured, make_run
 
@@ -98,9 +98,9 @@ def made_groups(
     return found
 
 
-def with_pictures(groups: Sequence[ScoredGroup], pictures: Sequence[Picture]) -> list[ScoredGroup]:
-    """The same groups, whose questions are about these pictures."""
-    return [dataclasses.replace(g, prompt=dataclasses.replace(g.prompt, pictures=tuple(pictures))) for g in groups]
+def with_media(groups: Sequence[ScoredGroup], media: Media) -> list[ScoredGroup]:
+    """The same groups, whose questions are about these media."""
+    return [dataclasses.replace(g, prompt=dataclasses.replace(g.prompt, media=media)) for g in groups]
 
 
 def record(

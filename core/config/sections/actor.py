@@ -58,7 +58,6 @@ class ActorConfig(Sharing, Section):
     state_masking: bool = True  # tokens that tools wrote carry no loss; False is Search-R1's ablation
     ulysses_sequence_parallel_size: limits.Count = 1  # ranks that share each sequence; use_remove_padding is needed
     tensor_model_parallel_size: limits.Count = 1  # ranks that share each layer's matrices; FSDP2 shards over the others
-    freeze_vision_tower: bool = False  # the part of the model that reads pictures does not train
     use_torch_compile: bool = False  # compile the MLPs and norms of the policy and its reference
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     optim: OptimConfig = OptimConfig()

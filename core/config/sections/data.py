@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from core.config import limits
+from core.config.extensions import extended
 from core.config.frozen import FrozenDict
 from core.config.rulebook import Broken, RuleBook
 from core.config.section import Open, Section
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from core.config.view import View
 
 
+@extended("data")
 class DataConfig(Section):
     train_files: limits.NonEmpty = ("~/data/rlhf/gsm8k/train.parquet",)  # parquet files of training examples
     val_files: limits.NonEmpty = ("~/data/rlhf/gsm8k/test.parquet",)  # parquet files of validation questions
@@ -20,7 +22,6 @@ class DataConfig(Section):
     curriculum: tuple[Open, ...] | None = None  # stages {files, prompts, weights} in place of train_files
     prompt_key: str = "prompt"  # column that holds the prompt, a list of chat messages
     reward_fn_key: str = "data_source"  # column that names the data source, which chooses the scorer
-    image_key: str = "images"  # column that holds the pictures of a prompt, one for each <image> in it
     max_prompt_length: limits.Count = 512  # tokens of the prompt; in a search episode, of prompt and episode
     max_response_length: limits.Count = 512  # tokens of the answer, tools' included; search episodes: of one turn
     max_start_length: limits.Count | None = None  # search episodes: tokens of the prompt; None: max_prompt_length

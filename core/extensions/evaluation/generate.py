@@ -113,13 +113,13 @@ def generate(asked: GenerateCall) -> bool:
 
     Raises InputError before a model loads for data, settings and files that do not go together.
     """
-    from core.learner.models import load_picture_format, load_tokenizer
+    from core.learner.models import load_modality, load_tokenizer
     from core.rollout.agent_loop import check_examples, make_agent_loop
 
     config, model = asked.config, asked.config.actor_rollout_ref.model
     tokenizer = load_tokenizer(model)
     loop = make_agent_loop(config, tokenizer, agent_names(config.data, training=False))
-    prompts = load_val_prompts(config.data, tokenizer, load_picture_format(model, tokenizer), word=loop and loop.worded)
+    prompts = load_val_prompts(config.data, tokenizer, load_modality(model, tokenizer), word=loop and loop.worded)
     check_examples(loop, prompts)
     if not prompts:
         raise InputError("data.val_files=[]: there are no questions; give parquet files")
@@ -214,8 +214,8 @@ def deciding(config: Config) -> dict[str, Any]:
 def digest_of(prompts: Sequence[Prompt]) -> str:
     """Return a hash of the questions as the model reads them: tokenizer, template and cutting are in their ids."""
     digest = hashlib.sha256(json.dumps([(p.ordinal, p.uid, p.token_ids) for p in prompts]).encode())
-    for picture in (picture for prompt in prompts for picture in prompt.pictures):
-        digest.update(picture.data)
+    for data in (data for prompt in prompts if prompt.media for data in prompt.media.files()):
+        digest.update(data)
     return digest.hexdigest()
 
 

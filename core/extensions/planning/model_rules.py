@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from math import gcd
 
+from core.config import extensions
 from core.config.problem import Problem
-from core.config.registry import ENGINES
+from core.config.registry import ENGINES, MODALITIES, load_object
 from core.config.schema import Config
 from core.config.sections.actor import Sharing
 from core.errors import InputError
 from core.extensions.planning.model_shapes import MODELS, Shape, config_file, read_config, shape_of
-from core.extensions.vision.images import PICTURE_KINDS
 
 MODEL = "actor_rollout_ref.model.path"
 PICTURE_NAMES = re.compile(r"qwen(2|2\.5|3)-vl-(?!.*-a\d+b)", re.IGNORECASE)  # and their names; not mixtures of experts
@@ -33,11 +33,11 @@ def model_problems(config: Config) -> list[str]:
         models.append(("critic.model.path", config.critic.model.path))
     for key, path in models:
         if reason := _unloadable(path):
-            fix = f"give a model of text alone, or of {', '.join(PICTURE_KINDS)}"
+            fix = f"give a model of text alone, or of {', '.join(MODALITIES)}"
             found.append(Problem(key, path, reason, fix))
     if not found:
-        sees = sees_pictures(roles.model.path)
-        found += _unseeing(config) if sees else _sightless(config) if sees is False else ()
+        for path in extensions.functions("model_problems"):
+            found += load_object(path)(config, sees_pictures(roles.model.path))
         with suppress(InputError):  # a shape that is not known; the plan says so
             found += _splits(config, roles.model.path, shape_of(roles.model.path, roles.model.override_config))
         with suppress(InputError):
@@ -55,41 +55,8 @@ def sees_pictures(path: str) -> bool | None:
     if config_file(path) is None:
         return True if PICTURE_NAMES.match(f"{name}-") else False if path in MODELS else None
     with suppress(InputError):
-        return read_config(path).get("model_type") in PICTURE_KINDS
+        return read_config(path).get("model_type") in MODALITIES
     return None
-
-
-def _unseeing(config: Config) -> Iterator[Problem]:
-    """Yield what does not work yet with a model that reads pictures."""
-    roles, algorithm = config.actor_rollout_ref, config.algorithm
-    what = "a model that reads pictures"
-    if config.trainer.backend == "ray":
-        for name, whole in (("ulysses_sequence_parallel_size", "sequences"), ("tensor_model_parallel_size", "layers")):
-            most = max(getattr(part, name) for part in (roles.actor, roles.ref))
-            if most > 1:
-                key, rule = f"actor_rollout_ref.actor.{name}", f"does not split the {whole} of {what} yet"
-                yield Problem(key, most, rule, "set it to 1")
-    if config.critic.enable:
-        rule, fix = f"{what} has no critic here", "use an estimator without one, such as grpo"
-        yield Problem("algorithm.adv_estimator", algorithm.adv_estimator, rule, fix)
-    if config.reward_model.enable:
-        yield Problem("reward_model.enable", True, "a reward model reads text alone", "score with a function")
-    if roles.model.fp32_lm_head:
-        key, rule = "actor_rollout_ref.model.fp32_lm_head", f"was not tried with {what}, whose engines it changes too"
-        yield Problem(key, True, rule, "set it to False")
-    if config.trainer.capsule_steps:
-        rule = f"a kept step has no pictures, and that of {what} could not be computed again"
-        yield Problem("trainer.capsule_steps", list(config.trainer.capsule_steps), rule, "leave it out")
-    if config.needs_engine and not ENGINES[roles.rollout.name].reads_pictures:
-        yield Problem("actor_rollout_ref.rollout.name", roles.rollout.name, f"sends no pictures of {what}", "use vllm")
-    if not config.generates:
-        yield Problem(MODEL, roles.model.path, f"fine-tuning does not train {what} yet", "give a model of text alone")
-
-
-def _sightless(config: Config) -> Iterator[Problem]:
-    if config.actor_rollout_ref.actor.freeze_vision_tower:
-        key = "actor_rollout_ref.actor.freeze_vision_tower"
-        yield Problem(key, True, "the model reads text alone and has no vision tower", "leave it out")
 
 
 def _unloadable(path: str) -> str:
@@ -108,7 +75,7 @@ def _unloadable(path: str) -> str:
         return ""
     names = [str(name) for name in found.get("architectures") or ()]
     kinds = [name for name in names if name.endswith("ForConditionalGeneration")]
-    if found.get("model_type") in PICTURE_KINDS or not kinds and "vision_config" not in found:
+    if found.get("model_type") in MODALITIES or not kinds and "vision_config" not in found:
         return ""
     kind = kinds[0] if kinds else "its config.json has a vision_config"
     return f"a vision-language or encoder-decoder model ({kind}), which is not supported"

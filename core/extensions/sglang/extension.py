@@ -10,7 +10,7 @@ ENGINE = EngineEntry(
     problems="core.extensions.sglang.sglang_server:problems",
     seeded=False,
     top_p_within_top_k=False,
-    reads_pictures=False,
+    reads_media=False,
     one_receiver=True,
     reads=SERVING,
 )

@@ -100,8 +100,8 @@ class SGLangEngine(InProcessEngine):
 
     def _check(self, request: SampleRequest) -> None:
         super()._check(request)
-        if request.pictures:
-            raise ValueError("SampleRequest.pictures: rollout.name=sglang sends none; use rollout.name=hf or vllm")
+        if request.media:
+            raise ValueError("SampleRequest.media: rollout.name=sglang sends none; use rollout.name=hf or vllm")
         if self.asleep:
             raise RuntimeError("the engine is asleep and without weights: update_weights wakes it")
 

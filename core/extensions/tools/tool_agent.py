@@ -199,7 +199,7 @@ class ToolAgentLoop(AgentLoop):
         if not (tools and self.chat.has_template):
             return
         data, prompt = self.config.data, episode.prompt
-        ids = self.chat.encoder.encode_with(self.worded(prompt), prompt.pictures)
+        ids = self.chat.encoder.encode_with(self.worded(prompt), prompt.media)
         try:
             episode.restart(truncate(ids, data.max_prompt_length, data.truncation))
         except ValueError as error:

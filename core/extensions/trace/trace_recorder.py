@@ -30,7 +30,6 @@ import numpy as np
 
 from core.checkpoint.manifest import fsync
 from core.config.paths import run_folder
-from core.extensions.vision.images import SHOWN, thumbnails
 from core.tracking.recorders import TRACED, Moment, RecordedRun, Recorder
 from core.tracking.records import Records
 from core.types import ScoredGroup, TrainBatch, Trajectory
@@ -243,14 +242,15 @@ class TraceRecorder(Recorder):
                     "roles": [[segment.role, len(segment.text)] for segment in t.segments],
                 }
             )
+        shown = prompt.media.thumbnails() if prompt.media else []
         return {
             "uid": prompt.uid,
             "ordinal": prompt.ordinal,
             "data_source": prompt.data_source,
             "question": prompt.messages[-1].get("content", "") if prompt.messages else "",
             "ground_truth": prompt.ground_truth,
-            "pictures": thumbnails(prompt.pictures),
-            "more_pictures": len(prompt.pictures[SHOWN:]),
+            "pictures": shown,
+            "more_pictures": len(prompt.media or ()) - len(shown),
             "chosen": one.why,
             "dropped": None if rows is not None else self._why_dropped(one.group),
             "trajectories": described,

@@ -16,13 +16,14 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.processing_utils import ProcessingKwargs
-from vllm.inputs.engine import mm_input, tokens_input
+from vllm.inputs.engine import mm_input
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 
-from core.extensions.vision.images import patches
-from core.types import Picture
+from core.errors import InputError
+from core.extensions.vision.images import Picture, Pictures, patches
 
 FAMILY = "transformers.models.qwen2_vl"
 MODELS = {  # model_type -> vLLM's module, its model and its ProcessingInfo
@@ -32,18 +33,24 @@ MODELS = {  # model_type -> vLLM's module, its model and its ProcessingInfo
 }
 
 
-def prepare(config: Any, image_processor: Any) -> dict[str, Any]:
+def prepare(skeleton: nn.Module, processes: int) -> dict[str, Any]:
     """Make vLLM able to load a model that reads pictures; return the engine arguments that this needs.
+
+    Raises InputError for several processes without torchvision: in them nothing stands in for it.
 
     The classes are registered by themselves: vLLM would look at them by name in a bare process, which lacks the form of
     the image processor that stands in here.
     """
-    module, model, info = MODELS[config.model_type]
+    module, model, info = MODELS[skeleton.config.model_type]
     if find_spec("torchvision") is None:
+        if processes > 1:
+            key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+            rule = "vLLM's own processes read the configuration of pictures with torchvision, which is not installed"
+            raise InputError(f"{key}={processes}: {rule}; set it to 1, or install torchvision")
         _stand_in()
     found = import_module(f"vllm.model_executor.models.{module}")
     ModelRegistry.register_model(model, getattr(found, model))
-    named = {"image_processor": image_processor, "video_processor": image_processor}
+    named = {"image_processor": skeleton.processor, "video_processor": skeleton.processor}
     processor = SimpleNamespace(valid_processor_kwargs=ProcessingKwargs, **named)
     getattr(found, info).get_hf_processor = lambda self, **kwargs: processor
     return {
@@ -64,11 +71,9 @@ def _stand_in() -> None:
     sys.modules.setdefault(name, stand_in)
 
 
-def engine_input(token_ids: Sequence[int], pictures: Sequence[Picture]) -> Any:
+def engine_input(token_ids: Sequence[int], media: Pictures) -> Any:
     """Return what vLLM's ``add_request`` takes for ids whose placeholders are expanded."""
-    ids = list(token_ids)
-    if not pictures:
-        return tokens_input(ids)
+    ids, pictures = list(token_ids), media.pictures
     grid = torch.tensor([picture.grid for picture in pictures])
     pixels = torch.cat([torch.from_numpy(patches(picture)) for picture in pictures])
     fields = {

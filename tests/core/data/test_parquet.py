@@ -69,12 +69,11 @@ def test_examples_of_a_small_file_are_read_once_until_it_changes(tmp_path, monke
     assert len(list(other.examples(Problems()))) == 26 and len(read) == 4
 
 
-def test_examples_of_a_file_with_problems_pictures_or_many_rows_are_read_each_time(tmp_path, monkeypatch):
+def test_examples_of_a_file_with_problems_or_many_rows_are_read_each_time(tmp_path, monkeypatch):
     monkeypatch.setattr(parquet, "KEPT_EXAMPLES", 24)
     good = {"prompt": "q", "data_source": "s", "reward_model": {"style": "rule", "ground_truth": "1"}}
-    picture = {**good, "images": [{"bytes": b"x", "path": None}]}
     bad = {**good, "reward_model": None}
-    for name, rows in (("many", [good] * 25), ("bad", [good, bad]), ("pictures", [picture] * 2)):
+    for name, rows in (("many", [good] * 25), ("bad", [good, bad])):
         file = ExampleFile(write_parquet(tmp_path / f"{name}.parquet", rows))
         found = [len(list(file.examples(Problems()))) for _ in range(2)]
         first, again = Problems(), Problems()

@@ -30,6 +30,7 @@ for steps in (2, 3):
     run = RayPPOTrainer(scripted_run.configured(folder, "run", "trainer.save_freq=1", steps=steps)).init_workers()
     run.fit()
 print("trained", run.session.step)
+print("imported", *(name for name in sys.modules if name.startswith("core.extensions.")))
 """
 
 
@@ -52,6 +53,16 @@ def trained(code: Path, folder: Path) -> subprocess.CompletedProcess:
 def test_the_kernel_trains_without_any_extension_that_can_be_deleted(tmp_path):
     done = trained(without(tmp_path / "code", DELETABLE), tmp_path / "run")
     assert done.returncode == 0 and "trained 3" in done.stdout, done.stderr[-2000:]
+
+
+def test_a_run_imports_only_the_declarations_of_extensions_that_it_does_not_ask_for(tmp_path):
+    done = trained(ROOT, tmp_path / "run")
+    assert done.returncode == 0, done.stderr[-2000:]
+    imported = done.stdout.rpartition("imported ")[2].split()
+    parts = [name.split(".")[2:] for name in imported]
+    assert {part[0] for part in parts} >= set(DELETABLE)  # their declarations
+    unasked = set(DELETABLE) - {"capsules", "trace"}  # a resume removes what these recorded of later steps
+    assert [part for part in parts if part[0] in unasked and part[1:] not in ([], ["extension"], ["keys"])] == []
 
 
 @pytest.mark.slow

@@ -20,7 +20,6 @@ import yaml
 
 from core.config import Config, compose, convert, examine, from_yaml, paths
 from core.errors import InputError, WriteFailed
-from core.extensions.vision.images import SHOWN, thumbnail
 from core.tracking import run_manifest
 from core.tracking import tracker as tracking
 from core.tracking.generations import generation_rows
@@ -31,7 +30,6 @@ from core.tracking.tracker import Tracker, dump_jsonl, read_jsonl, spread_out
 from core.types import Prompt, ScoredGroup, Segment, StepMetrics, Stop, TrainBatch, Trajectory
 from reward_scores.score import Score
 from tests.core.synthetic import configured, make_run, records, sample_rows, step_metrics
-from tests.pictures import picture, vision_tokenizer
 
 ROOT = Path(__file__).parents[3]
 
@@ -633,36 +631,6 @@ def test_samples_are_kept_for_the_report_and_limited_for_the_loggers(tmp_path, c
     assert len(kept) == tracking.KEPT_SAMPLES and {row["step"] for row in kept} == {5}
     assert len({row["input"] for row in kept}) == tracking.KEPT_SAMPLES
     assert capsys.readouterr().out.count("step 5 sample") == 2
-
-
-def test_a_question_is_shown_with_one_placeholder_a_picture():
-    one, words = picture(1), vision_tokenizer()
-    prompt = Prompt(0, "q", (5, *[101] * one.tokens, 6), (), "b", "s", pictures=(one,))
-    answer = Trajectory(prompt.token_ids, [101], [True], [-1.0], (Segment("policy", "x"),), Stop.EOS, 0, 0)
-    (row,) = generation_rows(1, [ScoredGroup(prompt, (answer,), (Score(0.0),))], words)
-    assert row["input"] == words.decode([5, 101, 6])
-
-
-def test_the_pictures_of_kept_questions_are_kept_once_and_small(tmp_path):
-    prompts = [Prompt(-1 - i, f"q{i}", (5,), (), "b", "s", pictures=(picture(i),) * (i % 10)) for i in range(100)]
-    rows = [{"uid": f"q{i}", "data_source": "s", "input": "", "output": "a", "score": 0.0} for i in range(100)]
-    tracker = Tracker(tmp_path, with_trainer(logger=()))
-    for step in (5, 10):
-        tracker.log_samples(step, rows, prompts)
-        stored = json.loads((tmp_path / "pictures.json").read_text())["s"]
-        asked = {row["uid"] for row in read_jsonl(tmp_path / "samples.jsonl") if int(row["uid"][1:]) % 10}
-        assert stored.keys() == asked and len(stored["q8"]) == SHOWN == 8
-        assert stored["q4"] == [thumbnail(picture(4))] * 4
-    tracker.close("finished")
-    Tracker(tmp_path, with_trainer(logger=())).close("finished")
-    assert not (tmp_path / "pictures.json").exists()  # a new run begins without an old one's
-
-
-def test_a_runs_questions_without_pictures_keep_none(tmp_path):
-    tracker = Tracker(tmp_path, with_trainer(logger=()))
-    tracker.log_samples(5, [{"input": "q", "output": "a", "score": 0.0}], [Prompt(-1, "q", (5,), (), "b", "s")])
-    tracker.close("finished")
-    assert not (tmp_path / "pictures.json").exists()
 
 
 def test_spread_out_takes_from_everywhere():

@@ -8,27 +8,31 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from core.config import registry
+from core.data import parquet
 from core.data.dataset import Encoder
+from core.data.parquet import ExampleFile, Problems
 from core.data.stream import PromptStream, load_val_prompts
 from core.errors import InputError
-from core.extensions.vision.images import (
-    MARKER,
-    PictureError,
-    collapse,
-    expand,
-    patches,
-    pixels,
-    read_picture,
-    shown,
-    stored_bytes,
+from core.extensions.vision.images import MARKER, patches, pixels, read_picture, stored_bytes
+from core.learner.models import load_modality, load_tokenizer
+from core.modality import TEXT, MediaError
+from tests.pictures import (
+    KINDS,
+    image_processor,
+    modality,
+    model_config,
+    picture,
+    picture_format,
+    pictures,
+    png,
+    save_vision_model,
 )
-from core.learner.models import load_picture_format, load_tokenizer
-from tests.pictures import KINDS, image_processor, model_config, picture, picture_format, png, save_vision_model
 from tests.pictures import vision_tokenizer as tokenizer
 from tests.row_files import data_config, plain_row, write_parquet
 from tests.tiny import tiny_tokenizer
 
-FORMAT = picture_format()
+FORMAT, READING = picture_format(), modality()
 
 
 def row(index, *images, prompt=None, **more):
@@ -37,10 +41,10 @@ def row(index, *images, prompt=None, **more):
     return plain_row(index, prompt=[{"role": "user", "content": content}], images=cells, **more)
 
 
-def refused(tmp_path, *rows, pictures=FORMAT, **data):
+def refused(tmp_path, *rows, modality=READING, **data):
     path = write_parquet(tmp_path / "bad.parquet", list(rows))
     with pytest.raises(InputError) as error:
-        PromptStream(data_config(train_files=[path], **data), tokenizer(), 1, pictures=pictures)
+        PromptStream(data_config(train_files=[path], **data), tokenizer(), 1, modality=modality)
     return "\n".join(error.value.problems)
 
 
@@ -126,10 +130,10 @@ def test_places_and_pictures_are_counted(tmp_path):
 
 
 def test_a_text_model_with_pictures_and_the_reverse(tmp_path):
-    assert "the model reads text alone in 1 row (0)" in refused(tmp_path, row(0, png()), pictures=None)
+    assert "the model reads text alone in 1 row (0)" in refused(tmp_path, row(0, png()), modality=TEXT)
     told = refused(tmp_path, plain_row(0), plain_row(1))
     assert told.startswith("data.image_key=images: no example of the training files has a picture")
-    assert "holds string; it must hold lists of pictures" in refused(tmp_path, plain_row(0, images="x"))
+    assert "holds string; it must hold lists" in refused(tmp_path, plain_row(0, images="x"))
     path = write_parquet(tmp_path / "none.parquet", [{**plain_row(0), "images": None}, {**plain_row(1), "images": []}])
     assert len(PromptStream(data_config(train_files=[path]), tiny_tokenizer(), 1)) == 2
 
@@ -137,56 +141,69 @@ def test_a_text_model_with_pictures_and_the_reverse(tmp_path):
 def test_a_prompt_with_pictures_is_never_cut(tmp_path):
     rows = [row(0, png()), row(1, png(1, 112, 112))]  # 4 and 16 tokens
     short = dict(max_prompt_length=40)
-    assert "a prompt with pictures is longer than the limit" in refused(tmp_path, *rows, truncation="left", **short)
+    assert "a prompt with media is longer than the limit" in refused(tmp_path, *rows, truncation="left", **short)
     assert "a prompt is longer than data.max_prompt_length=40" in refused(tmp_path, *rows, **short)
     path = write_parquet(tmp_path / "a.parquet", rows)
     kept = PromptStream(
-        data_config(train_files=[path], filter_overlong_prompts=True, **short), tokenizer(), 1, pictures=FORMAT
+        data_config(train_files=[path], filter_overlong_prompts=True, **short), tokenizer(), 1, modality=READING
     )
     assert len(kept) == 1
 
 
 def test_a_prompt_has_a_placeholder_for_each_token_of_its_pictures(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", [row(0, png(), png(1, 112, 56), prompt=f"a{MARKER}b{MARKER}c")])
-    (prompt,) = load_val_prompts(data_config(val_files=[path]), tokenizer(), FORMAT)
+    (prompt,) = load_val_prompts(data_config(val_files=[path]), tokenizer(), READING)
     text = tokenizer().decode(prompt.token_ids)
     marks = ["<|vision_start|>" + "<|image_pad|>" * count + "<|vision_end|>" for count in (4, 8)]
     assert f"user: a{marks[0]}b{marks[1]}c" in text
-    assert [picture.tokens for picture in prompt.pictures] == [4, 8]
+    assert [picture.tokens for picture in prompt.media.pictures] == [4, 8]
     assert prompt.messages[0]["content"] == f"a{MARKER}b{MARKER}c"
 
 
 def test_expanding_and_collapsing_are_inverse_and_leave_what_the_policy_wrote():
-    pictures = (picture(0), picture(1, width=112, height=112))
+    media = pictures(picture(0), picture(1, width=112, height=112))
     ids = [5, 101, 6, 101, 7]
-    expanded = expand(ids, pictures)
+    expanded = media.expand(ids)
     assert expanded == [5, *[101] * 4, 6, *[101] * 16, 7]
-    assert collapse([*expanded, 101, 8], pictures) == [*ids, 101, 8]
+    assert media.collapse([*expanded, 101, 8]) == [*ids, 101, 8]
     with pytest.raises(ValueError, match="shorter run"):
-        collapse([5, 101, 6], pictures[:1])
-    with pytest.raises(PictureError, match="chat template"):
-        expand([5, 6], pictures[:1])
+        pictures(picture(0)).collapse([5, 101, 6])
+    with pytest.raises(MediaError, match="chat template"):
+        pictures(picture(0)).expand([5, 6])
 
 
 def test_equal_questions_about_other_pictures_are_other_questions(tmp_path):
     rows = [row(0, png(seed), prompt=f"{MARKER}?", extra_info={"note": "x"}) for seed in (0, 1, 0)]
     path = write_parquet(tmp_path / "a.parquet", rows)
-    stream = PromptStream(data_config(train_files=[path]), tokenizer(), 1, pictures=FORMAT)
+    stream = PromptStream(data_config(train_files=[path]), tokenizer(), 1, modality=READING)
     uids = [stream.files.prompt(path, index, index).uid for index in range(3)]
     assert uids[0] == uids[2] != uids[1]
 
 
 def test_a_plain_string_has_places_too():
-    encoder = Encoder(tokenizer(), pictures=FORMAT)
-    assert encoder.encode([shown(f"x{MARKER}y", 1, FORMAT)])[0][1:-1] == [100, 101, 102]
+    encoder = Encoder(tokenizer(), modality=READING)
+    assert encoder.encode([pictures(picture(0)).mark(f"x{MARKER}y")])[0][1:-1] == [100, 101, 102]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_how_a_model_reads_pictures_is_found_in_its_folder(tmp_path, kind):
     model = model_config(save_vision_model(tmp_path / kind, kind))
-    assert load_picture_format(model, load_tokenizer(model)) == picture_format(kind)
+    assert load_modality(model, load_tokenizer(model)) == modality(kind)
     with pytest.raises(InputError, match="the tokenizer lacks the placeholder"):
-        load_picture_format(model, tiny_tokenizer())
+        load_modality(model, tiny_tokenizer())
     (tmp_path / kind / "preprocessor_config.json").unlink()
     with pytest.raises(InputError, match="cannot be read"):
-        load_picture_format(model, load_tokenizer(model))
+        load_modality(model, load_tokenizer(model))
+
+
+def test_examples_with_pictures_are_not_kept_in_memory(tmp_path):
+    file = ExampleFile(write_parquet(tmp_path / "a.parquet", [row(0, png()), row(1, png(1))]))
+    assert [len(list(file.examples(Problems()))) for _ in range(2)] == [2, 2]
+    assert file._key not in parquet._kept
+
+
+def test_a_model_that_reads_pictures_in_another_way_is_refused(tmp_path, monkeypatch):
+    model = model_config(save_vision_model(tmp_path / "a"))
+    monkeypatch.delitem(registry.MODALITIES, "qwen2_5_vl")
+    with pytest.raises(InputError, match="model_type qwen2_5_vl reads pictures in its own way; known are qwen2_vl, qw"):
+        load_modality(model, load_tokenizer(model))

@@ -17,14 +17,14 @@ from core.engines import SamplingParams
 from core.errors import InputError
 from core.extensions.tools.tool_agent import ToolAgentLoop
 from core.extensions.vision.images import MARKER
-from core.learner.models import load_picture_format, load_policy, load_tokenizer
+from core.learner.models import load_modality, load_policy, load_tokenizer
 from core.ray_trainer import RayPPOTrainer
 from core.rollout.agent_loop import Episode, Limits
 from core.types import Prompt
 from tests.core.extensions.tools.test_tool_agent import CALCULATOR, TEMPLATE, call
 from tests.faults.kill_and_resume import AtPoint, compare_runs, run_uninterrupted, run_with_kills
 from tests.faults.tiny_run import REWARD, command
-from tests.pictures import model_config, picture, png, save_vision_model, vision_tokenizer
+from tests.pictures import model_config, picture, pictures, png, save_vision_model, vision_tokenizer
 from tests.row_files import plain_row, write_parquet
 from tests.scripted_engine import ScriptedEngine
 
@@ -112,8 +112,8 @@ def test_an_export_reads_pictures_again(files, tmp_path):
     model = model_config(tmp_path / "model")
     loaded = load_policy(model).state_dict()
     assert all(torch.equal(value, loaded[name]) for name, value in after.items())
-    expected = load_picture_format(model_config(files / "model"), load_tokenizer(model_config(files / "model")))
-    assert load_picture_format(model, load_tokenizer(model)) == expected
+    expected = load_modality(model_config(files / "model"), load_tokenizer(model_config(files / "model")))
+    assert load_modality(model, load_tokenizer(model)) == expected and expected.format is not None
 
 
 def test_adapters_on_the_language_part_alone(files, tmp_path):
@@ -141,16 +141,17 @@ def test_every_turn_of_an_episode_has_the_prompts_pictures_and_its_tools(tmp_pat
     """One placeholder a token of a picture also where the template writes the prompt anew, with its tools."""
     (tmp_path / "tools.yaml").write_text(CALCULATOR)
     words, asked, one = vision_tokenizer(), [], picture(1)
+    media = pictures(one)
     words.chat_template = TEMPLATE
     turns = [call("calculator", expression="1+1"), "2"]
     engine = ScriptedEngine(words, lambda request: (asked.append(request), turns.pop(0))[1])
     keys = [f"{TOOLS}.enable=True", f"{TOOLS}.tool_config_path={tmp_path}/tools.yaml", "data.train_batch_size=256"]
     loop = ToolAgentLoop(compose("ppo", keys), words)
-    prompt = Prompt(0, "q", (), ({"role": "user", "content": f"how {MARKER}?"},), "2", "x", pictures=(one,))
+    prompt = Prompt(0, "q", (), ({"role": "user", "content": f"how {MARKER}?"},), "2", "x", media=media)
     options = {"engine": engine, "tokenizer": words, "run_seed": 1}
     episode = Episode(prompt, 0, SamplingParams(max_tokens=900), Limits(900, 900), **options)
     asyncio.run(loop.run(episode))
-    assert [request.pictures for request in asked] == [(one,)] * 2
+    assert [request.media for request in asked] == [media] * 2
     assert [request.prompt_ids.count(one.format.token_id) for request in asked] == [one.tokens] * 2
     assert "<tool calculator>" in words.decode(asked[0].prompt_ids)
 

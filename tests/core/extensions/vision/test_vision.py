@@ -12,15 +12,15 @@ import torch
 
 from core.engines import SampleRequest, SamplingParams
 from core.engines.hf import HFEngine
-from core.extensions.vision.images import expand, patches
-from core.extensions.vision.model_inputs import Sight, run_body
+from core.extensions.vision.images import patches
+from core.extensions.vision.model_inputs import PictureInputs, run_with_pictures
 from core.learner.batching import make_batch
 from core.learner.learner import MicroBatchSize, Policy
 from core.learner.models import load_policy
 from core.learner.packing import Layout
 from core.types import Prompt, ScoredGroup, TrainBatch
 from reward_scores.score import Score
-from tests.pictures import KINDS, model_config, picture, save_vision_model, vision_model, vision_tokenizer
+from tests.pictures import KINDS, model_config, picture, pictures, save_vision_model, vision_model, vision_tokenizer
 
 TOKENIZER = vision_tokenizer()
 LAYOUTS = {
@@ -30,10 +30,10 @@ LAYOUTS = {
 }
 
 
-def prompt(ordinal: int, text: str, *pictures) -> Prompt:
-    mark = pictures[0].format.mark if pictures else ""
-    ids = expand(TOKENIZER(text.replace("<image>", mark))["input_ids"], pictures)
-    return Prompt(ordinal, str(ordinal), tuple(ids), (), "x", "t", pictures=pictures)
+def prompt(ordinal: int, text: str, *each) -> Prompt:
+    media = pictures(*each)
+    ids = media.expand(TOKENIZER(media.mark(text))["input_ids"])
+    return Prompt(ordinal, str(ordinal), tuple(ids), (), "x", "t", media=media or None)
 
 
 def prompts(kind: str) -> list[Prompt]:
@@ -50,7 +50,7 @@ def sampled(model, asked: list[Prompt], n: int = 3) -> TrainBatch:
     async def sample():
         def one(p: Prompt, i: int):
             params = SamplingParams(max_tokens=6 + 2 * p.ordinal + i, ignore_eos=True)
-            return engine.sample(SampleRequest(p.token_ids, params, 100 * p.ordinal + i, pictures=p.pictures))
+            return engine.sample(SampleRequest(p.token_ids, params, 100 * p.ordinal + i, media=p.media))
 
         return await asyncio.gather(*[one(p, i) for p in asked for i in range(n)])
 
@@ -115,12 +115,13 @@ def test_the_body_gives_what_transformers_gives(case):
     kind = model.config.model_type
     asked = prompts(kind)[2]
     ids = torch.tensor([asked.token_ids])
-    pixels = torch.from_numpy(np.concatenate([patches(one) for one in asked.pictures]))
-    grid = torch.tensor([one.grid for one in asked.pictures])
+    pixels = torch.from_numpy(np.concatenate([patches(one) for one in asked.media.pictures]))
+    grid = torch.tensor([one.grid for one in asked.media.pictures])
     inputs = {"pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": (ids == 101).int()}
     with torch.no_grad():
         expected = model.base_model(input_ids=ids, use_cache=False, **inputs).last_hidden_state
-        found = run_body(model, ids, Sight.of(model, ids, [asked.pictures]), use_cache=False).last_hidden_state
+        media = PictureInputs.of(model, ids, [asked.media])
+        found = run_with_pictures(model, ids, media, use_cache=False).last_hidden_state
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
@@ -135,7 +136,7 @@ def test_a_picture_goes_through_the_tower_once_a_pass(monkeypatch):
         "get_image_features",
         lambda self, pixels, grid, **more: (counts.append(len(pixels)), inner(self, pixels, grid, **more))[1],
     )
-    run_body(model, ids, Sight.of(model, ids, [asked.pictures] * 3), use_cache=False)
+    run_with_pictures(model, ids, PictureInputs.of(model, ids, [asked.media] * 3), use_cache=False)
     assert counts == [one.tokens * 4]
 
 
@@ -148,7 +149,7 @@ def test_placeholders_that_the_policy_wrote_are_ordinary_tokens():
         response_mask=torch.arange(len(ids))[None] >= len(asked.token_ids),
         group=torch.zeros(1, dtype=torch.int64),
     )
-    batch = TrainBatch(batch.lengths, batch.width, batch.stored, 0, {0: asked.pictures})
+    batch = TrainBatch(batch.lengths, batch.width, batch.stored, 0, {0: asked.media})
     policy = Policy(model, temperature=1.0)
     (log_prob, _) = policy.log_probs(batch, MicroBatchSize(max_sequences=1))
     assert float(log_prob[0, -3:].abs().min()) > 0 and torch.isfinite(log_prob).all()
@@ -158,10 +159,10 @@ def test_pictures_travel_once_a_prompt_and_only_where_they_are_read():
     model = vision_model()
     batch = sampled(model, prompts("qwen2_5_vl"), n=2)
     part = pickle.loads(pickle.dumps(batch.rows([0, 1]).only(("input_ids", "response_mask"))))
-    assert part.pictures.keys() == {0} and part.pictures[0] == batch.pictures[0]
+    assert part.media.keys() == {0} and part.media[0] == batch.media[0]
     sizes = [len(pickle.dumps(sampled(model, [prompt(0, "<image>", picture(1))], n=n))) for n in (1, 8)]
     assert sizes[1] - sizes[0] < 7 * len(picture(1).data)  # seven more answers, and not one more picture
-    assert batch.blank_row().pictures == {}
+    assert batch.blank_row().media == {}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -50,7 +50,7 @@ def test_engine_and_learner_have_equal_log_probs_also_of_pictures_seen_before_ne
     async def sample():
         def one(prompt, i):
             params = SamplingParams(max_tokens=6 + 2 * prompt.ordinal + i, ignore_eos=True)
-            return engine.sample(SampleRequest(prompt.token_ids, params, i, pictures=prompt.pictures))
+            return engine.sample(SampleRequest(prompt.token_ids, params, i, media=prompt.media))
 
         return await asyncio.gather(*[one(prompt, i) for prompt in asked for i in range(N)])
 
