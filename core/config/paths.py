@@ -136,7 +136,6 @@ def checked_at_start(config: Config) -> list[str]:
     if config.reward_model.judged:
         judge = config.reward_model.judge
         lines.append(f"judge: {judge.url} has the model {judge.model} and agrees with the canaries")
-        lines.append("package: openai can be imported (reward_model.judge.url)")
     if config.reward_model.loads_model:
         lines.append(
             f"reward model: {config.reward_model.model.path} is a classifier with one label; its chat template"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -74,8 +75,13 @@ def test_a_program_that_uses_up_its_answers_time_is_wrong(url, monkeypatch):
 
 
 def test_a_server_without_a_free_place_is_no_score(url):
-    with place(url, 1), pytest.raises(FusionError, match="none of 1 places was free"):
-        sandbox_fusion.score(fenced(ADD), SUM, method="robust", url=url, max_concurrent=1, total_timeout_s=0.2)
+    async def while_taken() -> None:
+        async with place(url, 1):
+            options = {"url": url, "max_concurrent": 1, "total_timeout_s": 0.2}
+            await asyncio.to_thread(sandbox_fusion.score, fenced(ADD), SUM, method="robust", **options)
+
+    with pytest.raises(FusionError, match="none of 1 places was free"):
+        asyncio.run(while_taken())
 
 
 def test_functions_are_called_on_the_server(url):
@@ -210,13 +216,15 @@ def test_a_killed_scorer_gives_its_place_back(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     source = (
-        "import time\nfrom reward_scores.sandbox_fusion import place\n"
-        "with place('http://x', 1):\n    print('in', flush=True)\n    time.sleep(60)"
+        "import asyncio, time\nfrom reward_scores.sandbox_fusion import place\n"
+        "async def enter():\n    async with place('http://x', 1):\n"
+        "        print('in', flush=True)\n        time.sleep(60)\n"
+        "asyncio.run(enter())"
     )
     other = subprocess.Popen([sys.executable, "-c", source], cwd=ROOT, stdout=subprocess.PIPE, env=dict(os.environ))
     other.stdout.readline()
     with ThreadPoolExecutor(1) as threads:
-        entered = threads.submit(_enter)
+        entered = threads.submit(asyncio.run, _enter())
         time.sleep(0.3)
         assert not entered.done()
         other.send_signal(signal.SIGKILL)
@@ -225,6 +233,6 @@ def test_a_killed_scorer_gives_its_place_back(tmp_path, monkeypatch):
         assert entered.result(timeout=10)
 
 
-def _enter() -> bool:
-    with place("http://x", 1):
+async def _enter() -> bool:
+    async with place("http://x", 1):
         return True

@@ -1,16 +1,12 @@
 """Sends a judge's requests to an OpenAI-compatible server and keeps every reply on disk, by the content of its request.
 
-* A server that is away, busy, slow or broken is sent a request again, with growing, jittered pauses, for ``give_up_s``
-  (:mod:`reward_scores.server_calls`): one that restarts costs retries and no verdict, however many answers wait. What
-  another try cannot change (other 4xx, a reply of another model) fails at once. A failure is a value, and never
+* A server that is away, busy, slow or broken is sent a request again for ``give_up_s``
+  (:mod:`reward_scores.http_client`): one that restarts costs retries and no verdict, however many answers wait. What
+  another attempt cannot change (other 4xx, a reply of another model) fails at once. A failure is a value, and never
   a grade; the caller counts it.
 * Replies are kept as they came, nonsense included: at temperature 0 another try would give the same. A run that is
-  repeated or resumed sends no request twice, and needs no server for what is kept.
-* Requests run on a thread of their own, so that they advance while the caller's event loop decodes or updates, and one
-  client serves several event loops, one after the other.
-
-``openai`` makes the requests, without its own retries: they would neither be counted nor end at a deadline. Replies
-are kept by :mod:`core.files.sqlite_store`, since a folder of them may come from somebody else.
+  repeated or resumed sends no request twice, and needs no server for what is kept. They are kept by
+  :mod:`core.files.sqlite_store`, since a folder of them may come from somebody else.
 """
 
 from __future__ import annotations
@@ -21,8 +17,6 @@ import json
 import logging
 import os
 import sqlite3
-import threading
-import time
 from collections import Counter
 from collections.abc import Coroutine, Mapping
 from dataclasses import asdict, dataclass
@@ -30,8 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.files.sqlite_store import open_store
+from reward_scores.http_client import LARGEST_REPLY, HttpClient, HttpOptions, RequestFailed
+from reward_scores.http_client import Reply as HttpReply
 from reward_scores.score import ScoreStatus
-from reward_scores.server_calls import LARGEST_REPLY, Patience, asked_seconds
 
 if TYPE_CHECKING:
     from core.config.sections.judge import JudgeConfig
@@ -41,7 +36,6 @@ log = logging.getLogger(__name__)
 KEY = "reward_model.judge"
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 20.0  # the first pause before another try, doubled until the longest
 PROBE_S = 20.0  # for the list of models, when a run starts
-PASSES = (408, 409, 425, 429)  # statuses below 500 that may pass
 # .db: core/extensions/remote/written_through.py sends such files as databases
 FILE, TABLE = "replies.db", "CREATE TABLE replies (key TEXT PRIMARY KEY, reply TEXT)"
 FAILURES = ("timeout", "connect", "busy", "status", "refused", "model", "nonsense")
@@ -59,7 +53,12 @@ class Reply:
     @classmethod
     def from_json(cls, text: Any) -> Reply:
         """Return the reply that a cache holds. Raises ValueError or TypeError where the text is none."""
-        reply = cls(**json.loads(text))
+        return cls.checked(**json.loads(text))
+
+    @classmethod
+    def checked(cls, text: Any, finish: Any, prompt_tokens: Any, completion_tokens: Any) -> Reply:
+        """Return the reply. Raises ValueError where a field is of another type."""
+        reply = cls(text, finish, prompt_tokens, completion_tokens)
         for name, kind in (("text", str), ("finish", str), ("prompt_tokens", int), ("completion_tokens", int)):
             if not isinstance(getattr(reply, name), kind):
                 raise ValueError(f"{name} is {getattr(reply, name)!r:.40}")
@@ -69,9 +68,9 @@ class Reply:
 class JudgeFailure(Exception):
     """A request that brought no verdict; ``kind`` is one of :data:`FAILURES`."""
 
-    def __init__(self, kind: str, what: str, wait_s: float = 0.0, *, passes: bool = False):
+    def __init__(self, kind: str, what: str):
         super().__init__(what)
-        self.kind, self.wait_s, self.passes = kind, wait_s, passes
+        self.kind = kind
 
     @property
     def status(self) -> ScoreStatus:
@@ -79,48 +78,48 @@ class JudgeFailure(Exception):
 
 
 class JudgeClient:
-    """A client of one server and model; see the module's head. ``counts`` holds what happened since it was taken."""
+    """A client of one server and model; see the module's head."""
 
     def __init__(self, config: JudgeConfig):
-        import openai  # noqa: F401 - here, because it takes a second that no request should wait for
-
         self.config = config
+        self.url = config.url.rstrip("/")
         self._counts: Counter[str] = Counter()
-        self._patience = Patience(config.give_up_s, PAUSE_S, LONGEST_PAUSE_S)
         self._flights: dict[str, asyncio.Task[Reply]] = {}
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="judge", daemon=True)
-        self._thread.start()
-        self._openai: Any = None
-        self._turn: asyncio.Semaphore | None = None
+        key = os.environ.get(config.api_key_env)  # a server of one's own needs none
+        self.http = HttpClient(
+            "judge",
+            HttpOptions(
+                config.timeout_s,
+                config.give_up_s,
+                PAUSE_S,
+                LONGEST_PAUSE_S,
+                connections=config.max_concurrent,
+                largest_reply=LARGEST_REPLY,
+                headers={"authorization": f"Bearer {key}"} if key else {},
+            ),
+        )
         self.cache = ReplyCache(config.cache_dir)
 
     def start(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine on the client's thread; return its concurrent future."""
-        if self._loop.is_closed():
-            work.close()
-            raise RuntimeError("the judge is closed")
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return self.http.loop.submit(work)
 
     def count(self, name: str, amount: int = 1) -> None:
         self._counts[name] += amount
 
     def take_counts(self) -> Counter[str]:
         """Return the counts since the last call."""
-        return self.start(self._take()).result()
 
-    async def _take(self) -> Counter[str]:
-        taken, self._counts = self._counts, Counter()
-        return taken
+        def take() -> Counter[str]:
+            taken, self._counts = self._counts, Counter()
+            return taken
+
+        sent = self.http.take_counts()
+        return self.http.loop.call(take) + Counter(requests=sent["attempts"], retries=sent["retries"])
 
     def close(self) -> None:
         """End connections, thread and cache. A second call does nothing."""
-        if self._loop.is_closed():
-            return
-        self.start(self._end()).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self.http.close()
         self.cache.close()
 
     # -- on the client's thread ------------------------------------------------------------------
@@ -146,118 +145,47 @@ class JudgeClient:
             done.exception()  # seen, also where nobody waits for it any more
 
     async def _kept(self, key: str, body: Mapping[str, Any]) -> Reply:
-        reply = await self._asked(body)
+        reply = await self._request(body)
         self.cache.set(key, reply)
         self.count("prompt_tokens", reply.prompt_tokens)
         self.count("completion_tokens", reply.completion_tokens)
         return reply
 
-    async def _asked(self, body: Mapping[str, Any]) -> Reply:
-        """Send a request until there is a reply. Raises JudgeFailure: the last one, or one that no try would change."""
-        tries, spent_s = 0, 0.0
-        while True:
-            async with self._limit():
-                begun = time.monotonic()
-                try:
-                    reply = await self._attempt(body)
-                except JudgeFailure as failure:
-                    tries, spent_s = tries + 1, spent_s + time.monotonic() - begun
-                    pause = self._patience.pause(begun, tries, spent_s, failure.wait_s) if failure.passes else None
-                    if pause is None:
-                        raise JudgeFailure(failure.kind, f"{failure} (try {tries})") from failure
-                else:
-                    self._patience.answered()
-                    return reply
-            self.count("retries")
-            await asyncio.sleep(pause)
-            spent_s += pause
-
-    async def _attempt(self, body: Mapping[str, Any]) -> Reply:
-        import openai
-
-        self.count("requests")
+    async def _request(self, body: Mapping[str, Any]) -> Reply:
+        sent = {name: value for name, value in body.items() if name != "extra_body"} | body.get("extra_body", {})
         try:
-            # The whole try is bounded: the library's limit is that of each read, which a trickle of bytes would pass
-            async with asyncio.timeout(self.config.timeout_s):
-                found = await self._client().chat.completions.create(**body)
-        except (TimeoutError, openai.APITimeoutError):
-            raise JudgeFailure("timeout", f"no reply in {self.config.timeout_s:g} s", passes=True) from None
-        except openai.APIConnectionError as error:
-            raise JudgeFailure("connect", f"{error} ({error.__cause__})", passes=True) from error
-        except openai.APIStatusError as error:
-            raise _of_status(error.status_code, error.message, error.response.headers) from error
-        except (openai.OpenAIError, ValueError) as error:  # a body that is cut off, say
-            raise JudgeFailure("status", f"unreadable reply ({type(error).__name__}: {error})", passes=True) from error
-        return self._read(found, body["model"])
-
-    def _read(self, found: Any, model: str) -> Reply:
-        try:
-            choice, usage = found.choices[0], found.usage
-            made = Reply(
-                choice.message.content or "",
-                choice.finish_reason or "",
-                usage.prompt_tokens if usage else 0,
-                usage.completion_tokens if usage else 0,
-            )
-        except (AttributeError, TypeError, IndexError):
-            raise JudgeFailure("status", f"not a chat completion: {found!r:.200}", passes=True) from None
-        if found.model and not found.model.startswith(model):  # gpt-x is answered by gpt-x-2026-01-01
-            raise JudgeFailure("model", f"{found.model!r} replied, and {KEY}.model={model} was asked")
-        return made
+            answer, reply = await self.http.request("POST", f"{self.url}/chat/completions", sent, _read_completion)
+        except RequestFailed as failure:
+            raise _judge_failure(failure, f" (try {failure.failures.total()})") from failure
+        model = body["model"]
+        if answer.get("model") and not str(answer["model"]).startswith(model):  # gpt-x is answered by gpt-x-2026-01-01
+            raise JudgeFailure("model", f"{answer['model']!r} replied, and {KEY}.model={model} was requested")
+        return reply
 
     async def models(self) -> list[str]:
         """Return the names of the models that the server lists. Raises JudgeFailure."""
-        import openai
-
         try:
-            async with asyncio.timeout(PROBE_S):
-                return [one.id async for one in self._client().models.list()]
-        except (TimeoutError, openai.APIConnectionError) as error:
-            raise JudgeFailure("connect", str(error) or f"no reply in {PROBE_S:g} s") from error
-        except openai.APIStatusError as error:
-            raise _of_status(error.status_code, error.message, error.response.headers) from error
-        except (openai.OpenAIError, ValueError, AttributeError, TypeError) as error:
+            listed = (await self.http.send_once("GET", f"{self.url}/models", longest_s=PROBE_S)).json()
+            return [str(model["id"]) for model in listed["data"]]
+        except RequestFailed as failure:
+            raise _judge_failure(failure) from failure
+        except (KeyError, TypeError) as error:
             raise JudgeFailure("status", f"no list of models ({type(error).__name__}: {error})") from error
 
-    def _limit(self) -> asyncio.Semaphore:
-        if self._turn is None:
-            self._turn = asyncio.Semaphore(self.config.max_concurrent)
-        return self._turn
 
-    def _client(self) -> Any:
-        if self._openai is None:
-            import httpx
-            import openai
-
-            from core.rewards.http_replies import bounded
-
-            # A server of one's own needs no key, and the library insists on one
-            key = os.environ.get(self.config.api_key_env) or "none"
-            most = httpx.Limits(max_connections=self.config.max_concurrent)
-            self._openai = openai.AsyncOpenAI(
-                base_url=self.config.url,
-                api_key=key,
-                max_retries=0,
-                timeout=self.config.timeout_s,
-                http_client=httpx.AsyncClient(limits=most, follow_redirects=True, **bounded(LARGEST_REPLY)),
-            )
-        return self._openai
-
-    async def _end(self) -> None:
-        mine = asyncio.current_task()
-        others = [task for task in asyncio.all_tasks() if task is not mine]
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        if self._openai is not None:
-            await self._openai.close()
+def _read_completion(reply: HttpReply) -> tuple[dict[str, Any], Reply]:
+    answer = reply.json()
+    try:
+        choice, usage = answer["choices"][0], answer.get("usage") or {}
+        text, finish = choice["message"].get("content") or "", choice.get("finish_reason") or ""
+        return answer, Reply.checked(text, finish, usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0))
+    except (AttributeError, KeyError, TypeError, IndexError, ValueError) as error:
+        raise RequestFailed("reply", f"not a chat completion: {answer!r:.200}") from error
 
 
-def _of_status(status: int, message: str, headers: Mapping[str, str]) -> JudgeFailure:
-    what = f"status {status}: {message:.300}"
-    if status in PASSES or status == 503:
-        return JudgeFailure("busy", what, asked_seconds(headers.get("retry-after")), passes=True)
-    return JudgeFailure("status" if status >= 500 else "refused", what, passes=status >= 500)
+def _judge_failure(failure: RequestFailed, note: str = "") -> JudgeFailure:
+    kind = "status" if failure.kind == "reply" else failure.kind
+    return JudgeFailure(kind, f"{failure!s:.300}{note}")
 
 
 class ReplyCache:

@@ -1,13 +1,12 @@
 """A server of SGLang: where its Python is, its process, and requests to it.
 
 SGLang is not imported. It pins a torch of its own and so has an environment of its own (``environment/sglang.sh``); all
-that is used of it is its HTTP surface. Requests run on a thread of their own, so that they advance while the caller's
-event loop does something else. Besides its functions this module imports the standard library alone.
+that is used of it is its HTTP surface. A request is not repeated (:mod:`reward_scores.http_client`): a server that is
+gone has lost the weights of the run, which then begins again from its checkpoint.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import queue
@@ -16,18 +15,19 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.errors import InputError, WorkersLost
 from core.requirements_check import ROOT
+from reward_scores.http_client import HttpClient, HttpOptions, Reply, RequestFailed
 
 if TYPE_CHECKING:
     from core.config.schema import Config
@@ -71,10 +71,10 @@ class SGLangServer:
         self.url, self.timeout_s, self.process, self.log = url.rstrip("/"), timeout_s, process, log
         self.parts: queue.SimpleQueue[tuple[str, ResponsePart | Exception]] = queue.SimpleQueue()
         self._tasks: dict[str, Future] = {}
-        self._http: Any = None
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="sglang", daemon=True)
-        self._thread.start()
+        # No connection is kept: the server ends idle ones, at times under a request that just took one. A proxy of the
+        # environment is for what is elsewhere.
+        options = HttpOptions(timeout_s, connections=CONNECTIONS, keep_alive=False, trust_env=False)
+        self._http = HttpClient("SGLang client", options)
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """Return the reply to a request."""
@@ -82,11 +82,11 @@ class SGLangServer:
 
     def send(self, path: str, body: Mapping[str, Any] | None) -> Future:
         """Send a request, a GET without ``body``; return the future of its reply."""
-        return asyncio.run_coroutine_threadsafe(self._reply(path, body), self._loop)
+        return self._http.loop.submit(self._reply(path, body))
 
     def sample(self, name: str, body: Mapping[str, Any]) -> None:
         """Request a response, whose parts come as ``(name, part)`` to ``parts``, or an exception in their place."""
-        self._tasks[name] = asyncio.run_coroutine_threadsafe(self._sample(name, body), self._loop)
+        self._tasks[name] = self._http.loop.submit(self._sample(name, body))
 
     def abort(self, names: Iterable[str]) -> None:
         """End requests; what has come of them stays in ``parts``. Returns at once."""
@@ -108,11 +108,8 @@ class SGLangServer:
         return found
 
     def close(self) -> None:
-        """End requests and thread, and the server where it is this process's own."""
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        """End requests, and the server where it is this process's own."""
+        self._http.close()
         kill(self.process)
 
     # -- on the thread ---------------------------------------------------------------------------
@@ -137,60 +134,41 @@ class SGLangServer:
         if not body["stream"]:
             yield await self._reply("/generate", body)
             return
-        import httpx
-
         try:
-            async with self._client().stream("POST", "/generate", json=body) as response:
-                if response.status_code != 200:
-                    raise _refused("/generate", (await response.aread()).decode(errors="replace"))
-                async for line in response.aiter_lines():
-                    if line.startswith("data: {"):
-                        reply = json.loads(line.removeprefix("data: "))
-                        if "error" in reply:
-                            raise _refused("/generate", str(reply["error"]))
-                        yield reply
-        except httpx.HTTPError as error:
-            raise self._lost("/generate", error) from error
+            async for line in self._http.lines("POST", f"{self.url}/generate", body):
+                if line.startswith("data: {"):
+                    reply = json.loads(line.removeprefix("data: "))
+                    if "error" in reply:
+                        raise _refused("/generate", str(reply["error"]))
+                    yield reply
+        except RequestFailed as failure:
+            raise self._error("/generate", failure) from failure
 
     async def _reply(self, path: str, body: Mapping[str, Any] | None) -> Any:
-        import httpx
-
         try:
-            response = await self._client().request("GET" if body is None else "POST", path, json=body)
-        except httpx.HTTPError as error:
-            raise self._lost(path, error) from error
-        is_json = response.headers.get("content-type", "").startswith("application/json")
-        found = response.json() if is_json else response.text
-        if response.status_code == 404:
-            raise _refused(path, "there is no such request: the server is older than SGLang 0.5.23")
-        if response.status_code != 200 or is_json and isinstance(found, dict) and found.get("success") is False:
-            raise _refused(path, response.text)
-        return found
+            method = "GET" if body is None else "POST"
+            return await self._http.request(method, f"{self.url}{path}", body, partial(_read, path))
+        except RequestFailed as failure:
+            raise self._error(path, failure) from failure
 
-    def _client(self) -> Any:
-        if self._http is None:
-            import httpx
-
-            # No connection is kept: the server ends idle ones, at times under a request that just took one
-            limits = httpx.Limits(max_connections=CONNECTIONS, max_keepalive_connections=0)
-            timeout = httpx.Timeout(self.timeout_s, pool=None)
-            # A proxy of the environment is for what is elsewhere
-            self._http = httpx.AsyncClient(base_url=self.url, limits=limits, timeout=timeout, trust_env=False)
-        return self._http
-
-    def _lost(self, path: str, error: Exception) -> WorkersLost:
-        state = f"no answer to {path} in {self.timeout_s:g} s" if "Timeout" in type(error).__name__ else repr(error)
+    def _error(self, path: str, failure: RequestFailed) -> Exception:
+        if failure.status == 404:
+            return _refused(path, "there is no such request: the server is older than SGLang 0.5.23")
+        if failure.status or failure.kind == "reply":
+            return _refused(path, str(failure))
+        state = f"no answer to {path} in {self.timeout_s:g} s" if failure.kind == "timeout" else str(failure)
         if self.process is not None and (code := self.process.poll()) is not None:
             state = f"it ended with status {code} under {path}"
         return WorkersLost(f"SGLang's server at {self.url} is lost: {state}{log_end(self.log)}")
 
-    async def _end(self) -> None:
-        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        if self._http is not None:
-            await self._http.aclose()
+
+def _read(path: str, reply: Reply) -> Any:
+    if not reply.headers.get("content-type", "").startswith("application/json"):
+        return reply.text
+    value = reply.json()
+    if isinstance(value, dict) and value.get("success") is False:
+        raise _refused(path, reply.text)
+    return value
 
 
 def _refused(path: str, words: str) -> RuntimeError:

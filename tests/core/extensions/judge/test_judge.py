@@ -205,7 +205,7 @@ def test_a_verdict_is_the_servers_and_is_kept(make):
         assert (right.value, wrong.value, again.value) == (1.0, 0.0, 1.0)
         assert len(server.requests) == 2, "equal answers are one request, also at the same time"
         assert {(one["temperature"], one["seed"], one["model"]) for one in server.requests} == {(0.0, 0, MODEL)}
-        assert server.keys[0] == "Bearer none"
+        assert server.keys[0] is None
         spent = judge.usage("perf/judge")
         assert (spent["perf/judge_requests"], spent["perf/judge_prompt_tokens"]) == (2, 200)
         assert judge.usage("perf/judge")["perf/judge_requests"] == 0
@@ -405,7 +405,7 @@ def test_a_judge_that_restarts_costs_retries_and_no_verdict_however_many_wait(ma
 
     async def everything():
         asked = [asyncio.create_task(judge.run(Answer(CHAT, f"{n} 4", (), "4"))) for n in range(128)]
-        while judge.client._counts["retries"] < 16:  # all that are on their way have failed once
+        while judge.client.http.counts["retries"] < 16:  # all that are on their way have failed once
             await asyncio.sleep(0.01)
         with serve(port=port):
             return await asyncio.gather(*asked)
