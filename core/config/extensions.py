@@ -37,6 +37,8 @@ class Extension:
     files: of a configuration, (key, path) of the files that its keys name and that must exist.
     checked_at_start: of a configuration, lines on what only a start can check.
     functions: name -> "module:name" of a function that the kernel calls by this name (:func:`functions`).
+    stand_ins: package that users' files import -> "module:function" that returns a module of it by its name, used where
+        the package is not installed (:mod:`core.config.stand_ins`).
     used: whether a configuration asks for the functions.
     """
 
@@ -49,6 +51,7 @@ class Extension:
     files: Callable[[Config], Iterable[tuple[str, str]]] = lambda config: ()
     checked_at_start: Callable[[Config], Iterable[str]] = lambda config: ()
     functions: Mapping[str, str] = field(default_factory=dict)
+    stand_ins: Mapping[str, str] = field(default_factory=dict)
     used: Callable[[Config], bool] = lambda config: True
 
 
@@ -65,6 +68,11 @@ def found() -> tuple[Extension, ...]:
 def entries(table: str) -> dict[str, Any]:
     """Return the entries that extensions add to a table of ``core/config/registry.py``."""
     return {name: entry for one in found() for name, entry in one.tables.get(table, {}).items()}
+
+
+def stand_ins() -> dict[str, str]:
+    """Return package -> "module:function" of all stand-ins that extensions offer."""
+    return {package: path for one in found() for package, path in one.stand_ins.items()}
 
 
 def functions(name: str, config: Config | None = None) -> list[str]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from core.config import extensions
+from core.config import extensions, stand_ins
 from core.errors import InputError
 
 
@@ -260,6 +260,7 @@ def load_object(spec: str, key: str = "") -> Any:
 
 def load_module(where: str, label: str) -> ModuleType:
     """Return the module ``package.module`` or ``path/to/file.py``. Raises InputError, which begins with ``label``."""
+    stand_ins.install()
     return _from_file(where, label) if where.endswith(".py") else _from_package(where, label)
 
 

@@ -266,7 +266,8 @@ def verl_facts(trajectory: Trajectory) -> dict[str, Any]:
 
     Its ``num_turns`` counts the prompt, the policy's turns and those in which a tool answered, so that one answer
     has 2; ``extra_info["rollout"]["num_turns"]`` counts the policy's alone. ``turn_scores`` are a simulated user's,
-    ``tool_rewards`` what an agent loop kept of its tools'; both are empty where nothing gives any.
+    ``tool_rewards`` what tools gave single calls, ``rollout_reward_scores`` the former and what each tool gave the
+    whole episode, under its name; all are empty where nothing gives any.
     """
     written = [segment.role == "policy" for segment in trajectory.segments]
     answers = sum(not own and before for before, own in zip([True, *written], written, strict=False))
@@ -276,7 +277,7 @@ def verl_facts(trajectory: Trajectory) -> dict[str, Any]:
         "num_tool_calls": trajectory.tool_calls,
         "turn_scores": users,
         "tool_rewards": list(trajectory.tool_rewards),
-        "rollout_reward_scores": {"user_turn_rewards": users} if users else {},
+        "rollout_reward_scores": {**trajectory.tool_scores, **({"user_turn_rewards": users} if users else {})},
     }
 
 

@@ -219,7 +219,8 @@ class Episode:
         self.prompt_ids = tuple(prompt.token_ids)
         self.turns = self.tool_calls = 0
         self.user_scores: list[float] = []  # what simulated users gave the policy's turns
-        self.tool_rewards: list[float] = []  # what tools gave the policy's calls: for a loop of yours to fill
+        self.tool_rewards: list[float] = []  # what tools gave the policy's calls
+        self.tool_scores: dict[str, float] = {}  # tool's name -> what it gave the whole episode
         self.stop: Stop | None = None  # of the last turn; LENGTH once something did not fit
         self._engine, self._tokenizer, self._run_seed = engine, tokenizer, run_seed
         self._calls = calls or ToolCalls()
@@ -342,4 +343,5 @@ class Episode:
             tool_calls=self.tool_calls,
             user_scores=tuple(self.user_scores),
             tool_rewards=tuple(self.tool_rewards),
+            tool_scores=dict(self.tool_scores),
         )

@@ -46,6 +46,8 @@ def answer_line(prompt: Prompt, sample: int, trajectory: Trajectory, prompt_text
         *(trajectory.turns, trajectory.tool_calls, prompt.ground_truth, prompt.extra_info, prompt.style),
     )
     given = {name: list(getattr(trajectory, name)) for name in GIVEN if getattr(trajectory, name)}
+    if trajectory.tool_scores:
+        given["tool_scores"] = dict(trajectory.tool_scores)
     if prompt.opened_tag:
         given["opened_tag"] = prompt.opened_tag
     return json_line({**dict(zip(FIELDS, values, strict=True)), **given})
@@ -73,6 +75,7 @@ def trajectory_of(answer: Mapping[str, Any]) -> Trajectory:
         seed=0,
         turns=answer["turns"],
         tool_calls=answer["tool_calls"],
+        tool_scores=answer.get("tool_scores", {}),
         **{name: tuple(answer.get(name, ())) for name in GIVEN},
     )
 

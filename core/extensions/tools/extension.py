@@ -33,6 +33,6 @@ EXTENSION = Extension(
     derived=(("actor_rollout_ref.rollout.agent_loop", _loop),),
     tables={"agent_loops": {TOOL_AGENT: AgentLoopEntry("core.extensions.tools.tool_agent:ToolAgentLoop")}},
     files=_files,
-    functions={"problems_before_start": "core.extensions.tools.template_check:dry_problems"},
+    functions={"problems_before_start": "core.extensions.tools.template_check:problems_before_start"},
     used=lambda config: config.actor_rollout_ref.rollout.agent_loop == TOOL_AGENT,
 )

@@ -22,6 +22,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from core.config import extensions
+from core.config.registry import load_object
 from core.errors import InputError
 from core.extensions.tools.tools import load_class, made_by_name, read_yaml
 
@@ -35,6 +37,7 @@ class UserTurn:
     over: bool
     text: str = ""
     score: float = 0.0
+    scored: bool = True  # False: the policy's turn has no score, not even 0
 
 
 class Interaction:
@@ -82,25 +85,33 @@ def reply_problem(reply: Any) -> str | None:
 
 def load_interactions(path: str | Path) -> dict[str, Interaction]:
     """Return name -> user, in the file's order. Raises InputError with every problem of the file."""
+    return made_by_name(*_entries(path), "user", _user)
+
+
+def check_interactions(path: str | Path) -> None:
+    """Check the file and its classes, and make no user. Raises InputError with every problem."""
+    made_by_name(*_entries(path), "user", lambda entry: (_user(entry)[0], lambda: None))
+
+
+def _entries(path: str | Path) -> tuple[list[Any], str]:
     where, listed = f"{KEY}={path}", read_yaml(path, KEY)
     entries = listed.get("interaction") if isinstance(listed, Mapping) else None
     if not isinstance(entries, list) or not entries:
         raise InputError(f"{where}: must hold a list under 'interaction'; see core/extensions/tools/interactions.py")
-    return made_by_name(entries, f"{where}: interaction", "user", _user)
+    return entries, f"{where}: interaction"
 
 
 def _user(entry: Any) -> tuple[str, Callable[[], Interaction]]:
     if not isinstance(entry, Mapping) or not {"class_name"} <= entry.keys() <= {"name", "class_name", "config"}:
         raise ValueError("must hold class_name, and may hold name and config")
-    kind = load_class(entry["class_name"])
-
-    def make() -> Interaction:
-        user = kind(dict(entry.get("config") or {}))
-        if not isinstance(user, Interaction):
-            raise ValueError(f"{kind.__name__} does not extend core.extensions.tools.interactions.Interaction")
-        return user
-
-    return str(entry.get("name") or kind.__name__.removesuffix("Interaction").lower()), make
+    kind, config = load_class(entry["class_name"]), dict(entry.get("config") or {})
+    name = str(entry.get("name") or kind.__name__.removesuffix("Interaction").lower())
+    if isinstance(kind, type) and issubclass(kind, Interaction):
+        return name, lambda: kind(config)
+    for path in extensions.functions("foreign_user"):
+        if (make := load_object(path)(kind)) is not None:
+            return name, lambda: make(name, config)
+    raise ValueError(f"{kind.__name__} does not extend core.extensions.tools.interactions.Interaction")
 
 
 def chosen_user(

@@ -16,6 +16,9 @@ from core.config.paths import is_local
 from core.config.schema import Config
 from core.config.sections.model import ModelConfig
 from core.data.chat_frames import ChatError, Message, Render, reply_frame
+from core.errors import InputError
+from core.extensions.tools.interactions import check_interactions
+from core.extensions.tools.tools import check_tools
 
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 OBSERVATION = "Observation:"
@@ -67,8 +70,20 @@ def _named(config: Config) -> str:
     return f"actor_rollout_ref.model.path={model.path}"
 
 
+def problems_before_start(config: Config) -> list[str]:
+    """Return what a dry run can know: the problems of the files of tools and users, and of a template at hand."""
+    options, problems = config.actor_rollout_ref.rollout.multi_turn, []
+    for path, check in ((options.tool_config_path, check_tools), (options.interaction_config_path, check_interactions)):
+        if path is not None and Path(path).expanduser().is_file():
+            try:
+                check(path)
+            except InputError as error:
+                problems += error.problems
+    return problems or dry_problems(config)
+
+
 def dry_problems(config: Config) -> list[str]:
-    """Return what a dry run can know: the problems of a template in a folder of this machine, or in a key."""
+    """Return the problems of a template in a folder of this machine, or in a key."""
     options = config.actor_rollout_ref.rollout.multi_turn
     tools, users = options.tool_config_path is not None, options.interaction_config_path is not None
     if config.actor_rollout_ref.rollout.agent_loop != "tool_agent" or not (tools or users):

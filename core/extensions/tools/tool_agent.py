@@ -12,9 +12,12 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from core.data.chat_frames import ChatError, rendered
@@ -26,7 +29,18 @@ from core.extensions.tools.call_formats import FORMATS, Call, Chat, Piece, tell_
 from core.extensions.tools.interactions import KEY as USERS
 from core.extensions.tools.interactions import Interaction, UserTurn, chosen_user, load_interactions, reply_problem
 from core.extensions.tools.template_check import template_problems, uses_of_template
-from core.extensions.tools.tools import KEY, Tool, ToolError, ToolSpec, chosen, facts_for, load_tools
+from core.extensions.tools.tools import (
+    KEY,
+    EpisodeTool,
+    Tool,
+    ToolAnswer,
+    ToolError,
+    ToolSpec,
+    chosen,
+    facts_for,
+    kwargs_of,
+    load_tools,
+)
 from core.printable import printable
 from core.rollout.agent_loop import AgentLoop, Episode
 from core.rollout.outside_code import ApartLoop, Failed, described, guarded
@@ -48,6 +62,30 @@ CUT = "...(truncated)..."
 
 class TimedOut(Failed):
     """A call that met its deadline."""
+
+
+class ToolInstance(Tool):
+    """A tool with its state in one episode."""
+
+    def __init__(self, owner: EpisodeTool, state: Any, facts: Mapping[str, Any]):
+        self.owner, self.state, self.facts = owner, state, facts
+        self.runs_apart = owner.runs_apart
+
+    async def call(self, arguments: Mapping[str, Any], facts: Mapping[str, Any]) -> Any:
+        if isinstance(self.state, Failed):
+            return self.state
+        return await self.owner.call_in(self.state, arguments, self.facts)
+
+
+def answer_problem(answer: Any) -> Failed | None:
+    """Return what is wrong with what a tool returned, or None."""
+    if not isinstance(answer, ToolAnswer):
+        return Failed(f"it returned {type(answer).__name__}, not text")
+    if not isinstance(answer.text, str):
+        return Failed(f"it returned {type(answer.text).__name__}, not text")
+    if answer.reward is not None and not (isinstance(answer.reward, Real) and math.isfinite(answer.reward)):
+        return Failed(f"it returned the reward {answer.reward!r:.60}, which is no finite number")
+    return None
 
 
 class ToolAgentLoop(AgentLoop):
@@ -93,6 +131,41 @@ class ToolAgentLoop(AgentLoop):
     async def run(self, episode: Episode) -> None:
         tools = chosen(self.tools, episode.prompt.extra_info)
         self.tell_of(tools, episode)
+        instances = await self.start_tools(tools, episode)
+        try:
+            await self.converse({**tools, **instances}, episode)
+        finally:
+            await self.end_tools(instances, episode)
+
+    async def start_tools(self, tools: Mapping[str, ToolSpec], episode: Episode) -> dict[str, ToolSpec]:
+        """Return the tools that have a state in an episode, each with that state as its tool."""
+        instances = {}
+        for name, spec in tools.items():
+            if isinstance(spec.tool, EpisodeTool):
+                facts = copy.deepcopy(dict(kwargs_of(name, episode.prompt.extra_info)))
+                state = await self.called(spec.tool, partial(spec.tool.start, facts), episode.wait, spec.timeout_s)
+                if isinstance(state, Failed):
+                    self.note(f"the tool {name!r}, at the start of an episode,", state, "tool_state_failures")
+                instances[name] = replace(spec, tool=ToolInstance(spec.tool, state, facts))
+        return instances
+
+    async def end_tools(self, instances: Mapping[str, ToolSpec], episode: Episode) -> None:
+        """Keep the reward that each tool gives the whole episode, and let go of its state."""
+        for name, spec in instances.items():
+            one = spec.tool
+            if isinstance(one.state, Failed):
+                continue
+            reward = await self.called(one, partial(one.owner.reward, one.state, one.facts), episode.wait)
+            if isinstance(reward, Failed):
+                self.note(f"the reward of the tool {name!r}", reward, "tool_state_failures")
+            elif reward is not None:
+                episode.tool_scores[name] = reward
+            ended = await self.called(one, partial(one.owner.end, one.state, one.facts), episode.wait)
+            if isinstance(ended, Failed):
+                self.note(f"the tool {name!r}, at the end of an episode,", ended, "tool_state_failures")
+
+    async def converse(self, tools: Mapping[str, ToolSpec], episode: Episode) -> None:
+        """Play the episode with the example's simulated user, where it has one."""
         user = chosen_user(self.users, episode.prompt.extra_info)
         if user is None:
             return await self.take_turns(tools, episode, None)
@@ -171,7 +244,8 @@ class ToolAgentLoop(AgentLoop):
         if isinstance(found, Failed):
             self.note("the user", found, "user_failures")
             return UserTurn(False, self.cut(f"error: {found.reason}"))
-        episode.user_scores.append(float(found.score))
+        if found.scored:
+            episode.user_scores.append(float(found.score))
         return found
 
     def check(self, example: Example | Prompt) -> str | None:
@@ -209,17 +283,16 @@ class ToolAgentLoop(AgentLoop):
     async def answers(self, calls: Sequence[Call], tools: Mapping[str, ToolSpec], episode: Episode) -> list[str]:
         """Make the calls of a turn, all at the same time, and return their results in the order of the calls."""
         made = calls[: self.options.max_parallel_calls]
-        return await asyncio.gather(*(self.answer(call, tools, episode) for call in made))
+        answers = await asyncio.gather(*(self.outcome(call, tools, episode) for call in made))
+        episode.tool_rewards += [float(answer.reward) for answer in answers if answer.reward is not None]
+        return [self.cut(writable(answer.text)) for answer in answers]
 
-    async def answer(self, call: Call, tools: Mapping[str, ToolSpec], episode: Episode) -> str:
-        return self.cut(writable(await self.outcome(call, tools, episode)))
-
-    async def outcome(self, call: Call, tools: Mapping[str, ToolSpec], episode: Episode) -> str:
+    async def outcome(self, call: Call, tools: Mapping[str, ToolSpec], episode: Episode) -> ToolAnswer:
         """Return a call's answer, or the error that the policy reads in its place."""
         spec = tools.get(call.name)
         if problem := self.problem(call, spec, tools, episode):
             self.counts["invalid"] += 1
-            return f"error: {problem}"
+            return ToolAnswer(f"error: {problem}")
         self.counts["made"] += 1
         facts = copy.deepcopy(facts_for(call.name, episode.prompt.extra_info))  # a tool may change what it is given
         try:
@@ -227,15 +300,16 @@ class ToolAgentLoop(AgentLoop):
             found = await self.called(spec.tool, asked, episode.call, spec.timeout_s)
         except ToolError as error:
             self.counts["refused"] += 1
-            return f"error: {error}"
-        if isinstance(found, str):
-            return found
-        if isinstance(found, TimedOut):
+            return ToolAnswer(f"error: {error}")
+        answer = ToolAnswer(found) if isinstance(found, str) else found
+        if isinstance(answer, TimedOut):
             self.counts["timeout"] += 1
-            return f"error: {found.reason}"
-        failed = found if isinstance(found, Failed) else Failed(f"it returned {type(found).__name__}, not text")
+            return ToolAnswer(f"error: {answer.reason}")
+        failed = answer if isinstance(answer, Failed) else answer_problem(answer)
+        if failed is None:
+            return answer
         self.note(f"the tool {call.name!r}", failed, "failed")
-        return f"error: the tool failed: {failed.reason}"
+        return ToolAnswer(f"error: the tool failed: {failed.reason}")
 
     def problem(self, call: Call, spec: ToolSpec | None, tools: Mapping[str, ToolSpec], episode: Episode) -> str | None:
         """Return why a call cannot be made, or None."""
@@ -276,6 +350,8 @@ class ToolAgentLoop(AgentLoop):
         asked = counts["made"] + counts["invalid"]
         names = ("invalid", "refused", "timeout", "failed")
         calls = {"agent/calls": asked, **{f"agent/{n}_calls": counts[n] / asked if asked else 0.0 for n in names}}
+        if any(isinstance(spec.tool, EpisodeTool) for spec in self.tools.values()):
+            calls["agent/tool_state_failures"] = float(counts["tool_state_failures"])
         return calls | ({f"agent/{n}": float(counts[n]) for n in USER_COUNTS} if self.users else {})
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 The file is verl's::
 
     tools:
-      - class_name: core.extensions.tools.tools:Calculator        # or path/to/file.py:Class
+      - class_name: core.extensions.tools.tools:Calculator        # or path/to/file.py:Class; one for verl will do
         config: {}                               # for the class; verl's "type: native" may stand there
         timeout_s: 5                             # optional: seconds of a call, in place of multi_turn.tool_timeout_s
         tool_schema:                             # optional: in place of the class's own
@@ -30,12 +30,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import yaml
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
 
+from core.config import extensions
 from core.config.registry import load_object
 from core.errors import InputError
 
@@ -77,6 +78,36 @@ class Tool:
 
 
 @dataclass(frozen=True)
+class ToolAnswer:
+    """The answer for the policy, and a reward for the call, where the tool gives one."""
+
+    text: str
+    reward: float | None = None
+
+
+class EpisodeTool(Tool):
+    """A tool with a state in each episode of an example that has it. ``facts`` are all of the row's ``tools_kwargs``.
+
+    An episode calls :meth:`start`, then :meth:`call_in` for each call, and at its end :meth:`reward` and :meth:`end`.
+    """
+
+    async def start(self, facts: Mapping[str, Any]) -> Any:
+        """Return the state of a new episode."""
+        raise NotImplementedError
+
+    async def call_in(self, state: Any, arguments: Mapping[str, Any], facts: Mapping[str, Any]) -> ToolAnswer:
+        """Answer a call in the episode of this state, as :meth:`Tool.call` does."""
+        raise NotImplementedError
+
+    async def reward(self, state: Any, facts: Mapping[str, Any]) -> float | None:
+        """Return the tool's reward for the whole episode, or None."""
+        return None
+
+    async def end(self, state: Any, facts: Mapping[str, Any]) -> None:
+        """Let go of an episode's state. Called once for each that :meth:`start` returned."""
+
+
+@dataclass(frozen=True)
 class ToolSpec:
     """A tool of the file: its name and schema, and a check of arguments."""
 
@@ -94,16 +125,30 @@ class ToolSpec:
 
 def load_tools(path: str | Path) -> dict[str, ToolSpec]:
     """Name -> tool, in the file's order. Raises InputError with every problem of the file."""
-    where, listed = f"{KEY}={path}", read_yaml(path, KEY)
-    entries = listed.get("tools") if isinstance(listed, Mapping) else listed
-    if not isinstance(entries, list) or not entries:
-        raise InputError(f"{where}: must hold a list of tools, or one under 'tools'; see core/extensions/tools")
 
     def named(entry: Any) -> tuple[str, Callable[[], ToolSpec]]:
         spec = _spec(entry)
         return spec.name, lambda: spec
 
-    return made_by_name(entries, f"{where}: tools", "tool", named)
+    return made_by_name(*_entries(path), "tool", named)
+
+
+def check_tools(path: str | Path) -> None:
+    """Check the file and its classes, and make no tool. Raises InputError with every problem."""
+
+    def named(entry: Any) -> tuple[str, Callable[[], None]]:
+        read = _read_entry(entry)
+        return str((read.schema or {}).get("function", {}).get("name", id(entry))), lambda: None
+
+    made_by_name(*_entries(path), "tool", named)
+
+
+def _entries(path: str | Path) -> tuple[list[Any], str]:
+    where, listed = f"{KEY}={path}", read_yaml(path, KEY)
+    entries = listed.get("tools") if isinstance(listed, Mapping) else listed
+    if not isinstance(entries, list) or not entries:
+        raise InputError(f"{where}: must hold a list of tools, or one under 'tools'; see core/extensions/tools")
+    return entries, f"{where}: tools"
 
 
 def read_yaml(path: str | Path, key: str) -> Any:
@@ -136,7 +181,15 @@ def made_by_name(
     return found
 
 
-def _spec(entry: Any) -> ToolSpec:
+class _Entry(NamedTuple):
+    """An entry of the file: what makes its tool, its schema where that is not the tool's own, and its deadline."""
+
+    make: Callable[[], Tool]
+    schema: Mapping[str, Any] | None
+    timeout_s: float | None
+
+
+def _read_entry(entry: Any) -> _Entry:
     if isinstance(entry, Mapping) and ("name" in entry or "function" in entry):
         entry = _of_function(entry)
     if not isinstance(entry, Mapping) or not entry.keys() <= {"class_name", "config", "tool_schema", "timeout_s"}:
@@ -148,13 +201,20 @@ def _spec(entry: Any) -> ToolSpec:
         raise ValueError(f"timeout_s={timeout_s!r} must be a number of seconds")
     if timeout_s is not None and not 0 < timeout_s < math.inf:
         raise ValueError(f"timeout_s={timeout_s!r} must be above 0; leave it out for multi_turn.tool_timeout_s")
-    kind = load_class(entry["class_name"])
-    tool = kind(_options(entry.get("config")))
-    if not isinstance(tool, Tool):
-        raise ValueError(
-            f"{entry['class_name']} does not extend core.extensions.tools.tools.Tool, whose call() is awaited"
-        )
-    schema = entry.get("tool_schema") or tool.schema
+    options, where, schema = _options(entry.get("config")), entry["class_name"], entry.get("tool_schema")
+    kind = load_class(where)
+    if isinstance(kind, type) and issubclass(kind, Tool):
+        return _Entry(lambda: kind(options), schema or kind.schema, timeout_s)
+    for path in extensions.functions("foreign_tool"):
+        if (make := load_object(path)(kind)) is not None:
+            return _Entry(lambda: make(options, schema), schema, timeout_s)
+    raise ValueError(f"{where} does not extend core.extensions.tools.tools.Tool, whose call() is awaited")
+
+
+def _spec(entry: Any) -> ToolSpec:
+    make, schema, timeout_s = _read_entry(entry)
+    tool = make()
+    schema = schema or tool.schema
     function = schema["function"]
     parameters = function.get("parameters") or {"type": "object"}
     try:
@@ -173,7 +233,10 @@ def _options(config: Any) -> dict[str, Any]:
     """Return a class's own options: verl's files say beside them that a tool is ``native``, as all are here."""
     options = dict(config or {})
     if (kind := options.pop("type", "native")) != "native":
-        raise ValueError(f"config.type={kind!r} is not supported; write a class that calls it, type: native")
+        raise ValueError(
+            f"config.type={kind!r} is not supported; write a class whose call() or execute() asks the server "
+            "(for MCP with the package mcp), and type: native"
+        )
     return options
 
 
@@ -232,9 +295,14 @@ def chosen(tools: Mapping[str, ToolSpec], extra_info: Mapping[str, Any]) -> dict
     return {name: tools[name] for name in names}
 
 
+def kwargs_of(name: str, extra_info: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what an example gives a tool: ``create_kwargs``, and for one with a state ``execute_kwargs`` and so on."""
+    return (extra_info.get("tools_kwargs") or {}).get(name) or {}
+
+
 def facts_for(name: str, extra_info: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return an example's ``create_kwargs`` of a tool."""
-    return ((extra_info.get("tools_kwargs") or {}).get(name) or {}).get("create_kwargs") or {}
+    return kwargs_of(name, extra_info).get("create_kwargs") or {}
 
 
 def _function(name: str, description: str, **parameters: str) -> Mapping[str, Any]:

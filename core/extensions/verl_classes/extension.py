@@ -1,0 +1,17 @@
+"""Classes and functions that people wrote for verl: tools, simulated users, reward managers, data set classes."""
+
+from __future__ import annotations
+
+from core.config.extensions import Extension
+
+HERE = "core.extensions.verl_classes"
+
+EXTENSION = Extension(
+    name="verl_classes",
+    functions={
+        "problems_before_start": f"{HERE}.import_check:problems",
+        "foreign_tool": f"{HERE}.base_tool:adapt",
+        "foreign_user": f"{HERE}.base_interaction:adapt",
+    },
+    stand_ins={"verl": f"{HERE}.shim:module"},
+)

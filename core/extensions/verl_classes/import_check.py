@@ -1,0 +1,73 @@
+"""Whether the stand-in for verl has what users' files import, read from their text: no file is run for it.
+
+An import within a function would otherwise fail in the middle of a run. What a file imports under ``try`` or
+``TYPE_CHECKING`` it can do without.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from core.extensions.verl_classes.shim import ADVICE, import_problem
+
+if TYPE_CHECKING:
+    from core.config.schema import Config
+
+LOOPS = "verl.experimental.agent_loop"
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def named_files(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield key and path of every Python file that the configuration names."""
+    import yaml
+
+    custom, module = config.custom_reward_function.path, config.reward_model.module.path
+    loop = (config.actor_rollout_ref.rollout.agent_loop or "").rpartition(":")[0]
+    keys = {"custom_reward_function.path": custom, "reward_model.module.path": module, f"{ROLLOUT}.agent_loop": loop}
+    yield from ((key, path.removeprefix("file://")) for key, path in keys.items() if path)
+    options = config.actor_rollout_ref.rollout.multi_turn
+    for name in ("tool_config_path", "interaction_config_path"):
+        try:
+            listed = yaml.safe_load(Path(getattr(options, name, None) or "").expanduser().read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError):  # reported where the file is read
+            continue
+        for entry in next(iter(listed.values()), ()) if isinstance(listed, dict) else listed or ():
+            kind = entry.get("class_name") if isinstance(entry, dict) else None
+            if isinstance(kind, str) and ".py:" in kind:
+                yield f"{ROLLOUT}.multi_turn.{name}", kind.rpartition(":")[0]
+
+
+def problems(config: Config) -> list[str]:
+    """Return a line for each import of verl that has nothing behind it here."""
+    installed = PathFinder.find_spec("verl") is not None
+    found = []
+    for key, path in dict.fromkeys(named_files(config)):
+        try:
+            tree = ast.parse(Path(path).expanduser().read_text(encoding="utf-8"))
+        except (OSError, ValueError, SyntaxError):  # reported where the file is loaded
+            continue
+        for line, module, name in imports(tree.body):
+            problem = None if installed else import_problem(module, name)
+            if key.endswith(".agent_loop") and module.startswith(LOOPS):
+                problem = f"{module} makes the loop one of verl's server manager; {ADVICE[LOOPS]}"
+            if problem:
+                found.append(f"{key}={path}: line {line}: {problem}")
+    return found
+
+
+def imports(body: Iterable[ast.stmt]) -> Iterator[tuple[int, str, str | None]]:
+    """Yield line, module and name of every import of verl that a file cannot do without."""
+    for node in body:
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, one.name, None) for one in node.names if one.name.split(".")[0] == "verl")
+        elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "verl":
+            yield from ((node.lineno, node.module, None if one.name == "*" else one.name) for one in node.names)
+        elif isinstance(node, ast.Try) or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
+            continue
+        else:
+            for part in ("body", "orelse"):
+                yield from imports(child for child in getattr(node, part, ()) if isinstance(child, ast.stmt))

@@ -1,0 +1,123 @@
+"""Files that import verl where it is not installed: what the stand-in has, and what is said of the rest."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from core.command_line import _extensions_problems
+from core.config import compose
+from core.config.registry import load_object
+from core.extensions.verl_classes.import_check import problems
+from core.extensions.verl_classes.shim import MODULES, SAID
+
+MULTI = "actor_rollout_ref.rollout.multi_turn"
+ROOT = Path(__file__).resolve().parents[4]
+
+
+def written(folder: Path, text: str, name: str = "mine.py") -> Path:
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def test_every_name_of_the_stand_in_is_there():
+    for module, names in MODULES.items():
+        for name, path in names.items():
+            assert load_object(path) is not None, f"{module}.{name}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import verl.tools.base_tool as base; base.BaseTool",
+        "from verl.utils.reward_score import gsm8k; gsm8k.compute_score",
+        "from verl.utils.reward_score import math_dapo, default_compute_score",
+        "from verl.utils.reward_score.math import last_boxed_only_string",
+        "from verl.tools import base_tool",
+        "from verl.tools.schemas import *; ToolResponse",
+    ],
+)
+def test_the_ways_to_import_it(tmp_path, line):
+    assert load_object(f"{written(tmp_path, line + chr(10) + 'x = 1')}:x") == 1
+
+
+def test_the_stand_in_is_there_for_users_files_alone_and_says_so():
+    program = (
+        "import core.config.registry as registry, sys\n"
+        "try:\n    import verl\n    raise SystemExit('imported')\nexcept ModuleNotFoundError:\n    pass\n"
+        "registry.load_object(sys.argv[1] + ':NotebookTool')\n"
+        "assert not {'torch', 'ray', 'vllm'} & sys.modules.keys()\n"
+        "registry.load_object('core.config.registry:load_object')\n"
+    )
+    file = ROOT / "tests/core/extensions/verl_classes/public/notebook_tool.py"
+    environment = {name: value for name, value in os.environ.items() if name != SAID}
+    command = [sys.executable, "-c", program, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("verl is not installed: files that import it get the stand-in") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "what", "advice"),
+    [
+        (
+            "from verl.experimental.agent_loop.agent_loop import AgentLoopBase",
+            "verl.experimental.agent_loop",
+            "AgentLoop",
+        ),
+        ("from verl.tools.mcp_base_tool import MCPBaseTool", "verl.tools.mcp_base_tool", "asks the MCP server itself"),
+        ("from verl.utils.reward_score import lean", "verl.utils.reward_score.lean", "copy the function"),
+        (
+            "from verl.workers.fsdp_workers import ActorRolloutRefWorker",
+            "verl.workers.fsdp_workers",
+            "leave the import",
+        ),
+    ],
+)
+def test_what_it_lacks_is_an_import_error_with_what_to_write_instead(tmp_path, line, what, advice):
+    with pytest.raises(ImportError) as error:
+        load_object(f"{written(tmp_path, line)}:x")
+    assert advice in str(error.value) or what in str(error.value)
+    body = f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    {line}\n    return 0.0\n"
+    path = written(tmp_path, body, "lazy.py")
+    (problem,) = problems(compose("grpo", [f"custom_reward_function.path={path}"]))
+    assert problem.startswith(f"custom_reward_function.path={path}: line 2: {what}") and advice in problem
+
+
+def test_an_import_that_a_file_can_do_without_is_no_problem(tmp_path):
+    path = written(
+        tmp_path,
+        "from typing import TYPE_CHECKING\n"
+        "try:\n    from verl.nothing import here\nexcept ImportError:\n    here = None\n"
+        "if TYPE_CHECKING:\n    from verl.workers.rollout import Rollout\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 0.0\n",
+    )
+    assert problems(compose("grpo", [f"custom_reward_function.path={path}"])) == []
+    assert load_object(f"{path}:here") is None
+
+
+def test_an_agent_loop_of_verls_server_manager_is_refused_before_a_start(tmp_path):
+    path = written(tmp_path, "from verl.experimental.agent_loop.agent_loop import AgentLoopBase, register\n")
+    config = compose("grpo", [f"actor_rollout_ref.rollout.agent_loop={path}:Mine"])
+    assert all("write the loop on core.rollout.agent_loop.AgentLoop" in line for line in problems(config))
+    assert len(problems(config)) == 2
+
+
+def test_a_dry_run_checks_the_files_of_tools_and_users(tmp_path):
+    tool = written(tmp_path, "from verl.tools.base_tool import BaseTool\nclass T(BaseTool):\n    pass\n", "tool.py")
+    loop = written(
+        tmp_path, "from verl.tools.mcp_base_tool import MCPBaseTool\nclass M(MCPBaseTool):\n    pass\n", "m.py"
+    )
+    file = written(tmp_path, f"tools:\n  - class_name: {tool}:T\n  - class_name: {tool}:U\n", "tools.yaml")
+    users = written(tmp_path, "interaction:\n  - class_name: core.extensions.tools.tools.Calculator\n", "users.yaml")
+    options = [f"{MULTI}.enable=True", f"{MULTI}.tool_config_path={file}", f"{MULTI}.interaction_config_path={users}"]
+    lines = "\n".join(_extensions_problems(compose("grpo", options))).splitlines()
+    for part, line in zip(("has no execute of its own", "has no 'U'", "does not extend"), lines, strict=True):
+        assert part in line
+    file.write_text(f"tools:\n  - class_name: {loop}:M\n")
+    lines = _extensions_problems(compose("grpo", options[:2]))
+    assert any("line 1: verl.tools.mcp_base_tool is not part of the stand-in" in line for line in lines)
