@@ -25,7 +25,7 @@ from core.engines import RolloutEngine, SampleRequest
 from core.engines.factory import make_engine
 from core.engines.weight_buckets import GROUP, Bucket, Packer, Proof, Staging, Weight, staged_size
 from core.learner.models import load_policy, load_tokenizer
-from core.rewards.batch_calls import Answer, ModelScore
+from core.rewards.model_score import Answer, ModelScore
 from core.tracking.profiling import Profile
 from core.types import TrainBatch
 

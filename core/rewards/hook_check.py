@@ -13,8 +13,8 @@ from typing import Any
 
 from core.data.parquet import Example
 from core.rewards import RewardLayer
-from core.rewards.batch_calls import ModelScore
 from core.rewards.check import MODEL_STYLE
+from core.rewards.model_score import ModelScore
 from core.tracking.metrics import RAW_SCORE
 from core.types import Prompt, ScoredGroup, Stop, Trajectory
 from reward_scores.score import Score

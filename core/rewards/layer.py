@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from core.config import extensions, registry
 from core.data.parquet import Example
 from core.errors import InputError
-from core.rewards.batch_calls import Answer, BatchCalls, RewardModelCall
 from core.rewards.check import (
     MODEL_STYLE,
     check_examples,
@@ -28,6 +27,8 @@ from core.rewards.custom_reward import CustomFunction
 from core.rewards.failures import Failures, RewardError, described
 from core.rewards.grading import Failure, Grade, InProcess, Job, RewardManager, Scorers, as_score
 from core.rewards.managers import make_manager
+from core.rewards.model_score import Answer, ModelScore, RewardModelCall
+from core.rewards.request_batcher import RequestBatcher
 from core.types import Prompt, Segment, Stop, Trajectory
 from reward_scores.score import Score, ScoreStatus
 from reward_scores.unit_tests import SandboxOptions
@@ -61,7 +62,7 @@ class RewardLayer:
             raise InputError(problems)
         self.config: RewardModelConfig = reward
         self._agreement = config.trainer.health.judge_agreement.bound if reward.judged else None
-        self._call_model: BatchCalls | None = None
+        self._reward_model: RequestBatcher | None = None
         self.scorers = Scorers(scorer_options(reward), function)
         self.manager: RewardManager = make_manager(reward, self.scorers)
         self.judge: Any = extensions.function("judge")(reward.judge) if reward.judged else None
@@ -73,7 +74,10 @@ class RewardLayer:
 
     def attach(self, reward_model: RewardModelCall) -> None:
         """Use this reward model: the workers load it after the layer is made."""
-        self._call_model = BatchCalls(reward_model)
+        self._reward_model = RequestBatcher(lambda answers, _: reward_model(answers))
+
+    async def _call_reward_model(self, answer: Answer) -> ModelScore:
+        return (await self._reward_model.submit([answer]))[0]
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Score:
         """Score an answer. A failing scorer raises RewardError only with ``on_error=raise``.
@@ -146,7 +150,7 @@ class RewardLayer:
         return as_score(scorer(response, prompt.ground_truth, facts, **scorers.options(scorer))).value
 
     async def _with_model(self, prompt: Prompt, trajectory: Trajectory, job: Job, grade: Grade) -> Score | Failure:
-        call = self._call_model if self.judging is None else self.judging.run
+        call = self._call_reward_model if self.judging is None else self.judging.run
         if call is None:
             raise RuntimeError("reward_model.enable: the workers have not attached the model yet")
         ids = (*trajectory.prompt_ids.tolist(), *trajectory.response_ids.tolist())

@@ -12,11 +12,14 @@ requests time out, and the number of connections is bounded (:mod:`recipes.searc
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import logging
 import socket
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,10 +29,10 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from core.command_line import is_dry_run
+from core.rewards.request_batcher import QueueFull, RequestBatcher
 from recipes.search_r1.connections import IDLE_S, bounded_protocol, most_connections
 from recipes.search_r1.index.opening import make_retriever
-from recipes.search_r1.index.passages import BACKENDS, QUERY_CHARS, RetrievalError, Retriever, RetrieverOptions
-from recipes.search_r1.retrieval_batching import Batcher, Busy
+from recipes.search_r1.index.passages import BACKENDS, QUERY_CHARS, Passage, RetrievalError, Retriever, RetrieverOptions
 from recipes.search_r1.wire import IDENTITY, to_wire
 
 log = logging.getLogger(__name__)
@@ -52,12 +55,23 @@ class Search(BaseModel):
 
 def make_app(retriever: Retriever, topk: int = DEFAULT_TOPK, max_batch: int = 256, max_waiting: int = 4096) -> FastAPI:
     """Return the application. ``topk`` is used where a request names none."""
-    batcher = Batcher(retriever, max_batch, max_waiting)
+    thread = ThreadPoolExecutor(1, thread_name_prefix="retriever")  # the one that owns the retriever
+    counts: Counter[str] = Counter()
+
+    async def search_all(queries: list[str], topk: int) -> list[list[Passage]]:
+        found = await asyncio.get_running_loop().run_in_executor(thread, retriever.retrieve, queries, topk)
+        counts.update(batches=1, queries=len(queries))
+        return found
+
+    # A batch has one topk: an approximate index may find other passages for another number, and an answer must not
+    # depend on the requests beside it
+    batcher = RequestBatcher(search_all, max_batch=max_batch, max_waiting=max_waiting)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         await batcher.close()
+        thread.shutdown()
 
     app = FastAPI(title="retrieval", lifespan=lifespan, docs_url=None, redoc_url=None)
     identity = {IDENTITY: f"{retriever.corpus_hash}-{retriever.fingerprint}"}
@@ -65,8 +79,8 @@ def make_app(retriever: Retriever, topk: int = DEFAULT_TOPK, max_batch: int = 25
     @app.post("/retrieve")
     async def retrieve(search: Search) -> Response:
         try:
-            found = await batcher.search(search.queries, search.topk or topk)
-        except Busy as error:
+            found = await batcher.submit(search.queries, search.topk or topk)
+        except QueueFull as error:
             return _json({"error": f"busy: {error}; ask again later"}, 503, {"retry-after": "1"})
         except Exception as error:  # the client must hear of it, and the server must live on
             log.exception("a search failed")
@@ -83,8 +97,8 @@ def make_app(retriever: Retriever, topk: int = DEFAULT_TOPK, max_batch: int = 25
                 "corpus_hash": retriever.corpus_hash,
                 "fingerprint": retriever.fingerprint,
                 "waiting": batcher.waiting,
-                "batches": batcher.batches,
-                "queries": batcher.queries,
+                "batches": counts["batches"],
+                "queries": counts["queries"],
             },
             headers=identity,
         )

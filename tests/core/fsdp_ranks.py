@@ -24,7 +24,7 @@ from core.learner.hf_export import FILE_SIZE
 from core.learner.learner import only_advantages_train
 from core.learner.lora import merged_weights, trained_weights
 from core.learner.packing import SharedPrompts
-from core.rewards.batch_calls import Answer
+from core.rewards.model_score import Answer
 from tests.core.extensions.judge.reward_model_runs import TEMPLATE, answers
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}

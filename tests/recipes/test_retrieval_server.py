@@ -220,7 +220,7 @@ def test_a_full_queue_is_503_with_retry_after_and_what_is_in_it_is_answered():
     answers = asyncio.run(ask_while_held(make_app(retriever, max_waiting=6), retriever, bodies))
     assert [answer.status_code for answer in answers] == [200, 200, 200, 200, 503, 503, 503]
     assert answers[4].headers["retry-after"] == "1"
-    assert "6 queries wait, at most 6 may" in answers[4].json()["error"]
+    assert "busy: 6 items wait, at most 6 may" in answers[4].json()["error"]
 
 
 def test_a_request_larger_than_the_queue_is_answered_when_nobody_waits():
@@ -228,7 +228,7 @@ def test_a_request_larger_than_the_queue_is_answered_when_nobody_waits():
     assert answer.status_code == 200 and len(answer.json()["result"]) == 9
 
 
-@pytest.mark.parametrize(("bad", "said"), [("break", "the disk is gone"), ("too few", "answered 1 of 3 queries")])
+@pytest.mark.parametrize(("bad", "said"), [("break", "the disk is gone"), ("too few", "1 results for 3 items")])
 def test_a_search_that_fails_is_a_500_for_its_batch_alone(bad, said):
     retriever = Recording()
     bodies = [{"queries": ["held"]}, {"queries": [bad, "x"]}, {"queries": ["beside"]}, {"queries": ["y"], "topk": 9}]

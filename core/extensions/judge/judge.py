@@ -22,7 +22,7 @@ from core.errors import InputError
 from core.extensions.judge.judge_client import FAILURES, KEY, JudgeClient, JudgeFailure
 from core.extensions.judge.judge_prompt import CANARIES, TEMPLATE, Canary, Case, Template, read_canaries
 from core.extensions.judge.judge_verdict import NoVerdict, VerdictRule
-from core.rewards.batch_calls import Answer, ModelScore
+from core.rewards.model_score import Answer, ModelScore
 
 if TYPE_CHECKING:
     from core.config.sections.judge import JudgeConfig

@@ -1,6 +1,6 @@
 """A reward model: a classifier that gives an answer one number (verl's ``reward_model.enable``).
 
-How it is called, and what becomes of its numbers, is :mod:`core.rewards.batch_calls`'s and the layer's.
+How it is called, and what becomes of its numbers, is :mod:`core.rewards.model_score`'s and the layer's.
 
 A *token* classifier (one label) is read at the last token, as verl does; a *sequence* classifier (one label) as
 transformers pools it. Answers are passed in batches of similar length, right-padded under a mask, so that neither the
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from core.errors import InputError
 from core.learner.learner import ALONE, Ranks
 from core.learner.models import load_classifier, load_reward_tokenizer
-from core.rewards.batch_calls import Answer, ModelScore
+from core.rewards.model_score import Answer, ModelScore
 
 if TYPE_CHECKING:
     from core.config.sections.reward import RewardModelConfig

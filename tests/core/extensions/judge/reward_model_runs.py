@@ -14,7 +14,7 @@ from core.config import compose
 from core.config.sections.model import FSDPConfig
 from core.config.sections.reward import RewardModelConfig
 from core.config.sections.reward_model import RewardModelModelConfig
-from core.rewards.batch_calls import Answer
+from core.rewards.model_score import Answer
 from tests.core.ray_cluster import write_model
 from tests.tiny import tiny_config, tiny_tokenizer
 

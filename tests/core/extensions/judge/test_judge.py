@@ -24,7 +24,7 @@ from core.extensions.judge.judge import Judge, JudgeLost
 from core.extensions.judge.judge_prompt import CANARIES, TEMPLATE, Case, Template, read_canaries
 from core.extensions.judge.judge_verdict import NoVerdict, VerdictRule
 from core.rewards import RewardError, RewardLayer
-from core.rewards.batch_calls import Answer
+from core.rewards.model_score import Answer
 from core.types import Prompt, Segment, Stop, Trajectory
 from reward_scores.score import ScoreStatus
 from tests.judge_server import MODEL, serve

@@ -18,7 +18,7 @@ from core.errors import InputError
 from core.extensions.judge.reward_model import RewardModel
 from core.ray_trainer import RayPPOTrainer
 from core.rewards import RewardError, RewardLayer
-from core.rewards.batch_calls import Answer, ModelScore
+from core.rewards.model_score import Answer, ModelScore
 from core.types import Prompt, Segment, Stop, Trajectory
 from reward_scores.score import ScoreStatus
 from tests.core.extensions.judge.reward_model_runs import (

@@ -16,7 +16,7 @@ from core.cluster.ray_engine import RayRewardModel
 from core.errors import WorkersLost
 from core.extensions.judge.reward_model import RewardModel
 from core.ray_trainer import RayPPOTrainer
-from core.rewards.batch_calls import Answer, ModelScore
+from core.rewards.model_score import Answer, ModelScore
 from tests.core.extensions.judge.reward_model_runs import answers, metrics, run_config
 
 pytestmark = pytest.mark.xdist_group("ray")  # one Ray, however many test processes
