@@ -1,4 +1,5 @@
 # make setup       makes .venv in the tested versions     make lab         trains the laptop task and writes a report
+# make real        trains a pretrained model of 135 million parameters: half an hour on two cores
 # make check       a minute of tests for a change          make test        lints and runs the tests (.ci/run runs this)
 # make test-slow   runs the tests that take minutes        make test-gpu    runs those that need a GPU
 # make bench       measures speed and memory               make report      writes the tables of results/ again
@@ -20,7 +21,7 @@ N ?= 8
 BUDGET_MIN ?= inf
 export PYTHON TORCH_INDEX_URL VLLM
 
-.PHONY: setup lab check test test-slow verified test-gpu bench lint format report studies feasible constraints clean
+.PHONY: setup lab real check test test-slow verified test-gpu bench lint format report studies feasible constraints clean
 
 setup: $(STAMP)
 
@@ -29,6 +30,9 @@ $(STAMP): pyproject.toml $(wildcard environment/*.txt)
 
 lab: setup
 	bash recipes/grpo/run_lab.sh trainer.total_training_steps=30 trainer.trace.freq=10 trainer.experiment_name=lab-30-steps
+
+real: setup
+	bash recipes/real/run.sh
 
 check: setup
 	$(BIN)/ruff check .

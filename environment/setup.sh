@@ -8,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 CPU_INDEX="https://download.pytorch.org/whl/cpu"
-EXTRAS="ray,lora,search,s3,test"
+EXTRAS="ray,lora,search,s3,real,test"
 python="${PYTHON:-python3}"
 log=.venv/setup.log
 system="$(uname -s)-$(uname -m)"

@@ -1,0 +1,1 @@
+"""The real model: SmolLM2-135M-Instruct learns tasks in real language on two CPU cores (README.md here)."""

