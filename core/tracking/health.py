@@ -11,7 +11,7 @@ import dataclasses
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 Values = Mapping[str, float]
 FAILED = "reward/failed_rate"  # share of all answers of a step, dropped groups included, that have no score
+
+# Check -> the metric whose mean over the last steps is compared with its mean over the first, RISE_STEPS of each.
+RISES = {"repetition": "response/repeated_trigrams", "unfinished": "response_length/clip_ratio"}
+RISE_STEPS = 5
 
 
 class UnhealthyRun(RuntimeError):
@@ -59,7 +63,8 @@ class Health:
 
     ``lost_updates_in_row`` counts the steps since the last one without a skipped update, ``recent_scores`` holds the
     mean scores of the last ``reward_window`` steps, ``best_score`` the largest mean over such a window,
-    ``recent_failures`` the shares of answers without a score of as many steps. ``logp_diff_bound`` follows from what
+    ``recent_failures`` the shares of answers without a score of as many steps. ``first`` and ``last`` hold the values of
+    the metrics of :data:`RISES` in the first and the last RISE_STEPS steps. ``logp_diff_bound`` follows from what
     rounding costs on the model, where the configuration leaves the bound to that.
     """
 
@@ -68,11 +73,16 @@ class Health:
     recent_scores: tuple[float, ...] = ()
     best_score: float | None = None
     recent_failures: tuple[float, ...] = ()
+    first: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    last: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     logp_diff_bound: float | None = None
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> Health:
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in state.items()})
+        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in state.items()}
+        for name in ("first", "last"):
+            fields[name] = {check: tuple(values) for check, values in state.get(name, {}).items()}
+        return cls(**fields)
 
     def state_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -95,12 +105,15 @@ class Health:
         failures = self.recent_failures
         if FAILED in values:
             failures = (*failures, values[FAILED])[-config.reward_window :]
+        watched = {name: values[metric] for name, metric in RISES.items() if metric in values}
         now = dataclasses.replace(
             self,
             lost_updates_in_row=self.lost_updates_in_row + 1 if lost else 0,
             recent_scores=scores,
             best_score=best,
             recent_failures=failures,
+            first={name: (*self.first.get(name, ()), value)[:RISE_STEPS] for name, value in watched.items()},
+            last={name: (*self.last.get(name, ()), value)[-RISE_STEPS:] for name, value in watched.items()},
         )
         crossings, measured = [], {"logp_diff": self.logp_diff_bound}
         for name, check in CHECKS.items():
@@ -112,6 +125,13 @@ class Health:
                 text = f"{check.finding.format(value)} (trainer.health.{name}.bound={bound:g}): {advice}"
                 crossings.append(Crossing(name, limit.action, text, value))
         return (now if crossings else dataclasses.replace(now, last_healthy_step=step)), crossings
+
+    def rise(self, name: str) -> float | None:
+        """Return how far the metric of a check of RISES has risen since the start; None in its first steps."""
+        first, last = self.first.get(name, ()), self.last.get(name, ())
+        if len(first) < RISE_STEPS:
+            return None
+        return statistics.fmean(last) - statistics.fmean(first)
 
     def reward_drop(self) -> float | None:
         return None if self.best_score is None else self.best_score - statistics.fmean(self.recent_scores)
@@ -179,6 +199,19 @@ CHECKS: dict[str, Check] = {
         _above,
         "{:.0%} of the groups have equal scores",
         "they teach nothing: the data may be too easy or too hard",
+    ),
+    "repetition": Check(
+        lambda health, _: health.rise("repetition"),
+        _above,
+        "answers repeat themselves: their share of repeated trigrams rose by {:.2f} since the start",
+        "read samples: the policy may have found a reward without an answer; let the scorer require a text, or keep the "
+        "policy near the reference (actor.use_kl_loss)",
+    ),
+    "unfinished": Check(
+        lambda health, _: health.rise("unfinished"),
+        _above,
+        "the share of answers that reach the length limit rose by {:.0%} since the start",
+        "read samples; raise data.max_response_length, or shape the reward of long answers",
     ),
     "scorer_errors": Check(
         lambda health, _: statistics.fmean(health.recent_failures) if health.recent_failures else None,

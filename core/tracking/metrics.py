@@ -35,6 +35,7 @@ def data_metrics(groups: Sequence[ScoredGroup], batch: TrainBatch) -> dict[str, 
         **_spread("critic/rewards", batch.reward.numpy()),
         **_spread("response_length", lengths),
         "response_length/clip_ratio": float(np.mean([t.truncated for t in trajectories])),
+        "response/repeated_trigrams": float(np.mean([repeated_share(t.response_ids) for t in trajectories])),
         **_spread("prompt_length", prompts),
         **_spread("num_turns", np.array([t.turns for t in trajectories])),
         "tool_call_counts/mean": float(np.mean([t.tool_calls for t in trajectories])),
@@ -51,6 +52,14 @@ def data_metrics(groups: Sequence[ScoredGroup], batch: TrainBatch) -> dict[str, 
     if "values" in batch.stored:
         metrics["critic/vf_explained_var"] = explained_variance(batch.flat("values"), batch.flat("returns"), written)
     return metrics
+
+
+def repeated_share(ids: np.ndarray, size: int = 3) -> float:
+    """Return the share of an answer's n-grams that occurred in it before: 0 without any, near 1 in a loop."""
+    if len(ids) < size:
+        return 0.0
+    ngrams = np.lib.stride_tricks.sliding_window_view(ids, size)
+    return 1 - len(np.unique(ngrams, axis=0)) / len(ngrams)
 
 
 def unknown_ids(groups: Sequence[ScoredGroup], known: np.ndarray | None) -> int:
