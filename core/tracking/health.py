@@ -22,7 +22,7 @@ FAILED = "reward/failed_rate"  # share of all answers of a step, dropped groups 
 
 # Check -> the metric whose mean over the last steps is compared with its mean over the first, RISE_STEPS of each.
 RISES = {"repetition": "response/repeated_trigrams", "unfinished": "response_length/clip_ratio"}
-RISE_STEPS = 5
+RISE_STEPS = 3
 
 
 class UnhealthyRun(RuntimeError):
@@ -63,8 +63,8 @@ class Health:
 
     ``lost_updates_in_row`` counts the steps since the last one without a skipped update, ``recent_scores`` holds the
     mean scores of the last ``reward_window`` steps, ``best_score`` the largest mean over such a window,
-    ``recent_failures`` the shares of answers without a score of as many steps. ``first`` and ``last`` hold the values of
-    the metrics of :data:`RISES` in the first and the last RISE_STEPS steps. ``logp_diff_bound`` follows from what
+    ``recent_failures`` the shares of answers without a score of as many steps. ``first`` and ``last`` hold the values
+    of the metrics of :data:`RISES` in the first and the last RISE_STEPS steps. ``logp_diff_bound`` follows from what
     rounding costs on the model, where the configuration leaves the bound to that.
     """
 
@@ -204,8 +204,8 @@ CHECKS: dict[str, Check] = {
         lambda health, _: health.rise("repetition"),
         _above,
         "answers repeat themselves: their share of repeated trigrams rose by {:.2f} since the start",
-        "read samples: the policy may have found a reward without an answer; let the scorer require a text, or keep the "
-        "policy near the reference (actor.use_kl_loss)",
+        "read samples: the policy may have found a reward without an answer; let the scorer require a text, or keep "
+        "the policy near the reference (actor.use_kl_loss)",
     ),
     "unfinished": Check(
         lambda health, _: health.rise("unfinished"),

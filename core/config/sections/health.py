@@ -29,7 +29,9 @@ class HealthConfig(Section):
     logp_diff: HealthBound = HealthBound()
     surprise: HealthBound = HealthBound(bound=6)  # standard errors between entropy and -log p of sampled tokens
     zero_variance: HealthBound = HealthBound()  # share of groups of equal scores
-    repetition: HealthBound = HealthBound(bound=0.2)  # rise of the share of repeated trigrams of answers since the start
+    repetition: HealthBound = HealthBound(
+        bound=0.2
+    )  # rise of the share of repeated trigrams of answers since the start
     unfinished: HealthBound = HealthBound(bound=0.2)  # rise of the share of answers that reach the length limit
     scorer_errors: HealthBound = HealthBound(bound=0.1)  # share of answers without a score, over reward_window
     judge_agreement: HealthBound = HealthBound(bound=0.75, action="stop")  # least share of canaries graded as known

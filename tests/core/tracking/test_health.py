@@ -6,6 +6,7 @@ import json
 import logging
 import math
 
+import numpy as np
 import pytest
 
 from core.checkpoint.run_state import DriverState
@@ -13,11 +14,17 @@ from core.cluster.restarts import train
 from core.config import convert, examine
 from core.config.sections.health import HealthBound, HealthConfig
 from core.tracking.health import CHECKS, Health, UnhealthyRun
+from core.tracking.metrics import repeated_share
 from results.reporting.run_reader import load_run, summarise
 from tests.core.scripted_run import configured, prepare, scripted
 
 QUIET = HealthConfig(
-    nonfinite=HealthBound(), surprise=HealthBound(), scorer_errors=HealthBound(), judge_agreement=HealthBound()
+    nonfinite=HealthBound(),
+    surprise=HealthBound(),
+    scorer_errors=HealthBound(),
+    judge_agreement=HealthBound(),
+    repetition=HealthBound(),
+    unfinished=HealthBound(),
 )
 
 
@@ -47,6 +54,8 @@ PLANTED = {
     "logp_diff": (["bound=0.5"], {}, flatten({"rollout_corr/logp_diff_mean": 0.7})),
     "surprise": (["bound=6"], {}, flatten({"rollout_corr/surprise_z": -6.1})),
     "zero_variance": (["bound=0.99"], {"bad": (4, 5)}, flatten({})),
+    "repetition": (["bound=0.1"], {"bad": (4, 5), "text": "3333"}, flatten({})),
+    "unfinished": (["bound=0.3"], {"bad": (4, 5), "text": "123456789"}, flatten({})),
     "scorer_errors": (["bound=0.9"], {"bad": (4, 5), "text": "x"}, flatten({})),
     "judge_agreement": (["bound=0.8"], {}, flatten({"reward/judge_canary/mean": 0.75})),
 }
@@ -220,6 +229,24 @@ def test_a_reward_drop_is_measured_from_the_best_window():
         steps.append(bool(found))
     assert steps == [False, False, False, False, False, False, False]  # 0.9 - 0.5 is not beyond 0.4 but for rounding
     assert state.best_score == pytest.approx(0.9)
+
+
+def test_repetition_is_measured_from_the_first_steps_and_survives_a_checkpoint():
+    config = QUIET.replace(repetition=HealthConfig().repetition)
+    state, steps = Health(), []
+    for step, value in enumerate([0.30, 0.35, 0.25, 0.40, 0.50, 0.55, 0.60, 0.30, 0.30], start=1):
+        state, crossings = state.after(step, {"response/repeated_trigrams": value}, config)
+        state = Health.of_state(json.loads(json.dumps(state.state_dict())))
+        steps.append(bool(crossings))
+    # means of three steps from the third: .3, .33, .38, .48, .55, .48, .4; bound: .2 above the first
+    assert steps == [False, False, False, False, False, False, True, False, False]
+
+
+def test_repeated_trigrams():
+    assert repeated_share(np.array([1, 2, 3, 4, 5])) == 0
+    assert repeated_share(np.array([7] * 12)) == pytest.approx(0.9)  # one of ten is new
+    assert repeated_share(np.array([1, 2, 3, 1, 2, 3])) == pytest.approx(0.25)
+    assert repeated_share(np.array([1, 2])) == 0
 
 
 def test_failures_of_a_scorer_count_over_a_window_that_a_checkpoint_keeps():

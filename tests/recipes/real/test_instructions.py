@@ -43,7 +43,9 @@ def test_a_rewritten_text_keeps_its_constraints():
     rewritten = [rewrite(one, TEXT) for one in instructions]
     assert sum(text is not None for text in rewritten) > 270
     scorer = scorer_for("real/instructions")
-    assert all(scorer(text, one.ground_truth).value == 1 for one, text in zip(instructions, rewritten, strict=True) if text)
+    assert all(
+        scorer(text, one.ground_truth).value == 1 for one, text in zip(instructions, rewritten, strict=True) if text
+    )
 
 
 def test_demonstrations_are_of_training_topics_and_differ():
