@@ -15,17 +15,14 @@ import io
 import os
 import sys
 from collections.abc import Collection, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from core.cluster.address import address_problem
 from core.config import Composed, Config, diff, examine, extensions, paths, recipes, registry
 from core.config.derived_defaults import resolve
 from core.config.problem import show
-from core.extensions.planning.estimate import DEFAULT_GPU
-from core.extensions.planning.first_lines import first_lines, gpu_here, plan_lines, small
-from core.extensions.planning.model_rules import model_problems
-from core.extensions.planning.model_shapes import gpu
 from core.requirements_check import missing_for_run
+from core.tracking.first_lines import first_lines
 
 HELP = {"-h", "--help"}
 
@@ -39,15 +36,15 @@ def prepare(recipe: str, argv: Sequence[str], hooks: Collection[str] = ()) -> Co
     composed = examine(recipe, argv, hooks)
     dry = is_dry_run()
     problems = [*composed.problems, *_outside(composed, _typed_keys(recipe, argv) if dry else None)]
-    problems += [] if composed.problems else model_problems(composed.config)
-    problems += [] if problems else _extensions_problems(composed.config)
+    problems += [] if composed.problems else _of_extensions("model_problems", composed.config)
+    problems += [] if problems else _of_extensions("problems_before_start", composed.config)
     if problems:
         _refuse(problems)
     if dry:
         print(_report(recipe, composed))
         raise SystemExit(0)
     _notes(composed)
-    print("\n".join(first_lines(composed.config, gpu_here(composed.config))), flush=True)
+    print("\n".join(_first_lines(composed.config, dry=False)), flush=True)
     return composed.config
 
 
@@ -72,9 +69,14 @@ def _outside(composed: Composed, typed: frozenset[str] | None) -> list[str]:
     return lines
 
 
-def _extensions_problems(config: Config) -> list[str]:
-    checks = map(registry.load_object, extensions.functions("problems_before_start", config))
-    return [line for check in checks for line in check(config)]
+def _of_extensions(name: str, *arguments: Any) -> list[str]:
+    """Return the lines of all functions that extensions have under this name; the first argument is the config."""
+    functions = map(registry.load_object, extensions.functions(name, arguments[0]))
+    return [line for function in functions for line in function(*arguments)]
+
+
+def _first_lines(config: Config, dry: bool) -> list[str]:
+    return [*first_lines(config), *_of_extensions("cost_lines", config, dry)]
 
 
 def _without_cluster(config: Config) -> list[str]:
@@ -113,15 +115,15 @@ def _report(recipe: str, composed: Composed) -> str:
         for key, (old, new) in diff(resolve(recipes.schema_of(recipe)(), recipe), composed.config).items()
         if key not in composed.without_effect
     ]
-    on = None if small(composed.config) else gpu(DEFAULT_GPU)
     cluster = [f"cluster: {line}" for line in _without_cluster(composed.config)]
+    plan = _of_extensions("plan_lines", composed.config)
     blocks = (
-        ("what it would do", first_lines(composed.config, on)),
+        ("what it would do", _first_lines(composed.config, dry=True)),
         ("differs from the defaults", changed),
         ("has no effect in this configuration", _unused(composed)),
         ("warnings", list(composed.warnings)),
         ("checked at start", [*paths.checked_at_start(composed.config), *cluster]),
-        (f"plan (python -m core.plan {recipe} --gpu NAME plans for others)", plan_lines(composed.config)),
+        (f"plan (python -m core.plan {recipe} --gpu NAME plans for others)", plan),
     )
     lines = [f"dry run: the configuration of recipe {recipe} is valid"]
     for title, entries in blocks:

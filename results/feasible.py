@@ -17,7 +17,8 @@ from pathlib import Path
 from core.errors import InputError
 from core.extensions.planning.model_shapes import TABLE
 from core.tracking.run_manifest import ROOT
-from results.reporting.feasibility import read_summaries, table
+from results.reporting.feasibility import table
+from results.reporting.run_scripts import read_summaries
 
 
 def _number(text: str) -> int:

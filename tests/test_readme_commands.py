@@ -21,11 +21,11 @@ import pytest
 import yaml
 
 from core.config import convert, examine
+from core.config.recipes import trainer_of
 from core.config.roles import FILES, OBJECTIVE, role_of
-from core.extensions.planning.estimate import hooks_of
 from data_preprocess.gsm8k import row
 from data_preprocess.schema import write_rows
-from results.reporting.feasibility import PRINT_WORDS
+from results.reporting.run_scripts import PRINT_WORDS
 
 ROOT = Path(__file__).resolve().parent.parent
 FENCED = re.compile(r"^```bash\n(?!# mine/)(.*?)^```$", re.M | re.S)  # mine/: a file, see test_your_own_recipe.py
@@ -196,7 +196,7 @@ def test_commands_with_other_settings_have_other_folders_and_equal_ones_share_th
     settings_of, folders_of = defaultdict(set), defaultdict(set)
     for command in commands_that_train():
         recipe, arguments = arguments_of(command)
-        composed = examine(recipe, arguments, hooks_of(recipe))
+        composed = examine(recipe, arguments, trainer_of(recipe)[1])
         if "--help" in arguments or composed.problems:  # one is misspelt on purpose
             continue
         counts = {OBJECTIVE, FILES}

@@ -45,9 +45,7 @@ LAYERS = (
 # Commands at the top of core that belong to an extension.
 COMMANDS = ("plan", "evaluate", "replay")
 # Imports of extensions by the kernel that are still to be cut; none is added.
-STILL_IMPORTED = {
-    "command_line": {"planning"},
-}
+STILL_IMPORTED = {}
 
 # Packages that only these files import.
 IMPORTED_ONLY_BY = {

@@ -11,17 +11,18 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from core.config.reference_rows import KEY, unknown
 from core.data.parquet import sha256_of
 from core.errors import InputError
-from core.extensions.evaluation.answer_file import complete_answers, read_manifest
-from core.extensions.evaluation.summary import Summary, summary
 from core.tracking.confidence_intervals import Estimate
 from results.reporting.numbers import percent
 from results.reporting.pages import Table
 from results.reporting.run_reader import commit_of, hardware_of, scrub
+
+if TYPE_CHECKING:
+    from core.extensions.evaluation.summary import Summary
 
 RECORD, SCORES = "evaluation.json", "scores.jsonl.gz"
 FORMAT = 1
@@ -37,6 +38,9 @@ def record_of(scores: Path, name: str, rows: Sequence[str]) -> tuple[dict[str, A
         InputError: the answers or scores are incomplete or damaged, the scores are those of other answers, the model is
             a run's checkpoint, it names a row that does not exist, or the name begins with another recipe.
     """
+    from core.extensions.evaluation.answer_file import complete_answers, read_manifest
+    from core.extensions.evaluation.summary import summary
+
     told = read_manifest(scores, "scores")
     answers = scores.with_name(told["answers"])
     manifest, lines = complete_answers(answers)

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from core.config import extensions
 from core.tracking.confidence_intervals import Estimate
 from core.tracking.run_manifest import ROOT
 from results.reporting.comparison import Paired, seed_interval
 from results.reporting.evaluations import evaluation_table, read_evaluations
-from results.reporting.feasibility import Summary, read_summaries, render_hardware
 from results.reporting.learning_curve import learning_curve
 from results.reporting.numbers import change, evidence, percent
 from results.reporting.pages import Table, markdown_table, sparkline
@@ -31,6 +31,7 @@ from results.reporting.references import (
     set_table,
 )
 from results.reporting.run_reader import NOT_RECORDED, by_experiment, group_name, load_run, with_bases
+from results.reporting.run_scripts import Summary, read_summaries
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 HARDWARE = ("<!-- hardware:begin -->", "<!-- hardware:end -->")
@@ -270,7 +271,9 @@ def update(results: Path, check: bool = False) -> int:
     readme = results.resolve().parent / "README.md"
     if readme.exists():
         old = readme.read_text(encoding="utf-8")
-        if all(marker in old for marker in HARDWARE):
+        if all(marker in old for marker in HARDWARE) and extensions.functions("plan"):
+            from results.reporting.feasibility import render_hardware
+
             old = with_block(old, render_hardware(results), *HARDWARE) or old
         text = with_block(old, render_block(results))
         if text is None:

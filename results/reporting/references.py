@@ -18,20 +18,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from core.config import extensions
 from core.config.reference_rows import MODEL, Departure, departures, unknown
 from core.config.yaml_tables import read_foreign_yaml
 from core.errors import InputError
-from core.extensions.planning.estimate import DEFAULT_GPU, Plan
-from core.extensions.planning.model_shapes import gpu
 from core.tracking.confidence_intervals import Estimate
 from core.tracking.run_manifest import ROOT, flatten
 from results.reporting.comparison import seed_interval
 from results.reporting.evaluations import read_evaluations
-from results.reporting.feasibility import Summary, read_script
 from results.reporting.numbers import evidence, percent
 from results.reporting.pages import Table
 from results.reporting.reference_logs import reported, sources
 from results.reporting.run_reader import by_experiment, group_name, with_bases
+from results.reporting.run_scripts import Summary, read_script
 from reward_scores import UnknownDataSource, scorer_for
 
 Row = Mapping[str, Any]
@@ -206,7 +205,7 @@ def measured(row: Row, runs: Sequence[NamedRun]) -> list[Measured]:
 
 
 def planned(row: Row) -> str:
-    """Return the GPU-hours of a row's command, as core.planning estimates them, or why there is no estimate."""
+    """Return the GPU-hours of a row's command by its plan, or why there is no estimate."""
     if _only_evaluates(row):
         return "an evaluation, which plans do not cover"
     try:
@@ -215,7 +214,7 @@ def planned(row: Row) -> str:
         script = read_script(ROOT / words[at], words[at + 1 :])
         if script is None or script.lab:
             return "a laptop does"
-        plan, config = Plan(script.config, gpu(DEFAULT_GPU)), script.config
+        plan, config = extensions.function("plan")(script.config), script.config
     except InputError as error:
         return f"no plan: {error.problems[0]}"
     steps = config.trainer.total_training_steps

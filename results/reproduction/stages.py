@@ -18,13 +18,13 @@ from typing import Any
 from core.config import compose, convert, recipes
 from core.config.paths import run_folder
 from core.config.problem import typed
+from core.config.recipes import trainer_of
 from core.data.parquet import sha256_of
 from core.errors import InputError
-from core.extensions.planning.estimate import hooks_of
 from core.redaction import redacted_text
 from core.tracking.run_manifest import ROOT
 from results.reporting.evaluations import RECORD
-from results.reporting.feasibility import Script, read_script
+from results.reporting.run_scripts import Script, read_script
 from results.reproduction.rows import LAB, Row, read_tables
 from results.reproduction.service import Service
 
@@ -172,7 +172,7 @@ def publishing(recipe: str, name: str, scores: Path) -> Stage:
 
 def evaluation_keys(script: Script) -> list[str]:
     """Return ``key=value`` of what a script sets and an evaluation reads: of the resolved values, presets included."""
-    recipe_default = convert.flat(compose(script.recipe, (), hooks_of(script.recipe)))
+    recipe_default = convert.flat(compose(script.recipe, (), trainer_of(script.recipe)[1]))
     own = convert.all_keys(recipes.schema_of(script.recipe)).keys() - convert.all_keys().keys()
     return [
         f"{key}={typed(value)}"

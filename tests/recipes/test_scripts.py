@@ -13,8 +13,8 @@ import yaml
 
 from core.config import compose, composition, convert, examine, recipes
 from core.config.frozen import thaw
-from core.extensions.planning.estimate import hooks_of
-from results.reporting.feasibility import read_script
+from core.config.recipes import trainer_of
+from results.reporting.run_scripts import read_script
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "recipes").glob("*/run_*.sh"))
@@ -115,7 +115,7 @@ def test_a_typed_preset_wins_over_the_scripts_keys_and_typed_keys_over_both(path
         assert {key: both[key] for key in presets} == {key: alone[key] for key in presets}
         kept = (scripts - presets) & plain.keys()
         assert {key: both[key] for key in kept} == {key: plain[key] for key in kept}
-        typed = examine(recipe, [*own, "--", "trainer.total_training_steps=3000", preset], hooks_of(recipe))
+        typed = examine(recipe, [*own, "--", "trainer.total_training_steps=3000", preset], trainer_of(recipe)[1])
         assert not typed.problems and typed.config.trainer.total_training_steps == 3000
 
 
@@ -124,7 +124,7 @@ def test_a_run_is_named_after_what_distinguishes_it(path):
     script = read_script(path)
 
     def trainer(*typed):
-        return examine(script.recipe, [*script.arguments, "--", *typed], hooks_of(script.recipe)).config.trainer
+        return examine(script.recipe, [*script.arguments, "--", *typed], trainer_of(script.recipe)[1]).config.trainer
 
     base, model = trainer().experiment_name.removesuffix("-seed1"), f"{MODEL}=org/Other-7B"
     assert (

@@ -10,13 +10,14 @@ import pytest
 from core.errors import InputError
 from results import feasible
 from results.reporting import feasibility
-from results.reporting.feasibility import nodes_of, read_script, repeats, scripts, verdict
+from results.reporting.feasibility import nodes_of, verdict
+from results.reporting.run_scripts import Script, read_script, repeats, scripts, status
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results"
 
 
-def script(name: str) -> feasibility.Script:
+def script(name: str) -> Script:
     return read_script(ROOT / "recipes" / name)
 
 
@@ -104,7 +105,7 @@ def test_a_published_run_repeats_a_script_where_only_seed_and_threads_differ():
         {"command": "python -m recipes.dapo.main_dapo preset=lab -- trainer.seed=1", "seconds": 1.0},
     ]
     assert repeats(lab, [*same, *others]) == same
-    assert feasibility.status(same) == "ran here (2 seeds)" and feasibility.status([]) == "never run"
+    assert status(same) == "ran here (2 seeds)" and status([]) == "never run"
     assert feasibility.lab_time(same) == "about 2.0 min" and feasibility.lab_time([]) == "not recorded"
     large = script("grpo/run_qwen2.5_7b_gsm8k.sh")
     words = " ".join(word if "/" not in word else f"{word.partition('=')[0]}=<path>" for word in large.arguments)

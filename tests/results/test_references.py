@@ -17,9 +17,9 @@ import yaml
 from core.command_line import prepare
 from core.config import compose, convert, examine, recipes
 from core.config.frozen import thaw
+from core.config.recipes import trainer_of
 from core.config.reference_rows import check, departures
 from core.config.section import build
-from core.extensions.planning.estimate import hooks_of
 from core.tracking.tracker import Tracker
 from core.tracking.validation import validation_metrics
 from core.types import StepMetrics
@@ -27,7 +27,6 @@ from results import report
 from results.publish import publish
 from results.reporting import references
 from results.reporting.curves import panels
-from results.reporting.feasibility import read_script, read_summaries
 from results.reporting.reference_logs import (
     log_table,
     published_curve,
@@ -38,6 +37,7 @@ from results.reporting.reference_logs import (
 )
 from results.reporting.references import differing_table, named_runs, reference_table, set_table
 from results.reporting.run_reader import load_run
+from results.reporting.run_scripts import read_script, read_summaries
 from results.reproduction.rows import read_tables
 from results.reproduction.stages import paths
 from tests.core.synthetic import configured, make_run, records
@@ -249,7 +249,7 @@ def test_the_page_has_each_evidence_and_one_seed_apart(results):
 
 def dry(recipe: str, arguments, capsys) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as end:
-        prepare(recipe, arguments, hooks_of(recipe))
+        prepare(recipe, arguments, trainer_of(recipe)[1])
     return end.value.code, *capsys.readouterr()
 
 
@@ -274,7 +274,7 @@ def test_a_dry_run_lists_the_settings_that_differ(capsys, monkeypatch):
 
 def test_a_departure_that_a_row_allows_is_no_warning():
     own = read_script(ROOT / "recipes/search_r1/run_qwen2.5_7b_base_ppo.sh", ["trainer.total_training_steps=500"])
-    found = examine("search_r1", own.arguments, hooks_of("search_r1")).warnings
+    found = examine("search_r1", own.arguments, trainer_of("search_r1")[1]).warnings
     assert [one for one in found if one.startswith("reference ")] == [
         "reference search_r1-7b-base-ppo: data.val_max_samples is 128 here, -1 there"
     ]
@@ -347,7 +347,7 @@ def test_the_command_of_a_row_dry_runs_with_the_rows_settings(row, capsys, monke
     assert words[0] == "bash" and "$" not in row["command"]
     script = read_script(ROOT / words[1], words[2:])
     assert script.config.trainer.reference == row["id"]
-    examined = examine(script.recipe, script.arguments, hooks_of(script.recipe))
+    examined = examine(script.recipe, script.arguments, trainer_of(script.recipe)[1])
     assert not examined.problems and not examined.warnings
     heads = convert.get(examined.config, "actor_rollout_ref.rollout.tensor_model_parallel_size")
     assert 14 % heads == 0 or "0.5B" not in row["model"]  # vLLM splits the 14 heads of this model evenly

@@ -22,14 +22,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from core.cluster import fsdp
 from core.config import Config, compose
-from core.extensions.planning.estimate import hooks_of
+from core.config.recipes import trainer_of
 from core.extensions.planning.model_shapes import Shape
 from core.extensions.tensor_parallel.split_layers import split_layers
 from core.learner import learner, log_probs, packing
 from core.learner.batching import optimizer_steps
 from core.learner.head_chunk import GPU_LOGITS
 from core.types import TrainBatch
-from results.reporting.feasibility import Script
+from results.reporting.run_scripts import Script
 from tests.scale.meter import GPU, HOST, Meter
 
 APART = (
@@ -55,7 +55,7 @@ def config_of(script: Script, shape: Shape, layers: int, folder: Path) -> Config
     config = {"model_type": kind[0], "architectures": [kind[1]], **fields}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     path = f"actor_rollout_ref.model.path={folder}"
-    return compose(script.recipe, [*script.arguments, path], hooks_of(script.recipe))
+    return compose(script.recipe, [*script.arguments, path], trainer_of(script.recipe)[1])
 
 
 @contextmanager

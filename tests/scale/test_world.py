@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from results.reporting.feasibility import read_script
+from results.reporting.run_scripts import read_script
 from tests.scale.meter import GPU, HOST, Meter
 from tests.scale.world import BOUND, LAYERS, ROOT, SCRIPTS, SHARED, Plan, count, extended, gpu, lines, render, world
 

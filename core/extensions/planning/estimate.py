@@ -35,7 +35,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from core.config import compose, examine, registry, schema
+from core.config import compose, recipes, registry, schema
 from core.config.sections.actor import Sharing
 from core.errors import InputError
 from core.extensions.planning.model_rules import model_problems
@@ -57,7 +57,6 @@ MEASURED = Path(__file__).parents[3] / "results/benchmarks/plan_memory.json"  # 
 PHASES = ("generate", "log-probs", "update", "critic update")
 ALWAYS = ("always",)
 UPDATES = {"policy": ("update",), "critic": ("critic update",)}  # of a role that trains
-HOOKS = ("shape_reward", "keep_group", "compute_advantages")  # a plan does not judge the trainer
 DEFAULT_GPU = "H100"
 PROMPT_LENGTH = 256  # tokens, where no table has them
 
@@ -342,6 +341,11 @@ class Plan:
         return parts, max(0, int(room // (self.shape.kv_bytes(size) / self.engine_gpus * self.longest)))
 
 
+def plan_on(config: schema.Config, name: str = DEFAULT_GPU, assumed: Assumptions | None = None) -> Plan:
+    """Return the plan of a configuration for a kind of GPU. Raises InputError for a model or GPU that is not known."""
+    return Plan(config, gpu(name), assumed)
+
+
 def advice(plan: Plan) -> list[str]:
     """List the knobs to turn where it does not fit; memory knobs cannot change the result."""
     config, tips = plan.config, []
@@ -478,12 +482,6 @@ def _memory(plan: Plan) -> Iterator[str]:
     )
 
 
-def hooks_of(recipe: str) -> tuple[str, ...]:
-    """Return HOOKS, and ``generate`` where the recipe's own configuration plays episodes."""
-    plain = examine(recipe, [], HOOKS).config
-    return (*HOOKS, "generate") if plain is not None and plain.actor_rollout_ref.rollout.agent_loop else HOOKS
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan. Return 1 where it does not fit, 2 where the configuration is at fault."""
     parser = argparse.ArgumentParser("python -m core.plan", description="Estimate memory, time and disk of a run.")
@@ -500,10 +498,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     assumed = Assumptions(args.mean_length, args.prompt_length, args.turns, args.observed_length, args.keep_rate)
     try:
         overrides = [each for each in args.overrides if each != "--"]
-        config = compose(args.recipe, overrides, hooks_of(args.recipe))
+        config = compose(args.recipe, overrides, recipes.trainer_of(args.recipe)[1])
         if problems := model_problems(config):
             raise InputError(problems)
-        plan = Plan(config, gpu(args.gpu), assumed)
+        plan = plan_on(config, args.gpu, assumed)
     except InputError as error:
         print(error, file=sys.stderr)
         return 2

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from core.config import compose
+from core.config.recipes import trainer_of
 from core.errors import InputError
 from core.extensions.planning import estimate as plan
+from core.extensions.planning.cost_lines import plan_lines
 from core.extensions.planning.estimate import Assumptions, Plan, block_bytes, head_bytes, update_bytes
-from core.extensions.planning.first_lines import plan_lines
 from core.extensions.planning.model_shapes import MODELS, Shape, gpu, shape_of
 from core.learner.head_chunk import CPU_LOGITS, GPU_LOGITS, head_logits
 from core.learner.log_probs import logits_at_a_time
@@ -33,7 +34,7 @@ RAY = ("trainer.backend=ray", "actor_rollout_ref.rollout.name=vllm")
 
 
 def planned(*overrides: str, model: str = "Qwen/Qwen2.5-7B", on: str = "H100", recipe: str = "grpo", **assumed):
-    config = compose(recipe, [f"{MODEL}={model}", *overrides], plan.hooks_of(recipe))
+    config = compose(recipe, [f"{MODEL}={model}", *overrides], trainer_of(recipe)[1])
     return Plan(config, gpu(on), Assumptions(**assumed))
 
 

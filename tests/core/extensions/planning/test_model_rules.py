@@ -12,7 +12,7 @@ from core.errors import InputError
 from core.extensions.planning import estimate
 from core.extensions.planning.model_rules import MODEL, model_problems
 from core.extensions.planning.model_shapes import MODELS, shape_of
-from results.reporting.feasibility import scripts
+from results.reporting.run_scripts import scripts
 from tests.pictures import save_vision_model, vision_model
 
 TENSOR = "actor_rollout_ref.rollout.tensor_model_parallel_size"

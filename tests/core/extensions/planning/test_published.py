@@ -8,8 +8,9 @@ import re
 import pytest
 
 from core.config import compose
+from core.config.recipes import trainer_of
 from core.extensions.planning import published
-from core.extensions.planning.estimate import Plan, hooks_of, lines
+from core.extensions.planning.estimate import Plan, lines
 from core.extensions.planning.model_shapes import gpu
 from core.extensions.planning.step_seconds import Assumptions
 
@@ -20,7 +21,7 @@ SEVEN = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "b
 
 
 def planned(*keys: str, on: str = "H100", recipe: str = "grpo", **assumed) -> Plan:
-    return Plan(compose(recipe, [*RAY, *keys], hooks_of(recipe)), gpu(on), Assumptions(**assumed))
+    return Plan(compose(recipe, [*RAY, *keys], trainer_of(recipe)[1]), gpu(on), Assumptions(**assumed))
 
 
 # --- errors against published step times ---
@@ -64,7 +65,7 @@ def test_lengths_are_those_that_were_published_for_the_data_and_the_model():
     assert planned(*limits, "data.train_files=/data/gsm8k/train.parquet", other).assumed.mean_length == 4096
     assert planned("data.train_files=/data/dapo/x.parquet", "data.max_response_length=512").assumed.mean_length == 512
     assert planned(*limits, "data.train_files=/data/dapo/x.parquet", mean_length=77).assumed.mean_length == 77
-    told = compose("search_r1", ["data.train_files=/data/gsm8k/x.parquet"], hooks_of("search_r1"))
+    told = compose("search_r1", ["data.train_files=/data/gsm8k/x.parquet"], trainer_of("search_r1")[1])
     assert published.lengths_of(told) is None  # an episode's turns are no answers
 
 
