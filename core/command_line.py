@@ -36,7 +36,7 @@ def prepare(recipe: str, argv: Sequence[str], hooks: Collection[str] = ()) -> Co
     composed = examine(recipe, argv, hooks)
     dry = is_dry_run()
     problems = [*composed.problems, *_outside(composed, _typed_keys(recipe, argv) if dry else None)]
-    problems += [] if composed.problems else _of_extensions("model_problems", composed.config)
+    problems += [] if composed.problems else _of_extensions("architecture_problems", composed.config)
     problems += [] if problems else _of_extensions("problems_before_start", composed.config)
     if problems:
         _refuse(problems)

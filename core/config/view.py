@@ -125,8 +125,7 @@ class View:
     @property
     def ungrouped(self) -> str:
         """The estimators that one answer a prompt is enough for, for a message."""
-        *most, last = sorted(name for name, entry in registry.ESTIMATORS.items() if not entry.groups)
-        return f"{', '.join(most)} or {last}"
+        return " or ".join(sorted(name for name, entry in registry.ESTIMATORS.items() if not entry.groups))
 
     @property
     def with_critic(self) -> str:

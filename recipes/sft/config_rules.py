@@ -52,11 +52,6 @@ def demonstrations_have_no_rewards(c: View) -> Broken:
             "trainer.max_staleness",
             "draws samples ahead of an update, and supervised fine-tuning draws none; leave it out",
         )
-    if c.trainer.capsule_steps:
-        yield (
-            "trainer.capsule_steps",
-            "keeps groups of answers with their scores, and supervised fine-tuning has none; leave it out",
-        )
     if c.trainer.critic_warmup > 0:
         yield (
             "trainer.critic_warmup",

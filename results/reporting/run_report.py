@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from results.reporting.pages import (
 )
 from results.reporting.readme_tables import experiment_table, experiments, run_table
 from results.reporting.run_reader import NOT_RECORDED, RecordedRun, comparable, group_name, group_runs
-from results.reporting.trace_page import trace_links
 
 FIRST = ("experiment", "evaluated on", "metric", "questions", "seeds", "before", "after", "steps")  # of the first table
 SHOWN_SAMPLES = 8  # of a run; the questions that flipped are listed apart
@@ -254,4 +254,13 @@ def page(
 
 def write_report(runs: Sequence[RecordedRun], out: Path, baseline: str | None = None, x: str = "step") -> Path:
     """Write ``report.md`` and ``report.html`` into ``out`` and return the second; recorded tokens have a page too."""
-    return write_pages(out, "report", *page(runs, baseline, x, trace_links(runs, out)))[1]
+    return write_pages(out, "report", *page(runs, baseline, x, _trace_links(runs, out)))[1]
+
+
+def _trace_links(runs: Sequence[RecordedRun], out: Path) -> list[Block]:
+    """Return links to pages of recorded tokens; none where the extension that knows their format was deleted."""
+    if find_spec("core.extensions.trace") is None:
+        return []
+    from results.reporting.trace_page import trace_links
+
+    return trace_links(runs, out)

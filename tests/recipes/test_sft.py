@@ -459,8 +459,9 @@ def test_what_has_no_meaning_here_is_refused(override, says):
 
 
 def test_keys_without_effect_are_listed():
-    unused = examine("sft", ["algorithm.gamma=0.5", "data.val_max_samples=3", "data.messages_key=chat"]).unused
+    given = ["algorithm.norm_adv_by_std_in_grpo=False", "data.val_max_samples=3", "data.messages_key=chat"]
+    unused = examine("sft", given).unused
     assert {key: reason.split(":")[0] for key, (_, reason) in unused.items()} == {
-        "algorithm.gamma": "demonstrations have no rewards and no advantages to estimate",
+        "algorithm.norm_adv_by_std_in_grpo": "demonstrations have no rewards and no advantages to estimate",
         "data.val_max_samples": "data.val_files is empty",
     }

@@ -52,7 +52,7 @@ def groups_and_their_filter(c: View) -> Broken:
             f"recipe {c.recipe} keeps every group: its trainer has no keep_group; use the recipe whose trainer "
             "does: python -m recipes.dapo.main_dapo",
         )
-    if c.rollout.n == 1 and c.estimator.groups:
+    if c.config.generates and c.rollout.n == 1 and c.estimator.groups:
         yield (
             "actor_rollout_ref.rollout.n",
             f"algorithm.adv_estimator={c.algorithm.adv_estimator} compares the answers to a prompt, so it needs "

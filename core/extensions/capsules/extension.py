@@ -35,6 +35,11 @@ def capsules(c: View) -> Broken:
             "keeps weights of a learner in one process, and trainer.backend=ray has them on its ranks; set "
             "trainer.backend=local, or leave it out; trainer.trace.steps records tokens over Ray too",
         )
+    if c.trainer.capsule_steps and not c.config.generates:
+        yield (
+            "trainer.capsule_steps",
+            "keeps groups of answers with their scores, and supervised fine-tuning has none; leave it out",
+        )
     if c.trainer.capsule_steps and (c.model.lora_rank or (c.critic.enable and c.critic_model.lora_rank)):
         yield (
             "trainer.capsule_steps",

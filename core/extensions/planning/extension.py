@@ -8,7 +8,7 @@ EXTENSION = Extension(
     name="planning",
     functions={
         "plan": f"{HERE}.estimate:plan_on",
-        "model_problems": f"{HERE}.model_rules:model_problems",
+        "architecture_problems": f"{HERE}.model_rules:model_problems",
         "cost_lines": f"{HERE}.cost_lines:cost_lines",
         "plan_lines": f"{HERE}.cost_lines:plan_lines",
     },

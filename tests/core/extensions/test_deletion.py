@@ -10,26 +10,33 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_structure import STILL_IMPORTED
-
 ROOT = Path(__file__).resolve().parents[3]
 PARTS = ("core", "recipes", "reward_scores", "results", "tests")  # tests for their tiny models
-EXTENSIONS = {path.parent.name for path in (ROOT / "core/extensions").glob("*/extension.py")}
-DELETABLE = sorted(EXTENSIONS - set().union(*STILL_IMPORTED.values()))
-PAPERS = ("ppo", "grpo", "dapo", "search_r1")
+EXTENSIONS = sorted(path.parent.name for path in (ROOT / "core/extensions").glob("*/extension.py"))
+RECIPES = ("ppo", "grpo", "dapo", "search_r1", "sft")
 PROGRAM = f"""
-import sys
+import os, sys
 from pathlib import Path
+from core.command_line import prepare
 from core.config import compose
+from core.config.recipes import trainer_of
 from core.ray_trainer import RayPPOTrainer
+from results.report import main as report
 from tests.core import scripted_run
-for recipe in {PAPERS}:
-    compose(recipe, [], {{"dapo": ("keep_group", "shape_reward")}}.get(recipe, ()))
+for recipe in {RECIPES}:
+    compose(recipe, [], trainer_of(recipe)[1])
 folder = scripted_run.prepare(Path(sys.argv[1]))
 for steps in (2, 3):
     run = RayPPOTrainer(scripted_run.configured(folder, "run", "trainer.save_freq=1", steps=steps)).init_workers()
     run.fit()
 print("trained", run.session.step)
+if sys.argv[2:] == ["report"]:
+    assert report([str(run.session.run_dir), "--out", str(folder / "report")]) == 0
+    os.environ["DRY_RUN"] = "1"
+    try:
+        prepare("grpo", ["actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B"])
+    except SystemExit as ended:
+        print("dry run ended with", ended.code)
 print("imported", *(name for name in sys.modules if name.startswith("core.extensions.")))
 """
 
@@ -43,16 +50,22 @@ def without(folder: Path, names: list[str]) -> Path:
     return folder
 
 
-def trained(code: Path, folder: Path) -> subprocess.CompletedProcess:
+def trained(code: Path, folder: Path, *steps: str) -> subprocess.CompletedProcess:
     folder.mkdir()
     environment = {**os.environ, "PYTHONPATH": str(code), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", PROGRAM, str(folder)]
+    command = [sys.executable, "-c", PROGRAM, str(folder), *steps]
     return subprocess.run(command, cwd=code, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def test_the_kernel_trains_without_any_extension_that_can_be_deleted(tmp_path):
-    done = trained(without(tmp_path / "code", DELETABLE), tmp_path / "run")
+def check(done: subprocess.CompletedProcess) -> None:
     assert done.returncode == 0 and "trained 3" in done.stdout, done.stderr[-2000:]
+    assert "dry run ended with 0" in done.stdout, done.stderr[-2000:]
+
+
+def test_the_kernel_trains_and_reports_without_any_extension(tmp_path):
+    done = trained(without(tmp_path / "code", EXTENSIONS), tmp_path / "run", "report")
+    check(done)
+    assert "the cost" not in done.stdout and "a step: " in done.stdout
 
 
 def test_a_run_imports_only_the_declarations_of_extensions_that_it_does_not_ask_for(tmp_path):
@@ -60,16 +73,17 @@ def test_a_run_imports_only_the_declarations_of_extensions_that_it_does_not_ask_
     assert done.returncode == 0, done.stderr[-2000:]
     imported = done.stdout.rpartition("imported ")[2].split()
     parts = [name.split(".")[2:] for name in imported]
-    assert {part[0] for part in parts} >= set(DELETABLE)  # their declarations
-    unasked = set(DELETABLE) - {"capsules", "trace"}  # a resume removes what these recorded of later steps
+    assert {part[0] for part in parts} >= set(EXTENSIONS)  # their declarations
+    unasked = set(EXTENSIONS) - {"capsules", "trace"}  # a resume removes what these recorded of later steps
     assert [part for part in parts if part[0] in unasked and part[1:] not in ([], ["extension"], ["keys"])] == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DELETABLE)
+@pytest.mark.parametrize("name", EXTENSIONS)
 def test_the_kernel_trains_without_one(tmp_path, name):
-    done = trained(without(tmp_path / "code", [name]), tmp_path / "run")
-    assert done.returncode == 0 and "trained 3" in done.stdout, done.stderr[-2000:]
+    done = trained(without(tmp_path / "code", [name]), tmp_path / "run", "report")
+    check(done)
+    assert ("the cost" in done.stdout) == (name != "planning")
 
 
 def test_a_key_of_a_deleted_extension_is_unknown_and_its_function_is_missed_by_name(tmp_path):
