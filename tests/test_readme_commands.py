@@ -35,6 +35,7 @@ REFUSALS = {
     r"train_batch_sise": (2, "data.train_batch_sise=64: unknown key"),  # misspelt on purpose
     r"core\.evaluate generate search_r1 --run": (2, "neither a checkpoint"),  # the lab's run is not there
     r"core\.export outputs/": (2, "neither a checkpoint"),  # the stand-in for the lab's run has none
+    r"results\.model_card outputs/": (2, "neither a checkpoint"),  # as above
     r"results\.trace outputs/": (2, "no step is recorded"),  # as above
     r"core\.replay outputs/": (2, "holds no capsules"),  # as above
     r"main_sft data\.train_files=\./outputs/kept": (2, "does not exist"),  # what was kept is not there

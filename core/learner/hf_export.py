@@ -251,7 +251,9 @@ def _convert_model(found: Checkpoint, out: Path, dtype: str | None, base: str | 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m core.export", description="Write a checkpoint's policy as a model."
+        prog="python -m core.export",
+        description="Write a checkpoint's policy as a model.",
+        epilog="With a model card, and a push to a hub: python -m results.model_card.",
     )
     parser.add_argument(
         "source", help="The run folder (its newest checkpoint is taken), or a global_step_N, or the URL of one."

@@ -1,0 +1,126 @@
+"""Launch files: Slurm's script and ray_node.sh start Ray on each node in order, the YAML files name what exists."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCH = ROOT / "recipes" / "launch"
+SCRIPTS = ["ray_node.sh", "slurm.sbatch"]
+
+# Slurm of two nodes on one machine: srun starts a command once a node, at once, and returns the last failure.
+SRUN = """#!/usr/bin/env bash
+nodes=1
+while [[ "$1" == --* ]]; do [[ "$1" == --nodes=* ]] && nodes="${1#--nodes=}"; shift; done
+if [[ "$1" == hostname ]]; then "$@"; exit; fi
+status=0 pids=()
+for ((id = 0; id < nodes; id++)); do SLURM_NODEID=$id "$@" & pids+=($!); done
+for pid in "${pids[@]}"; do wait "$pid" || status=$?; done
+exit $status
+"""
+SCONTROL = "#!/usr/bin/env bash\nprintf 'node1\\nnode2\\n'\n"
+# Ray that writes its calls down: a started node is a file that is there as long as its process.
+RAY = """#!/usr/bin/env bash
+echo "ray $*" >> "$CALLS"
+case "$1" in
+start)
+    [[ "$2" == --head ]] && mark="$STATE/head" || mark="$STATE/node-$$"
+    touch "$mark"
+    trap 'rm -f "$mark"; exit 0' TERM
+    while :; do sleep 0.1; done ;;
+status)
+    echo "Active:"; for one in "$STATE"/*; do [[ -e "$one" ]] && echo " 1 node_${one##*/}"; done
+    echo "Pending:"; echo " 1 node_that_is_not_there" ;;
+health-check) [[ -e "$STATE/head" ]] ;;
+esac
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """Run slurm.sbatch with stubs in place of Slurm and, unless ``ray`` is given, of Ray."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (tmp_path / "state").mkdir()
+    checkout = tmp_path / "checkout"  # without a .venv, whose ray would be taken
+    shutil.copytree(LAUNCH, checkout / "recipes" / "launch")
+
+    def run(script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        for name, text in {"srun": SRUN, "scontrol": SCONTROL, "ray": RAY}.items():
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o755)
+        (checkout / "script.sh").write_text(script)
+        environment = {
+            **{"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(checkout)},
+            **{"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2", "WAIT_S": "30", "POLL_S": "0.2"},
+            **{"CALLS": str(tmp_path / "calls"), "STATE": str(tmp_path / "state"), **variables},
+        }
+        command = ["bash", str(checkout / "recipes/launch/slurm.sbatch"), "script.sh", *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+
+    return run
+
+
+def test_slurm_starts_the_head_then_the_nodes_then_the_script_and_ends_them(slurm, tmp_path):
+    done = slurm(
+        'echo "RAY_ADDRESS=$RAY_ADDRESS mode=$RAY_AUTH_MODE token=${#RAY_AUTH_TOKEN} $*"; ls "$STATE"', "a=1 2"
+    )
+    assert done.returncode == 0, done.stderr
+    address = re.search(r"RAY_ADDRESS=([\d.]+:6379) mode=token token=64 a=1 2\n", done.stdout)[1]
+    assert len(re.findall(r"^(head|node-\d+)$", done.stdout, re.M)) == 2  # both were there when the script ran
+    starts = [line for line in (tmp_path / "calls").read_text().splitlines() if line.startswith("ray start")]
+    ip, port = address.split(":")
+    assert starts == [
+        f"ray start --head --node-ip-address={ip} --port={port} --block",
+        f"ray start --address={address} --block",
+    ]
+    assert not list((tmp_path / "state").iterdir())  # and none is left
+
+
+def test_the_scripts_exit_status_is_the_jobs(slurm, tmp_path):
+    assert slurm("exit 7").returncode == 7 and not list((tmp_path / "state").iterdir())
+
+
+def test_a_node_that_does_not_join_ends_the_job_with_the_numbers(slurm, tmp_path):
+    done = slurm("echo ran", SLURM_JOB_NUM_NODES="1", NODES="1", WAIT_S="2", RAY_PORT="7000")
+    assert done.returncode == 0 and "ran" in done.stdout
+    command = ["bash", str(tmp_path / "checkout/recipes/launch/ray_node.sh"), "script.sh"]
+    environment = {
+        **{"PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}", "CALLS": str(tmp_path / "calls")},
+        **{"STATE": str(tmp_path / "state"), "NODE_RANK": "0", "NODES": "2", "HEAD_IP": "10.0.0.1", "WAIT_S": "2"},
+    }
+    alone = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert alone.returncode == 1 and "1 of 2 nodes joined 10.0.0.1:6379 within WAIT_S=2 seconds" in alone.stderr
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_shellcheck_has_nothing_to_say(name):
+    done = subprocess.run(["shellcheck", str(LAUNCH / name)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_what_the_files_name_exists_and_their_numbers_are_the_scripts():
+    sky = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
+    job = yaml.safe_load((LAUNCH / "rayjob.yaml").read_text())
+    cluster = job["spec"]["rayClusterSpec"]
+    script = ROOT / sky["envs"]["SCRIPT"]
+    assert script.name in job["spec"]["entrypoint"] and script.exists()
+    sizes = (script.parent / "train.sh").read_text().partition("32b) size=(")[2]
+    nodes, gpus = (re.search(rf"trainer\.{key}=(\d+)", sizes)[1] for key in ("nnodes", "n_gpus_per_node"))
+    (workers,) = cluster["workerGroupSpecs"]
+    (container,) = workers["template"]["spec"]["containers"]
+    assert sky["num_nodes"] == workers["replicas"] == int(nodes) and sky["resources"]["accelerators"] == f"H100:{gpus}"
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == gpus
+    assert f"#SBATCH --nodes={nodes}\n" in (LAUNCH / "slurm.sbatch").read_text()
+    pinned = re.search(r"^ray==(.+)$", (ROOT / "environment/constraints-cuda.txt").read_text(), re.M)[1]
+    assert cluster["rayVersion"] == pinned
+    page = (LAUNCH / "README.md").read_text()
+    assert all(path.name in page for path in LAUNCH.iterdir() if path.name != "README.md")
