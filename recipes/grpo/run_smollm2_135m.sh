@@ -19,10 +19,6 @@ if [[ "${1:-}" == naive ]]; then
     preset=smollm2_135m_naive
     shift
 fi
-seed=1
-for argument in "$@"; do
-    [[ "$argument" != trainer.seed=* ]] || seed="${argument#*=}"
-done
 train=("$python" -m recipes.grpo.main_grpo "preset=$preset" -- "$@")
 
 case "${DRY_RUN:-}" in
@@ -30,5 +26,5 @@ case "${DRY_RUN:-}" in
 *) exec "${train[@]}" ;;
 esac
 DRY_RUN=1 "${train[@]}" > /dev/null # reports a wrong key now, not after minutes
-bash "$root/recipes/real/start.sh" sft "$seed"
+bash "$root/recipes/real/start.sh" sft
 exec "${train[@]}"

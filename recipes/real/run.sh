@@ -44,7 +44,7 @@ announce 2 29 "answers of the model as released"
 answer released "${REAL_MODEL:-./outputs/real/model}"
 announce 3 27 "fine-tuning on the model's own sentences"
 bash "$root/recipes/real/start.sh" sft
-answer sft ./outputs/real/sft-seed1
+answer sft ./outputs/real/sft
 announce 4 19 "GRPO, $STEPS steps"
 "${grpo[@]}"
 if [[ ! -f outputs/real/$name/config.json ]]; then

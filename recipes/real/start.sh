@@ -1,15 +1,14 @@
 #!/usr/bin/env bash
 # Makes what the runs on the instructions task start from, where it is missing: the model, the prompts, and for
-# reinforcement learning the fine-tuned model of a seed. The run_smollm2_135m.sh of the recipes call this script.
+# reinforcement learning the fine-tuned model. The run_smollm2_135m.sh of the recipes call this script.
 #
-#   bash recipes/real/start.sh data|demonstrations|sft [SEED]
+#   bash recipes/real/start.sh data|demonstrations|sft
 #
 # Everything is written to outputs/real/ and outputs/sft/ of the current folder. REAL_MODEL names another model:
 # REAL_MODEL=HuggingFaceTB/SmolLM2-135M-Instruct takes the released checkpoint from the hub.
 set -euo pipefail
 
 stage="$1"
-seed="${2:-1}"
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 python="$root/.venv/bin/python"
 [[ -x "$python" ]] || python=python3
@@ -34,7 +33,8 @@ if [[ ! -f $files/demonstrations.parquet ]]; then
 fi
 [[ "$stage" != demonstrations ]] || exit 0
 
-if [[ ! -f outputs/real/sft-seed$seed/config.json ]]; then
-    "$python" -m recipes.sft.main_sft preset=smollm2_135m actor_rollout_ref.model.path="$model" trainer.seed="$seed"
-    "$python" -m core.export "outputs/sft/smollm2_135m-seed$seed" "outputs/real/sft-seed$seed"
+if [[ ! -f outputs/real/sft/config.json ]]; then
+    "$python" -m recipes.sft.main_sft preset=smollm2_135m actor_rollout_ref.model.path="$model" \
+        trainer.experiment_name=smollm2_135m-seed1
+    "$python" -m core.export outputs/sft/smollm2_135m-seed1 outputs/real/sft
 fi
