@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
 from core.cluster.address import address_problem
-from core.config import Composed, Config, diff, examine, extensions, paths, recipes, registry
+from core.config import Composed, Config, diff, examine, extensions, paths, plugins, recipes, registry
 from core.config.derived_defaults import resolve
 from core.config.problem import show
 from core.requirements_check import missing_for_run
@@ -56,7 +56,7 @@ def is_dry_run() -> bool:
 def _typed_keys(recipe: str, argv: Sequence[str]) -> frozenset[str]:
     from core.config import composition
 
-    return frozenset(composition.read(composition.split(argv)[1], recipes.schema_of(recipe)).given)
+    return frozenset(composition.read(composition.split(argv)[1], recipe).given)
 
 
 def _outside(composed: Composed, typed: frozenset[str] | None) -> list[str]:
@@ -71,8 +71,7 @@ def _outside(composed: Composed, typed: frozenset[str] | None) -> list[str]:
 
 def _of_extensions(name: str, *arguments: Any) -> list[str]:
     """Return the lines of all functions that extensions have under this name; the first argument is the config."""
-    functions = map(registry.load_object, extensions.functions(name, arguments[0]))
-    return [line for function in functions for line in function(*arguments)]
+    return [line for function in extensions.functions(name, arguments[0]) for line in function(*arguments)]
 
 
 def _first_lines(config: Config, dry: bool) -> list[str]:
@@ -88,7 +87,7 @@ def _missing_for_run(config: Config) -> list[str]:
     engine = registry.ENGINES[config.actor_rollout_ref.rollout.name]
     lines = missing_for_run(config, engine.package if config.needs_engine else None)
     if config.needs_engine and engine.problems:
-        lines += registry.load_object(engine.problems)(config)
+        lines += plugins.load_object(engine.problems)(config)
     return lines
 
 
@@ -98,11 +97,21 @@ def _refuse(problems: Sequence[str]) -> NoReturn:
 
 
 def _notes(composed: Composed) -> None:
-    """Print warnings and unused keys, before anything runs."""
+    """Print warnings, keys of other versions and unused keys, before anything runs."""
     for line in composed.warnings:
         print(f"warning: {line}", file=sys.stderr)
+    for line in _read(composed):
+        print(f"read as: {line}", file=sys.stderr)
     for line in _unused(composed):
         print(f"no effect: {line}", file=sys.stderr)
+
+
+def _read(composed: Composed) -> list[str]:
+    """Return keys and values of other versions with the settings that they were read as."""
+    return [
+        f"{key}={show(value, key)}: {', '.join(f'{name}={show(item, name)}' for name, item in settings.items())}"
+        for key, (value, settings) in composed.read.items()
+    ]
 
 
 def _unused(composed: Composed) -> list[str]:
@@ -120,6 +129,7 @@ def _report(recipe: str, composed: Composed) -> str:
     blocks = (
         ("what it would do", _first_lines(composed.config, dry=True)),
         ("differs from the defaults", changed),
+        ("read as", _read(composed)),
         ("has no effect in this configuration", _unused(composed)),
         ("warnings", list(composed.warnings)),
         ("checked at start", [*paths.checked_at_start(composed.config), *cluster]),

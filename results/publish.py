@@ -23,7 +23,7 @@ from pathlib import Path
 
 import yaml
 
-from core.config.yaml_tables import read_foreign_yaml
+from core.config.yaml_files import read_foreign_yaml
 from core.errors import InputError
 from core.tracking.validation import ValRecord, merge_by_question
 from results.reporting.answers import published_samples

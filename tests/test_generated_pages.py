@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from core.config import CHANGED_DEFAULTS, peer_names, verl_keys
 from recipes.lab import discrimination
 from results.reporting import claims, feasibility, readme_tables
 from results.reporting.run_reader import load_run, summarise
@@ -27,44 +26,13 @@ CALIBRATED = ("lab/study_tallies", "lab/study_trails", "dapo/study_claims", "sea
 pytestmark = pytest.mark.slow
 
 
-def defaults_table() -> str:
-    """The table of changed defaults."""
-    shown = [
-        (d.key, *("null" if value is None else value for value in (d.verl, d.here)), d.why) for d in CHANGED_DEFAULTS
-    ]
-    rows = [f"| `{key}` | `{verl}` | `{here}` | {why} |" for key, verl, here, why in shown]
-    return "\n".join(["| key | verl | here | why |", "|---|---|---|---|", *rows])
-
-
 def top_level_table() -> str:
     rows = [f"| `{package}` | {', '.join(f'`{each}`' for each in below)} |" for package, below in TOP_LEVEL.items()]
     return "\n".join(["| package | may import |", "|---|---|", *rows])
 
 
-def names_tables() -> str:
-    """Return what stands here for the names of other projects, a table a kind of name."""
-    parts = []
-    for table in peer_names.tables():
-        rows = [f"| `{'--' * (table.title[:5] == 'Flags')}{name}` | {text} |" for name, text in table.names.items()]
-        parts += ["\n".join([f"### {table.title}", "", "| there | here |", "|---|---|", *rows])]
-    return "\n\n".join(parts)
-
-
-def verl_keys_table() -> str:
-    """Return the keys of verl that have another name here, or none, and those that are accepted without effect."""
-    rows = [f"| `{key}` | `{target}` |" for key, target in verl_keys.table("renamed").items()]
-    for key in verl_keys.table("unsupported"):
-        told = verl_keys.advice(key)
-        rows.append(f"| `{key}` | {told.rule}; {told.fix} |")
-    rows += [f"| `{key}` | no effect: {reason} |" for key, reason in verl_keys.table("no_effect").items()]
-    return "\n".join(["| there | here |", "|---|---|", *rows])
-
-
 BLOCKS = {  # (document, name of the markers): what stands between them
     ("core/README.md", "imports"): top_level_table,
-    ("core/config/README.md", "defaults"): defaults_table,
-    ("core/config/COMING_FROM.md", "names"): names_tables,
-    ("core/config/COMING_FROM.md", "verl-keys"): verl_keys_table,
 }
 
 

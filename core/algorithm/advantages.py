@@ -21,7 +21,7 @@ from torch import Tensor
 
 from core.algorithm.masked import masked_whiten
 from core.config import registry
-from core.config.registry import chosen
+from core.config.plugins import chosen
 
 if TYPE_CHECKING:
     from core.config.sections.algorithm import AlgorithmConfig

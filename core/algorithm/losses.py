@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from core.config import registry
-from core.config.registry import chosen
+from core.config.plugins import chosen
 
 if TYPE_CHECKING:
     from core.config.sections.actor import ActorConfig

@@ -10,8 +10,6 @@ that module alone, not the whole of composing and checking.
 from typing import Any
 
 __all__ = [
-    "CHANGED_DEFAULTS",
-    "ChangedDefault",
     "Composed",
     "Config",
     "compose",

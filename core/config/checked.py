@@ -12,13 +12,9 @@ from core.config import chat_template, convert, recipes, reference_rows, roles, 
 from core.config.derived_defaults import resolve
 from core.config.problem import Problem
 from core.config.schema import Config
-from core.config.unknown_keys import validated
+from core.config.unknown_keys import asked, validated
 from core.config.view import View
-from core.config.yaml_tables import (  # noqa: F401  (some are offered by core.config)
-    CHANGED_DEFAULTS,
-    ChangedDefault,
-    read_foreign_yaml,
-)
+from core.config.yaml_files import read_foreign_yaml
 from core.errors import InputError
 from core.redaction import login_in, redacted, without_hidden
 
@@ -29,6 +25,7 @@ class Composed:
 
     config: resolved; with ``problems`` a refused value is replaced by its default.
     given: the keys that an override set (not those of the recipe's file), with the values as read.
+    read: key of another version -> (value, the settings here that it was read as).
     unused: key -> (value, reason), for overrides that do nothing in this configuration.
     without_effect: every key that does nothing in it, whoever set it.
     """
@@ -37,6 +34,7 @@ class Composed:
     problems: tuple[str, ...]
     warnings: tuple[str, ...]
     given: Mapping[str, Any]
+    read: Mapping[str, tuple[Any, Mapping[str, Any]]]
     unused: Mapping[str, tuple[Any, str]]
     without_effect: frozenset[str]
 
@@ -52,23 +50,26 @@ def examine(
     from core.config import composition  # Hydra: half a second that reading a saved configuration need not pay
 
     schema = recipes.schema_of(recipe)
-    layers = composition.read(overrides, schema)
+    layers = composition.read(overrides, recipe)
     layers.values[:0] = composition.literal(without_hidden(base or {})).items()
-    tree = composition.tree(recipe, layers)
+    tree = composition.tree(layers)
     refused = list(layers.problems)
-    config = chat_template.with_text(resolve(validated(schema, tree, refused), recipe))
+    config = chat_template.with_text(resolve(validated(schema, tree, refused, layers.line), recipe))
     refused += chat_template.problems(config)
     view = View(config, layers.given, hooks, recipe)
     bad = {one.key for one in refused if isinstance(one, Problem)}
     unknown, departures = reference_rows.check(recipe, config)
     lines = [*refused, *_logins(config), *rules.problems(view, bad), *unknown]
     without_effect = rules.reasons(view, [*layers.given, *convert.all_keys(schema)])
+    foreign = layers.unused or layers.line.read
+    older = asked("older_defaults", layers.line) or () if foreign else ()
     unused = {key: (value, without_effect[key]) for key, value in layers.given.items() if key in without_effect}
     return Composed(
         config=config,
         problems=tuple(dict.fromkeys(map(str, lines))),
-        warnings=(*rules.warnings(view), *departures, *_forgotten(base or {}, layers.given)),
+        warnings=(*rules.warnings(view), *departures, *older, *_forgotten(base or {}, layers.given)),
         given=layers.given,
+        read=layers.line.read,
         unused={**layers.unused, **unused},
         without_effect=frozenset(without_effect),
     )

@@ -19,7 +19,7 @@ from core.config.frozen import thaw
 from core.config.problem import show
 from core.config.schema import Config
 from core.config.section import is_choice
-from core.config.yaml_tables import read_table
+from core.config.yaml_files import read_table
 from core.errors import InputError
 
 FILE, PRESET = "code_keys.yaml", "preset"

@@ -1,17 +1,19 @@
-"""Overrides and recipe files to one untyped tree. Hydra reads and composes; what is wrong is reported here.
+"""Overrides, recipe files and a user's own files to one untyped tree. Hydra reads and composes; problems are reported.
 
 A recipe's folder ``recipes/<recipe>/config/`` holds ``<recipe>.yaml``, with only what differs from the schema's
-defaults, and may hold ``preset/<name>.yaml``, chosen by ``preset=<name>``. Overrides before a lone ``--`` are a run
-script's own, those after it were typed; without ``--`` all were typed. Later layers win: schema, recipe, script (its
-preset, then its keys), typed preset, typed keys. A typed preset takes the place of the script's, and of the script's
-keys it overrides those that it names. A run that is not named by a typed key is named after what distinguishes it.
+defaults, and may hold config groups: ``preset/<name>.yaml`` is chosen by ``preset=<name>``. ``--config-name`` takes
+another file in place of the recipe's, from ``--config-path``, and its defaults list is Hydra's: it may name the
+recipe's file. Overrides before a lone ``--`` are a run script's own, those after it were typed; without ``--`` all were
+typed. Later layers win: schema, file, script (its preset, then its keys), typed preset, typed keys. A typed preset
+takes the place of the script's, and of the script's keys it overrides those that it names. A run that is not named by a
+typed key is named after what distinguishes it.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,27 +26,35 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from core.config import convert, peer_names, recipes, verl_keys
+from core.config import convert, extensions, recipes
 from core.config.problem import Problem, brief, show
 from core.config.schema import Config
-from core.config.unknown_keys import unknown_key
+from core.config.unknown_keys import CommandLine, Interpretation, asked, nearest, unknown_key
 
 PRESET = "preset"
 SEPARATOR = "--"  # between a script's own arguments and the typed ones
+OPTIONS = {  # of Hydra: what names the file that is composed
+    **{"--config-path": "path", "-cp": "path", "--config-dir": "path", "-cd": "path"},
+    **{"--config-name": "name", "-cn": "name"},
+}
 
 
 @dataclass
 class Layers:
-    """The overrides of a recipe with this schema, sorted; each list is applied from left to right."""
+    """What a command line says, sorted; each list is applied from left to right."""
 
+    recipe: str
     schema: type[Config] = Config
+    options: dict[str, str] = field(default_factory=dict)  # Hydra's: path and name of a file in place of the recipe's
     script_presets: list[str] = field(default_factory=list)
     script_values: list[tuple[str, Any]] = field(default_factory=list)
     presets: list[str] = field(default_factory=list)  # the typed ones, as are values
     values: list[tuple[str, Any]] = field(default_factory=list)
+    groups: list[str] = field(default_factory=list)  # choices of a file's config groups
     deleted: list[str] = field(default_factory=list)
     given: dict[str, Any] = field(default_factory=dict)  # what was set by an override
     unused: dict[str, tuple[Any, str]] = field(default_factory=dict)  # accepted keys that mean nothing here
+    line: CommandLine = None  # the whole, for keys that are read by others
     problems: list[Problem | str] = field(default_factory=list)
 
 
@@ -59,26 +69,34 @@ def split(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(overrides[:at]), [text for text in overrides[at + 1 :] if text != SEPARATOR]
 
 
-def read(overrides: Sequence[str], schema: type[Config] = Config) -> Layers:
+def read(overrides: Sequence[str], recipe: str) -> Layers:
     """Read the overrides, each on its own, so that one that cannot be read hides no other."""
-    script, typed = split(overrides)
-    layers = Layers(schema)
-    _read_into(layers, script)
+    schema = recipes.schema_of(recipe)
+    layers = Layers(recipe, schema)
+    script, typed = (list(_parsed(part, layers)) for part in split(overrides))
+    layers.line = CommandLine(recipe, schema, {each.key_or_group: value for each, value in [*script, *typed]})
+    for override, value in script:
+        _sort(override, value, layers)
     layers.script_presets, layers.presets = layers.presets, []
     layers.script_values, layers.values = layers.values, []
-    _read_into(layers, typed)
+    for override, value in typed:
+        _sort(override, value, layers)
+    _contradictions(layers)
     return layers
 
 
-def _read_into(layers: Layers, overrides: Sequence[str]) -> None:
-    parser, schema = OverridesParser.create(), layers.schema
-    for text in overrides:
+def _parsed(overrides: Sequence[str], layers: Layers) -> Iterator[tuple[Override, Any]]:
+    """Yield the parsed overrides and their values; Hydra's options and problems go to ``layers``."""
+    parser, rest = OverridesParser.create(), iter(overrides)
+    for text in rest:
+        name, separator, value = text.partition("=")
+        if name in OPTIONS:
+            layers.options[OPTIONS[name]] = (value if separator else next(rest, "")).strip("'\"")
+            continue
         try:
-            override, value = _parsed(parser, text, schema)
+            yield _override(parser, text, layers.schema)
         except _Unreadable as error:
             layers.problems.append(f"{brief(text) or repr(text)}: {error}")
-        else:
-            _sort(override, value, layers)
 
 
 class _Unreadable(ValueError):
@@ -89,13 +107,11 @@ class _Unreadable(ValueError):
 _PARSER_ERRORS = (HydraException, ValueError, RecursionError)
 
 
-def _parsed(parser: OverridesParser, text: str, schema: type[Config]) -> tuple[Override, Any]:
+def _override(parser: OverridesParser, text: str, schema: type[Config]) -> tuple[Override, Any]:
     """Return the parsed override and its value."""
     if text.startswith("-"):
-        told = peer_names.advice(text.partition("=")[0])
-        known = f"; it {told[0]}, {told[1]}" if told else ""
         dry = "DRY_RUN=1 in the environment checks without running"
-        raise _Unreadable(f"is not an override; write key=value ({dry}){known}")
+        raise _Unreadable(f"is not an override; write key=value ({dry})")
     key, separator, value = text.partition("=")
     if not separator and not text.startswith("~"):
         raise _Unreadable("cannot be read; write key=value")
@@ -123,23 +139,30 @@ def _with_key(parser: OverridesParser, key: str, schema: type[Config]) -> Overri
         return parser.parse_override(f"{key}=x")
     except _PARSER_ERRORS:
         name = key.lstrip("+~").strip(" .")
-        near = verl_keys.nearest(name, convert.all_keys(schema)) if name else None
+        near = nearest(name, convert.all_keys(schema)) if name else None
         raise _Unreadable(_NO_KEY + (f"; the nearest known key is {near}" if near else "")) from None
 
 
 def _sort(override: Override, value: Any, layers: Layers) -> None:
     key, text = override.key_or_group, brief(override.input_line or "")
-    if override.package is not None or "/" in key:
-        layers.problems.append(f"{text}: config groups are not used, {PRESET}=<name> excepted; set keys")
-    elif any(isinstance(item, Sweep | Glob) for item in _items(value)):
+    if any(isinstance(item, Sweep | Glob) for item in _items(value)):
         layers.problems.append(f"{text}: is a sweep, and a run has one value; quote it if it is text")
+    elif _is_group(key, layers):
+        layers.groups.append(override.input_line)
+    elif override.package is not None or "/" in key:
+        layers.problems.append(f"{text}: no config group of this name; {PRESET}=<name> is one, other settings are keys")
     elif override.is_delete():
         _delete(text, key, layers)
     elif key == PRESET:
         layers.presets.append(show(value))
     else:
-        for leaf, item in _leaves(key, value, convert.sections(layers.schema)):
+        for leaf, item in _leaves(key, value, layers.schema):
             _set(leaf, item, layers)
+
+
+def _is_group(key: str, layers: Layers) -> bool:
+    """Return whether the key is a config group beside the file that is composed, ``preset`` excepted."""
+    return key != PRESET and bool(layers.options) and any((folder / key).is_dir() for folder in _folders(layers))
 
 
 def _delete(text: str, key: str, layers: Layers) -> None:
@@ -155,30 +178,29 @@ def _delete(text: str, key: str, layers: Layers) -> None:
             values[:] = [(name, value) for name, value in values if not _within(name, key)]
         layers.given = {name: value for name, value in layers.given.items() if not _within(name, key)}
     else:
-        layers.problems.append(unknown_key(key, None, layers.schema))
+        layers.problems.append(unknown_key(key, None, layers.line))
 
 
 def _within(key: str, parent: str) -> bool:
     return key == parent or key.startswith(f"{parent}.")
 
 
-def _leaves(key: str, value: Any, sections: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """Yield ``data={seed: 1}`` as ``data.seed=1``."""
-    if key in sections and isinstance(value, Mapping) and value:
+def _leaves(key: str, value: Any, schema: type[Config]) -> Iterator[tuple[str, Any]]:
+    """Yield ``data={seed: 1}`` as ``data.seed=1``, down to the schema's keys, or to plain values where it has none."""
+    if isinstance(value, Mapping) and value and (key in convert.sections(schema) or not convert.known(key, schema)):
         for name, item in value.items():
-            yield from _leaves(f"{key}.{name}", item, sections)
+            yield from _leaves(f"{key}.{name}", item, schema)
     else:
         yield key, value
 
 
 def _set(key: str, value: Any, layers: Layers) -> None:
-    sections = convert.sections(layers.schema)
-    if (reason := verl_keys.without_effect(key, value, sections)) is not None:
-        layers.unused[key] = (value, reason)
-    elif key in sections:
+    if key not in convert.all_keys(layers.schema) and (reading := asked("read_unknown", key, value, layers.line)):
+        _set_as_read(key, value, reading, layers)
+    elif key in convert.sections(layers.schema):
         layers.problems.append(Problem(key, value, "is a section of the configuration", "set one of its keys"))
-    elif not convert.known(key, layers.schema) or verl_keys.advice(key) and key not in convert.all_keys(layers.schema):
-        layers.problems.append(unknown_key(key, value, layers.schema))
+    elif not convert.known(key, layers.schema):
+        layers.problems.append(unknown_key(key, value, layers.line))
     elif (reason := _unusable(value)) is not None:
         rule = f"cannot be read ({reason})"
         layers.problems.append(
@@ -187,6 +209,27 @@ def _set(key: str, value: Any, layers: Layers) -> None:
     else:
         layers.values.append((key, value))
         layers.given[key] = value
+
+
+def _set_as_read(key: str, value: Any, reading: Interpretation, layers: Layers) -> None:
+    """Set what an extension read in a key that the schema lacks."""
+    if reading.rule:
+        layers.problems.append(Problem(key, value, reading.rule, reading.fix))
+    elif reading.unused:
+        layers.unused[key] = (value, reading.unused)
+    else:
+        layers.line.read[key] = (value, reading.settings)
+        for name, item in reading.settings.items():
+            _set(name, item, layers)
+
+
+def _contradictions(layers: Layers) -> None:
+    """Report a key that was given another value under its own name than under another one."""
+    for key, (value, settings) in layers.line.read.items():
+        for name, item in settings.items():
+            if name in layers.line.given and layers.line.given[name] != item:
+                rule = f"means {name}={show(item, name)}, and {name}={show(layers.line.given[name], name)} is given too"
+                layers.problems.append(Problem(key, value, rule, "leave one of them out"))
 
 
 def _unusable(value: Any) -> str | None:
@@ -201,31 +244,55 @@ def _unusable(value: Any) -> str | None:
 # --- composing ---
 
 
-def tree(recipe: str, layers: Layers) -> dict[str, Any]:
+def tree(layers: Layers) -> dict[str, Any]:
     """Return the composed tree with interpolations resolved; problems go to ``layers``."""
-    below, above = _recipe_trees(recipe, layers)
+    composed, above = _files(layers)
     for key in layers.deleted:
-        _forget(below, key)
-        _forget(above, key)
+        for config in (composed, above):
+            _forget(config, key)
     for key, value in layers.script_values:
-        _put(below, key, value, layers.problems)
-    composed = _merged(below, above)
+        _put(composed, key, value, layers.problems)
+    composed = OmegaConf.merge(composed, above)
     name = _run_name(composed, layers, above)
     for key, value in layers.values:
         _put(composed, key, value, layers.problems)
     if name is not None:
-        composed["trainer"] = {**(composed.get("trainer") or {}), "experiment_name": name}
-    _drop_missing(composed, "", layers.problems)
-    merged = _merged(convert.as_tree(layers.schema()), composed)
-    if not _refers(merged):
-        return merged
-    return _resolved(OmegaConf.create(merged), merged, "", layers.problems)
+        OmegaConf.update(composed, NAME, name, force_add=True)
+    plain = OmegaConf.to_container(composed, resolve=False)
+    _drop_missing(plain, "", layers.problems)
+    plain = _over(convert.as_tree(layers.schema()), plain)
+    return _resolved(OmegaConf.create(plain), plain, "", layers.problems) if _refers(plain) else plain
+
+
+def _over(below: Any, above: Any) -> Any:
+    """Return ``above`` over ``below``: mappings joined, with names as text, and anything else replaced."""
+    if not isinstance(above, Mapping):
+        return above
+    joined = dict(below) if isinstance(below, Mapping) else {}
+    return joined | {str(name): _over(joined.get(str(name)), value) for name, value in above.items()}
+
+
+def _drop_missing(composed: dict[str, Any], prefix: str, problems: list[Problem | str]) -> None:
+    """Report and drop what is ``???``; a dropped key keeps its default."""
+    for name, value in list(composed.items()):
+        if isinstance(value, dict):
+            _drop_missing(value, f"{prefix}{name}.", problems)
+        elif "???" in _items(value):
+            problems.append(Problem(f"{prefix}{name}", value, "has no default", "give it a value"))
+            del composed[name]
 
 
 NAME, MODEL, OF_SEED = "trainer.experiment_name", "actor_rollout_ref.model.path", "-seed${trainer.seed}"
 
 
-def _run_name(untyped: Mapping[str, Any], layers: Layers, preset: Mapping[str, Any]) -> str | None:
+def _raw(config: DictConfig, key: str) -> Any:
+    """Return the value of a flat key, interpolations untouched, or None."""
+    section, _, name = key.rpartition(".")
+    parent = OmegaConf.select(config, section)
+    return OmegaConf.to_container(parent, resolve=False).get(name) if isinstance(parent, DictConfig) else None
+
+
+def _run_name(untyped: DictConfig, layers: Layers, preset: DictConfig) -> str | None:
     """Return the run's name, so that runs of other settings have other folders; None where resolving gives one.
 
     It is the name that the script gives (else a preset or the recipe), the typed preset and model where they are not
@@ -233,13 +300,13 @@ def _run_name(untyped: Mapping[str, Any], layers: Layers, preset: Mapping[str, A
     the typed preset holds.
     """
     typed, scripts = dict(layers.values), dict(layers.script_values).get(NAME)
-    given = scripts or _at(untyped, NAME)
+    given = scripts or _raw(untyped, NAME)
     foreign = layers.presets[-1:] if layers.presets[-1:] != layers.script_presets[-1:] else []
-    if not scripts and _at(preset, NAME) is not None:  # the preset itself names its runs
+    if not scripts and _raw(preset, NAME) is not None:  # the preset itself names its runs
         foreign = []
     if NAME in typed or not isinstance(given or "", str) or not given and not foreign:
         return None
-    untyped_model = _at(untyped, MODEL) or layers.schema().actor_rollout_ref.model.path
+    untyped_model = _raw(untyped, MODEL) or layers.schema().actor_rollout_ref.model.path
     model = typed.get(MODEL, untyped_model)
     base = given.removesuffix(OF_SEED) if given else _word(model)
     parts = [base, *foreign, *([_word(model)] if given and model != untyped_model else [])]
@@ -253,65 +320,47 @@ def _word(model: Any) -> str:
     return re.sub(r"[^\w.-]+", "_", model.rstrip("/").rpartition("/")[2]).strip(".~-")
 
 
-def _at(tree: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a flat key, or None."""
-    for name in key.split("."):
-        tree = tree.get(name) if isinstance(tree, Mapping) else None
-    return tree
-
-
-def _merged(below: Any, above: Any) -> Any:
-    """Return ``above`` over ``below``: mappings joined, with names as text, and anything else replaced."""
-    if not isinstance(above, Mapping):
-        return above
-    joined = dict(below) if isinstance(below, Mapping) else {}
-    for name, value in above.items():
-        joined[str(name)] = _merged(joined.get(str(name)), value)
-    return joined
-
-
-def _put(composed: dict[str, Any], key: str, value: Any, problems: list[Problem | str]) -> None:
+def _put(config: DictConfig, key: str, value: Any, problems: list[Problem | str]) -> None:
     """Set a flat key, unless a value without keys stands where its mapping would be."""
-    *parents, name = key.split(".")
-    node = composed
-    for depth, parent in enumerate(parents, start=1):
-        if node.get(parent) is None:
-            node[parent] = {}
-        node = node[parent]
-        if not isinstance(node, dict):
-            above = ".".join(parents[:depth])
+    parts = key.split(".")
+    for above in (".".join(parts[:depth]) for depth in range(1, len(parts))):
+        node = OmegaConf.select(config, above)
+        if node is not None and not isinstance(node, DictConfig):
             rule = f"is a key of {above}, and {above}={show(node)} has no keys"
             problems.append(Problem(key, value, rule, "leave one of them out"))
             return
-    node[name] = _merged(node.get(name), value)
+    OmegaConf.update(config, key, value, merge=isinstance(value, Mapping), force_add=True)
 
 
-def _recipe_trees(recipe: str, layers: Layers) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what lies below a script's keys, recipe and preset, and what lies above them, a typed preset."""
-    folder = recipes.folder(recipe)
-    if not (folder / f"{recipe}.yaml").exists():
+def _forget(config: DictConfig, key: str) -> None:
+    section, _, name = key.rpartition(".")
+    parent = OmegaConf.select(config, section) if section else config
+    if isinstance(parent, DictConfig):
+        parent.pop(name, None)
+
+
+def _files(layers: Layers) -> tuple[DictConfig, DictConfig]:
+    """Return what lies below a script's keys, file and preset, and what lies above them, a typed preset."""
+    empty = OmegaConf.create({})
+    folder = recipes.folder(layers.recipe)
+    if not (folder / f"{layers.recipe}.yaml").exists():
         known = ", ".join(recipes.names())
-        layers.problems.append(f"recipe={recipe}: has no config/{recipe}.yaml; choose one of {known}")
-        return {}, {}
+        layers.problems.append(f"recipe={layers.recipe}: has no config/{layers.recipe}.yaml; choose one of {known}")
+        return empty, empty
     chosen = _preset(folder, layers)
-    above = _preset_alone(folder, chosen) if chosen is not None and layers.presets else {}
-    return _merged({}, _composed_files(recipe, chosen)), _merged({}, above)
+    below = _own_file(layers) if layers.options else _composed(folder, layers.recipe, ())
+    if chosen is None:
+        return OmegaConf.merge(below), empty
+    alone = _composed(folder, f"{PRESET}/{chosen}", ())
+    return OmegaConf.merge(below, alone), alone if layers.presets else empty
 
 
 @functools.cache
-def _composed_files(recipe: str, preset: str | None) -> dict[str, Any]:
-    """Return what a recipe's files hold, interpolations untouched. They are read once a process."""
-    with initialize_config_dir(config_dir=str(recipes.folder(recipe)), version_base="1.3"):
-        composed = hydra_compose(config_name=recipe, overrides=[f"+{PRESET}={preset}"] if preset else [])
-    return OmegaConf.to_container(composed, resolve=False)
-
-
-@functools.cache
-def _preset_alone(folder: Path, preset: str) -> dict[str, Any]:
-    """Return what a preset's file holds, interpolations untouched."""
+def _composed(folder: Path, name: str, overrides: tuple[str, ...]) -> DictConfig:
+    """Return what Hydra composes of a folder's file, interpolations untouched. Files are read once a process."""
     with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
-        composed = hydra_compose(config_name=f"{PRESET}/{preset}")
-    return OmegaConf.to_container(composed, resolve=False)
+        composed = hydra_compose(config_name=name, overrides=list(overrides))
+    return OmegaConf.create(OmegaConf.to_container(composed, resolve=False))  # keys may be added to it
 
 
 def _preset(folder: Path, layers: Layers) -> str | None:
@@ -325,21 +374,44 @@ def _preset(folder: Path, layers: Layers) -> str | None:
     return None
 
 
-def _forget(composed: dict[str, Any], key: str) -> None:
-    *parents, name = key.split(".")
-    for parent in parents:
-        composed = composed.get(parent) or {}
-    composed.pop(name, None)
+def _folders(layers: Layers) -> list[Path]:
+    """Return where a file and its config groups are looked for: --config-path, the recipe's, those of extensions."""
+    own, given = recipes.folder(layers.recipe), layers.options.get("path")
+    here = Path(given or ".").expanduser()
+    return [*([here if here.is_dir() else own.parent / here] if given else []), own, *extensions.config_folders()]
 
 
-def _drop_missing(composed: dict[str, Any], prefix: str, problems: list[Problem | str]) -> None:
-    """Report and drop what is ``???``; a dropped key keeps its default."""
-    for name, value in list(composed.items()):
-        if isinstance(value, dict):
-            _drop_missing(value, f"{prefix}{name}.", problems)
-        elif "???" in _items(value):
-            problems.append(Problem(f"{prefix}{name}", value, "has no default", "give it a value"))
-            del composed[name]
+def _own_file(layers: Layers) -> DictConfig:
+    """Return what Hydra composes of a user's file; keys in it that the schema lacks are read as typed ones are."""
+    first, *others = [folder.resolve() for folder in _folders(layers)]
+    name = layers.options.get("name", layers.recipe).removesuffix(".yaml")
+    label = f"--config-name={name}"
+    if not first.is_dir():
+        rule = f"--config-path={layers.options['path']}: there is no such folder, and the keys of its file are needed"
+        layers.problems.append(f"{rule}; give the path of your copy")
+        return OmegaConf.create({})
+    if not any((folder / f"{name}.yaml").exists() for folder in (first, *others)):
+        files = ", ".join(sorted(path.name for path in first.glob("*.yaml"))) or "no YAML file"
+        layers.problems.append(f"{label}: {first} has {files}; name one of them with --config-name")
+        return OmegaConf.create({})
+    path = ",".join(f"file://{folder}" for folder in others)
+    try:
+        composed = _composed(first, name, (f"hydra.searchpath=[{path}]", *layers.groups))
+    except (HydraException, OmegaConfBaseException) as error:
+        layers.problems.append(f"{label}: {brief(' '.join(str(error).split()))}; mend the file {first}")
+        return OmegaConf.create({})
+    plain = OmegaConf.to_container(composed, resolve=False)
+    leaves = [leaf for name, value in plain.items() for leaf in _leaves(name, value, layers.schema)]
+    for key, value in leaves:
+        layers.line.given.setdefault(key, value)
+    typed, layers.values = layers.values, []
+    for key, value in leaves:
+        _set(key, value, layers)
+    ours, layers.values = layers.values, typed
+    found = OmegaConf.create({})
+    for key, value in ours:
+        _put(found, key, value, layers.problems)
+    return found
 
 
 def _items(value: Any) -> Iterator[Any]:

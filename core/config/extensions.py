@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from core.config.rulebook import RuleBook
 from core.config.section import Section
-from core.config.yaml_tables import read_table
+from core.config.yaml_files import read_table
 from core.errors import InputError
 
 if TYPE_CHECKING:
@@ -75,17 +75,22 @@ def stand_ins() -> dict[str, str]:
     return {package: path for one in found() for package, path in one.stand_ins.items()}
 
 
-def functions(name: str, config: Config | None = None) -> list[str]:
-    """Return the paths of the functions that extensions have under a name; of those that ``config`` asks for."""
-    return [one.functions[name] for one in found() if name in one.functions and (config is None or one.used(config))]
+def functions(name: str, config: Config | None = None) -> list[Callable[..., Any]]:
+    """Import and return the functions that extensions have under a name; of those that ``config`` asks for."""
+    having = [one for one in found() if name in one.functions and (config is None or one.used(config))]
+    return [_imported(one.functions[name]) for one in having]
 
 
-def function(name: str) -> Any:
+def _imported(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def function(name: str) -> Callable[..., Any]:
     """Import and return the function that one extension has under a name. Raises InputError where none has it."""
-    if not (paths := functions(name)):
+    if not (those := functions(name)):
         raise InputError(f"core/extensions: no folder there has {name}, which this configuration asks for; restore it")
-    module, _, attribute = paths[0].partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    return those[0]
 
 
 def extended(section: str) -> Callable[[type[Section]], Any]:
@@ -103,3 +108,9 @@ def tables(name: str) -> list[Any]:
     """Return what the extensions' files of this name hold, ``key_roles.yaml`` say."""
     folders = (Path(importlib.import_module(f"{PACKAGE}.{one.name}").__file__).parent for one in found())
     return [read_table(folder / name) for folder in folders if (folder / name).exists()]
+
+
+def config_folders() -> list[Path]:
+    """Return the folders of configuration files that defaults lists of users' files may name."""
+    folders = (Path(importlib.import_module(f"{PACKAGE}.{one.name}").__file__).parent / "config" for one in found())
+    return [folder for folder in folders if folder.is_dir()]

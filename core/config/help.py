@@ -2,7 +2,7 @@
 
 The words about a key are the comments of the schema's source, trailing a field or standing above it, so that there is
 one place for them. Types, choices and bounds come from the annotations, defaults from the recipe's files, and the keys
-that are called otherwise here, or are not here, from ``verl_keys.yaml`` and ``peer_names.yaml``.
+of other versions from the extension that reads them.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import re
 import shutil
 import textwrap
 import tokenize
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from core.config import composition, convert, peer_names, recipes, rules, verl_keys
+from core.config import composition, convert, recipes, rules
 from core.config.derived_defaults import resolve
 from core.config.limits import Limit, NumberOrText
 from core.config.problem import show
 from core.config.section import MAPPING, Open, is_section, optional
-from core.config.unknown_keys import validated
+from core.config.unknown_keys import asked, validated
 from core.config.view import View
 
 WIDEST = 120  # columns, also where the terminal is wider
@@ -109,8 +109,8 @@ def type_text(hint: Any) -> str:
 def entries(recipe: str, overrides: Sequence[str] = (), hooks: Collection[str] = ()) -> list[Entry]:
     """Return every key of the recipe, with its default under these overrides."""
     schema = recipes.schema_of(recipe)
-    layers = composition.read(overrides, schema)
-    plain = validated(schema, composition.tree(recipe, layers), [])
+    layers = composition.read(overrides, recipe)
+    plain = validated(schema, composition.tree(layers), [])
     config = resolve(plain, recipe)
     reasons = rules.reasons(View(config, layers.given, hooks, recipe), convert.all_keys(schema))
     sections = {"": schema, **convert.sections(schema)}
@@ -146,10 +146,10 @@ def shown(recipe: str, overrides: Sequence[str], words: Sequence[str], hooks: Co
     if not words:
         return "\n".join([*_usage(recipe), *_listed(found)]), True
     hits = [entry for entry in found if _matches(words, f"{entry.key} {entry.comment} {entry.type}")]
-    others = [(key, text) for key, text in _foreign() if _matches(words, f"{key} {text}")]
+    others = [(key, text) for key, text in asked("other_names", recipe) or () if _matches(words, f"{key} {text}")]
     lines = _listed(hits, reasons=True)
     if others:
-        lines += _item("names of verl and other projects that are called otherwise here, or are not here:", "")
+        lines += _item("keys of other versions:", "")
         lines += [line for key, text in others for line in _item(key, text)]
     if lines:
         return "\n".join(lines), True
@@ -158,19 +158,6 @@ def shown(recipe: str, overrides: Sequence[str], words: Sequence[str], hooks: Co
 
 def _matches(words: Sequence[str], text: str) -> bool:
     return all(word.lower() in text.lower() for word in words)
-
-
-def _foreign() -> Iterator[tuple[str, str]]:
-    """Yield the names that this repository lacks, and what to do about each."""
-    for key in (*verl_keys.table("renamed"), *verl_keys.table("unsupported")):
-        told = verl_keys.advice(key)
-        yield key, f"{told.rule}; {told.fix}"
-    for key, reason in verl_keys.table("no_effect").items():
-        yield key, f"has no effect: {reason}"
-    for table in peer_names.tables():
-        for name, text in table.names.items():
-            kind = {"program": "program", "keys": "key", "metrics": "metric"}[table.kind]
-            yield f"{name} ({table.project}, {kind})", f"here: {text.replace('`', '')}"
 
 
 def _nothing(words: str, keys: Sequence[str]) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 
 from core.config.rulebook import RuleBook
 from core.config.schema import Config
-from core.config.yaml_tables import read_table
+from core.config.yaml_files import read_table
 from core.errors import InputError
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -48,19 +48,19 @@ def table(recipe: str, name: str) -> Any:
 
 def schema_of(recipe: str) -> type[Config]:
     """Return the class of a recipe's configurations: :class:`Config`, or the recipe's subclass of it."""
-    module = _module(recipe)
+    module = module_of(recipe)
     return Config if module is None else module.SCHEMA
 
 
 def rules_of(recipe: str) -> RuleBook | None:
     """Return the rules of a recipe's own, or None where it has none."""
-    module = _module(recipe, "config_rules")
+    module = module_of(recipe, "config_rules")
     return None if module is None else module.rules
 
 
 def extended() -> Iterator[tuple[str, ModuleType]]:
     """Yield the recipes that have keys of their own, with the modules that define them."""
-    yield from ((recipe, module) for recipe in names() if (module := _module(recipe)) is not None)
+    yield from ((recipe, module) for recipe in names() if (module := module_of(recipe)) is not None)
 
 
 def trainer_of(recipe: str) -> tuple[str | None, tuple[str, ...]]:
@@ -95,6 +95,7 @@ def trainer_of(recipe: str) -> tuple[str | None, tuple[str, ...]]:
 
 
 @functools.cache
-def _module(recipe: str, name: str = "config_schema") -> ModuleType | None:
+def module_of(recipe: str, name: str = "config_schema") -> ModuleType | None:
+    """Return the module of this name in a recipe's folder, or None where it has none."""
     exists = folder(recipe).with_name(f"{name}.py").exists()
     return importlib.import_module(f"recipes.{recipe}.{name}") if exists else None

@@ -16,7 +16,7 @@ from typing import Any
 from core.config import convert
 from core.config.problem import Problem, show
 from core.config.schema import Config
-from core.config.yaml_tables import read_table
+from core.config.yaml_files import read_table
 
 KEY, MODEL = "trainer.reference", "actor_rollout_ref.model.path"
 TABLE = Path(__file__).resolve().parents[2] / "results" / "references.yaml"

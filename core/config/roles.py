@@ -18,7 +18,7 @@ from core.config.problem import Problem
 from core.config.schema import Config
 from core.config.section import hints
 from core.config.unknown_keys import validated
-from core.config.yaml_tables import read_table
+from core.config.yaml_files import read_table
 
 FILE = "key_roles.yaml"
 OBJECTIVE, FILES, EXECUTION, BOOKKEEPING = "objective", "files", "execution", "bookkeeping"

@@ -1,7 +1,7 @@
 """The configuration: its sections, of ``core/config/sections``, put together.
 
 Keys and defaults are those of verl v0.6.1 in the subset that does something here, with the DAPO recipe's filter and
-overlong keys; a default that differs is listed in :data:`core.config.yaml_tables.CHANGED_DEFAULTS`. A default of None
+overlong keys; a default that differs is listed in ``core/config/README.md``. A default of None
 that stands for another key's value is filled in by :func:`core.config.derived_defaults.resolve`, so a resolved
 configuration holds None only where a comment here gives its meaning.
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from core.config import registry
+from core.config import plugins, registry
 from core.config.locations import is_url, local_path
 from core.config.sections.data import DataConfig
 from core.errors import InputError
@@ -144,7 +144,7 @@ class ExampleFile:
         stat = here.stat() if here.is_file() else None  # before it is read: one that changes meanwhile is another file
         self._table = _read_table(self.path, here, prompt_key, reward_fn_key, media)
         self._media = {  # column -> what reads an entry of its lists
-            column: registry.load_object(registry.MEDIA_COLUMNS[key])
+            column: plugins.load_object(registry.MEDIA_COLUMNS[key])
             for column, key in media.items()
             if column in self._table.column_names
         }

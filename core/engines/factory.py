@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from core.config import registry
 from core.config.limits import FULL_PRECISION
-from core.config.registry import load_object
+from core.config.plugins import load_object
 from core.engines import RolloutEngine
 from core.errors import InputError
 

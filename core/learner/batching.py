@@ -16,7 +16,7 @@ from torch import Tensor
 
 from core.algorithm import invariants, use_checks
 from core.algorithm.losses import token_weights
-from core.config import registry
+from core.config import plugins, registry
 from core.data.sampler import permutation
 from core.types import ScoredGroup, TrainBatch
 from reward_scores.score import ScoreStatus
@@ -107,7 +107,7 @@ def steps_of(
         scale_factor=part.loss_scale_factor or response_length,
         shuffle_seed=part.data_loader_seed if part.shuffle else None,
     )
-    select = entry.selects and registry.load_object(entry.selects)
+    select = entry.selects and plugins.load_object(entry.selects)
     before = "old_log_probs" if "old_log_probs" in batch.stored else "rollout_log_probs"
     reads, rows = (before, "advantages", "loss_weight"), 0
     for step in steps:

@@ -204,8 +204,8 @@ def auto_class(config: Any, auto: str = TEXT.auto_class) -> Any:
 
 def freeze_parts(module: nn.Module, config: Config) -> nn.Module:
     """Freeze the parts of the policy that keys of extensions exclude from training."""
-    for path in extensions.functions("freeze", config):
-        registry.load_object(path)(module)
+    for freeze in extensions.functions("freeze", config):
+        freeze(module)
     return module
 
 

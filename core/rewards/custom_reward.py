@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from core.config.registry import load_module, load_object
+from core.config.plugins import load_module, load_object
 from core.errors import InputError
 from reward_scores.score import Scorer, any_ground_truth
 

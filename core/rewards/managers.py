@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from core.config import registry
-from core.config.registry import load_module, load_object
+from core.config import plugins, registry
+from core.config.plugins import load_module, load_object
 from core.errors import InputError
 from core.rewards.custom_reward import users_code, without_scheme
 from core.rewards.grader_pool import Pool
@@ -52,7 +52,7 @@ def register(name: str) -> Callable[[Any], Any]:
 
     Raises InputError for a name that is taken.
     """
-    return registry.registering(KEY, registry.REWARD_MANAGERS, name)
+    return plugins.registering(KEY, registry.REWARD_MANAGERS, name)
 
 
 def make_manager(reward: RewardModelConfig, scorers: Scorers) -> RewardManager:
@@ -73,7 +73,7 @@ def make_manager(reward: RewardModelConfig, scorers: Scorers) -> RewardManager:
             maker = load_object(f"{where}:{reward.module.name or ''}", MODULE)
         else:
             load_module(where, f"{MODULE}={where}")
-            names = registry.registered(KEY)
+            names = plugins.registered(KEY)
             if name not in names:
                 has = f"it has {', '.join(names)}" if names else "it has no name"
                 raise InputError(

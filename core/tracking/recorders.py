@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from core.config import extensions, registry
+from core.config import extensions
 from core.types import ScoredGroup, StepMetrics, TrainBatch
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Recorders(Recorder):
     @classmethod
     def of(cls, run: RecordedRun) -> Recorders:
         """Return those that the run's configuration asks for."""
-        return cls([registry.load_object(path)(run) for path in extensions.functions("recorder", run.config)])
+        return cls([recorder(run) for recorder in extensions.functions("recorder", run.config)])
 
     def judging(self, keep_group: Callable[[ScoredGroup], bool]) -> Callable[[ScoredGroup], bool]:
         """Return ``keep_group`` that tells the recorders what it says."""
@@ -98,5 +98,5 @@ class Recorders(Recorder):
 
 def drop_after(run_dir: Path, step: int) -> None:
     """Remove what recorders kept of later steps, which a resumed run repeats, whatever it records itself."""
-    for path in extensions.functions("drop_after"):
-        registry.load_object(path)(run_dir, step)
+    for drop_after in extensions.functions("drop_after"):
+        drop_after(run_dir, step)

@@ -38,7 +38,7 @@ from tqdm import tqdm
 from core.checkpoint.manifest import fsync, write_durably
 from core.config import Config, convert, extensions, paths, registry, to_yaml
 from core.config.locations import is_url, write_remote_text
-from core.config.registry import load_object
+from core.config.plugins import load_object
 from core.errors import InputError, writing
 from core.redaction import redacted_text
 from core.tracking import recorders, run_manifest

@@ -20,7 +20,7 @@ from typing import Any
 
 from core.config import extensions
 from core.config.reference_rows import MODEL, Departure, departures, unknown
-from core.config.yaml_tables import read_foreign_yaml
+from core.config.yaml_files import read_foreign_yaml
 from core.errors import InputError
 from core.tracking.confidence_intervals import Estimate
 from core.tracking.run_manifest import ROOT, flatten

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from core.config import convert, recipes, roles
 from core.config.locations import local_path
-from core.config.yaml_tables import read_foreign_yaml
+from core.config.yaml_files import read_foreign_yaml
 from core.errors import InputError
 from core.redaction import redacted
 from core.tracking import run_manifest

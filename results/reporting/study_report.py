@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.config.yaml_tables import read_table
+from core.config.yaml_files import read_table
 from core.tracking.confidence_intervals import Estimate, t_interval
 from core.tracking.run_manifest import ROOT
 from results.reporting.comparison import holm, paired_p, seed_interval

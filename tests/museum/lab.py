@@ -18,7 +18,7 @@ from pathlib import Path
 
 from core.algorithm import invariants
 from core.command_line import prepare
-from core.config.registry import load_object
+from core.config.plugins import load_object
 
 STEPS = 3
 SHARED = (

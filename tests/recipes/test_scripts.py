@@ -95,8 +95,7 @@ def test_arguments_are_forwarded_and_win(path, elsewhere):
 
 def values(recipe, *overrides):
     """Key -> value of the composed tree, before nulls are filled in from other keys."""
-    layers = composition.read(overrides, recipes.schema_of(recipe))
-    return dict(_leaves(composition.tree(recipe, layers)))
+    return dict(_leaves(composition.tree(composition.read(overrides, recipe))))
 
 
 MODEL = "actor_rollout_ref.model.path"

@@ -14,7 +14,7 @@ import torch
 from core.checkpoint.manifest import verify
 from core.cluster.local_workers import LocalWorkers
 from core.config import Config, convert
-from core.config.registry import load_object
+from core.config.plugins import load_object
 from core.errors import InputError
 from core.extensions.capsules.capsule_recorder import ALIGNED, OPTIMIZER, model_tensors, sha256_of_tensor, state_of
 from core.extensions.capsules.stored_step import StoredStep

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from core.config import Config, code_keys, convert, examine, recipes, roles
-from core.config.unknown_keys import unknown_key
+from core.config.unknown_keys import CommandLine, unknown_key
 from core.errors import InputError
 from core.extensions.capsules.capsule_recorder import state_of
 from core.extensions.capsules.differences import Closeness, Difference
@@ -129,7 +129,7 @@ def changed(stored: StoredStep, changes: Sequence[str]) -> Config:
         if not sign:
             raise InputError(f"--with {text}: write key=value, as in {ACTOR}clip_ratio=0.1")
         if not convert.known(key, schema):
-            raise InputError(str(unknown_key(key, value, schema)))
+            raise InputError(str(unknown_key(key, value, CommandLine(stored.facts["recipe"], schema))))
         if (role := roles.role_of(key)) != roles.OBJECTIVE:
             rule = f"is a key of {role} and does not decide what is trained"
             raise InputError(f"{key}={value}: {rule}; --with tries keys of the objective, as {ACTOR}clip_ratio")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from core.cluster.workers import ray_backend
-from core.config.registry import load_object
+from core.config.plugins import load_object
 from core.engines import RolloutEngine
 from core.engines.factory import make_engine
 from core.engines.in_process_engine import InProcessEngine

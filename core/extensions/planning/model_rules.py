@@ -13,7 +13,7 @@ from math import gcd
 
 from core.config import extensions
 from core.config.problem import Problem
-from core.config.registry import ENGINES, MODALITIES, load_object
+from core.config.registry import ENGINES, MODALITIES
 from core.config.schema import Config
 from core.config.sections.actor import Sharing
 from core.errors import InputError
@@ -36,8 +36,8 @@ def model_problems(config: Config) -> list[str]:
             fix = f"give a model of text alone, or of {', '.join(MODALITIES)}"
             found.append(Problem(key, path, reason, fix))
     if not found:
-        for path in extensions.functions("model_problems"):
-            found += load_object(path)(config, sees_pictures(roles.model.path))
+        for problems_of_model in extensions.functions("model_problems"):
+            found += problems_of_model(config, sees_pictures(roles.model.path))
         with suppress(InputError):  # a shape that is not known; the plan says so
             found += _splits(config, roles.model.path, shape_of(roles.model.path, roles.model.override_config))
         with suppress(InputError):

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from core.config import extensions
-from core.config.registry import load_object
 from core.errors import InputError
 from core.extensions.tools.tools import load_class, made_by_name, read_yaml
 
@@ -108,8 +107,8 @@ def _user(entry: Any) -> tuple[str, Callable[[], Interaction]]:
     name = str(entry.get("name") or kind.__name__.removesuffix("Interaction").lower())
     if isinstance(kind, type) and issubclass(kind, Interaction):
         return name, lambda: kind(config)
-    for path in extensions.functions("foreign_user"):
-        if (make := load_object(path)(kind)) is not None:
+    for adapter_of in extensions.functions("foreign_user"):
+        if (make := adapter_of(kind)) is not None:
             return name, lambda: make(name, config)
     raise ValueError(f"{kind.__name__} does not extend core.extensions.tools.interactions.Interaction")
 

@@ -37,7 +37,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
 
 from core.config import extensions
-from core.config.registry import load_object
+from core.config.plugins import load_object
 from core.errors import InputError
 
 KEY = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
@@ -205,8 +205,8 @@ def _read_entry(entry: Any) -> _Entry:
     kind = load_class(where)
     if isinstance(kind, type) and issubclass(kind, Tool):
         return _Entry(lambda: kind(options), schema or kind.schema, timeout_s)
-    for path in extensions.functions("foreign_tool"):
-        if (make := load_object(path)(kind)) is not None:
+    for adapter_of in extensions.functions("foreign_tool"):
+        if (make := adapter_of(kind)) is not None:
             return _Entry(lambda: make(options, schema), schema, timeout_s)
     raise ValueError(f"{where} does not extend core.extensions.tools.tools.Tool, whose call() is awaited")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from core.algorithm.advantages import AdvantageInputs, compute, group_stats
 from core.config import registry
-from core.config.registry import chosen
+from core.config.plugins import chosen
 from core.errors import InputError
 from tests import reference
 from tests.golden_adapters import ADAPTERS

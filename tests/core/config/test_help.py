@@ -1,4 +1,4 @@
-"""The text of --help: every key in words, searches with and without a hit, and the advice on verl's keys."""
+"""The text of --help: every key in words, and searches with and without a hit."""
 
 from __future__ import annotations
 
@@ -82,12 +82,7 @@ def test_a_search_reads_names_comments_and_choices_in_any_case(capsys):
     assert "lr=1e-06" in asked(capsys, "--help", "optim.lr=3")[1]  # an override after it is searched for by its key
 
 
-def test_a_search_gives_advice_on_keys_of_verl_and_on_keys_without_effect(capsys):
-    out = asked(capsys, "--help", "max_ckpt")[1]
-    assert "trainer.max_ckpt_to_keep\n    is not the name here; use trainer.max_actor_ckpt_to_keep\n" in out
-    assert "use_pf_ppo\n    is not supported; leave it out\n" in asked(capsys, "--help", "use_pf")[1]
-    said = "    has no effect: it is actor_rollout_ref.actor.use_torch_compile\n"
-    assert said in asked(capsys, "--help", "torch_compile")[1]
+def test_a_search_says_why_a_key_does_nothing(capsys):
     useless = " ".join(asked(capsys, "--help", "critic.grad_clip")[1].split())
     assert "Does nothing here: algorithm.adv_estimator=grpo has no critic." in useless
 

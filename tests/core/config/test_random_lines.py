@@ -270,13 +270,13 @@ def test_a_random_line_ends_in_problems_or_is_in_the_configuration(recipe, here,
         if code == 2:
             assert lines and all(names_what_was_typed(line, texts, schema) for line in lines), (texts, lines)
             apart = [
-                str(problem) for text in texts if text != "--" for problem in composition.read([text], schema).problems
+                str(problem) for text in texts if text != "--" for problem in composition.read([text], recipe).problems
             ]
             assert set(apart) <= set(lines), (texts, lines)  # none hides another's
             continue
         accepted += 1
         composed = examine(recipe, texts, HOOKS[recipe])
-        found = {**composed.given, **{key: value for key, (value, _) in composed.unused.items()}}
+        found = composed.given.keys() | composed.unused.keys() | composed.read.keys()
         for text in texts:
             key = re.match(r"[+ ~]*([^=]*)", text)[1]
             assert (

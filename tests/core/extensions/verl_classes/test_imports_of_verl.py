@@ -11,7 +11,7 @@ import pytest
 
 from core.command_line import _extensions_problems
 from core.config import compose
-from core.config.registry import load_object
+from core.config.plugins import load_object
 from core.extensions.verl_classes.import_check import problems
 from core.extensions.verl_classes.shim import MODULES, SAID
 
@@ -47,11 +47,11 @@ def test_the_ways_to_import_it(tmp_path, line):
 
 def test_the_stand_in_is_there_for_users_files_alone_and_says_so():
     program = (
-        "import core.config.registry as registry, sys\n"
+        "import core.config.plugins as plugins, sys\n"
         "try:\n    import verl\n    raise SystemExit('imported')\nexcept ModuleNotFoundError:\n    pass\n"
-        "registry.load_object(sys.argv[1] + ':NotebookTool')\n"
+        "plugins.load_object(sys.argv[1] + ':NotebookTool')\n"
         "assert not {'torch', 'ray', 'vllm'} & sys.modules.keys()\n"
-        "registry.load_object('core.config.registry:load_object')\n"
+        "plugins.load_object('core.config.plugins:load_object')\n"
     )
     file = ROOT / "tests/core/extensions/verl_classes/public/notebook_tool.py"
     environment = {name: value for name, value in os.environ.items() if name != SAID}

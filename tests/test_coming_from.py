@@ -1,4 +1,4 @@
-"""The names of other projects: what stands for them here exists, and a search and a typed key find them."""
+"""COMING_FROM.md: what it says stands here for a name of another project exists."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from core.config import composition, convert, examine, help, peer_names, recipes
+from core.config import composition, convert, recipes
 from core.config.unknown_keys import validated
 
-ROOT = Path(__file__).resolve().parents[3]
-TABLES = list(peer_names.tables())
-TEXTS = [(f"{one.project}:{name}", text) for one in TABLES for name, text in one.names.items()]
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "COMING_FROM.md").read_text(encoding="utf-8")
+ROWS = re.findall(r"^\| `([^`]+)` \| (.+) \|$", PAGE, re.MULTILINE)
 SCHEMA = recipes.schema_of("search_r1")  # the keys of core, and its own
 # Metrics that none of the recorded runs has: runs without KL, critic's rows and importance weights
 UNRECORDED = {  # metric -> the file that writes it, and how it stands there
@@ -33,7 +33,7 @@ def recorded_metrics() -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, text", TEXTS, ids=[name for name, _ in TEXTS])
+@pytest.mark.parametrize("name, text", ROWS)
 def test_what_stands_for_a_name_exists(name, text):
     assert text.startswith("nothing") or "`" in text or text.startswith("no registry"), "says nothing of here"
     quoted = re.findall(r"`([^`]+)`", text)
@@ -44,8 +44,8 @@ def test_what_stands_for_a_name_exists(name, text):
             key, _, value = one.partition("=")
             assert convert.known(key, SCHEMA), key
             if value:
-                layers = composition.read([one], SCHEMA)
-                validated(SCHEMA, composition.tree("grpo", layers), layers.problems)
+                layers = composition.read([one], "search_r1")
+                validated(SCHEMA, composition.tree(layers), layers.problems)
                 assert not layers.problems, one
     for word, path in re.findall(r"`(\w+)` of `([\w/]+\.py)`", text):
         assert re.search(rf"\b{word}\b", (ROOT / path).read_text(encoding="utf-8")), f"{path} has no {word}"
@@ -59,30 +59,7 @@ def is_metric(name: str) -> bool:
     return any(re.fullmatch(pattern, one) for one in recorded_metrics())
 
 
-def test_a_table_has_every_name_that_the_page_promises():
-    by_title = {one.title: one.names for one in TABLES}
-    trl = by_title["Fields of TRL's GRPOConfig"]
-    assert {
-        *("num_generations", "beta", "epsilon", "epsilon_high", "scale_rewards", "loss_type", "num_iterations"),
-        *("steps_per_generation", "temperature", "max_completion_length"),
-    } <= trl.keys()
-    assert {
-        *("reward", "reward_std", "completions/mean_length", "clip_ratio/region_mean", "entropy", "kl"),
-        "frac_reward_zero_std",
-    } <= by_title["Metrics of TRL"].keys()
-
-
-def test_a_typed_name_is_answered_and_a_metric_is_no_key():
-    assert peer_names.advice("--n-samples-per-prompt") == (
-        "is a name of OpenRLHF",
-        "here: actor_rollout_ref.rollout.n",
-    )
-    assert peer_names.advice("policy_loss") is None and peer_names.advice("data.train_files") is None
-    assert peer_names.advice("save_steps")[0] == "is a name of TRL and OpenRLHF"
-    (line,) = examine("grpo", ["epsilon_high=0.28"]).problems
-    assert line == "epsilon_high=0.28: is a name of TRL; here: actor_rollout_ref.actor.clip_ratio_high"
-
-
-def test_a_search_finds_names_of_other_projects():
-    text, found = help.shown("grpo", [], ["frac_reward_zero_std"])
-    assert found and "frac_reward_zero_std (TRL, metric)\n    here: reward/zero_variance_share, of acc" in text
+def test_the_page_has_rows_of_every_project():
+    assert {"RayPPOTrainer", "num_generations", "--n_samples_per_prompt", "n_agent", "frac_reward_zero_std"} <= dict(
+        ROWS
+    ).keys()

@@ -1,0 +1,120 @@
+"""Code that a configuration names: functions and classes by their paths, by a decorator's name, or by a table's.
+
+A path is ``package.module:name`` or ``path/to/file.py:name``. The tables are those of :mod:`core.config.registry`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from core.config import stand_ins
+from core.errors import InputError
+
+_REGISTERED: dict[str, dict[str, Any]] = {}  # key of the configuration -> name -> a user's own, by decorator
+
+
+def registering(key: str, known: Mapping[str, Any], name: str) -> Callable[[Any], Any]:
+    """Return a decorator that gives a class or function of a user's module a name for a key.
+
+    Raises InputError for a name that is the table's (``known``), another module's, or no identifier.
+    """
+
+    def register(made: Any) -> Any:
+        names = _REGISTERED.setdefault(key, {})
+        holder = "core.config.registry" if name in known else getattr(names.get(name), "__module__", made.__module__)
+        if holder != made.__module__:
+            raise InputError(f"{key}: {made.__module__} registers {name!r}, a name of {holder}; choose another")
+        if not name.isidentifier():
+            raise InputError(f"{key}: {made.__module__} registers {name!r}; a name has letters, digits and _ alone")
+        names[name] = made
+        return made
+
+    return register
+
+
+def registered(key: str) -> Mapping[str, Any]:
+    """Return what the modules loaded so far have registered for a key, by name."""
+    return _REGISTERED.get(key, {})
+
+
+def load_object(spec: str, key: str = "") -> Any:
+    """Return the object that ``package.module:name`` or ``path/to/file.py:name`` leads to.
+
+    ``key`` is the configuration key the path came from; every error names it, and a name that a decorator registered
+    for it will do as well. A file is run once a process, however often it is named.
+
+    Raises:
+        InputError: the path has no ``:name``, the module or file does not exist, or it has no such name.
+            An exception raised by the module's own code is passed on unchanged.
+    """
+    where, separator, name = spec.rpartition(":")
+    label = f"{key}={spec}" if key else spec
+    if not separator or not where or not name:
+        raise InputError(f"{label}: write package.module:function or path/to/file.py:function")
+    module = load_module(where, label)
+    if not hasattr(module, name):
+        if name in registered(key):
+            return registered(key)[name]
+        public = ", ".join(sorted(item for item in vars(module) if not item.startswith("_"))) or "nothing"
+        raise InputError(f"{label}: {where} has no {name!r}; it has {public}")
+    return getattr(module, name)
+
+
+def load_module(where: str, label: str) -> ModuleType:
+    """Return the module ``package.module`` or ``path/to/file.py``. Raises InputError, which begins with ``label``."""
+    stand_ins.install()
+    return _from_file(where, label) if where.endswith(".py") else _from_package(where, label)
+
+
+def chosen(name: str, known: Mapping[str, Any], key: str) -> Any:
+    """Import the function of an entry of :mod:`core.config.registry`, or a user's own by its path or registered name.
+
+    Raises:
+        InputError: neither a known name nor a path that leads to a function.
+    """
+    if name in known:
+        return load_object(known[name].function)
+    if name in registered(key):
+        return registered(key)[name]
+    if ":" not in name:
+        choose = f"choose one of {', '.join((*known, *registered(key)))}, or " if known else ""
+        raise InputError(f"{key}={name}: {choose}name your own as package.module:function or path/file.py:function")
+    return load_object(name, key)
+
+
+def _from_package(name: str, label: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # A package that the module itself imports and lacks is another error than a module that is not there.
+        if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
+            raise
+        raise InputError(
+            f"{label}: no module {error.name!r} on the import path; "
+            "run from the repository root, or name the file: path/to/file.py:function"
+        ) from error
+
+
+def _from_file(where: str, label: str) -> ModuleType:
+    path = Path(where).expanduser().resolve()
+    if not path.is_file():
+        raise InputError(f"{label}: there is no file {path}; the path counts from the working directory {Path.cwd()}")
+    name = f"plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before running it: dataclasses look their own module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

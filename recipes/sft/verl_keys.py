@@ -1,0 +1,73 @@
+"""Keys of verl's SFT trainers whose meaning depends on the rest of the line (see core/extensions/verl_keys)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from core.config.unknown_keys import CommandLine, Interpretation
+from core.extensions.verl_keys.conversions import over_all_ranks, weights_dtype, whole_number
+
+OPTIM = "actor_rollout_ref.actor.optim"
+
+
+def length(key: str, value: Any, line: CommandLine) -> Interpretation | None:
+    """Read the bound of a whole demonstration, which here is that of prompt and response together."""
+    if not whole_number(value) or value < 2:
+        return None
+    return Interpretation(
+        settings={"data.max_prompt_length": value // 2, "data.max_response_length": value - value // 2}
+    )
+
+
+def field_of_a_column(key: str, value: Any, line: CommandLine) -> Interpretation | None:
+    """Read ``prompt_key=extra_info prompt_dict_keys=[question]`` as ``prompt_key=extra_info.question``."""
+    name = key.replace("_dict_keys", "_key")
+    fields = value if isinstance(value, list) else [value]
+    column = line.given.get(name, {"data.prompt_key": "question", "data.response_key": "answer"}[name])
+    if len(fields) != 1 or not isinstance(column, str):
+        return None
+    line.given[name] = f"{column}.{fields[0]}"
+    return Interpretation(settings={name: f"{column}.{fields[0]}"})
+
+
+def engines_optimizer(key: str, value: Any, line: CommandLine) -> Interpretation | None:
+    """Read the choice of the later trainer's optimizer, whose schedule is another than the earlier trainer's."""
+    if value != "fsdp":
+        return None
+    schedule = {"lr_scheduler_type": "constant", "lr_warmup_steps_ratio": 0.0, "betas": [0.9, 0.999]}
+    names = {"lr_scheduler_type": ("optim.lr_scheduler_type", "optim.warmup_style")}
+    missing = {
+        name: default
+        for name, default in schedule.items()
+        if not {*names.get(name, (f"optim.{name}",)), f"{OPTIM}.{name}"} & line.given.keys()
+    }
+    if not missing:
+        return Interpretation(unused="AdamW is the optimizer here")
+    return Interpretation(settings={f"{OPTIM}.{name}": default for name, default in missing.items()})
+
+
+CONVERSIONS = {
+    "data.max_length": length,
+    "data.micro_batch_size": over_all_ranks("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", None),
+    "data.prompt_dict_keys": field_of_a_column,
+    "data.response_dict_keys": field_of_a_column,
+    "engine.model_dtype": weights_dtype,
+    "model.fsdp_config.model_dtype": weights_dtype,
+    "optim": engines_optimizer,
+}
+
+
+def warnings(line: CommandLine) -> list[str]:
+    """Return what differs between verl's SFT trainers and this one where a line is of theirs."""
+    found = []
+    if line.given.get("data.val_files"):
+        found.append(
+            "data.val_files: are questions that a validation answers; verl's SFT trainers measure the loss of "
+            "demonstrations there, which this one does not; set data.val_files=[] where they hold demonstrations"
+        )
+    if "data.prompt_dict_keys" in line.given or "data.response_dict_keys" in line.given:
+        found.append(
+            "data.prompt_key: a plain string is trained on as it is; verl's SFT trainer makes it the user's turn of a "
+            "chat; write chats into a column of messages where the model expects its template"
+        )
+    return found
