@@ -224,7 +224,7 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "model/config.json").write_text(f"{{{sizes}}}")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DRY_RUN", "1")
-    monkeypatch.setattr("core.command_line.find_spec", lambda name: True)
+    monkeypatch.setattr("core.requirements_check.find_spec", lambda name: True)
     return tmp_path
 
 
