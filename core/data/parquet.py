@@ -36,6 +36,7 @@ from core.files.whole_files import FIX, damage
 from core.modality import MediaError
 
 Message = Mapping[str, Any]
+MEDIA_NAMES = {"images", "videos", "audios"}  # columns of media in verl's schema
 KEPT_FILES, KEPT_EXAMPLES = 8, 16384  # so many files of at most so many examples without media stay in memory
 MAKE_ONE = "write one with python -m data_preprocess.gsm8k, or give the right path"
 
@@ -278,6 +279,10 @@ def _read_table(where: str, path: Path, prompt_key: str, reward_fn_key: str, med
         table = file.read(columns=[*wanted, *optional])
     except (pa.ArrowInvalid, OSError) as error:
         raise InputError([f"{where}: not a readable parquet file ({error}); {MAKE_ONE}"]) from error
+    for column in MEDIA_NAMES - media.keys():
+        if column in names and _holds_anything(file.read(columns=[column])[column]):
+            fix = "leave the column out, or restore the extension that reads it (core/extensions)"
+            raise InputError([f"{where}: column {column!r} holds media, which nothing here reads; {fix}"])
     for column in media.keys() & set(optional):
         kind = table[column].type
         if table[column].null_count == table.num_rows:
@@ -287,6 +292,16 @@ def _read_table(where: str, path: Path, prompt_key: str, reward_fn_key: str, med
     if table.num_rows == 0:
         raise InputError([f"{where}: the parquet file has no rows; {MAKE_ONE}"])
     return table
+
+
+def _holds_anything(column: Any) -> bool:
+    """Return whether a column of lists has an element, or one of another type a value."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        return bool(pc.sum(pc.list_value_length(column)).as_py())
+    return column.null_count < len(column)
 
 
 Finding = tuple[str, str, str]  # (rule, fix, the value that breaks the rule)

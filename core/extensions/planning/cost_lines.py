@@ -57,6 +57,8 @@ def plan_lines(config: Config) -> list[str]:
     """Return the plan's lines, or one that gives the reason why there is none: what a dry run prints."""
     if config.trainer.val_only:
         return ["none: a plan is of training, and trainer.val_only trains nothing"]
+    if config.trainer.device == "cpu":
+        return []  # the plan's rates are of GPUs
     try:
         return [] if small(config) else lines(plan_on(config))
     except InputError as error:
