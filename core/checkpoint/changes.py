@@ -34,8 +34,8 @@ class Change:
 
 def changes(saved: Provenance, run: Provenance) -> list[Change]:
     """Return every difference that counts, those that are refused first. Bookkeeping does not count."""
-    found = [*_settings(saved, run), *_surroundings(saved, run)]
-    return sorted(found, key=lambda change: not change.refused)
+    both = [*_settings(saved, run), *_surroundings(saved, run)]
+    return sorted(both, key=lambda change: not change.refused)
 
 
 def _settings(saved: Provenance, run: Provenance) -> Iterator[Change]:

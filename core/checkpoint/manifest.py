@@ -72,15 +72,15 @@ class Checkpoint:
                 f"keep its seed, which decides the order of the data. Set trainer.seed={saved.seed}, or choose another "
                 "trainer.experiment_name"
             )
-        found = changes(saved, run)
-        if refused := [change for change in found if change.refused and not allow]:
+        changed = changes(saved, run)
+        if refused := [change for change in changed if change.refused and not allow]:
             rule = (
                 f"{self.folder} is of a run with these other settings, and a resumed run must keep its base, its data, "
                 "what it trains and how it is measured. Take the changes back, or choose another "
                 "trainer.experiment_name; trainer.resume_with_changes=True goes on with them and records them"
             )
             raise InputError([*map(str, refused), rule])
-        return found
+        return changed
 
     def check_models(self, models: Mapping[str, ModelFingerprint]) -> None:
         """Check the part of :meth:`check_compatible` that can be known before a weight is read.
@@ -101,12 +101,12 @@ class Checkpoint:
             )
 
     def _check_model(self, name: str, there: ModelFingerprint, here: ModelFingerprint) -> None:
-        found = there.differences(here)
-        if found:
-            more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
+        differences = there.differences(here)
+        if differences:
+            more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
             raise InputError(
-                f"{self.folder} is a checkpoint of another model ({name}): {'; '.join(found[:3])}{more}. A resumed run "
-                "must keep its model: set actor_rollout_ref.model.path (critic.model.path) to the one the run started "
+                f"{self.folder} is a checkpoint of another model ({name}): {'; '.join(differences[:3])}{more}. A "
+                "resumed run must keep its model: set actor_rollout_ref.model.path (critic.model.path) to the one the run started "
                 "from, or choose another trainer.experiment_name"
             )
         if here.has_adapters and there.base and here.base and there.base.sha256 != here.base.sha256:
@@ -140,8 +140,8 @@ def verify(folder: Path, *, hashes: bool = True) -> Checkpoint:
         if size != wanted["bytes"]:
             raise DamagedCheckpoint(f"{folder}: {name} has {size} bytes, the manifest says {wanted['bytes']}")
     if hashes:
-        for name, found in _hash_all(folder, body["files"]).items():
-            if found != body["files"][name]["sha256"]:
+        for name, digest in _hash_all(folder, body["files"]).items():
+            if digest != body["files"][name]["sha256"]:
                 raise DamagedCheckpoint(f"{folder}: {name} was altered: its SHA-256 is not the one in the manifest")
         for name in body["files"]:
             check_index(folder / name)
@@ -173,7 +173,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         body, digest = manifest["body"], manifest["sha256"]
-        shapes = [(int(one["bytes"]), str(one["sha256"])) for one in body["files"].values()]
+        shapes = [(int(entry["bytes"]), str(entry["sha256"])) for entry in body["files"].values()]
         if not isinstance(body["step"], int) or any(size < 0 for size, _ in shapes):
             raise ValueError("step or sizes are no numbers")
     except OSError as error:

@@ -69,14 +69,14 @@ class ModelFingerprint:
 
     def differences(self, other: ModelFingerprint) -> list[str]:
         """Return what this (saved) model has otherwise than ``other`` (of this run), one phrase each."""
-        found = []
+        differences = []
         if self.architecture != other.architecture:
-            found.append(f"architecture {self.architecture} there, {other.architecture} here")
+            differences.append(f"architecture {self.architecture} there, {other.architecture} here")
         for name in sorted(self.shapes.keys() | other.shapes.keys()):
-            there, here = (list(one.shapes[name]) if name in one.shapes else "absent" for one in (self, other))
+            there, here = (list(model.shapes[name]) if name in model.shapes else "absent" for model in (self, other))
             if there != here:
-                found.append(f"{name} is {there} there, {here} here")
-        return found
+                differences.append(f"{name} is {there} there, {here} here")
+        return differences
 
 
 def base_of(path: str, known: Base | None = None) -> Base:
@@ -92,7 +92,7 @@ def base_of(path: str, known: Base | None = None) -> Base:
 
         folder = Path(snapshot_download(path, allow_patterns=list(FORMATS), local_files_only=True))
         commit = folder.name
-    files = next((found for pattern in FORMATS if (found := sorted(folder.glob(pattern)))), None)
+    files = next((files for pattern in FORMATS if (files := sorted(folder.glob(pattern)))), None)
     if files is None:
         raise FileNotFoundError(f"{path}: no weights ({', '.join(FORMATS)}) there")
     stats = [(file, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
@@ -118,9 +118,9 @@ def _entries(file: Path, size: int, changed: int) -> tuple[str, ...]:
         header.pop("__metadata__", None)
 
         def line(name: str) -> str:
-            one = header[name]
-            begin, end = (start + offset for offset in one["data_offsets"])
-            return f"{name} {one['dtype']} {one['shape']} {_digest(stream.fileno(), begin, end, file)}"
+            tensor = header[name]
+            begin, end = (start + offset for offset in tensor["data_offsets"])
+            return f"{name} {tensor['dtype']} {tensor['shape']} {_digest(stream.fileno(), begin, end, file)}"
 
         with ThreadPoolExecutor(THREADS) as pool:
             return tuple(pool.map(line, header))

@@ -100,19 +100,19 @@ class CheckpointStore:
         damaged: dict[int, str] = {}
         while remaining := [step for step in self.steps() if step not in damaged]:
             try:
-                found = verify(self.folder(remaining[-1]))
+                checkpoint = verify(self.folder(remaining[-1]))
             except DamagedCheckpoint as error:
                 # A writer may have pruned the folder while it was read: then it is gone, and there is a newer one.
                 if self.folder(remaining[-1]).exists():
                     damaged[remaining[-1]] = str(error)
                 continue
             for step, reason in damaged.items():
-                log.warning("damaged checkpoint skipped: %s; using step %d instead", reason, found.step)
+                log.warning("damaged checkpoint skipped: %s; using step %d instead", reason, checkpoint.step)
                 if tidy:
                     self._set_aside(step)
             if tidy:
-                self._prune(found.step)
-            return found
+                self._prune(checkpoint.step)
+            return checkpoint
         if damaged:
             reasons = "\n  ".join(damaged.values())
             raise InputError(

@@ -192,14 +192,14 @@ def gather(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor] | None:
 
     Tied weights share a tensor.
     """
-    lead, found, seen = dist.get_rank() == 0, {}, {}
+    lead, state, seen = dist.get_rank() == 0, {}, {}
     for name, value in weights:
         key = id(value) if isinstance(value, nn.Parameter) else name  # what was merged is gone before the next comes
         if key not in seen:
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             seen[key] = whole.detach().to("cpu", copy=True) if lead else None
-        found[name] = seen[key]
-    return found if lead else None
+        state[name] = seen[key]
+    return state if lead else None
 
 
 def gathered(value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -345,22 +345,22 @@ class LearnerRank:
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, ...]:
         squares = registry.estimator(self.config.algorithm.adv_estimator).squares
         with self.at_work("actor"):
-            found = self.actor.log_probs(batch, pass_size(self.config.actor_rollout_ref.rollout), squares=squares)
+            log_probs = self.actor.log_probs(batch, pass_size(self.config.actor_rollout_ref.rollout), squares=squares)
             reshard(self.actor.module)
-        return found
+        return log_probs
 
     def compute_ref_log_prob(self, batch: TrainBatch) -> tuple[Tensor]:
         with self.at_work("ref"):
             self.frozen.check(self.ref, self.actor)
-            found = self.ref.log_probs(batch, pass_size(self.config.actor_rollout_ref.ref))[:1]
+            log_probs = self.ref.log_probs(batch, pass_size(self.config.actor_rollout_ref.ref))[:1]
             reshard(self.ref.module)
-        return found
+        return log_probs
 
     def compute_values(self, batch: TrainBatch) -> tuple[Tensor]:
         with self.at_work("critic"):
-            found = self.critic.values(batch)
+            values = self.critic.values(batch)
             reshard(self.critic.module)
-        return (found,)
+        return (values,)
 
     def update_actor(self, steps: list[TrainBatch], lr_multiplier: float) -> dict[str, float]:
         with self.at_work("actor", updates=True):
@@ -377,29 +377,29 @@ class LearnerRank:
         """Return a fixed text and the policy's log-probs of it, [n - 1] float32."""
         ids = probe_ids(self.actor.module.config.get_text_config().vocab_size)
         with self.at_work("actor"):
-            found = probe_log_probs(self.actor)
+            log_probs = probe_log_probs(self.actor)
             reshard(self.actor.module)
-        return ids, found
+        return ids, log_probs
 
     def rounding_cost(self, token_ids: Sequence[int]) -> float:
         """Return what rounding costs the policy on a text, in nats a token."""
         with self.at_work("actor"):
-            found = rounding_cost(self.actor, token_ids)
+            nats = rounding_cost(self.actor, token_ids)
             reshard(self.actor.module)
-        return found
+        return nats
 
     def weights(self, dtype: torch.dtype) -> list[Weight]:
         """Return the policy's weights without their values, as an engine of this number format gets them."""
         names: dict[int | str, list[str]] = {}
-        found: dict[int | str, Tensor] = {}
+        tensors: dict[int | str, Tensor] = {}
         for name, value in merged_weights(self.skeletons["actor"]):
             # What was merged is gone before the next comes, and its id may come again.
             key = id(value) if isinstance(value, nn.Parameter) else name
             names.setdefault(key, []).append(name)
-            found[key] = value
+            tensors[key] = value
         return [
             Weight(tuple(names[key]), tuple(value.shape), dtype if value.is_floating_point() else value.dtype)
-            for key, value in found.items()
+            for key, value in tensors.items()
         ]
 
     def packer(self, weights: Sequence[Weight], limit: int, staging: Staging | None) -> Packer:

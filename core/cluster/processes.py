@@ -1,6 +1,6 @@
 """The processes of a cluster: a learner rank, an engine, a reward model.
 
-:mod:`core.cluster.ray_pools` makes Ray actors of these classes; nothing here imports ray. ``lifeline``, ``beat`` and
+:mod:`core.cluster.ray_pools` makes Ray actors of these classes; nothing here imports ray. ``liveness``, ``beat`` and
 ``stacks`` run on threads of their own, so that they answer while a phase computes or hangs.
 """
 
@@ -51,7 +51,7 @@ class Process:
         self.profile: Profile | None = None
         self.store: torch.distributed.TCPStore | None = None
 
-    def lifeline(self) -> None:
+    def liveness(self) -> None:
         """Block forever: whoever waits for the call learns at once that the process died."""
         threading.Event().wait()
 
@@ -253,7 +253,7 @@ class EngineProcess(Process):
     def close(self) -> None:
         self.engine.close()
 
-    async def lifeline(self) -> None:
+    async def liveness(self) -> None:
         """Wait forever, without blocking the event loop that answers beats."""
         await asyncio.Event().wait()
 

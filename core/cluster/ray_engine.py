@@ -38,9 +38,9 @@ class _Awaited:
     engine: str | None = None
 
 
-def _prompt(one: _Awaited) -> tuple[Any, ...]:
+def _prompt(entry: _Awaited) -> tuple[Any, ...]:
     """Return what a sample continues: equal ids with other media are another prompt."""
-    return one.request.prompt_ids, one.request.media
+    return entry.request.prompt_ids, entry.request.media
 
 
 class RayEngine:
@@ -74,28 +74,28 @@ class RayEngine:
         if not self._sends:
             self._sends = True
             loop.call_soon(self._send)
-        one = self._awaited[key] = _Awaited(loop.create_future(), request)
+        entry = self._awaited[key] = _Awaited(loop.create_future(), request)
         try:
-            return await one.future
+            return await entry.future
         finally:
-            if self._awaited.pop(key, None) and one.future.cancelled():
-                self._abort(key, one)
+            if self._awaited.pop(key, None) and entry.future.cancelled():
+                self._abort(key, entry)
 
     def _send(self) -> None:
         """Send the new requests: beside the same prompt, else to the episode's engine unless it is crowded, else where
         least is in flight."""
         self._sends = False
-        fresh = {key: one for key, one in self._awaited.items() if one.engine is None}
-        sent = [one for one in self._awaited.values() if one.engine is not None]
-        place = {_prompt(one): one.engine for one in sent}
-        load = {name: sum(one.engine == name for one in sent) for name in self.engines}
+        fresh = {key: entry for key, entry in self._awaited.items() if entry.engine is None}
+        sent = [entry for entry in self._awaited.values() if entry.engine is not None]
+        place = {_prompt(entry): entry.engine for entry in sent}
+        load = {name: sum(entry.engine == name for entry in sent) for name in self.engines}
         parts: dict[str, list[tuple[int, SampleRequest]]] = {}
-        for key, one in fresh.items():
-            one.engine = place.setdefault(_prompt(one), self._choose(one.request.episode, load))
-            load[one.engine] += 1
-            if one.request.episode is not None:
-                self._homes[one.request.episode] = one.engine
-            parts.setdefault(one.engine, []).append((key, one.request))
+        for key, entry in fresh.items():
+            entry.engine = place.setdefault(_prompt(entry), self._choose(entry.request.episode, load))
+            load[entry.engine] += 1
+            if entry.request.episode is not None:
+                self._homes[entry.request.episode] = entry.engine
+            parts.setdefault(entry.engine, []).append((key, entry.request))
         self._progress = time.monotonic()
         if not any(task.get_name() == "watch" and not task.done() for task in self._tasks):
             self._begin(self._watch_over(), "watch")
@@ -142,7 +142,7 @@ class RayEngine:
         while self._awaited:
             await asyncio.sleep(PAUSE_S)
             error = self.watch.lost("generate")
-            busy = sorted({one.engine for one in self._awaited.values() if one.engine})
+            busy = sorted({entry.engine for entry in self._awaited.values() if entry.engine})
             if error is None and busy and time.monotonic() - self._progress > self.watch.timeout_s:
                 error = await asyncio.to_thread(self.watch.timeout, "generate", busy)
             if error is None and busy and time.monotonic() > next_beat:
@@ -154,23 +154,23 @@ class RayEngine:
                 return
 
     def _settle(self, key: int, outcome: Trajectory | BaseException) -> None:
-        one = self._awaited.get(key)
-        if one is None or one.future.done():
+        entry = self._awaited.get(key)
+        if entry is None or entry.future.done():
             return
         if isinstance(outcome, asyncio.CancelledError):
-            one.future.cancel()
+            entry.future.cancel()
         elif isinstance(outcome, BaseException):
-            one.future.set_exception(outcome)
+            entry.future.set_exception(outcome)
         else:
-            one.future.set_result(outcome)
+            entry.future.set_result(outcome)
 
-    def _abort(self, key: int, one: _Awaited) -> None:
-        if one.engine in self.watch.actors and not self._closed:
-            self._aborts.append(self.watch.actors[one.engine].abort.remote(key))
+    def _abort(self, key: int, entry: _Awaited) -> None:
+        if entry.engine in self.watch.actors and not self._closed:
+            self._aborts.append(self.watch.actors[entry.engine].abort.remote(key))
 
     def _forget_closed_loops(self) -> None:
-        for key, one in list(self._awaited.items()):
-            if one.future.get_loop().is_closed():
+        for key, entry in list(self._awaited.items()):
+            if entry.future.get_loop().is_closed():
                 self._abort(key, self._awaited.pop(key))
         self._tasks = {task for task in self._tasks if not task.get_loop().is_closed()}
 
@@ -204,9 +204,9 @@ class RayEngine:
         first, *others = self._call("update_weights", "end_update", version)
         self.policy_version = version
         self._homes.clear()  # no prefix outlives the weights that read it
-        for name, found in zip(self.engines[1:], others, strict=True):
-            for device, (mine, expected) in enumerate(zip(found, first, strict=True)):
-                if mine != expected:
+        for name, proofs in zip(self.engines[1:], others, strict=True):
+            for device, (proof, expected) in enumerate(zip(proofs, first, strict=True)):
+                if proof != expected:
                     both = f"{name} and of {self.engines[0]}"
                     raise WeightSyncError(f"after the weight sync device {device} of {both} differ")
         return first
@@ -238,8 +238,8 @@ class RayEngine:
             return
         self._closed = True
         self._forget_closed_loops()
-        for one in self._awaited.values():
-            one.future.cancel()
+        for entry in self._awaited.values():
+            entry.future.cancel()
         calls = [self.watch.actors[name].close.remote() for name in self.engines]
         if calls:  # a run that answers nothing has no engine
             ray.wait(calls, num_returns=len(calls), timeout=GRACE_S)
@@ -261,11 +261,11 @@ class RayRewardModel:
         parts = [[answers[at] for at in share] for share in shares]
         calls = [self._score(name, part) for name, part in zip(self.names, parts, strict=True)]
         try:
-            found = await asyncio.wait_for(asyncio.gather(*calls), self.watch.timeout_s)
+            by_engine = await asyncio.wait_for(asyncio.gather(*calls), self.watch.timeout_s)
         except TimeoutError:
             raise await asyncio.to_thread(self.watch.timeout, "reward_model", self.names) from None
         order = torch.cat(shares).argsort().tolist()
-        scores = [score for part in found for score in part]
+        scores = [score for part in by_engine for score in part]
         return [scores[at] for at in order]
 
     async def _score(self, name: str, answers: list[Answer]) -> list[ModelScore]:

@@ -54,7 +54,7 @@ def rank_name(rank: int) -> str:
     return f"learner rank {rank}"
 
 
-# One thread is held by the lifeline, one answers, and a learner's third writes checkpoints.
+# One thread is held by the liveness, one answers, and a learner's third writes checkpoints.
 LEARNER = actor_class(LearnerProcess, 3)
 ENGINE, REWARD_MODEL = (actor_class(body, 2) for body in (EngineProcess, RewardModelProcess))
 
@@ -223,8 +223,8 @@ class RayProcesses:
         if not (folder / LOCK).exists():
             return
         calls = {rank_name(rank): (str(folder / LOCK),) for rank in range(self.ranks)}
-        found = self.watch.call("start", "missing", calls)
-        blind = [f"{name} on {host}" for name, host in zip(calls, found, strict=True) if host]
+        hosts = self.watch.call("start", "missing", calls)
+        blind = [f"{name} on {host}" for name, host in zip(calls, hosts, strict=True) if host]
         if blind:
             more = f" and {len(blind) - 3} more" if len(blind) > 3 else ""
             raise InputError(

@@ -31,13 +31,13 @@ class Watch:
         self.timeout_s, self.silence_s = timeout_s, silence_s
         self.look_s = min(LOOK_S, silence_s / 4)
         self.actors: dict[str, Any] = {}
-        self.lifelines: dict[ray.ObjectRef, str] = {}
+        self.liveness: dict[ray.ObjectRef, str] = {}
         self.traffic: Traffic | None = None  # set by core.cluster.ray_bytes.counting
         self.beats: dict[str, tuple[ray.ObjectRef, float]] = {}  # the last one requested, and when
 
     def add(self, name: str, actor: Any) -> None:
         self.actors[name] = actor
-        self.lifelines[actor.lifeline.options(**ASIDE).remote()] = name
+        self.liveness[actor.liveness.options(**ASIDE).remote()] = name
 
     def call(self, phase: str, method: str, arguments: dict[str, tuple]) -> list[Any]:
         """Call the method of the actors with these names and wait for the results."""
@@ -53,18 +53,18 @@ class Watch:
         """
         start, results = time.monotonic(), dict.fromkeys(calls)
         pending = {ref: name for name, ref in calls.items()}
-        lifelines = [ref for ref, name in self.lifelines.items() if name in calls or not alone]
+        liveness = [ref for ref, name in self.liveness.items() if name in calls or not alone]
         while pending:
             left = self.timeout_s - (time.monotonic() - start)
             if left <= 0:
                 raise self.timeout(phase, pending.values())
-            ready, _ = ray.wait([*pending, *lifelines], timeout=min(left, self.look_s))
+            ready, _ = ray.wait([*pending, *liveness], timeout=min(left, self.look_s))
             if not ready:
                 log.info("%s: waiting for %s, %.0f s", phase, ", ".join(pending.values()), time.monotonic() - start)
                 if error := self.silence(phase, pending.values()):
                     raise error
             for ref in ready:
-                if ref in self.lifelines:
+                if ref in self.liveness:
                     raise self.lost(phase)
                 name = pending.pop(ref)
                 try:
@@ -77,10 +77,10 @@ class Watch:
 
     def lost(self, phase: str, within_s: float = 0.0) -> WorkersLost | None:
         """Return what to raise if an actor died, or does within the time given."""
-        dead, _ = ray.wait([*self.lifelines], timeout=within_s)
+        dead, _ = ray.wait([*self.liveness], timeout=within_s)
         if not dead:
             return None
-        return WorkersLost(f"{self.lifelines[dead[0]]} died in phase {phase}: {' '.join(_text(dead[0]).split())[:600]}")
+        return WorkersLost(f"{self.liveness[dead[0]]} died in phase {phase}: {' '.join(_text(dead[0]).split())[:600]}")
 
     def cause(self, phase: str, error: RayError, name: str) -> BaseException:
         """Return the death behind an error, if there is one (ranks fail when one dies), else the actor's own.

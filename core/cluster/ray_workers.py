@@ -45,8 +45,8 @@ class RaySnapshot:
         path = str(folder.absolute())
         calls = {name: actor.write_snapshot.options(**ASIDE).remote(path) for name, actor in actors.items()}
         # An engine that dies meanwhile does not keep the ranks from writing what they hold.
-        found = self.watch.wait("save_checkpoint", calls, alone=True)
-        return {name: digest for one in found for name, digest in one.items()}
+        hashes = self.watch.wait("save_checkpoint", calls, alone=True)
+        return {name: digest for of_rank in hashes for name, digest in of_rank.items()}
 
 
 class RayWorkers(RayProcesses):
@@ -140,17 +140,17 @@ class RayWorkers(RayProcesses):
         self._free_gpus()
         together = part.together
         shares = self._shares(batch.lengths, together)
-        mine = [_trimmed(batch.only(PASS_READS), share) for share in shares]
-        sent = [ray.put(one) for one in mine]
+        batches = [_trimmed(batch.only(PASS_READS), share) for share in shares]
+        sent = [ray.put(part) for part in batches]
         calls = {rank_name(rank): (method, sent[rank // together], rank % together == 0) for rank in range(self.ranks)}
-        found = self.watch.call(phase, "run_pass", calls)
+        replies = self.watch.call(phase, "run_pass", calls)
         # Copied: Ray's arrays are read-only, which tensors cannot be.
-        parts = [[torch.from_numpy(one.copy()) for one in reply] for reply in found if reply is not None]
-        whole = [torch.zeros(batch.tokens, dtype=one.dtype) for one in parts[0]]
-        for share, one, found in zip(shares, mine, parts, strict=True):
-            for target, value in zip(whole, found, strict=True):
-                flat = target.new_zeros(one.tokens).masked_scatter_(one.flat("response_mask"), value)
-                for span, sequence in zip(batch.spans(share), flat.split(one.lengths.tolist()), strict=True):
+        parts = [[torch.from_numpy(array.copy()) for array in reply] for reply in replies if reply is not None]
+        whole = [torch.zeros(batch.tokens, dtype=values.dtype) for values in parts[0]]
+        for share, sent_batch, values in zip(shares, batches, parts, strict=True):
+            for target, value in zip(whole, values, strict=True):
+                flat = target.new_zeros(sent_batch.tokens).masked_scatter_(sent_batch.flat("response_mask"), value)
+                for span, sequence in zip(batch.spans(share), flat.split(sent_batch.lengths.tolist()), strict=True):
                     target[span] = sequence
         return whole
 

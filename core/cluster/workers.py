@@ -63,7 +63,7 @@ class Workers(Protocol):
     def traced(self, rows: Collection[int] | None) -> TracedRows:
         """Return what the last policy update computed of the tokens of these rows, where it carried ``trace_row``.
 
-        Rows are indices into the step's batch. None asks for the strangest row alone, without values.
+        Rows are indices into the step's batch. None: only the row whose log-prob differs most from the engine's.
         """
 
     def update_critic(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:

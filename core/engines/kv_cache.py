@@ -53,11 +53,11 @@ class Decode:
         self.position_N = self.prefix_N + length_N
         self._masks: dict[int | None, Tensor | None] = {}
         self._lines: dict[int, tuple[Tensor, Tensor]] = {}
-        # seat_N numbers the rows of a prompt, seats is the most of one.
+        # slot_N numbers the rows of a prompt, slots is the most of one prompt.
         count_P = np.bincount(prompt_N, minlength=self.prompts)
-        self.seats, self.seat_N = int(count_P.max()), np.empty(self.rows, np.int64)
+        self.slots, self.slot_N = int(count_P.max()), np.empty(self.rows, np.int64)
         in_order = np.arange(self.rows) - np.repeat(np.cumsum(count_P) - count_P, count_P)
-        self.seat_N[np.argsort(prompt_N, kind="stable")] = in_order
+        self.slot_N[np.argsort(prompt_N, kind="stable")] = in_order
 
     def positions(self, ahead_P: np.ndarray) -> Tensor:
         """Return the new tokens' positions, [1, 1] where all rows agree, otherwise [N, 1].
@@ -70,14 +70,14 @@ class Decode:
         return torch.from_numpy(position_N).to(self.device)[:, None]
 
     def lines(self, heads: int) -> tuple[Tensor, Tensor]:
-        """Return the map from row and head ``[N * heads]`` to prompt, head and seat ``[P * heads * seats]``, and back.
+        """Return the map from row and head ``[N * heads]`` to prompt, head and slot ``[P * heads * slots]``, and back.
 
-        An empty seat reads row 0; nothing is read back from it.
+        An empty slot reads row 0; nothing is read back from it.
         """
         if heads not in self._lines:
             head = np.arange(heads)
-            back = (self.prompt_N[:, None] * heads + head) * self.seats + self.seat_N[:, None]
-            there = np.zeros(self.prompts * heads * self.seats, np.int64)
+            back = (self.prompt_N[:, None] * heads + head) * self.slots + self.slot_N[:, None]
+            there = np.zeros(self.prompts * heads * self.slots, np.int64)
             there[back] = np.arange(self.rows)[:, None] * heads + head
             self._lines[heads] = tuple(torch.from_numpy(x.reshape(-1)).to(self.device) for x in (there, back))
         return self._lines[heads]

@@ -129,8 +129,8 @@ def weights_checksum(named: Iterable[tuple[str, Tensor]]) -> Checksum:
     for number, (_, value) in enumerate(named, start=1):
         data = value.detach().contiguous().reshape(-1).view(torch.uint8)
         data = torch.nn.functional.pad(data, (0, -len(data) % 4)) if len(data) % 4 else data
-        found = checksum(data)
-        total = tuple((a + number * b) % 2**64 for a, b in zip(total or (0,) * len(found), found, strict=True))
+        own = checksum(data)
+        total = tuple((a + number * b) % 2**64 for a, b in zip(total or (0,) * len(own), own, strict=True))
     return total
 
 
@@ -298,8 +298,8 @@ class Packer:
         if self.staging is None:
             return Bucket(tuple(packed))
         self._used = used
-        found = checksum(self.staging.data[:used])  # waits for the copies
-        return Bucket(tuple(packed), found, {self.staging.key: self.staging.place}, sums=sums)
+        sent = checksum(self.staging.data[:used])  # waits for the copies
+        return Bucket(tuple(packed), sent, {self.staging.key: self.staging.place}, sums=sums)
 
     def broadcast(self) -> None:
         """Send the bucket that was returned last, from rank 0, to whoever opens it."""

@@ -20,11 +20,11 @@ def held_weights(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) 
     given = dict(named_tensors)
     weights, values, problems = [], [], []
     for names in [*weight_names(model), *((name,) for name in given.keys() - model.state_dict().keys())]:
-        found = [given[name] for name in names if name in given]
-        if not found:
+        values_given = [given[name] for name in names if name in given]
+        if not values_given:
             continue
-        first = found[0]
-        if any(first.shape != x.shape or not (first.data_ptr() == x.data_ptr() or first.equal(x)) for x in found[1:]):
+        first, *others = values_given
+        if any(first.shape != x.shape or not (first.data_ptr() == x.data_ptr() or first.equal(x)) for x in others):
             problems.append(f"{' = '.join(names)}: one weight in the engine, but given with different values")
         weights.append(Weight(tuple(name for name in names if name in given), tuple(first.shape), first.dtype))
         values.append(first)

@@ -85,7 +85,7 @@ def users_code(key: str, what: str) -> Iterator[None]:
         raise InputError(f"{key}: {what} failed\n{traceback.format_exc(limit=-3).rstrip()}") from error
 
 
-def _found(where: str, name: str, arguments: tuple[str, ...]) -> Any:
+def _load_attribute(where: str, name: str, arguments: tuple[str, ...]) -> Any:
     """Return the object of a user's module; where it lacks the name, a function of the other kind is pointed out."""
     try:
         return load_object(f"{where}:{name}", f"{KEY}.path")
@@ -93,8 +93,8 @@ def _found(where: str, name: str, arguments: tuple[str, ...]) -> Any:
         module = load_module(where, f"{KEY}.path={where}")
         others = [
             other
-            for other, one in vars(module).items()
-            if other.startswith(name) and callable(one) and _fits(one, OTHER[arguments], {})
+            for other, value in vars(module).items()
+            if other.startswith(name) and callable(value) and _fits(value, OTHER[arguments], {})
         ]
         if not others or hasattr(module, name):
             raise
@@ -111,7 +111,7 @@ def _fits(function: Callable[..., Any], arguments: tuple[str, ...], kwargs: Mapp
 def _load(where: str, name: str, kwargs: Mapping[str, Any], arguments: tuple[str, ...]) -> Callable[..., Any]:
     key = KEY
     with users_code(f"{key}.path={where}", "importing it"):
-        function = _found(where, name, arguments)
+        function = _load_attribute(where, name, arguments)
     if not callable(function):
         raise InputError(f"{key}.name={name}: {where} has it, but it is not a function")
     if taken := sorted(set(kwargs) & set(arguments)):

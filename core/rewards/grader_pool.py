@@ -2,7 +2,7 @@
 
 Jobs go as JSON to a supervisor process (:mod:`core.rewards.grader_supervisor`), which holds the graders; no pickle is
 read on either side. Libraries for this (``concurrent.futures``, pebble) were tried: they kill a worker, but not the
-processes it has started, and leave workers in an endless loop behind when the driver is killed.
+processes that it has started, and they unpickle what it sends (results/LOG.md).
 """
 
 from __future__ import annotations
@@ -187,10 +187,10 @@ def _results(status: str, answer: bytes, count: int) -> list[Score | Failure]:
         if isinstance(value, dict):
             return [Failure(ScoreStatus.CRASH, f"{value['wrong']}\n", fatal=True)] * count
         scores = [
-            Failure(ScoreStatus.CRASH, one)
-            if isinstance(one, str)
-            else Score(**{**one, "status": ScoreStatus(one["status"])})
-            for one in value
+            Failure(ScoreStatus.CRASH, result)
+            if isinstance(result, str)
+            else Score(**{**result, "status": ScoreStatus(result["status"])})
+            for result in value
         ]
         if len(scores) != count:
             raise ValueError(f"{len(scores)} scores for {count} jobs")

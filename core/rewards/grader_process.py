@@ -26,6 +26,7 @@ from core.rewards.grading import Failure, Job, ScoreError, Scorers, as_score, as
 from core.tracking.outputs import VARIABLE, Outputs
 
 READY, STARTED, REPLY, LAST_REPLY = b"R", b"S", b"=", b"!"
+REPLIES = (REPLY, LAST_REPLY)
 
 JOBS, RESULTS = 3, 4  # file descriptors in a grader
 JOB_FIELDS = ("data_source", "response", "ground_truth", "extra_info")
@@ -123,7 +124,7 @@ class _Grading:
             scores = as_scores(result, len(jobs))
         except ScoreError as error:
             return {"wrong": str(error)}
-        return [one.detail[-LONGEST_DETAIL:] if isinstance(one, Failure) else vars(one) for one in scores]
+        return [score.detail[-LONGEST_DETAIL:] if isinstance(score, Failure) else vars(score) for score in scores]
 
     def _finished(self, result: Any) -> Any:
         # wait_for makes a coroutine of any awaitable

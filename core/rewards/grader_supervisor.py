@@ -5,7 +5,7 @@ thread and grades nothing. Its graders are forks of it, with the scorers already
 driver:
 
 * a grader that is ended is killed with its session; what has left that session (a daemon) is adopted by this process,
-  which is a subreaper, and killed as a stranger among its children;
+  which is a subreaper, and killed as an orphan among its children;
 * the kernel kills the graders when this process dies, by their own request;
 * this process ends when the driver's pipe closes or the driver is no longer its parent, also after ``kill -9``.
 
@@ -60,7 +60,7 @@ class GraderProcess:
     results: int
     deadline: float | None  # of what it does now
     ready: bool = False
-    ended: bool = False  # killed, its last request answered; not yet buried
+    ended: bool = False  # killed, its last request answered; not yet reaped
     request: Request | None = None
     started: bool = False
     inbox: bytearray = field(default_factory=bytearray)
@@ -75,7 +75,7 @@ class Supervisor:
         self.graders: dict[int, GraderProcess] = {}
         self.queue: deque[Request] = deque()
         self.inbox = bytearray()
-        self.strangers_possible = False
+        self.orphans_possible = False
         self.selector = selectors.DefaultSelector()
         self.selector.register(DRIVER_IN, selectors.EVENT_READ, self.read_driver)
         woken, wakes = os.pipe()
@@ -92,15 +92,15 @@ class Supervisor:
         try:
             while os.getppid() == self.settings["driver"]:
                 self.dispatch()
-                deadlines = [one.deadline for one in self.graders.values() if one.deadline is not None]
+                deadlines = [grader.deadline for grader in self.graders.values() if grader.deadline is not None]
                 wait_s = min([LOOK_S, *(deadline - time.monotonic() for deadline in deadlines)])
                 for key, _ in self.selector.select(max(0.0, wait_s)):
                     if key.fd in self.selector.get_map():  # an event before it may have ended its grader
                         key.data()
-                self.bury()
+                self.reap()
                 self.expire()
-                if self.strangers_possible:
-                    self.kill_strangers()
+                if self.orphans_possible:
+                    self.kill_orphans()
         except BrokenPipeError:  # the driver no longer reads
             pass
         finally:
@@ -130,11 +130,11 @@ class Supervisor:
 
     def dispatch(self) -> None:
         """Give requests to graders that are free, and start graders while more requests wait, up to their number."""
-        alive = [one for one in self.graders.values() if not one.ended]
-        for one in alive:
-            if self.queue and one.ready and one.request is None:
-                self.assign(one, self.queue.popleft())
-        starting, room = sum(not one.ready for one in alive), self.settings["num_workers"] - len(alive)
+        alive = [grader for grader in self.graders.values() if not grader.ended]
+        for grader in alive:
+            if self.queue and grader.ready and grader.request is None:
+                self.assign(grader, self.queue.popleft())
+        starting, room = sum(not grader.ready for grader in alive), self.settings["num_workers"] - len(alive)
         for _ in range(min(room, len(self.queue) - starting)):
             try:
                 self.start_grader()
@@ -158,128 +158,128 @@ class Supervisor:
         new = self.graders[pid] = GraderProcess(pid, jobs_in, results_out, deadline=time.monotonic() + START_S)
         self.selector.register(results_out, selectors.EVENT_READ, lambda: self.read(new))
 
-    def assign(self, one: GraderProcess, request: Request) -> None:
+    def assign(self, grader: GraderProcess, request: Request) -> None:
         request.tries += 1
-        one.request, one.started = request, False
-        one.deadline = time.monotonic() + TAKE_S
-        one.outbox = memoryview(request.jobs + b"\n")
-        self.selector.register(one.jobs, selectors.EVENT_WRITE, lambda: self.send(one))
+        grader.request, grader.started = request, False
+        grader.deadline = time.monotonic() + TAKE_S
+        grader.outbox = memoryview(request.jobs + b"\n")
+        self.selector.register(grader.jobs, selectors.EVENT_WRITE, lambda: self.send(grader))
 
-    def send(self, one: GraderProcess) -> None:
+    def send(self, grader: GraderProcess) -> None:
         try:
-            one.outbox = one.outbox[os.write(one.jobs, one.outbox) :]
+            grader.outbox = grader.outbox[os.write(grader.jobs, grader.outbox) :]
         except BlockingIOError:
             return
-        except BrokenPipeError:  # it is dead, and will be buried
-            one.outbox = memoryview(b"")
-        if not one.outbox:
-            self.selector.unregister(one.jobs)
+        except BrokenPipeError:  # it is dead, and will be reaped
+            grader.outbox = memoryview(b"")
+        if not grader.outbox:
+            self.selector.unregister(grader.jobs)
 
-    def read(self, one: GraderProcess) -> bool:
+    def read(self, grader: GraderProcess) -> bool:
         """Read what the grader wrote. Return whether there was anything."""
         try:
-            data = os.read(one.results, 2**16)
+            data = os.read(grader.results, 2**16)
         except BlockingIOError:
             return False
         if not data:  # it died, or its scorer closed the pipe; its death tells which
-            self.selector.unregister(one.results)
-            self.kill(one)
-        for line in _lines(one.inbox, data):
-            if not one.ended:
-                self.take(one, line[:1], line[1:])
-        if len(one.inbox) > LONGEST_LINE:
-            self.end(one, "crash", f"the scorer's result has more than {LONGEST_LINE} bytes")
+            self.selector.unregister(grader.results)
+            self.kill(grader)
+        for line in _lines(grader.inbox, data):
+            if not grader.ended:
+                self.handle(grader, line[:1], line[1:])
+        if len(grader.inbox) > LONGEST_LINE:
+            self.end(grader, "crash", f"the scorer's result has more than {LONGEST_LINE} bytes")
         return True
 
-    def take(self, one: GraderProcess, kind: bytes, body: bytes) -> None:
+    def handle(self, grader: GraderProcess, kind: bytes, body: bytes) -> None:
         """Act on a line of a grader."""
         if kind == grader_process.READY:
-            one.ready, one.deadline = True, None
-        elif one.request is not None and not one.started and kind == grader_process.STARTED:
-            one.started, one.deadline = True, time.monotonic() + one.request.seconds
-        elif one.request is not None and one.started and kind in (grader_process.REPLY, grader_process.LAST_REPLY):
-            self.answer(one.request, "crash" if body.startswith(b'"') else "graded", body)
-            one.request = one.deadline = None
+            grader.ready, grader.deadline = True, None
+        elif grader.request is not None and not grader.started and kind == grader_process.STARTED:
+            grader.started, grader.deadline = True, time.monotonic() + grader.request.seconds
+        elif grader.request is not None and grader.started and kind in grader_process.REPLIES:
+            self.answer(grader.request, "crash" if body.startswith(b'"') else "graded", body)
+            grader.request = grader.deadline = None
             if kind == grader_process.LAST_REPLY:
-                self.end(one)
+                self.end(grader)
         else:
-            self.end(one, "crash", f"the grader wrote what is no message: {(kind + body)[:200]!r}")
+            self.end(grader, "crash", f"the grader wrote what is no message: {(kind + body)[:200]!r}")
 
     # -- ends --------------------------------------------------------------------------------------
 
     def expire(self) -> None:
         now = time.monotonic()
-        for one in list(self.graders.values()):
-            if one.deadline is None or now < one.deadline:
+        for grader in list(self.graders.values()):
+            if grader.deadline is None or now < grader.deadline:
                 continue
-            if one.request is not None and one.started:
-                self.end(one, "timeout", f"killed after {one.request.seconds:g} s (reward_model.timeout_s)")
-            elif one.request is None and self.queue:
+            if grader.request is not None and grader.started:
+                self.end(grader, "timeout", f"killed after {grader.request.seconds:g} s (reward_model.timeout_s)")
+            elif grader.request is None and self.queue:
                 self.answer(self.queue.popleft(), "crash", f"a grader was not ready after {START_S:g} s")
-                self.end(one)
+                self.end(grader)
             else:
-                self.end(one, "crash", f"{TRIES} graders did not take the request")
+                self.end(grader, "crash", f"no grader accepted the request after {TRIES} attempts")
 
-    def end(self, one: GraderProcess, status: str = "crash", detail: str = "") -> None:
+    def end(self, grader: GraderProcess, status: str = "crash", detail: str = "") -> None:
         """Answer its request, or give it to another grader if it had not begun, and kill it with its session."""
-        request, one.request, one.deadline, one.ended = one.request, None, None, True
+        request, grader.request, grader.deadline, grader.ended = grader.request, None, None, True
         if request is not None:
-            if one.started or request.tries >= TRIES:
+            if grader.started or request.tries >= TRIES:
                 self.answer(request, status, detail)
             else:
                 self.queue.appendleft(request)
-        self.kill(one)
+        self.kill(grader)
 
-    def kill(self, one: GraderProcess) -> None:
-        # Both: it may not have its session yet. Neither id can be another's: it was not buried.
+    def kill(self, grader: GraderProcess) -> None:
+        # Both: it may not have its session yet. Neither id can be another's: it was not reaped.
         for kill in (os.killpg, os.kill):
             with contextlib.suppress(ProcessLookupError):
-                kill(one.pid, signal.SIGKILL)
-        self.strangers_possible = True
+                kill(grader.pid, signal.SIGKILL)
+        self.orphans_possible = True
 
-    def bury(self) -> None:
+    def reap(self) -> None:
         """Note who died: a grader's last lines are read, then its session is killed while it has its id."""
         with contextlib.suppress(ChildProcessError):
             while (dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
                 if dead.si_pid in self.graders:
-                    self.bury_grader(self.graders[dead.si_pid], dead)
+                    self.reap_grader(self.graders[dead.si_pid], dead)
                 os.waitpid(dead.si_pid, 0)
 
-    def bury_grader(self, one: GraderProcess, dead: os.waitid_result) -> None:
-        while one.results in self.selector.get_map() and self.read(one):
+    def reap_grader(self, grader: GraderProcess, dead: os.waitid_result) -> None:
+        while grader.results in self.selector.get_map() and self.read(grader):
             pass
-        if not one.ended:
+        if not grader.ended:
             number, by_signal = dead.si_status, dead.si_code != os.CLD_EXITED
-            request = one.request
-            if by_signal and number == signal.SIGKILL and one.started and request is not None and not request.begun:
+            request = grader.request
+            if by_signal and number == signal.SIGKILL and grader.started and request is not None and not request.begun:
                 # Somebody killed it: another grades the request. Once, for the answer may have done it itself.
-                request.begun, one.started = True, False
+                request.begun, grader.started = True, False
             how = f"died of {SIGNALS.get(number, number)}" if by_signal else f"exited with status {number}"
-            self.end(one, "crash", f"the grader {how} before it returned a score")
-        self.kill(one)
-        for fd in (one.results, one.jobs):
+            self.end(grader, "crash", f"the grader {how} before it returned a score")
+        self.kill(grader)
+        for fd in (grader.results, grader.jobs):
             if fd in self.selector.get_map():
                 self.selector.unregister(fd)
             os.close(fd)
-        del self.graders[one.pid]
+        del self.graders[grader.pid]
 
-    def kill_strangers(self) -> None:
+    def kill_orphans(self) -> None:
         """Kill the children that this process did not start: what a dead grader's scorers have left."""
         children = Path(f"/proc/self/task/{self.me}/children")  # Linux alone has it
         pids = [int(pid) for pid in children.read_text().split()] if children.exists() else []
-        strangers = [pid for pid in pids if pid not in self.graders]
-        for pid in strangers:
+        orphans = [pid for pid in pids if pid not in self.graders]
+        for pid in orphans:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         # Their own children come to this process as they die: it looks again after the next death
-        self.strangers_possible = bool(strangers) or any(one.ended for one in self.graders.values())
+        self.orphans_possible = bool(orphans) or any(grader.ended for grader in self.graders.values())
 
     def end_all(self) -> None:
-        for one in self.graders.values():
-            self.kill(one)
+        for grader in self.graders.values():
+            self.kill(grader)
         give_up = time.monotonic() + 10.0
         while time.monotonic() < give_up:
-            self.kill_strangers()
+            self.kill_orphans()
             try:
                 os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:

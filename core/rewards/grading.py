@@ -128,7 +128,7 @@ def report(error: BaseException) -> str:
     if isinstance(error, ScoreError):
         return f"ScoreError: {error}\n"
     frames = error.__traceback__
-    while frames is not None and any(one in Path(frames.tb_frame.f_code.co_filename).as_posix() for one in CALLERS):
+    while frames is not None and any(file in Path(frames.tb_frame.f_code.co_filename).as_posix() for file in CALLERS):
         frames = frames.tb_next
     return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__, limit=-20))
 

@@ -94,14 +94,14 @@ class RewardLayer:
 
         ``scored`` is called after each.
         """
-        jobs, grade = [self.job(*one) for one in answers], self.manager.run
+        jobs, grade = [self.job(*answer) for answer in answers], self.manager.run
         if self.batched:
             ruled = [job for (prompt, _), job in zip(answers, jobs, strict=True) if not self._by_model(prompt)]
             results = await self.manager.run_together(ruled) if ruled else []
-            found = dict(zip(map(id, ruled), results, strict=True))
+            result_of = dict(zip(map(id, ruled), results, strict=True))
 
             async def grade(job: Job) -> Score | Failure:
-                return found[id(job)]
+                return result_of[id(job)]
 
         async def one(prompt: Prompt, trajectory: Trajectory, job: Job) -> Score:
             score = await self._score(prompt, trajectory, job, grade)
@@ -150,24 +150,24 @@ class RewardLayer:
         return as_score(scorer(response, prompt.ground_truth, facts, **scorers.options(scorer))).value
 
     async def _with_model(self, prompt: Prompt, trajectory: Trajectory, job: Job, grade: Grade) -> Score | Failure:
-        call = self._call_reward_model if self.judging is None else self.judging.run
-        if call is None:
+        if self.judging is None and self._reward_model is None:
             raise RuntimeError("reward_model.enable: the workers have not attached the model yet")
+        call = self._call_reward_model if self.judging is None else self.judging.run
         ids = (*trajectory.prompt_ids.tolist(), *trajectory.response_ids.tolist())
         answer = Answer(prompt.messages, trajectory.response_text, ids, prompt.ground_truth)
         if prompt.style == MODEL_STYLE:
-            rule, found = None, await call(answer)
+            rule, model = None, await call(answer)
         else:
-            rule, found = await asyncio.gather(grade(job), call(answer))
+            rule, model = await asyncio.gather(grade(job), call(answer))
         if isinstance(rule, Failure):
             return rule
-        if found.error or not math.isfinite(found.value):
-            status = ScoreStatus.TIMEOUT if found.timed_out else ScoreStatus.CRASH
-            reason = found.error or f"it gave {found.value}"
+        if model.error or not math.isfinite(model.value):
+            status = ScoreStatus.TIMEOUT if model.timed_out else ScoreStatus.CRASH
+            reason = model.error or f"it gave {model.value}"
             return Failure(status, f"the reward model has no score for the answer: {reason}\n")
         if rule is None:
-            return Score(found.value, found.parts)
-        value, parts = rule.value + self.config.weight * found.value, {**rule.parts, **found.parts}
+            return Score(model.value, model.parts)
+        value, parts = rule.value + self.config.weight * model.value, {**rule.parts, **model.parts}
         return dataclasses.replace(rule, value=value, parts=parts)
 
     def check(self, rows: Iterable[Prompt | Example]) -> None:
@@ -192,7 +192,7 @@ class RewardLayer:
     def _say_isolation(self, scorers: Collection[str]) -> None:
         """Print what holds the programs of answers on this machine, where there are any."""
         options = [self.scorers.reward_kwargs[name] for name in RUN_PROGRAMS if name in scorers]
-        local = [one["sandbox"] for one in options if not one.get("sandbox_fusion", {}).get("url")]
+        local = [option["sandbox"] for option in options if not option.get("sandbox_fusion", {}).get("url")]
         if local and not self.scorers.custom:
             print(SandboxOptions(**local[0]).isolation().line, flush=True)
 
@@ -202,11 +202,11 @@ class RewardLayer:
         answers = trial_answers(self.scorers.scorer(row.data_source), row.ground_truth)
         # A function of lists may compare answers: all of them in one call, and where that fails each of them twice
         for together in [answers, *((one, one) for one in answers)] if self.batched else [(one,) for one in answers]:
-            for answer, found in zip(together, self._grade(row, together, row.ground_truth), strict=True):
-                if not isinstance(found, Failure):
-                    self._known[row.data_source] = (answer, found)
+            for answer, result in zip(together, self._grade(row, together, row.ground_truth), strict=True):
+                if not isinstance(result, Failure):
+                    self._known[row.data_source] = (answer, result)
                     return None
-                failed.append(found)
+                failed.append(result)
         custom = self.scorers.custom
         key = f"custom_reward_function.path={custom.name}" if custom else "reward_model.reward_manager"
         return fails_on_all(key, row, self.job(row, written("")), failed[0])

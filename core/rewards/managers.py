@@ -80,7 +80,7 @@ def make_manager(reward: RewardModelConfig, scorers: Scorers) -> RewardManager:
                     f'{key}: {where} registers no such name, {has}; write @register("{name}") over the class'
                 )
             maker = names[name]
-        made = maker(reward, scorers)
-    if lacks := [name for name in ("run", "close") if not callable(getattr(made, name, None))]:
+        manager = maker(reward, scorers)
+    if lacks := [name for name in ("run", "close") if not callable(getattr(manager, name, None))]:
         raise InputError(f"{key}: has no {' and no '.join(lacks)}()")
-    return UsersOwn(made)
+    return UsersOwn(manager)

@@ -26,7 +26,7 @@ class StubProcess:
         assert event not in self.events, f"{event} a second time"
         self.events[event] = time.monotonic()  # one clock for all processes of a machine
 
-    def lifeline(self) -> None:
+    def liveness(self) -> None:
         threading.Event().wait()
 
     def beat(self) -> None: ...
