@@ -13,6 +13,7 @@ from typing import Any
 
 from core.data.parquet import ExampleFile, Problems, sha256_of
 from core.errors import InputError
+from core.files.durable_files import fsync
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,7 @@ def write_rows(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> Written:
             raise InputError([f"{path}: the rows do not fit into one schema ({error}); {fix}"]) from error
         pq.write_table(table, part)
         _verify(part, path)
-        with open(part, "rb") as file:
-            os.fsync(file.fileno())
+        fsync(part)
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import re
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from core.checkpoint.changes import Change, changes
 from core.checkpoint.provenance import ModelFingerprint, Provenance
 from core.config.frozen import FrozenDict
 from core.errors import InputError
+from core.files.durable_files import file_sha256, fsync, write_durably
 from core.files.file_names import inside, plain_name
 
 FORMAT = 2
@@ -106,8 +106,8 @@ class Checkpoint:
             more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
             raise InputError(
                 f"{self.folder} is a checkpoint of another model ({name}): {'; '.join(differences[:3])}{more}. A "
-                "resumed run must keep its model: set actor_rollout_ref.model.path (critic.model.path) to the one the run started "
-                "from, or choose another trainer.experiment_name"
+                "resumed run must keep its model: set actor_rollout_ref.model.path (critic.model.path) to the one the "
+                "run started from, or choose another trainer.experiment_name"
             )
         if here.has_adapters and there.base and here.base and there.base.sha256 != here.base.sha256:
             key = "actor_rollout_ref.model.path" if name == "actor" else f"{name}.model.path"
@@ -201,7 +201,7 @@ def _hash_all(folder: Path, names: Collection[str]) -> dict[str, str]:
 
     def sha256(name: str) -> str:
         try:
-            return sha256_of(folder / name)
+            return file_sha256(folder / name)
         except OSError as error:
             raise DamagedCheckpoint(f"{folder}: {name} cannot be read ({error.strerror})") from error
 
@@ -228,23 +228,3 @@ def seal(folder: Path, step: int, provenance: Provenance | None, hashes: Mapping
     body = json.loads(json.dumps(body))  # as a reader will see it, so that the digest is of the same thing
     write_durably(folder / MANIFEST, json.dumps({"sha256": _digest(body), "body": body}, indent=1))
     fsync(folder)
-
-
-def sha256_of(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_durably(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

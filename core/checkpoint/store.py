@@ -35,11 +35,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.checkpoint.kill_points import kill_point
-from core.checkpoint.manifest import NAME, Checkpoint, DamagedCheckpoint, fsync, seal, verify, write_durably
+from core.checkpoint.manifest import NAME, Checkpoint, DamagedCheckpoint, seal, verify
 from core.checkpoint.provenance import Provenance
 from core.config.frozen import FrozenDict
 from core.config.locations import is_url, local_path, name_of
 from core.errors import InputError, WriteFailed, free_space
+from core.files.durable_files import fsync, write_atomic
 
 if TYPE_CHECKING:
     from core.config.sections.trainer import TrainerConfig
@@ -232,10 +233,7 @@ class CheckpointStore:
         os.rename(folder, final)
         fsync(self.root)
         kill_point("checkpoint_tracker", step)
-        replacement = self.root / f".tmp-{TRACKER}"
-        write_durably(replacement, f"{step}\n")
-        os.replace(replacement, self.root / TRACKER)
-        fsync(self.root)
+        write_atomic(self.root / TRACKER, f"{step}\n")
         self._prune(step)
 
     def _prune(self, sound: int) -> None:

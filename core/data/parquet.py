@@ -32,6 +32,7 @@ from core.config import plugins, registry
 from core.config.locations import is_url, local_path
 from core.config.sections.data import DataConfig
 from core.errors import InputError
+from core.files.durable_files import file_sha256
 from core.files.whole_files import FIX, damage
 from core.modality import MediaError
 
@@ -251,9 +252,8 @@ def named_loops(path: str) -> set[str]:
 
 
 def sha256_of(path: str | Path) -> str:
-    """Return the file's hash, as manifests record it."""
-    with open(Path(local_path(str(path))).expanduser(), "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """Return the hash of a file, which may be at a URL, as manifests record it."""
+    return file_sha256(Path(local_path(str(path))).expanduser())
 
 
 def _read_table(where: str, path: Path, prompt_key: str, reward_fn_key: str, media: Mapping[str, str]) -> Any:

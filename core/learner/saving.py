@@ -28,10 +28,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from core.checkpoint.manifest import DamagedCheckpoint, fsync, sha256_of
+from core.checkpoint.manifest import DamagedCheckpoint
 from core.checkpoint.provenance import Base, ModelFingerprint, base_of
 from core.checkpoint.run_state import load_tensors
 from core.config.frozen import FrozenDict
+from core.files.durable_files import file_sha256, fsync
 from core.files.file_names import inside
 from core.learner.hf_export import export_hf, full_disk_as_oserror, load_weights
 from core.learner.learner import Actor, Critic
@@ -96,7 +97,7 @@ class OwnFiles:
 def on_disk(path: Path) -> str:
     """Put a file on disk and return its SHA-256."""
     fsync(path)
-    return sha256_of(path)
+    return file_sha256(path)
 
 
 def save_model(module: nn.Module, tokenizer: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:

@@ -161,15 +161,19 @@ def git_state(root: Path = ROOT) -> dict[str, Any]:
     return {"commit": commit.decode().strip(), "dirty": dirty, "diff_sha256": digest.hexdigest() if dirty else None}
 
 
+def cpu_information() -> dict[str, str]:
+    """Return what ``/proc/cpuinfo`` has of the last processor; nothing where there is none, as outside Linux."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
 def hardware() -> dict[str, Any]:
     """Return CPU model, usable cores, memory and GPUs, without the host's name."""
-    info = Path("/proc/cpuinfo")  # on Linux alone
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     gpus = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or b""
     return {
-        "cpu": models[0] if models else platform.processor(),
-        "cores": len(os.sched_getaffinity(0)) if lines else os.cpu_count(),
+        "cpu": cpu_information().get("model name") or platform.processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "gpus": gpus.decode().split("\n")[:-1],
         "system": f"{platform.system()} {platform.machine()}",

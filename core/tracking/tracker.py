@@ -35,11 +35,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from core.checkpoint.manifest import fsync, write_durably
 from core.config import Config, convert, extensions, paths, registry, to_yaml
 from core.config.locations import is_url, write_remote_text
 from core.config.plugins import load_object
 from core.errors import InputError, writing
+from core.files.durable_files import write_atomic
 from core.redaction import redacted_text
 from core.tracking import recorders, run_manifest
 from core.tracking.console import ConsoleLogger, headline
@@ -69,22 +69,6 @@ KEPT_SAMPLES = 50  # generations of each data source that samples.jsonl keeps of
 
 
 # --- files ---
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Replace the file as a whole: a reader, also after a kill here, finds the old text or the new one.
-
-    Raises OSError, and leaves nothing of the new text.
-    """
-    partial = path.with_name(path.name + ".partial")
-    try:
-        write_durably(partial, text)
-        os.replace(partial, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise
-    fsync(path.parent)
 
 
 def json_line(row: Row) -> str:

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from core.files.durable_files import write_atomic
 from core.tracking.run_manifest import ROOT
-from core.tracking.tracker import write_atomic
 from results.reporting.study import Claim, Records, Study, load_study
 from results.reporting.study_report import arm_values, failed_controls, judge
 

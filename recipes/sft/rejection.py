@@ -29,8 +29,8 @@ from core.data.sampler import permutation
 from core.errors import InputError
 from core.extensions.evaluation.answer_file import FORMAT, complete_answers, manifest_path, read_manifest, trajectory_of
 from core.extensions.evaluation.generate import digest_of
+from core.files.durable_files import write_atomic
 from core.tracking import run_manifest
-from core.tracking.tracker import write_atomic
 from core.tracking.validation import ValRecord
 from core.types import Prompt, Stop
 

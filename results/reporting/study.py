@@ -22,8 +22,8 @@ from pathlib import Path
 
 import yaml
 
+from core.files.durable_files import write_atomic
 from core.tracking.run_manifest import ROOT
-from core.tracking.tracker import write_atomic
 from results.reporting.run_reader import RecordedRun
 
 REDUCTIONS: Mapping[str, Callable[[Sequence[float]], float]] = {

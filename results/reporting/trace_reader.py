@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from core.errors import InputError
-from core.extensions.trace.trace_recorder import FOLDER, FORMAT, PARTIAL, step_of
+from core.extensions.trace.trace_recorder import FOLDER, FORMAT, step_of
+from core.files.durable_files import PARTIAL
 
 HOW = "record some with trainer.trace.freq=20 (every 20 steps, the first and the last), or trainer.trace.steps=[1,2]"
 DAMAGED = (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile)

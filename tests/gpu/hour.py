@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from core.files.durable_files import write_atomic
 from core.tracking.run_manifest import git_state, hardware
-from core.tracking.tracker import write_atomic
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "results/gpu"

@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from core.checkpoint.manifest import fsync, sha256_of, write_durably
 from core.checkpoint.provenance import package_versions
 from core.checkpoint.run_state import StateEncoder
 from core.config import convert
 from core.config.paths import run_folder
 from core.errors import InputError
+from core.files.durable_files import PARTIAL, file_sha256, fsync, write_durably
 from core.tracking.recorders import TRACED, Moment, RecordedRun, Recorder
-from core.tracking.run_manifest import git_state
+from core.tracking.run_manifest import cpu_information, git_state
 from core.types import ScoredGroup, StepMetrics, TrainBatch
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FORMAT = 1
-FOLDER, PARTIAL, OLD = "capsules", ".partial", ".old"
+FOLDER, OLD = "capsules", ".old"
 FACTS, TENSORS, OPTIMIZER = "capsule.json", "step.safetensors", "optimizer.safetensors"
 PACKAGES = ("torch", "transformers", "numpy")  # whose version decides how a step is rounded
 PIECES = 64  # of a tensor after the update, each with a checksum and its first number
@@ -77,9 +77,7 @@ def cpu_kind() -> str:
     """Return what decides how a CPU rounds: its model, and the instructions that torch has chosen for it."""
     import torch
 
-    info = Path("/proc/cpuinfo")  # on Linux alone
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    values = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    values = cpu_information()
     named = values.get("model name") or platform.processor() or platform.machine()
     numbers = [f"{name} {values[name]}" for name in ("cpu family", "model") if name in values]
     return ", ".join([named, *numbers, torch.backends.cpu.get_cpu_capability()])
@@ -374,7 +372,7 @@ def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
 def _publish(partial: Path, final: Path, facts: Mapping[str, Any]) -> int:
     """Describe and hash what was written, put it on disk and give it its name. Return its bytes."""
     files = sorted(path for path in partial.rglob("*") if path.is_file())
-    hashes = {str(path.relative_to(partial)): sha256_of(path) for path in files}
+    hashes = {str(path.relative_to(partial)): file_sha256(path) for path in files}
     write_durably(partial / FACTS, json.dumps({**facts, "files": hashes}))
     for path in [*partial.rglob("*"), partial]:
         fsync(path)

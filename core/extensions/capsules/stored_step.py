@@ -14,12 +14,13 @@ from typing import Any
 
 from torch import Tensor
 
-from core.checkpoint.manifest import NAME, sha256_of
+from core.checkpoint.manifest import NAME
 from core.checkpoint.run_state import decode
 from core.config import Config, roles
 from core.config.unknown_keys import validated
 from core.errors import InputError
-from core.extensions.capsules.capsule_recorder import FACTS, FOLDER, FORMAT, PARTIAL, TENSORS, step_of
+from core.extensions.capsules.capsule_recorder import FACTS, FOLDER, FORMAT, TENSORS, step_of
+from core.files.durable_files import PARTIAL, file_sha256
 from core.files.file_names import FIX, inside
 from core.redaction import without_hidden
 from core.types import ScoredGroup, TrainBatch
@@ -128,7 +129,7 @@ def read(folder: Path) -> StoredStep:
         )
     for name, wanted in hashes.items():
         file = inside(folder, name, path)
-        if not file.is_file() or sha256_of(file) != wanted:
+        if not file.is_file() or file_sha256(file) != wanted:
             if not file.is_file():
                 raise InputError(f"{file}: is missing; copy the capsule anew, or let the run keep the step again")
             raise InputError(f"{file}: was altered or cut short; copy the capsule anew, or keep the step again")

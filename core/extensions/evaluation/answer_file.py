@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from core.checkpoint.manifest import fsync
 from core.errors import InputError
+from core.files.durable_files import fsync, write_atomic
 from core.tracking import run_manifest
-from core.tracking.tracker import json_line, write_atomic
+from core.tracking.tracker import json_line
 from core.types import Prompt, Segment, Stop, Trajectory
 
 FORMAT = 1

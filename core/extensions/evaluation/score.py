@@ -20,10 +20,11 @@ from core.data.parquet import Example, ExampleFile, Problems, sha256_of
 from core.errors import InputError
 from core.extensions.evaluation.answer_file import FORMAT, complete_answers, manifest_path, prompt_of, trajectory_of
 from core.extensions.evaluation.summary import refuse_unscored
+from core.files.durable_files import write_atomic
 from core.rewards import RewardError, RewardLayer
 from core.tracking import run_manifest
 from core.tracking.progress import progress
-from core.tracking.tracker import json_line, write_atomic
+from core.tracking.tracker import json_line
 from core.tracking.validation import ValRecord
 from core.types import ScoredGroup
 from reward_scores import SCORERS, UnknownDataSource, scorer_for

@@ -15,8 +15,9 @@ from typing import Any
 
 from core.errors import InputError
 from core.extensions.evaluation.answer_file import read_manifest
+from core.files.durable_files import write_atomic
 from core.tracking.confidence_intervals import Estimate
-from core.tracking.tracker import read_jsonl, write_atomic
+from core.tracking.tracker import read_jsonl
 from core.tracking.validation import (
     ValRecord,
     are_shares,

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from core.checkpoint.manifest import fsync
 from core.config.paths import run_folder
+from core.files.durable_files import PARTIAL, fsync
 from core.tracking.recorders import TRACED, Moment, RecordedRun, Recorder
 from core.tracking.records import Records
 from core.types import ScoredGroup, TrainBatch, Trajectory
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FORMAT = 1
-FOLDER, PARTIAL = "trace", ".partial"
+FOLDER = "trace"
 SHARE = 0.02  # of a step's time, in CPU seconds: more is a warning
 # Fields of the batch that are recorded where they are set, with the precision they are kept in. Differences of two
 # log-probs are read at 1e-6, which half precision does not have.

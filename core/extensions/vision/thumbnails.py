@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from core.extensions.vision.images import Pictures
-from core.tracking.tracker import write_atomic
+from core.files.durable_files import write_atomic
 
 log = logging.getLogger(__name__)
 

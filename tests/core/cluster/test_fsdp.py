@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from core.algorithm.losses import Means
-from core.checkpoint.manifest import sha256_of
 from core.checkpoint.provenance import base_of
 from core.cluster import local_workers
 from core.cluster.fsdp import LearnerRank
 from core.cluster.local_workers import LocalWorkers
 from core.config.sections.model import FSDPConfig
+from core.files.durable_files import file_sha256
 from core.learner.batching import optimizer_steps, rank_shares
 from core.learner.lora import merged_weights
 from core.learner.models import load_critic, load_policy
@@ -263,7 +263,7 @@ def test_every_rank_writes_files_of_its_own_in_the_format_of_transformers(two, m
     folder = two.folder / "files"
     by_rank = [torch.load(f"{folder}_rank_{rank}.pt", weights_only=True) for rank in (0, 1)]
     for rank, written in enumerate(by_rank):
-        assert {name: sha256_of(folder / name) for name in written} == written
+        assert {name: file_sha256(folder / name) for name in written} == written
         for part in ("actor", "critic"):
             assert sum(name.startswith(f"{part}/model-") for name in written) >= 2
             assert [name for name in written if name.startswith(f"{part}/optimizer/")] == [

@@ -20,6 +20,8 @@ import yaml
 
 from core.config import Config, compose, convert, examine, from_yaml, paths
 from core.errors import InputError, WriteFailed
+from core.files import durable_files
+from core.files.durable_files import write_atomic
 from core.tracking import run_manifest
 from core.tracking import tracker as tracking
 from core.tracking.generations import generation_rows
@@ -253,15 +255,15 @@ def test_a_fresh_start_sets_the_earlier_run_aside(tmp_path):
 
 def test_files_are_replaced_as_a_whole(tmp_path, monkeypatch):
     path = tmp_path / "file"
-    tracking.write_atomic(path, "old")
+    write_atomic(path, "old")
 
     def fail(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(tracking, "write_durably", fail)
+    monkeypatch.setattr(durable_files, "fsync", fail)
     with pytest.raises(OSError, match="disk full"):
-        tracking.write_atomic(path, "new")
-    assert path.read_text() == "old"
+        write_atomic(path, "new")
+    assert path.read_text() == "old" and [*tmp_path.iterdir()] == [path]
 
 
 # --- status ---

@@ -273,7 +273,7 @@ def test_what_was_recorded_otherwise_is_named_with_its_place(kept, tmp_path, cap
     tensors["after/actor/lm_head.weight/crc"][5] += 1
     save_file(tensors, folder / "step.safetensors")
     facts = json.loads((folder / "capsule.json").read_text())
-    facts["files"]["step.safetensors"] = capsules.sha256_of(folder / "step.safetensors")
+    facts["files"]["step.safetensors"] = capsules.file_sha256(folder / "step.safetensors")
     facts["metrics"]["actor/unknown"] = 1.0
     (folder / "capsule.json").write_text(json.dumps(facts))
     names = [str(one).partition(" of shape")[0].partition(": rec")[0] for one in replay(folder).found]
