@@ -1,6 +1,7 @@
 """The command that shows runs: reports of run folders, and the tables of ``results/``.
 
     python -m results.report RUN [RUN ...] [--baseline NAME] [--x AXIS] [--out DIR]     report.md and report.html
+    python -m results.report SCORES [SCORES ...] [--out DIR]                        evaluation.md and evaluation.html
     python -m results.report --index [--check]             results/README.md and the tables in README.md
 
 A RUN is a run folder (``outputs/<recipe>/<run>``, or its URL, whose report is written to the copy here), a published
@@ -8,6 +9,8 @@ copy (``results/<recipe>/<run>``, made by
 ``python -m results.publish``), or a log of another project: verl's console output, its file logger's ``.jsonl``, TRL's
 ``trainer_state.json``, or a ``.csv`` with a column ``step``. Runs that differ in their seeds only are one experiment:
 mean, spread and interval over seeds. Experiments are compared with the baseline, by question where both have records.
+SCORES are files that ``core.evaluate score`` wrote: their page has the strict and the lenient reading of the answers
+beside each other, and pass@k.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from core.config.locations import written_here
 from core.errors import InputError
 from core.printable import printable
 from results.reporting import readme_tables
+from results.reporting.evaluation_report import is_scores, write_evaluation
 from results.reporting.foreign_logs import read_foreign
 from results.reporting.run_reader import RecordedRun, group_name, group_runs, load_run, run_copy
 from results.reporting.run_report import headline, write_report
@@ -34,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
         "runs",
         nargs="*",
         metavar="RUN",
-        help="The run folders, outputs/<recipe>/<run> or results/<recipe>/<run>, or logs of verl or TRL, or CSV files.",
+        help="The run folders, outputs/<recipe>/<run> or results/<recipe>/<run>, logs of verl or TRL, CSV, or scores.",
     )
     parser.add_argument(
         "--baseline", metavar="NAME", help="The run or experiment to compare with (default: the first one named)."
@@ -74,6 +78,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report(args: argparse.Namespace, bad: list[str]) -> None:
     """Report the runs that can be; what is wrong with the others is added to ``bad``. Raises InputError."""
+    scores = [path for name in args.runs if is_scores(path := Path(name))]
+    if scores:
+        if len(scores) < len(args.runs):
+            raise InputError("runs and files of scores have pages of their own; name one kind at a time")
+        page, said = write_evaluation(scores, args.out)
+        print(printable(f"{said}\nreport: {page}\n"), end="")
+        return
     runs: list[RecordedRun] = []
     for name in args.runs:
         try:

@@ -29,6 +29,7 @@ from results.reporting.pages import (
     without_constants,
     write_pages,
 )
+from results.reporting.pass_at_k import run_panels
 from results.reporting.readme_tables import experiment_table, experiments, run_table
 from results.reporting.run_reader import NOT_RECORDED, RecordedRun, comparable, group_name, group_runs
 
@@ -240,7 +241,10 @@ def page(
     """
     groups = with_baseline(group_runs(runs), baseline)
     drawn = panels(groups, x)
-    blocks = [*learnt([run for group in groups for run in group], drawn[:1], links), *curves(drawn[1:])]
+    blocks = [
+        *learnt([run for group in groups for run in group], drawn[:1], links),
+        *curves([*drawn[1:], *run_panels(groups)]),
+    ]
     blocks += [*fits([run for group in groups for run in group]), *step_times(groups)]
     if len(groups) > 1:
         blocks += comparison(groups)
