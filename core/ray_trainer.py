@@ -20,9 +20,10 @@ import numpy as np
 import torch
 
 from core.algorithm import advantages, invariants, use_checks
-from core.algorithm.kl import KLController, kl_in_reward
+from core.algorithm.kl import KLController, kl_rewards
 from core.algorithm.losses import Means
 from core.algorithm.rollout_correction import MISMATCH_READS, add_mismatch, correct
+from core.algorithm.sequences import sum_by_sequence
 from core.checkpoint.kill_points import kill_point
 from core.cluster.local_workers import LocalWorkers
 from core.cluster.workers import Workers, ray_backend
@@ -35,7 +36,7 @@ from core.data.stream import PromptStream, agent_names, load_val_prompts
 from core.data.vocabulary import known_ids
 from core.engines import SampleRequest, SamplingParams, sampling_params
 from core.engines.in_process_engine import InProcessEngine
-from core.learner.batching import make_batch, token_rewards
+from core.learner.batching import make_batch
 from core.learner.learner import multiplier, warmup_steps
 from core.learner.models import check_files, check_lengths, load_modality, load_tokenizer
 from core.rewards import RewardLayer
@@ -118,6 +119,7 @@ class RayPPOTrainer:
         self.collect_state = CollectState()
         self.session = Session(config, LoopState(self.kl_controller, self.collect_state))
         self.needs = StepNeeds.of(config)
+        self.estimator = advantages.estimator(config.algorithm.adv_estimator)
         self.train_sampling = sampling_params(config, rollout)
         self.greedy_sampling = dataclasses.replace(self.train_sampling, temperature=0.0)
         self.val_sampling = sampling_params(config, rollout.val_kwargs)
@@ -256,17 +258,18 @@ class RayPPOTrainer:
         use_checks.unchanged(batch, "adv")
         if self.agent_loop is None:
             use_checks.groups_share_prompts(batch)
-        batch = batch.adding(token_level_rewards=token_rewards(batch))
-        invariants.rewards_are_on_policy_tokens(batch)
+        penalties_N = None
         if algorithm.use_kl_in_reward:
-            rewards_BT, self.kl_controller, penalty = kl_in_reward(
-                batch.token_level_rewards, batch, self.kl_controller, algorithm.kl_penalty
-            )
-            metrics.add(penalty)
-            batch = batch.adding(reward=rewards_BT.sum(dim=1), token_level_rewards=rewards_BT).sealed("reward")
-        found = advantages.estimate(batch, algorithm)
-        invariants.advantages_follow(found.adding(token_level_rewards=batch.flat("token_level_rewards")), algorithm)
-        return use_checks.sealed(found, "advantages", "returns")
+            penalties_N, self.kl_controller, measured = kl_rewards(batch, self.kl_controller, algorithm.kl_penalty)
+            metrics.add(measured)
+        inputs = advantages.inputs_of(batch, algorithm, penalties_N)
+        invariants.rewards_are_on_policy_tokens(inputs)
+        advantages_N, returns_N = self.estimator(inputs)
+        batch = batch.adding(advantages=advantages_N, returns=returns_N)
+        invariants.advantages_follow(batch, penalties_N, algorithm)
+        if penalties_N is not None:
+            batch = batch.adding(reward=batch.reward + sum_by_sequence(penalties_N, batch.lengths)).sealed("reward")
+        return use_checks.sealed(batch, "advantages", "returns")
 
     # -- phases ----------------------------------------------------------------------------------
 
@@ -447,7 +450,7 @@ class RayPPOTrainer:
             batch = use_checks.sealed(batch, "old_log_probs", "sum_pi_squared")
             means, mismatch = Means(), Means()
             measured = batch.adding(entropy=entropy).only((*MISMATCH_READS, "entropy"))
-            for piece in measured.pieces(by_length=True):
+            for piece in measured.pieces():
                 means.tokens({"entropy": piece.entropy}, piece.response_mask)
                 add_mismatch(mismatch, piece.old_log_probs, piece, piece.entropy)
             metrics.add({**means.result("actor"), **mismatch.result("rollout_corr")})
@@ -459,7 +462,7 @@ class RayPPOTrainer:
                 batch = use_checks.sealed(batch, "ref_log_prob")
             if self.updated and "old_log_probs" in batch.stored:
                 fields = ("old_log_probs", "ref_log_prob", "response_mask")
-                invariants.reference_stays(*map(batch.flat, fields))
+                invariants.reference_stays(*map(batch.require, fields))
         if self.needs.critic:
             with metrics.time("values"):
                 batch = use_checks.sealed(batch.adding(values=self.workers.compute_values(batch)), "values")
@@ -502,7 +505,7 @@ class RayPPOTrainer:
         sampling = self.train_sampling
         whole = sampling.temperature > 0 and sampling.top_p == 1 and sampling.top_k < 0
         if whole and not metrics.values.get("collect/prompts_dropped") and self.needs.state_masking:
-            z = use_checks.surprise_z(metrics.values, int(batch.flat("response_mask").sum()))
+            z = use_checks.surprise_z(metrics.values, int(batch.response_mask.sum()))
             metrics.add({} if z is None else {"rollout_corr/surprise_z": z})
 
     def complete_step(self, groups_P: Sequence[ScoredGroup], batch: TrainBatch, metrics: StepMetrics) -> None:

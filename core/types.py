@@ -1,11 +1,12 @@
 """The values that flow through the loop, and the one alignment rule.
 
-Axes: ``P`` prompts a step, ``G`` trajectories a prompt, ``B = P * G`` sequences, ``T`` tokens.
-A tensor's name carries its axes: ``adv_BT``, ``reward_B``, ``groups_P``.
+Axes: ``P`` prompts a step, ``G`` trajectories a prompt, ``B = P * G`` sequences, ``N`` tokens of all sequences, one
+sequence after another. A tensor's name carries its axes: ``adv_N``, ``reward_B``, ``groups_P``. Padded to the longest
+sequence a tensor is ``[B, T]``.
 
-**Alignment.** Entry ``[b, t]`` of any ``[B, T]`` tensor describes the token ``input_ids[b, t]``.
-A log-prob is ``log p(token t | tokens < t)``, a value is that of the state in which token ``t`` is
-chosen, so both come from the hidden state at ``t - 1``. That shift happens in exactly one function
+**Alignment.** Entry ``[n]`` of any ``[N]`` tensor describes the token ``input_ids[n]``. A log-prob is
+``log p(token n | tokens of its sequence before n)``, a value is that of the state in which token ``n`` is chosen, so
+both come from the hidden state at ``n - 1``. That shift happens in exactly one function
 (``core.learner.packing.before``); nothing else in the repository moves a tensor by one.
 
 Nothing here imports torch: the scorers, the configuration and the reports use these types too.
@@ -198,7 +199,7 @@ class Dropped:
 
 
 class BatchField:
-    """A field of a batch: its axes, and the phase that sets it. Reading it as an attribute pads it, in a new tensor."""
+    """A field of a batch: its axes, and the phase that sets it. As an attribute it is the tensor that is stored."""
 
     def __init__(self, axes: str, phase: str, *, optional: bool = False):
         self.axes, self.phase, self.optional = axes, phase, optional
@@ -209,175 +210,141 @@ class BatchField:
     def __get__(self, batch: TrainBatch | None, owner: type) -> Any:
         if batch is None:
             return self
-        return None if self.optional and self.name not in batch.stored else batch.need(self.name)
+        return batch.stored.get(self.name) if self.optional else batch.require(self.name)
 
 
 @dataclass(frozen=True, eq=False)
 class TrainBatch:
-    """What a step trains on, stored without padding. Later phases add fields with :meth:`adding`; none is changed.
+    """What a step trains on: the tokens of all sequences, one sequence after another, without padding.
 
-    A field of the axes [B, T] is stored *flat*, [N]: its real tokens, sequence by sequence. Reading it as an attribute
-    pads it on the right, since losses and estimators, those of users included, work on [B, T]. Of 8,192 sequences of
-    up to 21,000 tokens three quarters of such a tensor are padding, and it takes 0.7 GB. Whoever handles a whole batch
-    therefore reads :meth:`flat` or pads one of its :meth:`pieces` after another.
+    Phases set fields with :meth:`adding`, which returns another batch that shares the other tensors. Two phases replace
+    a field that was set before: rollout correction takes rejected tokens out of ``loss_mask``, and a KL penalty in the
+    reward lowers ``reward``.
+
+    There is one form from :func:`core.learner.batching.make_batch` to the loss. Only :meth:`padded` makes [B, T] of a
+    field: of 8,192 sequences of up to 21,000 tokens three quarters of such a tensor are padding.
 
     A batch is pickled as numpy arrays that hold its own tokens: Ray shares their memory between the processes of a
     node, and what was cut from a larger batch does not carry the rest of it along, as a view of a tensor does.
 
-    Shapes (of the attributes):
-        input_ids           [B, T] int64    prompt then response, right-padded; stored as int32
-        attention_mask      [B, T] bool     a real token; not stored, it follows from the lengths
-        response_mask       [B, T] bool     written by the policy
-        loss_mask           [B, T] bool     response_mask less the rows and tokens that carry no loss
-        group               [B]    int64    index of the row's prompt in the step
-        reward              [B]    float32  the shaped score
-        in_group_stats      [B]    bool     the row's reward enters its group's statistics
-        rollout_log_probs   [B, T] float32  as the engine reported them
-        sampled_mask        [B, T] bool     has one, where that is not response_mask
-        baseline            [B]    float32  score of the greedy answer to the row's prompt
-        old_log_probs       [B, T] float32  the learner's, before the step's first update
-        entropy             [B, T] float32  of the distribution that the old log-probs are of, until it is measured
-        sum_pi_squared      [B, T] float32  sum of the squared probabilities of that distribution, for an estimator
-        ref_log_prob        [B, T] float32  the reference policy's
-        values              [B, T] float32  the critic's
-        rollout_is_weights  [B, T] float32  importance weights of the policy-gradient loss
-        token_level_rewards [B, T] float32  what the estimator reads, until it has
-        advantages          [B, T] float32  0 where response_mask is False
-        returns             [B, T] float32  the critic's target
-        loss_weight         [B, T] float32  the token's share of the objective, over all ranks
-        selected            [B, T] bool     what a policy loss of the optimizer step treats apart
-        trace_row           [B]    int64    one more than the row's index in the step; only while the step is recorded
+    Shapes (N tokens in B sequences, prompts included):
+        input_ids           [N] int32    prompt, then response
+        response_mask       [N] bool     written by the policy
+        loss_mask           [N] bool     response_mask less the sequences and tokens that carry no loss
+        group               [B] int64    index of the sequence's prompt in the step
+        reward              [B] float32  the shaped score; less its KL penalty once that is taken off
+        in_group_stats      [B] bool     the sequence's reward enters its group's statistics
+        rollout_log_probs   [N] float32  as the engine reported them
+        sampled_mask        [N] bool     has one, where that is not response_mask
+        baseline            [B] float32  score of the greedy answer to the sequence's prompt
+        old_log_probs       [N] float32  the learner's, before the step's first update
+        entropy             [N] float32  of the distribution that the old log-probs are of, until it is measured
+        sum_pi_squared      [N] float32  sum of the squared probabilities of that distribution, for an estimator
+        ref_log_prob        [N] float32  the reference policy's
+        values              [N] float32  the critic's
+        rollout_is_weights  [N] float32  importance weights of the policy-gradient loss
+        advantages          [N] float32  0 where response_mask is False
+        returns             [N] float32  the critic's target
+        loss_weight         [N] float32  the token's share of the objective, over all ranks
+        selected            [N] bool     what a policy loss of the mini-batch treats apart
+        trace_row           [B] int64    one more than the sequence's index in the step; only while it is recorded
     """
 
-    lengths: Tensor  # [B] int64: real tokens of each sequence
-    width: int  # T: at least the longest sequence
-    stored: Mapping[str, Tensor]  # [N] or [B] of each field that is set
-    pad_id: int = 0
+    lengths: Tensor  # [B] int64: tokens of each sequence
+    stored: Mapping[str, Tensor]  # of each field that is set
+    pad_id: int = 0  # for padded()
     media: Mapping[int, Media] = field(default_factory=dict)  # of each group's prompt, once a group
     seals: Mapping[str, np.ndarray] = field(default_factory=dict)  # [B] uint64 of each sealed field, see sealed()
 
-    input_ids = BatchField("BT", "make_batch")
-    response_mask = BatchField("BT", "make_batch")
-    loss_mask = BatchField("BT", "make_batch")
+    input_ids = BatchField("N", "make_batch")
+    response_mask = BatchField("N", "make_batch")
+    loss_mask = BatchField("N", "make_batch")
     group = BatchField("B", "make_batch")
     reward = BatchField("B", "make_batch")
     in_group_stats = BatchField("B", "make_batch")
-    rollout_log_probs = BatchField("BT", "make_batch")
-    sampled_mask = BatchField("BT", "make_batch, without state masking", optional=True)
+    rollout_log_probs = BatchField("N", "make_batch")
+    sampled_mask = BatchField("N", "make_batch, without state masking", optional=True)
     baseline = BatchField("B", "make_batch, for an estimator with a greedy baseline", optional=True)
-    old_log_probs = BatchField("BT", "compute_log_probs", optional=True)
-    entropy = BatchField("BT", "compute_log_probs", optional=True)
-    sum_pi_squared = BatchField("BT", "compute_log_probs, for an estimator that reads it", optional=True)
-    ref_log_prob = BatchField("BT", "compute_log_probs, with a KL term", optional=True)
-    values = BatchField("BT", "compute_log_probs, with a critic", optional=True)
-    rollout_is_weights = BatchField("BT", "compute_log_probs, with rollout_correction.rollout_is", optional=True)
-    token_level_rewards = BatchField("BT", "compute_advantages", optional=True)
-    advantages = BatchField("BT", "compute_advantages", optional=True)
-    returns = BatchField("BT", "compute_advantages", optional=True)
-    loss_weight = BatchField("BT", "optimizer_steps, once an optimizer step", optional=True)
-    selected = BatchField("BT", "steps_of, for a policy loss that selects tokens", optional=True)
+    old_log_probs = BatchField("N", "compute_log_probs", optional=True)
+    entropy = BatchField("N", "compute_log_probs", optional=True)
+    sum_pi_squared = BatchField("N", "compute_log_probs, for an estimator that reads it", optional=True)
+    ref_log_prob = BatchField("N", "compute_log_probs, with a KL term", optional=True)
+    values = BatchField("N", "compute_log_probs, with a critic", optional=True)
+    rollout_is_weights = BatchField("N", "rollout correction, with rollout_correction.rollout_is", optional=True)
+    advantages = BatchField("N", "compute_advantages", optional=True)
+    returns = BatchField("N", "compute_advantages", optional=True)
+    loss_weight = BatchField("N", "mini_batches, once a mini-batch", optional=True)
+    selected = BatchField("N", "mini_batching, for a policy loss that selects tokens", optional=True)
     trace_row = BatchField("B", "update, in steps that trainer.trace records", optional=True)
-
-    @classmethod
-    def of(cls, *, attention_mask: Tensor, pad_id: int = 0, **fields: Tensor | None) -> TrainBatch:
-        """Return the batch of padded fields. Raises ValueError where shapes differ or padding is not on the right."""
-        lengths, width = attention_mask.sum(dim=1), attention_mask.shape[1]
-        batch = cls(lengths, width, {}, pad_id)
-        if not bool((attention_mask == batch.attention_mask).all()):
-            raise ValueError("TrainBatch.attention_mask has a gap: the real tokens of a sequence must come first")
-        return batch.adding(**fields)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return len(self), self.width
-
-    @property
     def tokens(self) -> int:
-        """Return N, the number of real tokens."""
+        """Return N, the number of tokens."""
         return int(self.lengths.sum())
 
-    @property
-    def attention_mask(self) -> Tensor:
-        import torch
-
-        return torch.arange(self.width, device=self.lengths.device) < self.lengths[:, None]
-
-    def flat(self, name: str) -> Tensor:
-        """Return the field as it is stored, or raise an error that names the phase which should have set it."""
+    def require(self, name: str) -> Tensor:
+        """Return a field, or raise an error that names the phase which should have set it."""
         if name not in self.stored:
             raise ValueError(f"TrainBatch.{name} is not set yet: {BATCH_FIELDS[name].phase} sets it")
         return self.stored[name]
 
-    def need(self, name: str) -> Tensor:
-        """Return the field padded; raises as :meth:`flat` does."""
-        value, fill = self.flat(name), 0
-        if BATCH_FIELDS[name].axes == "B":
-            return value
-        if name == "input_ids":  # embeddings and labels are indexed by int64
-            value, fill = value.long(), self.pad_id
-        return value.new_full(self.shape, fill).masked_scatter_(self.attention_mask, value)
-
-    def flattened(self, value_BT: Tensor) -> Tensor:
-        """Return [N]: the real tokens of a padded tensor."""
-        return value_BT.masked_select(self.attention_mask)
+    def padded(self, name: str) -> Tensor:
+        """Return a field of tokens as [B, T], padded on the right; T is the longest sequence."""
+        return pad(self.require(name), self.lengths, self.pad_id if name == "input_ids" else 0)
 
     def adding(self, **fields: Tensor | None) -> TrainBatch:
-        """Return a batch with these fields set as well, padded or flat ones; None takes a field away."""
+        """Return a batch with these fields set as well; None takes a field away."""
         stored = dict(self.stored)
         for name, value in fields.items():
-            axes = BATCH_FIELDS[name].axes
             if value is None:
                 stored.pop(name, None)
                 continue
-            if axes == "BT" and tuple(value.shape) == self.shape:
-                value = self.flattened(value)
-            elif tuple(value.shape) != (len(self) if axes == "B" else self.tokens,):
-                wanted = self.shape if axes == "BT" else self.shape[:1]
-                raise ValueError(f"TrainBatch.{name} has shape {tuple(value.shape)}, expected {wanted} ({axes})")
+            axes = BATCH_FIELDS[name].axes
+            shape = (len(self) if axes == "B" else self.tokens,)
+            if tuple(value.shape) != shape:
+                raise ValueError(f"TrainBatch.{name} has shape {tuple(value.shape)}, expected {shape} ({axes})")
             stored[name] = value.int() if name == "input_ids" else value
         return dataclasses.replace(self, stored=stored)
 
     def sealed(self, *names: str) -> TrainBatch:
-        """Return the batch with a checksum of each row of these fields, by the phase that set them.
+        """Return the batch with a checksum of each sequence of these fields, by the phase that set them.
 
-        The checksums travel with the rows, so that whoever reads a field later can check that it is what was set. A
-        field that is not set is left out.
+        The checksums travel with the sequences, so that whoever reads a field later can check that it is what was set.
+        A field that is not set is left out.
         """
-        return dataclasses.replace(self, seals={**self.seals, **self._row_sums([n for n in names if n in self.stored])})
+        return dataclasses.replace(
+            self, seals={**self.seals, **self._checksums([n for n in names if n in self.stored])}
+        )
 
     def broken_seal(self, names: Collection[str] | None = None) -> tuple[str, int] | None:
-        """Return a sealed field (of ``names``) and the number of its first row that has changed since, or None."""
+        """Return a sealed field (of ``names``) and the number of its first sequence that has changed since, or None."""
         sealed = [n for n in self.seals if n in self.stored and (names is None or n in names)]
-        for name, found in self._row_sums(sealed).items():
-            wanted = self.seals[name]
-            if not np.array_equal(found, wanted):
-                return name, int(np.argmax(found != wanted))
+        for name, current in self._checksums(sealed).items():
+            recorded = self.seals[name]
+            if not np.array_equal(current, recorded):
+                return name, int(np.argmax(current != recorded))
         return None
 
-    def _row_sums(self, names: Collection[str]) -> dict[str, np.ndarray]:
-        """Return [B] uint64 each: the bits of a field in each row, weighted by their place in it; 0 of zeros alone."""
-        values = {name: np.ascontiguousarray(self.stored[name].detach().cpu().numpy()) for name in names}
-        bits = {name: value.view(f"u{value.dtype.itemsize}") for name, value in values.items()}
-        flat = [name for name in names if BATCH_FIELDS[name].axes == "BT"]
-        found = {
-            name: np.zeros(len(self), np.uint64) if name in flat else bits[name].astype(np.uint64) for name in names
-        }
-        lengths = self.lengths.cpu().numpy()
-        ends = np.cumsum(lengths)
-        rows = max(1, PIECE_SLOTS // max(1, int(lengths.max(initial=1))))  # at a time: products take 16 bytes a token
-        for first in range(0, len(lengths) if flat else 0, rows):
-            some = np.flatnonzero(lengths[first : first + rows]) + first
-            if not len(some):
-                continue
-            start, end = ends[some[0]] - lengths[some[0]], ends[some[-1]]
-            starts = ends[some] - lengths[some] - start
-            place = (np.arange(1, end - start + 1) - np.repeat(starts, lengths[some])).astype(np.uint64)
-            for name in flat:
-                found[name][some] = np.add.reduceat(bits[name][start:end] * place, starts)
-        return found
+    def _checksums(self, names: Collection[str]) -> dict[str, np.ndarray]:
+        """Return [B] uint64 each: a field's bits in each sequence, weighted by their place in it; 0 of zeros alone."""
+        sums = {name: [np.zeros(0, np.uint64)] for name in names}
+        for piece in self.pieces():
+            lengths = piece.lengths.cpu().numpy()
+            filled = np.flatnonzero(lengths)  # reduceat has no sum of nothing
+            starts = (np.cumsum(lengths) - lengths)[filled]
+            place = (np.arange(1, lengths.sum() + 1) - np.repeat(starts, lengths[filled])).astype(np.uint64)
+            for name in names:
+                value = np.ascontiguousarray(piece.stored[name].detach().cpu().numpy())
+                bits = value.view(f"u{value.dtype.itemsize}").astype(np.uint64)
+                if BATCH_FIELDS[name].axes == "N":
+                    weighted, bits = bits * place, np.zeros(len(lengths), np.uint64)
+                    if len(filled):
+                        bits[filled] = np.add.reduceat(weighted, starts)
+                sums[name].append(bits)
+        return {name: np.concatenate(parts) for name, parts in sums.items()}
 
     def only(self, names: Collection[str]) -> TrainBatch:
         """Return a batch that has no other fields than these: what a process reads, and is sent."""
@@ -386,13 +353,13 @@ class TrainBatch:
         return dataclasses.replace(self, stored=stored, seals=seals)
 
     def media_of_rows(self) -> list[Media | None]:
-        """Return the media of each row's prompt; an empty list where no row has any."""
-        return [self.media.get(group) for group in self.flat("group").tolist()] if self.media else []
+        """Return the media of each sequence's prompt; an empty list where none has any."""
+        return [self.media.get(group) for group in self.group.tolist()] if self.media else []
 
     def rows(self, index: Any) -> TrainBatch:
-        """Return the rows of ``index`` (a slice, a list or a tensor of numbers), with every field that is set.
+        """Return the sequences of ``index`` (a slice, a list or a tensor of numbers), with every field that is set.
 
-        Neighbours are a view of this batch; the width stays.
+        Neighbours are a view of this batch.
         """
         import torch
 
@@ -416,60 +383,42 @@ class TrainBatch:
         return dataclasses.replace(self._map(chosen, self.lengths[rows]), seals=seals)
 
     def spans(self, rows: Tensor) -> list[slice]:
-        """Return where the tokens of each of these rows are in a flat field."""
+        """Return where the tokens of each of these sequences are in a field of tokens."""
         ends = self.lengths.cumsum(0)
         starts = ends - self.lengths
-        return [slice(*one) for one in zip(starts[rows].tolist(), ends[rows].tolist(), strict=True)]
+        return [slice(start, end) for start, end in zip(starts[rows].tolist(), ends[rows].tolist(), strict=True)]
 
-    def count(self, true_N: Tensor) -> Tensor:
-        """Return [B] int64: of how many tokens of each sequence a flat mask is True."""
-        some = self.lengths > 0  # what has no token has no place in the flat mask
-        starts = (self.lengths.cumsum(0) - self.lengths)[some].cpu().numpy()
+    def put(self, target_N: Tensor, rows: Tensor, values: Tensor) -> None:
+        """Write values of the tokens of these sequences, in their order, to their places in a tensor of all tokens."""
+        for span, part in zip(self.spans(rows), values.split(self.lengths[rows].tolist()), strict=True):
+            target_N[span] = part
+
+    def count(self, mask_N: Tensor) -> Tensor:
+        """Return [B] int64: of how many tokens of each sequence a mask is True."""
+        filled = self.lengths > 0  # reduceat has no sum of nothing
+        starts = (self.lengths.cumsum(0) - self.lengths)[filled].cpu().numpy()
         counts = self.lengths.new_zeros(len(self))
         if len(starts):
-            found = np.add.reduceat(true_N.cpu().numpy(), starts, dtype=np.int64)
-            counts[some] = counts.new_tensor(found)
+            counts[filled] = counts.new_tensor(np.add.reduceat(mask_N.cpu().numpy(), starts, dtype=np.int64))
         return counts
 
-    def cut(self, width: int) -> TrainBatch:
-        """Return the batch with other padding. Raises ValueError for a width that would cut off a token."""
-        longest = int(self.lengths.max()) if len(self) else 0
-        if width < longest:
-            raise ValueError(f"a batch cannot be cut to {width} columns: a sequence has {longest} tokens")
-        return dataclasses.replace(self, width=width)
+    def pieces(self, tokens: int = 2**19) -> Iterator[TrainBatch]:
+        """Yield neighbouring sequences of about ``tokens`` tokens together, for sums that need memory for each token.
 
-    def pieces(
-        self, slots: int | None = None, *, whole_groups: bool = False, by_length: bool = False
-    ) -> Iterator[TrainBatch]:
-        """Yield neighbouring rows that take at most ``slots`` entries when padded, and at least one row or group.
-
-        A batch that small is yielded as it is. So is one whose groups are not neighbours, if they must stay whole.
-        ``by_length`` sorts a larger one, so that there is little to pad: for sums, to which all rows contribute alike.
+        By default a float64 tensor of a piece has 4 MB, which stays in a cache.
         """
-        slots, count = slots or PIECE_SLOTS, len(self)
-        starts = list(range(count))
-        if whole_groups:
-            starts = [0, *((self.flat("group").diff() != 0).nonzero()[:, 0] + 1).tolist()] if count else []
-            if len(starts) != len(self.flat("group").unique()):
-                starts = [0]
-        if count * self.width <= slots or len(starts) < 2:
-            yield self
-            return
-        whole = self.rows(self.lengths.argsort(descending=True, stable=True)) if by_length else self
-        lengths, first, longest = whole.lengths.tolist(), 0, 0
-        for start, end in zip(starts, [*starts[1:], count], strict=True):
-            wider = max(longest, *lengths[start:end])
-            if start > first and wider * (end - first) > slots:
-                yield whole.rows(slice(first, start)).cut(longest)
-                first, wider = start, max(lengths[start:end])
-            longest = wider
-        yield whole.rows(slice(first, count)).cut(longest)
+        ends, first = self.lengths.cumsum(0), 0
+        while first < len(self):
+            start = int(ends[first] - self.lengths[first])
+            end = max(first + 1, int((ends <= start + tokens).sum()))
+            yield self if end - first == len(self) else self.rows(slice(first, end))
+            first = end
 
     def blank_row(self) -> TrainBatch:
-        """One row of two tokens that nobody wrote and that weigh nothing, with the fields of this batch."""
-        blank = self._map(lambda value, axes: value.new_zeros(2 if axes == "BT" else 1), self.lengths.new_full((1,), 2))
+        """Return a sequence of two tokens that nobody wrote and that weigh nothing, with the fields of this batch."""
+        blank = self._map(lambda value, axes: value.new_zeros(2 if axes == "N" else 1), self.lengths.new_full((1,), 2))
         seals = {name: np.zeros(1, np.uint64) for name in self.seals}
-        return dataclasses.replace(blank.cut(2), media={}, seals=seals)
+        return dataclasses.replace(blank, media={}, seals=seals)
 
     def to(self, device: Any) -> TrainBatch:
         lengths = self.lengths.to(device, non_blocking=True)
@@ -494,10 +443,21 @@ class TrainBatch:
             vars(self).update({**state, "lengths": torch.from_numpy(state["lengths"]), "stored": stored})
 
 
+def pad(value_N: Tensor, lengths_B: Tensor, fill: float = 0) -> Tensor:
+    """Return [B, T] of the tokens of B sequences, padded on the right to the longest; differentiable."""
+    mask_BT = token_places(lengths_B)
+    return value_N.new_full(mask_BT.shape, fill).masked_scatter(mask_BT, value_N)
+
+
+def token_places(lengths_B: Tensor) -> Tensor:
+    """Return [B, T] bool: where padded sequences of these lengths have tokens."""
+    import torch
+
+    longest = int(lengths_B.max()) if len(lengths_B) else 0
+    return torch.arange(longest, device=lengths_B.device) < lengths_B[:, None]
+
+
 BATCH_FIELDS = {name: one for name, one in vars(TrainBatch).items() if isinstance(one, BatchField)}
-# Entries that whoever goes through a whole batch pads at once: 4 MB of float64, which stays in a cache. The laptop's
-# batches are smaller, so theirs are summed in one piece, in the order in which they always were.
-PIECE_SLOTS = 2**19
 
 
 class StepMetrics:

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.algorithm import advantages, kl, losses, masked
+from core.algorithm import advantages, kl, losses, masked, sequences
+from core.algorithm.padded import PaddedAdvantageInputs
 from core.config import registry
 from core.learner import learner as schedules
 from core.learner.log_probs import token_log_probs_and_entropy
-from core.types import TrainBatch
 from tests import golden_correction, golden_dapo
 from tests.golden_io import Case, Comparison
+from tests.padded import batch_of_padded, on_padded, padded_loss, padded_loss_weights
 
 Adapter = Callable[[Case, str], Iterator[Comparison]]
 
@@ -51,7 +52,7 @@ def _advantage(name: str, f64: float, case: Case, precision: str) -> Iterator[Co
     given, config = case.inputs, case.inputs.get("config", {})
     mask = _mask(given["response_mask"])
     norm = given.get("norm_adv_by_std_in_grpo", config.get("norm_adv_by_std_in_grpo", True))
-    inputs = advantages.AdvantageInputs(
+    inputs = PaddedAdvantageInputs(
         token_level_rewards=_tensor(given["token_level_rewards"], precision),
         response_mask=mask,
         group=_groups(given.get("index", range(len(mask)))),
@@ -61,7 +62,7 @@ def _advantage(name: str, f64: float, case: Case, precision: str) -> Iterator[Co
         lam=given.get("lam", 1.0),
         norm_adv_by_std_in_grpo=norm,
     )
-    got = dict(zip(("advantages", "returns"), advantages.estimator(name)(inputs), strict=True))
+    got = dict(zip(("advantages", "returns"), on_padded(advantages.estimator(name))(inputs), strict=True))
     tolerance = _tolerance(precision, f64)
     if precision == "f32" and any(text in case.name for text in ILL_CONDITIONED):
         tolerance = 1e-4
@@ -90,7 +91,7 @@ def _policy(name: str, case: Case, precision: str) -> Iterator[Comparison]:
     old, adv = _tensor(given["old_log_prob"], precision), _tensor(given["advantages"], precision)
     defaults = {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None, "clip_ratio_c": 3.0}
     config = SimpleNamespace(**{**defaults, "tau_pos": 1.0, "tau_neg": 1.05, **case.params})
-    loss_BT, stats = losses.policy_loss(name)(log_prob, old, adv, mask, config)
+    loss_BT, stats = padded_loss(name)(log_prob, old, adv, mask, config)
     if given.get("rollout_is_weights") is not None:
         loss_BT = loss_BT * _tensor(given["rollout_is_weights"], precision)
     mode = registry.policy_loss(name).aggregation or case.params["loss_agg_mode"]
@@ -126,7 +127,7 @@ def _weights(loss_BT: Tensor, mask: Tensor, mode: str, info: dict[str, Any]) -> 
     if mode == "token-sum":  # published, and no aggregation here
         return mask.to(loss_BT.dtype)
     width = info.get("loss_scale_factor") or mask.shape[-1]
-    weight = losses.loss_weights(mask.to(loss_BT.dtype), mode, scale_factor=width)
+    weight = padded_loss_weights(mask.to(loss_BT.dtype), mode, scale_factor=width)
     own, whole = int(mask.any(-1).sum()), info.get("global_batch_size")
     if mode == "token-mean":
         own, whole = int(mask.sum()), info.get("batch_num_tokens")
@@ -219,7 +220,7 @@ def _kl_penalty(case: Case, precision: str) -> Iterator[Comparison]:
 def _apply_kl_penalty(case: Case, precision: str) -> Iterator[Comparison]:
     given, params, want = case.inputs, case.params, case.want(precision)
     scores, mask = _tensor(given["token_level_scores"], precision), _mask(given["response_mask"])
-    batch = TrainBatch.of(
+    batch = batch_of_padded(
         input_ids=torch.zeros(mask.shape, dtype=torch.int64),
         attention_mask=torch.ones_like(mask),
         response_mask=mask,
@@ -232,7 +233,8 @@ def _apply_kl_penalty(case: Case, precision: str) -> Iterator[Comparison]:
         ref_log_prob=_tensor(given["ref_log_prob"], precision),
     )
     controller = kl.KLController(params["type"], params["kl_coef"], params["target_kl"], params["horizon"])
-    rewards, controller, metrics = kl.kl_in_reward(scores, batch, controller, params["kl_penalty"])
+    penalties, controller, metrics = kl.kl_rewards(batch, controller, params["kl_penalty"])
+    rewards = scores + penalties.view(scores.shape)
     tolerance = _tolerance(precision, 1e-6)
     yield Comparison("token_level_rewards", rewards, want["token_level_rewards"], tolerance)
     yield Comparison("coef_after", controller.value, want["coef_after"], tolerance)
@@ -259,9 +261,9 @@ def _masked_ops(case: Case, precision: str) -> Iterator[Comparison]:
     values, mask = _tensor(case.inputs["values"], precision), _mask(case.inputs["mask"])
     functions = {
         "masked_sum": masked.masked_sum,
-        "masked_sum_axis-1": partial(masked.masked_sum, dim=-1),
+        "masked_sum_axis-1": lambda values, mask: _by_row(values, mask) * mask.sum(-1),
         "masked_mean": masked.masked_mean,
-        "masked_mean_axis-1": partial(masked.masked_mean, dim=-1),
+        "masked_mean_axis-1": _by_row,
         "masked_var_unbiased": masked.masked_var,
         "masked_var_biased": partial(masked.masked_var, unbiased=False),
         "masked_whiten": masked.masked_whiten,
@@ -272,6 +274,11 @@ def _masked_ops(case: Case, precision: str) -> Iterator[Comparison]:
         if isinstance(expected, dict):
             continue
         yield Comparison(name, functions[name](values, mask), expected, tolerance)
+
+
+def _by_row(values: Tensor, mask: Tensor) -> Tensor:
+    lengths = torch.full((len(mask),), mask.shape[1])
+    return sequences.mean_by_sequence(values.flatten(), mask.flatten(), lengths)
 
 
 def _lr_schedule(case: Case, precision: str) -> Iterator[Comparison]:

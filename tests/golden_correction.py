@@ -14,6 +14,7 @@ from core.algorithm.losses import Means
 from core.config import correction_bounds
 from core.types import TrainBatch
 from tests.golden_io import Case, Comparison
+from tests.padded import batch_of_padded
 
 Values = Mapping[str, float]
 
@@ -27,9 +28,13 @@ def _given(case: Case, precision: str) -> tuple[Tensor, Tensor, Tensor]:
     return old, rollout, torch.tensor(case.inputs["response_mask"]).bool()
 
 
+def _lengths(mask: Tensor) -> Tensor:
+    return torch.full((len(mask),), mask.shape[1])
+
+
 def batch_of(old: Tensor, rollout: Tensor, mask: Tensor) -> TrainBatch:
     """A batch in which only the log-probs matter."""
-    return TrainBatch.of(
+    return batch_of_padded(
         input_ids=torch.zeros(mask.shape, dtype=torch.int64),
         attention_mask=torch.ones_like(mask),
         response_mask=mask,
@@ -46,11 +51,14 @@ def _weights(case: Case, precision: str) -> Iterator[Comparison]:
     want, params = case.want(precision), case.params
     bounds, level = correction_bounds.weight_bounds(params["rollout_is_threshold"]), params.get("rollout_is", "token")
     old, rollout, mask = _given(case, precision)
-    applied, raw = rc.importance_weights(rc.log_ratio(old, rollout, mask), mask, level, bounds)
-    metrics = rc.weight_metrics(applied, raw, mask, level, bounds)
+    lengths, flat_mask = _lengths(mask), mask.flatten()
+    ratio = rc.log_ratio(old.flatten(), rollout.flatten(), flat_mask)
+    applied, raw = rc.importance_weights(ratio, flat_mask, lengths, level, bounds)
+    metrics = rc.weight_metrics(applied, raw, flat_mask, lengths, level, bounds)
     if params.get("rollout_is_batch_normalize"):
-        metrics["rollout_is_batch_norm_factor"] = factor = rc.normalising_factor(applied, mask, level)
+        metrics["rollout_is_batch_norm_factor"] = factor = rc.normalising_factor(applied, flat_mask, lengths, level)
         applied = applied / factor
+    applied = applied.view(mask.shape)
     if "error" in want:
         assert not applied.any() and metrics["rollout_is_eff_sample_size"] == 0
         yield Comparison("weights", applied, torch.zeros_like(applied), 0.0, departure=NOTHING_LEFT)
@@ -64,9 +72,11 @@ def _rejection(case: Case, precision: str) -> Iterator[Comparison]:
     want, params = case.want(precision), case.params
     wanted = correction_bounds.criteria(params["rollout_rs"], params["rollout_rs_threshold"])
     old, rollout, mask = _given(case, precision)
-    ratio = rc.log_ratio(old, rollout, mask)
-    yield Comparison("mask", rc.kept_tokens(ratio, mask, wanted), want["mask"], 0.0)
-    metrics = rc.rejection_metrics(ratio, mask, wanted)
+    lengths, flat_mask = _lengths(mask), mask.flatten()
+    ratio = rc.log_ratio(old.flatten(), rollout.flatten(), flat_mask)
+    kept = rc.kept_tokens(ratio, flat_mask, lengths, wanted).view(mask.shape)
+    yield Comparison("mask", kept, want["mask"], 0.0)
+    metrics = rc.rejection_metrics(ratio, flat_mask, lengths, wanted)
     yield from _compared(metrics, want["metrics"], _rejected_rows(case), 1e-5 if precision == "f64" else 4e-5)
 
 

@@ -1,25 +1,26 @@
 """Advantage estimators: rewards in, one advantage a token out.
 
-Each is a pure function ``f(inputs: AdvantageInputs) -> (advantages_BT, returns_BT)``, both 0 outside
-``response_mask``. ``algorithm.adv_estimator`` names one of :data:`core.config.registry.ESTIMATORS`, or a
-user's own by its path.
+Each is a pure function ``f(inputs: AdvantageInputs) -> (advantages_N, returns_N)``, both 0 outside ``response_mask``.
+``algorithm.adv_estimator`` names one of :data:`core.config.registry.ESTIMATORS`, or a user's own by its path, which
+gets padded tensors (:mod:`core.algorithm.padded`).
 
-Each works on padded tensors; :func:`estimate` decides how many groups are padded at once.
-
-Written ``R_i`` below: the reward of sequence i, summed over all its positions. One whose answer could not be
-scored (``in_group_stats`` False) enters no mean, variance or count, and gets advantage 0.
+Written ``R_i`` below: the reward of sequence i, what its tokens add included. One whose answer could not be scored
+(``in_group_stats`` False) enters no mean, variance or count, and gets advantage 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from core.algorithm.masked import masked_whiten
+from core.algorithm.padded import is_padded, pads_estimator
+from core.algorithm.sequences import discounted_sums, spread_over_tokens, sum_by_sequence
 from core.config import registry
 from core.config.plugins import chosen
 
@@ -27,26 +28,32 @@ if TYPE_CHECKING:
     from core.config.sections.algorithm import AlgorithmConfig
     from core.types import TrainBatch
 
+Estimator = Callable[["AdvantageInputs"], tuple[Tensor, Tensor]]
+
 
 @dataclass(frozen=True, eq=False)
 class AdvantageInputs:
     """The inputs of every estimator.
 
-    Shapes:
-        token_level_rewards  [B, T] float  the score on the last response token, less a KL penalty if there is one
-        response_mask        [B, T] bool   written by the policy
-        group                [B]    int64  sequences of one prompt share a number, any number
-        in_group_stats       [B]    bool   the sequence was scored; None: all were
-        values               [B, T] float  the critic's, for gae
-        baseline             [B]    float  score of the greedy answer to the same prompt, for remax
-        old_log_probs        [B, T] float  for optimal_token_baseline, as are the next two
-        sum_pi_squared       [B, T] float  of the distribution that each token was drawn from
-        rollout_is_weights   [B, T] float  importance weights of the loss; None: there are none
+    Shapes (N tokens in B sequences, prompts included):
+        reward              [B] float  the shaped score, which the last token of the response brings
+        lengths             [B] int64  tokens of each sequence
+        response_mask       [N] bool   written by the policy
+        group               [B] int64  sequences of one prompt share a number, any number
+        token_rewards       [N] float  what each token adds to the reward, as the KL penalty does; None: nothing
+        in_group_stats      [B] bool   the sequence was scored; None: all were
+        values              [N] float  the critic's, for gae
+        baseline            [B] float  score of the greedy answer to the same prompt, for remax
+        old_log_probs       [N] float  for optimal_token_baseline, as are the next two
+        sum_pi_squared      [N] float  of the distribution that each token was drawn from
+        rollout_is_weights  [N] float  importance weights of the loss; None: there are none
     """
 
-    token_level_rewards: Tensor
+    reward: Tensor
+    lengths: Tensor
     response_mask: Tensor
     group: Tensor
+    token_rewards: Tensor | None = None
     in_group_stats: Tensor | None = None
     values: Tensor | None = None
     baseline: Tensor | None = None
@@ -65,15 +72,43 @@ class AdvantageInputs:
             return torch.ones_like(self.group, dtype=torch.bool)
         return self.in_group_stats.bool()
 
-    @property
-    def active_BT(self) -> Tensor:
-        """Return the tokens that can carry an advantage, [B, T] bool."""
-        return self.response_mask.bool() & self.counted_B[:, None]
+    @cached_property
+    def active_N(self) -> Tensor:
+        """Return the tokens that can carry an advantage, [N] bool."""
+        return self.response_mask.bool() & spread_over_tokens(self.counted_B, self.lengths)
+
+    @cached_property
+    def actions_B(self) -> Tensor:
+        """Return how many active tokens each sequence has, [B] int64: the lengths of :meth:`actions`."""
+        return sum_by_sequence(self.active_N.double(), self.lengths).long()
 
     @property
     def rewards_B(self) -> Tensor:
         """Return ``R_i``, [B] float64: in double a group of equal rewards has exactly equal deviations."""
-        return self.token_level_rewards.sum(-1, dtype=torch.float64).masked_fill(~self.counted_B, 0)
+        reward = self.reward.double()
+        if self.token_rewards is not None:
+            reward = reward + sum_by_sequence(self.token_rewards.double(), self.lengths)
+        return reward.masked_fill(~self.counted_B, 0)
+
+    def actions(self, values_N: Tensor) -> Tensor:
+        """Return [M]: the active tokens alone, so that the next entry is the next token that the policy wrote."""
+        return values_N[self.active_N]
+
+    def action_rewards(self) -> Tensor:
+        """Return [M]: the reward of each active token; the last one of a sequence brings the sequence's own.
+
+        Not the last of the response: where that is a tool's output, GAE and returns would never see the reward.
+        """
+        rewards = self.reward.new_zeros(int(self.actions_B.sum()))
+        if self.token_rewards is not None:
+            rewards = rewards + self.actions(self.token_rewards)
+        writes_B = self.actions_B > 0
+        rewards[self.actions_B.cumsum(0)[writes_B] - 1] += self.reward[writes_B]
+        return rewards
+
+    def at_actions(self, values_M: Tensor) -> Tensor:
+        """Return [N]: values of the active tokens at their places, 0 elsewhere."""
+        return values_M.new_zeros(self.active_N.shape).masked_scatter(self.active_N, values_M)
 
     def need(self, name: str, estimator: str) -> Tensor:
         value = getattr(self, name)
@@ -82,9 +117,9 @@ class AdvantageInputs:
         return value
 
     def spread(self, advantage_B: Tensor) -> Tensor:
-        """Put a sequence's number on each of its active tokens, [B] -> [B, T] in the rewards' dtype."""
-        advantage_B = advantage_B.to(self.token_level_rewards.dtype)
-        return torch.where(self.active_BT, advantage_B[:, None], 0)
+        """Put a sequence's number on each of its active tokens, [B] -> [N] in the reward's dtype."""
+        advantage_N = spread_over_tokens(advantage_B.to(self.reward.dtype), self.lengths)
+        return torch.where(self.active_N, advantage_N, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,11 +167,6 @@ def group_stats(inputs: AdvantageInputs, weight_B: Tensor | None = None) -> Grou
     return GroupStats(group, centred, std[group], number.clamp(min=1)[group])
 
 
-def backwards_in_time(*tensors_BT: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Return the tensors' columns, last first, each contiguous: strided ones cost ten times as much."""
-    return zip(*(tensor.T.contiguous().flip(0).unbind(0) for tensor in tensors_BT), strict=True)
-
-
 def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     r"""Estimate generalised advantages (arXiv:1506.02438, eq. 16), whitened over the batch's tokens.
 
@@ -145,23 +175,18 @@ def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     ``A + V`` before whitening.
 
     Shapes:
-        advantages, returns  [B, T]
+        advantages, returns  [N]
 
     Raises:
         ValueError: no values, or fewer than two tokens to whiten.
     """
-    mask = inputs.active_BT
-    values = inputs.need("values", "gae").masked_fill(~mask, 0)
-    rewards = inputs.token_level_rewards.masked_fill(~mask, 0)
-    next_value, advantage = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
-    columns = []
-    for here, reward, value in backwards_in_time(mask, rewards, values):
-        delta = reward + inputs.gamma * next_value - value
-        advantage = torch.where(here, delta + inputs.gamma * inputs.lam * advantage, advantage)
-        next_value = torch.where(here, value, next_value)
-        columns.append(advantage)
-    advantages = torch.stack(columns[::-1]).T.contiguous().masked_fill(~mask, 0)
-    return masked_whiten(advantages, mask).masked_fill(~mask, 0), advantages + values
+    values, ends = inputs.actions(inputs.need("values", "gae")), inputs.actions_B.cumsum(0)
+    following = values.roll(-1)
+    following[ends[inputs.actions_B > 0] - 1] = 0
+    delta = inputs.action_rewards() + inputs.gamma * following - values
+    advantages = discounted_sums(delta, inputs.actions_B, inputs.gamma * inputs.lam)
+    whitened = masked_whiten(advantages, torch.ones_like(advantages, dtype=torch.bool))
+    return inputs.at_actions(whitened), inputs.at_actions(advantages + values)
 
 
 def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
@@ -171,7 +196,7 @@ def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     (``norm_adv_by_std_in_grpo=False``) it is Dr. GRPO's (arXiv:2503.20783). A group of one keeps its reward.
 
     Shapes:
-        advantages, returns  [B, T], equal
+        advantages, returns  [N], equal
     """
     stats = group_stats(inputs)
     scale = stats.std_B + inputs.epsilon if inputs.norm_adv_by_std_in_grpo else 1.0
@@ -179,51 +204,23 @@ def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return advantages, advantages
 
 
-def compute(token_level_rewards_BT: Tensor, batch: TrainBatch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """Compute advantages and returns of a batch by the configured estimator.
+def estimator(name: str) -> Estimator:
+    """Return the estimator of this name, or a user's own by its path. Raises InputError where there is none."""
+    function = chosen(name, registry.ESTIMATORS, "algorithm.adv_estimator")
+    return pads_estimator(function) if name not in registry.ESTIMATORS and is_padded(function) else function
 
-    Shapes:
-        token_level_rewards_BT, advantages, returns  [B, T]
 
-    Raises:
-        InputError: ``algorithm.adv_estimator`` leads to no function.
-    """
-    inputs = AdvantageInputs(
-        token_level_rewards=token_level_rewards_BT,
+def inputs_of(batch: TrainBatch, config: AlgorithmConfig, token_rewards_N: Tensor | None = None) -> AdvantageInputs:
+    """Return what an estimator reads of a batch; ``token_rewards_N`` is what tokens add to their sequences' rewards."""
+    optional = ("in_group_stats", "values", "baseline", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
+    return AdvantageInputs(
+        reward=batch.reward,
+        lengths=batch.lengths,
         response_mask=batch.response_mask,
         group=batch.group,
-        in_group_stats=batch.in_group_stats,
-        values=batch.values,
-        baseline=batch.baseline,
-        old_log_probs=batch.old_log_probs,
-        sum_pi_squared=batch.sum_pi_squared,
-        rollout_is_weights=batch.rollout_is_weights,
+        token_rewards=token_rewards_N,
         gamma=config.gamma,
         lam=config.lam,
         norm_adv_by_std_in_grpo=config.norm_adv_by_std_in_grpo,
+        **{name: getattr(batch, name) for name in optional},
     )
-    return estimator(config.adv_estimator)(inputs)
-
-
-def estimator(name: str) -> Callable[[AdvantageInputs], tuple[Tensor, Tensor]]:
-    """Return the estimator of this name, or a user's own by its path. Raises InputError where there is none."""
-    return chosen(name, registry.ESTIMATORS, "algorithm.adv_estimator")
-
-
-def estimate(batch: TrainBatch, config: AlgorithmConfig) -> TrainBatch:
-    """Set ``advantages`` and ``returns`` from ``token_level_rewards``, which are taken away.
-
-    Estimators work on padded tensors. One that reads a group at a time (``by_group`` in the table) gets a few groups
-    at a time, so that no padded tensor of a large batch exists. The others, and a user's own, get the whole batch:
-    they may average over all of it.
-    """
-    by_group = registry.estimator(config.adv_estimator).by_group
-    pieces, found = batch.pieces(whole_groups=True) if by_group else (batch,), []
-    for piece in pieces:
-        advantages_BT, returns_BT = compute(piece.need("token_level_rewards"), piece, config)
-        advantages = piece.flattened(advantages_BT)
-        found.append((advantages, advantages if returns_BT is advantages_BT else piece.flattened(returns_BT)))
-    advantages = torch.cat([one for one, _ in found])
-    same = all(one is other for one, other in found)
-    returns = advantages if same else torch.cat([other for _, other in found])
-    return batch.adding(advantages=advantages, returns=returns, token_level_rewards=None)

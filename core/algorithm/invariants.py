@@ -22,6 +22,7 @@ from torch import Tensor
 from core.errors import BrokenInvariant
 
 if TYPE_CHECKING:
+    from core.algorithm.advantages import AdvantageInputs
     from core.config.sections.algorithm import AlgorithmConfig
     from core.types import ScoredGroup, TrainBatch, Trajectory
 
@@ -87,7 +88,7 @@ def batch_is_its_groups(groups: Sequence[ScoredGroup], batch: TrainBatch) -> Non
     trajectories = [t for group in groups for t in group.trajectories]
     scores = [score for group in groups for score in group.scores]
     remedy = "rows were reordered or masked after they were sampled: look at what makes the batch"
-    mask = batch.flat("sampled_mask" if "sampled_mask" in batch.stored else "response_mask").numpy()
+    mask = batch.require("sampled_mask" if "sampled_mask" in batch.stored else "response_mask").numpy()
     wrote = np.concatenate([t.response_mask for t in trajectories])
     counts = _sums(wrote, np.array([len(t.response_ids) for t in trajectories]))
     found = _sums(mask, batch.lengths.numpy())
@@ -99,19 +100,19 @@ def batch_is_its_groups(groups: Sequence[ScoredGroup], batch: TrainBatch) -> Non
         remedy,
     )
     sampled = np.concatenate([t.logprobs for t in trajectories])[wrote]
-    same = np.array_equal(batch.flat("rollout_log_probs").numpy()[mask], sampled)
+    same = np.array_equal(batch.rollout_log_probs.numpy()[mask], sampled)
     require(same, "batch", "rollout_log_probs of the policy's tokens are not those of the engine", remedy)
     whole = np.concatenate([ids for t in trajectories for ids in (t.prompt_ids, t.response_ids)])
-    same = np.array_equal(batch.flat("input_ids").numpy(), whole)
+    same = np.array_equal(batch.input_ids.numpy(), whole)
     require(same, "batch", "input_ids are not the prompts and responses that were sampled", remedy)
     values = np.array([score.value for score in scores], np.float32)
-    same = np.array_equal(batch.flat("reward").numpy(), values)
+    same = np.array_equal(batch.reward.numpy(), values)
     require(same, "batch", "rewards are not the scores of their rows", remedy)
     of_group = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-    same = np.array_equal(batch.flat("group").numpy(), of_group)
+    same = np.array_equal(batch.group.numpy(), of_group)
     require(same, "batch", "rows are counted to groups of other prompts than their own", remedy)
     live = np.repeat([not score.masked for score in scores], batch.lengths.numpy())
-    same = np.array_equal(batch.flat("loss_mask").numpy(), batch.flat("response_mask").numpy() & live)
+    same = np.array_equal(batch.loss_mask.numpy(), batch.response_mask.numpy() & live)
     require(same, "batch", "the loss mask is not the policy's tokens of the answers that count", remedy)
 
 
@@ -141,46 +142,47 @@ def _sums(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 @counted
-def rewards_are_on_policy_tokens(batch: TrainBatch) -> None:
-    """Check that the rewards of a batch stand on tokens that the policy wrote, and add up to those of its rows."""
-    mask, rewards = batch.flat("response_mask").numpy(), batch.flat("token_level_rewards").numpy()
+def rewards_are_on_policy_tokens(inputs: AdvantageInputs) -> None:
+    """Check that the rewards which an estimator reads stand on the policy's tokens, and add up to its sequences'."""
     remedy = "a reward there reaches no token that trains; put it on the last token that the policy wrote"
-    require(not rewards[~mask].any(), "adv", "a reward stands on a token that the policy did not write", remedy)
-    rows = _sums(mask, batch.lengths.numpy()) > 0
-    wanted = batch.flat("reward").numpy()[rows].sum(dtype=np.float64)
-    total = rewards.sum(dtype=np.float64)
-    same = abs(total - wanted) <= 1e-4 * (1 + abs(wanted))
-    require(same, "adv", f"token rewards add up to {total:g}, and the rows' to {wanted:g}", remedy)
+    stray = inputs.token_rewards is not None and inputs.token_rewards[~inputs.response_mask].any()
+    require(not stray, "adv", "a reward stands on a token that the policy did not write", remedy)
+    expected = float(inputs.rewards_B[inputs.actions_B > 0].sum())
+    total = float(inputs.action_rewards().sum(dtype=torch.float64))
+    same = abs(total - expected) <= 1e-4 * (1 + abs(expected))
+    require(same, "adv", f"token rewards add up to {total:g}, and the rows' to {expected:g}", remedy)
 
 
 @counted
-def advantages_follow(batch: TrainBatch, config: AlgorithmConfig) -> None:
+def advantages_follow(batch: TrainBatch, token_rewards_N: Tensor | None, config: AlgorithmConfig) -> None:
     """Check ``advantages`` and ``returns`` against what defines them, for grpo, rloo and gae.
 
     Of the first two: within a group they add up to 0 and have the sign of the reward's distance from the mean. Of gae:
     ``G_t = r_t + gamma ((1 - lam) V_t' + lam G_t')`` where t' is the next token that the policy wrote.
+    ``token_rewards_N`` is what tokens add to the rewards of their sequences.
     """
     if config.adv_estimator not in ("grpo", "rloo", "gae"):
         return
-    group = batch.flat("group").numpy()
+    group = batch.group.numpy()
     bounds = np.flatnonzero(np.diff(group, append=group[-1] + 1)) + 1  # rows at which a group has ended
     rows = bounds[batch.lengths.numpy().cumsum()[bounds - 1] <= MOST_TOKENS][-1:]
     if len(bounds) != len(np.unique(group)) or not len(rows):
         return
     part = batch if rows[0] == len(batch) else batch.rows(slice(0, int(rows[0])))
+    added = np.zeros(part.tokens) if token_rewards_N is None else token_rewards_N[: part.tokens].numpy()
     if config.adv_estimator == "gae":
-        _gae_holds(part, config.gamma, config.lam)
+        _gae_holds(part, added, config.gamma, config.lam)
     else:
-        _groups_hold(part, bounded=config.adv_estimator == "grpo" and config.norm_adv_by_std_in_grpo)
+        _groups_hold(part, added, bounded=config.adv_estimator == "grpo" and config.norm_adv_by_std_in_grpo)
 
 
-def _groups_hold(batch: TrainBatch, *, bounded: bool) -> None:
-    mask, lengths = batch.flat("response_mask").numpy(), batch.lengths.numpy()
+def _groups_hold(batch: TrainBatch, added: np.ndarray, *, bounded: bool) -> None:
+    mask, lengths = batch.response_mask.numpy(), batch.lengths.numpy()
     tokens = _sums(mask, lengths)
-    reward = _sums(batch.flat("token_level_rewards").numpy(), lengths)
-    mine = _sums(np.where(mask, batch.flat("advantages").numpy(), 0), lengths) / np.maximum(tokens, 1)
-    counts = batch.flat("in_group_stats").numpy() & (tokens > 0)
-    _, group = np.unique(batch.flat("group").numpy(), return_inverse=True)
+    reward = batch.reward.numpy() + _sums(added, lengths)
+    mine = _sums(np.where(mask, batch.require("advantages").numpy(), 0), lengths) / np.maximum(tokens, 1)
+    counts = batch.in_group_stats.numpy() & (tokens > 0)
+    _, group = np.unique(batch.group.numpy(), return_inverse=True)
     size, number = np.bincount(group), np.bincount(group, counts)
     whole = (size == number) & (size > 1)  # an answer without a token or a score would have to be left out
     distance = reward - (np.bincount(group, reward) / size)[group]
@@ -196,15 +198,13 @@ def _groups_hold(batch: TrainBatch, *, bounded: bool) -> None:
     require(not beyond, "adv", "an advantage is larger than any that its group's size allows", remedy)
 
 
-def _gae_holds(batch: TrainBatch, gamma: float, lam: float) -> None:
+def _gae_holds(batch: TrainBatch, added: np.ndarray, gamma: float, lam: float) -> None:
     lengths = batch.lengths.numpy()
-    places = np.flatnonzero(
-        batch.flat("response_mask").numpy() & np.repeat(batch.flat("in_group_stats").numpy(), lengths)
-    )
-    names = ("token_level_rewards", "values", "returns")
-    reward, value, returns = (batch.flat(name).numpy()[places] for name in names)
+    places = np.flatnonzero(batch.response_mask.numpy() & np.repeat(batch.in_group_stats.numpy(), lengths))
+    value, returns = batch.require("values").numpy()[places], batch.require("returns").numpy()[places]
     row = np.repeat(np.arange(len(lengths)), lengths)[places]
     goes_on = np.append(row[1:] == row[:-1], False)
+    reward = added[places] + np.where(goes_on, 0, batch.reward.numpy()[row])
     after = (1 - lam) * np.append(value[1:], 0) + lam * np.append(returns[1:], 0)
     gap = np.abs(returns - reward - gamma * np.where(goes_on, after, 0)).max(initial=0)
     room = 1e-4 * (1 + np.abs(returns).max(initial=0) + np.abs(value).max(initial=0))
@@ -218,13 +218,13 @@ def _gae_holds(batch: TrainBatch, gamma: float, lam: float) -> None:
 @counted
 def weights_are_a_mean(step: TrainBatch, mode: str) -> None:
     """Check that an optimizer step weighs the tokens that carry loss alone, and that a mean's weights sum to one."""
-    carries = step.flat("loss_mask") != 0
-    left = int((carries != (step.flat("loss_weight") != 0)).sum())
+    carries = step.loss_mask != 0
+    left = int((carries != (step.require("loss_weight") != 0)).sum())
     found = f"{left} tokens have a loss weight and carry no loss, or carry loss and have no weight"
     require(not left, "update", found, "an answer's end of the sequence carries loss like its other tokens")
-    if mode not in SUM_TO_ONE or not bool(step.flat("loss_mask").any()):
+    if mode not in SUM_TO_ONE or not bool(step.loss_mask.any()):
         return
-    total = float(step.flat("loss_weight").sum(dtype=torch.float64))
+    total = float(step.require("loss_weight").sum(dtype=torch.float64))
     remedy = "the mean must be over the tokens that carry loss, and over no others"
     require(abs(total - 1) < 1e-3, "update", f"with loss_agg_mode={mode} the weights sum to {total:.4g}", remedy)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from core.algorithm.masked import masked_mean
+from core.algorithm.sequences import mean_by_sequence
 from core.config.registry import KL_KINDS
 
 if TYPE_CHECKING:
@@ -67,40 +67,21 @@ def _estimate(difference: Tensor, name: str) -> Tensor:
     return ((-bounded).exp() - 1 + bounded).clamp(-10.0, 10.0)
 
 
-def penalised(
-    token_level_scores_BT: Tensor,
-    old_log_prob_BT: Tensor,
-    ref_log_prob_BT: Tensor,
-    response_mask_BT: Tensor,
-    kind: str,
-    coefficient: float,
-) -> tuple[Tensor, float]:
-    """Take the KL penalty off each token's reward (arXiv:1909.08593, eq. 2); return the batch's mean KL too.
+def kl_rewards(batch: TrainBatch, controller: KLController, kind: str) -> tuple[Tensor, KLController, dict[str, float]]:
+    """Return what the KL penalty adds to each token's reward (arXiv:1909.08593, eq. 2): ``-coefficient * kl``.
+
+    Returns the next controller and the metrics too. ``actor/reward_kl_penalty`` is the mean over sequences of their
+    token means, an empty one counts as 0, as published; ``actor/reward_kl_penalty_coeff`` is the coefficient that was
+    used, the one before the update.
 
     Shapes:
-        token_level_scores_BT .. response_mask_BT  [B, T]
-        rewards                                    [B, T]  scores - coefficient * kl
-        mean KL                                    float   mean over sequences of their token means; an empty one
-                                                           counts as 0, as published
+        rewards  [N]
     """
-    kl = kl_penalty(old_log_prob_BT.detach(), ref_log_prob_BT.detach(), kind, response_mask_BT)
-    return token_level_scores_BT - coefficient * kl, float(masked_mean(kl, response_mask_BT, dim=-1).mean())
-
-
-def kl_in_reward(
-    token_level_scores_BT: Tensor, batch: TrainBatch, controller: KLController, kind: str
-) -> tuple[Tensor, KLController, dict[str, float]]:
-    """Apply :func:`penalised` with the controller's coefficient; return the next controller and the metrics too.
-
-    ``actor/reward_kl_penalty_coeff`` is the coefficient that was used, the one before the update.
-
-    Shapes:
-        token_level_scores_BT, rewards  [B, T]
-    """
-    old, ref = batch.need("old_log_probs"), batch.need("ref_log_prob")
-    rewards, kl = penalised(token_level_scores_BT, old, ref, batch.response_mask, kind, controller.value)
-    metrics = {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": controller.value}
-    return rewards, controller.updated(kl, len(batch)), metrics
+    old, ref, mask = batch.require("old_log_probs"), batch.require("ref_log_prob"), batch.response_mask
+    kl_N = kl_penalty(old.detach(), ref.detach(), kind, mask)
+    mean = float(mean_by_sequence(kl_N, mask.bool(), batch.lengths).mean())
+    metrics = {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": controller.value}
+    return -controller.value * kl_N, controller.updated(mean, len(batch)), metrics
 
 
 @dataclass(frozen=True)

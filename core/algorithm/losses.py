@@ -1,14 +1,15 @@
 """Policy losses, the value loss, and the weights that turn per-token losses into the objective.
 
-A policy loss is a pure function ``f(log_prob_BT, old_log_prob_BT, advantages_BT, response_mask_BT, config) ->
-(loss_BT, stats)``. It returns a loss for each token; the objective is ``(loss_BT * weight_BT).sum()`` with the
-weights of :func:`loss_weights`, which are computed once an optimizer step over all its sequences. Sums of parts then
-add up to the whole, however the sequences are split into micro-batches and ranks.
+A policy loss is a pure function ``f(log_prob_N, old_log_prob_N, advantages_N, response_mask_N, config) ->
+(loss_N, stats)`` of the N tokens of a micro-batch. It returns a loss for each token; the objective is
+``(loss_N * weight_N).sum()`` with the weights of :func:`loss_weights`, which are computed once a mini-batch over all
+its sequences. Sums of parts then add up to the whole, however the sequences are split into micro-batches and ranks.
 
-A loss whose entry in the table ``selects`` gets one more argument, ``selected_BT``: the tokens that it treats apart,
-chosen among all of the optimizer step, before it was split.
+A loss whose entry in the table ``selects`` gets ``selected_N`` as well: the tokens that it treats apart, chosen among
+all of the mini-batch, before it was split. One with a ``sequence_ratio`` gets ``lengths_B``. A user's own loss, named
+by its path, gets [B, T] tensors (:mod:`core.algorithm.padded`).
 
-``stats`` are detached ``[B, T]`` tensors, to be averaged over the response tokens. Losses and stats are 0 outside the
+``stats`` are detached ``[N]`` tensors, to be averaged over the response tokens. Losses and stats are 0 outside the
 mask, also where the inputs are NaN there.
 """
 
@@ -16,11 +17,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from core.algorithm.padded import is_padded, pads_loss
+from core.algorithm.sequences import spread_over_tokens, sum_by_sequence
 from core.config import registry
 from core.config.plugins import chosen
 
@@ -32,10 +35,10 @@ Stats = dict[str, Tensor]
 PolicyLoss = Callable[..., tuple[Tensor, Stats]]
 
 
-def clipped(ratio_BT: Tensor, config: ActorConfig) -> Tensor:
+def clipped(ratio_N: Tensor, config: ActorConfig) -> Tensor:
     """Clamp the ratio to ``[1 - low, 1 + high]``; a bound that is not given is ``clip_ratio``."""
     low, high = clip_bounds(config)
-    return ratio_BT.clamp(1 - low, 1 + high)
+    return ratio_N.clamp(1 - low, 1 + high)
 
 
 def clip_bounds(config: ActorConfig) -> tuple[float, float]:
@@ -43,18 +46,18 @@ def clip_bounds(config: ActorConfig) -> tuple[float, float]:
     return low, config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
 
 
-def inside_mask(mask_BT: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+def inside_mask(mask_N: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Set the tensors to 0 outside the mask, before anything is computed: gradients there are 0, never NaN."""
-    outside = ~mask_BT.bool()
+    outside = ~mask_N.bool()
     return tuple(tensor.masked_fill(outside, 0) for tensor in tensors)
 
 
-def token_stats(mask_BT: Tensor, **stats: Tensor) -> Stats:
-    return {name: value.detach().float().masked_fill(~mask_BT.bool(), 0) for name, value in stats.items()}
+def token_stats(mask_N: Tensor, **stats: Tensor) -> Stats:
+    return {name: value.detach().float().masked_fill(~mask_N.bool(), 0) for name, value in stats.items()}
 
 
 def vanilla(
-    log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor, config: ActorConfig
+    log_prob_N: Tensor, old_log_prob_N: Tensor, advantages_N: Tensor, response_mask_N: Tensor, config: ActorConfig
 ) -> tuple[Tensor, Stats]:
     """Return PPO's clipped surrogate (arXiv:1707.06347, eq. 7) with dual clip (arXiv:1912.09729).
 
@@ -62,15 +65,15 @@ def vanilla(
     DAPO's clip-higher (arXiv:2503.14476, eq. 10). The log-ratio is clamped to +-20.
 
     Shapes:
-        all tensors  [B, T]
-        stats        pg_clipfrac, pg_clipfrac_high (its part above 1), pg_clipfrac_lower (dual clip), ppo_kl  [B, T]
+        all tensors  [N]
+        stats        pg_clipfrac, pg_clipfrac_high (its part above 1), pg_clipfrac_lower (dual clip), ppo_kl  [N]
 
     Raises:
         ValueError: ``clip_ratio_c`` is not above 1.
     """
     if config.clip_ratio_c <= 1:
         raise ValueError(f"actor.clip_ratio_c={config.clip_ratio_c}: the dual clip's bound on the ratio must be > 1")
-    logp, old, adv = inside_mask(response_mask_BT, log_prob_BT, old_log_prob_BT, advantages_BT)
+    logp, old, adv = inside_mask(response_mask_N, log_prob_N, old_log_prob_N, advantages_N)
     log_ratio = (logp - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = log_ratio.exp()
     plain, bounded = -adv * ratio, -adv * clipped(ratio, config)
@@ -78,7 +81,7 @@ def vanilla(
     negative = adv < 0
     loss = torch.where(negative, torch.minimum(surrogate, floor), surrogate)
     return loss, token_stats(
-        response_mask_BT,
+        response_mask_N,
         pg_clipfrac=bounded > plain,
         pg_clipfrac_high=(bounded > plain) & ~negative,
         pg_clipfrac_lower=(surrogate > floor) & negative,
@@ -89,14 +92,25 @@ def vanilla(
 def policy_loss(name: str) -> PolicyLoss:
     """Return the policy loss of this name, or a user's own: ``package.module:function`` or ``path/file.py:function``.
 
+    It takes ``lengths_B`` and ``selected_N`` beside the arguments of every loss, and passes those that the loss reads.
+
     Raises:
         InputError: neither a name of the table nor a path that leads to a function.
     """
-    return chosen(name, registry.POLICY_LOSSES, "actor_rollout_ref.actor.policy_loss.loss_mode")
+    function = chosen(name, registry.POLICY_LOSSES, "actor_rollout_ref.actor.policy_loss.loss_mode")
+    entry, by_sequence = registry.policy_loss(name), registry.policy_loss(name).sequence_ratio
+    if name not in registry.POLICY_LOSSES and is_padded(function):
+        function, by_sequence = pads_loss(function), True
+
+    def loss(*inputs: Any, lengths_B: Tensor | None = None, selected_N: Tensor | None = None) -> tuple[Tensor, Stats]:
+        more = {"lengths_B": lengths_B} if by_sequence else {}
+        return function(*inputs, **more, **({"selected_N": selected_N} if entry.selects else {}))
+
+    return loss
 
 
 def value_loss(
-    values_BT: Tensor, returns_BT: Tensor, old_values_BT: Tensor, cliprange_value: float, response_mask_BT: Tensor
+    values_N: Tensor, returns_N: Tensor, old_values_N: Tensor, cliprange_value: float, response_mask_N: Tensor
 ) -> tuple[Tensor, Stats]:
     """Return the critic's clipped squared error, ``0.5 max((V - R)^2, (clip(V, V_old +- eps) - R)^2)``.
 
@@ -104,67 +118,59 @@ def value_loss(
     details of PPO", detail 9).
 
     Shapes:
-        all tensors  [B, T]
-        stats        vf_clipfrac  [B, T]
+        all tensors  [N]
+        stats        vf_clipfrac  [N]
     """
-    values, returns, old = inside_mask(response_mask_BT, values_BT, returns_BT, old_values_BT)
+    values, returns, old = inside_mask(response_mask_N, values_N, returns_N, old_values_N)
     near = torch.clamp(values, old - cliprange_value, old + cliprange_value)
     plain, bounded = (values - returns).square(), (near - returns).square()
-    return 0.5 * torch.maximum(plain, bounded), token_stats(response_mask_BT, vf_clipfrac=bounded > plain)
+    return 0.5 * torch.maximum(plain, bounded), token_stats(response_mask_N, vf_clipfrac=bounded > plain)
 
 
 def loss_weights(
-    loss_mask_BT: Tensor, mode: str, *, scale_factor: float = 1.0, group_B: Tensor | None = None
+    loss_mask_N: Tensor, lengths_B: Tensor, mode: str, *, scale_factor: float = 1.0, group_B: Tensor | None = None
 ) -> Tensor:
-    """Return each token's share of the objective, so that the loss is ``(loss_BT * weight_BT).sum()``.
+    """Return each token's share of the objective, so that the loss is ``(loss_N * weight_N).sum()``.
 
-    With N tokens, S sequences and P prompts that have a token, over the whole optimizer step, L_i tokens in sequence i
-    and N_p in all answers to prompt p together:
+    With M tokens, S sequences and P prompts that have a token of the mask, over the whole mini-batch, L_i tokens in
+    sequence i and M_p in all answers to prompt p together:
 
-        token-mean               1 / N            (arXiv:2503.14476, eq. 12)
+        token-mean               1 / M            (arXiv:2503.14476, eq. 12)
         seq-mean-token-mean      1 / (S L_i)      (arXiv:2402.03300, eq. 3)
         seq-mean-token-sum       1 / S
         seq-mean-token-sum-norm  1 / (S C), C = ``scale_factor``   (arXiv:2503.20783)
-        prompt-mean-token-mean   1 / (P N_p)      (arXiv:2510.13786, "prompt-level" in its objective of section 4)
+        prompt-mean-token-mean   1 / (P M_p)      (arXiv:2510.13786, "prompt-level" in its objective of section 4)
 
-    The first two and the last sum to one. A step without a token gets zeros.
+    The first two and the last sum to one. A mini-batch without a token gets zeros.
 
     Shapes:
-        loss_mask_BT  [B, T]  bool or 0/1
-        group_B       [B]     int64  sequences of one prompt share a number; prompt-mean-token-mean alone reads it
-        result        [B, T]  float32; float64 for a float64 mask
+        loss_mask_N  [N]  bool or 0/1
+        lengths_B    [B]  int64  tokens of each sequence
+        group_B      [B]  int64  sequences of one prompt share a number; prompt-mean-token-mean alone reads it
+        result       [N]  float32; float64 for a float64 mask
 
     Raises:
         ValueError: an unknown mode, or prompt-mean-token-mean without ``group_B``.
     """
-    dtype = torch.float64 if loss_mask_BT.dtype == torch.float64 else torch.float32
-    mask = loss_mask_BT.bool()
-    weight_B = token_weights(mask.sum(-1), mode, scale_factor=scale_factor, group_B=group_B).to(dtype)
-    return torch.where(mask, weight_B[:, None], 0)
-
-
-def token_weights(counts_B: Tensor, mode: str, *, scale_factor: float = 1.0, group_B: Tensor | None = None) -> Tensor:
-    """Return :func:`loss_weights` of any one token of each sequence, which has ``counts_B`` tokens that carry loss.
-
-    Shapes:
-        counts_B, group_B  [B] int64
-        result             [B] float64
-    """
     if mode not in registry.LOSS_AGG_MODES:
         raise ValueError(f"actor.loss_agg_mode={mode}: choose one of {', '.join(registry.LOSS_AGG_MODES)}")
-    counts, sequences = counts_B.double(), max(float((counts_B > 0).sum()), 1.0)
-    one = torch.ones_like(counts)
+    mask = loss_mask_N.bool()
+    counts = sum_by_sequence(mask.double(), lengths_B)
+    sequences, share = max(float((counts > 0).sum()), 1.0), torch.ones_like(counts)
     if mode == "token-mean":
-        return one / counts.sum().clamp(min=1)
-    if mode == "seq-mean-token-mean":
-        return one / counts.clamp(min=1) / sequences
-    if mode == "prompt-mean-token-mean":
+        share = share / counts.sum().clamp(min=1)
+    elif mode == "seq-mean-token-mean":
+        share = share / counts.clamp(min=1) / sequences
+    elif mode == "prompt-mean-token-mean":
         if group_B is None:
             raise ValueError("actor.loss_agg_mode=prompt-mean-token-mean needs the group of each sequence")
         group = torch.unique(group_B, return_inverse=True)[1]
-        of_prompt = torch.zeros(len(counts), dtype=torch.float64, device=counts.device).index_add(0, group, counts)
-        return one / of_prompt[group].clamp(min=1) / of_prompt.count_nonzero().clamp(min=1)
-    return one / sequences / (scale_factor if mode.endswith("-norm") else 1.0)
+        of_prompt = torch.zeros_like(counts).index_add(0, group, counts)
+        share = share / of_prompt[group].clamp(min=1) / of_prompt.count_nonzero().clamp(min=1)
+    else:
+        share = share / sequences / (scale_factor if mode.endswith("-norm") else 1.0)
+    dtype = torch.float64 if loss_mask_N.dtype == torch.float64 else torch.float32
+    return torch.where(mask, spread_over_tokens(share.to(dtype), lengths_B), 0)
 
 
 class Means:
@@ -176,10 +182,10 @@ class Means:
         self.peaks: dict[str, float] = {}
         self.troughs: dict[str, float] = {}
 
-    def tokens(self, stats: dict[str, Tensor], mask_BT: Tensor) -> None:
-        for name, value_BT in stats.items():
-            self.sums[name] += float(torch.where(mask_BT, value_BT.detach(), 0.0).sum())
-            self.counts[name] += float(mask_BT.sum())
+    def tokens(self, stats: dict[str, Tensor], mask_N: Tensor) -> None:
+        for name, value_N in stats.items():
+            self.sums[name] += float(torch.where(mask_N, value_N.detach(), 0.0).sum())
+            self.counts[name] += float(mask_N.sum())
 
     def value(self, name: str, value: float, *, counts: bool = True) -> None:
         """Add a number for an optimizer step; ``counts=False`` adds another partial sum to the same step."""

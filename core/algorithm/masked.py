@@ -9,21 +9,19 @@ import torch
 from torch import Tensor
 
 
-def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     """Sum the kept entries, 0 where there are none.
 
     Shapes:
         values, mask  [...]  of one shape; ``mask`` is bool or 0/1
-        result        []     or without axis ``dim``
+        result        []
     """
-    kept = values.masked_fill(~mask.bool(), 0)
-    return kept.sum() if dim is None else kept.sum(dim)
+    return values.masked_fill(~mask.bool(), 0).sum()
 
 
-def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Average the kept entries, 0 where there are none. Shapes as :func:`masked_sum`."""
-    count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
-    return masked_sum(values, mask, dim) / count.clamp(min=1)
+    return masked_sum(values, mask) / mask.bool().sum().clamp(min=1)
 
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:

@@ -24,7 +24,13 @@ import torch
 from torch import Tensor
 
 from core.algorithm.losses import LOG_RATIO_BOUND, Means
-from core.algorithm.masked import masked_mean
+from core.algorithm.sequences import (
+    count_by_sequence,
+    max_by_sequence,
+    mean_by_sequence,
+    spread_over_tokens,
+    sum_by_sequence,
+)
 from core.config.correction_bounds import Bounds, Criterion, criteria, weight_bounds
 from core.types import TrainBatch
 
@@ -36,63 +42,68 @@ PERPLEXITY_BOUND = 80.0  # nats: a metric must be finite
 
 
 def sampled(batch: TrainBatch) -> Tensor:
-    """Return the tokens for which the engine has a log-prob, [B, T] bool."""
+    """Return the tokens for which the engine has a log-prob, [N] bool."""
     return batch.response_mask if batch.sampled_mask is None else batch.sampled_mask
 
 
-def log_ratio(log_prob_BT: Tensor, rollout_log_prob_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Return ``d``, [B, T] float64 and 0 outside the mask."""
-    difference = log_prob_BT.detach().double() - rollout_log_prob_BT.double()
-    return difference.masked_fill(~mask_BT.bool(), 0)
+def log_ratio(log_prob_N: Tensor, rollout_log_prob_N: Tensor, mask_N: Tensor) -> Tensor:
+    """Return ``d``, [N] float64 and 0 outside the mask."""
+    difference = log_prob_N.detach().double() - rollout_log_prob_N.double()
+    return difference.masked_fill(~mask_N.bool(), 0)
 
 
-def importance_weights(log_ratio_BT: Tensor, mask_BT: Tensor, level: str, bounds: Bounds) -> tuple[Tensor, Tensor]:
+def importance_weights(
+    log_ratio_N: Tensor, mask_N: Tensor, lengths_B: Tensor, level: str, bounds: Bounds
+) -> tuple[Tensor, Tensor]:
     """Return the weights as applied, and as they were before the bounds.
 
     ``token``: ``exp(d_t)``. ``sequence``: ``exp(sum_t d_t)`` for all its tokens. Exponents are clamped to +-20.
     One bound truncates, ``min(w, upper)``; two of them mask, ``w`` where ``lower <= w <= upper`` and 0 elsewhere.
 
     Shapes:
-        log_ratio_BT    [B, T], 0 outside the mask
-        applied, raw    [B, T], 0 outside the mask
+        log_ratio_N   [N], 0 outside the mask
+        applied, raw  [N], 0 outside the mask
     """
-    exponent = log_ratio_BT if level == "token" else log_ratio_BT.sum(-1, keepdim=True).expand_as(log_ratio_BT)
-    raw = exponent.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().masked_fill(~mask_BT, 0)
+    exponent = log_ratio_N
+    if level == "sequence":
+        exponent = spread_over_tokens(sum_by_sequence(log_ratio_N, lengths_B), lengths_B)
+    raw = exponent.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().masked_fill(~mask_N, 0)
     if bounds.lower is None:
         return raw.clamp(max=bounds.upper), raw
     return raw.masked_fill((raw < bounds.lower) | (raw > bounds.upper), 0), raw
 
 
-def normalising_factor(weights_BT: Tensor, mask_BT: Tensor, level: str) -> float:
+def normalising_factor(weights_N: Tensor, mask_N: Tensor, lengths_B: Tensor, level: str) -> float:
     """Return the mean weight, over tokens or over sequences; 1 where all weights are 0."""
-    mean = float((weights_BT[mask_BT] if level == "token" else _means_of_sequences(weights_BT, mask_BT)).mean())
+    of_tokens = level == "token"
+    mean = float((weights_N[mask_N] if of_tokens else _means_of_sequences(weights_N, mask_N, lengths_B)).mean())
     return mean if mean > 1e-8 else 1.0
 
 
-def divergence(log_ratio_BT: Tensor, mask_BT: Tensor, name: str) -> Tensor:
-    """Return a statistic of ``core.config.correction_bounds.STATISTICS``, [B, T]; a sequence's is in all of its tokens.
+def divergence(log_ratio_N: Tensor, mask_N: Tensor, lengths_B: Tensor, name: str) -> Tensor:
+    """Return a statistic of ``core.config.correction_bounds.STATISTICS``, [N]; a sequence's is in all of its tokens.
 
     ``k1 = -d``, ``k2 = d^2 / 2``, ``k3 = exp(d) - 1 - d`` (Schulman 2020, "Approximating KL divergence"), d clamped to
     +-20; per token, or summed, averaged or maximised over the sequence.
     """
-    d = log_ratio_BT.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    d = log_ratio_N.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     over, _, estimate = name.rpartition("_")
-    value = {"k1": -d, "k2": d.square() / 2, "k3": d.exp() - 1 - d}[estimate].masked_fill(~mask_BT, 0)
+    value = {"k1": -d, "k2": d.square() / 2, "k3": d.exp() - 1 - d}[estimate].masked_fill(~mask_N, 0)
     if over == "seq_sum":
-        value = value.sum(-1, keepdim=True)
-    elif over == "seq_mean":
-        value = value.sum(-1, keepdim=True) / mask_BT.sum(-1, keepdim=True).clamp(min=1)
-    elif over == "seq_max":  # k2 and k3 are at least 0
-        value = value.amax(-1, keepdim=True)
-    return value.expand_as(log_ratio_BT)
+        return spread_over_tokens(sum_by_sequence(value, lengths_B), lengths_B)
+    if over == "seq_mean":
+        return spread_over_tokens(mean_by_sequence(value, mask_N, lengths_B), lengths_B)
+    if over == "seq_max":  # k2 and k3 are at least 0
+        return spread_over_tokens(max_by_sequence(value, lengths_B), lengths_B)
+    return value
 
 
-def kept_tokens(log_ratio_BT: Tensor, mask_BT: Tensor, wanted: tuple[Criterion, ...]) -> Tensor:
-    """Return the tokens of the mask that meet every criterion, [B, T] bool."""
-    kept = mask_BT.clone()
-    for one in wanted:
-        value = divergence(log_ratio_BT, mask_BT, one.name)
-        kept &= (value >= one.lower) & (value <= one.upper)
+def kept_tokens(log_ratio_N: Tensor, mask_N: Tensor, lengths_B: Tensor, rules: tuple[Criterion, ...]) -> Tensor:
+    """Return the tokens of the mask that meet every criterion, [N] bool."""
+    kept = mask_N.clone()
+    for criterion in rules:
+        value = divergence(log_ratio_N, mask_N, lengths_B, criterion.name)
+        kept &= (value >= criterion.lower) & (value <= criterion.upper)
     return kept
 
 
@@ -103,33 +114,32 @@ def correct(batch: TrainBatch, config: RolloutCorrectionConfig) -> tuple[TrainBa
     Tokens that train and that no policy sampled (``batch.sampled_mask``) have weight 1, and stay where their sequence
     does.
     """
-    given = (config.rollout_is, config.rollout_rs, config.rollout_token_veto_threshold)
-    if batch.sampled_mask is None and all(value is None for value in given):
-        return batch, {}  # the usual case, and padding a large batch costs a second a field
-    mask, metrics = sampled(batch), {}
-    if not bool(mask.any()):
+    remedies = (config.rollout_is, config.rollout_rs, config.rollout_token_veto_threshold)
+    mask, lengths, metrics = sampled(batch), batch.lengths, {}
+    if not bool(mask.any()) or (batch.sampled_mask is None and all(remedy is None for remedy in remedies)):
         return batch, metrics
     others = batch.response_mask & ~mask
-    ratio_BT = log_ratio(batch.need("old_log_probs"), batch.rollout_log_probs, mask)
+    ratio = log_ratio(batch.require("old_log_probs"), batch.rollout_log_probs, mask)
     if config.rollout_is is not None:
         bounds = weight_bounds(config.rollout_is_threshold)
-        applied, raw = importance_weights(ratio_BT, mask, config.rollout_is, bounds)
-        metrics.update(weight_metrics(applied, raw, mask, config.rollout_is, bounds))
+        applied, raw = importance_weights(ratio, mask, lengths, config.rollout_is, bounds)
+        metrics.update(weight_metrics(applied, raw, mask, lengths, config.rollout_is, bounds))
         if config.rollout_is_batch_normalize:
-            metrics["rollout_is_batch_norm_factor"] = factor = normalising_factor(applied, mask, config.rollout_is)
+            factor = normalising_factor(applied, mask, lengths, config.rollout_is)
+            metrics["rollout_is_batch_norm_factor"] = factor
             applied = applied / factor
         batch = batch.adding(rollout_is_weights=applied.masked_fill(others, 1.0).float()).sealed("rollout_is_weights")
     kept = mask
     if config.rollout_rs is not None:
-        wanted = criteria(config.rollout_rs, config.rollout_rs_threshold, config.rollout_rs_threshold_lower)
-        kept = kept_tokens(ratio_BT, mask, wanted)
-        metrics.update(rejection_metrics(ratio_BT, mask, wanted))
+        rules = criteria(config.rollout_rs, config.rollout_rs_threshold, config.rollout_rs_threshold_lower)
+        kept = kept_tokens(ratio, mask, lengths, rules)
+        metrics.update(rejection_metrics(ratio, mask, lengths, rules))
     if config.rollout_token_veto_threshold is not None:
         # One token that the learner finds less likely than the engine by this factor drops its sequence.
-        vetoed = (ratio_BT.exp() < config.rollout_token_veto_threshold).any(-1)
-        kept = kept & ~vetoed[:, None]
+        vetoed = count_by_sequence(ratio.exp() < config.rollout_token_veto_threshold, lengths) > 0
+        kept = kept & ~spread_over_tokens(vetoed, lengths)
         metrics["rollout_is_veto_fraction"] = float(vetoed.double().mean())
-    kept = kept | (others & kept.any(-1, keepdim=True))
+    kept = kept | (others & spread_over_tokens(count_by_sequence(kept, lengths) > 0, lengths))
     corrected = batch.adding(loss_mask=batch.loss_mask & kept).sealed("loss_mask")
     return corrected, {f"rollout_corr/{k}": v for k, v in metrics.items()}
 
@@ -137,58 +147,70 @@ def correct(batch: TrainBatch, config: RolloutCorrectionConfig) -> tuple[TrainBa
 # -- metrics, under verl's names --------------------------------------------------------------------------------------
 
 
-def weight_metrics(applied_BT: Tensor, raw_BT: Tensor, mask_BT: Tensor, level: str, bounds: Bounds) -> dict[str, float]:
+def weight_metrics(
+    applied_N: Tensor, raw_N: Tensor, mask_N: Tensor, lengths_B: Tensor, level: str, bounds: Bounds
+) -> dict[str, float]:
     """Return ``rollout_is_*``: of the weights as applied; the shares beyond the bounds, of the weights before.
 
     ``eff_sample_size`` is Kish's, ``(mean w)^2 / mean w^2`` over tokens: 1 where all weights are equal, 0 where all
     are 0. Without a lower bound ``fraction_low`` counts what is below the upper one's reciprocal.
     """
     lower = 1 / bounds.upper if bounds.lower is None else bounds.lower
-    inside = Bounds(lower, bounds.upper)
-    found = _spread(applied_BT, raw_BT, mask_BT, level == "sequence", inside, ideal=1.0, floor=0.0)
-    tokens = applied_BT[mask_BT]
+    inside, by_sequence = Bounds(lower, bounds.upper), level == "sequence"
+    metrics = _distribution(applied_N, raw_N, mask_N, lengths_B, by_sequence, inside, ideal=1.0, floor=0.0)
+    tokens = applied_N[mask_N]
     square = float(tokens.square().mean())
-    found["eff_sample_size"] = float(tokens.mean()) ** 2 / square if square else 0.0
-    found["ratio_fraction_high"], found["ratio_fraction_low"] = found.pop("fraction_high"), found.pop("fraction_low")
+    metrics["eff_sample_size"] = float(tokens.mean()) ** 2 / square if square else 0.0
+    for name in ("fraction_high", "fraction_low"):
+        metrics[f"ratio_{name}"] = metrics.pop(name)
     if bounds.lower is not None:
-        raw = raw_BT[mask_BT]
-        found["oob_ratio"] = float(((raw < lower) | (raw > bounds.upper)).double().mean())
-    return {f"rollout_is_{name}": value for name, value in found.items()}
+        raw = raw_N[mask_N]
+        metrics["oob_ratio"] = float(((raw < lower) | (raw > bounds.upper)).double().mean())
+    return {f"rollout_is_{name}": value for name, value in metrics.items()}
 
 
-def rejection_metrics(log_ratio_BT: Tensor, mask_BT: Tensor, wanted: tuple[Criterion, ...]) -> dict[str, float]:
+def rejection_metrics(
+    log_ratio_N: Tensor, mask_N: Tensor, lengths_B: Tensor, rules: tuple[Criterion, ...]
+) -> dict[str, float]:
     """Return ``rollout_rs_*``: each criterion's statistic, and the shares of tokens and of sequences rejected."""
     metrics = {}
-    for one in wanted:
-        value, by_sequence = divergence(log_ratio_BT, mask_BT, one.name), one.name.startswith("seq")
-        inside = Bounds(one.lower, one.upper)
-        found = _spread(value, value, mask_BT, by_sequence, inside, ideal=0.0, floor=one.lower)
-        found |= _rejected(kept_tokens(log_ratio_BT, mask_BT, (one,)), mask_BT)
-        metrics |= {f"rollout_rs_{one.name}_{name}": number for name, number in found.items()}
-    together = _rejected(kept_tokens(log_ratio_BT, mask_BT, wanted), mask_BT)
+    for rule in rules:
+        value, by_sequence = divergence(log_ratio_N, mask_N, lengths_B, rule.name), rule.name.startswith("seq")
+        inside = Bounds(rule.lower, rule.upper)
+        of_rule = _distribution(value, value, mask_N, lengths_B, by_sequence, inside, ideal=0.0, floor=rule.lower)
+        of_rule |= _rejected(kept_tokens(log_ratio_N, mask_N, lengths_B, (rule,)), mask_N, lengths_B)
+        metrics |= {f"rollout_rs_{rule.name}_{name}": number for name, number in of_rule.items()}
+    together = _rejected(kept_tokens(log_ratio_N, mask_N, lengths_B, rules), mask_N, lengths_B)
     return metrics | {f"rollout_rs_{name}": number for name, number in together.items()}
 
 
-def _rejected(kept_BT: Tensor, mask_BT: Tensor) -> dict[str, float]:
+def _rejected(kept_N: Tensor, mask_N: Tensor, lengths_B: Tensor) -> dict[str, float]:
     """Return the share of tokens that were rejected, and of sequences that lost one."""
-    touched = (mask_BT & ~kept_BT).any(-1)[mask_BT.any(-1)]
+    loses_B = count_by_sequence(mask_N & ~kept_N, lengths_B) > 0
     return {
-        "masked_fraction": float((~kept_BT[mask_BT]).double().mean()),
-        "seq_masked_fraction": float(touched.double().mean()),
+        "masked_fraction": float((~kept_N[mask_N]).double().mean()),
+        "seq_masked_fraction": float(loses_B[count_by_sequence(mask_N, lengths_B) > 0].double().mean()),
     }
 
 
-def _spread(
-    applied_BT: Tensor, raw_BT: Tensor, mask_BT: Tensor, by_sequence: bool, bounds: Bounds, ideal: float, floor: float
+def _distribution(
+    applied_N: Tensor,
+    raw_N: Tensor,
+    mask_N: Tensor,
+    lengths_B: Tensor,
+    by_sequence: bool,
+    bounds: Bounds,
+    ideal: float,
+    floor: float,
 ) -> dict[str, float]:
     """Return mean and spread over tokens, and over the means of sequences in ``seq_*``.
 
     Extremes and shares are those of tokens or, ``by_sequence``, of sequences' means.
     """
-    tokens, means = applied_BT[mask_BT], _means_of_sequences(applied_BT, mask_BT)
-    raw_means, lower, upper = _means_of_sequences(raw_BT, mask_BT), bounds.lower, bounds.upper
-    extremes, compared = (raw_means, raw_means) if by_sequence else (tokens, raw_BT[mask_BT])
-    found = {
+    tokens, means = applied_N[mask_N], _means_of_sequences(applied_N, mask_N, lengths_B)
+    raw_means, lower, upper = _means_of_sequences(raw_N, mask_N, lengths_B), bounds.lower, bounds.upper
+    extremes, compared = (raw_means, raw_means) if by_sequence else (tokens, raw_N[mask_N])
+    metrics = {
         "mean": tokens.mean(),
         "max": extremes.max(),
         "min": extremes.min(),
@@ -203,15 +225,15 @@ def _spread(
         "seq_fraction_high": (raw_means > upper).double().mean(),
         "seq_fraction_low": (raw_means < lower).double().mean(),
     }
-    return {name: float(value) for name, value in found.items()}
+    return {name: float(value) for name, value in metrics.items()}
 
 
-def _means_of_sequences(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
+def _means_of_sequences(values_N: Tensor, mask_N: Tensor, lengths_B: Tensor) -> Tensor:
     """Return the mean over each sequence's tokens, [sequences that have a token]."""
-    return masked_mean(values_BT, mask_BT, dim=-1)[mask_BT.any(-1)]
+    return mean_by_sequence(values_N, mask_N, lengths_B)[count_by_sequence(mask_N, lengths_B) > 0]
 
 
-def add_mismatch(means: Means, log_prob_BT: Tensor, batch: TrainBatch, entropy_BT: Tensor | None = None) -> None:
+def add_mismatch(means: Means, log_prob_N: Tensor, batch: TrainBatch, entropy_N: Tensor | None = None) -> None:
     """Measure how far the engine's log-probs are from the learner's (verl's ``rollout_corr/*``), corrected or not.
 
     ``kl`` and ``k3_kl`` estimate KL(engine, learner) on the engine's own samples (Schulman's k1 and k3), per token.
@@ -219,11 +241,11 @@ def add_mismatch(means: Means, log_prob_BT: Tensor, batch: TrainBatch, entropy_B
     Sequences are complete in a micro-batch, so the parts of ``means`` add up. ``surprise_gap`` is the mean of entropy
     + log p of the sampled tokens, whose expectation is 0 for samples of the whole distribution.
     """
-    mask = sampled(batch)
-    if entropy_BT is not None:
-        surprise = entropy_BT.detach().double() + log_prob_BT.detach().double()
+    mask, lengths = sampled(batch), batch.lengths
+    if entropy_N is not None:
+        surprise = entropy_N.detach().double() + log_prob_N.detach().double()
         means.tokens({"surprise_gap": surprise, "surprise_gap_square": surprise.square()}, mask)
-    d = log_ratio(log_prob_BT, batch.rollout_log_probs, mask)
+    d = log_ratio(log_prob_N, batch.rollout_log_probs, mask)
     bounded = d.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     of_tokens = {
         "kl": -d,
@@ -233,13 +255,11 @@ def add_mismatch(means: Means, log_prob_BT: Tensor, batch: TrainBatch, entropy_B
     }
     means.tokens(of_tokens, mask)
     means.peak("logp_diff_max", float(d.abs().max()) if d.numel() else 0.0)
-    sequences = mask.any(-1, keepdim=True)
+    sequences = count_by_sequence(mask, lengths) > 0
     if not bool(sequences.any()):
         return
-    count = mask.sum(-1, keepdim=True).clamp(min=1)
     training, rollout = (
-        -value.detach().double().masked_fill(~mask, 0).sum(-1, keepdim=True) / count
-        for value in (log_prob_BT, batch.rollout_log_probs)
+        -mean_by_sequence(value.detach().double(), mask, lengths) for value in (log_prob_N, batch.rollout_log_probs)
     )
     gap = training - rollout
     of_sequences = {
@@ -250,7 +270,7 @@ def add_mismatch(means: Means, log_prob_BT: Tensor, batch: TrainBatch, entropy_B
         "log_ppl_diff": gap,
         "log_ppl_abs_diff": gap.abs(),
         "ppl_ratio": gap.clamp(max=PERPLEXITY_BOUND).exp(),
-        "chi2_seq": (2 * d.sum(-1, keepdim=True).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)).exp() - 1,
+        "chi2_seq": (2 * sum_by_sequence(d, lengths).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)).exp() - 1,
     }
     means.tokens(of_sequences, sequences)
     means.peak("log_ppl_diff_max", float(gap[sequences].max()))

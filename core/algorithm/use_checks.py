@@ -220,8 +220,8 @@ def unchanged(batch: TrainBatch, phase: str, reads: Sequence[str] | None = None)
 @counted
 def groups_share_prompts(batch: TrainBatch) -> None:
     """Check that the rows of a group begin with the same prompt, up to the first token that the policy wrote."""
-    ids, mask = batch.flat("input_ids").numpy(), batch.flat("response_mask").numpy()
-    lengths, group = batch.lengths.numpy(), batch.flat("group").numpy()
+    ids, mask = batch.input_ids.numpy(), batch.response_mask.numpy()
+    lengths, group = batch.lengths.numpy(), batch.group.numpy()
     starts = np.cumsum(lengths) - lengths
     if not lengths.all() or not len(lengths):
         return
@@ -241,7 +241,7 @@ def groups_share_prompts(batch: TrainBatch) -> None:
 
 @counted
 def old_log_probs_are_current(log_prob: Tensor, old: Tensor, mask: Tensor, *, full: bool) -> None:
-    """Check before a weight has moved that the old log-probs, [B, T], are those of the pass that trains, on average.
+    """Check before a weight has moved that the old log-probs, [N], are those of the pass that trains, on average.
 
     ``full`` is float32; in bf16 another micro-batch rounds otherwise.
     """
@@ -256,7 +256,7 @@ def old_log_probs_are_current(log_prob: Tensor, old: Tensor, mask: Tensor, *, fu
 def watch_policy_gradient(
     log_prob: Tensor, entropy: Tensor, old: Tensor, micro: TrainBatch, config: ActorConfig
 ) -> None:
-    """Compare the gradient that will reach the log-probs, [B, T] each, with that of the objective written out.
+    """Compare the gradient that will reach the log-probs, [N] each, with that of the objective written out.
 
     Of a token whose ratio r is within the clip it is ``-w A r`` (times its importance weight), and with a KL loss
     ``coef w f(d)``. Only for the vanilla loss; tokens at the edge of a clip are left out.
@@ -270,17 +270,17 @@ def watch_policy_gradient(
 
 @counted
 def _policy_gradient_holds(log_prob: Tensor, old: Tensor, micro: TrainBatch, config: ActorConfig, grad: Tensor) -> None:
-    mask, weight = micro.response_mask, micro.need("loss_weight")
+    mask, weight = micro.response_mask, micro.require("loss_weight")
     log_ratio = torch.where(mask, log_prob - old, 0.0)
     ratio = log_ratio.exp()
     low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
     high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
     plain = mask & (ratio > 1 - 0.9 * low) & (ratio < 1 + 0.9 * high)
-    wanted = -weight * micro.need("advantages") * ratio
+    wanted = -weight * micro.require("advantages") * ratio
     if micro.rollout_is_weights is not None:
         wanted = wanted * micro.rollout_is_weights
     if config.use_kl_loss:
-        d = log_prob - micro.need("ref_log_prob")
+        d = log_prob - micro.require("ref_log_prob")
         kind = "mse" if config.kl_loss_type.endswith("+") else config.kl_loss_type
         slope = {"kl": torch.ones_like, "k1": torch.ones_like, "abs": torch.sign}.get(kind)
         if kind in ("low_var_kl", "k3"):
@@ -291,20 +291,20 @@ def _policy_gradient_holds(log_prob: Tensor, old: Tensor, micro: TrainBatch, con
 
 @counted
 def _entropy_gradient_holds(micro: TrainBatch, coefficient: float, grad: Tensor) -> None:
-    wanted = -coefficient * micro.need("loss_weight")
+    wanted = -coefficient * micro.require("loss_weight")
     _gradients_agree(grad, wanted, micro.response_mask, "update_actor", "entropies", "entropy_coeff and loss weights")
 
 
 def watch_value_gradient(values: Tensor, micro: TrainBatch, clip: float) -> None:
-    """Compare the gradient that will reach the values, [B, T], with ``w (V - R)`` where V is within its clip."""
+    """Compare the gradient that will reach the values, [N], with ``w (V - R)`` where V is within its clip."""
     if values.requires_grad:
         values.register_hook(partial(_value_gradient_holds, values.detach(), micro, clip))
 
 
 @counted
 def _value_gradient_holds(values: Tensor, micro: TrainBatch, clip: float, grad: Tensor) -> None:
-    plain = micro.response_mask & ((values - micro.need("values")).abs() < 0.9 * clip)
-    wanted = micro.need("loss_weight") * (values - micro.need("returns"))
+    plain = micro.response_mask & ((values - micro.require("values")).abs() < 0.9 * clip)
+    wanted = micro.require("loss_weight") * (values - micro.require("returns"))
     _gradients_agree(grad, wanted, plain, "update_critic", "values", "returns and loss weights")
 
 

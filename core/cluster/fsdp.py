@@ -73,23 +73,23 @@ class ProcessRanks(Ranks):
     """The ranks of the default process group, ``together`` of which (neighbours) have the same sequences."""
 
     def __init__(self, together: int = 1) -> None:
-        self.lead = dist.get_rank() == 0
+        self.is_rank_zero = dist.get_rank() == 0
         self.together = together
 
-    def most(self, count: int) -> int:
+    def all_reduce_max(self, count: int) -> int:
         value = torch.tensor(count)
         dist.all_reduce(value, dist.ReduceOp.MAX)
         return int(value)
 
-    def total(self, means: Means) -> Means:
+    def gather_metrics(self, metrics: Means) -> Means:
         parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, means)
+        dist.all_gather_object(parts, metrics)
         whole = Means()
         for part in parts[:: self.together]:
             whole.merge(part)
         return whole
 
-    def inside(self, module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def with_gathered_params(self, module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return module.forward_of(function, *args, **kwargs)
 
     def reshard(self, module: nn.Module) -> None:

@@ -19,7 +19,7 @@ from core.config.frozen import FrozenDict
 from core.data.vocabulary import known_ids
 from core.engines import NoEngine, RolloutEngine
 from core.engines.factory import make_engine
-from core.learner.batching import steps_of
+from core.learner.batching import mini_batching
 from core.learner.learner import Actor, BasePolicy, Critic, Policy, pass_size
 from core.learner.lora import add_adapters, has_adapters, merged_weights, trained_weights
 from core.learner.model_checks import rounding_cost
@@ -117,38 +117,38 @@ class LocalWorkers:
         self.reward_model = None
         if config.reward_model.loads_model:
             self.reward_model = extensions.function("reward_model")(config.reward_model, device).score
+        length = config.data.max_response_length
+        self.actor_mini_batches = mini_batching(actor, length, actor.policy_loss.loss_mode)
+        self.critic_mini_batches = mini_batching(config.critic, length)
         self.profile: Profile | None = None
         self.probing = {"bf16": not self.full_precision, "is_news": Repeats().is_news}
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, ...]:
         self.engine.sleep()
         squares = registry.estimator(self.config.algorithm.adv_estimator).squares
-        found = self.actor.log_probs(batch, pass_size(self.config.actor_rollout_ref.rollout), squares=squares)
-        return tuple(map(batch.flattened, found))
+        return self.actor.log_probs(batch, pass_size(self.config.actor_rollout_ref.rollout), squares=squares)
 
     def compute_ref_log_prob(self, batch: TrainBatch) -> Tensor:
         self.engine.sleep()
         self.frozen.check(self.ref, self.actor)
-        return batch.flattened(self.ref.log_probs(batch, pass_size(self.config.actor_rollout_ref.ref))[0])
+        return self.ref.log_probs(batch, pass_size(self.config.actor_rollout_ref.ref))[0]
 
     def compute_values(self, batch: TrainBatch) -> Tensor:
         self.engine.sleep()
-        return batch.flattened(self.critic.values(batch))
+        return self.critic.values(batch)
 
     def update_actor(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
         self.engine.sleep()
-        actor, length = self.config.actor_rollout_ref.actor, self.config.data.max_response_length
-        found = self.actor.update(steps_of(batch, actor, length, actor.policy_loss.loss_mode), lr_multiplier)
-        self.no_kl = use_checks.no_kl(found, self.no_kl, self.actor, self.ref)
-        return found
+        metrics = self.actor.update(self.actor_mini_batches(batch), lr_multiplier)
+        self.no_kl = use_checks.no_kl(metrics, self.no_kl, self.actor, self.ref)
+        return metrics
 
     def traced(self, rows: Collection[int] | None) -> TracedRows:
         return self.actor.traced.of(rows)
 
     def update_critic(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
         self.engine.sleep()
-        steps = steps_of(batch, self.config.critic, self.config.data.max_response_length)
-        return self.critic.update(steps, lr_multiplier)
+        return self.critic.update(self.critic_mini_batches(batch), lr_multiplier)
 
     def sync_weights(self, version: int) -> dict[str, float]:
         held = getattr(self.engine, "weight_sums", dict)  # of an engine that has them under the learner's names

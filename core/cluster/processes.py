@@ -128,12 +128,12 @@ class LearnerProcess(Process):
         return self.learner.write(folder)
 
     def run_pass(self, method: str, batch: TrainBatch, replies: bool) -> list[np.ndarray] | None:
-        """Return what a pass finds at the policy's tokens of the batch, [M] each.
+        """Return what a pass computes at the policy's tokens of the batch, [M] each.
 
         One rank of those that split the tokens ``replies``: all of them have the same result.
         """
-        found, mask = getattr(self.learner, method)(batch), batch.response_mask
-        return [value_BT[mask].numpy() for value_BT in found] if replies else None
+        results, mask = getattr(self.learner, method)(batch), batch.response_mask
+        return [value_N[mask].numpy() for value_N in results] if replies else None
 
     def begin_sync(self, dtype: torch.dtype, limit: int, stages: bool, broadcasts: bool) -> list[Weight] | None:
         """Prepare to gather the policy's weights into buckets of ``limit`` bytes; rank 0 returns what they are.

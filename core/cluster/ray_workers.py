@@ -23,9 +23,10 @@ from core.cluster.ray_watch import ASIDE, Watch
 from core.cluster.ray_weights import WeightSync
 from core.config.frozen import FrozenDict
 from core.data.vocabulary import known_ids
-from core.learner.batching import busy_sequences, rank_shares, steps_of
+from core.learner.batching import contributing_sequences, mini_batching, rank_shares
 from core.learner.learner import CRITIC_READS, PASS_READS, actor_reads, only_advantages_train
 from core.learner.models import compute_dtype
+from core.learner.packing import scattered
 from core.learner.traced_tokens import TracedRows
 from core.types import TrainBatch
 
@@ -55,6 +56,9 @@ class RayWorkers(RayProcesses):
     def __init__(self, config: Config, tokenizer: Any, device: torch.device, **learner: Any):
         super().__init__(config, tokenizer, device, known=known_ids(tokenizer), **learner)
         self.weight_sync = WeightSync(self)
+        actor, length = config.actor_rollout_ref.actor, config.data.max_response_length
+        self.actor_mini_batches = mini_batching(actor, length, actor.policy_loss.loss_mode)
+        self.critic_mini_batches = mini_batching(config.critic, length)
 
     def compute_log_probs(self, batch: TrainBatch) -> tuple[Tensor, ...]:
         part = self.config.actor_rollout_ref.actor
@@ -67,18 +71,17 @@ class RayWorkers(RayProcesses):
         return self._pass("values", "compute_values", batch, self.config.critic)[0]
 
     def update_actor(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
-        part, length = self.config.actor_rollout_ref.actor, self.config.data.max_response_length
-        steps = steps_of(batch, part, length, part.policy_loss.loss_mode)
-        reads = actor_reads(part, batch)
-        return self._update("update_actor", steps, reads, only_advantages_train(part), lr_multiplier, part)
+        part = self.config.actor_rollout_ref.actor
+        mini_batches, reads = self.actor_mini_batches(batch), actor_reads(part, batch)
+        return self._update("update_actor", mini_batches, reads, only_advantages_train(part), lr_multiplier, part)
 
     def traced(self, rows: Collection[int] | None) -> TracedRows:
         wanted = None if rows is None else tuple(rows)
         return TracedRows.merged(self._each("trace", "traced", [(wanted,)] * self.ranks))
 
     def update_critic(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
-        steps = steps_of(batch, self.config.critic, self.config.data.max_response_length)
-        return self._update("update_critic", steps, CRITIC_READS, False, lr_multiplier, self.config.critic)
+        mini_batches = self.critic_mini_batches(batch)
+        return self._update("update_critic", mini_batches, CRITIC_READS, False, lr_multiplier, self.config.critic)
 
     def sync_weights(self, version: int) -> dict[str, float]:
         return self.weight_sync.run(version, bf16=not self.full_precision)
@@ -140,24 +143,22 @@ class RayWorkers(RayProcesses):
         self._free_gpus()
         together = part.together
         shares = self._shares(batch.lengths, together)
-        batches = [_trimmed(batch.only(PASS_READS), share) for share in shares]
-        sent = [ray.put(part) for part in batches]
+        batches = [batch.only(PASS_READS).rows(share) for share in shares]
+        sent = [ray.put(each) for each in batches]
         calls = {rank_name(rank): (method, sent[rank // together], rank % together == 0) for rank in range(self.ranks)}
-        replies = self.watch.call(phase, "run_pass", calls)
+        replies = [reply for reply in self.watch.call(phase, "run_pass", calls) if reply is not None]
         # Copied: Ray's arrays are read-only, which tensors cannot be.
-        parts = [[torch.from_numpy(array.copy()) for array in reply] for reply in replies if reply is not None]
-        whole = [torch.zeros(batch.tokens, dtype=values.dtype) for values in parts[0]]
-        for share, sent_batch, values in zip(shares, batches, parts, strict=True):
-            for target, value in zip(whole, values, strict=True):
-                flat = target.new_zeros(sent_batch.tokens).masked_scatter_(sent_batch.flat("response_mask"), value)
-                for span, sequence in zip(batch.spans(share), flat.split(sent_batch.lengths.tolist()), strict=True):
-                    target[span] = sequence
+        results = [[torch.from_numpy(array.copy()) for array in reply] for reply in replies]
+        whole = [torch.zeros(batch.tokens, dtype=values.dtype) for values in results[0]]
+        for share, of_share, values in zip(shares, batches, results, strict=True):
+            for target, values_M in zip(whole, values, strict=True):
+                batch.put(target, share, scattered(values_M, of_share.response_mask))
         return whole
 
     def _update(
         self,
         phase: str,
-        steps: Iterable[TrainBatch],
+        mini_batches: Iterable[TrainBatch],
         reads: Sequence[str],
         only_advantages: bool,
         lr_multiplier: float,
@@ -168,19 +169,13 @@ class RayWorkers(RayProcesses):
         self._free_gpus()
         together = part.together
         by_group: list[list[TrainBatch]] = [[] for _ in range(self.ranks // together)]
-        for step in steps:
-            busy = busy_sequences(step, only_advantages_train=only_advantages)
+        for mini_batch in mini_batches:
+            contributes = contributing_sequences(mini_batch, only_advantages_train=only_advantages)
             shares = []
-            for chosen in (busy, ~busy):
+            for chosen in (contributes, ~contributes):
                 rows = chosen.nonzero()[:, 0]
-                shares.append([rows[share] for share in self._shares(step.lengths[rows], together)])
+                shares.append([rows[share] for share in self._shares(mini_batch.lengths[rows], together)])
             for mine, indices in zip(by_group, zip(*shares, strict=True), strict=True):
-                mine.append(_trimmed(step.only(reads), torch.cat(indices)))
+                mine.append(mini_batch.only(reads).rows(torch.cat(indices)))
         sent = [ray.put(mine) for mine in by_group]
         return self._each(phase, phase, [(sent[rank // together], lr_multiplier) for rank in range(self.ranks)])[0]
-
-
-def _trimmed(batch: TrainBatch, index: Tensor) -> TrainBatch:
-    """Return these sequences, as wide as the longest of them."""
-    rows = batch.rows(index)
-    return rows.cut(max(2, int(rows.lengths.max())) if len(rows) else 2)

@@ -25,7 +25,6 @@ class EstimatorEntry:
     function: str
     critic: bool = False  # it reads values
     groups: bool = False  # it compares the answers to a prompt, so it needs at least two
-    by_group: bool = False  # of a group it reads that group alone: a large batch is padded a few groups at a time
     greedy_baseline: bool = False  # it reads the score of a greedy answer to the prompt
     squares: bool = False  # it reads old log-probs and the sums of squared probabilities, of a pass before the update
     penalties: bool = True  # it takes rewards below 0, which a penalty in the reward makes
@@ -34,9 +33,7 @@ class EstimatorEntry:
 
 ESTIMATORS = {
     "gae": EstimatorEntry("core.algorithm.advantages:gae", critic=True, reads=("gamma", "lam")),
-    "grpo": EstimatorEntry(
-        "core.algorithm.advantages:grpo", groups=True, by_group=True, reads=("norm_adv_by_std_in_grpo",)
-    ),
+    "grpo": EstimatorEntry("core.algorithm.advantages:grpo", groups=True, reads=("norm_adv_by_std_in_grpo",)),
 }
 
 
@@ -48,8 +45,9 @@ class LossEntry:
     # The only loss_agg_mode that the loss is defined with: its published implementation ignores the key.
     aggregation: str | None = None
     has_ratio: bool = True  # of new to old probabilities, which under bypass_mode is the importance weight
-    sequence_ratio: bool = False  # the ratio is a whole sequence's, so the clip bounds are far smaller
-    # Marks tokens of a whole optimizer step, "module:function", which the loss gets as one more argument, [B, T] bool.
+    # The ratio is a whole sequence's: the clip bounds are far smaller, and the loss gets lengths_B, [B] int64.
+    sequence_ratio: bool = False
+    # Marks tokens of a whole mini-batch, "module:function", which the loss gets as selected_N, [N] bool.
     selects: str | None = None
     moves_without_advantage: bool = False  # a sequence whose advantages are all 0 trains too
     divergence: float | None = None  # clip_ratio* bound a divergence, not a ratio: the published bound

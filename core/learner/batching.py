@@ -7,7 +7,7 @@ decided here once, before anything is split by memory: micro-batches and ranks o
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from core.algorithm import invariants, use_checks
-from core.algorithm.losses import token_weights
+from core.algorithm.losses import loss_weights
 from core.config import plugins, registry
 from core.data.sampler import permutation
 from core.types import ScoredGroup, TrainBatch
@@ -61,7 +61,7 @@ def make_batch(groups: Sequence[ScoredGroup], pad_id: int, state_masking: bool =
     if all(group.baseline is not None for group in groups):
         baseline = torch.tensor([g.baseline.value for g in groups], dtype=torch.float32).repeat_interleave(sizes)
     media = {number: group.prompt.media for number, group in enumerate(groups) if group.prompt.media}
-    batch = TrainBatch(torch.from_numpy(lengths), int(lengths.max()), {}, pad_id, media)
+    batch = TrainBatch(torch.from_numpy(lengths), {}, pad_id, media)
     return batch.adding(
         input_ids=input_ids,
         response_mask=response_mask,
@@ -75,49 +75,40 @@ def make_batch(groups: Sequence[ScoredGroup], pad_id: int, state_masking: bool =
     )
 
 
-def token_rewards(batch: TrainBatch) -> Tensor:
-    """Return [N], flat: each sequence's reward on the last token that the policy wrote.
+def mini_batching(
+    part: ActorConfig | CriticConfig, response_length: int, loss_mode: str = ""
+) -> Callable[[TrainBatch], Iterator[TrainBatch]]:
+    """Return a function that yields the mini-batches of a batch, as a section of the configuration cuts it.
 
-    Not on the last token of the response: where that is a tool's output, GAE and the returns would
-    never see the reward. A response with no policy token gets none.
-    """
-    mask, reward = batch.flat("response_mask").numpy(), batch.flat("reward")
-    out = torch.zeros(len(mask), dtype=reward.dtype)
-    for row, span in enumerate(batch.spans(torch.arange(len(batch)))):
-        if mask[span].any():
-            out[span.stop - 1 - int(mask[span][::-1].argmax())] = reward[row]
-    return out
-
-
-def steps_of(
-    batch: TrainBatch, part: ActorConfig | CriticConfig, response_length: int, loss_mode: str = ""
-) -> Iterator[TrainBatch]:
-    """Yield the optimizer steps that a section of the configuration makes of a batch.
-
-    Tokens that the policy loss treats apart are ``selected`` here, among all of a step: by the old log-probs, or the
-    engine's where those stand for them.
+    Tokens that the policy loss treats apart are ``selected`` by it, among all of a mini-batch: by the old log-probs, or
+    the engine's where those stand for them.
     """
     entry = registry.policy_loss(loss_mode)
     mode = entry.aggregation or part.loss_agg_mode
-    steps = optimizer_steps(
-        batch,
-        prompts=part.ppo_mini_batch_size,
-        epochs=part.ppo_epochs,
-        agg_mode=mode,
-        scale_factor=part.loss_scale_factor or response_length,
-        shuffle_seed=part.data_loader_seed if part.shuffle else None,
-    )
-    select = entry.selects and plugins.load_object(entry.selects)
-    before = "old_log_probs" if "old_log_probs" in batch.stored else "rollout_log_probs"
-    reads, rows = (before, "advantages", "loss_weight"), 0
-    for step in steps:
-        invariants.weights_are_a_mean(step, mode)
-        rows, step = rows + len(step), use_checks.sealed(step, "loss_weight")
-        yield step.adding(selected=select(*map(step.flat, reads), part.policy_loss)) if select else step
-    use_checks.all_rows_are_used(rows, len(batch), part.ppo_epochs)
+    select = plugins.load_object(entry.selects) if entry.selects else None
+
+    def split(batch: TrainBatch) -> Iterator[TrainBatch]:
+        old, sequences = "old_log_probs" if "old_log_probs" in batch.stored else "rollout_log_probs", 0
+        for mini_batch in mini_batches(
+            batch,
+            prompts=part.ppo_mini_batch_size,
+            epochs=part.ppo_epochs,
+            agg_mode=mode,
+            scale_factor=part.loss_scale_factor or response_length,
+            shuffle_seed=part.data_loader_seed if part.shuffle else None,
+        ):
+            invariants.weights_are_a_mean(mini_batch, mode)
+            sequences, mini_batch = sequences + len(mini_batch), use_checks.sealed(mini_batch, "loss_weight")
+            if select is not None:
+                tensors = map(mini_batch.require, (old, "advantages", "loss_weight"))
+                mini_batch = mini_batch.adding(selected=select(*tensors, part.policy_loss))
+            yield mini_batch
+        use_checks.all_rows_are_used(sequences, len(batch), part.ppo_epochs)
+
+    return split
 
 
-def optimizer_steps(
+def mini_batches(
     batch: TrainBatch,
     *,
     prompts: int,
@@ -126,42 +117,39 @@ def optimizer_steps(
     scale_factor: float,
     shuffle_seed: int | None = None,
 ) -> Iterator[TrainBatch]:
-    """Yield the batch of each optimizer step, with its ``loss_weight``.
+    """Yield the mini-batches, each of which one optimizer step trains on, with their ``loss_weight``.
 
-    ``prompts`` groups make one optimizer step (verl's ``ppo_mini_batch_size``), in the order of the
-    batch or, with ``shuffle_seed``, shuffled anew in every epoch. A step never splits a group; the
-    last one is smaller where the number of groups does not divide. ``scale_factor`` is the constant
-    that seq-mean-token-sum-norm divides by.
+    ``prompts`` groups make one of them (verl's ``ppo_mini_batch_size``), in the order of the batch or, with
+    ``shuffle_seed``, shuffled anew in every epoch. None splits a group; the last one is smaller where the number of
+    groups does not divide. ``scale_factor`` is the constant that seq-mean-token-sum-norm divides by.
     """
     n_groups = int(batch.group.max()) + 1
     for epoch in range(epochs):
         order = np.arange(n_groups) if shuffle_seed is None else permutation(n_groups, shuffle_seed, epoch)
         for start in range(0, n_groups, prompts):
             chosen = torch.isin(batch.group, torch.from_numpy(order[start : start + prompts]))
-            step = batch.rows(chosen.nonzero()[:, 0])
-            carries = step.flat("loss_mask")
-            weight = token_weights(step.count(carries.bool()), agg_mode, scale_factor=scale_factor, group_B=step.group)
-            weight = weight if carries.dtype == torch.float64 else weight.float()
-            yield step.adding(loss_weight=weight.repeat_interleave(step.lengths) * carries)
+            part = batch.rows(chosen.nonzero()[:, 0])
+            options = {"scale_factor": scale_factor, "group_B": part.group}
+            yield part.adding(loss_weight=loss_weights(part.loss_mask, part.lengths, agg_mode, **options))
 
 
-def busy_sequences(batch: TrainBatch, *, only_advantages_train: bool) -> Tensor:
+def contributing_sequences(batch: TrainBatch, *, only_advantages_train: bool) -> Tensor:
     """Return [B] bool: the sequences that can move a weight.
 
     ``loss_weight`` was computed before, over all sequences, so leaving the others out keeps the objective. A sequence
     without weight never moves anything. One whose advantages are all zero does not either, if nothing but the
     policy-gradient term trains (no KL loss, no entropy bonus, no critic).
     """
-    busy = batch.count(batch.flat("loss_weight") != 0) > 0
+    contributes = batch.count(batch.require("loss_weight") != 0) > 0
     if only_advantages_train:
-        busy &= batch.count(batch.flat("advantages") != 0) > 0
-    return busy
+        contributes &= batch.count(batch.require("advantages") != 0) > 0
+    return contributes
 
 
-def split_idle(batch: TrainBatch, *, only_advantages_train: bool) -> tuple[TrainBatch, TrainBatch]:
-    """Return the sequences that can move a weight, and those that cannot; either may be empty."""
-    busy = busy_sequences(batch, only_advantages_train=only_advantages_train)
-    return batch.rows(busy.nonzero()[:, 0]), batch.rows((~busy).nonzero()[:, 0])
+def split_zero_gradient(batch: TrainBatch, *, only_advantages_train: bool) -> tuple[TrainBatch, TrainBatch]:
+    """Return the sequences that can move a weight, and those whose gradient is zero; either may be empty."""
+    contributes = contributing_sequences(batch, only_advantages_train=only_advantages_train)
+    return batch.rows(contributes.nonzero()[:, 0]), batch.rows((~contributes).nonzero()[:, 0])
 
 
 def rank_shares(lengths_B: Tensor, ranks: int) -> list[Tensor]:
@@ -184,11 +172,11 @@ def rank_shares(lengths_B: Tensor, ranks: int) -> list[Tensor]:
 def micro_batches(
     batch: TrainBatch, *, max_sequences: int | None = None, max_tokens: int | None = None, packed: bool = False
 ) -> Iterator[tuple[Tensor, TrainBatch]]:
-    """Yield pieces with the indices of their sequences, each cut to its longest one.
+    """Yield pieces with the indices of their sequences, the longest first.
 
     ``max_sequences`` bounds the sequences of a piece, ``max_tokens`` what it computes, so that the budget is never
-    exceeded: its sequences times its width, padding included, or, ``packed``, its tokens. Padded pieces have sequences
-    of similar length. Raises ValueError for a sequence that alone is over the budget.
+    exceeded: its sequences times the longest of them, or, ``packed``, its tokens. Padded pieces have sequences of
+    similar length. Raises ValueError for a sequence that alone is over the budget.
     """
     lengths = batch.lengths
     order = torch.argsort(lengths, descending=True, stable=True)
@@ -202,7 +190,7 @@ def micro_batches(
     else:
         pieces = _runs(lengths, order, max_sequences, max_tokens)
     for index in pieces:
-        yield index, batch.rows(index).cut(int(lengths[index[0]]))
+        yield index, batch.rows(index)
 
 
 def _runs(lengths: Tensor, order: Tensor, max_sequences: int | None, max_tokens: int | None) -> Iterator[Tensor]:

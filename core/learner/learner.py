@@ -23,12 +23,20 @@ from core.algorithm.losses import Means, policy_loss, value_loss
 from core.algorithm.rollout_correction import add_mismatch
 from core.config import registry
 from core.data.vocabulary import unknown_among
-from core.learner.batching import micro_batches, split_idle
+from core.learner.batching import micro_batches, split_zero_gradient
 from core.learner.compiled import compile_parts
 from core.learner.log_probs import FP32Head, token_log_probs_and_entropy
 from core.learner.lora import base_only, layers
 from core.learner.model_checks import check_head, check_packing, shares_alike
-from core.learner.packing import Layout, Reading, SharedPrompts, can_keep_keys, can_share, hidden_before_tokens
+from core.learner.packing import (
+    ForwardInputs,
+    Layout,
+    SharedPrompts,
+    before,
+    can_keep_keys,
+    can_share,
+    hidden_before_tokens,
+)
 from core.learner.traced_tokens import TracedTokens, clipped_how
 from core.modality import TEXT, Modality, modality_of
 from core.types import Media, TrainBatch
@@ -63,20 +71,23 @@ def pass_size(part: RolloutConfig | RefConfig) -> MicroBatchSize:
 
 
 class Ranks:
-    """What the ranks of one learner must agree on. This is a learner alone, :mod:`core.cluster.fsdp` has several."""
+    """Collectives of a learner's ranks: all must call them, in the same order.
 
-    lead = True  # the one rank that counts what all of them have
+    This is a learner alone, for which they do nothing; :mod:`core.cluster.fsdp` has several ranks.
+    """
 
-    def most(self, count: int) -> int:
+    is_rank_zero = True  # the one rank that counts what all of them have
+
+    def all_reduce_max(self, count: int) -> int:
         """Return the largest ``count`` of all ranks."""
         return count
 
-    def total(self, means: Means) -> Means:
-        """Return the means of what all ranks saw."""
-        return means
+    def gather_metrics(self, metrics: Means) -> Means:
+        """Return the metrics of what all ranks saw."""
+        return metrics
 
-    def inside(self, module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function that reads parameters of ``module``, which a sharded one must gather first."""
+    def with_gathered_params(self, module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function that reads parameters of ``module``, which a sharded one gathers first."""
         return function(module, *args, **kwargs)
 
     def reshard(self, module: nn.Module) -> None:
@@ -107,9 +118,9 @@ def only_advantages_train(config: ActorConfig) -> bool:
     return not config.use_kl_loss and config.entropy_coeff == 0 and not moves
 
 
-def read_tokens(
+def token_log_probs(
     module: nn.Module,
-    reading: Reading,
+    inputs: ForwardInputs,
     *,
     temperature: float,
     unknown: Tensor | None = None,
@@ -119,18 +130,18 @@ def read_tokens(
     every_part: bool = False,
     **options: bool,
 ) -> tuple[Tensor, ...]:
-    """Return [M] each: log-prob and entropy of each token that ``reading`` predicts, by a causal language model.
+    """Return [M] each: log-prob and entropy of each token that ``inputs`` predict, by a causal language model.
 
     ``unknown`` ids, which the tokenizer does not know, have no probability: no engine samples them.
-    ``shared`` prompts are read in a pass of their own, with ``media_B``; without them ``reading`` has all.
+    ``shared`` prompts have a pass of their own, with ``media_B``; without them ``inputs`` are all there is.
     ``every_part`` is :meth:`Modality.run_body`'s, ``options`` are those of :func:`token_log_probs_and_entropy`.
     """
     if shared is None:
-        inputs = {"use_cache": False, **reading.inputs}
-        read = modality.run_body(module, reading.input_ids, reading.media, every_part=every_part, **inputs)
-        hidden_MH = read.last_hidden_state[reading.asked]
+        more = {"use_cache": False, **inputs.inputs}
+        out = modality.run_body(module, inputs.input_ids, inputs.media, every_part=every_part, **more)
+        hidden_MH = out.last_hidden_state[inputs.predicts]
     else:
-        hidden_MH = hidden_before_tokens(module, reading.input_ids, reading.mask_BT, shared, media_B, modality)
+        hidden_MH = hidden_before_tokens(module, inputs.input_ids, inputs.mask_N, shared, media_B, modality)
     head = module.get_output_embeddings()
     # Where ranks share layers it is a DTensor, and each of them reads all of it.
     weight, bias = (one.full_tensor() if hasattr(one, "full_tensor") else one for one in (head.weight, head.bias))
@@ -140,7 +151,7 @@ def read_tokens(
     return token_log_probs_and_entropy(
         hidden_MH,
         weight,
-        reading.labels,
+        inputs.labels,
         temperature=temperature,
         bias=bias,
         fp32=isinstance(head, FP32Head),
@@ -189,14 +200,15 @@ class Passes:
         pieces = list(
             micro_batches(batch, max_sequences=size.max_sequences, max_tokens=tokens, packed=self.layout.packed)
         )
-        missing = self.ranks.most(len(pieces)) - len(pieces)
+        missing = self.ranks.all_reduce_max(len(pieces)) - len(pieces)
         return pieces + missing * [(torch.empty(0, dtype=torch.int64), batch.blank_row())]
 
     def shared_prompts(self, batch: TrainBatch) -> SharedPrompts | None:
         """Return the prompts that a pass over the micro-batch reads once; None where it reads all sequences whole."""
         if not self.shares or not (self.one_pass or can_keep_keys(self.module)) or (self.one_pass and batch.media):
             return None
-        return SharedPrompts.of(batch.input_ids, batch.response_mask, batch.group, packed=self.layout.packed)
+        tensors = batch.input_ids, batch.response_mask, batch.lengths, batch.group
+        return SharedPrompts.of(*tensors, packed=self.layout.packed)
 
 
 class Policy(Passes):
@@ -215,36 +227,41 @@ class Policy(Passes):
         self.ranks.reshard(module)
 
     def token_stats(self, batch: TrainBatch, **options: bool) -> tuple[Tensor, ...]:
-        """Return log-prob of each policy token and entropy of its distribution, [B, T] each and 0 elsewhere.
+        """Return log-prob of each policy token and entropy of its distribution, [N] each and 0 elsewhere.
 
         ``options`` are those of :func:`token_log_probs_and_entropy`: ``squares`` adds a third result.
         """
-        ids, media_B = batch.input_ids, batch.media_of_rows()
-        shared = self.shared_prompts(batch)
-        within, before = (shared, None) if self.one_pass else (None, shared)
-        media = self.modality.inputs(self.module, ids, media_B) if shared is None else None
-        reading = self.layout.read(ids, batch.attention_mask, batch.response_mask, media, within)
-        return tuple(map(reading.spread, self.read(reading, shared=before, media_B=media_B, **options)))
+        ids, mask = batch.input_ids.long(), batch.response_mask
+        media_B, shared = batch.media_of_rows(), self.shared_prompts(batch)
+        if shared is not None and not self.one_pass:  # prompts first, in a pass of their own
+            inputs = ForwardInputs(ids, before(mask, batch.lengths), ids[mask], mask)
+            options |= {"shared": shared}
+        else:
+            media = None
+            if media_B:
+                media = self.modality.inputs(self.module, batch.padded("input_ids").long(), media_B)
+            inputs = self.layout.forward_inputs(ids, mask, batch.lengths, media, shared)
+        return tuple(map(inputs.at_tokens, self.forward(inputs, media_B=media_B, **options)))
 
-    def read(self, reading: Reading, **options: Any) -> tuple[Tensor, ...]:
-        """Return :func:`read_tokens` of this policy; ``options`` are the rest of its arguments."""
+    def forward(self, inputs: ForwardInputs, **options: Any) -> tuple[Tensor, ...]:
+        """Return :func:`token_log_probs` of this policy; ``options`` are the rest of its arguments."""
+        options |= {"temperature": self.temperature, "unknown": self.unknown}
+        options |= {"modality": self.modality, "every_part": self.ranks is not ALONE}
         with self.precision():
-            given = {"temperature": self.temperature, "unknown": self.unknown, "modality": self.modality}
-            given |= {"every_part": self.ranks is not ALONE}
-            return self.ranks.inside(self.module, read_tokens, reading, **given, **options)
+            return self.ranks.with_gathered_params(self.module, token_log_probs, inputs, **options)
 
     @torch.no_grad()
     def log_probs(self, batch: TrainBatch, size: MicroBatchSize, *, squares: bool = False) -> tuple[Tensor, ...]:
-        """Return :meth:`token_stats` of the whole batch, [B, T] on the batch's device, without gradients."""
+        """Return :meth:`token_stats` of the whole batch, [N] on the batch's device, without gradients."""
         dtype = torch.promote_types(next(self.module.parameters()).dtype, torch.float32)
-        found = tuple(torch.zeros(batch.shape, dtype=dtype) for _ in range(3 if squares else 2))
+        stats = tuple(torch.zeros(batch.tokens, dtype=dtype) for _ in range(3 if squares else 2))
         for index, micro in self.passes(size, batch):
             use_checks.unchanged(micro, "log_probs", PASS_READS)
             values = self.token_stats(micro.to(self.device), squares=squares)
             if len(index):
-                for whole, value in zip(found, values, strict=True):
-                    whole[index, : micro.width] = value.cpu().to(dtype)
-        return found
+                for whole, value in zip(stats, values, strict=True):
+                    batch.put(whole, index, value.cpu().to(dtype))
+        return stats
 
 
 class BasePolicy(Policy):
@@ -316,7 +333,7 @@ class Stepper:
             self.number, one = number, Means()
             invariants.gradients_are_cleared(self.trained)
             for loss in losses:
-                one.value(loss, 0.0, counts=self.ranks.lead)
+                one.value(loss, 0.0, counts=self.ranks.is_rank_zero)
             accumulate(batch, one)
             if number > skipped and "old_log_probs" in batch.stored:
                 norm = max(filter(math.isfinite, self.norms))
@@ -328,7 +345,7 @@ class Stepper:
                 one.value("grad_norm", norm)
                 means.merge(one)
         use_checks.rates_are_used(self.rates, rate)
-        metrics = self.ranks.total(means).result(name)
+        metrics = self.ranks.gather_metrics(means).result(name)
         used = self.rates[-1] if self.rates else rate  # read from the optimizer: what was used, not what was asked for
         return {**metrics, f"{name}/lr": used, f"{name}/skipped_updates": skipped}
 
@@ -355,7 +372,7 @@ class Actor(Policy):
         self.mismatch, self.traced = Means(), TracedTokens()
         losses = ("pg_loss", "kl_loss") if self.config.use_kl_loss else ("pg_loss",)
         metrics = self.stepper.update(steps, lr_multiplier, self.accumulate, name="actor", losses=losses)
-        metrics |= self.ranks.total(self.mismatch).result("rollout_corr")
+        metrics |= self.ranks.gather_metrics(self.mismatch).result("rollout_corr")
         if self.config.use_kl_loss:
             invariants.kl_is_a_distance(
                 metrics.get("actor/kl_loss", 0.0), self.config.kl_loss_type
@@ -365,31 +382,33 @@ class Actor(Policy):
 
     def accumulate(self, batch: TrainBatch, means: Means) -> None:
         """Add the gradients of one optimizer step, micro-batch by micro-batch."""
-        busy, idle = split_idle(batch, only_advantages_train=only_advantages_train(self.config))
+        contributing, zero_gradient = split_zero_gradient(
+            batch, only_advantages_train=only_advantages_train(self.config)
+        )
         indices = []
-        for index, micro in self.passes(self.size, busy):
+        for index, micro in self.passes(self.size, contributing):
             self.objective(micro.to(self.device), means).backward()
             indices.append(index)
-        use_checks.rows_are_used_once(indices, len(busy))
-        if batch.old_log_probs is None and self.ranks.most(len(idle)):
+        use_checks.rows_are_used_once(indices, len(contributing))
+        if batch.old_log_probs is None and self.ranks.all_reduce_max(len(zero_gradient)):
             # Nothing trains on them, but the metrics are of every sequence.
-            log_prob, entropy = self.log_probs(idle, self.size)
-            self.traced.keep(idle, log_prob, entropy=entropy, loss_weight=idle.loss_weight)
-            if len(idle):
-                means.tokens({"entropy": entropy}, idle.response_mask)
-                self.measure(log_prob, entropy, idle)
+            log_prob, entropy = self.log_probs(zero_gradient, self.size)
+            self.traced.keep(zero_gradient, log_prob, entropy=entropy, loss_weight=zero_gradient.loss_weight)
+            if len(zero_gradient):
+                means.tokens({"entropy": entropy}, zero_gradient.response_mask)
+                self.measure(log_prob, entropy, zero_gradient)
 
-    def measure(self, log_prob_BT: Tensor, entropy_BT: Tensor, batch: TrainBatch) -> None:
+    def measure(self, log_prob_N: Tensor, entropy_N: Tensor, batch: TrainBatch) -> None:
         """Add the difference between engine and learner, which means something only before a weight has moved.
 
         What no engine wrote (demonstrations) has no log-probs to compare with.
         """
         if self.stepper.number == 0 and "rollout_log_probs" in batch.stored:
-            add_mismatch(self.mismatch, log_prob_BT, batch, entropy_BT)
+            add_mismatch(self.mismatch, log_prob_N, batch, entropy_N)
 
     def objective(self, micro: TrainBatch, means: Means) -> Tensor:
         """Return the micro-batch's partial sum of the loss: policy gradient - entropy bonus + KL."""
-        config, mask, weight = self.config, micro.response_mask, micro.need("loss_weight")
+        config, mask, weight = self.config, micro.response_mask, micro.require("loss_weight")
         use_checks.unchanged(micro, "update_actor", actor_reads(config, micro))
         log_prob, entropy = self.token_stats(micro, entropy_grad=config.entropy_coeff != 0)
         old = micro.old_log_probs
@@ -398,18 +417,18 @@ class Actor(Policy):
         if "old_log_probs" in micro.seals and self.stepper.number == 0:  # of the phase before, not a test's own
             use_checks.old_log_probs_are_current(log_prob, old, mask, full=self.compute_dtype is None)
         use_checks.watch_policy_gradient(log_prob, entropy, old, micro, config)
-        apart = () if micro.selected is None else (micro.selected,)
-        loss_BT, stats = self.policy_loss(log_prob, old, micro.need("advantages"), mask, config, *apart)
+        inputs = log_prob, old, micro.require("advantages"), mask, config
+        loss_N, stats = self.policy_loss(*inputs, lengths_B=micro.lengths, selected_N=micro.selected)
         clip = clipped_how(stats)
-        self.traced.keep(micro, log_prob, old=old, entropy=entropy, clip=clip, loss=loss_BT, loss_weight=weight)
+        self.traced.keep(micro, log_prob, old=old, entropy=entropy, clip=clip, loss=loss_N, loss_weight=weight)
         if micro.rollout_is_weights is not None:
-            loss_BT = loss_BT * micro.rollout_is_weights
-        loss = pg_loss = (weight * loss_BT).sum()
+            loss_N = loss_N * micro.rollout_is_weights
+        loss = pg_loss = (weight * loss_N).sum()
         means.value("pg_loss", float(pg_loss.detach()), counts=False)
         if config.entropy_coeff != 0:
             loss = loss - config.entropy_coeff * (weight * entropy).sum()
         if config.use_kl_loss:
-            kl_loss = (weight * kl_penalty(log_prob, micro.need("ref_log_prob"), config.kl_loss_type, mask)).sum()
+            kl_loss = (weight * kl_penalty(log_prob, micro.require("ref_log_prob"), config.kl_loss_type, mask)).sum()
             loss = loss + config.kl_loss_coef * kl_loss
             means.value("kl_loss", float(kl_loss.detach()), counts=False)
         if micro.old_log_probs is None:  # the pass that would have measured these was skipped
@@ -428,23 +447,24 @@ class Critic(Passes):
         self.stepper = Stepper(self, config)
 
     def token_values(self, batch: TrainBatch) -> Tensor:
-        """Return [B, T]: the value of the state in which each policy token is chosen, 0 elsewhere."""
+        """Return [N]: the value of the state in which each policy token is chosen, 0 elsewhere."""
         shared = self.shared_prompts(batch) if self.one_pass else None
-        reading = self.layout.read(batch.input_ids, batch.attention_mask, batch.response_mask, shared=shared)
+        ids, mask = batch.input_ids.long(), batch.response_mask
+        inputs = self.layout.forward_inputs(ids, mask, batch.lengths, shared=shared)
         with self.precision():
-            found = self.module(input_ids=reading.input_ids, use_cache=False, **reading.inputs).logits
-        values_M = found[reading.asked][:, 0]
-        return reading.spread(values_M.to(torch.promote_types(values_M.dtype, torch.float32)))
+            logits = self.module(input_ids=inputs.input_ids, use_cache=False, **inputs.inputs).logits
+        values_M = logits[inputs.predicts][:, 0]
+        return inputs.at_tokens(values_M.to(torch.promote_types(values_M.dtype, torch.float32)))
 
     @torch.no_grad()
     def values(self, batch: TrainBatch) -> Tensor:
-        """Return :meth:`token_values` of the whole batch, [B, T], without gradients."""
-        out = torch.zeros(batch.shape)
+        """Return :meth:`token_values` of the whole batch, [N], without gradients."""
+        out = torch.zeros(batch.tokens)
         for index, micro in self.passes(self.size, batch):
             use_checks.unchanged(micro, "values", PASS_READS)
             values = self.token_values(micro.to(self.device))
             if len(index):
-                out[index, : micro.width] = values.cpu().float()
+                batch.put(out, index, values.cpu().float())
         return out
 
     def update(self, steps: Iterable[TrainBatch], lr_multiplier: float) -> dict[str, float]:
@@ -453,22 +473,22 @@ class Critic(Passes):
 
     def accumulate(self, batch: TrainBatch, means: Means) -> None:
         """Add the gradients of one optimizer step, micro-batch by micro-batch."""
-        busy, _ = split_idle(batch, only_advantages_train=False)
+        contributing, _ = split_zero_gradient(batch, only_advantages_train=False)
         indices = []
-        for index, micro in self.passes(self.size, busy):
+        for index, micro in self.passes(self.size, contributing):
             self.objective(micro.to(self.device), means).backward()
             indices.append(index)
-        use_checks.rows_are_used_once(indices, len(busy))
+        use_checks.rows_are_used_once(indices, len(contributing))
 
     def objective(self, micro: TrainBatch, means: Means) -> Tensor:
         """Return the micro-batch's partial sum of the clipped value loss."""
         use_checks.unchanged(micro, "update_critic", CRITIC_READS)
         values = self.token_values(micro)
         use_checks.watch_value_gradient(values, micro, self.config.cliprange_value)
-        loss_BT, stats = value_loss(
-            values, micro.need("returns"), micro.need("values"), self.config.cliprange_value, micro.response_mask
+        loss_N, stats = value_loss(
+            values, micro.require("returns"), micro.require("values"), self.config.cliprange_value, micro.response_mask
         )
-        loss = (micro.need("loss_weight") * loss_BT).sum()
+        loss = (micro.require("loss_weight") * loss_N).sum()
         means.value("vf_loss", float(loss.detach()), counts=False)
         means.tokens({**stats, "vpred_mean": values}, micro.response_mask)
         return loss

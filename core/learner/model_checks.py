@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from core.errors import InputError
-from core.learner.packing import ATTENTION, Layout, Reading, SharedPrompts
+from core.learner.packing import ATTENTION, ForwardInputs, Layout, SharedPrompts, places
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class CheckedPolicy(Protocol):
     device: torch.device
 
     def precision(self) -> Any: ...
-    def read(self, piece: Any) -> tuple[Tensor, Any]: ...
+    def forward(self, inputs: ForwardInputs) -> tuple[Tensor, Any]: ...
 
 
 @torch.no_grad()
@@ -53,7 +53,7 @@ def check_head(policy: CheckedPolicy) -> None:
         return module.get_output_embeddings()(hidden)
 
     with policy.precision():
-        ours, theirs = policy.ranks.inside(module, logits), module(input_ids=ids, use_cache=False).logits
+        ours, theirs = policy.ranks.with_gathered_params(module, logits), module(input_ids=ids, use_cache=False).logits
     if not torch.allclose(ours.float(), theirs.float(), atol=1e-2, rtol=1e-2):
         raise InputError(
             f"{kind} changes its logits after the head (a cap or a scale), which the chunked log-prob does not do; use "
@@ -84,35 +84,35 @@ def rounded_otherwise(module: nn.Module) -> Iterator[None]:
 def rounding_cost(policy: CheckedPolicy, token_ids: Sequence[int]) -> float:
     """Return how far, in nats a token, two passes lie apart that differ by rounding alone, on average over a text."""
     text = token_ids if len(token_ids) > 1 else range(4)  # prompts with media alone leave none
-    ids = torch.tensor([[*text]], device=policy.device)
-    real, place = torch.ones_like(ids, dtype=torch.bool), torch.arange(ids.shape[1], device=ids.device)[None]
-    reading = Layout(policy.layout.packed).read(ids, real, place > 0)
-    plain = policy.read(reading)[0]
+    ids = torch.tensor([*text], device=policy.device)
+    lengths, place = ids.new_tensor([len(ids)]), torch.arange(len(ids), device=ids.device)
+    inputs = Layout(policy.layout.packed).forward_inputs(ids, place > 0, lengths)
+    plain = policy.forward(inputs)[0]
     with rounded_otherwise(policy.module):
-        return float((policy.read(reading)[0] - plain).abs().mean())
+        return float((policy.forward(inputs)[0] - plain).abs().mean())
 
 
-def _difference(policy: CheckedPolicy, one: Reading, other: Reading) -> tuple[float, float]:
-    """Return how far two readings of the same tokens lie apart, and the most that rounding explains.
+def _difference(policy: CheckedPolicy, one: ForwardInputs, other: ForwardInputs) -> tuple[float, float]:
+    """Return how far two passes over the same tokens lie apart, and the most that rounding explains.
 
     Both are norms of differences between hidden states in shares of those states' norm: of all tokens together, because
     the state of a padding token may be 0.
     """
 
-    def states(module: nn.Module, reading: Reading) -> Tensor:
-        read = module.base_model(input_ids=reading.input_ids, use_cache=False, **reading.inputs)
-        return read.last_hidden_state[reading.asked].float()
+    def states(module: nn.Module, inputs: ForwardInputs) -> Tensor:
+        out = module.base_model(input_ids=inputs.input_ids, use_cache=False, **inputs.inputs)
+        return out.last_hidden_state[inputs.predicts].float()
 
-    def read(reading: Reading, *, moved: bool = False) -> Tensor:
+    def forward(inputs: ForwardInputs, *, moved: bool = False) -> Tensor:
         with policy.precision(), rounded_otherwise(policy.module) if moved else nullcontext():
-            return policy.ranks.inside(policy.module, states, reading)
+            return policy.ranks.with_gathered_params(policy.module, states, inputs)
 
-    plain = read(one)
+    plain = forward(one)
 
-    def apart(found: Tensor) -> float:
-        return float((found - plain).norm() / plain.norm())
+    def apart(hidden: Tensor) -> float:
+        return float((hidden - plain).norm() / plain.norm())
 
-    return apart(read(other)), max(LEAST_DIFFERENCE, ROUNDINGS * apart(read(one, moved=True)))
+    return apart(forward(other)), max(LEAST_DIFFERENCE, ROUNDINGS * apart(forward(one, moved=True)))
 
 
 @torch.no_grad()
@@ -120,10 +120,10 @@ def check_packing(policy: CheckedPolicy) -> None:
     """Check that a packed sequence does not see its neighbours and is read as it is alone."""
     if not policy.layout.packed:
         return
-    ids = torch.arange(12, device=policy.device).view(2, 6) % policy.module.config.get_text_config().vocab_size
-    real = torch.arange(6, device=policy.device) < torch.tensor([[6], [4]], device=policy.device)
-    wrote = real & (torch.arange(6, device=policy.device) > 0)
-    apart, bound = _difference(policy, *(Layout(packed).read(ids, real, wrote) for packed in (False, True)))
+    ids = torch.arange(10, device=policy.device) % policy.module.config.get_text_config().vocab_size
+    lengths = ids.new_tensor([6, 4])
+    ways = (Layout(packed).forward_inputs(ids, places(lengths) > 0, lengths) for packed in (False, True))
+    apart, bound = _difference(policy, *ways)
     if not apart <= bound:  # NaN too
         raise InputError(
             f"use_remove_padding: {type(policy.module).__name__} reads packed sequences otherwise than padded ones "
@@ -140,13 +140,14 @@ def shares_alike(passes: CheckedPolicy) -> bool:
     module = passes.module
     if module.config._attn_implementation != ATTENTION or passes.modality.reads_media:
         return False
-    place = torch.arange(12, device=passes.device).view(2, 6)
-    ids = torch.where(place % 6 < 4, place % 6, place) % module.config.get_text_config().vocab_size
-    real = place % 6 < torch.tensor([[6], [5]], device=passes.device)
-    wrote = real & (place % 6 > 3)
-    prompts = SharedPrompts.of(ids, wrote, place[:, 0] * 0, packed=passes.layout.packed)
-    readings = (Layout(passes.layout.packed).read(ids, real, wrote, shared=one) for one in (None, prompts))
-    apart, bound = _difference(passes, *readings)
+    lengths = torch.tensor([6, 5], device=passes.device)
+    place = places(lengths)
+    ids = torch.where(place < 4, place, torch.arange(11, device=place.device))  # of each other's only the prompts
+    ids, wrote = ids % module.config.get_text_config().vocab_size, place > 3
+    prompts = SharedPrompts.of(ids, wrote, lengths, lengths * 0, packed=passes.layout.packed)
+    layout = Layout(passes.layout.packed)
+    ways = (layout.forward_inputs(ids, wrote, lengths, shared=shared) for shared in (None, prompts))
+    apart, bound = _difference(passes, *ways)
     alike = apart <= bound
     if not alike:
         log.warning(

@@ -1,4 +1,4 @@
-"""What one pass of a model reads: padded or packed sequences, this rank's part of packed ones, a shared prompt once.
+"""The inputs of a forward pass: padded or packed sequences, this rank's part of packed ones, a shared prompt once.
 
 Packed sequences lie one after another without padding. Positions restart with each, and attention sees its own
 sequence alone. That goes through transformers' attention interface: on a GPU PyTorch's variable-length kernel (or
@@ -33,35 +33,35 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from core.errors import InputError
 from core.modality import TEXT, MediaInputs, Modality
-from core.types import Media
+from core.types import Media, pad, token_places
 
 ATTENTION = "packed_rows"  # the name under which transformers finds attend
 HEADS, TOKENS = 1, 2  # axes of the queries, keys and values that attend gets
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What goes into a pass, and at which of its states a policy token is predicted.
+class ForwardInputs:
+    """The inputs of a forward pass, and at which of its states a policy token is predicted.
 
     Shapes (S is what the model sees: [B, T] padded, [1, N] packed, [1, n] of one of several ranks):
-        input_ids  S      int64
-        asked      S      bool   the next token is one that the policy wrote
-        labels     [M]    int64  those tokens, in the order of ``asked``
-        mask_BT    [B, T] bool   where they stand in the batch
-        asked_N    [N]    bool   ``asked`` of all ranks that split the sequences
+        input_ids   S    int64
+        predicts    S    bool   the next token is one that the policy wrote
+        labels      [M]  int64  those tokens, in the order of ``predicts``
+        mask_N      [N]  bool   where they stand in the batch
+        predicts_N  [N]  bool   ``predicts`` of all ranks that split the sequences
     """
 
     input_ids: Tensor
-    asked: Tensor
+    predicts: Tensor
     labels: Tensor
-    mask_BT: Tensor
+    mask_N: Tensor
     inputs: Mapping[str, Any] = field(default_factory=dict)  # more arguments of the model
-    asked_N: Tensor | None = None
+    predicts_N: Tensor | None = None
     mesh: DeviceMesh | None = None
     media: MediaInputs | None = None  # of the sequences
 
-    def spread(self, values_M: Tensor) -> Tensor:
-        """Return [B, T]: the values of all ranks at their tokens, 0 elsewhere; differentiable.
+    def at_tokens(self, values_M: Tensor) -> Tensor:
+        """Return [N]: the values of all ranks at their tokens, 0 elsewhere; differentiable.
 
         All ranks that split the sequences then compute the same loss. DTensor treats its gradient as one, not as one
         a rank, and gives each rank the part that belongs to its own values: nothing is counted twice.
@@ -69,9 +69,9 @@ class Reading:
         if self.mesh is not None:
             from torch.distributed.tensor import DTensor, Shard
 
-            local = scattered(values_M, self.asked[0])
-            values_M = DTensor.from_local(local, self.mesh, [Shard(0)], run_check=False).full_tensor()[self.asked_N]
-        return scattered(values_M, self.mask_BT)
+            local = scattered(values_M, self.predicts[0])
+            values_M = DTensor.from_local(local, self.mesh, [Shard(0)], run_check=False).full_tensor()[self.predicts_N]
+        return scattered(values_M, self.mask_N)
 
 
 @dataclass(frozen=True)
@@ -106,38 +106,36 @@ class Layout:
                 f"ulysses_sequence_parallel_size={self.ranks}: must divide the {heads} attention heads of {kind}"
             )
 
-    def read(
+    def forward_inputs(
         self,
-        input_ids_BT: Tensor,
-        attention_mask_BT: Tensor,
-        response_mask_BT: Tensor,
+        ids_N: Tensor,
+        mask_N: Tensor,
+        lengths_B: Tensor,
         media: MediaInputs | None = None,
         shared: SharedPrompts | None = None,
-    ) -> Reading:
-        """Return the pass over these sequences, which are padded on the right. ``media`` are theirs.
+    ) -> ForwardInputs:
+        """Return the inputs of the pass over these sequences, whose policy tokens are in the mask.
 
-        Padded ones need no attention mask: attention is causal, so no real token can see the padding. Prompts that
-        are ``shared`` stand before the answers, once.
+        ``media`` are theirs. Padded sequences need no attention mask: attention is causal, so no real token can see the
+        padding. Prompts that are ``shared`` stand before the answers, once.
         """
-        labels, key_index = input_ids_BT[response_mask_BT], None
-        if shared is None and not self.packed:
-            return Reading(input_ids_BT, before(response_mask_BT), labels, response_mask_BT, media=media)
+        labels, key_index = ids_N[mask_N], None
         if shared is None:
-            positions_BT = torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device).expand(input_ids_BT.shape)
-            ids, position, wrote = (
-                value[attention_mask_BT] for value in (input_ids_BT, positions_BT, before(response_mask_BT))
-            )
-            lengths = key_lengths = attention_mask_BT.sum(1)
+            position, predicts = places(lengths_B), before(mask_N, lengths_B)
+            if not self.packed:
+                padded = pad(ids_N, lengths_B), pad(predicts, lengths_B)
+                return ForwardInputs(*padded, labels, mask_N, media=media)
+            ids, lengths, key_lengths = ids_N, lengths_B, lengths_B
         else:
-            ids, position, wrote = shared.in_one_pass(input_ids_BT, response_mask_BT)
+            ids, position, predicts = shared.in_one_pass(ids_N, mask_N)
             if not self.packed:
                 inputs = {"position_ids": position[None], "shared_prompts": shared}
-                return Reading(ids[None], wrote[None], labels, response_mask_BT, inputs)
+                return ForwardInputs(ids[None], predicts[None], labels, mask_N, inputs)
             lengths, key_lengths, key_index = shared.keys()
         if extra := -len(ids) % self.ranks:  # a sequence of nothing makes the ranks' parts equal
             nothing = torch.arange(extra, device=ids.device)
             key_index = None if key_index is None else torch.cat([key_index, nothing + len(ids)])
-            ids, wrote = F.pad(ids, (0, extra)), F.pad(wrote, (0, extra))
+            ids, predicts = F.pad(ids, (0, extra)), F.pad(predicts, (0, extra))
             position = torch.cat([position, nothing])
             lengths, key_lengths = (F.pad(one, (0, 1), value=extra) for one in (lengths, key_lengths))
         starts, key_starts = (F.pad(one.cumsum(0), (1, 0)).to(torch.int32) for one in (lengths, key_lengths))
@@ -147,23 +145,36 @@ class Layout:
             inputs["key_index"] = key_index
         if self.mesh is None:
             inputs |= {"position_ids": position[None]}
-            media = media and media.packed(attention_mask_BT)
-            return Reading(ids[None], wrote[None], labels, response_mask_BT, inputs, media=media)
+            media = media and media.packed(token_places(lengths_B))
+            return ForwardInputs(ids[None], predicts[None], labels, mask_N, inputs, media=media)
         size, rank = len(ids) // self.ranks, self.mesh.get_local_rank()
         part = slice(rank * size, (rank + 1) * size)
         inputs |= {"position_ids": position[None, part], "sequence_mesh": self.mesh}
-        here = scattered(labels, wrote)[part][wrote[part]]
-        return Reading(ids[None, part], wrote[None, part], here, response_mask_BT, inputs, wrote, self.mesh)
+        own_labels = scattered(labels, predicts)[part][predicts[part]]
+        of_rank = ids[None, part], predicts[None, part], own_labels
+        return ForwardInputs(*of_rank, mask_N, inputs, predicts, self.mesh)
 
 
-def before(mask_BT: Tensor) -> Tensor:
-    """Return [B, T] bool: for each token of the mask the position before it, whose state predicts it.
+def before(mask_N: Tensor, lengths_B: Tensor) -> Tensor:
+    """Return [N] bool: for each token of the mask the token before it, whose state predicts it.
 
-    The one place where anything is shifted. A prompt has at least one token, so position 0 is never predicted.
+    The one place where anything is shifted. A prompt has at least one token, so no first token is ever predicted.
     """
-    if bool(mask_BT[:, 0].any()):
+    filled_B = lengths_B > 0
+    if bool(mask_N[(lengths_B.cumsum(0) - lengths_B)[filled_B]].any()):
         raise ValueError("the first token of a sequence has no state before it: it must belong to the prompt")
-    return F.pad(mask_BT[:, 1:], (0, 1))
+    return F.pad(mask_N[1:], (0, 1))
+
+
+def ranges(starts: Tensor, counts: Tensor) -> Tensor:
+    """Return [sum of counts] int64: ``starts[0], starts[0] + 1, ...``, then the numbers from ``starts[1]`` on, ..."""
+    offset = (starts - (counts.cumsum(0) - counts)).repeat_interleave(counts)
+    return torch.arange(len(offset), device=starts.device) + offset
+
+
+def places(lengths_B: Tensor) -> Tensor:
+    """Return [N] int64: each token's place in its sequence."""
+    return ranges(torch.zeros_like(lengths_B), lengths_B)
 
 
 def scattered(values_M: Tensor, mask: Tensor) -> Tensor:
@@ -318,6 +329,7 @@ class SharedPrompts:
     Shapes (B sequences, P prompts):
         first_P   [P] a sequence that begins with the prompt
         place_B   [B] the sequence's prompt
+        start_B   [B] the sequence's first token among all tokens
         prefix_B  [B] tokens of the prompt but its last one
         length_B  [B] tokens of the sequence behind its prefix, but the last one
         width     the longest prefix
@@ -325,37 +337,46 @@ class SharedPrompts:
 
     first_P: Tensor
     place_B: Tensor
+    start_B: Tensor
     prefix_B: Tensor
     length_B: Tensor
     width: int
 
     @classmethod
     def of(
-        cls, input_ids_BT: Tensor, mask_BT: Tensor, group_B: Tensor, *, packed: bool = False
+        cls, ids_N: Tensor, mask_N: Tensor, lengths_B: Tensor, group_B: Tensor, *, packed: bool = False
     ) -> SharedPrompts | None:
         """Return None where sharing does not pay, a sequence has nothing that the policy wrote, or a group's differ.
 
         A prompt ends before the first token of the mask; all sequences of a group must begin with the same one.
         ``packed`` sequences have no padding, and no mask in memory.
         """
-        count, total = mask_BT.shape
-        if not count or not bool(mask_BT.any(1).all()):
+        count, sequence_N = (
+            len(lengths_B),
+            torch.arange(len(lengths_B), device=ids_N.device).repeat_interleave(lengths_B),
+        )
+        written_B = torch.bincount(sequence_N[mask_N], minlength=count)
+        if not count or not bool((written_B > 0).all()):
             return None
         _, place_B = torch.unique(group_B, return_inverse=True)
         prompts = int(place_B.max()) + 1
-        number_B = torch.arange(count, device=mask_BT.device)
-        first_P = torch.full((prompts,), count, device=mask_BT.device).scatter_reduce(0, place_B, number_B, "amin")
-        prefix_B = mask_BT.int().argmax(1) - 1
-        before_BT = torch.arange(total, device=mask_BT.device) < prefix_B[:, None]
-        alike_BT = (input_ids_BT == input_ids_BT[first_P[place_B]]) | ~before_BT
-        if not bool(alike_BT.all()) or not torch.equal(prefix_B, prefix_B[first_P[place_B]]):
+        number_B = torch.arange(count, device=ids_N.device)
+        first_P = torch.full((prompts,), count, device=ids_N.device).scatter_reduce(0, place_B, number_B, "amin")
+        place_N, start_B = places(lengths_B), lengths_B.cumsum(0) - lengths_B
+        written_M, end_B = place_N[mask_N], written_B.cumsum(0)
+        prefix_B, last_B = written_M[end_B - written_B] - 1, written_M[end_B - 1]
+        first_B = first_P[place_B]  # the sequence whose prompt is read
+        if not torch.equal(prefix_B, prefix_B[first_B]):
             return None
-        last_B = total - 1 - mask_BT.flip(1).int().argmax(1)
-        one = cls(first_P, place_B, prefix_B, last_B - prefix_B, int(prefix_B.max()))
+        in_prefix_N = place_N < prefix_B[sequence_N]
+        twin_N = (start_B[first_B][sequence_N] + place_N)[in_prefix_N]
+        if not torch.equal(ids_N[in_prefix_N], ids_N[twin_N]):
+            return None
+        one = cls(first_P, place_B, start_B, prefix_B, last_B - prefix_B, int(prefix_B.max()))
         if packed:
             plain, shared = int(last_B.sum()) + count, int(prefix_B[first_P].sum() + one.length_B.sum())
         else:
-            plain, shared = count * total, prompts * one.width + count * one.length
+            plain, shared = count * int(lengths_B.max()), prompts * one.width + count * one.length
         fits = packed or count * one.length * (one.width + one.length) <= MASK_ELEMENTS
         return one if fits and int(prefix_B.min()) > 0 and shared <= WORTH_IT * plain else None
 
@@ -364,21 +385,30 @@ class SharedPrompts:
         """Return the largest of ``length_B``."""
         return int(self.length_B.max())
 
-    def answers(self, input_ids_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return [B, length] each: ids behind the prefixes, their positions, whether the mask has the next token."""
-        last = input_ids_BT.shape[1] - 1
-        position_BA = self.prefix_B[:, None] + torch.arange(self.length, device=input_ids_BT.device)
-        after_BA = position_BA + 1
-        written_BA = (after_BA <= last) & mask_BT.gather(1, after_BA.clamp(max=last))
-        return input_ids_BT.gather(1, position_BA.clamp(max=last)), position_BA, written_BA
+    def prompts(self, ids_N: Tensor) -> Tensor:
+        """Return [P, width]: the ids of the prefixes; behind a shorter one stands anything."""
+        column = torch.arange(self.width, device=ids_N.device)
+        return ids_N[(self.start_B[self.first_P][:, None] + column).clamp(max=len(ids_N) - 1)]
 
-    def in_one_pass(self, input_ids_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return [N] each: what :meth:`answers` does, with the prompts in front and without padding."""
-        ids_PK = input_ids_BT[self.first_P, : self.width]
-        place_PK = torch.arange(self.width, device=ids_PK.device).expand_as(ids_PK)
-        of_prompts = ids_PK, place_PK, torch.zeros_like(ids_PK, dtype=torch.bool)
-        pairs = zip(of_prompts, self.answers(input_ids_BT, mask_BT), strict=True)
-        return tuple(torch.cat([prompt.flatten(), own.flatten()])[self.cell_of_token] for prompt, own in pairs)
+    def answers(self, ids_N: Tensor, mask_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return [B, length] each: ids behind the prefixes, their positions, whether the mask has the next token.
+
+        Behind a shorter answer the ids are any, and the mask is False.
+        """
+        column = torch.arange(self.length, device=ids_N.device)
+        position_BA = self.prefix_B[:, None] + column
+        token_BA, last = self.start_B[:, None] + position_BA, len(ids_N) - 1
+        written_BA = (column < self.length_B[:, None]) & mask_N[(token_BA + 1).clamp(max=last)]
+        return ids_N[token_BA.clamp(max=last)], position_BA, written_BA
+
+    def in_one_pass(self, ids_N: Tensor, mask_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return, of the tokens of prefixes, then of answers: ids, positions, whether the mask has the next token."""
+        prefix_P = self.prefix_B[self.first_P]
+        of_prompts = ranges(self.start_B[self.first_P], prefix_P)
+        of_answers = ranges(self.start_B + self.prefix_B, self.length_B)
+        position = torch.cat([places(prefix_P), ranges(self.prefix_B, self.length_B)])
+        written = torch.cat([torch.zeros_like(of_prompts, dtype=torch.bool), mask_N[of_answers + 1]])
+        return ids_N[torch.cat([of_prompts, of_answers])], position, written
 
     @functools.cached_property
     def _cells(self) -> Tensor:
@@ -447,18 +477,18 @@ def can_keep_keys(module: nn.Module) -> bool:
 
 def hidden_before_tokens(
     module: nn.Module,
-    input_ids_BT: Tensor,
-    mask_BT: Tensor,
+    ids_N: Tensor,
+    mask_N: Tensor,
     shared: SharedPrompts,
     media_B: Sequence[Media | None] = (),
     modality: Modality = TEXT,
 ) -> Tensor:
-    """Return [N, H]: for each token of the mask, sequence by sequence, the hidden state at the position before it."""
-    prompt_ids_PT = input_ids_BT[shared.first_P, : shared.width]  # padding stands behind a prompt: it is not seen
+    """Return [M, H]: for each token of the mask, sequence by sequence, the hidden state at the position before it."""
+    prompt_ids_PT = shared.prompts(ids_N)  # what stands behind a prompt is not seen
     prompts = DynamicCache()
     media = modality.inputs(module, prompt_ids_PT, [media_B[row] for row in shared.first_P.tolist()] if media_B else ())
     modality.run_body(module, prompt_ids_PT, media, past_key_values=prompts, use_cache=True)
-    ids_BA, position_BA, written_BA = shared.answers(input_ids_BT, mask_BT)
+    ids_BA, position_BA, written_BA = shared.answers(ids_N, mask_N)
     if media is not None:
         position_BA = position_BA + media.position_offset(shared.prefix_B[shared.first_P] - 1)[shared.place_B, None]
     seen = shared.attention

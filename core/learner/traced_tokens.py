@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from core.algorithm.losses import LOG_RATIO_BOUND
+from core.algorithm.sequences import max_by_sequence
 from core.types import TrainBatch
 
 RowValues = dict[str, np.ndarray]  # name -> [policy tokens of the row] float32
@@ -50,26 +51,27 @@ class TracedTokens:
         self.parts: list[tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]] = []
         self.cpu_s = 0.0  # in this process, for all that is done here
 
-    def keep(self, batch: TrainBatch, log_prob_BT: Tensor, **values_BT: Tensor | None) -> None:
+    def keep(self, batch: TrainBatch, log_prob_N: Tensor, **values_N: Tensor | None) -> None:
         """Keep the log-probs and other values of the rows that carry a number, flat; None is left out.
 
         Shapes:
-            all tensors  [B, T]; ``old`` are the log-probs that the ratio is to
+            all tensors  [N]; ``old`` are the log-probs that the ratio is to
         """
         if batch.trace_row is None or not len(batch):
             return
         start, mask = time.thread_time(), batch.response_mask
-        old = values_BT.pop("old", None)
+        old = values_N.pop("old", None)
         if old is not None:
-            values_BT["ratio"] = (log_prob_BT - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-        values_BT["log_prob"] = log_prob_BT
-        flat = {name: value.detach()[mask].float().cpu() for name, value in values_BT.items() if value is not None}
+            values_N["ratio"] = (log_prob_N - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+        values_N["log_prob"] = log_prob_N
+        flat = {name: value.detach()[mask].float().cpu() for name, value in values_N.items() if value is not None}
         # The gap to the engine means something only where nothing was updated yet: old_log_probs are not set then.
         known = batch.old_log_probs is None and "rollout_log_probs" in batch.stored
         sampled = mask if batch.sampled_mask is None else batch.sampled_mask
-        rollout = batch.rollout_log_probs if known else log_prob_BT.detach()
-        gap_B = (log_prob_BT.detach() - rollout).abs().masked_fill(~sampled, 0).amax(1)
-        self.parts.append((batch.trace_row.cpu(), mask.sum(1).cpu(), gap_B.cpu(), flat))
+        rollout = batch.rollout_log_probs if known else log_prob_N.detach()
+        gap_N = (log_prob_N.detach() - rollout).abs().masked_fill(~sampled, 0)
+        gap_B = max_by_sequence(gap_N, batch.lengths).clamp(min=0)
+        self.parts.append((batch.trace_row.cpu(), batch.count(mask).cpu(), gap_B.cpu(), flat))
         self.cpu_s += time.thread_time() - start
 
     def strangest(self) -> tuple[float, int] | None:
@@ -95,7 +97,7 @@ class TracedTokens:
 
 
 def clipped_how(stats: dict[str, Tensor]) -> Tensor | None:
-    """Return [B, T]: 0 where a token's gradient passes, 1 where the clip stops it, 2 where the dual clip does.
+    """Return [N]: 0 where a token's gradient passes, 1 where the clip stops it, 2 where the dual clip does.
 
     None for a loss that reports no clipping.
     """

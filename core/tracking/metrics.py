@@ -45,12 +45,14 @@ def data_metrics(groups: Sequence[ScoredGroup], batch: TrainBatch) -> dict[str, 
         "reward/masked_share": float(np.mean([score.masked for score in scores])),
         "perf/total_num_tokens": float(lengths.sum() + prompts.sum()),
     }
-    written = batch.flat("response_mask")
+    written = batch.response_mask
     for name in ("advantages", "returns", "values"):
         if name in batch.stored and (name != "returns" or "values" in batch.stored):
-            metrics.update(_spread(f"critic/{name}", batch.flat(name)[written].numpy()))
+            metrics.update(_spread(f"critic/{name}", batch.require(name)[written].numpy()))
     if "values" in batch.stored:
-        metrics["critic/vf_explained_var"] = explained_variance(batch.flat("values"), batch.flat("returns"), written)
+        metrics["critic/vf_explained_var"] = explained_variance(
+            batch.require("values"), batch.require("returns"), written
+        )
     return metrics
 
 

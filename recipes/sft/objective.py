@@ -10,20 +10,23 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from core.algorithm.padded import works_on_flat_tokens
+
 if TYPE_CHECKING:
     from core.config.sections.actor import ActorConfig
 
 
+@works_on_flat_tokens
 def likelihood(
-    log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor, config: ActorConfig
+    log_prob_N: Tensor, old_log_prob_N: Tensor, advantages_N: Tensor, response_mask_N: Tensor, config: ActorConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return ``-log p`` of each token of the mask, 0 elsewhere, which ``actor.loss_agg_mode`` averages.
 
     Old log-probs and advantages belong to the signature; a likelihood reads neither.
 
     Shapes:
-        all tensors  [B, T]
-        stats        nll: the same, averaged over tokens whatever the loss is averaged over  [B, T]
+        all tensors  [N]
+        stats        nll: the same, averaged over tokens whatever the loss is averaged over  [N]
     """
-    nll = -log_prob_BT.masked_fill(~response_mask_BT, 0)
+    nll = -log_prob_N.masked_fill(~response_mask_N, 0)
     return nll, {"nll": nll.detach().float()}

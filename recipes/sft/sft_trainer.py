@@ -62,7 +62,7 @@ class SFTTrainer(RayPPOTrainer):
 
     def end_step(self, batch: TrainBatch, metrics: StepMetrics) -> None:
         """Measure the step, validate where due, and hand it to the session, which records and saves it."""
-        step, trained = metrics.step, batch.count(batch.flat("response_mask")).float()
+        step, trained = metrics.step, batch.count(batch.response_mask).float()
         state = LoopState(self.kl_controller, self.collect_state)
         metrics.add(
             {

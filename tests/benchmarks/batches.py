@@ -121,7 +121,7 @@ class Wire:
 
     def put(self, value: TrainBatch | list[TrainBatch]) -> SimpleNamespace:
         self.kept.append(pickle.dumps(value, 5))
-        asked = int(value.flat("response_mask").sum()) if isinstance(value, TrainBatch) else 0
+        asked = int(value.response_mask.sum()) if isinstance(value, TrainBatch) else 0
         return SimpleNamespace(asked=asked)
 
     def call(self, phase: str, method: str, arguments: dict[str, tuple]) -> list:
@@ -194,7 +194,7 @@ def measure(parts: int) -> dict:
             trainer.workers.update_actor(batch, 1.0)
         with watch.phase("metrics"):
             data_metrics(groups, batch)
-    sizes = {"sequences": len(batch), "tokens": batch.tokens, "longest": batch.width}
+    sizes = {"sequences": len(batch), "tokens": batch.tokens, "longest": int(batch.lengths.max())}
     sent = {name: count / (batch.tokens * FIELD_BYTES[name]) for name, count in trainer.workers.watch.bytes.items()}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     times = {"seconds": watch.seconds, "cpu_seconds": watch.cpu_seconds}

@@ -26,13 +26,14 @@ import torch
 
 from core.algorithm.losses import Means
 from core.config import compose
-from core.learner.batching import optimizer_steps
+from core.learner.batching import mini_batches
 from core.learner.learner import Actor
 from core.learner.packing import Layout
 from core.tracking.run_manifest import hardware
 from core.types import TrainBatch
 from tests.benchmarks.decode import model_3m
 from tests.benchmarks.head_memory import MIB, Peak, _resident
+from tests.padded import batch_of_padded
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS, PROMPT, MEDIAN, SIGMA, LONGEST = 64, 32, 48, 1.0, 512
@@ -52,7 +53,7 @@ def batch(vocabulary: int) -> TrainBatch:
     position = torch.arange(width)
     response = (position >= PROMPT) & (position < length)
     noise = torch.randn((ROWS, width), generator=generator) * response
-    whole = TrainBatch.of(
+    whole = batch_of_padded(
         input_ids=torch.randint(4, vocabulary, (ROWS, width), generator=generator),
         attention_mask=position < length,
         response_mask=response,
@@ -64,7 +65,7 @@ def batch(vocabulary: int) -> TrainBatch:
         old_log_probs=noise - 6,
         advantages=noise,
     )
-    (step,) = optimizer_steps(whole, prompts=ROWS, scale_factor=float(LONGEST))
+    (step,) = mini_batches(whole, prompts=ROWS, scale_factor=float(LONGEST))
     return step
 
 
@@ -84,8 +85,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     )
     actor.mismatch = Means()
     whole = batch(module.config.vocab_size)
-    cut = whole.rows(whole.attention_mask.sum(1).argsort()[:8])
-    actor.accumulate(cut.cut(int(cut.attention_mask.sum(1).max())), Means())  # kernels are loaded, gradients are there
+    actor.accumulate(whole.rows(whole.lengths.argsort()[:8]), Means())  # kernels are loaded, gradients are there
     pieces = [whole.rows(slice(i, i + 8)) for i in range(0, ROWS, 8)] if args.way == "rows" else None
     seconds, held = [], torch.cuda.memory_allocated() if on_gpu else _resident()
     with Peak() as peak:

@@ -26,7 +26,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from core.extensions.planning.estimate import copies_bytes, update_bytes
 from core.extensions.planning.model_shapes import Shape
-from core.learner.batching import make_batch, optimizer_steps
+from core.learner.batching import make_batch, mini_batches
 from core.learner.learner import Actor
 from core.types import Prompt, ScoredGroup, Stop, Trajectory
 from reward_scores.score import Score
@@ -96,7 +96,7 @@ def batch_of(case: Case):
         groups.append(ScoredGroup(prompt, (answer,), (Score(float(row % 2)),)))
     batch = make_batch(groups, 0)
     batch = batch.adding(advantages=batch.response_mask.float(), old_log_probs=batch.rollout_log_probs)
-    (step,) = optimizer_steps(batch, prompts=case.rows, agg_mode="token-mean", scale_factor=1.0)
+    (step,) = mini_batches(batch, prompts=case.rows, agg_mode="token-mean", scale_factor=1.0)
     return step
 
 

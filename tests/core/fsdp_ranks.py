@@ -19,7 +19,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from core.algorithm.losses import Means
 from core.cluster.fsdp import LearnerRank, gather
 from core.extensions.judge.shared_reward_model import shared_reward_model
-from core.learner.batching import busy_sequences, rank_shares, steps_of
+from core.learner.batching import contributing_sequences, mini_batching, rank_shares
 from core.learner.hf_export import FILE_SIZE
 from core.learner.learner import only_advantages_train
 from core.learner.lora import merged_weights, trained_weights
@@ -70,13 +70,13 @@ def learner(config, dtype="float64", critic=True, ref=False):
 def share(batch, rank, world, config):
     """The rank's rows; neighbours that share a sequence or a layer have the same."""
     together = config.actor_rollout_ref.actor.together
-    index = rank_shares(batch.attention_mask.sum(1), world // together)[rank // together]
+    index = rank_shares(batch.lengths, world // together)[rank // together]
     return batch.rows(index)
 
 
 def steps(config, batch, rank, world):
     actor = config.actor_rollout_ref.actor
-    return [share(step, rank, world, config) for step in steps_of(batch, actor, config.data.max_response_length)]
+    return [share(step, rank, world, config) for step in mini_batching(actor, config.data.max_response_length)(batch)]
 
 
 def train(rank, world, config, batch, dtype="float64", updates=3, save=None, load=None, ref=False, file_size=None):
@@ -88,8 +88,8 @@ def train(rank, world, config, batch, dtype="float64", updates=3, save=None, loa
     for _ in range(updates):
         mine = steps(config, batch, rank, world)
         metrics.append({**one.update_critic(mine, 1.0), **one.update_actor(mine, 1.0)})
-    log_probs = batch.flattened(one.compute_log_probs(batch)[0])  # every rank the whole batch
-    values = batch.flattened(one.compute_values(batch)[0])
+    log_probs = one.compute_log_probs(batch)[0]  # every rank the whole batch
+    values = one.compute_values(batch)[0]
     weights = {name: gather(merged_weights(part.module)) for name, part in one.trained.items()}
     bases = {name: model.base.sha256 for name, model in one.fingerprints().items() if model.base}
     found = {"metrics": metrics, "weights": weights, "log_probs": log_probs, "values": values, "bases": bases}
@@ -100,7 +100,7 @@ def train(rank, world, config, batch, dtype="float64", updates=3, save=None, loa
             mine = steps(config, batch, rank, world)  # training goes on meanwhile and leaves no trace
             one.update_critic(mine, 1.0), one.update_actor(mine, 1.0)
             torch.save(written.result(), f"{save}_rank_{rank}.pt")
-    return {**found, "ref": batch.flattened(one.compute_ref_log_prob(batch)[0])} if one.ref else found
+    return {**found, "ref": one.compute_ref_log_prob(batch)[0]} if one.ref else found
 
 
 class Operations(TorchDispatchMode):
@@ -147,11 +147,11 @@ def train_sharing_prompts(rank, world, config, batch, **options):
 def gradients(rank, world, config, batch, dtype="float32"):
     """Those of one optimizer step over the whole batch, and the loss."""
     one = learner(config, dtype, critic=False)
-    (step,) = steps_of(batch, config.actor_rollout_ref.actor, 24)
-    busy = busy_sequences(step, only_advantages_train=only_advantages_train(config.actor_rollout_ref.actor))
+    (step,) = mini_batching(config.actor_rollout_ref.actor, 24)(batch)
+    busy = contributing_sequences(step, only_advantages_train=only_advantages_train(config.actor_rollout_ref.actor))
     means = Means()
     one.actor.mismatch = Means()
     one.actor.accumulate(share(step.rows(busy.nonzero()[:, 0]), rank, world, config), means)
     grads = {name: parameter.grad.full_tensor() for name, parameter in trained_weights(one.actor.module).items()}
-    total = one.actor.ranks.total(means)
+    total = one.actor.ranks.gather_metrics(means)
     return {"grads": grads, "loss": total.sums["pg_loss"], "rounding": one.rounding_cost(tuple(range(4, 34)))}

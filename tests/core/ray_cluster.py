@@ -12,6 +12,7 @@ import torch
 from core.config import compose
 from core.config.schema import Config
 from core.types import TrainBatch
+from tests.padded import batch_of_padded
 from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
 
 
@@ -80,7 +81,7 @@ def mixed_batch(groups: int = 8, n: int = 2, seed: int = 0, *, alike: bool = Fal
     group = torch.arange(groups).repeat_interleave(n)
     log_probs = -4.6 * response + 0.1 * noise()
     ids = torch.randint(4, VOCAB_SIZE, (rows, width), generator=generator)
-    return TrainBatch.of(
+    return batch_of_padded(
         input_ids=torch.where(position < prompt[:, None], ids[group * n], ids) if alike else ids,
         attention_mask=position < length[:, None],
         response_mask=response,

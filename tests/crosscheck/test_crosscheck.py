@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from core.algorithm import advantages
-from core.algorithm.advantages import AdvantageInputs
 from core.algorithm.kl import kl_penalty
-from core.algorithm.losses import loss_weights, policy_loss
+from core.algorithm.padded import PaddedAdvantageInputs
+from tests.padded import on_padded, padded_loss, padded_loss_weights
 
 HERE = Path(__file__).parent
 PYTHON = HERE / ".venv" / "bin" / "python"
@@ -82,8 +82,8 @@ def assert_close(got, want, what: str, tolerance: float = 1e-6) -> None:
     np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=tolerance, atol=tolerance, err_msg=what)
 
 
-def inputs_of(document: dict, **fields) -> AdvantageInputs:
-    return AdvantageInputs(
+def inputs_of(document: dict, **fields) -> PaddedAdvantageInputs:
+    return PaddedAdvantageInputs(
         **{
             "token_level_rewards": double(document["rewards"]),
             "response_mask": torch.tensor(document["mask"]).bool(),
@@ -102,10 +102,10 @@ def ours(document: dict, mode: str, agg: str, adv: torch.Tensor, *, beta: float 
     log_prob = double(document["log_prob"]).requires_grad_()
     mask = torch.tensor(document["mask"]).bool()
     old = double(document["old_log_prob"]) if old is None else old
-    loss_BT, _ = policy_loss(mode)(log_prob, old, adv, mask, config)
+    loss_BT, _ = padded_loss(mode)(log_prob, old, adv, mask, config)
     if beta:
         loss_BT = loss_BT + beta * kl_penalty(log_prob, double(document["ref_log_prob"]), "k3", mask)
-    loss = (loss_BT * loss_weights(mask.double(), agg, scale_factor=WIDTH)).sum()
+    loss = (loss_BT * padded_loss_weights(mask.double(), agg, scale_factor=WIDTH)).sum()
     loss.backward()
     return loss.item(), log_prob.grad
 
@@ -116,7 +116,7 @@ def test_verl(seed):
     answer = published("verl", document)
     for name, want in answer["advantages"].items():
         inputs = inputs_of(document, norm_adv_by_std_in_grpo=name != "dr_grpo")
-        got = advantages.estimator(name.removeprefix("dr_"))(inputs)
+        got = on_padded(advantages.estimator(name.removeprefix("dr_")))(inputs)
         for one, other, what in zip(got, want, ("advantages", "returns"), strict=True):
             assert_close(one, other, f"{name} {what}", 1e-5)
     for key, (loss, gradient) in answer["losses"].items():
@@ -143,7 +143,7 @@ def test_trl(seed):
             norm_adv_by_std_in_grpo=name != "dr_grpo",
             epsilon=1e-4,  # TRL's
         )
-        assert_close(advantages.estimator(name.removeprefix("dr_"))(inputs)[0][:, 0], want, name, 1e-5)
+        assert_close(on_padded(advantages.estimator(name.removeprefix("dr_")))(inputs)[0][:, 0], want, name, 1e-5)
 
     rows = double(document["row_advantages"])[:, None].expand(-1, WIDTH).contiguous()
     no_dual_clip = SimpleNamespace(**{**vars(CONFIG), "clip_ratio_c": math.inf})

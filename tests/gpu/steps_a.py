@@ -27,13 +27,14 @@ from core.engines.weight_buckets import Packer, Staging, Weight, staged_size
 from core.extensions.planning.estimate import block_bytes, gathered_bytes, head_bytes, sharded_update_bytes
 from core.extensions.planning.model_shapes import MODELS, Shape
 from core.learner import log_probs
-from core.learner.batching import steps_of
+from core.learner.batching import mini_batching
 from core.learner.learner import Actor, MicroBatchSize
 from core.learner.models import load_policy
 from core.learner.packing import Layout
 from core.learner.saving import host_copy, load_sharded_optimizer, save_optimizer
 from core.types import TrainBatch
 from tests.gpu import grpo
+from tests.padded import batch_of_padded
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -141,7 +142,7 @@ def batch_of(rows: int, length: int, vocabulary: int) -> TrainBatch:
     generator = torch.Generator().manual_seed(0)
     answer = (torch.arange(length) >= length // 2).expand(rows, length)
     values = torch.randn(rows, length, generator=generator) * answer
-    return TrainBatch.of(
+    return batch_of_padded(
         input_ids=torch.randint(4, vocabulary, (rows, length), generator=generator),
         attention_mask=torch.ones(rows, length, dtype=torch.bool),
         response_mask=answer,
@@ -176,7 +177,7 @@ def measure_rank(
     part, length = config.actor_rollout_ref.actor, config.data.max_response_length
 
     def update() -> None:
-        actor.update(steps_of(batch, part, length, part.policy_loss.loss_mode), 1.0)
+        actor.update(mini_batching(part, length, part.policy_loss.loss_mode)(batch), 1.0)
 
     def read() -> None:
         actor.log_probs(batch, MicroBatchSize(max_tokens=tokens))

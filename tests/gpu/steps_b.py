@@ -25,6 +25,7 @@ from tests.faults.tiny_run import command
 from tests.faults.tiny_run import prepare as prepare_run
 from tests.gpu import grpo
 from tests.gpu.grpo import Size
+from tests.padded import batch_of_padded
 
 SHAPES = {"full": Size(151_936, 2048, 11_008, 36, 16, 2), "tiny": Size(512, 128, 64, 2, 4, 2)}  # Qwen2.5-3B's
 GIB = 2**30
@@ -80,7 +81,7 @@ def batch_of(answers: list[Trajectory]) -> TrainBatch:
     logprobs = torch.zeros(ids.shape)
     logprobs[:, begins:] = torch.tensor(np.stack([one.logprobs for one in answers]), dtype=torch.float32)
     noise = torch.randn(ids.shape, generator=torch.Generator().manual_seed(0)) * mine
-    return TrainBatch.of(
+    return batch_of_padded(
         input_ids=ids,
         attention_mask=torch.ones_like(mine),
         response_mask=mine,
@@ -132,8 +133,8 @@ def mismatch(device: str, size: str, folder: Path) -> dict[str, Any]:
         answers = answers_of(workers, count, length, SHAPES[size].vocabulary)
         batch = batch_of(answers)
         mine, _ = workers.compute_log_probs(batch)
-    own = batch.flat("response_mask").bool()
-    engine, learner = batch.flat("rollout_log_probs")[own].double(), mine[own].double()
+    own = batch.response_mask.bool()
+    engine, learner = batch.rollout_log_probs[own].double(), mine[own].double()
     apart = (engine - learner).abs()
     beyond = (apart > 0.25 + learner.abs() / 64).double().mean()
     levels = (0.5, 0.9, 0.99, 0.999, 0.9999, 1.0)

@@ -159,13 +159,13 @@ def _rank(rank: int, folder: str, model_path: Path, offload: bool) -> None:
     config = cluster_config(model_path, *extra, "actor_rollout_ref.model.use_remove_padding=True", ranks=1)
     one = LearnerRank(config, device, needs_ref=True, needs_critic=True)
     alone = LocalWorkers(config, tiny_tokenizer(), device, needs_ref=True, needs_critic=True)
-    from core.learner.batching import steps_of
+    from core.learner.batching import mini_batching
 
-    steps = list(steps_of(mixed_batch(), config.actor_rollout_ref.actor, config.data.max_response_length))
+    steps = list(mini_batching(config.actor_rollout_ref.actor, config.data.max_response_length)(mixed_batch()))
     found, expected = one.update_actor(steps, 1.0), alone.update_actor(mixed_batch(), 1.0)
     assert found == pytest.approx(expected, rel=1e-3, abs=1e-4)
     batch = mixed_batch()
-    mine = batch.flattened(one.compute_log_probs(batch)[0])
+    mine = one.compute_log_probs(batch)[0]
     torch.testing.assert_close(mine, alone.compute_log_probs(batch)[0], rtol=1e-3, atol=1e-3)
     weights = one.weights(torch.bfloat16)
     packer, found = one.packer(weights, 2**20, Staging(2**20, device)), []

@@ -171,7 +171,7 @@ def eos_not_trained(original, groups, *given, **named):
     ended = torch.tensor([t.stop is Stop.EOS for group in groups for t in group.trajectories])
     keep = torch.ones(batch.tokens, dtype=torch.bool)
     keep[batch.lengths.cumsum(0)[ended] - 1] = False
-    return batch.adding(response_mask=batch.flat("response_mask") & keep, loss_mask=batch.flat("loss_mask") & keep)
+    return batch.adding(response_mask=batch.response_mask & keep, loss_mask=batch.loss_mask & keep)
 
 
 @replaces(batching, "make_batch")
@@ -181,8 +181,8 @@ def rewards_of_others(original, groups, *given, **named):
 
 
 @replaces(packing, "before")
-def log_probs_shifted(original, mask_BT):
-    return mask_BT
+def log_probs_shifted(original, mask_N, lengths_B):
+    return mask_N
 
 
 @replaces(packing, "_by_length")
@@ -201,12 +201,11 @@ async def failed_grader_is_zero(original, grade, job):
         return Score(0.0, {"acc": 0.0})
 
 
-@replaces(batching, "token_rewards")
-def reward_after_the_end(original, batch):
-    out = torch.zeros(batch.tokens)
-    for row, span in enumerate(batch.spans(torch.arange(len(batch)))):
-        out[span.start + int(batch.flat("response_mask")[span].int().argmax()) - 1] = batch.flat("reward")[row]
-    return out
+@replaces(advantages.AdvantageInputs, "action_rewards")
+def reward_after_the_end(original, self):
+    rewards, ends = original(self), self.actions_B.cumsum(0)
+    rewards[ends[self.actions_B > 0] - 1] -= self.reward[self.actions_B > 0]
+    return rewards
 
 
 @replaces(advantages, "group_stats")
@@ -216,16 +215,21 @@ def advantages_over_batch(original, inputs, *given, **named):
 
 @replaces(advantages, "gae")
 def tool_tokens_in_gae(original, inputs):
-    mask = inputs.response_mask.bool()
-    whole = (mask.int().cumsum(-1) > 0) & (mask.flip(-1).int().cumsum(-1) > 0).flip(-1)
+    mask = inputs.response_mask
+    whole = torch.cat([between(part) for part in mask.split(inputs.lengths.tolist())])
     found, returns = original(dataclasses.replace(inputs, response_mask=whole))
     return found.masked_fill(~mask, 0), returns.masked_fill(~mask, 0)
+
+
+def between(mask):
+    """Return the tokens from the first of the mask to its last."""
+    return (mask.int().cumsum(0) > 0) & (mask.flip(0).int().cumsum(0) > 0).flip(0)
 
 
 # -- loss ------------------------------------------------------------------------------------------
 
 
-@replaces(learner, "read_tokens")
+@replaces(learner, "token_log_probs")
 def learner_without_temperature(original, *given, temperature, **named):
     return original(*given, temperature=1.0, **named)
 
@@ -233,9 +237,9 @@ def learner_without_temperature(original, *given, temperature, **named):
 def reweighted(original, batch, share, **named):
     """Yield the micro-batches with weights that sum to ``share(micro)`` of the whole step's."""
     for index, micro in original(batch, **named):
-        if "loss_weight" in micro.stored and (own := micro.flat("loss_weight").sum()) > 0:
-            wanted = share(micro) * batch.flat("loss_weight").sum()
-            micro = micro.adding(loss_weight=micro.flat("loss_weight") * wanted / own)
+        if "loss_weight" in micro.stored and (own := micro.require("loss_weight").sum()) > 0:
+            wanted = share(micro) * batch.require("loss_weight").sum()
+            micro = micro.adding(loss_weight=micro.require("loss_weight") * wanted / own)
         yield index, micro
 
 
@@ -249,17 +253,17 @@ def loss_summed_over_micro_batches(original, batch, **named):
     return reweighted(original, batch, lambda micro: 1.0, **named)
 
 
-@replaces(batching, "optimizer_steps")
+@replaces(batching, "mini_batches")
 def masked_tokens_in_denominator(original, batch, **named):
-    unmasked: TrainBatch = batch.adding(loss_mask=batch.flat("response_mask"))
+    unmasked: TrainBatch = batch.adding(loss_mask=batch.response_mask)
     for step, counted in zip(original(batch, **named), original(unmasked, **named), strict=True):
-        yield step.adding(loss_weight=counted.flat("loss_weight") * step.flat("loss_mask"))
+        yield step.adding(loss_weight=counted.require("loss_weight") * step.loss_mask)
 
 
 @replaces(losses, "policy_loss")
 def ratio_always_one(original, name):
     loss = original(name)
-    return lambda log_prob, old, *given: loss(log_prob, log_prob.detach(), *given)
+    return lambda log_prob, old, *given, **named: loss(log_prob, log_prob.detach(), *given, **named)
 
 
 @replaces(kl, "kl_penalty")
@@ -325,7 +329,7 @@ async def engine_raw_log_probs_later(original, self, *given):
     return dataclasses.replace(t, logprobs=t.logprobs * self.train_sampling.temperature)
 
 
-@replaces(learner, "read_tokens")
+@replaces(learner, "token_log_probs")
 def learner_without_temperature_later(original, *given, temperature, **named):
     return original(*given, temperature=1.0 if torch.is_grad_enabled() else temperature, **named)
 
@@ -339,7 +343,7 @@ def groups_mixed_later(original, self, batch, now):
 @replaces(Recorders, "begin")
 def tool_tokens_trained_later(original, self, batch, now):
     batch = original(self, batch, now)
-    first = torch.cat([batch.flat("response_mask")[span].int().cumsum(0) > 0 for span in spans_of(batch)])
+    first = torch.cat([batch.response_mask[span].int().cumsum(0) > 0 for span in spans_of(batch)])
     return batch.adding(response_mask=first, loss_mask=first)
 
 
@@ -355,9 +359,9 @@ def spans_of(batch):
 
 @replaces(local_workers.LocalWorkers, "update_critic")
 def tool_tokens_in_gae_later(original, self, batch, rate):
-    decay, returns = self.config.algorithm.lam, batch.flat("returns").clone()
+    decay, returns = self.config.algorithm.lam, batch.require("returns").clone()
     for span in spans_of(batch):
-        mask = batch.flat("response_mask")[span]
+        mask = batch.response_mask[span]
         ahead = (~mask).flip(0).cumsum(0).flip(0)  # tokens of tools (and of the prompt) that are still to come
         returns[span] = torch.where(mask, returns[span] * decay**ahead, 0)
     return original(self, batch.adding(returns=returns), rate)
@@ -365,7 +369,7 @@ def tool_tokens_in_gae_later(original, self, batch, rate):
 
 @replaces(learner.Actor, "objective")
 def loss_by_micro_batch_later(original, self, micro, means):
-    weight = micro.flat("loss_weight")
+    weight = micro.require("loss_weight")
     return original(self, micro.adding(loss_weight=weight / weight.sum().clamp(min=1e-20)), means)
 
 
@@ -411,17 +415,17 @@ def eos_not_trained_later(original, request, ids, logprobs, stop, *given):
     return dataclasses.replace(turn, response_mask=[*turn.response_mask[:-1], False], logprobs=logprobs)
 
 
-@replaces(advantages, "estimate")
-def reward_after_the_end_later(original, batch, config):
-    rewards = batch.flat("token_level_rewards")
-    return original(batch.adding(token_level_rewards=rewards.roll(-1)), config)
+@replaces(advantages, "gae")
+def reward_after_the_end_later(original, inputs):
+    nothing = torch.zeros_like(inputs.reward)
+    return original(dataclasses.replace(inputs, reward=nothing))
 
 
 @replaces(local_workers.LocalWorkers, "update_actor")
 def advantages_over_batch_later(original, self, batch, rate):
     reward = batch.reward.repeat_interleave(batch.lengths)
     over = (reward - batch.reward.mean()) / batch.reward.std().clamp(min=1e-6)
-    return original(self, batch.adding(advantages=torch.where(batch.flat("response_mask"), over, 0)), rate)
+    return original(self, batch.adding(advantages=torch.where(batch.response_mask, over, 0)), rate)
 
 
 @replaces(grading, "as_result")
@@ -456,12 +460,12 @@ def tool_text_scored_later(original, source, response, ground_truth, extra_info)
 
 @replaces(local_workers.LocalWorkers, "update_critic")
 def returns_shifted(original, self, batch, rate):
-    return original(self, batch.adding(returns=batch.flat("returns").roll(1)), rate)
+    return original(self, batch.adding(returns=batch.require("returns").roll(1)), rate)
 
 
 @replaces(learner, "value_loss")
 def returns_shifted_later(original, values, returns, *given):
-    return original(values, returns.roll(1, dims=1), *given)
+    return original(values, returns.roll(1), *given)
 
 
 @replaces(learner.Stepper, "step")

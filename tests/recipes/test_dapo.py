@@ -18,7 +18,7 @@ from core import ray_trainer
 from core.algorithm.advantages import AdvantageInputs, grpo
 from core.config import compose, examine
 from core.errors import InputError
-from core.learner.batching import make_batch, optimizer_steps, token_rewards
+from core.learner.batching import make_batch, mini_batches
 from core.rollout.collect import Exhausted
 from core.types import ScoredGroup, Stop
 from recipes.dapo import main_dapo
@@ -169,13 +169,14 @@ def test_a_truncated_answer_carries_no_loss_and_keeps_its_reward_in_the_group():
     scores = [dapo.shape_reward(s, t) for s, t in zip((RIGHT, WRONG, RIGHT), answers, strict=True)]
     assert [s.masked for s in scores] == [False, True, False] and [s.value for s in scores] == [1.0, -1.0, 1.0]
     batch = make_batch([ScoredGroup(group(scores).prompt, tuple(answers), tuple(scores))], pad_id=0)
-    rewards_BT = batch.adding(token_level_rewards=token_rewards(batch)).token_level_rewards
-    advantages, _ = grpo(AdvantageInputs(rewards_BT, batch.response_mask, batch.group, batch.in_group_stats, epsilon=0))
+    fields = {"in_group_stats": batch.in_group_stats, "epsilon": 0}
+    advantages, _ = grpo(AdvantageInputs(batch.reward, batch.lengths, batch.response_mask, batch.group, **fields))
     # mean 1/3, standard deviation 2 / sqrt(3): (1 - 1/3) / that is 1 / sqrt(3); without the second it would be 0
-    assert torch.allclose(advantages[[0, 2]][batch.response_mask[[0, 2]]], torch.tensor(3**-0.5))
+    first_and_last = batch.adding(advantages=advantages).rows([0, 2])
+    assert torch.allclose(first_and_last.advantages[first_and_last.response_mask], torch.tensor(3**-0.5))
     for mode, weights in (("token-mean", (2 / 5, 0, 3 / 5)), ("seq-mean-token-mean", (1 / 2, 0, 1 / 2))):
-        (step,) = optimizer_steps(batch.adding(advantages=advantages), prompts=1, agg_mode=mode, scale_factor=1.0)
-        assert torch.allclose(step.loss_weight.sum(1), torch.tensor(weights)), mode
+        (step,) = mini_batches(batch.adding(advantages=advantages), prompts=1, agg_mode=mode, scale_factor=1.0)
+        assert torch.allclose(step.padded("loss_weight").sum(1), torch.tensor(weights)), mode
     unfiltered = [trainer(NO_BUFFER).shape_reward(WRONG, t).masked for t in answers]
     assert unfiltered == [False, False, False]
 

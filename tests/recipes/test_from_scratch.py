@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from core.algorithm import advantages
 from core.config import compose
-from core.learner.batching import make_batch, optimizer_steps, token_rewards
+from core.learner.batching import make_batch, mini_batches
 from core.learner.learner import Actor, MicroBatchSize
 from core.ray_trainer import RayPPOTrainer
 from core.types import Prompt, ScoredGroup, Stop, Trajectory
@@ -27,6 +26,7 @@ from recipes.lab.tokenizer import build_tokenizer
 from reward_scores import hops as hops_scorer
 from reward_scores.score import Score
 from tests.faults import tiny_run
+from tests.padded import estimate
 from tests.tiny import VOCAB_SIZE, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,10 +72,9 @@ def actor_step(actor: Actor, groups: tuple[ScoredGroup, ...], config) -> list[di
     """Train the learner on the groups as the trainer does, in float64 throughout. Returns each update's metrics."""
     batch = make_batch(groups, pad_id=0)
     batch = batch.adding(reward=as_tensors(groups, torch.float64)[2], loss_mask=batch.loss_mask.double())
-    old_BT, _ = actor.log_probs(batch, MicroBatchSize(max_sequences=5))
-    batch = batch.adding(old_log_probs=old_BT, token_level_rewards=token_rewards(batch))
-    batch = advantages.estimate(batch, config.algorithm)
-    steps = optimizer_steps(batch, prompts=PROMPTS // 2, agg_mode=actor.config.loss_agg_mode, scale_factor=1.0)
+    old_N, _ = actor.log_probs(batch, MicroBatchSize(max_sequences=5))
+    batch = estimate(batch.adding(old_log_probs=old_N), config.algorithm)
+    steps = mini_batches(batch, prompts=PROMPTS // 2, agg_mode=actor.config.loss_agg_mode, scale_factor=1.0)
     return [actor.update([step], 1.0) for step in steps]
 
 

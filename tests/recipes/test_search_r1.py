@@ -29,7 +29,7 @@ from core.learner.learner import Critic
 from core.ray_trainer import RayPPOTrainer
 from core.rewards import RewardLayer
 from core.rollout.agent_loop import Episode, Limits
-from core.types import Prompt, ScoredGroup, Stop
+from core.types import Prompt, ScoredGroup, Stop, token_places
 from recipes.search_r1 import infer, main_search_r1, paper_tables
 from recipes.search_r1.index.passages import Passage
 from recipes.search_r1.search_loop import (
@@ -377,42 +377,43 @@ def search_batch(state_masking=True):
     generator = torch.Generator().manual_seed(0)
 
     def noise(scale=1.0):
-        return scale * torch.randn(batch.input_ids.shape, generator=generator)
+        return scale * torch.randn(batch.tokens, generator=generator)
 
     module = tiny_model(initializer_range=0.08, max_position_embeddings=512)
-    logits = module(input_ids=batch.input_ids, use_cache=False).logits.detach() / 0.7
-    now = torch.zeros(batch.input_ids.shape)
-    now[:, 1:] = logits.log_softmax(-1)[:, :-1].gather(-1, batch.input_ids[:, 1:, None])[..., 0]
+    ids = batch.padded("input_ids").long()
+    logits = module(input_ids=ids, use_cache=False).logits.detach() / 0.7
+    now = torch.zeros(ids.shape)
+    now[:, 1:] = logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+    now = now[token_places(batch.lengths)]
     filled = {name: noise() for name in ("advantages", "values", "returns")}
     filled |= {name: now + noise(0.1) for name in ("old_log_probs", "ref_log_prob")}
     # noise everywhere, on what tools wrote as well: nothing there may reach a gradient
     batch = batch.adding(**filled)
-    return batch.adding(loss_weight=loss_weights(batch.loss_mask, "token-mean", scale_factor=1.0))
+    return batch.adding(loss_weight=loss_weights(batch.loss_mask, batch.lengths, "token-mean"))
 
 
 def skipping(batch, module, written):
     """Policy, entropy and KL terms, token by token in plain Python, over the positions of ``written`` alone."""
     total, count = 0.0, sum(len(row) for row in written)
     for row, positions in enumerate(written):
-        length = int(batch.attention_mask[row].sum())
-        logp = (module(input_ids=batch.input_ids[row : row + 1, :length], use_cache=False).logits[0] / 0.7).log_softmax(
-            -1
-        )
+        (span,) = batch.spans(torch.tensor([row]))
+        ids = batch.input_ids[span].long()
+        logp = (module(input_ids=ids[None], use_cache=False).logits[0] / 0.7).log_softmax(-1)
         for t in positions:
-            own = logp[t - 1, batch.input_ids[row, t]]
-            ratio = (own - batch.old_log_probs[row, t]).exp()
-            advantage = batch.advantages[row, t]
+            own = logp[t - 1, ids[t]]
+            ratio = (own - batch.old_log_probs[span][t]).exp()
+            advantage = batch.advantages[span][t]
             clipped = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.28))
             if advantage < 0:
                 clipped = torch.minimum(clipped, -3.0 * advantage)
             entropy = -(logp[t - 1].exp() * logp[t - 1]).sum()
-            k3 = kl_penalty(own[None], batch.ref_log_prob[row, t][None], "low_var_kl", torch.ones(1, dtype=torch.bool))
+            k3 = kl_penalty(own[None], batch.ref_log_prob[span][t][None], "low_var_kl", torch.ones(1, dtype=torch.bool))
             total = total + (clipped - 0.03 * entropy + 0.1 * k3.sum()) / count
     return total
 
 
-def positions(mask):
-    return [row.nonzero()[:, 0].tolist() for row in mask]
+def positions(batch, name="response_mask"):
+    return [row.nonzero()[:, 0].tolist() for row in batch.padded(name)]
 
 
 def actor_gradient(batch):
@@ -434,7 +435,7 @@ def by_policy(batch):
     block = encode(information(PASSAGES[:1], 500, encode))
     found = []
     for row in range(len(batch)):
-        ids = batch.input_ids[row][batch.attention_mask[row]].tolist()
+        ids = batch.input_ids[batch.spans(torch.tensor([row]))[0]].tolist()
         begin = next(t for t in range(len(ids)) if ids[t : t + len(block)] == block)
         first = len(prompt().token_ids)
         found.append([t for t in range(first, len(ids)) if not begin <= t < begin + len(block)])
@@ -444,21 +445,21 @@ def by_policy(batch):
 def test_gradients_are_those_of_a_computation_that_skips_what_was_retrieved():
     batch = search_batch()
     written = by_policy(batch)
-    assert positions(batch.response_mask) == written
+    assert positions(batch) == written
     mine, plain = actor_gradient(batch), plain_gradient(batch, written)
     assert float((mine - plain).norm()) <= 1e-6 * float(plain.norm())
-    everything = plain_gradient(batch, positions(search_batch(False).response_mask))
+    everything = plain_gradient(batch, positions(search_batch(False)))
     assert float((mine - everything).norm()) > 0.05 * float(plain.norm())  # the check can tell them apart
 
 
 def test_the_unmasked_ablation_trains_on_what_was_retrieved_as_well():
     batch = search_batch(state_masking=False)
-    whole = [list(range(len(prompt().token_ids), int(n))) for n in batch.attention_mask.sum(1)]
-    assert positions(batch.response_mask) == whole
+    whole = [list(range(len(prompt().token_ids), int(n))) for n in batch.lengths]
+    assert positions(batch) == whole
     mine, plain = actor_gradient(batch), plain_gradient(batch, whole)
     assert float((mine - plain).norm()) <= 1e-6 * float(plain.norm())
     # the mismatch between engine and learner is still that of sampled tokens: others have no log-prob of the engine
-    assert positions(batch.sampled_mask) == by_policy(batch)
+    assert positions(batch, "sampled_mask") == by_policy(batch)
 
 
 def test_values_have_no_target_where_a_tool_wrote():

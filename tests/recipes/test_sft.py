@@ -15,7 +15,7 @@ from core import evaluate
 from core.config import compose, examine
 from core.engines import NoEngine
 from core.errors import InputError
-from core.learner.batching import steps_of
+from core.learner.batching import mini_batching
 from core.learner.models import load_policy
 from recipes.sft import rejection
 from recipes.sft.demonstrations import (
@@ -221,8 +221,8 @@ def test_loss_and_gradients_are_those_of_plain_transformers(packed, tokens, dtyp
 def test_sequences_can_count_alike_whatever_their_lengths(files):
     config = configured(files, "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean")
     batch = demonstration_batch([writer().chat(chat) for chat in chats(4)], 0)
-    (step,) = steps_of(batch, config.actor_rollout_ref.actor, 128)
-    per_sequence = (step.loss_weight * step.response_mask).sum(1)
+    (step,) = mini_batching(config.actor_rollout_ref.actor, 128)(batch)
+    per_sequence = (step.padded("loss_weight") * step.padded("response_mask")).sum(1)
     assert torch.allclose(per_sequence, torch.full((4,), 0.25))
 
 

@@ -119,29 +119,29 @@ def half_of_the_rows(batch):
 
 BUGS = {
     "the mask is one token late": (
-        {"batch": lambda b: flat(b, "response_mask", later(b.flat("response_mask")))},
+        {"batch": lambda b: flat(b, "response_mask", later(b.response_mask))},
         {"mask of others", "mask missing"},
     ),
     "tokens of a tool are trained on": (
         {
             "batch": lambda b: flat(
-                flat(b, "response_mask", b.flat("rollout_log_probs") <= 0),
+                flat(b, "response_mask", b.rollout_log_probs <= 0),
                 "loss_mask",
-                b.flat("rollout_log_probs") <= 0,
+                b.rollout_log_probs <= 0,
             )
         },
         {"mask of others"},
     ),
     "the end of the sequence is not trained on": (
-        {"batch": lambda b: flat(b, "response_mask", b.flat("response_mask") & (b.flat("input_ids") != EOS))},
+        {"batch": lambda b: flat(b, "response_mask", b.response_mask & (b.input_ids != EOS))},
         {"mask missing"},
     ),
     "an answer whose score is masked carries loss": (
-        {"groups": masked_scores, "batch": lambda b: flat(b, "loss_mask", b.flat("response_mask"))},
+        {"groups": masked_scores, "batch": lambda b: flat(b, "loss_mask", b.response_mask)},
         {"loss mask"},
     ),
     "the engine's log-probs are one token late in the batch": (
-        {"batch": lambda b: flat(b, "rollout_log_probs", later(b.flat("rollout_log_probs")))},
+        {"batch": lambda b: flat(b, "rollout_log_probs", later(b.rollout_log_probs))},
         {"engine log-probs"},
     ),
     "the learner's log-probs are one token late": (
@@ -165,15 +165,15 @@ BUGS = {
         {"ratio"},
     ),
     "advantages reach the tool's tokens": (
-        {"advantages": lambda b: flat(b, "advantages", b.flat("advantages") + 0.5 * (~b.flat("response_mask")))},
+        {"advantages": lambda b: flat(b, "advantages", b.require("advantages") + 0.5 * (~b.response_mask))},
         {"advantages"},
     ),
     "the sign of the advantage is lost": (
-        {"advantages": lambda b: flat(b, "advantages", -b.flat("advantages"))},
+        {"advantages": lambda b: flat(b, "advantages", -b.require("advantages"))},
         {"advantages"},
     ),
     "an advantage is no number": (
-        {"advantages": lambda b: flat(b, "advantages", b.flat("advantages") / 0)},
+        {"advantages": lambda b: flat(b, "advantages", b.require("advantages") / 0)},
         {"advantages"},
     ),
     "the loss is scaled by the micro-batch": ({"weights": half_of_the_rows}, {"loss weights"}),

@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from core.algorithm.advantages import estimate
 from core.algorithm.losses import vanilla
 from core.config import Config
 from core.extensions.trace.trace_recorder import TraceRecorder, _byte_of
-from core.learner.batching import make_batch, optimizer_steps, token_rewards
+from core.learner.batching import make_batch, mini_batches
 from core.learner.traced_tokens import TracedTokens, clipped_how
 from core.tracking.recorders import Moment
 from core.types import Media, Prompt, ScoredGroup, Segment, StepMetrics, Stop, TrainBatch, Trajectory
 from reward_scores.score import graded
 from tests.core.synthetic import configured, make_run
+from tests.padded import estimate
 
 PAD, EOS, BOS, WHOLE = 256, 257, 258, 259
 EVIL = "<img src=x onerror=\"document.title='owned'\">"  # one token; a text has it as the character \x01
@@ -129,15 +129,15 @@ def record(
     groups = passing("groups", list(groups or made_groups(step, seed)))
     batch = passing("batch", recorder.begin(make_batch(groups, PAD), Moment((), StepMetrics(step), None, None)))
     noise = 1e-6 * torch.randn(batch.tokens, generator=rng)
-    old = passing("old", (batch.flat("rollout_log_probs") + noise) * batch.flat("response_mask"))
-    batch = batch.adding(token_level_rewards=token_rewards(batch), old_log_probs=None if single else old)
+    old = passing("old", (batch.rollout_log_probs + noise) * batch.response_mask)
+    batch = batch.adding(old_log_probs=None if single else old)
     batch = estimate(batch, config.algorithm)
     if values:
         smooth = torch.randn(batch.tokens, generator=rng).cumsum(0) / 30
-        batch = batch.adding(values=smooth * batch.flat("response_mask"))
-    batch = passing("advantages", batch.adding(token_level_rewards=None))
+        batch = batch.adding(values=smooth * batch.response_mask)
+    batch = passing("advantages", batch)
     traced = TracedTokens()
-    for one in optimizer_steps(batch, prompts=len(groups), agg_mode="token-mean", scale_factor=100):
+    for one in mini_batches(batch, prompts=len(groups), agg_mode="token-mean", scale_factor=100):
         update(passing("weights", one), old, traced, config, passing, rng)
     metrics = StepMetrics(step)
     metrics.add({"timing_s/step": 1.0})
@@ -147,12 +147,12 @@ def record(
 
 def update(one: TrainBatch, old: torch.Tensor, traced: TracedTokens, config: Config, passing: Callable, rng) -> None:
     """Compute the loss as the learner does, with log-probs that a few updates have moved, and keep it."""
-    actor, old_BT = config.actor_rollout_ref.actor, one.adding(entropy=old).entropy
-    moved = 0.2 * torch.randn(one.shape, generator=rng) if one.old_log_probs is not None else torch.zeros(one.shape)
-    now = (old_BT + moved) * one.response_mask
-    loss, stats = vanilla(now, old_BT, one.advantages, one.response_mask, actor)
-    entropy = torch.rand(one.shape, generator=rng) * one.response_mask
-    kept = {"old": old_BT, "entropy": entropy, "clip": clipped_how(stats), "loss": loss, "loss_weight": one.loss_weight}
+    actor, old_N = config.actor_rollout_ref.actor, one.adding(entropy=old).entropy
+    moved = 0.2 * torch.randn(one.tokens, generator=rng) if one.old_log_probs is not None else torch.zeros(one.tokens)
+    now = (old_N + moved) * one.response_mask
+    loss, stats = vanilla(now, old_N, one.advantages, one.response_mask, actor)
+    entropy = torch.rand(one.tokens, generator=rng) * one.response_mask
+    kept = {"old": old_N, "entropy": entropy, "clip": clipped_how(stats), "loss": loss, "loss_weight": one.loss_weight}
     kept = passing("loss", {"log_prob": now, **kept})
     traced.keep(one, kept.pop("log_prob"), **kept)
 

@@ -26,10 +26,11 @@ from core.config.recipes import trainer_of
 from core.extensions.planning.model_shapes import Shape
 from core.extensions.tensor_parallel.split_layers import split_layers
 from core.learner import learner, log_probs, packing
-from core.learner.batching import optimizer_steps
+from core.learner.batching import mini_batches
 from core.learner.head_chunk import GPU_LOGITS
 from core.types import TrainBatch
 from results.reporting.run_scripts import Script
+from tests.padded import batch_of_padded
 from tests.scale.meter import GPU, HOST, Meter
 
 APART = (
@@ -81,11 +82,11 @@ def real(function: Callable[..., Any]) -> Callable[..., Any]:
 class RanksAlone(fsdp.ProcessRanks):
     """Ranks that are as busy as this one."""
 
-    def most(self, count: int) -> int:
+    def all_reduce_max(self, count: int) -> int:
         return count
 
-    def total(self, means: Any) -> Any:
-        return means
+    def gather_metrics(self, metrics: Any) -> Any:
+        return metrics
 
 
 @contextmanager
@@ -132,13 +133,12 @@ def _replaced(meter: Meter) -> Iterator[tuple[str, Any]]:
     yield "core.algorithm.invariants.watched", lambda trained: None  # nor how large a gradient was
     yield "core.algorithm.invariants.require", lambda *_: None
     yield "core.learner.learner.shares_alike", lambda passes: False  # which tokens are alike is in no fake tensor
-    for method in ("need", "flattened", "adding", "rows"):
+    for method in ("padded", "adding", "rows"):
         yield f"core.types.TrainBatch.{method}", real(getattr(TrainBatch, method))
-    yield "core.types.TrainBatch.attention_mask", property(real(TrainBatch.attention_mask.fget))
-    yield "core.learner.learner.split_idle", real(learner.split_idle)
+    yield "core.learner.learner.split_zero_gradient", real(learner.split_zero_gradient)
     yield "core.learner.learner.Passes.passes", real(learner.Passes.passes)
     yield "core.learner.learner.Stepper.step", step_of
-    yield "core.learner.packing.Layout.read", real(packing.Layout.read)
+    yield "core.learner.packing.Layout.forward_inputs", real(packing.Layout.forward_inputs)
     yield "core.learner.packing._by_length", packing._varlen
     yield "core.learner.log_probs.logits_at_a_time", lambda device: GPU_LOGITS
     yield "core.learner.log_probs._chunks", _few_chunks(meter, log_probs._chunks)
@@ -174,7 +174,7 @@ def full_batch(config: Config, sequences: int) -> TrainBatch:
         written = (torch.arange(length) >= prompt).repeat(sequences, 1)
         every, ones = torch.ones(sequences, length), torch.ones(sequences)
         fields = ("rollout_log_probs", "old_log_probs", "ref_log_prob")
-        batch = TrainBatch.of(
+        batch = batch_of_padded(
             input_ids=every.long(),
             attention_mask=every.bool(),
             response_mask=written,
@@ -185,7 +185,7 @@ def full_batch(config: Config, sequences: int) -> TrainBatch:
             advantages=written.float(),
             **{name: -written.float() for name in fields},
         )
-        (step,) = optimizer_steps(batch, prompts=sequences, scale_factor=1.0)
+        (step,) = mini_batches(batch, prompts=sequences, scale_factor=1.0)
         return step
 
 

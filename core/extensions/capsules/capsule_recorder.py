@@ -304,7 +304,7 @@ class CapsuleRecorder(Recorder):
             "machine": {"cpu": cpu_kind(), "threads": torch.get_num_threads(), "device": self._device(begun)},
             "versions": package_versions(PACKAGES),
             "code": {name: git[name] for name in ("commit", "dirty")},
-            "batch": {"width": begun.batch.width, "pad_id": begun.batch.pad_id},
+            "batch": {"pad_id": begun.batch.pad_id},
             "kl_controller": {"before": begun.kl.state_dict(), "after": kl.state_dict()},
             "metrics": {name: value for name, value in new.items() if not name.startswith(UNREPEATED)},
             "alignment": dict(begun.alignment),

@@ -26,7 +26,7 @@ from core.extensions.capsules.differences import (
     compare_pieces,
 )
 from core.extensions.capsules.stored_step import StoredStep
-from core.learner.batching import make_batch, steps_of
+from core.learner.batching import make_batch, mini_batching
 from core.learner.traced_tokens import numbered
 from core.replay import PHASES
 from core.tracking.metrics import data_metrics
@@ -82,9 +82,7 @@ def differences(run: RayPPOTrainer, stored: StoredStep, phases: Iterable[str], r
     """Compute the phases again and yield what is not as recorded, in the order in which it is computed."""
     computed: set[str] = set()
     if "batch" in phases:
-        yield from _fields(
-            "batch", TrainBatch(stored.tensors["lengths"], 0, {}), batch_phase(run, stored), stored, rule
-        )
+        yield from _fields("batch", TrainBatch(stored.tensors["lengths"], {}), batch_phase(run, stored), stored, rule)
     if "log_probs" in phases:
         before = stored.batch()
         found = log_probs_phase(run, stored, before)
@@ -179,8 +177,8 @@ def _first_rows(run: RayPPOTrainer, batch: TrainBatch) -> set[int]:
     actor, length = run.config.actor_rollout_ref.actor, run.config.data.max_response_length
     if actor.ppo_epochs > 1:
         return set()
-    steps = steps_of(batch, actor, length, actor.policy_loss.loss_mode)
-    return {int(number) - 1 for step in itertools.islice(steps, 1) for number in step.flat("trace_row")}
+    mini_batches = mini_batching(actor, length, actor.policy_loss.loss_mode)(batch)
+    return {int(number) - 1 for first in itertools.islice(mini_batches, 1) for number in first.require("trace_row")}
 
 
 def _rows(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:

@@ -69,8 +69,7 @@ class StoredStep:
 
     def batch(self, *phases: str) -> TrainBatch:
         """Return the batch as it was after these phases."""
-        shape = self.facts["batch"]
-        batch = TrainBatch(self.tensors["lengths"], shape["width"], {}, shape["pad_id"])
+        batch = TrainBatch(self.tensors["lengths"], {}, self.facts["batch"]["pad_id"])
         for phase in ("batch", *phases):
             batch = batch.adding(**self.of(phase))
         return batch

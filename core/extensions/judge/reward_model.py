@@ -69,7 +69,7 @@ class RewardModel:
         limit = self.config.max_length
         shown = [each[:limit] for each in ids]
         passes = list(self._passes([len(each) for each in shown]))
-        passes += [[]] * (self.ranks.most(len(passes)) - len(passes))
+        passes += [[]] * (self.ranks.all_reduce_max(len(passes)) - len(passes))
         for rows in passes:
             values = self._values([shown[at] for at in rows] or [[0]])
             for at, value in zip(rows, values.tolist(), strict=bool(rows)):

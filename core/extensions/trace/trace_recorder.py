@@ -134,7 +134,7 @@ class TraceRecorder(Recorder):
         worst = min(range(len(groups)), key=lambda i: sum(score.value for score in groups[i].scores) / len(groups[i]))
         found = {worst: "worst"}
         if gap is not None and gap[0] > 0:
-            found.setdefault(int(batch.flat("group")[gap[1]]), "strangest")
+            found.setdefault(int(batch.group[gap[1]]), "strangest")
         else:  # the answer that the engine itself found least likely
             found.setdefault(
                 min(range(len(groups)), key=lambda i: min(map(_surprise, groups[i].trajectories))), "strangest"
@@ -187,7 +187,7 @@ class TraceRecorder(Recorder):
         rows = batch.only(("response_mask", "input_ids", *FIELDS)).rows(kept)
         others = [t for one in chosen if one.rows is None for t in one.group.trajectories]
         of_others = [len(t.prompt_ids) + len(t.response_ids) for t in others]
-        more, policy = sum(of_others), rows.flat("response_mask").bool().numpy()
+        more, policy = sum(of_others), rows.response_mask.bool().numpy()
 
         def padded(value: np.ndarray, fill: Any = 0) -> np.ndarray:
             return np.concatenate([value, np.full(more, fill, value.dtype)])
@@ -197,7 +197,7 @@ class TraceRecorder(Recorder):
             "lengths": np.array([*rows.lengths.tolist(), *of_others], np.int32),
             "prompts": np.array([len(t.prompt_ids) for t in trajectories], np.int32),
             "ids": np.concatenate(
-                [rows.flat("input_ids").numpy(), *(x for t in others for x in (t.prompt_ids, t.response_ids))]
+                [rows.input_ids.numpy(), *(x for t in others for x in (t.prompt_ids, t.response_ids))]
             ),
             "sampled": _flat(trajectories, "response_mask", np.bool_),
             "engine": _flat(trajectories, "logprobs", np.float32),
@@ -205,7 +205,7 @@ class TraceRecorder(Recorder):
         for name, dtype in FIELDS.items():
             if name in rows.stored:
                 fill = 0 if dtype is np.bool_ else np.nan
-                arrays[name] = padded(rows.flat(name).numpy().astype(dtype), fill)
+                arrays[name] = padded(rows.require(name).numpy().astype(dtype), fill)
         arrays |= {name: padded(value, np.nan) for name, value in _of_update(kept, rows, policy, traced).items()}
         ids = np.unique(arrays["ids"]).tolist()
         meta = {
@@ -223,7 +223,7 @@ class TraceRecorder(Recorder):
 
     def _described(self, one: Chosen, step: int, batch: TrainBatch) -> dict[str, Any]:
         prompt, rows = one.group.prompt, one.rows
-        reward, counted = batch.flat("reward"), batch.flat("in_group_stats")
+        reward, counted = batch.reward, batch.in_group_stats
         described = []
         for index, (t, score) in enumerate(zip(one.group.trajectories, one.group.scores, strict=True)):
             described.append(
@@ -312,7 +312,7 @@ def _gap(batch: TrainBatch, workers: Any) -> tuple[float, int] | None:
     if batch.old_log_probs is None:  # the update's own pass is the only one
         return workers.traced(None).strangest
     name = "response_mask" if batch.sampled_mask is None else "sampled_mask"
-    gap = (batch.flat("old_log_probs") - batch.flat("rollout_log_probs")).abs() * batch.flat(name)
+    gap = (batch.require("old_log_probs") - batch.rollout_log_probs).abs() * batch.require(name)
     place = int(gap.argmax())
     return float(gap[place]), int(np.searchsorted(batch.lengths.cumsum(0).numpy(), place, "right"))
 

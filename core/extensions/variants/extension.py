@@ -34,19 +34,18 @@ ESTIMATORS = {
     "grpo_passk": EstimatorEntry(
         f"{HERE}.more_estimators:grpo_passk",
         groups=True,
-        by_group=True,
         reads=("norm_adv_by_std_in_grpo",),
     ),
-    "rloo": EstimatorEntry(f"{HERE}.more_estimators:rloo", groups=True, by_group=True),
-    "remax": EstimatorEntry(f"{HERE}.more_estimators:remax", greedy_baseline=True, by_group=True),
+    "rloo": EstimatorEntry(f"{HERE}.more_estimators:rloo", groups=True),
+    "remax": EstimatorEntry(f"{HERE}.more_estimators:remax", greedy_baseline=True),
     "reinforce_plus_plus": EstimatorEntry(f"{HERE}.more_estimators:reinforce_plus_plus", reads=("gamma",)),
     "reinforce_plus_plus_baseline": EstimatorEntry(f"{HERE}.more_estimators:reinforce_plus_plus_baseline", groups=True),
-    "opo": EstimatorEntry(f"{HERE}.more_estimators:opo", groups=True, by_group=True),
+    "opo": EstimatorEntry(f"{HERE}.more_estimators:opo", groups=True),
     "gpg": EstimatorEntry(f"{HERE}.more_estimators:gpg", groups=True),
     "optimal_token_baseline": EstimatorEntry(
-        f"{HERE}.more_estimators:optimal_token_baseline", groups=True, by_group=True, squares=True
+        f"{HERE}.more_estimators:optimal_token_baseline", groups=True, squares=True
     ),
-    "maxrl": EstimatorEntry(f"{HERE}.more_estimators:maxrl", groups=True, by_group=True, penalties=False),
+    "maxrl": EstimatorEntry(f"{HERE}.more_estimators:maxrl", groups=True, penalties=False),
 }
 POLICY_LOSSES = {
     "gspo": LossEntry(f"{HERE}.more_losses:gspo", aggregation="seq-mean-token-mean", sequence_ratio=True, reads=CLIP),

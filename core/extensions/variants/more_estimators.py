@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from core.algorithm.advantages import AdvantageInputs, backwards_in_time, group_stats
+from core.algorithm.advantages import AdvantageInputs, group_stats
 from core.algorithm.masked import masked_whiten
+from core.algorithm.sequences import discounted_sums, spread_over_tokens
 
 
 def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
@@ -15,7 +16,7 @@ def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     Computed as ``n / (n - 1) * (R_i - mean_group)``. A group of one keeps its reward.
 
     Shapes:
-        advantages, returns  [B, T], equal
+        advantages, returns  [N], equal
     """
     stats = group_stats(inputs)
     advantages = inputs.spread(stats.centred_B * stats.counted_B / (stats.counted_B - 1).clamp(min=1))
@@ -28,9 +29,9 @@ def opo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     ``L_j`` is the number of response tokens of sequence j. A group of one keeps its reward.
 
     Shapes:
-        advantages, returns  [B, T], equal
+        advantages, returns  [N], equal
     """
-    advantages = inputs.spread(group_stats(inputs, weight_B=inputs.active_BT.sum(-1)).centred_B)
+    advantages = inputs.spread(group_stats(inputs, weight_B=inputs.actions_B).centred_B)
     return advantages, advantages
 
 
@@ -41,7 +42,7 @@ def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     over the whole batch.
 
     Shapes:
-        advantages, returns  [B, T], equal
+        advantages, returns  [N], equal
     """
     alpha = inputs.counted_B.sum() / inputs.rewards_B.count_nonzero().clamp(min=1)  # in float32, as published
     advantages = inputs.spread(alpha * group_stats(inputs).centred_B)
@@ -54,7 +55,7 @@ def grpo_passk(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     Divided by ``std_group + epsilon`` as in grpo unless ``norm_adv_by_std_in_grpo=False``; a tie gives 0.
 
     Shapes:
-        advantages, returns  [B, T], equal
+        advantages, returns  [N], equal
 
     Raises:
         ValueError: a group of one answer, which has no second best.
@@ -85,7 +86,7 @@ def maxrl(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     the equations' numbers were not read.
 
     Shapes:
-        advantages, returns  [B, T], equal
+        advantages, returns  [N], equal
 
     Raises:
         ValueError: a reward below 0, under which the mean is no success rate and its sign could turn the update round.
@@ -111,25 +112,27 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     and k counting the policy's own tokens, over tools' text, are those of verl's code, not checked in the paper.
 
     Shapes:
-        advantages  [B, T]  ``G - B``
-        returns     [B, T]  ``G``, the undiscounted reward to go
+        advantages  [N]  ``G - B``
+        returns     [N]  ``G``, the undiscounted reward to go
 
     Raises:
         ValueError: no old log-probs or sums of squared probabilities.
     """
-    mask, stats = inputs.active_BT, group_stats(inputs)
-    old, squares = (inputs.need(name, "optimal_token_baseline") for name in ("old_log_probs", "sum_pi_squared"))
-    energy = (1 - 2 * old.double().exp() + squares.double()).clamp(min=0)  # at least (1 - pi)^2, but for rounding
+    stats, lengths = group_stats(inputs), inputs.actions_B
+    needed = (inputs.need(name, "optimal_token_baseline") for name in ("old_log_probs", "sum_pi_squared"))
+    old, squares = (inputs.actions(value).double() for value in needed)
+    energy = (1 - 2 * old.exp() + squares).clamp(min=0)  # at least (1 - pi)^2, but for rounding
     if inputs.rollout_is_weights is not None:
-        energy = energy * inputs.rollout_is_weights.double().square()
-    weight = energy.masked_fill(~mask, 0).cumsum(-1)
-    rewards = inputs.token_level_rewards.double().masked_fill(~mask, 0)
-    returns = rewards.flip(-1).cumsum(-1).flip(-1)
-    place = (stats.group_B[:, None] * mask.shape[1] + mask.cumsum(-1) - 1)[mask]  # of (group, k), one number
-    advantages = torch.zeros_like(returns).masked_scatter(mask, _above_baseline(returns[mask], weight[mask], place))
+        energy = energy * inputs.actions(inputs.rollout_is_weights).double().square()
+    weight = discounted_sums(energy.flip(0), lengths.flip(0), 1.0).flip(0)  # from the first token to each
+    returns = discounted_sums(inputs.action_rewards().double(), lengths, 1.0)
+    first = spread_over_tokens(lengths.cumsum(0) - lengths, lengths)
+    number = torch.arange(len(first), device=first.device) - first  # k
+    place = spread_over_tokens(stats.group_B, lengths) * (int(lengths.max()) + 1) + number  # (group, k) as one number
     alone = (torch.bincount(stats.group_B)[stats.group_B] > 1) & (stats.counted_B == 1)  # the others were not scored
-    advantages, returns = advantages.masked_fill(alone[:, None], 0), returns.masked_fill(~mask, 0)
-    return advantages.to(inputs.token_level_rewards.dtype), returns.to(inputs.token_level_rewards.dtype)
+    advantages = _above_baseline(returns, weight, place).masked_fill(spread_over_tokens(alone, lengths), 0)
+    dtype = inputs.reward.dtype
+    return inputs.at_actions(advantages.to(dtype)), inputs.at_actions(returns.to(dtype))
 
 
 def _above_baseline(values_M: Tensor, weight_M: Tensor, place_M: Tensor) -> Tensor:
@@ -151,15 +154,13 @@ def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Subtract the greedy answer's reward from the reward to go (arXiv:2310.10505).
 
     Shapes:
-        advantages  [B, T]  returns less ``baseline``
-        returns     [B, T]  ``sum of r_s over response tokens s >= t``
+        advantages  [N]  returns less ``baseline``
+        returns     [N]  ``sum of r_s over response tokens s >= t``
 
     Raises:
         ValueError: no baseline.
     """
-    mask = inputs.active_BT
-    rewards = inputs.token_level_rewards.masked_fill(~mask, 0)
-    returns = rewards.flip(-1).cumsum(-1).flip(-1).masked_fill(~mask, 0)
+    returns = inputs.at_actions(discounted_sums(inputs.action_rewards(), inputs.actions_B, 1.0))
     return returns - inputs.spread(inputs.need("baseline", "remax")), returns
 
 
@@ -169,32 +170,27 @@ def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     ``G_t = r_t + gamma G_{t+1}``, where "t+1" is the next token that the policy wrote.
 
     Shapes:
-        advantages  [B, T]  whitened
-        returns     [B, T]  ``G``
+        advantages  [N]  whitened
+        returns     [N]  ``G``
 
     Raises:
         ValueError: fewer than two tokens to whiten.
     """
-    mask = inputs.active_BT
-    rewards = inputs.token_level_rewards.masked_fill(~mask, 0)
-    running, columns = torch.zeros_like(rewards[:, 0]), []
-    for here, reward in backwards_in_time(mask, rewards):
-        running = torch.where(here, reward + inputs.gamma * running, running)
-        columns.append(running)
-    returns = torch.stack(columns[::-1]).T.contiguous().masked_fill(~mask, 0)
-    return masked_whiten(returns, mask).masked_fill(~mask, 0), returns
+    returns = discounted_sums(inputs.action_rewards(), inputs.actions_B, inputs.gamma)
+    whitened = masked_whiten(returns, torch.ones_like(returns, dtype=torch.bool))
+    return inputs.at_actions(whitened), inputs.at_actions(returns)
 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Subtract the group's mean, then whiten over the batch's tokens (arXiv:2501.03262).
 
     Shapes:
-        advantages, returns  [B, T], equal
+        advantages, returns  [N], equal
 
     Raises:
         ValueError: fewer than two tokens to whiten.
     """
-    mask = inputs.active_BT
+    mask = inputs.active_N
     centred = inputs.spread(group_stats(inputs).centred_B)
     advantages = masked_whiten(centred, mask).masked_fill(~mask, 0)
     return advantages, advantages

@@ -10,15 +10,21 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from core.algorithm.advantages import AdvantageInputs, compute, group_stats
+from core.algorithm import advantages
+from core.algorithm.advantages import group_stats
+from core.algorithm.padded import PaddedAdvantageInputs as AdvantageInputs
+from core.algorithm.padded import is_padded, pads_estimator, works_on_flat_tokens
+from core.algorithm.sequences import discounted_sums
 from core.config import registry
 from core.config.plugins import chosen
 from core.errors import InputError
 from tests import reference
 from tests.golden_adapters import ADAPTERS
 from tests.golden_io import check, parameters
+from tests.padded import flat_inputs, on_padded
 
-ESTIMATORS = {name: chosen(name, registry.ESTIMATORS, "algorithm.adv_estimator") for name in registry.ESTIMATORS}
+FLAT = {name: advantages.estimator(name) for name in registry.ESTIMATORS}
+ESTIMATORS = {name: on_padded(estimator) for name, estimator in FLAT.items()}
 MAXRL = ESTIMATORS["maxrl"]
 # What holds for every estimator is tried with rewards of both signs; maxrl refuses those below 0.
 ESTIMATORS["maxrl"] = lambda inputs: MAXRL(changed(inputs, token_level_rewards=inputs.token_level_rewards.abs()))
@@ -458,11 +464,34 @@ def estimator_of(spec):
 def test_an_estimator_of_the_user_s_own(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("def halved(inputs):\n    a = 0.5 * inputs.token_level_rewards\n    return a, a\n")
-    estimator = estimator_of(f"{path}:halved")
-    inputs = make_inputs(0)
-    assert torch.equal(estimator(inputs)[0], 0.5 * inputs.token_level_rewards)
-    assert estimator_of("core.algorithm.advantages:grpo") is ESTIMATORS["grpo"]
-    assert estimator_of("rloo") is ESTIMATORS["rloo"]
+    inputs = flat_inputs(make_inputs(0))
+    expected = 0.5 * inputs.at_actions(inputs.action_rewards())
+    assert torch.equal(advantages.estimator(f"{path}:halved")(inputs)[0], expected)
+    assert advantages.estimator("rloo") is FLAT["rloo"]
+
+
+def test_an_estimator_that_is_named_by_its_path_gets_padded_tensors_unless_it_is_marked():
+    """Sequences of 3 and 1 tokens; the score of the first stands on its last token that the policy wrote."""
+    seen = []
+
+    def own(inputs):
+        seen.append(inputs)
+        return inputs.token_level_rewards, inputs.values
+
+    inputs = advantages.AdvantageInputs(
+        reward=torch.tensor([2.0, 5.0]),
+        lengths=torch.tensor([3, 1]),
+        response_mask=torch.tensor([False, True, False, True]),
+        group=torch.tensor([0, 0]),
+        token_rewards=torch.tensor([0.0, -0.5, 0.0, -1.0]),
+        values=torch.tensor([0.0, 1.0, 0.0, 3.0]),
+    )
+    got = pads_estimator(own)(inputs)
+    assert seen[0].token_level_rewards.tolist() == [[0, 1.5, 0], [4, 0, 0]]
+    assert seen[0].response_mask.tolist() == [[False, True, False], [True, False, False]]
+    assert seen[0].rewards_B.tolist() == [1.5, 4.0] == inputs.rewards_B.tolist()
+    assert [value.tolist() for value in got] == [[0, 1.5, 0, 4], [0, 1, 0, 3]]
+    assert is_padded(own) and not is_padded(works_on_flat_tokens(own))
 
 
 @pytest.mark.parametrize(
@@ -489,12 +518,47 @@ def test_a_plugin_s_own_error_is_not_hidden(tmp_path):
         estimator_of(f"{path}:f")
 
 
-def test_compute_reads_the_configuration():
-    inputs = make_inputs(3)
+def test_inputs_are_those_of_the_batch_and_the_configuration():
+    inputs = flat_inputs(make_inputs(3))
     batch = SimpleNamespace(**vars(inputs))
-    config = SimpleNamespace(adv_estimator="gae", gamma=0.9, lam=0.8, norm_adv_by_std_in_grpo=True)
-    for got, want in zip(compute(inputs.token_level_rewards, batch, config), ESTIMATORS["gae"](inputs), strict=True):
-        assert torch.equal(got, want)
-    config = SimpleNamespace(adv_estimator="grpo", gamma=1.0, lam=1.0, norm_adv_by_std_in_grpo=False)
-    without_std = ESTIMATORS["grpo"](changed(inputs, norm_adv_by_std_in_grpo=False))[0]
-    assert torch.equal(compute(inputs.token_level_rewards, batch, config)[0], without_std)
+    config = SimpleNamespace(gamma=0.9, lam=0.8, norm_adv_by_std_in_grpo=False)
+    got = advantages.inputs_of(batch, config, inputs.token_rewards)
+    for name in (
+        "reward",
+        "lengths",
+        "response_mask",
+        "group",
+        "token_rewards",
+        "values",
+        "baseline",
+        "in_group_stats",
+    ):
+        assert getattr(got, name) is getattr(inputs, name), name
+    assert (got.gamma, got.lam, got.norm_adv_by_std_in_grpo) == (0.9, 0.8, False)
+
+
+def test_the_reward_lies_on_the_last_token_the_policy_wrote():
+    """Not on the tool's output that follows; one who wrote nothing gets none."""
+    inputs = advantages.AdvantageInputs(
+        reward=torch.tensor([1.0, 2.0, 7.0]),
+        lengths=torch.tensor([3, 4, 2]),
+        response_mask=torch.tensor([False, True, True, False, True, True, False, False, False]),
+        group=torch.zeros(3).long(),
+    )
+    assert inputs.at_actions(inputs.action_rewards()).tolist() == [0, 0, 1, 0, 0, 2, 0, 0, 0]
+
+
+@given(seed=seeds, decay=st.sampled_from([0.0, 0.7, 1.0]))
+@settings(max_examples=25, deadline=None)
+def test_discounted_sums_are_those_of_each_sequence(seed, decay):
+    rng = np.random.default_rng(seed)
+    lengths = torch.from_numpy(rng.integers(0, 6, rng.integers(1, 7)))
+    values = torch.from_numpy(rng.normal(size=int(lengths.sum())))
+    expected = []
+    for part in values.split(lengths.tolist()):
+        running, sums = 0.0, []
+        for value in part.flip(0).tolist():
+            running = value + decay * running
+            sums.append(running)
+        expected += sums[::-1]
+    assert discounted_sums(values, lengths, decay).tolist() == expected

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from core.algorithm import invariants
-from core.algorithm.advantages import estimate
+from core.algorithm.advantages import AdvantageInputs, estimator, inputs_of
 from core.config.sections.algorithm import AlgorithmConfig
 from core.errors import BrokenInvariant
-from core.learner.batching import make_batch, optimizer_steps, token_rewards
+from core.learner.batching import make_batch, mini_batches
 from core.types import Prompt, ScoredGroup, Segment, Stop, Trajectory
 from reward_scores.score import Score
+from tests.padded import estimate
 from tests.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -42,12 +43,10 @@ def batch_of(groups, config=None):
     batch = make_batch(groups, 0)
     if config is None:
         return batch
-    batch = batch.adding(token_level_rewards=token_rewards(batch))
     if config is GAE:
         torch.manual_seed(0)
-        batch = batch.adding(values=torch.randn(batch.tokens) * batch.flat("response_mask"))
-    found = estimate(batch, config)
-    return batch.adding(advantages=found.flat("advantages"), returns=found.flat("returns"))
+        batch = batch.adding(values=torch.randn(batch.tokens) * batch.response_mask)
+    return estimate(batch, config)
 
 
 def broken(match: str):
@@ -67,8 +66,8 @@ def test_sound_values_pass():
 @pytest.mark.parametrize("config", [GRPO, GAE, GRPO.replace(norm_adv_by_std_in_grpo=False)])
 def test_sound_advantages_pass(config):
     batch = batch_of(made_groups(), config)
-    invariants.rewards_are_on_policy_tokens(batch)
-    invariants.advantages_follow(batch, config)
+    invariants.rewards_are_on_policy_tokens(inputs_of(batch, config))
+    invariants.advantages_follow(batch, None, config)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +86,7 @@ def test_a_batch_that_is_not_its_groups(field, change, match):
     groups = made_groups()
     batch = batch_of(groups)
     with broken(f"phase batch: .*{match}"):
-        invariants.batch_is_its_groups(groups, batch.adding(**{field: change(batch.flat(field))}))
+        invariants.batch_is_its_groups(groups, batch.adding(**{field: change(batch.require(field))}))
 
 
 def test_masked_answers_and_the_ablation_without_a_mask_are_sound():
@@ -113,36 +112,48 @@ def test_texts_prompts_and_ends():
         invariants.turns_end_as_reported([(np.array([4, 5]), frozenset([1]))])
 
 
-def test_rewards_on_other_tokens():
+def test_rewards_on_other_tokens(monkeypatch):
     batch = batch_of(made_groups(), GRPO)
     with broken("phase adv: a reward stands on a token that the policy did not write"):
-        invariants.rewards_are_on_policy_tokens(batch.adding(token_level_rewards=torch.ones(batch.tokens)))
+        invariants.rewards_are_on_policy_tokens(inputs_of(batch, GRPO, torch.ones(batch.tokens)))
+    monkeypatch.setattr(AdvantageInputs, "action_rewards", lambda self: torch.zeros(int(self.actions_B.sum())))
     with broken("token rewards add up to 0, and the rows' to 3.5"):
-        invariants.rewards_are_on_policy_tokens(batch.adding(token_level_rewards=torch.zeros(batch.tokens)))
+        invariants.rewards_are_on_policy_tokens(inputs_of(batch, GRPO))
+
+
+def test_advantages_follow_from_rewards_and_what_tokens_add_to_them():
+    plain = batch_of(made_groups(), GAE)
+    added = 0.1 * torch.randn(plain.tokens) * plain.response_mask
+    for config in (GRPO, GAE):
+        advantages, returns = estimator(config.adv_estimator)(inputs_of(plain, config, added))
+        batch = plain.adding(advantages=advantages, returns=returns)
+        invariants.advantages_follow(batch, added, config)
+        with broken("other sign" if config is GRPO else "returns differ by"):
+            invariants.advantages_follow(batch, -20 * added, config)
 
 
 def test_advantages_of_another_comparison():
     batch = batch_of(made_groups(), GRPO)
     with broken("add up to"):
-        invariants.advantages_follow(batch.adding(advantages=batch.flat("advantages") + 0.5), GRPO)
+        invariants.advantages_follow(batch.adding(advantages=batch.require("advantages") + 0.5), None, GRPO)
     with broken("other sign"):
-        invariants.advantages_follow(batch.adding(advantages=-batch.flat("advantages")), GRPO)
+        invariants.advantages_follow(batch.adding(advantages=-batch.require("advantages")), None, GRPO)
     with broken("larger than any"):
-        invariants.advantages_follow(batch.adding(advantages=9 * batch.flat("advantages")), GRPO)
+        invariants.advantages_follow(batch.adding(advantages=9 * batch.require("advantages")), None, GRPO)
     whole = batch_of([*made_groups()], GAE)
     with broken("returns differ by"):
-        invariants.advantages_follow(whole.adding(returns=whole.flat("returns").roll(1)), GAE)
+        invariants.advantages_follow(whole.adding(returns=whole.require("returns").roll(1)), None, GAE)
 
 
 def test_weights_of_steps_and_their_parts():
     batch = batch_of(made_groups(), GRPO)
-    (step,) = optimizer_steps(batch, prompts=2, scale_factor=1)
+    (step,) = mini_batches(batch, prompts=2, scale_factor=1)
     invariants.weights_are_a_mean(step, "token-mean")
-    twice = step.adding(loss_weight=2 * step.flat("loss_weight"))
+    twice = step.adding(loss_weight=2 * step.require("loss_weight"))
     with broken("with loss_agg_mode=token-mean the weights sum to 2"):
         invariants.weights_are_a_mean(twice, "token-mean")
     invariants.weights_are_a_mean(twice, "seq-mean-token-sum")
-    left = step.flat("loss_weight") * (torch.arange(step.tokens) != step.tokens - 1)
+    left = step.require("loss_weight") * (torch.arange(step.tokens) != step.tokens - 1)
     with broken("phase update: 1 tokens have a loss weight and carry no loss, or carry loss and have no weight"):
         invariants.weights_are_a_mean(step.adding(loss_weight=left), "seq-mean-token-sum")
 

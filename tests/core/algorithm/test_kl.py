@@ -9,12 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.algorithm.kl import KLController, kl_in_reward, kl_penalty, penalised
+from core.algorithm.kl import KLController, kl_penalty, kl_rewards
 from core.config.names import KLKind
 from core.config.registry import KL_KINDS
 from tests import reference
 from tests.golden_adapters import ADAPTERS
 from tests.golden_io import check, parameters
+from tests.padded import batch_of_padded
 
 FILES = ("kl_penalty", "apply_kl_penalty", "kl_controller")
 
@@ -104,26 +105,15 @@ def test_the_configuration_knows_these_kinds():
 # -- in the reward ----------------------------------------------------------------------------------------------------
 
 
-class Batch:
-    def __init__(self, response_mask, fields):
-        self.response_mask, self.need = response_mask, fields.get
-
-    def __len__(self):
-        return len(self.response_mask)
-
-
 def test_penalty_by_hand():
     """d = 1, 3 in a row of two and 5 in a row of one: mean of row means (2 + 5 + 0) / 3, not mean of tokens 3."""
     old = torch.tensor([[1.0, 3.0], [5.0, 99.0], [7.0, 7.0]])
     mask = torch.tensor([[True, True], [True, False], [False, False]])
-    scores = torch.tensor([[0.0, 10.0], [20.0, 0.0], [0.0, 0.0]])
-    rewards, kl = penalised(scores, old, torch.zeros(3, 2), mask, "k1", 0.5)
-    assert rewards.tolist() == [[-0.5, 8.5], [17.5, 0], [0, 0]]
-    assert kl == pytest.approx(7 / 3)
-    batch = Batch(mask, {"old_log_probs": old, "ref_log_prob": torch.zeros(3, 2)})
+    fields = {"response_mask": mask, "old_log_probs": old, "ref_log_prob": torch.zeros(3, 2)}
+    batch = batch_of_padded(attention_mask=torch.ones(3, 2).bool(), **fields)
     controller = KLController("adaptive", 0.5, target_kl=10, horizon=30)
-    again, after, metrics = kl_in_reward(scores, batch, controller, "k1")
-    assert torch.equal(again, rewards)
+    rewards, after, metrics = kl_rewards(batch, controller, "k1")
+    assert rewards.tolist() == [-0.5, -1.5, -2.5, 0, 0, 0]
     assert metrics == {"actor/reward_kl_penalty": pytest.approx(7 / 3), "actor/reward_kl_penalty_coeff": 0.5}
     assert after.value == pytest.approx(0.5 * (1 - 0.2 * 3 / 30)) and controller.value == 0.5
 

@@ -10,17 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.algorithm.losses import (
-    loss_weights,
-    policy_loss,
-    value_loss,
-)
+from core.algorithm.losses import policy_loss, value_loss
 from core.config import names, registry
 from core.config.registry import LOSS_AGG_MODES, POLICY_LOSSES
 from core.errors import InputError
 from tests import reference
 from tests.golden_adapters import ADAPTERS
 from tests.golden_io import check, parameters
+from tests.padded import padded_loss, padded_loss_weights
 
 NUMBERS = {
     "clip_ratio": 0.2,
@@ -53,7 +50,7 @@ def make(seed: int, rows: int = 5, width: int = 6):
 def called(name, logp, old, adv, mask, config=CONFIG):
     """Call a policy loss; one that treats tokens apart gets every second one."""
     apart = (torch.arange(logp.numel()).reshape(logp.shape) % 2 == 0,) if POLICY_LOSSES[name].selects else ()
-    return policy_loss(name)(logp, old, adv, mask, config, *apart)
+    return padded_loss(name)(logp, old, adv, mask, config, *apart)
 
 
 # -- policy losses ----------------------------------------------------------------------------------------------------
@@ -73,7 +70,7 @@ def test_vanilla_by_hand():
     ratio = torch.tensor([[2.0, 2, 0.5, 0.5, 4]], dtype=torch.float64)
     logp, adv = ratio.log().requires_grad_(), torch.tensor([[2.0, -1, 2, -1, -1]], dtype=torch.float64)
     mask = torch.ones(1, 5).bool()
-    loss, stats = policy_loss("vanilla")(logp, torch.zeros_like(logp), adv, mask, config)
+    loss, stats = padded_loss("vanilla")(logp, torch.zeros_like(logp), adv, mask, config)
     assert loss[0].tolist() == pytest.approx([-2.6, 2, -1, 0.9, 3])
     loss.sum().backward()
     assert logp.grad[0].tolist() == pytest.approx([0, 2, -1, 0, 0])  # only unclipped tokens move, by -A r
@@ -91,14 +88,14 @@ def test_a_bound_that_is_not_given_is_clip_ratio():
     both = SimpleNamespace(**{**NUMBERS, "clip_ratio_low": 0.05, "clip_ratio_high": 0.05})
     low = SimpleNamespace(**{**NUMBERS, "clip_ratio": 0.05, "clip_ratio_high": None})
     for name in ("vanilla", "gspo", "cispo"):
-        loss = policy_loss(name)
+        loss = padded_loss(name)
         assert torch.equal(loss(logp, old, adv, mask, one)[0], loss(logp, old, adv, mask, both)[0])
         assert not torch.equal(loss(logp, old, adv, mask, one)[0], loss(logp, old, adv, mask, low)[0])
 
 
 def test_a_dual_clip_that_would_cut_the_plain_ratio_is_refused():
     with pytest.raises(ValueError, match="clip_ratio_c=1.0"):
-        policy_loss("vanilla")(*make(0), SimpleNamespace(**{**NUMBERS, "clip_ratio_c": 1.0}))
+        padded_loss("vanilla")(*make(0), SimpleNamespace(**{**NUMBERS, "clip_ratio_c": 1.0}))
 
 
 @pytest.mark.parametrize("name", ["vanilla", "sapo", "gpg"])
@@ -106,7 +103,7 @@ def test_gradients_are_those_of_the_loss(name):
     """Finite differences; away from the kinks, which random ratios are."""
     logp, old, adv, mask = make(1)
     logp.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: policy_loss(name)(x, old, adv, mask, CONFIG)[0].sum(), (logp,))
+    assert torch.autograd.gradcheck(lambda x: padded_loss(name)(x, old, adv, mask, CONFIG)[0].sum(), (logp,))
 
 
 def test_gradient_of_gspo_is_that_of_its_sequence_objective():
@@ -114,7 +111,7 @@ def test_gradient_of_gspo_is_that_of_its_sequence_objective():
     logp, old, adv, mask = make(2)
     adv = adv[:, :1].expand_as(adv).clone()
     logp.requires_grad_()
-    policy_loss("gspo")(logp, old, adv, mask, CONFIG)[0].sum().backward()
+    padded_loss("gspo")(logp, old, adv, mask, CONFIG)[0].sum().backward()
 
     def objective(x):
         loss = reference.policy_loss("gspo", x, old.numpy(), adv.numpy(), mask.numpy(), NUMBERS)
@@ -139,13 +136,13 @@ def test_dppo_by_hand():
     new = torch.tensor([[0.01, 0.9, 0.7, 0.7, 0.4, 0.19]], dtype=torch.float64)
     adv = torch.tensor([[1.0, 1.0, -1.0, 2.0, 1.0, -3.0]], dtype=torch.float64)
     logp, mask = new.log().requires_grad_(), torch.ones(1, 6).bool()
-    _, stats = tv = policy_loss("dppo_tv")(logp, old.log(), adv, mask, CONFIG)
+    _, stats = tv = padded_loss("dppo_tv")(logp, old.log(), adv, mask, CONFIG)
     tv[0].sum().backward()
     assert logp.grad[0].tolist() == pytest.approx([-1.5, 0, 0, -2 * 0.7 / 0.9, -1.5, 3 * 0.95])
     assert stats["pg_clipfrac"][0].tolist() == [0, 1, 1, 0, 0, 0]
     assert stats["pg_clipfrac_lower"][0].tolist() == [1, 0, 0, 0, 1, 0]
     # KL: 0.5 log(0.5/0.9) + 0.5 log(0.5/0.1) = 0.511; 0.9 log(0.9/0.7) + 0.1 log(0.1/0.3) = 0.116; 0.092 from 0.2 up.
-    assert policy_loss("dppo_kl")(logp, old.log(), adv, mask, CONFIG)[1]["pg_clipfrac"][0].tolist() == [
+    assert padded_loss("dppo_kl")(logp, old.log(), adv, mask, CONFIG)[1]["pg_clipfrac"][0].tolist() == [
         0,
         1,
         1,
@@ -154,7 +151,7 @@ def test_dppo_by_hand():
         0,
     ]
     near = SimpleNamespace(**{**NUMBERS, "clip_ratio_high": None, "clip_ratio": 0.09, "clip_ratio_low": 0.12})
-    assert policy_loss("dppo_kl")(logp, old.log(), adv, mask, near)[1]["pg_clipfrac"][0].tolist() == [0, 1, 0, 0, 1, 0]
+    assert padded_loss("dppo_kl")(logp, old.log(), adv, mask, near)[1]["pg_clipfrac"][0].tolist() == [0, 1, 0, 0, 1, 0]
 
 
 @pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
@@ -162,7 +159,7 @@ def test_gradient_of_dppo_is_the_masked_weight_and_of_certain_tokens_finite(name
     logp, old, adv, mask = make(3)
     logp[1, :2], old[1, :2] = torch.tensor([0.0, -1e-12]), torch.tensor([-1e-3, 0.0])
     logp.requires_grad_()
-    loss, stats = policy_loss(name)(logp, old, adv, mask, CONFIG)
+    loss, stats = padded_loss(name)(logp, old, adv, mask, CONFIG)
     loss.sum().backward()
     kept = mask & (stats["pg_clipfrac"] == 0)
     assert kept.any() and (mask & ~kept).any()
@@ -173,7 +170,7 @@ def test_gradient_of_dppo_is_the_masked_weight_and_of_certain_tokens_finite(name
 def test_gradient_of_cispo_is_the_clipped_weight_on_every_token():
     logp, old, adv, mask = make(3)
     logp.requires_grad_()
-    policy_loss("cispo")(logp, old, adv, mask, CONFIG)[0].sum().backward()
+    padded_loss("cispo")(logp, old, adv, mask, CONFIG)[0].sum().backward()
     weight = (logp - old).exp().clamp(0.9, 1.3)
     torch.testing.assert_close(logp.grad, torch.where(mask, -weight * adv, 0).detach())
 
@@ -209,7 +206,7 @@ def test_stats_are_detached_and_of_the_losses_shape(name):
 def test_at_the_old_policy_the_gradient_is_the_policy_gradient(name):
     _, old, adv, mask = make(4)
     logp = old.clone().requires_grad_()
-    policy_loss(name)(logp, old, adv, mask, CONFIG)[0].sum().backward()
+    padded_loss(name)(logp, old, adv, mask, CONFIG)[0].sum().backward()
     torch.testing.assert_close(logp.grad, torch.where(mask, -adv, 0))
 
 
@@ -217,7 +214,7 @@ def test_a_loss_of_the_user_s_own(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("def loss(logp, old, adv, mask, config):\n    return -adv * mask, {}\n")
     logp, old, adv, mask = make(0)
-    assert torch.equal(policy_loss(f"{path}:loss")(logp, old, adv, mask, CONFIG)[0], -adv * mask)
+    assert torch.equal(padded_loss(f"{path}:loss")(logp, old, adv, mask, CONFIG)[0], -adv * mask)
     with pytest.raises(InputError, match="policy_loss.loss_mode=vanila: choose one of .*vanilla"):
         policy_loss("vanila")
 
@@ -269,7 +266,7 @@ GROUP = torch.tensor([7, 7, 3, 3, 7])  # of the rows that make returns
 def test_weights_are_the_published_aggregations(mode, seed):
     loss, _, _, mask = make(seed)
     expected = reference.aggregate(loss.numpy(), mask.numpy(), mode, width=11, group=GROUP.numpy())
-    got = (loss * loss_weights(mask.double(), mode, scale_factor=11, group_B=GROUP)).sum()
+    got = (loss * padded_loss_weights(mask.double(), mode, scale_factor=11, group_B=GROUP)).sum()
     assert float(got) == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
@@ -278,7 +275,7 @@ def test_weights_by_hand():
     mask = torch.tensor([[1, 1, 1, 0], [0, 1, 0, 0], [0, 0, 0, 0]]).bool()
 
     def first_two(mode, **kwargs):
-        weight = loss_weights(mask, mode, **kwargs)
+        weight = padded_loss_weights(mask, mode, **kwargs)
         assert not weight[~mask].any() and weight.dtype == torch.float32
         return [weight[0, 0].item(), weight[1, 1].item()]
 
@@ -294,10 +291,10 @@ def test_weights_by_hand():
 
 def test_every_prompt_weighs_the_same_however_long_its_answers_are():
     mask, group = make(3)[3], GROUP
-    weight = loss_weights(mask.double(), "prompt-mean-token-mean", group_B=group)
+    weight = padded_loss_weights(mask.double(), "prompt-mean-token-mean", group_B=group)
     assert [float(weight[group == one].sum()) for one in (3, 7)] == pytest.approx([0.5, 0.5], abs=1e-12)
     with pytest.raises(ValueError, match="prompt-mean-token-mean needs the group"):
-        loss_weights(mask, "prompt-mean-token-mean")
+        padded_loss_weights(mask, "prompt-mean-token-mean")
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
@@ -306,7 +303,7 @@ def test_every_prompt_weighs_the_same_however_long_its_answers_are():
 def test_parts_add_up_to_the_whole_however_the_rows_are_split(mode, seed, pieces):
     """Micro-batches and ranks slice the step's weights: one objective."""
     loss, _, _, mask = make(seed)
-    weight = loss_weights(mask.double(), mode, scale_factor=6, group_B=GROUP)
+    weight = padded_loss_weights(mask.double(), mode, scale_factor=6, group_B=GROUP)
     whole = float((loss * weight).sum())
     parts = np.array_split(np.random.default_rng(seed).permutation(len(loss)), pieces)
     assert sum(float((loss[p] * weight[p]).sum()) for p in parts) == pytest.approx(whole, abs=1e-12)
@@ -316,14 +313,14 @@ def test_parts_add_up_to_the_whole_however_the_rows_are_split(mode, seed, pieces
 @given(mask=masks)
 @settings(max_examples=15, deadline=None)
 def test_the_means_weights_sum_to_one(mode, mask):
-    assert float(loss_weights(mask.double(), mode, group_B=GROUP).sum()) == pytest.approx(float(mask.any()))
+    assert float(padded_loss_weights(mask.double(), mode, group_B=GROUP).sum()) == pytest.approx(float(mask.any()))
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_a_step_without_a_token_weighs_nothing(mode):
-    assert not loss_weights(torch.zeros(3, 4).bool(), mode, group_B=torch.zeros(3)).any()
+    assert not padded_loss_weights(torch.zeros(3, 4).bool(), mode, group_B=torch.zeros(3)).any()
 
 
 def test_an_unknown_mode_names_the_known_ones():
     with pytest.raises(ValueError, match="loss_agg_mode=mean: choose one of token-mean"):
-        loss_weights(torch.ones(1, 1).bool(), "mean")
+        padded_loss_weights(torch.ones(1, 1).bool(), "mean")

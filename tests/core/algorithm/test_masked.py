@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.algorithm.masked import masked_mean, masked_sum, masked_var, masked_whiten
+from core.algorithm.sequences import mean_by_sequence
 from tests.golden_adapters import ADAPTERS
 from tests.golden_io import check, parameters
 
@@ -35,7 +36,7 @@ def test_they_are_numpy_on_the_kept_entries(seed):
     assert whitened.mean() == pytest.approx(0, abs=1e-9) and whitened.std(ddof=1) == pytest.approx(1)
     assert masked_whiten(x, m, shift_mean=False)[m].numpy().mean() == pytest.approx(kept.mean())
     rows = [row[keep].mean() if keep.any() else 0 for row, keep in zip(values, mask, strict=True)]
-    np.testing.assert_allclose(masked_mean(x, m, dim=-1), rows)
+    np.testing.assert_allclose(mean_by_sequence(x.flatten(), m.flatten(), torch.full((4,), 5)), rows)
 
 
 def test_nothing_kept_is_zero_and_has_no_variance():

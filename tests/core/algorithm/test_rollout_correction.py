@@ -17,7 +17,7 @@ from core.algorithm.losses import Means
 from core.config import compose, examine
 from core.config.correction_bounds import Bounds, criteria, weight_bounds
 from core.config.sections.rollout_correction import RolloutCorrectionConfig
-from core.learner.batching import optimizer_steps
+from core.learner.batching import mini_batches
 from core.learner.learner import Actor
 from core.ray_trainer import StepNeeds
 from tests.core.learner.test_learner import actor, actor_config, gradient, one_step, policy_module, random_batch
@@ -35,6 +35,11 @@ def test_golden_rollout_correction(case):
         check(ADAPTERS[case.file](case, precision), case.want(precision))
 
 
+def flat(log_ratio, mask):
+    """Return log-ratio and mask of rows without padding, and their lengths."""
+    return log_ratio.flatten(), mask.flatten(), torch.full((len(mask),), mask.shape[1])
+
+
 def random_ratios(seed, scale):
     rng = np.random.default_rng(seed)
     mask = rng.random((4, 6)) < 0.7
@@ -49,7 +54,8 @@ def random_ratios(seed, scale):
 def test_weights_are_their_formula(seed, scale, level):
     d, mask = random_ratios(seed, scale)
     for bounds in (Bounds(None, 2.0), Bounds(0.5, 1.7)):
-        applied, _ = rc.importance_weights(torch.tensor(d), torch.tensor(mask), level, bounds)
+        applied, _ = rc.importance_weights(*flat(torch.tensor(d), torch.tensor(mask)), level, bounds)
+        applied = applied.view(mask.shape)
         for row, t in itertools.product(range(4), range(6)):
             expected = 0.0
             if mask[row, t]:
@@ -72,12 +78,12 @@ def test_weighted_samples_of_the_engine_have_the_learners_expectation(level):
     for a, b in itertools.product(range(3), repeat=2):
         q, p = ((x[0, a], x[1 + a, b]) for x in (rollout, learner))
         d = torch.tensor([[math.log(p[0] / q[0]), math.log(p[1] / q[1])]], dtype=torch.float64)
-        weights, _ = rc.importance_weights(d, torch.ones(1, 2, dtype=torch.bool), level, Bounds(None, math.inf))
+        weights, _ = rc.importance_weights(*flat(d, torch.ones(1, 2).bool()), level, Bounds(None, math.inf))
         if level == "sequence":  # of any function of the sequence
-            total += q[0] * q[1] * float(weights[0, 0]) * f[a, b]
+            total += q[0] * q[1] * float(weights[0]) * f[a, b]
             expected += p[0] * p[1] * f[a, b]
         else:  # of a function of the last token, given the first
-            total += q[0] * q[1] * float(weights[0, 1]) * f[a, b]
+            total += q[0] * q[1] * float(weights[1]) * f[a, b]
             expected += q[0] * p[1] * f[a, b]
     assert total == pytest.approx(expected, rel=1e-12)
 
@@ -101,8 +107,8 @@ def test_weighted_samples_of_the_engine_have_the_learners_expectation(level):
 )
 def test_rejection_by_hand(options, spec, lower, kept):
     d = torch.tensor([[2 * HALF, 0.0, -HALF], [0.0, 0.0, 0.0]], dtype=torch.float64)
-    got = rc.kept_tokens(d, torch.ones(2, 3, dtype=torch.bool), criteria(options, spec, lower))
-    assert got.int().tolist() == kept
+    got = rc.kept_tokens(*flat(d, torch.ones(2, 3).bool()), criteria(options, spec, lower))
+    assert got.view(2, 3).int().tolist() == kept
 
 
 def corrected(**settings):
@@ -114,38 +120,41 @@ def corrected(**settings):
 
 def test_rejected_tokens_leave_the_denominators_and_nothing_else():
     batch, metrics = corrected(rollout_rs="token", rollout_rs_threshold=2.01)
-    assert batch.loss_mask.tolist() == [[False, False, True, True], [False, True, True, True]]
+    assert batch.padded("loss_mask").tolist() == [[False, False, True, True], [False, True, True, True]]
     assert bool(batch.in_group_stats.all()) and batch.rollout_is_weights is None
-    (step,) = optimizer_steps(batch, prompts=2, agg_mode="token-mean", scale_factor=1.0)
-    assert step.loss_weight.tolist() == [[0, 0, pytest.approx(0.2), pytest.approx(0.2)], [0, *[pytest.approx(0.2)] * 3]]
+    (step,) = mini_batches(batch, prompts=2, agg_mode="token-mean", scale_factor=1.0)
+    assert step.padded("loss_weight").tolist() == [
+        [0, 0, pytest.approx(0.2), pytest.approx(0.2)],
+        [0, *[pytest.approx(0.2)] * 3],
+    ]
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 / 6)
     assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(1 / 2)
     whole, _ = corrected(rollout_rs="sequence", rollout_rs_threshold=1.5)
-    (step,) = optimizer_steps(whole, prompts=2, agg_mode="seq-mean-token-mean", scale_factor=1.0)
-    assert step.loss_weight.sum(dim=1).tolist() == pytest.approx([0.0, 1.0])
+    (step,) = mini_batches(whole, prompts=2, agg_mode="seq-mean-token-mean", scale_factor=1.0)
+    assert step.padded("loss_weight").sum(dim=1).tolist() == pytest.approx([0.0, 1.0])
 
 
 def test_a_veto_drops_the_sequence_of_one_impossible_token():
     batch, metrics = corrected(rollout_token_veto_threshold=0.6)
-    assert batch.loss_mask.any(dim=1).tolist() == [False, True]
+    assert batch.padded("loss_mask").any(dim=1).tolist() == [False, True]
     assert metrics["rollout_corr/rollout_is_veto_fraction"] == 0.5
-    assert corrected(rollout_token_veto_threshold=0.4)[0].loss_mask.any(dim=1).tolist() == [True, True]
+    assert corrected(rollout_token_veto_threshold=0.4)[0].padded("loss_mask").any(dim=1).tolist() == [True, True]
 
 
 def test_weights_leave_the_denominators_alone_and_count_what_they_truncate():
     batch, metrics = corrected(rollout_is="token", rollout_is_threshold=2.0)
-    assert batch.rollout_is_weights.tolist() == [[0, 2.0, 1.0, pytest.approx(0.5)], [0, 1.0, 1.0, 1.0]]
+    assert batch.padded("rollout_is_weights").tolist() == [[0, 2.0, 1.0, pytest.approx(0.5)], [0, 1.0, 1.0, 1.0]]
     assert torch.equal(batch.loss_mask, batch.response_mask)
     assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx(1 / 6)
     assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx((6.5 / 6) ** 2 / (8.25 / 6))
     sequence, _ = corrected(rollout_is="sequence", rollout_is_threshold=5.0)
-    assert sequence.rollout_is_weights[0].tolist() == pytest.approx([0, 2.0, 2.0, 2.0])
+    assert sequence.padded("rollout_is_weights")[0].tolist() == pytest.approx([0, 2.0, 2.0, 2.0])
     normal, found = corrected(rollout_is="sequence", rollout_is_threshold=5.0, rollout_is_batch_normalize=True)
-    assert float(normal.rollout_is_weights[0, 1]) == pytest.approx(2 / 1.5)
+    assert float(normal.rollout_is_weights[1]) == pytest.approx(2 / 1.5)
     assert found["rollout_corr/rollout_is_batch_norm_factor"] == pytest.approx(1.5)
     cut, found = corrected(rollout_is="token", rollout_is_threshold=2.0, rollout_is_batch_normalize=True)
     assert found["rollout_corr/rollout_is_batch_norm_factor"] == pytest.approx(6.5 / 6)  # of the weights as truncated
-    assert float(cut.rollout_is_weights[0, 1]) == pytest.approx(2 / (6.5 / 6))
+    assert float(cut.rollout_is_weights[1]) == pytest.approx(2 / (6.5 / 6))
     off, nothing = corrected()
     assert off.rollout_is_weights is None and torch.equal(off.loss_mask, off.response_mask) and not nothing
 
@@ -161,11 +170,11 @@ def test_tokens_that_nobody_sampled_are_not_weighed_and_go_with_their_row():
     tool = torch.tensor([[0, 0, 1, 0], [0, 0, 1, 0]]).bool()
     old = torch.tensor([[0.0, -1.0, -7.0, -1.0], [0.0, -1.0, -7.0, -1.0 + math.log(9)]])
     rollout = torch.where(mask & ~tool, -1.0, 0.0)
-    batch = batch_of(old, rollout, mask).adding(sampled_mask=mask & ~tool)
+    batch = batch_of(old, rollout, mask).adding(sampled_mask=(mask & ~tool).flatten())
     config = RolloutCorrectionConfig(rollout_is="token", rollout_rs="sequence", rollout_rs_threshold=3.0)
     batch, metrics = rc.correct(batch, config)
-    assert batch.rollout_is_weights.tolist() == [[0, 1.0, 1.0, 1.0], [0, 1.0, 1.0, 2.0]]
-    assert batch.loss_mask.tolist() == [[False, True, True, True], [False] * 4]
+    assert batch.padded("rollout_is_weights").tolist() == [[0, 1.0, 1.0, 1.0], [0, 1.0, 1.0, 2.0]]
+    assert batch.padded("loss_mask").tolist() == [[False, True, True, True], [False] * 4]
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.5
 
 
@@ -173,7 +182,7 @@ def test_a_step_without_a_token_is_left_alone():
     empty = batch_of(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool))
     assert rc.correct(empty, RolloutCorrectionConfig(rollout_is="token")) == (empty, {})
     means = Means()
-    rc.add_mismatch(means, torch.zeros(2, 3), empty)
+    rc.add_mismatch(means, torch.zeros(6), empty)
     assert means.result("x")["x/kl"] == 0
 
 
@@ -181,7 +190,7 @@ def test_the_actor_weighs_the_policy_gradient_only():
     """Weights multiply the surrogate of a token; the KL loss and the entropy bonus keep theirs."""
     batch = random_batch()
     batch = batch.adding(advantages=batch.advantages.double())
-    weights = torch.rand(batch.input_ids.shape, generator=torch.Generator().manual_seed(1)).double() * 2
+    weights = torch.rand(batch.tokens, generator=torch.Generator().manual_seed(1)).double() * 2
     for rest in ({}, {"use_kl_loss": True, "entropy_coeff": 0.03}):
         plain, weighed, by_hand = actor(**rest), actor(**rest), actor(**rest)
         flat = batch.adding(advantages=torch.zeros_like(batch.advantages))

@@ -16,7 +16,7 @@ from core.algorithm.losses import Means, policy_loss, value_loss
 from core.config.sections.actor import ActorConfig, PolicyLossConfig
 from core.config.sections.optim import OptimConfig
 from core.engines import SampleRequest, SamplingParams
-from core.learner.batching import optimizer_steps, steps_of
+from core.learner.batching import mini_batches, mini_batching
 from core.learner.learner import Actor, BasePolicy, Policy, multiplier, warmup_steps
 from core.learner.weight_probe import WeightSyncError, compare_weights
 from core.types import Segment, Stop, Trajectory
@@ -38,7 +38,7 @@ def test_seals_follow_the_rows_and_are_of_the_fields_that_are_sent():
     assert batch.rows([4, 1]).broken_seal() is None and batch.rows(slice(1, 3)).broken_seal() is None
     assert batch.blank_row().broken_seal() is None and pickle.loads(pickle.dumps(batch)).broken_seal() is None
     assert batch.only(["returns", "group"]).seals.keys() == {"returns", "group"}
-    assert batch.only(["returns"]).adding(returns=batch.flat("returns") + 1).broken_seal() == ("returns", 0)
+    assert batch.only(["returns"]).adding(returns=batch.require("returns") + 1).broken_seal() == ("returns", 0)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_seals_follow_the_rows_and_are_of_the_fields_that_are_sent():
 )
 def test_a_field_that_is_changed_after_its_phase_is_found_where_it_is_read(name, change):
     batch = sealed_batch()
-    changed = batch.adding(**{name: change(batch.flat(name))})
+    changed = batch.adding(**{name: change(batch.require(name))})
     use_checks.unchanged(batch, "update_actor")
     with broken(f"phase update_actor: {name} of row [0-5] is not what was set"):
         use_checks.unchanged(changed, "update_actor")
@@ -65,12 +65,12 @@ def test_a_field_that_is_changed_after_its_phase_is_found_where_it_is_read(name,
 
 def test_the_learners_passes_check_what_they_read():
     actor, batch = Actor(tiny_model(), ActorConfig(), temperature=1.0), sealed_batch()
-    (step,) = steps_of(batch, ActorConfig(), 8)
+    (step,) = mini_batching(ActorConfig(), 8)(batch)
     actor.accumulate(step, Means())
     with broken("phase update_actor: advantages of row"):
-        actor.accumulate(step.adding(advantages=step.flat("advantages").flip(0)), Means())
+        actor.accumulate(step.adding(advantages=step.require("advantages").flip(0)), Means())
     with broken("phase update_actor: loss_weight of row"):
-        actor.objective(step.adding(loss_weight=step.flat("loss_weight") / 2), Means())
+        actor.objective(step.adding(loss_weight=step.require("loss_weight") / 2), Means())
     log_prob, _ = actor.log_probs(batch, actor.size)
     actor.objective(step.adding(old_log_probs=log_prob).sealed("old_log_probs"), Means())
     stale = step.adding(old_log_probs=log_prob + 0.1)
@@ -78,14 +78,14 @@ def test_the_learners_passes_check_what_they_read():
     with broken("the old log-probs differ by 0.1 from those of the pass that trains"):
         actor.objective(stale.sealed("old_log_probs"), Means())
     with broken("phase log_probs: input_ids of row"):
-        actor.log_probs(batch.adding(input_ids=batch.flat("input_ids").flip(0)), actor.size)
+        actor.log_probs(batch.adding(input_ids=batch.input_ids.flip(0)), actor.size)
 
 
 def test_rows_of_a_group_begin_with_one_prompt():
     batch = batch_of(made_groups(), GRPO)
     use_checks.groups_share_prompts(batch)
     use_checks.groups_share_prompts(batch.rows([5, 1, 0, 3, 2, 4]))
-    ids = batch.flat("input_ids").clone()
+    ids = batch.input_ids.clone()
     ids[0] += 1
     with broken("phase adv: the rows of group 0 begin with different prompts"):
         use_checks.groups_share_prompts(batch.adding(input_ids=ids))
@@ -97,7 +97,7 @@ def test_every_row_is_in_one_micro_batch_and_in_each_epoch():
         with broken(f"hold {sum(map(len, indices))} rows, "):
             use_checks.rows_are_used_once(indices, 3)
     part = ActorConfig(ppo_mini_batch_size=1, ppo_epochs=2)
-    assert len(list(steps_of(batch_of(made_groups(), GRPO), part, 8))) == 4
+    assert len(list(mini_batching(part, 8)(batch_of(made_groups(), GRPO)))) == 4
     with broken("the optimizer steps of 2 epochs have 6 rows, the batch has 6"):
         use_checks.all_rows_are_used(6, 6, 2)
 
@@ -216,31 +216,31 @@ def test_scores_are_those_of_the_policys_own_text():
 def test_the_gradient_of_the_log_probs_is_that_of_the_objective(kind):
     torch.manual_seed(0)
     config = ActorConfig(use_kl_loss=kind is not None, kl_loss_type=kind or "kl", kl_loss_coef=0.3, entropy_coeff=0.0)
-    (step,) = optimizer_steps(batch_of(made_groups(), GRPO), prompts=2, scale_factor=1)
+    (step,) = mini_batches(batch_of(made_groups(), GRPO), prompts=2, scale_factor=1)
     old = -torch.rand(step.tokens)
     step = step.adding(old_log_probs=old, ref_log_prob=old + 0.3 * torch.randn(step.tokens))
 
     def backward(**changed):
         torch.manual_seed(1)
-        log_prob = (step.old_log_probs + 0.2 * torch.randn(step.shape)).requires_grad_()
+        log_prob = (step.old_log_probs + 0.2 * torch.randn(step.tokens)).requires_grad_()
         used = step.adding(**changed)
         use_checks.watch_policy_gradient(log_prob * 1.0, log_prob, used.old_log_probs, step, config)
         watched = log_prob * 1.0
         use_checks.watch_policy_gradient(watched, watched, step.old_log_probs, step, config)
         loss, _ = policy_loss("vanilla")(
-            watched, used.old_log_probs, used.need("advantages"), step.response_mask, config
+            watched, used.old_log_probs, used.require("advantages"), step.response_mask, config
         )
-        total = (used.need("loss_weight") * loss).sum()
+        total = (used.require("loss_weight") * loss).sum()
         if kind:
             from core.algorithm.kl import kl_penalty
 
-            penalty = kl_penalty(watched, used.need("ref_log_prob"), kind, step.response_mask)
-            total = total + config.kl_loss_coef * (used.need("loss_weight") * penalty).sum()
+            penalty = kl_penalty(watched, used.require("ref_log_prob"), kind, step.response_mask)
+            total = total + config.kl_loss_coef * (used.require("loss_weight") * penalty).sum()
         total.backward()
 
     backward()
-    wrong = [{name: step.flat(name).roll(1)} for name in ("advantages", "old_log_probs")]
-    wrong += [{"loss_weight": step.flat("loss_weight") * 2}, {"advantages": -step.flat("advantages")}]
+    wrong = [{name: step.require(name).roll(1)} for name in ("advantages", "old_log_probs")]
+    wrong += [{"loss_weight": step.require("loss_weight") * 2}, {"advantages": -step.require("advantages")}]
     for changed in wrong:
         with broken("phase update_actor: the gradient of .* log-probs is not that of the objective"):
             backward(**changed)
@@ -248,25 +248,25 @@ def test_the_gradient_of_the_log_probs_is_that_of_the_objective(kind):
 
 def test_other_losses_are_not_judged_by_the_vanilla_one():
     config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="gspo"))
-    (step,) = optimizer_steps(batch_of(made_groups(), GRPO), prompts=2, scale_factor=1)
-    log_prob = torch.zeros(step.shape, requires_grad=True)
+    (step,) = mini_batches(batch_of(made_groups(), GRPO), prompts=2, scale_factor=1)
+    log_prob = torch.zeros(step.tokens, requires_grad=True)
     use_checks.watch_policy_gradient(log_prob, log_prob, log_prob.detach(), step, config)
     (log_prob.sum() * 3).backward()
 
 
 def test_the_gradient_of_the_values_is_that_of_the_objective():
-    (step,) = optimizer_steps(sealed_batch(), prompts=2, scale_factor=1)
+    (step,) = mini_batches(sealed_batch(), prompts=2, scale_factor=1)
 
     def backward(returns):
-        values = (step.need("values") + 0.1).requires_grad_()
+        values = (step.require("values") + 0.1).requires_grad_()
         watched = values * 1.0
         use_checks.watch_value_gradient(watched, step, 0.5)
-        loss, _ = value_loss(watched, returns, step.need("values"), 0.5, step.response_mask)
-        (step.need("loss_weight") * loss).sum().backward()
+        loss, _ = value_loss(watched, returns, step.require("values"), 0.5, step.response_mask)
+        (step.require("loss_weight") * loss).sum().backward()
 
-    backward(step.need("returns"))
+    backward(step.require("returns"))
     with broken("phase update_critic: the gradient of .* values is not that of the objective"):
-        backward(step.need("returns").roll(1, dims=1))
+        backward(step.require("returns").roll(1))
 
 
 def test_gradients_are_clipped_as_said():
@@ -323,7 +323,7 @@ def test_rates_are_read_from_the_optimizer_and_follow_the_schedule():
 
 def test_an_update_reports_the_rate_that_its_optimizer_had():
     actor = Actor(tiny_model(), ActorConfig(optim=OptimConfig(lr=1e-4)), temperature=1.0)
-    (step,) = optimizer_steps(sealed_batch(), prompts=2, scale_factor=1)
+    (step,) = mini_batches(sealed_batch(), prompts=2, scale_factor=1)
     assert actor.update([step], 0.5)["actor/lr"] == pytest.approx(5e-5)
     take = actor.stepper.step
     actor.stepper.step = lambda rate: take(1.0)  # the warm-up is not applied, and would be reported

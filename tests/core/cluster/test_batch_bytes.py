@@ -16,7 +16,7 @@ import torch
 
 from core.cluster.processes import LearnerProcess
 from core.cluster.ray_workers import RayWorkers
-from core.learner.batching import make_batch
+from core.learner.batching import make_batch, mini_batching
 from core.types import Prompt, ScoredGroup, Stop, TrainBatch, Trajectory
 from reward_scores.score import Score
 from tests.core.ray_cluster import cluster_config, mixed_batch
@@ -110,7 +110,7 @@ def long_tailed_batch(seed: int = 0) -> TrainBatch:
         groups.append(ScoredGroup(Prompt(ordinal, "", tuple(prompt), (), "", ""), trajectories, scores))
     batch = make_batch(groups, 0)
     fields = ("old_log_probs", "ref_log_prob", "values", "advantages", "returns")
-    noise = torch.randn(batch.input_ids.shape, generator=torch.Generator().manual_seed(seed)) * batch.response_mask
+    noise = torch.randn(batch.tokens, generator=torch.Generator().manual_seed(seed)) * batch.response_mask
     return batch.adding(**dict.fromkeys(fields, noise))
 
 
@@ -133,6 +133,9 @@ def make_workers(tmp_path, monkeypatch):
         )
         made = object.__new__(RayWorkers)
         made.config, made.ranks, made.device, made.watch = config, ranks, torch.device("cpu"), Wire(ranks)
+        actor, length = config.actor_rollout_ref.actor, config.data.max_response_length
+        made.actor_mini_batches = mini_batching(actor, length, actor.policy_loss.loss_mode)
+        made.critic_mini_batches = mini_batching(config.critic, length)
         monkeypatch.setattr(ray, "put", made.watch.put)
         return made
 
@@ -148,7 +151,7 @@ def test_what_crosses_is_little_more_than_the_real_tokens(make_workers, phase):
     workers.update_critic(batch, 1.0)
     workers.update_actor(batch, 1.0)
     own = batch.tokens * sum(TOKEN_BYTES[phase].values())
-    assert batch.tokens * 4 < len(batch) * batch.width, "the batch is not long-tailed"
+    assert batch.tokens * 4 < len(batch) * int(batch.lengths.max()), "the batch is not long-tailed"
     assert 0.5 * own < workers.watch.bytes[phase] <= BOUND * own
 
 
@@ -159,7 +162,7 @@ def test_neighbours_that_split_sequences_or_layers_get_the_same_rows(make_worker
     if shared == "layers":
         over += [f"{part}.ulysses_sequence_parallel_size=1", f"{part}.tensor_model_parallel_size=2"]
     batch, workers = mixed_batch(), make_workers(*over, ranks=4, together=2)
-    written = batch.flat("input_ids") * batch.flat("response_mask")
+    written = batch.input_ids * batch.response_mask
     log_probs, entropies = workers.compute_log_probs(batch)
     assert torch.equal(log_probs, written.float()) and torch.equal(entropies, -written.float())
     assert torch.equal(workers.compute_values(batch), written.float())
@@ -204,6 +207,6 @@ def test_an_update_is_sent_what_it_reads_and_nothing_else(make_workers, override
 
 def test_importance_weights_and_the_mask_of_sampled_tokens_are_sent_where_they_are_set(make_workers):
     workers, batch = make_workers(PLAIN), long_tailed_batch()
-    set_later = {"rollout_is_weights": batch.flat("advantages"), "sampled_mask": batch.flat("response_mask")}
+    set_later = {"rollout_is_weights": batch.require("advantages"), "sampled_mask": batch.response_mask}
     workers.update_actor(batch.adding(**set_later, old_log_probs=None), 1.0)
     assert set_later.keys() <= workers.watch.processes[0].learner.asked[0][0].stored.keys()

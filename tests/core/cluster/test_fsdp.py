@@ -17,8 +17,7 @@ from core.cluster import local_workers
 from core.cluster.fsdp import LearnerRank
 from core.cluster.local_workers import LocalWorkers
 from core.config.sections.model import FSDPConfig
-from core.files.durable_files import file_sha256
-from core.learner.batching import optimizer_steps, rank_shares
+from core.learner.batching import mini_batches, rank_shares
 from core.learner.lora import merged_weights
 from core.learner.models import load_critic, load_policy
 from tests.core import fsdp_ranks
@@ -163,7 +162,7 @@ def test_two_ranks_train_as_one_process(two, models, name):
 def local_gradients(config, batch):
     one = local(config, torch.float32)
     one.actor.mismatch, means = Means(), Means()
-    (step,) = optimizer_steps(batch, prompts=8, scale_factor=24.0)
+    (step,) = mini_batches(batch, prompts=8, scale_factor=24.0)
     one.actor.accumulate(step, means)
     return {key: parameter.grad for key, parameter in one.actor.module.named_parameters()}, means.sums["pg_loss"]
 

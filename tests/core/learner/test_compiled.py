@@ -8,7 +8,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from core.algorithm.losses import Means
 from core.errors import InputError
 from core.learner import compiled
-from core.learner.batching import optimizer_steps
+from core.learner.batching import mini_batches
 from core.learner.saving import save_model
 from tests.core.cluster.test_fsdp import BF16, MEMORY, PACKED, WHOLE, distance, local, local_gradients, on_ranks
 from tests.core.ray_cluster import cluster_config, mixed_batch, write_model
@@ -99,7 +99,7 @@ def test_gradients_of_two_ranks_with_compiled_parts_are_those_of_one_without(mod
 @pytest.mark.slow
 def test_a_checkpoint_of_a_compiled_policy_has_the_plain_names(model, tmp_path):
     one = local(cluster_config(model, *COMPILED), torch.float32)
-    (step,) = optimizer_steps(mixed_batch(), prompts=8, scale_factor=24.0)
+    (step,) = mini_batches(mixed_batch(), prompts=8, scale_factor=24.0)
     one.actor.mismatch = Means()
     one.actor.accumulate(step, Means())
     save_model(one.actor.module, None, tmp_path / "actor", one.actor.module.state_dict())

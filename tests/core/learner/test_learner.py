@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from core.algorithm.losses import Means
 from core.config.sections.actor import PolicyLossConfig
 from core.errors import InputError
-from core.learner.batching import make_batch, optimizer_steps, steps_of
+from core.learner.batching import make_batch, mini_batches, mini_batching
 from core.learner.learner import Actor, Critic, MicroBatchSize, Policy, only_advantages_train
 from core.types import Prompt, ScoredGroup, Stop, Trajectory
 from reward_scores.score import Score
@@ -60,7 +60,7 @@ def random_batch(seed=0, groups=4, n=3):
     batch = make_batch(made, PAD)
     generator = torch.Generator().manual_seed(seed)
     noise = {
-        name: torch.randn(batch.input_ids.shape, generator=generator, dtype=torch.float64) * batch.response_mask
+        name: torch.randn(batch.tokens, generator=generator, dtype=torch.float64) * batch.response_mask
         for name in ("old_log_probs", "ref_log_prob", "advantages", "values", "returns")
     }
     now, _ = Policy(policy_module(), temperature=0.7).log_probs(batch, MicroBatchSize(max_sequences=100))
@@ -70,7 +70,7 @@ def random_batch(seed=0, groups=4, n=3):
 
 
 def one_step(batch, mode="token-mean"):
-    (step,) = optimizer_steps(batch, prompts=100, agg_mode=mode, scale_factor=20.0)
+    (step,) = mini_batches(batch, prompts=100, agg_mode=mode, scale_factor=20.0)
     return step
 
 
@@ -92,14 +92,15 @@ def test_log_probs_and_entropies_are_those_of_a_plain_forward_pass_of_each_row()
     policy, batch = actor(torch.float32), random_batch()
     log_prob, entropy = policy.log_probs(batch, MicroBatchSize(max_tokens=60))
     for row in range(len(batch)):
-        ids = batch.input_ids[row][batch.attention_mask[row]]
+        (span,) = batch.spans(torch.tensor([row]))
+        ids = batch.input_ids[span].long()
         logits = policy.module(input_ids=ids[None], use_cache=False).logits[0] / 0.7
         expected = torch.log_softmax(logits, -1).detach()
         for t in range(1, len(ids)):
-            if batch.response_mask[row, t]:
-                assert float(log_prob[row, t]) == pytest.approx(float(expected[t - 1, ids[t]]), abs=2e-5)
+            if batch.response_mask[span][t]:
+                assert float(log_prob[span][t]) == pytest.approx(float(expected[t - 1, ids[t]]), abs=2e-5)
                 h = -(expected[t - 1].exp() * expected[t - 1]).sum()
-                assert float(entropy[row, t]) == pytest.approx(float(h), abs=2e-5)
+                assert float(entropy[span][t]) == pytest.approx(float(h), abs=2e-5)
     assert float(log_prob[~batch.response_mask].abs().sum()) == 0
 
 
@@ -131,16 +132,16 @@ def test_what_a_loss_selects_does_not_depend_on_micro_batches(mode):
     loss = PolicyLossConfig(loss_mode=mode, **numbers)
     batch, gradients = random_batch(), []
     idle = torch.arange(len(batch)) % 3 == 0  # advantages of 0: kl_cov trains these sequences too
-    batch = batch.adding(advantages=batch.advantages * ~idle[:, None])
+    batch = batch.adding(advantages=batch.advantages * ~idle.repeat_interleave(batch.lengths))
     knobs = [{"ppo_micro_batch_size_per_gpu": k} for k in (1, 3, 100)]
     knobs += [{"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": k} for k in (21, 50)]
     for knob in knobs:
         part = actor(torch.float64, policy_loss=loss, **knob)
         config = SimpleNamespace(**vars(part.config), ppo_mini_batch_size=4, ppo_epochs=1, shuffle=False)
         config = SimpleNamespace(**{**vars(config), "loss_agg_mode": "token-mean", "loss_scale_factor": None})
-        (step,) = steps_of(batch, config, 20, mode)
-        chosen = int(step.flat("selected").sum())
-        assert 0 < chosen < step.flat("loss_mask").sum() and not (step.selected & ~step.loss_mask).any()
+        (step,) = mini_batching(config, 20, mode)(batch)
+        chosen = int(step.require("selected").sum())
+        assert 0 < chosen < step.loss_mask.sum() and not (step.selected & ~step.loss_mask).any()
         part.mismatch = Means()
         part.accumulate(step, Means())
         gradients.append(gradient(part))
@@ -148,7 +149,7 @@ def test_what_a_loss_selects_does_not_depend_on_micro_batches(mode):
         assert float((other - gradients[0]).norm() / gradients[0].norm()) < 1e-12
     part = actor(torch.float64, policy_loss=loss)
     part.mismatch = Means()
-    part.accumulate(step.adding(selected=torch.zeros_like(step.flat("selected"))), Means())
+    part.accumulate(step.adding(selected=torch.zeros_like(step.require("selected"))), Means())
     assert float((gradient(part) - gradients[0]).norm() / gradients[0].norm()) > 1e-3
 
 
@@ -165,14 +166,14 @@ def test_the_objective_is_the_formula_written_out():
     part = actor(use_kl_loss=True, entropy_coeff=0.03)
     log_prob, entropy = part.log_probs(batch, MicroBatchSize(max_sequences=100))
     total, count = 0.0, 0
-    for row, t in batch.loss_mask.nonzero().tolist():
-        lp, adv = float(log_prob[row, t]), float(batch.advantages[row, t])
-        ratio = np.exp(lp - float(batch.old_log_probs[row, t]))
+    for n in batch.loss_mask.nonzero()[:, 0].tolist():
+        lp, adv = float(log_prob[n]), float(batch.advantages[n])
+        ratio = np.exp(lp - float(batch.old_log_probs[n]))
         surrogate = max(-adv * ratio, -adv * min(max(ratio, 0.8), 1.28))
         if adv < 0:
             surrogate = min(surrogate, -adv * 3.0)
-        d = lp - float(batch.ref_log_prob[row, t])
-        total += surrogate - 0.03 * float(entropy[row, t]) + 0.1 * (np.exp(-d) - 1 + d)
+        d = lp - float(batch.ref_log_prob[n])
+        total += surrogate - 0.03 * float(entropy[n]) + 0.1 * (np.exp(-d) - 1 + d)
         count += 1
     part.mismatch = Means()
     loss = part.objective(one_step(batch), Means())
@@ -181,7 +182,7 @@ def test_the_objective_is_the_formula_written_out():
 
 def test_skipping_rows_without_advantage_changes_nothing():
     batch = random_batch()
-    flat = batch.adding(advantages=batch.advantages * (batch.group % 2 == 0)[:, None])
+    flat = batch.adding(advantages=batch.advantages * (batch.group % 2 == 0).repeat_interleave(batch.lengths))
     parts = [actor(), actor(entropy_coeff=1e-300)]  # an entropy term, however small, keeps every row in
     for part in parts:
         part.mismatch = Means()
@@ -195,7 +196,7 @@ def test_a_missing_old_log_prob_means_a_ratio_of_one_and_measures_the_pass_it_sa
     old, _ = reference.log_probs(batch, MicroBatchSize(max_sequences=100))
     with_old, without = actor(), actor()
     metrics = with_old.update([one_step(batch.adding(old_log_probs=old))], 1.0)
-    flat = batch.adding(advantages=batch.advantages * (batch.group > 0)[:, None])
+    flat = batch.adding(advantages=batch.advantages * (batch.group > 0).repeat_interleave(batch.lengths))
     short = without.update([one_step(batch.adding(old_log_probs=None))], 1.0)
     assert short["actor/pg_loss"] == pytest.approx(metrics["actor/pg_loss"], rel=1e-6)
     for a, b in zip(with_old.module.parameters(), without.module.parameters(), strict=True):
@@ -240,14 +241,14 @@ def test_a_value_is_that_of_the_state_before_its_token():
     part, batch = critic(torch.float32), random_batch()
     values = part.values(batch)
     for row in range(len(batch)):
-        ids = batch.input_ids[row][batch.attention_mask[row]]
-        expected = part.module(input_ids=ids[None]).logits[0, :, 0]
-        for t in batch.response_mask[row].nonzero()[:, 0].tolist():
-            assert float(values[row, t]) == pytest.approx(float(expected[t - 1].detach()), abs=2e-5)
+        (span,) = batch.spans(torch.tensor([row]))
+        expected = part.module(input_ids=batch.input_ids[span].long()[None]).logits[0, :, 0]
+        for t in batch.response_mask[span].nonzero()[:, 0].tolist():
+            assert float(values[span][t]) == pytest.approx(float(expected[t - 1].detach()), abs=2e-5)
 
 
 def test_the_critics_gradient_does_not_depend_on_memory_and_zero_advantages_still_train_it():
-    step, gradients = one_step(random_batch().adding(advantages=torch.zeros(12, random_batch().input_ids.shape[1]))), []
+    step, gradients = one_step(random_batch().adding(advantages=torch.zeros(random_batch().tokens))), []
     for rows in (1, 5, 100):
         part = critic(ppo_micro_batch_size_per_gpu=rows)
         seen = {}

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.config.sections.model import ModelConfig
 from core.errors import InputError
-from core.learner.learner import read_tokens
+from core.learner.learner import token_log_probs
 from core.learner.log_probs import FP32Head, token_log_probs_and_entropy
 from core.learner.models import load_policy
 from core.learner.packing import Layout
@@ -232,14 +232,14 @@ def test_a_head_that_is_not_linear_is_refused(tmp_path, monkeypatch):
 
 
 def test_the_learner_reads_a_float32_head_as_its_engine_does():
-    ids = torch.tensor([[4, 5, 6, 7]])
-    real, wrote, gaps = torch.ones_like(ids, dtype=torch.bool), torch.tensor([[False, True, True, True]]), {}
+    ids, gaps = torch.tensor([[4, 5, 6, 7]]), {}
+    inputs = Layout().forward_inputs(ids[0], torch.tensor([False, True, True, True]), torch.tensor([4]))
     for kind in (torch.nn.Linear, FP32Head):
         module = tiny_model(initializer_range=0.6).bfloat16()
         head = module.get_output_embeddings()
         head.__class__ = kind
         with torch.no_grad():
-            got, _ = read_tokens(module, Layout().read(ids, real, wrote), temperature=1.0)
+            got, _ = token_log_probs(module, inputs, temperature=1.0)
             hidden = module.base_model(ids).last_hidden_state[0, :-1]
         want, _ = naive(hidden.double(), head.weight.double(), ids[0, 1:])
         gaps[kind] = (got - want).abs().max().item()

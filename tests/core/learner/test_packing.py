@@ -85,11 +85,12 @@ def test_a_row_does_not_see_its_neighbours():
     whole = reader.log_probs(batch, MicroBatchSize(max_tokens=10_000))[0]
     for row in range(len(batch)):
         alone = reader.log_probs(batch.rows([row]), MicroBatchSize(max_sequences=1))[0]
-        torch.testing.assert_close(alone[0], whole[row], rtol=1e-9, atol=1e-9)
-    changed = batch.adding(input_ids=torch.where(torch.arange(len(batch))[:, None] == 3, batch.input_ids, 7))
-    torch.testing.assert_close(
-        reader.log_probs(changed, MicroBatchSize(max_tokens=10_000))[0][3], whole[3], rtol=1e-9, atol=1e-9
-    )
+        torch.testing.assert_close(alone, whole[batch.spans(torch.tensor([row]))[0]], rtol=1e-9, atol=1e-9)
+    (span,) = batch.spans(torch.tensor([3]))
+    others = torch.full_like(batch.input_ids, 7)
+    others[span] = batch.input_ids[span]
+    among_others = reader.log_probs(batch.adding(input_ids=others), MicroBatchSize(max_tokens=10_000))[0]
+    torch.testing.assert_close(among_others[span], whole[span], rtol=1e-9, atol=1e-9)
 
 
 def test_nothing_of_a_pass_is_padding():
@@ -100,7 +101,7 @@ def test_nothing_of_a_pass_is_padding():
         lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True
     )
     reader.log_probs(batch, MicroBatchSize(max_tokens=60))
-    assert sum(kwargs["input_ids"].numel() for kwargs in seen) == int(batch.attention_mask.sum())
+    assert sum(kwargs["input_ids"].numel() for kwargs in seen) == batch.tokens
     assert all(kwargs["input_ids"].shape[0] == 1 and kwargs["input_ids"].numel() <= 60 for kwargs in seen)
     starts = sum(int((kwargs["position_ids"] == 0).sum()) for kwargs in seen)
     assert starts == len(batch) == sum(len(kwargs["cu_seq_lens_q"]) - 1 for kwargs in seen)
@@ -121,10 +122,11 @@ def test_a_sliding_window_ends_where_it_should():
     found = Policy(module, temperature=1.0, layout=PACKED).log_probs(batch, MicroBatchSize(max_tokens=100))[0]
     module.set_attn_implementation("sdpa")
     for row in range(len(batch)):
-        ids = batch.input_ids[row][batch.attention_mask[row]]
+        (span,) = batch.spans(torch.tensor([row]))
+        ids = batch.input_ids[span].long()
         logits = module(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1).detach()
-        expected = logits[:-1].gather(1, ids[1:, None])[:, 0] * batch.response_mask[row, 1 : len(ids)]
-        torch.testing.assert_close(found[row, 1 : len(ids)], expected, rtol=1e-9, atol=1e-9)
+        expected = logits[:-1].gather(1, ids[1:, None])[:, 0] * batch.response_mask[span][1:]
+        torch.testing.assert_close(found[span][1:], expected, rtol=1e-9, atol=1e-9)
 
 
 def test_the_kernel_of_a_gpu_is_called_as_it_wants_to_be(monkeypatch):
@@ -230,10 +232,9 @@ def test_the_saved_configuration_does_not_name_this_attention(tmp_path):
 
 def test_pieces_hold_as_many_rows_as_fit_without_padding():
     lengths = torch.tensor([9, 2, 7, 3, 1, 8, 5])
-    batch = SimpleNamespace(lengths=lengths)
-    batch.rows = lambda index: SimpleNamespace(cut=lambda width: (width, index))
+    batch = SimpleNamespace(lengths=lengths, rows=lambda index: index)
     pieces = list(micro_batches(batch, max_tokens=12, packed=True))
     assert sorted(torch.cat([index for index, _ in pieces]).tolist()) == list(range(7))
-    for index, (width, same) in pieces:
-        assert int(lengths[index].sum()) <= 12 and width == int(lengths[index].max()) and torch.equal(index, same)
+    for index, same in pieces:
+        assert int(lengths[index].sum()) <= 12 and torch.equal(index, same)
     assert len(pieces) == 3 < len(list(micro_batches(batch, max_tokens=12)))

@@ -14,7 +14,7 @@ from core.algorithm.losses import Means
 from core.engines.hf import HFEngine
 from core.learner import learner, packing
 from core.learner.batching import make_batch
-from core.learner.learner import PADDED, Critic, MicroBatchSize, Passes, Policy, Ranks, read_tokens
+from core.learner.learner import PADDED, Critic, MicroBatchSize, Passes, Policy, Ranks, token_log_probs
 from core.learner.model_checks import rounding_cost
 from core.learner.packing import ATTENTION, Layout, SharedPrompts, can_keep_keys, can_share
 from core.types import Prompt, ScoredGroup, Stop, Trajectory
@@ -66,9 +66,12 @@ def batch_of(prompt_lengths=(9, 14, 12), answers=4, longest=6, first_is_ours=Tru
 def outcome(model, batch, shared, layout=None):
     """Log-probs, entropies, and the gradients of a sum that tells all of them apart; with a layout in one pass."""
     model.zero_grad(set_to_none=True)
-    within, shared = (shared, None) if layout else (None, shared)
-    reading = (layout or PADDED).read(batch.input_ids, batch.attention_mask, batch.response_mask, shared=within)
-    log_prob, entropy = read_tokens(model, reading, temperature=0.7, entropy_grad=True, shared=shared)
+    ids, mask, lengths = batch.input_ids.long(), batch.response_mask, batch.lengths
+    if layout or shared is None:
+        inputs, shared = (layout or PADDED).forward_inputs(ids, mask, lengths, shared=shared), None
+    else:
+        inputs = packing.ForwardInputs(ids, packing.before(mask, lengths), ids[mask], mask)
+    log_prob, entropy = token_log_probs(model, inputs, temperature=0.7, entropy_grad=True, shared=shared)
     weights = torch.linspace(-1, 2, len(log_prob), dtype=log_prob.dtype)
     (weights @ log_prob + weights.flip(0) @ entropy).backward()
     return log_prob.detach(), entropy.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}
@@ -81,7 +84,7 @@ def test_sharing_is_the_plain_pass(arch, tolerance, attention):
     model = tiny_model(arch).double()
     model.set_attn_implementation(attention)
     batch = batch_of()
-    shared = SharedPrompts.of(batch.input_ids, batch.response_mask, batch.group)
+    shared = SharedPrompts.of(batch.input_ids, batch.response_mask, batch.lengths, batch.group)
     assert shared is not None and len(shared.first_P) == 3
     plain, ours = outcome(model, batch, None), outcome(model, batch, shared)
     for expected, got in zip(plain[:2], ours[:2], strict=True):
@@ -93,14 +96,14 @@ def test_sharing_is_the_plain_pass(arch, tolerance, attention):
 def test_rows_in_any_order():
     model, batch = tiny_model("gpt2").double(), batch_of(seed=3)
     batch = batch.rows(torch.randperm(len(batch.group), generator=torch.Generator().manual_seed(0)))
-    shared = SharedPrompts.of(batch.input_ids, batch.response_mask, batch.group)
+    shared = SharedPrompts.of(batch.input_ids, batch.response_mask, batch.lengths, batch.group)
     plain, ours = outcome(model, batch, None), outcome(model, batch, shared)
     torch.testing.assert_close(ours[0], plain[0], rtol=0, atol=1e-10)
 
 
 def test_a_group_whose_rows_begin_differently_is_computed_plainly():
     batch = batch_of(first_is_ours=False)  # what follows the prompt is a tool's, and differs
-    assert SharedPrompts.of(batch.input_ids, batch.response_mask, batch.group) is None
+    assert SharedPrompts.of(batch.input_ids, batch.response_mask, batch.lengths, batch.group) is None
 
 
 @pytest.mark.parametrize(
@@ -109,14 +112,14 @@ def test_a_group_whose_rows_begin_differently_is_computed_plainly():
     ids=["one answer a prompt", "short prompts", "nothing before a prompt's last token"],
 )
 def test_sharing_only_where_it_pays(batch):
-    assert SharedPrompts.of(batch.input_ids, batch.response_mask, batch.group) is None
+    assert SharedPrompts.of(batch.input_ids, batch.response_mask, batch.lengths, batch.group) is None
 
 
 def test_a_row_without_policy_tokens_is_computed_plainly():
     batch = batch_of()
     mask = batch.response_mask.clone()
-    mask[2] = False
-    assert SharedPrompts.of(batch.input_ids, mask, batch.group) is None
+    mask[batch.spans(torch.tensor([2]))[0]] = False
+    assert SharedPrompts.of(batch.input_ids, mask, batch.lengths, batch.group) is None
 
 
 def test_models_that_cannot_keep_keys_and_values_and_proofs_in_float64():
@@ -136,7 +139,7 @@ def test_one_pass_over_prompts_and_answers_is_the_plain_pass(float64, arch, layo
     plain_model, model, batch = model_in_float64(arch), model_in_float64(arch), batch_of(longest=9)
     model.set_attn_implementation(ATTENTION)
     batch = batch.rows(torch.randperm(len(batch), generator=torch.Generator().manual_seed(1)))
-    shared = SharedPrompts.of(batch.input_ids, batch.response_mask, batch.group, packed=layout.packed)
+    shared = SharedPrompts.of(batch.input_ids, batch.response_mask, batch.lengths, batch.group, packed=layout.packed)
     plain, ours = outcome(plain_model, batch, None), outcome(model, batch, shared, layout)
     for expected, got in zip(plain[:2], ours[:2], strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
@@ -170,7 +173,7 @@ KNOBS = [{}, {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 130}, {"ppo_
 def test_losses_and_gradients_are_those_without_sharing(float64, monkeypatch, layout, knobs, checkpointing):
     """With KL loss and entropy bonus; micro-batches cut groups, and some of them are not worth sharing."""
     batch, found, passes = batch_of(answers=6, seed=2), [], []
-    generator, mask = torch.Generator().manual_seed(0), batch.flat("response_mask")
+    generator, mask = torch.Generator().manual_seed(0), batch.response_mask
     noise = {name: torch.randn(len(mask), generator=generator, dtype=torch.float64) * mask for name in "abc"}
     step = batch.adding(
         advantages=noise["a"], old_log_probs=noise["b"] - 4, ref_log_prob=noise["c"] - 4, loss_weight=mask / mask.sum()
@@ -199,7 +202,7 @@ def counted(function, calls):
 @pytest.mark.parametrize("layout", [PADDED, PACKED], ids=["padded", "packed"])
 def test_values_and_the_critics_gradient_are_those_without_sharing(float64, layout):
     batch, found = batch_of(), []
-    mask = batch.flat("response_mask")
+    mask = batch.response_mask
     step = batch.adding(returns=mask * 0.5, values=mask * 0.1, loss_weight=mask / mask.sum())
     for shares in (False, True):
         critic = learner_of(Critic, layout, shares, ppo_micro_batch_size_per_gpu=100, cliprange_value=0.5)
@@ -220,7 +223,7 @@ def test_a_pass_has_each_prompt_once_and_no_padding():
     )
     reader.log_probs(batch, MicroBatchSize(max_sequences=100))
     shared = reader.shared_prompts(batch)
-    last = (batch.response_mask * torch.arange(batch.width)).amax(1)
+    last = (batch.padded("response_mask") * torch.arange(int(batch.lengths.max()))).amax(1)
     tokens = int(shared.prefix_B[shared.first_P].sum() + (last - shared.prefix_B).sum())
     assert [one.shape for one in seen] == [(1, tokens)]
 
@@ -276,10 +279,9 @@ def test_what_rounding_costs_bounds_how_far_an_engine_in_bf16_is_from_the_learne
     for dtype in (None, torch.bfloat16):
         policy = Policy(copy.deepcopy(real_width), temperature=1.0, compute_dtype=dtype)
         costs.append(rounding_cost(policy, ids))
-        everything = torch.ones(1, 24, dtype=torch.bool)
-        reading = PADDED.read(torch.tensor([ids]), everything, everything & (torch.arange(24) > 0))
+        inputs = PADDED.forward_inputs(torch.tensor(ids), torch.arange(24) > 0, torch.tensor([24]))
         with torch.no_grad():
-            distances.append(float(np.abs(policy.read(reading)[0].numpy() - engine.probe(ids)).mean()))
+            distances.append(float(np.abs(policy.forward(inputs)[0].numpy() - engine.probe(ids)).mean()))
     assert costs[0] < 1e-4 and costs[1] > 0.01  # float32, bf16
     assert 0.5 * costs[1] < distances[1] < 2 * costs[1] and rounding_cost(policy, ids) == costs[1]
 

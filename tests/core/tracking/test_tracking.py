@@ -29,9 +29,10 @@ from core.tracking.loggers import LoggedRun
 from core.tracking.metrics import throughput
 from core.tracking.recorders import Recorders
 from core.tracking.tracker import Tracker, dump_jsonl, read_jsonl, spread_out
-from core.types import Prompt, ScoredGroup, Segment, StepMetrics, Stop, TrainBatch, Trajectory
+from core.types import Prompt, ScoredGroup, Segment, StepMetrics, Stop, Trajectory
 from reward_scores.score import Score
 from tests.core.synthetic import configured, make_run, records, sample_rows, step_metrics
+from tests.padded import batch_of_padded
 
 ROOT = Path(__file__).parents[3]
 
@@ -703,6 +704,6 @@ def test_throughput_is_a_gpus_share_as_verl_counts_it(arguments, ranks):
     answer = Trajectory([1] * 10, [2] * 5, [True] * 5, [0.0] * 5, (Segment("policy", "x"),), Stop.EOS, 2, 0)
     groups = [ScoredGroup(Prompt(0, 0, 0, (1,) * 10, "", {}), (answer,) * 4, (Score(1.0, {"score": 1.0}),) * 4)]
     fields = {"attention_mask": torch.ones(4, 15, dtype=torch.bool), "reward": torch.ones(4)}
-    batch = TrainBatch.of(**fields, response_mask=torch.arange(15).expand(4, -1) >= 10)
+    batch = batch_of_padded(**fields, response_mask=torch.arange(15).expand(4, -1) >= 10)
     RayPPOTrainer.complete_step(trainer, groups, batch, metrics)
     assert ended == [pytest.approx(60 / 20 / ranks)]

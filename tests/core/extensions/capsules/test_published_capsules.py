@@ -16,6 +16,7 @@ import core.learner.batching
 import core.learner.learner
 import core.ray_trainer
 from core.algorithm import invariants
+from core.algorithm.advantages import AdvantageInputs
 from core.extensions.capsules import differences, phases
 from core.extensions.capsules.replay_report import replay
 from core.extensions.capsules.stored_step import read
@@ -91,7 +92,7 @@ def wrapped(monkeypatch, owner, name, change):
 def shifted_mask(patch):
     def change(make, *args):
         batch = make(*args)
-        return batch.adding(response_mask=batch.flat("response_mask").roll(1))
+        return batch.adding(response_mask=batch.response_mask.roll(1))
 
     wrapped(patch, phases, "make_batch", change)
 
@@ -115,10 +116,10 @@ def other_temperature(patch):
 
 
 def no_division_by_std(patch):
-    def change(estimate, batch, config):
-        return estimate(batch, config.replace(norm_adv_by_std_in_grpo=False))
+    def change(inputs_of, batch, config, *rest):
+        return inputs_of(batch, config.replace(norm_adv_by_std_in_grpo=False), *rest)
 
-    wrapped(patch, core.ray_trainer.advantages, "estimate", change)
+    wrapped(patch, core.ray_trainer.advantages, "inputs_of", change)
 
 
 def no_whitening(patch):
@@ -126,7 +127,7 @@ def no_whitening(patch):
 
 
 def reward_a_token_early(patch):
-    wrapped(patch, core.ray_trainer, "token_rewards", lambda rewards, batch: rewards(batch).roll(-1))
+    wrapped(patch, AdvantageInputs, "action_rewards", lambda rewards, inputs: rewards(inputs).roll(-1))
 
 
 def scaled_by_the_micro_batch(patch):

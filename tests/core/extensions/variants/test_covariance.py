@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from core.algorithm.losses import policy_loss
 from core.config import plugins, registry
 from core.config.sections.actor import ActorConfig, PolicyLossConfig
 from core.extensions.variants.covariance import clip_cov_tokens, covariances, kl_cov_tokens
+from tests.padded import padded_loss
 
 ALL = torch.ones(4).bool()
 
@@ -89,7 +89,7 @@ def test_clip_cov_by_hand():
     ratio, adv = double(2, 2, 0.5, 1)[None], double(2, -1, 2, 3)[None]
     logp, mask = ratio.log().requires_grad_(), ALL[None]
     selected = torch.tensor([[False, False, False, True]])
-    loss, stats = policy_loss("clip_cov")(logp, torch.zeros_like(logp), adv, mask, CONFIG, selected)
+    loss, stats = padded_loss("clip_cov")(logp, torch.zeros_like(logp), adv, mask, CONFIG, selected)
     loss.sum().backward()
     assert loss[0].tolist() == pytest.approx([-2.6, 2, -1, 0])
     assert logp.grad[0].tolist() == pytest.approx([0, 2, -1, 0])
@@ -100,7 +100,7 @@ def test_kl_cov_by_hand():
     """The gradient is -A r, and 0.25 sign(log r) more where selected: towards the old policy from both sides."""
     ratio, adv = double(2, 2, 0.5, 1)[None], double(2, -1, 0, 3)[None]
     logp, selected = ratio.log().requires_grad_(), torch.tensor([[True, False, True, True]])
-    loss, stats = policy_loss("kl_cov")(logp, torch.zeros_like(logp), adv, ALL[None], CONFIG, selected)
+    loss, stats = padded_loss("kl_cov")(logp, torch.zeros_like(logp), adv, ALL[None], CONFIG, selected)
     loss.sum().backward()
     assert loss[0].tolist() == pytest.approx([-4 + 0.25 * math.log(2), 2, 0.25 * math.log(2), -3])
     assert logp.grad[0].tolist() == pytest.approx([-4 + 0.25, 2, -0.25, -3])
@@ -113,7 +113,7 @@ def test_rounding_decides_nothing_in_kl_cov():
     gradients = []
     for error in (1e-7, -1e-7):
         logp = (old + error).requires_grad_()
-        policy_loss("kl_cov")(logp, old, adv, ALL[None], CONFIG, ALL[None])[0].sum().backward()
+        padded_loss("kl_cov")(logp, old, adv, ALL[None], CONFIG, ALL[None])[0].sum().backward()
         gradients.append(logp.grad)
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-6)
     torch.testing.assert_close(gradients[0], -adv, rtol=0, atol=1e-6)
@@ -128,7 +128,7 @@ def test_gradients_are_those_of_the_loss(name):
     selected = torch.from_numpy(rng.random((3, 5)) < 0.5) & mask
 
     def total(x: torch.Tensor) -> torch.Tensor:
-        return policy_loss(name)(x, old, adv, mask, CONFIG, selected)[0].sum()
+        return padded_loss(name)(x, old, adv, mask, CONFIG, selected)[0].sum()
 
     assert torch.autograd.gradcheck(total, (logp,))
 

@@ -6,7 +6,7 @@ import torch
 
 from core.algorithm.losses import Means
 from core.cluster.local_workers import LocalWorkers
-from core.learner.batching import optimizer_steps
+from core.learner.batching import mini_batches
 from core.types import TrainBatch
 from tests.core.cluster.test_fsdp import WHOLE, distance, on_ranks
 from tests.core.extensions.vision.test_vision import prompt, sampled
@@ -28,7 +28,7 @@ def batch() -> TrainBatch:
     ]
     made = sampled(vision_model(), asked, n=2)
     draw = torch.Generator().manual_seed(0)
-    advantages = torch.randn(made.shape, generator=draw) * made.response_mask
+    advantages = torch.randn(made.tokens, generator=draw) * made.response_mask
     return made.adding(advantages=advantages, old_log_probs=made.rollout_log_probs)
 
 
@@ -37,7 +37,7 @@ def test_gradients_of_two_ranks_are_those_of_one(tmp_path):
     folder, whole = save_vision_model(tmp_path / "model"), batch()
     few = whole.rows([0, 2])  # a sequence with pictures, and one without
     few = few.adding(group=torch.tensor([0, 1]))
-    few = TrainBatch(few.lengths, few.width, few.stored, 0, {0: whole.media[0]})
+    few = TrainBatch(few.lengths, few.stored, 0, {0: whole.media[0]})
     cases = {"whole": (whole, ()), "few": (few, ()), "frozen": (few, (FROZEN,)), "packed": (whole, (PACKED,))}
     config = {name: cluster_config(folder, WHOLE, *ALONE, *keys) for name, (_, keys) in cases.items()}
     jobs = {name: ("gradients", config[name], {"batch": part}) for name, (part, _) in cases.items()}
@@ -45,7 +45,7 @@ def test_gradients_of_two_ranks_are_those_of_one(tmp_path):
     for name, (part, keys) in cases.items():
         one = LocalWorkers(config[name], None, torch.device("cpu"), needs_ref=False, needs_critic=False)
         one.actor.mismatch = Means()
-        (step,) = optimizer_steps(part, prompts=8, scale_factor=24.0)
+        (step,) = mini_batches(part, prompts=8, scale_factor=24.0)
         one.actor.accumulate(step, Means())
         expected = {key: p.grad for key, p in one.actor.module.named_parameters() if p.requires_grad}
         assert any("visual" in key for key in expected) == (FROZEN not in keys)

@@ -20,6 +20,7 @@ from core.learner.models import load_policy
 from core.learner.packing import Layout
 from core.types import Prompt, ScoredGroup, TrainBatch
 from reward_scores.score import Score
+from tests.padded import batch_of_padded
 from tests.pictures import KINDS, model_config, picture, pictures, save_vision_model, vision_model, vision_tokenizer
 
 TOKENIZER = vision_tokenizer()
@@ -73,9 +74,9 @@ def test_engine_and_learner_have_equal_log_probs(case, layout):
     mask = batch.response_mask
     torch.testing.assert_close(log_prob[mask], batch.rollout_log_probs[mask], atol=1e-5, rtol=0)
     # and the pictures matter
-    blind = TrainBatch(batch.lengths, batch.width, batch.stored)
+    blind = TrainBatch(batch.lengths, batch.stored)
     unseen, _ = Policy(copy.deepcopy(model), temperature=1.0).log_probs(blind, LAYOUTS["padded"][1])
-    seen = mask & (batch.group != 3)[:, None]
+    seen = mask & (batch.group != 3).repeat_interleave(batch.lengths)
     assert (unseen - log_prob)[seen].abs().max() > 0.1
     torch.testing.assert_close(unseen[mask & ~seen], log_prob[mask & ~seen], atol=1e-5, rtol=0)
 
@@ -143,16 +144,16 @@ def test_a_picture_goes_through_the_tower_once_a_pass(monkeypatch):
 def test_placeholders_that_the_policy_wrote_are_ordinary_tokens():
     model, asked = vision_model(), prompt(0, "a<image>b", picture(1))
     ids = [*asked.token_ids, 101, 101, 5]
-    batch = TrainBatch.of(
+    batch = batch_of_padded(
         attention_mask=torch.ones(1, len(ids), dtype=torch.bool),
         input_ids=torch.tensor([ids]),
         response_mask=torch.arange(len(ids))[None] >= len(asked.token_ids),
         group=torch.zeros(1, dtype=torch.int64),
     )
-    batch = TrainBatch(batch.lengths, batch.width, batch.stored, 0, {0: asked.media})
+    batch = TrainBatch(batch.lengths, batch.stored, 0, {0: asked.media})
     policy = Policy(model, temperature=1.0)
     (log_prob, _) = policy.log_probs(batch, MicroBatchSize(max_sequences=1))
-    assert float(log_prob[0, -3:].abs().min()) > 0 and torch.isfinite(log_prob).all()
+    assert float(log_prob[-3:].abs().min()) > 0 and torch.isfinite(log_prob).all()
 
 
 def test_pictures_travel_once_a_prompt_and_only_where_they_are_read():

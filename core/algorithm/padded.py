@@ -1,0 +1,116 @@
+"""The one adapter for functions that work on [B, T]: a user's estimator or policy loss, named by its path.
+
+Everything else works on the flat tokens of a batch. A function of a recipe that does so too is marked with
+:func:`works_on_flat_tokens`, and called as the functions of the tables are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from core.types import pad, token_places
+
+if TYPE_CHECKING:
+    from core.algorithm.advantages import AdvantageInputs
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+OF_SEQUENCES = ("group", "in_group_stats", "baseline")
+OF_TOKENS = ("response_mask", "values", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
+NUMBERS = ("gamma", "lam", "norm_adv_by_std_in_grpo", "epsilon")
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedAdvantageInputs:
+    """What an estimator gets that is named by its path; it returns advantages and returns, [B, T] each.
+
+    Shapes:
+        token_level_rewards  [B, T] float  the score on the policy's last token, and what each token adds to it
+        response_mask        [B, T] bool   written by the policy
+        group                [B]    int64  sequences of one prompt share a number, any number
+        in_group_stats       [B]    bool   the sequence was scored; None: all were
+        values               [B, T] float  the critic's; None: there is none, as for the following
+        baseline             [B]    float  score of the greedy answer to the same prompt
+        old_log_probs        [B, T] float
+        sum_pi_squared       [B, T] float
+        rollout_is_weights   [B, T] float  importance weights of the loss
+    """
+
+    token_level_rewards: Tensor
+    response_mask: Tensor
+    group: Tensor
+    in_group_stats: Tensor | None = None
+    values: Tensor | None = None
+    baseline: Tensor | None = None
+    old_log_probs: Tensor | None = None
+    sum_pi_squared: Tensor | None = None
+    rollout_is_weights: Tensor | None = None
+    gamma: float = 1.0
+    lam: float = 1.0
+    norm_adv_by_std_in_grpo: bool = True
+    epsilon: float = 1e-6
+
+    @property
+    def counted_B(self) -> Tensor:
+        """Return the sequences that enter statistics, [B] bool."""
+        if self.in_group_stats is None:
+            return torch.ones_like(self.group, dtype=torch.bool)
+        return self.in_group_stats.bool()
+
+    @property
+    def rewards_B(self) -> Tensor:
+        """Return each sequence's reward, [B] float64, 0 of those that were not scored."""
+        return self.token_level_rewards.sum(-1, dtype=torch.float64).masked_fill(~self.counted_B, 0)
+
+
+def works_on_flat_tokens(function: Function) -> Function:
+    """Mark an estimator or a policy loss that works on [N] tensors, so that nothing is padded for it."""
+    function.works_on_flat_tokens = True
+    return function
+
+
+def is_padded(function: Callable[..., Any]) -> bool:
+    """Return whether a function that was named by its path works on padded tensors, as it does unless marked."""
+    return not getattr(function, "works_on_flat_tokens", False)
+
+
+def pads_estimator(
+    function: Callable[..., tuple[Tensor, Tensor]],
+) -> Callable[[AdvantageInputs], tuple[Tensor, Tensor]]:
+    """Return an estimator on flat tokens that calls one on padded tokens."""
+
+    def estimate(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+        fields = {name: getattr(inputs, name) for name in (*OF_SEQUENCES, *NUMBERS)}
+        for name in OF_TOKENS:
+            value = getattr(inputs, name)
+            fields[name] = None if value is None else pad(value, inputs.lengths)
+        rewards_N = inputs.at_actions(inputs.action_rewards())
+        result = function(PaddedAdvantageInputs(pad(rewards_N, inputs.lengths), **fields))
+        advantages_N, returns_N = (value_BT[token_places(inputs.lengths)] for value_BT in result)
+        return advantages_N, returns_N
+
+    return estimate
+
+
+def pads_loss(function: Callable[..., tuple[Tensor, dict[str, Tensor]]]) -> Callable[..., Any]:
+    """Return a policy loss on flat tokens (:mod:`core.algorithm.losses`) that calls one on padded tokens."""
+
+    def loss(
+        log_prob_N: Tensor,
+        old_log_prob_N: Tensor,
+        advantages_N: Tensor,
+        response_mask_N: Tensor,
+        config: Any,
+        *,
+        lengths_B: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        tensors_N = log_prob_N, old_log_prob_N, advantages_N, response_mask_N
+        loss_BT, stats = function(*(pad(value_N, lengths_B) for value_N in tensors_N), config)
+        mask_BT = token_places(lengths_B)
+        return loss_BT[mask_BT], {name: value_BT[mask_BT] for name, value_BT in stats.items()}
+
+    return loss

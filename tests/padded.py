@@ -1,0 +1,74 @@
+"""Batches and estimators as padded tensors, [B, T]: the form in which tests write their numbers down."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.algorithm.advantages import AdvantageInputs, estimator, inputs_of
+from core.algorithm.losses import loss_weights, policy_loss
+from core.algorithm.padded import OF_TOKENS, PaddedAdvantageInputs
+from core.config.sections.algorithm import AlgorithmConfig
+from core.types import BATCH_FIELDS, TrainBatch
+
+
+def batch_of_padded(*, attention_mask: Tensor, pad_id: int = 0, **fields: Tensor | None) -> TrainBatch:
+    """Return the batch of fields that are padded on the right."""
+    return with_padded(TrainBatch(attention_mask.sum(dim=1), {}, pad_id), attention_mask, **fields)
+
+
+def with_padded(batch: TrainBatch, attention_mask: Tensor, **fields: Tensor | None) -> TrainBatch:
+    """Return the batch with these fields set as well, of which those of tokens are padded."""
+    of_tokens = {name for name, value in fields.items() if value is not None and BATCH_FIELDS[name].axes == "N"}
+    return batch.adding(**{n: value[attention_mask] if n in of_tokens else value for n, value in fields.items()})
+
+
+def on_padded(estimator: Callable[[AdvantageInputs], tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return an estimator of :class:`PaddedAdvantageInputs`, whose sequences have no padding, that calls a flat one."""
+
+    def estimate(inputs: PaddedAdvantageInputs) -> tuple[Tensor, Tensor]:
+        advantages, returns = estimator(flat_inputs(inputs))
+        padded = advantages.view(inputs.response_mask.shape)
+        return padded, padded if returns is advantages else returns.view(padded.shape)
+
+    return estimate
+
+
+def flat_inputs(inputs: PaddedAdvantageInputs) -> AdvantageInputs:
+    """Return the same inputs on flat tokens; rewards of single tokens stay where they are."""
+    count, width = inputs.response_mask.shape
+    fields: dict[str, Any] = {one.name: getattr(inputs, one.name) for one in dataclasses.fields(inputs)}
+    rewards = fields.pop("token_level_rewards")
+    flat = {name: fields[name] if fields[name] is None else fields[name].flatten() for name in OF_TOKENS}
+    lengths = torch.full((count,), width)
+    return AdvantageInputs(rewards.new_zeros(count), lengths, token_rewards=rewards.flatten(), **{**fields, **flat})
+
+
+def padded_loss(name: str) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
+    """Return the policy loss of this name as a function of [B, T] tensors without padding, and the section actor."""
+    flat = policy_loss(name)
+
+    def loss(log_prob: Tensor, old: Tensor, adv: Tensor, mask: Tensor, config: Any, *selected: Tensor) -> Any:
+        tensors = (value.flatten() for value in (log_prob, old, adv, mask))
+        lengths = torch.full((len(mask),), mask.shape[1])
+        more = {"selected_N": selected[0].flatten()} if selected else {}
+        loss_N, stats = flat(*tensors, config, lengths_B=lengths, **more)
+        return loss_N.view(mask.shape), {name: value.view(mask.shape) for name, value in stats.items()}
+
+    return loss
+
+
+def padded_loss_weights(mask_BT: Tensor, mode: str, **options: Any) -> Tensor:
+    """Return the loss weights, [B, T], of sequences without padding."""
+    lengths = torch.full((len(mask_BT),), mask_BT.shape[1])
+    return loss_weights(mask_BT.flatten(), lengths, mode, **options).view(mask_BT.shape)
+
+
+def estimate(batch: TrainBatch, config: AlgorithmConfig) -> TrainBatch:
+    """Return the batch with the advantages and returns of the configured estimator."""
+    advantages_N, returns_N = estimator(config.adv_estimator)(inputs_of(batch, config))
+    return batch.adding(advantages=advantages_N, returns=returns_N)
