@@ -15,6 +15,7 @@ mask, also where the inputs are NaN there.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -102,6 +103,7 @@ def policy_loss(name: str) -> PolicyLoss:
     if name not in registry.POLICY_LOSSES and is_padded(function):
         function, by_sequence = pads_loss(function), True
 
+    @functools.wraps(function)
     def loss(*inputs: Any, lengths_B: Tensor | None = None, selected_N: Tensor | None = None) -> tuple[Tensor, Stats]:
         more = {"lengths_B": lengths_B} if by_sequence else {}
         return function(*inputs, **more, **({"selected_N": selected_N} if entry.selects else {}))

@@ -22,7 +22,8 @@ from core.rollout.agent_loop import AgentLoop
 
 
 def halved(inputs):
-    return 0.5 * inputs.token_level_rewards, inputs.token_level_rewards
+    rewards = inputs.spread(inputs.rewards_B)
+    return 0.5 * rewards, rewards
 
 
 def plain(log_prob, old_log_prob, advantages, mask, config):
@@ -81,7 +82,6 @@ PROGRAM = """
 import importlib.util
 import json
 import sys
-from types import SimpleNamespace
 
 spec = importlib.util.spec_from_file_location("core.config.registry", sys.argv[3])
 sys.modules["core.config.registry"] = registry = importlib.util.module_from_spec(spec)
@@ -106,18 +106,19 @@ report["torch_until_here"] = "torch" in sys.modules
 
 import torch
 
-from core.algorithm.advantages import compute
+from core.algorithm.advantages import estimator, inputs_of
 from core.algorithm.losses import policy_loss
 from core.engines.factory import make_engine
 from core.rewards.managers import make_manager
 from core.rollout.agent_loop import make_agent_loop
 from core.ray_trainer import StepNeeds
 from core.tracking.tracker import Tracker
-from core.types import StepMetrics
+from core.types import StepMetrics, TrainBatch
 
-names = ("response_mask", "group", "in_group_stats", "values", "baseline")
-names += ("old_log_probs", "sum_pi_squared", "rollout_is_weights")
-advantages, _ = compute(torch.tensor([[0.0, 3.0]]), SimpleNamespace(**dict.fromkeys(names)), config.algorithm)
+ids = torch.arange(2)
+batch = TrainBatch(torch.tensor([2]), {"response_mask": ids > 0, "group": ids[:1], "reward": torch.tensor([3.0])})
+batch = batch.adding(in_group_stats=torch.tensor([True]))
+advantages, _ = estimator(config.algorithm.adv_estimator)(inputs_of(batch, config.algorithm))
 report["advantages"] = advantages.tolist()
 loss = policy_loss(config.actor_rollout_ref.actor.policy_loss.loss_mode)
 report["loss"] = loss.__module__ + ":" + loss.__name__
@@ -198,7 +199,7 @@ def test_a_dry_run_lists_what_the_entry_needs(added):
 
 
 def test_the_run_uses_the_function(added):
-    assert added["advantages"] == [[0.0, 1.5]]
+    assert added["advantages"] == [0.0, 1.5]
     assert added["baseline"] is True
     assert added["loss"] == "mine:plain"
     assert added["engine"] == "an engine on cpu"

@@ -113,7 +113,7 @@ def masked_scores(groups):
 def half_of_the_rows(batch):
     """A loss that is divided by the micro-batch instead of the step: the rows of two pieces weigh differently."""
     weight = batch.loss_weight.clone()
-    weight[: len(batch) // 2 + 1] *= 4
+    weight[: int(batch.lengths[: len(batch) // 2 + 1].sum())] *= 4
     return batch.adding(loss_weight=weight)
 
 

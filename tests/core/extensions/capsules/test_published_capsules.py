@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import subprocess
@@ -147,7 +148,7 @@ def loss_by_micro_batch(patch):
 def other_loss(patch, change):
     def chosen(original, mode):
         loss = original(mode)
-        return lambda *args: change(loss, *args)
+        return lambda *args, **more: change(functools.partial(loss, **more), *args)
 
     wrapped(patch, core.learner.learner, "policy_loss", chosen)
 
@@ -171,8 +172,8 @@ def sequence_mean(patch):
     wrapped(
         patch,
         core.learner.batching,
-        "token_weights",
-        lambda weights, counts, mode, **rest: weights(counts, "seq-mean-token-mean", **rest),
+        "loss_weights",
+        lambda weights, mask, lengths, mode, **rest: weights(mask, lengths, "seq-mean-token-mean", **rest),
     )
 
 
