@@ -56,7 +56,8 @@ def test_sequences_are_prompt_then_response(groups):
         [1, 2, 3, 7, 8, 9, 10],
         [1, 2, 3, 7, PAD, PAD, PAD],
     ]
-    assert batch.padded("response_mask").int().tolist()[2] == [0, 0, 0, 1, 0, 1, 0]
+    masks = batch.padded("response_mask").int().tolist()
+    assert masks[0] == [0, 0, 1, 1, 1, 0, 0] and masks[2] == [0, 0, 0, 1, 0, 1, 0]
     assert batch.group.tolist() == [0, 0, 1, 1]
     assert batch.reward.tolist() == [1.0, 0.25, 2.0, 0.0]
     assert batch.rollout_log_probs[:5].tolist() == [0, 0, -0.5, -0.5, -0.5]
