@@ -317,7 +317,7 @@ def test_one_and_four_ranks_train_as_one_process(models, tmp_path, world, extra)
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_ranks_get_about_equal_tokens_and_rows(ranks):
-    lengths = mixed_batch(groups=32, n=4).attention_mask.sum(1)
+    lengths = mixed_batch(groups=32, n=4).lengths
     shares = rank_shares(lengths, ranks)
     assert sorted(torch.cat(shares).tolist()) == list(range(128))
     tokens = torch.tensor([float(lengths[share].sum()) for share in shares])

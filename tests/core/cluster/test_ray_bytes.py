@@ -55,7 +55,7 @@ def test_the_phases_of_a_step(workers):
         sample_all(workers.engine, [ask(seed=seed) for seed in range(4)])
         workers.compute_log_probs(batch)
         workers.update_actor(batch, 1.0)
-    real = int(batch.attention_mask.sum()) * token_bytes(batch)
+    real = batch.tokens * token_bytes(batch)
     for phase in dict.fromkeys([*traffic.sent, *traffic.received]):
         print(f"{phase:16}sent {traffic.sent[phase]:>10,} B   received {traffic.received[phase]:>10,} B")
     ratios = {phase: traffic.sent[phase] / real for phase in ("old_log_prob", "update_actor")}
