@@ -28,7 +28,7 @@ def workers(tmp_path_factory):
 
 def token_bytes(batch):
     """Bytes of the fields that one token of this batch has, as they are stored."""
-    return sum(value.element_size() for name, value in batch.stored.items() if BATCH_FIELDS[name].axes == "BT")
+    return sum(value.element_size() for name, value in batch.stored.items() if BATCH_FIELDS[name].axes == "N")
 
 
 def test_bytes_are_those_that_are_pickled(workers):
