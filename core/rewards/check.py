@@ -48,12 +48,17 @@ GOLD_REMARK = ("a gold answer is graded in a special way", "look whether it is t
 NOT_JSON = "its graders receive ground_truth and extra_info as JSON"
 
 
-def option_problems(reward_kwargs: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with the scorers' options; the other keys are checked with the configuration."""
+def option_problems(reward_kwargs: Mapping[str, Any], others: bool = False) -> list[str]:
+    """Return what is wrong with the scorers' options; the other keys are checked with the configuration.
+
+    ``others``: names that are no scorer's may be arguments of a manager of the user's.
+    """
     problems = []
     scorers = {scorer.name: scorer for scorer in SCORERS.values()}
     for name, options in reward_kwargs.items():
         key = f"reward_model.reward_kwargs.{name}"
+        if name not in scorers and others:
+            continue
         if name not in scorers:
             near = difflib.get_close_matches(str(name), scorers, n=1) or sorted(scorers)
             problems.append(f"{key}: not a scorer's name; use {', '.join(near)}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from core.config import plugins, registry
+from core.config import extensions, plugins, registry
 from core.config.plugins import load_module, load_object
 from core.errors import InputError
 from core.rewards.custom_reward import users_code, without_scheme
@@ -80,7 +80,9 @@ def make_manager(reward: RewardModelConfig, scorers: Scorers) -> RewardManager:
                     f'{key}: {where} registers no such name, {has}; write @register("{name}") over the class'
                 )
             maker = names[name]
+        for adapt in extensions.functions("foreign_manager"):
+            maker = adapt(maker) or maker
         manager = maker(reward, scorers)
     if lacks := [name for name in ("run", "close") if not callable(getattr(manager, name, None))]:
         raise InputError(f"{key}: has no {' and no '.join(lacks)}()")
-    return UsersOwn(manager)
+    return manager if getattr(manager, "batched", False) else UsersOwn(manager)

@@ -187,7 +187,8 @@ def parts_that_are_off(c: View) -> Unused:
     if not c.own_manager:
         yield (
             ("reward_model.module.path",),
-            f"reward_model.reward_manager={c.reward.reward_manager} is a manager of this repository",
+            f"reward_model.reward_manager={c.reward.reward_manager} is a manager of this repository; a class of yours "
+            "under that name needs reward_model.source=importlib and reward_model.module.name",
         )
     if c.reward.source == "register":
         yield (("reward_model.module.name",), "reward_model.source is not importlib")

@@ -11,6 +11,7 @@ EXTENSION = Extension(
     functions={
         "problems_before_start": f"{HERE}.import_check:problems",
         "foreign_tool": f"{HERE}.base_tool:adapt",
+        "foreign_manager": f"{HERE}.reward_managers:adapt",
         "foreign_user": f"{HERE}.base_interaction:adapt",
     },
     stand_ins={"verl": f"{HERE}.shim:module"},

@@ -1,6 +1,6 @@
 """A stand-in for the package ``verl``, for users' files that import it where it is not installed.
 
-It has what public tools, simulated users and reward functions import, and nothing
+It has what public tools, simulated users, reward functions, reward managers and data set classes import, and nothing
 of verl's trainer: :data:`MODULES` lists it. Any other import is an ImportError that names what there is and what to
 write instead. Nothing here is verl's code.
 """
@@ -35,9 +35,13 @@ _MATH = _scores(
     *("math_reward", "compute_score", "is_equiv", "strip_string", "last_boxed_only_string", "remove_boxed"),
 )
 _DEFAULT = _named("reward_score", "default_compute_score")
+_REGISTER = _named("reward_managers", "register")
+_MANAGER = _named("reward_managers", "AbstractRewardManager")
+_BATCH = _named("batch", "DataProto", "DataProtoItem")
 
 MODULES: dict[str, dict[str, str]] = {  # module of verl -> name in it -> where it is here
-    "verl": {},
+    "verl": _named("batch", "DataProto"),
+    "verl.protocol": _BATCH,
     "verl.tools": {},
     "verl.tools.base_tool": {**_named("base_tool", "BaseTool"), **_SCHEMAS},
     "verl.tools.schemas": _SCHEMAS,
@@ -48,6 +52,10 @@ MODULES: dict[str, dict[str, str]] = {  # module of verl -> name in it -> where 
     "verl.interactions": {},
     "verl.interactions.base": _named("base_interaction", "BaseInteraction"),
     "verl.interactions.gsm8k_interaction": _named("verl_tools", "Gsm8kInteraction"),
+    "verl.workers": {},
+    "verl.workers.reward_manager": {**_REGISTER, **_MANAGER},
+    "verl.workers.reward_manager.registry": _REGISTER,
+    "verl.workers.reward_manager.abstract": {**_MANAGER, **_named("reward_managers", "RawRewardFn")},
     "verl.utils": {},
     "verl.utils.rollout_trace": _named("utils", "rollout_trace_op"),
     "verl.utils.fs": _named("utils", "copy_to_local"),
@@ -82,6 +90,9 @@ ADVICE = {  # beginning of a module of verl -> what to write instead; the first 
     "verl.tools": "write the tool on BaseTool, or on core.extensions.tools.tools.Tool",
     "verl.interactions": "write the user on BaseInteraction, or on core.extensions.tools.interactions.Interaction",
     "verl.utils.reward_score": "call reward_scores.scorer_for(data_source), or copy the function into your file",
+    "verl.workers.reward_manager": "write the manager on AbstractRewardManager",
+    "verl.utils.dataset": "write the class on RLHFDataset, or write parquet rows",
+    "verl.experimental.reward_loop": "write the manager on AbstractRewardManager of verl.workers.reward_manager",
     "verl.trainer": "recipes here replace trainers: a trainer's hooks are in core/ray_trainer.py",
 }
 
