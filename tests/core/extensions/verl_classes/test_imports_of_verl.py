@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from core.command_line import _extensions_problems
+from core.command_line import _of_extensions
 from core.config import compose
 from core.config.plugins import load_object
 from core.extensions.verl_classes.import_check import problems
@@ -115,9 +115,9 @@ def test_a_dry_run_checks_the_files_of_tools_and_users(tmp_path):
     file = written(tmp_path, f"tools:\n  - class_name: {tool}:T\n  - class_name: {tool}:U\n", "tools.yaml")
     users = written(tmp_path, "interaction:\n  - class_name: core.extensions.tools.tools.Calculator\n", "users.yaml")
     options = [f"{MULTI}.enable=True", f"{MULTI}.tool_config_path={file}", f"{MULTI}.interaction_config_path={users}"]
-    lines = "\n".join(_extensions_problems(compose("grpo", options))).splitlines()
+    lines = "\n".join(_of_extensions("problems_before_start", compose("grpo", options))).splitlines()
     for part, line in zip(("has no execute of its own", "has no 'U'", "does not extend"), lines, strict=True):
         assert part in line
     file.write_text(f"tools:\n  - class_name: {loop}:M\n")
-    lines = _extensions_problems(compose("grpo", options[:2]))
+    lines = _of_extensions("problems_before_start", compose("grpo", options[:2]))
     assert any("line 1: verl.tools.mcp_base_tool is not part of the stand-in" in line for line in lines)
