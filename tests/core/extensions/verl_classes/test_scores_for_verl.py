@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.config.registry import load_object
+from core.config.plugins import load_object
 from core.extensions.verl_classes.shim import MODULES
 from core.rewards.custom_reward import CustomFunction
 from core.rewards.grading import Job, Scorers, as_score
