@@ -15,7 +15,7 @@ import io
 import os
 import sys
 from collections.abc import Collection, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from core.cluster.address import address_problem
 from core.config import Composed, Config, diff, examine, extensions, paths, plugins, recipes, registry
@@ -44,7 +44,7 @@ def prepare(recipe: str, argv: Sequence[str], hooks: Collection[str] = ()) -> Co
         print(_report(recipe, composed))
         raise SystemExit(0)
     _notes(composed)
-    print("\n".join(_first_lines(composed.config, dry=False)), flush=True)
+    print("\n".join(first_lines(composed.config)), flush=True)
     return composed.config
 
 
@@ -69,13 +69,9 @@ def _outside(composed: Composed, typed: frozenset[str] | None) -> list[str]:
     return lines
 
 
-def _of_extensions(name: str, *arguments: Any) -> list[str]:
-    """Return the lines of all functions that extensions have under this name; the first argument is the config."""
-    return [line for function in extensions.functions(name, arguments[0]) for line in function(*arguments)]
-
-
-def _first_lines(config: Config, dry: bool) -> list[str]:
-    return [*first_lines(config), *_of_extensions("cost_lines", config, dry)]
+def _of_extensions(name: str, config: Config) -> list[str]:
+    """Return the lines of all functions that extensions have under this name."""
+    return [line for function in extensions.functions(name, config) for line in function(config)]
 
 
 def _without_cluster(config: Config) -> list[str]:
@@ -127,7 +123,7 @@ def _report(recipe: str, composed: Composed) -> str:
     cluster = [f"cluster: {line}" for line in _without_cluster(composed.config)]
     plan = _of_extensions("plan_lines", composed.config)
     blocks = (
-        ("what it would do", _first_lines(composed.config, dry=True)),
+        ("what it would do", first_lines(composed.config)),
         ("differs from the defaults", changed),
         ("read as", _read(composed)),
         ("has no effect in this configuration", _unused(composed)),

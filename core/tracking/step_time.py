@@ -82,11 +82,3 @@ def parts(row: Mapping[str, float]) -> dict[str, float]:
     }
     whole = row.get(f"{PREFIX}whole", row[f"{PREFIX}step"])
     return {**found, REST: whole - sum(found.values())}
-
-
-def duration(seconds: float) -> str:
-    """Return a time in the unit that a person would choose: ``84 s``, ``14 min``, ``3.5 h``."""
-    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}" if seconds >= 10 * size else f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"

@@ -19,7 +19,7 @@ from core.extensions.planning.estimate import Plan, advice
 from core.extensions.planning.model_rules import model_problems
 from core.extensions.planning.model_shapes import gpu
 from core.tracking.memory_knobs import pass_tokens
-from core.tracking.step_time import duration
+from results.reporting.numbers import duration
 from results.reporting.pages import Table, markdown_table
 from results.reporting.run_scripts import Script, Summary, read_summaries, repeats, scripts, status
 

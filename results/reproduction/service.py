@@ -19,7 +19,7 @@ from urllib.parse import urljoin
 from urllib.request import ProxyHandler, build_opener
 
 from core.errors import InputError
-from core.tracking.step_time import duration
+from results.reporting.numbers import duration
 from results.reproduction.commands import signal_group, start
 
 PROBE_S = 5.0  # of one attempt to reach it

@@ -11,6 +11,7 @@ from core.errors import InputError
 from results import feasible
 from results.reporting import feasibility
 from results.reporting.feasibility import nodes_of, verdict
+from results.reporting.numbers import duration
 from results.reporting.run_scripts import Script, read_script, repeats, scripts, status
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +40,8 @@ def test_every_script_that_trains_is_read_and_nothing_is_started(tmp_path, monke
     assert (large.recipe, large.gpus, large.least, large.model, large.lab) == ("dapo", 128, 8, "Qwen2.5-32B", False)
     nested = found["search_r1/run_qwen2.5_3b_base_ppo.sh"]  # it execs train.sh, which execs Python
     assert nested.method == "search_r1 (PPO)" and "preset=script" in nested.arguments
-    assert {one.name for one in found.values() if one.lab} == {name for name in files if name.endswith("/run_lab.sh")}
+    on_a_cpu = {name for name in files if name.endswith(("/run_lab.sh", "/run_smollm2_135m.sh"))}
+    assert {one.name for one in found.values() if one.lab} == on_a_cpu
     assert found["grpo/run_qwen2.5_0.5b_gsm8k_lora.sh"].method == "GRPO, LoRA"
 
 
@@ -130,3 +132,11 @@ def test_make_knows_the_target():
     asked = ["make", "--dry-run", "feasible", "GPU=A100", "N=16"]
     done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True)
     assert '-m results.feasible --gpu "A100" --number "16"' in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.5, "0.5 s"), (90, "90 s"), (840, "14 min"), (3.5 * 3600, "3.5 h"), (9.5 * 86400, "9.5 days")],
+)
+def test_durations_are_short(seconds, text):
+    assert duration(seconds) == text

@@ -9,7 +9,6 @@ EXTENSION = Extension(
     functions={
         "plan": f"{HERE}.estimate:plan_on",
         "architecture_problems": f"{HERE}.model_rules:model_problems",
-        "cost_lines": f"{HERE}.cost_lines:cost_lines",
-        "plan_lines": f"{HERE}.cost_lines:plan_lines",
+        "plan_lines": f"{HERE}.dry_run:plan_lines",
     },
 )

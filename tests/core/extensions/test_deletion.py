@@ -65,7 +65,7 @@ def check(done: subprocess.CompletedProcess) -> None:
 def test_the_kernel_trains_and_reports_without_any_extension(tmp_path):
     done = trained(without(tmp_path / "code", EXTENSIONS), tmp_path / "run", "report")
     check(done)
-    assert "the cost" not in done.stdout and "a step: " in done.stdout
+    assert "core.plan" not in done.stdout and "a step: " in done.stdout
 
 
 def test_a_run_imports_only_the_declarations_of_extensions_that_it_does_not_ask_for(tmp_path):
@@ -83,7 +83,7 @@ def test_a_run_imports_only_the_declarations_of_extensions_that_it_does_not_ask_
 def test_the_kernel_trains_without_one(tmp_path, name):
     done = trained(without(tmp_path / "code", [name]), tmp_path / "run", "report")
     check(done)
-    assert ("the cost" in done.stdout) == (name != "planning")
+    assert ("core.plan" in done.stdout) == (name != "planning")
 
 
 def test_a_key_of_a_deleted_extension_is_unknown_and_its_function_is_missed_by_name(tmp_path):

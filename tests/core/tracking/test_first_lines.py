@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from core.command_line import prepare
 from core.config import compose
 from core.tracking.first_lines import first_lines
-from core.tracking.step_time import duration
 
 MODEL = "actor_rollout_ref.model.path"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -73,11 +70,3 @@ def test_places_are_named_and_a_start_prints_the_lines_once(tmp_path, monkeypatc
     assert shown.err == ""
     other = "tensorboard --logdir outputs (with trainer.logger=[console,tensorboard])"
     assert lines("trainer.logger=[console]")[-1].endswith(other)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.5, "0.5 s"), (90, "90 s"), (840, "14 min"), (3.5 * 3600, "3.5 h"), (9.5 * 86400, "9.5 days")],
-)
-def test_durations_are_short(seconds, text):
-    assert duration(seconds) == text

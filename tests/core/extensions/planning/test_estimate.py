@@ -12,7 +12,7 @@ from core.config import compose
 from core.config.recipes import trainer_of
 from core.errors import InputError
 from core.extensions.planning import estimate as plan
-from core.extensions.planning.cost_lines import plan_lines
+from core.extensions.planning.dry_run import plan_lines
 from core.extensions.planning.estimate import Assumptions, Plan, block_bytes, head_bytes, update_bytes
 from core.extensions.planning.model_shapes import MODELS, Shape, gpu, shape_of
 from core.learner.head_chunk import CPU_LOGITS, GPU_LOGITS, head_logits
