@@ -19,13 +19,13 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 from core.config.locations import written_here
 from core.errors import InputError
 from core.printable import printable
 from results.reporting import readme_tables
-from results.reporting.evaluation_report import is_scores, write_evaluation
 from results.reporting.foreign_logs import read_foreign
 from results.reporting.run_reader import RecordedRun, group_name, group_runs, load_run, run_copy
 from results.reporting.run_report import headline, write_report
@@ -78,10 +78,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report(args: argparse.Namespace, bad: list[str]) -> None:
     """Report the runs that can be; what is wrong with the others is added to ``bad``. Raises InputError."""
-    scores = [path for name in args.runs if is_scores(path := Path(name))]
+    scores = [Path(name) for name in args.runs if fnmatch(name, "*.scores-*.jsonl")]  # of core.evaluate score
     if scores:
         if len(scores) < len(args.runs):
             raise InputError("runs and files of scores have pages of their own; name one kind at a time")
+        from results.reporting.evaluation_report import write_evaluation  # needs the extension evaluation
+
         page, said = write_evaluation(scores, args.out)
         print(printable(f"{said}\nreport: {page}\n"), end="")
         return

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from core.data.parquet import sha256_of
 from core.errors import InputError
-from core.extensions.evaluation.answer_file import manifest_path
 from core.extensions.evaluation.summary import Summary, summary
 from results.reporting.comparison import accuracy_by_question, paired_comparison
 from results.reporting.numbers import change, percent
@@ -23,11 +22,6 @@ from reward_scores import scorer_for
 
 LENIENT = "robust"  # the method of a scorer that has a lenient reading
 KWARGS = "reward_model.reward_kwargs"
-
-
-def is_scores(path: Path) -> bool:
-    """Return whether a path is a file of scores, which ``core.evaluate score`` wrote."""
-    return path.suffix == ".jsonl" and ".scores-" in path.name and manifest_path(path).exists()
 
 
 def write_evaluation(paths: Sequence[Path], out: Path | None) -> tuple[Path, str]:
