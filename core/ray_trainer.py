@@ -13,7 +13,6 @@ import dataclasses
 import itertools
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from core.algorithm.sequences import sum_by_sequence
 from core.checkpoint.kill_points import kill_point
 from core.cluster.local_workers import LocalWorkers
 from core.cluster.workers import Workers, ray_backend
-from core.config import registry
 from core.config.schema import Config
 from core.config.sections.optim import OptimConfig
 from core.data.parquet import Example
@@ -39,6 +37,7 @@ from core.engines.in_process_engine import InProcessEngine
 from core.learner.batching import make_batch
 from core.learner.learner import multiplier, warmup_steps
 from core.learner.models import check_files, check_lengths, load_modality, load_tokenizer
+from core.learner.step_needs import StepNeeds
 from core.rewards import RewardLayer
 from core.rewards.hook_check import check_hooks
 from core.rollout.agent_loop import AgentLoop, Episode, Limits, ToolCalls, check_examples, make_agent_loop
@@ -68,41 +67,6 @@ from reward_scores.score import Score
 
 OPENING_PROMPTS, OPENING = 8, 256  # prompts and tokens: enough for a mean, one short pass
 GREEDY = -1  # the sample index of a greedy baseline answer
-
-
-@dataclass(frozen=True)
-class StepNeeds:
-    """What a step needs beside the policy."""
-
-    critic: bool
-    ref: bool
-    baseline: bool  # a greedy answer to every prompt
-    every_old_log_prob: bool
-    no_old_log_prob: bool  # the engine's stand for them
-    prompts_per_optimizer_step: int
-    state_masking: bool  # tokens that tools wrote carry no loss
-
-    @classmethod
-    def of(cls, config: Config) -> StepNeeds:
-        algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
-        correction = algorithm.rollout_correction
-        estimator, loss = registry.estimator(algorithm.adv_estimator), registry.policy_loss(actor.policy_loss.loss_mode)
-        read_before = algorithm.use_kl_in_reward or loss.selects is not None or estimator.squares
-        return cls(
-            critic=estimator.critic,
-            ref=algorithm.use_kl_in_reward or actor.use_kl_loss,
-            baseline=estimator.greedy_baseline,
-            every_old_log_prob=read_before or actor.ppo_epochs > 1 or correction.uses_old_log_probs,
-            no_old_log_prob=correction.bypass_mode,
-            prompts_per_optimizer_step=actor.ppo_mini_batch_size,
-            state_masking=actor.state_masking,
-        )
-
-    def old_log_probs(self, batch: TrainBatch) -> bool:
-        """Return whether the step needs a pass for the old log-probs: not with one optimizer step of the batch."""
-        if self.no_old_log_prob:
-            return False
-        return self.every_old_log_prob or int(batch.group.max()) >= self.prompts_per_optimizer_step
 
 
 class RayPPOTrainer:
@@ -211,7 +175,7 @@ class RayPPOTrainer:
         return backend(self.config, self.tokenizer, device, **needs)
 
     def fit(self) -> None:
-        """Train to the last step. Each turn of the loop makes one policy version."""
+        """Train to the last step. Each iteration makes one policy version."""
         with self.session.running(self.workers, self.agent_loop, self.reward) as self.runner:
             self.session.bound_mismatch(lambda: self.workers.rounding_cost(self.opening_text()))
             self.workers.sync_weights(self.session.step)
@@ -224,6 +188,7 @@ class RayPPOTrainer:
                         batch = self.check_batch(groups_P, batch)
                         batch = self.recorders.begin(batch, Moment(groups_P, metrics, self.kl_controller, self.workers))
                         batch = self.compute_log_probs(batch, metrics)
+                        batch = self.apply_rollout_correction(batch, metrics)
                         self.recorders.between("log_probs", batch)
                         with metrics.time("adv"):
                             batch = self.compute_advantages(batch, metrics)
@@ -438,11 +403,7 @@ class RayPPOTrainer:
         return use_checks.sealed(batch, *batch.stored)
 
     def compute_log_probs(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
-        """Set ``old_log_probs``, ``ref_log_prob`` and ``values``, each only where something reads it.
-
-        With one optimizer step a batch the ratio is one by definition: the update's own pass then gives the
-        old log-probs, and the pass here is saved, unless the samples' importance weights are made of it.
-        """
+        """Set ``old_log_probs``, ``ref_log_prob`` and ``values``, each only where something reads it."""
         if self.needs.old_log_probs(batch):
             with metrics.time("old_log_prob"):
                 log_prob, entropy, *squares = self.workers.compute_log_probs(batch)
@@ -454,8 +415,6 @@ class RayPPOTrainer:
                 means.tokens({"entropy": piece.entropy}, piece.response_mask)
                 add_mismatch(mismatch, piece.old_log_probs, piece, piece.entropy)
             metrics.add({**means.result("actor"), **mismatch.result("rollout_corr")})
-            batch, corrected = correct(batch, self.config.algorithm.rollout_correction)
-            metrics.add(corrected)
         if self.needs.ref:
             with metrics.time("ref"):
                 batch = batch.adding(ref_log_prob=self.workers.compute_ref_log_prob(batch))
@@ -468,33 +427,44 @@ class RayPPOTrainer:
                 batch = use_checks.sealed(batch.adding(values=self.workers.compute_values(batch)), "values")
         return batch
 
+    def apply_rollout_correction(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
+        """Weigh or reject the tokens that the engine sampled otherwise than the learner would, where that is asked for.
+
+        It compares with old log-probs; a step without a pass for them is left as it is.
+        """
+        if "old_log_probs" not in batch.stored:
+            return batch
+        batch, corrected = correct(batch, self.config.algorithm.rollout_correction)
+        metrics.add(corrected)
+        return batch
+
     def update(self, batch: TrainBatch, metrics: StepMetrics) -> None:
         """Take the critic's optimizer steps, then the policy's once ``trainer.critic_warmup`` is over."""
         step, config = metrics.step, self.config
         if self.needs.critic:
-            rate = multiplier(config.critic.optim, step - 1, self.session.total_steps)
+            lr_multiplier = multiplier(config.critic.optim, step - 1, self.session.total_steps)
             with metrics.time("update_critic"):
-                found = self.workers.update_critic(batch, rate)
-            self.check_rate(found, "critic", config.critic.optim, step)
-            metrics.add(found)
+                measured = self.workers.update_critic(batch, lr_multiplier)
+            self.check_learning_rate(measured, "critic", config.critic.optim, step)
+            metrics.add(measured)
         kill_point("update", step)
         if step > config.trainer.critic_warmup:
             optim = config.actor_rollout_ref.actor.optim
-            rate = multiplier(optim, step - 1, self.session.total_steps)
-            invariants.rate_is_positive(rate, optim.lr, step)
+            lr_multiplier = multiplier(optim, step - 1, self.session.total_steps)
+            invariants.rate_is_positive(lr_multiplier, optim.lr, step)
             with metrics.time("update_actor"):
-                found = self.workers.update_actor(batch, rate)
-            self.check_rate(found, "actor", optim, step)
-            metrics.add(found)
-            self.updated |= use_checks.moved_enough(found, "actor")
+                measured = self.workers.update_actor(batch, lr_multiplier)
+            self.check_learning_rate(measured, "actor", optim, step)
+            metrics.add(measured)
+            self.updated |= use_checks.moved_enough(measured, "actor")
         self.measure_surprise(batch, metrics)
         kill_point("sync", step)
 
-    def check_rate(self, found: Mapping[str, float], name: str, optim: OptimConfig, step: int) -> None:
+    def check_learning_rate(self, measured: Mapping[str, float], name: str, optim: OptimConfig, step: int) -> None:
         """Check the learning rate that the optimizer had, where it took a step. Raises BrokenInvariant."""
-        if f"{name}/lr" in found and not found.get(f"{name}/skipped_updates"):
+        if f"{name}/lr" in measured and not measured.get(f"{name}/skipped_updates"):
             total = self.session.total_steps
-            use_checks.rate_is_scheduled(found[f"{name}/lr"], optim, warmup_steps(optim, total), step, total)
+            use_checks.rate_is_scheduled(measured[f"{name}/lr"], optim, warmup_steps(optim, total), step, total)
 
     def measure_surprise(self, batch: TrainBatch, metrics: StepMetrics) -> None:
         """Add ``rollout_corr/surprise_z``: how far entropy and -log p of the samples are apart, in standard errors.

@@ -41,7 +41,7 @@ class SFTTrainer(RayPPOTrainer):
         return {**super().longest(), "data.train_files": (self.stream.files.longest, 0)}
 
     def fit(self) -> None:
-        """Train to the last step. Each turn of the loop is a batch of demonstrations."""
+        """Train to the last step. Each iteration trains on a batch of demonstrations."""
         with self.session.running(self.workers, self.agent_loop, self.reward) as self.runner:
             self.validate_before_training()
             for metrics in self.session.steps():

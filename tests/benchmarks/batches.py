@@ -188,6 +188,7 @@ def measure(parts: int) -> dict:
             batch = make_batch(groups, 0, trainer.needs.state_masking)
         with watch.phase("old log-probs"):
             batch = trainer.compute_log_probs(batch, metrics)
+            batch = trainer.apply_rollout_correction(batch, metrics)
         with watch.phase("advantages"):
             batch = trainer.compute_advantages(batch, metrics)
         with watch.phase("update"):

@@ -111,7 +111,7 @@ from core.algorithm.losses import policy_loss
 from core.engines.factory import make_engine
 from core.rewards.managers import make_manager
 from core.rollout.agent_loop import make_agent_loop
-from core.ray_trainer import StepNeeds
+from core.learner.step_needs import StepNeeds
 from core.tracking.tracker import Tracker
 from core.types import StepMetrics, TrainBatch
 

@@ -55,7 +55,8 @@ def batch_phase(run: RayPPOTrainer, stored: StoredStep) -> Made:
 def log_probs_phase(run: RayPPOTrainer, stored: StoredStep, batch: TrainBatch) -> Made:
     """Compute old log-probs, those of the reference, values and importance weights."""
     metrics = StepMetrics(stored.step)
-    return Made(run.compute_log_probs(batch, metrics), repeatable(metrics))
+    batch = run.apply_rollout_correction(run.compute_log_probs(batch, metrics), metrics)
+    return Made(batch, repeatable(metrics))
 
 
 def advantages_phase(run: RayPPOTrainer, stored: StoredStep, batch: TrainBatch) -> Made:

@@ -19,7 +19,7 @@ from core.config.correction_bounds import Bounds, criteria, weight_bounds
 from core.config.sections.rollout_correction import RolloutCorrectionConfig
 from core.learner.batching import mini_batches
 from core.learner.learner import Actor
-from core.ray_trainer import StepNeeds
+from core.learner.step_needs import StepNeeds
 from tests.core.learner.test_learner import actor, actor_config, gradient, one_step, policy_module, random_batch
 from tests.golden_adapters import ADAPTERS
 from tests.golden_correction import batch_of
