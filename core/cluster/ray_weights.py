@@ -54,8 +54,8 @@ class WeightSync:
     def _attempt(self, version: int, bf16: bool) -> dict[str, float]:
         self._transfer(version)
         ids, expected = self.watch.call("probe", "call", {rank_name(r): ("probe",) for r in self._all()})[0]
-        found = self.processes.engine.probes(ids)
-        checked = (compare_probe(expected, one, bf16=bf16, is_news=self.is_news) for one in found)
+        probes = self.processes.engine.probes(ids)
+        checked = (compare_probe(expected, probe, bf16=bf16, is_news=self.is_news) for probe in probes)
         return {"rollout_corr/probe_diff": max(checked)}
 
     def _transfer(self, version: int) -> None:
