@@ -5,7 +5,6 @@ Checking a finished file is ``data_preprocess.check``; reading one for training 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from core.data.parquet import ExampleFile, Problems, sha256_of
 from core.errors import InputError
-from core.files.durable_files import fsync
+from core.files.durable_files import replacing
 
 
 @dataclass(frozen=True)
@@ -54,19 +53,14 @@ def write_rows(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> Written:
     if not rows:
         raise InputError([f"{path}: there are no rows to write; look at where they come from"])
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        try:
-            table = pa.Table.from_pylist([dict(row) for row in rows], schema=_schema(rows))
-        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-            fix = "a column holds one type, reward_model.ground_truth too"
-            raise InputError([f"{path}: the rows do not fit into one schema ({error}); {fix}"]) from error
-        pq.write_table(table, part)
-        _verify(part, path)
-        fsync(part)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+        table = pa.Table.from_pylist([dict(row) for row in rows], schema=_schema(rows))
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        fix = "a column holds one type, reward_model.ground_truth too"
+        raise InputError([f"{path}: the rows do not fit into one schema ({error}); {fix}"]) from error
+    with replacing(path) as partial:
+        pq.write_table(table, partial)
+        _verify(partial, path)
     return Written(path, len(rows), sha256_of(path))
 
 

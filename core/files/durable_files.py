@@ -43,7 +43,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
     A reader, also after a kill, finds the old content or the new one. Nothing new is left where the block raises.
     """
-    partial = path.with_name(path.name + PARTIAL)
+    partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")  # two processes may write the same file
     try:
         yield partial
         fsync(partial)

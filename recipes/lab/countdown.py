@@ -10,12 +10,13 @@ sign patterns may be right, attempts cost tokens, and an answer that is cut off 
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import string
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from core.files.durable_files import replacing
 
 NUMBERS = range(1, 10)
 COUNT = 3
@@ -105,6 +106,6 @@ def write_parquet(rows: Iterable[Countdown], split: str, path: Path) -> None:
     import pyarrow.parquet as pq
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    pq.write_table(pa.Table.from_pylist([row(q, split, index) for index, q in enumerate(rows)]), partial)
-    os.replace(partial, path)
+    table = pa.Table.from_pylist([row(q, split, index) for index, q in enumerate(rows)])
+    with replacing(path) as partial:
+        pq.write_table(table, partial)

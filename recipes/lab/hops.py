@@ -10,12 +10,13 @@ path can be right every time, and one that does not can only guess.
 from __future__ import annotations
 
 import hashlib
-import os
 import random
 import string
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from core.files.durable_files import replacing
 
 LETTERS = string.ascii_lowercase
 CYCLE = 8
@@ -117,6 +118,6 @@ def write_parquet(questions: Iterable[Hops], split: str, path: Path) -> None:
     import pyarrow.parquet as pq
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    pq.write_table(pa.Table.from_pylist([row(q, split, index) for index, q in enumerate(questions)]), partial)
-    os.replace(partial, path)
+    table = pa.Table.from_pylist([row(q, split, index) for index, q in enumerate(questions)])
+    with replacing(path) as partial:
+        pq.write_table(table, partial)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from core.files.durable_files import write_atomic
 from data_preprocess.schema import make_row, write_rows
 from recipes.search_r1.search_loop import AFTER, BEFORE, INVALID
 
@@ -134,9 +134,7 @@ def write(
     """Write ``corpus.jsonl``, ``train.parquet`` and ``test.parquet`` of a seed, each all or nothing."""
     base = draw(seed)
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f"corpus.jsonl.{os.getpid()}.part"
-    partial.write_text("".join(json.dumps(passage) + "\n" for passage in base.passages()), encoding="utf-8")
-    os.replace(partial, folder / "corpus.jsonl")
+    write_atomic(folder / "corpus.jsonl", "".join(json.dumps(passage) + "\n" for passage in base.passages()))
     for split, questions in splits(base, seed, train, test).items():
         rows = [row(question, base, split, index) for index, question in enumerate(questions)]
         write_rows(folder / f"{split}.parquet", rows)

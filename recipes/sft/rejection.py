@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -29,7 +28,7 @@ from core.data.sampler import permutation
 from core.errors import InputError
 from core.extensions.evaluation.answer_file import FORMAT, complete_answers, manifest_path, read_manifest, trajectory_of
 from core.extensions.evaluation.generate import digest_of
-from core.files.durable_files import write_atomic
+from core.files.durable_files import replacing, write_atomic
 from core.tracking import run_manifest
 from core.tracking.validation import ValRecord
 from core.types import Prompt, Stop
@@ -111,9 +110,8 @@ def write(rows: Sequence[Mapping[str, Any]], path: Path, told: Mapping[str, Any]
     import pyarrow.parquet as pq
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    pq.write_table(pa.Table.from_pylist(list(rows)), partial)
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        pq.write_table(pa.Table.from_pylist(list(rows)), partial)
     head = {"kind": "demonstrations", "format": FORMAT, **told, "sha256": sha256_of(path)}
     head["session"] = run_manifest.session(None, {})
     write_atomic(manifest_path(path), json.dumps(head, indent=1, ensure_ascii=False) + "\n")

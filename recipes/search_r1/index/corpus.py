@@ -20,6 +20,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from core.files.durable_files import write_atomic
 from recipes.search_r1.index.passages import Passage, RetrievalError
 
 ABOUT, OFFSETS, UNPACKED, SEEN = "corpus.json", "offsets.npy", "passages.jsonl", "corpus_seen.json"
@@ -177,6 +178,4 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file, all or nothing."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    part.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    os.replace(part, path)
+    write_atomic(path, json.dumps(value, indent=1) + "\n")

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from core.files.durable_files import replacing
 from recipes.search_r1.index.corpus import Corpus, Progress, no_progress, read_json, write_json
 from recipes.search_r1.index.encoder import Encoder, weights_hash
 from recipes.search_r1.index.passages import Passage, RetrievalError, fingerprint, id_order
@@ -95,9 +96,8 @@ def build_faiss(
         progress(min(ADD, rows - start))
     if index.ntotal != rows:
         raise RetrievalError(f"{path}: faiss holds {index.ntotal} of {rows} vectors; build it again")
-    part = path.with_name(f"{path.name}.part")
-    faiss.write_index(index, str(part))
-    os.replace(part, path)
+    with replacing(path) as partial:
+        faiss.write_index(index, str(partial))
     return settings
 
 
