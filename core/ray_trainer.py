@@ -40,6 +40,7 @@ from core.learner.models import check_files, check_lengths, load_modality, load_
 from core.learner.step_needs import StepNeeds
 from core.rewards import RewardLayer
 from core.rewards.hook_check import check_hooks
+from core.rewards.overlong import with_length
 from core.rollout.agent_loop import AgentLoop, Episode, Limits, ToolCalls, check_examples, make_agent_loop
 from core.rollout.background import Background
 from core.rollout.barrier import make_repeatable
@@ -52,6 +53,7 @@ from core.rollout.collect import (
     collect_ahead,
     fresh_enough,
 )
+from core.rollout.group_filter import answers_differ
 from core.session import LoopState, Session, prepare_torch
 from core.tracking.generations import generation_rows, print_examples
 from core.tracking.health import FAILED
@@ -210,12 +212,13 @@ class RayPPOTrainer:
         return await use_checks.WatchedEngine(self.workers.engine, self.sampled).sample(request)
 
     def shape_reward(self, score: Score, trajectory: Trajectory) -> Score:
-        """Return the score that trains; validation never calls it. Base: the scorer's."""
-        return score
+        """Return the score that trains; validation never calls it. Base: the scorer's, with what lengths cost."""
+        return with_length(score, trajectory, self.config)
 
     def keep_group(self, group: ScoredGroup) -> bool:
-        """Return whether a step may train on the group; validation never calls it. Base: always."""
-        return True
+        """Return whether a step may train on the group; validation never calls it. Base: always, unless filtered."""
+        filters = self.config.algorithm.filter_groups
+        return not filters.enable or answers_differ(group, filters.metric)
 
     def compute_advantages(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
         """Set ``advantages`` and ``returns`` by ``algorithm.adv_estimator``, after a KL penalty in the reward."""

@@ -1,4 +1,4 @@
-"""How the golden vectors of DAPO map onto the recipe's hooks and onto ``core.rollout.collect``."""
+"""How the golden vectors of DAPO map onto the trainer's hooks and onto ``core.rollout.collect``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 from core.config import compose
 from core.errors import InputError
+from core.ray_trainer import RayPPOTrainer
 from core.rollout.collect import CollectLimits, CollectState, Exhausted, collect
+from core.rollout.group_filter import SAME
 from core.types import Prompt, ScoredGroup, Stop, Trajectory
-from recipes.dapo.dapo_ray_trainer import SAME, RayDAPOTrainer
-from recipes.dapo.main_dapo import HOOKS
 from reward_scores.score import Score
 from tests.golden_io import Case, Comparison
 
@@ -24,9 +24,9 @@ SURPLUS = "prompts after the last one that trains are drawn again in the next st
 
 
 @functools.cache
-def trainer(*overrides: str) -> RayDAPOTrainer:
+def trainer(*overrides: str) -> RayPPOTrainer:
     """The trainer with the recipe's configuration; it has not started."""
-    return RayDAPOTrainer(compose("dapo", overrides, HOOKS))
+    return RayPPOTrainer(compose("dapo", overrides))
 
 
 def trajectory(length: int, *, stop: Stop = Stop.EOS) -> Trajectory:
@@ -41,7 +41,7 @@ def group(scores: list[Score], ordinal: int = 0) -> ScoredGroup:
     return ScoredGroup(prompt, (SHORT,) * len(scores), tuple(scores))
 
 
-def buffered(limit: int, buffer: int, factor: float) -> RayDAPOTrainer:
+def buffered(limit: int, buffer: int, factor: float) -> RayPPOTrainer:
     return trainer(
         f"data.max_response_length={limit}",
         f"reward_model.overlong_buffer.len={buffer}",

@@ -37,10 +37,10 @@ import torch
 from core.cluster.ray_workers import RayWorkers
 from core.config import compose
 from core.learner.batching import make_batch
+from core.ray_trainer import RayPPOTrainer
 from core.tracking.metrics import data_metrics
 from core.tracking.run_manifest import hardware
 from core.types import Prompt, Segment, StepMetrics, Stop, TrainBatch, Trajectory
-from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer
 from reward_scores.score import Score
 from tests import scripted_engine
 from tests.benchmarks.head_memory import MIB, _resident
@@ -140,10 +140,10 @@ class Wire:
         return reply
 
 
-def make_trainer(parts: int, watch: Stopwatch) -> RayDAPOTrainer:
+def make_trainer(parts: int, watch: Stopwatch) -> RayPPOTrainer:
     """Return the trainer of the published step, a ``parts``-th of its prompts, over the scripted engine and ranks."""
     prompts = PROMPTS // parts
-    trainer = RayDAPOTrainer(
+    trainer = RayPPOTrainer(
         compose(
             "dapo",
             [
@@ -158,7 +158,6 @@ def make_trainer(parts: int, watch: Stopwatch) -> RayDAPOTrainer:
                 "trainer.n_gpus_per_node=8",
                 "trainer.total_training_steps=1",
             ],
-            {"keep_group", "shape_reward"},
         )
     )
     prompt_ids = tuple(range(1000, 1000 + PROMPT))

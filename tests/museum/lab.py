@@ -61,7 +61,7 @@ EPISODES = {"trainer": "recipes.search_r1.search_r1_ray_trainer:SearchR1Trainer"
 LABS = {
     "ppo": Lab("ppo"),
     "grpo": Lab("grpo"),
-    "dapo": Lab("dapo", trainer="recipes.dapo.dapo_ray_trainer:RayDAPOTrainer", hooks=("shape_reward", "keep_group")),
+    "dapo": Lab("dapo"),
     "search_r1": Lab("search_r1", overrides=SEARCH, **EPISODES),
     "search_r1_ppo": Lab(
         "search_r1",

@@ -29,11 +29,11 @@ from core.engines import hf, in_process_engine, sampling
 from core.learner import batching, learner, log_probs, lora, packing
 from core.ray_trainer import RayPPOTrainer
 from core.rewards import grading, layer
+from core.rollout import group_filter
 from core.rollout.agent_loop import Episode
 from core.session import Session
 from core.tracking.recorders import Recorders
 from core.types import Stop, TrainBatch, Trajectory
-from recipes.dapo import dapo_ray_trainer
 from recipes.search_r1 import search_loop
 from reward_scores.score import Score
 
@@ -521,8 +521,8 @@ def answer_of_the_query_before_later(original, retriever):
     return under_the_key_before
 
 
-@replaces(dapo_ray_trainer.RayDAPOTrainer, "metric")
-def filter_reads_shaped_reward(original, self, score, group):
+@replaces(group_filter, "compared_value")
+def filter_reads_shaped_reward(original, score, group, metric):
     return score.value
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import inspect
 import json
 import logging
 import subprocess
@@ -14,16 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from core import ray_trainer
 from core.algorithm.advantages import AdvantageInputs, grpo
 from core.config import compose, examine
 from core.errors import InputError
 from core.learner.batching import make_batch, mini_batches
+from core.ray_trainer import RayPPOTrainer
+from core.rewards.overlong import overlong_punishment
 from core.rollout.collect import Exhausted
 from core.types import ScoredGroup, Stop
 from recipes.dapo import main_dapo
-from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer
-from recipes.dapo.overlong_punishment import overlong_punishment
 from recipes.lab import report
 from recipes.lab.base_model import BaseRecipe, build
 from reward_scores.score import Score, ScoreStatus
@@ -105,7 +103,7 @@ def test_an_all_right_group_with_a_length_penalty():
     with_score = [dataclasses.replace(s, parts={**s.parts, "score": 1.0}) for s in lengthy.scores]  # the scorer's own
     assert not trainer("algorithm.filter_groups.metric=score").keep_group(group(with_score))
     for metric, warned in (("seq_reward", 1), ("seq_final_reward", 1), ("acc", 0), ("score", 0)):
-        composed = examine("dapo", [f"algorithm.filter_groups.metric={metric}"], main_dapo.HOOKS)
+        composed = examine("dapo", [f"algorithm.filter_groups.metric={metric}"])
         assert len(composed.warnings) == warned and not composed.problems
 
 
@@ -137,9 +135,8 @@ def test_each_technique_has_a_switch_of_its_own():
             *("algorithm.filter_groups.enable=False", NO_BUFFER, "actor_rollout_ref.actor.clip_ratio_high=0.2"),
             "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
         ],
-        main_dapo.HOOKS,
     )
-    base, actor = compose("dapo", [], main_dapo.HOOKS).actor_rollout_ref.actor, plain.actor_rollout_ref.actor
+    base, actor = compose("dapo", []).actor_rollout_ref.actor, plain.actor_rollout_ref.actor
     assert (base.clip_ratio_low, base.clip_ratio_high, base.loss_agg_mode) == (0.2, 0.28, "token-mean")
     assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.overlong_filtering) == (0.2, 0.2, False)
 
@@ -157,7 +154,7 @@ def test_each_technique_has_a_switch_of_its_own():
 )
 def test_bad_input_is_refused(overrides, says):
     with pytest.raises(InputError, match=says):
-        compose("dapo", overrides, main_dapo.HOOKS)
+        compose("dapo", overrides)
 
 
 # -- overlong filtering --
@@ -184,19 +181,22 @@ def test_a_truncated_answer_carries_no_loss_and_keeps_its_reward_in_the_group():
 # -- the recipe's folder --
 
 
-def test_the_hooks_that_main_names_are_those_that_the_class_overrides():
-    module, _, name = main_dapo.TRAINER.partition(":")
-    assert (module, name) == (RayDAPOTrainer.__module__, RayDAPOTrainer.__name__)
-    text = inspect.getsource(ray_trainer).partition("# -- hooks")[2].partition("# -- phases")[0]
-    hooks = {name for name in vars(ray_trainer.RayPPOTrainer) if f"def {name}(" in text}
-    assert hooks == {"generate", "shape_reward", "keep_group", "compute_advantages"}
-    overridden = set(vars(RayDAPOTrainer)) & {name for each in RayDAPOTrainer.__mro__[1:] for name in vars(each)}
-    assert {name for name in overridden if not name.startswith("__")} == set(main_dapo.HOOKS) <= hooks
+def test_each_part_alone_is_a_key_of_any_recipe():
+    """Under GRPO: the penalty without the filter, the filter without the penalty, and neither."""
+    buffer = ["reward_model.overlong_buffer.enable=True", "reward_model.overlong_buffer.len=100"]
+    buffer += ["reward_model.overlong_buffer.penalty_factor=1.0", "reward_model.reward_manager=dapo"]
+    punished = RayPPOTrainer(compose("grpo", buffer))
+    filtered = RayPPOTrainer(compose("grpo", ["algorithm.filter_groups.enable=True"]))
+    plain = RayPPOTrainer(compose("grpo"))
+    alike, long = group([RIGHT, RIGHT]), trajectory(462)
+    assert punished.shape_reward(RIGHT, long).value == 0.5 and punished.keep_group(alike)
+    assert filtered.shape_reward(RIGHT, long) is RIGHT and not filtered.keep_group(alike)
+    assert plain.shape_reward(RIGHT, long) is RIGHT and plain.keep_group(alike)
 
 
 def test_the_presets_differ_where_paper_and_script_do():
     def preset(name):
-        return compose("dapo", [f"preset={name}"], main_dapo.HOOKS)
+        return compose("dapo", [f"preset={name}"])
 
     paper, script = preset("paper"), preset("script")
     for config in (paper, script):
@@ -235,18 +235,18 @@ def files(tmp_path_factory) -> Path:
     return folder
 
 
-def tiny(files: Path, run: Path, steps: int, *overrides: str) -> RayDAPOTrainer:
+def tiny(files: Path, run: Path, steps: int, *overrides: str) -> RayPPOTrainer:
     """A trainer that is ready to fit, with a dump of what it trains on."""
     common = [
         *(f"{ROLLOUT}.n=2", "reward_model.overlong_buffer.len=2", f"trainer.rollout_data_dir={run}-rollouts"),
         *("data.gen_batch_size=6", "trainer.test_freq=-1", "trainer.val_before_train=False"),
     ]
     arguments = command(files, "dapo", steps, *common, *overrides)(run)[3:]
-    return RayDAPOTrainer(compose("dapo", arguments, main_dapo.HOOKS)).init_workers()
+    return RayPPOTrainer(compose("dapo", arguments)).init_workers()
 
 
 def test_a_metric_that_the_scorer_does_not_give_ends_the_run_before_a_model_loads(files, tmp_path, monkeypatch):
-    monkeypatch.setattr(RayDAPOTrainer, "make_workers", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(RayPPOTrainer, "make_workers", lambda *_: pytest.fail("a model was loaded"))
     with pytest.raises(InputError, match=r"metric=format: the scorer of data_source=tests/letters gives no such part"):
         tiny(files, tmp_path / "run", 1, "algorithm.filter_groups.metric=format")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
@@ -319,7 +319,7 @@ def test_validation_neither_shapes_nor_filters(files, tmp_path, monkeypatch):
         raise AssertionError("validation called a hook of training")
 
     validated = tiny(files, tmp_path / "run", 1, "data.max_response_length=3", FILTERING)
-    for name in main_dapo.HOOKS:
+    for name in ("shape_reward", "keep_group"):
         monkeypatch.setattr(validated, name, refuse)
     groups = asyncio.run(validated.evaluate())
     validated.workers.close()

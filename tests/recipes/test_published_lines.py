@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from core.command_line import prepare
-from recipes.dapo import main_dapo
 from recipes.search_r1 import main_search_r1
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ROOT / "tests" / "commands"
 LINES = sorted(COMMANDS.glob("*.args"))
 RECIPES = {"grpo": "grpo", "dapo": "dapo", "search_r1": "search_r1"}  # every other one is a line of main_ppo
-HOOKS = {"dapo": main_dapo.HOOKS, "search_r1": main_search_r1.HOOKS}
+HOOKS = {"search_r1": main_search_r1.HOOKS}
 
 
 def arguments(path):
@@ -95,7 +94,7 @@ def test_the_published_length_and_evaluation_are_warned_about(folder, monkeypatc
     repaired = ["trainer.total_training_steps=330", "actor_rollout_ref.rollout.val_kwargs.n=32"]
     for extra, warned in (([], True), (repaired, False)):
         with pytest.raises(SystemExit):
-            prepare("dapo", [*arguments(COMMANDS / "dapo.args"), *extra], main_dapo.HOOKS)
+            prepare("dapo", [*arguments(COMMANDS / "dapo.args"), *extra])
         printed = capsys.readouterr().out
         assert ("trainer.total_epochs=1: ends after one pass" in printed) == warned
         assert ("val_kwargs.n=1: samples one answer a question" in printed) == warned

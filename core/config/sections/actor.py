@@ -79,12 +79,6 @@ rules = RuleBook()
 
 @rules.problem
 def the_loss(c: View) -> Broken:
-    if c.actor.overlong_filtering and "shape_reward" not in c.hooks:
-        yield (
-            "actor_rollout_ref.actor.overlong_filtering",
-            f"recipe {c.recipe} does not mask truncated answers: its trainer has no shape_reward; use the recipe "
-            "whose trainer does: python -m recipes.dapo.main_dapo",
-        )
     if c.gives("actor_rollout_ref.actor.loss_agg_mode") and c.loss.aggregation not in (None, c.actor.loss_agg_mode):
         yield (
             "actor_rollout_ref.actor.loss_agg_mode",

@@ -41,17 +41,12 @@ class AlgorithmConfig(Section):
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
 
 
+SHAPED = ("seq_reward", "seq_final_reward", "overlong", "is_overlong")  # metrics that hold the length penalty
 rules = RuleBook()
 
 
 @rules.problem
 def groups_and_their_filter(c: View) -> Broken:
-    if c.filters.enable and "keep_group" not in c.hooks:
-        yield (
-            "algorithm.filter_groups.enable",
-            f"recipe {c.recipe} keeps every group: its trainer has no keep_group; use the recipe whose trainer "
-            "does: python -m recipes.dapo.main_dapo",
-        )
     if c.config.generates and c.rollout.n == 1 and c.estimator.groups:
         yield (
             "actor_rollout_ref.rollout.n",
@@ -118,6 +113,16 @@ def the_estimator(c: View) -> Broken:
             f"{c.algorithm.adv_estimator} divides by the group's mean reward, which a penalty in the reward makes "
             "something else; switch algorithm.use_kl_in_reward and reward_model.overlong_buffer.enable off; "
             "use_kl_loss has the KL in the loss",
+        )
+
+
+@rules.warning
+def the_filter_reads_lengths(c: View) -> Broken:
+    if c.filters.enable and c.buffer.enable and c.filters.metric in SHAPED:
+        yield (
+            "algorithm.filter_groups.metric",
+            "holds the length penalty: groups of equal answers are then kept for their lengths; acc is what the "
+            "scorer calls correct",
         )
 
 

@@ -126,11 +126,16 @@ def who_grades(c: View) -> Broken:
             "reward_model.memory_limit_mb",
             "is too little for a worker that has only started; at least 256; raise it, or null for no limit",
         )
-    if c.buffer.enable and "shape_reward" not in c.hooks:
+    if c.buffer.enable and (not 1 <= c.buffer.len <= c.data.max_response_length):
         yield (
-            "reward_model.overlong_buffer.enable",
-            f"recipe {c.recipe} does not shape rewards: its trainer has no shape_reward; use the recipe whose "
-            "trainer does: python -m recipes.dapo.main_dapo",
+            "reward_model.overlong_buffer.len",
+            f"must be between 1 and data.max_response_length={c.data.max_response_length}; shorten the buffer, or "
+            "lengthen the response",
+        )
+    if c.buffer.enable and c.buffer.penalty_factor == 0:
+        yield (
+            "reward_model.overlong_buffer.penalty_factor",
+            "penalises nothing; set 1.0, or reward_model.overlong_buffer.enable=False",
         )
 
 

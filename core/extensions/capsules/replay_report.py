@@ -129,7 +129,7 @@ def changed(stored: StoredStep, changes: Sequence[str]) -> Config:
         if not sign:
             raise InputError(f"--with {text}: write key=value, as in {ACTOR}clip_ratio=0.1")
         if not convert.known(key, schema):
-            raise InputError(str(unknown_key(key, value, CommandLine(stored.facts["recipe"], schema))))
+            raise InputError(str(unknown_key(key, value, CommandLine("", schema))))
         if (role := roles.role_of(key)) != roles.OBJECTIVE:
             rule = f"is a key of {role} and does not decide what is trained"
             raise InputError(f"{key}={value}: {rule}; --with tries keys of the objective, as {ACTOR}clip_ratio")

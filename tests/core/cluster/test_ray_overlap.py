@@ -17,8 +17,7 @@ import torch
 from core.cluster.ray_workers import RayWorkers
 from core.cluster.restarts import train
 from core.config import compose
-from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer
-from recipes.dapo.main_dapo import HOOKS
+from core.ray_trainer import RayPPOTrainer
 from tests.core.ray_cluster import cluster_config, local_ray
 from tests.faults.tiny_run import command, prepare
 
@@ -81,7 +80,7 @@ def note_samples(process, folder: Path) -> None:
     process.engine.sample = noted
 
 
-class Trainer(RayDAPOTrainer):
+class Trainer(RayPPOTrainer):
     """Keeps what each step trained on; over Ray, what is drawn ahead is sent once the update has begun."""
 
     kill_in = 0  # the step whose update ends with a kill -9 of the learner, once
@@ -147,7 +146,7 @@ def files(tmp_path_factory):
 def fit(files: Path, name: str, *overrides: str) -> Fitted:
     arguments = command(files, "dapo", STEPS, *STALE, *FILTERED, *overrides)(files / name)[3:]
     tries: list[Trainer] = []
-    train(Trainer, compose("dapo", arguments, hooks=HOOKS), 0, lambda run, _: tries.append(run))
+    train(Trainer, compose("dapo", arguments), 0, lambda run, _: tries.append(run))
     return Fitted(files / name, tries)
 
 

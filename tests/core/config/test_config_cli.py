@@ -165,9 +165,9 @@ def test_help_lists_every_key(here, capsys):
 
 
 def test_hooks_reach_the_rules(data, capsys):
-    overrides = [*data, "algorithm.filter_groups.enable=True"]
-    assert "recipes.dapo.main_dapo" in ends(2, "grpo", overrides, capsys=capsys).err
-    assert prepare("grpo", overrides, hooks=("keep_group",)).algorithm.filter_groups.enable
+    overrides = [*data, "data.max_obs_length=100"]
+    assert "recipes.search_r1.main_search_r1" in ends(2, "grpo", overrides, capsys=capsys).err
+    assert "plays episodes" in ends(2, "grpo", overrides, hooks=("generate",), capsys=capsys).err
 
 
 def test_what_is_checked_at_start_names_packages_logins_and_functions(data):

@@ -49,7 +49,6 @@ def examined(recipe, overrides, hooks=()):
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
 LAYERS = "tensor_model_parallel_size"
 COMPILED = "use_torch_compile=true"
-DAPO = ("keep_group", "shape_reward")
 FILTER = ("algorithm.filter_groups.enable=True", f"{ROLLOUT}.n=4")
 BUFFER = ("reward_model.overlong_buffer.enable=True", "reward_model.overlong_buffer.len=100")
 FACTOR = "reward_model.overlong_buffer.penalty_factor=1.0"
@@ -228,36 +227,33 @@ BROKEN = [
         *(f"{REF}.log_prob_max_token_len_per_gpu=1000", "raise it to 1024"),
     ),
     ("ppo", ["critic.ppo_max_token_len_per_gpu=1000"], (), "critic.ppo_max_token_len_per_gpu=1000", "raise it to 1024"),
-    ("grpo", FILTER, (), "algorithm.filter_groups.enable=true", "recipes.dapo.main_dapo"),
-    ("grpo", [*BUFFER, FACTOR], (), "reward_model.overlong_buffer.enable=true", "recipes.dapo.main_dapo"),
-    ("grpo", [f"{ACTOR}.overlong_filtering=True"], (), f"{ACTOR}.overlong_filtering=true", "recipes.dapo.main_dapo"),
     *(
         ("ppo", [f"algorithm.adv_estimator={name}"], (), f"{ROLLOUT}.n=1", f"algorithm.adv_estimator={name}")
         for name in ("grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline", "grpo_passk")
     ),
-    ("ppo", ["algorithm.filter_groups.enable=True"], DAPO, f"{ROLLOUT}.n=1", "drops groups of equal answers"),
+    ("ppo", ["algorithm.filter_groups.enable=True"], (), f"{ROLLOUT}.n=1", "drops groups of equal answers"),
     (
         "grpo",
         [*FILTER, "data.gen_batch_size=512"],
-        DAPO,
+        (),
         "data.gen_batch_size=512",
         "at least data.train_batch_size=1024",
     ),
     (
-        *("grpo", [*FILTER, "algorithm.filter_groups.max_num_gen_batches=0"], DAPO),
+        *("grpo", [*FILTER, "algorithm.filter_groups.max_num_gen_batches=0"], ()),
         *("algorithm.filter_groups.max_num_gen_batches=0", "collecting for a step is bounded"),
     ),
     (
         "grpo",
         [*FILTER, "algorithm.filter_groups.metric=seq_final_reward", "algorithm.use_kl_in_reward=True"],
-        *(DAPO, "algorithm.filter_groups.metric=seq_final_reward", "known only after"),
+        *((), "algorithm.filter_groups.metric=seq_final_reward", "known only after"),
     ),
     (
-        *("dapo", [SHORT, "reward_model.overlong_buffer.len=513"], DAPO),
+        *("dapo", [SHORT, "reward_model.overlong_buffer.len=513"], ()),
         *("reward_model.overlong_buffer.len=513", "between 1 and data.max_response_length=512"),
     ),
-    ("dapo", ["reward_model.overlong_buffer.len=0"], DAPO, "reward_model.overlong_buffer.len=0", "between 1 and"),
-    ("dapo", [FACTOR.replace("1", "0")], DAPO, "reward_model.overlong_buffer.penalty_factor=0.0", "penalises nothing"),
+    ("dapo", ["reward_model.overlong_buffer.len=0"], (), "reward_model.overlong_buffer.len=0", "between 1 and"),
+    ("dapo", [FACTOR.replace("1", "0")], (), "reward_model.overlong_buffer.penalty_factor=0.0", "penalises nothing"),
     (
         *("ppo", ["reward_model.reward_manager=batch"], ()),
         *("reward_model.reward_manager=batch", "set custom_reward_function.path"),
@@ -360,6 +356,10 @@ BROKEN = [
         *("trainer.capsule_steps=[1]", "set trainer.backend=local"),
     ),
     (
+        *("sft", ["trainer.capsule_steps=[1]"], ()),
+        *("trainer.capsule_steps=[1]", "supervised fine-tuning has none"),
+    ),
+    (
         *("grpo", ["trainer.capsule_steps=[1]", "actor_rollout_ref.model.lora_rank=8"], ()),
         *("trainer.capsule_steps=[1]", "keeps whole models"),
     ),
@@ -412,19 +412,19 @@ BROKEN = [
         *((), f"{ROLLOUT}.tensor_model_parallel_size=2", "divide the 3 GPUs of a node"),
     ),
     (
-        *("grpo", [*FILTER, f"{ACTOR}.optim.lr_scheduler_type=cosine"], DAPO),
+        *("grpo", [*FILTER, f"{ACTOR}.optim.lr_scheduler_type=cosine"], ()),
         *(f"{ACTOR}.optim.lr_scheduler_type=cosine", "set trainer.total_training_steps"),
     ),
     (
-        *("grpo", [*FILTER, f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"], DAPO),
+        *("grpo", [*FILTER, f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"], ()),
         *(f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1", "or give lr_warmup_steps"),
     ),
     (
-        *("ppo", [*FILTER, "critic.optim.lr_scheduler_type=cosine"], DAPO),
+        *("ppo", [*FILTER, "critic.optim.lr_scheduler_type=cosine"], ()),
         *("critic.optim.lr_scheduler_type=cosine", "set trainer.total_training_steps"),
     ),
     (
-        *("ppo", [*FILTER, "critic.optim.lr_warmup_steps_ratio=0.1"], DAPO),
+        *("ppo", [*FILTER, "critic.optim.lr_warmup_steps_ratio=0.1"], ()),
         *("critic.optim.lr_warmup_steps_ratio=0.1", "or give lr_warmup_steps"),
     ),
     (
@@ -541,10 +541,10 @@ FINE = [
     ("ppo", ["data.max_response_length=32256", f"{ACTOR}.ppo_max_token_len_per_gpu=32768"], ()),
     ("ppo", [f"{REF}.log_prob_max_token_len_per_gpu=5"], ()),  # no reference runs
     ("grpo", ["critic.ppo_max_token_len_per_gpu=5"], ()),  # no critic runs
-    ("grpo", [*FILTER, "data.gen_batch_size=3072"], DAPO),
-    ("grpo", [*FILTER, f"{ACTOR}.optim.lr_scheduler_type=cosine", "trainer.total_training_steps=9"], DAPO),
+    ("grpo", [*FILTER, "data.gen_batch_size=3072"], ()),
+    ("grpo", [*FILTER, f"{ACTOR}.optim.lr_scheduler_type=cosine", "trainer.total_training_steps=9"], ()),
     ("grpo", [f"{ACTOR}.optim.lr_scheduler_type=cosine", f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"], ()),
-    ("dapo", [SHORT, "reward_model.overlong_buffer.len=512"], DAPO),
+    ("dapo", [SHORT, "reward_model.overlong_buffer.len=512"], ()),
     ("ppo", ["algorithm.adv_estimator=remax"], ()),
     ("ppo", ["algorithm.adv_estimator=reinforce_plus_plus"], ()),
     ("ppo", ["algorithm.adv_estimator=my.pkg:mine"], ()),
@@ -595,9 +595,9 @@ WARNED = [
         "the published bound is clip_ratio=0.05",
     ),
     ("grpo", [f"{ACTOR}.policy_loss.loss_mode=dppo_tv"], (), "the published runs have clip_ratio_c=10000"),
-    ("dapo", ["algorithm.filter_groups.metric=seq_reward"], DAPO, "length penalty"),
-    ("dapo", ["trainer.total_epochs=1"], DAPO, "each prompt about 100 times"),
-    ("dapo", [f"{ROLLOUT}.val_kwargs={{do_sample: True, temperature: 1.0}}"], DAPO, "n=32"),
+    ("dapo", ["algorithm.filter_groups.metric=seq_reward"], (), "length penalty"),
+    ("dapo", ["trainer.total_epochs=1"], (), "each prompt about 100 times"),
+    ("dapo", [f"{ROLLOUT}.val_kwargs={{do_sample: True, temperature: 1.0}}"], (), "n=32"),
 ]
 
 
@@ -624,7 +624,8 @@ NSYS = "global_profiler.global_tool_config.nsys.worker_nsight_options"
 UNWATCHED = (  # those with bounds of their own
     *("trainer.health.nonfinite.bound=null", "trainer.health.judge_agreement.bound=null"),
     "trainer.health.scorer_errors.bound=null",
-    "trainer.health.surprise.bound=null",
+    *("trainer.health.surprise.bound=null", "trainer.health.repetition.bound=null"),
+    "trainer.health.unfinished.bound=null",
     f"{CORRECTION}.rollout_is=token",
 )
 SAPO = f"{ACTOR}.policy_loss.loss_mode=sapo"

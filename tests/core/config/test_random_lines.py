@@ -24,7 +24,7 @@ from core.config.frozen import thaw
 from core.config.problem import one_line
 from core.extensions.planning.model_shapes import shape_of
 
-HOOKS = {"ppo": (), "grpo": (), "dapo": ("shape_reward", "keep_group"), "search_r1": ("generate",)}
+HOOKS = {"ppo": (), "grpo": (), "dapo": (), "search_r1": ("generate",)}
 LINES = 250  # a recipe
 
 NAMES = [

@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from core.config import examine
 from core.data.sampler import derive_seed, sampling_seed
 from core.engines import SampleRequest, SamplingParams
+from core.ray_trainer import RayPPOTrainer
 from core.rollout.background import Background
 from core.rollout.collect import CollectLimits, CollectState, collect, collect_ahead, fresh_enough
 from core.types import Dropped, Prompt, ScoredGroup
-from recipes.dapo.dapo_ray_trainer import RayDAPOTrainer
-from recipes.dapo.main_dapo import HOOKS
 from results.reporting.run_reader import load_run
 from reward_scores.score import Score
 from tests.core.rollout.test_collect import Rollouts, group
@@ -189,7 +188,7 @@ class Overlapping(ScriptedWorkers):
         return super().update_actor(batch, lr_multiplier)
 
 
-class Trainer(scripted(RayDAPOTrainer)):
+class Trainer(scripted(RayPPOTrainer)):
     overlapping = False
 
     def make_workers(self, device):
@@ -216,7 +215,7 @@ def mixed(ordinal: int, version: int) -> bool:
 def fit(folder, name, *overrides, timing=0, overlapping=False, steps=STEPS):
     config = configured(
         folder, name, "algorithm.filter_groups.enable=True", "data.gen_batch_size=6", "trainer.save_freq=1",
-        "reward_model.overlong_buffer.enable=False", *overrides, steps=steps, recipe="dapo", hooks=HOOKS,
+        "reward_model.overlong_buffer.enable=False", *overrides, steps=steps, recipe="dapo",
     )  # fmt: skip
     run = Trainer(config, answers, random_latency(timing))
     run.overlapping = overlapping

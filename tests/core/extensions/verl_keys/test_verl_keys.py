@@ -17,7 +17,7 @@ HYBRID = ("trainer.nnodes=2", "trainer.n_gpus_per_node=8")
 
 
 def lines(*overrides, recipe="ppo"):
-    return examine(recipe, overrides, ("shape_reward", "keep_group")).problems
+    return examine(recipe, overrides).problems
 
 
 @pytest.mark.parametrize(
