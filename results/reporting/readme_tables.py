@@ -195,8 +195,7 @@ def render(results: Path) -> str:
         *(_section("## Runs", run_table(summaries, linked=True, verified=verified))),
         *(_section(f"## Evaluations\n\n{EVALUATIONS}", evaluation_table(evaluations))),
         "Curves, samples and settings, or a comparison of runs: `python -m results.report results/<recipe>/<run> ...`. "
-        "Where a run will end, from its first half: `python -m results.forecast <run>`; `benchmarks/forecast.md` has "
-        "how good that was. How often studies on a laptop agree with signs that are known of large models: "
+        "How often studies on a laptop agree with signs that are known of large models: "
         "[claims.md](claims.md), by `python -m results.claims`.",
         "## Reported elsewhere",
         "A run stands here if it names the row (`trainer.reference=<row>`), is finished, was validated at its end on "

@@ -16,8 +16,8 @@ from typing import Any
 from core.tracking import step_time
 from core.tracking.tracker import spread_out
 from results.reporting.comparison_report import comparison, flipped_in_run, with_baseline
+from results.reporting.curve_fits import fits
 from results.reporting.curves import Group, curves, panels
-from results.reporting.forecasts import fits
 from results.reporting.pages import (
     Block,
     Curves,

@@ -16,7 +16,7 @@ from core.config.yaml_files import read_table
 from core.tracking.confidence_intervals import Estimate, t_interval
 from core.tracking.run_manifest import ROOT
 from results.reporting.comparison import holm, paired_p, seed_interval
-from results.reporting.forecasts import curve_fits
+from results.reporting.curve_fits import curve_fits
 from results.reporting.numbers import with_interval
 from results.reporting.pages import (
     Block,
