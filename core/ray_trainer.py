@@ -20,7 +20,7 @@ import torch
 
 from core.algorithm import advantages, invariants, use_checks
 from core.algorithm.kl import KLController, kl_rewards
-from core.algorithm.losses import Means
+from core.algorithm.losses import MetricSums
 from core.algorithm.rollout_correction import MISMATCH_READS, add_mismatch, correct
 from core.algorithm.sequences import sum_by_sequence
 from core.checkpoint.kill_points import kill_point
@@ -412,7 +412,7 @@ class RayPPOTrainer:
                 log_prob, entropy, *squares = self.workers.compute_log_probs(batch)
             batch = batch.adding(old_log_probs=log_prob, sum_pi_squared=squares[0] if squares else None)
             batch = use_checks.sealed(batch, "old_log_probs", "sum_pi_squared")
-            means, mismatch = Means(), Means()
+            means, mismatch = MetricSums(), MetricSums()
             measured = batch.adding(entropy=entropy).only((*MISMATCH_READS, "entropy"))
             for piece in measured.pieces():
                 means.tokens({"entropy": piece.entropy}, piece.response_mask)

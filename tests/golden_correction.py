@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from core.algorithm import rollout_correction as rc
-from core.algorithm.losses import Means
+from core.algorithm.losses import MetricSums
 from core.config import correction_bounds
 from core.types import TrainBatch
 from tests.golden_io import Case, Comparison
@@ -81,7 +81,7 @@ def _rejection(case: Case, precision: str) -> Iterator[Comparison]:
 
 
 def _mismatch(case: Case, precision: str) -> Iterator[Comparison]:
-    means, batch = Means(), batch_of(*_given(case, precision))
+    means, batch = MetricSums(), batch_of(*_given(case, precision))
     rc.add_mismatch(means, batch.old_log_probs, batch)
     got = {name.removeprefix("rollout_corr/"): value for name, value in means.result("rollout_corr").items()}
     yield from _compared(got, case.want(precision), _perplexities(case), 1e-6 if precision == "f64" else 4e-5)

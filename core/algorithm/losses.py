@@ -175,8 +175,8 @@ def loss_weights(
     return torch.where(mask, spread_over_tokens(share.to(dtype), lengths_B), 0)
 
 
-class Means:
-    """Token-weighted means over the optimizer steps of one update, per name over the tokens it was computed on."""
+class MetricSums:
+    """Sums and counts of metrics, which add up over micro-batches, steps and ranks; the result is their means."""
 
     def __init__(self) -> None:
         self.sums: dict[str, float] = defaultdict(float)
@@ -202,7 +202,7 @@ class Means:
         """Keep a minimum over everything."""
         self.troughs[name] = min(self.troughs.get(name, value), value)
 
-    def merge(self, other: Means) -> None:
+    def merge(self, other: MetricSums) -> None:
         for name, total in other.sums.items():
             self.sums[name] += total
             self.counts[name] += other.counts[name]

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from core.algorithm.losses import LOG_RATIO_BOUND, Means
+from core.algorithm.losses import LOG_RATIO_BOUND, MetricSums
 from core.algorithm.sequences import (
     count_by_sequence,
     max_by_sequence,
@@ -233,7 +233,7 @@ def _means_of_sequences(values_N: Tensor, mask_N: Tensor, lengths_B: Tensor) -> 
     return mean_by_sequence(values_N, mask_N, lengths_B)[count_by_sequence(mask_N, lengths_B) > 0]
 
 
-def add_mismatch(means: Means, log_prob_N: Tensor, batch: TrainBatch, entropy_N: Tensor | None = None) -> None:
+def add_mismatch(means: MetricSums, log_prob_N: Tensor, batch: TrainBatch, entropy_N: Tensor | None = None) -> None:
     """Measure how far the engine's log-probs are from the learner's (verl's ``rollout_corr/*``), corrected or not.
 
     ``kl`` and ``k3_kl`` estimate KL(engine, learner) on the engine's own samples (Schulman's k1 and k3), per token.

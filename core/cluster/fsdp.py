@@ -34,7 +34,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from core.algorithm import use_checks
-from core.algorithm.losses import Means
+from core.algorithm.losses import MetricSums
 from core.checkpoint.provenance import Base, ModelFingerprint
 from core.config import extensions, registry
 from core.config.frozen import FrozenDict
@@ -81,10 +81,10 @@ class ProcessRanks(Ranks):
         dist.all_reduce(value, dist.ReduceOp.MAX)
         return int(value)
 
-    def gather_metrics(self, metrics: Means) -> Means:
+    def gather_metrics(self, metrics: MetricSums) -> MetricSums:
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, metrics)
-        whole = Means()
+        whole = MetricSums()
         for part in parts[:: self.together]:
             whole.merge(part)
         return whole

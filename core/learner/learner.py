@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from core.algorithm import invariants, use_checks
 from core.algorithm.kl import kl_penalty
-from core.algorithm.losses import Means, policy_loss, value_loss
+from core.algorithm.losses import MetricSums, policy_loss, value_loss
 from core.algorithm.rollout_correction import add_mismatch
 from core.config import registry
 from core.data.vocabulary import unknown_among
@@ -82,7 +82,7 @@ class Ranks:
         """Return the largest ``count`` of all ranks."""
         return count
 
-    def gather_metrics(self, metrics: Means) -> Means:
+    def gather_metrics(self, metrics: MetricSums) -> MetricSums:
         """Return the metrics of what all ranks saw."""
         return metrics
 
@@ -318,7 +318,7 @@ class Stepper:
         self,
         steps: Iterable[TrainBatch],
         lr_multiplier: float,
-        accumulate: Callable[[TrainBatch, Means], None],
+        accumulate: Callable[[TrainBatch, MetricSums], None],
         *,
         name: str,
         losses: Sequence[str],
@@ -327,10 +327,10 @@ class Stepper:
 
         ``losses`` are partial sums of ``accumulate``: each counts once a step, however many parts and ranks add to it.
         """
-        means, skipped, self.norms, self.rates = Means(), 0, [], []
+        means, skipped, self.norms, self.rates = MetricSums(), 0, [], []
         rate = self.base_lr * lr_multiplier
         for number, batch in enumerate(steps):
-            self.number, one = number, Means()
+            self.number, one = number, MetricSums()
             invariants.gradients_are_cleared(self.trained)
             for loss in losses:
                 one.value(loss, 0.0, counts=self.ranks.is_rank_zero)
@@ -359,7 +359,7 @@ class Actor(Policy):
         self.policy_loss = policy_loss(config.policy_loss.loss_mode)
         self.stepper = Stepper(self, config)
         self.size = training_size(config)
-        self.mismatch = Means()  # between engine and learner, before the update's first step
+        self.mismatch = MetricSums()  # between engine and learner, before the update's first step
         self.traced = TracedTokens()  # of the last update
 
     def update(self, steps: Iterable[TrainBatch], lr_multiplier: float) -> dict[str, float]:
@@ -369,7 +369,7 @@ class Actor(Policy):
         ratio is one by definition and the pass's own log-probs, detached, stand for the old ones. With ``bypass``
         there may be several steps; the mismatch is then that of the first, before any weight has moved.
         """
-        self.mismatch, self.traced = Means(), TracedTokens()
+        self.mismatch, self.traced = MetricSums(), TracedTokens()
         losses = ("pg_loss", "kl_loss") if self.config.use_kl_loss else ("pg_loss",)
         metrics = self.stepper.update(steps, lr_multiplier, self.accumulate, name="actor", losses=losses)
         metrics |= self.ranks.gather_metrics(self.mismatch).result("rollout_corr")
@@ -380,14 +380,14 @@ class Actor(Policy):
             metrics["actor/kl_coef"] = self.config.kl_loss_coef
         return metrics
 
-    def accumulate(self, batch: TrainBatch, means: Means) -> None:
+    def accumulate(self, batch: TrainBatch, means: MetricSums) -> None:
         """Add the gradients of one optimizer step, micro-batch by micro-batch."""
         contributing, zero_gradient = split_zero_gradient(
             batch, only_advantages_train=only_advantages_train(self.config)
         )
         indices = []
         for index, micro in self.passes(self.size, contributing):
-            self.objective(micro.to(self.device), means).backward()
+            self.micro_batch_loss(micro.to(self.device), means).backward()
             indices.append(index)
         use_checks.rows_are_used_once(indices, len(contributing))
         if batch.old_log_probs is None and self.ranks.all_reduce_max(len(zero_gradient)):
@@ -406,7 +406,7 @@ class Actor(Policy):
         if self.stepper.number == 0 and "rollout_log_probs" in batch.stored:
             add_mismatch(self.mismatch, log_prob_N, batch, entropy_N)
 
-    def objective(self, micro: TrainBatch, means: Means) -> Tensor:
+    def micro_batch_loss(self, micro: TrainBatch, means: MetricSums) -> Tensor:
         """Return the micro-batch's partial sum of the loss: policy gradient - entropy bonus + KL."""
         config, mask, weight = self.config, micro.response_mask, micro.require("loss_weight")
         use_checks.unchanged(micro, "update_actor", actor_reads(config, micro))
@@ -471,16 +471,16 @@ class Critic(Passes):
         """Take one AdamW step for each batch of ``steps``. Return ``critic/...`` metrics."""
         return self.stepper.update(steps, lr_multiplier, self.accumulate, name="critic", losses=("vf_loss",))
 
-    def accumulate(self, batch: TrainBatch, means: Means) -> None:
+    def accumulate(self, batch: TrainBatch, means: MetricSums) -> None:
         """Add the gradients of one optimizer step, micro-batch by micro-batch."""
         contributing, _ = split_zero_gradient(batch, only_advantages_train=False)
         indices = []
         for index, micro in self.passes(self.size, contributing):
-            self.objective(micro.to(self.device), means).backward()
+            self.micro_batch_loss(micro.to(self.device), means).backward()
             indices.append(index)
         use_checks.rows_are_used_once(indices, len(contributing))
 
-    def objective(self, micro: TrainBatch, means: Means) -> Tensor:
+    def micro_batch_loss(self, micro: TrainBatch, means: MetricSums) -> Tensor:
         """Return the micro-batch's partial sum of the clipped value loss."""
         use_checks.unchanged(micro, "update_critic", CRITIC_READS)
         values = self.token_values(micro)

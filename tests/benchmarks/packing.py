@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from core.algorithm.losses import Means
+from core.algorithm.losses import MetricSums
 from core.config import compose
 from core.learner.batching import mini_batches
 from core.learner.learner import Actor
@@ -83,9 +83,9 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
         compute_dtype=torch.bfloat16 if args.dtype == "bf16" else None,
         layout=Layout(packed=args.way == "packed"),
     )
-    actor.mismatch = Means()
+    actor.mismatch = MetricSums()
     whole = batch(module.config.vocab_size)
-    actor.accumulate(whole.rows(whole.lengths.argsort()[:8]), Means())  # kernels are loaded, gradients are there
+    actor.accumulate(whole.rows(whole.lengths.argsort()[:8]), MetricSums())  # kernels are loaded, gradients are there
     pieces = [whole.rows(slice(i, i + 8)) for i in range(0, ROWS, 8)] if args.way == "rows" else None
     seconds, held = [], torch.cuda.memory_allocated() if on_gpu else _resident()
     with Peak() as peak:
@@ -93,9 +93,9 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
             _finish(on_gpu)
             start = time.perf_counter()
             if pieces is None:
-                actor.accumulate(whole, Means())
+                actor.accumulate(whole, MetricSums())
             for piece in pieces or ():
-                actor.objective(piece.to(device), Means()).backward()
+                actor.micro_batch_loss(piece.to(device), MetricSums()).backward()
             _finish(on_gpu)
             seconds.append(time.perf_counter() - start)
     top = torch.cuda.max_memory_allocated() if on_gpu else peak.bytes

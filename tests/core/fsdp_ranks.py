@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-from core.algorithm.losses import Means
+from core.algorithm.losses import MetricSums
 from core.cluster.fsdp import LearnerRank, gather
 from core.extensions.judge.shared_reward_model import shared_reward_model
 from core.learner.batching import contributing_sequences, mini_batching, rank_shares
@@ -149,8 +149,8 @@ def gradients(rank, world, config, batch, dtype="float32"):
     one = learner(config, dtype, critic=False)
     (step,) = mini_batching(config.actor_rollout_ref.actor, 24)(batch)
     busy = contributing_sequences(step, only_advantages_train=only_advantages_train(config.actor_rollout_ref.actor))
-    means = Means()
-    one.actor.mismatch = Means()
+    means = MetricSums()
+    one.actor.mismatch = MetricSums()
     one.actor.accumulate(share(step.rows(busy.nonzero()[:, 0]), rank, world, config), means)
     grads = {name: parameter.grad.full_tensor() for name, parameter in trained_weights(one.actor.module).items()}
     total = one.actor.ranks.gather_metrics(means)

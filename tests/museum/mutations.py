@@ -367,7 +367,7 @@ def tool_tokens_in_gae_later(original, self, batch, rate):
     return original(self, batch.adding(returns=returns), rate)
 
 
-@replaces(learner.Actor, "objective")
+@replaces(learner.Actor, "micro_batch_loss")
 def loss_by_micro_batch_later(original, self, micro, means):
     weight = micro.require("loss_weight")
     return original(self, micro.adding(loss_weight=weight / weight.sum().clamp(min=1e-20)), means)
@@ -379,7 +379,7 @@ def resume_repeats_data_later(original, self, *given):
     return dataclasses.replace(state, collect=dataclasses.replace(state.collect, next_ordinal=0))
 
 
-@replaces(learner.Actor, "objective")
+@replaces(learner.Actor, "micro_batch_loss")
 def dropout_in_training_later(original, self, micro, means):
     for part in self.module.modules():
         if hasattr(part, "attention_dropout"):

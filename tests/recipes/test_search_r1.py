@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from core import evaluate
 from core.algorithm.kl import kl_penalty
-from core.algorithm.losses import Means, loss_weights
+from core.algorithm.losses import MetricSums, loss_weights
 from core.config import compose, examine
 from core.engines import SamplingParams
 from core.errors import BrokenInvariant, InputError
@@ -419,7 +419,7 @@ def positions(batch, name="response_mask"):
 def actor_gradient(batch):
     part = actor(torch.float64, use_kl_loss=True, entropy_coeff=0.03)
     part.module = tiny_model(initializer_range=0.08, max_position_embeddings=512).double().train()
-    part.mismatch, means = Means(), Means()
+    part.mismatch, means = MetricSums(), MetricSums()
     part.accumulate(batch, means)
     return gradient(part)
 
@@ -473,7 +473,7 @@ def test_values_have_no_target_where_a_tool_wrote():
             shape = tiny_config(num_labels=1, max_position_embeddings=512)
             module = AutoModelForTokenClassification.from_config(shape).double().eval()
         critic = Critic(module, actor_config(cliprange_value=0.5))
-        critic.objective(changed, Means()).backward()
+        critic.micro_batch_loss(changed, MetricSums()).backward()
         return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
 
     elsewhere = torch.where(batch.response_mask, batch.returns, batch.returns + 100)

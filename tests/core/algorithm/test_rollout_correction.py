@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.algorithm import rollout_correction as rc
-from core.algorithm.losses import Means
+from core.algorithm.losses import MetricSums
 from core.config import compose, examine
 from core.config.correction_bounds import Bounds, criteria, weight_bounds
 from core.config.sections.rollout_correction import RolloutCorrectionConfig
@@ -181,7 +181,7 @@ def test_tokens_that_nobody_sampled_are_not_weighed_and_go_with_their_row():
 def test_a_step_without_a_token_is_left_alone():
     empty = batch_of(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool))
     assert rc.correct(empty, RolloutCorrectionConfig(rollout_is="token")) == (empty, {})
-    means = Means()
+    means = MetricSums()
     rc.add_mismatch(means, torch.zeros(6), empty)
     assert means.result("x")["x/kl"] == 0
 
@@ -196,8 +196,8 @@ def test_the_actor_weighs_the_policy_gradient_only():
         flat = batch.adding(advantages=torch.zeros_like(batch.advantages))
         scaled = batch.adding(advantages=batch.advantages * weights)  # without the clip that is the same thing
         for part, one in ((plain, flat), (weighed, batch.adding(rollout_is_weights=weights)), (by_hand, scaled)):
-            part.mismatch = Means()
-            part.accumulate(one_step(one.adding(old_log_probs=None)), Means())
+            part.mismatch = MetricSums()
+            part.accumulate(one_step(one.adding(old_log_probs=None)), MetricSums())
         torch.testing.assert_close(gradient(weighed), gradient(by_hand), rtol=1e-9, atol=1e-12)
         if rest:
             assert float(gradient(plain).norm()) > 0
@@ -215,8 +215,8 @@ def test_memory_knobs_do_not_change_a_corrected_gradient():
     gradients = []
     for rows in (1, 3, 100):
         part = actor(ppo_micro_batch_size_per_gpu=rows)
-        part.mismatch = Means()
-        part.accumulate(one_step(batch), Means())
+        part.mismatch = MetricSums()
+        part.accumulate(one_step(batch), MetricSums())
         gradients.append(gradient(part))
     for other in gradients[1:]:
         torch.testing.assert_close(other, gradients[0], rtol=1e-9, atol=1e-12)
@@ -231,7 +231,7 @@ def test_bypass_takes_the_engines_log_probs_for_the_old_ones_and_measures_before
     other = given_them.update([half.adding(old_log_probs=half.rollout_log_probs) for half in halves], 1.0)
     for a, b in zip(bypassing.module.parameters(), given_them.module.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
-    first = Means()
+    first = MetricSums()
     log_prob, _ = actor().token_stats(halves[0])
     rc.add_mismatch(first, log_prob, halves[0])
     assert seen["rollout_corr/kl"] == pytest.approx(first.result("rollout_corr")["rollout_corr/kl"], rel=1e-9)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from core.algorithm import use_checks
-from core.algorithm.losses import Means, policy_loss, value_loss
+from core.algorithm.losses import MetricSums, policy_loss, value_loss
 from core.config.sections.actor import ActorConfig, PolicyLossConfig
 from core.config.sections.optim import OptimConfig
 from core.engines import SampleRequest, SamplingParams
@@ -66,17 +66,17 @@ def test_a_field_that_is_changed_after_its_phase_is_found_where_it_is_read(name,
 def test_the_learners_passes_check_what_they_read():
     actor, batch = Actor(tiny_model(), ActorConfig(), temperature=1.0), sealed_batch()
     (step,) = mini_batching(ActorConfig(), 8)(batch)
-    actor.accumulate(step, Means())
+    actor.accumulate(step, MetricSums())
     with broken("phase update_actor: advantages of row"):
-        actor.accumulate(step.adding(advantages=step.require("advantages").flip(0)), Means())
+        actor.accumulate(step.adding(advantages=step.require("advantages").flip(0)), MetricSums())
     with broken("phase update_actor: loss_weight of row"):
-        actor.objective(step.adding(loss_weight=step.require("loss_weight") / 2), Means())
+        actor.micro_batch_loss(step.adding(loss_weight=step.require("loss_weight") / 2), MetricSums())
     log_prob, _ = actor.log_probs(batch, actor.size)
-    actor.objective(step.adding(old_log_probs=log_prob).sealed("old_log_probs"), Means())
+    actor.micro_batch_loss(step.adding(old_log_probs=log_prob).sealed("old_log_probs"), MetricSums())
     stale = step.adding(old_log_probs=log_prob + 0.1)
-    actor.objective(stale, Means())  # of no phase: a caller's own
+    actor.micro_batch_loss(stale, MetricSums())  # of no phase: a caller's own
     with broken("the old log-probs differ by 0.1 from those of the pass that trains"):
-        actor.objective(stale.sealed("old_log_probs"), Means())
+        actor.micro_batch_loss(stale.sealed("old_log_probs"), MetricSums())
     with broken("phase log_probs: input_ids of row"):
         actor.log_probs(batch.adding(input_ids=batch.input_ids.flip(0)), actor.size)
 

@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-from core.algorithm.losses import Means
+from core.algorithm.losses import MetricSums
 from core.checkpoint.provenance import base_of
 from core.cluster import local_workers
 from core.cluster.fsdp import LearnerRank
@@ -162,7 +162,7 @@ def test_two_ranks_train_as_one_process(two, models, name):
 
 def local_gradients(config, batch):
     one = local(config, torch.float32)
-    one.actor.mismatch, means = Means(), Means()
+    one.actor.mismatch, means = MetricSums(), MetricSums()
     (step,) = mini_batches(batch, prompts=8, scale_factor=24.0)
     one.actor.accumulate(step, means)
     return {key: parameter.grad for key, parameter in one.actor.module.named_parameters()}, means.sums["pg_loss"]

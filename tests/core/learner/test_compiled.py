@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
-from core.algorithm.losses import Means
+from core.algorithm.losses import MetricSums
 from core.errors import InputError
 from core.learner import compiled
 from core.learner.batching import mini_batches
@@ -100,8 +100,8 @@ def test_gradients_of_two_ranks_with_compiled_parts_are_those_of_one_without(mod
 def test_a_checkpoint_of_a_compiled_policy_has_the_plain_names(model, tmp_path):
     one = local(cluster_config(model, *COMPILED), torch.float32)
     (step,) = mini_batches(mixed_batch(), prompts=8, scale_factor=24.0)
-    one.actor.mismatch = Means()
-    one.actor.accumulate(step, Means())
+    one.actor.mismatch = MetricSums()
+    one.actor.accumulate(step, MetricSums())
     save_model(one.actor.module, None, tmp_path / "actor", one.actor.module.state_dict())
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "actor")
     assert torch.equal(read.get_input_embeddings().weight, one.actor.module.get_input_embeddings().weight)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Gemma2Config
 
-from core.algorithm.losses import Means
+from core.algorithm.losses import MetricSums
 from core.config.sections.actor import PolicyLossConfig
 from core.errors import InputError
 from core.learner.batching import make_batch, mini_batches, mini_batching
@@ -112,9 +112,9 @@ def test_memory_knobs_do_not_change_the_gradient(mode, terms, dtype, tolerance):
     knobs = [{"ppo_micro_batch_size_per_gpu": k} for k in (1, 3, 100)]
     knobs += [{"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": k} for k in (21, 50)]
     for knob in knobs:
-        part, means = actor(dtype, **knob, **terms), Means()
+        part, means = actor(dtype, **knob, **terms), MetricSums()
         means.value("pg_loss", 0.0)
-        part.mismatch = Means()
+        part.mismatch = MetricSums()
         part.accumulate(step, means)
         gradients.append(gradient(part))
         losses.append(means.result("actor")["actor/pg_loss"])
@@ -142,14 +142,14 @@ def test_what_a_loss_selects_does_not_depend_on_micro_batches(mode):
         (step,) = mini_batching(config, 20, mode)(batch)
         chosen = int(step.require("selected").sum())
         assert 0 < chosen < step.loss_mask.sum() and not (step.selected & ~step.loss_mask).any()
-        part.mismatch = Means()
-        part.accumulate(step, Means())
+        part.mismatch = MetricSums()
+        part.accumulate(step, MetricSums())
         gradients.append(gradient(part))
     for other in gradients[1:]:
         assert float((other - gradients[0]).norm() / gradients[0].norm()) < 1e-12
     part = actor(torch.float64, policy_loss=loss)
-    part.mismatch = Means()
-    part.accumulate(step.adding(selected=torch.zeros_like(step.require("selected"))), Means())
+    part.mismatch = MetricSums()
+    part.accumulate(step.adding(selected=torch.zeros_like(step.require("selected"))), MetricSums())
     assert float((gradient(part) - gradients[0]).norm() / gradients[0].norm()) > 1e-3
 
 
@@ -175,8 +175,8 @@ def test_the_objective_is_the_formula_written_out():
         d = lp - float(batch.ref_log_prob[n])
         total += surrogate - 0.03 * float(entropy[n]) + 0.1 * (np.exp(-d) - 1 + d)
         count += 1
-    part.mismatch = Means()
-    loss = part.objective(one_step(batch), Means())
+    part.mismatch = MetricSums()
+    loss = part.micro_batch_loss(one_step(batch), MetricSums())
     assert float(loss.detach()) == pytest.approx(total / count, rel=1e-6)
 
 
@@ -185,8 +185,8 @@ def test_skipping_rows_without_advantage_changes_nothing():
     flat = batch.adding(advantages=batch.advantages * (batch.group % 2 == 0).repeat_interleave(batch.lengths))
     parts = [actor(), actor(entropy_coeff=1e-300)]  # an entropy term, however small, keeps every row in
     for part in parts:
-        part.mismatch = Means()
-        part.accumulate(one_step(flat), Means())
+        part.mismatch = MetricSums()
+        part.accumulate(one_step(flat), MetricSums())
     torch.testing.assert_close(gradient(parts[0]), gradient(parts[1]), rtol=1e-12, atol=1e-15)
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForTokenClassification, Gemma2Config, MistralConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from core.algorithm.losses import Means
+from core.algorithm.losses import MetricSums
 from core.errors import InputError
 from core.learner import packing
 from core.learner.batching import micro_batches
@@ -54,10 +54,10 @@ def test_losses_and_gradients_are_those_of_padded_rows(dtype, tolerance, checkpo
     step, found = one_step(random_batch()), []
     for layout in (Layout(), PACKED):
         knobs = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 50, "use_kl_loss": True, "entropy_coeff": 0.03}
-        part, means = trained(layout, dtype, **knobs), Means()
+        part, means = trained(layout, dtype, **knobs), MetricSums()
         if checkpointing:
             part.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        part.mismatch = Means()
+        part.mismatch = MetricSums()
         part.accumulate(step, means)
         found.append((gradient(part), means.sums["pg_loss"], means.sums["kl_loss"]))
     (grads, *losses), (packed_grads, *packed_losses) = found
@@ -73,7 +73,7 @@ def test_values_and_the_critics_gradient_are_those_of_padded_rows():
             module = AutoModelForTokenClassification.from_config(tiny_config(num_labels=1, classifier_dropout=0.0))
         config = actor_config(use_dynamic_bsz=True, ppo_max_token_len_per_gpu=50)
         critic = Critic(module.to(torch.float64), config, layout=layout)
-        critic.objective(step, Means()).backward()
+        critic.micro_batch_loss(step, MetricSums()).backward()
         found.append((critic.values(step), gradient(critic)))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)

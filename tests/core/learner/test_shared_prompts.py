@@ -10,7 +10,7 @@ from transformers import AutoModelForTokenClassification, MistralConfig, Mistral
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-from core.algorithm.losses import Means
+from core.algorithm.losses import MetricSums
 from core.engines.hf import HFEngine
 from core.learner import learner, packing
 from core.learner.batching import make_batch
@@ -181,8 +181,8 @@ def test_losses_and_gradients_are_those_without_sharing(float64, monkeypatch, la
     monkeypatch.setattr(packing.SharedPrompts, "in_one_pass", counted(packing.SharedPrompts.in_one_pass, passes))
     for shares in (False, True):
         more = {"use_kl_loss": True, "entropy_coeff": 0.03, "ppo_micro_batch_size_per_gpu": 100, **knobs}
-        one, means = learner_of(learner.Actor, layout, shares, checkpointing, **more), Means()
-        one.mismatch = Means()
+        one, means = learner_of(learner.Actor, layout, shares, checkpointing, **more), MetricSums()
+        one.mismatch = MetricSums()
         assert one.one_pass == (shares or layout.packed)
         one.module.zero_grad()
         passes.clear()
@@ -208,7 +208,7 @@ def test_values_and_the_critics_gradient_are_those_without_sharing(float64, layo
         critic = learner_of(Critic, layout, shares, ppo_micro_batch_size_per_gpu=100, cliprange_value=0.5)
         assert (critic.shared_prompts(batch) is not None) == shares
         critic.module.zero_grad()
-        critic.objective(step, Means()).backward()
+        critic.micro_batch_loss(step, MetricSums()).backward()
         found.append((critic.token_values(batch).detach(), gradient(critic)))
     for expected, got in zip(*found, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)

@@ -132,7 +132,7 @@ def reward_a_token_early(patch):
 
 
 def scaled_by_the_micro_batch(patch):
-    wrapped(patch, Actor, "objective", lambda loss, self, micro, means: loss(self, micro, means) / len(micro))
+    wrapped(patch, Actor, "micro_batch_loss", lambda loss, self, micro, means: loss(self, micro, means) / len(micro))
 
 
 def loss_by_micro_batch(patch):
@@ -142,7 +142,7 @@ def loss_by_micro_batch(patch):
         weight = micro.response_mask / micro.response_mask.sum()
         return loss(self, micro.adding(loss_weight=weight), means)
 
-    wrapped(patch, Actor, "objective", change)
+    wrapped(patch, Actor, "micro_batch_loss", change)
 
 
 def other_loss(patch, change):

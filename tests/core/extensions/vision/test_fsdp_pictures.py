@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from core.algorithm.losses import Means
+from core.algorithm.losses import MetricSums
 from core.cluster.local_workers import LocalWorkers
 from core.learner.batching import mini_batches
 from core.types import TrainBatch
@@ -44,9 +44,9 @@ def test_gradients_of_two_ranks_are_those_of_one(tmp_path):
     found = on_ranks(2, tmp_path, jobs)
     for name, (part, keys) in cases.items():
         one = LocalWorkers(config[name], None, torch.device("cpu"), needs_ref=False, needs_critic=False)
-        one.actor.mismatch = Means()
+        one.actor.mismatch = MetricSums()
         (step,) = mini_batches(part, prompts=8, scale_factor=24.0)
-        one.actor.accumulate(step, Means())
+        one.actor.accumulate(step, MetricSums())
         expected = {key: p.grad for key, p in one.actor.module.named_parameters() if p.requires_grad}
         assert any("visual" in key for key in expected) == (FROZEN not in keys)
         assert distance(getattr(found, name)["grads"], expected) < 1e-5, name
