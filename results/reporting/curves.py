@@ -60,8 +60,9 @@ def panels(groups: Sequence[Group], x: str = "step") -> list[Curves]:
     """
     at = {id(run): positions(run, x) for group in groups for run in group}
     accuracy = _accuracy_panel(groups, at)
-    if accuracy and x == "step":  # a published curve has no tokens and no hours
-        accuracy = replace(accuracy, lines=[*_published_lines(groups), *accuracy.lines])
+    if accuracy and x == "step" and (published := _published_lines(groups)):  # it has no tokens and no hours
+        own = [line if line.label or line.faint else replace(line, label="here") for line in accuracy.lines]
+        accuracy = replace(accuracy, lines=[*published, *own])
     found = [accuracy, *(_metric_panel(groups, at, *panel) for panel in PANELS)]
     found = [panel and replace(panel, x=AXES[x].label) for panel in found]
     found += [_phase_panel(groups, group) for group in groups]
@@ -154,15 +155,21 @@ def _accuracy_panel(groups: Sequence[Group], places: Places) -> Curves | None:
 
 
 def _published_lines(groups: Sequence[Group]) -> list[Line]:
-    """Return what the authors' logs have of the rows that the runs name; drawn first, so under the runs' own lines."""
-    names = dict.fromkeys(run.config.get("trainer.reference") for group in groups for run in group)
-    drawn = [(name, curve) for name in names if name is not None and (curve := published_curve(name))]
-    return [
-        Line(
-            f"published, {name}", [step for step, _ in curve], [value / 100 for _, value in curve], len(groups) + at, 1
-        )
-        for at, (name, curve) in enumerate(drawn)
-    ]
+    """Return what the authors' logs have of the rows that the runs name, on the data sources that the runs have.
+
+    They are drawn first, so under the runs' own lines.
+    """
+    runs = [run for group in groups for run in group]
+    names = dict.fromkeys(name for run in runs if (name := run.config.get("trainer.reference")) is not None)
+    measured = {source for run in runs for source in run.points()}
+    found: list[Line] = []
+    for name in names:
+        for source, curve in published_curve(name).items():
+            if source in measured:
+                steps, percents = zip(*curve, strict=True)
+                values = [value / 100 for value in percents]
+                found.append(Line(f"published, {name}", steps, values, len(groups) + len(found), 1))
+    return found
 
 
 def _accuracy_line(run: RecordedRun, source: str, label: str, group: int, variant: int, interval: bool) -> Line:

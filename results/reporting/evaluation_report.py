@@ -31,8 +31,11 @@ def write_evaluation(paths: Sequence[Path], out: Path | None) -> tuple[Path, str
         InputError: a file is damaged, or the answers that it was made from are gone or others.
     """
     pairs = [(one := summary(path), lenient(one)) for path in paths]
-    title = ", ".join(f"{_model(strict)}: {strict.manifest['scorer']}" for strict, _ in pairs)
-    blocks = [block for strict, other in pairs for block in _blocks(strict, other)]
+    title = ", ".join(_title(strict) for strict, _ in pairs)
+    blocks: list[Block] = []
+    for strict, other in pairs:
+        blocks += [Heading(_title(strict))] if len(pairs) > 1 else []
+        blocks += _blocks(strict, other)
     page = write_pages(out or paths[0].parent, "evaluation", title, blocks)[1]
     lines = [
         f"{_model(strict)}: {percent(found['mean@' + str(_samples(strict, source))])} % on {source}"
@@ -40,6 +43,10 @@ def write_evaluation(paths: Sequence[Path], out: Path | None) -> tuple[Path, str
         for source, found in strict.sources.items()
     ]
     return page, "\n".join(lines)
+
+
+def _title(one: Summary) -> str:
+    return f"{_model(one)}, scored by {one.manifest['scorer']}"
 
 
 def _model(one: Summary) -> str:
@@ -98,7 +105,6 @@ def _scores(name: str, source: str) -> bool:
 
 
 def _blocks(strict: Summary, other: Summary | None) -> Iterator[Block]:
-    yield Heading(f"{_model(strict)}: {strict.manifest['scorer']}")
     yield _accuracies(strict, other)
     samples = {_samples(strict, source) for source in strict.sources}
     yield Text(

@@ -55,13 +55,16 @@ def reported(row: Row, source: str | None = None) -> Estimate:
     return Estimate(value, None, None, 0) if n is None else Estimate(value, *wilson(value, n), n)
 
 
-def published_curve(row_id: str) -> list[tuple[int, float]]:
-    """Return (step, accuracy in percent) of each validation in the source's log; empty where it could not be read."""
+def published_curve(row_id: str) -> dict[str, list[tuple[int, float]]]:
+    """Return data source -> (step, percent) of each validation in a row's log; empty where that is not here."""
     path = CURVES / f"{row_id}.csv"
     if not path.exists():
-        return []
+        return {}
     with open(path, newline="", encoding="utf-8") as file:
-        return [(int(line["step"]), float(line["percent"])) for line in csv.DictReader(file)]
+        found: dict[str, list[tuple[int, float]]] = {}
+        for line in csv.DictReader(file):
+            found.setdefault(line["data_source"], []).append((int(line["step"]), float(line["percent"])))
+        return found
 
 
 # --- tables ---
@@ -72,7 +75,7 @@ def log_table(references: Mapping[str, Any]) -> Table:
     header = ["row", "reported", "questions", "read at step", "printed by the source", "last", "highest", "curve"]
     rows = []
     for row in references["references"]:
-        log, curve = row.get("log", {}), published_curve(row["id"])
+        log, curve = row.get("log", {}), published_curve(row["id"]).get(row["data_source"], [])
         estimate = reported(row)
         last, highest = _validation(log.get("last")), _validation(log.get("highest"))
         step = str(log["last"]["step"]) if log else "not stated"

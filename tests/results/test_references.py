@@ -25,7 +25,7 @@ from core.tracking.validation import validation_metrics
 from core.types import StepMetrics
 from results import report
 from results.publish import publish
-from results.reporting import references
+from results.reporting import reference_logs, references
 from results.reporting.curves import panels
 from results.reporting.reference_logs import (
     log_table,
@@ -419,7 +419,7 @@ def test_what_is_verified_names_an_experiment_and_what_repeated_it():
 
 @named(ROWS)
 def test_a_row_has_the_last_value_of_its_log_and_the_curve_agrees(row):
-    log, curve = row.get("log"), dict(published_curve(row["id"]))
+    log, curve = row.get("log"), dict(published_curve(row["id"]).get(row["data_source"], ()))
     if log:
         assert log["last"]["value"] == row["value"]
     if "quoted" in row:
@@ -463,12 +463,14 @@ def test_the_tables_of_logs_and_of_repetitions_have_every_row():
     ]
 
 
-def test_a_report_draws_the_published_curve_under_the_runs_that_name_the_row(tmp_path):
-    config = configured({"trainer.reference": "ppo-deepseek7b-gsm8k"})
+def test_a_report_draws_the_published_curve_under_the_runs_that_name_the_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(reference_logs, "CURVES", tmp_path)
+    (tmp_path / "a-row.csv").write_text("step,data_source,percent\n10,lab/hops,61.6\n40,lab/hops,70.1\n10,other,9.0\n")
+    config = configured({"trainer.reference": "a-row"})
     run = load_run(make_run(tmp_path / "outputs/ppo/run", config, questions=20))
     first, *own = panels([[run]])[0].lines
-    assert first.label == "published, ppo-deepseek7b-gsm8k" and len(first.steps) == 112
-    assert (first.steps[-1], first.values[-1]) == (1120, pytest.approx(0.701)) and own
+    assert (first.label, [*first.steps], [*first.values]) == ("published, a-row", [10, 40], [0.616, 0.701])
+    assert [line.label for line in own] == ["here"]  # of two lines each needs a name
     assert all("published" not in line.label for line in panels([[run]], "trajectories")[0].lines)
     plain = load_run(make_run(tmp_path / "outputs/ppo/plain", configured({}), questions=20))
-    assert all("published" not in line.label for line in panels([[plain]])[0].lines)
+    assert [line.label for line in panels([[plain]])[0].lines] == [""]
