@@ -30,7 +30,7 @@ from core.config.schema import Config
 from core.config.sections.optim import OptimConfig
 from core.data.parquet import Example
 from core.data.sampler import sampling_seed
-from core.data.stream import PromptStream, agent_names, load_val_prompts
+from core.data.stream import PromptStream, agent_names, data_of_run, load_val_prompts
 from core.data.vocabulary import known_ids
 from core.engines import SampleRequest, SamplingParams, sampling_params
 from core.engines.in_process_engine import InProcessEngine
@@ -138,10 +138,11 @@ class RayPPOTrainer:
         self.tokenizer = load_tokenizer(config.actor_rollout_ref.model)
         modality = load_modality(config.actor_rollout_ref.model, self.tokenizer)
         self.known = known_ids(self.tokenizer)
-        self.agent_loop = make_agent_loop(config, self.tokenizer, agent_names(config.data))
+        data = data_of_run(config, self.tokenizer)
+        self.agent_loop = make_agent_loop(config, self.tokenizer, agent_names(data))
         word = self.agent_loop and self.agent_loop.worded  # lengths count the tools that a prompt tells of
-        self.stream = PromptStream(config.data, self.tokenizer, config.trainer.seed, modality=modality, word=word)
-        self.val_prompts = load_val_prompts(config.data, self.tokenizer, modality, word)
+        self.stream = PromptStream(data, self.tokenizer, config.trainer.seed, modality=modality, word=word)
+        self.val_prompts = load_val_prompts(data, self.tokenizer, modality, word)
         check_examples(self.agent_loop, self._examples())
         self.reward = RewardLayer(config)
         self.reward.check(self._examples())

@@ -37,6 +37,7 @@ _MATH = _scores(
 _DEFAULT = _named("reward_score", "default_compute_score")
 _REGISTER = _named("reward_managers", "register")
 _MANAGER = _named("reward_managers", "AbstractRewardManager")
+_DATASET = _named("data_class", "RLHFDataset")
 _BATCH = _named("batch", "DataProto", "DataProtoItem")
 
 MODULES: dict[str, dict[str, str]] = {  # module of verl -> name in it -> where it is here
@@ -59,6 +60,8 @@ MODULES: dict[str, dict[str, str]] = {  # module of verl -> name in it -> where 
     "verl.utils": {},
     "verl.utils.rollout_trace": _named("utils", "rollout_trace_op"),
     "verl.utils.fs": _named("utils", "copy_to_local"),
+    "verl.utils.dataset": _DATASET,
+    "verl.utils.dataset.rl_dataset": _DATASET,
     "verl.utils.reward_score": {
         **_DEFAULT,
         "_default_compute_score": _DEFAULT["default_compute_score"],

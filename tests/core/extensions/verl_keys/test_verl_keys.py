@@ -110,7 +110,6 @@ def test_what_asks_for_nothing_is_accepted_and_listed(override, reason):
         (f"{ACTOR}.policy_loss.dro_beta=0.5", "write the loss as a function"),
         (f"{ACTOR}.strategy=megatron", "use fsdp2"),
         ("algorithm.kl_penalty=0.001", "algorithm.kl_ctrl.kl_coef"),
-        ("data.custom_cls.path=x.py", "write the rows as parquet"),
         ("data.trust_remote_code=True", "use actor_rollout_ref.model.trust_remote_code"),
         ("trainer.default_hdfs_dir=hdfs://x", "use trainer.default_local_dir"),
         ("reward.reward_kwargs.max_resp_len=513", "is another length than data.max_response_length=512"),
