@@ -10,6 +10,7 @@ from types import ModuleType
 
 from reward_scores import (
     countdown,
+    environment,
     geo3k,
     gsm8k,
     hops,
@@ -84,6 +85,7 @@ SCORERS: dict[str, Scorer] = {
     "qa_em_format": _scorer(qa_em_format),
     "countdown": _scorer(countdown),
     "multiply": _scorer(multiply),
+    "verifiers/*": _scorer(environment),
 }
 
 
