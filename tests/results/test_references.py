@@ -40,6 +40,7 @@ from results.reporting.run_reader import load_run
 from results.reporting.run_scripts import read_script, read_summaries
 from results.reproduction.rows import read_tables
 from results.reproduction.stages import paths
+from tests import verified
 from tests.core.synthetic import configured, make_run, records
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -412,6 +413,18 @@ def test_what_is_verified_names_an_experiment_and_what_repeated_it():
         assert f"{one['experiment'].partition('/')[0]}/{one['run']}" in runs
         file, _, test = one["by"].partition("::")
         assert f"def {test}(" in (ROOT / file).read_text()
+
+
+def test_a_repetition_is_recorded_only_on_request_and_replaces_the_older_one(tmp_path, monkeypatch):
+    (tmp_path / "results").mkdir()
+    monkeypatch.setattr(verified, "ROOT", tmp_path)
+    verified.record_verified("grpo/lab", "lab-seed1", "tests/x.py::test_x")
+    assert not (tmp_path / "results/verified.yaml").exists()
+    monkeypatch.setenv("RECORD_VERIFIED", "1")
+    for experiment, run in (("ppo/lab", "lab-seed1"), ("grpo/lab", "lab-seed1"), ("grpo/lab", "lab-seed2")):
+        verified.record_verified(experiment, run, "tests/x.py::test_x")
+    entries = yaml.safe_load((tmp_path / "results/verified.yaml").read_text())
+    assert [(one["experiment"], one["run"]) for one in entries] == [("grpo/lab", "lab-seed2"), ("ppo/lab", "lab-seed1")]
 
 
 # --- what the sources of rows hold ---
