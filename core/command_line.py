@@ -35,10 +35,7 @@ def prepare(recipe: str, argv: Sequence[str], hooks: Collection[str] = ()) -> Co
         _help(recipe, argv, hooks)
     composed = examine(recipe, argv, hooks)
     dry = is_dry_run()
-    problems = [*composed.problems, *_outside(composed, _typed_keys(recipe, argv) if dry else None)]
-    problems += [] if composed.problems else _of_extensions("architecture_problems", composed.config)
-    problems += [] if problems else _of_extensions("problems_before_start", composed.config)
-    if problems:
+    if problems := all_problems(composed, _typed_keys(recipe, argv) if dry else None):
         _refuse(problems)
     if dry:
         print(_report(recipe, composed))
@@ -46,6 +43,13 @@ def prepare(recipe: str, argv: Sequence[str], hooks: Collection[str] = ()) -> Co
     _notes(composed)
     print("\n".join(first_lines(composed.config)), flush=True)
     return composed.config
+
+
+def all_problems(composed: Composed, typed: frozenset[str] | None) -> list[str]:
+    """Return the problems of a configuration and with what it names; in a dry run with the ``typed`` paths only."""
+    problems = [*composed.problems, *_outside(composed, typed)]
+    problems += [] if composed.problems else _of_extensions("architecture_problems", composed.config)
+    return problems or _of_extensions("problems_before_start", composed.config)
 
 
 def is_dry_run() -> bool:

@@ -86,10 +86,14 @@ def nearest(key: str, known: Iterable[str]) -> str | None:
         differing = [pair for pair in pairs if pair[0] != pair[1]]
         if other.count(".") == key.count(".") and len(differing) == 1:
             name, near = differing[0]
-            if name.startswith("val") == near.startswith("val"):  # of validation and of training
+            if _of_validation(name) == _of_validation(near):  # what is typed for one is never the other's
                 found[other] = difflib.SequenceMatcher(None, name, near).ratio()
     best = max(found, key=lambda other: found[other], default=None)
     return best if best is not None and found[best] > SIMILAR else None
+
+
+def _of_validation(name: str) -> bool:
+    return not {"val", "valid", "validation", "eval", "test"}.isdisjoint(name.split("_"))
 
 
 def validated(schema: type[Config], tree: Any, problems: list[Problem], line: CommandLine | None = None) -> Config:

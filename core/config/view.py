@@ -195,13 +195,6 @@ class View:
         """Whether the number of training steps is known only as the run goes: filtering decides how many prompts."""
         return self.filters.enable and self.trainer.total_training_steps is None
 
-    def uneven(self, mini: int, micro: int | None, dynamic: bool) -> bool:
-        """Return whether micro-batches of this size leave a remainder of a rank's share of an optimizer step."""
-        if dynamic or micro is None:
-            return False
-        share = mini * self.rollout.n // self.data_ranks
-        return micro < share and share % micro != 0
-
     # --- names ---
 
     def is_url(self, path: str | None) -> bool:

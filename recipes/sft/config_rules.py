@@ -10,12 +10,11 @@ rules = RuleBook()
 
 @rules.problem
 def demonstrations_have_no_rewards(c: View) -> Broken:
-    if c.data.truncation in ("left", "middle"):
+    if c.data.truncation == "middle":
         yield (
             "data.truncation",
             "takes away what the answers stand on: a demonstration is a prompt and its answers in one sequence; "
-            "set right to cut the end off, error to refuse, or data.filter_overlong_prompts=True to leave such "
-            "rows out",
+            "set right to cut the end off",
         )
     if ":" not in c.actor.policy_loss.loss_mode:
         yield (
@@ -68,6 +67,15 @@ def demonstrations_have_no_rewards(c: View) -> Broken:
                 "validates by answering questions, and data.val_files names none; give parquet files of questions, "
                 "or leave it out",
             )
+
+
+@rules.warning
+def prompts_lose_their_beginning(c: View) -> Broken:
+    if c.data.truncation == "left":
+        yield (
+            "data.truncation",
+            "cuts the beginning of long demonstrations off, on which their answers stand; right cuts the end",
+        )
 
 
 @rules.unused

@@ -65,8 +65,11 @@ class Demonstration:
             mask += [trained] * len(part) if isinstance(trained, bool) else trained
         return cls(np.array(ids, np.int32), np.array(mask, np.bool_))
 
-    def cut(self, length: int) -> Demonstration:
-        return Demonstration(self.ids[:length], self.mask[:length])
+    def cut(self, length: int, side: str = "right") -> Demonstration:
+        """Return at most so many ids, without those at one side; nothing predicts the first that is left."""
+        if side != "left" or len(self) <= length:
+            return Demonstration(self.ids[:length], self.mask[:length])
+        return Demonstration(self.ids[-length:], np.r_[False, self.mask[-length:][1:]])
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -151,7 +154,8 @@ class DemonstrationFiles:
     """Files of demonstrations, each checked and tokenised once: what a stream draws from in place of prompts.
 
     A demonstration may have ``data.max_prompt_length + data.max_response_length`` tokens. Longer ones are left out
-    with ``data.filter_overlong_prompts``, lose their end with ``data.truncation=right`` and are refused otherwise.
+    with ``data.filter_overlong_prompts``, lose their end with ``data.truncation=right``, their beginning with ``left``,
+    and are refused otherwise.
     """
 
     def __init__(self, config: DemonstrationConfig, tokenizer: Any, ends: Collection[int]):
@@ -201,7 +205,7 @@ class DemonstrationFiles:
                 fix = "raise one of them, or set data.filter_overlong_prompts=True or data.truncation=right"
                 problems.add(path, rule, fix, int(number), f"{len(one)} tokens")
                 continue
-            kept = one.cut(self.limit)
+            kept = one.cut(self.limit, self.config.truncation)
             if len(one) > self.limit and (self.config.filter_overlong_prompts or not kept.mask.any()):
                 out += 1
                 continue

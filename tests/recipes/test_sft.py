@@ -152,7 +152,13 @@ def test_every_bad_row_is_named_with_its_rule_before_a_model_loads(tmp_path):
     assert len(refused.value.problems) == 5
     good = write_rows(tmp_path / "y.parquet", [{"messages": rows[0]}, {"messages": rows[5]}])
     assert [len(one) for one in loaded(good, *limits, "data.filter_overlong_prompts=True")] == [24]
-    assert [len(one) for one in loaded(good, *limits, "data.truncation=right")] == [24, 64]
+    whole, right, left = (
+        loaded(good, *limits, *change)
+        for change in (["data.max_response_length=200"], ["data.truncation=right"], ["data.truncation=left"])
+    )
+    assert [len(one) for one in right] == [len(one) for one in left] == [24, 64]
+    assert (right[1].ids == whole[1].ids[:64]).all() and (left[1].ids == whole[1].ids[-64:]).all()
+    assert (left[1].mask[1:] == whole[1].mask[-63:]).all() and not left[1].mask[0]
 
 
 @pytest.mark.parametrize(
@@ -439,7 +445,7 @@ def test_fine_tuning_on_kept_answers_validates_on_the_way(files, scores, questio
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("data.truncation=left", "takes away what the answers stand on"),
+        ("data.truncation=middle", "takes away what the answers stand on"),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=vanilla", "weighs samples that a policy drew"),
         ("algorithm.adv_estimator=gae", "has a critic"),
         ("actor_rollout_ref.actor.use_kl_loss=True", "does not have"),

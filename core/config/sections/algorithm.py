@@ -117,6 +117,25 @@ def the_estimator(c: View) -> Broken:
 
 
 @rules.warning
+def a_coefficient_stands_alone(c: View) -> Broken:
+    """Say which defaults a line of verl up to 0.3 relied on: it gives the coefficient, and had no switch."""
+    if not c.gives("algorithm.kl_ctrl.kl_coef") or not c.kl.kl_coef or c.gives("algorithm.use_kl_in_reward"):
+        return
+    if not c.needs_ref:
+        yield (
+            "algorithm.kl_ctrl.kl_coef",
+            "takes no KL off the reward, which is off unless switched on and was on in verl up to 0.3; set "
+            "algorithm.use_kl_in_reward=True, or False to say that this is meant",
+        )
+    if not c.gives("actor_rollout_ref.actor.entropy_coeff"):
+        yield (
+            "actor_rollout_ref.actor.entropy_coeff",
+            "was 0.001 by default in verl up to 0.3, whose command lines give kl_ctrl.kl_coef without "
+            "use_kl_in_reward; set actor_rollout_ref.actor.entropy_coeff=0.001, or 0 to say that this is meant",
+        )
+
+
+@rules.warning
 def the_filter_reads_lengths(c: View) -> Broken:
     if c.filters.enable and c.buffer.enable and c.filters.metric in SHAPED:
         yield (

@@ -104,12 +104,6 @@ def training_samples_the_policy(c: View) -> Broken:
 
 @rules.problem
 def validation_sampling(c: View) -> Broken:
-    if c.val.n > 1 and not c.val.do_sample:
-        yield (
-            "actor_rollout_ref.rollout.val_kwargs.n",
-            "greedy answers to a question are all the same; set "
-            "actor_rollout_ref.rollout.val_kwargs.do_sample=True and a temperature, or n=1",
-        )
     if c.val.do_sample and c.val.temperature == 0:
         yield (
             "actor_rollout_ref.rollout.val_kwargs.temperature",
@@ -189,6 +183,16 @@ def options_of_engines(c: View) -> Broken:
                 f"together with {section}.top_p={part.top_p} it has another meaning in {c.rollout.name}, whose top_p "
                 "counts the whole vocabulary; set one of them, or actor_rollout_ref.rollout.name=vllm",
             )
+
+
+@rules.warning
+def greedy_answers_are_alike(c: View) -> Broken:
+    if c.val.n > 1 and not c.val.do_sample:
+        yield (
+            "actor_rollout_ref.rollout.val_kwargs.n",
+            "greedy answers to a question are all the same; with "
+            "actor_rollout_ref.rollout.val_kwargs.do_sample=True they are sampled, as verl's asynchronous rollout does",
+        )
 
 
 @rules.warning

@@ -49,14 +49,14 @@ def what_fits_together(c: View) -> Broken:
     if c.correction.bypass_mode and c.correction.rollout_rs is not None:
         yield (
             "algorithm.rollout_correction.bypass_mode",
-            "skips the learner's log-probs before the update, which rollout_rs compares with the engine's; "
-            "switch one off",
+            "skips the learner's log-probs before the update, which rollout_rs compares with the engine's; set "
+            "algorithm.rollout_correction.bypass_mode=False",
         )
     if c.correction.bypass_mode and c.correction.rollout_token_veto_threshold is not None:
         yield (
             "algorithm.rollout_correction.bypass_mode",
             "skips the learner's log-probs before the update, of which rollout_token_veto_threshold is a bound; "
-            "switch one off",
+            "set algorithm.rollout_correction.bypass_mode=False",
         )
     if c.correction.bypass_mode and c.algorithm.use_kl_in_reward:
         yield (

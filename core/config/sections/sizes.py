@@ -19,8 +19,7 @@ def batches_are_whole(c: View) -> Broken:
         yield (
             "data.train_batch_size",
             f"must be a multiple of actor_rollout_ref.actor.ppo_mini_batch_size={c.actor.ppo_mini_batch_size}; "
-            f"change one of them; actor_rollout_ref.actor.ppo_mini_batch_size={c.data.train_batch_size} is one "
-            "update a batch",
+            f"set actor_rollout_ref.actor.ppo_mini_batch_size={c.data.train_batch_size}, say, for one update a batch",
         )
     if (
         c.critic.enable
@@ -142,17 +141,6 @@ def ranks_share_evenly(c: View) -> Broken:
 
 @rules.problem
 def passes_hold_sequences(c: View) -> Broken:
-    for section, part, runs in (
-        ("actor_rollout_ref.actor", c.actor, True),
-        ("critic", c.critic, c.critic.enable),
-    ):
-        if runs and c.uneven(part.ppo_mini_batch_size, part.ppo_micro_batch_size_per_gpu, part.use_dynamic_bsz):
-            yield (
-                f"{section}.ppo_micro_batch_size_per_gpu",
-                "must divide the trajectories of an optimizer step on a rank "
-                f"(ppo_mini_batch_size={part.ppo_mini_batch_size} * n={c.rollout.n} / {c.data_ranks} ranks); choose a "
-                f"divisor, or {section}.use_dynamic_bsz=True",
-            )
     for section, part, micro, dynamic, budget, runs, first, parallel in (
         (
             "actor_rollout_ref.actor",

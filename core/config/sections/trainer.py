@@ -120,12 +120,6 @@ def ray_and_profiles(c: View) -> Broken:
             f"{c.unknown_ray_arguments}: ray.init takes no such argument; it would fail when the run starts; "
             f"leave it out; its arguments are {c.ray_arguments}",
         )
-    if c.profiler.tool is not None and not c.profiler.steps:
-        yield (
-            "global_profiler.steps",
-            f"names no step, so global_profiler.tool={c.profiler.tool} would profile nothing; set "
-            "global_profiler.steps=[3,4], say; the first step is slower than the others",
-        )
     if (
         c.profiler.tool is not None
         and c.trainer.total_training_steps is not None
@@ -146,6 +140,16 @@ def ray_and_profiles(c: View) -> Broken:
             "global_profiler.tool",
             "is started around Ray's workers, and trainer.backend=local has none; use torch, or start the whole "
             "command under nsys profile",
+        )
+
+
+@rules.warning
+def profiles_of_no_step(c: View) -> Broken:
+    if c.profiler.tool is not None and not c.profiler.steps:
+        yield (
+            "global_profiler.steps",
+            f"names no step, so global_profiler.tool={c.profiler.tool} profiles nothing; set "
+            "global_profiler.steps=[3,4], say; the first step is slower than the others",
         )
 
 

@@ -97,6 +97,25 @@ def served_reward_model(name: str) -> Conversion:
     return classifier
 
 
+def run_name(key: str, value: Any, line: CommandLine) -> Interpretation | None:
+    """Read a run's name with slashes, which verl makes folders of, as the name of one folder."""
+    name = value.replace("/", "-").lstrip(".-") if isinstance(value, str) else ""
+    return Interpretation(settings={key: name}) if name and name != value else None
+
+
+def loggers(key: str, value: Any, line: CommandLine) -> Interpretation | None:
+    """Read services that are not here as the file that they can be fed from."""
+    names = value if isinstance(value, list) else [value]
+    read = list(dict.fromkeys("jsonl" if name in OTHER_LOGGERS else name for name in names))
+    return Interpretation(settings={key: read}) if read != names else None
+
+
+OTHER_LOGGERS = ("file", "swanlab", "vemlp_wandb", "clearml", "trackio", "rl_logging_board")
+VALUES: dict[str, Conversion] = {  # of keys that the schema has, where it refuses what was given
+    "trainer.experiment_name": run_name,
+    "trainer.project_name": run_name,
+    "trainer.logger": loggers,
+}
 _SERVED = ("name", "gpu_memory_utilization", "tensor_model_parallel_size", "free_cache_engine", "enforce_eager")
 _SERVED += ("prompt_length", "response_length", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "dtype")
 _MICRO = {  # key over all ranks -> the key that has the ranks which share a sequence

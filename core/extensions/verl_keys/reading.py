@@ -11,7 +11,7 @@ from typing import Any
 
 from core.config import convert, recipes
 from core.config.unknown_keys import CommandLine, Interpretation, nearest
-from core.extensions.verl_keys.conversions import CONVERSIONS
+from core.extensions.verl_keys.conversions import CONVERSIONS, VALUES
 from core.extensions.verl_keys.tables import tables
 
 
@@ -36,6 +36,8 @@ def read(key: str, value: Any, line: CommandLine) -> Interpretation | None:
 def read_value(key: str, value: Any, line: CommandLine) -> Interpretation | None:
     """Return what a value means that the schema refuses for a key of its own, or None."""
     table = tables(line.recipe)
+    if key in VALUES and (reading := VALUES[key](key, value, line)):
+        return reading
     for there, here in table.values.get(key, {}).items():
         if value == there and isinstance(value, bool) == isinstance(there, bool):
             return Interpretation(settings={key: here})
@@ -48,13 +50,14 @@ def older_defaults(line: CommandLine) -> list[str]:
     if own := recipes.module_of(line.recipe, "verl_keys"):
         return own.warnings(line)
     marks = sorted(tables(line.recipe).older & line.given.keys())
-    if not marks:
+    coefficient, reward = "algorithm.kl_ctrl.kl_coef", "algorithm.use_kl_in_reward"
+    if not marks or (line.given.get(coefficient) and reward not in line.given):  # a rule says it then
         return []
-    entropy, reward = "actor_rollout_ref.actor.entropy_coeff", "algorithm.use_kl_in_reward"
+    entropy = "actor_rollout_ref.actor.entropy_coeff"
     kl = {reward, "actor_rollout_ref.actor.use_kl_loss"} & line.given.keys()
     lines = {
         f"{entropy}: 0.001 was verl's default up to 0.3, and it is 0 here": entropy not in line.given,
-        f"{reward}: verl up to 0.2 took the KL off the reward (algorithm.kl_ctrl.kl_coef=0.001) unless "
+        f"{reward}: verl up to 0.3 took the KL off the reward (algorithm.kl_ctrl.kl_coef=0.001) unless "
         "use_kl_loss was on, and it is off here": not kl,
     }
     told = f"this line has {marks[0]}, a key of verl's older versions; give the value that is meant"

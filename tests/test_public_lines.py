@@ -1,0 +1,65 @@
+"""Published command lines compose, or are refused with an advice that leads to a run (see tests/public_lines.py)."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.public_lines import ABSENT, COMPOSES, MENDED, OPEN, Line, arguments, composed, lines, verdict
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory) -> dict[Line, tuple[str, list[str]]]:
+    folder = tmp_path_factory.mktemp("data")
+    return {line: verdict(line, folder) for line in lines()}
+
+
+def test_lines_whose_features_are_here_compose(ends):
+    valid = [end for line, (end, _) in ends.items() if line.valid and line.recipe != "sft" and end != ABSENT]
+    assert len(valid) > 70 and valid.count(COMPOSES) >= 0.95 * len(valid)
+    tuning = [end for line, (end, _) in ends.items() if line.recipe == "sft"]
+    assert tuning.count(COMPOSES) >= 0.8 * len(tuning)
+
+
+def test_an_advice_that_is_followed_ends_in_a_run(ends):
+    unmended = [(line.script, problems) for line, (end, problems) in ends.items() if end == OPEN]
+    assert [problems for _, problems in unmended] == [["$SAVE: cannot be read; write key=value"]], unmended
+    assert any(end == MENDED for end, _ in ends.values())
+
+
+def test_a_problem_is_one_line_with_what_to_do(ends):
+    for line, (_, problems) in ends.items():
+        assert all("; " in problem and "\n" not in problem for problem in problems), line.script
+
+
+def test_no_setting_of_validation_is_advised_to_be_one_of_training(ends):
+    for _, problems in ends.values():
+        for problem in problems:
+            key, advice = problem.partition("=")[0], problem.partition(": ")[2]
+            if re.search(r"(^|[._])val(id)?[._]", key):
+                assert not re.search(r"nearest known key is (?!.*val)", advice), problem
+
+
+def test_every_key_of_a_line_that_composes_is_set_read_or_listed(ends, tmp_path):
+    for line, (end, _) in ends.items():
+        if end != COMPOSES:
+            continue
+        args = arguments(line, tmp_path)
+        found, _ = composed(line.recipe, args)
+        accounted = found.given.keys() | found.read.keys() | found.unused.keys()
+        for text in args:
+            key = re.match(r"\+*([^=]*)=", text)
+            if key and not text.startswith("--"):
+                assert any(one == key[1] or one.startswith(f"{key[1]}.") for one in accounted), (line.script, text)
+        for key, (_, settings) in found.read.items():
+            assert settings, key
+
+
+def test_defaults_of_older_versions_that_lines_relied_on_are_said(ends, tmp_path):
+    old = [line for line, (end, _) in ends.items() if end == COMPOSES and line.source in ("verl-0.2", "verl-0.3")]
+    assert len(old) > 10
+    for line in old:
+        found, _ = composed(line.recipe, arguments(line, tmp_path))
+        entropy = any("entropy_coeff" in text for text in line.args)
+        assert entropy or any("entropy_coeff" in warning for warning in found.warnings), line.script
