@@ -108,7 +108,10 @@ def _shown(value: float | int | bool) -> str:
 
 
 # Metrics that capsules of an earlier version lack, because no step computed them then
-NEWER = tuple(f"rollout_corr/{name}" for name in ("surprise_gap", "surprise_gap_square", "surprise_z"))
+NEWER = (
+    "response/repeated_trigrams",
+    *(f"rollout_corr/{name}" for name in ("surprise_gap", "surprise_gap_square", "surprise_z")),
+)
 
 
 def compare_metrics(

@@ -297,7 +297,6 @@ def lines(*settings):
             "no rollout correction",
         ),
         (["use_policy_gradient=True"], "cispo"),
-        (["bypass_old_logprob_for_rollout=True"], f"use {KEY}.bypass_mode"),
     ],
 )
 def test_what_does_not_fit_is_refused(settings, said):

@@ -151,6 +151,11 @@ def test_the_tables_name_keys_that_exist_and_no_key_of_the_schema(recipe):
     assert not [key for key in accepted if "*" in key.removeprefix("*.")], "what is accepted is named"
 
 
+def test_an_earlier_name_of_a_key_sets_it():
+    composed = examine("grpo", ["preset=lab", "algorithm.rollout_correction.bypass_old_logprob_for_rollout=True"])
+    assert not composed.problems and composed.config.algorithm.rollout_correction.bypass_mode
+
+
 def test_defaults_of_older_versions_that_a_line_relied_on_are_said():
     (entropy, kl) = examine("ppo", [f"{ACTOR}.fsdp_config.grad_offload=False"]).warnings
     assert "0.001 was verl's default up to 0.3" in entropy and "took the KL off the reward" in kl
