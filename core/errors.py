@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from core.redaction import redacted_text
+from core.safe_text.redaction import redacted_text
 
 
 class InputError(ValueError):

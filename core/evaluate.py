@@ -20,7 +20,7 @@ from pathlib import Path
 from core.command_line import is_dry_run
 from core.config.locations import written_here
 from core.errors import InputError, OutOfMemory, WorkersLost
-from core.printable import printable
+from core.safe_text.printable import printable
 from core.tracking import outputs
 
 INTERRUPTED = 130

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from core.config.locations import written_here
 from core.errors import InputError
-from core.printable import printable
+from core.safe_text.printable import printable
 from results.reporting import readme_tables
 from results.reporting.foreign_logs import read_foreign
 from results.reporting.run_reader import RecordedRun, group_name, group_runs, load_run, run_copy

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from core.config.locations import written_here
 from core.errors import InputError
-from core.printable import printable
+from core.safe_text.printable import printable
 from results.reporting.run_reader import run_copy
 from results.reporting.trace_page import PAGE, write_trace
 

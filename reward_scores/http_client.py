@@ -115,6 +115,21 @@ class Reply:
             raise RequestFailed("reply", f"the reply is not JSON ({error}): {self.text[:80]!r}") from error
 
 
+@dataclass
+class _Request:
+    """A request, and what its failed attempts came to; the fields are the arguments of :meth:`HttpClient.request`."""
+
+    method: str
+    url: str
+    body: Any
+    read: Callable[[Reply], Any]
+    headers: Mapping[str, str] | None
+    turn: Callable[[], AbstractAsyncContextManager]
+    end: float
+    failures: Counter[str] = field(default_factory=Counter)
+    spent_s: float = 0.0
+
+
 class BackgroundLoop:
     """An event loop in a daemon thread."""
 
@@ -218,44 +233,47 @@ class HttpClient:
         Raises:
             RequestFailed: that of the last attempt.
         """
-        failures: Counter[str] = Counter()
-        spent_s = 0.0
-
-        async def attempt() -> Any:
-            nonlocal spent_s
-            async with turn() if turn else self._turns:
-                begun = time.monotonic()
-                self.counts["attempts"] += 1
-                sent = body() if callable(body) else body
-                try:
-                    answer = read(await self.send_once(method, url, sent, headers, end - begun))
-                except RequestFailed as failure:
-                    failures[failure.kind] += 1
-                    self.counts[failure.kind] += 1
-                    failure.failures, failure.may_pass = failures, self.options.retried(failure, failures)
-                    if not failure.may_pass:  # the server is there
-                        self._note_answer(url)
-                        raise
-                    spent_s += time.monotonic() - begun
-                    # An attempt from before the last answer tells nothing of the time before that
-                    self._away_since = self._away_since or max(begun, self._answered_at)
-                    raise
-            self._note_answer(url)
-            return answer
-
-        def gives_up(state: tenacity.RetryCallState) -> bool:
-            now, pause = time.monotonic(), state.upcoming_sleep
-            away_s = now - (self._away_since or now)
-            return max(away_s, spent_s + state.idle_for) + pause >= self.options.give_up_s or now + pause >= end
-
+        request = _Request(method, url, body, read, headers, turn or (lambda: self._turns), end)
         retrying = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception(lambda error: isinstance(error, RequestFailed) and error.may_pass),
             wait=self._pause,
-            stop=gives_up,
+            stop=lambda state: self._gives_up(request, state),
             before_sleep=lambda state: self._note_retry(url, state),
             reraise=True,
         )
-        return await retrying(attempt)
+        return await retrying(self._attempt, request)
+
+    async def _attempt(self, request: _Request) -> Any:
+        async with request.turn():
+            begun = time.monotonic()
+            self.counts["attempts"] += 1
+            body = request.body() if callable(request.body) else request.body
+            try:
+                reply = await self.send_once(request.method, request.url, body, request.headers, request.end - begun)
+                result = request.read(reply)
+            except RequestFailed as failure:
+                self._note_failure(request, failure, begun)
+                raise
+        self._note_answer(request.url)
+        return result
+
+    def _note_failure(self, request: _Request, failure: RequestFailed, begun: float) -> None:
+        request.failures[failure.kind] += 1
+        self.counts[failure.kind] += 1
+        failure.failures = request.failures
+        failure.may_pass = self.options.retried(failure, request.failures)
+        if not failure.may_pass:  # the server is there
+            self._note_answer(request.url)
+            return
+        request.spent_s += time.monotonic() - begun
+        # An attempt from before the last answer tells nothing of the time before that
+        self._away_since = self._away_since or max(begun, self._answered_at)
+
+    def _gives_up(self, request: _Request, state: tenacity.RetryCallState) -> bool:
+        now, pause = time.monotonic(), state.upcoming_sleep
+        away_s = now - (self._away_since or now)
+        spent_s = request.spent_s + state.idle_for
+        return max(away_s, spent_s) + pause >= self.options.give_up_s or now + pause >= request.end
 
     async def lines(self, method: str, url: str, body: Any) -> AsyncIterator[str]:
         """Yield the lines of a reply as they come: one attempt, whose reads are bounded in time, and not its length."""

@@ -32,7 +32,7 @@ class Base:
     """The weights that a model started from: where they were, their SHA-256, and how to know them unread.
 
     ``stamp`` is a hash of the files' names, sizes and times of change (of a hub's, of the commit): as long as path and
-    stamp are the same nothing is read. Checkpoints of before have none.
+    stamp match, no file is read.
     """
 
     path: str
@@ -49,7 +49,7 @@ class ModelFingerprint:
 
     architecture: str
     shapes: Mapping[str, tuple[int, ...]]
-    base: Base | None = None  # None where it is not known: in checkpoints of before, and of weights out of reach
+    base: Base | None = None  # None where it is not known: of weights out of reach
 
     @classmethod
     def of(cls, module: Any, base: Base | None = None) -> ModelFingerprint:

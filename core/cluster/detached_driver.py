@@ -206,12 +206,12 @@ def oversee(place: Callable[[Config, int], tuple[Driver, bool]], config: Config)
 
 
 def _same_run(driver: Driver, config: Config) -> bool:
-    """Return whether the loop found there works with these settings, and print either answer."""
+    """Return whether the active run has these settings, and print the outcome."""
     there, here = driver.settings(), convert.as_json(config)
     changed = [f"{key} is {there.get(key)} there, {here[key]} here" for key in here if there.get(key) != here[key]]
     folder = config.trainer.default_local_dir
     if changed:
-        print(f"a run with other settings works in {folder}: {'; '.join(changed)}", file=sys.stderr)
+        print(f"a run with other settings is active in {folder}: {'; '.join(changed)}", file=sys.stderr)
     else:
-        print(f"joined the run that works in {folder}", file=sys.stderr)
+        print(f"reattached to the run in {folder}", file=sys.stderr)
     return not changed

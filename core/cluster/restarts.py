@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from core.config import convert
 from core.errors import FULL, InputError, OutOfMemory, WorkersLost, WriteFailed, write_failed
-from core.printable import printable
+from core.safe_text.printable import printable
 from core.tracking.health import UnhealthyRun
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from core.config.unknown_keys import asked, validated
 from core.config.view import View
 from core.config.yaml_files import read_foreign_yaml
 from core.errors import InputError
-from core.redaction import login_in, redacted, without_hidden
+from core.safe_text.redaction import login_in, redacted, without_hidden
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 from core.config.frozen import thaw
 from core.config.schema import Config
 from core.config.section import Section, hints, is_mapping, is_section
-from core.redaction import redacted
+from core.safe_text.redaction import redacted
 
 # --- what the schema has ---
 

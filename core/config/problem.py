@@ -7,8 +7,8 @@ import json
 from typing import Any
 
 from core.config.frozen import thaw
-from core.printable import one_line
-from core.redaction import redacted, redacted_text
+from core.safe_text.printable import one_line
+from core.safe_text.redaction import redacted, redacted_text
 
 
 @dataclasses.dataclass(frozen=True)

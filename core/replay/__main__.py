@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from core.errors import InputError
-from core.printable import printable
 from core.replay import PHASES
+from core.safe_text.printable import printable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from core.printable import printable
+from core.safe_text.printable import printable
 
 ACC = "reward/acc/mean"
 # label on the console, names of the metric (the first that the step has), format

@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from core.printable import printable
+from core.safe_text.printable import printable
 from core.types import ScoredGroup
 
 

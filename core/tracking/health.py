@@ -222,7 +222,7 @@ CHECKS: dict[str, Check] = {
     "judge_agreement": Check(
         _sum_of("reward/judge_canary/mean"),
         _below,
-        "the judge graded {:.0%} of the canaries as known",
+        "judge accuracy on control answers is {:.0%}",
         "another model may be behind reward_model.judge.url, or answers have learnt to persuade it",
     ),
 }

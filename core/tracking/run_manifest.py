@@ -27,7 +27,7 @@ from core.checkpoint.provenance import Base, package_versions
 from core.config import Config, convert, derived_defaults, paths
 from core.config.locations import is_url, local_path
 from core.data.parquet import sha256_of
-from core.redaction import redacted_command
+from core.safe_text.redaction import redacted_command
 
 log = logging.getLogger(__name__)
 

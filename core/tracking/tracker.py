@@ -40,7 +40,7 @@ from core.config.locations import is_url, write_remote_text
 from core.config.plugins import load_object
 from core.errors import InputError, writing
 from core.files.durable_files import write_atomic
-from core.redaction import redacted_text
+from core.safe_text.redaction import redacted_text
 from core.tracking import recorders, run_manifest
 from core.tracking.console import ConsoleLogger, headline
 from core.tracking.loggers import Guarded, LoggedRun, Logger, Row

@@ -117,7 +117,7 @@ def take_tour(*overrides: str) -> Tour:
 def main() -> None:
     options = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
     argparse.ArgumentParser(prog="python -m recipes.lab.tour", **options).parse_args()
-    from core.printable import printable
+    from core.safe_text.printable import printable
     from recipes.lab.prepare import prepare
 
     prepare()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from core.command_line import is_dry_run
 from core.config import compose
 from core.errors import InputError
-from core.printable import printable
+from core.safe_text.printable import printable
 from recipes.search_r1 import main_search_r1
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from core.config import convert, recipes, roles
 from core.config.locations import local_path
 from core.config.yaml_files import read_foreign_yaml
 from core.errors import InputError
-from core.redaction import redacted
+from core.safe_text.redaction import redacted
 from core.tracking import run_manifest
 from core.tracking.confidence_intervals import Estimate
 from core.tracking.run_manifest import ROOT, flatten

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.checkpoint.store import LOCK
-from core.printable import one_line
+from core.safe_text.printable import one_line
 from core.tracking.console import headline, is_validated, validated_share
 from results.reporting.pages import sparkline
 

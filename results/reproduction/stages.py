@@ -21,7 +21,7 @@ from core.config.problem import typed
 from core.config.recipes import trainer_of
 from core.data.parquet import sha256_of
 from core.errors import InputError
-from core.redaction import redacted_text
+from core.safe_text.redaction import redacted_text
 from core.tracking.run_manifest import ROOT
 from results.reporting.evaluations import RECORD
 from results.reporting.run_scripts import Script, read_script

@@ -16,7 +16,15 @@ from core.config.problem import show
 from core.errors import InputError
 from core.extensions.evaluation.generate import deciding
 from core.extensions.remote.urls import place
-from core.redaction import HIDDEN, is_secret, login_in, redacted, redacted_command, redacted_text, without_hidden
+from core.safe_text.redaction import (
+    HIDDEN,
+    is_secret,
+    login_in,
+    redacted,
+    redacted_command,
+    redacted_text,
+    without_hidden,
+)
 from core.tracking.tracker import Tracker
 from results.publish import publish
 from results.reporting.run_reader import load_run

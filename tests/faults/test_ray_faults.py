@@ -174,7 +174,7 @@ def test_a_closed_shell_does_not_end_a_run_on_a_cluster(files, whole):
         assert before < STEPS + 1
         run = disturbed(factory, folder)
         assert run.status == 0 and run.nothing_left, run.log
-        assert "joined the run that works in" in run.log and run.log.count("step 6") >= 1
+        assert "reattached to the run in" in run.log and run.log.count("step 6") >= 1
         assert "finished after step 6 of 6" in (folder / "driver.log").read_text()
         assert differences(whole, folder) == []
         workers = ("ray::DriverProcess", "ray::LearnerProcess", "ray::EngineProcess")

@@ -21,10 +21,9 @@ class ValKwargs(Section):
 
     n: limits.Count = 1  # answers a question
     do_sample: bool = False  # sample validation answers; False: greedy
-    temperature: limits.NonNegative = 0.0  # of validation answers
-    # of validation answers: the likeliest tokens of this probability together are sampled from
-    top_p: limits.PositiveShare = 1.0
-    top_k: limits.OffOrCount = -1  # of validation answers: the likeliest so many tokens are sampled from; -1: all
+    temperature: limits.NonNegative = 0.0  # sampling temperature for validation
+    top_p: limits.PositiveShare = 1.0  # top-p (nucleus) for validation; 1 disables
+    top_k: limits.OffOrCount = -1  # top-k for validation; -1 disables
 
 
 class RolloutConfig(Section):
@@ -33,9 +32,9 @@ class RolloutConfig(Section):
     n_gpus_per_node: limits.Count | None = None  # GPUs a node of that pool; None: the trainer's
     n: limits.Count = 1  # trajectories a prompt
     do_sample: bool = True  # sample answers; training needs it
-    temperature: limits.NonNegative = 1.0  # of training's answers
-    top_p: limits.PositiveShare = 1.0  # the likeliest tokens of this probability together are sampled from
-    top_k: limits.OffOrCount = -1  # the likeliest so many tokens are sampled from; -1: all
+    temperature: limits.NonNegative = 1.0  # sampling temperature for training
+    top_p: limits.PositiveShare = 1.0  # top-p (nucleus) for training; 1 disables
+    top_k: limits.OffOrCount = -1  # top-k for training; -1 disables
     ignore_eos: bool = False  # go on to max_response_length beyond the end of an answer, for measuring speed
     val_kwargs: ValKwargs = ValKwargs()
     # number format of the engine; None: the learner's or float32 in one process with the hf engine, else bfloat16

@@ -51,7 +51,7 @@ def batches_are_whole(c: View) -> Broken:
 
 
 @rules.problem
-def ranks_share_evenly(c: View) -> Broken:
+def sequence_parts_divide_ranks(c: View) -> Broken:
     for section, part, runs in (
         ("actor_rollout_ref.actor", c.actor, True),
         (
@@ -66,6 +66,10 @@ def ranks_share_evenly(c: View) -> Broken:
                 f"{section}.ulysses_sequence_parallel_size",
                 f"must divide the {c.ranks} ranks (trainer.nnodes * trainer.n_gpus_per_node); change one of them",
             )
+
+
+@rules.problem
+def layer_parts_divide_ranks(c: View) -> Broken:
     for section, part, adapters, models, runs in (
         ("actor_rollout_ref.actor", c.actor, c.model, "actor_rollout_ref.model", True),
         (
@@ -94,6 +98,10 @@ def ranks_share_evenly(c: View) -> Broken:
                 f"does not split adapters, and {models}.lora_rank={adapters.lora_rank}; set it to 1, or "
                 f"{models}.lora_rank=0",
             )
+
+
+@rules.problem
+def shared_layers_are_not_compiled(c: View) -> Broken:
     for section, part, runs in (
         ("actor_rollout_ref.actor", c.actor, True),
         ("critic", c.critic, c.critic.enable),
@@ -105,6 +113,10 @@ def ranks_share_evenly(c: View) -> Broken:
                 f"tensor_model_parallel_size={part.tensor_model_parallel_size}; set it to False, or "
                 f"{section}.tensor_model_parallel_size=1",
             )
+
+
+@rules.problem
+def copies_have_whole_layers(c: View) -> Broken:
     for fsdp, of, part, runs in (
         ("actor_rollout_ref.actor.fsdp_config", c.actor.fsdp_config, c.actor, True),
         ("actor_rollout_ref.ref.fsdp_config", c.ref.fsdp_config, c.ref, c.needs_ref),
@@ -116,6 +128,10 @@ def ranks_share_evenly(c: View) -> Broken:
                 "counts the ranks of a copy, a multiple of "
                 f"tensor_model_parallel_size={part.tensor_model_parallel_size}; change one of them",
             )
+
+
+@rules.problem
+def split_sequences_are_packed(c: View) -> Broken:
     for section, part, model, models in (
         ("actor_rollout_ref.actor", c.actor, c.model, "actor_rollout_ref.model"),
         ("critic", c.critic, c.critic_model, "critic.model"),
@@ -126,6 +142,10 @@ def ranks_share_evenly(c: View) -> Broken:
                 f"splits packed sequences, and {models}.use_remove_padding=False; set "
                 f"{models}.use_remove_padding=True, or ulysses_sequence_parallel_size=1",
             )
+
+
+@rules.problem
+def engine_layers_divide_gpus(c: View) -> Broken:
     if (
         "tensor_model_parallel_size" in c.engine.reads
         and c.config.needs_engine

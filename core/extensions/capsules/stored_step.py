@@ -22,7 +22,7 @@ from core.errors import InputError
 from core.extensions.capsules.capsule_recorder import FACTS, FOLDER, FORMAT, TENSORS, step_of
 from core.files.durable_files import PARTIAL, file_sha256
 from core.files.file_names import FIX, inside
-from core.redaction import without_hidden
+from core.safe_text.redaction import without_hidden
 from core.types import ScoredGroup, TrainBatch
 
 MODELS = ("actor", "critic", "ref")

@@ -34,8 +34,8 @@ from core.data.vocabulary import writable
 from core.errors import InputError
 from core.extensions.environments.extension import SECTION
 from core.extensions.tools.call_formats import FORMATS, Chat
-from core.printable import printable
 from core.rollout.agent_loop import AgentLoop, Episode
+from core.safe_text.printable import printable
 from core.types import Prompt, Stop
 from reward_scores.environment import REWARD
 

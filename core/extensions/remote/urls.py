@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
 from core.errors import InputError, WriteFailed
-from core.redaction import login_in, redacted
+from core.safe_text.redaction import login_in, redacted
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem

@@ -41,9 +41,9 @@ from core.extensions.tools.tools import (
     kwargs_of,
     load_tools,
 )
-from core.printable import printable
 from core.rollout.agent_loop import AgentLoop, Episode
 from core.rollout.outside_code import ApartLoop, Failed, described, guarded
+from core.safe_text.printable import printable
 from core.types import Prompt
 
 if TYPE_CHECKING:

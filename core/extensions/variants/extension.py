@@ -18,16 +18,16 @@ HERE = "core.extensions.variants"
 
 
 class LossKeys(Section):
-    tau_pos: limits.Positive = 1.0  # of sapo: temperature where the advantage is positive
-    tau_neg: limits.Positive = 1.05  # of sapo: temperature where the advantage is negative
+    tau_pos: limits.Positive = 1.0  # SAPO: temperature for positive advantages
+    tau_neg: limits.Positive = 1.05  # SAPO: temperature for negative advantages
 
 
 class PolicyLossKeys(Section):
-    clip_cov_ratio: limits.PositiveShare = 0.0002  # of clip_cov: share of an optimizer step's tokens that are dropped
-    clip_cov_lb: float = 1.0  # of clip_cov: they are drawn from those whose covariance is above this
-    clip_cov_ub: float = 5.0  # of clip_cov: and below this
-    kl_cov_ratio: limits.PositiveShare = 0.0002  # of kl_cov: share of an optimizer step's tokens that are held back
-    ppo_kl_coef: limits.NonNegative = 0.1  # of kl_cov: coefficient of the distance to the old policy on those tokens
+    clip_cov_ratio: limits.PositiveShare = 0.0002  # Clip-Cov: share of an optimizer step's tokens that are dropped
+    clip_cov_lb: float = 1.0  # lower covariance bound of Clip-Cov candidates
+    clip_cov_ub: float = 5.0  # upper covariance bound of Clip-Cov candidates
+    kl_cov_ratio: limits.PositiveShare = 0.0002  # KL-Cov: share of an optimizer step's tokens with a KL penalty
+    ppo_kl_coef: limits.NonNegative = 0.1  # KL-Cov: coefficient of the KL penalty to the old policy
 
 
 ESTIMATORS = {

@@ -19,7 +19,7 @@ def read(key: str, value: Any, line: CommandLine) -> Interpretation | None:
     """Return what an override means whose key the schema lacks, or None."""
     table = tables(line.recipe)
     if table.requests_nothing(key, value, line.schema):
-        return Interpretation(unused="asks for nothing that is not done anyway")
+        return Interpretation(unused="ignored: already the behaviour")
     own = recipes.module_of(line.recipe, "verl_keys")
     convert_key = {**CONVERSIONS, **(own.CONVERSIONS if own else {})}.get(key)
     if convert_key and (reading := convert_key(key, value, line)):

@@ -131,7 +131,7 @@ def test_failures_are_masked_counted_and_stop_at_a_bound(folder):
 def test_a_judge_that_changes_is_noticed_by_canaries(folder):
     with serve(lambda n, body: generous(n, body) if n < 2 else "[[0.9]]") as server:
         run = scripted()(config(folder, "swapped", server.url, "reward_model.judge.canary_every=1"), answer)
-        with pytest.raises(UnhealthyRun, match="the judge graded .* of the canaries as known .*judge_agreement"):
+        with pytest.raises(UnhealthyRun, match="judge accuracy on control answers is .*judge_agreement"):
             run.init_workers().fit()
 
 

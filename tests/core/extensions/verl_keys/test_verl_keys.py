@@ -1,4 +1,4 @@
-"""Keys of verl's other versions: what is read, what asks for nothing, and what is refused with which advice."""
+"""Keys of verl's other versions: what is read, what is already the behaviour, and what is refused with which advice."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ def test_two_names_of_one_thing_may_not_differ():
         ("data.return_raw_chat=True", "the chat"),
         (f"{ACTOR}.fsdp_config.wrap_policy.min_num_params=0", "FSDP2 wraps"),
         (f"{ACTOR}.use_prefix_grouper=False", "computed once"),
-        ("trainer.default_hdfs_dir=null", "asks for nothing"),
-        ("actor_rollout_ref.model.lora_adapter_path=null", "asks for nothing"),
-        (f"{ACTOR}.ppo_micro_batch_size=null", "asks for nothing"),
-        (f"{ACTOR}.fsdp_config.model_dtype=fp32", "asks for nothing"),
-        (f"{ROLLOUT}.agent.default_agent_loop=single_turn_agent", "asks for nothing"),
-        (f"{ROLLOUT}.mode=async", "asks for nothing"),
+        ("trainer.default_hdfs_dir=null", "already the behaviour"),
+        ("actor_rollout_ref.model.lora_adapter_path=null", "already the behaviour"),
+        (f"{ACTOR}.ppo_micro_batch_size=null", "already the behaviour"),
+        (f"{ACTOR}.fsdp_config.model_dtype=fp32", "already the behaviour"),
+        (f"{ROLLOUT}.agent.default_agent_loop=single_turn_agent", "already the behaviour"),
+        (f"{ROLLOUT}.mode=async", "already the behaviour"),
         (f"{ROLLOUT}.load_format=safetensors", "in memory"),
         (f"{ACTOR}.checkpoint.save_contents=[model]", "holds everything"),
         ("reward.reward_kwargs.max_resp_len=512", "which is the same"),
@@ -124,7 +124,7 @@ def test_what_is_not_here_is_refused_with_one_thing_to_do(override, said):
     composed = examine("ppo", [override])
     (line,) = composed.problems
     assert said in line and line.startswith(override.split("=")[0]) and "\n" not in line
-    assert not composed.read and "asks for nothing" not in str(composed.unused)
+    assert not composed.read and "already the behaviour" not in str(composed.unused)
 
 
 def test_a_function_that_asks_a_reward_model_is_told_of_the_judge():
