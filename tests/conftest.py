@@ -2,13 +2,32 @@
 
 import os
 import textwrap
+from functools import cache
+from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_xdist_make_scheduler(config, log):
+    """Keep the tests of a file with module fixtures on one worker, which sets them up once; spread all others."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ModuleFixtureScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return nodeid.split("::")[0] if has_module_fixtures(nodeid.split("::")[0]) else nodeid
+
+    return ModuleFixtureScheduling(config, log) if config.getoption("dist") == "load" else None
+
+
+@cache
+def has_module_fixtures(file):
+    return 'scope="module"' in (ROOT / file).read_text()
 
 
 @pytest.fixture(autouse=True)
