@@ -1,8 +1,8 @@
 """What this machine lacks for a command: a supported Python, packages, a GPU.
 
 Every top-level package with commands imports core, and core imports this module: standard library alone, in the syntax
-of old versions. A missing package ends ``python -m <command>`` in one line. Any other error keeps its traceback: one in
-this repository's own imports, in an installed package, or in another program that imports core.
+of old versions. A missing package or extension ends ``python -m <command>`` in one line. Any other error keeps its
+traceback: another one in this repository's own imports, in an installed package, or in a program that imports core.
 :func:`missing_for_run` checks what a configuration needs besides, before its run starts.
 """
 
@@ -18,9 +18,11 @@ PACKAGES = {  # name in an import -> name of the distribution: those of pyprojec
     **{name: name for name in ("matplotlib", "jinja2", "tqdm", "jsonschema", "sympy", "bm25s", "fastapi", "uvicorn")},
     **{name: name for name in ("httpx", "peft", "vllm", "pytest", "hypothesis", "omegaconf", "tenacity")},
     **{name: name for name in ("rich", "playwright", "fsspec", "s3fs", "regex", "moto", "flask", "pydantic")},
+    **{name: name for name in ("verifiers", "nbclient", "ipykernel", "gguf")},
     **{"hydra": "hydra-core", "yaml": "pyyaml", "math_verify": "math-verify", "Stemmer": "PyStemmer"},
     **{
         "PIL": "pillow",
+        "huggingface_hub": "huggingface-hub",
         "flask_cors": "flask-cors",
         "mlflow": "mlflow-skinny",
         "faiss": "faiss-cpu",
@@ -61,8 +63,14 @@ def explanation(error):
     """Return the line for an exception, or None where it has to keep its traceback."""
     if isinstance(error, UnsupportedPython):
         return str(error)
-    package = (getattr(error, "name", None) or "").split(".")[0]
-    if not isinstance(error, ModuleNotFoundError) or package not in PACKAGES:
+    if not isinstance(error, ModuleNotFoundError):
+        return None
+    parts = (error.name or "").split(".")
+    if parts[:2] == ["core", "extensions"] and not os.path.isdir(os.path.join(ROOT, *parts[:3])):
+        folder = "/".join(parts[:3])
+        return f"{command()}: needs the extension {folder}, which is not there; restore it: git checkout -- {folder}"
+    package = parts[0]
+    if package not in PACKAGES:
         return None
     if package in sys.modules or find_spec(package) is not None:
         return None

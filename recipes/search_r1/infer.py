@@ -1,7 +1,8 @@
-"""Answer one question and print the episode turn by turn, by the loop of training and with its limits.
+"""Answer one question and print the episode turn by turn: ``core.evaluate generate`` for a single question.
 
     python -m recipes.search_r1.infer "who wrote the score of Jaws?" actor_rollout_ref.model.path=MODEL [key=value ...]
-    python -m recipes.search_r1.infer "who is the boss of bavu?" --prompt "Q: {question}" preset=study      # the lab's
+    python -m recipes.search_r1.infer "who is the boss of bavu?" --prompt "Q: {question}" preset=study \\
+        actor_rollout_ref.model.path=outputs/lab/knowledge/base/current        # the model of the lab
 
 Needs a retriever (``retriever.url``, or ``retriever.local`` in this process). Decoding is that of validation,
 ``actor_rollout_ref.rollout.val_kwargs``: greedy unless ``do_sample=True``. DRY_RUN=1 only checks the configuration.
@@ -10,62 +11,58 @@ Needs a retriever (``retriever.url``, or ``retriever.local`` in this process). D
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from core.command_line import is_dry_run
-from core.config import compose
 from core.errors import InputError
 from core.safe_text.printable import printable
-from recipes.search_r1 import main_search_r1
-
-if TYPE_CHECKING:
-    from core.types import Trajectory
-    from recipes.search_r1.config_schema import SearchR1Config
 
 OVERRIDE = re.compile(r"[\w.+~]+=")
 
 
-def prompt_of(question: str, config: SearchR1Config, tokenizer: Any, template: str | None = None) -> Any:
-    """Return the prompt of the training data (the search prompt, or R1's without search) or of a ``template``."""
-    from core.data.dataset import Encoder
-    from core.types import Prompt
+def answer(question: str, overrides: Sequence[str], prompt: str | None = None) -> Mapping[str, Any] | None:
+    """Generate the answer and return its line (``core/extensions/evaluation/answer_file.py``); None in a dry run.
+
+    The prompt is that of the training data, with or without search as ``do_search`` has it, or ``prompt``, plain.
+    """
+    from core.extensions.evaluation.generate import PATH, generate, request
     from data_preprocess.open_qa import make_qa_row
+    from data_preprocess.schema import write_rows
     from data_preprocess.search_r1_prompts import PROMPTS
 
-    row = make_qa_row(
-        "question",
-        {"question": question, "golden_answers": ["?"]},
-        "infer",
-        0,
-        template or PROMPTS["search" if config.do_search else "r1"],
-    )
-    # Without a chat template the text goes in as it is, as the published code has it.
-    chat = row["prompt"] if getattr(tokenizer, "chat_template", None) else row["prompt"][0]["content"]
-    (ids,) = Encoder(tokenizer, config.data.apply_chat_template_kwargs).encode([chat])
-    return Prompt(-1, "infer", tuple(ids), tuple(row["prompt"]), None, "question", row["extra_info"])
+    if not any(text.startswith(f"{PATH}=") for text in overrides):
+        raise InputError(f"{PATH}: is not set; add {PATH}=MODEL, a folder or a hub id")
+    with TemporaryDirectory() as folder:
+        questions, answers = Path(folder) / "question.parquet", Path(folder) / "answer.jsonl"
+        call = request(
+            "search_r1", [*overrides, f"data.val_files=['{questions}']"], answers, model=None, run=None, step=None
+        )
+        if is_dry_run():
+            return None
+        text = prompt or PROMPTS["search" if call.config.do_search else "r1"]
+        row = make_qa_row("question", {"question": question, "golden_answers": ["?"]}, "infer", 0, text)
+        if prompt is not None:
+            row["prompt"] = row["prompt"][0]["content"]
+        write_rows(questions, [row])
+        generate(call)
+        return json.loads(answers.read_text(encoding="utf-8").splitlines()[0])
 
 
-def answer(question: str, config: SearchR1Config, template: str | None = None) -> Trajectory:
-    """Load the model into an engine and play the episode."""
-    import asyncio
-
-    from core.extensions.evaluation.engine_only import answering
-
-    with answering(config, main_search_r1.TRAINER) as run:
-        prompt = prompt_of(question, config, run.tokenizer, template)
-        return asyncio.run(run.generate(prompt, 0, run.val_sampling))
-
-
-def show(trajectory: Trajectory) -> str:
-    """Return the segments in order, each under its author."""
-    lines = [f"[{segment.role}]\n{segment.text.strip()}" for segment in trajectory.segments]
-    end = f"[{trajectory.turns} turns, {trajectory.tool_calls} searches, ended by {trajectory.stop.value}]"
-    return "\n\n".join([*lines, end])
+def show(line: Mapping[str, Any]) -> str:
+    """Return the segments of an answer's line in order, each under its author."""
+    segments = [f"[{segment['role']}]\n{segment['text'].strip()}" for segment in line["segments"]]
+    end = f"[{line['turns']} turns, {line['tool_calls']} searches, ended by {line['stop']}]"
+    return "\n\n".join([*segments, end])
 
 
 def main(argv: list[str]) -> int:
+    """Run the command. Returns 0, or 2 with a line on stderr for bad input."""
     if not argv or OVERRIDE.match(argv[0]):
         print(__doc__, file=sys.stderr)
         return 2
@@ -73,16 +70,16 @@ def main(argv: list[str]) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("question", help="The question, as one quoted text.")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="Keys of the configuration, as a run's.")
-    told = "The text around {question} (default: that of the training data)."
-    parser.add_argument("--prompt", metavar="TEXT", help=told)
+    prompt_help = "A plain-text prompt with {question} in it (default: the prompt of the training data, as a chat)."
+    parser.add_argument("--prompt", metavar="TEXT", help=prompt_help)
     args = parser.parse_intermixed_args(argv)
     try:
-        config = compose("search_r1", args.overrides, main_search_r1.HOOKS)
-        if not is_dry_run():
-            print(printable(show(answer(args.question, config, args.prompt))))
+        line = answer(args.question, args.overrides, args.prompt)
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
+    if line is not None:
+        print(printable(show(line)))
     return 0
 
 

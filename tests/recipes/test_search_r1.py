@@ -608,7 +608,9 @@ def test_infer_prints_the_episode_turn_by_turn(files, capsys):
     assert printed.count("[policy]") == 2 and "[tool]\nMy previous action is invalid" in printed
     assert "[2 turns, 0 searches, ended by" in printed
     assert infer.main(["data.nope=1"]) == 2
-    assert infer.main(["who?", "data.nope=1"]) == 2
+    assert infer.main(["who?", "preset=study"]) == 2
+    assert "actor_rollout_ref.model.path: is not set; add" in capsys.readouterr().err
+    assert infer.main(["who?", "actor_rollout_ref.model.path=some/model", "data.nope=1"]) == 2
     assert "unknown key" in capsys.readouterr().err
 
 

@@ -97,6 +97,26 @@ def test_a_key_of_a_deleted_extension_is_unknown_and_its_function_is_missed_by_n
     assert "trainer.trace" in told[0].stdout and "judge" in told[1].stderr.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    "name, command",
+    [
+        ("planning", ["core.plan", "grpo"]),
+        ("planning", ["results.feasible"]),
+        ("evaluation", ["core.evaluate", "report", "a.jsonl"]),
+        ("evaluation", ["results.report", "answers.scores-gsm8k.jsonl"]),
+    ],
+)
+def test_a_command_of_a_deleted_extension_ends_in_one_line_with_the_fix(tmp_path, name, command):
+    code = without(tmp_path / "code", [name])
+    (code / "answers.scores-gsm8k.jsonl").touch()
+    environment = {**os.environ, "PYTHONPATH": str(code)}
+    run = [sys.executable, "-m", *command]
+    done = subprocess.run(run, cwd=code, env=environment, capture_output=True, text=True, timeout=120)
+    folder = f"core/extensions/{name}"
+    rule = f"needs the extension {folder}, which is not there; restore it: git checkout -- {folder}"
+    assert done.stderr.splitlines() == [f"{command[0]}: {rule}"] and done.returncode == 1
+
+
 def test_a_url_without_the_extension_that_reads_it_is_a_problem_with_a_fix(tmp_path):
     code = without(tmp_path / "code", ["remote"])
     program = (
