@@ -82,7 +82,9 @@ def _logins(config: Config) -> Iterator[Problem]:
         for name, text in _texts(key, value):
             if text not in told and (login := login_in(text)) is not None:
                 told.add(text)
-                yield Problem(name, redacted(text), f"holds a login ({login}), and is recorded", _fix(key))
+                yield Problem(
+                    name, redacted(text), f"holds a login ({login}), and is recorded", _fix(key, type(config))
+                )
 
 
 def _forgotten(base: Mapping[str, Any], given: Collection[str]) -> Iterator[str]:
@@ -103,9 +105,9 @@ def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
             yield from _texts(key, item)
 
 
-def _fix(key: str) -> str:
+def _fix(key: str, schema: type[Config]) -> str:
     section = key.rpartition(".")[0]
-    if section in ("reward_model.judge", "reward_model.sandbox_fusion"):
+    if f"{section}.api_key_env" in convert.all_keys(schema):
         return f"put the key into an environment variable, and its name into {section}.api_key_env"
     if section.startswith("retriever"):
         return "put the key into an environment variable, and its name into retriever.client={api_key_env: NAME}"

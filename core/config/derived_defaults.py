@@ -7,8 +7,6 @@ from importlib.util import find_spec
 from typing import Any
 
 from core.config import convert, extensions, health_bounds, registry
-from core.config.locations import is_url
-from core.config.paths import run_folder
 from core.config.schema import Config
 from core.config.sections.actor import ActorConfig
 
@@ -60,11 +58,6 @@ def experiment_name(config: Config) -> str:
     return f"{model or 'model'}-seed{config.trainer.seed}"
 
 
-def _judge_folder(config: Config) -> str | None:
-    given = config.trainer.default_local_dir  # its text is part of what recorded runs are known by
-    return f"{run_folder(config) if is_url(given) else given}/judge" if config.reward_model.judged else None
-
-
 def _derived(recipe: str) -> tuple[tuple[str, Callable[[Config], Any]], ...]:
     """Return key -> its value where it is null. In order: a later one may read an earlier one."""
     copied = ("ppo_mini_batch_size", "ppo_epochs", "shuffle", "loss_agg_mode", "loss_scale_factor")
@@ -104,16 +97,11 @@ def _derived(recipe: str) -> tuple[tuple[str, Callable[[Config], Any]], ...]:
             (f"critic.model.{name}", _follows(f"actor_rollout_ref.model.{name}"))
             for name in ("path", "external_lib", "trust_remote_code", "override_config")
         ),
-        ("reward_model.model.external_lib", _follows("actor_rollout_ref.model.external_lib")),
-        ("reward_model.use_dynamic_bsz", lambda config: config.reward_model.micro_batch_size_per_gpu is None),
-        ("reward_model.forward_max_token_len_per_gpu", _follows("critic.ppo_max_token_len_per_gpu")),
-        ("reward_model.max_length", lambda config: config.data.max_prompt_length + config.data.max_response_length),
         ("algorithm.filter_groups.metric", lambda config: "acc"),
         ("trainer.health.logp_diff.bound", health_bounds.logp_diff),
         ("trainer.project_name", lambda config: f"rlrepro-{recipe}"),
         ("trainer.experiment_name", experiment_name),
         ("trainer.default_local_dir", lambda config: f"outputs/{recipe}/{config.trainer.experiment_name}"),
-        ("reward_model.judge.cache_dir", _judge_folder),
     )
 
 

@@ -48,8 +48,6 @@ def named(config: Config) -> Iterator[tuple[str, str]]:
     }
     if critic.enable and critic.model.path != model.path:
         models["critic.model.path"] = critic.model.path
-    if config.reward_model.loads_model:
-        models["reward_model.model.path"] = config.reward_model.model.path
     yield from ((key, path) for key, path in models.items() if path and (is_local(path) or is_url(path)))
     if model.custom_chat_template is not None and chat_template.names_file(model.custom_chat_template):
         yield chat_template.KEY, model.custom_chat_template.strip()
@@ -59,10 +57,6 @@ def named(config: Config) -> Iterator[tuple[str, str]]:
     manager = (config.reward_model.module.path or "").removeprefix("file://")
     if _own_manager(config) and manager.endswith(".py"):
         yield "reward_model.module.path", manager
-    if config.reward_model.judged:
-        judge = config.reward_model.judge
-        files = {"template": judge.template, "json_schema": judge.json_schema, "canaries": judge.canaries}
-        yield from ((f"reward_model.judge.{name}", path) for name, path in files.items() if path)
     for extension in extensions.found():
         yield from extension.files(config)
     yield from _plugins(config)
@@ -133,13 +127,6 @@ def checked_at_start(config: Config) -> list[str]:
     source = "exists and is a model's folder" if is_local(model.path) else "is on the hub or in its cache"
     source = "can be read and is a model's folder" if is_url(model.path) else source
     lines.append(f"model: {model.path} {source}; its tokenizer and chat template")
-    if config.reward_model.judged:
-        judge = config.reward_model.judge
-        lines.append(f"judge: {judge.url} has the model {judge.model} and agrees with the canaries")
-    if config.reward_model.loads_model:
-        lines.append(
-            f"reward model: {config.reward_model.model.path} is a classifier with one label; its chat template"
-        )
     if package := registry.ENGINES[rollout.name].package:
         where = f"for the device of the run (actor_rollout_ref.rollout.name={rollout.name})"
         lines.append(f"package: {package} is installed, {where}")

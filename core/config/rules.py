@@ -13,12 +13,10 @@ from core.config.sections import (
     critic,
     data,
     health,
-    judge,
     model,
     multi_turn,
     optim,
     reward,
-    reward_model,
     rollout,
     rollout_correction,
     sizes,
@@ -29,7 +27,7 @@ from core.config.view import View
 # In the order of reports; of several reasons why a key does nothing the first is given.
 _SECTIONS = (
     *(data, model, actor, critic, optim, sizes, rollout, multi_turn, algorithm, rollout_correction),
-    *(reward, reward_model, judge, trainer, health),
+    *(reward, trainer, health),
 )
 engines = RuleBook()
 

@@ -31,7 +31,6 @@ SHORT = {
     "critic": "critic",
     "critic_model": "critic.model",
     "reward": "reward_model",
-    "judge": "reward_model.judge",
     "buffer": "reward_model.overlong_buffer",
     "custom": "custom_reward_function",
     "algorithm": "algorithm",

@@ -27,8 +27,8 @@ from core.modality import TEXT, Modality, modality_of
 
 if TYPE_CHECKING:
     from core.config.schema import Config
+    from core.config.section import Section
     from core.config.sections.model import ModelConfig
-    from core.config.sections.reward_model import RewardModelModelConfig
 
 
 log = logging.getLogger(__name__)
@@ -236,7 +236,7 @@ CLASSIFIERS = {
 }
 
 
-def load_classifier(model: RewardModelModelConfig, *, on_meta: bool = False) -> tuple[nn.Module, bool]:
+def load_classifier(model: Section, *, on_meta: bool = False) -> tuple[nn.Module, bool]:
     """Load a trained classifier with one label in eval mode; return it and whether it labels tokens (else sequences).
 
     Its weights have the number format of the passes; ``on_meta`` neither reads nor allocates them.
@@ -262,7 +262,7 @@ def load_classifier(model: RewardModelModelConfig, *, on_meta: bool = False) -> 
     return module.eval().requires_grad_(False), ending == "ForTokenClassification"
 
 
-def load_reward_tokenizer(model: RewardModelModelConfig) -> Any:
+def load_reward_tokenizer(model: Section) -> Any:
     """Load the reward model's own tokenizer."""
     import transformers
 

@@ -92,7 +92,7 @@ def check_rows(
         where = where_of(row)
         if row.style == MODEL_STYLE:
             for_model += 1
-            if not reward.enable:
+            if not reward.uses_model:
                 problems.add(*NO_MODEL, where)
             elif model_compares and row.ground_truth is None:
                 problems.add(*NO_REFERENCE, where)
@@ -117,7 +117,7 @@ def check_rows(
             remarks.add("reward_model.ground_truth", *GOLD_REMARK, where, remark)
     for line in remarks.lines():
         log.warning(line)
-    if reward.enable and not for_model and not reward.weight:
+    if reward.uses_model and not for_model and not reward.model_weight:
         problems.add(*IDLE_MODEL)
     if isinstance(manager, Pool | InProcess):
         (manager.pool if isinstance(manager, InProcess) else manager).preload(libraries)

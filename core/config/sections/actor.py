@@ -43,9 +43,7 @@ class ActorConfig(Sharing, Section):
     shuffle: bool = False  # trajectories in a random order in each epoch of updates
     data_loader_seed: limits.Size = 42  # seed of shuffle
     clip_ratio: limits.ClipLow = 0.2  # distance from 1 at which the ratio of new to old probabilities is clipped
-    clip_ratio_low: limits.NonNegative | None = (
-        None  # distance of the lower bound from 1, from 1 on none; None: clip_ratio
-    )
+    clip_ratio_low: limits.NonNegative | None = None  # distance of the lower bound from 1; None: clip_ratio
     clip_ratio_high: limits.NonNegative | None = None  # distance of the upper bound from 1; None: clip_ratio
     clip_ratio_c: limits.AboveOne = 3.0  # bound of the ratio where the advantage is negative (dual clip)
     loss_agg_mode: LossAggMode = "token-mean"  # how the losses of tokens become one number

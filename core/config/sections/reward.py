@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from core.config import limits
+from core.config.extensions import extended
 from core.config.frozen import FrozenDict
 from core.config.names import RewardManager
 from core.config.rulebook import Broken, RuleBook, Unused
 from core.config.section import Open, Section
-from core.config.sections.judge import JudgeConfig
-from core.config.sections.reward_model import RewardModelModelConfig
 
 if TYPE_CHECKING:
     from core.config.view import View
@@ -50,19 +49,8 @@ class CustomRewardFunctionConfig(Section):
     reward_kwargs: Open = FrozenDict()  # arguments of that function
 
 
+@extended("reward_model")
 class RewardModelConfig(Section):
-    enable: bool = False  # a model scores the examples whose reward_model.style is "model"
-    weight: float = 0.0  # what the model's number counts beside a rule's score, in the other examples
-    model: RewardModelModelConfig = RewardModelModelConfig()
-    enable_resource_pool: bool = False  # over Ray, nodes whose ranks share the model; False: one process has it
-    nnodes: limits.Size = 0  # nodes of that pool
-    n_gpus_per_node: limits.Size = 0  # ranks on each of them, a GPU each
-    judge: JudgeConfig = JudgeConfig()
-    max_length: limits.Count | None = None  # tokens that the model sees; None: the longest prompt and answer
-    micro_batch_size_per_gpu: limits.Count | None = None  # answers a pass; None: use_dynamic_bsz decides
-    # fill passes up to a number of tokens; None: where no micro-batch size is given
-    use_dynamic_bsz: bool | None = None
-    forward_max_token_len_per_gpu: limits.Count | None = None  # tokens a pass; None: the critic's
     # the managers here and those that module.path registers, or your own as module.name of module.path (importlib)
     source: Literal["register", "importlib"] = "register"
     module: RewardModuleConfig = RewardModuleConfig()
@@ -81,20 +69,31 @@ class RewardModelConfig(Section):
     sandbox: SandboxConfig = SandboxConfig()
     sandbox_fusion: SandboxFusionConfig = SandboxFusionConfig()
 
+    # What an extension with models that score overrides
+    @property
+    def uses_model(self) -> bool:
+        """Whether a model scores examples of its own, and counts beside rules in the others."""
+        return False
+
+    @property
+    def model_weight(self) -> float:
+        """What the model's number counts beside a rule's."""
+        return 0.0
+
     @property
     def judged(self) -> bool:
         """Whether the model is a judge behind a URL."""
-        return self.enable and self.judge.url is not None
+        return False
 
     @property
     def loads_model(self) -> bool:
         """Whether the model is a classifier, which this run loads."""
-        return self.enable and self.judge.url is None
+        return False
 
     @property
     def ranks(self) -> int:
         """Processes that share the model."""
-        return self.nnodes * self.n_gpus_per_node if self.enable_resource_pool else 1
+        return 1
 
 
 rules = RuleBook()

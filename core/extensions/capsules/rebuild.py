@@ -40,7 +40,7 @@ def rebuilt(stored: StoredStep, config: Config, *, weights: bool) -> RayPPOTrain
     Sets the threads of torch to the recorded ones. Raises InputError where the weights are gone or are others.
     """
     own = {"trainer.cpu_threads": stored.facts["machine"]["threads"], "trainer.device": device_of(stored)}
-    own |= {"reward_model.enable": False, **_paths(stored)}
+    own |= {**({"reward_model.enable": False} if config.reward_model.uses_model else {}), **_paths(stored)}
     given, config = config, convert.replaced(config, own)
     run = load_object(stored.facts["trainer"])(config)
     run.session.total_steps, run.session.step = stored.facts["total_steps"], stored.step - 1

@@ -106,7 +106,7 @@ def _configured(
     for key in composed.given:
         if not key.startswith(SECTIONS) and key != VAL_FILES:
             problems.append(f"{key}: decides answers, not their scores; leave it out, or generate with it")
-    if composed.config.reward_model.enable:
+    if composed.config.reward_model.uses_model:
         problems.append("reward_model.enable=True: no model is loaded here; set it to False, or validate in a run")
     if problems:
         raise InputError(problems)

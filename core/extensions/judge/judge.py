@@ -25,7 +25,7 @@ from core.extensions.judge.judge_verdict import NoVerdict, VerdictRule
 from core.rewards.model_score import Answer, ModelScore
 
 if TYPE_CHECKING:
-    from core.config.sections.judge import JudgeConfig
+    from core.extensions.judge.keys import JudgeConfig
 
 log = logging.getLogger(__name__)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -99,8 +100,8 @@ def served_reward_model(name: str) -> Conversion:
 
 def run_name(key: str, value: Any, line: CommandLine) -> Interpretation | None:
     """Read a run's name with slashes, which verl makes folders of, as the name of one folder."""
-    name = value.replace("/", "-").lstrip(".-") if isinstance(value, str) else ""
-    return Interpretation(settings={key: name}) if name and name != value else None
+    plain = isinstance(value, str) and re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)+", value)
+    return Interpretation(settings={key: value.replace("/", "-")}) if plain else None
 
 
 def loggers(key: str, value: Any, line: CommandLine) -> Interpretation | None:

@@ -33,7 +33,7 @@ def _not_supported(config: Config) -> Iterator[Problem]:
     if config.critic.enable:
         rule, fix = f"{what} has no critic here", "use an estimator without one, such as grpo"
         yield Problem("algorithm.adv_estimator", algorithm.adv_estimator, rule, fix)
-    if config.reward_model.enable:
+    if config.reward_model.uses_model:
         yield Problem("reward_model.enable", True, "a reward model reads text alone", "score with a function")
     if roles.model.fp32_lm_head:
         key, rule = "actor_rollout_ref.model.fp32_lm_head", f"was not tried with {what}, whose engines it changes too"

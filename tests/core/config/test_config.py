@@ -18,9 +18,9 @@ from pydantic import ValidationError
 from core.config import Config, compose, convert, diff, examine, from_yaml, recipes, to_yaml
 from core.config.derived_defaults import resolve
 from core.config.frozen import thaw
-from core.config.sections.judge import JudgeConfig
 from core.config.yaml_files import read_foreign_yaml
 from core.errors import InputError
+from core.extensions.judge.keys import JudgeConfig
 from core.tracking.health import CHECKS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -351,7 +351,22 @@ def test_a_second_composition_is_cheap():
 @pytest.mark.parametrize("key", ["trainer.experiment_name", "trainer.project_name"])
 @pytest.mark.parametrize(
     "name",
-    ["../../etc", "/etc", "a/b", "a\\\\b", ".", "..", ".hidden", "-rf", "''", "' a'", '"a\\nb"', "\x1b[2J", "a" * 300],
+    [
+        "../../etc",
+        "/etc",
+        "a/../b",
+        "a//b",
+        "a\\\\b",
+        ".",
+        "..",
+        ".hidden",
+        "-rf",
+        "''",
+        "' a'",
+        '"a\\nb"',
+        "\x1b[2J",
+        "a" * 300,
+    ],
 )
 def test_a_name_is_one_part_of_a_path(key, name):
     with pytest.raises(InputError) as raised:

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from core.config import compose
 from core.config.sections.model import FSDPConfig
 from core.config.sections.reward import RewardModelConfig
-from core.config.sections.reward_model import RewardModelModelConfig
+from core.extensions.judge.keys import RewardModelModelConfig
 from core.rewards.model_score import Answer
 from tests.core.ray_cluster import write_model
 from tests.tiny import tiny_config, tiny_tokenizer

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from core.config.sections.health import HealthConfig
-from core.config.sections.judge import JudgeConfig
 from core.config.sections.reward import CustomRewardFunctionConfig, RewardModelConfig
 from core.data.parquet import Example
 from core.errors import InputError
@@ -23,6 +22,7 @@ from core.extensions.judge import judge_client, judge_verdict
 from core.extensions.judge.judge import Judge, JudgeLost
 from core.extensions.judge.judge_prompt import CANARIES, TEMPLATE, Case, Template, read_canaries
 from core.extensions.judge.judge_verdict import NoVerdict, VerdictRule
+from core.extensions.judge.keys import JudgeConfig
 from core.rewards import RewardError, RewardLayer
 from core.rewards.model_score import Answer
 from core.types import Prompt, Segment, Stop, Trajectory

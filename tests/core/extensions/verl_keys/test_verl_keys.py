@@ -58,6 +58,8 @@ def lines(*overrides, recipe="ppo"):
             {"reward_model.model.path": "org/rm"},
         ),
         (["trainer.remove_previous_ckpt_in_save=True", "trainer.save_freq=5"], {"trainer.max_actor_ckpt_to_keep": 1}),
+        (["trainer.experiment_name=lab/14B"], {"trainer.experiment_name": "lab-14B"}),
+        (["trainer.logger=[console,swanlab]"], {"trainer.logger": ("console", "jsonl")}),
         (["trainer.val_generations_to_log_to_wandb=3"], {"trainer.log_val_generations": 3}),
         (["algorithm.adv_estimator=grpo_vectorized", f"{ROLLOUT}.n=4"], {"algorithm.adv_estimator": "grpo"}),
         (["+ray_init.num_cpus=4"], {"ray_kwargs.ray_init": {"num_cpus": 4}}),
