@@ -50,8 +50,8 @@ def write_demonstrations(answers: Path, out: Path, number: int) -> Written:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m recipes.real.demonstrations", description=__doc__.split("\n")[0])
-    parser.add_argument("answers", type=Path, metavar="ANSWERS.jsonl")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("answers", type=Path, metavar="ANSWERS.jsonl", help="the answers to openings.parquet")
+    parser.add_argument("--out", type=Path, required=True, help="the parquet file to write")
     parser.add_argument("--number", type=int, default=800, help="at most so many (default: %(default)s)")
     args = parser.parse_args()
     try:

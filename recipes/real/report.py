@@ -112,7 +112,7 @@ def samples(stages: Sequence[Stage], number: int) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m recipes.real.report", description=__doc__.partition("\n")[0])
-    parser.add_argument("answers", type=Path, nargs="+", metavar="ANSWERS.jsonl")
+    parser.add_argument("answers", type=Path, nargs="+", metavar="ANSWERS.jsonl", help="a file of each stage, in order")
     parser.add_argument("--frozen", required=True, help="the model as training found it, a folder or a hub id")
     parser.add_argument("--run", type=Path, help="the run folder; its curves are written to report.html there")
     parser.add_argument("--out", type=Path, help="the file to write (default: report.md beside the answers)")
