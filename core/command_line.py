@@ -21,6 +21,7 @@ from core.cluster.address import address_problem
 from core.config import Composed, Config, diff, examine, extensions, paths, plugins, recipes, registry
 from core.config.derived_defaults import resolve
 from core.config.problem import show
+from core.errors import InputError
 from core.requirements_check import missing_for_run
 from core.tracking.first_lines import first_lines
 
@@ -33,7 +34,10 @@ def prepare(recipe: str, argv: Sequence[str], hooks: Collection[str] = ()) -> Co
         sys.stdout.reconfigure(errors="backslashreplace")
     if HELP & {*argv}:
         _help(recipe, argv, hooks)
-    composed = examine(recipe, argv, hooks)
+    try:
+        composed = examine(recipe, argv, hooks)
+    except InputError as error:  # a rule of a recipe of the user's
+        _refuse(error.problems)
     dry = is_dry_run()
     if problems := all_problems(composed, _typed_keys(recipe, argv) if dry else None):
         _refuse(problems)

@@ -11,13 +11,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.config.problem import Problem
+from core.errors import InputError
 
 if TYPE_CHECKING:
     from core.config.view import View
 
+ROOT = Path(__file__).resolve().parents[2]
 Broken = Iterator[tuple[str, str]]  # key, and what is wrong; what to do
 Unused = Iterator[tuple[tuple[str, ...], str]]  # keys or patterns, reason
 
@@ -59,11 +62,21 @@ def warnings(books: Iterable[RuleBook], view: View) -> list[str]:
 
 
 def _broken(rule: Callable[[View], Broken], view: View) -> Iterator[Problem]:
+    file, name = Path(rule.__code__.co_filename), getattr(rule, "__name__", "rule")
+    own = not file.is_relative_to(ROOT)  # of a recipe outside the repository: its author wants to know which rule it is
     try:
         for key, text in rule(view):
-            yield Problem(key, functools.reduce(getattr, key.split("."), view.config), text)
+            value = functools.reduce(getattr, key.split("."), view.config)
+            yield Problem(key, value, f"{text} (rule {name})" if own else text)
     except RefusedValue:  # what depends on it is judged once it is mended
         return
+    except Exception as error:
+        if not own:
+            raise
+        raise InputError(
+            f"{file}: the rule {name} fails: {type(error).__name__}: {error}; a rule reads c.<section>.<key> and "
+            f"yields whole keys, such as algorithm.lam; the sections are {', '.join(view.sections)}"
+        ) from error
 
 
 def reasons(books: Iterable[RuleBook], view: View, keys: Iterable[str]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from core.config.locations import is_url
 from core.config.paths import is_local
 from core.config.rulebook import RefusedValue
 from core.config.schema import Config
-from core.config.section import Section
+from core.config.section import Section, hints, is_section
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -68,7 +68,10 @@ class View:
         self.given, self.hooks, self.recipe = frozenset(given), frozenset(hooks), recipe
         self.config, self._refused = config, set[str]()
         added = (extension.view for extension in extensions.found())
-        for name, key in [*SHORT.items(), *(pair for view in added for pair in view.items())]:
+        own = ((name, name) for name, hint in hints(type(config)).items() if is_section(hint))  # a recipe's sections
+        sections = dict([*own, *SHORT.items(), *(pair for view in added for pair in view.items())])
+        self.sections = sorted(sections)  # the names under which rules read them
+        for name, key in sections.items():
             setattr(self, name, Watched(convert.get(config, key), f"{key}.", self._refused))
 
     @contextmanager
@@ -213,7 +216,8 @@ class View:
     @property
     def unknown_hf_options(self) -> set[str]:
         """Options for the hf engine that it lacks."""
-        return set(self.rollout.engine_kwargs.get("hf") or ()) - set(self.HF_OPTIONS)
+        given = self.rollout.engine_kwargs.get("hf") or {}
+        return set(given if isinstance(given, Mapping) else [str(given)]) - set(self.HF_OPTIONS)
 
     @property
     def sglang_url(self) -> str | None:

@@ -180,6 +180,11 @@ def hardware() -> dict[str, Any]:
     }
 
 
+def data_of(config: Config) -> list[dict[str, Any]]:
+    """Return path, size and sha256 of each file that the section ``data`` names and that is on this machine."""
+    return data_hashes(dict.fromkeys(path for key, path in paths.named(config) if key.startswith("data.")))
+
+
 def data_hashes(files: Iterable[str]) -> list[dict[str, Any]]:
     """Return path or URL, size and sha256 of each data file that is on this machine, or was copied to it."""
     found = [(name, path, path.stat()) for name in files if (path := _here(name)).is_file()]

@@ -35,7 +35,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from core.config import Config, convert, extensions, paths, registry, to_yaml
+from core.config import Config, convert, extensions, registry, to_yaml
 from core.config.locations import is_url, write_remote_text
 from core.config.plugins import load_object
 from core.errors import InputError, writing
@@ -259,12 +259,11 @@ class Tracker:
         elif self.resume_step is not None:
             manifest |= run_manifest.rebuilt(path)
         values = convert.flat(self.config).items()
-        data_files = dict.fromkeys(path for key, path in paths.named(self.config) if key.startswith("data."))
         manifest["status"] = "running"
         manifest.pop("stopped_because", None)
         manifest["seeds"] = {key: value for key, value in values if key in ("trainer.seed", "data.seed")}
         manifest["changed_from_defaults"] = run_manifest.changed_keys(self.config, manifest["recipe"])
-        manifest["data"] = run_manifest.data_hashes(data_files)
+        manifest["data"] = run_manifest.data_of(self.config)
         manifest["models"] = self.facts.bases()
         manifest["sessions"].append(run_manifest.session(self.resume_step, self.facts.changes))
         if self.resume_step and self._last_step < self.resume_step:

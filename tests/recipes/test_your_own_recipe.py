@@ -107,5 +107,42 @@ def test_loss_hook_and_scorer_act_in_a_run_that_is_reported(project, capsys):
     assert any(line["actor/capped"] > 0 for line in lines[1:])
     assert any("marked" in name for name in lines[0]) and not any("/length/" in name for name in lines[0])
     assert done.stdout.strip().splitlines()[-1].startswith("mine/lab-seed1: accuracy on lab/hops ")
+    again = run(project, *few, RLREPRO=str(ROOT))
+    assert "outputs/mine/lab-seed1 has finished with this configuration and data" in again.stdout, again.stderr[-2000:]
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 3 and not (folder / "previous").exists()
     assert report.main([str(folder)]) == 0
     assert "mine/lab-seed1" in capsys.readouterr().out and (folder / "report.html").exists()
+
+
+SCHEMA = """
+from core.config.schema import Config
+from core.config.section import Section
+class MineConfig(Section):
+    bonus: float = 0.5  # added to the reward of short answers
+class SCHEMA(Config):
+    mine: MineConfig = MineConfig()
+"""
+RULES = """
+from core.config.rulebook import RuleBook
+rules = RuleBook()
+@rules.problem
+def bonus_is_small(c):
+    if c.mine.bonus > 1:
+        yield "{key}", "must be at most 1; lower it"
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ("mine.bonus", "mine.bonus=2.0: must be at most 1; lower it (rule bonus_is_small)"),
+        ("mine.bonuss", "config_rules.py: the rule bonus_is_small fails: AttributeError: 'MineConfig' object has no"),
+    ],
+)
+def test_keys_and_rules_of_its_own(project, key, told):
+    (project / "recipes/mine/config_schema.py").write_text(SCHEMA)
+    (project / "recipes/mine/config_rules.py").write_text(RULES.format(key=key))
+    refused = run(project, "mine.bonus=2", DRY_RUN="1", RLREPRO=str(ROOT))
+    assert refused.returncode == 2 and told in refused.stderr and "Traceback" not in refused.stderr
+    helped = run(project, "--help", "bonus", RLREPRO=str(ROOT))
+    assert "mine.bonus=0.5" in helped.stdout and "Added to the reward of short answers" in helped.stdout

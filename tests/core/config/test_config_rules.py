@@ -481,6 +481,8 @@ BROKEN = [
         *("ppo", ["data.train_max_samples=5", "data.curriculum=[{files: a}]"], ()),
         *("data.train_max_samples=5", "has no meaning with data.curriculum"),
     ),
+    ("ppo", ["data.custom_cls.path=x.py"], (), "data.custom_cls.path=x.py", "needs data.custom_cls.name beside it"),
+    ("ppo", [f"{ROLLOUT}.agent_loop=verifiers"], (), f"{MULTI}.environment=null", "name an installed environment"),
     ("ppo", ["trainer.resume_mode=resume_path"], (), "trainer.resume_from_path=null", "resume_mode=resume_path"),
     (
         "ppo",
@@ -796,6 +798,7 @@ IDLE = [
     ("ppo", ["trainer.val_only=True", "trainer.val_before_train=False"], "trainer.val_before_train"),
     ("ppo", [f"{MULTI}.max_tool_calls=3"], f"{MULTI}.max_tool_calls"),
     ("ppo", [f"{ACTOR}.state_masking=False"], f"{ACTOR}.state_masking"),
+    ("ppo", [LOOP, f"{MULTI}.environment=x"], f"{MULTI}.environment"),
     ("ppo", [LOOP, f"{MULTI}.repeatable=True", "trainer.backend=ray"], f"{MULTI}.repeatable"),
     *(
         ("search_r1", [PLENTY, *given], key)
