@@ -107,6 +107,7 @@ def _from_file(where: str, label: str) -> ModuleType:
     if not path.is_file():
         raise InputError(f"{label}: there is no file {path}; the path counts from the working directory {Path.cwd()}")
     name = f"plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    name = f"{package}.{name}" if (package := stand_ins.package_of(path)) else name
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

@@ -11,6 +11,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -33,6 +34,16 @@ class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Do nothing: :meth:`create_module` returns a module that has its contents."""
+
+
+def package_of(path: Path) -> str:
+    """Return the package of a file that lies in a folder of a stand-in's package, as in a fork of it, or "".
+
+    Relative imports in such a file then lead to the stand-in.
+    """
+    folders = path.parent.parts
+    starts = [at for at, name in enumerate(folders) if name in extensions.stand_ins()]
+    return ".".join(folders[starts[-1] :]) if starts else ""
 
 
 FINDER = StandInFinder()

@@ -50,6 +50,8 @@ MODULES: dict[str, dict[str, str]] = {  # module of verl -> name in it -> where 
     "verl.tools.geo3k_tool": _named("verl_tools", "Geo3kTool"),
     "verl.tools.search_tool": _named("verl_tools", "SearchTool"),
     "verl.tools.sandbox_fusion_tools": _named("verl_tools", "SandboxFusionTool"),
+    "verl.tools.utils.search_r1_like_utils": _named("verl_tools", "perform_single_search_batch"),
+    "verl.utils.reward_score.sandbox_fusion.utils": _named("verl_tools", "_process_single_case"),
     "verl.interactions": {},
     "verl.interactions.base": _named("base_interaction", "BaseInteraction"),
     "verl.interactions.gsm8k_interaction": _named("verl_tools", "Gsm8kInteraction"),

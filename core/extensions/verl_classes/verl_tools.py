@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,7 +75,7 @@ class _Pool:
 
 
 class SearchTool(BaseTool):
-    """Asks a retrieval server of Search-R1's protocol for ``query_list``."""
+    """Sends ``query_list`` to a retrieval server of Search-R1's protocol."""
 
     def __init__(self, config: dict[str, Any], tool_schema: Any):
         super().__init__(config, tool_schema)
@@ -88,16 +89,36 @@ class SearchTool(BaseTool):
         queries = parameters.get("query_list")
         if not queries or not isinstance(queries, list):
             return ToolResponse(text=json.dumps({"result": "query_list must be a list of queries"})), 0.0, {}
-        found = await self.execution_pool.execute.remote(self.search, queries)
-        pages = ["\n".join(map(_passage, enumerate(passages, 1))) for passages in found]
-        text = json.dumps({"result": "\n---\n".join(page.strip() for page in pages)}, ensure_ascii=False)
-        return ToolResponse(text=text), 0.0, {"query_count": len(queries), "status": "success"}
+        arguments = (self.retrieval_service_url, queries, self.topk, None, self.timeout)
+        text, metadata = await self.execution_pool.execute.remote(perform_single_search_batch, *arguments)
+        return ToolResponse(text=text), 0.0, metadata
 
-    def search(self, queries: list[str]) -> list[list[dict[str, Any]]]:
-        body = {"queries": queries, "topk": self.topk, "return_scores": True}
-        reply = httpx.post(self.retrieval_service_url, json=body, timeout=self.timeout)
-        reply.raise_for_status()
-        return reply.json()["result"]
+
+def perform_single_search_batch(
+    retrieval_service_url: str,
+    query_list: list[str],
+    topk: int = 3,
+    concurrent_semaphore: Any = None,
+    timeout: int = 30,
+) -> tuple[str, dict[str, Any]]:
+    """Return the passages of all queries as the JSON text ``{"result": ...}``, and what is known of the request.
+
+    Raises httpx.HTTPError where the server does not answer.
+    """
+    with concurrent_semaphore or nullcontext():
+        body = {"queries": query_list, "topk": topk, "return_scores": True}
+        reply = httpx.post(retrieval_service_url, json=body, timeout=timeout)
+    reply.raise_for_status()
+    found = reply.json()["result"]
+    pages = ["\n".join(map(_passage, enumerate(passages, 1))).strip() for passages in found]
+    text = json.dumps({"result": "\n---\n".join(pages)}, ensure_ascii=False)
+    total = sum(map(len, found))
+    return text, {
+        "query_count": len(query_list),
+        "status": "success",
+        "total_results": total,
+        "api_request_error": None,
+    }
 
 
 def _passage(numbered: tuple[int, dict[str, Any]]) -> str:
@@ -127,14 +148,43 @@ class SandboxFusionTool(BaseTool):
         return answer, None, None
 
     def execute_code(self, instance_id: str, code: str, timeout: float = 30, language: str = "python") -> ToolResponse:
-        body = {"code": code, "language": language, "run_timeout": timeout, "compile_timeout": timeout}
-        body["memory_limit_MB"] = self.memory_limit_mb
-        reply = httpx.post(self.sandbox_fusion_url, json=body, timeout=2 * timeout + 10)
-        reply.raise_for_status()
-        ran = reply.json().get("run_result") or {}
-        if ran.get("status") != "Finished":
-            return ToolResponse(text="the program did not finish")
-        return ToolResponse(text=(ran.get("stdout") or "") + (ran.get("stderr") or ""))
+        place = (self.sandbox_fusion_url, code, timeout, self.memory_limit_mb, language)
+        _, ran = _process_single_case(0, None, None, *place)
+        return ToolResponse(text=ran["stdout"] + ran["stderr"] if ran["run_status"] == "Finished" else UNFINISHED)
+
+
+UNFINISHED = "the program did not finish"
+
+
+def _process_single_case(
+    case_index: int,
+    stdin_data: Any,
+    expected_output: Any,
+    sandbox_fusion_url: str,
+    generation: str,
+    timeout: float,
+    memory_limit_mb: int,
+    language: str,
+    concurrent_semaphore: Any = None,
+    fn_name: str | None = None,
+) -> tuple[Any, dict[str, Any]]:
+    """Run a program on a server. Return whether it printed what is expected, and its output under verl's names.
+
+    Without an expected output the former is None. Raises httpx.HTTPError where the server does not answer.
+    """
+    if fn_name is not None:
+        raise NotImplementedError("fn_name: programs that define a function are run by reward_scores.unit_tests")
+    body = {"code": generation, "language": language, "run_timeout": timeout, "compile_timeout": timeout}
+    body |= {"memory_limit_MB": memory_limit_mb, "stdin": "" if stdin_data is None else str(stdin_data)}
+    with concurrent_semaphore or nullcontext():
+        reply = httpx.post(sandbox_fusion_url, json=body, timeout=2 * timeout + 10)
+    reply.raise_for_status()
+    answer = reply.json()
+    ran = answer.get("run_result") or {}
+    stdout, stderr = ran.get("stdout") or "", ran.get("stderr") or ""
+    right = None if expected_output is None else stdout.rstrip("\n") == str(expected_output).rstrip("\n")
+    facts = {"case_index": case_index, "stdout": stdout, "stderr": stderr, "run_status": ran.get("status")}
+    return right, {**facts, "exit_code": ran.get("return_code"), "api_status": answer.get("status"), "status": right}
 
 
 class Gsm8kInteraction(BaseInteraction):

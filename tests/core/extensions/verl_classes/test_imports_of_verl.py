@@ -45,6 +45,14 @@ def test_the_ways_to_import_it(tmp_path, line):
     assert load_object(f"{written(tmp_path, line + chr(10) + 'x = 1')}:x") == 1
 
 
+def test_a_file_in_a_fork_imports_its_neighbours_from_the_stand_in(tmp_path):
+    folder = tmp_path / "fork" / "verl" / "tools"
+    folder.mkdir(parents=True)
+    text = "from .base_tool import BaseTool\nfrom .schemas import ToolResponse\nclass Mine(BaseTool):\n    pass\n"
+    kind = load_object(f"{written(folder, text)}:Mine")
+    assert kind.__mro__[1].__module__ == "core.extensions.verl_classes.base_tool"
+
+
 def test_the_stand_in_is_there_for_users_files_alone_and_says_so():
     program = (
         "import core.config.plugins as plugins, sys\n"

@@ -8,10 +8,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from core.config.plugins import load_object
 from core.errors import InputError
 from core.extensions.evaluation.answer_file import answer_line, trajectory_of
 from core.extensions.tools.interactions import load_interactions
 from core.extensions.tools.tools import load_tools
+from core.extensions.verl_classes.shim import MODULES
 from core.rewards.layer import verl_facts
 from tests.core.extensions.tools.test_interactions import played as conversed
 from tests.core.extensions.tools.test_tool_agent import MULTI, call, played, problems_of, tool_text
@@ -110,6 +112,25 @@ def test_search_and_sandbox_tools_ask_their_servers(tmp_path, monkeypatch):
     assert "4\n" in text and trajectory.tool_scores == {}
     assert [url for url, _ in seen] == ["http://r/x", "http://s/run_code"]
     assert seen[0][1]["queries"] == ["who?"] and seen[1][1]["code"] == "print(2 + 2)"
+
+
+def test_the_helpers_of_search_and_sandbox_tools(monkeypatch):
+    def post(url, json, timeout):
+        found = {"result": [[{"contents": "T\nx"}], []]}
+        ran = {"status": "Success", "run_result": {"status": "Finished", "stdout": json.get("stdin"), "return_code": 0}}
+        request = httpx.Request("POST", url)
+        return httpx.Response(200, json=found if "queries" in json else ran, request=request)
+
+    monkeypatch.setattr(httpx, "post", post)
+    utils = MODULES["verl.tools.utils.search_r1_like_utils"]
+    text, facts = load_object(utils["perform_single_search_batch"])("http://r", ["a", "b"], 2)
+    assert json.loads(text)["result"] == "Doc 1 (Title: T)\nx\n---\n" and facts["total_results"] == 1
+    run = load_object(MODULES["verl.utils.reward_score.sandbox_fusion.utils"]["_process_single_case"])
+    assert [run(0, "5", gold, "http://s", "c", 1, 64, "python")[0] for gold in ("5\n", "6", None)] == [
+        True,
+        False,
+        None,
+    ]
 
 
 def test_what_is_wrong_with_a_file_is_said_at_start(tmp_path):
