@@ -264,7 +264,7 @@ class LearnerRank:
         shared = {"temperature": part.rollout.temperature or 1.0, "device": device, "known": known}
         compiled = {"compiled": part.actor.use_torch_compile}
         of_actor, of_ref = (compiled | self.split(part.model, one) for one in (part.actor, part.ref))
-        layer_size = part.actor.tensor_model_parallel_size
+        layer_size = part.actor.layer_ranks
         module = self.sharded("actor", policy(on_meta=True), source, part.actor.fsdp_config, layer_size)
         bypass = config.algorithm.rollout_correction.bypass_mode
         self.actor = Actor(module, part.actor, bypass=bypass, **shared, **of_actor)
@@ -272,12 +272,12 @@ class LearnerRank:
         if needs_ref and part.model.lora_rank:
             self.ref = BasePolicy(module, **shared, **of_ref)
         elif needs_ref:
-            layer_size = part.ref.tensor_model_parallel_size
+            layer_size = part.ref.layer_ranks
             module = self.sharded("ref", policy(on_meta=True), source, part.ref.fsdp_config, layer_size)
             self.ref = Policy(module.requires_grad_(False), **shared, **of_ref)
         if needs_critic:
             source = value_model(on_meta=False) if self.lead else None
-            fsdp, layer_size = critic.model.fsdp_config, critic.tensor_model_parallel_size
+            fsdp, layer_size = critic.model.fsdp_config, critic.layer_ranks
             module = self.sharded("critic", value_model(on_meta=True), source, fsdp, layer_size)
             of_critic = {"compiled": critic.use_torch_compile} | self.split(critic.model, critic)
             self.critic = Critic(module, critic, device=device, **of_critic)
@@ -292,7 +292,7 @@ class LearnerRank:
         """Return how neighbours share a model's passes: those that share a layer next to each other."""
         mesh, tokens = None, part.ulysses_sequence_parallel_size
         if tokens > 1:
-            shape = dist.get_world_size() // part.together, tokens, part.tensor_model_parallel_size
+            shape = dist.get_world_size() // part.together, tokens, part.layer_ranks
             mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("rows", "sequence", "tensor"))["sequence"]
         return {"ranks": ProcessRanks(part.together), "layout": Layout(model.use_remove_padding, mesh)}
 

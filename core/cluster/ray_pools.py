@@ -304,5 +304,5 @@ class RayProcesses:
 def _check_layers(config: Config) -> None:
     """Check, on models without weights, that ranks can share layers where the configuration asks for it."""
     parts = (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic)
-    if any(part.tensor_model_parallel_size > 1 for part in parts):
+    if any(part.layer_ranks > 1 for part in parts):
         extensions.function("check_layers")(config, critic=config.critic.enable)

@@ -80,10 +80,7 @@ def _derived(recipe: str) -> tuple[tuple[str, Callable[[Config], Any]], ...]:
             (f"{part}.log_prob_max_token_len_per_gpu", _follows(f"{ACTOR}.ppo_max_token_len_per_gpu"))
             for part in (ROLLOUT, REF)
         ),
-        *(
-            (f"{REF}.{name}", _follows(f"{ACTOR}.{name}"))
-            for name in ("ulysses_sequence_parallel_size", "tensor_model_parallel_size")
-        ),
+        (f"{REF}.ulysses_sequence_parallel_size", _follows(f"{ACTOR}.ulysses_sequence_parallel_size")),
         (f"{ROLLOUT}.name", lambda config: "vllm" if find_spec("vllm") else "hf"),
         (f"{ROLLOUT}.nnodes", lambda config: 1),
         (f"{ROLLOUT}.n_gpus_per_node", _follows("trainer.n_gpus_per_node")),

@@ -184,8 +184,7 @@ class View:
     @property
     def data_ranks(self) -> int:
         """Ranks that get different sequences: those that share a sequence, or a layer, get the same."""
-        together = self.actor.ulysses_sequence_parallel_size * self.actor.tensor_model_parallel_size
-        return max(self.ranks // together, 1)
+        return max(self.ranks // (self.actor.ulysses_sequence_parallel_size * self.actor.layer_ranks), 1)
 
     @property
     def longest(self) -> int:

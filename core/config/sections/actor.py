@@ -27,7 +27,12 @@ class Sharing:
     @property
     def together(self) -> int:
         """Return the ranks that get the same sequences: they share each sequence, or each layer, or both."""
-        return self.ulysses_sequence_parallel_size * self.tensor_model_parallel_size
+        return self.ulysses_sequence_parallel_size * self.layer_ranks
+
+    @property
+    def layer_ranks(self) -> int:
+        """Return the ranks that share each layer; an extension that splits layers overrides it."""
+        return 1
 
 
 @extended("actor_rollout_ref.actor")
@@ -57,20 +62,19 @@ class ActorConfig(Sharing, Section):
     overlong_filtering: bool = False  # truncated answers carry no loss
     state_masking: bool = True  # tokens that tools wrote carry no loss; False is Search-R1's ablation
     ulysses_sequence_parallel_size: limits.Count = 1  # ranks that share each sequence; use_remove_padding is needed
-    tensor_model_parallel_size: limits.Count = 1  # ranks that share each layer's matrices; FSDP2 shards over the others
     use_torch_compile: bool = False  # compile the MLPs and norms of the policy and its reference
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     optim: OptimConfig = OptimConfig()
     fsdp_config: FSDPConfig = FSDPConfig()
 
 
+@extended("actor_rollout_ref.ref")
 class RefConfig(Sharing, Section):
     # trajectories in one log-prob pass of a rank; None: the actor's
     log_prob_micro_batch_size_per_gpu: limits.Count | None = None
     log_prob_use_dynamic_bsz: bool | None = None  # fill log-prob passes up to a number of tokens; None: the actor's
     log_prob_max_token_len_per_gpu: limits.Count | None = None  # tokens in one log-prob pass; None: the actor's
     ulysses_sequence_parallel_size: limits.Count | None = None  # ranks that share each sequence; None: the actor's
-    tensor_model_parallel_size: limits.Count | None = None  # ranks that share each layer; None: the actor's
     fsdp_config: FSDPConfig = FSDPConfig()
 
 

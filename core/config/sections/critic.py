@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from core.config import limits
+from core.config.extensions import extended
 from core.config.names import LossAggMode
 from core.config.rulebook import Broken, RuleBook, Unused
 from core.config.section import Open, Section
@@ -30,6 +31,7 @@ class CriticModelConfig(Section):
     fsdp_config: FSDPConfig = FSDPConfig()
 
 
+@extended("critic")
 class CriticConfig(Sharing, Section):
     enable: bool | None = None  # train a critic; None: where the estimator reads values
     strategy: Literal["fsdp", "fsdp2"] = "fsdp"  # both mean PyTorch's FSDP2
@@ -46,7 +48,6 @@ class CriticConfig(Sharing, Section):
     loss_scale_factor: limits.Positive | None = None  # divisor of seq-mean-token-sum-norm; None: the actor's
     grad_clip: limits.Positive = 1.0  # largest norm of the gradient of an update
     ulysses_sequence_parallel_size: limits.Count = 1  # ranks that share each sequence
-    tensor_model_parallel_size: limits.Count = 1  # ranks that share each layer's matrices
     use_torch_compile: bool = False  # compile its MLPs and norms
     model: CriticModelConfig = CriticModelConfig()
     optim: OptimConfig = OptimConfig(lr=1e-5)

@@ -275,9 +275,9 @@ class Plan:
 
     def _on_rank(self, part: Sharing) -> tuple[Shape, int]:
         """Return the model as a rank has it, and the ranks that share its state."""
-        if not self.sharded or part.tensor_model_parallel_size == 1:
+        if not self.sharded or part.layer_ranks == 1:
             return self.shape, self.ranks
-        return self.shape.split(part.tensor_model_parallel_size), self.ranks // part.tensor_model_parallel_size
+        return self.shape.split(part.layer_ranks), self.ranks // part.layer_ranks
 
     def _passes(self) -> Iterator[Part]:
         """Yield what an update needs for a while, the policy's and the critic's."""
@@ -412,7 +412,7 @@ def lines(plan: Plan) -> list[str]:
         source = f" ({plan.known.source})" if plan.known else ""
         trajectory = f"answers of {a.mean_length:,} tokens on average{source}"
     engines = f"engines that generate side by side: {plan.engines}" if config.needs_engine else "there is no engine"
-    layers = config.actor_rollout_ref.actor.tensor_model_parallel_size if plan.sharded else 1
+    layers = config.actor_rollout_ref.actor.layer_ranks if plan.sharded else 1
     shared = f", {layers} of them each layer" if layers > 1 else ""
     kept_groups = f", {a.keep_rate:.0%} of groups kept" if config.algorithm.filter_groups.enable else ""
     out = [

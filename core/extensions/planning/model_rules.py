@@ -98,7 +98,7 @@ def _splits(config: Config, model: str, shape: Shape) -> Iterator[Problem]:
 def _shared(config: Config, name: str, part: Sharing, model: str, shape: Shape) -> Iterator[Problem]:
     if config.trainer.backend != "ray":  # in one process the keys have no effect
         return
-    ranks, layers = part.ulysses_sequence_parallel_size, part.tensor_model_parallel_size
+    ranks, layers = part.ulysses_sequence_parallel_size, part.layer_ranks
     if shape.heads % ranks:
         rule = f"must divide the {shape.heads} attention heads of {model}"
         yield Problem(f"{name}.ulysses_sequence_parallel_size", ranks, rule, _fix(shape.heads))

@@ -147,7 +147,7 @@ def _learner_seconds(load: Load) -> dict[str, float]:
 
     def pass_seconds(part: Sharing) -> float:
         """Return how long all tokens take forward. Ranks that share a layer repeat what no layer has, the head."""
-        ranks = part.tensor_model_parallel_size if load.config.trainer.backend == "ray" else 1
+        ranks = part.layer_ranks if load.config.trainer.backend == "ray" else 1
         work = tokens * ranks * forward_flops(shape.split(ranks), load.sequence)
         return work / (load.gpus * load.gpu.flops * load.assumed.train_efficiency)
 

@@ -25,8 +25,11 @@ def _not_supported(config: Config) -> Iterator[Problem]:
     roles, algorithm = config.actor_rollout_ref, config.algorithm
     what = "a model that reads pictures"
     if config.trainer.backend == "ray":
-        for name, whole in (("ulysses_sequence_parallel_size", "sequences"), ("tensor_model_parallel_size", "layers")):
-            most = max(getattr(part, name) for part in (roles.actor, roles.ref))
+        parts = (roles.actor, roles.ref)
+        for name, whole, most in (
+            ("ulysses_sequence_parallel_size", "sequences", max(part.ulysses_sequence_parallel_size for part in parts)),
+            ("tensor_model_parallel_size", "layers", max(part.layer_ranks for part in parts)),
+        ):
             if most > 1:
                 key, rule = f"actor_rollout_ref.actor.{name}", f"does not split the {whole} of {what} yet"
                 yield Problem(key, most, rule, "set it to 1")

@@ -702,6 +702,7 @@ IDLE = [
     ("ppo", [f"{CORRECTION}.rollout_rs_threshold=3.0"], f"{CORRECTION}.rollout_rs_threshold"),
     ("ppo", [BYPASS, f"{ACTOR}.policy_loss.loss_mode=gpg"], f"{CORRECTION}.bypass_mode"),
     ("ppo", ["global_profiler.steps=[1]"], "global_profiler.steps"),
+    ("ppo", [f"{ACTOR}.{LAYERS}=1"], f"{ACTOR}.{LAYERS}"),
     ("ppo", [*TRACED, f"{NSYS}.trace=cuda"], f"{NSYS}.trace"),
     (
         "ppo",
