@@ -12,6 +12,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from core.data.stream import data_class
 from core.extensions.verl_classes.shim import ADVICE, import_problem
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def named_files(config: Config) -> Iterator[tuple[str, str]]:
     custom, module = config.custom_reward_function.path, config.reward_model.module.path
     loop = (config.actor_rollout_ref.rollout.agent_loop or "").rpartition(":")[0]
     keys = {"custom_reward_function.path": custom, "reward_model.module.path": module, f"{ROLLOUT}.agent_loop": loop}
-    keys["data.custom_cls.path"] = config.data.custom_cls.path
+    keys["data.custom_cls.path"] = data_class(config.data)
     yield from ((key, path.removeprefix("file://")) for key, path in keys.items() if path)
     options = config.actor_rollout_ref.rollout.multi_turn
     for name in ("tool_config_path", "interaction_config_path"):

@@ -13,12 +13,12 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-HERE = "core.extensions.verl_classes"
+HERE, BATCHES = "core.extensions.verl_classes", "core.extensions.verl_data"
 SAID = "RLREPRO_STAND_IN_SAID"  # in the environment of graders and workers, which import the same files again
 
 
-def _named(module: str, *names: str) -> dict[str, str]:
-    return {name: f"{HERE}.{module}:{name}" for name in names}
+def _named(module: str, *names: str, place: str = HERE) -> dict[str, str]:
+    return {name: f"{place}.{module}:{name}" for name in names}
 
 
 def _scores(module: str, *names: str) -> dict[str, str]:
@@ -35,13 +35,13 @@ _MATH = _scores(
     *("math_reward", "compute_score", "is_equiv", "strip_string", "last_boxed_only_string", "remove_boxed"),
 )
 _DEFAULT = _named("reward_score", "default_compute_score")
-_REGISTER = _named("reward_managers", "register")
-_MANAGER = _named("reward_managers", "AbstractRewardManager")
-_DATASET = _named("data_class", "RLHFDataset")
-_BATCH = _named("batch", "DataProto", "DataProtoItem")
+_REGISTER = _named("reward_managers", "register", place=BATCHES)
+_MANAGER = _named("reward_managers", "AbstractRewardManager", place=BATCHES)
+_DATASET = _named("data_class", "RLHFDataset", place=BATCHES)
+_BATCH = _named("batch", "DataProto", "DataProtoItem", place=BATCHES)
 
 MODULES: dict[str, dict[str, str]] = {  # module of verl -> name in it -> where it is here
-    "verl": _named("batch", "DataProto"),
+    "verl": _named("batch", "DataProto", place=BATCHES),
     "verl.protocol": _BATCH,
     "verl.tools": {},
     "verl.tools.base_tool": {**_named("base_tool", "BaseTool"), **_SCHEMAS},
@@ -58,7 +58,7 @@ MODULES: dict[str, dict[str, str]] = {  # module of verl -> name in it -> where 
     "verl.workers": {},
     "verl.workers.reward_manager": {**_REGISTER, **_MANAGER},
     "verl.workers.reward_manager.registry": _REGISTER,
-    "verl.workers.reward_manager.abstract": {**_MANAGER, **_named("reward_managers", "RawRewardFn")},
+    "verl.workers.reward_manager.abstract": {**_MANAGER, **_named("reward_managers", "RawRewardFn", place=BATCHES)},
     "verl.utils": {},
     "verl.utils.rollout_trace": _named("utils", "rollout_trace_op"),
     "verl.utils.fs": _named("utils", "copy_to_local"),

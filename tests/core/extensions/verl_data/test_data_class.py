@@ -13,7 +13,7 @@ from core.data.stream import PromptStream, agent_names, data_of_run, load_val_pr
 from core.errors import InputError
 from tests.tiny import tiny_tokenizer
 
-PUBLIC = Path(__file__).parent / "public" / "word_problems.py"
+PUBLIC = Path(__file__).parents[1] / "verl_classes" / "public" / "word_problems.py"
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 

@@ -17,7 +17,7 @@ from reward_scores.score import ScoreStatus
 from tests.core.rollout.test_agent_loop import prompt
 from tests.tiny import tiny_tokenizer
 
-PUBLIC = Path(__file__).parent / "public"
+PUBLIC = Path(__file__).parents[1] / "verl_classes" / "public"
 WORDS = tiny_tokenizer()
 IMPORTLIB = ("reward_model.source=importlib", f"reward_model.module.path={PUBLIC}/rank_manager.py")
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from core.config import registry
 from core.config.frozen import thaw
-from core.extensions.verl_classes.batch import DataProto, FinishedAnswer, batch_of
 from core.extensions.verl_classes.reward_score import as_dict
+from core.extensions.verl_data.batch import DataProto, FinishedAnswer, batch_of
 from core.rewards.grading import Failure, Job, Scorers, TokenJob, as_scores, report
 from core.rewards.managers import register as register_here
 from reward_scores import SCORERS
