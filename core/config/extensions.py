@@ -55,6 +55,15 @@ class Extension:
     used: Callable[[Config], bool] = lambda config: True
 
 
+def recorder(name: str, keys: type[Section], rules: RuleBook, used: Callable[[Config], bool], module: str) -> Extension:
+    """Declare an extension that records steps (``core/tracking/recorders.py``), with keys of the section ``trainer``.
+
+    ``module`` is the path of the module that has the functions ``recorder`` and ``drop_after``.
+    """
+    functions = {name: f"{module}:{name}" for name in ("recorder", "drop_after")}
+    return Extension(name=name, keys={"trainer": keys}, rules=rules, used=used, functions=functions)
+
+
 @functools.cache
 def found() -> tuple[Extension, ...]:
     """Return the extensions that are there, by name."""

@@ -89,9 +89,14 @@ class OwnFiles:
     def write(self, folder: Path) -> dict[str, str]:
         """Write the files and return file -> SHA-256. Raises OSError."""
         for file, weights in self.weights.items():
-            with full_disk_as_oserror(folder / file):
-                save_file(weights, folder / file, metadata={"format": "pt"})
+            save_tensors(weights, folder / file, metadata={"format": "pt"})
         return {file: on_disk(folder / file) for file in self.weights}
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write tensors that share no memory as safetensors. Raises OSError."""
+    with full_disk_as_oserror(path):
+        save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, path, metadata)
 
 
 def on_disk(path: Path) -> str:
@@ -228,6 +233,21 @@ def optimizer_tensors(module: nn.Module, state: Mapping[str, Any]) -> dict[str, 
     """Return parameter/moment -> tensor of an optimizer's ``state_dict``, empty before its first step."""
     names = list(trained_weights(module))
     return {f"{names[i]}/{part}": value for i, parts in state["state"].items() for part, value in parts.items()}
+
+
+def modules_of(workers: Any) -> dict[str, nn.Module]:
+    """Return model -> module of the workers of one process, the reference policy included."""
+    reference = {} if workers.ref is None else {"ref": workers.ref.module}
+    return {name: part.module for name, part in workers.trained.items()} | reference
+
+
+def state_of(workers: Any) -> dict[str, dict[str, Tensor]]:
+    """Return model -> tensors, not copied: the moments of its optimizer as ``optimizer/parameter/moment``, weights."""
+    state = {name: dict(module.state_dict()) for name, module in modules_of(workers).items()}
+    for name, part in workers.trained.items():
+        moments = optimizer_tensors(part.module, part.stepper.optimizer.state_dict())
+        state[name] = {**{f"optimizer/{moment}": value for moment, value in moments.items()}, **state[name]}
+    return state
 
 
 def load_optimizer_tensors(part: Actor | Critic, tensors: Mapping[str, Tensor]) -> None:

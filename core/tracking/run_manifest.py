@@ -168,6 +168,16 @@ def cpu_information() -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
+def cpu_kind() -> str:
+    """Return what decides how a CPU rounds: its model, and the instructions that torch has chosen for it."""
+    import torch
+
+    values = cpu_information()
+    model = values.get("model name") or platform.processor() or platform.machine()
+    numbers = [f"{name} {values[name]}" for name in ("cpu family", "model") if name in values]
+    return ", ".join([model, *numbers, torch.backends.cpu.get_cpu_capability()])
+
+
 def hardware() -> dict[str, Any]:
     """Return CPU model, usable cores, memory and GPUs, without the host's name."""
     gpus = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or b""

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from core.errors import InputError
-from core.extensions.trace.trace_recorder import FOLDER, FORMAT, step_of
+from core.extensions.trace.trace_recorder import FOLDER, FORMAT
 from core.files.durable_files import PARTIAL
+from core.tracking.records import step_of
 
 HOW = "record some with trainer.trace.freq=20 (every 20 steps, the first and the last), or trainer.trace.steps=[1,2]"
 DAMAGED = (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile)

@@ -11,14 +11,13 @@ tensor differs and where, at a hundredth of the size.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import platform
+import math
 import shutil
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +31,8 @@ from core.config.paths import run_folder
 from core.errors import InputError
 from core.files.durable_files import PARTIAL, file_sha256, fsync, write_durably
 from core.tracking.recorders import TRACED, Moment, RecordedRun, Recorder
-from core.tracking.run_manifest import cpu_information, git_state
+from core.tracking.records import drop_steps_after
+from core.tracking.run_manifest import cpu_kind, git_state
 from core.types import ScoredGroup, StepMetrics, TrainBatch
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FORMAT = 1
-FOLDER, OLD = "capsules", ".old"
+FOLDER = "capsules"
 FACTS, TENSORS, OPTIMIZER = "capsule.json", "step.safetensors", "optimizer.safetensors"
 PACKAGES = ("torch", "transformers", "numpy")  # whose version decides how a step is rounded
 PIECES = 64  # of a tensor after the update, each with a checksum and its first number
@@ -56,59 +56,23 @@ def folder_of(run_dir: Path, step: int) -> Path:
     return run_dir / FOLDER / f"step_{step:06d}"
 
 
-def step_of(path: Path) -> int:
-    """Return the step of a capsule's folder, complete or not; -1 for a folder of another name."""
-    number = path.name.split(".")[0].removeprefix("step_")
-    return int(number) if number.isdecimal() else -1
-
-
 def recorder(run: RecordedRun) -> CapsuleRecorder:
     return CapsuleRecorder(run.config, run.trainer, run.total_steps)
 
 
-def drop_capsules_after(run_dir: Path, step: int) -> None:
-    """Remove the capsules of later steps, which a resumed run repeats, and what a kill left half written."""
-    for path in (run_dir / FOLDER).glob("step_*"):
-        if step_of(path) > step or path.name.endswith((PARTIAL, OLD)):
-            shutil.rmtree(path)
-
-
-def cpu_kind() -> str:
-    """Return what decides how a CPU rounds: its model, and the instructions that torch has chosen for it."""
-    import torch
-
-    values = cpu_information()
-    named = values.get("model name") or platform.processor() or platform.machine()
-    numbers = [f"{name} {values[name]}" for name in ("cpu family", "model") if name in values]
-    return ", ".join([named, *numbers, torch.backends.cpu.get_cpu_capability()])
+def drop_after(run_dir: Path, step: int) -> None:
+    drop_steps_after(run_dir / FOLDER, step)
 
 
 # ---------------------------------------------------------------- tensors of models
 
 
-def model_tensors(weights: Mapping[str, Mapping[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield model/tensor and the tensor; of a model the moments of its optimizer come first, as they are computed."""
-    for name, tensors in weights.items():
-        yield from (
-            (f"{name}/{one}", value) for one, value in sorted(tensors.items(), key=lambda pair: _order(pair[0]))
-        )
+def trained_tensors(workers: Any) -> dict[str, Tensor]:
+    """Return model/tensor -> tensor of the models that are trained, in the order of :func:`state_of`."""
+    from core.learner.saving import state_of
 
-
-def _order(name: str) -> bool:
-    return "/" not in name  # sorted() is stable: moments in the order of the parameters, then the weights
-
-
-def state_of(workers: Any) -> dict[str, dict[str, Tensor]]:
-    """Return model -> tensors, not copied: weights by name, moments as ``optimizer/parameter/moment``."""
-    from core.learner.saving import optimizer_tensors
-
-    found = {}
-    for name, part in workers.trained.items():
-        moments = optimizer_tensors(part.module, part.stepper.optimizer.state_dict())
-        found[name] = {**{f"optimizer/{one}": value for one, value in moments.items()}, **part.module.state_dict()}
-    if workers.ref is not None:
-        found["ref"] = dict(workers.ref.module.state_dict())
-    return found
+    state = state_of(workers)
+    return {f"{model}/{name}": value for model in workers.trained for name, value in state[model].items()}
 
 
 ALIGNED = 64  # bytes, to which torch aligns what it allocates itself
@@ -120,13 +84,14 @@ def alignment_of(workers: Any) -> dict[str, int]:
     Weights that are read from a file lie as they lay there, and a product with a vector is rounded accordingly: the
     values of a critic differed in the last bit where its head was not aligned as in the run.
     """
-    models = {**workers.trained, **({"ref": workers.ref} if workers.ref is not None else {})}
-    named = ((f"{model}/{name}", one) for model, part in models.items() for name, one in part.module.named_parameters())
-    return {name: one.data_ptr() % ALIGNED for name, one in named if one.data_ptr() % ALIGNED}
+    from core.learner.saving import modules_of
 
-
-def sha256_of_tensor(tensor: Tensor) -> str:
-    return hashlib.sha256(_bytes(tensor)).hexdigest()
+    offsets = {
+        f"{model}/{name}": weight.data_ptr() % ALIGNED
+        for model, module in modules_of(workers).items()
+        for name, weight in module.named_parameters()
+    }
+    return {name: offset for name, offset in offsets.items() if offset}
 
 
 def _bytes(tensor: Tensor) -> memoryview:
@@ -155,7 +120,7 @@ def digest(tensor: Tensor) -> dict[str, Tensor]:
 # ---------------------------------------------------------------- what was computed
 
 
-def made(before: TrainBatch, after: TrainBatch) -> dict[str, Tensor]:
+def changed_fields(before: TrainBatch, after: TrainBatch) -> dict[str, Tensor]:
     """Return the fields that a phase set, or set anew; a phase takes none away."""
     import torch
 
@@ -222,7 +187,7 @@ class CapsuleRecorder(Recorder):
         self.begun = None
         if metrics.step not in self.steps:
             return batch
-        from core.learner.saving import host_copy
+        from core.learner.saving import host_copy, state_of
         from core.learner.traced_tokens import numbered
 
         start = time.perf_counter()
@@ -238,8 +203,8 @@ class CapsuleRecorder(Recorder):
     def between(self, phase: str, batch: TrainBatch) -> None:
         """Keep what a phase made of the batch."""
         if self.begun is not None:
-            found = made(self.begun.batch, batch)
-            self.begun.tensors |= {f"{phase}/{name}": value for name, value in found.items()}
+            fields = changed_fields(self.begun.batch, batch)
+            self.begun.tensors |= {f"{phase}/{name}": value for name, value in fields.items()}
             self.begun.batch = batch
 
     def record(self, batch: TrainBatch, now: Moment) -> dict[str, float]:
@@ -250,9 +215,8 @@ class CapsuleRecorder(Recorder):
             return {}
         start = time.perf_counter()
         begun.tensors |= {f"update/{name}": value for name, value in update_tensors(batch, workers).items()}
-        for name, value in model_tensors(state_of(workers)):
-            if not name.startswith("ref/"):
-                begun.tensors |= {f"after/{name}/{part}": one for part, one in digest(value).items()}
+        for name, value in trained_tensors(workers).items():
+            begun.tensors |= {f"after/{name}/{part}": sums for part, sums in digest(value).items()}
         size = 0
         try:
             size = self._write(begun, now.kl, now.metrics, workers)
@@ -265,86 +229,67 @@ class CapsuleRecorder(Recorder):
 
     def _write(self, begun: Begun, kl: KLController, metrics: StepMetrics, workers: Any) -> int:
         """Write the folder under another name and rename it. Return its bytes, or 0 where it is too large."""
+        import torch
+
+        from core.learner.saving import save_tensors
+
         encoder = StateEncoder()
         groups = [encoder.encode(group, f"groups[{index}]") for index, group in enumerate(begun.groups)]
-        facts = {**self._facts(begun, kl, metrics), "groups": groups}
-        tensors = begun.tensors | _buffers(encoder)
-        room = self.config.trainer.capsule_max_mb * 2**20 / len(self.steps)
-        small = sum(value.nbytes for value in tensors.values()) + len(json.dumps(facts, default=str))
-        if small > room:
-            needed = f"it takes {small / 2**20:.2f} MB without weights, and {room / 2**20:.2f} are its share"
-            log.warning("step %d is not kept: %s; raise trainer.capsule_max_mb", begun.step, needed)
+        # In the first step the reference is the policy and is stored once
+        models = [name for name in begun.weights if name != "ref" or not _same_weights(begun.weights)]
+        facts = {**self._facts(begun, kl, metrics, workers), "groups": groups, "weights": {"kept": models}}
+        buffers = {f"groups/{name}": torch.from_numpy(value) for name, value in encoder.buffers().items()}
+        tensors = begun.tensors | buffers
+        stored = [*tensors.values(), *(value for name in models for value in begun.weights[name].values())]
+        size = (sum(value.nbytes for value in stored) + len(json.dumps(facts, default=str))) / 2**20
+        share = self.config.trainer.capsule_max_mb / len(self.steps)
+        if size > share:
+            rule = f"it takes {size:.2f} MB, and {share:.2f} are its share of trainer.capsule_max_mb"
+            fix = f"set it to at least {math.ceil(size * len(self.steps))}"
+            log.warning("the capsule of step %d is not kept: %s; %s", begun.step, rule, fix)
             return 0
-        kept = self._kept_weights(begun, room - small)
-        facts["weights"] = self._where(begun.step, kept)
         final = folder_of(self.run_dir, begun.step)
         partial = final.with_name(final.name + PARTIAL)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         try:
-            _save(tensors, partial / TENSORS)
-            for name in kept:
+            save_tensors(tensors, partial / TENSORS)
+            for name in models:
                 self._save_model(name, begun.weights[name], workers, partial / name)
             return _publish(partial, final, facts)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
 
-    def _facts(self, begun: Begun, kl: KLController, metrics: StepMetrics) -> dict[str, Any]:
+    def _facts(self, begun: Begun, kl: KLController, metrics: StepMetrics, workers: Any) -> dict[str, Any]:
         import torch
 
         new = {name: value for name, value in metrics.values.items() if name not in begun.known}
         git = git_state()
+        device = next(workers.trained["actor"].module.parameters()).device.type
         return {
             "format": FORMAT,
             "step": begun.step,
             "total_steps": self.total_steps,
             "trainer": self.trainer,
             "config": convert.as_recorded(self.config),
-            "machine": {"cpu": cpu_kind(), "threads": torch.get_num_threads(), "device": self._device(begun)},
+            "machine": {"cpu": cpu_kind(), "threads": torch.get_num_threads(), "device": device},
             "versions": package_versions(PACKAGES),
             "code": {name: git[name] for name in ("commit", "dirty")},
             "batch": {"pad_id": begun.batch.pad_id},
             "kl_controller": {"before": begun.kl.state_dict(), "after": kl.state_dict()},
             "metrics": {name: value for name, value in new.items() if not name.startswith(UNREPEATED)},
             "alignment": dict(begun.alignment),
-            "before": {name: sha256_of_tensor(value) for name, value in model_tensors(begun.weights)},
         }
 
-    def _device(self, begun: Begun) -> str:
-        import torch
-
-        return self.config.trainer.device or ("cuda" if torch.cuda.is_available() else "cpu")
-
-    def _kept_weights(self, begun: Begun, room: float) -> list[str]:
-        """Return the models whose weights go in: all, or none where they do not fit."""
-        names = [name for name in begun.weights if name != "ref" or not _same_weights(begun.weights)]
-        size = sum(value.nbytes for name in names for value in begun.weights[name].values())
-        return names if size <= room else []
-
-    def _where(self, step: int, kept: Sequence[str]) -> dict[str, Any]:
-        """Return where the weights from before the step are: in the capsule, in the base models or in a checkpoint."""
-        if kept or step == 1:
-            return {"kept": list(kept), "checkpoint": None}
-        freq = self.config.trainer.save_freq
-        if freq < 1 or (step - 1) % freq:
-            log.warning(
-                "step %d: its weights do not fit into trainer.capsule_max_mb, and step %d has no checkpoint: only "
-                "phases that need no weights can be computed again; raise it, or set trainer.save_freq",
-                step,
-                step - 1,
-            )
-            return {"kept": [], "checkpoint": None}
-        return {"kept": [], "checkpoint": f"global_step_{step - 1}"}
-
     def _save_model(self, name: str, tensors: Mapping[str, Tensor], workers: Any, folder: Path) -> None:
-        from core.learner.saving import save_model
+        from core.learner.saving import modules_of, save_model, save_tensors
 
-        module = workers.ref.module if name == "ref" else workers.trained[name].module
-        save_model(module, None, folder, {one: value for one, value in tensors.items() if "/" not in one})
-        moments = {one.removeprefix("optimizer/"): value for one, value in tensors.items() if "/" in one}
+        weights = {tensor: value for tensor, value in tensors.items() if "/" not in tensor}
+        save_model(modules_of(workers)[name], None, folder, weights)
+        moments = {tensor.removeprefix("optimizer/"): value for tensor, value in tensors.items() if "/" in tensor}
         if moments:
-            _save(moments, folder / OPTIMIZER)
+            save_tensors(moments, folder / OPTIMIZER)
 
 
 def _same_weights(weights: Mapping[str, Mapping[str, Tensor]]) -> bool:
@@ -354,21 +299,6 @@ def _same_weights(weights: Mapping[str, Mapping[str, Tensor]]) -> bool:
     return "ref" in weights and all(torch.equal(value, weights["actor"][one]) for one, value in weights["ref"].items())
 
 
-def _buffers(encoder: StateEncoder) -> dict[str, Tensor]:
-    import torch
-
-    return {f"groups/{name}": torch.from_numpy(value) for name, value in encoder.buffers().items()}
-
-
-def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
-    from safetensors.torch import save_file
-
-    from core.learner.hf_export import full_disk_as_oserror
-
-    with full_disk_as_oserror(path):
-        save_file({name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}, path)
-
-
 def _publish(partial: Path, final: Path, facts: Mapping[str, Any]) -> int:
     """Describe and hash what was written, put it on disk and give it its name. Return its bytes."""
     files = sorted(path for path in partial.rglob("*") if path.is_file())
@@ -376,11 +306,6 @@ def _publish(partial: Path, final: Path, facts: Mapping[str, Any]) -> int:
     write_durably(partial / FACTS, json.dumps({**facts, "files": hashes}))
     for path in [*partial.rglob("*"), partial]:
         fsync(path)
-    old = final.with_name(final.name + OLD)
-    shutil.rmtree(old, ignore_errors=True)
-    if final.exists():
-        final.rename(old)
-    partial.rename(final)
+    partial.rename(final)  # none is there: a resumed run has removed those of later steps
     fsync(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
     return sum(path.stat().st_size for path in final.rglob("*") if path.is_file())

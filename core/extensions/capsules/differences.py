@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from core.checkpoint.provenance import package_versions
-from core.extensions.capsules.capsule_recorder import PACKAGES, cpu_kind, digest, pieces
+from core.extensions.capsules.capsule_recorder import PACKAGES, digest, pieces
 from core.extensions.capsules.rebuild import device_of
 from core.extensions.capsules.stored_step import StoredStep
+from core.tracking.run_manifest import cpu_kind
 
 TOLERANCE = 1e-5
 Where = Callable[[int], str]  # from the index in a flat tensor to the place in words
@@ -78,21 +79,25 @@ def differing(recorded: Tensor, replayed: Tensor, rule: Closeness, scale: Tensor
 
 def compare(
     phase: str, name: str, recorded: Tensor | None, replayed: Tensor | None, rule: Closeness, where: Where
-) -> Difference | None:
-    """Return the difference of two flat tensors, or None where they are equal under the rule."""
+) -> Iterator[Difference]:
+    """Yield the difference of two flat tensors, if they are not equal under the rule."""
     if recorded is None or replayed is None:
-        text = "is computed now, and was not recorded" if recorded is None else "was recorded, and is not computed now"
-        return Difference(phase, name, text)
-    there, here = ((tuple(one.shape), str(one.dtype).removeprefix("torch.")) for one in (recorded, replayed))
+        yield absent(phase, name, recorded is not None)
+        return
+    there, here = (f"{list(of.shape)} of {str(of.dtype).removeprefix('torch.')}" for of in (recorded, replayed))
     if there != here:
-        return Difference(
-            phase, name, f"has shape {list(here[0])} of {here[1]}, recorded {list(there[0])} of {there[1]}"
-        )
+        yield Difference(phase, name, f"has shape {here}, recorded {there}")
+        return
     mask = differing(recorded, replayed, rule)
-    if not bool(mask.any()):
-        return None
-    at = int(mask.nonzero()[0, 0])
-    return Difference(phase, name, f"{where(at)}: {_values(recorded, replayed, mask, at)}")
+    if bool(mask.any()):
+        at = int(mask.nonzero()[0, 0])
+        yield Difference(phase, name, f"{where(at)}: {_values(recorded, replayed, mask, at)}")
+
+
+def absent(phase: str, name: str, recorded: bool) -> Difference:
+    """Return the difference of what is on one side alone."""
+    text = "was recorded, and is not computed now" if recorded else "is computed now, and was not recorded"
+    return Difference(phase, name, text)
 
 
 def _values(recorded: Tensor, replayed: Tensor, mask: Tensor, at: int) -> str:
@@ -107,7 +112,7 @@ def _shown(value: float | int | bool) -> str:
     return f"{value:.9g}" if isinstance(value, float) else str(value)
 
 
-# Metrics that capsules of an earlier version lack, because no step computed them then
+# Metrics that the capsules of results/capsules lack: no step computed them when these were recorded
 NEWER = (
     "response/repeated_trigrams",
     *(f"rollout_corr/{name}" for name in ("surprise_gap", "surprise_gap_square", "surprise_z")),
@@ -132,17 +137,18 @@ def compare_metrics(
 
 def compare_pieces(
     phase: str, name: str, recorded: dict[str, Tensor], replayed: Tensor, rule: Closeness, scale: Tensor | None
-) -> Difference | None:
+) -> Iterator[Difference]:
     """Compare a tensor with the checksums and numbers that were kept of it; ``scale`` is that of the tolerance."""
-    starts, found = pieces(replayed.numel()), digest(replayed)
-    if recorded["crc"].shape != found["crc"].shape:
-        return Difference(phase, name, f"of shape {list(replayed.shape)} has another size than the recorded one")
-    there, here = recorded["sample"], found["sample"]
-    mask = recorded["crc"] != found["crc"] if rule.exact else differing(there, here, rule, scale)
-    if not bool(mask.any()):
-        return None
-    at = int(mask.nonzero()[0, 0])
-    end = [*starts[1:], replayed.numel()][at]
-    place = f"of shape {list(replayed.shape)}, in its numbers {starts[at]} to {end - 1}"
-    shown = f"the first of them recorded {_shown(there[at].item())}, replayed {_shown(here[at].item())}"
-    return Difference(phase, name, f"{place}: {shown}; {int(mask.sum())} of {len(starts)} pieces differ")
+    starts, now = pieces(replayed.numel()), digest(replayed)
+    shape = f"of shape {list(replayed.shape)}"
+    if recorded["crc"].shape != now["crc"].shape:
+        yield Difference(phase, name, f"{shape} has another size than the recorded one")
+        return
+    there, here = recorded["sample"], now["sample"]
+    mask = recorded["crc"] != now["crc"] if rule.exact else differing(there, here, rule, scale)
+    if bool(mask.any()):
+        at = int(mask.nonzero()[0, 0])
+        place = f"in its numbers {starts[at]} to {[*starts[1:], replayed.numel()][at] - 1}"
+        values = f"the first of them recorded {_shown(there[at].item())}, replayed {_shown(here[at].item())}"
+        count = f"{int(mask.sum())} of {len(starts)} pieces differ"
+        yield Difference(phase, name, f"{shape}, {place}: {values}; {count}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from core.config import limits
-from core.config.extensions import Extension
+from core.config.extensions import recorder
 from core.config.rulebook import Broken, RuleBook, Unused
 from core.config.section import Section
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class CapsuleKeys(Section):
     # steps of which all is kept that python -m core.replay needs to compute them again; null: none
     capsule_steps: tuple[limits.Count, ...] | None = None
-    capsule_max_mb: limits.Positive = 256  # disk of a run's capsules; weights beyond it stay in checkpoints
+    capsule_max_mb: limits.Positive = 256  # disk of a run's capsules; a step beyond its equal share is not kept
 
 
 rules = RuleBook()
@@ -29,31 +29,27 @@ def used(config: Config) -> bool:
 
 @rules.problem
 def capsules(c: View) -> Broken:
-    if c.trainer.capsule_steps and c.trainer.backend == "ray":
+    if not c.trainer.capsule_steps:
+        return
+    if c.trainer.backend == "ray":
         yield (
             "trainer.capsule_steps",
             "keeps weights of a learner in one process, and trainer.backend=ray has them on its ranks; set "
             "trainer.backend=local, or leave it out; trainer.trace.steps records tokens over Ray too",
         )
-    if c.trainer.capsule_steps and not c.config.generates:
+    if not c.config.generates:
         yield (
             "trainer.capsule_steps",
             "keeps groups of answers with their scores, and supervised fine-tuning has none; leave it out",
         )
-    if c.trainer.capsule_steps and (c.model.lora_rank or (c.critic.enable and c.critic_model.lora_rank)):
+    if c.model.lora_rank or (c.critic.enable and c.critic_model.lora_rank):
         yield (
             "trainer.capsule_steps",
             "keeps whole models, and lora_rank trains adapters; leave it out, or train without adapters",
         )
-    if (
-        c.trainer.capsule_steps
-        and c.trainer.total_training_steps is not None
-        and (max(c.trainer.capsule_steps) > c.trainer.total_training_steps)
-    ):
-        yield (
-            "trainer.capsule_steps",
-            f"goes beyond trainer.total_training_steps={c.trainer.total_training_steps}; name earlier steps",
-        )
+    last = c.trainer.total_training_steps
+    if last is not None and max(c.trainer.capsule_steps) > last:
+        yield "trainer.capsule_steps", f"goes beyond trainer.total_training_steps={last}; name earlier steps"
 
 
 @rules.unused
@@ -62,11 +58,4 @@ def no_capsules(c: View) -> Unused:
         yield ("trainer.capsule_max_mb",), "trainer.capsule_steps names no step"
 
 
-HERE = "core.extensions.capsules.capsule_recorder"
-EXTENSION = Extension(
-    name="capsules",
-    keys={"trainer": CapsuleKeys},
-    rules=rules,
-    used=used,
-    functions={"recorder": f"{HERE}:recorder", "drop_after": f"{HERE}:drop_capsules_after"},
-)
+EXTENSION = recorder("capsules", CapsuleKeys, rules, used, "core.extensions.capsules.capsule_recorder")

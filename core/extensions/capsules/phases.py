@@ -6,6 +6,7 @@ the phases after it, which begin from the recorded mask, do not.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,12 +16,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from core.extensions.capsules.capsule_recorder import UNREPEATED, UPDATED, made, model_tensors, state_of, update_tensors
+from core.extensions.capsules.capsule_recorder import (
+    UNREPEATED,
+    UPDATED,
+    changed_fields,
+    trained_tensors,
+    update_tensors,
+)
 from core.extensions.capsules.differences import (
     TOLERANCE,
     Closeness,
     Difference,
     Where,
+    absent,
     compare,
     compare_metrics,
     compare_pieces,
@@ -39,39 +47,39 @@ WITHOUT_WEIGHTS = ("batch", "advantages")
 
 
 @dataclass(frozen=True)
-class Made:
-    """What a phase made: the batch after it, and metrics in the order in which they were computed."""
+class Outcome:
+    """The batch after a phase, and the phase's metrics in the order in which they were computed."""
 
     batch: TrainBatch
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-def batch_phase(run: RayPPOTrainer, stored: StoredStep) -> Made:
+def batch_phase(run: RayPPOTrainer, stored: StoredStep) -> Outcome:
     """Return the batch of the step's groups."""
     batch = make_batch(stored.groups, stored.facts["batch"]["pad_id"], run.needs.state_masking)
-    return Made(numbered(batch))
+    return Outcome(numbered(batch))
 
 
-def log_probs_phase(run: RayPPOTrainer, stored: StoredStep, batch: TrainBatch) -> Made:
+def log_probs_phase(run: RayPPOTrainer, stored: StoredStep, batch: TrainBatch) -> Outcome:
     """Compute old log-probs, those of the reference, values and importance weights."""
     metrics = StepMetrics(stored.step)
     batch = run.apply_rollout_correction(run.compute_log_probs(batch, metrics), metrics)
-    return Made(batch, repeatable(metrics))
+    return Outcome(batch, repeatable(metrics))
 
 
-def advantages_phase(run: RayPPOTrainer, stored: StoredStep, batch: TrainBatch) -> Made:
+def advantages_phase(run: RayPPOTrainer, stored: StoredStep, batch: TrainBatch) -> Outcome:
     """Compute advantages and returns, and the metrics of the step's data."""
     metrics = StepMetrics(stored.step)
     after = run.compute_advantages(batch, metrics)
     metrics.add(data_metrics(stored.groups, after))
-    return Made(after, repeatable(metrics))
+    return Outcome(after, repeatable(metrics))
 
 
-def update_phase(run: RayPPOTrainer, stored: StoredStep, batch: TrainBatch) -> Made:
+def update_phase(run: RayPPOTrainer, stored: StoredStep, batch: TrainBatch) -> Outcome:
     """Take the optimizer steps; the trainer's workers then have the weights after the step."""
     metrics = StepMetrics(stored.step)
     run.update(batch, metrics)
-    return Made(batch, repeatable(metrics))
+    return Outcome(batch, repeatable(metrics))
 
 
 def repeatable(metrics: StepMetrics) -> dict[str, float]:
@@ -84,46 +92,46 @@ def differences(run: RayPPOTrainer, stored: StoredStep, phases: Iterable[str], r
     computed: set[str] = set()
     if "batch" in phases:
         yield from _fields("batch", TrainBatch(stored.tensors["lengths"], {}), batch_phase(run, stored), stored, rule)
-    if "log_probs" in phases:
-        before = stored.batch()
-        found = log_probs_phase(run, stored, before)
-        computed |= found.metrics.keys()
-        yield from _fields("log_probs", before, found, stored, rule)
+    for phase, compute, earlier in (
+        ("log_probs", log_probs_phase, ()),
+        ("advantages", advantages_phase, ("log_probs",)),
+    ):
+        if phase in phases:
+            before = stored.batch(*earlier)
+            outcome = compute(run, stored, before)
+            computed |= outcome.metrics.keys()
+            yield from _fields(phase, before, outcome, stored, rule)
     if "advantages" in phases:
-        before = stored.batch("log_probs")
-        found = advantages_phase(run, stored, before)
-        computed |= found.metrics.keys()
-        yield from _fields("advantages", before, found, stored, rule)
         after = {f"kl_controller/{name}": value for name, value in run.kl_controller.state_dict().items()}
         kept = {f"kl_controller/{name}": value for name, value in stored.facts["kl_controller"]["after"].items()}
         yield from compare_metrics("advantages", kept, after, rule)
     if "update" in phases:
-        found = update_phase(run, stored, stored.batch("log_probs", "advantages"))
-        computed |= found.metrics.keys()
-        yield from _update(run, found, stored, rule)
+        outcome = update_phase(run, stored, stored.batch("log_probs", "advantages"))
+        computed |= outcome.metrics.keys()
+        yield from _update(run, outcome, stored, rule)
     if {*PHASES} <= {*phases}:
         for name in sorted(stored.facts["metrics"].keys() - computed):
-            yield Difference("step", name, "was recorded, and is not computed now")
+            yield absent("step", name, recorded=True)
 
 
-def _fields(phase: str, before: TrainBatch, found: Made, stored: StoredStep, rule: Closeness) -> Iterator[Difference]:
-    """Yield the fields of a batch that a phase made otherwise, then its metrics."""
+def _fields(
+    phase: str, before: TrainBatch, outcome: Outcome, stored: StoredStep, rule: Closeness
+) -> Iterator[Difference]:
+    """Yield the fields of a batch that a phase set otherwise, then its metrics."""
     recorded = stored.of(phase)
-    replayed = dict(found.batch.stored) if phase == "batch" else made(before, found.batch)
+    replayed = dict(outcome.batch.stored) if phase == "batch" else changed_fields(before, outcome.batch)
     if phase == "batch":
-        one = compare(phase, "lengths", before.lengths, found.batch.lengths, rule, lambda at: f"of trajectory {at}")
-        if one is not None:  # no token has its place
-            yield one
+        pair = before.lengths, outcome.batch.lengths
+        if differences := [*compare(phase, "lengths", *pair, rule, lambda at: f"of trajectory {at}")]:
+            yield from differences  # no token has its place
             return
     for name in BATCH_FIELDS:
         if name not in recorded and name not in replayed:
             continue
         # A field that a phase left as it was on one side alone is compared with what it was.
         there, here = recorded.get(name, before.stored.get(name)), replayed.get(name, before.stored.get(name))
-        one = compare(phase, name, there, here, rule, place(found.batch, name, stored))
-        if one is not None:
-            yield one
-    yield from compare_metrics(phase, stored.facts["metrics"], dict(found.metrics), rule)
+        yield from compare(phase, name, there, here, rule, place(outcome.batch, name, stored))
+    yield from compare_metrics(phase, stored.facts["metrics"], dict(outcome.metrics), rule)
 
 
 def place(batch: TrainBatch, name: str, stored: StoredStep) -> Where:
@@ -144,17 +152,17 @@ def place(batch: TrainBatch, name: str, stored: StoredStep) -> Where:
 # ---------------------------------------------------------------- the update
 
 
-def _update(run: RayPPOTrainer, found: Made, stored: StoredStep, rule: Closeness) -> Iterator[Difference]:
-    """Yield what the update made otherwise: rates, tokens before any weight moved, gradients, the rest.
+def _update(run: RayPPOTrainer, outcome: Outcome, stored: StoredStep, rule: Closeness) -> Iterator[Difference]:
+    """Yield what the update computed otherwise: rates, tokens before any weight moved, gradients, the rest.
 
     So a loss that is right for each token and added up wrongly shows in the norm of a gradient, and not in what it did
     to later tokens.
     """
-    recorded, replayed = stored.of("update"), update_tensors(found.batch, run.workers)
+    recorded, replayed = stored.of("update"), update_tensors(outcome.batch, run.workers)
     by_row = _rows(recorded), _rows(replayed)
-    first = _first_rows(run, found.batch)
-    rates = {name: value for name, value in found.metrics.items() if name.endswith("/lr")}
-    others = {name: value for name, value in found.metrics.items() if name not in rates}
+    first = _first_rows(run, outcome.batch)
+    rates = {name: value for name, value in outcome.metrics.items() if name.endswith("/lr")}
+    others = {name: value for name, value in outcome.metrics.items() if name not in rates}
     yield from compare_metrics("update", stored.facts["metrics"], rates, rule)
     yield from _norms("critic", recorded, replayed, rule)  # the critic is updated first
     yield from _tokens(*by_row, lambda row: row in first, stored, rule)
@@ -168,9 +176,7 @@ def _norms(
     model: str, recorded: Mapping[str, Tensor], replayed: Mapping[str, Tensor], rule: Closeness
 ) -> Iterator[Difference]:
     pair = (of.get(f"{model}_norms", torch.zeros(0, dtype=torch.float64)) for of in (recorded, replayed))
-    one = compare("update", f"{model}/gradient norm", *pair, rule, lambda at: f"of optimizer step {at}")
-    if one is not None:
-        yield one
+    yield from compare("update", f"{model}/gradient norm", *pair, rule, lambda at: f"of optimizer step {at}")
 
 
 def _first_rows(run: RayPPOTrainer, batch: TrainBatch) -> set[int]:
@@ -184,11 +190,11 @@ def _first_rows(run: RayPPOTrainer, batch: TrainBatch) -> set[int]:
 
 def _rows(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
     """Return row -> field -> its policy tokens, in the order in which rows were computed."""
-    found, start = {}, 0
+    rows, start = {}, 0
     for row, count in zip(tensors["rows"].tolist(), tensors["counts"].tolist(), strict=True):
-        found[row] = {name: tensors[name][start : start + count] for name in UPDATED if name in tensors}
+        rows[row] = {name: tensors[name][start : start + count] for name in UPDATED if name in tensors}
         start += count
-    return found
+    return rows
 
 
 def _tokens(recorded: dict, replayed: dict, chosen, stored: StoredStep, rule: Closeness) -> Iterator[Difference]:
@@ -206,13 +212,11 @@ def _tokens(recorded: dict, replayed: dict, chosen, stored: StoredStep, rule: Cl
         starts = [0, *itertools.accumulate(len(recorded[row]["log_prob"]) for row in rows)]
 
         def where(at: int, starts: list[int] = starts) -> str:
-            index = next(i for i, end in enumerate(starts[1:]) if at < end)
-            row = rows[index]
-            return f"at the policy's token {at - starts[index]} of trajectory {row}"
+            index = bisect.bisect_right(starts, at) - 1
+            return f"at the policy's token {at - starts[index]} of trajectory {rows[index]}"
 
-        one = compare("update", f"actor/{name}", *(torch.cat(of) if of else None for of in (there, here)), rule, where)
-        if one is not None:
-            yield one
+        pair = (torch.cat(of) if of else None for of in (there, here))
+        yield from compare("update", f"actor/{name}", *pair, rule, where)
 
 
 def _state(run: RayPPOTrainer, stored: StoredStep, rule: Closeness) -> Iterator[Difference]:
@@ -224,16 +228,14 @@ def _state(run: RayPPOTrainer, stored: StoredStep, rule: Closeness) -> Iterator[
     largest: dict[tuple[str, str], float] = defaultdict(float)  # of each moment, in each model
     for name, kept in recorded.items():
         largest[kind(name)] = max(largest[kind(name)], float(kept["sample"].abs().max()))
-    now = {name: value for name, value in model_tensors(state_of(run.workers)) if not name.startswith("ref/")}
+    now = trained_tensors(run.workers)
     in_order = sorted([*now, *(name for name in recorded if name not in now)], key=lambda name: name[0] != "c")
     for name in in_order:  # the critic is updated first
         if name not in recorded or name not in now:
-            text = "is there now, and was not recorded" if name in now else "was recorded, and is not there now"
-            yield Difference("update", name, text)
+            yield absent("update", name, recorded=name in recorded)
             continue
-        one = compare_pieces("update", name, recorded[name], now[name], rule, _scale(name, run, recorded, largest))
-        if one is not None:
-            yield one
+        scale = _scale(name, run, recorded, largest)
+        yield from compare_pieces("update", name, recorded[name], now[name], rule, scale)
 
 
 def _scale(

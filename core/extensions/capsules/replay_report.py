@@ -11,7 +11,6 @@ from pathlib import Path
 from core.config import Config, code_keys, convert, examine, recipes, roles
 from core.config.unknown_keys import CommandLine, unknown_key
 from core.errors import InputError
-from core.extensions.capsules.capsule_recorder import state_of
 from core.extensions.capsules.differences import Closeness, Difference
 from core.extensions.capsules.phases import (
     WITHOUT_WEIGHTS,
@@ -24,6 +23,7 @@ from core.extensions.capsules.phases import (
 from core.extensions.capsules.rebuild import rebuilt
 from core.extensions.capsules.stored_step import StoredStep, find, read
 from core.launch import TRAINER as LAUNCHED
+from core.learner.saving import state_of
 from core.replay import PHASES
 from core.tracking.run_manifest import filled_in
 

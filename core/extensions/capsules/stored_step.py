@@ -14,15 +14,15 @@ from typing import Any
 
 from torch import Tensor
 
-from core.checkpoint.manifest import NAME
 from core.checkpoint.run_state import decode
 from core.config import Config, roles
 from core.config.unknown_keys import validated
 from core.errors import InputError
-from core.extensions.capsules.capsule_recorder import FACTS, FOLDER, FORMAT, TENSORS, step_of
+from core.extensions.capsules.capsule_recorder import FACTS, FOLDER, FORMAT, TENSORS
 from core.files.durable_files import PARTIAL, file_sha256
 from core.files.file_names import FIX, inside
 from core.safe_text.redaction import without_hidden
+from core.tracking.records import step_of
 from core.types import ScoredGroup, TrainBatch
 
 MODELS = ("actor", "critic", "ref")
@@ -39,11 +39,6 @@ class StoredStep:
     @property
     def step(self) -> int:
         return self.facts["step"]
-
-    @property
-    def run_dir(self) -> Path:
-        """Return the folder of the run, where its checkpoints are."""
-        return self.folder.resolve().parent.parent
 
     @functools.cached_property
     def config(self) -> Config:
@@ -126,11 +121,11 @@ def read(folder: Path) -> StoredStep:
             f"{path}: has format {version}, and this code reads {FORMAT}; replay it with the code that wrote it, "
             f"commit {facts.get('code', {}).get('commit')}"
         )
-    for name, wanted in hashes.items():
+    for name, recorded in hashes.items():
         file = inside(folder, name, path)
-        if not file.is_file() or file_sha256(file) != wanted:
-            if not file.is_file():
-                raise InputError(f"{file}: is missing; copy the capsule anew, or let the run keep the step again")
+        if not file.is_file():
+            raise InputError(f"{file}: is missing; copy the capsule anew, or let the run keep the step again")
+        if file_sha256(file) != recorded:
             raise InputError(f"{file}: was altered or cut short; copy the capsule anew, or keep the step again")
     _check_weights(facts, path)
     tensors = {name: value.clone() for name, value in load_file(folder / TENSORS).items()}  # aligned as torch does
@@ -138,11 +133,8 @@ def read(folder: Path) -> StoredStep:
 
 
 def _check_weights(facts: Mapping[str, Any], path: Path) -> None:
-    """Check where a capsule has its weights: in folders of these names, or in a checkpoint of its run."""
-    kept, checkpoint = facts["weights"]["kept"], facts["weights"]["checkpoint"]
-    for name in kept:
+    """Check the names of the folders in which a capsule has its weights."""
+    for name in facts["weights"]["kept"]:
         if name not in MODELS:
             raise InputError(f"{path}: weights.kept={ascii(name)[:200]}: must be one of {', '.join(MODELS)}; {FIX}")
         inside(path.parent, name, path)
-    if checkpoint is not None and not (isinstance(checkpoint, str) and NAME.fullmatch(checkpoint)):
-        raise InputError(f"{path}: weights.checkpoint={ascii(checkpoint)[:200]}: names no global_step_N; {FIX}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from core.config import limits
-from core.config.extensions import Extension
+from core.config.extensions import recorder
 from core.config.rulebook import RuleBook, Unused
 from core.config.section import Section
 
@@ -45,11 +45,4 @@ def nothing_is_recorded(c: View) -> Unused:
         )
 
 
-HERE = "core.extensions.trace.trace_recorder"
-EXTENSION = Extension(
-    name="trace",
-    keys={"trainer": TraceKeys},
-    rules=rules,
-    used=used,
-    functions={"recorder": f"{HERE}:recorder", "drop_after": f"{HERE}:drop_traces_after"},
-)
+EXTENSION = recorder("trace", TraceKeys, rules, used, "core.extensions.trace.trace_recorder")

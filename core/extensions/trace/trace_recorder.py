@@ -31,7 +31,7 @@ import numpy as np
 from core.config.paths import run_folder
 from core.files.durable_files import PARTIAL, fsync
 from core.tracking.recorders import TRACED, Moment, RecordedRun, Recorder
-from core.tracking.records import Records
+from core.tracking.records import Records, drop_steps_after
 from core.types import ScoredGroup, TrainBatch, Trajectory
 
 if TYPE_CHECKING:
@@ -353,12 +353,6 @@ def _surprise(trajectory: Trajectory) -> float:
     return float(trajectory.logprobs.sum() / max(1, trajectory.response_mask.sum()))
 
 
-def step_of(path: Path) -> int:
-    """Return the step of a record's file, complete or not; -1 for a file of another name."""
-    number = path.name.split(".")[0].removeprefix("step_")
-    return int(number) if number.isdecimal() else -1
-
-
 def make_room(folder: Path, room: int, besides: Path) -> None:
     """Remove the oldest records but the first until the others, without ``besides``, fit into ``room`` bytes."""
     paths = sorted(path for path in folder.glob("step_*.npz") if path != besides)
@@ -374,8 +368,5 @@ def recorder(run: RecordedRun) -> TraceRecorder:
     return TraceRecorder(run.config, run.tokenizer, run.total_steps)
 
 
-def drop_traces_after(run_dir: Path, step: int) -> None:
-    """Remove the records of later steps, which a resumed run repeats, and what a kill left half written."""
-    for path in (run_dir / FOLDER).glob("step_*.npz*"):
-        if step_of(path) > step or path.name.endswith(PARTIAL):
-            path.unlink()
+def drop_after(run_dir: Path, step: int) -> None:
+    drop_steps_after(run_dir / FOLDER, step)

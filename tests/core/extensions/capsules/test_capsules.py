@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from core.errors import InputError
 from core.extensions.capsules import capsule_recorder as capsules
-from core.extensions.capsules.capsule_recorder import CapsuleRecorder, digest, drop_capsules_after, pieces
+from core.extensions.capsules.capsule_recorder import CapsuleRecorder, digest, drop_after, pieces
 from core.extensions.capsules.replay_report import changed, replay, what_if
 from core.extensions.capsules.stored_step import find, read
+from core.learner import saving
 from core.ray_trainer import RayPPOTrainer
 from core.replay import __main__ as command
 from core.tracking.recorders import RecordedRun, Recorders
@@ -32,7 +33,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     return float(sum(character in "aeiou 0123456789" for character in solution_str))
 """
 IGNORED = ("timing_s/", "perf/")
-ROOM = "trainer.capsule_max_mb=0.4"  # enough for two steps of 0.1 MB, and not for weights of 0.3 MB
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +53,6 @@ def trained(files: Path, run: str, *overrides: str) -> Path:
 def kept(files) -> Path:
     """A run that kept both of its steps."""
     return trained(files, "kept", "trainer.capsule_steps=[1,2]")
-
-
-@pytest.fixture(scope="module")
-def by_checkpoint(files) -> Path:
-    """A run whose capsules have no room for weights."""
-    return trained(files, "pointing", "trainer.capsule_steps=[1,2]", ROOM, "trainer.save_freq=1")
 
 
 def copied(run: Path, to: Path) -> Path:
@@ -118,40 +112,10 @@ def test_a_piece_of_a_tensor_has_a_checksum_and_a_number():
     assert digest(torch.zeros(0))["crc"].shape == (0,) and len(pieces(3)) == 3
 
 
-# --- weights in checkpoints ---
-
-
-def test_weights_without_room_are_those_of_the_base_and_of_a_checkpoint(by_checkpoint, kept):
-    assert not list((by_checkpoint / "capsules").rglob("model.safetensors"))
-    assert read(find(by_checkpoint, 2)).facts["weights"] == {"kept": [], "checkpoint": "global_step_1"}
-    for step in (1, 2):
-        assert not replay(by_checkpoint, step).found
-
-
-def test_a_checkpoint_that_is_gone_or_another_is_named(by_checkpoint, kept, tmp_path):
-    run = copied(by_checkpoint, tmp_path / "run")
-    shutil.rmtree(run / "global_step_1")
-    told = refused(replay, run, 2)
-    assert "global_step_1, which is gone" in told and "--phase batch and --phase advantages need no weights" in told
-    assert not replay(run, 2, ("batch", "advantages")).found
-    shutil.copytree(run / "global_step_2", run / "global_step_1")
-    assert "the folder was renamed" in refused(replay, run, 2)
-    other = json.loads((find(run, 1) / "capsule.json").read_text())
-    other["before"]["actor/lm_head.weight"] = 64 * "0"
-    (find(run, 1) / "capsule.json").write_text(json.dumps(other))
-    assert "the base model: actor/lm_head.weight is not what step 1 began from" in refused(replay, run, 1)
-
-
-def test_without_a_checkpoint_the_run_is_warned(files, kept, caplog):
-    run = trained(files, "nowhere", "trainer.capsule_steps=[2]", "trainer.capsule_max_mb=0.2")
-    assert "step 1 has no checkpoint" in caplog.text
-    assert "no checkpoint was due before it" in refused(replay, run, 2)
-    assert not replay(run, 2, ["advantages"]).found
-
-
 def test_a_step_that_has_no_room_is_not_kept(files, caplog):
-    run = trained(files, "small", "trainer.capsule_steps=[1]", "trainer.capsule_max_mb=0.001")
-    assert "step 1 is not kept: " in caplog.text and "raise trainer.capsule_max_mb" in caplog.text
+    run = trained(files, "small", "trainer.capsule_steps=[1]", "trainer.capsule_max_mb=0.3")  # weights have 0.3 MB
+    assert "the capsule of step 1 is not kept: it takes 0.4" in caplog.text
+    assert "0.30 are its share of trainer.capsule_max_mb; set it to at least 1" in caplog.text
     assert "holds no capsules" in refused(replay, run, 1)
 
 
@@ -159,7 +123,7 @@ def test_what_cannot_be_stored_does_not_end_the_run(files, caplog, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(capsules, "_save", full)
+    monkeypatch.setattr(saving, "save_tensors", full)
     run = trained(files, "full", "trainer.capsule_steps=[1]")
     assert "the capsule of step 1 is not kept: [Errno 28] No space left" in caplog.text
     assert not list((run / "capsules").iterdir())
@@ -179,7 +143,7 @@ def test_a_step_that_was_not_kept_is_told_with_those_that_were(kept, files, tmp_
 def test_a_run_that_goes_on_drops_what_it_repeats(kept, tmp_path):
     run = copied(kept, tmp_path / "run")
     (run / "capsules/step_000001.partial").mkdir()
-    drop_capsules_after(run, 1)
+    drop_after(run, 1)
     assert [path.name for path in (run / "capsules").iterdir()] == ["step_000001"]
 
 
@@ -191,7 +155,7 @@ def test_a_kill_while_a_capsule_is_written_leaves_a_readable_run(kept, files, tm
     copied(kept / "capsules/step_000001", tmp_path / "run/capsules/step_000001")
     stored = read(find(kept, 2))
     tensors = {name: value for name, value in stored.tensors.items() if not name.startswith("groups/")}
-    weights = {name: dict(part) for name, part in capsules.state_of(run.workers).items()}
+    weights = {name: dict(part) for name, part in saving.state_of(run.workers).items()}
     begun = capsules.Begun(
         2, stored.groups, stored.batch(), run.kl_controller, weights, {}, frozenset(), tensors=tensors
     )
