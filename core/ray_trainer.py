@@ -57,7 +57,7 @@ from core.rollout.group_filter import answers_differ
 from core.session import LoopState, Session, prepare_torch
 from core.tracking.generations import generation_rows, print_examples
 from core.tracking.health import FAILED
-from core.tracking.memory_knobs import naming_knobs
+from core.tracking.memory_settings import naming_remedies
 from core.tracking.metrics import RAW_SCORE, data_metrics, throughput, unknown_ids
 from core.tracking.profiling import profiled
 from core.tracking.progress import progress
@@ -116,7 +116,7 @@ class RayPPOTrainer:
         check_lengths(config, self.longest())
         checkpoint = self.session.open(self.stream, critic=self.needs.critic)
         self.recorders = Recorders.of(RecordedRun(config, self.tokenizer, type(self), self.session.total_steps))
-        with naming_knobs(config, "load"):
+        with naming_remedies(config, "load"):
             self.workers = self.make_workers(prepare_torch(config.trainer))
         try:
             if self.workers.reward_model is not None:

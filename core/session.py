@@ -38,8 +38,8 @@ from core.errors import InputError, WriteFailed, memory_phase, writing
 from core.learner.saving import planned_fingerprints
 from core.rollout.collect import CollectState, StopRequested
 from core.tracking import run_manifest, step_time
-from core.tracking.health import Crossing, Health, Repeats, UnhealthyRun
-from core.tracking.memory_knobs import naming_knobs
+from core.tracking.health import BoundViolation, Health, Repeats, UnhealthyRun
+from core.tracking.memory_settings import naming_remedies
 from core.tracking.run_manifest import RunFacts
 from core.tracking.tracker import Tracker, mend_run_folder, rows_with_steps
 from core.types import StepMetrics, TrainBatch
@@ -209,7 +209,7 @@ class Session:
             self.tracker.progress(self.total_steps)
         status = "failed"
         try:
-            with naming_knobs(self.config, "update_weights"), self.stop, asyncio.Runner() as runner:
+            with naming_remedies(self.config, "update_weights"), self.stop, asyncio.Runner() as runner:
                 try:
                     yield runner
                     self.writer.finish()
@@ -262,13 +262,13 @@ class Session:
         """
         self.step, self.state = metrics.step, state
         self.writer.look()
-        crossings = self._check_health(metrics)
+        violations = self._check_health(metrics)
         self._add_up_times(metrics)
         self.tracker.log(metrics)
         if self.is_due(self.config.trainer.save_freq, self.step, state):
             self.save()
         kill_point("between", self.step)
-        self._stop_if_unhealthy(crossings, batch)
+        self._stop_if_unhealthy(violations, batch)
 
     def _add_up_times(self, metrics: StepMetrics) -> None:
         """Add the seconds since the line before, and those of no phase. A checkpoint is on the line after it."""
@@ -337,17 +337,17 @@ class Session:
 
         return fill
 
-    def _check_health(self, metrics: StepMetrics) -> list[Crossing]:
+    def _check_health(self, metrics: StepMetrics) -> list[BoundViolation]:
         """Compare the step with ``trainer.health`` and warn of every bound that it crossed."""
         exact = health_bounds.EXACT if health_bounds.exact(self.config) else None
-        self.health, crossings = self.health.after(self.step, metrics.values, self.config.trainer.health, exact=exact)
+        self.health, violations = self.health.after(self.step, metrics.values, self.config.trainer.health, exact=exact)
         last = self.health.last_healthy_step
-        metrics.add({"health/crossed_bounds": len(crossings), "health/last_healthy_step": last})
+        metrics.add({"health/crossed_bounds": len(violations), "health/last_healthy_step": last})
         self.tracker.note("last_healthy_step", last)
-        for crossing in crossings:
-            if self.repeats.is_news(crossing.check, crossing.value) or crossing.action == "stop":
-                log.warning("step %d: %s (last healthy step %d)", self.step, crossing.text, last)
-        return crossings
+        for violation in violations:
+            if self.repeats.is_news(violation.check, violation.value) or violation.action == "stop":
+                log.warning("step %d: %s (last healthy step %d)", self.step, violation.text, last)
+        return violations
 
     def bound_mismatch(self, rounding_cost: Callable[[], float]) -> None:
         """Bound the distance between engine and learner by what rounding costs on this model, in nats a token.
@@ -366,9 +366,9 @@ class Session:
             self.health.logp_diff_bound,
         )
 
-    def _stop_if_unhealthy(self, crossings: Iterable[Crossing], batch: TrainBatch) -> None:
+    def _stop_if_unhealthy(self, violations: Iterable[BoundViolation], batch: TrainBatch) -> None:
         """Save and raise UnhealthyRun where a bound with ``action=stop`` was crossed."""
-        stopping = [crossing for crossing in crossings if crossing.action == "stop"]
+        stopping = [violation for violation in violations if violation.action == "stop"]
         if not stopping:
             return
         saved = f"saved in {self.store.folder(self.step)}"
@@ -377,7 +377,7 @@ class Session:
             self.writer.finish()
         except WriteFailed as error:  # must not hide why the run stops
             saved = f"not saved ({error})"
-        if any(crossing.check == "nonfinite" for crossing in stopping):
+        if any(violation.check == "nonfinite" for violation in stopping):
             path = self.run_dir / f"nonfinite_step_{self.step}.pt"
             tensors = {"lengths": batch.lengths, **batch.stored}
             if not self.tracker.records.attempt(path.name, path, lambda: run_state.save_tensors(path, tensors)):
@@ -387,7 +387,7 @@ class Session:
         back = "no checkpoint is that old" if sound is None else f"go back to it with {self._resume_from(sound)}"
         raise UnhealthyRun(
             f"stopped after step {self.step}, {saved}: "
-            f"{'; '.join(crossing.text for crossing in stopping)}. The last healthy step is {last}: {back}. "
+            f"{'; '.join(violation.text for violation in stopping)}. The last healthy step is {last}: {back}. "
             "The same command goes on from here and stops again unless the bound is raised"
         )
 

@@ -1,4 +1,4 @@
-"""All that the repository knows about a name in a configuration: one entry of one table, in plain sight.
+"""All that the repository knows about a name in a configuration: one entry of one table.
 
 Adding an estimator, a policy loss, an engine, a reward manager, a logger or an agent loop touches two files: a function
 in a module of its own, and an entry here. The schema takes its names from these tables, the rules, the unused keys and

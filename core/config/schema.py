@@ -6,7 +6,7 @@ that stands for another key's value is filled in by :func:`core.config.derived_d
 configuration holds None only where a comment here gives its meaning.
 
 Units: a *prompt* is an example of the data, a *trajectory* one answer to it (``rollout.n`` of them a prompt). Batch
-sizes named ``..._per_gpu`` count trajectories in one pass of one rank, and are memory knobs: they cannot change the
+sizes named ``..._per_gpu`` count trajectories in one pass of one rank, and are memory settings: they cannot change the
 result.
 """
 

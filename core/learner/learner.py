@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MicroBatchSize:
-    """A memory knob: at most so many sequences, or so many tokens (padding included, if there is any), in one pass."""
+    """A memory setting: the most sequences, or tokens (padding included, if there is any), of one pass."""
 
     max_sequences: int | None = None
     max_tokens: int | None = None

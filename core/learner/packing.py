@@ -76,7 +76,7 @@ class ForwardInputs:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the sequences of a micro-batch lie in a pass. A memory knob: it cannot change a result."""
+    """How the sequences of a micro-batch lie in a pass. A memory setting: it cannot change a result."""
 
     packed: bool = False
     mesh: DeviceMesh | None = None  # of the ranks that split each pass between them

@@ -27,7 +27,7 @@ class TracedRows:
     """Rows with their values, the row of the largest gap between engine and learner, and CPU seconds of keeping."""
 
     rows: dict[int, RowValues]
-    strangest: tuple[float, int] | None  # the gap, and the row
+    largest_gap: tuple[float, int] | None  # the gap, and the row
     cpu_s: float
 
     @classmethod
@@ -35,7 +35,7 @@ class TracedRows:
         """Return those of several ranks as one; CPU seconds are those of the busiest, since ranks work in parallel."""
         parts = list(parts)
         rows = {row: values for part in parts for row, values in part.rows.items()}
-        gaps = [part.strangest for part in parts if part.strangest is not None]
+        gaps = [part.largest_gap for part in parts if part.largest_gap is not None]
         return cls(rows, max(gaps, default=None), max((part.cpu_s for part in parts), default=0.0))
 
 
@@ -74,7 +74,7 @@ class TracedTokens:
         self.parts.append((batch.trace_row.cpu(), batch.count(mask).cpu(), gap_B.cpu(), flat))
         self.cpu_s += time.thread_time() - start
 
-    def strangest(self) -> tuple[float, int] | None:
+    def largest_gap(self) -> tuple[float, int] | None:
         """Return the largest |log-prob of learner less engine| and its row, or None where nothing was kept."""
         rows = [(float(gap), int(row) - 1) for part in self.parts for row, gap in zip(part[0], part[2], strict=True)]
         return max(((gap, row) for gap, row in rows if row >= 0), default=None)
@@ -82,10 +82,10 @@ class TracedTokens:
     def of(self, rows: Collection[int] | None) -> TracedRows:
         """Return the values of these rows, of the last epoch that had them; rows of other ranks are left out.
 
-        None asks for the strangest row alone.
+        None requests the row of the largest gap alone.
         """
         if rows is None:
-            return TracedRows({}, self.strangest(), 0.0)
+            return TracedRows({}, self.largest_gap(), 0.0)
         start, found = time.thread_time(), {}
         for numbers, counts, _, flat in self.parts:
             ends = counts.cumsum(0)
@@ -93,7 +93,7 @@ class TracedTokens:
                 if number - 1 in rows and number:
                     found[number - 1] = {name: value[end - count : end].numpy() for name, value in flat.items()}
         self.cpu_s += time.thread_time() - start
-        return TracedRows(found, self.strangest(), self.cpu_s)
+        return TracedRows(found, self.largest_gap(), self.cpu_s)
 
 
 def clipped_how(stats: dict[str, Tensor]) -> Tensor | None:

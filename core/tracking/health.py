@@ -30,8 +30,8 @@ class UnhealthyRun(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Crossing:
-    """A bound that a step crossed, and the number that did."""
+class BoundViolation:
+    """A bound of ``trainer.health`` that a step exceeded, and its value."""
 
     check: str
     action: str
@@ -89,7 +89,7 @@ class Health:
 
     def after(
         self, step: int, values: Values, config: HealthConfig, *, exact: float | None = None
-    ) -> tuple[Health, list[Crossing]]:
+    ) -> tuple[Health, list[BoundViolation]]:
         """Return the state after a step with these metrics, and the bounds it crossed. ``config`` is trainer.health.
 
         ``exact`` is what rounding explains between engine and learner where nothing else does (None: something may):
@@ -115,7 +115,7 @@ class Health:
             first={name: (*self.first.get(name, ()), value)[:RISE_STEPS] for name, value in watched.items()},
             last={name: (*self.last.get(name, ()), value)[-RISE_STEPS:] for name, value in watched.items()},
         )
-        crossings, measured = [], {"logp_diff": self.logp_diff_bound}
+        violations, measured = [], {"logp_diff": self.logp_diff_bound}
         for name, check in CHECKS.items():
             limit, value, advice = getattr(config, name), check.measure(now, values), check.advice
             bound = measured.get(name) if limit.bound is None else limit.bound
@@ -123,8 +123,8 @@ class Health:
                 bound, advice = exact if bound is None else bound, FAULT
             if bound is not None and value is not None and check.beyond(value, bound):
                 text = f"{check.finding.format(value)} (trainer.health.{name}.bound={bound:g}): {advice}"
-                crossings.append(Crossing(name, limit.action, text, value))
-        return (now if crossings else dataclasses.replace(now, last_healthy_step=step)), crossings
+                violations.append(BoundViolation(name, limit.action, text, value))
+        return (now if violations else dataclasses.replace(now, last_healthy_step=step)), violations
 
     def rise(self, name: str) -> float | None:
         """Return how far the metric of a check of RISES has risen since the start; None in its first steps."""

@@ -150,7 +150,7 @@ def policy_loss(logp_BT: Tensor, old_logp_BT: Tensor, adv_B: Tensor, mask_BT: Te
     than a short one; the paper averages per answer first.
 
     Trainer: each token's share of the mean is computed once an optimizer step, over all ranks. Micro-batches and GPUs
-    then add up parts of one sum, and no memory knob can change the result (core/learner/batching.py).
+    then add up parts of one sum, and no memory setting can change the result (core/learner/batching.py).
     """
     ratio_BT = (logp_BT - old_logp_BT).clamp(-20, 20).exp()  # exp(20) is 5e8: nothing useful lies beyond
     adv_B1 = adv_B[:, None]

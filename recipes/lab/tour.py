@@ -25,9 +25,9 @@ SETTINGS = (
     *("trainer.save_freq=-1", "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2"),
     *("actor_rollout_ref.rollout.n=2", "trainer.resume_mode=disable"),
 )
-# Clocks, bars, records, invariants, kill points and the wording of errors see a prompt pass and do nothing to it: they
-# are listed apart.
-INSTRUMENTS = (
+# Timers, progress bars, recorders, invariant checks, kill points and error messages observe a prompt and change
+# nothing: they are listed apart.
+OBSERVERS = (
     *("core/tracking/step_time.py", "core/tracking/progress.py"),
     *(
         "core/extensions/trace/trace_recorder.py",
@@ -44,7 +44,7 @@ class Tour:
 
     def __init__(self) -> None:
         self.files: dict[str, list[str]] = {}
-        self.crossings = 0  # calls that the trainer makes into its session, or the session into the trainer
+        self.session_calls = 0  # calls that the trainer makes into its session, or the session into the trainer
         self.on = False
 
     def enter(self, frame: FrameType, event: str, _: Any) -> None:
@@ -58,7 +58,7 @@ class Tour:
         if frame.f_code.co_name not in functions:
             functions.append(frame.f_code.co_name)
         caller = self._file(frame.f_back) if frame.f_back else None
-        self.crossings += {name, caller} == {TRAINER, SESSION}
+        self.session_calls += {name, caller} == {TRAINER, SESSION}
 
     @staticmethod
     def _file(frame: FrameType) -> str | None:
@@ -79,13 +79,13 @@ class Tour:
         """Return the tour as text: a line a file, in the order in which they were entered."""
         width, way = max(map(len, self.files)), self.way()
         listed = [f"{number:3}  {file:{width}}  {', '.join(self.files[file])}" for number, file in enumerate(way, 1)]
-        passed = ", ".join(file for file in self.files if file in INSTRUMENTS)
-        total = f"{len(way)} files, {self.crossings} calls between trainer and session, row to weight"
-        return [*listed, f"instruments on the way: {passed}", total]
+        passed = ", ".join(file for file in self.files if file in OBSERVERS)
+        total = f"{len(way)} files, {self.session_calls} calls between trainer and session, row to weight"
+        return [*listed, f"files that only observe: {passed}", total]
 
     def way(self) -> list[str]:
-        """Return the files in the order in which they were entered, without the instruments."""
-        return [file for file in self.files if file not in INSTRUMENTS]
+        """Return the files in the order in which they were entered, without those that only observe."""
+        return [file for file in self.files if file not in OBSERVERS]
 
 
 def take_tour(*overrides: str) -> Tour:

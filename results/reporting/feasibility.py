@@ -18,7 +18,7 @@ from core.errors import InputError
 from core.extensions.planning.estimate import Plan, advice
 from core.extensions.planning.model_rules import model_problems
 from core.extensions.planning.model_shapes import gpu
-from core.tracking.memory_knobs import pass_tokens
+from core.tracking.memory_settings import pass_tokens
 from results.reporting.numbers import duration
 from results.reporting.pages import Table, markdown_table
 from results.reporting.run_scripts import Script, Summary, read_summaries, repeats, scripts, status
@@ -47,14 +47,14 @@ def nodes_of(count: int) -> tuple[int, int]:
 
 
 def verdict(script: Script, name: str, count: int) -> Verdict:
-    """Return whether a script runs on ``count`` GPUs of this name, and the knob or number that would do if not."""
+    """Return whether a script runs on ``count`` GPUs of this name, or which settings or number of GPUs would do."""
     found = _planned(script, name, count)
     if found.fits:
         return found
     if found.plan is not None:
-        for knob in _knobs(script, found.plan):
-            if _planned(script, name, count, *knob).fits:
-                return replace(found, note=f"with {' '.join(knob)} it would fit")
+        for settings in _memory_settings(script, found.plan):
+            if _planned(script, name, count, *settings).fits:
+                return replace(found, note=f"with {' '.join(settings)} it would fit")
     nearest = [*(one for one in NUMBERS if one > count), *(one for one in reversed(NUMBERS) if one < count)]
     enough = next((one for one in nearest if _planned(script, name, one).fits), None)
     tips = [] if found.plan is None else [tip for tip in advice(found.plan) if not tip.startswith("checkpoints")]
@@ -74,7 +74,7 @@ def _planned(script: Script, name: str, count: int, *overrides: str) -> Verdict:
     return Verdict(plan.fits, plan=plan)
 
 
-def _knobs(script: Script, plan: Plan) -> Iterator[tuple[str, ...]]:
+def _memory_settings(script: Script, plan: Plan) -> Iterator[tuple[str, ...]]:
     """Yield the changes of memory settings to try, one after another."""
     critic, actor = script.config.critic.enable, script.config.actor_rollout_ref.actor
     offload = "fsdp_config.offload_policy=True"

@@ -174,7 +174,7 @@
       el("span", { title: one.stop.replace("_", " ") }, one.stop.replace("stop_", "")),
       tags.length ? el("span", { class: "tags" }, ...tags) : null);
   };
-  const WHY = { worst: "the worst of its step", strangest: "the strangest: engine and learner differ most", question: "one of the regular ones", dropped: "" };
+  const WHY = { worst: "the worst of its step", mismatch: "the largest difference between engine and learner", question: "one of the regular ones", dropped: "" };
   const list = () => {
     const shown = answers.filter(passes);
     const made = [];

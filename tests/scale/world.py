@@ -31,7 +31,7 @@ from core.extensions.planning.estimate import Plan
 from core.extensions.planning.model_shapes import gpu, width
 from core.extensions.planning.step_seconds import forward_flops
 from core.learner.models import compute_dtype
-from core.tracking.memory_knobs import log_prob_tokens, pass_tokens
+from core.tracking.memory_settings import log_prob_tokens, pass_tokens
 from core.tracking.run_manifest import git_state, hardware
 from results.reporting.run_scripts import Script, read_script
 from tests.scale.fake_learner import APART, config_of, fake_rank, first_step, full_batch

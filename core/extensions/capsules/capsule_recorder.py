@@ -52,10 +52,6 @@ UPDATED = ("loss_weight", *(name for name in TRACED if name != "loss_weight"))  
 UNREPEATED = ("timing_s/", "perf/", "rollout_corr/probe_diff")  # metrics of time, and of the engine
 
 
-def folder_of(run_dir: Path, step: int) -> Path:
-    return run_dir / FOLDER / f"step_{step:06d}"
-
-
 def recorder(run: RecordedRun) -> CapsuleRecorder:
     return CapsuleRecorder(run.config, run.trainer, run.total_steps)
 
@@ -222,13 +218,12 @@ class CapsuleRecorder(Recorder):
             size = self._write(begun, now.kl, now.metrics, workers)
         except (InputError, OSError) as error:
             log.warning("the capsule of step %d is not kept: %s", begun.step, error)
-        seconds = begun.seconds + time.perf_counter() - start
-        return {"perf/capsule_s": seconds, "perf/capsule_mb": size / 2**20}
+        return {"perf/capsule_s": begun.seconds + time.perf_counter() - start, "perf/capsule_mb": size / 2**20}
 
     # -- the folder ------------------------------------------------------------------------------
 
     def _write(self, begun: Begun, kl: KLController, metrics: StepMetrics, workers: Any) -> int:
-        """Write the folder under another name and rename it. Return its bytes, or 0 where it is too large."""
+        """Write the folder under another name and rename it. Return its bytes. Raises InputError if it is too large."""
         import torch
 
         from core.learner.saving import save_tensors
@@ -245,15 +240,13 @@ class CapsuleRecorder(Recorder):
         share = self.config.trainer.capsule_max_mb / len(self.steps)
         if size > share:
             rule = f"it takes {size:.2f} MB, and {share:.2f} are its share of trainer.capsule_max_mb"
-            fix = f"set it to at least {math.ceil(size * len(self.steps))}"
-            log.warning("the capsule of step %d is not kept: %s; %s", begun.step, rule, fix)
-            return 0
-        final = folder_of(self.run_dir, begun.step)
+            raise InputError(f"{rule}; set it to at least {math.ceil(size * len(self.steps))}")
+        final = self.run_dir / FOLDER / f"step_{begun.step:06d}"
         partial = final.with_name(final.name + PARTIAL)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         try:
-            save_tensors(tensors, partial / TENSORS)
+            save_tensors({name: value.clone() for name, value in tensors.items()}, partial / TENSORS)  # some are views
             for name in models:
                 self._save_model(name, begun.weights[name], workers, partial / name)
             return _publish(partial, final, facts)

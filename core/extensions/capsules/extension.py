@@ -10,7 +10,6 @@ from core.config.rulebook import Broken, RuleBook, Unused
 from core.config.section import Section
 
 if TYPE_CHECKING:
-    from core.config.schema import Config
     from core.config.view import View
 
 
@@ -21,10 +20,6 @@ class CapsuleKeys(Section):
 
 
 rules = RuleBook()
-
-
-def used(config: Config) -> bool:
-    return bool(config.trainer.capsule_steps)
 
 
 @rules.problem
@@ -58,4 +53,10 @@ def no_capsules(c: View) -> Unused:
         yield ("trainer.capsule_max_mb",), "trainer.capsule_steps names no step"
 
 
-EXTENSION = recorder("capsules", CapsuleKeys, rules, used, "core.extensions.capsules.capsule_recorder")
+EXTENSION = recorder(
+    "capsules",
+    CapsuleKeys,
+    rules,
+    lambda config: bool(config.trainer.capsule_steps),
+    "core.extensions.capsules.capsule_recorder",
+)

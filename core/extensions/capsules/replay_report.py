@@ -23,7 +23,6 @@ from core.extensions.capsules.phases import (
 from core.extensions.capsules.rebuild import rebuilt
 from core.extensions.capsules.stored_step import StoredStep, find, read
 from core.launch import TRAINER as LAUNCHED
-from core.learner.saving import state_of
 from core.replay import PHASES
 from core.tracking.run_manifest import filled_in
 
@@ -117,7 +116,9 @@ def what_if(
     width = max(len(name) for name, *_ in other)
     column = max(12, len(title))
     lines += [f"{'metric':{width}}  {'as it was':>12}  {title:>{column}}"]
-    lines += [f"{name:{width}}  {_number(one):>12}  {_number(two):>{column}}" for name, one, two in other]
+    for name, *values in other:
+        before, after = ("" if value is None else f"{value:.6g}" for value in values)
+        lines.append(f"{name:{width}}  {before:>12}  {after:>{column}}")
     return "\n".join(lines)
 
 
@@ -159,22 +160,17 @@ def recipe_of(config: Config) -> str:
 def _metrics(stored: StoredStep, config: Config) -> dict[str, float]:
     """Return the metrics of a whole step, and how far its update moved the weights."""
     run = rebuilt(stored, config, weights=True)
-    before = {name: _copied(part) for name, part in state_of(run.workers).items() if name != "ref"}
-    made = batch_phase(run, stored)
+    before = {
+        name: {key: value.clone() for key, value in part.module.state_dict().items()}
+        for name, part in run.workers.trained.items()
+    }
+    outcome = batch_phase(run, stored)
     metrics: dict[str, float] = {}
     for phase in (log_probs_phase, advantages_phase, update_phase):
-        made = phase(run, stored, made.batch)
-        metrics |= made.metrics
-    for name, part in state_of(run.workers).items():
-        if name != "ref":
-            moved = sum(float((part[one] - value).double().square().sum()) for one, value in before[name].items())
-            metrics[f"{name}/moved"] = moved**0.5
+        outcome = phase(run, stored, outcome.batch)
+        metrics |= outcome.metrics
+    for name, part in run.workers.trained.items():
+        weights = part.module.state_dict()
+        moved = sum(float((weights[key] - value).double().square().sum()) for key, value in before[name].items())
+        metrics[f"{name}/moved"] = moved**0.5
     return metrics
-
-
-def _copied(tensors: dict) -> dict:
-    return {name: value.detach().clone() for name, value in tensors.items() if not name.startswith("optimizer/")}
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.6g}"

@@ -18,7 +18,7 @@ from core.engines.in_process_engine import InProcessEngine
 from core.learner.models import check_lengths, load_tokenizer
 from core.rollout.agent_loop import AgentLoop, make_agent_loop
 from core.session import prepare_torch
-from core.tracking.memory_knobs import naming_knobs
+from core.tracking.memory_settings import naming_remedies
 
 if TYPE_CHECKING:
     from core.config.schema import Config
@@ -58,7 +58,7 @@ def answering(
         if run.agent_loop is not None:
             owned.callback(run.agent_loop.close)
         device = prepare_torch(config.trainer)
-        with naming_knobs(config, "load"):
+        with naming_remedies(config, "load"):
             if config.trainer.backend == "ray":
                 processes = ray_backend("ray_pools").RayProcesses(config, run.tokenizer, device, learners=False)
                 owned.callback(processes.close)

@@ -50,7 +50,7 @@ from core.extensions.planning.step_seconds import (
     writing_seconds,
 )
 from core.learner.head_chunk import CPU_LOGITS, head_logits
-from core.tracking.memory_knobs import knobs, log_prob_tokens, pass_tokens, update_knobs
+from core.tracking.memory_settings import log_prob_tokens, pass_tokens, remedies, update_remedies
 
 USABLE = 0.95  # of a GPU's memory; the rest is the allocator's and the libraries'
 MEASURED = Path(__file__).parents[3] / "results/benchmarks/plan_memory.json"  # of tests.benchmarks.plan_memory
@@ -347,13 +347,13 @@ def plan_on(config: schema.Config, name: str = DEFAULT_GPU, assumed: Assumptions
 
 
 def advice(plan: Plan) -> list[str]:
-    """List the knobs to turn where it does not fit; memory knobs cannot change the result."""
+    """List the settings to change where it does not fit; memory settings cannot change the result."""
     config, tips = plan.config, []
     if plan.kv_sequences == 0:
-        knob = "take a larger GPU, or rollout.name=vllm over several"
+        remedy = "take a larger GPU, or rollout.name=vllm over several"
         if plan.engine_reserves:
-            knob = "raise tensor_model_parallel_size or gpu_memory_utilization"
-        tips.append(f"the engine's cache holds no sequence of full length: {knob}")
+            remedy = "raise tensor_model_parallel_size or gpu_memory_utilization"
+        tips.append(f"the engine's cache holds no sequence of full length: {remedy}")
     over = [phase for phase, size in plan.phase_bytes.items() if size > USABLE * plan.gpu.memory]
     large = 0.4 * plan.gpu.memory
     state = sum(one.bytes for one in plan.states if one.role == "policy" and one.phases)
@@ -362,17 +362,17 @@ def advice(plan: Plan) -> list[str]:
         more = f"{ranks} ranks would share it" if plan.sharded else "trainer.backend=ray"
         tips.append(f"the learner's state takes {_gib(state)}: fsdp_config.offload_policy=True, or {more}")
     for role in (role for role, phase, *_ in plan.learners if phase in over):
-        turn = update_knobs(config, role)
+        turn = update_remedies(config, role)
         if not turn and not tips:
             remedy = "shorten data.max_response_length, or larger GPUs"
             turn = [f"one sequence of full length is a pass already: {remedy}"]
         tips += turn
     if "log-probs" in over:
-        tips += knobs(config, "old_log_prob")
+        tips += remedies(config, "old_log_prob")
     if "generate" in over and plan.engine_reserves:
         tips.append("lower rollout.gpu_memory_utilization: the learner's state stays beside the engine")
     if plan.reward_bytes > USABLE * plan.gpu.memory:
-        tips += knobs(config, "reward_model")
+        tips += remedies(config, "reward_model")
         if plan.sharded:
             tips.append(
                 "share the reward model: reward_model.enable_resource_pool=True with more nnodes, n_gpus_per_node"

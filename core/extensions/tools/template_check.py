@@ -1,13 +1,13 @@
 """Whether a chat template can carry what episodes add: tools' answers and simulated users' turns.
 
-It is asked before a run begins, and by a dry run where the tokenizer's folder is on this machine; its template is then
-rendered without transformers, whose import takes seconds.
+It is checked before a run begins, and by a dry run where the tokenizer's folder is on this machine; its template is
+then rendered without loading the tokenizer.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -120,34 +120,11 @@ def _template(model: ModelConfig, *, tools: bool) -> tuple[str | None, dict[str,
 
 
 def _render(template: str, names: Mapping[str, Any]) -> Render:
-    """Return what renders a template as transformers' apply_chat_template does."""
-    from datetime import datetime
-
-    from jinja2 import TemplateError, ext
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(ext.Extension):
-        """``{% generation %}``, which marks the assistant's text and writes nothing."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(["name:endgeneration"], drop_needle=True)
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    extensions: list[Any] = [Generation, ext.loopcontrols]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = tojson
-    now: Callable[[str], str] = lambda format: datetime.now().strftime(format)  # noqa: E731
-    environment.globals |= {"raise_exception": refuse, "strftime_now": now}
+    """Return what renders a template as transformers' apply_chat_template does, without loading a tokenizer."""
+    from transformers.utils.chat_template_utils import render_jinja_template  # it imports no torch
 
     def render(messages: Sequence[Message], **arguments: Any) -> str:
-        return environment.from_string(template).render(messages=messages, **{**names, **arguments})
+        texts, _ = render_jinja_template([list(messages)], chat_template=template, **{**names, **arguments})
+        return texts[0]
 
     return render

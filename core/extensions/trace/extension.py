@@ -19,8 +19,8 @@ class TraceConfig(Section):
 
     freq: limits.OffOrCount = -1  # record every so many steps, the first and the last one too; -1: steps alone
     steps: tuple[limits.Count, ...] | None = None  # record these steps as well
-    # groups of a recorded step, questions that recur where possible; the worst, the strangest and the first dropped one
-    # are recorded beside them
+    # groups of a recorded step, the same questions in every step where possible; beside them the group of the lowest
+    # score, that of the largest engine-learner difference and the first one that was dropped are recorded
     groups: limits.Count = 2
     max_mb: limits.Positive = 256  # disk of a run's records; older ones make room, the first one stays
 

@@ -134,10 +134,10 @@ class TraceRecorder(Recorder):
         worst = min(range(len(groups)), key=lambda i: sum(score.value for score in groups[i].scores) / len(groups[i]))
         found = {worst: "worst"}
         if gap is not None and gap[0] > 0:
-            found.setdefault(int(batch.group[gap[1]]), "strangest")
+            found.setdefault(int(batch.group[gap[1]]), "mismatch")
         else:  # the answer that the engine itself found least likely
             found.setdefault(
-                min(range(len(groups)), key=lambda i: min(map(_surprise, groups[i].trajectories))), "strangest"
+                min(range(len(groups)), key=lambda i: min(map(_surprise, groups[i].trajectories))), "mismatch"
             )
         by_hash = sorted(range(len(groups)), key=lambda i: _hash(groups[i]))
         for index in by_hash[: self.options.groups]:
@@ -310,7 +310,7 @@ def _byte_of() -> dict[str, int]:
 def _gap(batch: TrainBatch, workers: Any) -> tuple[float, int] | None:
     """Return the largest |log-prob of engine less learner| of the step, before its update, and the row that has it."""
     if batch.old_log_probs is None:  # the update's own pass is the only one
-        return workers.traced(None).strangest
+        return workers.traced(None).largest_gap
     name = "response_mask" if batch.sampled_mask is None else "sampled_mask"
     gap = (batch.require("old_log_probs") - batch.rollout_log_probs).abs() * batch.require(name)
     place = int(gap.argmax())

@@ -20,7 +20,7 @@ from core.data.vocabulary import writable
 from recipes.search_r1.index.passages import RetrievalError
 
 HASHING = "hashing"
-BATCH_TOKENS = 8192  # padding included; a memory knob
+BATCH_TOKENS = 8192  # padding included; a memory setting
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from core.engines.hf import HFEngine
 from core.errors import OutOfMemory, out_of_memory
 from core.learner.learner import Actor, Critic, Policy
 from core.ray_trainer import RayPPOTrainer
-from core.tracking.memory_knobs import ENGINE_PHASES, knobs
+from core.tracking.memory_settings import ENGINE_PHASES, remedies
 from tests.core.engine_contract import ask
 from tests.core.ray_cluster import cluster_config, local_ray, write_model
 from tests.faults.tiny_run import command, prepare
@@ -91,7 +91,7 @@ def test_the_run_ends_with_a_line_that_names_phase_and_knob(files, tmp_path, mon
     line = last_line(capsys)
     where = f"out of memory in phase {phase} in this process (76.20 GiB of 79.10 GiB in use, 18.00 GiB asked for): "
     assert line.startswith(where), line
-    assert all(knob in line for knob in knobs(config, phase)) and "TROUBLESHOOTING.md" in line
+    assert all(knob in line for knob in remedies(config, phase)) and "TROUBLESHOOTING.md" in line
     trace = tmp_path / "run" / "out_of_memory.txt"
     assert str(trace) in line and ON_A_GPU in trace.read_text() and "in fail" in trace.read_text()
     if phase != "load":
@@ -131,7 +131,7 @@ def test_a_real_failure_of_an_allocator_is_known_with_its_amount(allocate):
 
 def test_the_knobs_are_keys_with_their_values_and_go_when_they_are_used_up():
     def told(phase, *overrides):
-        return " ".join(knobs(compose("ppo", overrides), phase))
+        return " ".join(remedies(compose("ppo", overrides), phase))
 
     for phase in (*PLANTED, *ENGINE_PHASES, "reward_model", "sleep"):
         for backend in ("local", "ray"):

@@ -235,9 +235,9 @@ def test_repetition_is_measured_from_the_first_steps_and_survives_a_checkpoint()
     config = QUIET.replace(repetition=HealthConfig().repetition)
     state, steps = Health(), []
     for step, value in enumerate([0.30, 0.35, 0.25, 0.40, 0.50, 0.55, 0.60, 0.30, 0.30], start=1):
-        state, crossings = state.after(step, {"response/repeated_trigrams": value}, config)
+        state, violations = state.after(step, {"response/repeated_trigrams": value}, config)
         state = Health.of_state(json.loads(json.dumps(state.state_dict())))
-        steps.append(bool(crossings))
+        steps.append(bool(violations))
     # means of three steps from the third: .3, .33, .38, .48, .55, .48, .4; bound: .2 above the first
     assert steps == [False, False, False, False, False, False, True, False, False]
 

@@ -205,7 +205,8 @@ def test_a_capsule_names_no_code(kept, tmp_path):
     folder, trainer = copied(find(kept, 1), tmp_path / "step_000001"), f"{tmp_path}/evil.py:Trainer"
     (tmp_path / "evil.py").write_text(
         "from pathlib import Path\nPath(__file__).with_name('ran').touch()\n"
-        "from core.ray_trainer import RayPPOTrainer as Trainer\nfrom core.algorithm.advantages import grpo as f\n"
+        "from core.algorithm.advantages import grpo\nfrom core.algorithm.padded import works_on_flat_tokens\n"
+        "from core.ray_trainer import RayPPOTrainer as Trainer\nf = works_on_flat_tokens(grpo)\n"
     )
     facts = json.loads((folder / "capsule.json").read_text())
     said, estimator = f"algorithm.adv_estimator={tmp_path}/evil.py:f", f"{tmp_path}/evil.py:f"

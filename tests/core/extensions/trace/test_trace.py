@@ -79,7 +79,7 @@ def test_the_worst_and_the_strangest_are_always_among_them(tmp_path):
     step = read_step(trace_files(tmp_path / "a" / "run")[0])
     assert {group.about["chosen"]: group.about["uid"] for group in step.groups[:2]} == {
         "worst": "q2",
-        "strangest": "q4",
+        "mismatch": "q4",
     }
     assert {group.about["chosen"] for group in step.groups[2:]} == {"question"}
 
@@ -164,7 +164,7 @@ def test_the_work_is_that_of_the_recorded_groups_whatever_the_batch(tmp_path, mo
         for step in (1, 2):
             record(config, step, made_groups(step, 0, count=count, length=50), recorder=recorder)
         copied = [index for index in counted.pop("rows") if isinstance(index, list)]
-        assert max(map(len, copied)) <= 4 * 4  # worst, strangest and two regular ones, of 4 answers
+        assert max(map(len, copied)) <= 4 * 4  # worst, mismatch and two regular ones, of 4 answers
         assert recorder.tokenizer.decoded == len(recorder.texts) <= 259  # each token once in the run
         sizes.append(sum(path.stat().st_size for path in trace_files(tmp_path / "a" / str(count))))
     assert sizes[1] < 1.5 * sizes[0]
