@@ -200,7 +200,7 @@ def page(record: Mapping[str, Any]) -> str:
         f"- **By a run of three steps, not told which bug is in it: {both.count('the run')} of {len(both)}.**",
         f"- First placements ({len(first)}): {counted(first)}.",
         f"- Second placements ({len(second)}): {counted(second)}.",
-        "- The checks were written for these kinds of bugs, the second placements when the checks were known: that they",
+        "- The checks were written for these kinds of bugs, the second placements with the checks known: that they",
         "  are found says little about others. What was planted blind before the checks at the point of use were",
         "  written (14 bugs): 7 found by the run, 5 by a test alone, 2 by nothing that was tried.",
         clean_line(clean, record.get("before")),
