@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,48 +27,46 @@ from core.checkpoint.kill_points import kill_point
 from core.cluster.local_workers import LocalWorkers
 from core.cluster.workers import Workers, ray_backend
 from core.config.schema import Config
-from core.config.sections.optim import OptimConfig
 from core.data.parquet import Example
-from core.data.sampler import sampling_seed
 from core.data.stream import PromptStream, agent_names, data_of_run, load_val_prompts
 from core.data.vocabulary import known_ids
-from core.engines import SampleRequest, SamplingParams, sampling_params
+from core.engines import SamplingParams, sampling_params
 from core.engines.in_process_engine import InProcessEngine
 from core.learner.batching import make_batch
-from core.learner.learner import multiplier, warmup_steps
+from core.learner.learner import multiplier
 from core.learner.models import check_files, check_lengths, load_modality, load_tokenizer
 from core.learner.step_needs import StepNeeds
 from core.rewards import RewardLayer
 from core.rewards.hook_check import check_hooks
 from core.rewards.overlong import with_length
-from core.rollout.agent_loop import AgentLoop, Episode, Limits, ToolCalls, check_examples, make_agent_loop
+from core.rollout.agent_loop import AgentLoop, Limits, ToolCalls, check_examples, make_agent_loop
 from core.rollout.background import Background
 from core.rollout.barrier import make_repeatable
 from core.rollout.collect import (
     Collected,
     CollectLimits,
     CollectState,
-    ScoreGroups,
     collect,
     collect_ahead,
     fresh_enough,
 )
 from core.rollout.group_filter import answers_differ
+from core.rollout.group_rollout import GroupRollout, TrajectorySampler
 from core.session import LoopState, Session, prepare_torch
 from core.tracking.generations import generation_rows, print_examples
 from core.tracking.health import FAILED
 from core.tracking.memory_settings import naming_remedies
-from core.tracking.metrics import RAW_SCORE, data_metrics, throughput, unknown_ids
+from core.tracking.metrics import data_metrics, progress_metrics, unknown_ids
 from core.tracking.profiling import profiled
 from core.tracking.progress import progress
 from core.tracking.recorders import Moment, RecordedRun, Recorders
+from core.tracking.step_checks import StepChecks
 from core.tracking.step_time import BusyClock
 from core.tracking.validation import ValRecord, validation_metrics
 from core.types import AnsweredGroup, Prompt, ScoredGroup, StepMetrics, TrainBatch, Trajectory
 from reward_scores.score import Score
 
 OPENING_PROMPTS, OPENING = 8, 256  # prompts and tokens: enough for a mean, one short pass
-GREEDY = -1  # the sample index of a greedy baseline answer
 
 
 class RayPPOTrainer:
@@ -87,7 +85,6 @@ class RayPPOTrainer:
         self.needs = StepNeeds.of(config)
         self.estimator = advantages.estimator(config.algorithm.adv_estimator)
         self.train_sampling = sampling_params(config, rollout)
-        self.greedy_sampling = dataclasses.replace(self.train_sampling, temperature=0.0)
         self.val_sampling = sampling_params(config, rollout.val_kwargs)
         # Set by init_workers, or by fit for as long as it runs:
         self.tokenizer: Any = None
@@ -98,12 +95,12 @@ class RayPPOTrainer:
         self.agent_loop: AgentLoop | None = None  # None where a trajectory is one turn
         self.tool_calls = ToolCalls()
         self.workers: Workers | None = None
+        self.sampler: TrajectorySampler | None = None
+        self.rollout: GroupRollout | None = None
         self.recorders = Recorders()
         self.clock = BusyClock("decode", "reward")
         self.runner: asyncio.Runner | None = None
         self.collected: Collected | None = None
-        self.updated = False  # the policy, in this process
-        self.sampled = use_checks.SampledTurns()
 
     def init_workers(self) -> RayPPOTrainer:
         """Check the data, the scorers, the hooks and the checkpoint, then load the models and resume.
@@ -115,7 +112,7 @@ class RayPPOTrainer:
         self.load_data()
         check_lengths(config, self.longest())
         checkpoint = self.session.open(self.stream, critic=self.needs.critic)
-        self.recorders = Recorders.of(RecordedRun(config, self.tokenizer, type(self), self.session.total_steps))
+        recorders = Recorders.of(RecordedRun(config, self.tokenizer, type(self), self.session.total_steps))
         with naming_remedies(config, "load"):
             self.workers = self.make_workers(prepare_torch(config.trainer))
         try:
@@ -129,7 +126,33 @@ class RayPPOTrainer:
         make_repeatable(config, self.workers.engine, self.reward, self.tool_calls, episodes=self.agent_loop is not None)
         if self.reward.in_process and isinstance(self.workers.engine, InProcessEngine):
             self.clock = BusyClock("reward", "decode")  # scoring here holds up an engine in this process
+        checks = self.make_checks()
+        self.recorders = Recorders([checks, *recorders.each])
+        self.sampler = self.make_sampler(use_checks.WatchedEngine(self.workers.engine, checks.turns))
+        self.rollout = self.make_rollout()
         return self
+
+    def make_checks(self) -> StepChecks:
+        """Return the checks of the run's steps, which know what a resumed run has trained."""
+        return StepChecks(
+            self.config,
+            self.tokenizer,
+            total_steps=self.session.total_steps,
+            trained=self.session.trained,
+            grade_again=self.reward.grade_again,
+            check_episodes=None if self.agent_loop is None else self.agent_loop.check_played,
+            own_prompts=type(self).generate is RayPPOTrainer.generate,
+        )
+
+    def make_sampler(self, engine: Any) -> TrajectorySampler:
+        """Return what samples single turns and episodes from an engine."""
+        return TrajectorySampler(engine, self.tokenizer, self.config.trainer.seed, self.agent_loop, self.tool_calls)
+
+    def make_rollout(self) -> GroupRollout:
+        """Return what answers and scores groups with the hooks."""
+        n, greedy = self.config.actor_rollout_ref.rollout.n, self.needs.baseline
+        hooks = self.generate, self.shape_reward
+        return GroupRollout(*hooks, self.reward, self.clock, n, self.train_sampling, greedy)
 
     def load_data(self) -> None:
         """Load tokenizer, prompts and scorers, and check them and the hooks with each other."""
@@ -188,15 +211,15 @@ class RayPPOTrainer:
                     groups_P = self.collect(metrics)
                     with self.collecting_ahead(metrics):
                         batch = make_batch(groups_P, self.tokenizer.pad_token_id, self.needs.state_masking)
-                        batch = self.check_batch(groups_P, batch)
                         batch = self.recorders.begin(batch, Moment(groups_P, metrics, self.kl_controller, self.workers))
                         batch = self.compute_log_probs(batch, metrics)
                         batch = self.apply_rollout_correction(batch, metrics)
-                        self.recorders.between("log_probs", batch)
+                        self.recorders.after("log_probs", batch, metrics)
                         with metrics.time("adv"):
                             batch = self.compute_advantages(batch, metrics)
-                        self.recorders.between("advantages", batch)
+                        self.recorders.after("advantages", batch, metrics)
                         self.update(batch, metrics)
+                        self.recorders.after("update", batch, metrics)
                     with metrics.time("update_weights"):
                         metrics.add(self.workers.sync_weights(metrics.step))
                 self.complete_step(groups_P, batch, metrics)
@@ -205,12 +228,10 @@ class RayPPOTrainer:
 
     async def generate(self, prompt: Prompt, sample_index: int, sampling: SamplingParams) -> Trajectory:
         """Return one trajectory. Base: an episode of the configured agent loop, or else one turn of the engine."""
-        if self.agent_loop is not None:
-            length = self.config.data.max_response_length
-            return await self.play(prompt, sample_index, sampling, Limits(length, turn=length))
-        seed = sampling_seed(self.config.trainer.seed, prompt.ordinal, sample_index)
-        request = SampleRequest(prompt.token_ids, sampling, seed, media=prompt.media)
-        return await use_checks.WatchedEngine(self.workers.engine, self.sampled).sample(request)
+        if self.agent_loop is None:
+            return await self.sampler.sample_turn(prompt, sample_index, sampling)
+        length = self.config.data.max_response_length
+        return await self.sampler.play(prompt, sample_index, sampling, Limits(length, turn=length))
 
     def shape_reward(self, score: Score, trajectory: Trajectory) -> Score:
         """Return the score that trains; validation never calls it. Base: the scorer's, with what lengths cost."""
@@ -224,9 +245,6 @@ class RayPPOTrainer:
     def compute_advantages(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
         """Set ``advantages`` and ``returns`` by ``algorithm.adv_estimator``, after a KL penalty in the reward."""
         algorithm = self.config.algorithm
-        use_checks.unchanged(batch, "adv")
-        if self.agent_loop is None:
-            use_checks.groups_share_prompts(batch)
         penalties_N = None
         if algorithm.use_kl_in_reward:
             penalties_N, self.kl_controller, measured = kl_rewards(batch, self.kl_controller, algorithm.kl_penalty)
@@ -249,10 +267,8 @@ class RayPPOTrainer:
         """
         oldest, wanted = self.session.step - self.config.trainer.max_staleness, self.config.data.train_batch_size
 
-        roll, score_groups = self.rolling()
-
         async def roll_group(ordinal: int) -> ScoredGroup | AnsweredGroup:
-            group = await roll(ordinal)
+            group = await self.roll_group(ordinal)
             answered()
             self.reward.failures.stop_if_all(wanted * self.config.actor_rollout_ref.rollout.n)
             return group
@@ -264,7 +280,7 @@ class RayPPOTrainer:
                     self.recorders.judging(self.keep_group),
                     fresh_enough(self.collect_state, oldest),
                     self.collect_limits(),
-                    score_groups=score_groups,
+                    score_groups=self.rollout.score_later,
                     raise_on_exhausted=self.config.algorithm.filter_groups.on_exhausted == "raise",
                     stop_requested=lambda: self.session.stop.requested,
                     ahead=self.looks_ahead(metrics.step),
@@ -274,10 +290,6 @@ class RayPPOTrainer:
         self.collect_state = self.collected.state
         metrics.add(self.collected.metrics)
         metrics.add({"rollout/unknown_ids": unknown_ids(self.collected.groups, self.known)})
-        invariants.ordinals_go_on([group.prompt.ordinal for group in self.collected.groups], self.session.trained)
-        self.session.trained = self.collected.groups[-1].prompt.ordinal + 1
-        if self.config.algorithm.filter_groups.enable:
-            use_checks.kept_groups_differ(self.collected.groups, self.config.algorithm.filter_groups.metric)
         return self.collected.groups
 
     def collect_limits(self) -> CollectLimits:
@@ -298,9 +310,8 @@ class RayPPOTrainer:
         """
         work = None
         if self.looks_ahead(metrics.step):
-            roll, score_groups = self.rolling()
-            keep = self.recorders.judging(self.keep_group)
-            work = collect_ahead(roll, keep, self.collected, self.collect_limits(), score_groups)
+            keep, limits = self.recorders.judging(self.keep_group), self.collect_limits()
+            work = collect_ahead(self.roll_group, keep, self.collected, limits, self.rollout.score_later)
         else:  # which other groups were judged depends on timing, and must not reach a checkpoint
             self.collect_state = dataclasses.replace(self.collect_state, carried={})
         if work is not None and not self.workers.overlaps:
@@ -320,91 +331,11 @@ class RayPPOTrainer:
         finally:
             background.close()
 
-    def rolling(self) -> tuple[Callable[[int], Awaitable[Any]], ScoreGroups | None]:
-        """Return what answers a prompt's group and, for a reward function of lists, what scores groups afterwards."""
-        return (self.answer_group, self.score_groups) if self.reward.batched else (self.roll_group, None)
-
-    async def roll_group(self, ordinal: int) -> ScoredGroup:
-        """Generate, score and shape one group; each answer is scored while others still decode."""
-        prompt, rollout = self.stream.prompt(ordinal), self.config.actor_rollout_ref.rollout
-
-        async def roll(index: int, sampling: SamplingParams) -> tuple[Trajectory, Score]:
-            trajectory, score = await self.generate_and_score(prompt, index, sampling)
-            return trajectory, self.shape_reward(score, trajectory)
-
-        rolls = [roll(index, self.train_sampling) for index in range(rollout.n)]
-        if self.needs.baseline:
-            rolls.append(roll(GREEDY, self.greedy_sampling))
-        trajectories, scores = zip(*await asyncio.gather(*rolls), strict=True)
+    async def roll_group(self, ordinal: int) -> ScoredGroup | AnsweredGroup:
+        """Answer the prompt of an ordinal and score the answers, where each is scored on its own."""
+        group = await self.rollout.roll_group(self.stream.prompt(ordinal))
         kill_point("rollout", self.session.step + 1)
-        n = rollout.n
-        return ScoredGroup(prompt, trajectories[:n], scores[:n], scores[n] if self.needs.baseline else None)
-
-    async def answer_group(self, ordinal: int) -> AnsweredGroup:
-        """Generate one group, which :meth:`score_groups` is to score."""
-        prompt, n = self.stream.prompt(ordinal), self.config.actor_rollout_ref.rollout.n
-        answers = [self.generate(prompt, index, self.train_sampling) for index in range(n)]
-        if self.needs.baseline:
-            answers.append(self.generate(prompt, GREEDY, self.greedy_sampling))
-        with self.clock.busy("decode"):
-            found = await asyncio.gather(*answers)
-        kill_point("rollout", self.session.step + 1)
-        return AnsweredGroup(prompt, tuple(found[:n]), *found[n:])
-
-    async def score_groups(self, groups: Sequence[AnsweredGroup]) -> list[ScoredGroup]:
-        """Score whole groups in one call and shape them. Greedy answers have a call of their own, as in verl."""
-        scored = await self.score_together(groups)
-        greedy = [AnsweredGroup(group.prompt, (group.greedy,)) for group in groups if group.greedy is not None]
-        baselines = [one.scores[0] for one in await self.score_together(greedy)] if greedy else [None] * len(groups)
-        shaped = []
-        for group, one, baseline in zip(groups, scored, baselines, strict=True):
-            scores = tuple(map(self.shape_reward, one.scores, one.trajectories))
-            baseline = baseline and self.shape_reward(baseline, group.greedy)
-            shaped.append(dataclasses.replace(one, scores=scores, baseline=baseline))
-        return shaped
-
-    async def score_together(self, groups: Sequence[AnsweredGroup]) -> list[ScoredGroup]:
-        """Return the groups with what the scorer gave; a reward function of lists gets all of them in one call."""
-        with self.clock.busy("reward"):
-            scores = await self.reward.score_all([(one.prompt, each) for one in groups for each in one.trajectories])
-        rest = map(_keeping_value, scores)
-        return [
-            ScoredGroup(one.prompt, one.trajectories, tuple(itertools.islice(rest, len(one.trajectories))))
-            for one in groups
-        ]
-
-    async def play(self, prompt: Prompt, sample_index: int, sampling: SamplingParams, limits: Limits) -> Trajectory:
-        """Play an episode of the agent loop to its end: what a recipe's ``generate`` calls with its own limits."""
-        engine = use_checks.WatchedEngine(self.workers.engine, self.sampled)
-        parts = {"engine": engine, "tokenizer": self.tokenizer, "calls": self.tool_calls}
-        episode = Episode(prompt, sample_index, sampling, limits, run_seed=self.config.trainer.seed, **parts)
-        await self.agent_loop.run(episode)
-        return episode.trajectory()
-
-    async def generate_and_score(
-        self, prompt: Prompt, index: int, sampling: SamplingParams
-    ) -> tuple[Trajectory, Score]:
-        """Return a trajectory and its score, which keeps the scorer's value as a part: shaping may change it."""
-        with self.clock.busy("decode"):
-            trajectory = await self.generate(prompt, index, sampling)
-        with self.clock.busy("reward"):
-            score = await self.reward.score(prompt, trajectory)
-        return trajectory, _keeping_value(score)
-
-    def check_batch(self, groups_P: Sequence[ScoredGroup], batch: TrainBatch) -> TrainBatch:
-        """Check that the batch is what was sampled and scored, and seal it. Raises BrokenInvariant."""
-        invariants.prompts_begin_once(groups_P, self.tokenizer)
-        invariants.text_is_the_policys(groups_P, self.tokenizer)
-        invariants.batch_is_its_groups(groups_P, batch)
-        self.sampled.check(groups_P)
-        use_checks.samples_are_independent(groups_P, greedy=self.train_sampling.temperature == 0)
-        use_checks.scores_are_of_their_answers(groups_P, self.reward.grade_again, RAW_SCORE)
-        if self.agent_loop is None:
-            untouched = type(self).generate is RayPPOTrainer.generate
-            use_checks.prompts_are_their_groups(groups_P, untouched=untouched)
-        else:
-            self.agent_loop.check_played([t for group in groups_P for t in group.trajectories])
-        return use_checks.sealed(batch, *batch.stored)
+        return group
 
     def compute_log_probs(self, batch: TrainBatch, metrics: StepMetrics) -> TrainBatch:
         """Set ``old_log_probs``, ``ref_log_prob`` and ``values``, each only where something reads it."""
@@ -423,9 +354,6 @@ class RayPPOTrainer:
             with metrics.time("ref"):
                 batch = batch.adding(ref_log_prob=self.workers.compute_ref_log_prob(batch))
                 batch = use_checks.sealed(batch, "ref_log_prob")
-            if self.updated and "old_log_probs" in batch.stored:
-                fields = ("old_log_probs", "ref_log_prob", "response_mask")
-                invariants.reference_stays(*map(batch.require, fields))
         if self.needs.critic:
             with metrics.time("values"):
                 batch = use_checks.sealed(batch.adding(values=self.workers.compute_values(batch)), "values")
@@ -448,71 +376,38 @@ class RayPPOTrainer:
         if self.needs.critic:
             lr_multiplier = multiplier(config.critic.optim, step - 1, self.session.total_steps)
             with metrics.time("update_critic"):
-                measured = self.workers.update_critic(batch, lr_multiplier)
-            self.check_learning_rate(measured, "critic", config.critic.optim, step)
-            metrics.add(measured)
+                metrics.add(self.workers.update_critic(batch, lr_multiplier))
         kill_point("update", step)
         if step > config.trainer.critic_warmup:
-            optim = config.actor_rollout_ref.actor.optim
-            lr_multiplier = multiplier(optim, step - 1, self.session.total_steps)
-            invariants.rate_is_positive(lr_multiplier, optim.lr, step)
+            lr_multiplier = multiplier(config.actor_rollout_ref.actor.optim, step - 1, self.session.total_steps)
             with metrics.time("update_actor"):
-                measured = self.workers.update_actor(batch, lr_multiplier)
-            self.check_learning_rate(measured, "actor", optim, step)
-            metrics.add(measured)
-            self.updated |= use_checks.moved_enough(measured, "actor")
-        self.measure_surprise(batch, metrics)
+                metrics.add(self.workers.update_actor(batch, lr_multiplier))
         kill_point("sync", step)
-
-    def check_learning_rate(self, measured: Mapping[str, float], name: str, optim: OptimConfig, step: int) -> None:
-        """Check the learning rate that the optimizer had, where it took a step. Raises BrokenInvariant."""
-        if f"{name}/lr" in measured and not measured.get(f"{name}/skipped_updates"):
-            total = self.session.total_steps
-            use_checks.rate_is_scheduled(measured[f"{name}/lr"], optim, warmup_steps(optim, total), step, total)
-
-    def measure_surprise(self, batch: TrainBatch, metrics: StepMetrics) -> None:
-        """Add ``rollout_corr/surprise_z``: how far entropy and -log p of the samples are apart, in standard errors.
-
-        It has no meaning where the engine cuts off part of the distribution, or where answers were chosen by their
-        scores (dropped groups).
-        """
-        sampling = self.train_sampling
-        whole = sampling.temperature > 0 and sampling.top_p == 1 and sampling.top_k < 0
-        if whole and not metrics.values.get("collect/prompts_dropped") and self.needs.state_masking:
-            z = use_checks.surprise_z(metrics.values, int(batch.response_mask.sum()))
-            metrics.add({} if z is None else {"rollout_corr/surprise_z": z})
 
     def complete_step(self, groups_P: Sequence[ScoredGroup], batch: TrainBatch, metrics: StepMetrics) -> None:
         """Measure the step, validate where due, and hand it to the session, which records and saves it."""
         trainer, step = self.config.trainer, metrics.step
-        oldest = min(t.policy_version for group in groups_P for t in group.trajectories)
-        if oldest < step - 1 - trainer.max_staleness:
-            raise RuntimeError(f"step {step} trained on samples of policy {oldest}, older than max_staleness allows")
-        self.sampled.forget(step - trainer.max_staleness)
         metrics.add(data_metrics(groups_P, batch))
         metrics.add(self.recorders.record(batch, Moment(groups_P, metrics, self.kl_controller, self.workers)))
         if self.agent_loop is not None:
             metrics.add(self.agent_loop.metrics())
         metrics.add(self.reward.usage("perf/judge"))
         metrics.add(self.reward.failures.rate(FAILED))
-        seconds = metrics.values["timing_s/step"]
-        metrics.add(
-            {
-                "training/global_step": step,
-                "training/epoch": self.stream.epoch(groups_P[-1].prompt.ordinal),
-                "perf/time_per_step": seconds,
-                "perf/throughput": throughput(metrics.values, self.config.learner_ranks),
-            }
-        )
+        epoch = self.stream.epoch(groups_P[-1].prompt.ordinal)
+        metrics.add(progress_metrics(metrics, epoch, self.config.learner_ranks))
         if trainer.rollout_data_dir or self.config.reward_model.num_examine:
             rows = generation_rows(step, groups_P, self.tokenizer)
-            print_examples(rows, self.config.reward_model.num_examine)
-            if trainer.rollout_data_dir:
-                self.session.tracker.dump(trainer.rollout_data_dir, step, rows, "trainer.rollout_data_dir")
+            self.show_generations(step, rows, self.config.reward_model.num_examine, "rollout_data_dir")
         state = LoopState(self.kl_controller, self.collect_state)
         if self.session.is_due(trainer.test_freq, step, state):
             self.validate(metrics)
         self.session.complete_step(metrics, state, batch)
+
+    def show_generations(self, step: int, rows: Sequence[Mapping[str, Any]], printed: int, key: str) -> None:
+        """Print the first ``printed`` answers of each data source; write all where ``trainer.<key>`` names a folder."""
+        print_examples(rows, printed)
+        if folder := getattr(self.config.trainer, key):
+            self.session.tracker.dump(folder, step, rows, f"trainer.{key}")
 
     # -- validation ------------------------------------------------------------------------------
 
@@ -524,23 +419,11 @@ class RayPPOTrainer:
             self.validate(metrics)
             self.session.tracker.log(metrics)
 
-    async def evaluate(self) -> list[ScoredGroup]:
+    async def evaluate(self) -> Sequence[ScoredGroup]:
         """Answer and score the validation prompts; nothing shapes or filters."""
         n = self.config.actor_rollout_ref.rollout.val_kwargs.n
-
-        async def group(prompt: Prompt) -> ScoredGroup | AnsweredGroup:
-            if self.reward.batched:
-                rolls = (self.generate(prompt, index, self.val_sampling) for index in range(n))
-                made = AnsweredGroup(prompt, tuple(await asyncio.gather(*rolls)))
-            else:
-                rolls = (self.generate_and_score(prompt, index, self.val_sampling) for index in range(n))
-                made = ScoredGroup(prompt, *zip(*await asyncio.gather(*rolls), strict=True))
-            answered()
-            return made
-
         with progress("validation", len(self.val_prompts), "prompt") as answered:
-            groups = await asyncio.gather(*map(group, self.val_prompts))
-        return await self.score_together(groups) if self.reward.batched else groups
+            return await self.rollout.validation_groups(self.val_prompts, n, self.val_sampling, answered)
 
     def validate(self, metrics: StepMetrics) -> None:
         """Answer every validation prompt ``val_kwargs.n`` times; no hook that shapes or filters is called."""
@@ -558,11 +441,4 @@ class RayPPOTrainer:
         rows = generation_rows(metrics.step, groups, self.tokenizer)
         self.session.tracker.log_validation(metrics.step, records)
         self.session.tracker.log_samples(metrics.step, rows, self.val_prompts)
-        print_examples(rows, self.config.reward_model.val_num_examine)
-        if folder := self.config.trainer.validation_data_dir:
-            self.session.tracker.dump(folder, metrics.step, rows, "trainer.validation_data_dir")
-
-
-def _keeping_value(score: Score) -> Score:
-    """Return the score with the scorer's value as a part: shaping may change the value."""
-    return dataclasses.replace(score, parts={**score.parts, RAW_SCORE: score.value})
+        self.show_generations(metrics.step, rows, self.config.reward_model.val_num_examine, "validation_data_dir")

@@ -291,6 +291,14 @@ def rate_is_positive(rate: float, base: float, step: int) -> None:
 
 
 @counted
+def samples_are_fresh(groups: Sequence[ScoredGroup], step: int, max_staleness: int) -> None:
+    """Check that no trajectory of a step is of an older policy than ``trainer.max_staleness`` allows."""
+    oldest = min(trajectory.policy_version for group in groups for trajectory in group.trajectories)
+    found = f"step {step} has samples of policy {oldest}, older than trainer.max_staleness={max_staleness} allows"
+    require(oldest >= step - 1 - max_staleness, "gen", found, "look at what carries groups from step to step")
+
+
+@counted
 def ordinals_go_on(ordinals: Sequence[int], trained: int) -> None:
     """Check that a step trains on later prompts than those ``trained``: below it all ordinals are done."""
     found = f"a step begins with example {min(ordinals, default=trained)}, and those below {trained} are trained"

@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from core.data.vocabulary import count_unknown
-from core.types import ScoredGroup, TrainBatch
+from core.types import ScoredGroup, StepMetrics, TrainBatch
 from reward_scores.score import Score, ScoreStatus
 
 RAW_SCORE = "score"  # the part that keeps what the scorer gave, before a recipe shapes it
@@ -67,6 +67,16 @@ def repeated_share(ids: np.ndarray, size: int = 3) -> float:
 def unknown_ids(groups: Sequence[ScoredGroup], known: np.ndarray | None) -> int:
     """Count the tokens of the policy that are not among its tokenizer's ids, ``known``: engines never sample others."""
     return sum(count_unknown(known, t.response_ids[t.response_mask]) for group in groups for t in group.trajectories)
+
+
+def progress_metrics(metrics: StepMetrics, epoch: float, ranks: int) -> dict[str, float]:
+    """Return the numbers of a step that follow from its others."""
+    return {
+        "training/global_step": metrics.step,
+        "training/epoch": epoch,
+        "perf/time_per_step": metrics.values["timing_s/step"],
+        "perf/throughput": throughput(metrics.values, ranks),
+    }
 
 
 def throughput(values: Mapping[str, float], ranks: int) -> float:

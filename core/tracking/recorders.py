@@ -1,6 +1,7 @@
-"""What keeps a step beside training it. ``fit`` calls recorders at named moments; the kernel knows none by name.
+"""What checks and keeps a step beside training it: recorders, which ``fit`` calls at named moments.
 
-Extensions declare theirs as ``functions["recorder"]``; a run has those that its configuration asks for.
+The first are the kernel's checks (:mod:`core.tracking.step_checks`). Extensions declare theirs as
+``functions["recorder"]``; a run has those that its configuration asks for.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class Recorder:
         """Begin the step, before its first phase, and return its batch."""
         return batch
 
-    def between(self, phase: str, batch: TrainBatch) -> None:
-        """See what a phase made of the batch."""
+    def after(self, phase: str, batch: TrainBatch, metrics: StepMetrics) -> None:
+        """See what a phase (``log_probs``, ``advantages`` or ``update``) made of the batch."""
 
     def record(self, batch: TrainBatch, now: Moment) -> dict[str, float]:
         """Keep the step after its update and return what that cost, as metrics."""
@@ -88,9 +89,9 @@ class Recorders(Recorder):
             batch = one.begin(batch, now)
         return batch
 
-    def between(self, phase: str, batch: TrainBatch) -> None:
+    def after(self, phase: str, batch: TrainBatch, metrics: StepMetrics) -> None:
         for one in self.each:
-            one.between(phase, batch)
+            one.after(phase, batch, metrics)
 
     def record(self, batch: TrainBatch, now: Moment) -> dict[str, float]:
         return {name: value for one in self.each for name, value in one.record(batch, now).items()}

@@ -22,7 +22,8 @@ class SearchR1Trainer(RayPPOTrainer):
         and one turn more.
         """
         _, whole = self.room(len(prompt.token_ids))
-        return await self.play(prompt, sample_index, sampling, Limits(whole, self.config.data.max_response_length))
+        limits = Limits(whole, self.config.data.max_response_length)
+        return await self.sampler.play(prompt, sample_index, sampling, limits)
 
     def room(self, prompt: int) -> tuple[int, int]:
         """Return the tokens of a prompt and of the episode behind it."""

@@ -16,7 +16,7 @@ from core.rewards import RewardLayer
 from core.rollout.agent_loop import check_examples, make_agent_loop
 from core.rollout.collect import CollectState, StopRequested
 from core.session import LoopState
-from core.tracking.metrics import throughput
+from core.tracking.metrics import progress_metrics
 from core.tracking.profiling import profiled
 from core.types import StepMetrics, TrainBatch
 from recipes.sft.demonstrations import DemonstrationFiles, demonstration_batch, end_ids
@@ -51,6 +51,7 @@ class SFTTrainer(RayPPOTrainer):
                 with profiled(self.config, self.workers, metrics.step), metrics.time("step"):
                     batch = self.draw(metrics.step)
                     self.update(batch, metrics)
+                    self.recorders.after("update", batch, metrics)
                 self.end_step(batch, metrics)
 
     def draw(self, step: int) -> TrainBatch:
@@ -69,17 +70,15 @@ class SFTTrainer(RayPPOTrainer):
         state = LoopState(self.kl_controller, self.collect_state)
         metrics.add(
             {
-                "training/global_step": step,
-                "training/epoch": self.stream.epoch(self.collect_state.next_ordinal - 1),
                 "sft/tokens_trained": float(trained.sum()),
                 "sft/tokens_trained/mean": float(trained.mean()),
                 "sft/length/mean": float(batch.lengths.float().mean()),
                 "sft/length/max": float(batch.lengths.max()),
                 "perf/total_num_tokens": float(batch.tokens),
-                "perf/time_per_step": metrics.values["timing_s/step"],
             }
         )
-        metrics.add({"perf/throughput": throughput(metrics.values, self.config.learner_ranks)})
+        epoch = self.stream.epoch(self.collect_state.next_ordinal - 1)
+        metrics.add(progress_metrics(metrics, epoch, self.config.learner_ranks))
         if self.session.is_due(self.config.trainer.test_freq, step, state):
             self.validate(metrics)
         self.session.complete_step(metrics, state, batch)

@@ -167,10 +167,12 @@ def make_trainer(parts: int, watch: Stopwatch) -> RayPPOTrainer:
         right = float(trajectory.seed % 2)
         return Score(right, parts={"acc": right})
 
-    trainer.reward = SimpleNamespace(score=score)
+    never_all = SimpleNamespace(stop_if_all=lambda *_: None)
+    trainer.reward = SimpleNamespace(score=score, batched=False, failures=never_all)
     workers = trainer.workers = object.__new__(RayWorkers)
     workers.config, workers.ranks, workers.device = trainer.config, RANKS, torch.device("cpu")
     workers.watch, workers.engine = Wire(watch), LongAnswers(watch)
+    trainer.sampler, trainer.rollout = trainer.make_sampler(workers.engine), trainer.make_rollout()
     ray.put = workers.watch.put
     return trainer
 

@@ -12,6 +12,8 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,7 @@ class Striking(RayPPOTrainer):
             return wait(phase, calls, **options)
 
         self.workers.watch.wait = struck
+        self.reward.score = partial(self.struck_score, self.reward.score)
         return self
 
     # -- the moments
@@ -63,9 +66,9 @@ class Striking(RayPPOTrainer):
             self.strike("validation" if self.validating else "rollout")
         return await sample
 
-    async def generate_and_score(self, *args: Any) -> tuple[Trajectory, Score]:
-        """A scoring process is struck while it has work: the reward function takes its time."""
-        work = asyncio.ensure_future(super().generate_and_score(*args))
+    async def struck_score(self, score: Callable[..., Any], *args: Any) -> Score:
+        """Score an answer, and strike a scoring process while it has work: the reward function takes its time."""
+        work = asyncio.ensure_future(score(*args))
         if self.kind in ("keeper", "worker"):
             while not work.done() and not self.scoring():
                 await asyncio.sleep(0.001)

@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -273,7 +274,7 @@ def test_the_lengths_are_the_published_ones():
     async def play(prompt, index, sampling, limits):
         seen["limits"] = limits
 
-    trainer.play = play
+    trainer.sampler = SimpleNamespace(play=play)
     asyncio.run(trainer.generate(prompt("x" * 100), 0, trainer.train_sampling))
     assert seen["limits"] == Limits(response=4096 + 500 - 100, turn=500)
 

@@ -167,7 +167,7 @@ class Begun:
 class CapsuleRecorder(Recorder):
     """Keeps the steps that ``trainer.capsule_steps`` names.
 
-    :meth:`begin`, :meth:`between` and :meth:`record` are called in every step. What fails here never ends the run.
+    :meth:`begin`, :meth:`after` and :meth:`record` are called in every step. What fails here never ends the run.
     """
 
     def __init__(self, config: Config, trainer: type, total_steps: int):
@@ -196,9 +196,9 @@ class CapsuleRecorder(Recorder):
         self.begun.seconds = time.perf_counter() - start
         return batch
 
-    def between(self, phase: str, batch: TrainBatch) -> None:
-        """Keep what a phase made of the batch."""
-        if self.begun is not None:
+    def after(self, phase: str, batch: TrainBatch, metrics: StepMetrics) -> None:
+        """Keep what a phase made of the batch; :meth:`record` keeps what the update made."""
+        if self.begun is not None and phase != "update":
             fields = changed_fields(self.begun.batch, batch)
             self.begun.tensors |= {f"{phase}/{name}": value for name, value in fields.items()}
             self.begun.batch = batch

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from core.cluster.workers import ray_backend
 from core.config.plugins import load_object
-from core.engines import RolloutEngine
 from core.engines.factory import make_engine
 from core.engines.in_process_engine import InProcessEngine
 from core.learner.models import check_lengths, load_tokenizer
@@ -24,13 +22,6 @@ if TYPE_CHECKING:
     from core.config.schema import Config
     from core.ray_trainer import RayPPOTrainer
     from core.types import Prompt
-
-
-@dataclass(frozen=True)
-class EngineOnly:
-    """What ``generate`` reads of :class:`core.cluster.workers.Workers`."""
-
-    engine: RolloutEngine
 
 
 @contextmanager
@@ -69,5 +60,5 @@ def answering(
         repeatable = config.actor_rollout_ref.rollout.multi_turn.repeatable
         if run.agent_loop is not None and repeatable and isinstance(engine, InProcessEngine):
             engine.before_step = run.tool_calls.add_barrier()
-        run.workers = EngineOnly(engine)
+        run.sampler = run.make_sampler(engine)
         yield run

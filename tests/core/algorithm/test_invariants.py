@@ -188,6 +188,11 @@ def test_kl_reference_and_resume():
     invariants.ordinals_go_on([64, 65], 64)
     with broken("a step begins with example 0, and those below 64 are trained"):
         invariants.ordinals_go_on([0, 65], 64)
+    groups = made_groups()  # of policy 0
+    invariants.samples_are_fresh(groups, 1, 0)
+    invariants.samples_are_fresh(groups, 2, 1)
+    with broken("step 2 has samples of policy 0, older than trainer.max_staleness=0 allows"):
+        invariants.samples_are_fresh(groups, 2, 0)
     invariants.resume_goes_on(None, 0, 2)
     invariants.resume_goes_on(64.0, 64, 2)
     with broken("step 2 ended before example 64, and the checkpoint goes on with 0"):

@@ -26,8 +26,7 @@ from core.tracking import run_manifest
 from core.tracking import tracker as tracking
 from core.tracking.generations import generation_rows
 from core.tracking.loggers import LoggedRun
-from core.tracking.metrics import throughput
-from core.tracking.recorders import Recorders
+from core.tracking.metrics import data_metrics, progress_metrics, throughput
 from core.tracking.tracker import Tracker, dump_jsonl, read_jsonl, spread_out
 from core.types import Prompt, ScoredGroup, Segment, StepMetrics, Stop, Trajectory
 from reward_scores.score import Score
@@ -680,30 +679,15 @@ def test_statistics_and_reports_import_nothing_heavy():
 )
 def test_throughput_is_a_gpus_share_as_verl_counts_it(arguments, ranks):
     """verl's compute_throughout_metrics: total_num_tokens / (time * n_gpus)."""
-    from core.ray_trainer import RayPPOTrainer
-
-    config, metrics = compose("grpo", arguments), metrics_of(3, **{"timing_s/step": 20.0})
+    config = compose("grpo", arguments)
     assert (
         config.learner_ranks == ranks and throughput({"perf/total_num_tokens": 4000.0, "timing_s/step": 20.0}, 8) == 25
     )
-    ended = []
-    trainer = SimpleNamespace(
-        config=config,
-        agent_loop=None,
-        reward=SimpleNamespace(usage=lambda _: {}, failures=SimpleNamespace(rate=lambda _: {})),
-        stream=SimpleNamespace(epoch=lambda _: 0),
-        workers=None,
-        recorders=Recorders(),
-        sampled=SimpleNamespace(forget=lambda step: None),
-        session=SimpleNamespace(
-            is_due=lambda *_: False, complete_step=lambda metrics, *_: ended.append(metrics.values["perf/throughput"])
-        ),
-        kl_controller=None,
-        collect_state=None,
-    )
+    metrics = StepMetrics(3)
+    metrics.add({"timing_s/step": 20.0})
     answer = Trajectory([1] * 10, [2] * 5, [True] * 5, [0.0] * 5, (Segment("policy", "x"),), Stop.EOS, 2, 0)
     groups = [ScoredGroup(Prompt(0, 0, 0, (1,) * 10, "", {}), (answer,) * 4, (Score(1.0, {"score": 1.0}),) * 4)]
     fields = {"attention_mask": torch.ones(4, 15, dtype=torch.bool), "reward": torch.ones(4)}
     batch = batch_of_padded(**fields, response_mask=torch.arange(15).expand(4, -1) >= 10)
-    RayPPOTrainer.complete_step(trainer, groups, batch, metrics)
-    assert ended == [pytest.approx(60 / 20 / ranks)]
+    metrics.add(data_metrics(groups, batch))
+    assert progress_metrics(metrics, 0, config.learner_ranks)["perf/throughput"] == pytest.approx(60 / 20 / ranks)
