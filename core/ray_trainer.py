@@ -21,11 +21,12 @@ import torch
 from core.algorithm import advantages, invariants, use_checks
 from core.algorithm.kl import KLController, kl_rewards
 from core.algorithm.losses import MetricSums
-from core.algorithm.rollout_correction import MISMATCH_READS, add_mismatch, correct
+from core.algorithm.mismatch import MISMATCH_READS, add_mismatch, without_unsampled_sequences
 from core.algorithm.sequences import sum_by_sequence
 from core.checkpoint.kill_points import kill_point
 from core.cluster.local_workers import LocalWorkers
 from core.cluster.workers import Workers, ray_backend
+from core.config import extensions
 from core.config.schema import Config
 from core.data.parquet import Example
 from core.data.stream import PromptStream, agent_names, data_of_run, load_val_prompts
@@ -366,7 +367,10 @@ class RayPPOTrainer:
         """
         if "old_log_probs" not in batch.stored:
             return batch
-        batch, corrected = correct(batch, self.config.algorithm.rollout_correction)
+        correction = self.config.algorithm.rollout_correction
+        if not correction.uses_old_log_probs:
+            return without_unsampled_sequences(batch)
+        batch, corrected = extensions.function("correct")(batch, correction)
         metrics.add(corrected)
         return batch
 

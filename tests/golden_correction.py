@@ -1,4 +1,4 @@
-"""How the golden vectors of rollout correction map onto ``core.algorithm.rollout_correction``."""
+"""How the golden vectors of rollout correction map onto ``core.algorithm.mismatch``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from statistics import fmean, stdev
 import torch
 from torch import Tensor
 
-from core.algorithm import rollout_correction as rc
+from core.algorithm import mismatch
 from core.algorithm.losses import MetricSums
-from core.config import correction_bounds
+from core.extensions.variants import correction as rc
+from core.extensions.variants import keys as correction_bounds
 from core.types import TrainBatch
 from tests.golden_io import Case, Comparison
 from tests.padded import batch_of_padded
@@ -82,7 +83,7 @@ def _rejection(case: Case, precision: str) -> Iterator[Comparison]:
 
 def _mismatch(case: Case, precision: str) -> Iterator[Comparison]:
     means, batch = MetricSums(), batch_of(*_given(case, precision))
-    rc.add_mismatch(means, batch.old_log_probs, batch)
+    mismatch.add_mismatch(means, batch.old_log_probs, batch)
     got = {name.removeprefix("rollout_corr/"): value for name, value in means.result("rollout_corr").items()}
     yield from _compared(got, case.want(precision), _perplexities(case), 1e-6 if precision == "f64" else 4e-5)
 

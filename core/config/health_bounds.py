@@ -44,7 +44,7 @@ def of_rounding(cost: float) -> float:
 def _agrees(config: Config) -> bool:
     """Return whether engine and learner should agree up to rounding: nothing makes them differ that is corrected."""
     correction = config.algorithm.rollout_correction
-    return not (config.trainer.max_staleness or correction.rollout_is is not None or correction.bypass_mode)
+    return not (config.trainer.max_staleness or correction.weighs or correction.bypass_mode)
 
 
 def _full_precision(config: Config) -> bool:

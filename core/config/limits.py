@@ -11,8 +11,6 @@ from typing import Annotated, Any, Literal
 from pydantic import GetCoreSchemaHandler, PlainValidator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from core.config import correction_bounds
-
 PLUGIN = re.compile(r"(?:[\w.]+|[^:]+\.py):[A-Za-z_]\w*")
 
 
@@ -87,29 +85,6 @@ def _number_or_text(value: Any) -> Any:
 
 
 NumberOrText = Annotated[object, PlainValidator(_number_or_text)]  # a float, or text that is read later
-WeightBounds = Annotated[
-    NumberOrText,
-    Limit(
-        "a number of at least 1, or lower_upper around 1 with a point in both, as in 0.5_2.0 (0.5_2 is read as 0.52)",
-        lambda v: _reads(lambda: correction_bounds.weight_bounds(v).upper >= 1),
-    ),
-]
-Rejection = Annotated[
-    str,
-    Limit(
-        f"of {', '.join((*correction_bounds.RATIOS, *correction_bounds.STATISTICS))}, separated by commas",
-        lambda v: _reads(lambda: bool(correction_bounds.criteria(v, 1.0))),
-    ),
-]
-
-
-def _reads(attempt: Callable[[], bool]) -> bool:
-    try:
-        return attempt()
-    except ValueError:
-        return False
-
-
 NonEmpty = Annotated[tuple[str, ...], Limit("at least one path", lambda v: len(v) > 0 and all(v))]
 DType = Literal["bfloat16", "bf16", "float32", "fp32"]
 FULL_PRECISION = ("float32", "fp32")

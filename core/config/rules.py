@@ -18,7 +18,6 @@ from core.config.sections import (
     optim,
     reward,
     rollout,
-    rollout_correction,
     sizes,
     trainer,
 )
@@ -26,7 +25,7 @@ from core.config.view import View
 
 # In the order of reports; of several reasons why a key does nothing the first is given.
 _SECTIONS = (
-    *(data, model, actor, critic, optim, sizes, rollout, multi_turn, algorithm, rollout_correction),
+    *(data, model, actor, critic, optim, sizes, rollout, multi_turn, algorithm),
     *(reward, trainer, health),
 )
 engines = RuleBook()

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from core.config import convert, correction_bounds, extensions, health_bounds, registry
+from core.config import convert, extensions, health_bounds, registry
 from core.config.limits import FULL_PRECISION
 from core.config.locations import is_url
 from core.config.paths import is_local
@@ -147,17 +147,7 @@ class View:
     @property
     def corrects(self) -> bool:
         """Whether samples of another distribution than the learner's are weighed for it."""
-        return self.correction.rollout_is is not None or (self.correction.bypass_mode and self.loss.has_ratio)
-
-    @property
-    def thresholds_fit(self) -> bool:
-        """Whether the thresholds of rejection fit the statistics that it names."""
-        one = self.correction
-        try:
-            correction_bounds.criteria(one.rollout_rs, one.rollout_rs_threshold, one.rollout_rs_threshold_lower)
-        except ValueError:
-            return False
-        return True
+        return self.correction.weighs or (self.correction.bypass_mode and self.loss.has_ratio)
 
     @property
     def follows_rounding(self) -> bool:

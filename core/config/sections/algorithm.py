@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from core.config import limits
+from core.config.extensions import extended
 from core.config.names import AdvEstimator, KLKind
 from core.config.rulebook import Broken, RuleBook, Unused
 from core.config.section import Section
-from core.config.sections.rollout_correction import RolloutCorrectionConfig
 
 if TYPE_CHECKING:
     from core.config.view import View
@@ -27,6 +27,22 @@ class FilterGroupsConfig(Section):
     metric: str | None = None  # part of the score that has to differ; None: acc
     max_num_gen_batches: limits.Size = 10  # most prompts drawn for one step, in units of gen_batch_size
     on_exhausted: Literal["train", "raise"] = "train"  # at that limit: train on the groups there are, or end the run
+
+
+@extended("algorithm.rollout_correction")
+class RolloutCorrectionConfig(Section):
+    bypass_mode: bool = False  # the engine's log-probs are the old ones: no pass for them, and one ratio
+
+    # What an extension that corrects overrides
+    @property
+    def weighs(self) -> bool:
+        """Whether samples are weighed for the policy that drew them, beside the loss's own ratio."""
+        return False
+
+    @property
+    def uses_old_log_probs(self) -> bool:
+        """Whether the correction compares with old log-probs."""
+        return False
 
 
 class AlgorithmConfig(Section):
@@ -100,6 +116,16 @@ def the_kl_controller(c: View) -> Broken:
 
 
 @rules.problem
+def no_pass_for_old_log_probs(c: View) -> Broken:
+    if c.correction.bypass_mode and c.algorithm.use_kl_in_reward:
+        yield (
+            "algorithm.rollout_correction.bypass_mode",
+            "skips the learner's log-probs before the update, of which the KL penalty in the reward is made; use "
+            "actor_rollout_ref.actor.use_kl_loss, or switch one off",
+        )
+
+
+@rules.problem
 def the_estimator(c: View) -> Broken:
     if c.estimator.squares and c.correction.bypass_mode:
         yield (
@@ -160,6 +186,8 @@ def keys_of_other_objectives(c: View) -> Unused:
             ("algorithm.norm_adv_by_std_in_grpo",),
             f"{c.algorithm.adv_estimator} does not divide by the group's standard deviation",
         )
+    if c.correction.bypass_mode and not c.loss.has_ratio:
+        yield (("algorithm.rollout_correction.bypass_mode",), f"{c.actor.policy_loss.loss_mode} has no ratio")
     if not c.filters.enable:
         yield (
             (

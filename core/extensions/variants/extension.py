@@ -1,4 +1,7 @@
-"""Estimators and policy losses beyond those of the four papers: ``adv_estimator``, ``policy_loss.loss_mode``."""
+"""Estimators, policy losses and corrections beyond those of the four papers.
+
+``adv_estimator``, ``policy_loss.loss_mode`` and ``algorithm.rollout_correction`` ask for them.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ from typing import TYPE_CHECKING
 from core.config import limits, registry
 from core.config.extensions import Extension
 from core.config.registry import CLIP, EstimatorEntry, LossEntry
-from core.config.rulebook import Broken, RuleBook, Unused
+from core.config.rulebook import Broken, Unused
 from core.config.section import Section
+from core.extensions.variants.keys import CorrectionKeys, rules
 
 if TYPE_CHECKING:
     from core.config.view import View
@@ -67,7 +71,6 @@ POLICY_LOSSES = {
     "dppo_tv": LossEntry(f"{HERE}.more_losses:dppo_tv", divergence=0.15, reads=(*CLIP, "clip_ratio_c")),
     "dppo_kl": LossEntry(f"{HERE}.more_losses:dppo_kl", divergence=0.05, reads=(*CLIP, "clip_ratio_c")),
 }
-rules = RuleBook()
 
 
 @rules.problem
@@ -131,7 +134,12 @@ def keys_of_other_losses(c: View) -> Unused:
 
 EXTENSION = Extension(
     name="variants",
-    keys={"actor_rollout_ref.actor": LossKeys, "actor_rollout_ref.actor.policy_loss": PolicyLossKeys},
+    keys={
+        "actor_rollout_ref.actor": LossKeys,
+        "actor_rollout_ref.actor.policy_loss": PolicyLossKeys,
+        "algorithm.rollout_correction": CorrectionKeys,
+    },
     rules=rules,
+    functions={"correct": f"{HERE}.correction:correct"},
     tables={"estimators": ESTIMATORS, "policy_losses": POLICY_LOSSES},
 )

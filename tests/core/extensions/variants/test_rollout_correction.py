@@ -12,11 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.algorithm import rollout_correction as rc
+from core.algorithm import mismatch
 from core.algorithm.losses import MetricSums
 from core.config import compose, examine
-from core.config.correction_bounds import Bounds, criteria, weight_bounds
-from core.config.sections.rollout_correction import RolloutCorrectionConfig
+from core.config.sections.algorithm import RolloutCorrectionConfig
+from core.extensions.variants import correction as rc
+from core.extensions.variants.keys import Bounds, criteria, weight_bounds
 from core.learner.batching import mini_batches
 from core.learner.learner import Actor
 from core.learner.step_needs import StepNeeds
@@ -182,7 +183,7 @@ def test_a_step_without_a_token_is_left_alone():
     empty = batch_of(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool))
     assert rc.correct(empty, RolloutCorrectionConfig(rollout_is="token")) == (empty, {})
     means = MetricSums()
-    rc.add_mismatch(means, torch.zeros(6), empty)
+    mismatch.add_mismatch(means, torch.zeros(6), empty)
     assert means.result("x")["x/kl"] == 0
 
 
@@ -233,7 +234,7 @@ def test_bypass_takes_the_engines_log_probs_for_the_old_ones_and_measures_before
         torch.testing.assert_close(a, b, rtol=0, atol=0)
     first = MetricSums()
     log_prob, _ = actor().token_stats(halves[0])
-    rc.add_mismatch(first, log_prob, halves[0])
+    mismatch.add_mismatch(first, log_prob, halves[0])
     assert seen["rollout_corr/kl"] == pytest.approx(first.result("rollout_corr")["rollout_corr/kl"], rel=1e-9)
     assert "actor/entropy" in seen and "rollout_corr/kl" not in other
 
@@ -284,7 +285,7 @@ def lines(*settings):
         (["rollout_rs=token_k3", "rollout_rs_threshold='0.5_2.0'"], "lower_upper for k1 only"),
         (["rollout_rs='token,geometric'", "rollout_rs_threshold='1.0,2.0,3.0'"], "as many as options"),
         (["rollout_rs=token", "rollout_rs_threshold=2.0", "bypass_mode=True"], "rollout_rs compares"),
-        (["rollout_token_veto_threshold=1e-4", "bypass_mode=True"], "switch one off"),
+        (["rollout_token_veto_threshold=1e-4", "bypass_mode=True"], "bypass_mode=False"),
         (["bypass_mode=True", "algorithm.use_kl_in_reward=True"], "KL penalty in the reward"),
         (["trainer.max_staleness=1"], "an older policy"),
         (["actor_rollout_ref.rollout.top_p=0.9"], "rollout_is=token"),

@@ -18,12 +18,11 @@ PPO's own ratio stays between the learner and itself, before and during the upda
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from core.algorithm.losses import LOG_RATIO_BOUND, MetricSums
+from core.algorithm.losses import LOG_RATIO_BOUND
+from core.algorithm.mismatch import log_ratio, sampled
 from core.algorithm.sequences import (
     count_by_sequence,
     max_by_sequence,
@@ -31,25 +30,8 @@ from core.algorithm.sequences import (
     spread_over_tokens,
     sum_by_sequence,
 )
-from core.config.correction_bounds import Bounds, Criterion, criteria, weight_bounds
+from core.extensions.variants.keys import Bounds, CorrectionKeys, Criterion, criteria, weight_bounds
 from core.types import TrainBatch
-
-if TYPE_CHECKING:
-    from core.config.sections.rollout_correction import RolloutCorrectionConfig
-
-MISMATCH_READS = ("response_mask", "sampled_mask", "old_log_probs", "rollout_log_probs")  # by add_mismatch
-PERPLEXITY_BOUND = 80.0  # nats: a metric must be finite
-
-
-def sampled(batch: TrainBatch) -> Tensor:
-    """Return the tokens for which the engine has a log-prob, [N] bool."""
-    return batch.response_mask if batch.sampled_mask is None else batch.sampled_mask
-
-
-def log_ratio(log_prob_N: Tensor, rollout_log_prob_N: Tensor, mask_N: Tensor) -> Tensor:
-    """Return ``d``, [N] float64 and 0 outside the mask."""
-    difference = log_prob_N.detach().double() - rollout_log_prob_N.double()
-    return difference.masked_fill(~mask_N.bool(), 0)
 
 
 def importance_weights(
@@ -107,7 +89,7 @@ def kept_tokens(log_ratio_N: Tensor, mask_N: Tensor, lengths_B: Tensor, rules: t
     return kept
 
 
-def correct(batch: TrainBatch, config: RolloutCorrectionConfig) -> tuple[TrainBatch, dict[str, float]]:
+def correct(batch: TrainBatch, config: CorrectionKeys) -> tuple[TrainBatch, dict[str, float]]:
     """Set ``rollout_is_weights`` and take rejected tokens out of ``loss_mask``; return ``rollout_corr/...`` too.
 
     The weights belong to the whole batch: a driver computes them once, before sequences are split over ranks.
@@ -231,47 +213,3 @@ def _distribution(
 def _means_of_sequences(values_N: Tensor, mask_N: Tensor, lengths_B: Tensor) -> Tensor:
     """Return the mean over each sequence's tokens, [sequences that have a token]."""
     return mean_by_sequence(values_N, mask_N, lengths_B)[count_by_sequence(mask_N, lengths_B) > 0]
-
-
-def add_mismatch(means: MetricSums, log_prob_N: Tensor, batch: TrainBatch, entropy_N: Tensor | None = None) -> None:
-    """Measure how far the engine's log-probs are from the learner's (verl's ``rollout_corr/*``), corrected or not.
-
-    ``kl`` and ``k3_kl`` estimate KL(engine, learner) on the engine's own samples (Schulman's k1 and k3), per token.
-    ``*_ppl`` are means over sequences of ``exp(-mean log p)``; ``chi2_*`` is ``mean w^2 - 1``, per token or sequence.
-    Sequences are complete in a micro-batch, so the parts of ``means`` add up. ``surprise_gap`` is the mean of entropy
-    + log p of the sampled tokens, whose expectation is 0 for samples of the whole distribution.
-    """
-    mask, lengths = sampled(batch), batch.lengths
-    if entropy_N is not None:
-        surprise = entropy_N.detach().double() + log_prob_N.detach().double()
-        means.tokens({"surprise_gap": surprise, "surprise_gap_square": surprise.square()}, mask)
-    d = log_ratio(log_prob_N, batch.rollout_log_probs, mask)
-    bounded = d.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    of_tokens = {
-        "kl": -d,
-        "k3_kl": bounded.exp() - d - 1,
-        "logp_diff_mean": d.abs(),
-        "chi2_token": (2 * bounded).exp() - 1,
-    }
-    means.tokens(of_tokens, mask)
-    means.peak("logp_diff_max", float(d.abs().max()) if d.numel() else 0.0)
-    sequences = count_by_sequence(mask, lengths) > 0
-    if not bool(sequences.any()):
-        return
-    training, rollout = (
-        -mean_by_sequence(value.detach().double(), mask, lengths) for value in (log_prob_N, batch.rollout_log_probs)
-    )
-    gap = training - rollout
-    of_sequences = {
-        "training_ppl": training.clamp(max=PERPLEXITY_BOUND).exp(),
-        "training_log_ppl": training,
-        "rollout_ppl": rollout.clamp(max=PERPLEXITY_BOUND).exp(),
-        "rollout_log_ppl": rollout,
-        "log_ppl_diff": gap,
-        "log_ppl_abs_diff": gap.abs(),
-        "ppl_ratio": gap.clamp(max=PERPLEXITY_BOUND).exp(),
-        "chi2_seq": (2 * sum_by_sequence(d, lengths).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)).exp() - 1,
-    }
-    means.tokens(of_sequences, sequences)
-    means.peak("log_ppl_diff_max", float(gap[sequences].max()))
-    means.trough("log_ppl_diff_min", float(gap[sequences].min()))
