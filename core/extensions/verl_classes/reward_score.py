@@ -146,6 +146,19 @@ def prime_math__compute_score(model_output: str, ground_truth: str) -> tuple[boo
     return bool(score.acc), form or bool(score.acc), score.pred or ""
 
 
+def prime_math__match_answer(response: str) -> tuple[bool, str]:
+    return prime_math.match_answer(response)
+
+
+def prime_math__grade_answer(given_answer: str, ground_truth: str) -> bool:
+    return grade_answer(given_answer, ground_truth)
+
+
+def prime_math__math_equal(prediction: str, reference: Any, **options: Any) -> bool:
+    """Return whether two answers are equal for PRIME's scorer; its tolerances are not options here."""
+    return prime_math.is_correct(str(prediction), str(reference))
+
+
 def prime_code__compute_score(completion: str, test_cases: Any, continuous: bool = False) -> tuple[float, dict]:
     return prime_code.score(completion, test_cases, None, continuous=continuous).value, {}
 

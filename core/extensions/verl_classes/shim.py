@@ -79,7 +79,10 @@ MODULES: dict[str, dict[str, str]] = {  # module of verl -> name in it -> where 
     | {"remove_boxed": f"{HERE}.reward_score:math_reward__remove_boxed"},
     "verl.utils.reward_score.math_verify": _scores("math_verify", "compute_score"),
     "verl.utils.reward_score.geo3k": _scores("geo3k", "format_reward", "acc_reward", "compute_score"),
-    "verl.utils.reward_score.prime_math": _scores("prime_math", "compute_score"),
+    "verl.utils.reward_score.prime_math": _scores(
+        *("prime_math", "compute_score", "match_answer", "grade_answer", "math_equal")
+    ),
+    "verl.utils.reward_score.prime_math.grader": _scores("prime_math", "math_equal"),
     "verl.utils.reward_score.prime_code": _scores("prime_code", "compute_score"),
     "verl.utils.reward_score.search_r1_like_qa_em": _scores(
         *("search_r1_like_qa_em", "normalize_answer", "em_check", "subem_check", "extract_solution"),
