@@ -97,6 +97,13 @@ def policy_loss(kind: str, logp: Array, old: Array, adv: Array, mask: Array, c: 
                 out[row, t] = min(out[row, t], -c["clip_ratio_c"] * a)
         elif kind == "gspo":
             out[row, t] = -min(ratio * a, near * a)
+        elif kind == "geo_mean":  # the smaller of log-ratio and bounded log-ratio, times the sign of A, token by token
+            bounds = -c["clip_ratio_low"], c["clip_ratio_high"]
+            logs = [logp[row, i] - old[row, i] for i in np.flatnonzero(mask[row])]
+            signs = [math.copysign(1, adv[row, i]) for i in np.flatnonzero(mask[row])]
+            pairs = [(x, min(max(x, bounds[0]), bounds[1])) for x in logs]
+            parts = [min(pair) if sign > 0 else max(pair) for pair, sign in zip(pairs, signs, strict=True)]
+            out[row, t] = -a * math.exp(float(np.mean(parts)))
         elif kind == "sapo":
             tau = c["tau_pos"] if a > 0 else c["tau_neg"]
             out[row, t] = -a * 4 / tau / (1 + math.exp(-tau * (ratio - 1)))

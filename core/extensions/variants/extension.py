@@ -53,6 +53,9 @@ ESTIMATORS = {
 }
 POLICY_LOSSES = {
     "gspo": LossEntry(f"{HERE}.more_losses:gspo", aggregation="seq-mean-token-mean", sequence_ratio=True, reads=CLIP),
+    "geo_mean": LossEntry(
+        f"{HERE}.more_losses:geo_mean", aggregation="seq-mean-token-mean", sequence_ratio=True, reads=CLIP
+    ),
     "sapo": LossEntry(f"{HERE}.more_losses:sapo", aggregation="seq-mean-token-mean", reads=("tau_pos", "tau_neg")),
     "gpg": LossEntry(f"{HERE}.more_losses:gpg", has_ratio=False),
     "reinforce": LossEntry(f"{HERE}.more_losses:gpg", has_ratio=False),
@@ -85,7 +88,7 @@ def covariance_bounds_leave_room(c: View) -> Broken:
 
 @rules.warning
 def bounds_and_baselines_of_losses(c: View) -> Broken:
-    if c.loss.sequence_ratio and c.actor.clip_ratio_high > 0.05:
+    if c.actor.policy_loss.loss_mode == "gspo" and c.actor.clip_ratio_high > 0.05:
         yield (
             "actor_rollout_ref.actor.policy_loss.loss_mode",
             f"{c.actor.policy_loss.loss_mode} clips the ratio of a whole sequence, and "

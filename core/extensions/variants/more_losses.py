@@ -43,6 +43,37 @@ def gspo(
     return torch.maximum(plain, bounded), stats
 
 
+def geo_mean(
+    log_prob_N: Tensor,
+    old_log_prob_N: Tensor,
+    advantages_N: Tensor,
+    response_mask_N: Tensor,
+    config: ActorConfig,
+    lengths_B: Tensor,
+) -> tuple[Tensor, Stats]:
+    """Return ``-A`` times the geometric mean of a sequence's ratios: GMPO (arXiv:2507.20673).
+
+    Each token's log-ratio is bounded by ``[-clip_ratio_low, clip_ratio_high]``, where that makes the objective smaller.
+    Averaged per sequence, whose tokens share an advantage.
+
+    Shapes:
+        all tensors  [N], but lengths_B, the tokens of each sequence
+        stats        pg_clipfrac (of A > 0), pg_clipfrac_lower (of A < 0), ppo_kl  [N]
+    """
+    logp, old, adv = inside_mask(response_mask_N, log_prob_N, old_log_prob_N, advantages_N)
+    log_ratio = logp - old
+    bounded = log_ratio.clamp(-config.clip_ratio_low, config.clip_ratio_high)
+    sign = adv.sign()
+    smaller = sign * torch.minimum(sign * log_ratio, sign * bounded)
+    means = mean_by_sequence(smaller, response_mask_N.bool(), lengths_B)
+    ratio = spread_over_tokens(means, lengths_B).clamp(max=10.0).exp()
+    clips = log_ratio != bounded
+    stats = token_stats(
+        response_mask_N, pg_clipfrac=clips & (adv > 0), pg_clipfrac_lower=clips & (adv < 0), ppo_kl=-log_ratio
+    )
+    return -adv * ratio, stats
+
+
 def sapo(
     log_prob_N: Tensor, old_log_prob_N: Tensor, advantages_N: Tensor, response_mask_N: Tensor, config: ActorConfig
 ) -> tuple[Tensor, Stats]:

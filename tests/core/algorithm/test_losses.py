@@ -221,7 +221,7 @@ def test_a_loss_of_the_user_s_own(tmp_path):
 
 def test_losses_that_fix_their_aggregation():
     fixed = {name: entry.aggregation for name, entry in POLICY_LOSSES.items() if entry.aggregation}
-    assert fixed == {"gspo": "seq-mean-token-mean", "sapo": "seq-mean-token-mean"}
+    assert set(fixed) == {"gspo", "geo_mean", "sapo"} and set(fixed.values()) == {"seq-mean-token-mean"}
     assert registry.policy_loss("my.module:loss").aggregation is None
 
 
@@ -324,3 +324,18 @@ def test_a_step_without_a_token_weighs_nothing(mode):
 def test_an_unknown_mode_names_the_known_ones():
     with pytest.raises(ValueError, match="loss_agg_mode=mean: choose one of token-mean"):
         padded_loss_weights(torch.ones(1, 1).bool(), "mean")
+
+
+def test_geo_mean_is_the_geometric_mean_of_bounded_ratios():
+    """Two sequences: A > 0 is bounded above, A < 0 below, each token by itself before the mean."""
+    config = SimpleNamespace(clip_ratio_low=0.1, clip_ratio_high=0.2)
+    logp = torch.tensor([[0.5, -0.3], [0.05, -0.4]], dtype=torch.float64, requires_grad=True)
+    old, mask = torch.zeros_like(logp), torch.ones_like(logp).bool()
+    adv = torch.tensor([[2.0, 2.0], [-1.0, -1.0]], dtype=torch.float64)
+    loss, stats = padded_loss("geo_mean")(logp, old, adv, mask, config)
+    ratios = torch.tensor([(0.2 - 0.3) / 2, (0.05 - 0.1) / 2], dtype=torch.float64).exp()
+    torch.testing.assert_close(loss, -adv * ratios[:, None])
+    loss.mean(1).sum().backward()
+    expected = [[0.0, -2.0 * ratios[0] / 2], [ratios[1] / 2, 0.0]]
+    torch.testing.assert_close(logp.grad, torch.tensor(expected, dtype=torch.float64))
+    assert stats["pg_clipfrac"].sum() == 2 and stats["pg_clipfrac_lower"].sum() == 1

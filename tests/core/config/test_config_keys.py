@@ -92,7 +92,7 @@ def test_ray_init_takes_the_arguments_of_the_table():
         (f"{ACTOR}.policy_loss.ppo_kl_coef=-1", "must be at least 0"),
         (f"{ACTOR}.kl_loss_type=k4", "must be one of kl, k1, abs"),
         (f"{ACTOR}.strategy=megatron", "must be one of fsdp, fsdp2"),
-        (f"{ACTOR}.policy_loss.loss_mode=geo_mean", "or your own as package.module:function or path/file.py:function"),
+        (f"{ACTOR}.policy_loss.loss_mode=unknown", "or your own as package.module:function or path/file.py:function"),
         (f"{ACTOR}.policy_loss.loss_mode='a b:c'", "must be one of vanilla"),
         (f"{ACTOR}.optim.lr_scheduler_type=wsd", "must be one of constant, cosine"),
         ("algorithm.adv_estimator=ppo", "must be one of gae, grpo"),
