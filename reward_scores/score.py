@@ -15,6 +15,7 @@ from decimal import Decimal
 from enum import Enum
 from typing import Any
 
+RAW = "score"  # the part that :meth:`Score.keeping_raw` adds, under the name that verl's filters have for it
 # How pandas and JSON write a value that is missing, where it was turned into text
 MISSING = ("nan", "none", "null", "<na>", "nat")
 _LIST_AS_TEXT = re.compile(r"""\[\s*(["']).*\1\s*\]""", re.DOTALL)
@@ -49,6 +50,15 @@ class Score:
     @property
     def acc(self) -> float:
         return self.parts["acc"]
+
+    @property
+    def raw(self) -> float:
+        """Return what the scorer gave, whatever a recipe has made of ``value``."""
+        return self.parts[RAW]
+
+    def keeping_raw(self) -> Score:
+        """Return the scorer's own score with its value as a part, which stays as it is where the score is shaped."""
+        return dataclasses.replace(self, parts={**self.parts, RAW: self.value})
 
     def plus(self, name: str, amount: float) -> Score:
         """Return the score with a named component added to its value; ``acc`` keeps its meaning."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from core.algorithm import invariants
 from core.algorithm.invariants import LEAST_NORM, LEAST_RATE, counted
 from core.types import Stop
-from reward_scores.score import ScoreStatus
+from reward_scores.score import RAW, ScoreStatus
 
 if TYPE_CHECKING:
     from core.config.sections.actor import ActorConfig
@@ -160,8 +160,8 @@ def prompts_are_their_groups(groups: Sequence[ScoredGroup], *, untouched: bool) 
 
 
 @counted
-def scores_are_of_their_answers(groups: Sequence[ScoredGroup], grade: Callable[..., float | None], part: str) -> None:
-    """Grade some answers of a step again, directly, and compare with ``part`` of their scores, which is the scorer's.
+def scores_are_of_their_answers(groups: Sequence[ScoredGroup], grade: Callable[..., float | None]) -> None:
+    """Grade some answers of a step again, directly, and compare with what the scorer gave them.
 
     The text is put together here from the policy's own segments. A scorer is pure, so another score means that it was
     given another text, another ground truth, or that the score was kept for another answer.
@@ -169,12 +169,12 @@ def scores_are_of_their_answers(groups: Sequence[ScoredGroup], grade: Callable[.
     for group in groups[:: max(1, len(groups) // GRADED_AGAIN)][:GRADED_AGAIN]:
         place = group.prompt.ordinal % len(group)
         one, score = group.trajectories[place], group.scores[place]
-        if part not in score.parts or score.status in (ScoreStatus.TIMEOUT, ScoreStatus.CRASH):
+        if RAW not in score.parts or score.status in (ScoreStatus.TIMEOUT, ScoreStatus.CRASH):
             continue
         text = "".join(segment.text for segment in one.segments if segment.role == "policy")
         value = grade(group.prompt, one, text)
-        same = value is None or math.isclose(value, score.parts[part], rel_tol=1e-6, abs_tol=1e-9)
-        found = f"an answer to uid={group.prompt.uid!r} has the score {score.parts[part]:g}, graded again {value}"
+        same = value is None or math.isclose(value, score.raw, rel_tol=1e-6, abs_tol=1e-9)
+        found = f"an answer to uid={group.prompt.uid!r} has the score {score.raw:g}, graded again {value}"
         remedy = "a scorer reads what the policy wrote to this prompt, and a failure of it is no score"
         invariants.require(same, "reward", found, remedy)
 

@@ -7,7 +7,6 @@ run at its start, not after the first answers of a cluster. What the scorers ret
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +14,6 @@ from core.data.parquet import Example
 from core.rewards import RewardLayer
 from core.rewards.check import MODEL_STYLE
 from core.rewards.model_score import ModelScore
-from core.tracking.metrics import RAW_SCORE
 from core.types import Prompt, ScoredGroup, Stop, Trajectory
 from reward_scores.score import Score
 
@@ -40,7 +38,6 @@ def check_hooks(
         ids = tokenizer.encode(answer, add_special_tokens=False) or [tokenizer.pad_token_id]
         length = len(ids)
         trajectory = Trajectory([0], ids, [True] * length, [0.0] * length, (), Stop.EOS, 0, 0)
-        score = dataclasses.replace(score, parts={**score.parts, RAW_SCORE: score.value})
-        shaped = shape_reward(score, trajectory)
+        shaped = shape_reward(score.keeping_raw(), trajectory)
         prompt = Prompt(0, row.where, (0,), (), row.ground_truth, row.data_source)
         keep_group(ScoredGroup(prompt, (trajectory,) * 2, (shaped,) * 2))

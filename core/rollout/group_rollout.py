@@ -18,7 +18,6 @@ from core.engines import SampleRequest, SamplingParams
 from core.rewards import RewardLayer
 from core.rollout.agent_loop import AgentLoop, Episode, Limits, ToolCalls
 from core.rollout.collect import ScoreGroups
-from core.tracking.metrics import RAW_SCORE
 from core.tracking.step_time import BusyClock
 from core.types import AnsweredGroup, Prompt, ScoredGroup, Trajectory
 from reward_scores.score import Score
@@ -129,19 +128,14 @@ class GroupRollout:
         trajectory = await self.answer(prompt, index, sampling)
         with self.clock.busy("reward"):
             score = await self.reward.score(prompt, trajectory)
-        return trajectory, with_raw_score(score)
+        return trajectory, score.keeping_raw()
 
     async def score_together(self, groups: Sequence[AnsweredGroup]) -> list[ScoredGroup]:
         """Return the groups with what the scorer gave; a reward function of lists gets all of them in one call."""
         answers = [(group.prompt, trajectory) for group in groups for trajectory in group.trajectories]
         with self.clock.busy("reward"):
-            scores = map(with_raw_score, await self.reward.score_all(answers))
+            scores = map(Score.keeping_raw, await self.reward.score_all(answers))
         return [
             ScoredGroup(group.prompt, group.trajectories, tuple(itertools.islice(scores, len(group.trajectories))))
             for group in groups
         ]
-
-
-def with_raw_score(score: Score) -> Score:
-    """Return the score with the scorer's value as a part as well: shaping may change the value."""
-    return dataclasses.replace(score, parts={**score.parts, RAW_SCORE: score.value})

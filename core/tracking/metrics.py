@@ -19,8 +19,6 @@ from core.data.vocabulary import count_unknown
 from core.types import ScoredGroup, StepMetrics, TrainBatch
 from reward_scores.score import Score, ScoreStatus
 
-RAW_SCORE = "score"  # the part that keeps what the scorer gave, before a recipe shapes it
-
 
 def data_metrics(groups: Sequence[ScoredGroup], batch: TrainBatch) -> dict[str, float]:
     """Return means and extremes over the step's trajectories."""
@@ -30,7 +28,7 @@ def data_metrics(groups: Sequence[ScoredGroup], batch: TrainBatch) -> dict[str, 
     prompts = np.array([len(t.prompt_ids) for t in trajectories])
     values = np.array([[score.acc for score in group.scores] for group in groups if len(group)], dtype=float)
     metrics = {
-        **_spread("critic/score", np.array([score.parts[RAW_SCORE] for score in scores])),
+        **_spread("critic/score", np.array([score.raw for score in scores])),
         "critic/acc/mean": float(np.mean([score.acc for score in scores])),
         **_spread("critic/rewards", batch.reward.numpy()),
         **_spread("response_length", lengths),

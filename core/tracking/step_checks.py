@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from core.algorithm import invariants, use_checks
 from core.learner.learner import warmup_steps
-from core.tracking.metrics import RAW_SCORE
 from core.tracking.recorders import Moment, Recorder
 from core.types import StepMetrics, TrainBatch, Trajectory
 
@@ -58,7 +57,7 @@ class StepChecks(Recorder):
         invariants.batch_is_its_groups(groups, batch)
         self.turns.check(groups)
         use_checks.samples_are_independent(groups, greedy=not self._samples())
-        use_checks.scores_are_of_their_answers(groups, self.grade_again, RAW_SCORE)
+        use_checks.scores_are_of_their_answers(groups, self.grade_again)
         if self.config.algorithm.filter_groups.enable:
             use_checks.kept_groups_differ(groups, self.config.algorithm.filter_groups.metric)
         if self.check_episodes is None:

@@ -202,11 +202,11 @@ def test_scores_are_those_of_the_policys_own_text():
         read.append(text)
         return 2.0
 
-    use_checks.scores_are_of_their_answers([group], grade, "score")  # of ordinal 1: its second answer
+    use_checks.scores_are_of_their_answers([group], grade)  # of ordinal 1: its second answer
     assert read == ["abab" + "c"]
-    use_checks.scores_are_of_their_answers([group], lambda *_: None, "score")
+    use_checks.scores_are_of_their_answers([group], lambda *_: None)
     with broken("phase reward: an answer to uid='q1' has the score 2, graded again 0.5"):
-        use_checks.scores_are_of_their_answers([group], lambda *_: 0.5, "score")
+        use_checks.scores_are_of_their_answers([group], lambda *_: 0.5)
 
 
 # -- gradients and optimizer -------------------------------------------------------------------------
