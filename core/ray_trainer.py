@@ -278,7 +278,7 @@ class RayPPOTrainer:
             self.collected = self.runner.run(
                 collect(
                     roll_group,
-                    self.recorders.judging(self.keep_group),
+                    self.recorders.recording_filter(self.keep_group),
                     fresh_enough(self.collect_state, oldest),
                     self.collect_limits(),
                     score_groups=self.rollout.score_later,
@@ -311,9 +311,9 @@ class RayPPOTrainer:
         """
         work = None
         if self.looks_ahead(metrics.step):
-            keep, limits = self.recorders.judging(self.keep_group), self.collect_limits()
+            keep, limits = self.recorders.recording_filter(self.keep_group), self.collect_limits()
             work = collect_ahead(self.roll_group, keep, self.collected, limits, self.rollout.score_later)
-        else:  # which other groups were judged depends on timing, and must not reach a checkpoint
+        else:  # which groups beyond the step were answered depends on timing, and must not reach a checkpoint
             self.collect_state = dataclasses.replace(self.collect_state, carried={})
         if work is not None and not self.workers.overlaps:
             with metrics.time("gen_ahead"):

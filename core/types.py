@@ -7,7 +7,7 @@ sequence a tensor is ``[B, T]``.
 **Alignment.** Entry ``[n]`` of any ``[N]`` tensor describes the token ``input_ids[n]``. A log-prob is
 ``log p(token n | tokens of its sequence before n)``, a value is that of the state in which token ``n`` is chosen, so
 both come from the hidden state at ``n - 1``. That shift happens in exactly one function
-(``core.learner.packing.before``); nothing else in the repository moves a tensor by one.
+(``core.learner.packing.predicting_tokens``); nothing else in the repository moves a tensor by one.
 
 Nothing here imports torch: the scorers, the configuration and the reports use these types too.
 """

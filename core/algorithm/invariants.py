@@ -249,7 +249,7 @@ def ratio_moves(log_ratio: float | None, tokens: float, rate: float, norm: float
     norms in the steps before it.
     """
     frozen = log_ratio == 0 and tokens >= 100 and rate >= LEAST_RATE and norm >= LEAST_NORM
-    remedy = "the old log-probs must be those of before the first step; clipping does nothing otherwise"
+    remedy = "the old log-probs must be those from before the first step; clipping does nothing otherwise"
     require(not frozen, "update_actor", "the weights have moved, and the ratio is exactly 1 at every token", remedy)
 
 
@@ -279,7 +279,7 @@ def reference_stays(old: Tensor, reference: Tensor, mask: Tensor) -> None:
     """Check that a policy which has been updated is not its own reference, [N] each: equal to the bit at all tokens."""
     frozen = int(mask.sum()) >= 100 and bool((old == reference)[mask].all())
     found = "the policy was updated, and its log-probs are those of the reference at every token, to the bit"
-    remedy = "the reference must keep the weights of before training; it seems to share the policy's"
+    remedy = "the reference must keep the weights from before training; it seems to share the policy's"
     require(not frozen, "ref", found, remedy)
 
 

@@ -226,9 +226,9 @@ def groups_share_prompts(batch: TrainBatch) -> None:
     if not lengths.all() or not len(lengths):
         return
     written = np.cumsum(mask)
-    before = written == np.repeat(written[starts] - mask[starts], lengths)
+    of_prompt = written == np.repeat(written[starts] - mask[starts], lengths)
     place = np.arange(1, len(ids) + 1) - np.repeat(starts, lengths)
-    sums = np.add.reduceat(ids * place * before, starts)
+    sums = np.add.reduceat(ids * place * of_prompt, starts)
     order = np.argsort(group, kind="stable")
     other = (np.diff(sums[order]) != 0) & (np.diff(group[order]) == 0)
     row = int(order[np.argmax(other)]) if len(other) else 0
@@ -352,19 +352,26 @@ def gradients_are_clipped(raw: Tensor, clipped: Tensor, norm: float, bound: floa
 
 @counted
 def step_is_adams(
-    before: Tensor, after: Tensor, gradient: Tensor, group: Mapping[str, Any], rate: float, *, first: bool
+    weights_before: Tensor,
+    weights_after: Tensor,
+    gradient: Tensor,
+    group: Mapping[str, Any],
+    rate: float,
+    *,
+    first: bool,
 ) -> None:
     """Check on a part of the weights that the optimizer moved them as far as the learning rate says.
 
     Adam's first step moves a weight by the rate, whatever the size of its gradient; no step moves one further than a
     bound that follows from its betas (Cauchy-Schwarz on the moments). ``group`` has betas and weight decay.
     """
-    low = torch.finfo(before.dtype).eps
-    told = (gradient.abs() > 1e-7) & (before.abs() * 4 * low < rate)
+    low = torch.finfo(weights_before.dtype).eps
+    told = (gradient.abs() > 1e-7) & (weights_before.abs() * 4 * low < rate)
     count = int(told.sum())
     if count < 10:
         return
-    moved = ((after - before).double() + rate * group["weight_decay"] * before.double())[told].abs()
+    decay = rate * group["weight_decay"] * weights_before.double()
+    moved = ((weights_after - weights_before).double() + decay)[told].abs()
     ratio = float(moved.median()) / rate
     remedy = "does the optimizer hold the model's own parameters, in float32, and use the scheduled rate?"
     found = f"the first optimizer step moved weights by {ratio:.2g} times the learning rate {rate:.3g}"
@@ -516,7 +523,7 @@ def no_kl(metrics: Mapping[str, float], was_zero: bool, trained: Any, reference:
         apart = 1000 if adapters and full else 0
         if not adapters:
             apart = weights_apart(trained.module, reference.module, trained.compute_dtype)
-        remedy = "the reference must keep the weights of before training, and the loss must read its log-probs"
+        remedy = "the reference must keep the weights from before training, and the loss must read its log-probs"
         found = "kl_loss is exactly 0 in two updates, and the weights have moved"
         invariants.require(apart < 1000, "update_actor", found, remedy)
     return True

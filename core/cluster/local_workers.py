@@ -84,7 +84,7 @@ class LocalWorkers:
         self.tokenizer = copy.deepcopy(tokenizer)  # saved on another thread than the one that makes prompts
         rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
         model = config.actor_rollout_ref.model
-        passes = {
+        options = {
             "temperature": rollout.temperature or 1.0,
             "compute_dtype": compute_dtype(actor.fsdp_config.dtype),
             "layout": Layout(packed=model.use_remove_padding),
@@ -97,12 +97,12 @@ class LocalWorkers:
             self.engine = make_engine(config, lambda: copy.deepcopy(policy).requires_grad_(False), tokenizer, device)
         self.ref = self.critic = None
         if needs_ref and not model.lora_rank:
-            self.ref = Policy(copy.deepcopy(policy).requires_grad_(False), **passes)
+            self.ref = Policy(copy.deepcopy(policy).requires_grad_(False), **options)
         bypass = config.algorithm.rollout_correction.bypass_mode
         freeze_parts(policy, config)
-        self.actor = Actor(add_adapters(policy, model, config.trainer.seed), actor, bypass=bypass, **passes)
+        self.actor = Actor(add_adapters(policy, model, config.trainer.seed), actor, bypass=bypass, **options)
         if needs_ref and model.lora_rank:
-            self.ref = BasePolicy(policy, **passes)
+            self.ref = BasePolicy(policy, **options)
         self.frozen = use_checks.FrozenReference(self.ref) if self.ref is not None else None
         self.sent: Mapping[str, int] = {}  # checksums of the weights that the engine has
         self.no_kl = False  # in the last update of the policy

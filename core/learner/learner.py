@@ -32,10 +32,10 @@ from core.learner.packing import (
     ForwardInputs,
     Layout,
     SharedPrompts,
-    before,
     can_keep_keys,
     can_share,
     hidden_before_tokens,
+    predicting_tokens,
 )
 from core.learner.traced_tokens import TracedTokens, clipped_how
 from core.modality import TEXT, Modality, modality_of
@@ -159,8 +159,8 @@ def token_log_probs(
     )
 
 
-class Passes:
-    """A model and what its passes need: precision, the ranks that share them, how sequences lie in them."""
+class LearnerModel:
+    """A model and what its forward passes need: precision, the ranks that share them, the layout of sequences."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class Passes:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.compute_dtype)
 
-    def passes(self, size: MicroBatchSize, batch: TrainBatch) -> list[tuple[Tensor, TrainBatch]]:
+    def micro_batches_of_rank(self, size: MicroBatchSize, batch: TrainBatch) -> list[tuple[Tensor, TrainBatch]]:
         """Return the rank's micro-batches with the indices of their sequences, as many on every rank.
 
         A sharded model needs all ranks in every pass, so a rank with fewer adds empty ones.
@@ -211,13 +211,13 @@ class Passes:
         return SharedPrompts.of(*tensors, packed=self.layout.packed)
 
 
-class Policy(Passes):
-    """A causal language model that is read through its log-probs. ``passes`` are the arguments of :class:`Passes`."""
+class Policy(LearnerModel):
+    """A causal language model that is read through its log-probs. ``options`` are those of :class:`LearnerModel`."""
 
     without_adapters = False  # its passes leave the adapters out that train
 
-    def __init__(self, module: nn.Module, *, temperature: float, known: np.ndarray | None = None, **passes: Any):
-        super().__init__(module, **passes)
+    def __init__(self, module: nn.Module, *, temperature: float, known: np.ndarray | None = None, **options: Any):
+        super().__init__(module, **options)
         self.temperature = temperature
         head = module.get_output_embeddings()
         unknown = unknown_among(known, head.weight.shape[0] if head is not None else 0)
@@ -234,7 +234,7 @@ class Policy(Passes):
         ids, mask = batch.input_ids.long(), batch.response_mask
         media_B, shared = batch.media_of_rows(), self.shared_prompts(batch)
         if shared is not None and not self.one_pass:  # prompts first, in a pass of their own
-            inputs = ForwardInputs(ids, before(mask, batch.lengths), ids[mask], mask)
+            inputs = ForwardInputs(ids, predicting_tokens(mask, batch.lengths), ids[mask], mask)
             options |= {"shared": shared}
         else:
             media = None
@@ -255,7 +255,7 @@ class Policy(Passes):
         """Return :meth:`token_stats` of the whole batch, [N] on the batch's device, without gradients."""
         dtype = torch.promote_types(next(self.module.parameters()).dtype, torch.float32)
         stats = tuple(torch.zeros(batch.tokens, dtype=dtype) for _ in range(3 if squares else 2))
-        for index, micro in self.passes(size, batch):
+        for index, micro in self.micro_batches_of_rank(size, batch):
             use_checks.unchanged(micro, "log_probs", PASS_READS)
             values = self.token_stats(micro.to(self.device), squares=squares)
             if len(index):
@@ -278,13 +278,13 @@ class BasePolicy(Policy):
 class Stepper:
     """AdamW with clipping; a non-finite gradient norm skips the step and is counted."""
 
-    def __init__(self, trained: Passes, config: ActorConfig | CriticConfig):
+    def __init__(self, trained: LearnerModel, config: ActorConfig | CriticConfig):
         self.module, self.ranks = trained.module, trained.ranks
         self.trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         self.base_lr, self.grad_clip = config.optim.lr, config.grad_clip
         self.number = 0  # of the step under way, in its update
         self.norms: list[float] = []  # of the gradients, of each step of the last update
-        self.rates: list[float] = []  # learning rates that the optimizer had, in each step of the last update
+        self.learning_rates: list[float] = []  # learning rates that the optimizer had, in each step of the last update
         self.optimizer = torch.optim.AdamW(
             self.trained,
             lr=self.base_lr,
@@ -301,16 +301,17 @@ class Stepper:
         norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # sharded: of all ranks
         finite = math.isfinite(norm)
         if finite:
-            rate = self.base_lr * lr_multiplier
+            learning_rate = self.base_lr * lr_multiplier
             for group in self.optimizer.param_groups:
-                group["lr"] = rate
-            before = None if one is None else invariants.sample(one)
+                group["lr"] = learning_rate
+            weights_before = None if one is None else invariants.sample(one)
             self.optimizer.step()
-            self.rates += [group["lr"] for group in self.optimizer.param_groups]
+            self.learning_rates += [group["lr"] for group in self.optimizer.param_groups]
             if one is not None:
-                after, gradient = invariants.sample(one), invariants.sample(one.grad)
+                weights_after, gradient = invariants.sample(one), invariants.sample(one.grad)
                 use_checks.gradients_are_clipped(raw, gradient, norm, self.grad_clip)
-                use_checks.step_is_adams(before, after, gradient, self.optimizer.param_groups[0], rate, first=first)
+                weights, settings = (weights_before, weights_after), self.optimizer.param_groups[0]
+                use_checks.step_is_adams(*weights, gradient, settings, learning_rate, first=first)
         self.optimizer.zero_grad(set_to_none=True)
         return norm, finite
 
@@ -327,8 +328,8 @@ class Stepper:
 
         ``losses`` are partial sums of ``accumulate``: each counts once a step, however many parts and ranks add to it.
         """
-        means, skipped, self.norms, self.rates = MetricSums(), 0, [], []
-        rate = self.base_lr * lr_multiplier
+        means, skipped, self.norms, self.learning_rates = MetricSums(), 0, [], []
+        learning_rate = self.base_lr * lr_multiplier
         for number, batch in enumerate(steps):
             self.number, one = number, MetricSums()
             invariants.gradients_are_cleared(self.trained)
@@ -337,16 +338,17 @@ class Stepper:
             accumulate(batch, one)
             if number > skipped and "old_log_probs" in batch.stored:
                 norm = max(filter(math.isfinite, self.norms))
-                invariants.ratio_moves(one.sums.get("ppo_kl"), one.counts.get("ppo_kl", 0), rate, norm)
+                invariants.ratio_moves(one.sums.get("ppo_kl"), one.counts.get("ppo_kl", 0), learning_rate, norm)
             norm, stepped = self.step(lr_multiplier)
             self.norms.append(norm)
             skipped += not stepped
             if stepped:  # the numbers of a skipped step are no numbers
                 one.value("grad_norm", norm)
                 means.merge(one)
-        use_checks.rates_are_used(self.rates, rate)
+        use_checks.rates_are_used(self.learning_rates, learning_rate)
         metrics = self.ranks.gather_metrics(means).result(name)
-        used = self.rates[-1] if self.rates else rate  # read from the optimizer: what was used, not what was asked for
+        # Read from the optimizer: what was used, not what was asked for
+        used = self.learning_rates[-1] if self.learning_rates else learning_rate
         return {**metrics, f"{name}/lr": used, f"{name}/skipped_updates": skipped}
 
 
@@ -386,7 +388,7 @@ class Actor(Policy):
             batch, only_advantages_train=only_advantages_train(self.config)
         )
         indices = []
-        for index, micro in self.passes(self.size, contributing):
+        for index, micro in self.micro_batches_of_rank(self.size, contributing):
             self.micro_batch_loss(micro.to(self.device), means).backward()
             indices.append(index)
         use_checks.rows_are_used_once(indices, len(contributing))
@@ -438,11 +440,11 @@ class Actor(Policy):
         return loss
 
 
-class Critic(Passes):
-    """The value function: one number a state. ``passes`` are the arguments of :class:`Passes`."""
+class Critic(LearnerModel):
+    """The value function: one number a state. ``options`` are those of :class:`LearnerModel`."""
 
-    def __init__(self, module: nn.Module, config: CriticConfig, **passes: Any):
-        super().__init__(module, **passes)
+    def __init__(self, module: nn.Module, config: CriticConfig, **options: Any):
+        super().__init__(module, **options)
         self.config, self.size = config, training_size(config)
         self.stepper = Stepper(self, config)
 
@@ -460,7 +462,7 @@ class Critic(Passes):
     def values(self, batch: TrainBatch) -> Tensor:
         """Return :meth:`token_values` of the whole batch, [N], without gradients."""
         out = torch.zeros(batch.tokens)
-        for index, micro in self.passes(self.size, batch):
+        for index, micro in self.micro_batches_of_rank(self.size, batch):
             use_checks.unchanged(micro, "values", PASS_READS)
             values = self.token_values(micro.to(self.device))
             if len(index):
@@ -475,7 +477,7 @@ class Critic(Passes):
         """Add the gradients of one optimizer step, micro-batch by micro-batch."""
         contributing, _ = split_zero_gradient(batch, only_advantages_train=False)
         indices = []
-        for index, micro in self.passes(self.size, contributing):
+        for index, micro in self.micro_batches_of_rank(self.size, contributing):
             self.micro_batch_loss(micro.to(self.device), means).backward()
             indices.append(index)
         use_checks.rows_are_used_once(indices, len(contributing))

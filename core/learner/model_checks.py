@@ -132,22 +132,22 @@ def check_packing(policy: CheckedPolicy) -> None:
 
 
 @torch.no_grad()
-def shares_alike(passes: CheckedPolicy) -> bool:
+def shares_alike(policy: CheckedPolicy) -> bool:
     """Return whether answers behind a prompt that they share within a pass are read as whole sequences are.
 
     False of models that read media, whose positions are not places. A difference of numbers is logged.
     """
-    module = passes.module
-    if module.config._attn_implementation != ATTENTION or passes.modality.reads_media:
+    module = policy.module
+    if module.config._attn_implementation != ATTENTION or policy.modality.reads_media:
         return False
-    lengths = torch.tensor([6, 5], device=passes.device)
+    lengths = torch.tensor([6, 5], device=policy.device)
     place = places(lengths)
     ids = torch.where(place < 4, place, torch.arange(11, device=place.device))  # of each other's only the prompts
     ids, wrote = ids % module.config.get_text_config().vocab_size, place > 3
-    prompts = SharedPrompts.of(ids, wrote, lengths, lengths * 0, packed=passes.layout.packed)
-    layout = Layout(passes.layout.packed)
+    prompts = SharedPrompts.of(ids, wrote, lengths, lengths * 0, packed=policy.layout.packed)
+    layout = Layout(policy.layout.packed)
     ways = (layout.forward_inputs(ids, wrote, lengths, shared=shared) for shared in (None, prompts))
-    apart, bound = _difference(passes, *ways)
+    apart, bound = _difference(policy, *ways)
     alike = apart <= bound
     if not alike:
         log.warning(

@@ -121,7 +121,7 @@ class Layout:
         """
         labels, key_index = ids_N[mask_N], None
         if shared is None:
-            position, predicts = places(lengths_B), before(mask_N, lengths_B)
+            position, predicts = places(lengths_B), predicting_tokens(mask_N, lengths_B)
             if not self.packed:
                 padded = pad(ids_N, lengths_B), pad(predicts, lengths_B)
                 return ForwardInputs(*padded, labels, mask_N, media=media)
@@ -155,7 +155,7 @@ class Layout:
         return ForwardInputs(*of_rank, mask_N, inputs, predicts, self.mesh)
 
 
-def before(mask_N: Tensor, lengths_B: Tensor) -> Tensor:
+def predicting_tokens(mask_N: Tensor, lengths_B: Tensor) -> Tensor:
     """Return [N] bool: for each token of the mask the token before it, whose state predicts it.
 
     The one place where anything is shifted. A prompt has at least one token, so no first token is ever predicted.

@@ -1,14 +1,14 @@
 """Streaming collection: the P lowest ordinals that pass ``keep_group``, whatever finishes first.
 
-Groups are drawn in the order of their ordinals, scored and judged as they finish while others still
+Groups are drawn in the order of their ordinals, scored and filtered as they finish while others still
 decode. Which groups a step trains on depends on the ordinals and on ``keep_group`` alone, never on
 finishing times: dropping what finishes late would train silently on short answers.
 Timing decides only how many ordinals beyond the last chosen one were begun in vain.
 
 **One step ahead** (``trainer.max_staleness=1``). While a step updates the policy, :func:`collect_ahead` has the next
-step's first ordinals answered and judged by the policy that the update starts from: as many as this step went through
+step's first ordinals answered and filtered by the policy that the update starts from: as many as this step went through
 and, where groups are dropped, a tenth more; all of them and no others. What the next step lacks beyond them its own
-policy answers, and what it does not reach is drawn again. Which policy answers and judges an ordinal is thus fixed,
+policy answers, and what it does not reach is drawn again. Which policy answers and filters an ordinal is thus fixed,
 whatever finishes when. Samples that are in flight when a step has its groups go on if they are among those ordinals.
 
 **Scored together** (a reward function of lists, ``reward_manager=batch``). Groups are then answered in rounds: as many
@@ -29,7 +29,7 @@ from core.types import Dropped, ScoredGroup
 
 log = logging.getLogger(__name__)
 
-Judged = ScoredGroup | Dropped
+FilteredGroup = ScoredGroup | Dropped
 ScoreGroups = Callable[[Sequence[Any]], Awaitable[Sequence[ScoredGroup]]]
 
 STOP_POLL_S = 0.5  # how long a request to stop can go unnoticed while every sample still decodes
@@ -39,14 +39,14 @@ STOP_POLL_S = 0.5  # how long a request to stop can go unnoticed while every sam
 class CollectState:
     """What collecting carries from step to step, and what a checkpoint stores of it.
 
-    ``carried`` holds what was judged beyond the last group that was trained on;
+    ``carried`` holds the groups, kept or dropped, beyond the last group that was trained on;
     it stays empty unless ``trainer.max_staleness`` lets a group train a later step. ``keep_rate`` is the
     share of groups that passed, as last seen; it steers how many are begun at once.
     """
 
     next_ordinal: int = 0
     keep_rate: float = 1.0
-    carried: Mapping[int, Judged] = field(default_factory=dict)
+    carried: Mapping[int, FilteredGroup] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ async def collect(
         if stop_requested():
             raise StopRequested
         while step.draw() and not step.settled():  # drawn first: carried groups alone may be enough
-            await step.judge_finished()
+            await step.filter_finished()
             if stop_requested():
                 raise StopRequested
         chosen = step.chosen()
@@ -127,41 +127,41 @@ async def collect_ahead(
     limits: CollectLimits,
     score_groups: ScoreGroups | None = None,
 ) -> CollectState:
-    """Has the ordinals of ``collected.window`` judged by the policy that judges now.
+    """Have the ordinals of ``collected.window`` answered and filtered with the current policy.
 
     Goes on with ``collected.in_flight`` and keeps what ``collected.state`` has of those ordinals; the same policy
     answered them. Nothing else is begun.
     """
     window = collected.window
     step = _Step(roll_group, keep_group, collected.state, limits, score_groups)
-    step.judged = {ordinal: step.judged[ordinal] for ordinal in window if ordinal in step.judged}
+    step.decided = {ordinal: step.decided[ordinal] for ordinal in window if ordinal in step.decided}
     step.in_flight = dict(collected.in_flight)
     try:
         while step.draw_all(window):
-            await step.judge_finished()
+            await step.filter_finished()
     finally:
         await step.abort_rest()
-    carried = {ordinal: step.judged[ordinal] for ordinal in window}
+    carried = {ordinal: step.decided[ordinal] for ordinal in window}
     return CollectState(collected.state.next_ordinal, step.keep_rate(), carried)
 
 
 class _Step:
-    """The bookkeeping of one call: what is in flight, what was judged, what to begin next."""
+    """The bookkeeping of one call: what is in flight, what was kept or dropped, what to begin next."""
 
     def __init__(self, roll_group, keep_group, state: CollectState, limits: CollectLimits, score_groups=None):
         self.roll_group, self.keep_group, self.score_groups = roll_group, keep_group, score_groups
         self.state, self.limits = state, limits
-        self.judged: dict[int, Judged] = dict(state.carried)
+        self.decided: dict[int, FilteredGroup] = dict(state.carried)
         self.in_flight: dict[asyncio.Task, int] = {}
         self.unscored: dict[int, Any] = {}  # answered, and scored with the rest of the round
         self.next_to_draw = state.next_ordinal
-        self.drawn = len(self.judged)  # for this step, some of them ahead of it
+        self.drawn = len(self.decided)  # for this step, some of them ahead of it
 
     def settled(self) -> bool:
         """Whether the lowest ``wanted`` ordinals that pass are known: no undecided ordinal below the last."""
         kept, ordinal = 0, self.state.next_ordinal
-        while ordinal in self.judged:
-            kept += isinstance(self.judged[ordinal], ScoredGroup)
+        while ordinal in self.decided:
+            kept += isinstance(self.decided[ordinal], ScoredGroup)
             if kept == self.limits.wanted:
                 return True
             ordinal += 1
@@ -170,14 +170,14 @@ class _Step:
     def draw(self) -> bool:
         """Begins as many groups as the keep rate suggests. False where nothing is left to wait for."""
         while self.may_draw() and self.too_few_expected():
-            if self.next_to_draw not in self.judged:
+            if self.next_to_draw not in self.decided:
                 self.begin(self.next_to_draw)
             self.next_to_draw += 1
         return bool(self.in_flight or self.unscored)
 
     def draw_all(self, window: range) -> bool:
         """Begins what the window lacks, as many at once as may be. False where nothing is left to wait for."""
-        known = {*self.judged, *self.unscored, *self.in_flight.values()}
+        known = {*self.decided, *self.unscored, *self.in_flight.values()}
         missing = [ordinal for ordinal in window if ordinal not in known]
         for ordinal in missing[: max(0, self.limits.in_flight - len(self.in_flight))]:
             self.begin(ordinal)
@@ -192,24 +192,24 @@ class _Step:
 
     def too_few_expected(self) -> bool:
         # A carried group counts once the ordinals below it are begun: skipping one of them would be a bias.
-        kept = sum(_passed(one) for ordinal, one in self.judged.items() if ordinal < self.next_to_draw)
+        kept = sum(_passed(one) for ordinal, one in self.decided.items() if ordinal < self.next_to_draw)
         undecided = len(self.in_flight) + len(self.unscored)
         return kept + undecided * max(self.keep_rate(), 0.01) < self.limits.wanted
 
     def keep_rate(self) -> float:
         """Last step's rate, corrected by what this step has seen; one step's worth of groups weighs as much."""
-        seen, passed = len(self.judged), sum(map(_passed, self.judged.values()))
+        seen, passed = len(self.decided), sum(map(_passed, self.decided.values()))
         return (self.state.keep_rate * self.limits.wanted + passed) / (self.limits.wanted + seen)
 
-    async def judge_finished(self) -> None:
-        """Wait for groups and judge them. Where all of a round are answered, score that round first."""
+    async def filter_finished(self) -> None:
+        """Wait for groups and filter them. Where all of a round are answered, score that round first."""
         if not self.in_flight:
             return await self.score_round()
         done, _ = await asyncio.wait(self.in_flight, timeout=STOP_POLL_S, return_when=asyncio.FIRST_COMPLETED)
         for task in sorted(done, key=self.in_flight.__getitem__):  # a set has no order, a replay needs one
             ordinal = self.in_flight.pop(task)
             if self.score_groups is None:
-                self.judge(ordinal, task.result())
+                self.filter_group(ordinal, task.result())
             else:
                 self.unscored[ordinal] = task.result()
 
@@ -217,10 +217,10 @@ class _Step:
         answered, self.unscored = sorted(self.unscored.items()), {}
         groups = await self.score_groups([group for _, group in answered])
         for (ordinal, _), group in zip(answered, groups, strict=True):
-            self.judge(ordinal, group)
+            self.filter_group(ordinal, group)
 
-    def judge(self, ordinal: int, group: ScoredGroup) -> None:
-        self.judged[ordinal] = group if self.keep_group(group) else Dropped(group.version, group.tokens)
+    def filter_group(self, ordinal: int, group: ScoredGroup) -> None:
+        self.decided[ordinal] = group if self.keep_group(group) else Dropped(group.version, group.tokens)
 
     async def abort_rest(self, goes_on: range = range(0)) -> None:
         """Aborts what is in flight but for the ordinals of ``goes_on``."""
@@ -230,7 +230,7 @@ class _Step:
         await asyncio.gather(*aborted, return_exceptions=True)
 
     def chosen(self) -> list[ScoredGroup]:
-        reached = [self.judged[ordinal] for ordinal in sorted(self.judged) if ordinal < self.next_to_draw]
+        reached = [self.decided[ordinal] for ordinal in sorted(self.decided) if ordinal < self.next_to_draw]
         return [group for group in reached if _passed(group)][: self.limits.wanted]
 
     def following(self, chosen: list[ScoredGroup]) -> int:
@@ -238,7 +238,7 @@ class _Step:
         return chosen[-1].prompt.ordinal + 1 if len(chosen) == self.limits.wanted else self.next_to_draw
 
     def window(self, chosen: list[ScoredGroup]) -> range:
-        """Return the next step's ordinals that are judged ahead: they depend on what was trained, never on timing."""
+        """Return the next step's ordinals to collect ahead: they depend on what was trained, never on timing."""
         following = self.following(chosen)
         passed_through = following - self.state.next_ordinal
         spare = -(-passed_through // 10) if passed_through > len(chosen) else 0
@@ -246,11 +246,11 @@ class _Step:
 
     def result(self, chosen: list[ScoredGroup], goes_on: range, *, ahead: bool) -> Collected:
         following = self.following(chosen)
-        surplus = {ordinal: one for ordinal, one in self.judged.items() if ordinal >= following}
+        surplus = {ordinal: one for ordinal, one in self.decided.items() if ordinal >= following}
         old = set(self.state.carried) if ahead else set()  # too old for the next step
         wasted = sum(v.tokens for o, v in surplus.items() if o not in goes_on or o in old)
         state = CollectState(following, self.keep_rate(), {o: v for o, v in surplus.items() if o not in old})
-        dropped = [v for o, v in self.judged.items() if o < following and not _passed(v)]
+        dropped = [v for o, v in self.decided.items() if o < following and not _passed(v)]
         in_flight = {task: ordinal for task, ordinal in self.in_flight.items() if ordinal in goes_on}
         metrics = {
             "collect/prompts_drawn": self.drawn,
@@ -266,7 +266,7 @@ class _Step:
         return Collected(tuple(chosen), state, metrics, goes_on, in_flight)
 
     def exhausted_message(self, kept: int) -> str:
-        dropped = sum(not _passed(one) for one in self.judged.values())
+        dropped = sum(not _passed(one) for one in self.decided.values())
         return (
             f"{kept} of the {self.limits.wanted} groups a step needs passed keep_group after {self.drawn} prompts "
             f"({dropped} dropped): the data may be too easy or too hard for the policy; raise "
@@ -274,14 +274,14 @@ class _Step:
         )
 
 
-def _passed(one: Judged) -> bool:
+def _passed(one: FilteredGroup) -> bool:
     return isinstance(one, ScoredGroup)
 
 
 def fresh_enough(state: CollectState, oldest_version: int) -> CollectState:
     """Return the state without the groups, kept or dropped, of a policy older than ``oldest_version``.
 
-    Their ordinals are drawn again, and judged by the next policy.
+    Their ordinals are drawn again, and answered by the next policy.
     """
     carried = {ordinal: one for ordinal, one in state.carried.items() if one.version >= oldest_version}
     return CollectState(state.next_ordinal, state.keep_rate, carried)

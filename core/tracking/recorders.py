@@ -44,7 +44,7 @@ class Moment:
 class Recorder:
     """Base of a recorder: it keeps nothing. What it returns may number rows, and never changes what they hold."""
 
-    def judged(self, group: ScoredGroup, kept: bool) -> None:
+    def filtered(self, group: ScoredGroup, kept: bool) -> None:
         """See a group of which ``keep_group`` was asked; groups come in any order."""
 
     def begin(self, batch: TrainBatch, now: Moment) -> TrainBatch:
@@ -70,19 +70,19 @@ class Recorders(Recorder):
         """Return those that the run's configuration asks for."""
         return cls([recorder(run) for recorder in extensions.functions("recorder", run.config)])
 
-    def judging(self, keep_group: Callable[[ScoredGroup], bool]) -> Callable[[ScoredGroup], bool]:
-        """Return ``keep_group`` that tells the recorders what it says."""
+    def recording_filter(self, keep_group: Callable[[ScoredGroup], bool]) -> Callable[[ScoredGroup], bool]:
+        """Return ``keep_group`` that tells the recorders what it returns."""
 
-        def judged(group: ScoredGroup) -> bool:
+        def filtered(group: ScoredGroup) -> bool:
             kept = keep_group(group)
-            self.judged(group, kept)
+            self.filtered(group, kept)
             return kept
 
-        return judged
+        return filtered
 
-    def judged(self, group: ScoredGroup, kept: bool) -> None:
+    def filtered(self, group: ScoredGroup, kept: bool) -> None:
         for one in self.each:
-            one.judged(group, kept)
+            one.filtered(group, kept)
 
     def begin(self, batch: TrainBatch, now: Moment) -> TrainBatch:
         for one in self.each:

@@ -66,7 +66,7 @@ class Simulation:
     def __init__(self, work: Workload, seed: int):
         self.work, self.seed = work, seed
         self.engine = ScriptedEngine(None, self.respond, max_concurrency=work.slots)
-        self.tokens: dict[int, int] = {}  # of every group that was judged
+        self.tokens: dict[int, int] = {}  # of every group that was filtered
 
     def respond(self, request: SampleRequest) -> list[int]:
         length = random.Random(f"length {request.seed}").lognormvariate(0, self.work.spread) * self.work.median
@@ -85,7 +85,7 @@ class Simulation:
         return ScoredGroup(Prompt(ordinal, str(ordinal), (1,), (), "", "test"), tuple(answers), scores)
 
     def outcome(self, batches: list[tuple[int, ...]], useful: set[int]) -> Outcome:
-        """``useful``: the ordinals whose answers trained or were judged and left out, once each."""
+        """``useful``: the ordinals whose answers trained or were filtered out, once each."""
         busy = sum(self.engine.busy_time())
         spent = sum(self.tokens[ordinal] for ordinal in useful)
         trained = sum(self.tokens[ordinal] for batch in batches for ordinal in batch)

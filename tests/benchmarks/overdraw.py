@@ -76,7 +76,7 @@ def simulate(work: Workload, margin: float, seed: int) -> Outcome:
         return ScoredGroup(Prompt(ordinal, str(ordinal), (1,), (), "", "test"), tuple(answers), scores)
 
     def too_few_expected(step: collecting._Step) -> bool:
-        kept = sum(isinstance(one, ScoredGroup) for ordinal, one in step.judged.items() if ordinal < step.next_to_draw)
+        kept = sum(isinstance(one, ScoredGroup) for ordinal, one in step.decided.items() if ordinal < step.next_to_draw)
         rate = max(step.keep_rate(), 0.01)
         some = len(step.in_flight)
         return kept + some * rate - margin * math.sqrt(some * rate * (1 - rate)) < step.limits.wanted

@@ -180,7 +180,7 @@ def rewards_of_others(original, groups, *given, **named):
     return batch.adding(reward=batch.reward[batch.lengths.argsort(stable=True)])
 
 
-@replaces(packing, "before")
+@replaces(packing, "predicting_tokens")
 def log_probs_shifted(original, mask_N, lengths_B):
     return mask_N
 

@@ -125,7 +125,7 @@ def record(
     rng = torch.Generator().manual_seed(seed + step)
     recorder = recorder or TraceRecorder(config, ByteTokenizer(), 4)
     if drop is not None:
-        recorder.judged(drop, False)
+        recorder.filtered(drop, False)
     groups = passing("groups", list(groups or made_groups(step, seed)))
     batch = passing("batch", recorder.begin(make_batch(groups, PAD), Moment((), StepMetrics(step), None, None)))
     noise = 1e-6 * torch.randn(batch.tokens, generator=rng)

@@ -136,7 +136,7 @@ def _replaced(meter: Meter) -> Iterator[tuple[str, Any]]:
     for method in ("padded", "adding", "rows"):
         yield f"core.types.TrainBatch.{method}", real(getattr(TrainBatch, method))
     yield "core.learner.learner.split_zero_gradient", real(learner.split_zero_gradient)
-    yield "core.learner.learner.Passes.passes", real(learner.Passes.passes)
+    yield "core.learner.learner.LearnerModel.micro_batches_of_rank", real(learner.LearnerModel.micro_batches_of_rank)
     yield "core.learner.learner.Stepper.step", step_of
     yield "core.learner.packing.Layout.forward_inputs", real(packing.Layout.forward_inputs)
     yield "core.learner.packing._by_length", packing._varlen

@@ -77,11 +77,11 @@ class TraceRecorder(Recorder):
         regular = freq > 0 and (step % freq == 0 or step in (1, self.total_steps))
         return regular or step in (self.options.steps or ())
 
-    def judged(self, group: ScoredGroup, kept: bool) -> None:
+    def filtered(self, group: ScoredGroup, kept: bool) -> None:
         """Remember the first groups that ``keep_group`` drops."""
         if not kept:
             self.dropped[group.prompt.ordinal] = group
-            while len(self.dropped) > 2:  # the next step's may be judged while this one trains
+            while len(self.dropped) > 2:  # the next step's may be dropped while this one trains
                 del self.dropped[max(self.dropped)]
 
     def begin(self, batch: TrainBatch, now: Moment) -> TrainBatch:

@@ -1,7 +1,7 @@
 """Importance correction: training on samples that another policy than the learner's drew.
 
 Samples come from an engine of its own precision, from a policy that is a step old, or from a truncated distribution.
-Written ``d = log pi_learner - log pi_rollout`` below, token by token, with the learner's weights of before the update.
+Written ``d = log pi_learner - log pi_rollout`` below, token by token, with the learner's weights before the update.
 Two remedies, alone or together (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
 training"; Liu et al. 2025, "When speed kills stability"):
 

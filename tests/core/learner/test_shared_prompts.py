@@ -14,7 +14,7 @@ from core.algorithm.losses import MetricSums
 from core.engines.hf import HFEngine
 from core.learner import learner, packing
 from core.learner.batching import make_batch
-from core.learner.learner import PADDED, Critic, MicroBatchSize, Passes, Policy, Ranks, token_log_probs
+from core.learner.learner import PADDED, Critic, LearnerModel, MicroBatchSize, Policy, Ranks, token_log_probs
 from core.learner.model_checks import rounding_cost
 from core.learner.packing import ATTENTION, Layout, SharedPrompts, can_keep_keys, can_share
 from core.types import Prompt, ScoredGroup, Stop, Trajectory
@@ -70,7 +70,7 @@ def outcome(model, batch, shared, layout=None):
     if layout or shared is None:
         inputs, shared = (layout or PADDED).forward_inputs(ids, mask, lengths, shared=shared), None
     else:
-        inputs = packing.ForwardInputs(ids, packing.before(mask, lengths), ids[mask], mask)
+        inputs = packing.ForwardInputs(ids, packing.predicting_tokens(mask, lengths), ids[mask], mask)
     log_prob, entropy = token_log_probs(model, inputs, temperature=0.7, entropy_grad=True, shared=shared)
     weights = torch.linspace(-1, 2, len(log_prob), dtype=log_prob.dtype)
     (weights @ log_prob + weights.flip(0) @ entropy).backward()
@@ -269,7 +269,7 @@ def test_bf16_of_real_width_shares_prompts_unless_sharing_is_broken(real_width, 
 
     for by, shares in ((2**-9, True), (0.5, False)):  # another kernel's rounding, and one that computes other numbers
         monkeypatch.setitem(packing.AttentionInterface._global_mapping, ATTENTION, off(by))
-        assert Passes(copy.deepcopy(model), ranks=Ranks(), layout=layout, **precision).shares == shares
+        assert LearnerModel(copy.deepcopy(model), ranks=Ranks(), layout=layout, **precision).shares == shares
 
 
 def test_what_rounding_costs_bounds_how_far_an_engine_in_bf16_is_from_the_learner(real_width):
@@ -293,5 +293,5 @@ def test_windows_and_attention_from_inside_are_not_shared(caplog):
     assert can_share(MistralForCausalLM(MistralConfig(**shape, **heads, sliding_window=None)))
     eager = tiny_model()
     eager.set_attn_implementation("eager")
-    assert not Passes(eager, ranks=Ranks()).shares and not caplog.text
-    assert Passes(tiny_model(), ranks=Ranks()).shares
+    assert not LearnerModel(eager, ranks=Ranks()).shares and not caplog.text
+    assert LearnerModel(tiny_model(), ranks=Ranks()).shares

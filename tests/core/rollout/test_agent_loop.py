@@ -398,7 +398,9 @@ def test_the_data_names_the_loop_of_an_example(tmp_path):
         make_agent_loop(config(f"{named(tmp_path, 'other')}:other"), TOKENIZER, {"nobody"}, rows)
     suits, unknown = str(error.value).splitlines()
     assert "does not suit its loop in 1 row (uid q3: no letter)" in suits
-    assert "agent_name: names an agent loop that is not among single_turn_agent, tool_agent, " in unknown
+    assert (
+        "agent_name: names an agent loop that is not among single_turn_agent, " in unknown and "tool_agent, " in unknown
+    )
     assert "uid q3: 'nobody'" in unknown and "agent_loop=path/file.py:name" in unknown
     with pytest.raises(InputError, match="tool_config_path=null"):  # the data's tool agent has no tools
         make_agent_loop(config(), TOKENIZER, {"tool_agent"}, [])

@@ -168,20 +168,22 @@ def test_nsys_marks_the_step_with_the_cuda_profiler(monkeypatch):
 @pytest.mark.parametrize(
     "settings, said",
     [
-        (["global_profiler.tool=torch"], "names no step"),
         (
             ["global_profiler.tool=torch", "global_profiler.steps=[90]", "trainer.total_training_steps=20"],
             "goes beyond",
         ),
         (["global_profiler.tool=nsys", "global_profiler.steps=[1]", "trainer.backend=local"], "trainer.backend=local"),
-        (["global_profiler.tool=torch_memory"], "must be one of torch, nsys"),
-        (["global_profiler.profile_continuous_steps=True"], "each step has its own profile"),
-        (["trainer.profile_steps=[1]"], "use global_profiler.steps"),
+        (["global_profiler.tool=memory"], "must be one of torch, nsys"),
     ],
 )
 def test_a_profile_that_cannot_be_made_is_refused(settings, said):
     (line,) = examine("grpo", ["preset=lab", *settings]).problems
     assert said in line
+
+
+def test_a_tool_without_a_step_is_warned_of():
+    (line,) = examine("grpo", ["preset=lab", "global_profiler.tool=torch"]).warnings
+    assert "names no step" in line
 
 
 def test_what_does_nothing_is_listed():

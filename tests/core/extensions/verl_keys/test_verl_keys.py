@@ -158,6 +158,13 @@ def test_an_earlier_name_of_a_key_sets_it():
     assert not composed.problems and composed.config.algorithm.rollout_correction.bypass_mode
 
 
+def test_keys_of_profiles_are_read_or_have_no_effect():
+    steps = examine("grpo", ["preset=lab", "trainer.backend=ray", "trainer.profile_steps=[1]"])
+    assert not steps.problems and steps.config.global_profiler.steps == (1,)
+    every = "global_profiler.profile_continuous_steps"
+    assert every in examine("grpo", ["preset=lab", f"{every}=True"]).unused
+
+
 def test_defaults_of_older_versions_that_a_line_relied_on_are_said():
     (entropy, kl) = examine("ppo", [f"{ACTOR}.fsdp_config.grad_offload=False"]).warnings
     assert "0.001 was verl's default up to 0.3" in entropy and "took the KL off the reward" in kl
