@@ -130,15 +130,15 @@ def verify(folder: Path, *, hashes: bool = True) -> Checkpoint:
         InputError: written by a later version of this code.
     """
     body = _read_manifest(folder)
-    for name, wanted in body["files"].items():
+    for name, recorded in body["files"].items():
         try:
             size = inside(folder, name, folder / MANIFEST).stat().st_size
         except OSError as error:
             raise DamagedCheckpoint(f"{folder}: {name} is missing ({error.strerror})") from error
         except InputError as error:
             raise DamagedCheckpoint(str(error)) from error
-        if size != wanted["bytes"]:
-            raise DamagedCheckpoint(f"{folder}: {name} has {size} bytes, the manifest says {wanted['bytes']}")
+        if size != recorded["bytes"]:
+            raise DamagedCheckpoint(f"{folder}: {name} has {size} bytes, the manifest says {recorded['bytes']}")
     if hashes:
         for name, digest in _hash_all(folder, body["files"]).items():
             if digest != body["files"][name]["sha256"]:

@@ -159,8 +159,8 @@ class LocalWorkers:
             compare_weights(sent.sums, proof.sums)
             self.sent = proof.sums
         expected = probe_log_probs(self.actor)
-        found = self.engine.probe(probe_ids(self.actor.module.config.get_text_config().vocab_size))
-        return {"rollout_corr/probe_diff": compare_probe(expected, found, **self.probing)}
+        log_probs = self.engine.probe(probe_ids(self.actor.module.config.get_text_config().vocab_size))
+        return {"rollout_corr/probe_diff": compare_probe(expected, log_probs, **self.probing)}
 
     def rounding_cost(self, token_ids: Sequence[int]) -> float:
         self.engine.sleep()

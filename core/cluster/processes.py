@@ -196,8 +196,8 @@ class EngineProcess(Process):
         torch.set_num_threads(self.threads)
         model = self.config.actor_rollout_ref.model
         tokenizer = load_tokenizer(model)
-        given = None if reads_weights else lambda: load_policy(model).to(self.device)
-        self.engine = make_engine(self.config, given, tokenizer, self.device)
+        load = None if reads_weights else lambda: load_policy(model).to(self.device)
+        self.engine = make_engine(self.config, load, tokenizer, self.device)
 
     async def sample(self, requests: Sequence[tuple[int, SampleRequest]]):
         """Yield lists of (key, trajectory or exception), each as soon as it holds something."""

@@ -119,8 +119,8 @@ def connect(config: Config, device: torch.device) -> None:
         if "working_dir" not in environment:
             path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
             ours = {"PYTHONPATH": path, FOLDER: os.getcwd()}
-            given = {name: str(value) for name, value in environment.get("env_vars", {}).items()}
-            environment["env_vars"] = {**ours, **given}
+            variables = {name: str(value) for name, value in environment.get("env_vars", {}).items()}
+            environment["env_vars"] = {**ours, **variables}
     try:
         with kept_from_children():
             ray.init(**{"logging_level": logging.WARNING, **options})
@@ -258,9 +258,9 @@ class RayProcesses:
 
     def _place(self, group: Any, index: int, gpus: int) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-        given = gpus if self.device.type == "cuda" else 0
+        gpus_each = gpus if self.device.type == "cuda" else 0
         profiler = runtime_env(self.config.global_profiler)
-        return {"scheduling_strategy": strategy, "num_cpus": 0.5, "num_gpus": given, **profiler}
+        return {"scheduling_strategy": strategy, "num_cpus": 0.5, "num_gpus": gpus_each, **profiler}
 
     def _start_reward_model(self) -> RayRewardModel:
         """Start the reward model, on GPUs of its own where there are any: it works while the engines decode."""

@@ -41,8 +41,8 @@ class Watch:
 
     def call(self, phase: str, method: str, arguments: dict[str, tuple]) -> list[Any]:
         """Call the method of the actors with these names and wait for the results."""
-        for given in arguments.values() if self.traffic else ():
-            self.traffic.send(phase, *given)
+        for argument in arguments.values() if self.traffic else ():
+            self.traffic.send(phase, *argument)
         return self.wait(phase, {name: getattr(self.actors[name], method).remote(*a) for name, a in arguments.items()})
 
     def wait(self, phase: str, calls: dict[str, ray.ObjectRef], *, alone: bool = False) -> list[Any]:

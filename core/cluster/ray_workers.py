@@ -76,8 +76,8 @@ class RayWorkers(RayProcesses):
         return self._update("update_actor", mini_batches, reads, only_advantages_train(part), lr_multiplier, part)
 
     def traced(self, rows: Collection[int] | None) -> TracedRows:
-        wanted = None if rows is None else tuple(rows)
-        return TracedRows.merged(self._each("trace", "traced", [(wanted,)] * self.ranks))
+        numbers = None if rows is None else tuple(rows)
+        return TracedRows.merged(self._each("trace", "traced", [(numbers,)] * self.ranks))
 
     def update_critic(self, batch: TrainBatch, lr_multiplier: float) -> dict[str, float]:
         mini_batches = self.critic_mini_batches(batch)

@@ -30,8 +30,8 @@ def handling(
 
     A SIGHUP that is ignored stays so: ``nohup`` asks for it.
     """
-    wanted = [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in wanted}
+    handled = [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in handled}
     try:
         yield
     finally:

@@ -77,11 +77,11 @@ def examine(
 
 def _logins(config: Config) -> Iterator[Problem]:
     """Yield the URLs that hold a login: a URL is a name, which is recorded, printed and compared."""
-    told = set()  # other keys follow one that names a model
+    reported = set()  # other keys follow one that names a model
     for key, value in convert.flat(config).items():
         for name, text in _texts(key, value):
-            if text not in told and (login := login_in(text)) is not None:
-                told.add(text)
+            if text not in reported and (login := login_in(text)) is not None:
+                reported.add(text)
                 yield Problem(
                     name, redacted(text), f"holds a login ({login}), and is recorded", _fix(key, type(config))
                 )

@@ -39,13 +39,13 @@ NAMES_CODE: Mapping[str, Callable[[str, Any], bool]] = {
 def table() -> dict[str, str]:
     """Return key -> kind, of the core's keys and those of recipes."""
     tables = [read_table(Path(__file__).with_name(FILE)), *extensions.tables(FILE)]
-    tables += [found for recipe, _ in recipes.extended() if (found := recipes.table(recipe, FILE)) is not None]
+    tables += [entries for recipe, _ in recipes.extended() if (entries := recipes.table(recipe, FILE)) is not None]
     return {key: kind for one in tables for key, kind in roles.entries(one)}
 
 
 def named(config: Config) -> dict[str, Any]:
     """Return flat key -> value of all that names code in a configuration; of a mapping each value that does."""
-    found, default = {}, type(config)()
+    named_code, default = {}, type(config)()
     for key, value in convert.flat(config).items():
         # A key that the table lacks: a number or a choice among names cannot, anything else counts as naming code
         free = isinstance(value, str | Mapping | tuple) and not is_choice(convert.all_keys(type(config))[key])
@@ -53,8 +53,8 @@ def named(config: Config) -> dict[str, Any]:
         usual = dict(_values(key, convert.get(default, key)))
         for name, one in _values(key, value):
             if one != usual.get(name) and any(NAMES_CODE[kind](*item) for item in _items(name.rpartition(".")[2], one)):
-                found[name] = thaw(one)
-    return found
+                named_code[name] = thaw(one)
+    return named_code
 
 
 def _values(key: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -89,15 +89,15 @@ def refuse(
 
     Raises InputError: the artefact, the keys, and what to append to the command.
     """
-    found = {key: value for key, value in named(config).items() if not key.startswith(tuple(unread))}
+    unnamed = {key: value for key, value in named(config).items() if not key.startswith(tuple(unread))}
     presets = sorted(path.stem for path in (recipes.folder(recipe) / PRESET).glob("*.yaml"))
     for texts in (overrides, *([f"{PRESET}={name}"] for name in presets)):
-        if found:
+        if unnamed:
             allowed = named(examine(recipe, texts).config)
-            found = {key: value for key, value in found.items() if key not in allowed or allowed[key] != value}
-    if found:
-        append = " ".join(shlex.quote(f"{key}={show(value)}") for key, value in found.items())
+            unnamed = {key: value for key, value in unnamed.items() if key not in allowed or allowed[key] != value}
+    if unnamed:
+        append = " ".join(shlex.quote(f"{key}={show(value)}") for key, value in unnamed.items())
         raise InputError(
-            f"{artefact}: its settings name code that would run here: {', '.join(found)}. They may come from anybody, "
-            f"and code is named on the command line alone. If you trust that code, append {append}"
+            f"{artefact}: its settings name code that would run here: {', '.join(unnamed)}. They may come from "
+            f"anybody, and code is named on the command line alone. If you trust that code, append {append}"
         )

@@ -117,17 +117,17 @@ def _override(parser: OverridesParser, text: str, schema: type[Config]) -> tuple
         raise _Unreadable("cannot be read; write key=value")
     try:
         override = parser.parse_override(text)
-        found = override, override.value()
+        parsed = override, override.value()
     except _PARSER_ERRORS as error:
-        found = _with_key(parser, key, schema), value
+        parsed = _with_key(parser, key, schema), value
         # ~/data, a=b: plain text with a character of Hydra's
         if not isinstance(error, HydraException) or not value or value[0] in "[{'\"" or "$" in value:
             reason = brief(str(error).split("\n")[0])
             fix = f"quote text: {brief(key)}=\"'...'\", and each text in a list"
             raise _Unreadable(f"cannot be read ({reason}); {fix}") from None
-    if not found[0].key_or_group:
+    if not parsed[0].key_or_group:
         raise _Unreadable(_NO_KEY)
-    return found
+    return parsed
 
 
 _NO_KEY = "does not begin with a key, which is names joined by single dots; write key=value"
@@ -300,16 +300,16 @@ def _run_name(untyped: DictConfig, layers: Layers, preset: DictConfig) -> str | 
     the typed preset holds.
     """
     typed, scripts = dict(layers.values), dict(layers.script_values).get(NAME)
-    given = scripts or _raw(untyped, NAME)
+    name = scripts or _raw(untyped, NAME)
     foreign = layers.presets[-1:] if layers.presets[-1:] != layers.script_presets[-1:] else []
     if not scripts and _raw(preset, NAME) is not None:  # the preset itself names its runs
         foreign = []
-    if NAME in typed or not isinstance(given or "", str) or not given and not foreign:
+    if NAME in typed or not isinstance(name or "", str) or not name and not foreign:
         return None
     untyped_model = _raw(untyped, MODEL) or layers.schema().actor_rollout_ref.model.path
     model = typed.get(MODEL, untyped_model)
-    base = given.removesuffix(OF_SEED) if given else _word(model)
-    parts = [base, *foreign, *([_word(model)] if given and model != untyped_model else [])]
+    base = name.removesuffix(OF_SEED) if name else _word(model)
+    parts = [base, *foreign, *([_word(model)] if name and model != untyped_model else [])]
     return "-".join(filter(None, parts)) + ("" if "${trainer.seed}" in base else OF_SEED)
 
 
@@ -376,9 +376,9 @@ def _preset(folder: Path, layers: Layers) -> str | None:
 
 def _folders(layers: Layers) -> list[Path]:
     """Return where a file and its config groups are looked for: --config-path, the recipe's, those of extensions."""
-    own, given = recipes.folder(layers.recipe), layers.options.get("path")
-    here = Path(given or ".").expanduser()
-    return [*([here if here.is_dir() else own.parent / here] if given else []), own, *extensions.config_folders()]
+    own, requested = recipes.folder(layers.recipe), layers.options.get("path")
+    here = Path(requested or ".").expanduser()
+    return [*([here if here.is_dir() else own.parent / here] if requested else []), own, *extensions.config_folders()]
 
 
 def _own_file(layers: Layers) -> DictConfig:
@@ -408,10 +408,10 @@ def _own_file(layers: Layers) -> DictConfig:
     for key, value in leaves:
         _set(key, value, layers)
     ours, layers.values = layers.values, typed
-    found = OmegaConf.create({})
+    file_keys = OmegaConf.create({})
     for key, value in ours:
-        _put(found, key, value, layers.problems)
-    return found
+        _put(file_keys, key, value, layers.problems)
+    return file_keys
 
 
 def _items(value: Any) -> Iterator[Any]:
@@ -441,19 +441,19 @@ _REFERENCE = re.compile(r"(?<!\\)\$\{\s*([\w.]+)\s*\}")
 
 def _resolved(node: DictConfig, raw: Mapping[str, Any], prefix: str, problems: list[Problem | str]) -> dict[str, Any]:
     """Return the node as plain values. One that cannot be resolved is left out, and so keeps its default."""
-    found = {}
+    resolved = {}
     for name, value in raw.items():
         key = f"{prefix}{name}"
         if not _refers(value):
-            found[name] = value
+            resolved[name] = value
         elif isinstance(value, Mapping):
-            found[name] = _resolved(node[name], value, f"{key}.", problems)
+            resolved[name] = _resolved(node[name], value, f"{key}.", problems)
         else:
             try:
-                found[name] = _value(node, name, value)
+                resolved[name] = _value(node, name, value)
             except _Unresolved as error:
                 problems.append(Problem(key, value, *error.args))
-    return found
+    return resolved
 
 
 class _Unresolved(ValueError):

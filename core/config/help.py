@@ -114,7 +114,7 @@ def entries(recipe: str, overrides: Sequence[str] = (), hooks: Collection[str] =
     config = resolve(plain, recipe)
     reasons = rules.reasons(View(config, layers.given, hooks, recipe), convert.all_keys(schema))
     sections = {"": schema, **convert.sections(schema)}
-    found = []
+    listed = []
     for key, hint in convert.all_keys(schema).items():
         parts = key.split(".")
         above = [
@@ -123,18 +123,18 @@ def entries(recipe: str, overrides: Sequence[str] = (), hooks: Collection[str] =
         comments = [field_comments(sections[section]).get(name) for section, name in above]
         comment = ". ".join(text[0].upper() + text[1:] for text in comments if text)
         default, resolved = convert.get(plain, key), convert.get(config, key)
-        found.append(Entry(key, type_text(hint), comment, default, resolved, reasons.get(key, "")))
-    return found
+        listed.append(Entry(key, type_text(hint), comment, default, resolved, reasons.get(key, "")))
+    return listed
 
 
 def presets(recipe: str) -> dict[str, str]:
     """Return preset -> the first sentence of its file's comment."""
-    found = {}
+    by_name = {}
     for path in sorted((recipes.folder(recipe) / composition.PRESET).glob("*.yaml")):
         lines = path.read_text(encoding="utf-8").splitlines()
         comment = " ".join(line.lstrip("# ") for line in lines if line.startswith("#") and "@package" not in line)
-        found[path.stem] = re.split(r"(?<=[a-z)\]]\.) (?=[A-Z])", comment)[0]
-    return found
+        by_name[path.stem] = re.split(r"(?<=[a-z)\]]\.) (?=[A-Z])", comment)[0]
+    return by_name
 
 
 # --- what is printed ---
@@ -142,10 +142,10 @@ def presets(recipe: str) -> dict[str, str]:
 
 def shown(recipe: str, overrides: Sequence[str], words: Sequence[str], hooks: Collection[str] = ()) -> tuple[str, bool]:
     """Return the text of ``--help`` and whether anything was found. ``words`` are searched for, all of them."""
-    found = entries(recipe, overrides, hooks)
+    listed = entries(recipe, overrides, hooks)
     if not words:
-        return "\n".join([*_usage(recipe), *_listed(found)]), True
-    hits = [entry for entry in found if _matches(words, f"{entry.key} {entry.comment} {entry.type}")]
+        return "\n".join([*_usage(recipe), *_listed(listed)]), True
+    hits = [entry for entry in listed if _matches(words, f"{entry.key} {entry.comment} {entry.type}")]
     others = [(key, text) for key, text in asked("other_names", recipe) or () if _matches(words, f"{key} {text}")]
     lines = _listed(hits, reasons=True)
     if others:
@@ -153,7 +153,7 @@ def shown(recipe: str, overrides: Sequence[str], words: Sequence[str], hooks: Co
         lines += [line for key, text in others for line in _item(key, text)]
     if lines:
         return "\n".join(lines), True
-    return _nothing(" ".join(words), [entry.key for entry in found]), False
+    return _nothing(" ".join(words), [entry.key for entry in listed]), False
 
 
 def _matches(words: Sequence[str], text: str) -> bool:
@@ -187,10 +187,10 @@ def _item(head: str, text: str, margin: str = "") -> list[str]:
     ]
 
 
-def _listed(found: Sequence[Entry], reasons: bool = False) -> list[str]:
+def _listed(entries: Sequence[Entry], reasons: bool = False) -> list[str]:
     """Return the lines of these keys. A reason why a key does nothing is shown only where few are listed."""
-    told = found if reasons else [replace(entry, unused="") for entry in found]
-    return [line for entry in told for line in _item(f"{entry.key}={show(entry.default, entry.key)}", entry.text)]
+    shown = entries if reasons else [replace(entry, unused="") for entry in entries]
+    return [line for entry in shown for line in _item(f"{entry.key}={show(entry.default, entry.key)}", entry.text)]
 
 
 def _usage(recipe: str) -> list[str]:

@@ -26,10 +26,10 @@ def is_local(model: str) -> bool:
 
 def run_folder(config: Config) -> Path:
     """Return the run's folder on this machine: of a URL ``outputs/remote/<protocol>/<its path>``."""
-    given = config.trainer.default_local_dir
-    if not is_url(given):
-        return Path(given)
-    protocol, _, path = given.partition("://")
+    folder = config.trainer.default_local_dir
+    if not is_url(folder):
+        return Path(folder)
+    protocol, _, path = folder.partition("://")
     return Path("outputs", "remote", protocol, *(part for part in path.split("/") if part not in ("", ".", "..")))
 
 
@@ -87,16 +87,16 @@ def missing(config: Config, among: frozenset[str] | None = None) -> list[Problem
 
     Of a URL the driver has to be there. Where ``among`` is not given, so that a run begins, it is looked up too.
     """
-    found: list[Problem] = []
+    problems: list[Problem] = []
     written = [(key, path) for key in WRITTEN if (path := convert.get(config, key))]
     for key, path in dict.fromkeys([*named(config), *written]):
         if is_url(path):
-            found += _url_problems(key, path, look=among is None)
+            problems += _url_problems(key, path, look=among is None)
         elif key in WRITTEN or among is not None and key not in among:
             continue
         elif not os.path.exists(_absolute(path)):
-            found.append(Problem(key, path, f"does not exist (looked for {_absolute(path)})", _where_from(key)))
-    return found
+            problems.append(Problem(key, path, f"does not exist (looked for {_absolute(path)})", _where_from(key)))
+    return problems
 
 
 def _url_problems(key: str, url: str, look: bool) -> Iterator[Problem]:
@@ -152,7 +152,7 @@ def checked_at_start(config: Config) -> list[str]:
 
 
 def _set_paths(config: Config) -> set[str]:
-    found = {"custom_reward_function.path"} if config.custom_reward_function.path else set()
+    keys = {"custom_reward_function.path"} if config.custom_reward_function.path else set()
     if _own_manager(config) and config.reward_model.module.path:
-        found.add("reward_model.module.path")
-    return found
+        keys.add("reward_model.module.path")
+    return keys

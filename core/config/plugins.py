@@ -26,15 +26,15 @@ def registering(key: str, known: Mapping[str, Any], name: str) -> Callable[[Any]
     Raises InputError for a name that is the table's (``known``), another module's, or no identifier.
     """
 
-    def register(made: Any) -> Any:
+    def register(target: Any) -> Any:
         names = _REGISTERED.setdefault(key, {})
-        holder = "core.config.registry" if name in known else getattr(names.get(name), "__module__", made.__module__)
-        if holder != made.__module__:
-            raise InputError(f"{key}: {made.__module__} registers {name!r}, a name of {holder}; choose another")
+        holder = "core.config.registry" if name in known else getattr(names.get(name), "__module__", target.__module__)
+        if holder != target.__module__:
+            raise InputError(f"{key}: {target.__module__} registers {name!r}, a name of {holder}; choose another")
         if not name.isidentifier():
-            raise InputError(f"{key}: {made.__module__} registers {name!r}; a name has letters, digits and _ alone")
-        names[name] = made
-        return made
+            raise InputError(f"{key}: {target.__module__} registers {name!r}; a name has letters, digits and _ alone")
+        names[name] = target
+        return target
 
     return register
 

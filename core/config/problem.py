@@ -21,8 +21,8 @@ class Problem:
     fix: str = ""
 
     def __str__(self) -> str:
-        told = f"{self.key}={brief(show(self.value, self.key))}: {redacted_text(self.rule)}"
-        return one_line(told + (f"; {self.fix}" if self.fix else ""))
+        text = f"{self.key}={brief(show(self.value, self.key))}: {redacted_text(self.rule)}"
+        return one_line(text + (f"; {self.fix}" if self.fix else ""))
 
 
 def show(value: Any, key: str = "") -> str:

@@ -83,10 +83,10 @@ def trainer_of(recipe: str) -> tuple[str | None, tuple[str, ...]]:
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "launch.main"]
     try:
         (call,) = calls
-        given = {
+        keywords = {
             one.arg: named[one.value.id] if isinstance(one.value, ast.Name) else one.value for one in call.keywords
         }
-        values = {name: ast.literal_eval(value) for name, value in given.items()}
+        values = {name: ast.literal_eval(value) for name, value in keywords.items()}
     except (KeyError, ValueError) as error:
         raise InputError(
             f"{path}: no launch.main(...) whose trainer= and hooks= are plain texts; write them so"

@@ -53,13 +53,13 @@ def unknown(name: str, known: Sequence[str]) -> Problem:
 
 def departures(row: Mapping[str, Any], recipe: str, flat: Mapping[str, Any]) -> list[Departure]:
     """Return what differs from the row, in the row's order. ``flat`` is a configuration as flat key -> value."""
-    found = [] if recipe == row["recipe"] else [Departure("the recipe", recipe, row["recipe"])]
+    departed = [] if recipe == row["recipe"] else [Departure("the recipe", recipe, row["recipe"])]
     allowed = {(one["key"], _plain(one["here"])): one["why"] for one in row.get("departures", ()) if "key" in one}
     for key, there in {MODEL: row["model"], **row.get("settings", {})}.items():
         here = flat.get(key)
         if _plain(here) != _plain(there):
-            found.append(Departure(key, here, there, allowed.get((key, _plain(here)))))
-    return found
+            departed.append(Departure(key, here, there, allowed.get((key, _plain(here)))))
+    return departed
 
 
 def check(recipe: str, config: Config, path: Path = TABLE) -> tuple[list[Problem], list[str]]:

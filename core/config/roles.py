@@ -37,16 +37,16 @@ def entries(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def table() -> dict[str, str]:
     """Return key -> role, of the core's keys and those of recipes."""
     tables = [read_table(Path(__file__).with_name(FILE)), *extensions.tables(FILE)]
-    tables += [found for recipe, _ in recipes.extended() if (found := recipes.table(recipe, FILE)) is not None]
+    tables += [added for recipe, _ in recipes.extended() if (added := recipes.table(recipe, FILE)) is not None]
     return {key: role for one in tables for key, role in entries(one)}
 
 
 def role_of(key: str) -> str:
     """Return the role of a flat key, or of one inside a user's own mapping; objective where the table lacks it."""
-    found, parts = table(), key.split(".")
+    roles, parts = table(), key.split(".")
     above = (".".join(parts[:depth]) for depth in range(len(parts), 0, -1))
     for name in above:
-        if role := found.get(name) or found.get(f"{name.rpartition('.')[0]}.{ALL}"):
+        if role := roles.get(name) or roles.get(f"{name.rpartition('.')[0]}.{ALL}"):
             return role
     return OBJECTIVE
 
@@ -60,12 +60,12 @@ def completed(values: Mapping[str, Any], schema: type[Config], recipe: str = "")
     """
     problems: list[Problem] = []
     config = resolve(validated(schema, _nested(values), problems), recipe)
-    found, others = convert.as_json(config), _defaults()
+    complete, others = convert.as_json(config), _defaults()
     for problem in problems:
         for key, value in _leaves(problem.key, problem.value, others):
             if key not in others or others[key] != value:
-                found[key] = value
-    return found
+                complete[key] = value
+    return complete
 
 
 def schema_for(values: Mapping[str, Any]) -> type[Config]:
@@ -78,11 +78,11 @@ def schema_for(values: Mapping[str, Any]) -> type[Config]:
 @functools.cache
 def _defaults() -> dict[str, Any]:
     """Return flat key -> default, of every recipe's own keys."""
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for _, module in recipes.extended():
         core = convert.all_keys(Config)
-        found |= {key: value for key, value in convert.as_json(module.SCHEMA()).items() if key not in core}
-    return found
+        defaults |= {key: value for key, value in convert.as_json(module.SCHEMA()).items() if key not in core}
+    return defaults
 
 
 def _leaves(key: str, value: Any, known: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

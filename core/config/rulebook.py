@@ -82,13 +82,13 @@ def _broken(rule: Callable[[View], Broken], view: View) -> Iterator[Problem]:
 def reasons(books: Iterable[RuleBook], view: View, keys: Iterable[str]) -> dict[str, str]:
     """Return key -> why it does nothing, for those of ``keys`` that do nothing. The first reason that fits is given."""
     active = [one for book in books for rule in book.unused_keys for one in rule(view)]
-    found = {}
+    reasons_by_key = {}
     for key in keys:
         for patterns, reason in active:
             if _fits(key, patterns):
-                found[key] = reason
+                reasons_by_key[key] = reason
                 break
-    return found
+    return reasons_by_key
 
 
 @functools.cache  # hundreds of keys and patterns, and the same ones for every configuration

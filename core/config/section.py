@@ -53,8 +53,8 @@ class Section(BaseModel):
 @functools.cache
 def hints(section: type[Section]) -> dict[str, Any]:
     """Return field name -> type, of one section, in the order of its definition."""
-    found = get_type_hints(section, include_extras=True)
-    return {name: found[name] for name in section.model_fields}
+    types = get_type_hints(section, include_extras=True)
+    return {name: types[name] for name in section.model_fields}
 
 
 def is_section(hint: Any) -> bool:

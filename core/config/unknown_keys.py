@@ -80,16 +80,16 @@ def nearest(key: str, known: Iterable[str]) -> str | None:
     ends = [other for other in known if other.endswith(f".{key}")]
     if len(ends) == 1:
         return ends[0]
-    parts, found = key.split("."), {}
+    parts, candidates = key.split("."), {}
     for other in known:
         pairs = list(zip(parts, other.split("."), strict=False))
         differing = [pair for pair in pairs if pair[0] != pair[1]]
         if other.count(".") == key.count(".") and len(differing) == 1:
             name, near = differing[0]
             if _of_validation(name) == _of_validation(near):  # what is typed for one is never the other's
-                found[other] = difflib.SequenceMatcher(None, name, near).ratio()
-    best = max(found, key=lambda other: found[other], default=None)
-    return best if best is not None and found[best] > SIMILAR else None
+                candidates[other] = difflib.SequenceMatcher(None, name, near).ratio()
+    best = max(candidates, key=lambda other: candidates[other], default=None)
+    return best if best is not None and candidates[best] > SIMILAR else None
 
 
 def _of_validation(name: str) -> bool:

@@ -85,7 +85,7 @@ class View:
 
     def gives(self, key: str) -> bool:
         """Return whether an override set the key, or one inside it."""
-        return any(given == key or given.startswith(f"{key}.") for given in self.given)
+        return any(prefix == key or prefix.startswith(f"{key}.") for prefix in self.given)
 
     # --- entries of the tables ---
 
@@ -205,8 +205,8 @@ class View:
     @property
     def unknown_hf_options(self) -> set[str]:
         """Options for the hf engine that it lacks."""
-        given = self.rollout.engine_kwargs.get("hf") or {}
-        return set(given if isinstance(given, Mapping) else [str(given)]) - set(self.HF_OPTIONS)
+        options = self.rollout.engine_kwargs.get("hf") or {}
+        return set(options if isinstance(options, Mapping) else [str(options)]) - set(self.HF_OPTIONS)
 
     @property
     def sglang_url(self) -> str | None:

@@ -53,7 +53,7 @@ def reply_frame(render: Render, role: str, count: int = 1, before: str = "") -> 
 
     def behind(text: str) -> str:
         chat = [*asked, *({"role": role, "content": before + text} for _ in range(count))]
-        found, mark, after = rendered(render, chat, add_generation_prompt=True).partition(MARK)
+        head, mark, after = rendered(render, chat, add_generation_prompt=True).partition(MARK)
         if not mark:
             raise ChatError("it drops the text of an assistant's message")
         return after
@@ -71,13 +71,13 @@ def reply_frame(render: Render, role: str, count: int = 1, before: str = "") -> 
 
 def dropped_roles(render: Render, chat: Sequence[Message], **arguments: Any) -> list[str]:
     """Return the roles of a chat whose text the template leaves out of what it renders."""
-    found = []
+    dropped = []
     for number, message in enumerate(chat):
-        if isinstance(message.get("content"), str) and message["role"] not in found:
+        if isinstance(message.get("content"), str) and message["role"] not in dropped:
             marked = [*chat[:number], {**message, "content": MARK}, *chat[number + 1 :]]
             if MARK not in rendered(render, marked, **arguments):
-                found.append(message["role"])
-    return found
+                dropped.append(message["role"])
+    return dropped
 
 
 def written_behind(tokenizer: Any, kwargs: Mapping[str, Any], role: str | None = None) -> str:

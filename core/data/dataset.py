@@ -96,8 +96,8 @@ class Encoder:
             indices = [index for index, prompt in enumerate(prompts) if isinstance(prompt, str) == plain]
             texts = [prompts[index] if plain else self.render(prompts[index], **arguments) for index in indices]
             # A template writes its special tokens itself: none are added to a chat.
-            found = self.tokenizer(texts, add_special_tokens=plain)["input_ids"] if texts else []
-            for index, value in zip(indices, found, strict=True):
+            encoded = self.tokenizer(texts, add_special_tokens=plain)["input_ids"] if texts else []
+            for index, value in zip(indices, encoded, strict=True):
                 # Some tokenizers append an EOS to a plain string: the policy would have to write after its end.
                 ends = plain and value and value[-1] == self.tokenizer.eos_token_id
                 ids[index] = value[:-1] if ends else value
@@ -128,13 +128,13 @@ class Encoder:
 
         A template or a plain string opens one by ending with it, a begun answer by beginning with it.
         """
-        found = _OPENED_AT_THE_END.search(self.tokenizer.decode(list(ids[-TAG_TOKENS:])))
-        if found is None and not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
+        match = _OPENED_AT_THE_END.search(self.tokenizer.decode(list(ids[-TAG_TOKENS:])))
+        if match is None and not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
             begun = prompt[-1].get("content") or ""
-            found = _OPENED_AT_THE_START.match(begun)
-            if found is not None and f"</{found[1]}>" in begun:
+            match = _OPENED_AT_THE_START.match(begun)
+            if match is not None and f"</{match[1]}>" in begun:
                 return None
-        return f"<{found[1]}>" if found else None
+        return f"<{match[1]}>" if match else None
 
     def dropped_role(self, worded: Worded) -> str | None:
         """Return a role of the chat whose text the template leaves out, without a word; None where there is none."""
@@ -344,12 +344,12 @@ def _measure(
     signed = {key: array("q") for key in ("number", "length", "source")}
     hashed = {key: array("Q") for key in ("content", "name")}
     sources: dict[str, int] = {}
-    told = False
+    warned = False
     examples = file.examples(problems, numbers)
     while batch := list(islice(examples, MEASURED_TOGETHER)):
         worded = [word(example) for example in batch]
         _add_lengths(batch, worded, encoder, lengths)
-        told |= any(one.tools for one in worded)
+        warned |= any(one.tools for one in worded)
         for example, one in zip(batch, worded, strict=True):
             length = lengths[example.prompt_hash, one.tools]
             if isinstance(length, Unreadable):
@@ -367,7 +367,7 @@ def _measure(
                 hashed["name"].append(int(example.name_hash, 16))
     columns = {key: np.array(values, dtype=np.int64) for key, values in signed.items()}
     columns |= {key: np.array(values, dtype=np.uint64) for key, values in hashed.items()}
-    return Measured(sources=tuple(sources), told=" with its tools' schemas" if told else "", **columns)
+    return Measured(sources=tuple(sources), told=" with its tools' schemas" if warned else "", **columns)
 
 
 def _add_lengths(examples: list[Example], worded: list[Worded], encoder: Encoder, lengths: Lengths) -> None:
@@ -379,24 +379,24 @@ def _add_lengths(examples: list[Example], worded: list[Worded], encoder: Encoder
             lengths[key] = Unreadable("the chat template leaves out the text of a message", CHAT_FIX, f"role {role}")
         elif key not in lengths:
             new[one.tools][example.prompt_hash] = example, one
-    for tools, found in new.items():
-        _add_alike(tools, found, encoder, lengths)
+    for tools, measured in new.items():
+        _add_alike(tools, measured, encoder, lengths)
 
 
 def _add_alike(
-    tools: tuple[str, ...], found: Mapping[str, tuple[Example, Worded]], encoder: Encoder, lengths: Lengths
+    tools: tuple[str, ...], measured: Mapping[str, tuple[Example, Worded]], encoder: Encoder, lengths: Lengths
 ) -> None:
     """Add the lengths of prompts that tell of the same tools, in one call where none is refused or has media."""
-    keys = [(key, tools) for key in found]
+    keys = [(key, tools) for key in measured]
     try:
-        if not encoder.modality.reads_media and not any(example.media for example, _ in found.values()):
-            pairs = list(found.values())
+        if not encoder.modality.reads_media and not any(example.media for example, _ in measured.values()):
+            pairs = list(measured.values())
             prompts, arguments = [one.prompt for _, one in pairs], pairs[0][1].arguments
             lengths.update(zip(keys, map(len, encoder.encode(prompts, **arguments)), strict=True))
             return
     except ChatError:
         pass  # the one that is refused is found below
-    for key, (example, one) in zip(keys, found.values(), strict=True):
+    for key, (example, one) in zip(keys, measured.values(), strict=True):
         try:
             lengths[key] = len(encoder.encode_example(example, one, decode=True)[0])
         except ChatError as error:

@@ -56,13 +56,13 @@ class Problems:
             entries.append(f"{row}: {value}" if value else str(row))
 
     def lines(self) -> list[str]:
-        found = []
+        lines = []
         for (where, rule, fix), rows in self.found.items():
             more = f" and {len(rows) - self.shown} more" if len(rows) > self.shown else ""
             noun = "row" if len(rows) == 1 else "rows"
             which = f" in {len(rows)} {noun} ({', '.join(rows[: self.shown])}{more})" if rows else ""
-            found.append(f"{where}: {rule}{which}; {fix}")
-        return found
+            lines.append(f"{where}: {rule}{which}; {fix}")
+        return lines
 
     def raise_if_any(self) -> None:
         if self.found:
@@ -169,28 +169,28 @@ class ExampleFile:
         Those that break the schema are left out and added to ``problems``. A start reads its examples twice, and runs
         that share a process read the same files: those of a small file are kept and shared, so change none of them.
         """
-        if (kept := _kept.get(self._key)) is not None:
-            yield from kept if numbers is None else (kept[number] for number in numbers)
+        if (cached := _kept.get(self._key)) is not None:
+            yield from cached if numbers is None else (cached[number] for number in numbers)
             return
         small = len(self) <= KEPT_EXAMPLES and not self._media
-        found = []
+        examples = []
         for example in self._read(problems, numbers, batch):
             if small:
-                found.append(example)
+                examples.append(example)
             yield example
-        if len(found) == len(self):  # all were asked for, and none breaks the schema
+        if len(examples) == len(self):  # all were asked for, and none breaks the schema
             while len(_kept) >= KEPT_FILES:
                 del _kept[next(iter(_kept))]
-            _kept[self._key] = found
+            _kept[self._key] = examples
 
     def _read(self, problems: Problems, numbers: np.ndarray | None, batch: int) -> Iterator[Example]:
         for start in range(0, len(self), batch):
             part = self._table.slice(start, batch)
-            wanted = np.arange(start, start + len(part))
+            indices = np.arange(start, start + len(part))
             if numbers is not None:
-                wanted = numbers[np.searchsorted(numbers, start) : np.searchsorted(numbers, start + batch)]
-                part = part.take(_indices(wanted - start))
-            for number, raw in zip(wanted, part.to_pylist(), strict=True):
+                indices = numbers[np.searchsorted(numbers, start) : np.searchsorted(numbers, start + batch)]
+                part = part.take(_indices(indices - start))
+            for number, raw in zip(indices, part.to_pylist(), strict=True):
                 example = self._checked(raw, int(number), problems)
                 if example is not None:
                     yield example
@@ -263,20 +263,20 @@ def _read_table(where: str, path: Path, prompt_key: str, reward_fn_key: str, med
 
     where = where if is_url(where) else str(path)
     if not path.is_file():
-        found = "is a folder" if path.is_dir() else "does not exist"
-        raise InputError([f"{where}: the parquet file {found}; {MAKE_ONE}"])
+        rule = "is a folder" if path.is_dir() else "does not exist"
+        raise InputError([f"{where}: the parquet file {rule}; {MAKE_ONE}"])
     if what := damage(path):
         raise InputError([f"{where}: not a readable parquet file ({what}); {FIX}"])
     try:
         file = pq.ParquetFile(path)  # not read_table, which takes a folder named a=b for a column
         names = file.schema_arrow.names
-        wanted = {prompt_key: "data.prompt_key", reward_fn_key: "data.reward_fn_key", "reward_model": "the schema"}
-        missing = [f"{name!r} ({key})" for name, key in wanted.items() if name not in names]
+        columns = {prompt_key: "data.prompt_key", reward_fn_key: "data.reward_fn_key", "reward_model": "the schema"}
+        missing = [f"{name!r} ({key})" for name, key in columns.items() if name not in names]
         if missing:
             has = ", ".join(names) or "no column"
             raise InputError([f"{where}: no column {', '.join(missing)}; it has {has}: rename a column or set the key"])
         optional = [name for name in ("extra_info", *media, "agent_name") if name in names]
-        table = file.read(columns=[*wanted, *optional])
+        table = file.read(columns=[*columns, *optional])
     except (pa.ArrowInvalid, OSError) as error:
         raise InputError([f"{where}: not a readable parquet file ({error}); {MAKE_ONE}"]) from error
     for column in MEDIA_NAMES - media.keys():

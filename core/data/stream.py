@@ -196,17 +196,17 @@ def _given(stage: Any) -> Mapping[str, Any]:
 
 
 def _stage(entry: Any, key: str, last: bool) -> StageFiles:
-    given = _given(entry)
-    unknown = sorted(set(given) - {"files", "prompts", "weights"})
+    stage = _given(entry)
+    unknown = sorted(set(stage) - {"files", "prompts", "weights"})
     if unknown:
         raise InputError([f"{key}: unknown {', '.join(unknown)}; a stage has files, prompts and weights"])
-    paths = _paths(given.get("files"), f"{key}.files")
-    prompts = given.get("prompts")
+    paths = _paths(stage.get("files"), f"{key}.files")
+    prompts = stage.get("prompts")
     if prompts is None and not last:
         raise InputError([f"{key}.prompts=null: only the last stage may last for ever; give a number"])
     if prompts is not None and (isinstance(prompts, bool) or not isinstance(prompts, int) or prompts < 1):
         raise InputError([f"{key}.prompts={prompts!r}: must be a whole number of at least 1, or null"])
-    return StageFiles(f"{key}.weights", paths, _weights(given.get("weights"), paths, f"{key}.weights"), prompts)
+    return StageFiles(f"{key}.weights", paths, _weights(stage.get("weights"), paths, f"{key}.weights"), prompts)
 
 
 def _weights(weights: Any, paths: Sequence[str], key: str) -> tuple[float, ...] | None:

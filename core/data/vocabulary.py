@@ -41,9 +41,9 @@ def unknown_among(known: np.ndarray | None, size: int) -> np.ndarray:
     """Return the ids below ``size`` that are not ``known`` (of :func:`known_ids`), [unknown] int64."""
     if known is None:
         return np.zeros(0, np.int64)
-    found = np.ones(size, np.bool_)
-    found[: len(known)] = ~known[:size]
-    return np.flatnonzero(found)
+    unknown = np.ones(size, np.bool_)
+    unknown[: len(known)] = ~known[:size]
+    return np.flatnonzero(unknown)
 
 
 def count_unknown(known: np.ndarray | None, ids: np.ndarray) -> int:

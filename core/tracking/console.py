@@ -82,8 +82,8 @@ def _as_score(name: str) -> str:
 def headline(values: Mapping[str, float]) -> Iterator[tuple[str, float, str]]:
     """Yield label, value and format of the few numbers that a person follows, where the step has them."""
     for label, names, form in _CONSOLE:
-        found = next((values[name] for name in names if name in values), None)
+        value = next((values[name] for name in names if name in values), None)
         if label == "acc" and not is_share(values):
             continue  # the same number as the reward, of a function that gives scores
-        if found is not None:
-            yield label, found, form
+        if value is not None:
+            yield label, value, form

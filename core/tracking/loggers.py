@@ -167,8 +167,8 @@ class MlflowLogger:
         uri = os.environ.get("MLFLOW_TRACKING_URI") or (run.run_dir / "mlruns").resolve().as_uri()
         self._client = MlflowClient(tracking_uri=uri)
         trainer = run.config.trainer
-        found = self._client.get_experiment_by_name(trainer.project_name)
-        experiment = found.experiment_id if found else self._client.create_experiment(trainer.project_name)
+        existing = self._client.get_experiment_by_name(trainer.project_name)
+        experiment = existing.experiment_id if existing else self._client.create_experiment(trainer.project_name)
         known = self._client.search_runs([experiment], f"tags.`{self.ID}` = '{run.run_id}'", max_results=1)
         if known:
             self._id = known[0].info.run_id

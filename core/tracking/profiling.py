@@ -63,8 +63,8 @@ def runtime_env(config: GlobalProfilerConfig) -> Mapping[str, Any]:
     """
     if config.tool != "nsys":
         return {}
-    given = thaw(config.global_tool_config.nsys.worker_nsight_options)
-    options = {name: str(value) for name, value in given.items() if value is not None}
+    nsight = thaw(config.global_tool_config.nsys.worker_nsight_options)
+    options = {name: str(value) for name, value in nsight.items() if value is not None}
     return {"runtime_env": {"nsight": {"capture-range-end": f"repeat-shutdown:{len(config.steps or ())}", **options}}}
 
 

@@ -197,14 +197,14 @@ def data_of(config: Config) -> list[dict[str, Any]]:
 
 def data_hashes(files: Iterable[str]) -> list[dict[str, Any]]:
     """Return path or URL, size and sha256 of each data file that is on this machine, or was copied to it."""
-    found = [(name, path, path.stat()) for name in files if (path := _here(name)).is_file()]
+    present = [(name, path, path.stat()) for name in files if (path := _here(name)).is_file()]
     return [
         {
             "path": name if is_url(name) else str(path),
             "bytes": stat.st_size,
             "sha256": _sha256(path.resolve(), stat.st_size, stat.st_mtime_ns),
         }
-        for name, path, stat in found
+        for name, path, stat in present
     ]
 
 
@@ -224,8 +224,8 @@ def contents(config: Config) -> dict[str, list[str]]:
     for key, path in paths.named(config):
         if not is_url(path) or key.startswith("data."):  # other URLs are models, which have hashes of their own
             files.setdefault(key, []).append(path)
-    files = {key: found for key, found in files.items() if all(_here(name).is_file() for name in found)}
-    return {key: [entry["sha256"] for entry in data_hashes(found)] for key, found in files.items()}
+    files = {key: named for key, named in files.items() if all(_here(name).is_file() for name in named)}
+    return {key: [entry["sha256"] for entry in data_hashes(named)] for key, named in files.items()}
 
 
 @dataclass(frozen=True)

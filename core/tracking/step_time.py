@@ -75,10 +75,10 @@ def parts(row: Mapping[str, float]) -> dict[str, float]:
         return {}
     row = {f"{PREFIX}decode": row.get(f"{PREFIX}gen", 0.0), **row}
     outside = () if f"{PREFIX}whole" in row else ("validation", "checkpoint")
-    found = {
+    seconds = {
         name: sum(row.get(PREFIX + timer, 0.0) for timer in timers)
         for name, timers in PARTS.items()
         if name not in outside and any(PREFIX + timer in row for timer in timers)
     }
     whole = row.get(f"{PREFIX}whole", row[f"{PREFIX}step"])
-    return {**found, REST: whole - sum(found.values())}
+    return {**seconds, REST: whole - sum(seconds.values())}

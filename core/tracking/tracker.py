@@ -218,7 +218,7 @@ class Tracker:
 
     def _open_loggers(self) -> None:
         preset = [word for word in shlex.split(self.manifest["sessions"][0]["command"]) if word.startswith("preset=")]
-        told = LoggedRun(
+        facts = LoggedRun(
             self.config,
             self.run_dir,
             self.manifest["run_id"],
@@ -231,7 +231,7 @@ class Tracker:
             if function is None:
                 continue
             try:
-                self._loggers.append(Guarded(name, load_object(function, "trainer.logger")(told), self._note_logger))
+                self._loggers.append(Guarded(name, load_object(function, "trainer.logger")(facts), self._note_logger))
             except (ImportError, InputError):  # wrong whenever it is tried, unlike a service that is away
                 raise
             except Exception as error:
@@ -326,21 +326,21 @@ class Tracker:
         ``rows`` are those of :func:`core.tracking.generations.generation_rows`, ``prompts`` the questions, of whose
         media the report shows thumbnails.
         """
-        wanted = self.config.trainer.log_val_generations
+        count = self.config.trainer.log_val_generations
         by_source: dict[Any, list[Row]] = {}
         for row in rows:
             by_source.setdefault(row.get("data_source"), []).append(row)
-        kept = [row for same in by_source.values() for row in spread_out(same, max(wanted, KEPT_SAMPLES))]
-        path, rows_kept = self.run_dir / "samples.jsonl", [{**row, "step": step} for row in kept]
+        samples = [row for same in by_source.values() for row in spread_out(same, max(count, KEPT_SAMPLES))]
+        path, rows_kept = self.run_dir / "samples.jsonl", [{**row, "step": step} for row in samples]
         self.records.attempt(path.name, path, lambda: _append(path, rows_kept))
         media = {(prompt.data_source, prompt.uid): prompt.media for prompt in prompts if prompt.media}
-        of_kept = ((row.get("data_source"), row.get("uid")) for row in kept)
+        of_kept = ((row.get("data_source"), row.get("uid")) for row in samples)
         if shown := {question: media[question] for question in of_kept if question in media}:
             keep, file = extensions.function("keep_thumbnails"), self.run_dir / PICTURES
             self.records.attempt(PICTURES, file, lambda: keep(file, shown))
-        if wanted:
+        if count:
             for logger in self._loggers:
-                logger.samples(step, spread_out(rows, wanted))
+                logger.samples(step, spread_out(rows, count))
 
     def close(self, status: str) -> None:
         """End the run: ``finished``, ``stopped`` (by the user) or ``failed``. A second call changes nothing."""
@@ -394,8 +394,8 @@ def _drop_after(run_dir: Path, step: int) -> None:
     mend_run_folder(run_dir)
     for name in ("metrics.jsonl", "samples.jsonl"):
         if (run_dir / name).exists():
-            kept = [json_line(row) for row in read_jsonl(run_dir / name) if row["step"] <= step]
-            write_atomic(run_dir / name, "".join(kept))
+            rows = [json_line(row) for row in read_jsonl(run_dir / name) if row["step"] <= step]
+            write_atomic(run_dir / name, "".join(rows))
     for path in (run_dir / "validation").glob("*.jsonl"):
         if path.stem.isdecimal() and int(path.stem) > step:
             path.unlink()

@@ -138,15 +138,15 @@ def update_tensors(batch: TrainBatch, workers: Any) -> dict[str, Tensor]:
     rows = workers.traced(range(len(batch))).rows
     names = [name for name in UPDATED if any(name in values for values in rows.values())]
     counts = [len(values["log_prob"]) for values in rows.values()]
-    found = {"rows": torch.tensor([*rows], dtype=torch.int64), "counts": torch.tensor(counts, dtype=torch.int64)}
+    tensors = {"rows": torch.tensor([*rows], dtype=torch.int64), "counts": torch.tensor(counts, dtype=torch.int64)}
     for name in names:
         parts = [
             values.get(name, np.full(n, np.nan, np.float32)) for values, n in zip(rows.values(), counts, strict=True)
         ]
-        found[name] = torch.from_numpy(np.concatenate(parts))
+        tensors[name] = torch.from_numpy(np.concatenate(parts))
     for name, part in workers.trained.items():
-        found[f"{name}_norms"] = torch.tensor(part.stepper.norms, dtype=torch.float64)
-    return found
+        tensors[f"{name}_norms"] = torch.tensor(part.stepper.norms, dtype=torch.float64)
+    return tensors
 
 
 @dataclass

@@ -103,8 +103,8 @@ def differences(run: RayPPOTrainer, stored: StoredStep, phases: Iterable[str], r
             yield from _fields(phase, before, outcome, stored, rule)
     if "advantages" in phases:
         after = {f"kl_controller/{name}": value for name, value in run.kl_controller.state_dict().items()}
-        kept = {f"kl_controller/{name}": value for name, value in stored.facts["kl_controller"]["after"].items()}
-        yield from compare_metrics("advantages", kept, after, rule)
+        recorded = {f"kl_controller/{name}": value for name, value in stored.facts["kl_controller"]["after"].items()}
+        yield from compare_metrics("advantages", recorded, after, rule)
     if "update" in phases:
         outcome = update_phase(run, stored, stored.batch("log_probs", "advantages"))
         computed |= outcome.metrics.keys()
@@ -226,8 +226,8 @@ def _state(run: RayPPOTrainer, stored: StoredStep, rule: Closeness) -> Iterator[
         tensor, _, part = name.rpartition("/")
         recorded.setdefault(tensor, {})[part] = value
     largest: dict[tuple[str, str], float] = defaultdict(float)  # of each moment, in each model
-    for name, kept in recorded.items():
-        largest[kind(name)] = max(largest[kind(name)], float(kept["sample"].abs().max()))
+    for name, parts in recorded.items():
+        largest[kind(name)] = max(largest[kind(name)], float(parts["sample"].abs().max()))
     now = trained_tensors(run.workers)
     in_order = sorted([*now, *(name for name in recorded if name not in now)], key=lambda name: name[0] != "c")
     for name in in_order:  # the critic is updated first

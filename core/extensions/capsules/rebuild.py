@@ -40,7 +40,7 @@ def rebuilt(stored: StoredStep, config: Config, *, weights: bool) -> RayPPOTrain
     """
     own = {"trainer.cpu_threads": stored.facts["machine"]["threads"], "trainer.device": device_of(stored)}
     own |= {**({"reward_model.enable": False} if config.reward_model.uses_model else {}), **_paths(stored)}
-    given, config = config, convert.replaced(config, own)
+    requested, config = config, convert.replaced(config, own)
     run = load_object(stored.facts["trainer"])(config)
     run.session.total_steps, run.session.step = stored.facts["total_steps"], stored.step - 1
     run.kl_controller = run.kl_controller.with_state(stored.facts["kl_controller"]["before"])
@@ -48,7 +48,7 @@ def rebuilt(stored: StoredStep, config: Config, *, weights: bool) -> RayPPOTrain
     if weights:
         _check_models(run, stored)
         needs = {"needs_ref": run.needs.ref, "needs_critic": run.needs.critic}
-        tokenizer = _tokenizer(given.actor_rollout_ref.model)
+        tokenizer = _tokenizer(requested.actor_rollout_ref.model)
         run.workers = LocalWorkers(config, tokenizer, device, needs_engine=False, **needs)
         _load(run.workers, stored)
         _align(run.workers, stored.facts["alignment"])
@@ -65,8 +65,11 @@ def _tokenizer(model: ModelConfig) -> Any:
 
 def _paths(stored: StoredStep) -> dict[str, str]:
     """Return where models are loaded from: the capsule. The reference is a copy of what is read for the policy."""
-    kept = stored.facts["weights"]["kept"]
-    names = {POLICY: "ref" if "ref" in kept else "actor", **({CRITIC: "critic"} if "critic" in kept else {})}
+    stored_models = stored.facts["weights"]["kept"]
+    names = {
+        POLICY: "ref" if "ref" in stored_models else "actor",
+        **({CRITIC: "critic"} if "critic" in stored_models else {}),
+    }
     return {key: str(stored.folder.resolve() / name) for key, name in names.items()}
 
 

@@ -78,31 +78,31 @@ def find(run: Path, step: int | None) -> Path:
     if not run.is_dir():
         raise InputError(f"RUN={run}: no such folder; name a run folder, such as outputs/grpo/lab-seed1")
     if (run / FACTS).exists():
-        kept = {step_of(run): run}
+        folders = {step_of(run): run}
     else:
         place = run / FOLDER if (run / FOLDER).is_dir() else run
-        kept = {step_of(path): path for path in sorted(place.glob("step_*")) if path.suffix == "" and path.is_dir()}
+        folders = {step_of(path): path for path in sorted(place.glob("step_*")) if path.suffix == "" and path.is_dir()}
         unfinished = {step_of(path) for path in place.glob(f"step_*{PARTIAL}")}
-        if step in unfinished - kept.keys():
+        if step in unfinished - folders.keys():
             raise InputError(
                 f"--step={step}: its capsule is half written, as the run ended meanwhile; repeat the command of the "
-                f"run, which writes it anew. {_has(kept)}"
+                f"run, which writes it anew. {_has(folders)}"
             )
-    if not kept:
+    if not folders:
         raise InputError(
             f"RUN={run}: holds no capsules; keep steps with trainer.capsule_steps=[N], which a resumed run may begin "
             "to do"
         )
-    if step is None and len(kept) > 1:
-        raise InputError(f"--step: name one. {_has(kept)}")
-    chosen = next(iter(kept)) if step is None else step
-    if chosen not in kept:
-        raise InputError(f"--step={step}: {run} has no capsule of that step. {_has(kept)}")
-    return kept[chosen]
+    if step is None and len(folders) > 1:
+        raise InputError(f"--step: name one. {_has(folders)}")
+    chosen = next(iter(folders)) if step is None else step
+    if chosen not in folders:
+        raise InputError(f"--step={step}: {run} has no capsule of that step. {_has(folders)}")
+    return folders[chosen]
 
 
-def _has(kept: Mapping[int, Path]) -> str:
-    return f"Kept: {', '.join(map(str, kept))}" if kept else "No other step is kept"
+def _has(folders: Mapping[int, Path]) -> str:
+    return f"Kept: {', '.join(map(str, folders))}" if folders else "No other step is kept"
 
 
 def read(folder: Path) -> StoredStep:

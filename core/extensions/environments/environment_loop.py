@@ -102,9 +102,11 @@ class EnvironmentLoop(AgentLoop):
         if state.get("error") is not None:
             self.note(state["error"])
         named = {REWARD: state.get("reward"), **{f"{REWARD}/{n}": v for n, v in (state.get("metrics") or {}).items()}}
-        kept = {name: float(value) for name, value in named.items() if isinstance(value, Real) and math.isfinite(value)}
-        if state.get("error") is None and REWARD in kept:
-            episode.tool_scores.update(kept)
+        numbers = {
+            name: float(value) for name, value in named.items() if isinstance(value, Real) and math.isfinite(value)
+        }
+        if state.get("error") is None and REWARD in numbers:
+            episode.tool_scores.update(numbers)
 
     def note(self, error: Exception) -> None:
         """Count an episode whose environment failed, and log the first one with its traceback."""

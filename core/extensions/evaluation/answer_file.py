@@ -45,19 +45,19 @@ def answer_line(prompt: Prompt, sample: int, trajectory: Trajectory, prompt_text
         [{"role": one.role, "text": one.text} for one in trajectory.segments],
         *(trajectory.turns, trajectory.tool_calls, prompt.ground_truth, prompt.extra_info, prompt.style),
     )
-    given = {name: list(getattr(trajectory, name)) for name in GIVEN if getattr(trajectory, name)}
+    numbers = {name: list(getattr(trajectory, name)) for name in GIVEN if getattr(trajectory, name)}
     if trajectory.tool_scores:
-        given["tool_scores"] = dict(trajectory.tool_scores)
+        numbers["tool_scores"] = dict(trajectory.tool_scores)
     if prompt.opened_tag:
-        given["opened_tag"] = prompt.opened_tag
-    return json_line({**dict(zip(FIELDS, values, strict=True)), **given})
+        numbers["opened_tag"] = prompt.opened_tag
+    return json_line({**dict(zip(FIELDS, values, strict=True)), **numbers})
 
 
 def prompt_of(answer: Mapping[str, Any]) -> Prompt:
     """Return the question of a line: what a scorer reads of it, without its ids."""
     names = ("uid", "ground_truth", "data_source", "extra_info", "style")
-    given = {name: answer[name] for name in names}
-    return Prompt(answer["ordinal"], token_ids=(), messages=(), **given, opened_tag=answer.get("opened_tag"))
+    fields = {name: answer[name] for name in names}
+    return Prompt(answer["ordinal"], token_ids=(), messages=(), **fields, opened_tag=answer.get("opened_tag"))
 
 
 def trajectory_of(answer: Mapping[str, Any]) -> Trajectory:
@@ -100,7 +100,7 @@ def read_lines(path: Path) -> Lines:
     Raises InputError for damage before that, and for an answer that is there twice.
     """
     raw = path.read_bytes().split(b"\n")
-    found: dict[Key, str] = {}
+    lines: dict[Key, str] = {}
     size = 0
     for number, line in enumerate(raw[:-1], 1):  # what follows the last newline is empty, or half a line
         try:
@@ -116,13 +116,13 @@ def read_lines(path: Path) -> Lines:
                 f"{path}: line {number} of {len(raw) - 1} {rule}; only the last line may be incomplete. Restore the "
                 "file from a copy, or delete that line and repeat the generate command"
             ) from error
-        if key in found:
+        if key in lines:
             raise InputError(
                 f"{path}: line {number} repeats the answer of question {key[0]}, sample {key[1]}; delete one of the two"
             )
-        found[key] = line.decode() + "\n"
+        lines[key] = line.decode() + "\n"
         size += len(line) + 1
-    return Lines(found, size)
+    return Lines(lines, size)
 
 
 def manifest_path(path: Path) -> Path:
@@ -135,14 +135,14 @@ def read_manifest(path: Path, kind: str) -> dict[str, Any]:
     if not path.is_file():
         raise InputError(f"{path}: does not exist; python -m core.evaluate makes one")
     try:
-        found = json.loads(beside.read_text(encoding="utf-8"))
+        manifest = json.loads(beside.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{path}: no {beside.name} beside it, so nothing tells what it holds; restore it") from error
     except ValueError as error:
         raise InputError(f"{beside}: is damaged ({error}); restore it from a copy") from error
-    if not isinstance(found, dict) or (found.get("kind"), found.get("format")) != (kind, FORMAT):
+    if not isinstance(manifest, dict) or (manifest.get("kind"), manifest.get("format")) != (kind, FORMAT):
         raise InputError(f"{path}: is not a file of {kind} (format {FORMAT}) of python -m core.evaluate")
-    return found
+    return manifest
 
 
 def complete_answers(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -151,11 +151,9 @@ def complete_answers(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     Raises InputError: an incomplete file has more of the short answers, which end first.
     """
     manifest = read_manifest(path, "answers")
-    lines, wanted = read_lines(path), manifest["questions"] * manifest["samples"]
-    if len(lines.by_key) != wanted:
-        raise InputError(
-            f"{path}: holds {len(lines.by_key)} of {wanted} answers; repeat its generate command, which makes the rest"
-        )
+    lines, expected = read_lines(path), manifest["questions"] * manifest["samples"]
+    if len(lines.by_key) != expected:
+        raise InputError(f"{path}: holds {len(lines.by_key)} of {expected} answers; repeat its generate command")
     return manifest, lines.answers()
 
 

@@ -87,8 +87,8 @@ def request(
     if out.suffix != ".jsonl":
         raise InputError(f"--out={out}: must end in .jsonl")
     trainer, hooks = recipes.trainer_of(recipe)
-    given = examine(recipe, overrides, hooks).given
-    named = [name for name, value in (("--model", model), ("--run", run), (PATH, given.get(PATH))) if value]
+    overridden = examine(recipe, overrides, hooks).given
+    named = [name for name, value in (("--model", model), ("--run", run), (PATH, overridden.get(PATH))) if value]
     if len(named) != 1:
         has = f"{' and '.join(named)} name one each" if named else "none is named"
         raise InputError(f"model: {has}; give --model (a folder or hub id) or --run (a run folder or a checkpoint)")
@@ -96,8 +96,8 @@ def request(
         raise InputError(f"--step={step}: belongs to --run; give a run folder, or leave it out")
     if run is not None and any(text.lstrip("+").startswith("preset=") for text in overrides):
         raise InputError("preset: the settings of --run are the run's own; set single keys, or use --model")
-    tokenizer = given.get(TOKENIZER_PATH)
-    source = of_model(model or given[PATH], tokenizer) if run is None else of_run(run, step, recipe, tokenizer)
+    tokenizer = overridden.get(TOKENIZER_PATH)
+    source = of_model(model or overridden[PATH], tokenizer) if run is None else of_run(run, step, recipe, tokenizer)
     composed = examine(recipe, overrides, hooks, source.settings)
     if composed.problems:
         raise InputError(composed.problems)

@@ -53,8 +53,8 @@ class ModelSource:
         from core.learner.models import readable
 
         with readable(self.path, "--model"):
-            found = Path(cached_file(self.path, "config.json"))
-        return f"{self.path}@{found.parent.name}"
+            cached = Path(cached_file(self.path, "config.json"))
+        return f"{self.path}@{cached.parent.name}"
 
     def described(self) -> dict[str, Any]:
         """Return what a manifest records of the model."""
@@ -108,14 +108,14 @@ def of_run(source: str, step: int | None, recipe: str, tokenizer_path: str | Non
             has = sorted(int(match[1]) for path in folder.parent.glob("*") if (match := NAME.fullmatch(path.name)))
             steps = f"it has those of steps {', '.join(map(str, has))}" if has else "it has none"
             raise InputError(f"--step={step}: --run={source} has no checkpoint of that step; {steps}")
-    found = find_checkpoint(folder)
-    actor = found.path("actor")
+    checkpoint = find_checkpoint(folder)
+    actor = checkpoint.path("actor")
     _check_tokenizer(actor, f"--run={source}", tokenizer_path)
-    settings = dict(found.provenance.config) if found.provenance else {}
-    _check_recipe(found.folder.parent, recipe, settings)
+    settings = dict(checkpoint.provenance.config) if checkpoint.provenance else {}
+    _check_recipe(checkpoint.folder.parent, recipe, settings)
     # Of the run's process, not of the model; the tokenizer that trained lies beside the weights
     settings |= {PATH: str(actor.resolve()), TOKENIZER_PATH: None, "trainer.resume_mode": "disable"}
-    return ModelSource(str(actor.resolve()), found, settings)
+    return ModelSource(str(actor.resolve()), checkpoint, settings)
 
 
 def _check_tokenizer(folder: Path, named: str, tokenizer_path: str | None) -> None:

@@ -52,8 +52,8 @@ def score(source: Path, overrides: Sequence[str] = (), scorer: str | None = None
             it always failed, a wrong option.
     """
     manifest, answers = complete_answers(source)
-    config, given = _configured(source, manifest, overrides)
-    if VAL_FILES in given:
+    config, reward_keys = _configured(source, manifest, overrides)
+    if VAL_FILES in reward_keys:
         check_data(source, answers, config)
     names = _scorer_names(source, answers, scorer, config)
     layer = RewardLayer(config)
@@ -77,14 +77,14 @@ def score(source: Path, overrides: Sequence[str] = (), scorer: str | None = None
     refuse_unscored(source, records, layer.failures.first)
     label = re.sub(r"[^\w.+=-]", "_", name or "+".join(names) + _variant(config, names))
     path = source.with_name(f"{source.stem}.scores-{label}.jsonl")
-    told = {
+    facts = {
         **{"kind": "scores", "format": FORMAT, "scorer": label, "scorers": names, "answers": source.name},
         **{key: manifest[key] for key in ("recipe", "model", "questions", "samples", "data", "settings")},
         "rewards": {key: value for key, value in convert.as_json(config).items() if key.startswith(SECTIONS)},
         "answers_sha256": sha256_of(source),
         "session": run_manifest.session(None, {}),
     }
-    write_atomic(manifest_path(path), json.dumps(told, indent=1, ensure_ascii=False) + "\n")
+    write_atomic(manifest_path(path), json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
     write_atomic(path, "".join(json_line(record.to_json()) for record in records))
     return Scored(path, records)
 
@@ -132,15 +132,15 @@ def _scorer_names(source: Path, answers: Sequence[Mapping[str, Any]], scorer: st
         if scorer not in known:
             raise InputError(f"--scorer={scorer}: unknown; choose one of {', '.join(known)}")
         return [scorer]
-    found, problems = [], []
+    names, problems = [], []
     for data_source in dict.fromkeys(answer["data_source"] for answer in answers):
         try:
-            found.append(scorer_for(data_source).name)
+            names.append(scorer_for(data_source).name)
         except UnknownDataSource as error:
             problems.append(f"{source}: {error}; name one with --scorer, or set custom_reward_function.path")
     if problems:
         raise InputError(problems)
-    return sorted(set(found))
+    return sorted(set(names))
 
 
 def _variant(config: Config, names: Sequence[str]) -> str:

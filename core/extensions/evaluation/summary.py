@@ -54,10 +54,10 @@ class Summary:
         return frozenset((record.data_source, record.uid) for record in self.records)
 
     def to_json(self) -> dict[str, Any]:
-        told = ("model", "scorer", "settings", "answers", "answers_sha256")
+        names = ("model", "scorer", "settings", "answers", "answers_sha256")
         return {
-            **{name: self.manifest[name] for name in told},
-            "sources": {source: _plain(found) for source, found in self.sources.items()},
+            **{name: self.manifest[name] for name in names},
+            "sources": {source: _plain(metrics) for source, metrics in self.sources.items()},
             "macro_average": _plain(self.macro),
             "metrics": validation_metrics(self.records),
         }
@@ -126,18 +126,18 @@ def report(paths: Sequence[Path], sizes: Sequence[int] | None = None) -> str:
 
     Raises InputError, and writes nothing, where the files answered different questions.
     """
-    found = [summary(path, sizes) for path in paths]
-    first = found[0]
-    for other in found[1:]:
+    summaries = [summary(path, sizes) for path in paths]
+    first = summaries[0]
+    for other in summaries[1:]:
         if missing := len(first.questions ^ other.questions):
             raise InputError(
                 f"{other.path}: {missing} questions are in it or in {first.path} alone, of {len(first.questions)} and "
                 f"{len(other.questions)}; compare scores of the same questions, or report one file at a time"
             )
-    for one in found:
+    for one in summaries:
         text = json.dumps(one.to_json(), indent=1, ensure_ascii=False)
         write_atomic(report_path(one.path), text + "\n")
-    return table(found)
+    return table(summaries)
 
 
 def report_path(scores: Path) -> Path:
@@ -153,7 +153,7 @@ def table(summaries: Sequence[Summary]) -> str:
     for one in summaries:
         step = one.manifest["model"].get("step")
         model = one.manifest["model"]["path"] if step is None else f"{one.manifest['model']['run']}, step {step}"
-        for metric in dict.fromkeys(metric for found in one.sources.values() for metric in found):
+        for metric in dict.fromkeys(metric for metrics in one.sources.values() for metric in metrics):
             cells = [_cell(one.sources[source].get(metric), one.of(source)) for source in sources]
             cells += [_cell(one.macro.get(metric), one.records)] * several
             rows.append([model, one.manifest["scorer"], one.decoding, metric, *cells])

@@ -93,12 +93,12 @@ def update_bytes(
     (``core.learner.head_chunk``).
     """
     block, backward = block_bytes(shape, width, residual), 2 * (shape.mlp + shape.hidden) * width
-    kept = float(tokens) * shape.layers * (shape.hidden * residual if checkpointing else block)
+    activations = float(tokens) * shape.layers * (shape.hidden * residual if checkpointing else block)
     table = 0.0 if adapters else 4.0 * shape.vocab * shape.hidden / ranks
     gradients = 4.0 * (adapters or shape.parameters) / ranks
     moments = {
-        "in the head": kept + head_bytes(shape, tokens, width, not adapters, logits),
-        "in the last layer": table + kept + tokens * (backward + (block if checkpointing else 0)),
+        "in the head": activations + head_bytes(shape, tokens, width, not adapters, logits),
+        "in the last layer": table + activations + tokens * (backward + (block if checkpointing else 0)),
         "in the first layer": gradients - (0.0 if shape.tied else table) + tokens * (backward + block),
     }
     moment = max(moments, key=moments.__getitem__)
@@ -122,7 +122,7 @@ def sharded_update_bytes(
     weight is gathered any more.
     """
     block, backward = block_bytes(shape, width, width), 2 * (shape.mlp + shape.hidden) * width
-    kept = float(tokens) * shape.layers * (shape.hidden * width if checkpointing else block)
+    activations = float(tokens) * shape.layers * (shape.hidden * width if checkpointing else block)
     gradients = 4.0 * (adapters or shape.parameters - shape.ends) / ranks  # of the layers
     reduced = 4.0 * (adapters / shape.layers if adapters else shape.block)
     whole = 0.0 if adapters else float(width) * shape.vocab * shape.hidden
@@ -130,8 +130,8 @@ def sharded_update_bytes(
     ends = 0.0 if adapters else (width + 4.0) * shape.ends
     cast = whole if width < 4 else 0.0  # the head sums its gradient in float32 first
     moments = {
-        "in the head": kept + head_bytes(shape, tokens, width, not adapters, logits) + cast,
-        "in the last layer": head + reduced + kept + tokens * (backward + (block if checkpointing else 0)),
+        "in the head": activations + head_bytes(shape, tokens, width, not adapters, logits) + cast,
+        "in the last layer": head + reduced + activations + tokens * (backward + (block if checkpointing else 0)),
         "in the first layer": head + reduced + gradients + tokens * (backward + block),
         "at the end": gradients + ends - gathered_bytes(shape, width),
     }
@@ -226,9 +226,9 @@ class Plan:
         self.fits = peak <= USABLE * on.memory and self.kv_sequences > 0
         cached = self.kv_sequences * self.longest / self.sequence  # in_batch: sequences that an engine decodes at once
         steps, save = trainer.total_training_steps, trainer.save_freq
-        kept = None if steps is None else -(-steps // save) if save > 0 else 0
+        saves = None if steps is None else -(-steps // save) if save > 0 else 0
         # None: all of them, of an open number
-        self.checkpoints = kept if kept is None else min(kept, trainer.max_actor_ckpt_to_keep or kept)
+        self.checkpoints = saves if saves is None else min(saves, trainer.max_actor_ckpt_to_keep or saves)
         trained = self.shape.adapters(roles.model.lora_rank) or self.shape.parameters
         self.checkpoint_bytes = 12.0 * (trained + (self.shape.critic_parameters if config.critic.enable else 0))
         sizes = (self.gpus, self.engines, self.engine_gpus, self.most_turns, cached, self.drawn, self.checkpoint_bytes)
@@ -254,12 +254,12 @@ class Plan:
         """Yield what a rank keeps from step to step, the policy's first."""
         roles, critic = self.config.actor_rollout_ref, self.config.critic
         rank = roles.model.lora_rank
-        kept = [("policy", roles.actor, roles.actor.fsdp_config)]
+        models = [("policy", roles.actor, roles.actor.fsdp_config)]
         if (roles.actor.use_kl_loss or self.config.algorithm.use_kl_in_reward) and not rank:
-            kept.append(("reference", roles.ref, roles.ref.fsdp_config))
+            models.append(("reference", roles.ref, roles.ref.fsdp_config))
         if critic.enable:
-            kept.append(("critic", critic, critic.model.fsdp_config))
-        for role, part, fsdp in kept:
+            models.append(("critic", critic, critic.model.fsdp_config))
+        for role, part, fsdp in models:
             (shape, ranks), sharded = self._on_rank(part), self.sharded
             number = shape.critic_parameters if role == "critic" else shape.parameters
             trained = shape.adapters(rank) if rank and role == "policy" else number
@@ -303,9 +303,9 @@ class Plan:
             else:
                 gathered = copies_bytes(shape, checkpointing) if size == 2 else 0.0
                 highest, moment = update_bytes(headed, tokens, size, 4, **options)
-            kept = "layer inputs" if checkpointing else "all layers"
+            stored = "layer inputs" if checkpointing else "all layers"
             yield Part(role, phase, "weights of the layers at work", gathered)
-            what = f"gradients, activations of {tokens} tokens ({kept} kept), highest {moment}"
+            what = f"gradients, activations of {tokens} tokens ({stored} kept), highest {moment}"
             yield Part(role, phase, what, highest)
 
     def _reward_model(self) -> float:
@@ -392,8 +392,10 @@ def checked() -> str:
         return "An update's estimate was not compared with measured ones."
     errors = json.loads(MEASURED.read_text(encoding="utf-8"))["errors"]
     span = f"{min(errors):+.0%} to {max(errors):+.0%}"
-    told = f"The error of an update's estimate was {span} in {len(errors)} measured updates of small models on a CPU"
-    return f"{told}; none was measured on a GPU."
+    sentence = (
+        f"The error of an update's estimate was {span} in {len(errors)} measured updates of small models on a CPU"
+    )
+    return f"{sentence}; none was measured on a GPU."
 
 
 def _three(value: float) -> str:
@@ -434,9 +436,9 @@ def lines(plan: Plan) -> list[str]:
     if steps := config.trainer.total_training_steps:
         hours = steps * sum(plan.seconds.values()) / 3600
         length = f"All {steps:,} steps take {_three(hours)} hours, {_three(hours * plan.gpus)} GPU-hours."
-    kept = "all of them are kept" if plan.checkpoints is None else f"the run keeps {plan.checkpoints}"
+    retention = "all of them are kept" if plan.checkpoints is None else f"the run keeps {plan.checkpoints}"
     total = "" if not plan.checkpoints else f", {_gib(plan.checkpoints * plan.checkpoint_bytes)} in all"
-    return [*out, length, f"A checkpoint takes {_gib(plan.checkpoint_bytes)} of disk; {kept}{total}."]
+    return [*out, length, f"A checkpoint takes {_gib(plan.checkpoint_bytes)} of disk; {retention}{total}."]
 
 
 def _shares(plan: Plan) -> Iterator[str]:

@@ -27,26 +27,26 @@ SENSES = {"vl", "vision", "omni", "llava", "internvl", "paligemma", "pixtral", "
 
 def model_problems(config: Config) -> list[str]:
     """Return a line for each problem between the configuration and the architecture of its models."""
-    roles, found = config.actor_rollout_ref, []
+    roles, problems = config.actor_rollout_ref, []
     models = [(MODEL, roles.model.path)]
     if config.critic.enable:
         models.append(("critic.model.path", config.critic.model.path))
     for key, path in models:
         if reason := _unloadable(path):
             fix = f"give a model of text alone, or of {', '.join(MODALITIES)}"
-            found.append(Problem(key, path, reason, fix))
-    if not found:
+            problems.append(Problem(key, path, reason, fix))
+    if not problems:
         for problems_of_model in extensions.functions("model_problems"):
-            found += problems_of_model(config, sees_pictures(roles.model.path))
+            problems += problems_of_model(config, sees_pictures(roles.model.path))
         with suppress(InputError):  # a shape that is not known; the plan says so
-            found += _splits(config, roles.model.path, shape_of(roles.model.path, roles.model.override_config))
+            problems += _splits(config, roles.model.path, shape_of(roles.model.path, roles.model.override_config))
         with suppress(InputError):
             if config.critic.enable:
                 model = config.critic.model
-                found += _shared(
+                problems += _shared(
                     config, "critic", config.critic, model.path, shape_of(model.path, model.override_config)
                 )
-    return [str(problem) for problem in found]
+    return [str(problem) for problem in problems]
 
 
 def sees_pictures(path: str) -> bool | None:
@@ -70,12 +70,12 @@ def _unloadable(path: str) -> str:
             else ""
         )
     try:
-        found = read_config(path)
+        model_config = read_config(path)
     except InputError:
         return ""
-    names = [str(name) for name in found.get("architectures") or ()]
+    names = [str(name) for name in model_config.get("architectures") or ()]
     kinds = [name for name in names if name.endswith("ForConditionalGeneration")]
-    if found.get("model_type") in MODALITIES or not kinds and "vision_config" not in found:
+    if model_config.get("model_type") in MODALITIES or not kinds and "vision_config" not in model_config:
         return ""
     kind = kinds[0] if kinds else "its config.json has a vision_config"
     return f"a vision-language or encoder-decoder model ({kind}), which is not supported"

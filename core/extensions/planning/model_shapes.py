@@ -176,9 +176,9 @@ def gpu(name: str) -> Gpu:
     """Return a GPU of the table. Raises InputError with the names it holds."""
     if name not in TABLE["gpus"]:
         raise InputError(f"--gpu={name}: not in {SOURCE.name}, which holds {', '.join(TABLE['gpus'])}")
-    found = TABLE["gpus"][name]
-    flops, bandwidth = found["tflops"] * 1e12, found["bandwidth"] * 1e12
-    return Gpu(name, found["memory"] * 2**30, flops, bandwidth, found.get("efficiency", Gpu.efficiency))
+    entry = TABLE["gpus"][name]
+    flops, bandwidth = entry["tflops"] * 1e12, entry["bandwidth"] * 1e12
+    return Gpu(name, entry["memory"] * 2**30, flops, bandwidth, entry.get("efficiency", Gpu.efficiency))
 
 
 def width(dtype: str) -> int:

@@ -33,11 +33,11 @@ def lengths_of(config: Config) -> Lengths | None:
     files, model = " ".join(config.data.train_files).lower(), config.actor_rollout_ref.model.path
     if config.turns > 1 or config.actor_rollout_ref.rollout.agent_loop:
         return None
-    for found in TABLE["lengths"]:
-        if found["data"] in files and any(name in model for name in found.get("models", [""])):
-            mean = (found["first"] + found["last"]) // 2
-            told = f"{found['source']}: {found['first']:,} to {found['last']:,}"
-            return Lengths(min(mean, config.data.max_response_length), found.get("prompt"), told)
+    for entry in TABLE["lengths"]:
+        if entry["data"] in files and any(name in model for name in entry.get("models", [""])):
+            mean = (entry["first"] + entry["last"]) // 2
+            source = f"{entry['source']}: {entry['first']:,} to {entry['last']:,}"
+            return Lengths(min(mean, config.data.max_response_length), entry.get("prompt"), source)
     return None
 
 

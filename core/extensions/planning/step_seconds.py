@@ -83,27 +83,27 @@ class Load:
 def step_seconds(load: Load) -> dict[str, float]:
     """Return the seconds of each phase of a step, the shares of what is not done every step among them."""
     config, trainer = load.config, load.config.trainer
-    found = _collect_seconds(load) if config.generates else {}
-    found |= _learner_seconds(load)
+    seconds = _collect_seconds(load) if config.generates else {}
+    seconds |= _learner_seconds(load)
     if config.generates:
-        found["weight sync"] = sync_seconds(load)
+        seconds["weight sync"] = sync_seconds(load)
     if trainer.test_freq > 0:
         sync = 0.0 if config.generates else sync_seconds(load)  # engines get weights only where they are to answer
-        found["validation"] = (validation_seconds(load) + sync) / trainer.test_freq
+        seconds["validation"] = (validation_seconds(load) + sync) / trainer.test_freq
     if trainer.save_freq > 0:
-        waits = writing_seconds(load) - trainer.save_freq * sum(found.values())  # for the checkpoint before
-        found["checkpoint"] = (copy_seconds(load) + max(0.0, waits)) / trainer.save_freq
-    return found
+        waits = writing_seconds(load) - trainer.save_freq * sum(seconds.values())  # for the checkpoint before
+        seconds["checkpoint"] = (copy_seconds(load) + max(0.0, waits)) / trainer.save_freq
+    return seconds
 
 
 def _collect_seconds(load: Load) -> dict[str, float]:
     """Return the seconds of collecting a step's groups."""
-    found = {"generate": generate_seconds(load, load.drawn, load.config.actor_rollout_ref.rollout.n)}
+    seconds = {"generate": generate_seconds(load, load.drawn, load.config.actor_rollout_ref.rollout.n)}
     if load.config.algorithm.filter_groups.enable:
-        found["refills"] = load.assumed.refills * _longest(load)
+        seconds["refills"] = load.assumed.refills * _longest(load)
     if searching := search_seconds(load, load.drawn):
-        found["retrieval"] = searching
-    return found
+        seconds["retrieval"] = searching
+    return seconds
 
 
 def generate_seconds(load: Load, answers: float, samples: int) -> float:
@@ -153,15 +153,15 @@ def _learner_seconds(load: Load) -> dict[str, float]:
 
     once = pass_seconds(actor)
     backward = 3.0 + config.actor_rollout_ref.model.enable_gradient_checkpointing
-    found = {}
+    seconds = {}
     updates = -(-config.data.train_batch_size // actor.ppo_mini_batch_size) * actor.ppo_epochs
     if updates > 1 and config.generates:
-        found["old log-probs"] = once
+        seconds["old log-probs"] = once
     if actor.use_kl_loss or config.algorithm.use_kl_in_reward:
-        found["reference"] = pass_seconds(config.actor_rollout_ref.ref)
+        seconds["reference"] = pass_seconds(config.actor_rollout_ref.ref)
     if config.critic.enable:
-        found["critic"] = pass_seconds(config.critic) * (1 + backward * config.critic.ppo_epochs)
-    return {**found, "update": once * backward * actor.ppo_epochs}
+        seconds["critic"] = pass_seconds(config.critic) * (1 + backward * config.critic.ppo_epochs)
+    return {**seconds, "update": once * backward * actor.ppo_epochs}
 
 
 def sync_seconds(load: Load) -> float:

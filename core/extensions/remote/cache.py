@@ -78,14 +78,14 @@ def listing(source: Remote, without: tuple[str, ...] = ()) -> dict[str, dict[str
     fs.invalidate_cache()
     if (info := fs.info(path))["type"] == "file":
         return {"": info}
-    found = {}
+    listed = {}
     for full, info in sorted(fs.find(path, detail=True).items()):
         if full.endswith("/") or full == path:  # markers of folders in object stores
             continue
         name = full.removeprefix(f"{path}/") if full.startswith(f"{path}/") else f"../{full}"
         if not any(fnmatch(name, each) for each in without):
-            found[plain_name(name, path)] = info
-    return found
+            listed[plain_name(name, path)] = info
+    return listed
 
 
 def _mark(info: Mapping[str, Any]) -> str:
@@ -145,10 +145,10 @@ def _copy(url: str, key: str, source: Remote, files: Mapping[str, Mapping[str, A
             into.parent.mkdir(parents=True, exist_ok=True)
             with explained(url, key):
                 digest = _fetch(source.fs, "/".join(filter(None, (source.path, name))), into, bar)
-            stat, wanted = into.stat(), files[name].get("size")
-            if wanted is not None and stat.st_size != wanted:
+            stat, size = into.stat(), files[name].get("size")
+            if size is not None and stat.st_size != size:
                 raise InputError(
-                    f"{key}={url}: {relative} has {wanted} bytes there, and {stat.st_size} arrived; try again"
+                    f"{key}={url}: {relative} has {size} bytes there, and {stat.st_size} arrived; try again"
                 )
             return relative, [stat.st_size, stat.st_mtime_ns, digest]
 

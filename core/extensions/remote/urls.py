@@ -71,8 +71,8 @@ def place(url: str, key: str) -> Remote:
     if login := login_in(url):
         fix = "leave it out, and export the login that the driver reads (s3: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)"
         raise InputError(f"{key}={redacted(url)}: holds a login ({login}), and is recorded; {fix}")
-    if found := driver_problem(url):
-        raise InputError(f"{key}={url}: {'; '.join(found)}")
+    if problems := driver_problem(url):
+        raise InputError(f"{key}={url}: {'; '.join(problems)}")
     with explained(url, key):
         try:
             fs, path = fsspec.core.url_to_fs(url)

@@ -56,8 +56,8 @@ class RemoteRun:
             names = [entry.rstrip("/").rpartition("/")[2] for entry in fs.ls(path, detail=False)]
         except FileNotFoundError:
             return []
-        found = [int(match[1]) for match in map(NAME.fullmatch, names) if match]
-        return sorted(step for step in found if fs.exists(f"{path}/global_step_{step}/{MANIFEST}"))
+        numbers = [int(match[1]) for match in map(NAME.fullmatch, names) if match]
+        return sorted(step for step in numbers if fs.exists(f"{path}/global_step_{step}/{MANIFEST}"))
 
     # -- at a start
 

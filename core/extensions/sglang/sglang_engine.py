@@ -118,8 +118,8 @@ class SGLangEngine(InProcessEngine):
 
     def _watches(self, row: Row) -> bool:
         """Return whether each token is examined here: stop strings may end it, or the server's own ids must not."""
-        wanted = row.rule.eos | row.rule.stop_ids
-        return row.rule.strings is not None or (bool(wanted) and not self.ends <= wanted)
+        watched = row.rule.eos | row.rule.stop_ids
+        return row.rule.strings is not None or (bool(watched) and not self.ends <= watched)
 
     def _body(self, name: str, row: Row) -> dict[str, Any]:
         sampling, streams = row.request.sampling, self._watches(row)
@@ -153,8 +153,8 @@ class SGLangEngine(InProcessEngine):
     def _take(self, row: Row, part: ResponsePart) -> bool:
         """Append what the server wrote to the row; return whether it ended."""
         if part.version != self.served:
-            found = f"the weights of SGLang's server are {part.version}, this engine's are {self.served}"
-            raise RuntimeError(f"{found}: another process updates them; a server serves one run at a time")
+            problem = f"the weights of SGLang's server are {part.version}, this engine's are {self.served}"
+            raise RuntimeError(f"{problem}: another process updates them; a server serves one run at a time")
         done, left = False, len(part.ids)
         for token, logprob in zip(part.ids, part.logprobs, strict=True):
             if logprob is None or not np.isfinite(logprob):
@@ -254,8 +254,8 @@ class SGLangEngine(InProcessEngine):
         params = {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True}
         body = {"input_ids": list(token_ids), "sampling_params": params, "return_logprob": True}
         reply = self.server.post("/generate", {**body, "logprob_start_len": 0, "stream": False})
-        found = [triple[0] for triple in reply["meta_info"]["input_token_logprobs"][1:]]
-        return np.array([np.nan if one is None else one for one in found], np.float32)
+        log_probs = [triple[0] for triple in reply["meta_info"]["input_token_logprobs"][1:]]
+        return np.array([np.nan if one is None else one for one in log_probs], np.float32)
 
     def _free(self) -> None:
         if self.server.process is None and self._group is not None:
@@ -314,15 +314,15 @@ def check_server(server: SGLangServer, arguments: dict[str, Any]) -> None:
     InputError with what differs in model, number format or room, or that nothing answers there.
     """
     try:
-        found = {**server.send("/model_info", None).result(), **server.send("/server_info", None).result()}
+        facts = {**server.send("/model_info", None).result(), **server.send("/server_info", None).result()}
     except RuntimeError as error:
         raise InputError(f"{KEY}.url={server.url}: {error}; start a server there, or leave the key out") from error
     wrong = []
-    if found["dtype"] != arguments["dtype"]:
-        wrong.append(f"dtype {found['dtype']}, not {arguments['dtype']}")
-    if os.path.realpath(found["model_path"]) != os.path.realpath(arguments["model_path"]):
-        wrong.append(f"model_path {found['model_path']}, not {arguments['model_path']}")
-    room, longest = found["max_req_input_len"] + SPARE, arguments["context_length"] - SPARE
+    if facts["dtype"] != arguments["dtype"]:
+        wrong.append(f"dtype {facts['dtype']}, not {arguments['dtype']}")
+    if os.path.realpath(facts["model_path"]) != os.path.realpath(arguments["model_path"]):
+        wrong.append(f"model_path {facts['model_path']}, not {arguments['model_path']}")
+    room, longest = facts["max_req_input_len"] + SPARE, arguments["context_length"] - SPARE
     if room < longest:
         wrong.append(f"room for {room} tokens, not {longest}")
     if wrong:
@@ -336,7 +336,7 @@ def server_arguments(
     """Return the server's arguments for a configuration; those of ``engine_kwargs.sglang`` override the others."""
     part, data = config.actor_rollout_ref, config.data
     model, rollout = part.model, part.rollout
-    given = thaw(rollout.engine_kwargs.get("sglang") or {})
+    options = thaw(rollout.engine_kwargs.get("sglang") or {})
     longest = min(rollout.max_model_len or data.max_prompt_length + data.max_response_length, _positions(skeleton))
     on_cpu, cuda = device.type == "cpu", device.type == "cuda"
     overrides = {name: value for name, value in thaw(model.override_config).items() if name != "attn_implementation"}
@@ -361,7 +361,7 @@ def server_arguments(
         "enable_memory_saver": cuda and rollout.free_cache_engine and part.hybrid_engine and not reads_weights,
         "sampling_mask_max_tokens": skeleton.config.get_text_config().vocab_size,  # top_p alone may keep them all
     }
-    return arguments | {name: value for name, value in given.items() if name not in OWN}
+    return arguments | {name: value for name, value in options.items() if name not in OWN}
 
 
 def make(config: Config, model: Any, tokenizer: Any, device: torch.device) -> SGLangEngine:

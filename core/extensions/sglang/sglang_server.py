@@ -97,15 +97,15 @@ class SGLangServer:
 
     def arrived(self, wait_s: float) -> list[tuple[str, ResponsePart | Exception]]:
         """Return the parts that have come; where there are none, wait for the first."""
-        found = []
+        messages = []
         with suppress(queue.Empty):
-            found.append(self.parts.get(timeout=wait_s))
+            messages.append(self.parts.get(timeout=wait_s))
             while True:
-                found.append(self.parts.get_nowait())
-        for name, part in found:
+                messages.append(self.parts.get_nowait())
+        for name, part in messages:
             if isinstance(part, Exception) or part.ended is not None:
                 self._tasks.pop(name, None)
-        return found
+        return messages
 
     def close(self) -> None:
         """End requests, and the server where it is this process's own."""
@@ -198,8 +198,8 @@ def python_of(options: Mapping[str, Any]) -> str | None:
         return str(Path(options["python"]).expanduser())
     if find_spec("sglang") is not None:
         return sys.executable
-    made = ENVIRONMENT / "bin" / "python"
-    return str(made) if (ENVIRONMENT / ".installed").exists() else None
+    executable = ENVIRONMENT / "bin" / "python"
+    return str(executable) if (ENVIRONMENT / ".installed").exists() else None
 
 
 def launch(python: str, arguments: Mapping[str, Any], timeout_s: float, *, on_cpu: bool) -> SGLangServer:

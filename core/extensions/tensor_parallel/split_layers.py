@@ -104,12 +104,12 @@ def _read_plainly(part: nn.Module, names: tuple[str, ...], gradient: Placement) 
     forward = part.forward
 
     def read(*args: Any, **kwargs: Any) -> Any:
-        kept = {name: part._parameters[name] for name in names}
-        whole = {name: value.full_tensor(grad_placements=[gradient]) for name, value in kept.items()}
+        parameters = {name: part._parameters[name] for name in names}
+        whole = {name: value.full_tensor(grad_placements=[gradient]) for name, value in parameters.items()}
         part._parameters.update(whole)
         try:
             return forward(*args, **kwargs)
         finally:
-            part._parameters.update(kept)
+            part._parameters.update(parameters)
 
     part.forward = read

@@ -168,8 +168,8 @@ def parse_react(text: str) -> list[Call]:
     if FINAL.search(text):
         return [Call(problem="a turn has an Action: or a Final Answer:, not both")]
     if len(actions) > 1 or len(inputs) != 1:
-        found = f"here are {len(actions)} and {len(inputs)}"
-        return [Call(problem=f"a turn has one line Action: and one Action Input: after it, {found}")]
+        counts = f"here are {len(actions)} and {len(inputs)}"
+        return [Call(problem=f"a turn has one line Action: and one Action Input: after it, {counts}")]
     try:
         arguments = json.loads(inputs[0])
     except (ValueError, RecursionError) as error:
@@ -184,9 +184,11 @@ def tell_react(
 ) -> tuple[Sequence[Message], dict[str, Any]]:
     """Put the tools and the form into the first message: behind a system's text, before a user's."""
     functions = (schema["function"] for schema in schemas)
-    told = INSTRUCTIONS.format(tools="\n".join(json.dumps(function, ensure_ascii=False) for function in functions))
+    instructions = INSTRUCTIONS.format(
+        tools="\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
+    )
     first, *rest = messages
-    parts = (first["content"], told) if first["role"] == "system" else (told, first["content"])
+    parts = (first["content"], instructions) if first["role"] == "system" else (instructions, first["content"])
     return [{**first, "content": "\n\n".join(parts)}, *rest], {}
 
 

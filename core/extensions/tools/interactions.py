@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from core.config import extensions
-from core.errors import InputError
-from core.extensions.tools.tools import load_class, made_by_name, read_yaml
+from core.extensions.tools.tools import load_class, made_by_name, read_entries
 
 KEY = "actor_rollout_ref.rollout.multi_turn.interaction_config_path"
 
@@ -84,20 +83,12 @@ def reply_problem(reply: Any) -> str | None:
 
 def load_interactions(path: str | Path) -> dict[str, Interaction]:
     """Return name -> user, in the file's order. Raises InputError with every problem of the file."""
-    return made_by_name(*_entries(path), "user", _user)
+    return made_by_name(*read_entries(path, KEY, "interaction"), "user", _user)
 
 
 def check_interactions(path: str | Path) -> None:
     """Check the file and its classes, and make no user. Raises InputError with every problem."""
-    made_by_name(*_entries(path), "user", lambda entry: (_user(entry)[0], lambda: None))
-
-
-def _entries(path: str | Path) -> tuple[list[Any], str]:
-    where, listed = f"{KEY}={path}", read_yaml(path, KEY)
-    entries = listed.get("interaction") if isinstance(listed, Mapping) else None
-    if not isinstance(entries, list) or not entries:
-        raise InputError(f"{where}: must hold a list under 'interaction'; see core/extensions/tools/interactions.py")
-    return entries, f"{where}: interaction"
+    made_by_name(*read_entries(path, KEY, "interaction"), "user", lambda entry: (_user(entry)[0], lambda: None))
 
 
 def _user(entry: Any) -> tuple[str, Callable[[], Interaction]]:
@@ -117,12 +108,12 @@ def chosen_user(
     users: Mapping[str, Interaction], extra_info: Mapping[str, Any]
 ) -> tuple[Interaction, dict[str, Any]] | None:
     """Return an example's user and their facts, or None. Raises ValueError for a user whom the file does not have."""
-    given = extra_info.get("interaction_kwargs")
-    if given is None:
+    kwargs = extra_info.get("interaction_kwargs")
+    if kwargs is None:
         return None
     if not users:
         raise ValueError(f"extra_info.interaction_kwargs chooses a user, and {KEY} is not set")
-    if not isinstance(given, Mapping) or given.get("name") not in users:
-        name = given.get("name") if isinstance(given, Mapping) else given
+    if not isinstance(kwargs, Mapping) or kwargs.get("name") not in users:
+        name = kwargs.get("name") if isinstance(kwargs, Mapping) else kwargs
         raise ValueError(f"extra_info.interaction_kwargs chooses {name!r}; {KEY} has {', '.join(users)}")
-    return users[given["name"]], {key: value for key, value in given.items() if key != "name"}
+    return users[kwargs["name"]], {key: value for key, value in kwargs.items() if key != "name"}

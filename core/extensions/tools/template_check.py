@@ -40,13 +40,13 @@ def uses_of_template(config: Config, *, tools: bool, users: bool) -> list[Use]:
     options = config.actor_rollout_ref.rollout.multi_turn
     role, before = ANSWERED[options.format]
     most = options.max_parallel_calls if role == "tool" else 1  # react has one call a turn
-    found = [Use("a tool's answer", role, count, before) for count in sorted({1, most})] if tools else []
-    return found + ([Use("a simulated user's turn", "user")] if users else [])
+    uses = [Use("a tool's answer", role, count, before) for count in sorted({1, most})] if tools else []
+    return uses + ([Use("a simulated user's turn", "user")] if users else [])
 
 
 def template_problems(config: Config, render: Render, uses: Sequence[Use]) -> list[str]:
     """Return a line for each use that the template has no means for."""
-    found = []
+    problems = []
     for use in uses:
         try:
             reply_frame(render, use.role, use.count, use.before)
@@ -55,8 +55,8 @@ def template_problems(config: Config, render: Render, uses: Sequence[Use]) -> li
             rule = f"the chat template cannot write {use.what}{many} as a message of role {use.role!r}: {error}"
             own = "set actor_rollout_ref.model.custom_chat_template to a template that does"
             other = f", or {MULTI_TURN}.format=react, which answers in a user's message" if use.role == "tool" else ""
-            found.append(f"{_named(config)}: {rule}; {own}{other}")
-    return found[:1]  # more calls a turn, or a user's turn, mostly fail for the same reason
+            problems.append(f"{_named(config)}: {rule}; {own}{other}")
+    return problems[:1]  # more calls a turn, or a user's turn, mostly fail for the same reason
 
 
 def _named(config: Config) -> str:
@@ -79,15 +79,9 @@ def problems_before_start(config: Config) -> list[str]:
                 check(path)
             except InputError as error:
                 problems += error.problems
-    return problems or dry_problems(config)
-
-
-def dry_problems(config: Config) -> list[str]:
-    """Return the problems of a template in a folder of this machine, or in a key."""
-    options = config.actor_rollout_ref.rollout.multi_turn
     tools, users = options.tool_config_path is not None, options.interaction_config_path is not None
-    if config.actor_rollout_ref.rollout.agent_loop != "tool_agent" or not (tools or users):
-        return []
+    if problems or not (tools or users):
+        return problems
     kwargs = {**thaw(config.data.apply_chat_template_kwargs), **({"tools": [A_TOOL]} if tools else {})}
     template, names = _template(config.actor_rollout_ref.model, tools=tools)
     template = kwargs.pop("chat_template", template)

@@ -234,19 +234,19 @@ class ToolAgentLoop(AgentLoop):
         A reply that is none becomes an error that the policy reads.
         """
         self.counts["user_turns"] += 1
-        found = await respond([dict(message) for message in messages])  # a user may change what it is given
-        if isinstance(found, TimedOut):
+        reply = await respond([dict(message) for message in messages])  # a user may change what it is given
+        if isinstance(reply, TimedOut):
             self.counts["user_timeouts"] += 1
             episode.cut_short()
             return None
-        if not isinstance(found, Failed) and (problem := reply_problem(found)):
-            found = Failed(problem)
-        if isinstance(found, Failed):
-            self.note("the user", found, "user_failures")
-            return UserTurn(False, self.cut(f"error: {found.reason}"))
-        if found.scored:
-            episode.user_scores.append(float(found.score))
-        return found
+        if not isinstance(reply, Failed) and (problem := reply_problem(reply)):
+            reply = Failed(problem)
+        if isinstance(reply, Failed):
+            self.note("the user", reply, "user_failures")
+            return UserTurn(False, self.cut(f"error: {reply.reason}"))
+        if reply.scored:
+            episode.user_scores.append(float(reply.score))
+        return reply
 
     def check(self, example: Example | Prompt) -> str | None:
         try:
@@ -282,8 +282,8 @@ class ToolAgentLoop(AgentLoop):
 
     async def answers(self, calls: Sequence[Call], tools: Mapping[str, ToolSpec], episode: Episode) -> list[str]:
         """Make the calls of a turn, all at the same time, and return their results in the order of the calls."""
-        made = calls[: self.options.max_parallel_calls]
-        answers = await asyncio.gather(*(self.outcome(call, tools, episode) for call in made))
+        permitted = calls[: self.options.max_parallel_calls]
+        answers = await asyncio.gather(*(self.outcome(call, tools, episode) for call in permitted))
         episode.tool_rewards += [float(answer.reward) for answer in answers if answer.reward is not None]
         return [self.cut(writable(answer.text)) for answer in answers]
 
@@ -297,11 +297,11 @@ class ToolAgentLoop(AgentLoop):
         facts = copy.deepcopy(facts_for(call.name, episode.prompt.extra_info))  # a tool may change what it is given
         try:
             asked = partial(spec.tool.call, call.arguments, facts)
-            found = await self.called(spec.tool, asked, episode.call, spec.timeout_s)
+            returned = await self.called(spec.tool, asked, episode.call, spec.timeout_s)
         except ToolError as error:
             self.counts["refused"] += 1
             return ToolAnswer(f"error: {error}")
-        answer = ToolAnswer(found) if isinstance(found, str) else found
+        answer = ToolAnswer(returned) if isinstance(returned, str) else returned
         if isinstance(answer, TimedOut):
             self.counts["timeout"] += 1
             return ToolAnswer(f"error: {answer.reason}")

@@ -119,8 +119,8 @@ class ToolSpec:
 
     def problem(self, arguments: Any) -> str | None:
         """Return what is wrong with the arguments of a call, or None where they fit."""
-        found = sorted(self.validator.iter_errors(arguments), key=lambda error: len(error.message))
-        return found[0].message[:200] if found else None
+        errors = sorted(self.validator.iter_errors(arguments), key=lambda error: len(error.message))
+        return errors[0].message[:200] if errors else None
 
 
 def load_tools(path: str | Path) -> dict[str, ToolSpec]:
@@ -130,7 +130,7 @@ def load_tools(path: str | Path) -> dict[str, ToolSpec]:
         spec = _spec(entry)
         return spec.name, lambda: spec
 
-    return made_by_name(*_entries(path), "tool", named)
+    return made_by_name(*read_entries(path, KEY, "tools"), "tool", named)
 
 
 def check_tools(path: str | Path) -> None:
@@ -140,23 +140,23 @@ def check_tools(path: str | Path) -> None:
         read = _read_entry(entry)
         return str((read.schema or {}).get("function", {}).get("name", id(entry))), lambda: None
 
-    made_by_name(*_entries(path), "tool", named)
+    made_by_name(*read_entries(path, KEY, "tools"), "tool", named)
 
 
-def _entries(path: str | Path) -> tuple[list[Any], str]:
-    where, listed = f"{KEY}={path}", read_yaml(path, KEY)
-    entries = listed.get("tools") if isinstance(listed, Mapping) else listed
-    if not isinstance(entries, list) or not entries:
-        raise InputError(f"{where}: must hold a list of tools, or one under 'tools'; see core/extensions/tools")
-    return entries, f"{where}: tools"
+def read_entries(path: str | Path, key: str, name: str) -> tuple[list[Any], str]:
+    """Return the list that a YAML file holds, alone or under ``name``, and where it stands, for messages.
 
-
-def read_yaml(path: str | Path, key: str) -> Any:
-    """Return what a YAML file holds. Raises InputError where it cannot be read."""
+    Raises InputError where the file cannot be read or holds no such list.
+    """
+    where = f"{key}={path}"
     try:
-        return yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+        content = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
-        raise InputError(f"{key}={path}: cannot be read ({error})") from error
+        raise InputError(f"{where}: cannot be read ({error})") from error
+    entries = content.get(name) if isinstance(content, Mapping) else content
+    if not isinstance(entries, list) or not entries:
+        raise InputError(f"{where}: must hold a list under {name!r}; core/extensions/tools has the form")
+    return entries, f"{where}: {name}"
 
 
 def made_by_name(
@@ -166,19 +166,19 @@ def made_by_name(
 
     Raises InputError with every problem.
     """
-    found: dict[str, Made] = {}
+    by_name: dict[str, Made] = {}
     problems = []
     for number, entry in enumerate(entries):
         try:
             name, make = named(entry)
-            if name in found:
+            if name in by_name:
                 raise ValueError(f"a second {noun} named {name!r}")
-            found[name] = make()
+            by_name[name] = make()
         except Exception as error:  # the class of an entry may be a user's
             problems.append(f"{where}[{number}]: {_said(error)}")
     if problems:
         raise InputError("\n".join(problems))
-    return found
+    return by_name
 
 
 class _Entry(NamedTuple):
@@ -243,8 +243,8 @@ def _options(config: Any) -> dict[str, Any]:
 def _of_function(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return an entry that begins with the schema of a function in the form that begins with a class."""
     function = dict(entry.get("function") or entry)
-    kept = {key: entry[key] for key in ("class_name", "config", "timeout_s") if key in entry}
-    for key in (*kept, "type"):
+    fields = {key: entry[key] for key in ("class_name", "config", "timeout_s") if key in entry}
+    for key in (*fields, "type"):
         function.pop(key, None)
     name, parameters = function["name"], function.get("parameters") or {}
     if unknown := function.keys() - {"name", "description", "parameters", "strict"}:
@@ -256,20 +256,20 @@ def _of_function(entry: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{name!r}: parameters must be a JSON schema, or a mapping of arguments to theirs")
     if parameters and "properties" not in parameters and not isinstance(parameters.get("type"), str):
         parameters = {"type": "object", "properties": dict(parameters), "required": list(parameters)}
-    if "class_name" not in kept:
+    if "class_name" not in fields:
         if name not in COME_ALONG:
             known = ", ".join(COME_ALONG)
             raise ValueError(
                 f"{name!r} is carried out by nothing here: add class_name: path/to/file.py:Class ({known} need none)"
             )
         tool = COME_ALONG[name]
-        kept["class_name"] = f"{tool.__module__}:{tool.__name__}"
+        fields["class_name"] = f"{tool.__module__}:{tool.__name__}"
         arguments = tool.schema["function"]["parameters"]["properties"]
         if parameters and parameters.get("properties", {}).keys() != arguments.keys():
             raise ValueError(f"{name!r} takes the argument {', '.join(arguments)}, and parameters has others")
         function.setdefault("description", tool.schema["function"]["description"])
         parameters = parameters or tool.schema["function"]["parameters"]
-    return {**kept, "tool_schema": {"type": "function", "function": {**function, "parameters": parameters}}}
+    return {**fields, "tool_schema": {"type": "function", "function": {**function, "parameters": parameters}}}
 
 
 def _said(error: Exception) -> str:

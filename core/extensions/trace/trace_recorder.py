@@ -110,11 +110,15 @@ class TraceRecorder(Recorder):
             nonlocal size
             size = self._write(metrics.step, chosen, batch, traced.rows)
 
-        kept = self.records.attempt(FOLDER, path, write)
+        written = self.records.attempt(FOLDER, path, write)
         spent = time.thread_time() - start + traced.cpu_s
         self.cpu_s += spent
         self._warn()
-        return {"perf/trace_cpu_s": spent, "perf/trace_mb": size / 2**20, **({} if kept else {"perf/trace_dropped": 1})}
+        return {
+            "perf/trace_cpu_s": spent,
+            "perf/trace_mb": size / 2**20,
+            **({} if written else {"perf/trace_dropped": 1}),
+        }
 
     def _warn(self) -> None:
         """Warn once where recording takes more than its share, of at least a minute of steps."""
@@ -132,18 +136,18 @@ class TraceRecorder(Recorder):
     ) -> list[Chosen]:
         """Return the groups to record, the worst first. A group is recorded once, with its first reason."""
         worst = min(range(len(groups)), key=lambda i: sum(score.value for score in groups[i].scores) / len(groups[i]))
-        found = {worst: "worst"}
+        reasons = {worst: "worst"}
         if gap is not None and gap[0] > 0:
-            found.setdefault(int(batch.group[gap[1]]), "mismatch")
+            reasons.setdefault(int(batch.group[gap[1]]), "mismatch")
         else:  # the answer that the engine itself found least likely
-            found.setdefault(
+            reasons.setdefault(
                 min(range(len(groups)), key=lambda i: min(map(_surprise, groups[i].trajectories))), "mismatch"
             )
         by_hash = sorted(range(len(groups)), key=lambda i: _hash(groups[i]))
         for index in by_hash[: self.options.groups]:
-            found.setdefault(index, "question")
+            reasons.setdefault(index, "question")
         starts = np.concatenate([[0], np.cumsum([len(group) for group in groups])])
-        chosen = [Chosen(groups[i], why, range(starts[i], starts[i + 1])) for i, why in found.items()]
+        chosen = [Chosen(groups[i], why, range(starts[i], starts[i + 1])) for i, why in reasons.items()]
         return chosen + [Chosen(group, "dropped", None) for group in dropped[:1]]
 
     # -- the file --------------------------------------------------------------------------------
@@ -183,8 +187,8 @@ class TraceRecorder(Recorder):
         self, step: int, chosen: Sequence[Chosen], batch: TrainBatch, traced: Mapping[int, Any]
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Return what is recorded of the groups: the description, and arrays over all their tokens."""
-        kept = [row for one in chosen for row in one.rows or ()]
-        rows = batch.only(("response_mask", "input_ids", *FIELDS)).rows(kept)
+        recorded = [row for one in chosen for row in one.rows or ()]
+        rows = batch.only(("response_mask", "input_ids", *FIELDS)).rows(recorded)
         others = [t for one in chosen if one.rows is None for t in one.group.trajectories]
         of_others = [len(t.prompt_ids) + len(t.response_ids) for t in others]
         more, policy = sum(of_others), rows.response_mask.bool().numpy()
@@ -206,7 +210,7 @@ class TraceRecorder(Recorder):
             if name in rows.stored:
                 fill = 0 if dtype is np.bool_ else np.nan
                 arrays[name] = padded(rows.require(name).numpy().astype(dtype), fill)
-        arrays |= {name: padded(value, np.nan) for name, value in _of_update(kept, rows, policy, traced).items()}
+        arrays |= {name: padded(value, np.nan) for name, value in _of_update(recorded, rows, policy, traced).items()}
         ids = np.unique(arrays["ids"]).tolist()
         meta = {
             "format": FORMAT,
@@ -221,11 +225,11 @@ class TraceRecorder(Recorder):
         }
         return meta, arrays
 
-    def _described(self, one: Chosen, step: int, batch: TrainBatch) -> dict[str, Any]:
-        prompt, rows = one.group.prompt, one.rows
+    def _described(self, chosen: Chosen, step: int, batch: TrainBatch) -> dict[str, Any]:
+        prompt, rows = chosen.group.prompt, chosen.rows
         reward, counted = batch.reward, batch.in_group_stats
         described = []
-        for index, (t, score) in enumerate(zip(one.group.trajectories, one.group.scores, strict=True)):
+        for index, (t, score) in enumerate(zip(chosen.group.trajectories, chosen.group.scores, strict=True)):
             described.append(
                 {
                     "stop": t.stop.value,
@@ -251,8 +255,8 @@ class TraceRecorder(Recorder):
             "ground_truth": prompt.ground_truth,
             "pictures": shown,
             "more_pictures": len(prompt.media or ()) - len(shown),
-            "chosen": one.why,
-            "dropped": None if rows is not None else self._why_dropped(one.group),
+            "chosen": chosen.why,
+            "dropped": None if rows is not None else self._why_dropped(chosen.group),
             "trajectories": described,
         }
 
@@ -328,13 +332,13 @@ def _of_update(
 ) -> dict[str, Any]:
     """Return what the update computed over all tokens of these rows, NaN where it computed nothing."""
     names = [name for name in TRACED if any(name in values for values in traced.values())]
-    found = {name: np.full(batch.tokens, np.nan, np.float32) for name in names}
+    updated = {name: np.full(batch.tokens, np.nan, np.float32) for name in names}
     end = 0
     for row, length in zip(rows, batch.lengths.tolist(), strict=True):
         span, end = slice(end, end + length), end + length
         for name, value in traced.get(row, {}).items():
-            found[name][span][policy_N[span]] = value
-    return found
+            updated[name][span][policy_N[span]] = value
+    return updated
 
 
 def _clip_bounds(config: Config) -> list[float]:

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 def covariances(log_prob_N: Tensor, advantages_N: Tensor, carries_N: Tensor) -> Tensor:
     """Return each token's covariance, [N] float64, 0 where it carries no loss. All inputs are [N]."""
-    kept = carries_N.bool()
-    count = kept.sum().clamp(min=1)
-    a, b = (value.double().masked_fill(~kept, 0) for value in (advantages_N, log_prob_N))
-    return ((a - a.sum() / count) * (b - b.sum() / count)).masked_fill(~kept, 0)
+    mask = carries_N.bool()
+    count = mask.sum().clamp(min=1)
+    a, b = (value.double().masked_fill(~mask, 0) for value in (advantages_N, log_prob_N))
+    return ((a - a.sum() / count) * (b - b.sum() / count)).masked_fill(~mask, 0)
 
 
 def clip_cov_tokens(log_prob_N: Tensor, advantages_N: Tensor, carries_N: Tensor, config: PolicyLossConfig) -> Tensor:

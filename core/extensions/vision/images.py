@@ -221,9 +221,9 @@ def pixels(picture: Picture) -> np.ndarray:
             white = Image.new("RGBA", image.size, "white")
             image = Image.alpha_composite(white, image)
         image = image.convert("RGB").resize((picture.width, picture.height), Image.Resampling.BICUBIC)
-        found = np.asarray(image).copy()
-    found.flags.writeable = False
-    return found
+        pixels = np.asarray(image).copy()
+    pixels.flags.writeable = False
+    return pixels
 
 
 def thumbnail(picture: Picture) -> str:

@@ -84,9 +84,9 @@ def image_processor(path: str) -> Any:
 def load_format(config: Any, path: str, tokenizer: Any) -> PictureFormat:
     """Return how the model of a folder or hub id reads pictures. Raises InputError as ``configured`` does."""
     processor = image_processor(path)
-    wanted = [getattr(config, name) for name in NAMES]
-    tokens = tokenizer.convert_ids_to_tokens(wanted)
-    if tokenizer("".join(map(str, tokens)), add_special_tokens=False)["input_ids"] != wanted:
+    settings = [getattr(config, name) for name in NAMES]
+    tokens = tokenizer.convert_ids_to_tokens(settings)
+    if tokenizer("".join(map(str, tokens)), add_special_tokens=False)["input_ids"] != settings:
         rule = f"the tokenizer lacks the placeholder of pictures ({', '.join(NAMES)})"
         raise InputError(f"actor_rollout_ref.model.path={path}: {rule}; take the model's")
     return PictureFormat(

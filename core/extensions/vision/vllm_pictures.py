@@ -48,11 +48,11 @@ def prepare(skeleton: nn.Module, processes: int) -> dict[str, Any]:
             rule = "vLLM's own processes read the configuration of pictures with torchvision, which is not installed"
             raise InputError(f"{key}={processes}: {rule}; set it to 1, or install torchvision")
         _stand_in()
-    found = import_module(f"vllm.model_executor.models.{module}")
-    ModelRegistry.register_model(model, getattr(found, model))
+    model_module = import_module(f"vllm.model_executor.models.{module}")
+    ModelRegistry.register_model(model, getattr(model_module, model))
     named = {"image_processor": skeleton.processor, "video_processor": skeleton.processor}
     processor = SimpleNamespace(valid_processor_kwargs=ProcessingKwargs, **named)
-    getattr(found, info).get_hf_processor = lambda self, **kwargs: processor
+    getattr(model_module, info).get_hf_processor = lambda self, **kwargs: processor
     return {
         "limit_mm_per_prompt": {"video": 0},
         "mm_device_do_normalize": False,  # pixels come normalised, the same numbers that the learner reads
