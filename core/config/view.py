@@ -6,12 +6,11 @@ A rule is a function of a :class:`View`: ``c.actor.clip_ratio``, ``c.data_ranks`
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from core.config import convert, extensions, health_bounds, registry
-from core.config.limits import FULL_PRECISION
 from core.config.locations import is_url
 from core.config.paths import is_local
 from core.config.rulebook import RefusedValue
@@ -60,9 +59,6 @@ class Watched:
 
 class View:
     """``view.actor.clip_ratio``; ``given`` are the keys that an override set, ``hooks`` what the recipe overrides."""
-
-    FULL_PRECISION = FULL_PRECISION
-    HF_OPTIONS = ("cache_gib", "logits_noise", "max_batch_rows", "max_prefill_tokens")  # core.engines.hf.HFEngine
 
     def __init__(self, config: Config, given: Collection[str] = (), hooks: Collection[str] = (), recipe: str = ""):
         self.given, self.hooks, self.recipe = frozenset(given), frozenset(hooks), recipe
@@ -118,26 +114,6 @@ class View:
     def users_function(self) -> bool:
         """Whether code of the user's scores: a manager, or a function that is no recipe's."""
         return self.own_manager or not (self.custom.path or "recipes.").startswith("recipes.")
-
-    @property
-    def managers(self) -> str:
-        """The reward managers here, for a message."""
-        return ", ".join(registry.REWARD_MANAGERS)
-
-    @property
-    def ungrouped(self) -> str:
-        """The estimators that one answer a prompt is enough for, for a message."""
-        return " or ".join(sorted(name for name, entry in registry.ESTIMATORS.items() if not entry.groups))
-
-    @property
-    def with_critic(self) -> str:
-        """The estimators with a critic, for a message."""
-        return ", ".join(name for name, entry in registry.ESTIMATORS.items() if entry.critic)
-
-    @property
-    def readers_of_lam(self) -> str:
-        """The estimators that read ``lam``, for a message."""
-        return registry.readers(registry.ESTIMATORS, "lam")
 
     @property
     def needs_ref(self) -> bool:
@@ -196,30 +172,3 @@ class View:
         """Return whether the text is neither a hub id nor the path of a folder nor a URL."""
         known = path is None or is_local(path) or is_url(path)
         return not known and HUB_ID.fullmatch(path) is None
-
-    @property
-    def hf_options(self) -> str:
-        """The options that the hf engine has, for a message."""
-        return ", ".join(self.HF_OPTIONS)
-
-    @property
-    def unknown_hf_options(self) -> set[str]:
-        """Options for the hf engine that it lacks."""
-        options = self.rollout.engine_kwargs.get("hf") or {}
-        return set(options if isinstance(options, Mapping) else [str(options)]) - set(self.HF_OPTIONS)
-
-    @property
-    def sglang_url(self) -> str | None:
-        """The address of a server of SGLang that runs already."""
-        options = self.rollout.engine_kwargs.get("sglang")
-        return options.get("url") if isinstance(options, Mapping) else None
-
-    @property
-    def ray_arguments(self) -> str:
-        """The arguments of ``ray.init``, for a message."""
-        return ", ".join(registry.RAY_INIT)
-
-    @property
-    def unknown_ray_arguments(self) -> str:
-        """Arguments for ``ray.init`` that it does not take, for a message."""
-        return ", ".join(name for name in self.ray.ray_init if name not in registry.RAY_INIT)

@@ -34,6 +34,10 @@ def demonstrations_have_no_rewards(c: View) -> Broken:
         )
     if c.algorithm.use_kl_in_reward:
         yield ("algorithm.use_kl_in_reward", "takes a KL off a reward, and demonstrations have no reward; leave it out")
+
+
+@rules.problem
+def nothing_is_drawn(c: View) -> Broken:
     if c.rollout.n != 1:
         yield (
             "actor_rollout_ref.rollout.n",
@@ -57,6 +61,10 @@ def demonstrations_have_no_rewards(c: View) -> Broken:
             "leaves out updates of the policy while a critic warms up, and there is no critic; leave it out; a "
             "warm-up of the learning rate is actor_rollout_ref.actor.optim.lr_warmup_steps",
         )
+
+
+@rules.problem
+def validation_has_questions(c: View) -> Broken:
     for name, set in (
         ("test_freq", c.trainer.test_freq > 0),
         ("val_only", c.trainer.val_only),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from core.config import limits
+from core.config import limits, registry
 from core.config.extensions import extended
 from core.config.names import AdvEstimator, KLKind
 from core.config.rulebook import Broken, RuleBook, Unused
@@ -64,10 +64,11 @@ rules = RuleBook()
 @rules.problem
 def groups_and_their_filter(c: View) -> Broken:
     if c.config.generates and c.rollout.n == 1 and c.estimator.groups:
+        others = " or ".join(sorted(name for name, entry in registry.ESTIMATORS.items() if not entry.groups))
         yield (
             "actor_rollout_ref.rollout.n",
             f"algorithm.adv_estimator={c.algorithm.adv_estimator} compares the answers to a prompt, so it needs "
-            f"at least 2; set actor_rollout_ref.rollout.n=5, say, or use {c.ungrouped}",
+            f"at least 2; set actor_rollout_ref.rollout.n=5, say, or use {others}",
         )
     if c.rollout.n == 1 and c.filters.enable and not c.estimator.groups:
         yield (
@@ -180,7 +181,7 @@ def keys_of_other_objectives(c: View) -> Unused:
     if "gamma" not in c.estimator.reads:
         yield (("algorithm.gamma",), f"{c.algorithm.adv_estimator} does not discount")
     if "lam" not in c.estimator.reads:
-        yield (("algorithm.lam",), f"only {c.readers_of_lam} has it")
+        yield (("algorithm.lam",), f"only {registry.readers(registry.ESTIMATORS, 'lam')} has it")
     if "norm_adv_by_std_in_grpo" not in c.estimator.reads:
         yield (
             ("algorithm.norm_adv_by_std_in_grpo",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from core.config import limits
+from core.config import limits, registry
 from core.config.extensions import extended
 from core.config.names import LossAggMode
 from core.config.rulebook import Broken, RuleBook, Unused
@@ -59,10 +59,11 @@ rules = RuleBook()
 @rules.problem
 def the_critic(c: View) -> Broken:
     if c.critic.enable != c.estimator.critic:
+        with_critic = ", ".join(name for name, entry in registry.ESTIMATORS.items() if entry.critic)
         yield (
             "critic.enable",
             f"algorithm.adv_estimator={c.algorithm.adv_estimator} decides: there is a critic with "
-            f"{c.with_critic}, and with no other; leave it out",
+            f"{with_critic}, and with no other; leave it out",
         )
     if (
         c.critic.enable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from core.config import limits
+from core.config import limits, registry
 from core.config.extensions import extended
 from core.config.frozen import FrozenDict
 from core.config.names import RewardManager
@@ -110,7 +110,8 @@ def who_grades(c: View) -> Broken:
     if c.own_manager and c.reward.source == "register" and not c.reward.module.path:
         yield (
             "reward_model.reward_manager",
-            f"must be one of {c.managers}, or a name that a module of yours registers; choose one, or name the "
+            f"must be one of {', '.join(registry.REWARD_MANAGERS)}, or a name that a module of yours "
+            "registers; choose one, or name the "
             f'module with the class under @register("{c.reward.reward_manager}"), reward_model.module.path=my.py',
         )
     for name in ("path", "name"):

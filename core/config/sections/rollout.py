@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from core.config import limits
 from core.config.frozen import FrozenDict
-from core.config.limits import DType
+from core.config.limits import FULL_PRECISION, DType
 from core.config.names import AgentLoop, EngineName
 from core.config.rulebook import Broken, RuleBook, Unused
 from core.config.section import Open, Section
@@ -62,6 +63,7 @@ class RolloutConfig(Section):
     log_prob_max_token_len_per_gpu: limits.Count | None = None
 
 
+HF_OPTIONS = ("cache_gib", "logits_noise", "max_batch_rows", "max_prefill_tokens")  # core.engines.hf.HFEngine
 rules = RuleBook()
 
 
@@ -148,12 +150,15 @@ def options_of_engines(c: View) -> Broken:
             "needs a cluster: trainer.backend=local runs learner and engine in one process; set "
             "trainer.backend=ray, or leave it out",
         )
-    if c.rollout.name == "hf" and c.unknown_hf_options:
+    hf = c.rollout.engine_kwargs.get("hf") or {}
+    if c.rollout.name == "hf" and set(hf if isinstance(hf, Mapping) else [str(hf)]) - set(HF_OPTIONS):
         yield (
             "actor_rollout_ref.rollout.engine_kwargs",
-            f"hf has {c.hf_options} and no other option; leave out what it lacks",
+            f"hf has {', '.join(HF_OPTIONS)} and no other option; leave out what it lacks",
         )
-    if c.rollout.name == "sglang" and c.sglang_url and c.trainer.backend != "local":
+    sglang = c.rollout.engine_kwargs.get("sglang")
+    has_url = isinstance(sglang, Mapping) and sglang.get("url")
+    if c.rollout.name == "sglang" and has_url and c.trainer.backend != "local":
         yield (
             "actor_rollout_ref.rollout.engine_kwargs",
             "sglang.url is one server, and over Ray each engine starts its own; leave url out, or set "
@@ -203,7 +208,7 @@ def what_engines_change(c: View) -> Broken:
             "answers and is another run; kept steps (trainer.capsule_steps) are computed again from the answers "
             "they hold; hf and vllm draw from seeds",
         )
-    if (c.rollout.dtype in c.FULL_PRECISION) != (c.actor.fsdp_config.dtype in c.FULL_PRECISION):
+    if (c.rollout.dtype in FULL_PRECISION) != (c.actor.fsdp_config.dtype in FULL_PRECISION):
         yield (
             "actor_rollout_ref.rollout.dtype",
             f"the engine's precision is not the learner's (fsdp_config.dtype={c.actor.fsdp_config.dtype}): "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from core.config import limits
+from core.config import limits, registry
 from core.config.extensions import extended
 from core.config.frozen import FrozenDict
 from core.config.names import Logger
@@ -114,11 +114,11 @@ def staleness_and_resuming(c: View) -> Broken:
 
 @rules.problem
 def ray_and_profiles(c: View) -> Broken:
-    if c.unknown_ray_arguments:
+    if unknown := ", ".join(name for name in c.ray.ray_init if name not in registry.RAY_INIT):
         yield (
             "ray_kwargs.ray_init",
-            f"{c.unknown_ray_arguments}: ray.init takes no such argument; it would fail when the run starts; "
-            f"leave it out; its arguments are {c.ray_arguments}",
+            f"{unknown}: ray.init takes no such argument; it would fail when the run starts; "
+            f"leave it out; its arguments are {', '.join(registry.RAY_INIT)}",
         )
     if (
         c.profiler.tool is not None

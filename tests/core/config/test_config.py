@@ -84,7 +84,7 @@ def test_every_default_is_verls_or_listed_with_a_reason():
 def test_the_schema_knows_the_names_that_the_implementations_know():
     from core.config import registry
     from core.config.plugins import load_object
-    from core.config.view import View
+    from core.config.sections.rollout import HF_OPTIONS
     from core.engines.hf import HFEngine
 
     sections = {
@@ -99,7 +99,7 @@ def test_the_schema_knows_the_names_that_the_implementations_know():
     clipping = {name for name, entry in registry.POLICY_LOSSES.items() if "clip_ratio" in entry.reads}
     assert clipping == set(registry.POLICY_LOSSES) - {"sapo", "gpg", "reinforce", "kl_cov"}
     assert [name for name, entry in registry.ESTIMATORS.items() if entry.critic] == ["gae"]
-    assert set(View.HF_OPTIONS) <= set(inspect.signature(HFEngine).parameters)
+    assert set(HF_OPTIONS) <= set(inspect.signature(HFEngine).parameters)
 
 
 def test_nothing_can_be_changed():
