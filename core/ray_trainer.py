@@ -42,7 +42,6 @@ from core.rewards.hook_check import check_hooks
 from core.rewards.overlong import with_length
 from core.rollout.agent_loop import AgentLoop, Limits, ToolCalls, check_examples, make_agent_loop
 from core.rollout.background import Background
-from core.rollout.barrier import make_repeatable
 from core.rollout.collect import (
     Collected,
     CollectLimits,
@@ -53,6 +52,7 @@ from core.rollout.collect import (
 )
 from core.rollout.group_filter import answers_differ
 from core.rollout.group_rollout import GroupRollout, TrajectorySampler
+from core.rollout.repeatable_decoding import make_repeatable
 from core.session import LoopState, Session, prepare_torch
 from core.tracking.generations import generation_rows, print_examples
 from core.tracking.health import FAILED

@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from core.config import extensions, registry
 from core.data.parquet import Example
 from core.errors import InputError
+from core.rewards.barrier import Barrier
 from core.rewards.check import (
     MODEL_STYLE,
     check_examples,
@@ -244,6 +245,19 @@ class RewardLayer:
         if self.batched:
             return asyncio.run(self.manager.run_together(jobs))
         return [asyncio.run(self.manager.run(job)) for job in jobs]
+
+    def add_barriers(self) -> list[Callable[[], Awaitable[bool]]]:
+        """Hand scores out together from now on, and return what an engine in this process awaits before each step.
+
+        None are needed where nothing decodes while answers are scored: in this process, or between rounds.
+        """
+        if self.in_process or self.batched:
+            return []
+        self.manager = manager = Barrier(self.manager)
+        if self.judge is None:
+            return [manager.settled]
+        self.judging = judging = Barrier(self.judge)
+        return [manager.settled, judging.settled]
 
     @property
     def in_process(self) -> bool:

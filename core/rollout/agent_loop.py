@@ -41,7 +41,7 @@ from core.data.sampler import sampling_seed
 from core.data.vocabulary import writable
 from core.engines import RolloutEngine, SampleRequest, SamplingParams
 from core.errors import InputError
-from core.rollout.barrier import ToolCalls
+from core.rollout.repeatable_decoding import ToolCalls
 from core.types import Prompt, Segment, Stop, Trajectory
 
 if TYPE_CHECKING:

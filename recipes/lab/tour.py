@@ -35,6 +35,7 @@ OBSERVERS = (
         "core/extensions/capsules/capsule_recorder.py",
     ),
     *("core/checkpoint/kill_points.py", "core/errors.py", "core/algorithm/invariants.py"),
+    *("core/algorithm/use_checks.py", "core/tracking/step_checks.py", "core/tracking/recorders.py"),
 )
 TRAINER, SESSION = "core/ray_trainer.py", "core/session.py"
 

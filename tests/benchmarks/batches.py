@@ -36,7 +36,7 @@ import torch
 
 from core.cluster.ray_workers import RayWorkers
 from core.config import compose
-from core.learner.batching import make_batch
+from core.learner.batching import make_batch, mini_batching
 from core.ray_trainer import RayPPOTrainer
 from core.tracking.metrics import data_metrics
 from core.tracking.run_manifest import hardware
@@ -172,6 +172,8 @@ def make_trainer(parts: int, watch: Stopwatch) -> RayPPOTrainer:
     workers = trainer.workers = object.__new__(RayWorkers)
     workers.config, workers.ranks, workers.device = trainer.config, RANKS, torch.device("cpu")
     workers.watch, workers.engine = Wire(watch), LongAnswers(watch)
+    actor = trainer.config.actor_rollout_ref.actor
+    workers.actor_mini_batches = mini_batching(actor, trainer.config.data.max_response_length, "vanilla")
     trainer.sampler, trainer.rollout = trainer.make_sampler(workers.engine), trainer.make_rollout()
     ray.put = workers.watch.put
     return trainer

@@ -13,8 +13,8 @@ from core.engines import SampleRequest, SamplingParams
 from core.engines.hf import HFEngine
 from core.errors import InputError
 from core.rewards import RewardError, RewardLayer
+from core.rewards.barrier import Barrier
 from core.rewards.grading import Job
-from core.rollout.barrier import Barrier
 from core.rollout.collect import CollectLimits, CollectState, collect
 from core.tracking.console import ConsoleLogger
 from core.tracking.generations import print_examples

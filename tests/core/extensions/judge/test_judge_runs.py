@@ -14,7 +14,7 @@ from core.extensions.judge import judge_client
 from core.extensions.judge.judge import JudgeLost
 from core.extensions.judge.judge_client import ReplyCache
 from core.ray_trainer import RayPPOTrainer
-from core.rollout.barrier import Barrier
+from core.rewards.barrier import Barrier
 from core.tracking.health import UnhealthyRun
 from tests.core.extensions.judge.test_judge import NOBODY, shown
 from tests.core.scripted_run import configured, prepare, scripted
