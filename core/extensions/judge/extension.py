@@ -18,13 +18,12 @@ HERE = "core.extensions.judge"
 def _judge_folder(config: Config) -> str | None:
     from core.config.paths import run_folder
 
-    given = config.trainer.default_local_dir  # its text is part of what recorded runs are known by
-    return f"{run_folder(config) if is_url(given) else given}/judge" if config.reward_model.judged else None
+    folder = config.trainer.default_local_dir  # its text is part of what recorded runs are known by
+    return f"{run_folder(config) if is_url(folder) else folder}/judge" if config.reward_model.judged else None
 
 
 def _files(config: Config) -> Iterator[tuple[str, str]]:
-    reward = config.reward_model
-    path = reward.model.path
+    reward, path = config.reward_model, config.reward_model.model.path
     if reward.loads_model and (path.startswith(("/", ".", "~")) or is_url(path)):
         yield "reward_model.model.path", path
     if reward.judged:

@@ -72,8 +72,8 @@ class Judge:
         cost = counts["prompt_tokens"] * config.prompt_price + counts["completion_tokens"] * config.completion_price
         names = ("requests", "cached", "retries", "prompt_tokens", "completion_tokens")
         failures = {f"failures_{kind}": counts[kind] for kind in FAILURES}
-        found = {**{name: counts[name] for name in names}, **failures, "cost": cost / 1e6}
-        return {f"{prefix}_{name}": float(value) for name, value in found.items()}
+        values = {**{name: counts[name] for name in names}, **failures, "cost": cost / 1e6}
+        return {f"{prefix}_{name}": float(value) for name, value in values.items()}
 
     def check(self, agreement: float | None) -> None:
         """Check that the server has the model, and that it agrees with the canaries (``agreement``: at least so often).
@@ -94,8 +94,8 @@ class Judge:
 
     def _check_failed_list(self, where: str, failure: JudgeFailure) -> None:
         if failure.kind == "connect" and len(self.client.cache):
-            kept = f"{len(self.client.cache)} replies of {KEY}.cache_dir={self.config.cache_dir}"
-            log.warning("%s: cannot be reached (%s); the %s answer, and what they lack fails", where, failure, kept)
+            cached = f"{len(self.client.cache)} replies of {KEY}.cache_dir={self.config.cache_dir}"
+            log.warning("%s: cannot be reached (%s); the %s answer, and what they lack fails", where, failure, cached)
         elif failure.kind == "connect":
             raise InputError(f"{where}: cannot be reached ({failure}); start the server, or name one that runs")
         elif failure.kind == "refused" and failure.args[0].startswith(("status 401", "status 403")):
@@ -107,14 +107,14 @@ class Judge:
             log.warning("%s: lists no models (%s), so that %s.model is unchecked", where, failure, KEY)
 
     def _check_canaries(self, where: str, agreement: float) -> None:
-        found = self.client.start(self._all_canaries()).result()
-        if failed := [vote.failure for vote in found if vote.failure is not None]:
+        votes = self.client.start(self._all_canaries()).result()
+        if failed := [vote.failure for vote in votes if vote.failure is not None]:
             raise InputError(
-                f"{where}: no verdict on {len(failed)} of the {len(found)} canaries, on the first one because of: "
+                f"{where}: no verdict on {len(failed)} of the {len(votes)} canaries, on the first one because of: "
                 f"{failed[0]}; correct the server, the template or how a verdict is read"
             )
-        missed = [c for c, vote in zip(self.canaries, found, strict=True) if not self._agrees(c, vote.value)]
-        share = 1 - len(missed) / len(found)
+        missed = [c for c, vote in zip(self.canaries, votes, strict=True) if not self._agrees(c, vote.value)]
+        share = 1 - len(missed) / len(votes)
         if share < agreement:
             shown = ", ".join(f"{canary.case.response!r:.80}" for canary in missed[:SHOWN])
             raise InputError(
@@ -157,8 +157,8 @@ class Judge:
                     f"because of: {failures[-1]}. The run ends, and the same command goes on from its last checkpoint"
                 )
             timed_out = any(failure.kind == "timeout" for failure in failures)
-            told = f"{len(failures)} of {len(votes)} votes failed: {failures[-1]}"
-            return ModelScore(error=told, timed_out=timed_out)
+            reason = f"{len(failures)} of {len(votes)} votes failed: {failures[-1]}"
+            return ModelScore(error=reason, timed_out=timed_out)
         self._failed_in_row = 0
         notes["judge_tokens"] = float(sum(vote.tokens for vote in votes))
         if len(votes) > 1:
@@ -194,9 +194,8 @@ class Judge:
             "max_tokens": config.max_tokens,
             **self.rule.request,
         }
-        extra = dict(config.extra)
-        body = {name: value for name, value in body.items() if extra.get(name, value) is not None}
-        own = {name: value for name, value in extra.items() if value is not None}
+        body = {name: value for name, value in body.items() if config.extra.get(name, value) is not None}
+        own = {name: value for name, value in config.extra.items() if value is not None}
         return {**body, "extra_body": own} if own else body
 
     def _agrees(self, canary: Canary, value: float) -> bool:

@@ -19,12 +19,14 @@ import os
 import sqlite3
 from collections import Counter
 from collections.abc import Coroutine, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic.dataclasses import dataclass
+
 from core.files.sqlite_store import open_store
-from reward_scores.http_client import LARGEST_REPLY, HttpClient, HttpOptions, RequestFailed
+from reward_scores.http_client import HttpClient, HttpOptions, RequestFailed
 from reward_scores.http_client import Reply as HttpReply
 from reward_scores.score import ScoreStatus
 
@@ -34,35 +36,23 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 KEY = "reward_model.judge"
-PAUSE_S, LONGEST_PAUSE_S = 0.5, 20.0  # the first pause before another try, doubled until the longest
 PROBE_S = 20.0  # for the list of models, when a run starts
 # .db: core/extensions/remote/written_through.py sends such files as databases
 FILE, TABLE = "replies.db", "CREATE TABLE replies (key TEXT PRIMARY KEY, reply TEXT)"
 FAILURES = ("timeout", "connect", "busy", "status", "refused", "model", "nonsense")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config={"strict": True})
 class Reply:
-    """A server's reply as it is kept: its text, why it ended, and the tokens that it took."""
+    """A server's reply as it is kept: its text, why it ended, and the tokens that it took.
+
+    Raises ValueError where a field is missing or of another type.
+    """
 
     text: str
     finish: str
     prompt_tokens: int
     completion_tokens: int
-
-    @classmethod
-    def from_json(cls, text: Any) -> Reply:
-        """Return the reply that a cache holds. Raises ValueError or TypeError where the text is none."""
-        return cls.checked(**json.loads(text))
-
-    @classmethod
-    def checked(cls, text: Any, finish: Any, prompt_tokens: Any, completion_tokens: Any) -> Reply:
-        """Return the reply. Raises ValueError where a field is of another type."""
-        reply = cls(text, finish, prompt_tokens, completion_tokens)
-        for name, kind in (("text", str), ("finish", str), ("prompt_tokens", int), ("completion_tokens", int)):
-            if not isinstance(getattr(reply, name), kind):
-                raise ValueError(f"{name} is {getattr(reply, name)!r:.40}")
-        return reply
 
 
 class JudgeFailure(Exception):
@@ -91,10 +81,7 @@ class JudgeClient:
             HttpOptions(
                 config.timeout_s,
                 config.give_up_s,
-                PAUSE_S,
-                LONGEST_PAUSE_S,
                 connections=config.max_concurrent,
-                largest_reply=LARGEST_REPLY,
                 headers={"authorization": f"Bearer {key}"} if key else {},
             ),
         )
@@ -130,9 +117,9 @@ class JudgeClient:
         A caller that is cancelled leaves the request to those who wait for it too. Raises JudgeFailure.
         """
         key = hashlib.sha256(json.dumps([body, occasion], sort_keys=True).encode()).hexdigest()
-        if (kept := self.cache.get(key)) is not None:
+        if (cached := self.cache.get(key)) is not None:
             self.count("cached")
-            return kept
+            return cached
         flight = self._flights.get(key)
         if flight is None:
             flight = self._flights[key] = asyncio.ensure_future(self._kept(key, body))
@@ -178,7 +165,7 @@ def _read_completion(reply: HttpReply) -> tuple[dict[str, Any], Reply]:
     try:
         choice, usage = answer["choices"][0], answer.get("usage") or {}
         text, finish = choice["message"].get("content") or "", choice.get("finish_reason") or ""
-        return answer, Reply.checked(text, finish, usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0))
+        return answer, Reply(text, finish, usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0))
     except (AttributeError, KeyError, TypeError, IndexError, ValueError) as error:
         raise RequestFailed("reply", f"not a chat completion: {answer!r:.200}") from error
 
@@ -203,7 +190,7 @@ class ReplyCache:
         """Return the kept reply; None where there is none, or what is kept is none."""
         try:
             row = self._store.execute("SELECT reply FROM replies WHERE key=?", (key,)).fetchone()
-            return None if row is None else Reply.from_json(row[0])
+            return None if row is None else Reply(**json.loads(row[0]))
         except (sqlite3.Error, ValueError, TypeError) as error:
             self._warn(f"a kept reply is damaged ({error}): it is requested again")
             return None

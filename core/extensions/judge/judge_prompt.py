@@ -87,8 +87,8 @@ class Template:
         while not mark or any(mark in text for text in (self.text, *texts.values())):
             mark = hashlib.blake2b((mark + seed).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
-        def enclosed(found: re.Match[str]) -> str:
-            name = found[1]
+        def enclosed(match: re.Match[str]) -> str:
+            name = match[1]
             return f"<{name}-{mark}>\n{texts[name]}\n</{name}-{mark}>"
 
         filled = GUARD.format(mark=mark) + PLACEHOLDER.sub(enclosed, self.text)  # one pass: no text is expanded again
@@ -108,7 +108,7 @@ def read_canaries(path: str | Path, key: str, *, reference: bool) -> tuple[Canar
 
     Raises InputError, also where all are right or all are wrong: a judge that says one thing would agree with them.
     """
-    fields, found = {"question": str, "response": str, "right": bool} | ({"reference": str} if reference else {}), []
+    fields, canaries = {"question": str, "response": str, "right": bool} | ({"reference": str} if reference else {}), []
     for number, line in enumerate(read_text(path, key).splitlines(), start=1):
         if not line.strip():
             continue
@@ -121,10 +121,10 @@ def read_canaries(path: str | Path, key: str, *, reference: bool) -> tuple[Canar
                 kinds = {str: "a text", bool: "true or false"}
                 raise InputError(f"{key}={path}: line {number} must have {name!r}, {kinds[kind]}; add it")
         case = Case(row["question"], row["response"], row.get("reference") or "")
-        found.append(Canary(case, row["right"]))
-    if len({canary.right for canary in found}) < 2:
+        canaries.append(Canary(case, row["right"]))
+    if len({canary.right for canary in canaries}) < 2:
         raise InputError(f"{key}={path}: must hold right answers and wrong ones; add what is missing")
-    return tuple(found)
+    return tuple(canaries)
 
 
 def read_text(path: str | Path, key: str) -> str:

@@ -58,8 +58,8 @@ class VerdictRule:
         """Return the fields of a request that make the server keep to the schema, where it can."""
         if self.schema is None:
             return {}
-        named = {"name": "verdict", "schema": self.schema, "strict": True}
-        return {"response_format": {"type": "json_schema", "json_schema": named}}
+        schema = {"name": "verdict", "schema": self.schema, "strict": True}
+        return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
     @property
     def middle(self) -> float:
@@ -74,13 +74,13 @@ class VerdictRule:
 
     def _by_pattern(self, reply: str) -> float:
         try:
-            found = regex.findall(self.pattern, reply, timeout=MATCH_S)
+            matches = regex.findall(self.pattern, reply, timeout=MATCH_S)
         except TimeoutError:
             raise NoVerdict(f"{KEY}.pattern={self.pattern} did not come to an end on it in {MATCH_S:g} s") from None
         try:
-            values = {float(one) for one in found}
+            values = {float(one) for one in matches}
         except ValueError:
-            raise NoVerdict(f"the pattern found {found[0]!r:.50}, which is no number") from None
+            raise NoVerdict(f"the pattern found {matches[0]!r:.50}, which is no number") from None
         if not values:
             raise NoVerdict("the pattern finds nothing in it")
         if len(values) > 1:  # such as one quoted from the answer: which of them is the judge's own is a guess
@@ -91,15 +91,15 @@ class VerdictRule:
         import jsonschema
 
         try:
-            found = json.loads(reply)
-            _validator(self.schema).validate(found)
+            verdict = json.loads(reply)
+            _validator(self.schema).validate(verdict)
         except TimeoutError:
             raise NoVerdict(f"a pattern of the schema did not come to an end on it in {MATCH_S:g} s") from None
         except (ValueError, RecursionError) as error:
             raise NoVerdict(f"it is not JSON ({error})") from None
         except jsonschema.ValidationError as error:
             raise NoVerdict(f"it does not follow the schema ({error.message:.200})") from None
-        value = found.get(FIELD) if isinstance(found, dict) else None
+        value = verdict.get(FIELD) if isinstance(verdict, dict) else None
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise NoVerdict(f"its {FIELD!r} is no number")
         try:

@@ -123,25 +123,21 @@ def the_reward_model(c: View) -> Broken:
             f"must hold an answer of reward_model.max_length={c.reward.max_length} tokens; raise it, or lower "
             "reward_model.max_length",
         )
-    if c.reward.loads_model and c.reward.enable_resource_pool and c.trainer.backend == "local":
+    pooled, copy_ranks = c.reward.loads_model and c.reward.enable_resource_pool, c.reward.model.fsdp_config.fsdp_size
+    if pooled and c.trainer.backend == "local":
         yield (
             "reward_model.enable_resource_pool",
             "needs a cluster: trainer.backend=local has the reward model in its one process; set "
             "trainer.backend=ray, or leave it out",
         )
     for name in ("nnodes", "n_gpus_per_node"):
-        if c.reward.loads_model and c.reward.enable_resource_pool and (not getattr(c.reward, name)):
+        if pooled and not getattr(c.reward, name):
             yield (
                 f"reward_model.{name}",
                 "is needed with reward_model.enable_resource_pool=True; give the nodes of the reward model's pool, "
                 "and the GPUs of each of them",
             )
-    if (
-        c.reward.loads_model
-        and c.reward.enable_resource_pool
-        and c.reward.model.fsdp_config.fsdp_size > 0
-        and c.reward.ranks % c.reward.model.fsdp_config.fsdp_size
-    ):
+    if pooled and copy_ranks > 0 and c.reward.ranks % copy_ranks:
         yield (
             "reward_model.model.fsdp_config.fsdp_size",
             f"must divide the {c.reward.ranks} ranks (reward_model.nnodes * reward_model.n_gpus_per_node); change "

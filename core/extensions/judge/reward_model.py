@@ -59,13 +59,13 @@ class RewardModel:
 
         All ranks must call it, and run as many passes as the busiest of them, because each has a part of the weights.
         """
-        ids, found = [], [ModelScore()] * len(answers)
+        ids, scores = [], [ModelScore()] * len(answers)
         for at, answer in enumerate(answers):
             try:
                 ids.append(self.encode(answer))
             except Exception as error:  # a template is a program of the model's maker: it may fail in any way
                 ids.append([])
-                found[at] = ModelScore(error=f"{type(error).__name__}: {error}")
+                scores[at] = ModelScore(error=f"{type(error).__name__}: {error}")
         limit = self.config.max_length
         shown = [each[:limit] for each in ids]
         passes = list(self._passes([len(each) for each in shown]))
@@ -73,8 +73,8 @@ class RewardModel:
         for rows in passes:
             values = self._values([shown[at] for at in rows] or [[0]])
             for at, value in zip(rows, values.tolist(), strict=bool(rows)):
-                found[at] = ModelScore(value, cut=len(ids[at]) > limit)
-        return found
+                scores[at] = ModelScore(value, cut=len(ids[at]) > limit)
+        return scores
 
     def encode(self, answer: Answer) -> list[int]:
         """Return the answer's token ids as the model reads it, not cut yet."""

@@ -9,6 +9,7 @@ import socket
 import sqlite3
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -41,7 +42,7 @@ NOBODY = "http://127.0.0.1:9/v1"  # a port that refuses connections
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
-    monkeypatch.setattr(judge_client, "PAUSE_S", 0.01)
+    monkeypatch.setattr(judge_client, "HttpOptions", partial(judge_client.HttpOptions, pause_s=0.01))
 
 
 @pytest.fixture
@@ -432,7 +433,7 @@ def test_waiting_for_a_turn_is_no_failure(make):
 
 
 def test_a_reply_without_end_is_left(make, monkeypatch):
-    monkeypatch.setattr(judge_client, "LARGEST_REPLY", 100_000)
+    monkeypatch.setattr(judge_client, "HttpOptions", partial(judge_client.HttpOptions, largest_reply=100_000))
     with serve("[[1]]" + " " * 200_000) as server:
         (found,) = grade(make(server.url, give_up_s=0.1), "4")
     assert "more than 100000 bytes" in found.error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import fsspec
 import pyarrow as pa
@@ -28,7 +29,7 @@ CANARIES = [
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(judge_client, "PAUSE_S", 0.01)
+    monkeypatch.setattr(judge_client, "HttpOptions", partial(judge_client.HttpOptions, pause_s=0.01))
     prepare(tmp_path)
     rows = pq.read_table(tmp_path / "train.parquet").to_pylist()
     for row in rows:  # no scorer knows the source: the judge alone can score
