@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 ROLLOUT = "actor_rollout_ref.rollout"
 
 CALLS = '''
-from core.extensions.tools.call_formats import parse_hermes
+from core.extensions.call_formats.call_formats import parse_hermes
 from core.extensions.tools.tool_agent import ToolAgentLoop
 from core.extensions.tools.tools import chosen
 

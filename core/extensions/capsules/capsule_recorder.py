@@ -230,8 +230,10 @@ class CapsuleRecorder(Recorder):
 
         encoder = StateEncoder()
         groups = [encoder.encode(group, f"groups[{index}]") for index, group in enumerate(begun.groups)]
+        policy, reference = begun.weights["actor"], begun.weights.get("ref", {})
         # In the first step the reference is the policy and is stored once
-        models = [name for name in begun.weights if name != "ref" or not _same_weights(begun.weights)]
+        same = all(torch.equal(value, policy[name]) for name, value in reference.items())
+        models = [name for name in begun.weights if name != "ref" or not same]
         facts = {**self._facts(begun, kl, metrics, workers), "groups": groups, "weights": {"kept": models}}
         buffers = {f"groups/{name}": torch.from_numpy(value) for name, value in encoder.buffers().items()}
         tensors = begun.tensors | buffers
@@ -283,13 +285,6 @@ class CapsuleRecorder(Recorder):
         moments = {tensor.removeprefix("optimizer/"): value for tensor, value in tensors.items() if "/" in tensor}
         if moments:
             save_tensors(moments, folder / OPTIMIZER)
-
-
-def _same_weights(weights: Mapping[str, Mapping[str, Tensor]]) -> bool:
-    """Return whether the reference is still the policy, as in the first step."""
-    import torch
-
-    return "ref" in weights and all(torch.equal(value, weights["actor"][one]) for one, value in weights["ref"].items())
 
 
 def _publish(partial: Path, final: Path, facts: Mapping[str, Any]) -> int:

@@ -6,7 +6,8 @@ There is no engine, no data and no scorer: the answers with their scores are in 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,7 +23,6 @@ from core.learner.step_needs import StepNeeds
 from core.session import prepare_torch
 
 if TYPE_CHECKING:
-    from core.config.sections.model import ModelConfig
     from core.ray_trainer import RayPPOTrainer
 
 POLICY, CRITIC = "actor_rollout_ref.model.path", "critic.model.path"
@@ -48,19 +48,13 @@ def rebuilt(stored: StoredStep, config: Config, *, weights: bool) -> RayPPOTrain
     if weights:
         _check_models(run, stored)
         needs = {"needs_ref": run.needs.ref, "needs_critic": run.needs.critic}
-        tokenizer = _tokenizer(requested.actor_rollout_ref.model)
+        tokenizer = None  # where the model's folder is gone; ids that it does not know have no probability
+        with suppress(InputError):
+            tokenizer = load_tokenizer(requested.actor_rollout_ref.model)
         run.workers = LocalWorkers(config, tokenizer, device, needs_engine=False, **needs)
         _load(run.workers, stored)
         _align(run.workers, stored.facts["alignment"])
     return run
-
-
-def _tokenizer(model: ModelConfig) -> Any:
-    """Return the policy's tokenizer, whose unknown ids have no probability; None where the model's folder is gone."""
-    try:
-        return load_tokenizer(model)
-    except InputError:
-        return None
 
 
 def _paths(stored: StoredStep) -> dict[str, str]:

@@ -32,8 +32,8 @@ from core.data.dataset import Worded
 from core.data.parquet import Example
 from core.data.vocabulary import writable
 from core.errors import InputError
+from core.extensions.call_formats.call_formats import FORMATS, Chat
 from core.extensions.environments.extension import SECTION
-from core.extensions.tools.call_formats import FORMATS, Chat
 from core.rollout.agent_loop import AgentLoop, Episode
 from core.safe_text.printable import printable
 from core.types import Prompt, Stop

@@ -17,12 +17,11 @@ from core.config.schema import Config
 from core.config.sections.model import ModelConfig
 from core.data.chat_frames import ChatError, Message, Render, reply_frame
 from core.errors import InputError
+from core.extensions.call_formats.answer_roles import ANSWERED
 from core.extensions.tools.interactions import check_interactions
 from core.extensions.tools.tools import check_tools
 
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
-OBSERVATION = "Observation:"
-ANSWERED = {"hermes": ("tool", ""), "react": ("user", f"{OBSERVATION} ")}  # multi_turn.format -> role, text before
 A_TOOL = {"type": "function", "function": {"name": "tool", "description": "A tool.", "parameters": {"type": "object"}}}
 
 

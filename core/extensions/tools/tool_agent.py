@@ -1,10 +1,9 @@
 """The tool agent (``actor_rollout_ref.rollout.multi_turn.enable``): it makes a turn's calls and adds their answers.
 
-A turn with calls is followed by their answers, one without goes to the example's simulated user
-(:mod:`core.extensions.tools.interactions`) or ends the episode. How a call is written and an answer framed
-is the format's (:mod:`core.extensions.tools.call_formats`). Calls that cannot be made (unreadable, no such tool, wrong
-arguments, none left) are answered with what is wrong with them, and so are tools and users that fail
-(:mod:`core.rollout.outside_code`).
+A turn with calls is followed by their answers; one without goes to the example's simulated user
+(:mod:`core.extensions.tools.interactions`) or ends the episode. The format (``core/extensions/call_formats``) decides
+how a call is written and an answer framed. Calls that cannot be made (unreadable, no such tool, wrong arguments, none
+left) are answered with the error, and so are tools and users that fail (:mod:`core.rollout.outside_code`).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from core.data.dataset import Worded, truncate
 from core.data.parquet import Example
 from core.data.vocabulary import writable
 from core.errors import InputError
-from core.extensions.tools.call_formats import FORMATS, Call, Chat, Piece, tell_hermes
+from core.extensions.call_formats.call_formats import FORMATS, Call, Chat, Piece, tell_hermes
 from core.extensions.tools.interactions import KEY as USERS
 from core.extensions.tools.interactions import Interaction, UserTurn, chosen_user, load_interactions, reply_problem
 from core.extensions.tools.template_check import template_problems, uses_of_template

@@ -8,7 +8,7 @@ import pytest
 
 from core.data.chat_frames import ChatError, dropped_roles, template_of
 from core.data.vocabulary import end_ids, template_ends, writable
-from core.extensions.tools.call_formats import Chat
+from core.extensions.call_formats.call_formats import Chat
 from core.types import Stop
 from tests.core.data.templates import FAMILIES, tokenizer_of
 

@@ -11,7 +11,7 @@ import pytest
 from core.config import compose
 from core.engines import SamplingParams
 from core.errors import InputError
-from core.extensions.tools.call_formats import FORMATS, Call, parse_hermes, parse_react
+from core.extensions.call_formats.call_formats import FORMATS, Call, parse_hermes, parse_react
 from core.extensions.tools.tool_agent import ToolAgentLoop
 from core.extensions.tools.tools import Tool, ToolError, chosen, facts_for, load_tools
 from core.rollout.agent_loop import Episode, Limits

@@ -29,7 +29,7 @@ from typing import Any
 from core.data.chat_frames import Frame, reply_frame, template_of
 from core.data.dataset import Encoder
 from core.data.vocabulary import end_ids, first_token, template_ends, whole_tokens
-from core.extensions.tools.template_check import ANSWERED, OBSERVATION
+from core.extensions.call_formats.answer_roles import ANSWERED, OBSERVATION
 from core.rollout.agent_loop import Episode
 from core.types import Stop
 
