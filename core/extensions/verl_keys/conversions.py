@@ -106,7 +106,9 @@ def run_name(key: str, value: Any, line: CommandLine) -> Interpretation | None:
 
 def loggers(key: str, value: Any, line: CommandLine) -> Interpretation | None:
     """Read services that are not here as the file that they can be fed from."""
-    names = value if isinstance(value, list) else [value]
+    names = list(value) if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(name, str) for name in names):
+        return None
     read = list(dict.fromkeys("jsonl" if name in OTHER_LOGGERS else name for name in names))
     return Interpretation(settings={key: read}) if read != names else None
 

@@ -37,7 +37,15 @@ def ends(code, *args, capsys, **kwargs):
 
 
 def test_a_start_returns_the_configuration_and_says_what_has_no_effect(data, capsys):
-    config = prepare("ppo", [*data, "algorithm.kl_ctrl.kl_coef=0.01", f"{ACTOR}.use_kl_loss=True"])
+    config = prepare(
+        "ppo",
+        [
+            *data,
+            "algorithm.kl_ctrl.kl_coef=0.01",
+            "actor_rollout_ref.actor.entropy_coeff=0",
+            f"{ACTOR}.use_kl_loss=True",
+        ],
+    )
     assert isinstance(config, Config)
     assert capsys.readouterr().err == "no effect: algorithm.kl_ctrl.kl_coef=0.01: algorithm.use_kl_in_reward is off\n"
 

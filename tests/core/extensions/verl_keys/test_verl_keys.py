@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from core.config import convert, examine, help, recipes
+from core.config.unknown_keys import CommandLine
+from core.extensions.verl_keys.conversions import CONVERSIONS, VALUES
+from core.extensions.verl_keys.reading import read, read_value
 from core.extensions.verl_keys.tables import tables
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -203,3 +206,19 @@ def test_a_line_of_known_keys_does_not_import_it():
     code += "print('core.extensions.verl_keys.reading' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.split() == ["False", "True"], done.stderr
+
+
+@pytest.mark.parametrize(
+    "value", [None, True, -1, 0, 3, 2.5, "x", "", [], [1, {"a": 2}], {"a": [1]}, "${trainer.seed}"]
+)
+@pytest.mark.parametrize("recipe", ["ppo", "sft"])
+def test_any_value_of_any_name_of_the_tables_is_read_or_refused(recipe, value):
+    table, schema = tables(recipe), recipes.schema_of(recipe)
+    own = recipes.module_of(recipe, "verl_keys")
+    keys = {*table.same, *table.no_effect, *table.asks_nothing, *CONVERSIONS, *(own.CONVERSIONS if own else ())}
+    line = CommandLine(recipe, schema, dict.fromkeys(keys, value))
+    for key in keys:
+        found = read(key.replace("*", "actor_rollout_ref.actor"), value, line)
+        assert found is None or found.settings or found.unused or found.rule
+    for key in (*table.values, *VALUES, *table.hints):
+        read_value(key, value, line)
