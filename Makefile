@@ -7,7 +7,7 @@
 # make format      formats the code                        make constraints records the versions of this environment
 # make clean       removes .venv and outputs
 # make studies BUDGET_MIN=30    runs what is missing of all studies, for so many minutes, and lists what is left
-# make feasible GPU=H100 N=8    shows which run scripts fit on so many GPUs, their time and disk, and what has run here
+# make feasible GPU=H100 N=8    shows which run scripts fit on N GPUs, their time and disk, and what has run here
 #
 # PYTHON=python3.12 make setup       takes another Python. Without an NVIDIA driver set-up takes the CPU build of torch;
 # TORCH_INDEX_URL=... make setup     takes torch from that index.

@@ -2,8 +2,8 @@
 
     python -m results.feasible --gpu H100 -n 8
 
-It plans each ``recipes/*/run_*.sh`` for so many GPUs of one kind, with the script's own settings: whether it fits, or
-the setting or the number of GPUs with which it would; hours and disk; and whether a run of it was published here.
+It plans each ``recipes/*/run_*.sh`` for a number of GPUs of one kind, with the script's own settings. It prints whether
+the script fits, or which setting or number of GPUs would do; hours and disk; and whether a run was published here.
 Nothing is downloaded or started. A plan is an estimate (``python -m core.plan``).
 """
 

@@ -47,7 +47,7 @@ def push(folder: Path, repository: str, private: bool) -> str:
     from huggingface_hub import HfApi
 
     if pickled := [path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt")]:
-        rule = f"holds {', '.join(sorted(pickled))}, which may run code on whoever loads it"
+        rule = f"holds {', '.join(sorted(pickled))}, which may run code when it is loaded"
         raise InputError(f"{folder}: {rule}; export it anew, as {WEIGHTS}")
     hub = HfApi()
     try:

@@ -237,7 +237,7 @@ class CheckpointStore:
         self._prune(step)
 
     def _prune(self, sound: int) -> None:
-        """Delete all but the ``keep`` newest complete ones, whoever wrote them; never the one known to be sound."""
+        """Delete all but the ``keep`` newest complete ones, of any process; never the one known to be sound."""
         complete = [step for step in self.steps() if step != sound and self._looks_complete(step)]
         surplus = [] if self.keep is None else complete[: max(0, len(complete) + 1 - self.keep)]
         for step in surplus:

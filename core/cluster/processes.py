@@ -52,7 +52,7 @@ class Process:
         self.store: torch.distributed.TCPStore | None = None
 
     def liveness(self) -> None:
-        """Block forever: whoever waits for the call learns at once that the process died."""
+        """Block forever: a caller that waits on it is notified at once when the process dies."""
         threading.Event().wait()
 
     def beat(self) -> None:

@@ -27,7 +27,7 @@ class Composed:
     given: the keys that an override set (not those of the recipe's file), with the values as read.
     read: key of another version -> (value, the settings here that it was read as).
     unused: key -> (value, reason), for overrides that do nothing in this configuration.
-    without_effect: every key that does nothing in it, whoever set it.
+    without_effect: every key that has no effect in it, from any source.
     """
 
     config: Config

@@ -37,7 +37,7 @@ def follows_rounding(config: Config) -> bool:
 
 
 def of_rounding(cost: float) -> float:
-    """Return the bound of ``logp_diff`` for a model on which rounding costs so many nats a token."""
+    """Return the bound of ``logp_diff`` for a model on which rounding costs this many nats a token."""
     return min(max(LEAST, ROUNDINGS * cost), MOST)
 
 

@@ -43,7 +43,7 @@ def read_foreign_yaml(text: str) -> Any:
 def _size(node: yaml.Node, known: dict[int, float]) -> float:
     """Return how many values a node stands for, aliases included. Infinity for one that holds itself."""
     if id(node) not in known:
-        known[id(node)] = float("inf")  # until it is known: whoever meets it below itself meets no end
+        known[id(node)] = float("inf")  # until it is known: a node below itself would be visited without end
         parts = node.value if not isinstance(node, yaml.ScalarNode) else ()
         parts = [one for pair in parts for one in pair] if isinstance(node, yaml.MappingNode) else parts
         known[id(node)] = 1 + sum(_size(one, known) for one in parts)

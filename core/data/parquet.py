@@ -38,7 +38,10 @@ from core.modality import MediaError
 
 Message = Mapping[str, Any]
 MEDIA_NAMES = {"images", "videos", "audios"}  # columns of media in verl's schema
-KEPT_FILES, KEPT_EXAMPLES = 8, 16384  # so many files of at most so many examples without media stay in memory
+KEPT_FILES, KEPT_EXAMPLES = (
+    8,
+    16384,
+)  # limits of what stays in memory: files, examples of each without media
 MAKE_ONE = "write one with python -m data_preprocess.gsm8k, or give the right path"
 
 

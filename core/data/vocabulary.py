@@ -76,7 +76,7 @@ def template_ends(tokenizer: Any, template_kwargs: Mapping[str, Any] | None = No
     try:
         ends = {first_token(written_behind(tokenizer, kwargs), tokens)} - {None}
     except ChatError:
-        return {}  # a template that takes no assistant's message: whoever needs one reports it
+        return {}  # a template without assistant messages: reported where one is needed
     if ends:
         between = [first_token(text, tokens) for text in _written_between(tokenizer, kwargs)]
         begins = first_token(generation_prompt(tokenizer, kwargs), tokens)

@@ -273,7 +273,7 @@ def _moves(gone: list[int], count: int) -> tuple[list[int], list[int], int]:
 
 
 def most_stored(rows: int, budget: int, prompts: int, width: int) -> int:
-    """Return the most tokens allocated for so many rows of ``budget`` tokens and prompts of ``width``."""
+    """Return the most tokens allocated for this number of rows of ``budget`` tokens and prompts of ``width``."""
     return with_spare(rows) * whole_blocks(budget) + with_spare(prompts) * width
 
 

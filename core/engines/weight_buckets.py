@@ -302,7 +302,7 @@ class Packer:
         return Bucket(tuple(packed), sent, {self.staging.key: self.staging.place}, sums=sums)
 
     def broadcast(self) -> None:
-        """Send the bucket that was returned last, from rank 0, to whoever opens it."""
+        """Send the bucket that was returned last, from rank 0, to the processes that open it."""
         GROUP.broadcast(self.staging.data[: self._used])
 
 

@@ -1,6 +1,6 @@
 """A model and its optimizer in a checkpoint's ``actor/`` and ``critic/``, whole or in the parts of several ranks.
 
-The folder around them, and what else a checkpoint holds, is the business of ``core/checkpoint``.
+``core/checkpoint`` writes the folder around them and everything else that a checkpoint holds.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ SHOWN, TRACE = 200, 4000  # characters of an error's text, and of a traceback
 
 @dataclass(frozen=True)
 class Failed:
-    """A call without an answer: ``reason`` is for the policy, ``trace`` for whoever mends the code."""
+    """A call without an answer: ``reason`` is for the policy, ``trace`` for its author."""
 
     reason: str
     trace: str = ""

@@ -1,4 +1,4 @@
-"""Stdout and stderr that outlive whoever reads them: a closed pipe or terminal, or a full disk, ends no training.
+"""Stdout and stderr that outlive their reader: a closed pipe or terminal, or a full disk, ends no training.
 
 A write that fails moves the stream to ``output.log`` of the run folder, with one line there and, where that still can
 be written, on the other stream. The file descriptor itself is moved, so that libraries and processes that are started

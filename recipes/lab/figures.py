@@ -7,7 +7,7 @@
     python -m recipes.lab.figures [--blank]
 
 Writes ``outputs/lab/figures/{train,test}.parquet`` and ``outputs/lab/figures/base/<hash>/``, to which ``base/current``
-points. Each question has four answers that are equally frequent: whoever does not look is right in one of four. With
+points. Each question has four equally frequent answers: a policy that ignores the picture is right in one of four. With
 ``--blank`` it also writes ``blank_{train,test}.parquet``, the control: the same questions, all about one empty picture.
 
 The base model has the shape of Qwen2.5-VL. It was taught to write what it sees before it answers, and then a mixture in
@@ -123,7 +123,7 @@ def is_held_out(cells: str) -> bool:
 
 
 def figures(count: int, seed: str, *, held_out: bool = False) -> Iterator[Figure]:
-    """Yield so many figures of the training or the test, the same on every machine."""
+    """Yield ``count`` figures of the training or test split, the same on every machine."""
     rng = random.Random(seed)
     return (draw(rng, held_out) for _ in range(count))
 

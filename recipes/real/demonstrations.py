@@ -52,7 +52,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m recipes.real.demonstrations", description=__doc__.split("\n")[0])
     parser.add_argument("answers", type=Path, metavar="ANSWERS.jsonl", help="the answers to openings.parquet")
     parser.add_argument("--out", type=Path, required=True, help="the parquet file to write")
-    parser.add_argument("--number", type=int, default=800, help="at most so many (default: %(default)s)")
+    parser.add_argument("--number", type=int, default=800, help="The most demonstrations (default: %(default)s).")
     args = parser.parse_args()
     try:
         print(write_demonstrations(args.answers, args.out, args.number), flush=True)

@@ -66,7 +66,7 @@ class Demonstration:
         return cls(np.array(ids, np.int32), np.array(mask, np.bool_))
 
     def cut(self, length: int, side: str = "right") -> Demonstration:
-        """Return at most so many ids, without those at one side; nothing predicts the first that is left."""
+        """Return the ids cut at one side to a maximum; nothing predicts the first that is left."""
         if side != "left" or len(self) <= length:
             return Demonstration(self.ids[:length], self.mask[:length])
         return Demonstration(self.ids[-length:], np.r_[False, self.mask[-length:][1:]])

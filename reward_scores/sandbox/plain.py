@@ -16,7 +16,7 @@ from typing import Any
 EXACT_INTEGER = 1 << 53
 MAX_BYTES = 1 << 22  # of one message, as of what a script prints; its objects take a hundred times that in memory
 MAX_DEPTH = 200  # of brackets in one message: decoding calls itself, whatever called it
-HARD_KEYS = 1000  # of a message whose hashes a program can choose: so many equal ones cost milliseconds, 1e5 minutes
+HARD_KEYS = 1000  # of a message whose hashes a program can choose: 1000 equal ones cost milliseconds, 1e5 minutes
 _SEQUENCES = {"l": list, "t": tuple, "s": set, "z": frozenset}
 
 

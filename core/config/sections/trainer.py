@@ -45,8 +45,8 @@ class TrainerConfig(Section):
     validation_data_dir: str | None = None  # folder or URL for every validation answer; None: no dump
     val_before_train: bool = True  # validate the starting model too
     val_only: bool = False  # validate the model and end
-    test_freq: limits.OffOrCount = -1  # validate every so many steps and after the last; -1: never
-    save_freq: limits.OffOrCount = -1  # write a checkpoint every so many steps and after the last; -1: never
+    test_freq: limits.OffOrCount = -1  # steps between validations, one follows the last; -1: never
+    save_freq: limits.OffOrCount = -1  # steps between checkpoints, one follows the last; -1: never
     max_actor_ckpt_to_keep: limits.Count | None = None  # checkpoints that are kept, the newest ones; None: all
     # where a run starts: its newest checkpoint (auto), step 0 (disable), resume_from_path
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"

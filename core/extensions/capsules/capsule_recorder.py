@@ -98,7 +98,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def pieces(count: int) -> list[int]:
-    """Return where the pieces of a tensor of so many numbers begin."""
+    """Return the start index of each piece of a tensor of ``count`` numbers."""
     return [index * count // min(count, PIECES) for index in range(min(count, PIECES))]
 
 

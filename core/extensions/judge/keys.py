@@ -40,7 +40,7 @@ class JudgeConfig(Section):
     cache_dir: str | None = None  # folder of kept replies; None: judge in the run folder
     # file of answers of known grade, as JSON lines; None: judge_canaries.jsonl of the extension
     canaries: str | None = None
-    canary_every: limits.Size = 32  # a canary is graded beside one answer of so many; 0: none is
+    canary_every: limits.Size = 32  # answers per canary graded beside them; 0: none
     prompt_price: limits.NonNegative = 0.0  # price of a million tokens that the judge reads, in any currency
     completion_price: limits.NonNegative = 0.0  # price of a million tokens that it writes
 

@@ -22,7 +22,7 @@ divided by t, the stream between layers is not, the ends are only between passes
 An episode (``data.max_start_length``) is several turns of generated tokens with observed ones between them, which are
 prefilled once and are in every pass of the learner. A phase's memory is what is there always and what it adds; policy
 and critic update one after the other. ``python -m tests.scale.world`` counts what the learner allocates on fake ranks
-beside these figures. Times are the business of ``step_seconds``. This is the only place that they come from: dry runs,
+beside these figures. Times are estimated in ``step_seconds``. This is the only place that they come from: dry runs,
 a run's first lines and the tables of ``results`` print its figures.
 """
 

@@ -38,7 +38,7 @@ def model_problems(config: Config) -> list[str]:
     if not problems:
         for problems_of_model in extensions.functions("model_problems"):
             problems += problems_of_model(config, sees_pictures(roles.model.path))
-        with suppress(InputError):  # a shape that is not known; the plan says so
+        with suppress(InputError):  # a shape that is not known, which the plan reports
             problems += _splits(config, roles.model.path, shape_of(roles.model.path, roles.model.override_config))
         with suppress(InputError):
             if config.critic.enable:

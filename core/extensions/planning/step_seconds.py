@@ -75,7 +75,7 @@ class Load:
         return self.assumed.prompt_length + self.generated + self.observed
 
     def in_batch(self, answers: float) -> int:
-        """Return the sequences that an engine decodes at once, of so many."""
+        """Return how many of these sequences an engine decodes at once."""
         most = self.config.actor_rollout_ref.rollout.max_num_seqs
         return max(1, int(min(self.cached, answers / self.engines, most)))
 
@@ -107,7 +107,7 @@ def _collect_seconds(load: Load) -> dict[str, float]:
 
 
 def generate_seconds(load: Load, answers: float, samples: int) -> float:
-    """Return how long so many answers take, ``samples`` of them to a prompt, which is prefilled once."""
+    """Return the seconds that these answers take, ``samples`` to a prompt, which is prefilled once."""
     assumed, at_once = load.assumed, load.in_batch(answers)
     rounds = answers * load.generated / load.engines / at_once
     prompts = answers * (assumed.prompt_length / samples + load.observed) / load.engines
@@ -132,7 +132,7 @@ def _longest(load: Load) -> float:
 
 
 def search_seconds(load: Load, episodes: float) -> float:
-    """Return how long the searches of so many episodes take, one after each turn but the last."""
+    """Return the seconds that the searches of these episodes take, one after each turn but the last."""
     return episodes * (load.assumed.turns - 1) * load.config.search_flops / load.assumed.search_rate
 
 

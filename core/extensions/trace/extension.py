@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class TraceConfig(Section):
     """What is recorded of every token of some steps, for ``python -m results.trace``."""
 
-    freq: limits.OffOrCount = -1  # record every so many steps, the first and the last one too; -1: steps alone
+    freq: limits.OffOrCount = -1  # steps between records, first and last step included; -1: only trainer.trace.steps
     steps: tuple[limits.Count, ...] | None = None  # record these steps as well
     # groups of a recorded step, the same questions in every step where possible; beside them the group of the lowest
     # score, that of the largest engine-learner difference and the first one that was dropped are recorded

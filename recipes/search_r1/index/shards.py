@@ -46,7 +46,7 @@ class Slice:
         return cls(int(found[1]), int(found[2]))
 
     def rows(self, count: int) -> range:
-        """Return the slice of so many rows. Raises RetrievalError where it is empty."""
+        """Return the slice of these rows. Raises RetrievalError where it is empty."""
         blocks = -(-count // BLOCK)
         start, stop = (min(count, blocks * at // self.count * BLOCK) for at in (self.number - 1, self.number))
         if start == stop:
