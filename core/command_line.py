@@ -152,6 +152,6 @@ def _help(recipe: str, arguments: Sequence[str], hooks: Collection[str]) -> NoRe
     words = [text.partition("=")[0] for text in arguments[at + 1 :] if text not in {*HELP, "--"}]
     from core.config import help as explained
 
-    text, found = explained.shown(recipe, arguments[:at], words, hooks)
-    print(text, file=sys.stdout if found else sys.stderr)
-    raise SystemExit(0 if found else 1)
+    text, known = explained.shown(recipe, arguments[:at], words, hooks)
+    print(text, file=sys.stdout if known else sys.stderr)
+    raise SystemExit(0 if known else 1)

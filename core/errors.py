@@ -45,9 +45,9 @@ def write_failed(error: OSError, path: str | os.PathLike[str], what: str) -> Wri
 def free_space(path: Path) -> str:
     """Return the space that is free where a path is or would be, in words."""
     there = next((one for one in (path.absolute(), *path.absolute().parents) if one.exists()), Path("/"))
-    found = os.statvfs(there)
-    room = f"{found.f_bavail * found.f_frsize / 2**30:.1f} GiB free"
-    return f"{room}, but no file more" if found.f_files and not found.f_favail else room
+    disk = os.statvfs(there)
+    room = f"{disk.f_bavail * disk.f_frsize / 2**30:.1f} GiB free"
+    return f"{room}, but no file more" if disk.f_files and not disk.f_favail else room
 
 
 @contextmanager

@@ -51,8 +51,10 @@ def generate_command(arguments: Sequence[str]) -> int:
 def score_command(arguments: Sequence[str]) -> int:
     parser = _parser("score", "Score a complete file of answers, without a model, as training scores.")
     parser.add_argument("answers", type=Path, metavar="ANSWERS.jsonl", help="The file that generate wrote.")
-    told = "Keys of reward_model and custom_reward_function; data.val_files=[...] checks the answers against it."
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help=told)
+    overrides_help = (
+        "Keys of reward_model and custom_reward_function; data.val_files=[...] checks the answers against it."
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=overrides_help)
     parser.add_argument("--scorer", help="The scorer of reward_scores/ for all data sources (default: each its own).")
     parser.add_argument("--name", help="What the file is called after (default: the scorer and its options).")
     args = parser.parse_intermixed_args(arguments)

@@ -69,10 +69,10 @@ def apart(config: Config) -> bool:
 
     On a cluster it does, unless ``ray_kwargs.driver_actor`` is set to False.
     """
-    wanted = config.ray_kwargs.driver_actor
-    if wanted is None:
-        wanted = cluster_address(config) is not None
-    return wanted and config.trainer.backend == "ray"
+    asked_for = config.ray_kwargs.driver_actor
+    if asked_for is None:
+        asked_for = cluster_address(config) is not None
+    return asked_for and config.trainer.backend == "ray"
 
 
 def _apart(trainer: str, config: Config) -> int:

@@ -109,6 +109,6 @@ def _remedy(package):
 
 
 def _wrong_python():
-    found = ".".join(map(str, sys.version_info[:2]))
+    version = ".".join(map(str, sys.version_info[:2]))
     fix = "type make setup PYTHON=python3.12, then source .venv/bin/activate"
-    return f"Python {found}: this repository needs 3.11 or 3.12; {fix}"
+    return f"Python {version}: this repository needs 3.11 or 3.12; {fix}"

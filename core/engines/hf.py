@@ -104,12 +104,12 @@ class DecodeBatch:
     def admit(self, rows: list[Row]) -> None:
         """Add rows, with one prefill for all that share a prompt; a prompt that is decoding already needs none."""
         places = {prompt: place for place, prompt in enumerate(self.prompts)}
-        wanted = [SeenPrompt.of(row) for row in rows]
-        fresh = sorted({one: None for one in wanted if one not in places}, key=lambda one: len(one.ids))
+        required = [SeenPrompt.of(row) for row in rows]
+        fresh = sorted({one: None for one in required if one not in places}, key=lambda one: len(one.ids))
         used, self.prompts = len(self.prompts), self.prompts + fresh
         places |= {prompt: place for place, prompt in enumerate(fresh, start=used)}
         self.rows += rows
-        self.prompt = np.concatenate([self.prompt, [places[one] for one in wanted]])
+        self.prompt = np.concatenate([self.prompt, [places[one] for one in required]])
         self.length = np.concatenate([self.length, np.zeros(len(rows), np.int64)])
         self.token = np.concatenate([self.token, [row.request.prompt_ids[-1] for row in rows]])
         seeds = [row.request.seed % 2**64 for row in rows]
@@ -157,8 +157,8 @@ class DecodeBatch:
 
         Once for each version of the weights the keys of a prompt are computed again and compared.
         """
-        wanted = [(SeenPrompt.of(row), self.version) for row in self.rows]
-        use_checks.stored_prompts_are_current(wanted, [self.filled[place] for place in self.prompt])
+        expected = [(SeenPrompt.of(row), self.version) for row in self.rows]
+        use_checks.stored_prompts_are_current(expected, [self.filled[place] for place in self.prompt])
         if self.checked == self.version:
             return
         self.checked = self.version

@@ -120,8 +120,8 @@ class SharedPromptLayer(CacheLayerMixin):
         for number, (heads, dim) in enumerate(self.shapes):
             new = torch.zeros(places, heads, columns, dim, dtype=self.dtype, device=self.device)
             if old:
-                kept = old[number][:places, :, :columns]
-                new[: kept.shape[0], :, : kept.shape[2]] = kept
+                entries = old[number][:places, :, :columns]
+                new[: entries.shape[0], :, : entries.shape[2]] = entries
             self.stores[kind].append(new)
 
     def read(self, kind: str, places: int, columns: int) -> list[Tensor]:

@@ -163,11 +163,11 @@ def _keep_top_k(logits_NV: Tensor, top_k_N: Tensor) -> Tensor:
     cut = (top_k_N < vocab_size).nonzero()[:, 0]
     if not len(cut):
         return logits_NV
-    kept = logits_NV[cut]
+    logits_kept = logits_NV[cut]
     k = top_k_N[cut]
-    largest = kept.topk(int(k.max()), dim=-1).values
-    kept = kept.masked_fill(kept < largest.gather(-1, k[:, None] - 1), -torch.inf)
-    return logits_NV.index_copy(0, cut, kept)
+    largest = logits_kept.topk(int(k.max()), dim=-1).values
+    logits_kept = logits_kept.masked_fill(logits_kept < largest.gather(-1, k[:, None] - 1), -torch.inf)
+    return logits_NV.index_copy(0, cut, logits_kept)
 
 
 def _keep_top_p(logits_NV: Tensor, top_p_N: Tensor) -> Tensor:

@@ -276,8 +276,8 @@ def engine_arguments(config: Config, skeleton: nn.Module) -> dict[str, Any]:
 
 def _overrides(model: ModelConfig) -> dict[str, Any]:
     """Return fields of the model's configuration that vLLM is to read otherwise than they stand in its folder."""
-    given = {key: value for key, value in thaw(model.override_config).items() if key != ATTENTION_KEY}
-    return {**given, "head_dtype": "float32"} if model.fp32_lm_head else given
+    options = {key: value for key, value in thaw(model.override_config).items() if key != ATTENTION_KEY}
+    return {**options, "head_dtype": "float32"} if model.fp32_lm_head else options
 
 
 def _positions(skeleton: nn.Module) -> int:

@@ -170,9 +170,9 @@ class GPUMemory:
             from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
             OPENED.clear()
-            given = list(self.arguments)
-            given[6] = device.index if device.index is not None else torch.cuda.current_device()  # its number here
-            OPENED.update({"from": self.arguments, "data": rebuild_cuda_tensor(*given)})
+            arguments = list(self.arguments)
+            arguments[6] = device.index if device.index is not None else torch.cuda.current_device()  # its number here
+            OPENED.update({"from": self.arguments, "data": rebuild_cuda_tensor(*arguments)})
         return OPENED["data"][:size]
 
 

@@ -17,16 +17,16 @@ def held_weights(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) 
 
     Raises ValueError where two names of one weight come with different values.
     """
-    given = dict(named_tensors)
+    by_name = dict(named_tensors)
     weights, values, problems = [], [], []
-    for names in [*weight_names(model), *((name,) for name in given.keys() - model.state_dict().keys())]:
-        values_given = [given[name] for name in names if name in given]
+    for names in [*weight_names(model), *((name,) for name in by_name.keys() - model.state_dict().keys())]:
+        values_given = [by_name[name] for name in names if name in by_name]
         if not values_given:
             continue
         first, *others = values_given
         if any(first.shape != x.shape or not (first.data_ptr() == x.data_ptr() or first.equal(x)) for x in others):
             problems.append(f"{' = '.join(names)}: one weight in the engine, but given with different values")
-        weights.append(Weight(tuple(name for name in names if name in given), tuple(first.shape), first.dtype))
+        weights.append(Weight(tuple(name for name in names if name in by_name), tuple(first.shape), first.dtype))
         values.append(first)
     _refuse(problems)
     return weights, values
@@ -46,13 +46,13 @@ def check_weights(model: nn.Module, weights: Iterable[Weight]) -> None:
     Raises ValueError with all that is wrong.
     """
     own = model.state_dict(keep_vars=True)
-    given = {name: weight for weight in weights for name in weight.names}
-    problems = [f"{name}: unknown" for name in given if name not in own]
-    for name, weight in given.items():
+    expected = {name: weight for weight in weights for name in weight.names}
+    problems = [f"{name}: unknown" for name in expected if name not in own]
+    for name, weight in expected.items():
         if name in own and weight.shape != tuple(own[name].shape):
             problems.append(f"{name}: shape {weight.shape}, the engine's is {tuple(own[name].shape)}")
     for names in weight_names(model):
-        senders = {given[name].names for name in names if name in given}
+        senders = {expected[name].names for name in names if name in expected}
         if not senders:
             problems.append(f"{' = '.join(names)}: missing")
         elif len(senders) > 1:

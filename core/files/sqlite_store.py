@@ -59,8 +59,8 @@ def _opened(path: str, table: str, refused: str | None) -> sqlite3.Connection:
     store = sqlite3.connect(path, timeout=60.0, isolation_level=None, check_same_thread=False)
     try:
         store.execute("PRAGMA trusted_schema=OFF")
-        found = [" ".join(sql.split()) for (sql,) in store.execute("SELECT sql FROM sqlite_master WHERE sql NOT NULL")]
-        if found and found != [table]:
+        schema = [" ".join(sql.split()) for (sql,) in store.execute("SELECT sql FROM sqlite_master WHERE sql NOT NULL")]
+        if schema and schema != [table]:
             raise ValueError("it holds other tables than this program's")
         store.execute("PRAGMA journal_mode=WAL")
         store.execute("PRAGMA synchronous=NORMAL")  # a power cut may cost the last answers, which are requested again

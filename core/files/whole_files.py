@@ -62,8 +62,8 @@ def _damage(file: Path, size: int, changed: int) -> str | None:
     with open(file, "rb") as stream:
         start = stream.read(512)
     if start.startswith(POINTER):
-        wanted = start.partition(b"\nsize ")[2].split(b"\n")[0].decode(errors="replace")
-        return f"is a Git LFS pointer of {size:,} bytes to a file of {wanted}, which was not fetched (git lfs pull)"
+        stated = start.partition(b"\nsize ")[2].split(b"\n")[0].decode(errors="replace")
+        return f"is a Git LFS pointer of {size:,} bytes to a file of {stated}, which was not fetched (git lfs pull)"
     if size == 0:
         return "is empty (0 bytes)"
     check = _CHECKS.get(file.suffix)
@@ -80,12 +80,12 @@ def _safetensors(file: Path, size: int) -> str | None:
         return f"is cut short: it has {size:,} bytes, and its header alone takes {8 + length:,}"
     try:
         tensors = {name: one for name, one in json.loads(header).items() if name != "__metadata__"}
-        wanted = 8 + length + max((one["data_offsets"][1] for one in tensors.values()), default=0)
+        needed = 8 + length + max((one["data_offsets"][1] for one in tensors.values()), default=0)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError):
         return f"is no safetensors file ({size:,} bytes; its header cannot be read)"
-    if size == wanted:
+    if size == needed:
         return None
-    return f"is {'cut short' if size < wanted else 'too long'}: it has {size:,} bytes, and its header names {wanted:,}"
+    return f"is {'cut short' if size < needed else 'too long'}: it has {size:,} bytes, and its header names {needed:,}"
 
 
 def _json(file: Path, size: int) -> str | None:
@@ -129,8 +129,8 @@ def _parquet(file: Path, size: int) -> str | None:
         return f"is no parquet file: it has {size:,} bytes and does not begin with PAR1"
     if end[-4:] != b"PAR1" or size < 12:
         return f"is cut short: it has {size:,} bytes, and lacks the footer at its end"
-    wanted = 12 + int.from_bytes(end[:4], "little")
-    return f"is cut short: it has {size:,} bytes, and its footer alone takes {wanted:,}" if size < wanted else None
+    needed = 12 + int.from_bytes(end[:4], "little")
+    return f"is cut short: it has {size:,} bytes, and its footer alone takes {needed:,}" if size < needed else None
 
 
 def _protobuf(file: Path, size: int) -> str | None:

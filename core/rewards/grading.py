@@ -173,12 +173,12 @@ def as_score(result: Any) -> Score:
     if isinstance(result, Score):
         parts, notes = _parts(result.parts)
         return dataclasses.replace(result, value=_number(result.value), parts=parts, notes={**result.notes, **notes})
-    given = result if isinstance(result, Mapping) else {"score": result}
-    if "score" not in given:
-        has = ", ".join(map(repr, given)) or "nothing"
+    fields = result if isinstance(result, Mapping) else {"score": result}
+    if "score" not in fields:
+        has = ", ".join(map(repr, fields)) or "nothing"
         raise ScoreError(f"the reward function returned a dict without 'score' (it has {has}); {RETURN}")
-    value, pred = _number(given["score"]), given.get("pred")
-    parts, notes = _parts({name: part for name, part in given.items() if name not in ("score", "pred")})
+    value, pred = _number(fields["score"]), fields.get("pred")
+    parts, notes = _parts({name: part for name, part in fields.items() if name not in ("score", "pred")})
     status = ScoreStatus.OK if parts.get("acc", value) > 0 else ScoreStatus.WRONG
     return Score(value, parts, status, pred=None if pred is None else str(pred), notes=notes)
 

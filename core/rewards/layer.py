@@ -320,8 +320,8 @@ def written(text: str) -> Trajectory:
 
 def scorer_options(reward: RewardModelConfig) -> dict[str, dict[str, Any]]:
     """Return ``reward_model.reward_kwargs``, with where and within which limits the scorers run programs."""
-    given = reward.reward_kwargs or {}
-    options = {name: dict(one or {}) for name, one in given.items() if isinstance(one, Mapping | None)}
+    kwargs = reward.reward_kwargs or {}
+    options = {name: dict(one or {}) for name, one in kwargs.items() if isinstance(one, Mapping | None)}
     sandbox, fusion = reward.sandbox.model_dump(), reward.sandbox_fusion.model_dump()
     if reward.source != "register" or reward.reward_manager != "naive":  # naive has no deadline for an answer
         sandbox["total_timeout_s"] = fusion["total_timeout_s"] = TESTS_SHARE * reward.timeout_s

@@ -132,29 +132,29 @@ def login_in(url: str) -> str | None:
     """
     if not _SCHEME.match(url):
         return "a user and a password" if _BARE_USER.fullmatch(url) else None
-    if (found := _USER.match(url)) and _is_login(found):
-        return "a user and a password" if ":" in found["user"] else "a user or token"
+    if (match := _USER.match(url)) and _is_login(match):
+        return "a user and a password" if ":" in match["user"] else "a user or token"
     return next((f"the parameter {one['name']}" for one in _PARAMETER.finditer(url) if _is_parameter(one)), None)
 
 
-def _is_login(found: re.Match[str]) -> bool:
-    return bool(found["user"]) and (":" in found["user"] or "http" in found["scheme"].lower())
+def _is_login(match: re.Match[str]) -> bool:
+    return bool(match["user"]) and (":" in match["user"] or "http" in match["scheme"].lower())
 
 
-def _is_parameter(found: re.Match[str]) -> bool:
-    return found["name"].lower() in OF_URLS or is_secret(found["name"])
+def _is_parameter(match: re.Match[str]) -> bool:
+    return match["name"].lower() in OF_URLS or is_secret(match["name"])
 
 
 def _of_text(text: str) -> str:
     """Hide what is a secret without a key: logins in URLs, and keys of well-known services."""
 
-    def user(found: re.Match[str]) -> str:
-        if not _is_login(found) or found["user"] == HIDDEN:
-            return found[0]
-        return f"{found['scheme']}{_hidden(found['user'])}@"
+    def user(match: re.Match[str]) -> str:
+        if not _is_login(match) or match["user"] == HIDDEN:
+            return match[0]
+        return f"{match['scheme']}{_hidden(match['user'])}@"
 
-    def parameter(found: re.Match[str]) -> str:
-        return f"{found['before']}{found['name']}={_hidden(found['value'])}" if _is_parameter(found) else found[0]
+    def parameter(match: re.Match[str]) -> str:
+        return f"{match['before']}{match['name']}={_hidden(match['value'])}" if _is_parameter(match) else match[0]
 
     if _BARE_USER.fullmatch(text):
         return f"{HIDDEN}@{text.rpartition('@')[2]}"
@@ -172,12 +172,12 @@ def _of_command(text: str) -> str:
     return text if shown == shlex.join(words) else shown  # as it was quoted, where nothing is hidden
 
 
-def _pair(found: re.Match[str]) -> str:
-    value = found["value"]
-    if value.lower() in ("null", "none", "true", "false", "''", '""') or not is_secret(found["name"].lstrip("-")):
-        return found[0]
+def _pair(match: re.Match[str]) -> str:
+    value = match["value"]
+    if value.lower() in ("null", "none", "true", "false", "''", '""') or not is_secret(match["name"].lstrip("-")):
+        return match[0]
     quote = value[0] if value[0] in "\"'" else ""
-    return f"{found['name']}{found['mark']}{quote}{HIDDEN}{quote}"
+    return f"{match['name']}{match['mark']}{quote}{HIDDEN}{quote}"
 
 
 def _hidden(value: Any) -> str:

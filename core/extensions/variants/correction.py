@@ -82,11 +82,11 @@ def divergence(log_ratio_N: Tensor, mask_N: Tensor, lengths_B: Tensor, name: str
 
 def kept_tokens(log_ratio_N: Tensor, mask_N: Tensor, lengths_B: Tensor, rules: tuple[Criterion, ...]) -> Tensor:
     """Return the tokens of the mask that meet every criterion, [N] bool."""
-    kept = mask_N.clone()
+    mask_kept = mask_N.clone()
     for criterion in rules:
         value = divergence(log_ratio_N, mask_N, lengths_B, criterion.name)
-        kept &= (value >= criterion.lower) & (value <= criterion.upper)
-    return kept
+        mask_kept &= (value >= criterion.lower) & (value <= criterion.upper)
+    return mask_kept
 
 
 def correct(batch: TrainBatch, config: CorrectionKeys) -> tuple[TrainBatch, dict[str, float]]:

@@ -82,32 +82,32 @@ def criteria(options: str, spec: Spec | None, lower: float | None = None) -> tup
 
 
 def _criterion(name: str, spec: Spec, lower: float | None) -> Criterion:
-    found, upper = _numbers(spec)
-    if upper <= 0 or (found is not None and found <= 0):
+    low, upper = _numbers(spec)
+    if upper <= 0 or (low is not None and low <= 0):
         raise ValueError(f"thresholds are above 0, got {spec}")
     if not name.endswith("k1") and name not in RATIOS:
-        if found is not None:
+        if low is not None:
             raise ValueError(f"{name} has an upper bound only, got {spec}")
         return Criterion(name, -math.inf, upper)
-    if found is None:
-        found = 1 / upper if lower is None or name not in RATIOS else lower
-    if found > upper:
-        raise ValueError(f"the lower bound {found:g} of {name} is above the upper one, {upper:g}")
+    if low is None:
+        low = 1 / upper if lower is None or name not in RATIOS else lower
+    if low > upper:
+        raise ValueError(f"the lower bound {low:g} of {name} is above the upper one, {upper:g}")
     if name in RATIOS:  # log(1 / ratio) is the statistic
-        return Criterion(RATIOS[name], -math.log(upper), -math.log(found) if found > 0 else math.inf)
-    return Criterion(name, math.log(found), math.log(upper))
+        return Criterion(RATIOS[name], -math.log(upper), -math.log(low) if low > 0 else math.inf)
+    return Criterion(name, math.log(low), math.log(upper))
 
 
 def _numbers(spec: Spec) -> tuple[float | None, float]:
     """Return (None, number) of a number, (lower, upper) of ``lower_upper``."""
     lower, separator, upper = str(spec).strip().rpartition("_")
     try:
-        found = (float(lower) if separator else None), float(upper)
+        bounds = (float(lower) if separator else None), float(upper)
     except ValueError as error:
         raise ValueError(f"{spec!r} is neither a number nor lower_upper, as in 0.5_2.0") from error
-    if any(number is not None and math.isnan(number) for number in found):
+    if any(number is not None and math.isnan(number) for number in bounds):
         raise ValueError(f"{spec!r} is no number, so it bounds nothing")
-    return found
+    return bounds
 
 
 def _reads(attempt: Callable[[], bool]) -> bool:
@@ -150,8 +150,8 @@ class CorrectionKeys(Section):
 
     @property
     def uses_old_log_probs(self) -> bool:
-        given = (self.rollout_is, self.rollout_rs, self.rollout_token_veto_threshold)
-        return not self.bypass_mode and any(value is not None for value in given)
+        criteria = (self.rollout_is, self.rollout_rs, self.rollout_token_veto_threshold)
+        return not self.bypass_mode and any(value is not None for value in criteria)
 
 
 rules = RuleBook()

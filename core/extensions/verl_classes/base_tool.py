@@ -135,8 +135,8 @@ class VerlTool(EpisodeTool):
             raise ValueError(
                 f"{kind.__name__} has no execute of its own, so that its calls would do nothing; write one"
             )
-        given = None if tool_schema is None else OpenAIFunctionToolSchema.model_validate(tool_schema)
-        self.tool = kind({"type": "native", **config}, given)
+        schema_given = None if tool_schema is None else OpenAIFunctionToolSchema.model_validate(tool_schema)
+        self.tool = kind({"type": "native", **config}, schema_given)
         schema = self.tool.tool_schema or self.tool.get_openai_tool_schema()
         self.schema = tool_schema or schema.model_dump(exclude_unset=True, exclude_none=True)
 
@@ -147,8 +147,8 @@ class VerlTool(EpisodeTool):
         """
         create, facts = self.tool.create, dict(facts.get("create_kwargs") or {})
         optional = accepted(create, {"instance_id": str(uuid.uuid4()), "create_kwargs": facts})
-        made = await awaited(create(**{**optional, **facts}))
-        return made[0] if isinstance(made, tuple) else made
+        created = await awaited(create(**{**optional, **facts}))
+        return created[0] if isinstance(created, tuple) else created
 
     async def call_in(self, state: str, arguments: Mapping[str, Any], facts: Mapping[str, Any]) -> ToolAnswer:
         answer = await awaited(self.tool.execute(state, dict(arguments), **(facts.get("execute_kwargs") or {})))

@@ -46,7 +46,7 @@ def named_files(config: Config) -> Iterator[tuple[str, str]]:
 def problems(config: Config) -> list[str]:
     """Return a line for each import of verl that has nothing behind it here."""
     installed = PathFinder.find_spec("verl") is not None
-    found = []
+    lines = []
     for key, path in dict.fromkeys(named_files(config)):
         try:
             tree = ast.parse(Path(path).expanduser().read_text(encoding="utf-8"))
@@ -57,8 +57,8 @@ def problems(config: Config) -> list[str]:
             if key.endswith(".agent_loop") and module.startswith(LOOPS):
                 problem = f"{module} makes the loop one of verl's server manager; {ADVICE[LOOPS]}"
             if problem:
-                found.append(f"{key}={path}: line {line}: {problem}")
-    return found
+                lines.append(f"{key}={path}: line {line}: {problem}")
+    return lines
 
 
 def imports(body: Iterable[ast.stmt]) -> Iterator[tuple[int, str, str | None]]:

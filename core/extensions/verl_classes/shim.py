@@ -140,7 +140,7 @@ def module(name: str) -> ModuleType:
     if SAID not in os.environ:
         os.environ[SAID] = "1"
         print(f"verl is not installed: files that import it get the stand-in of {HERE}", file=sys.stderr, flush=True)
-    made = StandInModule(name)
+    stand_in = StandInModule(name)
     if MODULES.get(name):
-        made.__all__ = list(MODULES[name])
-    return made
+        stand_in.__all__ = list(MODULES[name])
+    return stand_in

@@ -109,10 +109,10 @@ def perform_single_search_batch(
         body = {"queries": query_list, "topk": topk, "return_scores": True}
         reply = httpx.post(retrieval_service_url, json=body, timeout=timeout)
     reply.raise_for_status()
-    found = reply.json()["result"]
-    pages = ["\n".join(map(_passage, enumerate(passages, 1))).strip() for passages in found]
+    results = reply.json()["result"]
+    pages = ["\n".join(map(_passage, enumerate(passages, 1))).strip() for passages in results]
     text = json.dumps({"result": "\n---\n".join(pages)}, ensure_ascii=False)
-    total = sum(map(len, found))
+    total = sum(map(len, results))
     return text, {
         "query_count": len(query_list),
         "status": "success",

@@ -111,8 +111,8 @@ def _converted(kind: type, code: str, file: str, data: DataConfig, tokenizer: An
     if target.is_file():
         return str(target)
     with users_code(f"{KEY}={code}:{kind.__name__}", f"reading {file} with it"):
-        made = kind(data_files=[str(here)], tokenizer=tokenizer, config=OmegaConf.create(options), processor=None)
-        rows = list(_rows((made[number] for number in range(len(made))), kind, data))
+        dataset = kind(data_files=[str(here)], tokenizer=tokenizer, config=OmegaConf.create(options), processor=None)
+        rows = list(_rows((dataset[number] for number in range(len(dataset))), kind, data))
         table = pa.Table.from_pylist(rows)
     folder.mkdir(parents=True, exist_ok=True)
     partial = target.with_suffix(f".{os.getpid()}.partial")
@@ -133,7 +133,7 @@ def _content(path: Path) -> Any:
 def _rows(rows: Iterable[Mapping[str, Any]], kind: type, data: DataConfig) -> Iterator[dict[str, Any]]:
     """Yield rows of the schema. Raises InputError for one without messages."""
     image_key = getattr(data, "image_key", "images")
-    kept = (data.reward_fn_key, "reward_model", "extra_info", image_key, "agent_name")
+    columns = (data.reward_fn_key, "reward_model", "extra_info", image_key, "agent_name")
     for number, row in enumerate(rows):
         chat = row.get(CHAT, row.get(data.prompt_key))
         if chat is None:
@@ -141,13 +141,13 @@ def _rows(rows: Iterable[Mapping[str, Any]], kind: type, data: DataConfig) -> It
                 f"{KEY}.name={kind.__name__}: its row {number} has no {CHAT!r}: the class must return the messages, as "
                 "RLHFDataset's __getitem__ does; tokens and tensors are made here"
             )
-        found = {name: row[name] for name in kept if row.get(name) is not None}
+        values = {name: row[name] for name in columns if row.get(name) is not None}
         facts = {name: row[name] for name in ("tools_kwargs", "interaction_kwargs") if row.get(name)}
         if facts:
-            found["extra_info"] = {**(found.get("extra_info") or {}), **facts}
-        if image_key in found:
-            found[image_key] = [_picture(one) for one in found[image_key]]
-        yield {**found, data.prompt_key: [_message(one) for one in chat] if not isinstance(chat, str) else chat}
+            values["extra_info"] = {**(values.get("extra_info") or {}), **facts}
+        if image_key in values:
+            values[image_key] = [_picture(one) for one in values[image_key]]
+        yield {**values, data.prompt_key: [_message(one) for one in chat] if not isinstance(chat, str) else chat}
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -101,10 +101,10 @@ class VerlRewardManager:
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **options: Any
     ) -> Any:
         """Grade by the run's reward function, or by the table of scorers, as verl's function of this name does."""
-        found = self.scorers(Job(data_source, solution_str, ground_truth, extra_info or {}))
-        if not isinstance(found, Score):
-            return found
-        return as_dict(found) if self.scorers.scorer(data_source).name == "math_dapo" else found.value
+        score = self.scorers(Job(data_source, solution_str, ground_truth, extra_info or {}))
+        if not isinstance(score, Score):
+            return score
+        return as_dict(score) if self.scorers.scorer(data_source).name == "math_dapo" else score.value
 
     async def run(self, job: Job) -> Score | Failure:
         return (await self.run_together([job]))[0]
@@ -121,10 +121,10 @@ class VerlRewardManager:
     def _results(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
         data = batch_of([self._answer(job) for job in jobs], self.tokenizer.pad_token_id, *self.lengths)
         named = "return_dict" in inspect.signature(self.manager.__call__).parameters
-        found = self.manager(data, return_dict=True) if named else self.manager(data)
-        rewards, extra = found, {}
-        if isinstance(found, Mapping):
-            rewards, extra = found["reward_tensor"], found.get("reward_extra_info") or {}
+        results = self.manager(data, return_dict=True) if named else self.manager(data)
+        rewards, extra = results, {}
+        if isinstance(results, Mapping):
+            rewards, extra = results["reward_tensor"], results.get("reward_extra_info") or {}
         if rewards.dim() == 2:
             self._warn_of_steps(rewards)
             rewards = rewards.sum(dim=1)

@@ -71,8 +71,8 @@ class Tables:
         """Return rule and fix for a key that is not here, or None; of one that a pattern stands for, if asked."""
         named = (each for each in self.refused if key == each[0])
         like = (each for each in self.refused if by_pattern and fnmatchcase(key, each[0]))
-        found = next(named, None) or next(like, None)
-        return found and (found[1], found[2].replace("{key}", key))
+        entry = next(named, None) or next(like, None)
+        return entry and (entry[1], entry[2].replace("{key}", key))
 
     def hint(self, key: str) -> str | None:
         """Return what to do about a value of a known key that the schema refuses, or None."""
