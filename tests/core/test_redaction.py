@@ -167,8 +167,10 @@ def test_a_capsule_holds_no_secret():
     batch = SimpleNamespace(width=1, pad_id=0, device="cpu", stored={}, lengths=[])
     begun = SimpleNamespace(step=1, known=(), batch=batch, kl=told, alignment={}, weights={})
     recorder = CapsuleRecorder(examine("grpo", [*RUNNING]).config, object, 1)
-    recorder._device = lambda _: "cpu"
-    facts = recorder._facts(begun, told, StepMetrics(1))
+    weight = SimpleNamespace(device=SimpleNamespace(type="cpu"))
+    module = SimpleNamespace(parameters=lambda: iter([weight]))
+    workers = SimpleNamespace(trained={"actor": SimpleNamespace(module=module)})
+    facts = recorder._facts(begun, told, StepMetrics(1), workers)
     assert SECRET not in str(facts) and HIDDEN in str(facts["config"])
 
 

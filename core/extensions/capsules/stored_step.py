@@ -134,7 +134,9 @@ def read(folder: Path) -> StoredStep:
 
 def _check_weights(facts: Mapping[str, Any], path: Path) -> None:
     """Check the names of the folders in which a capsule has its weights."""
-    for name in facts["weights"]["kept"]:
+    if "actor" not in (kept := facts["weights"]["kept"]):
+        raise InputError(f"{path}: weights.kept={kept}: lacks the policy's weights (actor); let the run keep it again")
+    for name in kept:
         if name not in MODELS:
             raise InputError(f"{path}: weights.kept={ascii(name)[:200]}: must be one of {', '.join(MODELS)}; {FIX}")
         inside(path.parent, name, path)
