@@ -81,15 +81,6 @@ class RefConfig(Sharing, Section):
 rules = RuleBook()
 
 
-@rules.problem
-def the_loss(c: View) -> Broken:
-    if c.gives("actor_rollout_ref.actor.loss_agg_mode") and c.loss.aggregation not in (None, c.actor.loss_agg_mode):
-        yield (
-            "actor_rollout_ref.actor.loss_agg_mode",
-            f"policy_loss.loss_mode={c.actor.policy_loss.loss_mode} is defined with {c.loss.aggregation}; leave it out",
-        )
-
-
 @rules.warning
 def the_kl_is_penalised_twice(c: View) -> Broken:
     if c.actor.use_kl_loss and c.algorithm.use_kl_in_reward:

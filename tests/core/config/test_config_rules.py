@@ -435,11 +435,6 @@ BROKEN = [
         *("trainer.critic_warmup=5", "leaves no step"),
     ),
     (
-        "grpo",
-        [f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.loss_agg_mode=token-mean"],
-        *((), f"{ACTOR}.loss_agg_mode=token-mean", "is defined with seq-mean-token-mean"),
-    ),
-    (
         *("grpo", [f"{ACTOR}.policy_loss.loss_mode=clip_cov", f"{ACTOR}.policy_loss.clip_cov_lb=5"], ()),
         *(f"{ACTOR}.policy_loss.clip_cov_lb=5.0", "leaves no covariance below clip_cov_ub=5.0"),
     ),
@@ -653,7 +648,7 @@ IDLE = [
         [f"{ACTOR}.policy_loss.loss_mode=clip_cov", f"{ACTOR}.policy_loss.ppo_kl_coef=1"],
         f"{ACTOR}.policy_loss.ppo_kl_coef",
     ),
-    ("grpo", [SAPO, f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"], f"{ACTOR}.loss_agg_mode"),
+    ("grpo", [SAPO, f"{ACTOR}.loss_agg_mode=token-mean"], f"{ACTOR}.loss_agg_mode"),  # as in verl
     ("grpo", [f"{ACTOR}.loss_scale_factor=100"], f"{ACTOR}.loss_scale_factor"),
     ("grpo", [f"{ACTOR}.data_loader_seed=1"], f"{ACTOR}.data_loader_seed"),
     ("ppo", ["critic.data_loader_seed=1"], "critic.data_loader_seed"),
