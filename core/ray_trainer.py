@@ -21,7 +21,7 @@ import torch
 from core.algorithm import advantages, invariants, use_checks
 from core.algorithm.kl import KLController, kl_rewards
 from core.algorithm.losses import MetricSums
-from core.algorithm.mismatch import MISMATCH_READS, add_mismatch, without_unsampled_sequences
+from core.algorithm.rollout_mismatch import MISMATCH_READS, add_mismatch, without_unsampled_sequences
 from core.algorithm.sequences import sum_by_sequence
 from core.checkpoint.kill_points import kill_point
 from core.cluster.local_workers import LocalWorkers

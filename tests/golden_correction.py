@@ -1,4 +1,4 @@
-"""How the golden vectors of rollout correction map onto ``core.algorithm.mismatch``."""
+"""How the golden vectors of rollout correction map onto ``core.algorithm.rollout_mismatch``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from statistics import fmean, stdev
 import torch
 from torch import Tensor
 
-from core.algorithm import mismatch
+from core.algorithm import rollout_mismatch as mismatch
 from core.algorithm.losses import MetricSums
-from core.extensions.variants import correction as rc
 from core.extensions.variants import keys as correction_bounds
+from core.extensions.variants import rollout_correction as rc
 from core.types import TrainBatch
 from tests.golden_io import Case, Comparison
 from tests.padded import batch_of_padded

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from core.algorithm import invariants, use_checks
 from core.algorithm.kl import kl_penalty
 from core.algorithm.losses import MetricSums, policy_loss, value_loss
-from core.algorithm.mismatch import add_mismatch
+from core.algorithm.rollout_mismatch import add_mismatch
 from core.config import registry
 from core.data.vocabulary import unknown_among
 from core.learner.batching import micro_batches, split_zero_gradient

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from core.learner.head_chunk import head_logits
+from core.learner.logit_memory import head_logits
 
 
 class FP32Head(nn.Linear):

@@ -27,7 +27,7 @@ from core.extensions.planning.model_shapes import Shape
 from core.extensions.tensor_parallel.split_layers import split_layers
 from core.learner import learner, log_probs, packing
 from core.learner.batching import mini_batches
-from core.learner.head_chunk import GPU_LOGITS
+from core.learner.logit_memory import GPU_LOGITS
 from core.types import TrainBatch
 from results.reporting.run_scripts import Script
 from tests.padded import batch_of_padded

@@ -49,7 +49,7 @@ from core.extensions.planning.step_seconds import (
     validation_seconds,
     writing_seconds,
 )
-from core.learner.head_chunk import CPU_LOGITS, head_logits
+from core.learner.logit_memory import CPU_LOGITS, head_logits
 from core.tracking.memory_settings import log_prob_tokens, pass_tokens, remedies, update_remedies
 
 USABLE = 0.95  # of a GPU's memory; the rest is the allocator's and the libraries'
@@ -90,7 +90,7 @@ def update_bytes(
 
     In the head nothing of the layers has a gradient yet; in the first layer, the last to be passed backward, the
     activations of the others are gone and only the embedding lacks its gradient. ``logits`` exist at a time
-    (``core.learner.head_chunk``).
+    (``core.learner.logit_memory``).
     """
     block, backward = block_bytes(shape, width, residual), 2 * (shape.mlp + shape.hidden) * width
     activations = float(tokens) * shape.layers * (shape.hidden * residual if checkpointing else block)

@@ -15,8 +15,8 @@ from core.extensions.planning import estimate as plan
 from core.extensions.planning.dry_run import plan_lines
 from core.extensions.planning.estimate import Assumptions, Plan, block_bytes, head_bytes, update_bytes
 from core.extensions.planning.model_shapes import MODELS, Shape, gpu, shape_of
-from core.learner.head_chunk import CPU_LOGITS, GPU_LOGITS, head_logits
 from core.learner.log_probs import logits_at_a_time
+from core.learner.logit_memory import CPU_LOGITS, GPU_LOGITS, head_logits
 
 MODEL = "actor_rollout_ref.model.path"
 # billions of parameters that the model cards give

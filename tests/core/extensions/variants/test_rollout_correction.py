@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.algorithm import mismatch
+from core.algorithm import rollout_mismatch as mismatch
 from core.algorithm.losses import MetricSums
 from core.config import compose, examine
 from core.config.sections.algorithm import RolloutCorrectionConfig
-from core.extensions.variants import correction as rc
+from core.extensions.variants import rollout_correction as rc
 from core.extensions.variants.keys import Bounds, criteria, weight_bounds
 from core.learner.batching import mini_batches
 from core.learner.learner import Actor

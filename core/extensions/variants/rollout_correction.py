@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from core.algorithm.losses import LOG_RATIO_BOUND
-from core.algorithm.mismatch import log_ratio, sampled
+from core.algorithm.rollout_mismatch import log_ratio, sampled
 from core.algorithm.sequences import (
     count_by_sequence,
     max_by_sequence,
