@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from core.types import pad, token_places
-
-if TYPE_CHECKING:
-    from core.algorithm.advantages import AdvantageInputs
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 OF_SEQUENCES = ("group", "in_group_stats", "baseline")
@@ -80,10 +77,10 @@ def is_padded(function: Callable[..., Any]) -> bool:
 
 def pads_estimator(
     function: Callable[..., tuple[Tensor, Tensor]],
-) -> Callable[[AdvantageInputs], tuple[Tensor, Tensor]]:
-    """Return an estimator on flat tokens that calls one on padded tokens."""
+) -> Callable[[Any], tuple[Tensor, Tensor]]:
+    """Return an estimator of ``AdvantageInputs`` (:mod:`core.algorithm.advantages`) that calls one on padded tokens."""
 
-    def estimate(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    def estimate(inputs: Any) -> tuple[Tensor, Tensor]:
         fields = {name: getattr(inputs, name) for name in (*OF_SEQUENCES, *NUMBERS)}
         for name in OF_TOKENS:
             value = getattr(inputs, name)

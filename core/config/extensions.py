@@ -13,15 +13,12 @@ import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from core.config.rulebook import RuleBook
 from core.config.section import Section
 from core.config.yaml_files import read_table
 from core.errors import InputError
-
-if TYPE_CHECKING:
-    from core.config.schema import Config
 
 PACKAGE = "core.extensions"
 
@@ -46,16 +43,18 @@ class Extension:
     keys: Mapping[str, type[Section]] = field(default_factory=dict)
     rules: RuleBook = field(default_factory=RuleBook)
     view: Mapping[str, str] = field(default_factory=dict)
-    derived: tuple[tuple[str, Callable[[Config], Any]], ...] = ()
+    derived: tuple[tuple[str, Callable[[Section], Any]], ...] = ()
     tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    files: Callable[[Config], Iterable[tuple[str, str]]] = lambda config: ()
-    checked_at_start: Callable[[Config], Iterable[str]] = lambda config: ()
+    files: Callable[[Section], Iterable[tuple[str, str]]] = lambda config: ()
+    checked_at_start: Callable[[Section], Iterable[str]] = lambda config: ()
     functions: Mapping[str, str] = field(default_factory=dict)
     stand_ins: Mapping[str, str] = field(default_factory=dict)
-    used: Callable[[Config], bool] = lambda config: True
+    used: Callable[[Section], bool] = lambda config: True
 
 
-def recorder(name: str, keys: type[Section], rules: RuleBook, used: Callable[[Config], bool], module: str) -> Extension:
+def recorder(
+    name: str, keys: type[Section], rules: RuleBook, used: Callable[[Section], bool], module: str
+) -> Extension:
     """Declare an extension that records steps (``core/tracking/recorders.py``), with keys of the section ``trainer``.
 
     ``module`` is the path of the module that has the functions ``recorder`` and ``drop_after``.
@@ -67,7 +66,6 @@ def recorder(name: str, keys: type[Section], rules: RuleBook, used: Callable[[Co
 @functools.cache
 def found() -> tuple[Extension, ...]:
     """Return the extensions that are there, by name."""
-    importlib.import_module("core.config.registry")  # it reads this too, and declarations import its entries
     package = importlib.import_module(PACKAGE)
     names = sorted(one.name for one in pkgutil.iter_modules(package.__path__) if one.ispkg)
     modules = (importlib.import_module(f"{PACKAGE}.{name}.extension") for name in names)
@@ -84,7 +82,7 @@ def stand_ins() -> dict[str, str]:
     return {package: path for one in found() for package, path in one.stand_ins.items()}
 
 
-def functions(name: str, config: Config | None = None) -> list[Callable[..., Any]]:
+def functions(name: str, config: Section | None = None) -> list[Callable[..., Any]]:
     """Import and return the functions that extensions have under a name; of those that ``config`` asks for."""
     having = [one for one in found() if name in one.functions and (config is None or one.used(config))]
     return [_imported(one.functions[name]) for one in having]

@@ -11,25 +11,20 @@ reads: where they are set for an entry without them, they are reported as unused
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from core.config import extensions
-
-
-@dataclass(frozen=True)
-class EstimatorEntry:
-    """An advantage estimator: a function of :class:`core.algorithm.advantages.AdvantageInputs`."""
-
-    function: str
-    critic: bool = False  # it reads values
-    groups: bool = False  # it compares the answers to a prompt, so it needs at least two
-    greedy_baseline: bool = False  # it reads the score of a greedy answer to the prompt
-    squares: bool = False  # it reads old log-probs and the sums of squared probabilities, of a pass before the update
-    penalties: bool = True  # it takes rewards below 0, which a penalty in the reward makes
-    reads: Collection[str] = ()  # keys of the section algorithm
-
+from core.config.entries import (
+    CLIP,
+    SERVING,
+    AgentLoopEntry,
+    EngineEntry,
+    EstimatorEntry,
+    LoggerEntry,
+    LossEntry,
+    ManagerEntry,
+)
 
 ESTIMATORS = {
     "gae": EstimatorEntry("core.algorithm.advantages:gae", critic=True, reads=("gamma", "lam")),
@@ -37,60 +32,15 @@ ESTIMATORS = {
 }
 
 
-@dataclass(frozen=True)
-class LossEntry:
-    """A policy loss: a function of log-probs, old ones, advantages, mask and the section actor."""
-
-    function: str
-    # The only loss_agg_mode that the loss is defined with: its published implementation ignores the key.
-    aggregation: str | None = None
-    has_ratio: bool = True  # of new to old probabilities, which under bypass_mode is the importance weight
-    # The ratio is a whole sequence's: the clip bounds are far smaller, and the loss gets lengths_B, [B] int64.
-    sequence_ratio: bool = False
-    # Marks tokens of a whole mini-batch, "module:function", which the loss gets as selected_N, [N] bool.
-    selects: str | None = None
-    moves_without_advantage: bool = False  # a sequence whose advantages are all 0 trains too
-    divergence: float | None = None  # clip_ratio* bound a divergence, not a ratio: the published bound
-    reads: Collection[str] = ()  # keys of the section actor
-
-
-CLIP = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
 POLICY_LOSSES = {
     "vanilla": LossEntry("core.algorithm.losses:vanilla", reads=(*CLIP, "clip_ratio_c")),
 }
 
 
-@dataclass(frozen=True)
-class EngineEntry:
-    """A rollout engine: a function of configuration, policy, tokenizer and device."""
-
-    function: str
-    package: str | None = None  # that has to be installed
-    problems: str | None = None  # "module:function": of a configuration, what else the engine lacks at a start
-    seeded: bool = True  # a request's seed decides its answer; without that nothing sampled can be drawn again
-    top_p_within_top_k: bool = True  # with both set, top_p counts what top_k left
-    reads_media: bool = True  # pictures of prompts
-    one_receiver: bool = False  # one process receives the weights also where several GPUs share each layer
-    reads: Collection[str] = ()  # keys of the section rollout
-
-
-SERVING = (  # keys of the section rollout that a serving engine reads
-    *("tensor_model_parallel_size", "gpu_memory_utilization", "enforce_eager", "free_cache_engine"),
-    *("max_model_len", "enable_chunked_prefill", "enable_prefix_caching"),
-)
 ENGINES = {  # actor_rollout_ref.rollout.name
     "hf": EngineEntry("core.engines.factory:hf_engine"),
     "vllm": EngineEntry("core.engines.factory:vllm_engine", package="vllm", reads=SERVING),
 }
-
-
-@dataclass(frozen=True)
-class ManagerEntry:
-    """A reward manager: a function of the section reward_model and the run's grader."""
-
-    function: str
-    in_process: bool = False  # it grades in this process, without a deadline
-    batched: bool = False  # it calls a user's function with lists of answers
 
 
 REWARD_MANAGERS = {  # reward_model.reward_manager
@@ -102,14 +52,6 @@ REWARD_MANAGERS = {  # reward_model.reward_manager
 }
 
 
-@dataclass(frozen=True)
-class LoggerEntry:
-    """A logger: a function of :class:`core.tracking.loggers.LoggedRun`."""
-
-    function: str | None = None  # None: the tracker has it anyway
-    login: str | None = None  # when the service asks for one
-
-
 LOGGERS = {  # trainer.logger
     "console": LoggerEntry(),
     "jsonl": LoggerEntry(),
@@ -119,13 +61,6 @@ LOGGERS = {  # trainer.logger
         "core.tracking.loggers:MlflowLogger", login="unless the server of MLFLOW_TRACKING_URI is open"
     ),
 }
-
-
-@dataclass(frozen=True)
-class AgentLoopEntry:
-    """An agent loop: a subclass of :class:`core.rollout.agent_loop.AgentLoop`."""
-
-    function: str
 
 
 SINGLE_TURN = "single_turn_agent"  # verl's name

@@ -12,15 +12,13 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from core.config.problem import Problem
 from core.errors import InputError
 
-if TYPE_CHECKING:
-    from core.config.view import View
-
 ROOT = Path(__file__).resolve().parents[2]
+View = Any  # a core.config.view.View: it reads the sections, whose files have the rules, and its fields are theirs
 Broken = Iterator[tuple[str, str]]  # key, and what is wrong; what to do
 Unused = Iterator[tuple[tuple[str, ...], str]]  # keys or patterns, reason
 

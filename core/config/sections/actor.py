@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from core.config import limits
 from core.config.extensions import extended
 from core.config.names import KLKind, LossAggMode, LossMode
-from core.config.rulebook import Broken, RuleBook, Unused
+from core.config.rulebook import Broken, RuleBook, Unused, View
 from core.config.section import Section
 from core.config.sections.model import FSDPConfig
 from core.config.sections.optim import OptimConfig
-
-if TYPE_CHECKING:
-    from core.config.view import View
 
 
 @extended("actor_rollout_ref.actor.policy_loss")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from core.config import limits, registry
 from core.config.extensions import extended
 from core.config.names import AdvEstimator, KLKind
-from core.config.rulebook import Broken, RuleBook, Unused
+from core.config.rulebook import Broken, RuleBook, Unused, View
 from core.config.section import Section
-
-if TYPE_CHECKING:
-    from core.config.view import View
 
 
 class KLCtrlConfig(Section):

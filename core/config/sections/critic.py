@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from core.config import limits, registry
 from core.config.extensions import extended
 from core.config.names import LossAggMode
-from core.config.rulebook import Broken, RuleBook, Unused
+from core.config.rulebook import Broken, RuleBook, Unused, View
 from core.config.section import Open, Section
 from core.config.sections.actor import Sharing
 from core.config.sections.model import FSDPConfig
 from core.config.sections.optim import OptimConfig
-
-if TYPE_CHECKING:
-    from core.config.view import View
 
 
 class CriticModelConfig(Section):

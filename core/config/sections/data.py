@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from core.config import limits
 from core.config.extensions import extended
 from core.config.frozen import FrozenDict
-from core.config.rulebook import Broken, RuleBook
+from core.config.rulebook import Broken, RuleBook, View
 from core.config.section import Open, Section
-
-if TYPE_CHECKING:
-    from core.config.view import View
 
 
 @extended("data")

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from core.config import limits
 from core.config.frozen import FrozenDict
 from core.config.limits import DType
-from core.config.rulebook import Broken, RuleBook, Unused
+from core.config.rulebook import Broken, RuleBook, Unused, View
 from core.config.section import Open, Section
-
-if TYPE_CHECKING:
-    from core.config.view import View
 
 
 class ModelConfig(Section):

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from core.config.extensions import extended
-from core.config.rulebook import Broken, RuleBook, Unused
+from core.config.rulebook import Broken, RuleBook, Unused, View
 from core.config.section import Section
-
-if TYPE_CHECKING:
-    from core.config.view import View
 
 
 @extended("actor_rollout_ref.rollout.multi_turn")

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from core.config import limits, registry
 from core.config.extensions import extended
 from core.config.frozen import FrozenDict
 from core.config.names import RewardManager
-from core.config.rulebook import Broken, RuleBook, Unused
+from core.config.rulebook import Broken, RuleBook, Unused, View
 from core.config.section import Open, Section
-
-if TYPE_CHECKING:
-    from core.config.view import View
 
 
 class OverlongBufferConfig(Section):

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from core.config import limits
 from core.config.frozen import FrozenDict
 from core.config.limits import FULL_PRECISION, DType
 from core.config.names import AgentLoop, EngineName
-from core.config.rulebook import Broken, RuleBook, Unused
+from core.config.rulebook import Broken, RuleBook, Unused, View
 from core.config.section import Open, Section
 from core.config.sections.multi_turn import MultiTurnConfig
-
-if TYPE_CHECKING:
-    from core.config.view import View
 
 
 class ValKwargs(Section):

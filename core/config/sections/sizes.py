@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from core.config.rulebook import Broken, RuleBook, Unused
-
-if TYPE_CHECKING:
-    from core.config.view import View
-
+from core.config.rulebook import Broken, RuleBook, Unused, View
 
 rules = RuleBook()
 

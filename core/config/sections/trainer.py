@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from core.config import limits, registry
 from core.config.extensions import extended
 from core.config.frozen import FrozenDict
 from core.config.names import Logger
-from core.config.rulebook import Broken, RuleBook, Unused
+from core.config.rulebook import Broken, RuleBook, Unused, View
 from core.config.section import Open, Section
 from core.config.sections.health import HealthConfig
-
-if TYPE_CHECKING:
-    from core.config.view import View
 
 
 @extended("trainer")

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from core.config import limits
 from core.config.extensions import recorder
-from core.config.rulebook import Broken, RuleBook, Unused
+from core.config.rulebook import Broken, RuleBook, Unused, View
 from core.config.section import Section
-
-if TYPE_CHECKING:
-    from core.config.view import View
 
 
 class CapsuleKeys(Section):

@@ -6,15 +6,14 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from core.config.entries import AgentLoopEntry
 from core.config.extensions import Extension
 from core.config.frozen import FrozenDict
-from core.config.registry import AgentLoopEntry
-from core.config.rulebook import Broken, RuleBook, Unused
+from core.config.rulebook import Broken, RuleBook, Unused, View
 from core.config.section import Open, Section
 
 if TYPE_CHECKING:
     from core.config.schema import Config
-    from core.config.view import View
 
 SECTION = "actor_rollout_ref.rollout.multi_turn"
 LOOP = "verifiers"

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from core.config import limits
 from core.config.frozen import FrozenDict
-from core.config.rulebook import Broken, RuleBook, Unused
+from core.config.rulebook import Broken, RuleBook, Unused, View
 from core.config.section import Open, Section
 from core.config.sections.model import FSDPConfig
-
-if TYPE_CHECKING:
-    from core.config.view import View
 
 
 class JudgeConfig(Section):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from core.config.entries import SERVING, EngineEntry
 from core.config.extensions import Extension
-from core.config.registry import SERVING, EngineEntry
 
 ENGINE = EngineEntry(
     "core.extensions.sglang.sglang_engine:make",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from core.config.entries import AgentLoopEntry
 from core.config.extensions import Extension
-from core.config.registry import AgentLoopEntry
 from core.extensions.tools.keys import TOOL_AGENT, ToolKeys, rules
 
 if TYPE_CHECKING:

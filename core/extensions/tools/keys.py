@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from core.config import limits
-from core.config.rulebook import Broken, RuleBook
+from core.config.rulebook import Broken, RuleBook, View
 from core.config.section import Section
-
-if TYPE_CHECKING:
-    from core.config.view import View
-
 
 TOOL_AGENT = "tool_agent"  # verl's name; multi_turn.enable=True means it too
 

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 
 from core.config import limits
 from core.config.extensions import recorder
-from core.config.rulebook import RuleBook, Unused
+from core.config.rulebook import RuleBook, Unused, View
 from core.config.section import Section
 
 if TYPE_CHECKING:
     from core.config.schema import Config
-    from core.config.view import View
 
 
 class TraceConfig(Section):

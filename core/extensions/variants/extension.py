@@ -5,18 +5,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from core.config import limits, registry
+from core.config import limits
+from core.config.entries import CLIP, EstimatorEntry, LossEntry
 from core.config.extensions import Extension
-from core.config.registry import CLIP, EstimatorEntry, LossEntry
-from core.config.rulebook import Broken, Unused
+from core.config.rulebook import Broken, Unused, View
 from core.config.section import Section
 from core.extensions.variants.keys import CorrectionKeys, rules
-
-if TYPE_CHECKING:
-    from core.config.view import View
-
 
 HERE = "core.extensions.variants"
 
@@ -132,6 +126,8 @@ def keys_of_other_losses(c: View) -> Unused:
             "only kl_cov has it",
         )
     if "tau_pos" not in c.loss.reads:
+        from core.config import registry  # which reads this declaration
+
         yield (("actor_rollout_ref.actor.tau_*",), f"only {registry.readers(registry.POLICY_LOSSES, 'tau_pos')} has it")
 
 

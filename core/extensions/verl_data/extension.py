@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from core.config.extensions import Extension
-from core.config.rulebook import Broken, RuleBook
+from core.config.rulebook import Broken, RuleBook, View
 from core.config.section import Section
 
 if TYPE_CHECKING:
     from core.config.schema import Config
-    from core.config.view import View
 
 HERE = "core.extensions.verl_data"
 
