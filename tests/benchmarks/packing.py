@@ -99,7 +99,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
             _finish(on_gpu)
             seconds.append(time.perf_counter() - start)
     top = torch.cuda.max_memory_allocated() if on_gpu else peak.bytes
-    passes = len(pieces or actor.passes(actor.size, whole))
+    passes = len(pieces or actor.micro_batches_of_rank(actor.size, whole))
     return {"seconds": min(seconds), "mib": (top - held) / MIB, "passes": passes}
 
 

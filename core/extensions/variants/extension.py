@@ -139,6 +139,6 @@ EXTENSION = Extension(
         "algorithm.rollout_correction": CorrectionKeys,
     },
     rules=rules,
-    functions={"correct": f"{HERE}.correction:correct"},
+    functions={"correct": f"{HERE}.rollout_correction:correct"},
     tables={"estimators": ESTIMATORS, "policy_losses": POLICY_LOSSES},
 )

@@ -100,7 +100,7 @@ def test_gradients_do_not_depend_on_how_sequences_lie(case, layout):
 
     def gradient(how: Layout, size: MicroBatchSize) -> torch.Tensor:
         policy = Policy(copy.deepcopy(model), temperature=1.0, layout=how)
-        for _, micro in policy.passes(size, batch):
+        for _, micro in policy.micro_batches_of_rank(size, batch):
             policy.token_stats(micro)[0].mul(micro.response_mask).sum().backward()
         parts = [value.grad.flatten() for value in policy.module.parameters() if value.grad is not None]
         tower = [name for name, value in policy.module.named_parameters() if "visual" in name and value.grad is None]
