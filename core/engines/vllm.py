@@ -94,7 +94,7 @@ class VLLMEngine(InProcessEngine):
         if len(unknown):
             options["logits_processors"] = [*options.get("logits_processors", ()), UNKNOWN_IDS]
             options["additional_config"] = {**options.get("additional_config", {}), UNKNOWN: unknown.tolist()}
-        with _process_kept():
+        with _process_kept(), hiding("llvmlite.binding.ffi"):
             self.llm = LLMEngine.from_engine_args(EngineArgs(**options))
         model = self.llm.model_config
         if model.max_model_len < _positions(skeleton):
@@ -298,3 +298,29 @@ def _process_kept() -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+
+
+@contextmanager
+def hiding(name: str) -> Iterator[None]:
+    """Hide a loaded module from vLLM 0.32's CPU build while it starts.
+
+    It reads ``vars()`` of every attribute of every module in ``sys.modules`` (``vllm/triton_utils/dispatcher.py``), and
+    fails on llvmlite's handle of its library, for which any name is a function. A module that numba holds works on.
+    """
+    from vllm.triton_utils import dispatcher
+
+    rebind = dispatcher._rebind_kernels
+
+    def rebind_without(overrides: Any) -> None:
+        hidden = sys.modules.pop(name, None)
+        try:
+            rebind(overrides)
+        finally:
+            if hidden is not None:
+                sys.modules[name] = hidden
+
+    dispatcher._rebind_kernels = rebind_without
+    try:
+        yield
+    finally:
+        dispatcher._rebind_kernels = rebind

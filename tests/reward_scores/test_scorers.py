@@ -62,8 +62,8 @@ def test_examples_hold_under_every_variant(scorer, options):
 
 def test_every_scorer_reports_an_answer_that_is_not_there():
     for scorer in ALL:
-        if scorer.name == "instructions":
-            continue  # any text is an answer to it
+        if scorer.name in ("instructions", "environment"):
+            continue  # any text is an answer to them
         score = scorer("I would rather not say", scorer.examples[0][1])
         assert score.status is ScoreStatus.PARSE_ERROR and score.pred is None and score.acc == 0.0, scorer.name
 
