@@ -3,7 +3,8 @@
 #
 #   bash recipes/real/run.sh [key=value ...]          keys are those of the GRPO run; DRY_RUN=1 only checks them
 #
-# Half an hour on two CPU cores. Stages whose result is there are not run again. REAL_MODEL names another model.
+# Half an hour by estimate on two CPU cores with AMX, about two hours without: the minutes left are those of the first.
+# Stages whose result is there are not run again. REAL_MODEL names another model.
 set -euo pipefail
 
 STEPS=40   # of GRPO; recipes/grpo/run_smollm2_135m.sh alone takes more
