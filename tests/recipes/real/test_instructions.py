@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from recipes.real.prepare import write_instructions
 from reward_scores import scorer_for
 from reward_scores.instructions import CHECKS
 
+ROOT = Path(__file__).resolve().parents[3]
 TEXT = (
     "Lighthouses are tall, bright towers that guide ships at night, keeping sailors safe. They are old. Some are red."
 )
@@ -62,6 +64,12 @@ def test_a_file_that_holds_no_answers_is_an_input_error(tmp_path):
     (tmp_path / "answers.jsonl").write_text("no json")
     with pytest.raises(InputError, match="core.evaluate generate"):
         write_demonstrations(tmp_path / "answers.jsonl", tmp_path / "out.parquet", 3)
+
+
+def test_readme_has_the_recorded_table():
+    page = (ROOT / "results" / "real" / "first_steps.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    assert len(rows) == 4 and all(row in (ROOT / "README.md").read_text(encoding="utf-8") for row in rows)
 
 
 def test_the_files_are_written_in_verls_schema(tmp_path):
