@@ -23,6 +23,8 @@ from reward_scores import (
     prime_math,
     qa_em,
     qa_em_format,
+    random_reward,
+    short_answer,
     unit_tests,
 )
 from reward_scores.score import Scorer, any_ground_truth, no_libraries, no_note
@@ -37,6 +39,7 @@ def _scorer(module: ModuleType) -> Scorer:
 
 _MATH, _DAPO, _PRIME, _QA = _scorer(math_reward), _scorer(math_dapo), _scorer(prime_math), _scorer(qa_em)
 _CODE, _TESTED = _scorer(prime_code), _scorer(unit_tests)
+_SHORT = _scorer(short_answer)
 
 # A name that ends in * stands for every data source that starts so.
 SCORERS: dict[str, Scorer] = {
@@ -47,6 +50,10 @@ SCORERS: dict[str, Scorer] = {
     "lab/knowledge*": _scorer(knowledge),
     "lab/sums": _scorer(gsm8k),
     "real/instructions": _scorer(instructions),
+    "real/passages": _SHORT,
+    "real/arithmetic": _SHORT,
+    "real/search": _QA,
+    "control/random_reward": _scorer(random_reward),
     "openai/gsm8k": _scorer(gsm8k),
     "lighteval/MATH": _MATH,
     "DigitalLearningGmbH/MATH-lighteval": _MATH,

@@ -8,4 +8,4 @@
 # outputs/dapo/.
 set -euo pipefail
 
-exec bash "$(dirname "${BASH_SOURCE[0]}")/../real/train.sh" dapo smollm2_135m "$@"
+exec bash "$(dirname "${BASH_SOURCE[0]}")/../real/train.sh" dapo "$@"

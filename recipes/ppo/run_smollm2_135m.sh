@@ -8,4 +8,4 @@
 # outputs/ppo/.
 set -euo pipefail
 
-exec bash "$(dirname "${BASH_SOURCE[0]}")/../real/train.sh" ppo smollm2_135m "$@"
+exec bash "$(dirname "${BASH_SOURCE[0]}")/../real/train.sh" ppo "$@"

@@ -2,9 +2,11 @@
 
     python -m recipes.real.report outputs/real/answers/{released,sft,grpo}.jsonl --frozen outputs/real/model --run RUN
 
-Each file of answers needs its scores beside it (``python -m core.evaluate score``, method guarded). A score alone does
-not tell a text from a trick, so that the table also has the share of different words, of unfinished answers, and how
-likely the answers are under the frozen model that training started from.
+Each file of answers needs its scores beside it (``python -m core.evaluate score ANSWERS --name guarded``; other tasks
+call them strict). A score alone does not tell a text from a trick, so that the table also has the lenient reading of
+scorers that have one, the share of different words, of unfinished answers, and how likely the answers are under the
+frozen model that training started from. A control (``recipes/real/controls.py``) is named as one where its answers were
+generated with ``--run``.
 """
 
 from __future__ import annotations
@@ -13,40 +15,59 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from core.errors import InputError
+from core.extensions.evaluation.answer_file import read_manifest, trajectory_of
+from core.extensions.evaluation.summary import summary
 from core.tracking.confidence_intervals import Estimate, question_interval
+from recipes.real.controls import control_of
+from results.reporting.evaluation_report import lenient
 from results.reporting.numbers import percent
 
+TITLES = {
+    "real/instructions": "Checkable instructions",
+    "real/passages": "Short answers from a given passage",
+    "real/arithmetic": "Arithmetic in words",
+    "real/search": "Questions over passages of Wikipedia, with searches",
+}
 SAMPLES = 8
 BATCH = 16  # answers in one forward pass of the frozen model
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The answers of one model, in the order of the prompts, with the parts of their scores."""
+    """The answers of one model, in the order of the prompts, with the parts of their scores.
+
+    ``parts`` has ``acc`` and ``truncated``, ``lenient`` where the scorer has such a reading, and what else the scorer
+    gives of ``naive`` and ``distinct``. ``control`` is what the model is where it is a control.
+    """
 
     name: str
     answers: tuple[Mapping[str, Any], ...]
     parts: Mapping[str, tuple[float, ...]]
+    control: str | None = None
 
     @classmethod
-    def load(cls, path: Path) -> Stage:
+    def load(cls, path: Path, label: str = "guarded") -> Stage:
         """Read answers and their scores. Raises InputError where one is missing or they do not belong together."""
-        scores = path.with_suffix(".scores-guarded.jsonl")
+        scores = path.with_suffix(f".scores-{label}.jsonl")
         try:
             answers, rows = _lines(path), _lines(scores)
         except (OSError, json.JSONDecodeError) as error:
-            fix = f"make it with python -m core.evaluate score {path} --name guarded"
+            fix = f"make it with python -m core.evaluate score {path} --name {label}"
             raise InputError([f"{path}: no answers with scores beside them ({error}); {fix}"]) from error
         if [row["uid"] for row in rows] != [answer["uid"] for answer in answers]:
             raise InputError([f"{scores}: holds other questions than {path}; score the answers again"])
-        names = ("acc", "naive", "distinct", "truncated")
-        return cls(path.stem, tuple(answers), {name: tuple(row[name][0] for row in rows) for name in names})
+        names = [name for name in ("acc", "naive", "distinct", "truncated") if name in rows[0]]
+        parts = {name: tuple(row[name][0] for row in rows) for name in names}
+        if (other := lenient(summary(scores))) is not None:
+            parts["lenient"] = tuple(record.values["acc"][0] for record in other.records)
+        train_files = read_manifest(path, "answers")["config"]["data.train_files"]
+        return cls(path.stem, tuple(answers), parts, control_of(train_files))
 
     def estimate(self, part: str) -> Estimate:
         return question_interval(self.parts[part])
@@ -60,7 +81,10 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def log_likelihoods(model: str, answers: Sequence[Mapping[str, Any]]) -> Iterator[float]:
-    """Yield of each answer the mean of log p(token | prompt, tokens before) under the model, in nats a token."""
+    """Yield of each answer the mean of log p(token | prompt, tokens before) under the model, in nats a token.
+
+    The mean is over the tokens that the policy wrote: what a search returned does not count.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -73,10 +97,10 @@ def log_likelihoods(model: str, answers: Sequence[Mapping[str, Any]]) -> Iterato
         ids_BT = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
         with torch.inference_mode():
             logits_BTV = policy(input_ids=ids_BT, attention_mask=_mask(sequences, ids_BT.shape[1])).logits
-        for row, (prompt, sequence) in enumerate(zip(prompts, sequences, strict=True)):
+        for row, (prompt, sequence, answer) in enumerate(zip(prompts, sequences, batch, strict=True)):
             positions = slice(len(prompt) - 1, len(sequence) - 1)
-            log_probs = logits_BTV[row, positions].log_softmax(-1)
-            yield float(log_probs.gather(-1, sequence[len(prompt) :, None]).mean())
+            log_probs = logits_BTV[row, positions].log_softmax(-1).gather(-1, sequence[len(prompt) :, None])[:, 0]
+            yield float(log_probs[torch.from_numpy(trajectory_of(answer).response_mask)].mean())
 
 
 def _mask(sequences: Sequence[Any], width: int) -> Any:
@@ -85,18 +109,25 @@ def _mask(sequences: Sequence[Any], width: int) -> Any:
     return torch.stack([torch.arange(width) < len(sequence) for sequence in sequences]).long()
 
 
-def table(stages: Sequence[Stage], likelihoods: Mapping[str, float]) -> str:
-    """Return the stages as a table in Markdown."""
-    lines = [
-        "| model | guarded | naive | different words | unfinished | log-likelihood under the frozen model |",
-        "|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {stage.name} | {percent(stage.estimate('acc'))} | {percent(stage.estimate('naive'))} "
-        f"| {stage.mean('distinct'):.2f} | {stage.mean('truncated'):.0%} | {likelihoods[stage.name]:.2f} nats a token |"
-        for stage in stages
-    ]
-    return "\n".join(lines)
+COLUMNS: tuple[tuple[str, str, Callable[[Stage, str], str]], ...] = (  # part of a score, heading, how it is written
+    ("acc", "", lambda stage, part: percent(stage.estimate(part))),  # the heading is the label of the scores
+    ("lenient", "lenient", lambda stage, part: percent(stage.estimate(part))),
+    ("naive", "naive", lambda stage, part: percent(stage.estimate(part))),
+    ("distinct", "different words", lambda stage, part: f"{stage.mean(part):.2f}"),
+    ("truncated", "unfinished", lambda stage, part: f"{stage.mean(part):.0%}"),
+)
+
+
+def table(stages: Sequence[Stage], likelihoods: Mapping[str, float], label: str = "guarded") -> str:
+    """Return the stages as a table in Markdown, a line each, and below it which of them are controls."""
+    columns = [(part, heading or label, write) for part, heading, write in COLUMNS if part in stages[0].parts]
+    headings = ["model", *(heading for _, heading, _ in columns), "log-likelihood under the frozen model"]
+    lines = [f"| {' | '.join(headings)} |", "|" + "---|" * len(headings)]
+    for stage in stages:
+        cells = [stage.name, *(write(stage, part) for part, _, write in columns)]
+        lines.append(f"| {' | '.join(cells)} | {likelihoods[stage.name]:.2f} nats a token |")
+    controls = [f"{stage.name} is {stage.control}." for stage in stages if stage.control]
+    return "\n".join([*lines, *(["", *controls] if controls else [])])
 
 
 def samples(stages: Sequence[Stage], number: int) -> str:
@@ -114,11 +145,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m recipes.real.report", description=__doc__.partition("\n")[0])
     parser.add_argument("answers", type=Path, nargs="+", metavar="ANSWERS.jsonl", help="a file of each stage, in order")
     parser.add_argument("--frozen", required=True, help="the model as training found it, a folder or a hub id")
+    parser.add_argument("--scores", default="guarded", help="the label of the scores (default: %(default)s)")
     parser.add_argument("--run", type=Path, help="the run folder; its curves are written to report.html there")
     parser.add_argument("--out", type=Path, help="the file to write (default: report.md beside the answers)")
     args = parser.parse_args()
     try:
-        stages = [Stage.load(path) for path in args.answers]
+        stages = [Stage.load(path, args.scores) for path in args.answers]
         if len({tuple(answer["uid"] for answer in stage.answers) for stage in stages}) > 1:
             raise InputError([f"{args.answers[-1]}: answers other prompts than {args.answers[0]}; compare equal ones"])
         likelihoods = {}
@@ -128,10 +160,12 @@ def main() -> int:
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
-    rows = table(stages, likelihoods)
+    rows = table(stages, likelihoods, args.scores)
     heading = f"{len(stages[0].answers)} held-out prompts, greedy answers, 95 % intervals (Wilson)"
     out = args.out or args.answers[0].parent / "report.md"
-    text = f"# Checkable instructions\n\n{heading}.\n\n{rows}\n\n```\n{samples(stages, 40)}\n```\n"
+    text = (
+        f"# {TITLES[stages[0].answers[0]['data_source']]}\n\n{heading}.\n\n{rows}\n\n```\n{samples(stages, 40)}\n```\n"
+    )
     out.write_text(text, encoding="utf-8")
     print(f"{samples(stages, SAMPLES)}\n\n{heading}:\n{rows}\n\nforty prompts with their answers: {out}")
     if args.run:

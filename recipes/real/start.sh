@@ -1,40 +1,41 @@
 #!/usr/bin/env bash
-# Makes what the runs on the instructions task start from, where it is missing: the model, the prompts, and for
-# reinforcement learning the fine-tuned model. The run_smollm2_135m.sh of the recipes call this script.
+# Makes what the runs on a task start from, where it is missing: the model, the prompts, and for reinforcement learning
+# the fine-tuned model. The run_smollm2_135m.sh of the recipes call this script.
 #
-#   bash recipes/real/start.sh data|demonstrations|sft
+#   bash recipes/real/start.sh data|demonstrations|sft [passages|arithmetic|search]          the default is instructions
 #
-# Everything is written to outputs/real/ and outputs/sft/ of the current folder. REAL_MODEL names another model:
-# REAL_MODEL=HuggingFaceTB/SmolLM2-135M-Instruct takes the released checkpoint from the hub.
+# Everything is written to outputs/real/ and outputs/sft/ of the current folder. passages and search need DATA_DIR
+# (recipes/real/README.md). REAL_MODEL names another model: REAL_MODEL=HuggingFaceTB/SmolLM2-135M-Instruct takes the
+# released checkpoint from the hub.
 set -euo pipefail
 
 stage="$1"
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
-python="$root/.venv/bin/python"
-[[ -x "$python" ]] || python=python3
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-20000}" # OpenMP threads that spin longer block each other beside another process
-model="${REAL_MODEL:-./outputs/real/model}"
-files=outputs/real/instructions
+shift
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-if [[ -n "${REAL_MODEL:-}" ]]; then
-    "$python" -m recipes.real.prepare --data-only
-else
-    "$python" -m recipes.real.prepare
-fi
+"$python" -m recipes.real.prepare --task "$task" ${REAL_MODEL:+--data-only}
 [[ "$stage" != data ]] || exit 0
 
-answers="outputs/real/openings.jsonl"
-if [[ ! -f $files/demonstrations.parquet ]]; then
-    sampling=actor_rollout_ref.rollout.val_kwargs
-    "$python" -m core.evaluate generate grpo --model "$model" --out "$answers" preset=smollm2_135m \
-        data.val_files=./$files/openings.parquet $sampling.n=8 $sampling.do_sample=True $sampling.temperature=0.8
-    "$python" -m recipes.real.demonstrations "$answers" --out $files/demonstrations.parquet
+if [[ ! -f $files/demonstrations.parquet ]]; then # passages and arithmetic have them from prepare
+    case "$task" in
+    instructions)
+        answers="outputs/real/openings.jsonl"
+        sampling=actor_rollout_ref.rollout.val_kwargs
+        "$python" -m core.evaluate generate grpo --model "$model" --out "$answers" preset=smollm2_135m \
+            data.val_files="$files/openings.parquet" $sampling.n=8 $sampling.do_sample=True $sampling.temperature=0.8
+        "$python" -m recipes.real.demonstrations "$answers" --out "$files/demonstrations.parquet"
+        ;;
+    search) # one passage a search, of at most 224 tokens, as in recipes/search_r1/config/preset/smollm2_135m.yaml
+        "$python" -m recipes.search_r1.index.cli --corpus "$files/corpus.jsonl" --index "$files/index" --backend bm25
+        "$python" -m recipes.search_r1.demonstrations "$files/to_demonstrate.parquet" --index "$files/index" \
+            --model "$model" --topk 1 --room 224 --out "$files/demonstrations.parquet"
+        ;;
+    esac
 fi
 [[ "$stage" != demonstrations ]] || exit 0
 
-if [[ ! -f outputs/real/sft/config.json ]]; then
-    "$python" -m recipes.sft.main_sft preset=smollm2_135m actor_rollout_ref.model.path="$model" \
-        trainer.experiment_name=smollm2_135m-seed1
-    "$python" -m core.export outputs/sft/smollm2_135m-seed1 outputs/real/sft
+if [[ ! -f $model_sft/config.json ]]; then
+    "$python" -m recipes.sft.main_sft preset="$preset" actor_rollout_ref.model.path="$model" \
+        trainer.experiment_name="$preset-seed1"
+    "$python" -m core.export "outputs/sft/$preset-seed1" "$model_sft"
 fi

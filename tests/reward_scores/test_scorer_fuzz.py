@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from core.rewards.grader_pool import Pool
 from core.rewards.grading import Failure, Job, Scorers
-from reward_scores import SCORERS, geo3k, gsm8k, math_dapo, math_reward, prime_math, qa_em, qa_em_format
+from reward_scores import SCORERS, geo3k, gsm8k, math_dapo, math_reward, prime_math, qa_em, qa_em_format, short_answer
 from reward_scores.math_reward import strip_string
 from reward_scores.qa_em import normalize_answer
 from reward_scores.score import Score, ScoreStatus
@@ -23,6 +23,7 @@ METHODS = {
     "prime_math": prime_math.METHODS,
     "geo3k": geo3k.METHODS,
     "qa_em": qa_em.METHODS,
+    "short_answer": short_answer.METHODS,
 }
 SCORERS_BY_NAME = {scorer.name: scorer for scorer in SCORERS.values()}
 VARIANTS = [
@@ -175,7 +176,7 @@ def test_a_gold_written_by_anyone_does_not_raise(scorer, options):
     @settings(max_examples=60, deadline=None)
     @given(TEXTS)
     def run(text):
-        gold = {"target": [text]} if scorer.name.startswith("qa_em") else text
+        gold = {"target": [text]} if scorer.name in ("qa_em", "qa_em_format", "short_answer") else text
         problem = scorer.check_ground_truth(gold, **options)
         assert problem is None or isinstance(problem, str)
         if problem is None:

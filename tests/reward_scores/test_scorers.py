@@ -24,6 +24,7 @@ from reward_scores import (
     qa_em,
     qa_em_format,
     scorer_for,
+    short_answer,
 )
 from reward_scores.arithmetic import CannotEvaluate, evaluate
 from reward_scores.equivalence import equivalent
@@ -39,6 +40,7 @@ VARIANTS = [
         (scorer_for("math_dapo"), [method for method in math_dapo.METHODS if method != "minerva_only"]),
         (scorer_for("numina_olympiads"), prime_math.METHODS),
         (scorer_for("nq"), qa_em.METHODS),
+        (scorer_for("real/passages"), short_answer.METHODS),
     )
     for method in methods
 ]
@@ -62,7 +64,7 @@ def test_examples_hold_under_every_variant(scorer, options):
 
 def test_every_scorer_reports_an_answer_that_is_not_there():
     for scorer in ALL:
-        if scorer.name in ("instructions", "environment"):
+        if scorer.name in ("instructions", "environment", "short_answer", "random_reward"):
             continue  # any text is an answer to them
         score = scorer("I would rather not say", scorer.examples[0][1])
         assert score.status is ScoreStatus.PARSE_ERROR and score.pred is None and score.acc == 0.0, scorer.name

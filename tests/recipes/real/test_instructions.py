@@ -11,7 +11,7 @@ import pytest
 from core.errors import InputError
 from recipes.real.demonstrations import demonstrations, write_demonstrations
 from recipes.real.instructions import HELD_OUT, TRAIN, WORDING, instructions_of, opening, rewrite, row
-from recipes.real.prepare import write_instructions
+from recipes.real.prepare import write_task
 from reward_scores import scorer_for
 from reward_scores.instructions import CHECKS
 
@@ -73,7 +73,7 @@ def test_readme_has_the_recorded_table():
 
 
 def test_the_files_are_written_in_verls_schema(tmp_path):
-    written = write_instructions(tmp_path)
-    assert [one.rows for one in written] == [4096, 200, len(TRAIN.topics)]
+    written = write_task("instructions", tmp_path)
+    assert [one.rows for one in written] == [4096, 200, len(TRAIN.topics), 4096, 4096]
     example = row(next(instructions_of(HELD_OUT, 1, seed=1)), "test", 0)
     assert json.loads(example["reward_model"]["ground_truth"]) and example["data_source"] == "real/instructions"

@@ -1,0 +1,174 @@
+"""Passages, arithmetic and search: what is held out, that every row can be graded, and what missing data is told."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pyarrow.parquet as pq
+import pytest
+
+from core.errors import InputError
+from recipes.real import arithmetic, passages, search
+from recipes.real.prepare import TASKS, write_task
+from recipes.search_r1.demonstrations import demonstrations, find_query, keywords, play
+from recipes.search_r1.index.build import build_index
+from recipes.search_r1.index.opening import make_retriever
+from recipes.search_r1.index.passages import Passage, RetrieverOptions
+from recipes.search_r1.search_loop import Action, parse_action
+from reward_scores import scorer_for
+
+CITIES = [f"City{number}" for number in range(700)]
+
+
+@pytest.fixture
+def data_dir(tmp_path, monkeypatch):
+    """A folder of public data: a question about every city, two of them about each of the first hundred."""
+    folder = tmp_path / "data"
+    (folder / "nq_open_oracle").mkdir(parents=True)
+    (folder / "wiki_passages").mkdir()
+
+    def example(city, question, answer):
+        page = {"title": city, "text": f"{city} is a town. Its mayor is {answer}, who came from the coast."}
+        return {"question": question, "answers": [answer, f"Mayor {answer}"], "ctxs": [page]}
+
+    examples = [example(city, f"who is the mayor of {city}", f"Name{at}") for at, city in enumerate(CITIES)]
+    examples += [example(city, f"who governs {city} today", f"Name{at}") for at, city in enumerate(CITIES[:100])]
+    examples.append({**examples[0], "ctxs": [{"title": "Long", "text": "word " * 101}]})
+    with gzip.open(folder / passages.NQ_FILE, "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps(line) + "\n" for line in examples)
+    others = [{"id": str(at), "contents": f'"Other{at}"\nnothing about anybody'} for at in range(5)]
+    (folder / search.OTHER_FILE).write_text("".join(json.dumps(line) + "\n" for line in others))
+    monkeypatch.setenv("DATA_DIR", str(folder))
+    return folder
+
+
+def rows(path):
+    return pq.read_table(path).to_pylist()
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_row_of_a_task_can_be_graded_and_the_files_repeat(task, data_dir, tmp_path):
+    first, again = (write_task(task, tmp_path / name) for name in ("one", "two"))
+    assert [one.sha256 for one in first] == [one.sha256 for one in again]
+    assert {"train", "test", "train_random", "train_shuffled"} <= {one.path.stem for one in first}
+    for written in first:
+        for line in rows(written.path)[:50]:
+            assert scorer_for(line["data_source"]).problem(line["reward_model"]["ground_truth"]) is None
+            if "response" in line:
+                assert (
+                    scorer_for(line["data_source"])(line["response"], line["reward_model"]["ground_truth"]).value == 1
+                )
+
+
+def test_no_page_is_in_two_splits_and_long_passages_are_left_out(data_dir):
+    questions = passages.read_questions(passages.data_file(passages.NQ_FILE, passages.NQ_SOURCE))
+    splits = passages.split_questions(questions)
+    titles = [{question.title for question in chosen} for chosen in splits.values()]
+    assert not titles[0] & titles[1] and not titles[0] & titles[2] and not titles[1] & titles[2]
+    assert sum(map(len, splits.values())) == len(questions) == 800 and "Long" not in set().union(*titles)
+    assert [passages.HELD_OUT <= len(splits["test"]) <= passages.HELD_OUT + 1, len(splits["train"]) > 150] == [True] * 2
+
+
+def test_passages_and_search_hold_out_the_same_questions(data_dir):
+    asked = [{line["extra_info"]["question"] for line in task.rows_of()["test"]} for task in (passages, search)]
+    assert asked[0] == asked[1]
+
+
+def test_held_out_operands_are_in_no_other_split():
+    splits = arithmetic.split_pairs()
+    assert len({pair for pairs in splits.values() for pair in pairs}) == sum(map(len, splits.values()))
+    test, train = (
+        {tuple(sorted(line["extra_info"]["operands"])) for line in arithmetic.rows_of()[name]}
+        for name in ("test", "train")
+    )
+    assert test <= set(splits["test"]) and not test & train
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (0, "zero"),
+        (13, "thirteen"),
+        (40, "forty"),
+        (59, "fifty-nine"),
+        (100, "one hundred"),
+        (118, "one hundred and eighteen"),
+    ],
+)
+def test_numbers_in_words(number, words):
+    assert arithmetic.words_of(number) == words
+    scorer = scorer_for(arithmetic.DATA_SOURCE)
+    for answer in (str(number), words, f"{words.replace('-', ' ')}.".capitalize()):
+        assert scorer(answer, {"target": arithmetic.accepted(number)}).value == 1
+    assert scorer(str(number + 1), {"target": arithmetic.accepted(number)}).value == 0
+
+
+def test_the_ground_truth_is_the_result_of_the_operation():
+    for line in arithmetic.rows_of()["train"][:500]:
+        a, b = line["extra_info"]["operands"]
+        value = a + b if line["extra_info"]["operation"] == "plus" else a - b
+        assert line["reward_model"]["ground_truth"]["target"][0] == str(value) and value > 0
+        assert arithmetic.words_of(a) in line["prompt"][0]["content"]
+
+
+@pytest.mark.parametrize("task", ["passages", "search"])
+def test_missing_data_is_told_with_its_source(task, tmp_path, monkeypatch):
+    monkeypatch.delenv("DATA_DIR", raising=False)
+    with pytest.raises(InputError, match=r"DATA_DIR: is not set.*lost-in-the-middle"):
+        write_task(task, tmp_path)
+    monkeypatch.setenv("DATA_DIR", str(tmp_path))
+    with pytest.raises(InputError, match=r"DATA_DIR=.*has no nq_open_oracle"):
+        write_task(task, tmp_path / "out")
+    (tmp_path / "nq_open_oracle").mkdir()
+    (tmp_path / passages.NQ_FILE).write_bytes(b"half a file")
+    with pytest.raises(InputError, match="take it anew from"):
+        write_task(task, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+class Characters:
+    """A tokenizer whose tokens are characters."""
+
+    def __call__(self, text, add_special_tokens):
+        return {"input_ids": [ord(character) for character in text]}
+
+    def apply_chat_template(self, messages, add_generation_prompt, tokenize):
+        return f"<user>{messages[-1]['content']}<assistant>"
+
+
+def test_an_episode_is_two_turns_of_the_policy_with_the_gold_passage_between_them(data_dir, tmp_path):
+    search.write_corpus(tmp_path / "corpus.jsonl")
+    build_index(tmp_path / "corpus.jsonl", tmp_path / "index")
+    retriever = make_retriever(RetrieverOptions(index=tmp_path / "index", mmap=False))
+    asked = search.rows_of()["to_demonstrate"][:20]
+    lines = list(demonstrations(asked, retriever.retrieve, Characters(), topk=1, room=10_000))
+    assert len(lines) > 15
+    for line in lines:
+        pieces, text = [], "".join(map(chr, line["response_ids"]))
+        for character, written in zip(text, line["response_mask"], strict=True):
+            if not pieces or pieces[-1][1] != written:
+                pieces.append(["", written])
+            pieces[-1][0] += character
+        (ask, yes), (shown, no), (answer, also) = pieces
+        assert (yes, no, also) == (True, False, True) and ask.endswith("</search>") and answer.endswith("</answer>")
+        assert parse_action(ask).kind == "search" and "<information>" in shown
+        gold = line["reward_model"]["ground_truth"]
+        assert scorer_for(search.DATA_SOURCE)(answer, gold).value == 1 and gold["target"][0] in shown
+        assert line["prompt"] == "".join(map(chr, line["prompt_ids"]))
+
+
+def test_a_query_is_the_keywords_or_the_title_and_none_without_the_gold_passage():
+    passage = '"Jaws (film)"\nA film. John Williams.'
+    question = {"question": "who wrote the song of Jaws?", "title": "Jaws (film)", "passage": passage, "answer": "x"}
+    gold, other = Passage("0", passage, 1.0), Passage("1", '"Other"\nNothing.', 2.0)
+
+    def engine(found):
+        return lambda queries, topk: [[found.get(query, other)] for query in queries]
+
+    assert keywords(question["question"]) == "wrote song Jaws"
+    assert find_query(question, engine({"wrote song Jaws": gold}), 1) == ("wrote song Jaws", [gold])
+    assert find_query(question, engine({"Jaws (film)": gold}), 1) == ("Jaws (film)", [gold])
+    assert find_query(question, engine({}), 1) is None
+    ask, _, answer = play(question, "Jaws", [other, gold], 1000, list)
+    assert parse_action(ask[0]) == Action("search", "Jaws") and "Doc 2" in answer[0]
