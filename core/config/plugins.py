@@ -14,9 +14,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from core.config import stand_ins
+from core.config import neighbours, stand_ins
 from core.errors import InputError
 
+PREFIX = "plugin_"  # of the name of a module that is a user's file, behind its package's
 _REGISTERED: dict[str, dict[str, Any]] = {}  # key of the configuration -> name -> a user's own, by decorator
 
 
@@ -29,10 +30,11 @@ def registering(key: str, known: Mapping[str, Any], name: str) -> Callable[[Any]
     def register(target: Any) -> Any:
         names = _REGISTERED.setdefault(key, {})
         holder = "core.config.registry" if name in known else getattr(names.get(name), "__module__", target.__module__)
+        module, holder_name = (one[max(one.rfind(PREFIX), 0) :] for one in (target.__module__, holder))
         if holder != target.__module__:
-            raise InputError(f"{key}: {target.__module__} registers {name!r}, a name of {holder}; choose another")
+            raise InputError(f"{key}: {module} registers {name!r}, a name of {holder_name}; choose another")
         if not name.isidentifier():
-            raise InputError(f"{key}: {target.__module__} registers {name!r}; a name has letters, digits and _ alone")
+            raise InputError(f"{key}: {module} registers {name!r}; a name has letters, digits and _ alone")
         names[name] = target
         return target
 
@@ -70,7 +72,13 @@ def load_object(spec: str, key: str = "") -> Any:
 def load_module(where: str, label: str) -> ModuleType:
     """Return the module ``package.module`` or ``path/to/file.py``. Raises InputError, which begins with ``label``."""
     stand_ins.install()
+    neighbours.install()
     return _from_file(where, label) if where.endswith(".py") else _from_package(where, label)
+
+
+def absent(error: ModuleNotFoundError) -> str:
+    """Return what to do about a module that a user's file imports and that is not there."""
+    return f"install {error.name}, or put the folder that holds it into PYTHONPATH"
 
 
 def chosen(name: str, known: Mapping[str, Any], key: str) -> Any:
@@ -106,11 +114,12 @@ def _from_file(where: str, label: str) -> ModuleType:
     path = Path(where).expanduser().resolve()
     if not path.is_file():
         raise InputError(f"{label}: there is no file {path}; the path counts from the working directory {Path.cwd()}")
-    name = f"plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
-    name = f"{package}.{name}" if (package := stand_ins.package_of(path)) else name
+    name = f"{PREFIX}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    name = f"{stand_ins.package_of(path) or neighbours.package_of(path)}.{name}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
+    spec.submodule_search_locations = None  # of an __init__.py too: its relative imports lead to its folder
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before running it: dataclasses look their own module up
     try:
@@ -118,4 +127,6 @@ def _from_file(where: str, label: str) -> ModuleType:
     except BaseException:
         del sys.modules[name]
         raise
+    if (ray := sys.modules.get("ray")) is not None:  # actors that the file makes cannot import it by this name
+        ray.cloudpickle.register_pickle_by_value(module)
     return module

@@ -1,7 +1,8 @@
 """Packages that users' files import and that are not installed: an extension may offer a stand-in for one.
 
 The finder of this module comes last in ``sys.meta_path``, so that an installed package is always preferred, and it is
-added when the first file of a user is loaded. Nothing is written to disk.
+added when the first file of a user is loaded. Nothing is written to disk. A file that lies in a fork of such a package
+imports from the fork what the stand-in does not have; each such module is reported.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +18,9 @@ from types import ModuleType
 from typing import Any
 
 from core.config import extensions
+from core.config.neighbours import folders_above, report
+
+FORKS: set[Path] = set()  # folders of packages in the forks that users' files lie in
 
 
 class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -26,7 +31,18 @@ class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     ) -> importlib.machinery.ModuleSpec | None:
         if name.partition(".")[0] not in extensions.stand_ins():
             return None
+        spec = find_in_forks(name)
+        if spec is not None and not self.offers(name):
+            report(f"{name} is not part of its stand-in: {spec.origin or spec.name} is imported from the user's fork")
+            return spec
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def offers(self, name: str) -> bool:
+        try:
+            self.create_module(importlib.machinery.ModuleSpec(name, self))
+        except ImportError:
+            return False
+        return True
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         module, _, function = extensions.stand_ins()[spec.name.partition(".")[0]].partition(":")
@@ -36,14 +52,54 @@ class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Do nothing: :meth:`create_module` returns a module that has its contents."""
 
 
-def package_of(path: Path) -> str:
-    """Return the package of a file that lies in a folder of a stand-in's package, as in a fork of it, or "".
+def fork_of(path: Path) -> Path | None:
+    """Return the folder of a stand-in's package in the project of a file, as in a fork of the package, or None."""
+    for folder in folders_above(path):
+        for name in extensions.stand_ins():
+            if (folder / name / "__init__.py").is_file():  # a clone may have the package's name too
+                return folder / name
+            if folder.name == name:
+                return folder
+    return None
 
-    Relative imports in such a file then lead to the stand-in.
+
+def package_of(path: Path) -> str:
+    """Return the package of a file that lies in a fork of a stand-in's package, or "".
+
+    Relative imports in such a file then lead to the stand-in, and where that has nothing to the fork.
     """
-    folders = path.parent.parts
-    starts = [at for at, name in enumerate(folders) if name in extensions.stand_ins()]
-    return ".".join(folders[starts[-1] :]) if starts else ""
+    fork = fork_of(path)
+    if fork is not None:
+        FORKS.add(fork)
+    if fork not in path.parents:
+        return ""
+    return ".".join(path.parent.relative_to(fork.parent).parts)
+
+
+def find_in_forks(name: str, forks: Sequence[Path] | None = None) -> importlib.machinery.ModuleSpec | None:
+    """Return the spec of a module in the forks of users' files, or None."""
+    package, *folders = name.split(".")
+    for fork in FORKS if forks is None else forks:
+        if fork.name == package and folders:
+            place = fork.joinpath(*folders[:-1])
+            if (spec := importlib.machinery.PathFinder.find_spec(name, [str(place)])) is not None:
+                return spec
+    return None
+
+
+def fork_module(name: str) -> ModuleType | None:
+    """Return a fork's version of a module that the stand-in has too, for the names that this one lacks, or None."""
+    own = f"{name}__fork"
+    if own in sys.modules:
+        return sys.modules[own]
+    spec = find_in_forks(name)
+    if spec is None or spec.origin is None:
+        return None
+    spec = importlib.util.spec_from_file_location(own, spec.origin)
+    report(f"{name} lacks names in its stand-in: they are imported from {spec.origin}")
+    module = sys.modules[own] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 FINDER = StandInFinder()

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from core.config.plugins import load_module, load_object
+from core.config.plugins import absent, load_module, load_object
 from core.errors import InputError
 from reward_scores.score import Scorer, any_ground_truth
 
@@ -25,16 +25,33 @@ MANAGER = {  # the arguments that the manager gives -> what to do about a functi
     BATCH_ARGUMENTS: "it takes one answer, and reward_model.reward_manager=batch calls with lists; set naive or prime",
 }
 KEY = "custom_reward_function"
+ALIASES = {  # what verl's own scorers call an argument -> its name under which verl calls a user's function
+    **dict.fromkeys(("predict_str", "model_output", "completion"), "solution_str"),
+    "test_cases": "ground_truth",
+}
+SIGNATURE = f"write a function compute_score({', '.join(ARGUMENTS)}) that calls it"
+FOREIGN = {  # argument that a function of another project requires -> what to do
+    "reward_inputs": f"EasyR1 calls it with dictionaries, verl with an answer's parts; {SIGNATURE}",
+    "reward_input": f"EasyR1 calls it with a dictionary, verl with an answer's parts; {SIGNATURE}",
+    "completions": f"TRL calls it with lists of completions and columns; {SIGNATURE} for one answer",
+    "queries": f"OpenRLHF calls it with lists of whole texts; {SIGNATURE} for one answer",
+    "data": "it reads a batch of verl as reward managers do; write a class on AbstractRewardManager and name it by "
+    "reward_model.source=importlib and reward_model.module",
+    "reward_router_address": "it asks a reward model behind verl's router; set reward_model.judge.url instead, or give "
+    f"the address in {KEY}.reward_kwargs and ask it yourself",
+    "tokenizer": f"verl passes a tokenizer to reward managers alone; load it in the function, or {SIGNATURE}",
+}
 
 
 class CustomFunction:
     """A user's ``compute_score(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)``.
 
-    It is called by argument name, as verl does. ``path`` is a Python file or a module's name; two files of the same
-    name do not collide. Where the module has ``EXAMPLES`` or ``check_ground_truth``, they are used like a scorer's
-    own. A ``batched`` one takes lists, ``compute_score(data_sources, solution_strs, ground_truths, extra_infos,
-    **reward_kwargs)``, and returns a list. ``settings`` are the arguments that make it anew in another process.
-    Raises InputError.
+    It is called by argument name, as verl does, with those of the four that it has: one may be left out, unless it is
+    ``solution_str``, and may have the name that verl's own scorers give it (:data:`ALIASES`). ``path`` is a Python file
+    or a module's name; two files of the same name do not collide. Where the module has ``EXAMPLES`` or
+    ``check_ground_truth``, they are used like a scorer's own. A ``batched`` one takes lists,
+    ``compute_score(data_sources, solution_strs, ground_truths, extra_infos, **reward_kwargs)``, and returns a list.
+    ``settings`` are the arguments that make it anew in another process. Raises InputError.
     """
 
     def __init__(
@@ -43,7 +60,7 @@ class CustomFunction:
         self.settings = {"path": path, "name": name, "kwargs": dict(kwargs or {}), "batched": batched}
         self.name, self.kwargs, self.batched = f"{path}:{name}", dict(kwargs or {}), batched
         where = without_scheme(path)
-        self.function = _load(where, name, self.kwargs, BATCH_ARGUMENTS if batched else ARGUMENTS)
+        self.function, self.parameters = _load(where, name, self.kwargs, BATCH_ARGUMENTS if batched else ARGUMENTS)
         self.examples, self.check_ground_truth = (), any_ground_truth
         with suppress(InputError):  # the module need not have it
             self.examples = tuple(load_object(f"{where}:EXAMPLES"))
@@ -56,17 +73,16 @@ class CustomFunction:
 
     def _call(self, data_source: str, response: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> Any:
         # Copies: what the function does to its arguments must not reach the example in memory.
-        return self.function(
-            data_source=data_source,
-            solution_str=response,
-            ground_truth=copy.deepcopy(ground_truth),
-            extra_info=copy.deepcopy(dict(extra_info)),
-            **self.kwargs,
-        )
+        values = (data_source, response, copy.deepcopy(ground_truth), copy.deepcopy(dict(extra_info)))
+        return self.function(**self._named(ARGUMENTS, values), **self.kwargs)
 
     def call_batch(self, *lists: Sequence[Any]) -> Any:
         """Call a batched function with the lists of BATCH_ARGUMENTS, for :func:`as_scores` to read the result."""
-        return self.function(**dict(zip(BATCH_ARGUMENTS, lists, strict=True)), **self.kwargs)
+        return self.function(**self._named(BATCH_ARGUMENTS, lists), **self.kwargs)
+
+    def _named(self, arguments: tuple[str, ...], values: Sequence[Any]) -> dict[str, Any]:
+        pairs = zip(arguments, values, strict=True)
+        return {self.parameters[argument]: value for argument, value in pairs if argument in self.parameters}
 
 
 def without_scheme(path: str) -> str:
@@ -82,7 +98,8 @@ def users_code(key: str, what: str) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"{key}: {what} failed\n{traceback.format_exc(limit=-3).rstrip()}") from error
+        fix = f"; {absent(error)}" if isinstance(error, ModuleNotFoundError) else ""
+        raise InputError(f"{key}: {what} failed{fix}\n{traceback.format_exc(limit=-3).rstrip()}") from error
 
 
 def _load_attribute(where: str, name: str, arguments: tuple[str, ...]) -> Any:
@@ -101,14 +118,36 @@ def _load_attribute(where: str, name: str, arguments: tuple[str, ...]) -> Any:
         raise InputError(f"{error}; for {others[0]} set {KEY}.name={others[0]}: {MANAGER[arguments]}") from error
 
 
+def _parameters(function: Callable[..., Any], arguments: tuple[str, ...]) -> dict[str, str]:
+    """Return argument -> the parameter that takes it, of those that a function takes by name."""
+    given = inspect.signature(function).parameters.values()
+    taken = {ALIASES.get(one.name, one.name): one.name for one in given if one.kind is not one.POSITIONAL_ONLY}
+    taken |= {one.name: one.name for one in given if one.name in arguments}
+    if any(one.kind is one.VAR_KEYWORD for one in given):
+        taken = {argument: argument for argument in arguments} | taken
+    return {argument: taken[argument] for argument in arguments if argument in taken}
+
+
 def _fits(function: Callable[..., Any], arguments: tuple[str, ...], kwargs: Mapping[str, Any]) -> bool:
-    with suppress(TypeError, ValueError):
-        inspect.signature(function).bind(**dict.fromkeys(arguments), **kwargs)
-        return True
-    return False
+    return _misfit(function, arguments, kwargs) is None
 
 
-def _load(where: str, name: str, kwargs: Mapping[str, Any], arguments: tuple[str, ...]) -> Callable[..., Any]:
+def _misfit(function: Callable[..., Any], arguments: tuple[str, ...], kwargs: Mapping[str, Any]) -> str | None:
+    """Return why a function cannot be called with an answer's arguments, or None where it can."""
+    try:
+        parameters = _parameters(function, arguments)
+        if arguments[1] not in parameters:
+            return f"it has no argument {arguments[1]}"
+        inspect.signature(function).bind(**dict.fromkeys(parameters.values()), **kwargs)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def _load(
+    where: str, name: str, kwargs: Mapping[str, Any], arguments: tuple[str, ...]
+) -> tuple[Callable[..., Any], dict[str, str]]:
+    """Return a user's function, and argument -> the parameter that takes it."""
     key = KEY
     with users_code(f"{key}.path={where}", "importing it"):
         function = _load_attribute(where, name, arguments)
@@ -116,14 +155,15 @@ def _load(where: str, name: str, kwargs: Mapping[str, Any], arguments: tuple[str
         raise InputError(f"{key}.name={name}: {where} has it, but it is not a function")
     if taken := sorted(set(kwargs) & set(arguments)):
         raise InputError(f"{key}.reward_kwargs: {', '.join(taken)} come from the data; drop them here")
-    try:
-        inspect.signature(function).bind(**dict.fromkeys(arguments), **kwargs)
-    except TypeError as error:
+    if (misfit := _misfit(function, arguments, kwargs)) is not None:
         if _fits(function, OTHER[arguments], kwargs):
-            raise InputError(f"{key}.name={name}: {MANAGER[arguments]}") from error
+            raise InputError(f"{key}.name={name}: {MANAGER[arguments]}")
         call = f"{name}({', '.join([*arguments, *kwargs])})"
+        fix = f"rename its arguments, or correct {key}.reward_kwargs"
+        with suppress(ValueError):  # a function of C code need not have a signature
+            required = [one.name for one in inspect.signature(function).parameters.values() if one.default is one.empty]
+            fix = next((FOREIGN[one] for one in required if one in FOREIGN and one not in kwargs), fix)
         raise InputError(
-            f"{key}.name={name}: it is called by name as {call}, which its signature refuses: {error}; "
-            f"rename its arguments, or correct {key}.reward_kwargs"
-        ) from error
-    return function
+            f"{key}.name={name}: it is called by name as {call}, which its signature refuses: {misfit}; {fix}"
+        )
+    return function, _parameters(function, arguments)

@@ -37,7 +37,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
 
 from core.config import extensions
-from core.config.plugins import load_object
+from core.config.plugins import absent, load_object
 from core.errors import InputError
 
 KEY = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
@@ -275,6 +275,8 @@ def _of_function(entry: Mapping[str, Any]) -> dict[str, Any]:
 def _said(error: Exception) -> str:
     if isinstance(error, KeyError):
         return f"lacks {error}"
+    if isinstance(error, ModuleNotFoundError):
+        return f"importing it failed ({error}); {absent(error)}"
     plain = isinstance(error, (InputError, ValueError, TypeError, RuntimeError))
     return str(error) if plain else f"{type(error).__name__}: {error}"
 

@@ -1,7 +1,8 @@
 """Whether the stand-in for verl has what users' files import, read from their text: no file is run for it.
 
 An import within a function would otherwise fail in the middle of a run. What a file imports under ``try`` or
-``TYPE_CHECKING`` it can do without.
+``TYPE_CHECKING`` it can do without, and a reward function what classes beside it import when they are called: public
+files hold a tool and a data set class with it.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from core.config.stand_ins import find_in_forks, fork_of
 from core.data.stream import data_class
-from core.extensions.verl_classes.shim import ADVICE, import_problem
+from core.extensions.verl_classes.shim import ABSENT, ADVICE, import_problem
 
 if TYPE_CHECKING:
     from core.config.schema import Config
 
 LOOPS = "verl.experimental.agent_loop"
 ROLLOUT = "actor_rollout_ref.rollout"
+FUNCTION = "custom_reward_function.path"
 
 
 def named_files(config: Config) -> Iterator[tuple[str, str]]:
@@ -28,7 +31,7 @@ def named_files(config: Config) -> Iterator[tuple[str, str]]:
 
     custom, module = config.custom_reward_function.path, config.reward_model.module.path
     loop = (config.actor_rollout_ref.rollout.agent_loop or "").rpartition(":")[0]
-    keys = {"custom_reward_function.path": custom, "reward_model.module.path": module, f"{ROLLOUT}.agent_loop": loop}
+    keys = {FUNCTION: custom, "reward_model.module.path": module, f"{ROLLOUT}.agent_loop": loop}
     keys["data.custom_cls.path"] = data_class(config.data)
     yield from ((key, path.removeprefix("file://")) for key, path in keys.items() if path)
     options = config.actor_rollout_ref.rollout.multi_turn
@@ -52,13 +55,25 @@ def problems(config: Config) -> list[str]:
             tree = ast.parse(Path(path).expanduser().read_text(encoding="utf-8"))
         except (OSError, ValueError, SyntaxError):  # reported where the file is loaded
             continue
-        for line, module, name in imports(tree.body):
-            problem = None if installed else import_problem(module, name)
+        body = [one for one in tree.body if key != FUNCTION or not isinstance(one, ast.ClassDef)]
+        for line, module, name in imports(body):
+            problem = None if installed or in_fork(path, module, name) else import_problem(module, name)
             if key.endswith(".agent_loop") and module.startswith(LOOPS):
                 problem = f"{module} makes the loop one of verl's server manager; {ADVICE[LOOPS]}"
             if problem:
                 lines.append(f"{key}={path}: line {line}: {problem}")
     return lines
+
+
+def in_fork(path: str, module: str, name: str | None) -> bool:
+    """Return whether a file lies in a fork of verl that has the module, or the name as a module or in its text."""
+    fork = fork_of(Path(path).expanduser().resolve())
+    if fork is None or module.startswith(ABSENT):
+        return False
+    spec = find_in_forks(module, [fork])
+    if name is None or spec is None or find_in_forks(f"{module}.{name}", [fork]) is not None:
+        return spec is not None
+    return spec.origin is not None and name in Path(spec.origin).read_text(encoding="utf-8")
 
 
 def imports(body: Iterable[ast.stmt]) -> Iterator[tuple[int, str, str | None]]:

@@ -163,6 +163,20 @@ def prime_code__compute_score(completion: str, test_cases: Any, continuous: bool
     return prime_code.score(completion, test_cases, None, continuous=continuous).value, {}
 
 
+def sandbox_fusion__compute_score(
+    sandbox_fusion_url: str,
+    concurrent_semaphore: Any,
+    memory_limit_mb: int | None,
+    completion: str,
+    test_cases: Any,
+    continuous: bool = False,
+    timeout: int = 10,
+) -> tuple[float, list]:
+    """Return the share of tests that a program passes on a server, whose own limit replaces the semaphore."""
+    options = {"url": sandbox_fusion_url, "memory_limit_mb": memory_limit_mb or 1024, "timeout": timeout}
+    return prime_code.score(completion, test_cases, continuous=continuous, sandbox_fusion=options).value, []
+
+
 def search_r1_like_qa_em__normalize_answer(s: str) -> str:
     return qa_em.normalize_answer(s)
 

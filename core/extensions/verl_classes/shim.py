@@ -13,6 +13,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from core.config import stand_ins
+
 HERE, BATCHES = "core.extensions.verl_classes", "core.extensions.verl_data"
 SAID = "RLREPRO_STAND_IN_SAID"  # in the environment of graders and workers, which import the same files again
 
@@ -62,6 +64,10 @@ MODULES: dict[str, dict[str, str]] = {  # module of verl -> name in it -> where 
     "verl.utils": {},
     "verl.utils.rollout_trace": _named("utils", "rollout_trace_op"),
     "verl.utils.fs": _named("utils", "copy_to_local"),
+    "verl.utils.import_utils": _named("utils", "deprecated"),
+    "verl.utils.ray_utils": _named("utils", "get_event_loop"),
+    "verl.utils.model": _named("utils", "compute_position_id_with_mask"),
+    "verl.utils.torch_functional": _named("utils", "postprocess_data"),
     "verl.utils.dataset": _DATASET,
     "verl.utils.dataset.rl_dataset": _DATASET,
     "verl.utils.reward_score": {
@@ -84,12 +90,15 @@ MODULES: dict[str, dict[str, str]] = {  # module of verl -> name in it -> where 
     ),
     "verl.utils.reward_score.prime_math.grader": _scores("prime_math", "math_equal"),
     "verl.utils.reward_score.prime_code": _scores("prime_code", "compute_score"),
+    "verl.utils.reward_score.sandbox_fusion": _scores("sandbox_fusion", "compute_score"),
     "verl.utils.reward_score.search_r1_like_qa_em": _scores(
         *("search_r1_like_qa_em", "normalize_answer", "em_check", "subem_check", "extract_solution"),
         *("compute_score", "compute_score_subem"),
     ),
 }
 
+# Parts of verl that have no counterpart here: not even a fork's own module of them is imported
+ABSENT = ("verl.experimental", "verl.trainer", "verl.tools.mcp", "verl.tools.utils.mcp", "verl.workers.rollout")
 ADVICE = {  # beginning of a module of verl -> what to write instead; the first that fits
     "verl.experimental.agent_loop": "write the loop on core.rollout.agent_loop.AgentLoop, whose run() asks the episode "
     "for turns: verl's server manager is not here",
@@ -111,7 +120,8 @@ def import_problem(module: str, name: str | None = None) -> str | None:
         return None
     if name is None and any(known.startswith(f"{module}.") for known in (*MODULES, *ADVICE)):
         return None
-    there = ", ".join(MODULES.get(module) or sorted(name for name, names in MODULES.items() if names))
+    beside = module.rpartition(".")[0]
+    there = ", ".join(MODULES.get(module) or [one for one in MODULES if one.rpartition(".")[0] == beside] or MODULES)
     what = module if name is None or module not in MODULES else f"{module}.{name}"
     advice = next((fix for start, fix in ADVICE.items() if module.startswith(start)), "leave the import out")
     return f"{what} is not part of the stand-in for verl, which is not installed; it has {there}; {advice}"
@@ -126,6 +136,8 @@ class StandInModule(ModuleType):
         if (path := MODULES.get(self.__name__, {}).get(name)) is None:
             if import_problem(f"{self.__name__}.{name}") is None:
                 return import_module(f"{self.__name__}.{name}")
+            if hasattr(fork := stand_ins.fork_module(self.__name__), name):
+                return getattr(fork, name)
             raise AttributeError(import_problem(self.__name__, name))
         module, _, attribute = path.partition(":")
         value = getattr(import_module(module), attribute)

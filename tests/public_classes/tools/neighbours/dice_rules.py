@@ -1,0 +1,5 @@
+"""What the tool beside this file imports."""
+
+
+def total(faces):
+    return sum(faces)
