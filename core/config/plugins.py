@@ -127,6 +127,7 @@ def _from_file(where: str, label: str) -> ModuleType:
     except BaseException:
         del sys.modules[name]
         raise
-    if (ray := sys.modules.get("ray")) is not None:  # actors that the file makes cannot import it by this name
-        ray.cloudpickle.register_pickle_by_value(module)
+    if (ray := sys.modules.get("ray")) is not None:  # actors that the file makes cannot import it or its neighbours
+        for users in (module, *(sys.modules[top] for top in neighbours.FINDER.users if top in sys.modules)):
+            ray.cloudpickle.register_pickle_by_value(users)
     return module

@@ -1,4 +1,7 @@
-"""The files, and of each what to try: answers and ground truths, or the turns of an episode."""
+"""The files, and of each what to try: answers and ground truths, or the turns of an episode.
+
+``rewards/tool_score.py`` and ``tools/ray_limited.py`` need Ray: tests/core/cluster/test_ray_classes.py runs them.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +34,7 @@ class Reward:
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool, the arguments of its calls, what its last answer holds, and its reward for the episode.
-
-    ``failed``: what the policy reads instead, of a tool whose calls fail.
-    """
+    """A tool, the arguments of its calls, what its last answer holds, and its reward for the episode."""
 
     path: str
     name: str
@@ -46,7 +46,6 @@ class Tool:
     schema: str | None = "called"  # the name in the YAML file's schema; None: the class has its own
     called: str = "called"
     refused: str | None = None
-    failed: str | None = None
 
 
 @dataclass(frozen=True)
@@ -115,9 +114,11 @@ TOOLS = (
     Tool("search_client.py", "SearchClient", ({"query_list": ["who?"]},), "who? it is",
          config={"retrieval_service_url": "$URL"}),
     Tool("without_verl.py", "Dictionary", ({"word": "owl"},), "a bird"),
+    Tool("sandbox_of_version_0_4.py", "OldSandbox", ({"code": "6 * 7"},), "6 * 7",
+         config={"sandbox_fusion_url": "$URL"}),
     Tool("neighbours/dice.py", "Dice", ({"count": 1},), "]: ", create_kwargs={"seed": 3}),
     Tool("fork/verl/tools/letter_tool.py", "LetterTool", ({"word": "eel"},), "'e': 2"),
-    Tool("picture.py", "Cropper", ({"box": [0, 0, 8, 8]},), failed="returned a picture or a video"),
+    Tool("picture.py", "Cropper", refused="answer with a text"),
     Tool("of_a_server.py", "ServerSearch", refused="asks the MCP server itself"),
     Tool("lacks_a_package.py", "Absent", refused="install a_package_of_nobody"),
 )  # fmt: skip

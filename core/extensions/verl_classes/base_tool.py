@@ -17,7 +17,7 @@ from functools import partial
 from numbers import Real
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from core.extensions.tools.tools import EpisodeTool, ToolAnswer
 
@@ -90,6 +90,12 @@ class ToolResponse(BaseModel):
     image: list[Any] | None = None
     video: list[Any] | None = None
 
+    @field_validator("text", mode="before")
+    @classmethod
+    def _without_response(cls, text: Any) -> Any:
+        """Take the text of a response: the sandbox tool of verl 0.6 puts one into another."""
+        return text.text if isinstance(text, ToolResponse) else text
+
     def is_empty(self) -> bool:
         return not (self.text or self.image or self.video)
 
@@ -156,6 +162,8 @@ class VerlTool(EpisodeTool):
         if getattr(response, "image", None) or getattr(response, "video", None):
             raise ValueError("the tool returned a picture or a video, and a tool's answer is text here")
         text = getattr(response, "text", response)
+        if isinstance(reward, str) and reward == text:  # the sandbox tool of verl until 0.4 returns its text twice
+            reward = None
         return ToolAnswer("" if text is None else text, reward)
 
     async def reward(self, state: str, facts: Mapping[str, Any]) -> float | None:

@@ -1,4 +1,4 @@
-"""Whether the stand-in for verl has what users' files import, read from their text: no file is run for it.
+"""Whether users' files import or return what there is nothing for here, read from their text: no file is run for it.
 
 An import within a function would otherwise fail in the middle of a run. What a file imports under ``try`` or
 ``TYPE_CHECKING`` it can do without, and a reward function what classes beside it import when they are called: public
@@ -22,18 +22,19 @@ if TYPE_CHECKING:
 
 LOOPS = "verl.experimental.agent_loop"
 ROLLOUT = "actor_rollout_ref.rollout"
+PICTURE = "the tool answers with pictures, and an episode here has text alone behind its prompt; answer with a text"
 FUNCTION = "custom_reward_function.path"
 
 
-def named_files(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield key and path of every Python file that the configuration names."""
+def named_files(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Yield key, path and class of every Python file that the configuration names; "" for a class not read here."""
     import yaml
 
     custom, module = config.custom_reward_function.path, config.reward_model.module.path
     loop = (config.actor_rollout_ref.rollout.agent_loop or "").rpartition(":")[0]
     keys = {FUNCTION: custom, "reward_model.module.path": module, f"{ROLLOUT}.agent_loop": loop}
     keys["data.custom_cls.path"] = data_class(config.data)
-    yield from ((key, path.removeprefix("file://")) for key, path in keys.items() if path)
+    yield from ((key, path.removeprefix("file://"), "") for key, path in keys.items() if path)
     options = config.actor_rollout_ref.rollout.multi_turn
     for name in ("tool_config_path", "interaction_config_path"):
         try:
@@ -43,14 +44,15 @@ def named_files(config: Config) -> Iterator[tuple[str, str]]:
         for entry in next(iter(listed.values()), ()) if isinstance(listed, dict) else listed or ():
             kind = entry.get("class_name") if isinstance(entry, dict) else None
             if isinstance(kind, str) and ".py:" in kind:
-                yield f"{ROLLOUT}.multi_turn.{name}", kind.rpartition(":")[0]
+                path, _, kind = kind.rpartition(":")
+                yield f"{ROLLOUT}.multi_turn.{name}", path, kind
 
 
 def problems(config: Config) -> list[str]:
-    """Return a line for each import of verl that has nothing behind it here."""
+    """Return a line for each import of verl that has nothing behind it here, and each picture that a tool returns."""
     installed = PathFinder.find_spec("verl") is not None
     lines = []
-    for key, path in dict.fromkeys(named_files(config)):
+    for key, path, kind in dict.fromkeys(named_files(config)):
         try:
             tree = ast.parse(Path(path).expanduser().read_text(encoding="utf-8"))
         except (OSError, ValueError, SyntaxError):  # reported where the file is loaded
@@ -62,7 +64,17 @@ def problems(config: Config) -> list[str]:
                 problem = f"{module} makes the loop one of verl's server manager; {ADVICE[LOOPS]}"
             if problem:
                 lines.append(f"{key}={path}: line {line}: {problem}")
-    return lines
+        lines += [f"{key}={path}: line {line}: {PICTURE}" for line in pictures(tree.body, kind)]
+    return list(dict.fromkeys(lines))
+
+
+def pictures(body: Iterable[ast.stmt], kind: str) -> Iterator[int]:
+    """Yield the lines on which a class makes a ToolResponse with pictures or videos."""
+    classes = [one for one in body if isinstance(one, ast.ClassDef) and one.name == kind]
+    for call in (node for one in classes for node in ast.walk(one) if isinstance(node, ast.Call)):
+        given = {one.arg for one in call.keywords if not (isinstance(one.value, ast.Constant) and not one.value.value)}
+        if ast.unparse(call.func).endswith("ToolResponse") and given & {"image", "video"}:
+            yield call.lineno
 
 
 def in_fork(path: str, module: str, name: str | None) -> bool:

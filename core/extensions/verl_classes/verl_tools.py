@@ -163,15 +163,18 @@ def _process_single_case(
     sandbox_fusion_url: str,
     generation: str,
     timeout: float,
-    memory_limit_mb: int,
-    language: str,
+    memory_limit_mb: int | str,
+    language: str | None = None,
     concurrent_semaphore: Any = None,
     fn_name: str | None = None,
 ) -> tuple[Any, dict[str, Any]]:
     """Run a program on a server. Return whether it printed what is expected, and its output under verl's names.
 
-    Without an expected output the former is None. Raises httpx.HTTPError where the server does not answer.
+    Without an expected output the former is None. Until verl 0.4 the language stood in place of the memory limit.
+    Raises httpx.HTTPError where the server does not answer.
     """
+    if isinstance(memory_limit_mb, str):
+        memory_limit_mb, language = 1024, memory_limit_mb
     if fn_name is not None:
         raise NotImplementedError("fn_name: programs that define a function are run by reward_scores.unit_tests")
     body = {"code": generation, "language": language, "run_timeout": timeout, "compile_timeout": timeout}
