@@ -102,6 +102,7 @@ def test_bombs_that_the_scorers_themselves_are_given(make_pool):
     jobs = [
         Job(source, text + ending, scorer.examples[0][1], {})
         for source, scorer in {scorer.name: (name, scorer) for name, scorer in SCORERS.items()}.values()
+        if scorer.name != "random_reward"  # right by chance
         for text in texts
         for ending in endings
     ]
