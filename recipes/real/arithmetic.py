@@ -14,8 +14,10 @@ from typing import Any
 from data_preprocess.schema import make_row
 
 DATA_SOURCE = "real/arithmetic"
-LEAST, MOST = 2, 60  # of an operand
-HELD_OUT, DEMONSTRATIONS, PROMPTS = 200, 400, 4096
+# Of an operand. With 60, fine-tuning on 400 answers taught the form alone: the digits of a sum stayed as good as drawn.
+LEAST, MOST = 2, 20
+HELD_OUT_PAIRS, DEMONSTRATION_PAIRS = 40, 60  # of 171; the others are those of reinforcement learning
+PROMPTS = {"test": 200, "demonstrations": 400, "train": 640}
 ONES = tuple(
     [
         "zero",
@@ -79,8 +81,8 @@ def split_pairs() -> dict[str, list[Pair]]:
     """Return the pairs of operands of each split, the smaller number first; none is in two splits."""
     pairs = list(itertools.combinations(range(LEAST, MOST + 1), 2))
     random.Random("arithmetic").shuffle(pairs)
-    rest = HELD_OUT + DEMONSTRATIONS
-    return {"test": pairs[:HELD_OUT], "demonstrations": pairs[HELD_OUT:rest], "train": pairs[rest:]}
+    rest = HELD_OUT_PAIRS + DEMONSTRATION_PAIRS
+    return {"test": pairs[:HELD_OUT_PAIRS], "demonstrations": pairs[HELD_OUT_PAIRS:rest], "train": pairs[rest:]}
 
 
 def row(pair: Pair, split: str, index: int, rng: random.Random) -> dict[str, Any]:
@@ -109,8 +111,8 @@ def draw(pairs: Sequence[Pair], split: str, number: int) -> Iterator[dict[str, A
 
 def rows_of() -> dict[str, list[dict[str, Any]]]:
     """Return the rows of every file. Those of demonstrations have the number in digits as response."""
-    pairs, numbers = split_pairs(), {"test": HELD_OUT, "demonstrations": DEMONSTRATIONS, "train": PROMPTS}
-    rows = {split: list(draw(pairs[split], split, number)) for split, number in numbers.items()}
+    pairs = split_pairs()
+    rows = {split: list(draw(pairs[split], split, number)) for split, number in PROMPTS.items()}
     for line in rows["demonstrations"]:
         line["response"] = line["reward_model"]["ground_truth"]["target"][0]
     return rows
