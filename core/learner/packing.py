@@ -3,7 +3,7 @@
 Packed sequences lie one after another without padding. Positions restart with each, and attention sees its own
 sequence alone. That goes through transformers' attention interface: on a GPU PyTorch's variable-length kernel (or
 flash-attn, where ``override_config.attn_implementation`` names it), elsewhere scaled-dot-product attention, a call
-for each run of sequences of one length. A sequence-parallel group splits the packed tokens evenly. Attention alone
+for sequences of similar lengths. A sequence-parallel group splits the packed tokens evenly. Attention alone
 reads more than a rank's own tokens, so there, and only there, tokens are exchanged for heads (Jacobs et al. 2023,
 arXiv:2309.14509). The exchange and its gradient are DTensor's.
 
@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -278,24 +277,87 @@ def _by_length(
 ) -> Tensor:
     """Return [H, N, D] of query [H, N, D], key and value [K, N, D], by a kernel that every device has.
 
-    Neighbours of the same length, as the answers of a group that were all cut off, are one batch of the kernel.
+    Sequences of about the same length are padded to one batch of the kernel, whose calls cost more than padding does.
     """
-    options = {"enable_gqa": True} if len(query) != len(key) else {}
     lengths = zip(*(one.diff().tolist() for one in ends[:2]), strict=True)
-    runs = [(count, total, len(list(same))) for (count, total), same in itertools.groupby(lengths)]
-    own, read = [count * alike for count, _, alike in runs], [total * alike for _, total, alike in runs]
-    parts = query.split(own, 1), key.split(read, 1), value.split(read, 1)
-    out = []
-    for (count, total, alike), *of_run in zip(runs, *parts, strict=True):
-        mask = None
-        if count < total or (window is not None and window < total):
-            position = torch.arange(total, device=query.device)
-            ahead = position[total - count :, None] - position
-            mask = (ahead >= 0) & (ahead < (window or total))
-        three = (part.unflatten(1, (alike, part.shape[1] // alike)).transpose(0, 1) for part in of_run)
-        found = F.scaled_dot_product_attention(*three, attn_mask=mask, is_causal=mask is None, scale=scale, **options)
-        out.append(found.transpose(0, 1).flatten(1, 2))
-    return torch.cat(out, dim=1)
+    batches, cell_of_token = _batches(tuple(lengths), window, query.device)
+    options = {"enable_gqa": True} if len(query) != len(key) else {}
+    parts, out = [one.transpose(0, 1) for one in (query, key, value)], []
+    for batch in batches:
+        cells = batch.queries, batch.keys, batch.keys
+        three = (one[index].transpose(1, 2) for one, index in zip(parts, cells, strict=True))
+        options |= {"attn_mask": batch.mask, "is_causal": batch.mask is None}
+        out.append(F.scaled_dot_product_attention(*three, scale=scale, **options).transpose(1, 2).flatten(0, 1))
+    return torch.cat(out).index_select(0, cell_of_token).transpose(0, 1)
+
+
+MASK_CELLS = 2**24  # of a batch's attention mask, a byte each
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """Sequences of similar lengths, padded behind their ends for one call of a kernel.
+
+    Shapes (R sequences, at most Q queries and K keys each):
+        queries  [R, Q] int64  the token in each cell, any in the padding
+        keys     [R, K] int64
+        mask     [R, 1, Q, K] bool  the keys that a query sees; None: those up to its own place
+    """
+
+    queries: Tensor
+    keys: Tensor
+    mask: Tensor | None
+
+
+@functools.lru_cache(maxsize=4)  # each layer of a pass asks for the same ones
+def _batches(
+    lengths: tuple[tuple[int, int], ...], window: int | None, device: torch.device
+) -> tuple[list[AttentionBatch], Tensor]:
+    """Return batches of sequences with so many queries and keys, and [N] where each query is among their cells."""
+    count, total = torch.tensor(lengths).T
+    cell_of_token, cells, batches = torch.empty(int(count.sum()), dtype=torch.int64), 0, []
+    for rows in _alike(lengths):
+        queries, keys = (_cells(number, rows) for number in (count, total))
+        real = torch.arange(queries.shape[1]) < count[rows, None]
+        cell_of_token[queries[real]] = cells + real.flatten().nonzero()[:, 0]
+        cells += real.numel()
+        mask = _mask((total - count)[rows], queries.shape[1], keys.shape[1], window)
+        batches.append(AttentionBatch(*(one if one is None else one.to(device) for one in (queries, keys, mask))))
+    return batches, cell_of_token.to(device)
+
+
+def _alike(lengths: tuple[tuple[int, int], ...]) -> Iterator[Tensor]:
+    """Yield the rows whose lengths are about the same, as many as one batch may have."""
+    alike: dict[tuple[int, int], list[int]] = {}
+    for row, (own, read) in enumerate(lengths):
+        alike.setdefault((_rounded_up(own), _rounded_up(read)), []).append(row)
+    for (own, read), rows in alike.items():
+        yield from torch.tensor(rows).split(max(1, MASK_CELLS // max(1, own * read)))
+
+
+def _cells(number_B: Tensor, rows_R: Tensor) -> Tensor:
+    """Return [R, longest]: the tokens of these sequences among those of all; behind a shorter one stands any."""
+    start_R = (number_B.cumsum(0) - number_B)[rows_R]
+    column = torch.arange(int(number_B[rows_R].max()))
+    return (start_R[:, None] + column).clamp(max=int(number_B.sum()) - 1)
+
+
+def _mask(ahead_R: Tensor, queries: int, keys: int, window: int | None) -> Tensor | None:
+    """Return an :class:`AttentionBatch`'s mask; ``ahead_R`` counts the keys before a sequence's own.
+
+    A query in the padding sees what the last key sees: with no key at all its gradient would not be a number.
+    """
+    if not bool(ahead_R.any()) and (window is None or window >= keys):
+        return None
+    place = (ahead_R[:, None] + torch.arange(queries)).clamp(max=keys - 1)
+    behind = place[..., None] - torch.arange(keys)
+    return ((behind >= 0) & (behind < (window or keys)))[:, None]
+
+
+def _rounded_up(length: int) -> int:
+    """Return the next number of two binary digits and zeros: at most a half more than the length."""
+    unit = 1 << max(length.bit_length() - 2, 0)
+    return -(-length // unit) * unit
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, ends: Ends, scale: float | None, window: int | None) -> Tensor:

@@ -283,7 +283,8 @@ def test_what_rounding_costs_bounds_how_far_an_engine_in_bf16_is_from_the_learne
         with torch.no_grad():
             distances.append(float(np.abs(policy.forward(inputs)[0].numpy() - engine.probe(ids)).mean()))
     assert costs[0] < 1e-4 and costs[1] > 0.01  # float32, bf16
-    assert 0.5 * costs[1] < distances[1] < 2 * costs[1] and rounding_cost(policy, ids) == costs[1]
+    assert distances[0] < 2 * costs[1] and rounding_cost(policy, ids) == costs[1]
+    assert distances[1] < 1e-4  # one pass in one precision on both sides: sums between layers and the head included
 
 
 def test_windows_and_attention_from_inside_are_not_shared(caplog):
