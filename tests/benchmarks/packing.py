@@ -69,6 +69,33 @@ def batch(vocabulary: int) -> TrainBatch:
     return step
 
 
+def grouped_batch(
+    *, prompts: int, answers: int, prompt_tokens: int, longest: int, vocabulary: int = 40_000
+) -> TrainBatch:
+    """Return an optimizer step's batch with so many answers to each prompt, of lognormal lengths."""
+    rows, width = prompts * answers, prompt_tokens + longest
+    generator = torch.Generator().manual_seed(0)
+    drawn = np.random.default_rng(0).lognormal(np.log(longest / 2), 0.5, rows).astype(int)
+    length, position = torch.from_numpy(prompt_tokens + drawn.clip(5, longest))[:, None], torch.arange(width)
+    response = (position >= prompt_tokens) & (position < length)
+    ids = torch.randint(100, vocabulary, (rows, width), generator=generator)
+    ids[:, :prompt_tokens] = ids[::answers, :prompt_tokens].repeat_interleave(answers, 0)
+    noise = torch.randn((rows, width), generator=generator) * response
+    whole = batch_of_padded(
+        input_ids=ids,
+        attention_mask=position < length,
+        response_mask=response,
+        loss_mask=response,
+        group=torch.arange(rows) // answers,
+        reward=torch.zeros(rows),
+        in_group_stats=torch.ones(rows, dtype=torch.bool),
+        rollout_log_probs=noise,
+        advantages=noise,
+    )
+    (step,) = mini_batches(whole, prompts=prompts, scale_factor=float(longest))
+    return step
+
+
 def measure(args: argparse.Namespace) -> dict[str, float]:
     """One way, in this process."""
     torch.set_num_threads(args.threads)
