@@ -63,7 +63,7 @@ def normalising_factor(weights_N: Tensor, mask_N: Tensor, lengths_B: Tensor, lev
 
 
 def divergence(log_ratio_N: Tensor, mask_N: Tensor, lengths_B: Tensor, name: str) -> Tensor:
-    """Return a statistic of ``core.config.correction_bounds.STATISTICS``, [N]; a sequence's is in all of its tokens.
+    """Return a statistic of ``core.extensions.variants.keys.STATISTICS``, [N]; a sequence's is in all of its tokens.
 
     ``k1 = -d``, ``k2 = d^2 / 2``, ``k3 = exp(d) - 1 - d`` (Schulman 2020, "Approximating KL divergence"), d clamped to
     +-20; per token, or summed, averaged or maximised over the sequence.
