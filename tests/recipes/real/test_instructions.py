@@ -67,9 +67,9 @@ def test_a_file_that_holds_no_answers_is_an_input_error(tmp_path):
 
 
 def test_readme_has_the_recorded_table():
-    page = (ROOT / "results" / "real" / "first_steps.md").read_text(encoding="utf-8")
+    page = (ROOT / "results" / "real" / "instructions.md").read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if line.startswith("| ")]
-    assert len(rows) == 4 and all(row in (ROOT / "README.md").read_text(encoding="utf-8") for row in rows)
+    assert len(rows) == 5 and all(row in (ROOT / "README.md").read_text(encoding="utf-8") for row in rows)
 
 
 def test_the_files_are_written_in_verls_schema(tmp_path):
