@@ -22,6 +22,7 @@ FAILED = "reward/failed_rate"  # share of all answers of a step, dropped groups 
 
 # Check -> the metric whose mean over the last steps is compared with its mean over the first, RISE_STEPS of each.
 RISES = {"repetition": "response/repeated_trigrams", "unfinished": "response_length/clip_ratio"}
+FALLS = {"shortening": "response_length/mean"}  # in shares of the first
 RISE_STEPS = 3
 
 
@@ -64,7 +65,7 @@ class Health:
     ``lost_updates_in_row`` counts the steps since the last one without a skipped update, ``recent_scores`` holds the
     mean scores of the last ``reward_window`` steps, ``best_score`` the largest mean over such a window,
     ``recent_failures`` the shares of answers without a score of as many steps. ``first`` and ``last`` hold the values
-    of the metrics of :data:`RISES` in the first and the last RISE_STEPS steps. ``logp_diff_bound`` follows from what
+    of the metrics of :data:`RISES` and :data:`FALLS` in the first and the last RISE_STEPS steps. ``logp_diff_bound`` follows from what
     rounding costs on the model, where the configuration leaves the bound to that.
     """
 
@@ -105,7 +106,7 @@ class Health:
         failures = self.recent_failures
         if FAILED in values:
             failures = (*failures, values[FAILED])[-config.reward_window :]
-        watched = {name: values[metric] for name, metric in RISES.items() if metric in values}
+        watched = {name: values[metric] for name, metric in (RISES | FALLS).items() if metric in values}
         now = dataclasses.replace(
             self,
             lost_updates_in_row=self.lost_updates_in_row + 1 if lost else 0,
@@ -132,6 +133,11 @@ class Health:
         if len(first) < RISE_STEPS:
             return None
         return statistics.fmean(last) - statistics.fmean(first)
+
+    def fall(self, name: str) -> float | None:
+        """Return how far the metric of a check of FALLS has fallen since the start, in shares of what it was."""
+        rise, first = self.rise(name), self.first.get(name, ())
+        return None if rise is None or not any(first) else -rise / statistics.fmean(first)
 
     def reward_drop(self) -> float | None:
         return None if self.best_score is None else self.best_score - statistics.fmean(self.recent_scores)
@@ -212,6 +218,13 @@ CHECKS: dict[str, Check] = {
         _above,
         "the share of answers that reach the length limit rose by {:.0%} since the start",
         "read samples; raise data.max_response_length, or shape the reward of long answers",
+    ),
+    "shortening": Check(
+        lambda health, _: health.fall("shortening"),
+        _above,
+        "answers are {:.0%} shorter than at the start",
+        "read samples: the policy may have found a reward without an answer; let the scorer require a text, or keep "
+        "the policy near the reference (actor.use_kl_loss)",
     ),
     "scorer_errors": Check(
         lambda health, _: statistics.fmean(health.recent_failures) if health.recent_failures else None,

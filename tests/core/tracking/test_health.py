@@ -13,7 +13,7 @@ from core.checkpoint.run_state import DriverState
 from core.cluster.restarts import train
 from core.config import convert, examine
 from core.config.sections.health import HealthBound, HealthConfig
-from core.tracking.health import CHECKS, RISES, Health, UnhealthyRun
+from core.tracking.health import CHECKS, FALLS, RISES, Health, UnhealthyRun
 from core.tracking.metrics import repeated_share
 from results.reporting.run_reader import load_run, summarise
 from tests.core.scripted_run import configured, prepare, scripted
@@ -25,6 +25,7 @@ QUIET = HealthConfig(
     judge_agreement=HealthBound(),
     repetition=HealthBound(),
     unfinished=HealthBound(),
+    shortening=HealthBound(),
 )
 
 
@@ -56,6 +57,7 @@ PLANTED = {
     "zero_variance": (["bound=0.99"], {"bad": (4, 5)}, flatten({})),
     "repetition": (["bound=0.1"], {"bad": (4, 5), "text": "3333"}, flatten({})),
     "unfinished": (["bound=0.3"], {"bad": (4, 5), "text": "123456789"}, flatten({})),
+    "shortening": (["bound=0.1"], {"bad": (4, 5), "text": "3", "good": "000{}"}, flatten({})),
     "scorer_errors": (["bound=0.9"], {"bad": (4, 5), "text": "x"}, flatten({})),
     "judge_agreement": (["bound=0.8"], {}, flatten({"reward/judge_canary/mean": 0.75})),
 }
@@ -108,7 +110,7 @@ def test_a_warning_goes_on_and_names_step_and_bound(name, folder, caplog):
     assert run.session.step == 6 and said and said[0].startswith(f"step {FIRST[name]}: ")
     crossed = {row["step"]: row["health/crossed_bounds"] for row in load_run(run.session.run_dir).metrics}
     assert crossed[FIRST[name]] == 1 and crossed[FIRST[name] - 1] == 0
-    recovers = name not in ("reward_drop", *RISES)  # whose windows still hold step 5
+    recovers = name not in ("reward_drop", *RISES, *FALLS)  # whose windows still hold step 5
     assert run.session.health.last_healthy_step == (6 if recovers else 3)
 
 
@@ -240,6 +242,21 @@ def test_repetition_is_measured_from_the_first_steps_and_survives_a_checkpoint()
         steps.append(bool(violations))
     # means of three steps from the third: .3, .33, .38, .48, .55, .48, .4; bound: .2 above the first
     assert steps == [False, False, False, False, False, False, True, False, False]
+
+
+def test_answers_that_become_short_are_told_by_their_share_of_the_first_steps_length():
+    config = QUIET.replace(shortening=HealthConfig().shortening)
+    state, findings = Health(), []
+    for step, length in enumerate([30, 36, 33, 30, 27, 24, 18, 12, 12], start=1):
+        state, violations = state.after(step, {"response_length/mean": length}, config)
+        findings.append([violation.text for violation in violations])
+    # means of three steps from the third: 33, 33, 30, 27, 23, 18, 14; the bound is 60 % of 33, which is 19.8
+    assert [bool(texts) for texts in findings] == [False] * 7 + [True] * 2
+    assert "45% shorter" in findings[7][0] and "trainer.health.shortening.bound=0.4" in findings[7][0]
+    empty = Health()
+    for step in range(1, 6):  # answers of nothing at the start have no length to fall from
+        empty, violations = empty.after(step, {"response_length/mean": 0.0}, config)
+        assert violations == []
 
 
 def test_repeated_trigrams():
