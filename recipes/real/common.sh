@@ -33,7 +33,8 @@ preset="smollm2_135m$of_task$naive"
 model_sft="./outputs/real/sft$of_task"
 files="./outputs/real/$task"
 
-is_dry_run() {
+is_dry_run() { # or only asks for help
+    case " ${keys[*]-} " in *" --help "*) return 0 ;; esac
     case "${DRY_RUN:-}" in
     "" | 0 | false | no) return 1 ;;
     esac

@@ -145,4 +145,5 @@ def test_keys_and_rules_of_its_own(project, key, told):
     refused = run(project, "mine.bonus=2", DRY_RUN="1", RLREPRO=str(ROOT))
     assert refused.returncode == 2 and told in refused.stderr and "Traceback" not in refused.stderr
     helped = run(project, "--help", "bonus", RLREPRO=str(ROOT))
+    assert not (project / "outputs").exists()  # help needs neither data nor a model
     assert "mine.bonus=0.5" in helped.stdout and "Added to the reward of short answers" in helped.stdout
