@@ -65,8 +65,8 @@ class Health:
     ``lost_updates_in_row`` counts the steps since the last one without a skipped update, ``recent_scores`` holds the
     mean scores of the last ``reward_window`` steps, ``best_score`` the largest mean over such a window,
     ``recent_failures`` the shares of answers without a score of as many steps. ``first`` and ``last`` hold the values
-    of the metrics of :data:`RISES` and :data:`FALLS` in the first and the last RISE_STEPS steps. ``logp_diff_bound`` follows from what
-    rounding costs on the model, where the configuration leaves the bound to that.
+    of the metrics of :data:`RISES` and :data:`FALLS` in the first and the last RISE_STEPS steps. ``logp_diff_bound``
+    follows from what rounding costs on the model, where the configuration leaves the bound to that.
     """
 
     last_healthy_step: int = 0

@@ -100,7 +100,7 @@ def log_likelihoods(model: str, answers: Sequence[Mapping[str, Any]]) -> Iterato
         for row, (prompt, sequence, answer) in enumerate(zip(prompts, sequences, batch, strict=True)):
             positions = slice(len(prompt) - 1, len(sequence) - 1)
             log_probs = logits_BTV[row, positions].log_softmax(-1).gather(-1, sequence[len(prompt) :, None])[:, 0]
-            yield float(log_probs[torch.from_numpy(trajectory_of(answer).response_mask)].mean())
+            yield float(log_probs[torch.tensor(trajectory_of(answer).response_mask)].mean())
 
 
 def _mask(sequences: Sequence[Any], width: int) -> Any:
