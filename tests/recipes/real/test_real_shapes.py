@@ -121,6 +121,7 @@ def test_two_learner_ranks_and_vllm_in_bf16(files, tmp_path):
     keys = (
         "trainer.backend=ray",
         "trainer.n_gpus_per_node=2",
+        f"{ROLLOUT}.tensor_model_parallel_size=1",
         f"{ROLLOUT}.name=vllm",
         "trainer.total_training_steps=2",
     )
