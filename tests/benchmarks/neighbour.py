@@ -21,11 +21,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 KEEP = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=8589934592:glibc.malloc.top_pad=67108864"
+TUNABLES = f"glibc.malloc.hugetlb=1:{KEEP}"  # as in recipes/real/common.sh
 SETTINGS: dict[str, dict[str, str]] = {
     "default": {},
     "GOMP_SPINCOUNT=20000": {"GOMP_SPINCOUNT": "20000"},
     "OMP_WAIT_POLICY=PASSIVE": {"OMP_WAIT_POLICY": "PASSIVE"},
-    "recipes/real/common.sh": {"GOMP_SPINCOUNT": "20000", "GLIBC_TUNABLES": f"glibc.malloc.hugetlb=1:{KEEP}"},
+    "GOMP_SPINCOUNT=20000 and GLIBC_TUNABLES": {"GOMP_SPINCOUNT": "20000", "GLIBC_TUNABLES": TUNABLES},
+    "OMP_WAIT_POLICY=PASSIVE and GLIBC_TUNABLES": {"OMP_WAIT_POLICY": "PASSIVE", "GLIBC_TUNABLES": TUNABLES},
 }
 
 
