@@ -27,7 +27,7 @@ from core.learner.batching import micro_batches, split_zero_gradient
 from core.learner.compiled import compile_parts
 from core.learner.log_probs import FP32Head, token_log_probs_and_entropy
 from core.learner.lora import base_only, layers
-from core.learner.model_checks import check_head, check_packing, shares_alike
+from core.learner.model_checks import check_head, check_packing, check_speed, shares_alike
 from core.learner.packing import (
     ForwardInputs,
     Layout,
@@ -187,6 +187,7 @@ class LearnerModel:
         self.ranks, self.layout, self.modality = ranks, layout, modality_of(module.config)
         self.computes_on = device  # None: where the parameters are
         if compute_dtype is not None:
+            check_speed(compute_dtype, self.device.type)
             module.get_input_embeddings().register_forward_hook(_in_precision_of_passes)
         self.one_pass = ranks is not ALONE or layout.packed  # shared prompts are in the pass of their answers
         layout.prepare(module, shares=self.one_pass)
