@@ -367,10 +367,9 @@ class RayPPOTrainer:
         """
         if "old_log_probs" not in batch.stored:
             return batch
-        correction = self.config.algorithm.rollout_correction
-        if not correction.uses_old_log_probs:
+        if not self.needs.correction:
             return without_unsampled_sequences(batch)
-        batch, corrected = extensions.function("correct")(batch, correction)
+        batch, corrected = extensions.function("correct")(batch, self.config.algorithm.rollout_correction)
         metrics.add(corrected)
         return batch
 

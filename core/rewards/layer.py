@@ -63,6 +63,7 @@ class RewardLayer:
         if problems:
             raise InputError(problems)
         self.config: RewardModelConfig = reward
+        self.uses_model, self.model_weight = reward.uses_model, reward.model_weight
         self._agreement = config.trainer.health.judge_agreement.bound if reward.judged else None
         self._reward_model: RequestBatcher | None = None
         self.scorers = Scorers(scorer_options(reward), function)
@@ -134,10 +135,10 @@ class RewardLayer:
         return TokenJob(**vars(job), **ids, uid=prompt.uid, messages=prompt.messages)
 
     def _by_model(self, prompt: Prompt) -> bool:
-        return self.config.uses_model and prompt.style == MODEL_STYLE
+        return self.uses_model and prompt.style == MODEL_STYLE
 
     async def _score(self, prompt: Prompt, trajectory: Trajectory, job: Job, grade: Grade) -> Score:
-        if self.config.uses_model and (prompt.style == MODEL_STYLE or self.config.model_weight):
+        if self.uses_model and (prompt.style == MODEL_STYLE or self.model_weight):
             result = await self._with_model(prompt, trajectory, job, grade)
         else:
             result = await grade(job)
@@ -156,7 +157,7 @@ class RewardLayer:
         or may not end.
         """
         scorers, source = self.scorers, prompt.data_source
-        if self.config.uses_model or self.custom or prompt.style == MODEL_STYLE or scorers.libraries(source):
+        if self.uses_model or self.custom or prompt.style == MODEL_STYLE or scorers.libraries(source):
             return None
         scorer = scorers.scorer(source)
         if scorer.name in RUN_PROGRAMS:
@@ -182,7 +183,7 @@ class RewardLayer:
             return Failure(status, f"the reward model has no score for the answer: {reason}\n")
         if rule is None:
             return Score(model.value, model.parts)
-        value, parts = rule.value + self.config.model_weight * model.value, {**rule.parts, **model.parts}
+        value, parts = rule.value + self.model_weight * model.value, {**rule.parts, **model.parts}
         return dataclasses.replace(rule, value=value, parts=parts)
 
     def check(self, rows: Iterable[Prompt | Example]) -> None:
