@@ -4,6 +4,7 @@
 # make test-slow   runs the tests that take minutes        make test-gpu    runs those that need a GPU
 # make bench       measures speed and memory               make report      writes the tables of results/ again
 # make verified    repeats published lab runs, and notes in results/verified.yaml which came out the same
+# make record      runs what is published of the labs again, with the capsules and the oracle: an hour or two
 # make format      formats the code                        make constraints records the versions of this environment
 # make clean       removes .venv and outputs
 # make studies BUDGET_MIN=30    runs what is missing of all studies, for so many minutes, and lists what is left
@@ -21,7 +22,7 @@ N ?= 8
 BUDGET_MIN ?= inf
 export PYTHON TORCH_INDEX_URL VLLM
 
-.PHONY: setup lab real check test test-slow verified test-gpu bench lint format report studies feasible constraints clean
+.PHONY: setup lab real check test test-slow verified record test-gpu bench lint format report studies feasible constraints clean
 
 setup: $(STAMP)
 
@@ -49,6 +50,9 @@ test-slow: setup
 verified: setup
 	RECORD_VERIFIED=1 $(BIN)/python -m pytest -m slow tests/recipes/test_lab.py -k published_lab_run_repeats
 	$(BIN)/python -m results.report --index
+
+record: setup
+	bash results/record.sh
 
 test-gpu: setup
 	$(BIN)/python -m pytest -m gpu tests/gpu

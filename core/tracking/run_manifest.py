@@ -179,10 +179,13 @@ def cpu_kind() -> str:
 
 
 def hardware() -> dict[str, Any]:
-    """Return CPU model, usable cores, memory and GPUs, without the host's name."""
+    """Return CPU model, its vector instructions, usable cores, memory and GPUs, without the host's name."""
+    import torch
+
     gpus = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or b""
     return {
         "cpu": cpu_information().get("model name") or platform.processor(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "gpus": gpus.decode().split("\n")[:-1],

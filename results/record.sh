@@ -1,0 +1,108 @@
+#!/usr/bin/env bash
+# Records the published lab runs, capsules and the oracle again (`make record`), after a change that was meant to change
+# their numbers.
+#
+#   bash results/record.sh [labs] [others] [capsules] [oracle]          all of them by default
+#
+#   labs      grpo, ppo, dapo and search_r1, seeds 1 to 3          results/RECIPE/lab-seedN
+#   others    tools, users, figures, variants of the loss          results/RECIPE/lab-NAME
+#   capsules  a step of each recipe                                results/capsules
+#   oracle    hashes of ten steps                                  tests/oracle.json
+#
+# Commit first: a run names the commit that made it. Runs go to outputs/ of this clone, with one thread each and two at a
+# time; a run that is finished there is published as it is, so that a recording which was stopped goes on: remove outputs/
+# for another one. Afterwards it writes the tables again; `make verified` repeats the first seeds.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+python="$root/.venv/bin/python"
+[[ -x "$python" ]] || python=python3
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1
+cd "$root"
+mkdir -p outputs
+trap 'kill $(jobs -p) 2> /dev/null || true' EXIT
+
+run() { # run RECIPE NAME SCRIPT [WORD ...] [key=value ...]: one run, and its published copy
+    local recipe="$1" name="$2" script="$3"
+    shift 3
+    echo "$recipe/$name: $(date +%H:%M:%S)"
+    bash "recipes/$script" "$@" trainer.cpu_threads=1 > "outputs/record-$recipe-$name.log" 2>&1 ||
+        { tail -n 5 "outputs/record-$recipe-$name.log" >&2 && return 1; }
+    "$python" -m results.publish "outputs/$recipe/$name" --as "$recipe/$name"
+}
+
+seeds() { # seeds RECIPE NAME SCRIPT ...: the seeds 1 to 3 of a run
+    local seed
+    for seed in 1 2 3; do run "$1" "$2-seed$seed" "${@:3}" "trainer.seed=$seed"; done
+}
+
+variant() { # variant NAME key=value ...: the lab of grpo with another estimator or loss
+    run grpo "lab-$1" grpo/run_lab.sh "trainer.experiment_name=lab-$1" "${@:2}"
+}
+
+labs() {
+    "$python" -m recipes.lab.prepare
+    { seeds search_r1 lab search_r1/run_lab.sh && seeds dapo lab dapo/run_lab.sh; } &
+    seeds grpo lab grpo/run_lab.sh
+    seeds ppo lab ppo/run_lab.sh
+    wait $!
+}
+
+others() {
+    local actor=actor_rollout_ref.actor figures=./outputs/lab/figures seed
+    "$python" -m recipes.lab.prepare
+    {
+        run grpo lab-tools-seed1 lab/run_lab.sh tools
+        seeds grpo lab-users lab/run_lab.sh users
+        seeds grpo lab-figures lab/run_lab.sh figures
+        for seed in 1 2 3; do
+            run grpo "lab-figures-blank-seed$seed" lab/run_lab.sh figures "data.train_files=$figures/blank_train.parquet" \
+                "data.val_files=$figures/blank_test.parquet" "trainer.seed=$seed" \
+                "trainer.experiment_name=lab-figures-blank-seed$seed"
+        done
+        run search_r1 lab-ppo-seed1 search_r1/run_lab.sh ppo trainer.total_training_steps=6 trainer.test_freq=6 \
+            trainer.save_freq=-1
+    } &
+    variant cispo "$actor.policy_loss.loss_mode=cispo"
+    variant dr-grpo algorithm.norm_adv_by_std_in_grpo=False "$actor.loss_agg_mode=seq-mean-token-sum-norm"
+    variant gpg algorithm.adv_estimator=gpg "$actor.policy_loss.loss_mode=gpg"
+    variant gspo "$actor.policy_loss.loss_mode=gspo" "$actor.clip_ratio_low=3e-4" "$actor.clip_ratio_high=4e-4"
+    for name in opo reinforce_plus_plus reinforce_plus_plus_baseline remax rloo; do
+        variant "${name//_/-}" "algorithm.adv_estimator=$name"
+    done
+    wait $!
+}
+
+capsule() { # capsule RECIPE STEPS key=value ...: the last step of a short run with fewer prompts, in one process
+    local recipe="$1" steps="$2"
+    bash "recipes/$recipe/run_lab.sh" trainer.backend=local trainer.cpu_threads=1 trainer.experiment_name=capsule \
+        "trainer.total_training_steps=$steps" "trainer.capsule_steps=[$steps]" "${@:3}"
+    rm -r "results/capsules/$recipe"
+    cp -r "outputs/$recipe/capsule/capsules" "results/capsules/$recipe"
+}
+
+capsules() { # a small token budget cuts each optimizer step into several micro-batches, so that faults in adding them up show
+    local actor=actor_rollout_ref.actor
+    rm -rf outputs/{grpo,dapo,ppo,search_r1}/capsule # of another recording: its capsule would stay
+    capsule grpo 3 data.train_batch_size=16 "$actor.ppo_mini_batch_size=8" actor_rollout_ref.rollout.n=8 \
+        "$actor.ppo_max_token_len_per_gpu=1024"
+    capsule dapo 3 data.train_batch_size=8 data.gen_batch_size=24 "$actor.ppo_mini_batch_size=4" \
+        "$actor.ppo_max_token_len_per_gpu=1024"
+    capsule ppo 1 data.train_batch_size=128 "$actor.ppo_mini_batch_size=64" "$actor.ppo_max_token_len_per_gpu=1024" \
+        critic.ppo_max_token_len_per_gpu=1024
+    capsule search_r1 1 data.train_batch_size=8 "$actor.ppo_mini_batch_size=4" "$actor.ppo_max_token_len_per_gpu=1024" \
+        "$actor.use_kl_loss=True"
+}
+
+oracle() {
+    "$python" -m tests.oracle --write tests/oracle.json
+}
+
+(($#)) || set -- labs others capsules oracle
+for part in "$@"; do
+    case "$part" in
+    labs | others | capsules | oracle) "$part" ;;
+    *) echo "$part: not one of labs, others, capsules, oracle" >&2 && exit 2 ;;
+    esac
+done
+"$python" -m results.report --index
