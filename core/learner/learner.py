@@ -23,20 +23,13 @@ from core.algorithm.losses import MetricSums, policy_loss, value_loss
 from core.algorithm.rollout_mismatch import add_mismatch
 from core.config import registry
 from core.data.vocabulary import unknown_among
+from core.learner.attention import SharedPrompts, can_keep_keys, can_share, hidden_before_tokens
 from core.learner.batching import micro_batches, split_zero_gradient
 from core.learner.compiled import compile_parts
 from core.learner.log_probs import FP32Head, token_log_probs_and_entropy
 from core.learner.lora import base_only, layers
 from core.learner.model_checks import check_head, check_packing, check_speed, shares_alike
-from core.learner.packing import (
-    ForwardInputs,
-    Layout,
-    SharedPrompts,
-    can_keep_keys,
-    can_share,
-    hidden_before_tokens,
-    predicting_tokens,
-)
+from core.learner.packing import ForwardInputs, Layout, predicting_tokens
 from core.learner.traced_tokens import TracedTokens, clipped_how
 from core.modality import TEXT, Modality, modality_of
 from core.types import Media, TrainBatch

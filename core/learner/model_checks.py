@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from core.errors import InputError
-from core.learner.packing import ATTENTION, ForwardInputs, Layout, SharedPrompts, places
+from core.learner.attention import ATTENTION, SharedPrompts, places
+from core.learner.packing import ForwardInputs, Layout
 
 log = logging.getLogger(__name__)
 

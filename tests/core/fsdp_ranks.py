@@ -19,11 +19,11 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from core.algorithm.losses import MetricSums
 from core.cluster.fsdp import LearnerRank, gather
 from core.extensions.judge.shared_reward_model import shared_reward_model
+from core.learner.attention import SharedPrompts
 from core.learner.batching import contributing_sequences, mini_batching, rank_shares
 from core.learner.hf_export import FILE_SIZE
 from core.learner.learner import only_advantages_train
 from core.learner.lora import merged_weights, trained_weights
-from core.learner.packing import SharedPrompts
 from core.rewards.model_score import Answer
 from tests.core.extensions.judge.reward_model_runs import TEMPLATE, answers
 

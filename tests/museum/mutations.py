@@ -26,7 +26,7 @@ from core.cluster import local_workers
 from core.data import sampler
 from core.data.dataset import Encoder
 from core.engines import hf, in_process_engine, sampling
-from core.learner import batching, learner, log_probs, lora, packing
+from core.learner import attention, batching, learner, log_probs, lora, packing
 from core.ray_trainer import RayPPOTrainer
 from core.rewards import grading, layer
 from core.rollout import group_filter
@@ -185,7 +185,7 @@ def log_probs_shifted(original, mask_N, lengths_B):
     return mask_N
 
 
-@replaces(packing, "_by_length")
+@replaces(attention, "_by_length")
 def packed_sequences_mixed(original, query, key, value, ends, *given):
     return original(query, key, value, (ends[0][[0, -1]], ends[1][[0, -1]], *ends[2:]), *given)
 

@@ -25,7 +25,7 @@ from core.config import Config, compose
 from core.config.recipes import trainer_of
 from core.extensions.planning.model_shapes import Shape
 from core.extensions.tensor_parallel.split_layers import split_layers
-from core.learner import learner, log_probs, packing
+from core.learner import attention, learner, log_probs, packing
 from core.learner.batching import mini_batches
 from core.learner.logit_memory import GPU_LOGITS
 from core.types import TrainBatch
@@ -139,7 +139,7 @@ def _replaced(meter: Meter) -> Iterator[tuple[str, Any]]:
     yield "core.learner.learner.LearnerModel.micro_batches_of_rank", real(learner.LearnerModel.micro_batches_of_rank)
     yield "core.learner.learner.Stepper.step", step_of
     yield "core.learner.packing.Layout.forward_inputs", real(packing.Layout.forward_inputs)
-    yield "core.learner.packing._by_length", packing._varlen
+    yield "core.learner.attention._by_length", attention._varlen
     yield "core.learner.log_probs.logits_at_a_time", lambda device: GPU_LOGITS
     yield "core.learner.log_probs._chunks", _few_chunks(meter, log_probs._chunks)
     yield "torch.distributed.tensor._collective_utils.local_tensor_mode", lambda: True

@@ -12,11 +12,12 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from core.algorithm.losses import MetricSums
 from core.engines.hf import HFEngine
-from core.learner import learner, packing
+from core.learner import attention, learner, packing
+from core.learner.attention import ATTENTION, SharedPrompts, can_keep_keys, can_share
 from core.learner.batching import make_batch
 from core.learner.learner import PADDED, Critic, LearnerModel, MicroBatchSize, Policy, Ranks, token_log_probs
 from core.learner.model_checks import rounding_cost
-from core.learner.packing import ATTENTION, Layout, SharedPrompts, can_keep_keys, can_share
+from core.learner.packing import Layout
 from core.types import Prompt, ScoredGroup, Stop, Trajectory
 from reward_scores.score import Score
 from tests.core.learner.test_learner import actor_config, gradient
@@ -37,7 +38,7 @@ def float64(monkeypatch):
     """Everything in float64, and prompts are shared in it."""
     for norm in (LlamaRMSNorm, Qwen2RMSNorm):
         monkeypatch.setattr(norm, "forward", in_own_precision)
-    for module in (learner, packing):
+    for module in (learner, packing, attention):
         monkeypatch.setattr(module, "can_share", lambda module: True)
 
 
@@ -178,7 +179,7 @@ def test_losses_and_gradients_are_those_without_sharing(float64, monkeypatch, la
     step = batch.adding(
         advantages=noise["a"], old_log_probs=noise["b"] - 4, ref_log_prob=noise["c"] - 4, loss_weight=mask / mask.sum()
     )
-    monkeypatch.setattr(packing.SharedPrompts, "in_one_pass", counted(packing.SharedPrompts.in_one_pass, passes))
+    monkeypatch.setattr(attention.SharedPrompts, "in_one_pass", counted(attention.SharedPrompts.in_one_pass, passes))
     for shares in (False, True):
         more = {"use_kl_loss": True, "entropy_coeff": 0.03, "ppo_micro_batch_size_per_gpu": 100, **knobs}
         one, means = learner_of(learner.Actor, layout, shares, checkpointing, **more), MetricSums()
@@ -230,10 +231,10 @@ def test_a_pass_has_each_prompt_once_and_no_padding():
 
 def test_a_model_that_reads_shared_prompts_otherwise_repeats_them(monkeypatch, caplog):
     def blind(module, query, key, value, shared, **options):
-        return packing.sdpa_attention_forward(module, query, key, value, None, **options)[0]
+        return attention.sdpa_attention_forward(module, query, key, value, None, **options)[0]
 
     batch, expected = batch_of(), Policy(tiny_model(), temperature=1.0)
-    monkeypatch.setattr(packing, "_behind_prompts", blind)
+    monkeypatch.setattr(attention, "_behind_prompts", blind)
     with caplog.at_level(logging.WARNING):
         reader = Policy(tiny_model(), temperature=1.0, ranks=Ranks())
     assert "reads answers behind a shared prompt otherwise" in caplog.text
@@ -255,11 +256,11 @@ def test_bf16_of_real_width_shares_prompts_unless_sharing_is_broken(real_width, 
     """The bound is the precision's that computes, which under autocast is not that of the hidden states."""
     model = copy.deepcopy(real_width).bfloat16() if bf16_weights else real_width
     precision = {"compute_dtype": None if bf16_weights else torch.bfloat16}
-    attention = packing.attend
+    attend = attention.attend
 
     def off(by):
         def kernel(*args, shared_prompts=None, key_index=None, **options):
-            out, nothing = attention(*args, shared_prompts=shared_prompts, key_index=key_index, **options)
+            out, nothing = attend(*args, shared_prompts=shared_prompts, key_index=key_index, **options)
             if shared_prompts is None and key_index is None:
                 return out, nothing
             noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
@@ -268,7 +269,7 @@ def test_bf16_of_real_width_shares_prompts_unless_sharing_is_broken(real_width, 
         return kernel
 
     for by, shares in ((2**-9, True), (0.5, False)):  # another kernel's rounding, and one that computes other numbers
-        monkeypatch.setitem(packing.AttentionInterface._global_mapping, ATTENTION, off(by))
+        monkeypatch.setitem(attention.AttentionInterface._global_mapping, ATTENTION, off(by))
         assert LearnerModel(copy.deepcopy(model), ranks=Ranks(), layout=layout, **precision).shares == shares
 
 
