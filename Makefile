@@ -21,6 +21,7 @@ GPU ?= H100
 N ?= 8
 BUDGET_MIN ?= inf
 export PYTHON TORCH_INDEX_URL VLLM
+unexport PYTHONDONTWRITEBYTECODE # tests start hundreds of processes: without bytecode each compiles what it imports
 
 .PHONY: setup lab real check test test-slow verified record test-gpu bench lint format report studies feasible constraints clean
 

