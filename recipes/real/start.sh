@@ -13,6 +13,14 @@ stage="$1"
 shift
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
+made_with=outputs/real/made_with # demonstrations and the fine-tuned model are of one model
+if [[ -f $made_with && "$(< "$made_with")" != "$model" ]]; then
+    echo "REAL_MODEL=$model: outputs/real was made with $(< "$made_with"); remove outputs/real, or start in another folder" >&2
+    exit 2
+fi
+mkdir -p outputs/real
+echo "$model" > "$made_with"
+
 "$python" -m recipes.real.prepare --task "$task" ${REAL_MODEL:+--data-only}
 [[ "$stage" != data ]] || exit 0
 

