@@ -95,7 +95,7 @@ capsules() { # a small token budget cuts each optimizer step into several micro-
 }
 
 oracle() {
-    "$python" -m tests.oracle --write tests/oracle.json
+    "$python" -m tests.oracle --write tests/oracle.json --work outputs/oracle
 }
 
 (($#)) || set -- labs others capsules oracle

@@ -141,17 +141,23 @@ def _output(*command: str) -> bytes | None:
         return None
 
 
+CODE = ("--", ".", ":(exclude)results/*/*")  # of git's paths: what a run computes with
+
+
 def git_state(root: Path = ROOT) -> dict[str, Any]:
     """Return the checkout's commit (None outside git), whether it is dirty, and a hash of what differs.
 
-    The hash covers the diff against HEAD and the text of untracked files up to 1 MB each.
+    The hash covers the diff against HEAD and the text of untracked files up to 1 MB each, outside the folders in
+    ``results``: no run reads what others have left there, and one that is published would make the next one's checkout
+    dirty.
     """
     top = _output("git", "-C", str(root), "rev-parse", "--show-toplevel")
     commit = _output("git", "-C", str(root), "rev-parse", "HEAD")
     if not top or not commit or Path(top.decode().strip()).resolve() != root.resolve():
         return {"commit": None, "dirty": None, "diff_sha256": None}
-    digest = hashlib.sha256(diff := _output("git", "-C", str(root), "diff", "HEAD", "--binary") or b"")
-    untracked = (_output("git", "-C", str(root), "ls-files", "-z", "-o", "--exclude-standard") or b"").split(b"\0")
+    digest = hashlib.sha256(diff := _output("git", "-C", str(root), "diff", "HEAD", "--binary", *CODE) or b"")
+    listed = _output("git", "-C", str(root), "ls-files", "-z", "-o", "--exclude-standard", *CODE) or b""
+    untracked = listed.split(b"\0")
     names = sorted(name.decode() for name in untracked if name)
     for path in (root / name for name in names):
         digest.update(path.name.encode() + b"\0")

@@ -23,7 +23,6 @@ from pathlib import Path
 import yaml
 
 from core.files.durable_files import write_atomic
-from core.tracking.run_manifest import ROOT
 from results.reporting.run_reader import RecordedRun
 
 REDUCTIONS: Mapping[str, Callable[[Sequence[float]], float]] = {
@@ -283,13 +282,6 @@ class Records:
         write_atomic(path, json.dumps(dataclasses.asdict(record), indent=1) + "\n")
 
 
-def _code_changed() -> bool:
-    """Return whether code differs from the commit; the records of the runs before this one may."""
-    shown = subprocess.run(["git", "-C", str(ROOT), "status", "--porcelain"], capture_output=True, text=True)
-    changed = [line[3:] for line in shown.stdout.splitlines()]
-    return shown.returncode != 0 or any(p.endswith(".py") or not p.startswith("results/") for p in changed)
-
-
 def record_of(study: Study, arm: str, seed: int, run: RecordedRun, wall_s: float = 0.0, content: str = "") -> Record:
     """Return the run record of a finished run."""
     git = run.session["git"]
@@ -302,7 +294,7 @@ def record_of(study: Study, arm: str, seed: int, run: RecordedRun, wall_s: float
         {name: metric.of(run) for name, metric in study.metrics.items()},
         [[step, value] for step, value in zip(steps, values, strict=True)],
         round(run.seconds, 1),
-        (git["commit"] or "unknown")[:10] + (" with changes" if git["dirty"] and _code_changed() else ""),
+        (git["commit"] or "unknown")[:10] + (" with changes" if git["dirty"] else ""),
         wall_s=wall_s,
         content=content,
     )

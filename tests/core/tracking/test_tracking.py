@@ -348,6 +348,9 @@ def test_git_state_sees_every_change(tmp_path):
     git(tmp_path, "commit", "-q", "-m", "one")
     clean = run_manifest.git_state(tmp_path)
     assert len(clean["commit"]) == 40 and clean["dirty"] is False and clean["diff_sha256"] is None
+    (tmp_path / "results/run").mkdir(parents=True)
+    (tmp_path / "results/run/summary.json").write_text("{}\n")
+    assert run_manifest.git_state(tmp_path) == clean, "what an earlier run has left is no change of the code"
     hashes = set()
     for name, text in (("a.py", "x = 2\n"), ("a.py", "x = 3\n"), ("new.py", "y = 1\n"), ("new.py", "y = 2\n")):
         (tmp_path / name).write_text(text)
