@@ -36,6 +36,7 @@ class Extension:
     functions: name -> "module:name" of a function that the kernel calls by this name (:func:`functions`).
     stand_ins: package that users' files import -> "module:function" that returns a module of it by its name, used where
         the package is not installed (:mod:`core.config.stand_ins`).
+    mounted: packages that users' files import and that are the root of their repository, under another name of its own.
     used: whether a configuration asks for the functions.
     """
 
@@ -49,6 +50,7 @@ class Extension:
     checked_at_start: Callable[[Section], Iterable[str]] = lambda config: ()
     functions: Mapping[str, str] = field(default_factory=dict)
     stand_ins: Mapping[str, str] = field(default_factory=dict)
+    mounted: tuple[str, ...] = ()
     used: Callable[[Section], bool] = lambda config: True
 
 
@@ -80,6 +82,11 @@ def entries(table: str) -> dict[str, Any]:
 def stand_ins() -> dict[str, str]:
     """Return package -> "module:function" of all stand-ins that extensions offer."""
     return {package: path for one in found() for package, path in one.stand_ins.items()}
+
+
+def mounted() -> set[str]:
+    """Return the packages that are the root of users' repositories."""
+    return {package for one in found() for package in one.mounted}
 
 
 def functions(name: str, config: Section | None = None) -> list[Callable[..., Any]]:

@@ -118,7 +118,7 @@ def _from_file(where: str, label: str) -> ModuleType:
     name = f"{stand_ins.package_of(path) or neighbours.package_of(path)}.{name}"
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=neighbours.UsersLoader(name, str(path)))
     spec.submodule_search_locations = None  # of an __init__.py too: its relative imports lead to its folder
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before running it: dataclasses look their own module up

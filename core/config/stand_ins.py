@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from core.config import extensions
-from core.config.neighbours import folders_above, report
+from core.config.neighbours import UsersLoader, folders_above, for_users, report
 
 FORKS: set[Path] = set()  # folders of packages in the forks that users' files lie in
 
@@ -56,8 +56,9 @@ def fork_of(path: Path) -> Path | None:
     """Return the folder of a stand-in's package in the project of a file, as in a fork of the package, or None."""
     for folder in folders_above(path):
         for name in extensions.stand_ins():
-            if (folder / name / "__init__.py").is_file():  # a clone may have the package's name too
-                return folder / name
+            for place in (folder / name, folder / name / name):  # a clone within a project has the package's name too
+                if (place / "__init__.py").is_file():
+                    return place
             if folder.name == name:
                 return folder
     return None
@@ -83,7 +84,7 @@ def find_in_forks(name: str, forks: Sequence[Path] | None = None) -> importlib.m
         if fork.name == package and folders:
             place = fork.joinpath(*folders[:-1])
             if (spec := importlib.machinery.PathFinder.find_spec(name, [str(place)])) is not None:
-                return spec
+                return for_users(spec)
     return None
 
 
@@ -95,7 +96,7 @@ def fork_module(name: str) -> ModuleType | None:
     spec = find_in_forks(name)
     if spec is None or spec.origin is None:
         return None
-    spec = importlib.util.spec_from_file_location(own, spec.origin)
+    spec = importlib.util.spec_from_file_location(own, spec.origin, loader=UsersLoader(own, spec.origin))
     report(f"{name} lacks names in its stand-in: they are imported from {spec.origin}")
     module = sys.modules[own] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

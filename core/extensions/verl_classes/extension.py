@@ -13,4 +13,5 @@ EXTENSION = Extension(
         "foreign_user": f"{HERE}.base_interaction:adapt",
     },
     stand_ins={"verl": f"{HERE}.shim:module"},
+    mounted=("recipe",),
 )

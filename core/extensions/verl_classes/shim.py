@@ -40,6 +40,11 @@ _DEFAULT = _named("reward_score", "default_compute_score")
 _REGISTER = _named("reward_managers", "register", place=BATCHES)
 _MANAGER = _named("reward_managers", "AbstractRewardManager", place=BATCHES)
 _DATASET = _named("data_class", "RLHFDataset", place=BATCHES)
+_MANAGERS = _named("reward_managers", "REWARD_MANAGER_REGISTRY", "get_reward_manager_cls", place=BATCHES)
+_NAIVE = _named("reward_managers", "NaiveRewardManager", place=BATCHES)
+_TIMER = _named("utils", "simple_timer")
+_TIMERS = {**_TIMER, "marked_timer": _TIMER["simple_timer"]}
+_COPIES = _named("utils", "copy_to_local")
 _BATCH = _named("batch", "DataProto", "DataProtoItem", place=BATCHES)
 
 MODULES: dict[str, dict[str, str]] = {  # module of verl -> name in it -> where it is here
@@ -58,16 +63,32 @@ MODULES: dict[str, dict[str, str]] = {  # module of verl -> name in it -> where 
     "verl.interactions.base": _named("base_interaction", "BaseInteraction"),
     "verl.interactions.gsm8k_interaction": _named("verl_tools", "Gsm8kInteraction"),
     "verl.workers": {},
-    "verl.workers.reward_manager": {**_REGISTER, **_MANAGER},
-    "verl.workers.reward_manager.registry": _REGISTER,
+    "verl.workers.reward_manager": {**_REGISTER, **_MANAGER, **_MANAGERS, **_NAIVE},
+    "verl.workers.reward_manager.registry": {**_REGISTER, **_MANAGERS},
+    "verl.workers.reward_manager.naive": _NAIVE,
     "verl.workers.reward_manager.abstract": {**_MANAGER, **_named("reward_managers", "RawRewardFn", place=BATCHES)},
-    "verl.utils": {},
-    "verl.utils.rollout_trace": _named("utils", "rollout_trace_op"),
-    "verl.utils.fs": _named("utils", "copy_to_local"),
+    "verl.utils": _named("utils", "hf_tokenizer"),
+    "verl.utils.tokenizer": _named("utils", "hf_tokenizer"),
+    "verl.utils.rollout_trace": _named("utils", "rollout_trace_op", "rollout_trace_attr"),
+    "verl.utils.fs": {**_COPIES, "copy_local_path_from_hdfs": _COPIES["copy_to_local"]},
+    "verl.utils.hdfs_io": _named("utils", "exists", "makedirs", "copy"),
+    "verl.utils.device": _named(
+        *("device", "is_cuda_available", "is_npu_available", "get_device_name", "get_device_id", "get_torch_device"),
+        "get_nccl_backend",
+    ),
+    "verl.utils.py_functional": _named(
+        *("utils", "append_to_dict", "union_two_dict", "convert_to_regular_types", "timeout_limit"),
+    ),
+    "verl.utils.logger": _named("utils", "print_rank_0", "log_with_rank"),
+    "verl.utils.logging_utils": _named("utils", "set_basic_config"),
+    "verl.utils.profiler": _TIMERS,
+    "verl.utils.profiler.performance": _TIMERS,
+    "verl.utils.debug": _TIMERS,  # the timers' module until 0.5
+    "verl.utils.debug.performance": _TIMERS,
     "verl.utils.import_utils": _named("utils", "deprecated"),
     "verl.utils.ray_utils": _named("utils", "get_event_loop"),
     "verl.utils.model": _named("utils", "compute_position_id_with_mask"),
-    "verl.utils.torch_functional": _named("utils", "postprocess_data"),
+    "verl.utils.torch_functional": _named("utils", "postprocess_data", "masked_mean", "masked_sum"),
     "verl.utils.dataset": _DATASET,
     "verl.utils.dataset.rl_dataset": _DATASET,
     "verl.utils.reward_score": {

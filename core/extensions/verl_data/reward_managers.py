@@ -10,13 +10,14 @@ import asyncio
 import inspect
 import logging
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from core.config import registry
 from core.config.frozen import thaw
-from core.extensions.verl_classes.reward_score import as_dict
+from core.extensions.verl_classes.reward_score import as_dict, default_compute_score
 from core.extensions.verl_data.batch import DataProto, FinishedAnswer, batch_of
 from core.rewards.grading import Failure, Job, Scorers, TokenJob, as_scores, report
 from core.rewards.managers import register as register_here
@@ -48,13 +49,64 @@ class AbstractRewardManager(ABC):
     def __call__(self, data: DataProto, return_dict: bool = False) -> Any: ...
 
 
+class NaiveRewardManager(AbstractRewardManager):
+    """Scores each answer by itself, at its last token; public managers extend verl's class of this name."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        num_examine: int,
+        compute_score: RawRewardFn | None = None,
+        reward_fn_key: str = "data_source",
+        **kwargs: Any,
+    ):
+        self.tokenizer, self.num_examine, self.reward_fn_key = tokenizer, num_examine, reward_fn_key
+        self.compute_score = compute_score or default_compute_score
+
+    def __call__(self, data: DataProto, return_dict: bool = False) -> Any:
+        import torch
+
+        rewards = torch.zeros(data.batch["responses"].shape, dtype=torch.float32)
+        extra: dict[str, list[Any]] = defaultdict(list)
+        for row, item in enumerate(data):
+            length = int(item.batch["attention_mask"][item.batch["prompts"].shape[-1] :].sum())
+            score = self.compute_score(
+                data_source=item.non_tensor_batch[self.reward_fn_key],
+                solution_str=self.tokenizer.decode(item.batch["responses"][:length], skip_special_tokens=True),
+                ground_truth=item.non_tensor_batch["reward_model"]["ground_truth"],
+                extra_info=item.non_tensor_batch.get("extra_info", {}),
+            )
+            parts = score if isinstance(score, Mapping) else {"score": score}
+            rewards[row, length - 1] = parts["score"]
+            for name, value in parts.items():
+                extra[name].append(value)
+        return {"reward_tensor": rewards, "reward_extra_info": extra} if return_dict else rewards
+
+
+REWARD_MANAGER_REGISTRY: dict[str, type] = {"naive": NaiveRewardManager}  # what users' files register, and verl's naive
+
+
 def register(name: str) -> Callable[[type], type]:
     """Return a decorator that names a manager, as :func:`core.rewards.managers.register` does.
 
     A name of this repository's own is left to it: public files register ``naive`` and ``dapo`` again. Such a class is
     named by ``reward_model.source=importlib``.
     """
-    return (lambda kind: kind) if name in registry.REWARD_MANAGERS else register_here(name)
+
+    def named(kind: type) -> type:
+        if name in registry.REWARD_MANAGERS:
+            return kind
+        REWARD_MANAGER_REGISTRY[name] = kind
+        return register_here(name)(kind)
+
+    return named
+
+
+def get_reward_manager_cls(name: str) -> type:
+    """Return the manager that a user's file registered. Raises ValueError for another name, as verl does."""
+    if name not in REWARD_MANAGER_REGISTRY:
+        raise ValueError(f"Unknown reward manager: {name}; the user's files register {list(REWARD_MANAGER_REGISTRY)}")
+    return REWARD_MANAGER_REGISTRY[name]
 
 
 def adapt(kind: Any) -> Callable[[RewardModelConfig, Scorers], VerlRewardManager] | None:

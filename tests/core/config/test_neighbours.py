@@ -77,8 +77,78 @@ def test_a_file_in_a_fork_of_verl_imports_the_forks_own_modules_and_names(tmp_pa
     assert problems(compose("grpo", [f"custom_reward_function.path={path}"])) == []
 
 
+def test_a_project_may_hold_a_clone_of_a_fork(tmp_path):
+    scorer = f"verl/{SCORES}/riddles_of_a_clone.py"
+    fork = {"verl/verl/__init__.py": "", scorer: "import elms\nx = elms.x\n", "verl/elms.py": "x = 2\n"}
+    mine = "from verl.utils.reward_score.riddles_of_a_clone import x\n"
+    path = write(tmp_path, {**fork, "setup.py": "", "config/mine.py": mine}) / "config/mine.py"
+    assert load_object(f"{path}:x") == 2
+    assert problems(compose("grpo", [f"custom_reward_function.path={path}"])) == []
+
+
 def test_what_a_fork_has_and_this_repository_does_not_is_refused_all_the_same(tmp_path):
     trainer, mine = "verl/trainer/ppo/ray_trainer.py", "from verl.trainer.ppo.ray_trainer import RayPPOTrainer\n"
     path = write(tmp_path, {"setup.py": "", "verl/__init__.py": "", trainer: "", "mine.py": mine}) / "mine.py"
     (problem,) = problems(compose("grpo", [f"custom_reward_function.path={path}"]))
     assert "verl.trainer.ppo.ray_trainer is not part of the stand-in" in problem and "recipes here replace" in problem
+
+
+@pytest.mark.parametrize(
+    "imported", ["import environment", "import environment as again; environment = again", "import tests.core as tests"]
+)
+def test_a_module_named_as_a_folder_of_this_repository_is_the_users_own(tmp_path, capsys, imported):
+    mine = f"{imported}\nfrom environment import key\nfrom core.scoring import scale\nx = key * scale\n"
+    files = {"environment.py": "key = 3\n", "core/scoring.py": "import environment\nscale = environment.key + 1\n"}
+    project = write(tmp_path, {"setup.py": "", "tests/core/__init__.py": "", **files, "rewards/mine.py": mine})
+    assert load_object(f"{project}/rewards/mine.py:x") == 12
+    said = capsys.readouterr().err
+    assert f"imports core from {project}, not this repository's core" in said
+    import core.errors
+    import tests
+
+    assert core.errors.InputError and not hasattr(tests, "core") or Path(tests.core.__path__[0]).parts[-2] == "tests"
+
+
+def test_what_the_users_folder_lacks_is_this_repositorys(tmp_path):
+    mine = (
+        "from core.errors import InputError\nfrom core.own import y\ndef f():\n    import core.own\n    return core\n"
+    )
+    project = write(tmp_path, {"setup.py": "", "core/__init__.py": "", "core/own.py": "y = 1\n", "mine.py": mine})
+    from core.errors import InputError
+
+    assert load_object(f"{project}/mine.py:InputError") is InputError
+    assert load_object(f"{project}/mine.py:f")().own.y == 1
+
+
+@pytest.mark.parametrize("name", ["environment", "core.a_name_of_nobody"])
+def test_a_module_of_neither_is_refused_with_both_places(tmp_path, name):
+    project = write(tmp_path, {"setup.py": "", "mine.py": f"import {name}\n"})
+    with pytest.raises(ModuleNotFoundError, match=f"'{name}' in the folders of {project}/mine.py.* repository's own"):
+        load_object(f"{project}/mine.py:x")
+
+
+def test_two_projects_may_have_modules_of_one_name(tmp_path):
+    for project in ("one", "two"):
+        mine = "import utils\nfrom utils.more import z\nx = (utils.y, z)\n"
+        files = {"utils/__init__.py": f"y = '{project}'\n", "utils/more.py": "import utils\nz = utils.y\n"}
+        write(tmp_path / project, {"setup.py": "", **files, "mine.py": mine})
+    assert [load_object(f"{tmp_path}/{one}/mine.py:x") for one in ("one", "two")] == [("one", "one"), ("two", "two")]
+
+
+def test_what_a_project_lacks_is_named_as_the_user_wrote_it(tmp_path):
+    files = {"utils/__init__.py": "", "utils/deep.py": "import a_package_of_nobody\n"}
+    for line, missing in (("import utils.nothing", "utils.nothing"), ("import utils.deep", "a_package_of_nobody")):
+        project = write(tmp_path / missing, {"setup.py": "", **files, "mine.py": line})
+        with pytest.raises(ModuleNotFoundError, match=f"^No module named '{missing}'$") as raised:
+            load_object(f"{project}/mine.py:x")
+        assert raised.value.name == missing
+
+
+def test_a_file_of_a_repository_that_is_the_package_recipe(tmp_path, capsys):
+    mine = "from recipe.game.rules import x\n"
+    project = write(tmp_path, {".git/HEAD": "", "game/rules.py": "x = 1\n", "game/mine.py": mine})
+    assert load_object(f"{project}/game/mine.py:x") == 1
+    assert f"imports recipe.game.rules from {project}, whose root is the package recipe" in capsys.readouterr().err
+    other = write(tmp_path / "other", {"setup.py": "", "mine.py": "import recipe.game.rules\n"})
+    with pytest.raises(ModuleNotFoundError, match="recipe"):
+        load_object(f"{other}/mine.py:x")

@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
+from omegaconf import OmegaConf
 
 from core.command_line import _of_extensions
 from core.config import compose
@@ -51,6 +55,24 @@ def test_a_file_in_a_fork_imports_its_neighbours_from_the_stand_in(tmp_path):
     text = "from .base_tool import BaseTool\nfrom .schemas import ToolResponse\nclass Mine(BaseTool):\n    pass\n"
     kind = load_object(f"{written(folder, text)}:Mine")
     assert kind.__mro__[1].__module__ == "core.extensions.verl_classes.base_tool"
+
+
+def test_the_helpers_of_verl_keep_time_and_stay_on_this_machines_disks(tmp_path):
+    module = load_object("core.extensions.verl_classes.utils:timeout_limit").__globals__
+    for act in (lambda call: call(), lambda call: ThreadPoolExecutor(1).submit(call).result()):
+        assert act(lambda: module["timeout_limit"](5)(str.upper)("a")) == "A"
+        with pytest.raises(TimeoutError):
+            act(lambda: module["timeout_limit"](0.05)(time.sleep)(0.5))
+    with pytest.raises(ValueError, match="hdfs://a.*nothing here reads HDFS"):
+        module["exists"]("hdfs://a")
+    module["makedirs"](f"{tmp_path}/a/b")
+    assert module["copy"](f"{tmp_path}/a", f"{tmp_path}/c") and module["exists"](f"{tmp_path}/c/b")
+    values, mask = torch.tensor([[1.0, 3.0, float("nan")], [5.0, 5.0, 5.0]]), torch.tensor([[1, 1, 0], [0, 0, 0]])
+    assert module["masked_mean"](values, mask, 1).tolist() == [2.0, 0.0]
+    assert module["masked_mean"](values, mask).item() == 2.0
+    assert module["convert_to_regular_types"](OmegaConf.create({"a": [1, {"b": 2}]})) == {"a": [1, {"b": 2}]}
+    with pytest.raises(AssertionError, match="'a' is 1 and 2"):
+        module["union_two_dict"]({"a": 1}, {"a": 2})
 
 
 def test_the_stand_in_is_there_for_users_files_alone_and_says_so():

@@ -80,6 +80,14 @@ def test_a_manager_under_a_name_that_exists_is_named_by_its_class(model, caplog)
     assert "reward_model.source=importlib" in unused["reward_model.module.path"][1]
 
 
+def test_a_manager_extends_verls_naive_one_and_finds_it_in_the_registry(model):
+    made = layer(model, "reward_model.reward_manager=halved_naive", f"reward_model.module.path={PUBLIC}/naive_child.py")
+    answers = [answer("so #### 4"), answer("#### 5")]
+    scores = asyncio.run(made.score_all(answers))
+    assert [score.value for score in scores] == [0.5, 0.0]
+    assert [score.parts["places"] for score in scores] == [len(answers[0][1].response_ids) - 1, -1]
+
+
 def test_a_manager_that_raises_is_refused_at_start_and_a_crash_later(model):
     made = layer(model, *IMPORTLIB, "reward_model.module.name=FailingRewardManager")
     (score,) = asyncio.run(made.score_all([answer("#### 4")]))
