@@ -16,10 +16,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.golden_adapters import ADAPTERS
+from tests import golden_adapters
+from tests.core.extensions.variants import golden_variants
 from tests.golden_io import check, golden_dir, golden_files, load
 from tests.golden_scorers import ANSWERS, ERRORS, departure, raw_cases
 
+ADAPTERS = {**golden_adapters.ADAPTERS, **golden_variants.ADAPTERS}
 DEFAULT_OUT = Path(__file__).resolve().parents[1] / "results" / "conformance.md"
 POOL = DEFAULT_OUT.parent / "rewards" / "grading_pool.md"  # what tests.benchmarks.reward_bombs measured
 # Files whose vectors are compared by tests of another form.

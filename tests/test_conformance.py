@@ -7,7 +7,6 @@ import re
 import pytest
 
 from tests import conformance
-from tests.golden_adapters import ADAPTERS
 from tests.golden_io import golden_dir, golden_files
 from tests.golden_scorers import ANSWERS
 
@@ -24,7 +23,7 @@ def test_golden_report_is_what_the_command_writes():
 
 
 def test_golden_files_without_a_function_are_reported(recwarn):
-    known = {*ADAPTERS, *ANSWERS, *conformance.ELSEWHERE}
+    known = {*conformance.ADAPTERS, *ANSWERS, *conformance.ELSEWHERE}
     missing = [file for file in golden_files() if file not in known]
     print(f"vectors in {golden_dir()} of functions that are not here: {', '.join(missing) or 'none'}")
     assert set(missing) == set(conformance.run_all()[1])

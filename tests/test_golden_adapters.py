@@ -10,7 +10,7 @@ import math
 import pytest
 
 from tests import golden_io
-from tests.golden_adapters import ADAPTERS
+from tests.conformance import ADAPTERS
 from tests.golden_io import Case, check, load
 
 GROUPED = ("adv_grpo", "adv_rloo", "adv_opo", "adv_gpg", "adv_reinforce_plus_plus_baseline")

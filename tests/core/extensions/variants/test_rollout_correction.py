@@ -21,16 +21,16 @@ from core.extensions.variants.keys import Bounds, criteria, weight_bounds
 from core.learner.batching import mini_batches
 from core.learner.learner import Actor
 from core.learner.step_needs import StepNeeds
+from tests.core.extensions.variants.golden_variants import ADAPTERS
 from tests.core.learner.test_learner import actor, actor_config, gradient, one_step, policy_module, random_batch
-from tests.golden_adapters import ADAPTERS
-from tests.golden_correction import batch_of
 from tests.golden_io import check, parameters
+from tests.golden_mismatch import batch_of
 
 KEY = "algorithm.rollout_correction"
 HALF = math.log(2)
 
 
-@pytest.mark.parametrize("case", parameters(("rollout_corr_is", "rollout_corr_rs", "rollout_corr_metrics")))
+@pytest.mark.parametrize("case", parameters(("rollout_corr_is", "rollout_corr_rs")))
 def test_golden_rollout_correction(case):
     for precision in ("f64", "f32"):
         check(ADAPTERS[case.file](case, precision), case.want(precision))
