@@ -18,26 +18,24 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from core.algorithm.losses import MetricSums
 from core.cluster.fsdp import LearnerRank, gather
-from core.extensions.judge.shared_reward_model import shared_reward_model
 from core.learner.attention import SharedPrompts
 from core.learner.batching import contributing_sequences, mini_batching, rank_shares
 from core.learner.hf_export import FILE_SIZE
 from core.learner.learner import only_advantages_train
 from core.learner.lora import merged_weights, trained_weights
-from core.rewards.model_score import Answer
-from tests.core.extensions.judge.reward_model_runs import TEMPLATE, answers
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 def run(rank: int, world: int, folder: Path, jobs: dict) -> None:
-    """Does each of ``jobs`` (name -> (what, config, keyword arguments)); rank 0 writes ``<name>.pt``."""
+    """Does each of ``jobs`` (name -> (function or its name here, config, keywords)); rank 0 writes ``<name>.pt``."""
     faulthandler.enable()  # says where, should a rank ever die of a signal
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / f"store{world}"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     for name, (what, config, options) in jobs.items():
-        found = globals()[what](rank, world, config, **options)
+        does = globals()[what] if isinstance(what, str) else what
+        found = does(rank, world, config, **options)
         if rank == 0:
             torch.save(found, folder / f"{name}.pt")
     store.set(f"done{rank}", "")
@@ -45,22 +43,6 @@ def run(rank: int, world: int, folder: Path, jobs: dict) -> None:
     # No rank leaves while another still receives from it, and none through the interpreter's end: there a thread of
     # gloo that lets a tensor go, or two stores that delete one file, now and then abort a rank whose work is done
     os._exit(0)
-
-
-REFUSES_X = "{% if messages[-1].content == 'x' %}{{ raise_exception('no x') }}{% endif %}" + TEMPLATE
-REFUSED = Answer((), "x", (5,))
-
-
-def grade(rank, world, config, calls):
-    """For each call the (value, error) of all ranks' answers; and how many weights this rank holds."""
-    model, graded = shared_reward_model(config, torch.device("cpu")), [*answers(), REFUSED]
-    found, held = [], sum(weight.to_local().numel() for weight in model.module.parameters())
-    for shares in calls:
-        parts = [None] * world
-        mine = [(one.value, one.error) for one in model.score([graded[at] for at in shares[rank]])]
-        dist.all_gather_object(parts, mine)
-        found.append(parts)
-    return found, held
 
 
 def learner(config, dtype="float64", critic=True, ref=False):

@@ -14,8 +14,6 @@ from core.checkpoint.provenance import Provenance
 from core.config import convert, examine, from_yaml, recipes, to_yaml
 from core.config.problem import show
 from core.errors import InputError
-from core.extensions.evaluation.generate import deciding
-from core.extensions.remote.urls import place
 from core.safe_text.redaction import (
     HIDDEN,
     is_secret,
@@ -29,6 +27,7 @@ from core.tracking.tracker import Tracker
 from results.publish import publish
 from results.reporting.run_reader import load_run
 from tests.core.synthetic import configured, make_run
+from tests.needs import needing
 
 SECRET = "Xq7rStUvW"
 TYPED = (
@@ -36,7 +35,7 @@ TYPED = (
     f"+custom_reward_function.reward_kwargs.headers={{Authorization:'Bearer {SECRET}2'}}",
     f"+custom_reward_function.reward_kwargs.api_key={SECRET}3",
     f"+ray_kwargs.ray_init.runtime_env.env_vars.ANY_NAME={SECRET}4",
-    f"+reward_model.judge.extra={{user:{{password:{SECRET}5}}}}",
+    f"+custom_reward_function.reward_kwargs.user={{password:{SECRET}5}}",
     f"+custom_reward_function.reward_kwargs.base='http://jane:{SECRET}6@host/x'",
 )
 RUNNING = TYPED[:-1]  # the last one is refused
@@ -154,24 +153,9 @@ def test_nothing_that_is_recorded_holds_a_secret_and_the_configuration_does(tmp_
     tracker.note("stopped_because", f"HTTPError: 401 for {SECRET}1")
     tracker.close("failed")
     written = "".join(path.read_text() for path in tracker.run_dir.rglob("*") if path.is_file())
-    for text in (written, str(sent), str(deciding(config)), str(convert.as_json(config)), shown(config)):
+    for text in (written, str(sent), str(convert.as_json(config)), shown(config)):
         assert SECRET not in text
     assert "method: flexible" in written and "401 for ***" in written
-
-
-def test_a_capsule_holds_no_secret():
-    from core.extensions.capsules.capsule_recorder import CapsuleRecorder
-    from core.types import StepMetrics
-
-    told = SimpleNamespace(state_dict=dict)
-    batch = SimpleNamespace(width=1, pad_id=0, device="cpu", stored={}, lengths=[])
-    begun = SimpleNamespace(step=1, known=(), batch=batch, kl=told, alignment={}, weights={})
-    recorder = CapsuleRecorder(examine("grpo", [*RUNNING]).config, object, 1)
-    weight = SimpleNamespace(device=SimpleNamespace(type="cpu"))
-    module = SimpleNamespace(parameters=lambda: iter([weight]))
-    workers = SimpleNamespace(trained={"actor": SimpleNamespace(module=module)})
-    facts = recorder._facts(begun, told, StepMetrics(1), workers)
-    assert SECRET not in str(facts) and HIDDEN in str(facts["config"])
 
 
 def test_no_message_dry_run_or_help_shows_a_secret(monkeypatch, capsys):
@@ -197,7 +181,7 @@ def test_no_message_dry_run_or_help_shows_a_secret(monkeypatch, capsys):
     ("override", "fix"),
     [
         ("reward_model.sandbox_fusion.url=http://u:p@h/run_code", "reward_model.sandbox_fusion.api_key_env"),
-        ("reward_model.judge.url=https://tok@h/v1", "reward_model.judge.api_key_env"),
+        *needing("judge", ("reward_model.judge.url=https://tok@h/v1", "reward_model.judge.api_key_env")),
         ("trainer.default_local_dir=s3://k:s@bucket/run", "AWS_ACCESS_KEY_ID"),
         ("data.train_files=['https://h/x.parquet?X-Amz-Signature=1']", "copy the file and give its path"),
         ("actor_rollout_ref.model.path=https://u:p@h/model", "AWS_ACCESS_KEY_ID"),
@@ -209,11 +193,9 @@ def test_a_login_in_a_url_is_refused_with_the_fix(override, fix):
     assert len(lines) == 1 and fix in lines[0] and "***" in lines[0]
 
 
-def test_a_login_in_the_url_of_a_retriever_and_of_a_command_is_refused():
+def test_a_login_in_the_url_of_a_retriever_is_refused():
     (line,) = [x for x in examine("search_r1", ["retriever.url=http://u:p@h/r"]).problems if "holds a login" in x]
     assert "retriever.client={api_key_env: NAME}" in line
-    with pytest.raises(InputError, match=r"--run=s3://\*\*\*@b/run: holds a login"):
-        place("s3://k:s@b/run", "--run")
 
 
 def provenance(config):

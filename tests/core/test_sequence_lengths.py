@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from core.errors import InputError
-from core.extensions.evaluation.engine_only import answering
 from core.learner.models import check_lengths
 from core.ray_trainer import RayPPOTrainer
 from recipes.search_r1.search_r1_ray_trainer import SearchR1Trainer
@@ -15,12 +14,16 @@ from tests.row_files import plain_row, write_parquet
 TOOLS = "actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A model of 256 positions, training prompts of 26 tokens and a validation prompt of 200."""
-    folder = prepare(tmp_path_factory.mktemp("lengths"))
+def write_lengths(folder):
+    """Write a model of 256 positions, training prompts of 26 tokens and a validation prompt of 200."""
+    prepare(folder)
     write_parquet(folder / "long.parquet", [plain_row(0, text="a" * 200)])
     return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_lengths(tmp_path_factory.mktemp("lengths"))
 
 
 def problems(folder, *overrides):
@@ -47,19 +50,9 @@ def test_a_validation_prompt_too(folder):
     check_lengths(config, trainer.longest())
 
 
+@pytest.mark.needs("tools")
 def test_searches_come_behind_the_prompt_and_tools_are_counted_with_it(folder):
     """A prompt's length has the tools in it: tests/core/extensions/tools/test_prompts_with_tools.py."""
     config = configured(folder, "run", TOOLS, "actor_rollout_ref.rollout.multi_turn.enable=True")
     assert RayPPOTrainer(config).room(10) == (10, 6)
     assert SearchR1Trainer(config).room(10) == (10, 60)
-
-
-def test_answers_for_an_evaluation_have_to_fit(folder):
-    config = configured(folder, "run", "data.max_prompt_length=256", f"data.val_files={folder / 'long.parquet'}")
-    trainer = RayPPOTrainer(config)
-    trainer.load_data()
-    long = configured(folder, "run", "data.max_response_length=57")
-    path, prompts = "core.ray_trainer:RayPPOTrainer", trainer.val_prompts
-    refused = pytest.raises(InputError, match="data.val_files has 200 tokens and 57 may follow")
-    with refused, answering(long, path, trainer.tokenizer, prompts=prompts):
-        pass

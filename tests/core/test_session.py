@@ -174,17 +174,6 @@ def test_a_damaged_record_is_mended_before_a_model_loads(kind, tmp_path, monkeyp
     assert metrics == [0, 1, 2, 3]
 
 
-def test_a_full_trace_folder_ends_no_training(tmp_path, caplog):
-    """The folder is a file: nothing can be written in it."""
-    run = start(tmp_path, "trainer.total_training_steps=2", "trainer.trace.freq=1")
-    _, trace = run.recorders.each  # the first are the checks
-    trace.folder = tmp_path / "model" / "config.json"
-    run.fit()
-    assert run.session.step == 2 and caplog.text.count("trace could not be written") == 1
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["perf/trace_dropped"] for line in lines] == [1, 1]
-
-
 def test_what_was_begun_is_completed_when_the_loop_fails(tmp_path, monkeypatch):
     writes = Writes(monkeypatch)
     ended = threading.Event()

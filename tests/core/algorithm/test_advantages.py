@@ -272,8 +272,7 @@ def test_dtype_and_device_follow_the_rewards(name):
     ("name", "field"),
     [
         ("gae", "values"),
-        pytest.param("remax", "baseline", marks=pytest.mark.needs("variants")),
-        pytest.param("optimal_token_baseline", "sum_pi_squared", marks=pytest.mark.needs("variants")),
+        *needing("variants", ("remax", "baseline"), ("optimal_token_baseline", "sum_pi_squared")),
     ],
 )
 def test_what_is_missing_is_named(name, field):

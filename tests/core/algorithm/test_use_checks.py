@@ -246,6 +246,7 @@ def test_the_gradient_of_the_log_probs_is_that_of_the_objective(kind):
             backward(**changed)
 
 
+@pytest.mark.needs("variants")
 def test_other_losses_are_not_judged_by_the_vanilla_one():
     config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="gspo"))
     (step,) = mini_batches(batch_of(made_groups(), GRPO), prompts=2, scale_factor=1)

@@ -51,11 +51,6 @@ SHARING = {
     "shared_packed": (*PACKED, *ROOM),
     "shared_split": (*SPLIT, *ROOM),
     "shared_adapters": (*ROOM, *ADAPTERS),
-    "shared_layers": (
-        *ROOM,
-        "actor_rollout_ref.actor.tensor_model_parallel_size=2",
-        "critic.tensor_model_parallel_size=2",
-    ),
 }
 BF16 = "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16"
 
@@ -216,8 +211,8 @@ def test_two_ranks_that_split_each_sequence_train_as_one_process(two, models):
 
 @pytest.mark.parametrize("name", list(SHARING))
 def test_ranks_that_read_a_prompt_once_train_as_one_process_that_repeats_it(two, models, monkeypatch, name):
-    """Policy, reference and critic: padded, packed, with sequences that ranks split, with adapters, with
-    layers that ranks share. Ranks and micro-batches cut groups."""
+    """Policy, reference and critic: padded, packed, with sequences that ranks split, with adapters. Ranks and
+    micro-batches cut groups."""
     monkeypatch.setattr(Qwen2RMSNorm, "forward", fsdp_ranks.in_own_precision)
     adapters = ADAPTERS if name == "shared_adapters" else ()
     config, batch = cluster_config(models["untied"], *adapters), mixed_batch(n=6, alike=True)

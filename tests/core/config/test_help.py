@@ -76,7 +76,7 @@ def test_a_search_reads_names_comments_and_choices_in_any_case(capsys):
     assert {"actor_rollout_ref.actor.clip_ratio=0.2", "critic.cliprange_value=0.5"} <= set(out.splitlines())
     assert "data.shuffle" not in out
     assert "trainer.save_freq=-1\n" in asked(capsys, "--help", "checkpoint", "steps")[1]  # words of its comment
-    assert "algorithm.adv_estimator=" in asked(capsys, "--help", "remax")[1]  # one of its choices
+    assert "trainer.logger=" in asked(capsys, "--help", "tensorboard")[1]  # one of its choices
     two = asked(capsys, "--help", "clip", "dual")[1].splitlines()
     assert [line.partition("=")[0] for line in two if "=" in line] == ["actor_rollout_ref.actor.clip_ratio_c"]
     assert "lr=1e-06" in asked(capsys, "--help", "optim.lr=3")[1]  # an override after it is searched for by its key

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import pickle
-import struct
 from types import SimpleNamespace
 
 import pytest
@@ -14,17 +13,10 @@ import pytest
 from core.checkpoint import manifest
 from core.checkpoint.manifest import MANIFEST, DamagedCheckpoint, check_index, verify
 from core.errors import InputError
-from core.extensions.capsules.capsule_recorder import FACTS, FORMAT
-from core.extensions.capsules.stored_step import read
-from core.extensions.judge.judge_client import FILE, Reply, ReplyCache
-from core.extensions.remote.cache import listing
-from core.extensions.remote.urls import Remote
 from core.files.file_names import inside, plain_name
-from core.files.sqlite_store import BESIDE
 from core.learner.hf_export import export
 from tests.checkpoints import CheckpointStore, write
 
-REPLY = Reply("text", "stop", 1, 2)
 HOSTILE = {
     "above": "actor/../../escaped",
     "above first": "../escaped",
@@ -145,85 +137,6 @@ def test_an_index_of_weights_names_files_beside_it(name, tmp_path):
     index.write_text(json.dumps({"weight_map": {"w": part}}))
     (tmp_path / part).write_bytes((2).to_bytes(8, "little") + b"{}")  # whole, without tensors
     assert resolve_path(str(tmp_path)) == str(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["../escaped", "/etc/passwd", "a/../../../escaped", "groups\\..", ""])
-def test_a_capsule_lists_files_of_its_own(name, tmp_path):
-    facts = {"format": FORMAT, "files": {name: "0"}, "weights": {"kept": [], "checkpoint": None}}
-    (tmp_path / FACTS).write_text(json.dumps(facts))
-    with pytest.raises(InputError, match="leads out of its folder"):
-        read(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("weights", "said"),
-    [
-        ({"kept": ["actor", "../other"]}, "must be one of actor, critic, ref"),
-        ({"kept": ["/etc", "actor"]}, "must be one of actor, critic, ref"),
-        ({"kept": []}, "lacks the policy's weights"),
-    ],
-)
-def test_a_capsule_has_its_weights_beside_it(weights, said, tmp_path):
-    (tmp_path / FACTS).write_text(json.dumps({"format": FORMAT, "files": {}, "weights": weights}))
-    with pytest.raises(InputError, match=said):
-        read(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "name", ["bucket/run/../../escaped", "bucket/run//etc/passwd", "other/file", "bucket/run/a\\b"]
-)
-def test_a_remote_listing_names_files_below_its_folder(name):
-    fs = SimpleNamespace(
-        invalidate_cache=lambda: None, info=lambda path: {"type": "directory"}, find=lambda path, detail: {name: {}}
-    )
-    with pytest.raises(InputError, match="leads out of its folder"):
-        listing(Remote(fs, "bucket/run"))
-
-
-@pytest.mark.parametrize("name", ["../secret", "/etc/passwd"])
-def test_a_foreign_cache_of_replies_reads_and_deletes_inside_of_its_folder(name, tmp_path):
-    (tmp_path / "secret").write_text("secret")
-    cache = ReplyCache(tmp_path / "cache")
-    cache._store.execute("INSERT INTO replies VALUES ('key', ?)", (name,))
-    assert cache.get("key") is None  # a text is a reply, or nothing; it is no file's name
-    cache.set("key", REPLY)
-    assert cache.get("key") == REPLY
-    cache.close()
-    assert (tmp_path / "secret").read_text() == "secret"
-
-
-@pytest.mark.parametrize("ending", BESIDE)
-def test_a_link_beside_a_foreign_cache_of_replies_is_not_followed(ending, tmp_path):
-    for folder in ("cache", "other"):
-        cache = ReplyCache(tmp_path / folder)
-        cache.set("key", REPLY)
-        cache.close()
-    secret, link = tmp_path / "other" / FILE, tmp_path / "cache" / f"{FILE}{ending}"
-    before = secret.read_bytes()
-    link.unlink(missing_ok=True)
-    link.symlink_to(secret)
-    cache = ReplyCache(tmp_path / "cache")
-    assert cache.get("key") is None
-    cache.set("new", REPLY)
-    cache.close()
-    assert link.is_symlink() and secret.read_bytes() == before
-    assert [path.name for path in (tmp_path / "other").iterdir()] == [FILE]
-
-
-def test_a_foreign_caches_journal_deletes_nothing_elsewhere(tmp_path):
-    """Where a transaction of several files was cut off, SQLite deletes the file that the journal's end names."""
-    secret, folder = tmp_path / "secret", tmp_path / "cache"
-    secret.write_bytes(b"secret")
-    ReplyCache(folder).close()
-    name = str(secret).encode()
-    end = [len(name), sum(name)]
-    journal = b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7" + struct.pack(">5I", 0, 0, 1, 512, 4096)
-    journal = journal.ljust(512, b"\0") + struct.pack(">I", 2**18 + 1) + name + struct.pack(">2I", *end) + journal[:8]
-    (folder / f"{FILE}-journal").write_bytes(journal)
-    cache = ReplyCache(folder)
-    cache.set("key", REPLY)
-    cache.close()
-    assert secret.read_bytes() == b"secret" and (folder / f"{FILE}-journal").read_bytes() == journal
 
 
 def test_adapters_beside_whole_weights_are_not_followed(tmp_path):

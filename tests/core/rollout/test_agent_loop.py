@@ -376,7 +376,10 @@ def test_a_name_that_a_decorator_gave_leads_to_the_loop(tmp_path):
     where = named(tmp_path, "first_name")
     assert type(make_agent_loop(config(f"{where}:first_name"), TOKENIZER)).__name__ == "One"
     assert type(make_agent_loop(config(f"{where}:One"), TOKENIZER)).__name__ == "One"
-    for taken, said in (("tool_agent", "a name of core.config.registry"), ("first_name", "a name of plugin_named")):
+    for taken, said in (
+        ("single_turn_agent", "a name of core.config.registry"),
+        ("first_name", "a name of plugin_named"),
+    ):
         with pytest.raises(InputError, match=f"registers '{taken}'.*{said}"):
             make_agent_loop(config(f"{named(tmp_path, taken, f'{taken}.py')}:One"), TOKENIZER)
 
@@ -398,12 +401,8 @@ def test_the_data_names_the_loop_of_an_example(tmp_path):
         make_agent_loop(config(f"{named(tmp_path, 'other')}:other"), TOKENIZER, {"nobody"}, rows)
     suits, unknown = str(error.value).splitlines()
     assert "does not suit its loop in 1 row (uid q3: no letter)" in suits
-    assert (
-        "agent_name: names an agent loop that is not among single_turn_agent, " in unknown and "tool_agent, " in unknown
-    )
+    assert "agent_name: names an agent loop that is not among single_turn_agent" in unknown
     assert "uid q3: 'nobody'" in unknown and "agent_loop=path/file.py:name" in unknown
-    with pytest.raises(InputError, match="tool_config_path=null"):  # the data's tool agent has no tools
-        make_agent_loop(config(), TOKENIZER, {"tool_agent"}, [])
 
 
 def test_an_unknown_name_in_the_data_ends_a_run_before_a_model_loads(tmp_path, monkeypatch):

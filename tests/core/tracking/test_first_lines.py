@@ -37,6 +37,10 @@ def test_filtering_and_episodes_are_named():
     assert "drawn" not in step(*SIZES, "algorithm.filter_groups.enable=False", recipe="dapo")
     search = ("data.max_start_length=1024", "max_turns=2", *SIZES)
     assert "trajectories, episodes of at most 3 turns;" in step(*search, recipe="search_r1", hooks=(*HOOKS, "generate"))
+
+
+@pytest.mark.needs("tools")
+def test_tools_are_named():
     tools = f"{ROLLOUT}.multi_turn"
     found = step(*SIZES, f"{tools}.enable=True", f"{tools}.tool_config_path=x.yaml", f"{tools}.max_assistant_turns=3")
     assert "trajectories, episodes with tools of at most 3 turns;" in found

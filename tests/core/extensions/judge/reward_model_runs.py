@@ -8,12 +8,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig
 
 from core.config import compose
 from core.config.sections.model import FSDPConfig
 from core.config.sections.reward import RewardModelConfig
 from core.extensions.judge.keys import RewardModelModelConfig
+from core.extensions.judge.shared_reward_model import shared_reward_model
 from core.rewards.model_score import Answer
 from tests.core.ray_cluster import write_model
 from tests.tiny import tiny_config, tiny_tokenizer
@@ -92,3 +94,21 @@ def run_config(folder, *overrides, steps=2):
 
 def metrics(folder):
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+REFUSES_X = "{% if messages[-1].content == 'x' %}{{ raise_exception('no x') }}{% endif %}" + TEMPLATE
+
+
+REFUSED = Answer((), "x", (5,))
+
+
+def grade(rank, world, config, calls):
+    """For each call the (value, error) of all ranks' answers; and how many weights this rank holds."""
+    model, graded = shared_reward_model(config, torch.device("cpu")), [*answers(), REFUSED]
+    found, held = [], sum(weight.to_local().numel() for weight in model.module.parameters())
+    for shares in calls:
+        parts = [None] * world
+        mine = [(one.value, one.error) for one in model.score([graded[at] for at in shares[rank]])]
+        dist.all_gather_object(parts, mine)
+        found.append(parts)
+    return found, held

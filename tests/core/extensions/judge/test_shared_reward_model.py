@@ -9,7 +9,14 @@ import torch.multiprocessing as mp
 from core.extensions.judge import shared_reward_model as shared
 from core.extensions.judge.reward_model import RewardModel
 from tests.core import fsdp_ranks
-from tests.core.extensions.judge.reward_model_runs import answers, settings, write_classifier
+from tests.core.extensions.judge.reward_model_runs import (
+    REFUSED,
+    REFUSES_X,
+    answers,
+    grade,
+    settings,
+    write_classifier,
+)
 
 KINDS = {  # name -> (classifier, fsdp_config, how passes are cut)
     "tokens": (("token", "qwen2"), {}, {}),
@@ -24,9 +31,9 @@ SHARES = ([[0, 1, 2, 3, 4, 5, 6], [7, 8]], [[], [3]], [[9, 2], []])
 def found(tmp_path_factory):
     folder, jobs = tmp_path_factory.mktemp("ranks"), {}
     for name, ((kind, arch), fsdp_config, passes) in KINDS.items():
-        write_classifier(folder / name, kind, arch, template=fsdp_ranks.REFUSES_X)
+        write_classifier(folder / name, kind, arch, template=REFUSES_X)
         config = settings(folder / name, fsdp=fsdp_config, **passes)
-        jobs[name] = ("grade", config, {"calls": SHARES})
+        jobs[name] = (grade, config, {"calls": SHARES})
     mp.spawn(fsdp_ranks.run, args=(2, folder, jobs), nprocs=2)
     return {name: (jobs[name][1], torch.load(folder / f"{name}.pt", weights_only=True)) for name in KINDS}
 
@@ -35,7 +42,7 @@ def found(tmp_path_factory):
 def test_scores_are_those_of_one_process(found, name):
     config, (scores, held) = found[name]
     alone = RewardModel(config)
-    graded = [*answers(), fsdp_ranks.REFUSED]
+    graded = [*answers(), REFUSED]
     for shares, parts in zip(SHARES, scores, strict=True):
         for share, part in zip(shares, parts, strict=True):
             expected = alone.score([graded[at] for at in share])

@@ -3,13 +3,16 @@
 from types import SimpleNamespace
 
 import pytest
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from core.cluster.fsdp import ProcessRanks
 from core.errors import InputError
 from core.extensions.tensor_parallel.split_layers import check_layers, plan_of
+from tests.core import fsdp_ranks
 from tests.core.cluster.test_fsdp import (
     BF16,
     MEMORY,
+    ROOM,
     SPLIT,
     WHOLE,
     assert_same_training,
@@ -56,6 +59,10 @@ def four(models, tmp_path_factory):
         "saved": ("train", config_of(models["uneven"], *LAYERS), {**few, "save": save, "ref": True}),
         "sharded": ("train", config_of(models["uneven"]), {**few, "load": save}),
         "packed": ("train", config_of(models["tied"], *LAYERS, *PACKED), few),
+        "shared": (
+            *("train_sharing_prompts", config_of(models["uneven"], *LAYERS, *ROOM)),
+            {"batch": mixed_batch(n=6, alike=True), "updates": 2, "ref": True},
+        ),
     }
     found = on_ranks(4, folder, jobs)
     return SimpleNamespace(**vars(found), folder=save)
@@ -72,6 +79,13 @@ def test_two_pairs_of_ranks_train_as_one_process(four, models):
 
 def test_packed_sequences_and_a_tied_head_train_as_in_one_process(four, models):
     assert_same_training(four.packed, train_local(config_of(models["tied"]), mixed_batch(), updates=2), **EXACT)
+
+
+def test_pairs_that_read_a_prompt_once_train_as_one_process_that_repeats_it(four, models, monkeypatch):
+    monkeypatch.setattr(Qwen2RMSNorm, "forward", fsdp_ranks.in_own_precision)
+    batch = mixed_batch(n=6, alike=True)
+    assert_same_training(four.shared, train_local(config_of(models["uneven"]), batch, updates=2, ref=True))
+    assert len(four.shared["shared"]) > 4 and max(four.shared["shared"]) > 6  # sequences in a pass
 
 
 def test_their_checkpoint_loads_on_four_shards_and_in_one_process(four, models):

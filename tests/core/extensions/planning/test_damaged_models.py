@@ -1,0 +1,38 @@
+"""Plans of models whose sizes are impossible, or whose files are damaged."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from core.command_line import prepare
+from core.extensions.planning.model_shapes import shape_of
+from tests.core.config.test_random_lines import write_model
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with a model's shape, in a dry run."""
+    monkeypatch.chdir(write_model(tmp_path))
+    monkeypatch.setenv("DRY_RUN", "1")
+    monkeypatch.setattr("core.requirements_check.find_spec", lambda name: True)
+    return tmp_path
+
+
+@pytest.mark.parametrize("sizes", ["{hidden_size: 0}", "{num_attention_heads: x}", "{vocab_size: null}"])
+def test_a_plan_of_impossible_sizes_names_them(sizes, here, capsys):
+    model = "actor_rollout_ref.model"
+    with pytest.raises(SystemExit) as end:
+        prepare("ppo", [f"{model}.path=./model", f"{model}.override_config={sizes}"])
+    text = capsys.readouterr().out
+    assert end.value.code == 0 and re.search(rf"none: .*{sizes[1:].partition(':')[0]}", text)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "\udcff"])
+def test_a_plan_of_a_damaged_model_names_the_file(text, here):
+    (here / "model/config.json").write_text(text, errors="surrogateescape")
+    with pytest.raises(ValueError, match="config.json .*JSON"):
+        shape_of("./model")
+    with pytest.raises(ValueError, match="not known offline"):
+        shape_of("~no_such_user/" + "x" * 300)
