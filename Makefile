@@ -2,6 +2,7 @@
 # make real        trains a pretrained model of 135 million parameters: half an hour on two cores
 # make check       a minute of tests for a change          make test        lints and runs the tests (.ci/run runs this)
 # make test-slow   runs the tests that take minutes        make test-gpu    runs those that need a GPU
+# make test-deletion   runs the kernel's tests in copies without each extension: hours on two cores
 # make bench       measures speed and memory               make report      writes the tables of results/ again
 # make verified    repeats published lab runs, and notes in results/verified.yaml which came out the same
 # make record      runs what is published of the labs again, with the capsules and the oracle: an hour or two
@@ -23,7 +24,8 @@ BUDGET_MIN ?= inf
 export PYTHON TORCH_INDEX_URL VLLM
 unexport PYTHONDONTWRITEBYTECODE # tests start hundreds of processes: without bytecode each compiles what it imports
 
-.PHONY: setup lab real check test test-slow verified record test-gpu bench lint format report studies feasible constraints clean
+.PHONY: setup lab real check test test-slow test-deletion verified record test-gpu bench lint format report studies
+.PHONY: feasible constraints clean
 
 setup: $(STAMP)
 
@@ -47,6 +49,9 @@ test: setup lint
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not cluster" -n 2 --dist loadfile
 	$(BIN)/python -m pytest -m cluster
+
+test-deletion: setup
+	$(BIN)/python -m pytest -m deletion tests/core/extensions/test_deletion.py
 
 verified: setup
 	RECORD_VERIFIED=1 $(BIN)/python -m pytest -m slow tests/recipes/test_lab.py -k published_lab_run_repeats

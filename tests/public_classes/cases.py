@@ -1,6 +1,7 @@
 """The files, and of each what to try: answers and ground truths, or the turns of an episode.
 
-``rewards/tool_score.py`` and ``tools/ray_limited.py`` need Ray: tests/core/cluster/test_ray_classes.py runs them.
+``rewards/tool_score.py`` and ``tools/ray_limited.py`` need Ray: tests/core/extensions/verl_classes/test_ray_classes.py
+runs them.
 """
 
 from __future__ import annotations

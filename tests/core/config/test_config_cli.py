@@ -63,7 +63,7 @@ def test_problems_end_with_2_one_line_each_and_no_traceback(here, capsys):
 def test_a_dry_run_prints_and_ends_with_0(data, here, capsys, monkeypatch, value):
     monkeypatch.setenv("DRY_RUN", value)
     before = sorted(here.rglob("*"))
-    out = ends(0, "grpo", [*data, "trainer.nnodes=1", "data.return_raw_chat=True", "trainer.seed=7"], capsys=capsys)
+    out = ends(0, "grpo", [*data, "trainer.nnodes=1", "trainer.seed=7"], capsys=capsys)
     assert out.err == "" and sorted(here.rglob("*")) == before
     text = out.out
     assert "the configuration of recipe grpo is valid" in text
@@ -71,7 +71,7 @@ def test_a_dry_run_prints_and_ends_with_0(data, here, capsys, monkeypatch, value
     idle, at_start = rest.split("checked at start:")
     assert "trainer.seed=7 (default 1)" in differs and "rollout.n=5 (default 1)" in differs
     assert "critic." not in differs  # there is none: what it would inherit is of no interest
-    assert "trainer.nnodes=1: trainer.backend=local" in idle and "data.return_raw_chat=true: the chat" in idle
+    assert "trainer.nnodes=1: trainer.backend=local" in idle
     assert "./model" in at_start and "train.parquet" in at_start and "outputs/grpo/model-seed7" in at_start
 
 

@@ -30,7 +30,7 @@ def lines(*overrides, recipe="ppo", hooks=()):
         (f"{ROLLOUT}.temprature=1", f"{ROLLOUT}.temperature"),
         ("actor_rollout_ref.rolout.n=4", f"{ROLLOUT}.n"),
         ("data={train_batch: 8}", "data.train_batch_size"),
-        (f"{ACTOR}.policy_loss.clip_cov_ration=0.0002", f"{ACTOR}.policy_loss.clip_cov_ratio"),
+        *needing("variants", (f"{ACTOR}.policy_loss.clip_cov_ration=0.0002", f"{ACTOR}.policy_loss.clip_cov_ratio")),
     ],
 )
 def test_an_unknown_key_names_the_nearest_of_its_section(override, nearest):

@@ -14,7 +14,7 @@ from core.config.extensions import found
 from core.config.recipes import schema_of
 from core.config.view import View
 from core.tracking.health import CHECKS
-from tests.needs import asked_by, marked
+from tests.needs import EXTENSIONS, asked_by, marked
 
 RECIPES = ("ppo", "dapo", "search_r1")  # that have rules or unused keys of their own, and one that has none
 WITH_TESTS_OF_THEIR_OWN = ("verl_classes.extension", "environments.extension")
@@ -516,9 +516,10 @@ def test_the_rule_fires_alone(recipe, overrides, hooks, begins, says):
     assert "; " in line and "\n" not in line
 
 
+@pytest.mark.needs(*EXTENSIONS)
 def test_every_rule_is_tried():
     tried = set()
-    for recipe, overrides, hooks, *_ in answerable(BROKEN):
+    for recipe, overrides, hooks, *_ in BROKEN:
         composed = examined(recipe, overrides, hooks)
         tried |= {where for where, _ in reached("problems", composed, recipe, hooks)}
     assert statements("problems") - tried == set()
@@ -616,9 +617,10 @@ def test_a_warning_is_no_problem(recipe, overrides, hooks, says):
     assert examined(recipe, [], hooks).warnings == ()
 
 
+@pytest.mark.needs(*EXTENSIONS)
 def test_every_warning_is_tried():
     tried = set()
-    for recipe, overrides, hooks, _ in answerable(WARNED):
+    for recipe, overrides, hooks, _ in WARNED:
         tried |= {where for where, _ in reached("warnings", examined(recipe, overrides, hooks), recipe, hooks)}
     assert statements("warnings") - tried == set()
 
@@ -829,9 +831,10 @@ def test_a_key_without_effect_is_listed_with_the_reason(recipe, overrides, key):
     assert value == composed.given[key] and reason and "{" not in reason
 
 
+@pytest.mark.needs(*EXTENSIONS)
 def test_every_entry_is_tried():
     tried = set()
-    for recipe, overrides, key in answerable(IDLE):
+    for recipe, overrides, key in IDLE:
         composed = examined(recipe, overrides, SEARCHES if recipe == "search_r1" else ())
         here = reached("unused_keys", composed, recipe)
         tried.add(next(where for where, (patterns, _) in here if fits(key, patterns)))

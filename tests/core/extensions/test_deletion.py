@@ -1,18 +1,20 @@
-"""An extension that is deleted takes only what it adds along: a copy without it still composes, trains and resumes."""
+"""An extension that is deleted takes only what it adds along: a copy without it trains, and its kernel's tests pass."""
 
 from __future__ import annotations
 
 import os
-import shutil
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests import conftest, needs
+from tests.without import EXTENSIONS, copy_without
+
 ROOT = Path(__file__).resolve().parents[3]
-PARTS = ("core", "recipes", "reward_scores", "results", "tests")  # tests for their tiny models
-EXTENSIONS = sorted(path.parent.name for path in (ROOT / "core/extensions").glob("*/extension.py"))
 RECIPES = ("ppo", "grpo", "dapo", "search_r1", "sft")
 PROGRAM = f"""
 import os, sys
@@ -41,15 +43,6 @@ print("imported", *(name for name in sys.modules if name.startswith("core.extens
 """
 
 
-def without(folder: Path, names: list[str]) -> Path:
-    """Return a copy of the repository's code without these extensions."""
-    for part in PARTS:
-        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "*.html", "*.jsonl"))
-    for name in names:
-        shutil.rmtree(folder / "core" / "extensions" / name)
-    return folder
-
-
 def trained(code: Path, folder: Path, *steps: str) -> subprocess.CompletedProcess:
     folder.mkdir()
     environment = {**os.environ, "PYTHONPATH": str(code), "CUDA_VISIBLE_DEVICES": ""}
@@ -63,7 +56,7 @@ def check(done: subprocess.CompletedProcess) -> None:
 
 
 def test_the_kernel_trains_and_reports_without_any_extension(tmp_path):
-    done = trained(without(tmp_path / "code", EXTENSIONS), tmp_path / "run", "report")
+    done = trained(copy_without(EXTENSIONS, tmp_path / "code"), tmp_path / "run", "report")
     check(done)
     assert "core.plan" not in done.stdout and "a step: " in done.stdout
 
@@ -78,16 +71,45 @@ def test_a_run_imports_only_the_declarations_of_extensions_that_it_does_not_ask_
     assert [part for part in parts if part[0] in unasked and part[1:] not in ([], ["extension"], ["keys"])] == []
 
 
+@pytest.mark.deletion
+@pytest.mark.timeout(3 * 3600)
+@pytest.mark.parametrize("name", ["all", *EXTENSIONS])
+def test_the_kernels_tests_pass_without(name):
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.without", name, "-n", "2"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-2000:]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 1000
+
+
+def test_what_needs_a_deleted_extension_is_left_out_and_a_misspelt_one_is_an_error(tmp_path, monkeypatch):
+    def left_out(*names):
+        marks = [pytest.mark.needs(*names).mark]
+        try:
+            conftest.pytest_runtest_setup(SimpleNamespace(iter_markers=lambda name: marks))
+        except pytest.skip.Exception as skipped:
+            return str(skipped)
+
+    assert set(needs.EXTENSIONS) == set(EXTENSIONS) and left_out(*EXTENSIONS) is None
+    with pytest.raises(pytest.UsageError, match=r"needs\('trcae'\): no such extension; one of .*trace"):
+        left_out("trcae")
+    monkeypatch.setattr(conftest, "ROOT", tmp_path)
+    (tmp_path / "core/extensions/judge").mkdir(parents=True)
+    assert left_out("judge") is None and "core/extensions/trace" in left_out("judge", "trace")
+    with pytest.raises(pytest.UsageError):
+        left_out("trcae")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXTENSIONS)
 def test_the_kernel_trains_without_one(tmp_path, name):
-    done = trained(without(tmp_path / "code", [name]), tmp_path / "run", "report")
+    done = trained(copy_without([name], tmp_path / "code"), tmp_path / "run", "report")
     check(done)
     assert ("core.plan" in done.stdout) == (name != "planning")
 
 
 def test_a_key_of_a_deleted_extension_is_unknown_and_its_function_is_missed_by_name(tmp_path):
-    code = without(tmp_path / "code", ["trace", "judge"])
+    code = copy_without(["trace", "judge"], tmp_path / "code")
     asked = "from core.config import examine; print(examine('grpo', ['trainer.trace.freq=1']).problems)"
     missed = "from core.config import extensions; extensions.function('judge')"
     told = [
@@ -107,7 +129,7 @@ def test_a_key_of_a_deleted_extension_is_unknown_and_its_function_is_missed_by_n
     ],
 )
 def test_a_command_of_a_deleted_extension_ends_in_one_line_with_the_fix(tmp_path, name, command):
-    code = without(tmp_path / "code", [name])
+    code = copy_without([name], tmp_path / "code")
     (code / "answers.scores-gsm8k.jsonl").touch()
     environment = {**os.environ, "PYTHONPATH": str(code)}
     run = [sys.executable, "-m", *command]
@@ -118,7 +140,7 @@ def test_a_command_of_a_deleted_extension_ends_in_one_line_with_the_fix(tmp_path
 
 
 def test_a_url_without_the_extension_that_reads_it_is_a_problem_with_a_fix(tmp_path):
-    code = without(tmp_path / "code", ["remote"])
+    code = copy_without(["remote"], tmp_path / "code")
     program = (
         "from core.config import examine, locations, paths\n"
         "config = examine('grpo', ['data.train_files=s3://bucket/train.parquet']).config\n"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from core.command_line import prepare
 from core.config import compose
 from core.tracking.first_lines import first_lines
