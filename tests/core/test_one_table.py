@@ -98,7 +98,7 @@ report["wrong"] = examine("grpo", [f"{key}=wrong" for key in json.loads(sys.argv
 known = ["algorithm.gamma=0.9", "actor_rollout_ref.rollout.max_model_len=2048"]
 unknown = [
     *("algorithm.lam=0.9", "algorithm.norm_adv_by_std_in_grpo=False", "actor_rollout_ref.actor.clip_ratio_high=0.3"),
-    *("actor_rollout_ref.actor.tau_pos=2.0", "actor_rollout_ref.rollout.enforce_eager=True"),
+    "actor_rollout_ref.rollout.enforce_eager=True",
 ]
 report["unused"] = {k: why for k, (_, why) in examine("grpo", [*chosen, *known, *unknown]).unused.items()}
 report["at_start"] = paths.checked_at_start(config)
@@ -185,7 +185,7 @@ def test_the_rules_read_the_entry(added):
 def test_the_unused_keys_read_the_entry(added):
     assert set(added["unused"]) == {
         *("algorithm.lam", "algorithm.norm_adv_by_std_in_grpo"),
-        *(f"{ACTOR}.clip_ratio_high", f"{ACTOR}.tau_pos", f"{ROLLOUT}.enforce_eager"),
+        *(f"{ACTOR}.clip_ratio_high", f"{ROLLOUT}.enforce_eager"),
     }
     assert added["unused"][f"{ACTOR}.clip_ratio_high"] == "plain does not clip"
     assert added["unused"][f"{ROLLOUT}.enforce_eager"] == f"{ROLLOUT}.name=echo has no such setting"

@@ -18,6 +18,7 @@ from core.errors import InputError
 from core.files.whole_files import damage
 from core.learner.models import readable, resolve_path
 from core.ray_trainer import RayPPOTrainer
+from tests.needs import needing
 
 
 @pytest.fixture
@@ -121,14 +122,17 @@ def test_cut_parquet_is_named_where_it_is_read(tmp_path, size):
         ExampleFile(str(path))
 
 
-@pytest.mark.parametrize("key", ["actor_rollout_ref.model.path", "critic.model.path", "reward_model.model.path"])
+MODELS = ("actor_rollout_ref.model.path", "critic.model.path")
+JUDGED = ("reward_model.enable=True", "reward_model.weight=1")
+
+
+@pytest.mark.parametrize("key", [*MODELS, *needing("judge", "reward_model.model.path")])
 def test_the_files_of_every_model_are_looked_at_before_the_first_loads(model, tmp_path, key):
     cut_model = tmp_path / "cut"
     shutil.copytree(model, cut_model)
     cut(cut_model / "model.safetensors", -1)
-    models = {"actor_rollout_ref.model.path": model, "critic.model.path": model, "reward_model.model.path": model}
-    changes = [f"{name}={cut_model if name == key else path}" for name, path in models.items()]
-    config = compose("ppo", [*changes, "reward_model.enable=True", "reward_model.weight=1"])
+    names, more = (MODELS, ()) if key in MODELS else ((*MODELS, key), JUDGED)
+    config = compose("ppo", [*(f"{name}={cut_model if name == key else model}" for name in names), *more])
     with pytest.raises(InputError, match=f"{key}={cut_model}: model.safetensors is cut short"):
         RayPPOTrainer(config).load_data()
 
