@@ -1,7 +1,7 @@
 """The kernel's tests in a copy of the repository without an extension: ``python -m tests.without NAME|all``.
 
-The copy has neither ``core/extensions/NAME`` nor ``tests/core/extensions/NAME``. The kernel's tests are tests/core less
-tests/core/extensions; one that needs the extension is skipped there (the marker ``needs``). Other arguments go to
+The copy has neither ``core/extensions/<name>`` nor ``tests/core/extensions/<name>``. The kernel's tests are tests/core
+less tests/core/extensions; one that needs the extension is skipped there (the marker ``needs``). Other arguments go to
 pytest: ``-n 2``, ``-k health``, or paths, which take the place of tests/core.
 """
 
