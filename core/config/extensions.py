@@ -37,6 +37,8 @@ class Extension:
     stand_ins: package that users' files import -> "module:function" that returns a module of it by its name, used where
         the package is not installed (:mod:`core.config.stand_ins`).
     mounted: packages that users' files import and that are the root of their repository, under another name of its own.
+    beside: name in a relative import of a user's file -> module of a stand-in, for files that are written to lie beside
+        that module and do not.
     used: whether a configuration asks for the functions.
     """
 
@@ -51,6 +53,7 @@ class Extension:
     functions: Mapping[str, str] = field(default_factory=dict)
     stand_ins: Mapping[str, str] = field(default_factory=dict)
     mounted: tuple[str, ...] = ()
+    beside: Mapping[str, str] = field(default_factory=dict)
     used: Callable[[Section], bool] = lambda config: True
 
 
@@ -87,6 +90,11 @@ def stand_ins() -> dict[str, str]:
 def mounted() -> set[str]:
     """Return the packages that are the root of users' repositories."""
     return {package for one in found() for package in one.mounted}
+
+
+def beside() -> dict[str, str]:
+    """Return name in a relative import -> module of a stand-in, of all extensions."""
+    return {name: module for one in found() for name, module in one.beside.items()}
 
 
 def functions(name: str, config: Section | None = None) -> list[Callable[..., Any]]:

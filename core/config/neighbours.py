@@ -81,7 +81,9 @@ class ProjectFinder(importlib.abc.MetaPathFinder):
             spec = ModuleSpec(name, None, is_package=True)
             spec.submodule_search_locations = [str(self.packages[name])]
             return spec
-        return for_users(PathFinder.find_spec(name, path)) if path and name.partition(".")[0] in self.users else None
+        if not path or name.partition(".")[0] not in self.users:
+            return None
+        return for_users(PathFinder.find_spec(name, path)) or beside_stand_in(name)
 
 
 class LastFinder(importlib.abc.MetaPathFinder):
@@ -104,6 +106,34 @@ class LastFinder(importlib.abc.MetaPathFinder):
         names = frame.f_globals if frame else {}
         own = str(names.get("__name__")).partition(".")[0] in {*FINDER.users, *extensions.stand_ins()}
         return Path(names["__file__"]).resolve() if own and names.get("__file__") else None
+
+
+class StandInLoader(importlib.abc.Loader):
+    """Loads a stand-in's module for a file that is written to lie beside it in the package."""
+
+    def __init__(self, function: str, module: str):
+        self.function, self.module = function, module
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module, _, function = self.function.partition(":")
+        return getattr(importlib.import_module(module), function)(self.module)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing: :meth:`create_module` returns a module that has its contents."""
+
+
+def beside_stand_in(name: str) -> ModuleSpec | None:
+    """Return the spec of a stand-in's module for a relative import that leads to nothing in the user's project.
+
+    People publish files that are to be copied into a folder of the package, and import ``.base_tool`` in them.
+    """
+    package, _, last = name.rpartition(".")
+    module = extensions.beside().get(last, "")
+    top = module.partition(".")[0]
+    if package not in FINDER.packages or not module or PathFinder.find_spec(top) is not None:
+        return None
+    report(f"{FINDER.packages[package]} has no {last}: {module} is imported in its place")
+    return ModuleSpec(name, StandInLoader(extensions.stand_ins()[top], module), is_package=True)
 
 
 FINDER, LAST = ProjectFinder(), LastFinder()

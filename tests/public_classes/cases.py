@@ -93,6 +93,7 @@ REWARDS = (
     Reward("boxes.py", right="[0, 0, 2, 2]", extra_info={"box": [0, 0, 2, 2]}),
     Reward("named_as_here/reward/score.py", right="an oak and an oak", wrong="elm", ground_truth="oak"),
     Reward("mounted/riddle/reward.py", right="It is an owl.", wrong="It is a bat.", ground_truth="owl"),
+    Reward("to_be_copied.py", right="so #### 42"),
     Reward("helpers_of_verl.py", right="eel", wrong="oak", ground_truth="e"),
     Reward("time_limit.py", right="(x + 1)**2", wrong="x", ground_truth="x**2 + 2*x + 1"),
     Reward("of_trl.py", "length_reward", refused="TRL calls it with lists of completions and columns"),
@@ -139,5 +140,6 @@ USERS = (
          config={"url": "$URL"}),
     User("unscored.py", "UnscoredInteraction", ("a", "b"), ("question 1",)),
     User("mounted/chat/user.py", "MountedInteraction", ("a", "b"), ("and turn 2?",), (0.0, 1.0)),
+    User("to_be_copied.py", "CopiedInteraction", ("on", "stop"), ("more?",), (0.0, 1.0)),
     User("of_a_loop.py", "LoopInteraction", refused="verl's server manager is not here"),
 )  # fmt: skip

@@ -110,3 +110,14 @@ def test_a_file_of_a_repository_that_is_the_package_recipe(tmp_path, capsys):
     other = write(tmp_path / "other", {"setup.py": "", "mine.py": "import recipe.game.rules\n"})
     with pytest.raises(ModuleNotFoundError, match="recipe"):
         load_object(f"{other}/mine.py:x")
+
+
+def test_a_file_that_is_to_be_copied_into_verl_has_the_stand_in_beside_it_and_its_own_first(tmp_path, capsys):
+    mine = "from .base_tool import BaseTool\nfrom .schemas import ToolResponse\nfrom . import gsm8k\nx = gsm8k.x\n"
+    project = write(tmp_path, {"setup.py": "", "tools/gsm8k.py": "x = 5\n", "tools/mine.py": mine})
+    assert load_object(f"{project}/tools/mine.py:BaseTool").__module__ == "core.extensions.verl_classes.base_tool"
+    assert load_object(f"{project}/tools/mine.py:x") == 5
+    assert f"{project}/tools has no schemas: verl.tools.schemas is imported in its place" in capsys.readouterr().err
+    (project / "tools/other.py").write_text("from .a_module_of_nobody import x\n")
+    with pytest.raises(ModuleNotFoundError, match="a_module_of_nobody"):
+        load_object(f"{project}/tools/other.py:x")
