@@ -123,6 +123,7 @@ TOOLS = (
          config={"sandbox_fusion_url": "$URL"}),
     Tool("neighbours/dice.py", "Dice", ({"count": 1},), "]: ", create_kwargs={"seed": 3}),
     Tool("fork/verl/tools/letter_tool.py", "LetterTool", ({"word": "eel"},), "'e': 2"),
+    Tool("bound_to_a_loop.py", "PoolTool", ({"text": "owl"}, {"text": "eel"}), "EEL"),
     Tool("picture.py", "Cropper", refused="answer with a text"),
     Tool("of_a_server.py", "ServerSearch", refused="asks the MCP server itself"),
     Tool("lacks_a_package.py", "Absent", refused="install a_package_of_nobody"),

@@ -142,15 +142,25 @@ class VerlTool(EpisodeTool):
                 f"{kind.__name__} has no execute of its own, so that its calls would do nothing; write one"
             )
         schema_given = None if tool_schema is None else OpenAIFunctionToolSchema.model_validate(tool_schema)
-        self.tool = kind({"type": "native", **config}, schema_given)
-        schema = self.tool.tool_schema or self.tool.get_openai_tool_schema()
-        self.schema = tool_schema or schema.model_dump(exclude_unset=True, exclude_none=True)
+        self._make = partial(kind, {"type": "native", **config}, schema_given)
+        self.tool: Any = None
+        try:
+            self.tool = self._make()
+        except RuntimeError as error:
+            # Of asyncio, where the class makes what belongs to an event loop: it is made on that of its calls
+            if tool_schema is None or "event loop" not in str(error):
+                raise
+        if tool_schema is None:
+            schema = self.tool.tool_schema or self.tool.get_openai_tool_schema()
+            tool_schema = schema.model_dump(exclude_unset=True, exclude_none=True)
+        self.schema = tool_schema
 
     async def start(self, facts: Mapping[str, Any]) -> str:
         """Return the id of a new instance. ``create_kwargs`` reach ``create`` one by one and as a mapping.
 
         verl's SGLang rollout passes them in the first way, its agent loop in the second.
         """
+        self.tool = self.tool or self._make()
         create, facts = self.tool.create, dict(facts.get("create_kwargs") or {})
         optional = accepted(create, {"instance_id": str(uuid.uuid4()), "create_kwargs": facts})
         created = await awaited(create(**{**optional, **facts}))
