@@ -28,7 +28,7 @@ from core.errors import InputError
 from core.tracking.validation import ValRecord, merge_by_question
 from results.reporting.answers import published_samples
 from results.reporting.evaluations import RECORD, SCORES, record_of
-from results.reporting.reference_logs import read_references
+from results.reporting.reference_logs import forget_verified, read_references
 from results.reporting.run_reader import NotARun, RecordedRun, load_run, run_copy, scrub, summarise
 from results.reporting.x_axis import with_totals
 
@@ -149,7 +149,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if run.suffix == ".jsonl":
             target = publish_evaluation(run, args.results, args.name)
         else:
-            target = publish(run, args.results / (args.name or _run_name(run)))
+            name = args.name or _run_name(run)
+            target = publish(run, args.results / name)
+            forget_verified(args.results, name)
         print(f"published as {target}")
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from core.files.durable_files import write_atomic
 from core.tracking.confidence_intervals import Estimate, wilson
 from core.tracking.run_manifest import ROOT
 from results.reporting.numbers import percent
@@ -30,6 +31,19 @@ def read_references(results: Path) -> Mapping[str, Any]:
     record = results / VERIFIED
     verified = yaml.safe_load(record.read_text(encoding="utf-8")) if record.exists() else None
     return {**yaml.safe_load((results / "references.yaml").read_text(encoding="utf-8")), "verified": verified or []}
+
+
+def forget_verified(results: Path, name: str) -> None:
+    """Take the run ``recipe/run`` out of ``verified.yaml``: a test has repeated the copy that another one replaces."""
+    record = results / VERIFIED
+    if not record.exists():
+        return
+    text = record.read_text(encoding="utf-8")
+    entries = yaml.safe_load(text) or []
+    kept = [entry for entry in entries if f"{entry['experiment'].partition('/')[0]}/{entry['run']}" != name]
+    if len(kept) < len(entries):
+        head = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
+        write_atomic(record, head + yaml.safe_dump(kept, sort_keys=False, width=200))
 
 
 def sources(row: Row) -> list[str]:

@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 
 import pytest
+import yaml
 
 from core.tracking.run_manifest import ROOT
 from core.tracking.tracker import json_line, read_jsonl
@@ -17,6 +18,7 @@ from results import report
 from results.publish import publish
 from results.reporting.answers import flips
 from results.reporting.comparison import accuracy_by_question
+from results.reporting.reference_logs import VERIFIED
 from results.reporting.run_reader import NotARun, load_run, summarise
 from results.reporting.x_axis import positions
 from tests.core.synthetic import configured, make_run, records
@@ -85,6 +87,16 @@ def test_what_is_published_anew_replaces_what_an_earlier_version_wrote(tmp_path)
     assert not list(target.glob("*.jsonl")) and len(list(target.glob("*.jsonl.gz"))) == 2
 
 
+def test_a_run_that_replaces_another_is_not_verified_by_what_repeated_that_one(tmp_path):
+    run, results = run_with_answers(tmp_path / "grpo" / "lab-seed1"), tmp_path / "results"
+    results.mkdir()
+    entries = [{"experiment": f"{recipe}/lab", "run": "lab-seed1", "by": "a test"} for recipe in ("grpo", "ppo")]
+    (results / VERIFIED).write_text("# of tests\n" + yaml.safe_dump(entries))
+    assert publishing.main([str(run), "--as", "grpo/lab-seed1", "--results", str(results)]) == 0
+    text = (results / VERIFIED).read_text()
+    assert text.startswith("# of tests\n") and yaml.safe_load(text) == entries[1:]
+
+
 @pytest.mark.parametrize("name", ["validation.jsonl.gz", "samples.jsonl.gz"])
 def test_a_cut_copy_is_one_line(tmp_path, capsys, name):
     copy = publish(run_with_answers(tmp_path / "grpo" / "a"), tmp_path / "results" / "grpo" / "a")
@@ -103,7 +115,7 @@ def test_a_line_without_its_fields_is_one_line(tmp_path):
 
 
 def test_published_before_the_change_still_loads_and_compares(tmp_path, capsys):
-    old = [ROOT / "results" / "grpo" / name for name in ("lab-seed1", "lab-cispo")]
+    old = [ROOT / "results" / "grpo" / name for name in ("lab-cispo", "lab-gspo")]
     assert all((folder / "validation.jsonl").exists() for folder in old)
     assert report.main([*map(str, old), "--out", str(tmp_path)]) == 0
     assert "| 500 |" in (tmp_path / "report.md").read_text()
