@@ -186,6 +186,8 @@ def own_package(name: str, file: Path) -> str:
         spec = PathFinder.find_spec(top, [str(folder)])
         if not holds_code(spec) or (code and not is_module(folder, name)):
             continue
+        if code and elsewhere.origin and not spec.origin and is_module(REPOSITORY, name):
+            continue  # as on Python's path, a package is before a mere folder
         if places(spec) == places(elsewhere):
             return ""
         report(f"{importer} imports {top} from {folder}" + (f", not this repository's {top}" if ours else ""))

@@ -293,13 +293,14 @@ def test_yaml_that_does_not_fit_names_every_fault():
 
 @pytest.mark.needs(*EXTENSIONS)  # they have the keys of all
 @pytest.mark.parametrize("recipe", ["ppo", "grpo", "dapo", "search_r1"])
-def test_published_configurations_are_read_also_where_they_hold_another_recipes_keys(recipe):
+def test_published_configurations_are_read(recipe):
+    """They may lack keys that are newer than the run."""
     for path in sorted(ROOT.glob(f"results/{recipe}/lab-seed*/config.yaml")):
         tree = yaml.safe_load(path.read_text())
         read = from_yaml(path.read_text())
         written, usual = convert.flat(read), convert.flat(type(read)())
         lacking = {key for key in written if missing(tree, key)}  # newer than the run
-        assert "retriever" in tree and all(written[key] == usual[key] for key in lacking)
+        assert all(written[key] == usual[key] for key in lacking)
         assert all(thaw(value) == at(tree, key) for key, value in written.items() if key not in lacking)
 
 

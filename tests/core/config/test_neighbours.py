@@ -67,6 +67,16 @@ def test_a_module_named_as_a_folder_of_this_repository_is_the_users_own(tmp_path
     assert core.errors.InputError and not hasattr(tests, "core") or Path(tests.core.__path__[0]).parts[-2] == "tests"
 
 
+def test_a_mere_folder_does_not_hide_a_package_of_this_repository(tmp_path):
+    """As a tests folder that mirrors a package: ``tests/core/rollout`` beside ``core/rollout``."""
+    mine = "from core.rollout import outside_code\nfrom core.config import compose\n"
+    files = {"tests/core/rollout/mine.py": mine, "tests/core/config/test_a.py": ""}
+    project = write(tmp_path, {"setup.py": "", **files})
+    from core.rollout import outside_code
+
+    assert load_object(f"{project}/tests/core/rollout/mine.py:outside_code") is outside_code
+
+
 def test_what_the_users_folder_lacks_is_this_repositorys(tmp_path):
     mine = (
         "from core.errors import InputError\nfrom core.own import y\ndef f():\n    import core.own\n    return core\n"
