@@ -86,10 +86,8 @@ def remedies(config: schema.Config, phase: str) -> list[str]:
     if phase in ("update_actor", "update_critic"):
         of_passes = update_remedies(config, "critic" if phase == "update_critic" else "policy")
         return [*of_passes, *_offload_remedies(config, "offload_policy")]
-    if phase == "reward_model":
-        model = config.reward_model
-        name = "forward_max_token_len_per_gpu" if model.use_dynamic_bsz else "micro_batch_size_per_gpu"
-        return [f"lower reward_model.{name} ({getattr(model, name)})"]
+    if phase == "reward_model" and (name := config.reward_model.pass_size):
+        return [f"lower reward_model.{name} ({getattr(config.reward_model, name)})"]
     utilization = [setting for setting in _engine_remedies(config) if "gpu_memory_utilization" in setting]
     # sync, load, sleep: weights and optimizer beside the engine
     return [*utilization, *_offload_remedies(config, "optimizer_offload", "param_offload")]

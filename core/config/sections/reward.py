@@ -73,6 +73,11 @@ class RewardModelConfig(Section):
         return False
 
     @property
+    def pass_size(self) -> str | None:
+        """The key that bounds the model's passes, whose value may be lowered; None without a model."""
+        return None
+
+    @property
     def model_weight(self) -> float:
         """What the model's number counts beside a rule's."""
         return 0.0

@@ -66,6 +66,10 @@ class ModelKeys(Section):
     forward_max_token_len_per_gpu: limits.Count | None = None  # tokens a pass; None: the critic's
 
     @property
+    def pass_size(self) -> str | None:
+        return "forward_max_token_len_per_gpu" if self.use_dynamic_bsz else "micro_batch_size_per_gpu"
+
+    @property
     def uses_model(self) -> bool:
         return self.enable
 

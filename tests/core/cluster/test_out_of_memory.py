@@ -133,7 +133,7 @@ def test_the_knobs_are_keys_with_their_values_and_go_when_they_are_used_up():
     def told(phase, *overrides):
         return " ".join(remedies(compose("ppo", overrides), phase))
 
-    for phase in (*PLANTED, *ENGINE_PHASES, "reward_model", "sleep"):
+    for phase in (*PLANTED, *ENGINE_PHASES, "sleep"):
         for backend in ("local", "ray"):
             found = keys_in(told(phase, f"trainer.backend={backend}"))
             assert found <= set(convert.all_keys()), phase
@@ -154,6 +154,13 @@ def test_the_knobs_are_keys_with_their_values_and_go_when_they_are_used_up():
     vllm = "actor_rollout_ref.rollout.name=vllm"
     assert "gpu_memory_utilization (0.5)" in told("gen", vllm) and "utilization" in told("update_weights", vllm)
     assert "max_num_seqs (1024)" in told("gen") and "utilization" not in told("gen")
+
+
+@pytest.mark.needs("judge")
+def test_the_knob_of_a_reward_model_is_its_pass_size():
+    assert "forward_max_token_len_per_gpu (32768)" in remedies(compose("ppo"), "reward_model")[0]
+    counted = compose("ppo", ["reward_model.micro_batch_size_per_gpu=4"])
+    assert remedies(counted, "reward_model") == ["lower reward_model.micro_batch_size_per_gpu (4)"]
 
 
 # -- over Ray
