@@ -11,7 +11,8 @@ import pytest
 # All that this repository has, so that a misspelt name is told from that of a deleted folder.
 EXTENSIONS = (
     *("call_formats", "capsules", "environments", "evaluation", "judge", "planning", "remote", "sglang"),
-    *("tensor_parallel", "tools", "trace", "variants", "verl_classes", "verl_data", "verl_keys", "vision"),
+    *("tensor_parallel", "tools", "trace", "variants", "verl_classes", "verl_data", "verl_keys", "verl_tools"),
+    "vision",
 )
 
 REWARD = "enable|weight|judge|model|max_length|nnodes|n_gpus_per_node|use_dynamic_bsz|micro_batch|forward_max"

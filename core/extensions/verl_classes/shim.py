@@ -16,6 +16,7 @@ from typing import Any
 from core.config import stand_ins
 
 HERE, BATCHES = "core.extensions.verl_classes", "core.extensions.verl_data"
+TOOLS = "core.extensions.verl_tools"
 SAID = "RLREPRO_STAND_IN_SAID"  # in the environment of graders and workers, which import the same files again
 
 
@@ -53,15 +54,15 @@ MODULES: dict[str, dict[str, str]] = {  # module of verl -> name in it -> where 
     "verl.tools": {},
     "verl.tools.base_tool": {**_named("base_tool", "BaseTool"), **_SCHEMAS},
     "verl.tools.schemas": _SCHEMAS,
-    "verl.tools.gsm8k_tool": _named("verl_tools", "Gsm8kTool"),
-    "verl.tools.geo3k_tool": _named("verl_tools", "Geo3kTool"),
-    "verl.tools.search_tool": _named("verl_tools", "SearchTool"),
-    "verl.tools.sandbox_fusion_tools": _named("verl_tools", "SandboxFusionTool"),
-    "verl.tools.utils.search_r1_like_utils": _named("verl_tools", "perform_single_search_batch"),
-    "verl.utils.reward_score.sandbox_fusion.utils": _named("verl_tools", "_process_single_case"),
+    "verl.tools.gsm8k_tool": _named("builtin_tools", "Gsm8kTool", place=TOOLS),
+    "verl.tools.geo3k_tool": _named("builtin_tools", "Geo3kTool", place=TOOLS),
+    "verl.tools.search_tool": _named("builtin_tools", "SearchTool", place=TOOLS),
+    "verl.tools.sandbox_fusion_tools": _named("builtin_tools", "SandboxFusionTool", place=TOOLS),
+    "verl.tools.utils.search_r1_like_utils": _named("builtin_tools", "perform_single_search_batch", place=TOOLS),
+    "verl.utils.reward_score.sandbox_fusion.utils": _named("builtin_tools", "_process_single_case", place=TOOLS),
     "verl.interactions": {},
     "verl.interactions.base": _named("base_interaction", "BaseInteraction"),
-    "verl.interactions.gsm8k_interaction": _named("verl_tools", "Gsm8kInteraction"),
+    "verl.interactions.gsm8k_interaction": _named("builtin_tools", "Gsm8kInteraction", place=TOOLS),
     "verl.workers": {},
     "verl.workers.reward_manager": {**_REGISTER, **_MANAGER, **_MANAGERS, **_NAIVE},
     "verl.workers.reward_manager.registry": {**_REGISTER, **_MANAGERS},

@@ -215,21 +215,20 @@ def command_lines(recipe: str) -> list[list[str]]:
     return found
 
 
-def write_model(folder):
-    """Write a model's shape."""
+def enter_dry_run(folder, monkeypatch):
+    """Write a model's shape into a folder, and make it the current one of a dry run."""
     (folder / "model").mkdir()
     sizes = '"num_attention_heads":2,"hidden_size":8,"num_hidden_layers":2,"intermediate_size":16,"vocab_size":100'
     (folder / "model/config.json").write_text(f"{{{sizes}}}")
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("DRY_RUN", "1")
+    monkeypatch.setattr("core.requirements_check.find_spec", lambda name: True)
     return folder
 
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A folder with a model's shape, in a dry run."""
-    monkeypatch.chdir(write_model(tmp_path))
-    monkeypatch.setenv("DRY_RUN", "1")
-    monkeypatch.setattr("core.requirements_check.find_spec", lambda name: True)
-    return tmp_path
+    return enter_dry_run(tmp_path, monkeypatch)
 
 
 def ended(recipe, texts, capsys):

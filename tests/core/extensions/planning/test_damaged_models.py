@@ -8,16 +8,12 @@ import pytest
 
 from core.command_line import prepare
 from core.extensions.planning.model_shapes import shape_of
-from tests.core.config.test_random_lines import write_model
+from tests.core.config.test_random_lines import enter_dry_run
 
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A folder with a model's shape, in a dry run."""
-    monkeypatch.chdir(write_model(tmp_path))
-    monkeypatch.setenv("DRY_RUN", "1")
-    monkeypatch.setattr("core.requirements_check.find_spec", lambda name: True)
-    return tmp_path
+    return enter_dry_run(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("sizes", ["{hidden_size: 0}", "{num_attention_heads: x}", "{vocab_size: null}"])
