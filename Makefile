@@ -2,7 +2,7 @@
 # make real        trains a pretrained model of 135 million parameters: half an hour on two cores
 # make check       a minute of tests for a change          make test        lints and runs the tests (.ci/run runs this)
 # make test-slow   runs the tests that take minutes        make test-gpu    runs those that need a GPU
-# make test-deletion   runs the kernel's tests in copies without each extension: hours on two cores
+# make test-deletion   runs the kernel's tests in copies without all extensions and without each: half an hour
 # make bench       measures speed and memory               make report      writes the tables of results/ again
 # make verified    repeats published lab runs, and notes in results/verified.yaml which came out the same
 # make record      runs what is published of the labs again, with the capsules and the oracle: an hour or two
