@@ -2,6 +2,7 @@
 # make real        trains a pretrained model of 135 million parameters: half an hour on two cores
 # make check       a minute of tests for a change          make test        lints and runs the tests (.ci/run runs this)
 # make test-slow   runs the tests that take minutes        make test-gpu    runs those that need a GPU
+# make test-processes  runs those that start clusters, ranks, engines and shells: some ten minutes
 # make test-deletion   runs the kernel's tests in copies without all extensions and without each: half an hour
 # make bench       measures speed and memory               make report      writes the tables of results/ again
 # make verified    repeats published lab runs, and notes in results/verified.yaml which came out the same
@@ -24,8 +25,8 @@ BUDGET_MIN ?= inf
 export PYTHON TORCH_INDEX_URL VLLM
 unexport PYTHONDONTWRITEBYTECODE # tests start hundreds of processes: without bytecode each compiles what it imports
 
-.PHONY: setup lab real check test test-slow test-deletion verified record test-gpu bench lint format report studies
-.PHONY: feasible constraints clean
+.PHONY: setup lab real check test test-processes test-slow test-deletion verified record test-gpu bench lint format
+.PHONY: report studies feasible constraints clean
 
 setup: $(STAMP)
 
@@ -49,6 +50,9 @@ test: setup lint
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not cluster" -n 2 --dist loadfile
 	$(BIN)/python -m pytest -m cluster
+
+test-processes: setup
+	$(BIN)/python -m pytest -m processes -n 2
 
 test-deletion: setup
 	$(BIN)/python -m pytest -m deletion tests/core/extensions/test_deletion.py

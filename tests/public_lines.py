@@ -100,7 +100,8 @@ def arguments(line: Line, folder: Path) -> list[str]:
     return [re.sub(r"\$DATA(/[\w./-]+)", made, text) for text in own]
 
 
-def composed(recipe: str, args: Sequence[str]) -> tuple[Composed, list[str]]:
+@cache
+def composed(recipe: str, args: tuple[str, ...]) -> tuple[Composed, list[str]]:
     """Return what a dry run composes, and its problems."""
     found = examine(recipe, args, HOOKS.get(recipe, ()))
     return found, all_problems(found, frozenset(found.given))
@@ -109,7 +110,7 @@ def composed(recipe: str, args: Sequence[str]) -> tuple[Composed, list[str]]:
 def verdict(line: Line, folder: Path) -> tuple[str, list[str]]:
     """Return how a line ends, and the problems that it began with."""
     args = arguments(line, folder)
-    _, first = composed(line.recipe, args)
+    _, first = composed(line.recipe, tuple(args))
     if not first:
         return COMPOSES, []
     if any(re.search(pattern, problem) for pattern in FEATURES.values() for problem in first):
@@ -120,7 +121,7 @@ def verdict(line: Line, folder: Path) -> tuple[str, list[str]]:
         if changed == args:
             return OPEN, first
         args = changed
-        _, problems = composed(line.recipe, args)
+        _, problems = composed(line.recipe, tuple(args))
         if not problems:
             return MENDED, first
     return OPEN, first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -10,8 +11,12 @@ from tests.public_lines import ABSENT, COMPOSES, MENDED, OPEN, Line, arguments, 
 
 
 @pytest.fixture(scope="module")
-def ends(tmp_path_factory) -> dict[Line, tuple[str, list[str]]]:
-    folder = tmp_path_factory.mktemp("data")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(scope="module")
+def ends(folder) -> dict[Line, tuple[str, list[str]]]:
     return {line: verdict(line, folder) for line in lines()}
 
 
@@ -41,12 +46,12 @@ def test_no_setting_of_validation_is_advised_to_be_one_of_training(ends):
                 assert not re.search(r"nearest known key is (?!.*val)", advice), problem
 
 
-def test_every_key_of_a_line_that_composes_is_set_read_or_listed(ends, tmp_path):
+def test_every_key_of_a_line_that_composes_is_set_read_or_listed(ends, folder):
     for line, (end, _) in ends.items():
         if end != COMPOSES:
             continue
-        args = arguments(line, tmp_path)
-        found, _ = composed(line.recipe, args)
+        args = arguments(line, folder)
+        found, _ = composed(line.recipe, tuple(args))
         accounted = found.given.keys() | found.read.keys() | found.unused.keys()
         for text in args:
             key = re.match(r"\+*([^=]*)=", text)
@@ -56,10 +61,10 @@ def test_every_key_of_a_line_that_composes_is_set_read_or_listed(ends, tmp_path)
             assert settings, key
 
 
-def test_defaults_of_older_versions_that_lines_relied_on_are_said(ends, tmp_path):
+def test_defaults_of_older_versions_that_lines_relied_on_are_said(ends, folder):
     old = [line for line, (end, _) in ends.items() if end == COMPOSES and line.source in ("verl-0.2", "verl-0.3")]
     assert len(old) > 10
     for line in old:
-        found, _ = composed(line.recipe, arguments(line, tmp_path))
+        found, _ = composed(line.recipe, tuple(arguments(line, folder)))
         entropy = any("entropy_coeff" in text for text in line.args)
         assert entropy or any("entropy_coeff" in warning for warning in found.warnings), line.script

@@ -152,8 +152,14 @@ def test_there_are_blocks_and_every_exception_stands_for_a_command():
         assert any(re.search(pattern, command) for command in commands), pattern
 
 
+OF_RECIPES = [block for block in BLOCKS if block.path.is_relative_to(ROOT / "recipes")]  # dozens of dry runs
+
+
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
+@pytest.mark.parametrize(
+    "block",
+    [pytest.param(one, marks=pytest.mark.processes if one in OF_RECIPES else (), id=one.name) for one in BLOCKS],
+)
 def test_a_block_works_as_typed(with_runs, block):
     folder, home = with_runs
     typed = type_in(folder, home, block.commands)

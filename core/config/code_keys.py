@@ -78,6 +78,11 @@ def _items(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
+@functools.cache
+def _named_by(recipe: str, overrides: tuple[str, ...]) -> Mapping[str, Any]:
+    return named(examine(recipe, overrides).config)
+
+
 def refuse(
     artefact: str, config: Config, recipe: str, overrides: Sequence[str] = (), unread: Sequence[str] = ()
 ) -> None:
@@ -91,9 +96,9 @@ def refuse(
     """
     unnamed = {key: value for key, value in named(config).items() if not key.startswith(tuple(unread))}
     presets = sorted(path.stem for path in (recipes.folder(recipe) / PRESET).glob("*.yaml"))
-    for texts in (overrides, *([f"{PRESET}={name}"] for name in presets)):
+    for texts in (tuple(overrides), *((f"{PRESET}={name}",) for name in presets)):
         if unnamed:
-            allowed = named(examine(recipe, texts).config)
+            allowed = _named_by(recipe, texts)
             unnamed = {key: value for key, value in unnamed.items() if key not in allowed or allowed[key] != value}
     if unnamed:
         append = " ".join(shlex.quote(f"{key}={show(value)}") for key, value in unnamed.items())

@@ -261,7 +261,7 @@ def tree(layers: Layers) -> dict[str, Any]:
     plain = OmegaConf.to_container(composed, resolve=False)
     _drop_missing(plain, "", layers.problems)
     plain = _over(convert.as_tree(layers.schema()), plain)
-    return _resolved(OmegaConf.create(plain), plain, "", layers.problems) if _refers(plain) else plain
+    return _resolved(OmegaConf.create(_referring(plain)), plain, "", layers.problems)
 
 
 def _over(below: Any, above: Any) -> Any:
@@ -434,6 +434,15 @@ def literal(value: Any) -> Any:
 
 def _refers(value: Any) -> bool:
     return any(isinstance(item, str) and "${" in item for item in _items(value))
+
+
+def _referring(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the sections that hold an interpolation or are named by one: nodes for all others take half the time."""
+    texts = [item for item in _items(tree) if isinstance(item, str) and "${" in item]
+    if any(re.search(r"\$\{[^}]*\$\{", text) for text in texts):  # a name that is itself one
+        return tree
+    named = {word for text in texts for word in re.findall(r"\w+", text)}
+    return {name: value for name, value in tree.items() if name in named or _refers(value)}
 
 
 _REFERENCE = re.compile(r"(?<!\\)\$\{\s*([\w.]+)\s*\}")

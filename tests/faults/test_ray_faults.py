@@ -77,6 +77,7 @@ def test_a_killed_learner_costs_a_restart_and_no_bit(files, whole):
     assert lines(run.folder)[-1]["actor/grad_norm"] > 0
 
 
+@pytest.mark.processes
 def test_the_first_step_of_two_ranks_is_that_of_one_process(files, whole):
     """Float32 everywhere and one thread: the same answers, and numbers that differ by rounding."""
     alone = run_uninterrupted(command(files, "ppo", STEPS), files / "alone").folder

@@ -61,6 +61,7 @@ def status(run: Path) -> str:
     return json.loads((run / "manifest.json").read_text())["status"]
 
 
+@pytest.mark.processes
 def test_a_closed_terminal_a_warning_and_a_damaged_line_leave_no_trace_in_the_weights(files, tmp_path):
     factory, run = command(files, "grpo", STEPS, *SLOWLY), tmp_path / "run"
     ours, theirs = os.openpty()

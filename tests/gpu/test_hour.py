@@ -14,6 +14,7 @@ from tests.gpu.hour import ROOT, main
 TINY = ("--device", "cpu", "--size", "tiny")
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(600)
 def test_a_rehearsal_writes_a_file_a_step_and_repeats_none(tmp_path, capsys):
     chosen = ("rank", "copies")
@@ -34,6 +35,7 @@ def test_a_rehearsal_writes_a_file_a_step_and_repeats_none(tmp_path, capsys):
     assert capsys.readouterr().out == "rank: done before\n"
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(600)
 def test_the_layers_of_a_large_model_and_its_head(tmp_path):
     assert main(["a", "layers", "head", *TINY, "--out", str(tmp_path)]) == 0

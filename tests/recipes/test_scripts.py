@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -100,6 +101,7 @@ def test_a_mistyped_argument_ends_a_script(path, elsewhere):
     assert done.returncode == 2 and done.stderr.startswith("data.nope=1: unknown key")
 
 
+@functools.cache
 def values(recipe, *overrides):
     """Key -> value of the composed tree, before nulls are filled in from other keys."""
     return dict(_leaves(composition.tree(composition.read(overrides, recipe))))

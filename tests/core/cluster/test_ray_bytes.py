@@ -31,6 +31,7 @@ def token_bytes(batch):
     return sum(value.element_size() for name, value in batch.stored.items() if BATCH_FIELDS[name].axes == "N")
 
 
+@pytest.mark.processes
 def test_bytes_are_those_that_are_pickled(workers):
     names = ["learner rank 0", "learner rank 1"]
     with counting(workers.watch) as traffic:
@@ -47,6 +48,7 @@ def test_a_cut_view_takes_its_whole_storage():
     assert size_of(whole[:8]) > whole.nbytes > 100 * size_of(whole[:8].clone())
 
 
+@pytest.mark.processes
 def test_the_phases_of_a_step(workers):
     """Print bytes by phase, and what a pass sends in multiples of its real tokens' bytes."""
     batch = mixed_batch()

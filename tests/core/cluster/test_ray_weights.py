@@ -84,7 +84,7 @@ def stored(workers):
     return {name: value.detach().clone() for name, value in state.items()}
 
 
-@pytest.mark.parametrize("kind", ["beside", pytest.param("apart", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["beside", pytest.param("apart", marks=pytest.mark.processes)])
 def test_every_weight_arrives_bucket_by_bucket(kind, request, monkeypatch):
     workers = request.getfixturevalue(kind)
     train(workers)
@@ -121,6 +121,7 @@ def test_the_engine_of_ranks_in_bfloat16_gets_what_they_round_to(model):
         workers.close()
 
 
+@pytest.mark.processes
 def test_adapters_arrive_merged(model):
     pytest.importorskip("peft")
     workers = start(model, *LORA)
@@ -180,7 +181,7 @@ def flip(times):
     return plant
 
 
-@pytest.mark.parametrize("kind", ["beside", "apart"])
+@pytest.mark.parametrize("kind", ["beside", pytest.param("apart", marks=pytest.mark.processes)])
 def test_a_changed_bit_is_noticed_and_all_is_sent_again(kind, request, caplog):
     workers = request.getfixturevalue(kind)
     narrow(workers)
@@ -199,6 +200,7 @@ def test_a_changed_bit_is_noticed_and_all_is_sent_again(kind, request, caplog):
     assert workers.sync_weights(9)["rollout_corr/probe_diff"] < 1e-5
 
 
+@pytest.mark.processes
 def test_an_engine_with_other_weights_than_its_replica_is_noticed(apart):
     """The bytes arrived, but did not all reach the model: only checksums of what the engines hold can tell."""
 
@@ -231,6 +233,7 @@ def test_a_bucket_that_is_too_small_names_the_key(beside):
         beside.weight_sync.limit = limit
 
 
+@pytest.mark.processes
 def test_an_engine_that_dies_in_mid_transfer_ends_the_sync_at_once(apart):
     """The last test of the two engines: one of them is no more."""
 

@@ -91,6 +91,7 @@ def test_workers_start_under_nsys_where_the_profiler_asks_for_it(model):
 # -- training
 
 
+@pytest.mark.processes
 def test_every_process_writes_its_trace(model, pair, tmp_path):
     ranks, _, _ = pair
     ranks.config = cluster_config(model, "global_profiler.tool=torch", "global_profiler.steps=[1]")
@@ -358,6 +359,7 @@ def test_a_hanging_engine_is_named_with_its_stack(patient, stopped):
     assert told in str(caught.value)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("victim", ["engine 0", "learner rank 0"])
 def test_a_death_while_samples_are_written_ends_them(small, victim):
     pid = pid_of(small.watch.actors[victim])

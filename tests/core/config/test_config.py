@@ -207,6 +207,12 @@ def test_values_are_read_as_meant(monkeypatch):
     assert config.data.curriculum == ({"files": "a.parquet", "prompts": 64}, {"files": ("b.parquet",)})
 
 
+def test_a_reference_may_be_named_by_another():
+    """Also to a section that no text names, since the name of the key is itself one."""
+    hidden = ["trainer.project_name='${${trainer.experiment_name}.seed}'", "trainer.experiment_name=data"]
+    assert examine("ppo", [*hidden, "data.seed=7"]).config.trainer.project_name == "7"
+
+
 def test_an_unknown_recipe_and_an_unknown_preset_name_the_known_ones(tmp_path, monkeypatch):
     folder = tmp_path / "plain" / "config"
     folder.mkdir(parents=True)

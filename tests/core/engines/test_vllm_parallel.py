@@ -39,6 +39,7 @@ def send(engine, policy, version):
     return proofs
 
 
+@pytest.mark.processes
 def test_two_processes_share_one_engine(tmp_path):
     """Each holds a part of every layer: the same log-probs and answers as one process, and no part stays stale."""
     options = {**SHAPE, "initializer_range": 0.14}

@@ -71,7 +71,7 @@ def test_a_run_imports_only_the_declarations_of_extensions_that_it_does_not_ask_
     assert [part for part in parts if part[0] in unasked and part[1:] not in ([], ["extension"], ["keys"])] == []
 
 
-DEFAULT = "not slow and not gpu and not cluster and not deletion"
+DEFAULT = "not slow and not processes and not gpu and not cluster and not deletion"
 
 
 @pytest.mark.deletion

@@ -59,6 +59,7 @@ def pids():
 # --- what goes wrong ---
 
 
+@pytest.mark.processes
 def test_a_thousand_answers_of_which_fifty_are_bombs(make_pool):
     found = cases(1000, 0.05)
     with marked() as processes:

@@ -58,6 +58,7 @@ def test_the_same_run_on_ray_has_the_model_in_its_own_process(tmp_path):
         assert remote[0][name] == pytest.approx(local[0][name], abs=0.02) and math.isfinite(remote[1][name])
 
 
+@pytest.mark.processes
 def test_two_ranks_grade_as_one_process_and_a_dead_one_ends_the_step(tmp_path):
     pool = ("enable_resource_pool=True", "nnodes=1", "n_gpus_per_node=2")
     config = run_config(tmp_path, "trainer.backend=ray", *(f"reward_model.{key}" for key in pool))

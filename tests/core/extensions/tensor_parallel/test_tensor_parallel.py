@@ -68,6 +68,7 @@ def four(models, tmp_path_factory):
     return SimpleNamespace(**vars(found), folder=save)
 
 
+@pytest.mark.processes
 def test_two_pairs_of_ranks_train_as_one_process(four, models):
     """Losses, gradient norms (which are clipped), AdamW's steps, the reference's log-probs; padded."""
     batch = mixed_batch()
@@ -77,10 +78,12 @@ def test_two_pairs_of_ranks_train_as_one_process(four, models):
     assert max(norms) > 1.0 > min(norms), "no norm, or every norm, was clipped"
 
 
+@pytest.mark.processes
 def test_packed_sequences_and_a_tied_head_train_as_in_one_process(four, models):
     assert_same_training(four.packed, train_local(config_of(models["tied"]), mixed_batch(), updates=2), **EXACT)
 
 
+@pytest.mark.processes
 def test_pairs_that_read_a_prompt_once_train_as_one_process_that_repeats_it(four, models, monkeypatch):
     monkeypatch.setattr(Qwen2RMSNorm, "forward", fsdp_ranks.in_own_precision)
     batch = mixed_batch(n=6, alike=True)
@@ -88,6 +91,7 @@ def test_pairs_that_read_a_prompt_once_train_as_one_process_that_repeats_it(four
     assert len(four.shared["shared"]) > 4 and max(four.shared["shared"]) > 6  # sequences in a pass
 
 
+@pytest.mark.processes
 def test_their_checkpoint_loads_on_four_shards_and_in_one_process(four, models):
     config, batch = config_of(models["uneven"]), mixed_batch()
     straight = train_local(config, batch, updates=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from core.algorithm.losses import MetricSums
@@ -32,6 +33,7 @@ def batch() -> TrainBatch:
     return made.adding(advantages=advantages, old_log_probs=made.rollout_log_probs)
 
 
+@pytest.mark.processes
 def test_gradients_of_two_ranks_are_those_of_one(tmp_path):
     """Also of one sequence on two ranks: one of them runs empty passes alone, and its tower for nothing."""
     folder, whole = save_vision_model(tmp_path / "model"), batch()
