@@ -167,12 +167,10 @@ def passes_and_pools(c: View) -> Unused:
     if not c.reward.enable_resource_pool:
         yield (
             (
-                "reward_model.nnodes",
-                "reward_model.n_gpus_per_node",
+                *("reward_model.nnodes", "reward_model.n_gpus_per_node", "reward_model.model.fsdp_config.fsdp_size"),
                 "reward_model.model.fsdp_config.offload_policy",
                 "reward_model.model.fsdp_config.reshard_after_forward",
                 "reward_model.model.fsdp_config.forward_prefetch",
-                "reward_model.model.fsdp_config.fsdp_size",
             ),
             "one process holds the reward model (reward_model.enable_resource_pool is off)",
         )
