@@ -287,6 +287,7 @@ def kill(actor):
     os.kill(pid_of(actor), signal.SIGKILL)
 
 
+@pytest.mark.processes
 def test_a_hang_names_phase_rank_and_stack_and_a_dead_learner_its_rank(small):
     def sleep_through_the_phase(self):
         time.sleep(10)

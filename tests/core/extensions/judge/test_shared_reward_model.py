@@ -38,6 +38,7 @@ def found(tmp_path_factory):
     return {name: (jobs[name][1], torch.load(folder / f"{name}.pt", weights_only=True)) for name in KINDS}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", KINDS)
 def test_scores_are_those_of_one_process(found, name):
     config, (scores, held) = found[name]
