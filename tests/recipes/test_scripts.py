@@ -85,17 +85,18 @@ def test_a_dry_run_validates_anywhere_and_writes_nothing(path, elsewhere):
         assert "has no effect" not in done.stdout and "\n  The run fits on " in done.stdout
 
 
-@named(TRAINING)
+# Scripts of a kind start training by the same line: that their text ends in "$@" is tested of each
+ONE_A_KIND = list({(path.parent, path in LARGE, path in REAL): path for path in TRAINING}.values())
+
+
+@named(ONE_A_KIND)
 def test_arguments_are_forwarded_and_win(path, elsewhere):
     done = run(path, elsewhere, "trainer.seed=77", "trainer.experiment_name=mine", "trainer.backend=local")
     assert done.returncode == 0 and "trainer.seed=77" in done.stdout
     assert "trainer.experiment_name=mine" in done.stdout and OVER_RAY not in done.stdout
 
 
-ONE_A_KIND = {(path.parent, path in LARGE, path in REAL): path for path in TRAINING}.values()
-
-
-@named(list(ONE_A_KIND))
+@named(ONE_A_KIND)
 def test_a_mistyped_argument_ends_a_script(path, elsewhere):
     done = run(path, elsewhere, "trainer.seed=77", "data.nope=1")
     assert done.returncode == 2 and done.stderr.startswith("data.nope=1: unknown key")
