@@ -123,7 +123,7 @@ def test_a_file_of_a_repository_that_is_the_package_recipe(tmp_path, capsys):
         load_object(f"{other}/mine.py:x")
 
 
-@pytest.mark.needs("verl_classes")
+@pytest.mark.needs("verl_classes", "tools")
 def test_a_file_that_is_to_be_copied_into_verl_has_the_stand_in_beside_it_and_its_own_first(tmp_path, capsys):
     mine = "from .base_tool import BaseTool\nfrom .schemas import ToolResponse\nfrom . import gsm8k\nx = gsm8k.x\n"
     project = write(tmp_path, {"setup.py": "", "tools/gsm8k.py": "x = 5\n", "tools/mine.py": mine})
