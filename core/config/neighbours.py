@@ -60,6 +60,11 @@ class UsersLoader(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         vars(module)["__builtins__"] = {**vars(builtins), "__import__": users_import}
         super().exec_module(module)
+        ray = sys.modules.get("ray")
+        if ray is not None:  # no actor can import users' files: what it gets is pickled whole
+            tops = (sys.modules[top] for top in FINDER.users if top in sys.modules)
+            for users in (module, *tops):
+                ray.cloudpickle.register_pickle_by_value(users)
 
 
 def for_users(spec: ModuleSpec | None) -> ModuleSpec | None:

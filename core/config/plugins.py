@@ -76,6 +76,37 @@ def load_module(where: str, label: str) -> ModuleType:
     return _from_file(where, label) if where.endswith(".py") else _from_package(where, label)
 
 
+def in_project(where: str, file: Path) -> str:
+    """Return ``file.py:Class`` for a ``package.module.Class`` that only the project of a file has, else ``where``.
+
+    A file that names classes so is written to be read in its project's root, as verl's lists of tools are. What can be
+    imported from here comes first. A folder ``src`` of the project counts as a root, and so does a clone of the
+    package within it.
+    """
+    module, _, name = where.rpartition(".")
+    if ":" in where or not module or importable(module):
+        return where
+    parts = module.split(".")
+    for folder in neighbours.folders_above(file.expanduser().resolve()):
+        for place in (root.joinpath(*parts) for root in (folder, folder / "src", folder / parts[0])):
+            for found in (place.with_name(f"{place.name}.py"), place / "__init__.py"):
+                if found.is_file():
+                    neighbours.report(f"{file} names {where}: it is taken from {found}")
+                    return f"{found}:{name}"
+    return where
+
+
+def importable(module: str) -> bool:
+    """Return whether a module is installed, on the path, or a stand-in's."""
+    stand_ins.install()
+    if stand_ins.stands_in(module):
+        return stand_ins.FINDER.offers(module)
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
 def absent(error: ModuleNotFoundError) -> str:
     """Return what to do about a module that a user's file imports and that is not there."""
     return f"install {error.name}, or put the folder that holds it into PYTHONPATH"
@@ -127,7 +158,4 @@ def _from_file(where: str, label: str) -> ModuleType:
     except BaseException:
         del sys.modules[name]
         raise
-    if (ray := sys.modules.get("ray")) is not None:  # actors that the file makes cannot import it or its neighbours
-        for users in (module, *(sys.modules[top] for top in neighbours.FINDER.users if top in sys.modules)):
-            ray.cloudpickle.register_pickle_by_value(users)
     return module

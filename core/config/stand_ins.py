@@ -52,6 +52,12 @@ class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Do nothing: :meth:`create_module` returns a module that has its contents."""
 
 
+def stands_in(module: str) -> bool:
+    """Return whether a module is one of a package that is not installed and has a stand-in."""
+    top = module.partition(".")[0]
+    return top in extensions.stand_ins() and importlib.machinery.PathFinder.find_spec(top) is None
+
+
 def fork_of(path: Path) -> Path | None:
     """Return the folder of a stand-in's package in the project of a file, as in a fork of the package, or None."""
     for folder in folders_above(path):

@@ -41,7 +41,7 @@ from core.extensions.tools.tools import (
     load_tools,
 )
 from core.rollout.agent_loop import AgentLoop, Episode
-from core.rollout.outside_code import ApartLoop, Failed, described, guarded
+from core.rollout.outside_code import SHARED, ApartLoop, Failed, SharedContext, described, guarded
 from core.safe_text.printable import printable
 from core.types import Prompt
 
@@ -128,6 +128,7 @@ class ToolAgentLoop(AgentLoop):
                 )
 
     async def run(self, episode: Episode) -> None:
+        SHARED.set(SharedContext())
         tools = chosen(self.tools, episode.prompt.extra_info)
         self.tell_of(tools, episode)
         instances = await self.start_tools(tools, episode)

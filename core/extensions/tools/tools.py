@@ -37,7 +37,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
 
 from core.config import extensions
-from core.config.plugins import absent, load_object
+from core.config.plugins import absent, in_project, load_object
 from core.errors import InputError
 
 KEY = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
@@ -146,7 +146,8 @@ def check_tools(path: str | Path) -> None:
 def read_entries(path: str | Path, key: str, name: str) -> tuple[list[Any], str]:
     """Return the list that a YAML file holds, alone or under ``name``, and where it stands, for messages.
 
-    Raises InputError where the file cannot be read or holds no such list.
+    Classes of the file's own project get their files' paths (:func:`core.config.plugins.in_project`). Raises InputError
+    where the file cannot be read or holds no such list.
     """
     where = f"{key}={path}"
     try:
@@ -156,7 +157,12 @@ def read_entries(path: str | Path, key: str, name: str) -> tuple[list[Any], str]
     entries = content.get(name) if isinstance(content, Mapping) else content
     if not isinstance(entries, list) or not entries:
         raise InputError(f"{where}: must hold a list under {name!r}; core/extensions/tools has the form")
-    return entries, f"{where}: {name}"
+    return [_with_path(entry, Path(path)) for entry in entries], f"{where}: {name}"
+
+
+def _with_path(entry: Any, file: Path) -> Any:
+    where = entry.get("class_name") if isinstance(entry, Mapping) else None
+    return {**entry, "class_name": in_project(where, file)} if isinstance(where, str) else entry
 
 
 def made_by_name(
@@ -190,6 +196,8 @@ class _Entry(NamedTuple):
 
 
 def _read_entry(entry: Any) -> _Entry:
+    if isinstance(entry, Mapping) and {"class_name", "tool_schema"} <= entry.keys():
+        entry = {key: value for key, value in entry.items() if key != "name"}  # the schema's counts, as in verl
     if isinstance(entry, Mapping) and ("name" in entry or "function" in entry):
         entry = _of_function(entry)
     if not isinstance(entry, Mapping) or not entry.keys() <= {"class_name", "config", "tool_schema", "timeout_s"}:

@@ -55,8 +55,10 @@ class VerlInteraction(Interaction):
     async def generate_response(self, state: UserState, messages: Sequence[Mapping[str, Any]]) -> UserTurn:
         """Return the class's reply. ``calculate_score`` is called by classes themselves, as it is under verl."""
         respond, chat = self.user.generate_response, [dict(message) for message in messages]
-        name = accepted(respond, {"name": self.name})
-        reply = await awaited(respond(state.instance_id, chat, **name, **accepted(respond, state.facts)))
+        facts = accepted(respond, {"name": self.name, **state.facts})
+        by_place = list(inspect.signature(respond).parameters)[:2]  # a fact of the same name would be given twice
+        facts = {name: fact for name, fact in facts.items() if name not in by_place}
+        reply = await awaited(respond(state.instance_id, chat, **facts))
         over, text, score = reply[:3]
         return UserTurn(bool(over), text, 0.0 if score is None else score, scored=score is not None)
 

@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
 from numbers import Real
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -137,10 +138,6 @@ class VerlTool(EpisodeTool):
     """A tool of the tool agent that a class on verl's ``BaseTool`` carries out."""
 
     def __init__(self, kind: type, config: Mapping[str, Any], tool_schema: Mapping[str, Any] | None):
-        if kind.execute is BaseTool.execute:
-            raise ValueError(
-                f"{kind.__name__} has no execute of its own, so that its calls would do nothing; write one"
-            )
         schema_given = None if tool_schema is None else OpenAIFunctionToolSchema.model_validate(tool_schema)
         self._make = partial(kind, {"type": "native", **config}, schema_given)
         self.tool: Any = None
@@ -155,19 +152,26 @@ class VerlTool(EpisodeTool):
             tool_schema = schema.model_dump(exclude_unset=True, exclude_none=True)
         self.schema = tool_schema
 
-    async def start(self, facts: Mapping[str, Any]) -> str:
-        """Return the id of a new instance. ``create_kwargs`` reach ``create`` one by one and as a mapping.
+    async def start(self, facts: Mapping[str, Any]) -> SimpleNamespace:
+        """Return a new instance: its ``instance_id``, and what a call reads of verl 0.7's ``agent_data``.
 
-        verl's SGLang rollout passes them in the first way, its agent loop in the second.
+        ``create_kwargs`` reach ``create`` one by one, as verl's SGLang rollout passes them, and as a mapping, as its
+        agent loop does.
         """
         self.tool = self.tool or self._make()
-        create, facts = self.tool.create, dict(facts.get("create_kwargs") or {})
-        optional = accepted(create, {"instance_id": str(uuid.uuid4()), "create_kwargs": facts})
-        created = await awaited(create(**{**optional, **facts}))
-        return created[0] if isinstance(created, tuple) else created
+        create, given = self.tool.create, dict(facts.get("create_kwargs") or {})
+        optional = accepted(create, {"instance_id": str(uuid.uuid4()), "create_kwargs": given})
+        created = await awaited(create(**{**optional, **given}))
+        created = created[0] if isinstance(created, tuple) else created
+        data = {"request_id": str(uuid.uuid4()), "tools_kwargs": {self.schema["function"]["name"]: facts}}
+        return SimpleNamespace(instance_id=created, **data, extra_fields={})
 
-    async def call_in(self, state: str, arguments: Mapping[str, Any], facts: Mapping[str, Any]) -> ToolAnswer:
-        answer = await awaited(self.tool.execute(state, dict(arguments), **(facts.get("execute_kwargs") or {})))
+    async def call_in(
+        self, state: SimpleNamespace, arguments: Mapping[str, Any], facts: Mapping[str, Any]
+    ) -> ToolAnswer:
+        execute, given = self.tool.execute, facts.get("execute_kwargs") or {}
+        optional = accepted(execute, {"agent_data": state})
+        answer = await awaited(execute(state.instance_id, dict(arguments), **{**optional, **given}))
         response, reward, *_ = answer if isinstance(answer, tuple) else (answer, None)
         if getattr(response, "image", None) or getattr(response, "video", None):
             raise ValueError("the tool returned a picture or a video, and a tool's answer is text here")
@@ -176,16 +180,16 @@ class VerlTool(EpisodeTool):
             reward = None
         return ToolAnswer("" if text is None else text, reward)
 
-    async def reward(self, state: str, facts: Mapping[str, Any]) -> float | None:
+    async def reward(self, state: SimpleNamespace, facts: Mapping[str, Any]) -> float | None:
         """Return the instance's reward; None where there is none, or no number (some of verl's tools return a list)."""
         calculate = getattr(self.tool, "calc_reward", None)
         if calculate is None or getattr(type(self.tool), "calc_reward", None) is BaseTool.calc_reward:
             return None
-        value = await awaited(calculate(state, **(facts.get("calc_reward_kwargs") or {})))
+        value = await awaited(calculate(state.instance_id, **(facts.get("calc_reward_kwargs") or {})))
         return float(value) if isinstance(value, Real) and math.isfinite(value) else None
 
-    async def end(self, state: str, facts: Mapping[str, Any]) -> None:
-        await awaited(self.tool.release(state, **(facts.get("release_kwargs") or {})))
+    async def end(self, state: SimpleNamespace, facts: Mapping[str, Any]) -> None:
+        await awaited(self.tool.release(state.instance_id, **(facts.get("release_kwargs") or {})))
 
 
 METHODS = ("create", "execute", "release")  # by which a class on verl's base is told, the stand-in's or the package's

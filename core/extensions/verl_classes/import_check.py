@@ -13,6 +13,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from core.config.plugins import in_project
 from core.config.stand_ins import find_in_forks, fork_of
 from core.data.stream import data_class
 from core.extensions.verl_classes.shim import ABSENT, ADVICE, import_problem
@@ -37,14 +38,15 @@ def named_files(config: Config) -> Iterator[tuple[str, str, str]]:
     yield from ((key, path.removeprefix("file://"), "") for key, path in keys.items() if path)
     options = config.actor_rollout_ref.rollout.multi_turn
     for name in ("tool_config_path", "interaction_config_path"):
+        file = Path(getattr(options, name, None) or "").expanduser()
         try:
-            listed = yaml.safe_load(Path(getattr(options, name, None) or "").expanduser().read_text(encoding="utf-8"))
+            listed = yaml.safe_load(file.read_text(encoding="utf-8"))
         except (OSError, yaml.YAMLError):  # reported where the file is read
             continue
         for entry in next(iter(listed.values()), ()) if isinstance(listed, dict) else listed or ():
             kind = entry.get("class_name") if isinstance(entry, dict) else None
-            if isinstance(kind, str) and ".py:" in kind:
-                path, _, kind = kind.rpartition(":")
+            if isinstance(kind, str) and ".py:" in (where := in_project(kind, file)):
+                path, _, kind = where.rpartition(":")
                 yield f"{ROLLOUT}.multi_turn.{name}", path, kind
 
 
