@@ -67,6 +67,7 @@ def test_a_script_parses_and_stops_at_its_first_error(path):
     text = path.read_text()
     assert text.startswith("#!/usr/bin/env bash\n") and os.access(path, os.X_OK)
     assert "\nset -euo pipefail\n" in text and '"$@"' in text
+    assert path not in LARGE or text.endswith('"$@"\n')  # what is typed comes last
 
 
 OVER_RAY = "\n  trainer.backend=ray (default local)\n"
@@ -85,7 +86,7 @@ def test_a_dry_run_validates_anywhere_and_writes_nothing(path, elsewhere):
         assert "has no effect" not in done.stdout and "\n  The run fits on " in done.stdout
 
 
-# Scripts of a kind start training by the same line: that their text ends in "$@" is tested of each
+# Scripts of a kind start training by the same line, and each large one ends in "$@"
 ONE_A_KIND = list({(path.parent, path in LARGE, path in REAL): path for path in TRAINING}.values())
 
 
