@@ -2,12 +2,14 @@
 # Records the published lab runs, capsules and the oracle again (`make record`), after a change that was meant to change
 # their numbers.
 #
-#   bash results/record.sh [labs] [others] [capsules] [oracle]          all of them by default
+#   bash results/record.sh [labs] [others] [capsules] [oracle]          these by default
+#   bash results/record.sh real                                         the real model, days on two cores without AMX
 #
 #   labs      grpo, ppo, dapo and search_r1, seeds 1 to 3          results/RECIPE/lab-seedN
 #   others    tools, users, figures, variants of the loss          results/RECIPE/lab-NAME
 #   capsules  a step of each recipe                                results/capsules
 #   oracle    hashes of ten steps                                  tests/oracle.json
+#   real      recipes/real: seeds 1 to 3, controls                 results/RECIPE/real-NAME, results/real/answers
 #
 # Commit first: a run names the commit that made it. Runs go to outputs/ of this clone, with one thread each and two at a
 # time; a run that is finished there is published as it is, so that a recording which was stopped goes on: remove outputs/
@@ -98,11 +100,82 @@ oracle() {
     "$python" -m tests.oracle --write tests/oracle.json --work outputs/oracle
 }
 
+real_run() { # real_run NAME SCRIPT [WORD ...] [key=value ...]: a run, its published copy, and its held-out answers
+    local name="$1" script="$2" recipe="${2%%/*}" scores=strict
+    shift 2
+    local task=instructions word searching=()
+    for word in "$@"; do case "$word" in passages | arithmetic) task="$word" ;; esac; done
+    case "$recipe-$task" in
+    search_r1-*) task=search searching=(retriever.url=null "retriever.local={index: ./outputs/real/search/index}") ;;
+    *-instructions) scores=guarded ;;
+    esac
+    local answers="outputs/real/answers_$task/$name.jsonl"
+    echo "$recipe/$name: $(date +%H:%M:%S)"
+    mkdir -p "${answers%/*}"
+    {
+        bash "recipes/$script" "$@" "trainer.experiment_name=$name" "trainer.default_local_dir=./outputs/$recipe/$name"
+        "$python" -m results.publish "outputs/$recipe/$name" --as "$recipe/$name"
+        "$python" -m core.evaluate generate "$recipe" --run "outputs/$recipe/$name" --out "$answers" \
+            ${searching[@]+"${searching[@]}"}
+        "$python" -m core.evaluate score "$answers" --name "$scores"
+    } > "outputs/record-$recipe-$name.log" 2>&1 || tail -n 5 "outputs/record-$recipe-$name.log" >&2
+}
+
+real_start() { # real_start TASK PRESET SCORES: answers of the model as released and after fine-tuning, which is made
+    local task="$1" answers="outputs/real/answers_$1" folder=./outputs/real stage
+    mkdir -p "$answers"
+    {
+        bash recipes/real/start.sh sft "$task"
+        for stage in model sft; do
+            [[ $task == instructions || $stage == model ]] || stage="sft_$task"
+            "$python" -m core.evaluate generate grpo "preset=$2" --model "$folder/$stage" --out "$answers/$stage.jsonl"
+            "$python" -m core.evaluate score "$answers/$stage.jsonl" --name "$3"
+        done
+    } > "outputs/record-start-$task.log" 2>&1 || tail -n 5 "outputs/record-start-$task.log" >&2
+}
+
+queue() { # queue COMMAND ...: runs it beside the others, REAL_AT_ONCE at a time
+    while (($(jobs -rp | wc -l) >= ${REAL_AT_ONCE:-1})); do wait -n || true; done
+    "$@" &
+}
+
+real() {
+    local grpo=grpo/run_smollm2_135m.sh seed task control
+    unset OMP_NUM_THREADS
+    mkdir -p outputs/real
+    bash recipes/real/start.sh data
+    queue real_start instructions smollm2_135m guarded
+    for task in arithmetic passages; do queue real_start "$task" "smollm2_135m_$task" strict; done
+    queue bash recipes/real/start.sh sft search > outputs/record-start-search.log 2>&1
+    wait
+    for seed in 1 2 3; do
+        queue real_run "real-seed$seed" $grpo "trainer.seed=$seed" trainer.total_training_steps=150
+    done
+    for task in arithmetic passages naive; do
+        for seed in 1 2 3; do queue real_run "real-$task-seed$seed" $grpo "$task" "trainer.seed=$seed"; done
+    done
+    for control in random shuffled; do
+        for task in arithmetic passages; do queue real_run "real-$task-$control-seed1" $grpo "$task" "$control"; done
+        queue real_run "real-$control-seed1" $grpo "$control"
+    done
+    for task in dapo ppo; do
+        for seed in 1 2 3; do queue real_run "real-seed$seed" $task/run_smollm2_135m.sh "trainer.seed=$seed"; done
+    done
+    for task in arithmetic passages; do
+        queue real_run "real-$task-untuned-seed1" $grpo "$task" actor_rollout_ref.model.path=./outputs/real/model
+    done
+    queue real_run real-untuned-seed1 $grpo actor_rollout_ref.model.path=./outputs/real/model
+    for seed in 1 2 3; do
+        REAL_PORT=$((8123 + seed)) queue real_run "real-seed$seed" search_r1/run_smollm2_135m.sh "trainer.seed=$seed"
+    done
+    wait
+}
+
 (($#)) || set -- labs others capsules oracle
 for part in "$@"; do
     case "$part" in
-    labs | others | capsules | oracle) "$part" ;;
-    *) echo "$part: not one of labs, others, capsules, oracle" >&2 && exit 2 ;;
+    labs | others | capsules | oracle | real) "$part" ;;
+    *) echo "$part: not one of labs, others, capsules, oracle, real" >&2 && exit 2 ;;
     esac
 done
 "$python" -m results.report --index

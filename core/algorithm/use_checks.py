@@ -277,6 +277,7 @@ def _policy_gradient_holds(log_prob: Tensor, old: Tensor, micro: TrainBatch, con
     high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
     plain = mask & (ratio > 1 - 0.9 * low) & (ratio < 1 + 0.9 * high)
     wanted = -weight * micro.require("advantages") * ratio
+    terms = wanted.abs()
     if micro.rollout_is_weights is not None:
         wanted = wanted * micro.rollout_is_weights
     if config.use_kl_loss:
@@ -285,8 +286,10 @@ def _policy_gradient_holds(log_prob: Tensor, old: Tensor, micro: TrainBatch, con
         slope = {"kl": torch.ones_like, "k1": torch.ones_like, "abs": torch.sign}.get(kind)
         if kind in ("low_var_kl", "k3"):
             slope, plain = (lambda x: -torch.expm1(-x)), plain & (d.abs() < 2)  # beyond it the estimate is clamped
+        terms = terms + config.kl_loss_coef * weight.abs()  # k3's slope is the difference of two numbers near 1
         wanted = wanted + config.kl_loss_coef * weight * (d if slope is None else slope(d))
-    _gradients_agree(grad, wanted, plain, "update_actor", "log-probs", "advantages, loss weights, ratio and KL term")
+    of = "advantages, loss weights, ratio and KL term"
+    _gradients_agree(grad, wanted, plain, "update_actor", "log-probs", of, terms)
 
 
 @counted
@@ -308,10 +311,15 @@ def _value_gradient_holds(values: Tensor, micro: TrainBatch, clip: float, grad: 
     _gradients_agree(grad, wanted, plain, "update_critic", "values", "returns and loss weights")
 
 
-def _gradients_agree(grad: Tensor, wanted: Tensor, where: Tensor, phase: str, of: str, parts: str) -> None:
+def _gradients_agree(
+    grad: Tensor, wanted: Tensor, where: Tensor, phase: str, of: str, parts: str, terms: Tensor | None = None
+) -> None:
+    """Compare a gradient with what it should be, up to the float32 rounding of the ``terms`` that it is made of."""
     where = where & torch.isfinite(grad) & torch.isfinite(wanted)  # a step that is not finite is skipped, and counted
     wanted, grad = (torch.where(where, one.detach().double(), 0.0) for one in (wanted, grad))
     room = 1e-3 * wanted.abs() + 1e-5 * wanted.abs().max().clamp(min=1e-30)
+    if terms is not None:
+        room = room + 4 * torch.finfo(torch.float32).eps * terms
     count = int(((grad - wanted).abs() > room).sum())
     found = f"the gradient of {count} of {int(where.sum())} {of} is not that of the objective"
     invariants.require(not count, phase, found, f"the loss must be made of the batch's own {parts}")

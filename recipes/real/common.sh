@@ -14,9 +14,11 @@ export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
 keep=glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=8589934592:glibc.malloc.top_pad=67108864
 export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1:$keep}"
+export REAL_DEVICE="${REAL_DEVICE:-cpu}" # REAL_DEVICE=cuda takes a GPU
 # Without instructions for it, a processor multiplies bfloat16 up to a hundred times slower than float32.
 if [[ -z "${REAL_DTYPE:-}" ]]; then
-    if grep -qsE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then REAL_DTYPE=bfloat16; else REAL_DTYPE=float32; fi
+    REAL_DTYPE=float32
+    if [[ "$REAL_DEVICE" == cuda ]] || grep -qsE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then REAL_DTYPE=bfloat16; fi
 fi
 export REAL_DTYPE
 model="${REAL_MODEL:-./outputs/real/model}"

@@ -3,10 +3,10 @@
     python -m recipes.real.report outputs/real/answers/{released,sft,grpo}.jsonl --frozen outputs/real/model --run RUN
 
 Each file of answers needs its scores beside it (``python -m core.evaluate score ANSWERS --name guarded``; other tasks
-call them strict). A score alone does not tell a text from a trick, so that the table also has the lenient reading of
-scorers that have one, the share of different words, of unfinished answers, and how likely the answers are under the
-frozen model that training started from. A control (``recipes/real/controls.py``) is named as one where its answers were
-generated with ``--run``.
+call them strict). Files named ``NAME-seed1.jsonl``, ``NAME-seed2.jsonl`` share a line, with an interval over seeds. A
+score alone does not tell a text from a trick, so that the table also has the lenient reading of scorers that have one,
+the share of different words, of unfinished answers, and how likely the answers are under the frozen model that training
+started from. A control (``recipes/real/controls.py``) is named as one where its answers were generated with ``--run``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from core.extensions.evaluation.answer_file import read_manifest, trajectory_of
 from core.extensions.evaluation.summary import summary
 from core.tracking.confidence_intervals import Estimate, question_interval
 from recipes.real.controls import control_of
+from results.reporting.comparison import seed_interval
 from results.reporting.evaluation_report import lenient
 from results.reporting.numbers import percent
 
@@ -69,11 +71,27 @@ class Stage:
         train_files = read_manifest(path, "answers")["config"]["data.train_files"]
         return cls(path.stem, tuple(answers), parts, control_of(train_files))
 
-    def estimate(self, part: str) -> Estimate:
-        return question_interval(self.parts[part])
-
     def mean(self, part: str) -> float:
         return math.fsum(self.parts[part]) / len(self.answers)
+
+
+def estimate(seeds: Sequence[Stage], part: str) -> Estimate:
+    """Return a share with its interval: over seeds where there are several, else over prompts."""
+    if len(seeds) > 1:
+        return seed_interval([stage.mean(part) for stage in seeds])
+    return question_interval(seeds[0].parts[part])
+
+
+def mean(seeds: Sequence[Stage], part: str) -> float:
+    return math.fsum(stage.mean(part) for stage in seeds) / len(seeds)
+
+
+def by_seeds(stages: Sequence[Stage]) -> dict[str, list[Stage]]:
+    """Return the stages by name, those that differ in their seed together."""
+    groups: dict[str, list[Stage]] = {}
+    for stage in stages:
+        groups.setdefault(re.sub(r"-seed\d+$", "", stage.name), []).append(stage)
+    return {name if len(group) > 1 else group[0].name: group for name, group in groups.items()}
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -109,31 +127,34 @@ def _mask(sequences: Sequence[Any], width: int) -> Any:
     return torch.stack([torch.arange(width) < len(sequence) for sequence in sequences]).long()
 
 
-COLUMNS: tuple[tuple[str, str, Callable[[Stage, str], str]], ...] = (  # part of a score, heading, how it is written
-    ("acc", "", lambda stage, part: percent(stage.estimate(part))),  # the heading is the label of the scores
-    ("lenient", "lenient", lambda stage, part: percent(stage.estimate(part))),
-    ("naive", "naive", lambda stage, part: percent(stage.estimate(part))),
-    ("distinct", "different words", lambda stage, part: f"{stage.mean(part):.2f}"),
-    ("truncated", "unfinished", lambda stage, part: f"{stage.mean(part):.0%}"),
+Cell = Callable[[Sequence[Stage], str], str]
+COLUMNS: tuple[tuple[str, str, Cell], ...] = (  # part of a score, heading, how it is written
+    ("acc", "", lambda seeds, part: percent(estimate(seeds, part))),  # the heading is the label of the scores
+    ("lenient", "lenient", lambda seeds, part: percent(estimate(seeds, part))),
+    ("naive", "naive", lambda seeds, part: percent(estimate(seeds, part))),
+    ("distinct", "different words", lambda seeds, part: f"{mean(seeds, part):.2f}"),
+    ("truncated", "unfinished", lambda seeds, part: f"{mean(seeds, part):.0%}"),
 )
 
 
 def table(stages: Sequence[Stage], likelihoods: Mapping[str, float], label: str = "guarded") -> str:
-    """Return the stages as a table in Markdown, a line each, and below it which of them are controls."""
+    """Return the stages as a table in Markdown, a line each or for all seeds, and below it which are controls."""
     columns = [(part, heading or label, write) for part, heading, write in COLUMNS if part in stages[0].parts]
-    headings = ["model", *(heading for _, heading, _ in columns), "log-likelihood under the frozen model"]
+    headings = ["model", "seeds", *(heading for _, heading, _ in columns), "log-likelihood under the frozen model"]
     lines = [f"| {' | '.join(headings)} |", "|" + "---|" * len(headings)]
-    for stage in stages:
-        cells = [stage.name, *(write(stage, part) for part, _, write in columns)]
-        lines.append(f"| {' | '.join(cells)} | {likelihoods[stage.name]:.2f} nats a token |")
-    controls = [f"{stage.name} is {stage.control}." for stage in stages if stage.control]
+    groups = by_seeds(stages)
+    for name, seeds in groups.items():
+        likelihood = math.fsum(likelihoods[stage.name] for stage in seeds) / len(seeds)
+        cells = [name, str(len(seeds)), *(write(seeds, part) for part, _, write in columns)]
+        lines.append(f"| {' | '.join(cells)} | {likelihood:.2f} nats a token |")
+    controls = [f"{name} is {seeds[0].control}." for name, seeds in groups.items() if seeds[0].control]
     return "\n".join([*lines, *(["", *controls] if controls else [])])
 
 
 def samples(stages: Sequence[Stage], number: int) -> str:
     """Return answers of every stage to the same prompts, evenly spaced over the file; + marks a right one."""
     total = len(stages[0].answers)
-    blocks = []
+    stages, blocks = [seeds[0] for seeds in by_seeds(stages).values()], []
     for at in range(0, total, max(1, total // number))[:number]:
         question = stages[0].answers[at]["prompt"].split("user\n")[-1].split("<|im_end|>")[0]
         answers = [f"{'+' if s.parts['acc'][at] else '-'} {s.name}: {s.answers[at]['response']!r}" for s in stages]
@@ -161,7 +182,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     rows = table(stages, likelihoods, args.scores)
-    heading = f"{len(stages[0].answers)} held-out prompts, greedy answers, 95 % intervals (Wilson)"
+    heading = f"{len(stages[0].answers)} held-out prompts, greedy answers, 95 % intervals (of prompts, or of seeds)"
     out = args.out or args.answers[0].parent / "report.md"
     text = (
         f"# {TITLES[stages[0].answers[0]['data_source']]}\n\n{heading}.\n\n{rows}\n\n```\n{samples(stages, 40)}\n```\n"

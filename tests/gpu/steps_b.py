@@ -10,13 +10,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import ray
 import torch
 
-from core.cluster.ray_workers import RayWorkers
 from core.config import compose
 from core.engines import SampleRequest, SamplingParams
 from core.types import TrainBatch, Trajectory
@@ -26,6 +24,9 @@ from tests.faults.tiny_run import prepare as prepare_run
 from tests.gpu import grpo
 from tests.gpu.grpo import Size
 from tests.padded import batch_of_padded
+
+if TYPE_CHECKING:
+    from core.cluster.ray_workers import RayWorkers
 
 SHAPES = {"full": Size(151_936, 2048, 11_008, 36, 16, 2), "tiny": Size(512, 128, 64, 2, 4, 2)}  # Qwen2.5-3B's
 GIB = 2**30
@@ -50,6 +51,7 @@ def settings(device: str, size: str, folder: Path, *more: str) -> Any:
 
 @contextmanager
 def workers_of(config: Any, device: str) -> Iterator[RayWorkers]:
+    from core.cluster.ray_workers import RayWorkers
     from core.learner.models import load_tokenizer
 
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
@@ -110,6 +112,8 @@ def sync(device: str, size: str, folder: Path) -> dict[str, Any]:
             probe = workers.sync_weights(version)["rollout_corr/probe_diff"]
             row = {"version": version, "update, s": updated - start, "sync, s": time.perf_counter() - updated}
             found.append({**row, "probe": probe, "GiB in use": in_use(workers, device)})
+        import ray
+
         weights = ray.get(workers.learners[0].call.remote("weights", workers.weight_sync.dtype))
     gib = sum(weight.size for weight in weights) / GIB
     rate = gib / statistics.median(row["sync, s"] for row in found)
@@ -120,6 +124,8 @@ def in_use(workers: RayWorkers, device: str) -> float:
     """Return what is taken of the GPU, by all processes."""
     if device == "cpu":
         return 0.0
+    import ray
+
     read = lambda self: torch.cuda.mem_get_info()  # noqa: E731
     free, total = ray.get(workers.learners[0].__ray_call__.remote(read))
     return (total - free) / GIB
@@ -153,6 +159,8 @@ def decode(device: str, size: str, folder: Path) -> dict[str, Any]:
         answers = answers_of(workers, count, length, SHAPES[size].vocabulary)
         ours = count * length / (time.perf_counter() - start)
     prompts = [{"prompt_token_ids": list(map(int, one.prompt_ids))} for one in answers]
+    import ray
+
     ray.shutdown()
     theirs = plain(config, prompts, length, device)
     return {"answers": count, "ours, tokens/s": ours, "vLLM alone, tokens/s": theirs, "ours / alone": ours / theirs}

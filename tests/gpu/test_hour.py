@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -33,6 +34,15 @@ def test_a_rehearsal_writes_a_file_a_step_and_repeats_none(tmp_path, capsys):
     capsys.readouterr()
     assert main(["a", "rank", *TINY, "--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out == "rank: done before\n"
+
+
+def test_part_a_and_its_page_need_neither_ray_nor_vllm(tmp_path):
+    code = (
+        "import sys; sys.modules |= {'ray': None, 'vllm': None}\nfrom pathlib import Path\nfrom tests.gpu import hour\n"
+    )
+    code += f"assert hour.steps_of('a')\nprint(hour.table(Path({str(tmp_path)!r})))"
+    page = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert page.returncode == 0 and "## b: killed" in page.stdout, page.stderr[-2000:]
 
 
 @pytest.mark.processes

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from core.algorithm import use_checks
+from core.algorithm.kl import kl_penalty
 from core.algorithm.losses import MetricSums, policy_loss, value_loss
 from core.config.sections.actor import ActorConfig, PolicyLossConfig
 from core.config.sections.optim import OptimConfig
@@ -232,8 +233,6 @@ def test_the_gradient_of_the_log_probs_is_that_of_the_objective(kind):
         )
         total = (used.require("loss_weight") * loss).sum()
         if kind:
-            from core.algorithm.kl import kl_penalty
-
             penalty = kl_penalty(watched, used.require("ref_log_prob"), kind, step.response_mask)
             total = total + config.kl_loss_coef * (used.require("loss_weight") * penalty).sum()
         total.backward()
@@ -244,6 +243,21 @@ def test_the_gradient_of_the_log_probs_is_that_of_the_objective(kind):
     for changed in wrong:
         with broken("phase update_actor: the gradient of .* log-probs is not that of the objective"):
             backward(**changed)
+
+
+@pytest.mark.parametrize("kind", ["kl", "abs", "mse", "low_var_kl", "k3+"])
+def test_a_kl_loss_alone_near_its_reference_is_the_objective_too(kind):
+    """Where no group has an advantage and the policy has hardly moved, k3's slope is rounding for the most part."""
+    torch.manual_seed(0)
+    config = ActorConfig(use_kl_loss=True, kl_loss_type=kind, kl_loss_coef=0.02, entropy_coeff=0.0)
+    (step,) = mini_batches(batch_of(made_groups(), GRPO), prompts=2, scale_factor=1)
+    old = -10 * torch.rand(step.tokens)
+    near = old + 3e-6 * torch.randn(step.tokens)
+    step = step.adding(old_log_probs=old, ref_log_prob=near, advantages=torch.zeros(step.tokens))
+    watched = old.clone().requires_grad_() * 1.0
+    use_checks.watch_policy_gradient(watched, watched, old, step, config)
+    penalty = kl_penalty(watched, near, kind, step.response_mask)
+    (config.kl_loss_coef * (step.require("loss_weight") * penalty).sum()).backward()
 
 
 @pytest.mark.needs("variants")

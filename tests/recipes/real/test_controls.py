@@ -81,14 +81,22 @@ def test_the_table_has_the_columns_of_the_task_and_says_which_stage_is_a_control
         Stage("grpo-random", ({}, {}), {**parts, "lenient": (1.0, 0.0)}, CONTROLS["random"]),
     ]
     head, _, released, coin, _, last = table(stages, {"released": -1.0, "grpo-random": -2.0}, "strict").splitlines()
-    assert head == "| model | strict | lenient | unfinished | log-likelihood under the frozen model |"
+    assert head == "| model | seeds | strict | lenient | unfinished | log-likelihood under the frozen model |"
     assert (
-        released.startswith("| released | 50.0 [")
+        released.startswith("| released | 1 | 50.0 [")
         and "| 100.0 [" in released
         and coin.endswith("| -2.00 nats a token |")
     )
     assert last == f"grpo-random is {CONTROLS['random']}."
     instructions = [Stage("sft", ({}, {}), {**parts, "naive": (1.0, 1.0), "distinct": (0.5, 0.7)})]
     assert table(instructions, {"sft": -1.0}).startswith(
-        "| model | guarded | naive | different words | unfinished | log-likelihood under the frozen model |\n"
+        "| model | seeds | guarded | naive | different words | unfinished | log-likelihood under the frozen model |\n"
     )
+
+
+def test_seeds_of_a_run_share_a_line_with_an_interval_over_seeds():
+    acc = {"grpo-seed1": (1.0, 0.0), "grpo-seed2": (1.0, 1.0), "other-seed1": (0.0, 0.0)}
+    stages = [Stage(name, ({}, {}), {"acc": values, "truncated": (0.0, 0.0)}) for name, values in acc.items()]
+    _, _, several, single = table(stages, {"grpo-seed1": -1.0, "grpo-seed2": -2.0, "other-seed1": 0.0}).splitlines()
+    assert several == "| grpo | 2 | 75.0 ± 35.4 [0.0, 100.0] | 0% | -1.50 nats a token |"
+    assert single.startswith("| other-seed1 | 1 | 0.0 [0.0, ")
