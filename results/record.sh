@@ -141,7 +141,7 @@ queue() { # queue COMMAND ...: runs it beside the others, REAL_AT_ONCE at a time
 
 real() {
     local grpo=grpo/run_smollm2_135m.sh seed task control
-    unset OMP_NUM_THREADS
+    [[ "${REAL_DEVICE:-cpu}" == cuda ]] || unset OMP_NUM_THREADS
     mkdir -p outputs/real
     bash recipes/real/start.sh data
     queue real_start instructions smollm2_135m guarded
@@ -152,7 +152,10 @@ real() {
         queue real_run "real-seed$seed" $grpo "trainer.seed=$seed" trainer.total_training_steps=150
     done
     for task in arithmetic passages naive; do
-        for seed in 1 2 3; do queue real_run "real-$task-seed$seed" $grpo "$task" "trainer.seed=$seed"; done
+        for seed in 1 2 3; do
+            queue real_run "real-$task-seed$seed" $grpo "$task" "trainer.seed=$seed" \
+                "trainer.trace.freq=$((seed == 1 ? 30 : -1))" trainer.trace.groups=10
+        done
     done
     for control in random shuffled; do
         for task in arithmetic passages; do queue real_run "real-$task-$control-seed1" $grpo "$task" "$control"; done
