@@ -45,8 +45,9 @@ def publish(folder: str | Path, target: str | Path) -> Path:
     """
     run, target = load_run(folder), Path(target)
     target.mkdir(parents=True, exist_ok=True)
-    # the copy is known by the name it is given
-    manifest = {**run.manifest, "recipe": target.parent.name, "run": target.name}
+    # the copy is known by the name it is given, and no longer runs where a process was killed
+    status = {"running": "unfinished"}.get(run.manifest["status"], run.manifest["status"])
+    manifest = {**run.manifest, "recipe": target.parent.name, "run": target.name, "status": status}
     (target / "manifest.json").write_text(json.dumps(scrub(manifest), indent=1) + "\n", encoding="utf-8")
     config = read_foreign_yaml((run.folder / "config.yaml").read_text(encoding="utf-8"))
     (target / "config.yaml").write_text(yaml.safe_dump(scrub(config), sort_keys=False), encoding="utf-8")

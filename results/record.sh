@@ -9,7 +9,7 @@
 #   others    tools, users, figures, variants of the loss          results/RECIPE/lab-NAME
 #   capsules  a step of each recipe                                results/capsules
 #   oracle    hashes of ten steps                                  tests/oracle.json
-#   real      recipes/real: seeds 1 to 3, controls                 results/RECIPE/real-NAME, results/real/answers
+#   real      recipes/real: seeds 1 to 3, controls                 results/RECIPE/real-NAME, outputs/real/answers_TASK
 #
 # Commit first: a run names the commit that made it. Runs go to outputs/ of this clone, with one thread each and two at a
 # time; a run that is finished there is published as it is, so that a recording which was stopped goes on: remove outputs/
@@ -110,6 +110,7 @@ real_run() { # real_run NAME SCRIPT [WORD ...] [key=value ...]: a run, its publi
     *-instructions) scores=guarded ;;
     esac
     local answers="outputs/real/answers_$task/$name.jsonl"
+    [[ $recipe == grpo || $task == search ]] || answers="outputs/real/answers_$task/$recipe-$name.jsonl"
     echo "$recipe/$name: $(date +%H:%M:%S)"
     mkdir -p "${answers%/*}"
     {
@@ -141,7 +142,8 @@ queue() { # queue COMMAND ...: runs it beside the others, REAL_AT_ONCE at a time
 
 real() {
     local grpo=grpo/run_smollm2_135m.sh seed task control
-    [[ "${REAL_DEVICE:-cpu}" == cuda ]] || unset OMP_NUM_THREADS
+    source recipes/real/common.sh # the precision and the memory of all stages
+    [[ "$REAL_DEVICE" == cuda ]] || unset OMP_NUM_THREADS
     mkdir -p outputs/real
     bash recipes/real/start.sh data
     queue real_start instructions smollm2_135m guarded

@@ -115,23 +115,30 @@ def checksum(data: Tensor) -> Checksum:
 
     Any change of one number shows, and so do numbers, rows or blocks in another order: each is weighted by its place.
     """
+    return (len(data), *_sums(data).tolist())
+
+
+def _sums(data: Tensor) -> Tensor:
+    """Return the three sums of :func:`checksum`, [3] int64, still on the device: reading them waits for it."""
     words = data.view(torch.int32)
     rows = len(words) // SUMMED
     table, rest = words[: rows * SUMMED].view(rows, SUMMED), words[rows * SUMMED :]
     sums = (table.sum(1, dtype=torch.int64), table.sum(0, dtype=torch.int64), rest.to(torch.int64))
     places = (torch.arange(1, len(part) + 1, device=data.device) for part in sums)
-    return (len(data), *(int((part * place).sum()) for part, place in zip(sums, places, strict=True)))
+    return torch.stack([(part * place).sum() for part, place in zip(sums, places, strict=True)])
 
 
 def weights_checksum(named: Iterable[tuple[str, Tensor]]) -> Checksum:
     """Return one checksum of tensors in their order."""
-    total: Checksum = ()
-    for number, (_, value) in enumerate(named, start=1):
+    sizes, sums = [], []
+    for _, value in named:
         data = value.detach().contiguous().reshape(-1).view(torch.uint8)
         data = torch.nn.functional.pad(data, (0, -len(data) % 4)) if len(data) % 4 else data
-        own = checksum(data)
-        total = tuple((a + number * b) % 2**64 for a, b in zip(total or (0,) * len(own), own, strict=True))
-    return total
+        sizes.append(len(data))
+        sums.append(_sums(data))
+    each = [(size, *own) for size, own in zip(sizes, torch.stack(sums).tolist() if sums else (), strict=True)]
+    weighted = [[number * value for value in one] for number, one in enumerate(each, start=1)]
+    return tuple(sum(column) % 2**64 for column in zip(*weighted, strict=True))
 
 
 # -- places --------------------------------------------------------------------------------------

@@ -50,10 +50,11 @@ def compare_probe(
     learner: np.ndarray, engine: np.ndarray, *, bf16: bool, is_news: Callable[[str, float], bool]
 ) -> float:
     """Return the largest difference of the two, [N] each. Raises WeightSyncError where more than one token in
-    ten is beyond the bound of the precision; a few that are beyond it are outliers and are logged where that is news.
+    ten is beyond the bound of the precision; a few that are beyond it are logged where that is news, in float32.
 
     Rounding grows with the number that is rounded: the tokens are random ones, whose log-probs may be -50. A wrong
-    weight moves nearly all of them.
+    weight moves nearly all of them. In bf16 on a GPU one of them is beyond the bound in undisturbed runs of a real
+    model, by 0.5 to 2.5: the metric has it, and a warning would come in every run.
     """
     difference = np.abs(learner - engine)
     bound = 0.25 + np.abs(learner) / 64 if bf16 else 1e-3 + np.abs(learner) * 1e-5
@@ -67,6 +68,6 @@ def compare_probe(
     )
     if beyond.mean() > OUTLIERS or not np.isfinite(difference).all():
         raise WeightSyncError(f"{found}: some of its weights are stale")
-    if is_news("probe_diff", float(difference[worst])):
+    if not bf16 and is_news("probe_diff", float(difference[worst])):
         log.warning("%s: too few for a stale weight", found)
     return float(difference.max())

@@ -138,15 +138,21 @@ COLUMNS: tuple[tuple[str, str, Cell], ...] = (  # part of a score, heading, how 
 
 
 def table(stages: Sequence[Stage], likelihoods: Mapping[str, float], label: str = "guarded") -> str:
-    """Return the stages as a table in Markdown, a line each or for all seeds, and below it which are controls."""
+    """Return the stages as a table in Markdown, a line each or for all seeds, and below it which are controls.
+
+    It has a column of ``likelihoods`` where there are any.
+    """
     columns = [(part, heading or label, write) for part, heading, write in COLUMNS if part in stages[0].parts]
-    headings = ["model", "seeds", *(heading for _, heading, _ in columns), "log-likelihood under the frozen model"]
+    headings = ["model", "seeds", *(heading for _, heading, _ in columns)]
+    headings += ["log-likelihood under the frozen model"] if likelihoods else []
     lines = [f"| {' | '.join(headings)} |", "|" + "---|" * len(headings)]
     groups = by_seeds(stages)
     for name, seeds in groups.items():
-        likelihood = math.fsum(likelihoods[stage.name] for stage in seeds) / len(seeds)
         cells = [name, str(len(seeds)), *(write(seeds, part) for part, _, write in columns)]
-        lines.append(f"| {' | '.join(cells)} | {likelihood:.2f} nats a token |")
+        if likelihoods:
+            likelihood = math.fsum(likelihoods[stage.name] for stage in seeds) / len(seeds)
+            cells.append(f"{likelihood:.2f} nats a token")
+        lines.append(f"| {' | '.join(cells)} |")
     controls = [f"{name} is {seeds[0].control}." for name, seeds in groups.items() if seeds[0].control]
     return "\n".join([*lines, *(["", *controls] if controls else [])])
 
@@ -165,7 +171,7 @@ def samples(stages: Sequence[Stage], number: int) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m recipes.real.report", description=__doc__.partition("\n")[0])
     parser.add_argument("answers", type=Path, nargs="+", metavar="ANSWERS.jsonl", help="a file of each stage, in order")
-    parser.add_argument("--frozen", required=True, help="the model as training found it, a folder or a hub id")
+    parser.add_argument("--frozen", help="the model that training found, a folder or a hub id: adds the likelihood")
     parser.add_argument("--scores", default="guarded", help="the label of the scores (default: %(default)s)")
     parser.add_argument("--run", type=Path, help="the run folder; its curves are written to report.html there")
     parser.add_argument("--out", type=Path, help="the file to write (default: report.md beside the answers)")
@@ -175,7 +181,7 @@ def main() -> int:
         if len({tuple(answer["uid"] for answer in stage.answers) for stage in stages}) > 1:
             raise InputError([f"{args.answers[-1]}: answers other prompts than {args.answers[0]}; compare equal ones"])
         likelihoods = {}
-        for stage in stages:
+        for stage in stages if args.frozen else ():
             values = list(log_likelihoods(args.frozen, stage.answers))
             likelihoods[stage.name] = math.fsum(values) / len(values)
     except InputError as error:

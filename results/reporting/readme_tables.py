@@ -224,11 +224,14 @@ def _section(title: str, table: Table) -> list[str]:
 
 
 def headlines(summaries: Sequence[Summary]) -> list[Experiment]:
-    """Return the experiments of HEADLINE_SEEDS seeds or more, each on the last of its data sources, the hardest one."""
+    """Return the finished experiments of HEADLINE_SEEDS seeds or more, each on its last, hardest data source."""
     last = {
         each.name: each
         for each in experiments(summaries)
-        if len(each.runs) >= HEADLINE_SEEDS and each.metric.startswith("mean@") and not each.name.endswith(CONTROL)
+        if len(each.runs) >= HEADLINE_SEEDS
+        and each.metric.startswith("mean@")
+        and not each.name.endswith(CONTROL)
+        and all(run["status"] == "finished" for run in each.runs)
     }
     return list(last.values())
 

@@ -83,6 +83,9 @@ def table(out: Path) -> str:
             found = json.loads(path.read_text(encoding="utf-8"))
             blocks += [f"{found['hardware']}, commit {str(found['commit'])[:12]}, {found['seconds']:g} s.", ""]
             blocks += _rows(found["measured"]) if found["status"] == "measured" else [f"failed: {_last(found)}", ""]
+            blocks += (
+                [found["note"], ""] if "note" in found else []
+            )  # written into the file by hand, about a measurement
     return "\n".join(blocks).rstrip() + "\n"
 
 

@@ -48,13 +48,16 @@ def shape_of(name: str, size: str, layers: int | None = None) -> Shape:
 
 
 def clock(device: str, function: Callable[[], Any], repeats: int = 3) -> tuple[float, float]:
-    """Return the seconds of the fastest call after one that warms up, and the GiB that it adds on the GPU."""
-    cuda, times = device == "cuda", []
-    held = torch.cuda.memory_allocated() if cuda else 0
+    """Return the seconds of the fastest call after one that warms up, and the GiB that a call adds on the GPU.
+
+    What the first call leaves there (an optimizer's moments) is not counted.
+    """
+    cuda, times, held = device == "cuda", [], 0
     for _ in range(repeats + 1):
         if cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
+            held = torch.cuda.memory_allocated()
         start = time.perf_counter()
         function()
         if cuda:
