@@ -28,6 +28,7 @@ from typing import Any
 import yaml
 
 from tests.check import FIRST, SECONDS, Minute, select_tests
+from tests.museum.hacks import room
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD, PAGE = ROOT / "results" / "museum.json", ROOT / "results" / "museum.md"
@@ -217,7 +218,7 @@ def page(record: Mapping[str, Any]) -> str:
             f"| **{bug['id']}**<br>{bug['title']} | {' '.join(map(linked, bug['sources']))} | {test_cell(bug, found)} "
             f"| {run_cell(bug, found)} | {twin_cell(bug, found.get('twin', {}))} | {trl_cell(bug['id'], trl)} |"
         )
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, "", *room(record)])
 
 
 def twin_cell(bug: Mapping[str, Any], found: Mapping[str, Any]) -> str:

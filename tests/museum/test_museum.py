@@ -15,6 +15,7 @@ from tests.core.learner import test_packing
 from tests.core.rewards import test_rewards
 from tests.faults import tiny_run
 from tests.museum import lab, mutations, report
+from tests.museum.hacks import HACKS, run_hack
 from tests.museum.mutations import MUTATIONS, planted
 from tests.museum.report import BUGS, PAGE, RECORD, ROOT, page
 
@@ -42,6 +43,22 @@ def test_the_page_is_what_was_recorded():
     assert PAGE.read_text(encoding="utf-8") == page(record)
     assert set(record["bugs"]) == set(IDS)
     assert sum(bool(found["run"]) for found in record["bugs"].values()) >= 24
+
+
+def test_what_was_recorded_tells_of_every_hack_and_not_of_the_lab_itself():
+    found = json.loads(RECORD.read_text(encoding="utf-8"))["hacks"]
+    assert set(found) == set(HACKS)
+    for name, one in found.items():
+        first, last = one["scores"]
+        assert last > first
+        assert (one["told_at"] is None and not one["lines"]) if name == "none" else 0 < one["told_at"] <= 15, name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_a_hack_is_told_of_while_it_happens(work):
+    found = run_hack("short", work, steps=16)
+    assert found["told_at"] and "answers are" in found["lines"][0] and "shorter than at the start" in found["lines"][0]
 
 
 def test_what_a_run_misses_is_written_missed():
