@@ -46,6 +46,7 @@ def main() -> None:
             f"data.val_files={args.rows}",
             f"data.train_batch_size={args.prompts}",
             f"data.max_response_length={args.max_new}",
+            "data.max_prompt_length=1536",
             "data.val_max_samples=1",
             f"actor_rollout_ref.model.path={args.model}",
             "actor_rollout_ref.model.enable_gradient_checkpointing=False",

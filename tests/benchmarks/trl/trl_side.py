@@ -6,6 +6,7 @@ term (no reference pass), one update a step (no old-log-prob pass), logging off.
 
 import argparse
 import json
+import resource
 import statistics
 import tempfile
 import time
@@ -78,7 +79,8 @@ def main():
     ends = [start, *clock.ends]
     steps = [b - a for a, b in zip(ends[1:], ends[2:], strict=False)]  # the first step warms up
     lengths = statistics.mean(clock.lengths)
-    print(json.dumps({"seconds": statistics.median(steps), "all": steps, "mean_length": lengths}))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(json.dumps({"seconds": statistics.median(steps), "all": steps, "mean_length": lengths, "peak_rss_mib": peak}))
 
 
 if __name__ == "__main__":
