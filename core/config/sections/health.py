@@ -30,7 +30,7 @@ class HealthConfig(Section):
         bound=0.2
     )  # rise of the share of repeated trigrams of answers since the start
     unfinished: HealthBound = HealthBound(bound=0.2)  # rise of the share of answers that reach the length limit
-    shortening: HealthBound = HealthBound(bound=0.4)  # fall of the mean response length, as a share of the start's
+    shortening: HealthBound = HealthBound(bound=0.5)  # fall of the mean response length, as a share of the start's
     scorer_errors: HealthBound = HealthBound(bound=0.1)  # share of answers without a score, over reward_window
     judge_agreement: HealthBound = HealthBound(bound=0.75, action="stop")  # least share of canaries graded as known
 

@@ -251,9 +251,9 @@ def test_answers_that_become_short_are_told_by_their_share_of_the_first_steps_le
     for step, length in enumerate([30, 36, 33, 30, 27, 24, 18, 12, 12], start=1):
         state, violations = state.after(step, {"response_length/mean": length}, config)
         findings.append([violation.text for violation in violations])
-    # means of three steps from the third: 33, 33, 30, 27, 23, 18, 14; the bound is 60 % of 33, which is 19.8
-    assert [bool(texts) for texts in findings] == [False] * 7 + [True] * 2
-    assert "45% shorter" in findings[7][0] and "trainer.health.shortening.bound=0.4" in findings[7][0]
+    # means of three steps from the third: 33, 33, 30, 27, 23, 18, 14; the bound is half of 33, which is 16.5
+    assert [bool(texts) for texts in findings] == [False] * 8 + [True]
+    assert "58% shorter" in findings[8][0] and "trainer.health.shortening.bound=0.5" in findings[8][0]
     empty = Health()
     for step in range(1, 6):  # answers of nothing at the start have no length to fall from
         empty, violations = empty.after(step, {"response_length/mean": 0.0}, config)
