@@ -22,6 +22,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "results/benchmarks"
+EDGES = r"^\s+|\s+$"  # of an answer: its exact match compares spaces and line breaks too
 NEW_TOKENS = 16  # as in recipes/grpo/config/preset/smollm2_135m_arithmetic.yaml
 
 
@@ -39,7 +40,7 @@ def write_task(rows: list[dict[str, Any]], folder: Path) -> None:
         "doc_to_text": "{{text}}",
         "doc_to_target": "target",
         "generation_kwargs": {"until": ["<|im_end|>"], "do_sample": False, "max_gen_toks": NEW_TOKENS},
-        "metric_list": [{**match, "ignore_case": True, "ignore_punctuation": True}],
+        "metric_list": [{**match, "ignore_case": True, "ignore_punctuation": True, "regexes_to_ignore": [EDGES]}],
     }
     (folder / "real_arithmetic.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
 
@@ -69,7 +70,8 @@ def page(found: dict[str, Any]) -> str:
             f"| lm_eval {found['version']} | {found['theirs']} | {100 * found['theirs'] / found['questions']:.1f} |",
             "",
             f"Equal answers, letter by letter: {found['equal_answers']} of {found['questions']}; "
-            f"judged alike: {found['judged_alike']} of {found['questions']}.",
+            f"judged otherwise: {len(found['judged_apart'])}.",
+            *(["", *(f"- {one}" for one in found["judged_apart"])] if found["judged_apart"] else []),
             "",
         ]
     )
@@ -93,6 +95,11 @@ def main() -> None:
     for answer, sample in zip(answers, samples, strict=True):
         if sample["doc"]["text"] not in answer["prompt"]:
             raise RuntimeError("the answers and the harness's samples are not in one order")
+    apart = [
+        f"{sample['target']}: {text.strip()!r} is {'right' if mine else 'wrong'} by ours"
+        for sample, text, mine, other in zip(samples, texts, right, theirs, strict=True)
+        if mine != other
+    ]
     found = {
         "model": f"{args.model.name} (SmolLM2-135M-Instruct, dequantised Q4_1, fine-tuned)",
         "version": results["lm_eval_version"],
@@ -100,7 +107,7 @@ def main() -> None:
         "ours": sum(right),
         "theirs": sum(theirs),
         "equal_answers": sum(a["response"].strip() == t.strip() for a, t in zip(answers, texts, strict=True)),
-        "judged_alike": sum(a == b for a, b in zip(right, theirs, strict=True)),
+        "judged_apart": apart,
     }
     (OUT / "lm_eval.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     (OUT / "lm_eval.md").write_text(page(found), encoding="utf-8")

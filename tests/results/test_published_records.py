@@ -115,7 +115,7 @@ def test_a_line_without_its_fields_is_one_line(tmp_path):
 
 
 def test_published_before_the_change_still_loads_and_compares(tmp_path, capsys):
-    old = [ROOT / "results" / "grpo" / name for name in ("lab-cispo", "lab-gspo")]
+    old = [Path(__file__).parent / "published_before" / name for name in ("lab-cispo", "lab-gspo")]
     assert all((folder / "validation.jsonl").exists() for folder in old)
     assert report.main([*map(str, old), "--out", str(tmp_path)]) == 0
     assert "| 500 |" in (tmp_path / "report.md").read_text()
