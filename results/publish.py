@@ -1,9 +1,9 @@
 """The command that commits a run, or an evaluation: ``python -m results.publish RUN [--as RECIPE/NAME]``.
 
 It turns ``outputs/<recipe>/<run>/`` into ``results/<recipe>/<run>/{config.yaml, manifest.json, summary.json,
-metrics.csv, validation.jsonl.gz, samples.jsonl.gz}``, without machine paths and host names. ``summary.json`` is a
-function of the others. Afterwards, ``python -m results.report --index`` brings the tables up to date. Earlier copies
-have a ``validation.jsonl`` instead, and no samples.
+metrics.csv, validation.jsonl.gz, samples.jsonl.gz}``, without machine paths and host names, and records of tokens
+(``trainer.trace``) where they are small. ``summary.json`` is a function of the others. Afterwards, ``python -m
+results.report --index`` brings the tables up to date. Earlier copies have a ``validation.jsonl`` instead, and no samples.
 
 An evaluation of a model that was not trained here is published by its file of scores, which ``core.evaluate score``
 wrote: ``python -m results.publish ANSWERS.scores-NAME.jsonl`` makes ``evaluation.json`` and ``scores.jsonl.gz``. What
@@ -17,6 +17,7 @@ import csv
 import gzip
 import io
 import json
+import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ from results.reporting.x_axis import with_totals
 
 METRICS_ROWS = 500  # metrics.csv holds at most about this many steps, evenly spaced, and every validation
 VALIDATION_BYTES = 1_000_000  # beyond it validation.jsonl.gz holds the first and the last evaluation only
+TRACE_BYTES = 500_000  # of a run's records of tokens: those of long answers stay with the run
 SAMPLES = 50  # questions of each data source in samples.jsonl.gz
 
 
@@ -56,9 +58,23 @@ def publish(folder: str | Path, target: str | Path) -> Path:
         (target / name).unlink(missing_ok=True)
     _write_rows(target / "samples.jsonl.gz", _packed(published_samples(run, SAMPLES)))
     _write_rows(target / "validation.jsonl.gz", _packed_validation(run.validation))
+    _copy_trace(run.folder / "trace", target / "trace")
     summary = summarise(load_run(target))
     (target / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     return target
+
+
+def _copy_trace(folder: Path, target: Path) -> None:
+    """Copy the records of tokens in place of earlier ones, where they are not too large."""
+    if folder.resolve() == target.resolve():
+        return
+    if target.exists():
+        shutil.rmtree(target)
+    files = sorted(folder.glob("step_*.npz"))
+    if files and sum(file.stat().st_size for file in files) <= TRACE_BYTES:
+        target.mkdir()
+        for file in files:
+            shutil.copyfile(file, target / file.name)
 
 
 def publish_evaluation(scores: Path, results: Path, name: str | None = None) -> Path:

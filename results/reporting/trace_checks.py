@@ -201,15 +201,16 @@ def age(seen: Seen) -> Found:
 
 def ending(seen: Seen) -> Found:
     """Yield an end that the stream of tokens does not have."""
-    eos, ids = seen.step.meta["eos"], seen.one.arrays["ids"]
+    meta, ids = seen.step.meta, seen.one.arrays["ids"]
+    ends = np.isin(ids, meta["ends"] if "ends" in meta else [meta["eos"]])  # the latter of earlier versions
     last = np.arange(len(ids)) == len(ids) - 1
     if seen.one.about["stop"] == "eos":
-        yield "stopped at the end of the sequence, and its last token is another one", last & (ids != eos)
+        yield "stopped at the end of the sequence, and its last token is another one", last & ~ends
     rollout = "actor_rollout_ref.rollout"
     # An episode is also truncated where a tool's answer found no room after a complete turn.
     one_turn = not (seen.config.get(f"{rollout}.agent_loop") or seen.config.get(f"{rollout}.multi_turn.enable"))
     if seen.one.about["stop"] == "length" and one_turn:
-        yield "truncated, and its last token ends the sequence", last & (ids == eos) & seen.sampled
+        yield "truncated, and its last token ends the sequence", last & ends & seen.sampled
     # The prompt's first two tokens alike: a beginning that the template and the tokenizer both wrote.
     double = (np.arange(len(ids)) == 1) & (seen.one.prompt > 2) & (ids == ids[0])
     special = str(seen.one.texts.known[str(int(ids[0]))]).startswith("<")

@@ -107,6 +107,17 @@ def test_a_cut_copy_is_one_line(tmp_path, capsys, name):
     assert "damaged" in said and name in said and said.count("\n") == 1
 
 
+def test_small_records_of_tokens_are_published_and_large_ones_are_not(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "grpo" / "a", steps=2, questions=5)
+    (run / "trace").mkdir()
+    (run / "trace" / "step_000001.npz").write_bytes(b"x" * 100)
+    (run / "trace" / "notes").write_bytes(b"y")
+    copy = publish(run, tmp_path / "results" / "grpo" / "a")
+    assert [path.name for path in (copy / "trace").iterdir()] == ["step_000001.npz"]
+    monkeypatch.setattr(publishing, "TRACE_BYTES", 99)
+    assert not (publish(run, copy) / "trace").exists()
+
+
 def test_a_line_without_its_fields_is_one_line(tmp_path):
     run = make_run(tmp_path / "grpo" / "a", steps=2, questions=5)
     (run / "validation" / "0.jsonl").write_text('{"acc": [1.0]}\n')

@@ -321,7 +321,7 @@ def test_published_groups_are_as_published_and_as_compared_now():
         each["group"] for each in published
     ]
     pairs = {(each["group"], each["experiment"]) for each in published}
-    assert len(pairs) == len({group for group, _ in pairs}) == len({experiment for _, experiment in pairs})
+    assert len(pairs) == len({group for group, _ in pairs})  # an experiment has several where one seed was traced, say
 
 
 @pytest.mark.parametrize(

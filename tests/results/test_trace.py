@@ -9,6 +9,7 @@ import json
 import re
 import zipfile
 import zlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from results import report, trace
 from results.reporting import trace_page
 from results.reporting.pages import Link
 from results.reporting.run_reader import load_run
-from results.reporting.trace_checks import CHECKS, Seen, findings
+from results.reporting.trace_checks import CHECKS, Seen, ending, findings
 from results.reporting.trace_page import Shown, in_script, payload, trace_links, write_trace
 from results.reporting.trace_reader import chosen_steps, read_step, trace_files
 from tests.pictures import picture, picture_format, pictures, png
@@ -57,6 +58,17 @@ def columns_of(step):
 
 def rows(data):
     return [one for step in data["steps"] for group in step["groups"] for one in group["trajectories"]]
+
+
+@pytest.mark.parametrize("meta", [{"ends": [1, 2]}, {"eos": 2}])
+def test_a_chat_templates_own_end_is_an_end(meta):
+    """A tokenizer's end of sequence may be another token than the one that ends its chat template's messages."""
+    ids = np.array([5, 6, 7, 2])
+    one = SimpleNamespace(arrays={"ids": ids}, about={"stop": "eos"}, prompt=2, texts=SimpleNamespace(known={"5": "a"}))
+    seen = SimpleNamespace(step=SimpleNamespace(meta=meta), one=one, config={}, sampled=np.array([0, 0, 1, 1], bool))
+    assert not any(where.any() for _, where in ending(seen))
+    ids[-1] = 9
+    assert [where.tolist() for _, where in ending(seen)][0] == [False, False, False, True]
 
 
 # --- ten and more planted bugs ---

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from core.config.paths import run_folder
+from core.data.vocabulary import end_ids
 from core.files.durable_files import PARTIAL, fsync
 from core.tracking.recorders import TRACED, Moment, RecordedRun, Recorder
 from core.tracking.records import Records, drop_steps_after
@@ -219,7 +220,7 @@ class TraceRecorder(Recorder):
             "run": self.folder.parent.name,
             "temperature": self.config.actor_rollout_ref.rollout.temperature,
             "clip": _clip_bounds(self.config),
-            "eos": self.tokenizer.eos_token_id,
+            "ends": sorted(end_ids(self.tokenizer)),
             "tokens": dict(zip(map(str, ids), self._texts(ids), strict=True)),
             "groups": [self._described(one, step, batch) for one in chosen],
         }
