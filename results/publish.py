@@ -3,7 +3,7 @@
 It turns ``outputs/<recipe>/<run>/`` into ``results/<recipe>/<run>/{config.yaml, manifest.json, summary.json,
 metrics.csv, validation.jsonl.gz, samples.jsonl.gz}``, without machine paths and host names, and records of tokens
 (``trainer.trace``) where they are small. ``summary.json`` is a function of the others. Afterwards, ``python -m
-results.report --index`` brings the tables up to date. Earlier copies have a ``validation.jsonl`` instead, and no samples.
+results.report --index`` brings the tables up to date. Earlier copies have a ``validation.jsonl`` and no samples.
 
 An evaluation of a model that was not trained here is published by its file of scores, which ``core.evaluate score``
 wrote: ``python -m results.publish ANSWERS.scores-NAME.jsonl`` makes ``evaluation.json`` and ``scores.jsonl.gz``. What
