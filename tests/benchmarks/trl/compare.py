@@ -14,8 +14,8 @@ TRL (three runs each: 7.1 s with 64, 6.7 s with 32; 7.2 s with 16 once; 32 may b
 few percent too high), *tailed* 64 for ours and 16 for TRL (tried: 8, 16, 64).
 With ``--model real`` both sides train SmolLM2-135M-Instruct of ``outputs/real/model`` (``python -m
 recipes.real.prepare``) on texts under ``DATA_DIR``, without a chat template; an answer ends where the model ends it.
-*questions*: 8 questions of GSM8K x 8 answers of at most 64 tokens. *passages*: 4 texts of Wikipedia of about 1,000
-tokens x 8 answers of at most 32. Micro-batches are of 8 answers for both.
+*questions*: 2 questions of GSM8K x 8 answers of at most 64 tokens (with 8 questions TRL takes minutes a step here).
+*passages*: a text of Wikipedia of about 1,000 tokens x 8 answers of at most 32. Micro-batches are of 8 answers for both.
 Writes ``results/benchmarks/trl.json`` and ``trl.md``.
 """
 
@@ -41,7 +41,7 @@ from tests.tiny import tiny_tokenizer
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 MODES = {"fixed": (None, 64, 32), "tailed": (64, 512, 8)}  # mean length by the checkpoint, most new tokens, prompts
-REAL = {"questions": (None, 64, 8), "passages": (None, 32, 4)}  # the same of --model real
+REAL = {"questions": (None, 64, 2), "passages": (None, 32, 1)}  # the same of --model real
 MICRO = {"ours": {"fixed": 32, "tailed": 64}, "trl": {"fixed": 64, "tailed": 16}}  # answers a micro-batch
 MICRO = {side: {**micro, "questions": 8, "passages": 8} for side, micro in MICRO.items()}
 PASSAGE = 1000  # tokens
