@@ -15,7 +15,7 @@ few percent too high), *tailed* 64 for ours and 16 for TRL (tried: 8, 16, 64).
 With ``--model real`` both sides train SmolLM2-135M-Instruct of ``outputs/real/model`` (``python -m
 recipes.real.prepare``) on texts under ``DATA_DIR``, without a chat template; an answer ends where the model ends it.
 *questions*: 2 questions of GSM8K x 8 answers of at most 64 tokens (with 8 questions TRL takes minutes a step here).
-*passages*: a text of Wikipedia of about 1,000 tokens x 8 answers of at most 32. Micro-batches are of 8 answers for both.
+*passages*: a text of Wikipedia of about 1,000 tokens x 8 answers of at most 32. Micro-batches are of 8 answers.
 Writes ``results/benchmarks/trl.json`` and ``trl.md``.
 """
 
