@@ -114,34 +114,47 @@ real_run() { # real_run NAME SCRIPT [WORD ...] [key=value ...]: a run, its publi
     echo "$recipe/$name: $(date +%H:%M:%S)"
     mkdir -p "${answers%/*}"
     {
-        bash "recipes/$script" "$@" "trainer.experiment_name=$name" "trainer.default_local_dir=./outputs/$recipe/$name"
-        "$python" -m results.publish "outputs/$recipe/$name" --as "$recipe/$name"
-        "$python" -m core.evaluate generate "$recipe" --run "outputs/$recipe/$name" --out "$answers" \
-            ${searching[@]+"${searching[@]}"}
-        "$python" -m core.evaluate score "$answers" --name "$scores"
-    } > "outputs/record-$recipe-$name.log" 2>&1 || tail -n 5 "outputs/record-$recipe-$name.log" >&2
+        bash "recipes/$script" "$@" "trainer.experiment_name=$name" "trainer.default_local_dir=./outputs/$recipe/$name" &&
+            "$python" -m results.publish "outputs/$recipe/$name" --as "$recipe/$name" &&
+            "$python" -m core.evaluate generate "$recipe" --run "outputs/$recipe/$name" --out "$answers" \
+                ${searching[@]+"${searching[@]}"} &&
+            "$python" -m core.evaluate score "$answers" --name "$scores"
+    } > "outputs/record-$recipe-$name.log" 2>&1 || { tail -n 5 "outputs/record-$recipe-$name.log" >&2 && return 1; }
 }
 
 real_start() { # real_start TASK PRESET SCORES: answers of the model as released and after fine-tuning, which is made
     local task="$1" answers="outputs/real/answers_$1" folder=./outputs/real stage
     mkdir -p "$answers"
     {
-        bash recipes/real/start.sh sft "$task"
+        bash recipes/real/start.sh sft "$task" || return 1
         for stage in model sft; do
             [[ $task == instructions || $stage == model ]] || stage="sft_$task"
-            "$python" -m core.evaluate generate grpo "preset=$2" --model "$folder/$stage" --out "$answers/$stage.jsonl"
-            "$python" -m core.evaluate score "$answers/$stage.jsonl" --name "$3"
+            "$python" -m core.evaluate generate grpo "preset=$2" --model "$folder/$stage" \
+                --out "$answers/$stage.jsonl" &&
+                "$python" -m core.evaluate score "$answers/$stage.jsonl" --name "$3" || return 1
         done
-    } > "outputs/record-start-$task.log" 2>&1 || tail -n 5 "outputs/record-start-$task.log" >&2
+    } > "outputs/record-start-$task.log" 2>&1
 }
 
+failed=""
 queue() { # queue COMMAND ...: runs it beside the others, REAL_AT_ONCE at a time
-    while (($(jobs -rp | wc -l) >= ${REAL_AT_ONCE:-1})); do wait -n || true; done
+    while (($(jobs -rp | wc -l) >= ${REAL_AT_ONCE:-1})); do wait -n || failed=1; done
     "$@" &
 }
 
+settle() { # waits for what was queued; fails where any of it failed
+    local status
+    while true; do
+        status=0
+        wait -n || status=$?
+        ((status != 127)) || break # none is left
+        ((status == 0)) || failed=1
+    done
+    [[ -z "$failed" ]] || { echo "a run failed: see outputs/record-*.log; what is finished is kept" >&2 && return 1; }
+}
+
 real() {
-    local grpo=grpo/run_smollm2_135m.sh seed task control
+    local grpo=grpo/run_smollm2_135m.sh traced=(trainer.trace.freq=30 trainer.trace.groups=10) seed task control
     source recipes/real/common.sh # the precision and the memory of all stages
     [[ "$REAL_DEVICE" == cuda ]] || unset OMP_NUM_THREADS
     mkdir -p outputs/real
@@ -149,14 +162,13 @@ real() {
     queue real_start instructions smollm2_135m guarded
     for task in arithmetic passages; do queue real_start "$task" "smollm2_135m_$task" strict; done
     queue bash recipes/real/start.sh sft search > outputs/record-start-search.log 2>&1
-    wait
+    settle
     for seed in 1 2 3; do
-        queue real_run "real-seed$seed" $grpo "trainer.seed=$seed" trainer.total_training_steps=150
+        queue real_run "real-seed$seed" $grpo "trainer.seed=$seed" trainer.total_training_steps=150 "${traced[@]}"
     done
     for task in arithmetic passages naive; do
         for seed in 1 2 3; do
-            queue real_run "real-$task-seed$seed" $grpo "$task" "trainer.seed=$seed" \
-                "trainer.trace.freq=$((seed == 1 ? 30 : -1))" trainer.trace.groups=10
+            queue real_run "real-$task-seed$seed" $grpo "$task" "trainer.seed=$seed" "${traced[@]}"
         done
     done
     for control in random shuffled; do
@@ -173,7 +185,7 @@ real() {
     for seed in 1 2 3; do
         REAL_PORT=$((8123 + seed)) queue real_run "real-seed$seed" search_r1/run_smollm2_135m.sh "trainer.seed=$seed"
     done
-    wait
+    settle
 }
 
 (($#)) || set -- labs others capsules oracle
