@@ -123,13 +123,15 @@ real_run() { # real_run NAME SCRIPT [WORD ...] [key=value ...]: a run, its publi
 }
 
 real_start() { # real_start TASK PRESET SCORES: answers of the model as released and after fine-tuning, which is made
-    local task="$1" answers="outputs/real/answers_$1" folder=./outputs/real stage
+    local task="$1" answers="outputs/real/answers_$1" stage path
     mkdir -p "$answers"
     {
         bash recipes/real/start.sh sft "$task" || return 1
         for stage in model sft; do
             [[ $task == instructions || $stage == model ]] || stage="sft_$task"
-            "$python" -m core.evaluate generate grpo "preset=$2" --model "$folder/$stage" \
+            path="./outputs/real/$stage"
+            [[ $stage != model ]] || path="$model"
+            "$python" -m core.evaluate generate grpo "preset=$2" --model "$path" \
                 --out "$answers/$stage.jsonl" &&
                 "$python" -m core.evaluate score "$answers/$stage.jsonl" --name "$3" || return 1
         done
@@ -179,9 +181,9 @@ real() {
         for seed in 1 2 3; do queue real_run "real-seed$seed" $task/run_smollm2_135m.sh "trainer.seed=$seed"; done
     done
     for task in arithmetic passages; do
-        queue real_run "real-$task-untuned-seed1" $grpo "$task" actor_rollout_ref.model.path=./outputs/real/model
+        queue real_run "real-$task-untuned-seed1" $grpo "$task" "actor_rollout_ref.model.path=$model"
     done
-    queue real_run real-untuned-seed1 $grpo actor_rollout_ref.model.path=./outputs/real/model
+    queue real_run real-untuned-seed1 $grpo "actor_rollout_ref.model.path=$model"
     for seed in 1 2 3; do
         REAL_PORT=$((8123 + seed)) queue real_run "real-seed$seed" search_r1/run_smollm2_135m.sh "trainer.seed=$seed"
     done
