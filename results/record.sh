@@ -185,7 +185,8 @@ real() {
     done
     queue real_run real-untuned-seed1 $grpo "actor_rollout_ref.model.path=$model"
     for seed in 1 2 3; do
-        REAL_PORT=$((8123 + seed)) queue real_run "real-seed$seed" search_r1/run_smollm2_135m.sh "trainer.seed=$seed"
+        REAL_PORT=$((8123 + seed)) queue real_run "real-search-seed$seed" search_r1/run_smollm2_135m.sh \
+            "trainer.seed=$seed"
     done
     settle
 }

@@ -277,9 +277,9 @@ def _policy_gradient_holds(log_prob: Tensor, old: Tensor, micro: TrainBatch, con
     high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
     plain = mask & (ratio > 1 - 0.9 * low) & (ratio < 1 + 0.9 * high)
     wanted = -weight * micro.require("advantages") * ratio
-    terms = wanted.abs()
     if micro.rollout_is_weights is not None:
         wanted = wanted * micro.rollout_is_weights
+    terms = wanted.abs()
     if config.use_kl_loss:
         d = log_prob - micro.require("ref_log_prob")
         kind = "mse" if config.kl_loss_type.endswith("+") else config.kl_loss_type

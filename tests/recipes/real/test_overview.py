@@ -45,6 +45,13 @@ def test_a_stage_has_its_own_files_and_says_seeds_steps_and_precision(answers):
     assert lines["then DAPO"] == "| then DAPO | not run |" and "Answered on: 2 cores, a CPU." in page
 
 
+@pytest.mark.parametrize(("task", "name"), [("instructions", "real-seed1"), ("search", "real-search-seed1")])
+def test_a_recorded_run_is_found_under_the_name_that_the_recording_gives_it(task, name, tmp_path):
+    assert f'"{name[:-1]}$seed"' in (ROOT / "results/record.sh").read_text(encoding="utf-8")
+    (tmp_path / f"{name}.jsonl").touch()
+    assert [path.stem for path in overview.files_of(tmp_path, task, overview.STAGES["then GRPO"])] == [name]
+
+
 def test_the_readme_has_numbers_of_the_generated_page():
     page = (ROOT / "results/real/README.md").read_text(encoding="utf-8")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
