@@ -114,12 +114,18 @@ def _last(text: str, pause_tokens_index: Sequence[int]) -> str:
 
 
 def math_verify__compute_score(model_output: str, ground_truth: str, timeout_score: float = 0.0) -> float:
-    """Return 1 where math-verify finds an answer in the text that equals the gold one; what it raises gives 0."""
+    """Return 1 where math-verify finds an answer in the text that equals the gold one, else 0.
+
+    What an answer makes it raise gives 0 as well. A package that it misses raises: no answer is wrong for that.
+    """
     from math_verify import parse, verify
 
-    try:  # without time limits of its own, which need the main thread: the graders' deadline holds
-        gold = parse(f"\\boxed{{{ground_truth}}}", parsing_timeout=None)
+    # Without time limits of its own, which need the main thread: the graders' deadline holds.
+    gold = parse(f"\\boxed{{{ground_truth}}}", parsing_timeout=None)
+    try:
         return float(verify(gold, parse(model_output, parsing_timeout=None), timeout_seconds=None))
+    except ImportError:
+        raise
     except Exception:
         return 0.0
 

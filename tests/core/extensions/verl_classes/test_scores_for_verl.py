@@ -64,6 +64,20 @@ def test_no_box_is_an_assertion_error_as_callers_expect():
         load_object(MODULES[f"{SCORE}.math_reward"]["remove_boxed"])("42")
 
 
+@pytest.mark.parametrize(("error", "score"), [(RecursionError, 0.0), (ModuleNotFoundError, None)])
+def test_what_math_verify_raises_of_an_answer_is_wrong_but_a_missing_package_is_told(error, score, monkeypatch):
+    def fails(*_, **__):
+        raise error("no antlr4")
+
+    monkeypatch.setattr("math_verify.verify", fails)
+    compute = load_object(MODULES[f"{SCORE}.math_verify"]["compute_score"])
+    if score is None:
+        with pytest.raises(error, match="antlr4"):
+            compute(BOX, "42")
+    else:
+        assert compute(BOX, "42") == score
+
+
 def test_the_default_function_has_verls_results_and_errors():
     default = load_object(MODULES[SCORE]["default_compute_score"])
     assert default("openai/gsm8k", "#### 4", "4") == 1.0
