@@ -4,13 +4,12 @@
 #
 #   bash recipes/real/run.sh [passages|arithmetic|search] [random|shuffled] [key=value ...]
 #
-# Keys are those of the training run; DRY_RUN=1 only checks them. For instructions it takes half an hour by estimate on
-# two CPU cores with AMX, about two hours without: the minutes left are those of the first. Stages whose result is there
-# are not run again. REAL_MODEL names another model, REAL_PORT another port of the retrieval server.
+# Keys are those of the training run; DRY_RUN=1 only checks them. For instructions two CPU cores take half an hour by
+# estimate with AMX, and up to an hour and a half without: the minutes left are of one or the other. Stages whose result
+# is there are not run again. REAL_MODEL names another model, REAL_PORT another port of the retrieval server.
 set -euo pipefail
 
-STEPS=40   # of reinforcement learning; run_smollm2_135m.sh of a recipe alone takes more
-MINUTES=30 # of all stages on two cores of 2024, for instructions
+STEPS=40 # of reinforcement learning; run_smollm2_135m.sh of a recipe alone takes more
 
 words=()
 for word in "$@"; do [[ "$word" == *=* ]] || words+=("$word"); done
@@ -31,10 +30,14 @@ train=(bash "$root/recipes/$recipe/run_smollm2_135m.sh" ${words[@]+"${words[@]}"
 
 if is_dry_run; then exec "${train[@]}"; fi
 
-announce() { # announce STAGE MINUTES_LEFT WORDS...
-    local left=""
-    [[ "$task" != instructions ]] || left="; about $2 of $MINUTES minutes left"
-    echo "[$1/5] ${*:3}$left"
+minutes=(1 2 17 60 4) # of each stage of instructions: two cores that multiply 119 GFLOP/s in float32, and with AMX by estimate
+[[ "$REAL_DTYPE" != bfloat16 ]] || minutes=(1 2 8 17 2)
+
+announce() { # announce STAGE WORDS...
+    local left=0 stage
+    for stage in "${minutes[@]:$1-1}"; do ((left += stage)); done
+    if [[ "$task" == instructions ]]; then left="; about $left minutes left"; else left=""; fi
+    echo "[$1/5] ${*:2}$left"
 }
 
 answer() { # answer NAME --model MODEL preset=PRESET | --run RUN: greedy answers to the held-out prompts, and their scores
@@ -46,16 +49,16 @@ answer() { # answer NAME --model MODEL preset=PRESET | --run RUN: greedy answers
 
 mkdir -p "$answers"
 DRY_RUN=1 "${train[@]}" > /dev/null
-announce 1 30 "the model and the prompts"
+announce 1 "the model and the prompts"
 bash "$root/recipes/real/start.sh" data "$task"
-announce 2 29 "answers of the model as released"
+announce 2 "answers of the model as released"
 answer released --model "$model" "${evaluated[@]}"
-announce 3 27 "fine-tuning on demonstrations"
+announce 3 "fine-tuning on demonstrations"
 bash "$root/recipes/real/start.sh" sft "$task"
 answer sft --model "$model_sft" "${evaluated[@]}"
-announce 4 19 "reinforcement learning, $STEPS steps"
+announce 4 "reinforcement learning, $STEPS steps"
 "${train[@]}"
-announce 5 2 "answers of the trained model, and the report"
+announce 5 "answers of the trained model, and the report"
 trained="$recipe${control:+-$control}${naive/_/-}"
 answer "$trained" --run "$run"
 "$python" -m recipes.real.report "$answers"/{released,sft,"$trained"}.jsonl --scores "$scores" --frozen "$model" --run "$run"

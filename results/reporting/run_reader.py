@@ -35,7 +35,7 @@ from results.reporting.comparison import Paired, accuracy_by_question, paired_co
 
 Item = TypeVar("Item")
 _ACCURACY = re.compile(r"val-core/(?P<source>.+)/acc/(?P<name>(mean|pass|maj)@\d+)")
-_ABSOLUTE_PATH = re.compile(r"(?<![\w/.])~?(?:/[^\s'\"=,:;\[\](){}/]+)+/?")
+_ABSOLUTE_PATH = re.compile(r"(?<![\w/.])(?<!<path>)~?(?:/[^\s'\"=,:;\[\](){}/]+)+/?")
 # Keys that the recorded hash ``group`` leaves out, besides every key that ends in "seed". Published summaries hold such
 # hashes: this set stays as it is. Runs are compared by ``experiment``, which reads core/config/key_roles.yaml.
 _RUN_KEYS = {

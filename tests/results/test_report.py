@@ -513,6 +513,8 @@ def test_scrubbing_leaves_other_slashes_alone():
     assert scrub({"k": ["~/x/y.json", "hf:/a/b", "('/a/b', '/c')"]}) == {
         "k": ["<path>/y.json", "hf:<path>/b", "('<path>/b', '<path>/c')"]
     }
+    once = scrub("x >/home/jane/out.log")
+    assert once == "x ><path>/out.log" and scrub(once) == once  # publishing scrubs what a summary has scrubbed
 
 
 def test_long_runs_are_thinned_and_large_validations_keep_their_ends(tmp_path, monkeypatch):
