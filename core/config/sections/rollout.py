@@ -197,7 +197,9 @@ def greedy_answers_are_alike(c: View) -> Broken:
 
 @rules.warning
 def what_engines_change(c: View) -> Broken:
-    if not c.engine.seeded and c.config.needs_engine:
+    if not c.config.needs_engine:
+        return
+    if not c.engine.seeded:
         yield (
             "actor_rollout_ref.rollout.name",
             "no answer depends on a seed, so that this run, repeated, resumed or restarted, samples other "

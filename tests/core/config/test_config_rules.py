@@ -617,6 +617,13 @@ def test_a_warning_is_no_problem(recipe, overrides, hooks, says):
     assert examined(recipe, [], hooks).warnings == ()
 
 
+def test_a_run_without_an_engine_is_not_warned_of_its_precision():
+    overrides = [f"{ROLLOUT}.dtype=bfloat16", f"{ACTOR}.fsdp_config.dtype=float32"]
+    (line,) = examined("sft", [*overrides, "data.val_files=questions.parquet"]).warnings
+    assert "precision" in line
+    assert examined("sft", [*overrides, "data.val_files=null"]).warnings == ()
+
+
 @pytest.mark.needs(*EXTENSIONS)
 def test_every_warning_is_tried():
     tried = set()
