@@ -152,15 +152,21 @@ def short_command(command: str) -> str:
 def run_table(
     summaries: Sequence[Summary], linked: bool = False, verified: Sequence[Mapping[str, str]] | None = None
 ) -> Table:
-    """Return a line for each accuracy of each run; its last column is the evidence where ``verified`` is given."""
+    """Return a line for each accuracy of each run; its last column is the evidence where ``verified`` is given.
+
+    A run without a validation has a line, too, which says so.
+    """
     header = ["run", "seed", "status", "evaluated on", "metric", "before", "after", "change by question", "curve"]
     rows = []
     for summary in summaries:
         name = f"{summary['recipe']}/{summary['run']}"
-        for result in summary["results"]:
+        for result in summary["results"] or [None]:
             cells = [f"[{name}]({name}/)" if linked else name, str(summary["seed"]), summary["status"]]
-            cells += [result["data_source"], result["metric"], _point(result, "before"), _point(result, "after")]
-            cells += [_change(result["change"]), sparkline([value for _, value in result["curve"]])]
+            if result is None:
+                cells += ["no validation", *[""] * 5]
+            else:
+                cells += [result["data_source"], result["metric"], _point(result, "before"), _point(result, "after")]
+                cells += [_change(result["change"]), sparkline([value for _, value in result["curve"]])]
             last = summary["commit"] if verified is None else evidence(name, [summary], verified)
             base = (summary.get("base") or NOT_RECORDED)[:12]
             rows.append([*cells, f"{summary['seconds']:.0f}", summary["hardware"], last, base])

@@ -64,16 +64,23 @@ def learnt(runs: Sequence[RecordedRun], picture: Sequence[Curves], links: Sequen
     yield Text(headline(runs), strong=True)
     if picture:
         yield Gallery(picture)
-    yield without_constants(short)
+    if short.rows:
+        yield without_constants(short)
     yield from links
+    if short.rows:
+        yield Text(_how_to_read(runs))
+    tables = [table for table in (whole, run_table(summaries)) if table.rows]
+    yield Fold("Settings, and each run", [without_constants(table) for table in tables])
+
+
+def _how_to_read(runs: Sequence[RecordedRun]) -> str:
     note = (
         "Accuracy in percent at the last validation, with 95 % intervals: of one run over questions, of several seeds "
         "after their standard deviation (±) over seeds."
     )
     if scored := sorted(frozenset().union(*(run.scored for run in runs))):
         note += f" On {', '.join(scored)} they are hundredths of a score that leaves 0 to 1, and no accuracy."
-    yield Text(note)
-    yield Fold("Settings, and each run", [without_constants(table) for table in (whole, run_table(summaries))])
+    return note
 
 
 # --- times ---

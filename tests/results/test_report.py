@@ -190,6 +190,8 @@ def test_a_run_without_validation_still_has_a_page(tmp_path):
     (folder / "samples.jsonl").unlink()
     md, _ = build(folder.parent, tmp_path / "out", "blind")
     assert "no validation was recorded" in md and "Reward" in md and "Samples" not in md
+    assert "Accuracy in percent" not in md and "| experiment |" not in md
+    assert re.search(r"\| grpo/blind \| .* \| no validation \|", md)
 
 
 def test_generated_text_cannot_act_as_markup(tmp_path):
