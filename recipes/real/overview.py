@@ -18,16 +18,20 @@ from results.reporting.numbers import percent
 from results.reporting.run_reader import hardware_of
 
 SCORES = {"instructions": "guarded", "passages": "strict", "arithmetic": "strict", "search": "strict"}
-STAGES = {  # column -> the files of a task's answers, from which the name of the task is left out
-    "as released": "model",
-    "after fine-tuning": "sft",
-    "then GRPO": "real-seed*",
-    "then PPO": "ppo-real-seed*",
-    "then DAPO": "dapo-real-seed*",
-    "GRPO without fine-tuning": "real-untuned-seed*",
-    "GRPO, naive reward": "real-naive-seed*",
-    "GRPO, reward a coin": "real-random-seed*",
-    "GRPO, gold answers shuffled": "real-shuffled-seed*",
+GRPO = "recipes/grpo/run_smollm2_135m.sh"
+STAGES = {  # column -> the files of a task's answers, from which the name of the task is left out; what makes it
+    "as released": ("model", "recipes/real/run.sh TASK"),
+    "after fine-tuning": ("sft", "recipes/sft/run_smollm2_135m.sh TASK"),
+    "then GRPO": ("real-seed*", f"{GRPO} TASK"),
+    "then PPO": ("ppo-real-seed*", "recipes/ppo/run_smollm2_135m.sh"),
+    "then DAPO": ("dapo-real-seed*", "recipes/dapo/run_smollm2_135m.sh"),
+    "GRPO without fine-tuning": (
+        "real-untuned-seed*",
+        f"{GRPO} TASK actor_rollout_ref.model.path=./outputs/real/model",
+    ),
+    "GRPO, naive reward": ("real-naive-seed*", f"{GRPO} naive"),
+    "GRPO, reward a coin": ("real-random-seed*", f"{GRPO} TASK random"),
+    "GRPO, gold answers shuffled": ("real-shuffled-seed*", f"{GRPO} TASK shuffled"),
 }
 HEAD = """# The real model
 
@@ -37,6 +41,16 @@ there are several, else over prompts (Wilson). All seeds start from one fine-tun
 not hold what another fine-tuning or other prompts would change. The runs are `results/*/real-*`; the page of each task
 beside this one has answers, the lenient reading, and for some the likelihood under the frozen model. `README.md` is of
 a GPU; `two_cores.md` is of two CPU cores, with a fine-tuning of its own, and has the controls.
+"""
+COMMANDS = """`bash` before a command repeats its row. TASK is nothing for instructions, `passages` or `arithmetic`;
+for `search` the row of GRPO is `recipes/search_r1/run_smollm2_135m.sh`. Behind a command, `trainer.seed=2` is another
+seed and `trainer.total_training_steps=40` another number of steps. `recipes/real/run.sh` has the answers as released,
+and after fine-tuning; those of a run are made by
+
+```bash
+python -m core.evaluate generate grpo --run outputs/grpo/smollm2_135m-seed1 --out answers.jsonl
+python -m core.evaluate score answers.jsonl --name guarded      # strict for tasks other than instructions
+```
 """
 
 
@@ -64,13 +78,14 @@ def cell(folder: Path, task: str, pattern: str) -> tuple[str, set[str]]:
 def overview(root: Path) -> str:
     """Return the page: a line for each stage, a column for each task."""
     tasks = [task for task in SCORES if (root / f"answers_{task}").is_dir()]
-    lines = [f"| | {' | '.join(TITLES[f'real/{task}'].lower() for task in tasks)} |", "|---" * (len(tasks) + 1) + "|"]
+    titles = " | ".join(TITLES[f"real/{task}"].lower() for task in tasks)
+    lines = [f"| | {titles} | command |", "|---" * (len(tasks) + 2) + "|"]
     hardware: set[str] = set()
-    for stage, pattern in STAGES.items():
+    for stage, (pattern, command) in STAGES.items():
         found = [cell(root / f"answers_{task}", task, pattern) for task in tasks]
-        lines.append(f"| {stage} | {' | '.join(text for text, _ in found)} |")
+        lines.append(f"| {stage} | {' | '.join(text for text, _ in found)} | `{command}` |")
         hardware.update(*(where for _, where in found))
-    return f"{HEAD}\n{chr(10).join(lines)}\n\nAnswered on: {', '.join(sorted(hardware))}.\n"
+    return f"{HEAD}\n{chr(10).join(lines)}\n\nAnswered on: {', '.join(sorted(hardware))}.\n\n{COMMANDS}"
 
 
 def main() -> int:

@@ -39,17 +39,26 @@ def answers(tmp_path, monkeypatch) -> Path:
 def test_a_stage_has_its_own_files_and_says_seeds_steps_and_precision(answers):
     page = overview.overview(answers)
     lines = {line.split(" | ")[0].lstrip("| "): line for line in page.splitlines() if line.startswith("| ")}
-    assert lines["then GRPO"] == "| then GRPO | 75.0 ± 35.4 [0.0, 100.0] (2 seeds, step 60, bfloat16) |"
-    assert re.fullmatch(r"\| after fine-tuning \| 50\.0 \[.*\] \(float32\) \|", lines["after fine-tuning"])
-    assert lines["GRPO, reward a coin"].endswith("(1 seed, step 60, bfloat16) |")
-    assert lines["then DAPO"] == "| then DAPO | not run |" and "Answered on: 2 cores, a CPU." in page
+    cells = {stage: line.split(" | ")[1] for stage, line in lines.items()}
+    assert cells["then GRPO"] == "75.0 ± 35.4 [0.0, 100.0] (2 seeds, step 60, bfloat16)"
+    assert re.fullmatch(r"50\.0 \[.*\] \(float32\)", cells["after fine-tuning"])
+    assert cells["GRPO, reward a coin"].endswith("(1 seed, step 60, bfloat16)")
+    assert cells["then DAPO"] == "not run" and "Answered on: 2 cores, a CPU." in page
+
+
+@pytest.mark.parametrize("stage", overview.STAGES)
+def test_the_command_beside_a_row_is_one_that_can_be_typed(stage):
+    script, *words = overview.STAGES[stage][1].split()
+    assert (ROOT / script).is_file()
+    known = (ROOT / "recipes/real/common.sh").read_text(encoding="utf-8")
+    assert all("=" in word or word == "TASK" or re.search(rf"\b{word}\b.*\)", known) for word in words)
 
 
 @pytest.mark.parametrize(("task", "name"), [("instructions", "real-seed1"), ("search", "real-search-seed1")])
 def test_a_recorded_run_is_found_under_the_name_that_the_recording_gives_it(task, name, tmp_path):
     assert f'"{name[:-1]}$seed"' in (ROOT / "results/record.sh").read_text(encoding="utf-8")
     (tmp_path / f"{name}.jsonl").touch()
-    assert [path.stem for path in overview.files_of(tmp_path, task, overview.STAGES["then GRPO"])] == [name]
+    assert [path.stem for path in overview.files_of(tmp_path, task, overview.STAGES["then GRPO"][0])] == [name]
 
 
 def test_the_readme_has_numbers_of_the_generated_page():
