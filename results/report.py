@@ -10,7 +10,7 @@ copy (``results/<recipe>/<run>``, made by
 ``trainer_state.json``, or a ``.csv`` with a column ``step``. Runs that differ in their seeds only are one experiment:
 mean, spread and interval over seeds. Experiments are compared with the baseline, by question where both have records.
 SCORES are files that ``core.evaluate score`` wrote: their page has the strict and the lenient reading of the answers
-beside each other, and pass@k.
+beside each other, pass@k, and the difference of each from the first by question.
 """
 
 from __future__ import annotations

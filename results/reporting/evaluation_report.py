@@ -25,14 +25,21 @@ KWARGS = "reward_model.reward_kwargs"
 
 
 def write_evaluation(paths: Sequence[Path], out: Path | None) -> tuple[Path, str]:
-    """Write the page of files of scores into ``out``, by default the first one's folder; return it and its first line.
+    """Write the page of files of scores into ``out``, by default the first one's folder; return it and its first lines.
+
+    Of several, each is compared with the first by the questions that both have.
 
     Raises:
         InputError: a file is damaged, or the answers that it was made from are gone or others.
     """
     pairs = [(one := summary(path), lenient(one)) for path in paths]
     title = ", ".join(_title(strict) for strict, _ in pairs)
+    first, *others = [strict for strict, _ in pairs]
+    differences = [found for one in others for found in _against(first, one)]
     blocks: list[Block] = []
+    if differences:
+        header = ["evaluated on", "model", f"against {_title(first)}, by question"]
+        blocks += [Heading("Beside each other"), Table(header, [list(row) for row in differences])]
     for strict, other in pairs:
         blocks += [Heading(_title(strict))] if len(pairs) > 1 else []
         blocks += _blocks(strict, other)
@@ -42,7 +49,19 @@ def write_evaluation(paths: Sequence[Path], out: Path | None) -> tuple[Path, str
         for strict, _ in pairs
         for source, found in strict.sources.items()
     ]
+    lines += [
+        f"{model}, against {_title(first)}, by question: {difference} on {source}"
+        for source, model, difference in differences
+    ]
     return page, "\n".join(lines)
+
+
+def _against(first: Summary, other: Summary) -> Iterator[tuple[str, str, str]]:
+    """Yield data source, the other model and its difference from the first, by the questions that both answered."""
+    ours, theirs = accuracy_by_question(first.records), accuracy_by_question(other.records)
+    for source in [name for name in ours if name in theirs]:
+        if ours[source].keys() & theirs[source].keys():
+            yield source, _title(other), change(paired_comparison(ours[source], theirs[source]))
 
 
 def _title(one: Summary) -> str:

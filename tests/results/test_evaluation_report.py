@@ -72,6 +72,22 @@ def test_both_readings_stand_beside_each_other_with_intervals(scores, capsys):
     assert report.main([str(scores)]) == 0 and made.stat().st_mtime_ns == before
 
 
+def test_several_are_compared_with_the_first_by_question(scores, tmp_path, capsys):
+    for name in ("answers.jsonl", "answers.manifest.json"):
+        (tmp_path / name.replace("answers", "better")).write_bytes(scores.with_name(name).read_bytes())
+    better = tmp_path / "better.jsonl"
+    lines = list(map(json.loads, better.read_text().splitlines()))
+    for line in lines[:6]:  # all of the first question, half of the second one
+        line |= {"response": ANSWERS[0], "segments": [{"role": "policy", "text": ANSWERS[0]}]}
+    better.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert evaluate.main(["score", str(better)]) == 0
+    assert report.main([str(scores), str(tmp_path / "better.scores-gsm8k.jsonl"), "--out", str(tmp_path)]) == 0
+    # 10 questions: +0.75, +0.5 and eight times 0
+    assert "by question: +12.5 [" in (said := capsys.readouterr().out) and "2 up, 0 down on openai/gsm8k" in said
+    heading, _, cells = (tmp_path / "evaluation.md").read_text().partition("## Beside each other")[2].split("\n")[2:5]
+    assert "against model, scored by gsm8k, by question" in heading and "+12.5 [" in cells
+
+
 def test_pass_at_k_is_a_picture_of_both_readings(scores):
     assert report.main([str(scores)]) == 0
     page = (scores.parent / "evaluation.html").read_text()
