@@ -4,34 +4,34 @@
 #
 #   bash recipes/real/run.sh [passages|arithmetic|search] [random|shuffled] [key=value ...]
 #
-# Keys are those of the training run; DRY_RUN=1 only checks them. For instructions two CPU cores take half an hour by
-# estimate with AMX, and up to an hour and a half without: the minutes left are of one or the other. Stages whose result
-# is there are not run again. REAL_MODEL names another model, REAL_PORT another port of the retrieval server.
+# Keys are those of the training run; DRY_RUN=1 only checks them. For instructions two CPU cores take twenty minutes by
+# estimate with AMX, and up to an hour without: the minutes left are of one or the other. Stages whose result is there
+# are not run again. REAL_MODEL names another model, REAL_PORT another port of the retrieval server.
 set -euo pipefail
-
-STEPS=40 # of reinforcement learning; run_smollm2_135m.sh of a recipe alone takes more
 
 words=()
 for word in "$@"; do [[ "$word" == *=* ]] || words+=("$word"); done
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 recipe=grpo scores=strict evaluated=("preset=$preset") answers="outputs/real/answers$of_task" searching=()
+steps=40 rate=() # fewer steps than run_smollm2_135m.sh of a recipe takes
 case "$task" in
-instructions) scores=guarded ;;
+# Three times the preset's rate: 20 steps gain what 40 with it do (results/LOG.md, "A larger rate").
+instructions) scores=guarded steps=20 rate=(actor_rollout_ref.actor.optim.lr=3.0e-5) ;;
 search)
     recipe=search_r1 evaluated=(preset=smollm2_135m) words=($control)
     searching=(retriever.url=null "retriever.local={index: $files/index}")
     ;;
 esac
-name="real$of_task${naive:-}${control:+_$control}-$STEPS-steps"
+name="real$of_task${naive:-}${control:+_$control}-$steps-steps"
 run=outputs/$recipe/$name
-train=(bash "$root/recipes/$recipe/run_smollm2_135m.sh" ${words[@]+"${words[@]}"} "trainer.total_training_steps=$STEPS"
+train=(bash "$root/recipes/$recipe/run_smollm2_135m.sh" ${words[@]+"${words[@]}"} "trainer.total_training_steps=$steps"
     "trainer.experiment_name=$name" "trainer.default_local_dir=./$run" trainer.val_before_train=false
-    trainer.test_freq=-1 ${keys[@]+"${keys[@]}"})
+    trainer.test_freq=-1 ${rate[@]+"${rate[@]}"} ${keys[@]+"${keys[@]}"})
 
 if is_dry_run; then exec "${train[@]}"; fi
 
-minutes=(1 2 17 60 4) # of each stage of instructions: two cores that multiply 119 GFLOP/s in float32, and with AMX by estimate
-[[ "$REAL_DTYPE" != bfloat16 ]] || minutes=(1 2 8 17 2)
+minutes=(1 2 17 30 4) # of each stage of instructions: two cores that multiply 119 GFLOP/s in float32, and with AMX by estimate
+[[ "$REAL_DTYPE" != bfloat16 ]] || minutes=(1 2 8 8 2)
 
 announce() { # announce STAGE WORDS...
     local left=0 stage
@@ -41,10 +41,9 @@ announce() { # announce STAGE WORDS...
 }
 
 answer() { # answer NAME --model MODEL preset=PRESET | --run RUN: greedy answers to the held-out prompts, and their scores
-    if [[ ! -f "$answers/$1.scores-$scores.jsonl" ]]; then
-        "$python" -m core.evaluate generate "$recipe" "${@:2}" --out "$answers/$1.jsonl" ${searching[@]+"${searching[@]}"}
-        "$python" -m core.evaluate score "$answers/$1.jsonl" --name "$scores"
-    fi
+    # What is there is kept: generate refuses answers of other weights or settings, and adds what is missing.
+    "$python" -m core.evaluate generate "$recipe" "${@:2}" --out "$answers/$1.jsonl" ${searching[@]+"${searching[@]}"}
+    "$python" -m core.evaluate score "$answers/$1.jsonl" --name "$scores"
 }
 
 mkdir -p "$answers"
@@ -56,9 +55,9 @@ answer released --model "$model" "${evaluated[@]}"
 announce 3 "fine-tuning on demonstrations"
 bash "$root/recipes/real/start.sh" sft "$task"
 answer sft --model "$model_sft" "${evaluated[@]}"
-announce 4 "reinforcement learning, $STEPS steps"
+announce 4 "reinforcement learning, $steps steps"
 "${train[@]}"
 announce 5 "answers of the trained model, and the report"
-trained="$recipe${control:+-$control}${naive/_/-}"
+trained="$recipe${control:+-$control}${naive/_/-}-$(< "$run/latest_checkpointed_iteration.txt")-steps"
 answer "$trained" --run "$run"
 "$python" -m recipes.real.report "$answers"/{released,sft,"$trained"}.jsonl --scores "$scores" --frozen "$model" --run "$run"
