@@ -23,6 +23,7 @@ STAGES = {  # column -> the files of a task's answers, from which the name of th
     "as released": ("model", "recipes/real/run.sh TASK"),
     "after fine-tuning": ("sft", "recipes/sft/run_smollm2_135m.sh TASK"),
     "then GRPO": ("real-seed*", f"{GRPO} TASK"),
+    "then GRPO, larger rate": ("real-lr3e-5-seed*", f"{GRPO} TASK actor_rollout_ref.actor.optim.lr=3.0e-5"),
     "then PPO": ("ppo-real-seed*", "recipes/ppo/run_smollm2_135m.sh"),
     "then DAPO": ("dapo-real-seed*", "recipes/dapo/run_smollm2_135m.sh"),
     "GRPO without fine-tuning": (
@@ -70,7 +71,9 @@ def cell(folder: Path, task: str, pattern: str) -> tuple[str, set[str]]:
     manifests = [read_manifest(path, "answers") for path in paths]
     precision = {one["config"]["actor_rollout_ref.rollout.dtype"] for one in manifests}
     steps = sorted({one["model"]["step"] for one in manifests if "step" in one["model"]})
+    rates = sorted({one["config"]["actor_rollout_ref.actor.optim.lr"] for one in manifests if "step" in one["model"]})
     details = [f"{len(paths)} seed{'s' * (len(paths) > 1)}", f"step {', '.join(map(str, steps))}"] if steps else []
+    details += [f"rate {', '.join(f'{rate:g}' for rate in rates)}"] if steps else []
     text = f"{percent(estimate(stages, 'acc'))} ({', '.join([*details, *sorted(precision)])})"
     return text, {hardware_of(one["sessions"][-1]) for one in manifests}
 

@@ -29,6 +29,7 @@ def answers(tmp_path, monkeypatch) -> Path:
     def manifest(path: Path, kind: str) -> dict:
         trained = {"step": 60} if "seed" in path.stem else {}
         dtype = {"actor_rollout_ref.rollout.dtype": "bfloat16" if trained else "float32"}
+        dtype |= {"actor_rollout_ref.actor.optim.lr": 1e-5} if trained else {}
         hardware = {"cpu": "a CPU", "cores": 2, "gpus": []}
         return {"model": {"path": "x", **trained}, "config": dtype, "sessions": [{"hardware": hardware}]}
 
@@ -40,9 +41,9 @@ def test_a_stage_has_its_own_files_and_says_seeds_steps_and_precision(answers):
     page = overview.overview(answers)
     lines = {line.split(" | ")[0].lstrip("| "): line for line in page.splitlines() if line.startswith("| ")}
     cells = {stage: line.split(" | ")[1] for stage, line in lines.items()}
-    assert cells["then GRPO"] == "75.0 ± 35.4 [0.0, 100.0] (2 seeds, step 60, bfloat16)"
+    assert cells["then GRPO"] == "75.0 ± 35.4 [0.0, 100.0] (2 seeds, step 60, rate 1e-05, bfloat16)"
     assert re.fullmatch(r"50\.0 \[.*\] \(float32\)", cells["after fine-tuning"])
-    assert cells["GRPO, reward a coin"].endswith("(1 seed, step 60, bfloat16)")
+    assert cells["GRPO, reward a coin"].endswith("(1 seed, step 60, rate 1e-05, bfloat16)")
     assert cells["then DAPO"] == "not run" and "Answered on: 2 cores, a CPU." in page
 
 
