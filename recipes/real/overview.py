@@ -47,11 +47,8 @@ COMMANDS = """`bash` before a command repeats its row. TASK is nothing for instr
 for `search` the row of GRPO is `recipes/search_r1/run_smollm2_135m.sh`. Behind a command, `trainer.seed=2` is another
 seed and `trainer.total_training_steps=40` another number of steps. `recipes/real/run.sh` has the answers as released,
 and after fine-tuning; those of a run are made by
-
-```bash
-python -m core.evaluate generate grpo --run outputs/grpo/smollm2_135m-seed1 --out answers.jsonl
-python -m core.evaluate score answers.jsonl --name guarded      # strict for tasks other than instructions
-```
+`python -m core.evaluate generate grpo --run outputs/grpo/smollm2_135m-seed1 --out answers.jsonl` and scored by
+`python -m core.evaluate score answers.jsonl --name guarded` (strict for other tasks).
 """
 
 
