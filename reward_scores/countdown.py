@@ -55,7 +55,8 @@ def read_ground_truth(ground_truth: Any) -> tuple[float, list[int]]:
     for at, text in enumerate(texts):
         if not isinstance(text, str) or not re.fullmatch(r"\s*\d{1,4000}\s*", text):
             raise ValueError(f"numbers[{at}] must be a whole number that is not negative, got {numbers[at]!r:.200}")
-    return float(target) if re.search(r"[.eE]", target) else int(target), list(map(int, texts))
+    target = target.strip()  # int alone refuses U+001C to U+001F, which are spaces otherwise
+    return float(target) if re.search(r"[.eE]", target) else int(target), [int(text.strip()) for text in texts]
 
 
 def extract(text: str) -> str | None:

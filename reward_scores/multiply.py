@@ -29,7 +29,8 @@ def score(
     answer = extract(PROMPT_END + opened_tag(extra_info, "answer") + response)
     if answer is None:
         return no_answer()
-    right = int(answer) == int(as_text(ground_truth))
+    # int alone refuses U+001C to U+001F, which are spaces otherwise.
+    right = int(answer) == int(str(as_text(ground_truth)).strip())
     return graded(right, str(int(answer)), correct_score if right else format_score)
 
 

@@ -389,6 +389,15 @@ def test_a_ground_truth_that_cannot_be_graded_is_named(module, good, bad):
         assert module.check_ground_truth(ground_truth), ground_truth
 
 
+@pytest.mark.parametrize("space", [" ", "\u3000", "\x1c", "\x1f"])
+def test_any_space_around_a_number_of_a_ground_truth_is_none_of_it(space):
+    assert multiply.check_ground_truth(gold := f"{space}7{space}") is None
+    assert multiply.score("<answer>7</answer>", gold).value == 1
+    gold = {"target": gold, "numbers": [f"3{space}", 4]}
+    assert countdown.check_ground_truth(gold) is None
+    assert countdown.score("Assistant: <answer>3 + 4</answer>", gold).value == 1
+
+
 @pytest.mark.parametrize("gold", [4, 4.0])
 @pytest.mark.parametrize(
     "source, method, response, right",
