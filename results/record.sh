@@ -167,6 +167,8 @@ real() {
     settle
     for seed in 1 2 3; do
         queue real_run "real-seed$seed" $grpo "trainer.seed=$seed" trainer.total_training_steps=150 "${traced[@]}"
+        queue real_run "real-lr3e-5-seed$seed" $grpo "trainer.seed=$seed" actor_rollout_ref.actor.optim.lr=3.0e-5 \
+            "${traced[@]}"
     done
     for task in arithmetic passages naive; do
         for seed in 1 2 3; do

@@ -55,11 +55,18 @@ def test_the_command_beside_a_row_is_one_that_can_be_typed(stage):
     assert all("=" in word or word == "TASK" or re.search(rf"\b{word}\b.*\)", known) for word in words)
 
 
-@pytest.mark.parametrize(("task", "name"), [("instructions", "real-seed1"), ("search", "real-search-seed1")])
-def test_a_recorded_run_is_found_under_the_name_that_the_recording_gives_it(task, name, tmp_path):
+@pytest.mark.parametrize(
+    ("task", "name", "stage"),
+    [
+        ("instructions", "real-seed1", "then GRPO"),
+        ("instructions", "real-lr3e-5-seed1", "then GRPO, larger rate"),
+        ("search", "real-search-seed1", "then GRPO"),
+    ],
+)
+def test_a_recorded_run_is_found_under_the_name_that_the_recording_gives_it(task, name, stage, tmp_path):
     assert f'"{name[:-1]}$seed"' in (ROOT / "results/record.sh").read_text(encoding="utf-8")
     (tmp_path / f"{name}.jsonl").touch()
-    assert [path.stem for path in overview.files_of(tmp_path, task, overview.STAGES["then GRPO"][0])] == [name]
+    assert [path.stem for path in overview.files_of(tmp_path, task, overview.STAGES[stage][0])] == [name]
 
 
 def test_the_readme_has_numbers_of_the_generated_page():
