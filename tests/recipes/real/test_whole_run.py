@@ -1,0 +1,83 @@
+"""``recipes/real/run.sh``: its stages, the minutes that it announces, and the names of the answers, with a Python that
+only writes down how it was called."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+PYTHON = r"""#!/usr/bin/env bash
+[[ -n "${DRY_RUN:-}" ]] && exit 0
+echo "$*" >> "$CALLS"
+case "$*" in
+*recipes.*.main_grpo*)
+    folder="$(grep -o 'default_local_dir=[^ ]*' <<< "$*" | cut -d= -f2)"
+    mkdir -p "$folder" && echo "${REACHES:-20}" > "$folder/latest_checkpointed_iteration.txt"
+    ;;
+esac
+"""
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """Return a folder with the scripts alone, and the stand-in where ``make setup`` puts the Python."""
+    for folder in ("real", "grpo"):
+        shutil.copytree(
+            ROOT / "recipes" / folder,
+            tmp_path / "recipes" / folder,
+            ignore=lambda at, names: [name for name in names if (Path(at) / name).is_dir() or not name.endswith(".sh")],
+        )
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    return tmp_path
+
+
+def whole_run(clone: Path, *words: str, **environment: str) -> tuple[list[str], list[str]]:
+    """Return the lines that a run shows, and the calls of Python that it makes."""
+    calls = clone / "calls.txt"
+    calls.unlink(missing_ok=True)
+    done = subprocess.run(
+        ["bash", "recipes/real/run.sh", *words],
+        cwd=clone,
+        env={**os.environ, "CALLS": str(calls), "DRY_RUN": "", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines(), calls.read_text().splitlines()
+
+
+def test_each_stage_is_announced_with_fewer_minutes_than_the_one_before(clone):
+    shown, calls = whole_run(clone)
+    stages = [re.fullmatch(r"\[(\d)/5\] .*; about (\d+) minutes left", line) for line in shown]
+    assert all(stages), shown
+    assert [int(stage[1]) for stage in stages] == [1, 2, 3, 4, 5]
+    left = [int(stage[2]) for stage in stages]
+    assert left == sorted(set(left), reverse=True)
+    trained = [at for at, call in enumerate(calls) if "recipes.grpo.main_grpo" in call]
+    generated = [at for at, call in enumerate(calls) if "core.evaluate generate" in call]
+    assert len(trained) == 1 and generated[-1] > trained[0] > generated[-2]  # answers before and after
+
+
+def test_answers_are_named_by_the_step_that_the_run_reached(clone):
+    assert "outputs/real/answers/grpo-20-steps.jsonl" in whole_run(clone)[1][-1]
+    longer = whole_run(clone, "trainer.total_training_steps=40", REACHES="40")[1]
+    assert "outputs/real/answers/grpo-40-steps.jsonl" in longer[-1] and "grpo-20-steps" not in "".join(longer)
+    assert "recipes.real.report" in longer[-1] and "--scores guarded" in longer[-1]
+
+
+@pytest.mark.parametrize("words", [("passages",), ("arithmetic", "random")])
+def test_another_task_has_answers_and_scores_of_its_own_and_no_minutes(clone, words, tmp_path):
+    shown, calls = whole_run(clone, *words)
+    name = "grpo-random" if "random" in words else "grpo"
+    assert f"outputs/real/answers_{words[0]}/{name}-20-steps.jsonl --scores strict" in calls[-1]
+    assert len(shown) == 5 and not any("minutes" in line for line in shown)
