@@ -100,13 +100,15 @@ oracle() {
     "$python" -m tests.oracle --write tests/oracle.json --work outputs/oracle
 }
 
+searching=(retriever.url=null "retriever.local={index: ./outputs/real/search/index}") # for answers of the search task
+
 real_run() { # real_run NAME SCRIPT [WORD ...] [key=value ...]: a run, its published copy, and its held-out answers
     local name="$1" script="$2" recipe="${2%%/*}" scores=strict
     shift 2
-    local task=instructions word searching=()
+    local task=instructions word from=()
     for word in "$@"; do case "$word" in passages | arithmetic) task="$word" ;; esac; done
     case "$recipe-$task" in
-    search_r1-*) task=search searching=(retriever.url=null "retriever.local={index: ./outputs/real/search/index}") ;;
+    search_r1-*) task=search from=("${searching[@]}") ;;
     *-instructions) scores=guarded ;;
     esac
     local answers="outputs/real/answers_$task/$name.jsonl"
@@ -117,13 +119,14 @@ real_run() { # real_run NAME SCRIPT [WORD ...] [key=value ...]: a run, its publi
         bash "recipes/$script" "$@" "trainer.experiment_name=$name" "trainer.default_local_dir=./outputs/$recipe/$name" &&
             "$python" -m results.publish "outputs/$recipe/$name" --as "$recipe/$name" &&
             "$python" -m core.evaluate generate "$recipe" --run "outputs/$recipe/$name" --out "$answers" \
-                ${searching[@]+"${searching[@]}"} &&
+                ${from[@]+"${from[@]}"} &&
             "$python" -m core.evaluate score "$answers" --name "$scores"
     } > "outputs/record-$recipe-$name.log" 2>&1 || { tail -n 5 "outputs/record-$recipe-$name.log" >&2 && return 1; }
 }
 
 real_start() { # real_start TASK PRESET SCORES: answers of the model as released and after fine-tuning, which is made
-    local task="$1" answers="outputs/real/answers_$1" stage path
+    local task="$1" answers="outputs/real/answers_$1" recipe=grpo stage path from=()
+    [[ $task != search ]] || recipe=search_r1 from=("${searching[@]}")
     mkdir -p "$answers"
     {
         bash recipes/real/start.sh sft "$task" || return 1
@@ -131,8 +134,8 @@ real_start() { # real_start TASK PRESET SCORES: answers of the model as released
             [[ $task == instructions || $stage == model ]] || stage="sft_$task"
             path="./outputs/real/$stage"
             [[ $stage != model ]] || path="$model"
-            "$python" -m core.evaluate generate grpo "preset=$2" --model "$path" \
-                --out "$answers/$stage.jsonl" &&
+            "$python" -m core.evaluate generate "$recipe" "preset=$2" --model "$path" \
+                --out "$answers/$stage.jsonl" ${from[@]+"${from[@]}"} &&
                 "$python" -m core.evaluate score "$answers/$stage.jsonl" --name "$3" || return 1
         done
     } > "outputs/record-start-$task.log" 2>&1
@@ -163,7 +166,7 @@ real() {
     bash recipes/real/start.sh data
     queue real_start instructions smollm2_135m guarded
     for task in arithmetic passages; do queue real_start "$task" "smollm2_135m_$task" strict; done
-    queue bash recipes/real/start.sh sft search > outputs/record-start-search.log 2>&1
+    queue real_start search smollm2_135m strict
     settle
     for seed in 1 2 3; do
         queue real_run "real-seed$seed" $grpo "trainer.seed=$seed" trainer.total_training_steps=150 "${traced[@]}"

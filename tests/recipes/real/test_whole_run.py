@@ -1,5 +1,5 @@
-"""``recipes/real/run.sh``: its stages, the minutes that it announces, and the names of the answers, with a Python that
-only writes down how it was called."""
+"""The scripts around the real model, with a Python that only writes down how it was called and makes the files that are
+asked for: stages, minutes and names of ``recipes/real/run.sh``, and the rows that ``results/record.sh real`` makes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from recipes.real.overview import SCORES, STAGES, files_of
+
 ROOT = Path(__file__).resolve().parents[3]
 PYTHON = r"""#!/usr/bin/env bash
 [[ -n "${DRY_RUN:-}" ]] && exit 0
@@ -20,19 +22,25 @@ case "$*" in
     folder="$(grep -o 'default_local_dir=[^ ]*' <<< "$*" | cut -d= -f2)"
     mkdir -p "$folder" && echo "${REACHES:-20}" > "$folder/latest_checkpointed_iteration.txt"
     ;;
+*core.evaluate\ generate*)
+    touch "$(grep -o -- '--out [^ ]*' <<< "$*" | cut -d' ' -f2)"
+    ;;
 esac
 """
+INSTRUCTIONS_ONLY = ("then PPO", "then DAPO", "GRPO, naive reward", "then GRPO, larger rate")
 
 
 @pytest.fixture
 def clone(tmp_path):
     """Return a folder with the scripts alone, and the stand-in where ``make setup`` puts the Python."""
-    for folder in ("real", "grpo"):
-        shutil.copytree(
-            ROOT / "recipes" / folder,
-            tmp_path / "recipes" / folder,
-            ignore=lambda at, names: [name for name in names if (Path(at) / name).is_dir() or not name.endswith(".sh")],
-        )
+    for script in [
+        *ROOT.glob("recipes/real/*.sh"),
+        *ROOT.glob("recipes/*/run_smollm2_135m.sh"),
+        ROOT / "results/record.sh",
+    ]:
+        copy = tmp_path / script.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(script, copy)
     python = tmp_path / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(PYTHON)
@@ -40,12 +48,12 @@ def clone(tmp_path):
     return tmp_path
 
 
-def whole_run(clone: Path, *words: str, **environment: str) -> tuple[list[str], list[str]]:
-    """Return the lines that a run shows, and the calls of Python that it makes."""
+def run_script(clone: Path, *words: str, **environment: str) -> tuple[list[str], list[str]]:
+    """Return the lines that a script shows, and its calls of Python."""
     calls = clone / "calls.txt"
     calls.unlink(missing_ok=True)
     done = subprocess.run(
-        ["bash", "recipes/real/run.sh", *words],
+        ["bash", *words],
         cwd=clone,
         env={**os.environ, "CALLS": str(calls), "DRY_RUN": "", **environment},
         capture_output=True,
@@ -54,6 +62,10 @@ def whole_run(clone: Path, *words: str, **environment: str) -> tuple[list[str], 
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines(), calls.read_text().splitlines()
+
+
+def whole_run(clone: Path, *words: str, **environment: str) -> tuple[list[str], list[str]]:
+    return run_script(clone, "recipes/real/run.sh", *words, **environment)
 
 
 def test_each_stage_is_announced_with_fewer_minutes_than_the_one_before(clone):
@@ -81,3 +93,18 @@ def test_another_task_has_answers_and_scores_of_its_own_and_no_minutes(clone, wo
     name = "grpo-random" if "random" in words else "grpo"
     assert f"outputs/real/answers_{words[0]}/{name}-20-steps.jsonl --scores strict" in calls[-1]
     assert len(shown) == 5 and not any("minutes" in line for line in shown)
+
+
+def test_every_row_of_the_overview_has_answers_that_one_command_makes(clone):
+    run_script(clone, "results/record.sh", "real", REAL_AT_ONCE="4")
+    missing = []
+    for task in SCORES:
+        for stage, (pattern, _) in STAGES.items():
+            expected = 3 if pattern.startswith(("real-seed", "real-naive", "real-lr", "ppo", "dapo")) else 1
+            if stage in INSTRUCTIONS_ONLY and task != "instructions":
+                continue
+            if task == "search" and stage not in ("as released", "after fine-tuning", "then GRPO"):
+                continue
+            if len(files_of(clone / f"outputs/real/answers_{task}", task, pattern)) != expected:
+                missing.append((task, stage))
+    assert not missing
