@@ -32,12 +32,19 @@ if is_dry_run; then exec "${train[@]}"; fi
 
 minutes=(1 2 17 30 4) # of each stage of instructions: two cores that multiply 119 GFLOP/s in float32, and with AMX by estimate
 [[ "$REAL_DTYPE" != bfloat16 ]] || minutes=(1 2 8 8 2)
+since=$(date +%s) took=0 planned=0 # seconds of the stages that ran
 
-announce() { # announce STAGE WORDS...
-    local left=0 stage
+announce() { # announce STAGE WORDS...: the minutes left, by how long this machine took for the stages before
+    local left=0 last=$(($(date +%s) - since)) plan stage
+    if (($1 > 2)); then # the first stage waits for the network
+        plan=$((minutes[$1 - 2] * 60))
+        if ((last * 5 > plan)); then took=$((took + last)) planned=$((planned + plan)); fi # else its result was there
+    fi
     for stage in "${minutes[@]:$1-1}"; do ((left += stage)); done
+    ((planned == 0)) || left=$(((left * took + planned - 1) / planned))
     if [[ "$task" == instructions ]]; then left="; about $left minutes left"; else left=""; fi
     echo "[$1/5] ${*:2}$left"
+    since=$((since + last))
 }
 
 answer() { # answer NAME --model MODEL preset=PRESET | --run RUN: greedy answers to the held-out prompts, and their scores

@@ -19,7 +19,10 @@ if [[ -f $made_with && "$(< "$made_with")" != "$model" ]]; then
     exit 2
 fi
 mkdir -p outputs/real
-echo "$model" > "$made_with"
+if [[ ! -f $made_with ]]; then # in one move: another start.sh may read it now
+    echo "$model" > "$made_with.$$"
+    mv "$made_with.$$" "$made_with"
+fi
 
 "$python" -m recipes.real.prepare --task "$task" ${REAL_MODEL:+--data-only}
 [[ "$stage" != data ]] || exit 0

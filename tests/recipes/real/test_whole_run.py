@@ -18,6 +18,9 @@ PYTHON = r"""#!/usr/bin/env bash
 [[ -n "${DRY_RUN:-}" ]] && exit 0
 echo "$*" >> "$CALLS"
 case "$*" in
+*"generate grpo"*"--out outputs/real/answers/released"*) echo "$(($(< "$CLOCK") + ${TAKES:-0}))" > "$CLOCK" ;;
+esac
+case "$*" in
 *recipes.*.main_grpo*)
     folder="$(grep -o 'default_local_dir=[^ ]*' <<< "$*" | cut -d= -f2)"
     mkdir -p "$folder" && echo "${REACHES:-20}" > "$folder/latest_checkpointed_iteration.txt"
@@ -41,10 +44,11 @@ def clone(tmp_path):
         copy = tmp_path / script.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(script, copy)
-    python = tmp_path / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(PYTHON)
-    python.chmod(0o755)
+    for path, text in {".venv/bin/python": PYTHON, "bin/date": '#!/bin/sh\ncat "$CLOCK"\n'}.items():
+        program = tmp_path / path
+        program.parent.mkdir(parents=True)
+        program.write_text(text)
+        program.chmod(0o755)
     return tmp_path
 
 
@@ -52,10 +56,20 @@ def run_script(clone: Path, *words: str, **environment: str) -> tuple[list[str],
     """Return the lines that a script shows, and its calls of Python."""
     calls = clone / "calls.txt"
     calls.unlink(missing_ok=True)
+    clock = clone / "clock.txt"
+    clock.write_text("1000")
     done = subprocess.run(
         ["bash", *words],
         cwd=clone,
-        env={**os.environ, "CALLS": str(calls), "DRY_RUN": "", **environment},
+        env={
+            **os.environ,
+            "PATH": f"{clone / 'bin'}:{os.environ['PATH']}",
+            "CALLS": str(calls),
+            "CLOCK": str(clock),
+            "DRY_RUN": "",
+            "REAL_DTYPE": "float32",
+            **environment,
+        },
         capture_output=True,
         text=True,
         timeout=60,
@@ -68,16 +82,28 @@ def whole_run(clone: Path, *words: str, **environment: str) -> tuple[list[str], 
     return run_script(clone, "recipes/real/run.sh", *words, **environment)
 
 
-def test_each_stage_is_announced_with_fewer_minutes_than_the_one_before(clone):
-    shown, calls = whole_run(clone)
+def minutes_left(shown: list[str]) -> list[int]:
     stages = [re.fullmatch(r"\[(\d)/5\] .*; about (\d+) minutes left", line) for line in shown]
     assert all(stages), shown
     assert [int(stage[1]) for stage in stages] == [1, 2, 3, 4, 5]
-    left = [int(stage[2]) for stage in stages]
+    return [int(stage[2]) for stage in stages]
+
+
+def test_each_stage_is_announced_with_fewer_minutes_than_the_one_before(clone):
+    shown, calls = whole_run(clone)
+    left = minutes_left(shown)
     assert left == sorted(set(left), reverse=True)
     trained = [at for at, call in enumerate(calls) if "recipes.grpo.main_grpo" in call]
     generated = [at for at, call in enumerate(calls) if "core.evaluate generate" in call]
     assert len(trained) == 1 and generated[-1] > trained[0] > generated[-2]  # answers before and after
+
+
+def test_the_minutes_left_follow_the_time_that_stages_took(clone):
+    planned = minutes_left(whole_run(clone)[0])
+    stage = planned[1] - planned[2]  # minutes of the answers as released
+    slow = minutes_left(whole_run(clone, TAKES=str(3 * 60 * stage))[0])
+    assert slow[:2] == planned[:2] and slow[2:] == [3 * left for left in planned[2:]]
+    assert minutes_left(whole_run(clone, TAKES="5")[0]) == planned  # its result was there: nothing is learned from it
 
 
 def test_answers_are_named_by_the_step_that_the_run_reached(clone):
