@@ -52,7 +52,20 @@ def headline(runs: Sequence[RecordedRun]) -> str:
     """Return a line for each experiment and data source: accuracy before and after, interval, questions."""
     found = experiments([comparable(run) for run in runs])
     lines = [experiment.sentence for experiment in found if experiment.metric.startswith("mean@")]
-    return "\n".join(lines) if lines else "no validation was recorded"
+    return "\n".join(lines or ["no validation was recorded", *filter(None, map(_training_rewards, runs))])
+
+
+def _training_rewards(run: RecordedRun) -> str:
+    """Return what a run shows without validation: the mean training reward of its first and last fifth of steps."""
+    rewards = [row["critic/rewards/mean"] for row in run.metrics if "critic/rewards/mean" in row]
+    some = len(rewards) // 5
+    if not some:
+        return ""
+    first, last = statistics.fmean(rewards[:some]), statistics.fmean(rewards[-some:])
+    steps = f"{some} step{'s' * (some > 1)}"
+    return (
+        f"{run.name}: mean reward of training answers {first:.3f} in the first {steps}, {last:.3f} in the last {steps}"
+    )
 
 
 def learnt(runs: Sequence[RecordedRun], picture: Sequence[Curves], links: Sequence[Block]) -> Iterator[Block]:

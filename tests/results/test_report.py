@@ -182,13 +182,15 @@ def test_an_unfinished_run_is_called_one(tmp_path, capsys):
 
 
 def test_a_run_without_validation_still_has_a_page(tmp_path):
-    folder = make_run(tmp_path / "grpo" / "blind", steps=3, test_every=1)
+    folder = make_run(tmp_path / "grpo" / "blind", steps=10, test_every=1)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     kept = [{k: v for k, v in line.items() if not k.startswith("val-")} for line in lines[1:]]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
     shutil.rmtree(folder / "validation")
     (folder / "samples.jsonl").unlink()
     md, _ = build(folder.parent, tmp_path / "out", "blind")
+    rewards = [line["critic/rewards/mean"] for line in kept]
+    assert f"{sum(rewards[:2]) / 2:.3f} in the first 2 steps, {sum(rewards[-2:]) / 2:.3f} in the last 2 steps" in md
     assert "no validation was recorded" in md and "Reward" in md and "Samples" not in md
     assert "Accuracy in percent" not in md and "| experiment |" not in md
     assert re.search(r"\| grpo/blind \| .* \| no validation \|", md)
