@@ -1,5 +1,5 @@
 # make setup       makes .venv in the tested versions     make lab         trains the laptop task and writes a report
-# make real        trains a pretrained model of 135 million parameters: about an hour on two cores without AMX
+# make real        trains a pretrained model of 135 million parameters: 50 minutes on two cores without AMX
 # make check       a minute of tests for a change          make test        lints and runs the tests (.ci/run runs this)
 # make test-slow   runs the tests that take minutes        make test-gpu    runs those that need a GPU
 # make test-processes  runs those that start clusters, ranks, engines and shells: some ten minutes

@@ -4,9 +4,9 @@
 #
 #   bash recipes/real/run.sh [passages|arithmetic|search] [random|shuffled] [key=value ...]
 #
-# Keys are those of the training run; DRY_RUN=1 only checks them. For instructions two CPU cores take twenty minutes by
-# estimate with AMX, and up to an hour without: the minutes left are of one or the other. Stages whose result is there
-# are not run again. REAL_MODEL names another model, REAL_PORT another port of the retrieval server.
+# Keys are those of the training run; DRY_RUN=1 only checks them. For instructions two CPU cores without AMX took 49
+# minutes, with it twenty by estimate: the minutes left begin with one or the other. Stages whose result is there are not
+# run again. REAL_MODEL names another model, REAL_PORT another port of the retrieval server.
 set -euo pipefail
 
 words=()
@@ -30,7 +30,7 @@ train=(bash "$root/recipes/$recipe/run_smollm2_135m.sh" ${words[@]+"${words[@]}"
 
 if is_dry_run; then exec "${train[@]}"; fi
 
-minutes=(1 2 17 30 4) # of each stage of instructions: two cores that multiply 119 GFLOP/s in float32, and with AMX by estimate
+minutes=(1 1 16 29 3) # of each stage of instructions: two cores that multiply 119 GFLOP/s in float32, and with AMX by estimate
 [[ "$REAL_DTYPE" != bfloat16 ]] || minutes=(1 2 8 8 2)
 since=$(date +%s) took=0 planned=0 # seconds of the stages that ran
 
