@@ -159,6 +159,7 @@ settle() { # waits for what was queued; fails where any of it failed
 }
 
 real() {
+    local faster=actor_rollout_ref.actor.optim.lr=3.0e-5
     local grpo=grpo/run_smollm2_135m.sh traced=(trainer.trace.freq=30 trainer.trace.groups=10) seed task control
     source recipes/real/common.sh # the precision and the memory of all stages
     [[ "$REAL_DEVICE" == cuda ]] || unset OMP_NUM_THREADS
@@ -170,7 +171,7 @@ real() {
     settle
     for seed in 1 2 3; do
         queue real_run "real-seed$seed" $grpo "trainer.seed=$seed" trainer.total_training_steps=150 "${traced[@]}"
-        queue real_run "real-lr3e-5-seed$seed" $grpo "trainer.seed=$seed" actor_rollout_ref.actor.optim.lr=3.0e-5 \
+        queue real_run "real-lr3e-5-seed$seed" $grpo "trainer.seed=$seed" "$faster" \
             "${traced[@]}"
     done
     for task in arithmetic passages naive; do
@@ -186,9 +187,9 @@ real() {
         for seed in 1 2 3; do queue real_run "real-seed$seed" $task/run_smollm2_135m.sh "trainer.seed=$seed"; done
     done
     for task in arithmetic passages; do
-        queue real_run "real-$task-untuned-seed1" $grpo "$task" "actor_rollout_ref.model.path=$model"
+        queue real_run "real-$task-untuned-seed1" $grpo "$task" "actor_rollout_ref.model.path=$model" "$faster"
     done
-    queue real_run real-untuned-seed1 $grpo "actor_rollout_ref.model.path=$model"
+    queue real_run real-untuned-seed1 $grpo "actor_rollout_ref.model.path=$model" "$faster"
     for seed in 1 2 3; do
         REAL_PORT=$((8123 + seed)) queue real_run "real-search-seed$seed" search_r1/run_smollm2_135m.sh \
             "trainer.seed=$seed"

@@ -28,7 +28,7 @@ STAGES = {  # column -> the files of a task's answers, from which the name of th
     "then DAPO": ("dapo-real-seed*", "recipes/dapo/run_smollm2_135m.sh"),
     "GRPO without fine-tuning": (
         "real-untuned-seed*",
-        f"{GRPO} TASK actor_rollout_ref.model.path=./outputs/real/model",
+        f"{GRPO} TASK actor_rollout_ref.model.path=./outputs/real/model actor_rollout_ref.actor.optim.lr=3.0e-5",
     ),
     "GRPO, naive reward": ("real-naive-seed*", f"{GRPO} naive"),
     "GRPO, reward a coin": ("real-random-seed*", f"{GRPO} TASK random"),

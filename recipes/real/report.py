@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -158,11 +159,17 @@ def table(stages: Sequence[Stage], likelihoods: Mapping[str, float], label: str 
 
 
 def samples(stages: Sequence[Stage], number: int) -> str:
-    """Return answers of every stage to the same prompts, evenly spaced over the file; + marks a right one."""
+    """Return answers of every stage to the same prompts, evenly spaced over the file; + marks a right one.
+
+    Of a long text that all prompts begin with only dots are left.
+    """
     total = len(stages[0].answers)
     stages, blocks = [seeds[0] for seeds in by_seeds(stages).values()], []
+    questions = [one["prompt"].split("user\n")[-1].split("<|im_end|>")[0].strip() for one in stages[0].answers]
+    shared = os.path.commonprefix(questions)
+    left_out = shared.rfind(" ") if len(questions) > 1 and len(shared) > 200 else 0
     for at in range(0, total, max(1, total // number))[:number]:
-        question = stages[0].answers[at]["prompt"].split("user\n")[-1].split("<|im_end|>")[0]
+        question = f"…{questions[at][left_out:]}" if left_out else questions[at]
         answers = [f"{'+' if s.parts['acc'][at] else '-'} {s.name}: {s.answers[at]['response']!r}" for s in stages]
         blocks.append("\n".join([question, *(f"  {answer}" for answer in answers)]))
     return "\n\n".join(blocks)

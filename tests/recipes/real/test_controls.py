@@ -9,7 +9,7 @@ import pytest
 
 from recipes.real import arithmetic
 from recipes.real.controls import CONTROLS, control_of, derange, random_rows, shuffled_rows
-from recipes.real.report import Stage, table
+from recipes.real.report import Stage, samples, table
 from results.reporting.run_scripts import read_script
 from reward_scores import scorer_for
 
@@ -92,6 +92,19 @@ def test_the_table_has_the_columns_of_the_task_and_says_which_stage_is_a_control
     assert table(instructions, {"sft": -1.0}).startswith(
         "| model | seeds | guarded | naive | different words | unfinished | log-likelihood under the frozen model |\n"
     )
+
+
+def test_samples_leave_out_only_a_long_text_that_all_prompts_begin_with():
+    def shown(instruction, *questions):
+        answers = tuple(
+            {"prompt": f"<|im_start|>user\n{instruction}{text}\n<|im_end|>\n", "response": "x"} for text in questions
+        )
+        return samples([Stage("sft", answers, {"acc": (1.0, 0.0)})], 2)
+
+    long = "Search before you answer. " * 10
+    assert shown(long, "who sang?", "when was it?").splitlines()[::3] == ["… who sang?", "… when was it?"]
+    assert shown("Write about ", "tea.", "rain.").splitlines()[::3] == ["Write about tea.", "Write about rain."]
+    assert "+ sft: 'x'" in shown(long, "who?", "when?")
 
 
 def test_seeds_of_a_run_share_a_line_with_an_interval_over_seeds():
