@@ -174,6 +174,16 @@
       el("span", { title: one.stop.replace("_", " ") }, one.stop.replace("stop_", "")),
       tags.length ? el("span", { class: "tags" }, ...tags) : null);
   };
+  // Questions that begin with the same long instructions would all look alike in the list.
+  const beginnings = {};
+  for (const { group } of answers) {
+    const known = beginnings[group.data_source] ??= { shared: group.question, several: false };
+    while (!group.question.startsWith(known.shared)) [known.shared, known.several] = [known.shared.slice(0, -1), true];
+  }
+  const titleOf = (group) => {
+    const { shared, several } = beginnings[group.data_source], end = shared.lastIndexOf(" ");
+    return several && end > 60 ? "…" + group.question.slice(end) : group.question || group.uid;
+  };
   const WHY = { worst: "the worst of its step", mismatch: "the largest difference between engine and learner", question: "one of the regular ones", dropped: "" };
   const list = () => {
     const shown = answers.filter(passes);
@@ -184,7 +194,7 @@
       if (one.group !== group) {
         group = one.group;
         const kept = group.dropped === null ? `kept · here as ${WHY[group.chosen]}` : `dropped: ${group.dropped}`;
-        box = el("div", { class: "group" }, el("h2", { title: group.question }, group.question || group.uid),
+        box = el("div", { class: "group" }, el("h2", { title: group.question }, titleOf(group)),
           el("p", {}, `${group.data_source} · mean ${short(group.mean)} · ${kept}${group.flipped ? " · flipped" : ""}`),
           el("div", { class: "head", "aria-hidden": true }, el("span", {}, "#"), el("span", { class: "num" }, "score"), el("span", {}, "parts"),
             el("span", { class: "num" }, "tokens"), el("span", { class: "num" }, "turns"), el("span", {}, "stop")));

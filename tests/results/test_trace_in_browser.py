@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from results.reporting.trace_page import write_trace
@@ -160,6 +162,20 @@ def test_a_colour_shows_where_the_gap_is(page):
     )
     assert max(shares) > 40
     assert page.locator("#legend .scale").get_attribute("aria-label") == "colour scale"
+
+
+def test_the_list_leaves_out_long_instructions_that_all_questions_begin_with(browser, tmp_path):
+    run, instructions = traced_run(tmp_path / "grpo" / "run", ()), "Search before you answer. " * 5
+    groups = [
+        replace(group, prompt=replace(group.prompt, messages=({"role": "user", "content": instructions + asked},)))
+        for group, asked in zip(made_groups(1, 0, count=2), ("Who sang it?", "When was it?"), strict=True)
+    ]
+    record(traced_config(run), 1, groups)
+    with opened(browser, write_trace([run], tmp_path / "page.html")[0]) as page:
+        page.wait_for_selector("body[data-ready]")
+        titles = page.locator("#list h2")
+        assert {*titles.all_inner_texts()} == {"… Who sang it?", "… When was it?"}
+        assert (titles.first.get_attribute("title") or "").startswith(instructions)
 
 
 def test_the_largest_page_is_painted_within_two_seconds(browser, tmp_path):
