@@ -205,6 +205,13 @@ def main() -> None:
     parser.add_argument("--dtypes", default="fp32,bf16")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "benchmarks")
     args = parser.parse_args()
+    for name, why in (("repeats", "an interval needs two"), ("steps", "the first is not timed")):
+        if getattr(args, name) < 2:
+            parser.error(f"--{name} {getattr(args, name)}: must be at least 2; {why}")
+    if args.model == "real" and not (ROOT / "outputs/real/model/config.json").exists():
+        parser.error("--model real: outputs/real/model is missing; make it with python -m recipes.real.prepare")
+    if args.model == "real" and not os.environ.get("DATA_DIR"):
+        parser.error("--model real: set DATA_DIR to the folder with gsm8k/ and wiki_passages/")
     args.out.mkdir(parents=True, exist_ok=True)
     modes = args.modes.split(",") if args.modes else list(REAL if args.model == "real" else MODES)
     cases = [(mode, dtype) for dtype in args.dtypes.split(",") for mode in modes]
