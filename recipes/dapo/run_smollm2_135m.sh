@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # DAPO with SmolLM2-135M-Instruct on checkable instructions (recipes/real/README.md), for two CPU cores, after the
-# fine-tuning of recipes/sft/run_smollm2_135m.sh.
+# fine-tuning of recipes/sft/run_smollm2_135m.sh: 40 steps, about an hour on two cores without AMX.
 #
 #   bash recipes/dapo/run_smollm2_135m.sh [key=value ...]          DRY_RUN=1 only checks the configuration
 #

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO with SmolLM2-135M-Instruct on a task of recipes/real/README.md, for two CPU cores, after the fine-tuning of
-# recipes/sft/run_smollm2_135m.sh. The task is checkable instructions by default: 60 steps of 16 prompts with 8 answers,
-# an hour and a half where a step takes 94 s (two cores without AMX).
+# recipes/sft/run_smollm2_135m.sh. The task is checkable instructions by default: 40 steps of 16 prompts with 8 answers,
+# an hour where a step takes 84 s (two cores without AMX).
 #
 #   bash recipes/grpo/run_smollm2_135m.sh [passages|arithmetic|naive] [random|shuffled] [key=value ...]
 #

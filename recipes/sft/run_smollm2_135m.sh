@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Fine-tunes SmolLM2-135M-Instruct on demonstrations of a task of recipes/real/README.md: about five minutes on two CPU
-# cores. For instructions, the default, they are 800 of the model's own sentences, changed by a program to keep the
+# Fine-tunes SmolLM2-135M-Instruct on demonstrations of a task of recipes/real/README.md: about a quarter of an hour on two CPU
+# cores without AMX. For instructions, the default, they are 800 of the model's own sentences, changed by a program to keep the
 # constraints of their prompts.
 #
 #   bash recipes/sft/run_smollm2_135m.sh [passages|arithmetic|search] [key=value ...]
