@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # PPO with SmolLM2-135M-Instruct on checkable instructions (recipes/real/README.md), for two CPU cores, after the
-# fine-tuning of recipes/sft/run_smollm2_135m.sh: 20 steps, 75 minutes on one of two cores without AMX, less on both.
+# fine-tuning of recipes/sft/run_smollm2_135m.sh: 20 steps, about an hour on two cores without AMX.
 #
 #   bash recipes/ppo/run_smollm2_135m.sh [key=value ...]          DRY_RUN=1 only checks the configuration
 #
