@@ -160,7 +160,7 @@ settle() { # waits for what was queued; fails where any of it failed
 
 real() {
     local faster=actor_rollout_ref.actor.optim.lr=3.0e-5
-    local grpo=grpo/run_smollm2_135m.sh traced=(trainer.trace.freq=30 trainer.trace.groups=10) seed task control
+    local grpo=grpo/run_smollm2_135m.sh traced=(trainer.trace.freq=20 trainer.trace.groups=10) seed task control
     source recipes/real/common.sh # the precision and the memory of all stages
     [[ "$REAL_DEVICE" == cuda ]] || unset OMP_NUM_THREADS
     mkdir -p outputs/real
@@ -184,7 +184,9 @@ real() {
         queue real_run "real-$control-seed1" $grpo "$control"
     done
     for task in dapo ppo; do
-        for seed in 1 2 3; do queue real_run "real-seed$seed" $task/run_smollm2_135m.sh "trainer.seed=$seed"; done
+        for seed in 1 2 3; do
+            queue real_run "real-seed$seed" $task/run_smollm2_135m.sh "trainer.seed=$seed" "${traced[@]}"
+        done
     done
     for task in arithmetic passages; do
         queue real_run "real-$task-untuned-seed1" $grpo "$task" "actor_rollout_ref.model.path=$model" "$faster"
@@ -192,7 +194,7 @@ real() {
     queue real_run real-untuned-seed1 $grpo "actor_rollout_ref.model.path=$model" "$faster"
     for seed in 1 2 3; do
         REAL_PORT=$((8123 + seed)) queue real_run "real-search-seed$seed" search_r1/run_smollm2_135m.sh \
-            "trainer.seed=$seed"
+            "trainer.seed=$seed" "${traced[@]}"
     done
     settle
 }
