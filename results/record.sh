@@ -103,13 +103,13 @@ oracle() {
 searching=(retriever.url=null "retriever.local={index: ./outputs/real/search/index}") # for answers of the search task
 
 real_run() { # real_run NAME SCRIPT [WORD ...] [key=value ...]: a run, its published copy, and its held-out answers
-    local name="$1" script="$2" recipe="${2%%/*}" scores=strict
+    local name="$1" script="$2" recipe="${2%%/*}" scores=(strict)
     shift 2
     local task=instructions word from=()
     for word in "$@"; do case "$word" in passages | arithmetic) task="$word" ;; esac; done
     case "$recipe-$task" in
     search_r1-*) task=search from=("${searching[@]}") ;;
-    *-instructions) scores=guarded ;;
+    *-instructions) scores=("${guarded[@]}") ;;
     esac
     local answers="outputs/real/answers_$task/$name.jsonl"
     [[ $recipe == grpo || $task == search ]] || answers="outputs/real/answers_$task/$recipe-$name.jsonl"
@@ -120,12 +120,13 @@ real_run() { # real_run NAME SCRIPT [WORD ...] [key=value ...]: a run, its publi
             "$python" -m results.publish "outputs/$recipe/$name" --as "$recipe/$name" &&
             "$python" -m core.evaluate generate "$recipe" --run "outputs/$recipe/$name" --out "$answers" \
                 ${from[@]+"${from[@]}"} &&
-            "$python" -m core.evaluate score "$answers" --name "$scores"
+            "$python" -m core.evaluate score "$answers" --name "${scores[@]}"
     } > "outputs/record-$recipe-$name.log" 2>&1 || { tail -n 5 "outputs/record-$recipe-$name.log" >&2 && return 1; }
 }
 
-real_start() { # real_start TASK PRESET SCORES: answers of the model as released and after fine-tuning, which is made
-    local task="$1" answers="outputs/real/answers_$1" recipe=grpo stage path from=()
+real_start() { # real_start TASK PRESET: answers of the model as released and after fine-tuning, which is made
+    local task="$1" answers="outputs/real/answers_$1" recipe=grpo stage path scores=(strict) from=()
+    [[ $task != instructions ]] || scores=("${guarded[@]}")
     [[ $task != search ]] || recipe=search_r1 from=("${searching[@]}")
     mkdir -p "$answers"
     {
@@ -136,7 +137,7 @@ real_start() { # real_start TASK PRESET SCORES: answers of the model as released
             [[ $stage != model ]] || path="$model"
             "$python" -m core.evaluate generate "$recipe" "preset=$2" --model "$path" \
                 --out "$answers/$stage.jsonl" ${from[@]+"${from[@]}"} &&
-                "$python" -m core.evaluate score "$answers/$stage.jsonl" --name "$3" || return 1
+                "$python" -m core.evaluate score "$answers/$stage.jsonl" --name "${scores[@]}" || return 1
         done
     } > "outputs/record-start-$task.log" 2>&1
 }
@@ -165,9 +166,9 @@ real() {
     [[ "$REAL_DEVICE" == cuda ]] || unset OMP_NUM_THREADS
     mkdir -p outputs/real
     bash recipes/real/start.sh data
-    queue real_start instructions smollm2_135m guarded
-    for task in arithmetic passages; do queue real_start "$task" "smollm2_135m_$task" strict; done
-    queue real_start search smollm2_135m strict
+    queue real_start instructions smollm2_135m
+    for task in arithmetic passages; do queue real_start "$task" "smollm2_135m_$task"; done
+    queue real_start search smollm2_135m
     settle
     for seed in 1 2 3; do
         queue real_run "real-seed$seed" $grpo "trainer.seed=$seed" trainer.total_training_steps=150 "${traced[@]}"

@@ -22,6 +22,8 @@ if [[ -z "${REAL_DTYPE:-}" ]]; then
 fi
 export REAL_DTYPE
 model="${REAL_MODEL:-./outputs/real/model}"
+# The name of scores of instructions, and the key that makes them so where the run had another reward.
+guarded=(guarded reward_model.reward_kwargs.instructions.method=guarded)
 
 task=instructions naive="" control=""
 while (($#)); do

@@ -65,6 +65,10 @@ class Stage:
             raise InputError([f"{path}: no answers with scores beside them ({error}); {fix}"]) from error
         if [row["uid"] for row in rows] != [answer["uid"] for answer in answers]:
             raise InputError([f"{scores}: holds other questions than {path}; score the answers again"])
+        given = read_manifest(scores, "scores")["rewards"]["reward_model.reward_kwargs"].get("instructions", {})
+        if label == "guarded" and given.get("method", label) != label:
+            fix = "score the answers again with reward_model.reward_kwargs.instructions.method=guarded"
+            raise InputError([f"{scores}: is called guarded and was scored by method={given['method']}; {fix}"])
         names = [name for name in ("acc", "naive", "distinct", "truncated") if name in rows[0]]
         parts = {name: tuple(row[name][0] for row in rows) for name in names}
         if (other := lenient(summary(scores))) is not None:

@@ -12,11 +12,11 @@ set -euo pipefail
 words=()
 for word in "$@"; do [[ "$word" == *=* ]] || words+=("$word"); done
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-recipe=grpo scores=strict evaluated=("preset=$preset") answers="outputs/real/answers$of_task" searching=()
+recipe=grpo scores=(strict) evaluated=("preset=$preset") answers="outputs/real/answers$of_task" searching=()
 steps=40 rate=() # fewer steps than run_smollm2_135m.sh of a recipe takes
 case "$task" in
 # Three times the preset's rate: 20 steps gain what 40 with it do (results/LOG.md, "A larger rate").
-instructions) scores=guarded steps=20 rate=(actor_rollout_ref.actor.optim.lr=3.0e-5) ;;
+instructions) scores=("${guarded[@]}") steps=20 rate=(actor_rollout_ref.actor.optim.lr=3.0e-5) ;;
 search)
     recipe=search_r1 evaluated=(preset=smollm2_135m) words=($control)
     searching=(retriever.url=null "retriever.local={index: $files/index}")
@@ -50,7 +50,7 @@ announce() { # announce STAGE WORDS...: the minutes left, by how long this machi
 answer() { # answer NAME --model MODEL preset=PRESET | --run RUN: greedy answers to the held-out prompts, and their scores
     # What is there is kept: generate refuses answers of other weights or settings, and adds what is missing.
     "$python" -m core.evaluate generate "$recipe" "${@:2}" --out "$answers/$1.jsonl" ${searching[@]+"${searching[@]}"}
-    "$python" -m core.evaluate score "$answers/$1.jsonl" --name "$scores"
+    "$python" -m core.evaluate score "$answers/$1.jsonl" --name "${scores[@]}"
 }
 
 mkdir -p "$answers"
@@ -67,4 +67,4 @@ announce 4 "reinforcement learning, $steps steps"
 announce 5 "answers of the trained model, and the report"
 trained="$recipe${control:+-$control}${naive/_/-}-$(< "$run/latest_checkpointed_iteration.txt")-steps"
 answer "$trained" --run "$run"
-"$python" -m recipes.real.report "$answers"/{released,sft,"$trained"}.jsonl --scores "$scores" --frozen "$model" --run "$run"
+"$python" -m recipes.real.report "$answers"/{released,sft,"$trained"}.jsonl --scores "${scores[0]}" --frozen "$model" --run "$run"

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.real import arithmetic
+from core.errors import InputError
+from recipes.real import arithmetic, report
 from recipes.real.controls import CONTROLS, control_of, derange, random_rows, shuffled_rows
 from recipes.real.report import Stage, samples, table
 from results.reporting.run_scripts import read_script
@@ -105,6 +106,17 @@ def test_samples_leave_out_only_a_long_text_that_all_prompts_begin_with():
     assert shown(long, "who sang?", "when was it?").splitlines()[::3] == ["… who sang?", "… when was it?"]
     assert shown("Write about ", "tea.", "rain.").splitlines()[::3] == ["Write about tea.", "Write about rain."]
     assert "+ sft: 'x'" in shown(long, "who?", "when?")
+
+
+def test_scores_that_are_called_guarded_and_were_made_by_another_reward_are_refused(tmp_path, monkeypatch):
+    for name in ("naive.jsonl", "naive.scores-guarded.jsonl"):
+        (tmp_path / name).write_text('{"uid": "a", "acc": [1.0]}\n')
+    given = {"rewards": {"reward_model.reward_kwargs": {"instructions": {"method": "naive"}}}}
+    monkeypatch.setattr(report, "read_manifest", lambda *_: given)
+    with pytest.raises(
+        InputError, match=r"naive\.scores-guarded\.jsonl: is called guarded .*method=naive; score .*again"
+    ):
+        Stage.load(tmp_path / "naive.jsonl")
 
 
 def test_seeds_of_a_run_share_a_line_with_an_interval_over_seeds():

@@ -114,6 +114,15 @@ def test_answers_are_named_by_the_step_that_the_run_reached(clone):
     assert "recipes.real.report" in longer[-1] and "--scores guarded" in longer[-1]
 
 
+@pytest.mark.parametrize("words", [("recipes/real/run.sh", "naive"), ("results/record.sh", "real")])
+def test_guarded_scores_are_so_whatever_reward_the_run_had(clone, words):
+    calls = [
+        call for call in run_script(clone, *words)[1] if "core.evaluate score" in call and "--name guarded" in call
+    ]
+    assert any("naive" in call for call in calls)
+    assert all(call.endswith("reward_model.reward_kwargs.instructions.method=guarded") for call in calls)
+
+
 @pytest.mark.parametrize("words", [("passages",), ("arithmetic", "random")])
 def test_another_task_has_answers_and_scores_of_its_own_and_no_minutes(clone, words, tmp_path):
     shown, calls = whole_run(clone, *words)
