@@ -35,6 +35,12 @@ if [[ -z "${VLLM:-}" ]]; then
 fi
 constraints="environment/constraints-$versions.txt"
 
+# pip on a full disk ends after minutes, in a line without a folder or a size. The CPU build with vLLM takes 4.6 GB.
+read -r free mount < <(df -Pk . | awk 'NR == 2 {print $4, $6}')
+held="$({ du -sk .venv/ 2> /dev/null || true; } | cut -f1)" # by a set-up that did not end
+((free + ${held:-0} >= 5000000)) ||
+    fail "set-up takes at least 5 GB and $mount has $((free / 1000000)) GB free; make room there, or clone the repository to a larger disk"
+
 index=()
 if [[ -n "${TORCH_INDEX_URL:-}" ]]; then
     index=(--index-url "$TORCH_INDEX_URL")

@@ -154,3 +154,41 @@ def test_a_package_that_a_finished_set_up_lacks_is_named(half_made):
     python = str(half_made / ".venv/bin/python")
     line = one_line(start("-m", "core.plan", "grpo", folder=half_made, python=(python,)))
     assert line.endswith("; type .venv/bin/python -m pip install 'pyyaml', in the range of pyproject.toml")
+
+
+# --- set-up itself ---
+
+
+@pytest.mark.parametrize(
+    ("free", "held", "begins"),
+    [(2_100_000, 0, False), (2_100_000, 4_000_000, True), (60_000_000, 0, True)],
+    ids=["full", "half_made", "room"],
+)
+def test_set_up_on_a_full_disk_ends_before_pip(free, held, begins, tmp_path):
+    """The commands that measure the disk are stand-ins; the Python of the case that begins makes no environment."""
+    script = tmp_path / "environment/setup.sh"
+    script.parent.mkdir()
+    shutil.copy(ROOT / "environment/setup.sh", script)
+    commands = {
+        "df": f'printf "Filesystem blocks Used Available Capacity Mounted\\ndisk 9 9 {free} 99%% /home\\n"',
+        "du": f'printf "{held}\\t.venv/\\n"',
+        "python": '[[ "$1" != -m ]] || { echo begun; exit 3; }',
+    }
+    for name, does in commands.items():
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/usr/bin/env bash\n{does}\n")
+        path.chmod(0o755)
+    env = BARE | {
+        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+        "PYTHON": "python",
+        "TORCH_INDEX_URL": "http://127.0.0.1:9",
+    }
+    done = subprocess.run(["bash", script], env=env, capture_output=True, text=True)
+    assert ("begun" in done.stdout) == begins and done.returncode == (3 if begins else 1), done.stderr
+    if not begins:
+        assert done.stderr == (
+            "set-up takes at least 5 GB and /home has 2 GB free; make room there, "
+            "or clone the repository to a larger disk\n"
+        )
+        assert not (tmp_path / ".venv").exists()
